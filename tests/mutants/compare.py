@@ -24,10 +24,11 @@ def read(path: Path) -> dict[Mutant, dict[str, Any]]:
 
 
 def pack(source: Path, target: Path) -> None:
-    """Write mutants and verdicts, a line for each; an expression that is the whole statement is left out."""
+    """Put the verdicts of a run into a packed list, a line for each; a statement that is dropped is written once."""
+    found = read(target) | read(source)
     rows = [
         [row["verdict"], *(row[name] for name in FIELDS[:5]), *(["", ""] if same else [row["before"], row["after"]])]
-        for row in read(source).values()
+        for row in found.values()
         for same in [row["before"] == row["statement"] and row["after"] == "pass"]
     ]
     lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
@@ -45,7 +46,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)
-    parser.add_argument("--pack", action="store_true", help="write the first run, packed, to the second path")
+    parser.add_argument(
+        "--pack", action="store_true", help="put the verdicts of the first run into the second, a packed one"
+    )
     args = parser.parse_args()
     if args.pack:
         pack(args.before, args.after)

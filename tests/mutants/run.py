@@ -4,11 +4,14 @@ python -m tests.mutants.run --tree . --minutes 9 [--names table.json] [--verdict
 
 Needs ``tests.mutants.measure`` of the same tree first. Goes on where it stopped; a line for each mutant is appended to
 ``results.jsonl`` in the folder of the measurement. With --ranks, mutants that the unit tests did not kill meet the
-tests of several ranks, as far as those were measured.
+tests of several ranks, as far as those were measured. With --control, the tests that have killed mutants run without
+any: those that fail have proved nothing.
 """
 
 import argparse
 import json
+import os
+import shutil
 import time
 from collections import defaultdict
 from dataclasses import asdict
@@ -69,6 +72,10 @@ def verdict(scratch: Path, module: str, site: Site, tests: Tests, budget: float)
     path = scratch / module
     source = path.read_bytes()
     begin = time.monotonic()
+    kernels = scratch.parent / "kernels_of_mutant"  # what a mutant may build badly
+    shutil.rmtree(kernels, ignore_errors=True)
+    shutil.copytree(scratch.parent / "kernels", kernels)
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(kernels)
     try:
         path.write_bytes(site.apply(source))
         code, told = run_tests(scratch, [*chosen], wanted, 15 + 3 * tests.seconds(chosen))
@@ -88,6 +95,7 @@ def main() -> None:
     parser.add_argument("--names", type=Path, help="table of what was renamed and moved (see find.py)")
     parser.add_argument("--verdict", help="only mutants with this verdict in --mutants")
     parser.add_argument("--ranks", action="store_true", help="tests outside of tests/unit, on what survived those")
+    parser.add_argument("--control", action="store_true", help="run the tests that killed on the tree as it is")
     parser.add_argument("--minutes", type=float, default=9.0)
     parser.add_argument("--budget", type=float, default=BUDGET)
     args = parser.parse_args()
@@ -98,6 +106,8 @@ def main() -> None:
     left = [one for one in left if _is_due(done.get(one), args.ranks)]
     tests, names, whole = Tests(work / "measured.jsonl", args.ranks), Names(args.names), Tree(tree)
     prepare(tree, work / "mutated")
+    if args.control:
+        return _control(work / "mutated", sorted({str(row["killer"]) for row in done.values() if "killer" in row}))
     while left and time.monotonic() < end:
         mutant = left.pop(0)
         row = _run_one(work / "mutated", mutant, whole, names, tests, args.budget)
@@ -105,6 +115,13 @@ def main() -> None:
             print(json.dumps({**asdict(mutant), **row, "ranks": args.ranks}, ensure_ascii=False), file=file)
         print(f"{row['verdict']:9} {row.get('seconds', 0):5} s  {str(mutant)[:150]}", flush=True)
     print(f"{len(left)} mutants left")
+
+
+def _control(scratch: Path, killers: list[str]) -> None:
+    files = sorted({test.partition("::")[0] for test in killers})
+    _, told = run_tests(scratch, ["--maxfail=1000", *files], killers, 1000.0)
+    print(f"{len(told)} tests that killed, on the tree as it is:")
+    print("\n".join(f"{one['outcome']}: {one['test']}" for one in told if one["outcome"] != "passed"))
 
 
 def _is_due(row: dict[str, Any] | None, ranks: bool) -> bool:

@@ -24,7 +24,8 @@ from tests.mutants.sites import FOLDERS
 HEAVY = (
     *("torch", "numpy", "pytest", "hypothesis", "transformers", "deepspeed", "safetensors.torch", "tokenizers", "yaml"),
     *("compressed_tensors.quantization", "deepspeed.runtime.zero.muon.muon_optimizer", "torch.utils.tensorboard"),
-    *("torch.utils.cpp_extension", "transformers.models.llama.modeling_llama", "xdist", "jinja2", "psutil"),
+    *("torch.utils.cpp_extension", "transformers.models.llama.modeling_llama", "jsonargparse", "jinja2", "psutil"),
+    *("transformers.models.auto.tokenization_auto", "transformers.convert_slow_tokenizer", "typeshed_client"),
     *("transformers.models.qwen3.modeling_qwen3", "transformers.models.qwen3_moe.modeling_qwen3_moe"),
 )
 MEMORY, FILE = 8 << 30, 2 << 30  # bytes that a mutant may take, and write to a file
@@ -72,11 +73,12 @@ def prepare(tree: Path, scratch: Path) -> None:
     shutil.rmtree(scratch, ignore_errors=True)
     left_out = shutil.ignore_patterns(".git", "build", "runs", "__pycache__", ".*_cache", ".venv*")
     shutil.copytree(tree, scratch, ignore=left_out, symlinks=True)
+    folders = [folder for folder in (*FOLDERS, "tests") if (scratch / folder).exists()]
     python = [sys.executable, "-m", "compileall", "-q", "--invalidation-mode", "checked-hash"]
-    subprocess.run([*python, *(folder for folder in FOLDERS if (scratch / folder).exists())], cwd=scratch, check=True)
+    subprocess.run([*python, *folders], cwd=scratch, check=True)
     os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", PYTHONDONTWRITEBYTECODE="1")
     os.environ["PYTHONPATH"] = str(scratch)
-    sys.dont_write_bytecode = True
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(scratch.parent / "kernels")
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # what a mutant leaves behind is found below this process
     for name in HEAVY:
         importlib.import_module(name)
@@ -126,8 +128,8 @@ def _become(
         with log.open("w") as file:
             for stream in (sys.stdout, sys.stderr):
                 os.dup2(file.fileno(), stream.fileno())
-        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (FILE, FILE))
+        for kind, most in ((resource.RLIMIT_DATA, MEMORY), (resource.RLIMIT_FSIZE, FILE)):
+            resource.setrlimit(kind, (most, resource.getrlimit(kind)[1]))
         os.chdir(scratch)
         here = str(Path(__file__).resolve().parents[2])
         sys.path[:] = [str(scratch), *(path for path in sys.path if path not in ("", here))]
@@ -140,7 +142,8 @@ def _become(
 
         hypothesis.settings.register_profile("fixed", derandomize=True, database=None)
         hypothesis.settings.load_profile("fixed")
-        options = ["-q", "-x", "-m", "not full", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short"]
+        os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+        options = ["-q", "-x", "-m", "not full", "-p", "no:cacheprovider", "--tb=short"]
         options += [f"--rootdir={scratch}", f"--basetemp={scratch.parent / 'tmp'}"]
         made = [make(plugin.tell) for make in plugins]
         code = int(pytest.main([*options, *arguments], plugins=[plugin, *made]))
