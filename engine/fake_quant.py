@@ -1,14 +1,8 @@
-"""Fake quant on and off while training: what ``state.quant`` offers to a schedule, and the scales of inputs that it
-needs, measured in place.
+"""Switches of fake quantization during training (``state.quant``), and the input scales that they need.
 
-They are measured by forward passes of the unquantized model, under whatever ZeRO stage it lives.
-
-Scales of inputs, keys and values that files gave, compared with the inputs of the first samples.
-
-Nothing in the files tells what inputs are like, so the model looks at some: one micro-batch per rank goes through it,
-forward alone, where such scales were loaded.
-
-How the quantization of a model fares while it trains: scales, what they clip, and the error of every weight.
+Input scales are measured by forward passes of the unquantized model, on any ZeRO stage. Input, key and value scales
+that were loaded from files are checked on one micro-batch per rank (:func:`check_inputs`). :func:`watching` measures
+statistics of the quantization while training: scales, clipped shares and the error of every weight.
 """
 
 import math
@@ -42,11 +36,11 @@ from quant.scale import first_input_scale
 
 
 def observed_input_scales(quantization: Quantization, owners: Set[str] | None = None) -> dict[str, Tensor]:
-    """Find static activation scales from what the observers of all ranks saw; a collective.
+    """Compute static activation scales from the observers of all ranks; a collective.
 
     Args:
-        quantization: knows the groups of inputs and their observers.
-        owners: of the groups that are wanted; all of them without it.
+        quantization: has the input groups and their observers.
+        owners: first modules of the wanted groups; None: all groups.
 
     Returns:
         fp32 tensors of shape (1,), equal on every rank, by owner of the group.
@@ -71,7 +65,7 @@ def observed_input_scales(quantization: Quantization, owners: Set[str] | None = 
 
 
 def _without_scales(absmax: dict[str, float], quantization: Quantization) -> str:
-    """The error of largest magnitudes of inputs that no scale can be made of."""
+    """Error about input groups whose absmax is missing or not finite."""
     bad = [owner for owner, value in absmax.items() if not math.isfinite(value)]
     unseen = [owner for owner, value in absmax.items() if value == 0]
     problems = []
@@ -85,7 +79,7 @@ def _without_scales(absmax: dict[str, float], quantization: Quantization) -> str
 
 
 def _from_histogram(group: ScaleGroup, ranges: Ranges) -> Tensor:
-    """Find the scale that all ranks' histograms together ask for; a collective."""
+    """Choose the scale from the sum of all ranks' histograms; a collective."""
     assert group.observer is not None and group.observer.histogram is not None
     counts = reduce_over_ranks(group.observer.histogram.to(group.s0.device))
     return scale_from_histogram(counts, ranges, group.spec)
@@ -99,14 +93,13 @@ def calibrate_inputs(
     batches: Iterable[MicroBatch],
     device: torch.device,
 ) -> None:
-    """Run ``batches`` through the unquantized model and write the activation scales that they ask for; a collective.
+    """Run ``batches`` through the unquantized model and write the activation scales measured there; a collective.
 
     Args:
         forward: the engine (or the plain model); called with input_ids alone.
-        quantization: its quantization, paused during the passes: its switches and what its observers have seen are
-            afterwards as they were.
+        quantization: of the model; paused during the passes. Its switches and observers are restored afterwards.
         owners: of the input groups to write; other groups keep their scales.
-        batches: as many on every rank.
+        batches: the same number on every rank.
         device: where the batches go.
     """
     was_training = forward.training
@@ -122,11 +115,11 @@ def calibrate_inputs(
 
 
 def watch_inputs(forward: nn.Module, quantization: Quantization, batch: MicroBatch, device: torch.device) -> None:
-    """Run the samples of a batch through the model while its observers watch; a collective under ZeRO-3."""
-    # One sample at a time, without its padding: what padding positions hold is never served.
+    """Run the samples of a batch through the model with observers on; a collective under ZeRO-3."""
+    # One sample at a time, without its padding, which is never served.
     samples = list(sample_inputs(batch))
-    # Rows hold unequal numbers of samples when they are packed or the last ones, and a forward is a collective under
-    # ZeRO-3: a rank that has fewer goes along with some tokens that are not counted.
+    # Packed or last rows hold unequal numbers of samples, and a forward is a collective under ZeRO-3: a rank with fewer
+    # samples runs some tokens that are not counted.
     most = int(reduce_over_ranks(torch.tensor(len(samples)), dist.ReduceOp.MAX))
     for sample in samples:
         with forward_only(forward):
@@ -142,13 +135,13 @@ THETA_GROUPS = {"weight": "weight_scales", "input": "act_scales"}
 
 
 class FakeQuant:
-    """Switches fake quant; every method is to be called on all ranks at the same step.
+    """Switches of fake quantization; call every method on all ranks at the same step.
 
-    A scale group (layers that share a scale) is *active* while at least one of its members is fake-quantized, and rests
-    otherwise. A resting group's theta does not move: its gradient is 0, and its moments are made 0 when it comes to
-    rest. Once the model has trained beside a resting group, the group is *stale*: its scale fits a model that no longer
-    exists. Switching it on then measures it again, weights as they are now, inputs from the observers, and its theta
-    begins anew: 0, with fresh moments, and with a warm-up of its own where all groups of its kind begin.
+    A scale group (layers that share a scale) is *active* while at least one of its members is fake-quantized, else
+    inactive. The theta of an inactive group does not move: its gradient is 0, and its moments are set to 0 when the
+    group becomes inactive. After a training step an inactive group is *outdated*: its scale fits an earlier model.
+    Switching it on measures it again (weight scales from the current weights, input scales from the observers) and
+    restarts its theta at 0 with fresh moments, and with a new warm-up if all groups of its kind start.
     """
 
     def __init__(self, session: Session) -> None:
@@ -164,7 +157,7 @@ class FakeQuant:
         model, and inputs that were never calibrated."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values, for a checkpoint. What is on is kept by the quantization itself."""
+        """Plain values for a checkpoint; the quantization saves its own switches."""
         return {
             "forgets": self.forgets,
             "scale_steps": dict(self.scale_steps),
@@ -172,34 +165,34 @@ class FakeQuant:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave."""
+        """Restore the result of :meth:`state_dict`."""
         self.forgets = state.get("forgets", False)  # checkpoints of earlier versions have none
         self.scale_steps = dict(state["scale_steps"])
         self.stale = {kind: set(owners) for kind, owners in state["stale"].items()}
 
     @property
     def enabled(self) -> bool:
-        """Whether any layer is fake-quantized."""
+        """True if any layer is fake-quantized."""
         return any(weights or inputs for weights, inputs in self.quantization.fake_quant_state().values())
 
     @property
     def any_stale(self) -> bool:
-        """Whether there is a scale that does not fit the model as it is."""
+        """True if any scale is outdated."""
         return any(self.stale.values())
 
     def enable(self, *, weights: bool = True, activations: bool = True, layers: str | None = None) -> None:
-        """Fake quant as said in all layers, or in those whose whole name the regex ``layers`` matches.
+        """Switch fake quant on in all layers, or in those whose whole name the regex ``layers`` matches.
 
-        Scales that the model has invalidated are measured again, in a collective. Inputs that rest are watched.
+        Outdated scales are measured again, in a collective. Inputs that stay unquantized are observed.
 
         Raises:
             ValueError: the pattern matches no layer.
-            RankError: a weight holds NaN or Inf, or the observers of an input that is to be quantized saw nothing.
+            RankError: a weight has NaN or Inf, or the observer of an input to quantize saw no data.
         """
         self._switch(weights, activations, layers, observe=True)
 
     def disable(self, *, layers: str | None = None, observe: bool = True) -> None:
-        """Fake quant off in all layers, or in those that match; observers on, unless it is not to come back."""
+        """Switch fake quant off in all or the matching layers; observers go on, unless it never returns."""
         self._switch(False, False, layers, observe=observe)
 
     def _switch(self, weights: bool, activations: bool, layers: str | None, *, observe: bool) -> None:
@@ -213,19 +206,21 @@ class FakeQuant:
             self.quantization.observe(watch)
 
     def observe(self, on: bool) -> None:
-        """Start or stop watching inputs. Starting forgets what was seen, when the next step begins: until then the
-        scales of an evaluation, of the export, or of fake quant that starts may be made of it."""
+        """Start or stop observing inputs.
+
+        Starting clears earlier observations when the next step begins: until then an evaluation, an export or a start
+        of fake quant may use them for scales."""
         self.forgets = on and self.quantization.observing
         if not self.forgets:
             self.quantization.observe(on)
 
     def forget(self) -> None:
-        """Forget what was seen; the loop calls this where :attr:`forgets` says so."""
+        """Clear the observers; called by the loop if :attr:`forgets`."""
         self.observe(False)
         self.observe(True)
 
     def freeze_scales(self, on: bool = True, *, weights: bool = True, activations: bool = True) -> None:
-        """Learned scales rest from now on, or train again, with fresh moments."""
+        """Freeze learned scales, or train them again with fresh moments."""
         for kind, chosen in (("weight", weights), ("input", activations)):
             if not chosen:
                 continue
@@ -236,12 +231,12 @@ class FakeQuant:
             reset_optimizer_state(self.session.engine.optimizer, THETA_GROUPS[kind])
 
     def learning(self, group: str) -> bool:
-        """Whether thetas of a parameter group train now: their fake quant is on, and they are not frozen."""
+        """True if thetas of a parameter group train now: fake quant is on and they are not frozen."""
         kind = next(kind for kind, name in THETA_GROUPS.items() if name == group)
         return bool(self._active()[kind]) and group not in self.overrides.frozen
 
     def stepped(self) -> None:
-        """The model has trained for a step; the loop calls this. A collective where scales follow the weights."""
+        """Mark scales after a training step; called by the loop; a collective if scales follow the weights."""
         if self.session.recipe.quant.scales_follow_weights:
             follow_weights(self.quantization)
             weights_changed(self.session.model)
@@ -252,7 +247,7 @@ class FakeQuant:
                 self.stale[kind] |= set(self._groups(kind)) - active[kind]
 
     def calibrate(self, batches: Iterable[MicroBatch]) -> None:
-        """Measure the input scales that no checkpoint gave, from batches of every rank; a collective."""
+        """Measure the input scales that no checkpoint has, from batches of every rank; a collective."""
         if not self.stale["input"]:
             return
         say(f"calibrating activations on {self.session.recipe.quant.calibration_batches} micro-batches per rank")
@@ -260,19 +255,19 @@ class FakeQuant:
         self.stale["input"] = set()
 
     def measure(self, batches: Iterable[MicroBatch] = ()) -> None:
-        """Measure every stale scale again, so that an export has what the model needs; a collective.
+        """Measure every outdated scale again, for an export; a collective.
 
         Args:
-            batches: measure inputs that no observer watches.
+            batches: for inputs without an observer.
         """
         self._begin({kind: set(owners) for kind, owners in self.stale.items()}, batches)
 
     @contextmanager
     def as_served(self, batches: Iterable[MicroBatch]) -> Iterator[None]:
-        """Inside the block everything is fake-quantized with scales that fit, and nothing is observed; a collective.
+        """Context with serving numerics: all layers fake-quantized, no outdated scale, no observer; a collective.
 
         Args:
-            batches: measure inputs that no observer watched.
+            batches: for inputs without an observer.
         """
         self._write(self.stale, batches)
         try:
@@ -300,7 +295,7 @@ class FakeQuant:
         }
 
     def _begin(self, owners: dict[str, set[str]], batches: Iterable[MicroBatch] | None = None) -> None:
-        """Groups come into use: start the thetas of those that are stale anew, and measure their scales."""
+        """Activate groups: restart the thetas of outdated ones and measure their scales."""
         stale = {kind: owners[kind] & self.stale[kind] for kind in owners}
         self._warn_of_lost_scales(stale["weight"])
         for kind, begun in stale.items():
@@ -310,7 +305,7 @@ class FakeQuant:
             self.stale[kind] -= measured
 
     def _warn_of_lost_scales(self, owners: set[str]) -> None:
-        """Say so where weight scales that the user brought are measured again: they were of another model's weights."""
+        """Warn if weight scales loaded from the user's files are measured again and so lost."""
         key = self.session.recipe.quant.scales_brought_by()
         if owners and key is not None:
             say(
@@ -320,7 +315,7 @@ class FakeQuant:
             )
 
     def _rest(self, owners: dict[str, set[str]]) -> None:
-        """Groups go out of use: without moments their thetas stay where they are; their observers begin anew."""
+        """Deactivate groups: zero their moments, so that thetas do not move, and restart their observers."""
         for kind, resting in owners.items():
             reset_moments(self.session.engine.optimizer, self._thetas(kind, resting))
             for group in (self._groups(kind)[owner] for owner in resting):
@@ -328,9 +323,9 @@ class FakeQuant:
                     group.observer.reset()
 
     def _write(self, owners: dict[str, set[str]], batches: Iterable[MicroBatch] | None = None) -> None:
-        """Measure the scales of groups, from the weights as they are and from what the observers saw; a collective.
+        """Measure scales of groups from the current weights and the observers; a collective.
 
-        Where nobody watches the inputs and there are ``batches``, these are run through the model for it.
+        Inputs without an observer are measured on ``batches``, if given.
         """
         if not any(owners.values()):
             return
@@ -352,7 +347,7 @@ class FakeQuant:
         return [theta for owner in groups if owner in owners and (theta := groups[owner].theta) is not None]
 
     def _restart(self, kind: str, owners: set[str]) -> None:
-        """Thetas at 0, in the optimizer's fp32 copy too, without moments; a collective."""
+        """Set thetas to 0, in the optimizer's fp32 masters too, and zero their moments; a collective."""
         thetas = self._thetas(kind, owners)
         zero_parameters(self.session.engine.optimizer, thetas)
         if owners == self._groups(kind).keys():
@@ -360,7 +355,7 @@ class FakeQuant:
             self.scale_steps[THETA_GROUPS[kind]] = 0
 
 
-# The largest share of an input that a scale may clip (a Gaussian at 1.6 standard deviations; nobody calibrates so), and
+# The largest share of an input that a scale may clip (a Gaussian clipped at 1.6 standard deviations), and
 # how many times it may be the absmax scale of a few samples. One token with a massive activation, which these may lack,
 # makes it some hundred times; an absmax that was not divided, 448 at e4m3.
 MOST_CLIPPED, TOO_LARGE = 0.1, 256.0
@@ -368,8 +363,10 @@ _MOST_NAMED = 5
 
 
 def check_inputs(session: Session, first: Callable[[int], Iterable[MicroBatch]]) -> None:
-    """Refuse input scales from files that are none of the inputs of ``first(1)``, the first micro-batch of the training
-    on every rank; a collective, after calibration. Raises RankError on every rank."""
+    """Check input scales from files on ``first(1)``, each rank's first training micro-batch; a collective, after
+    calibration.
+
+    Raises RankError on every rank."""
     quant = session.recipe.quant
     source = quant.start or quant.scales or session.recipe.model.path
     if quant.start or quant.scales or is_quantized(Path(source)):
@@ -378,7 +375,7 @@ def check_inputs(session: Session, first: Callable[[int], Iterable[MicroBatch]])
 
 
 def _owners(session: Session) -> set[str]:
-    """Of the input groups whose scales files gave."""
+    """Owners of the input groups whose scales came from files."""
     owners = {group.owner for group in session.quantization.input_groups} - session.uncalibrated
     if (initial := session.recipe.quant.initial_input_scale) is None:
         return owners
@@ -395,16 +392,15 @@ def check_input_scales(
     device: torch.device,
     source: str,
 ) -> None:
-    """Run ``batches`` through the model with its inputs quantized, and refuse scales that are none of these inputs; a
-    collective, which leaves the model as it was.
+    """Run ``batches`` with quantized inputs and refuse scales that cannot belong to these inputs; a collective.
 
-    Scales from other data pass, and clipped ones: see :data:`MOST_CLIPPED` and :data:`TOO_LARGE`. A global scale above
-    dynamic ones may be so many times smaller, too.
+    The model is left unchanged. Scales from other data and clipping scales pass: see :data:`MOST_CLIPPED` and
+    :data:`TOO_LARGE`; a global scale above dynamic ones may be smaller by the same factor.
 
     Args:
         forward, quantization, batches, device: as of :func:`engine.fake_quant.calibrate_inputs`.
         owners: of the input groups whose scales are checked.
-        source: where the scales are from, for the error.
+        source: origin of the scales, for the error.
 
     Raises:
         RankError: on every rank: names the inputs, both values, and what to do.
@@ -451,7 +447,7 @@ def check_input_scales(
 
 @dataclass(frozen=True)
 class QuantStats:
-    """Statistics by layer (weights) and by owner of the scale group (inputs, and keys and values)."""
+    """Quantization statistics by layer (weights) and by scale-group owner (inputs, keys and values)."""
 
     weights: dict[str, WeightStatistics]
     input_scales: dict[str, float]
@@ -460,7 +456,7 @@ class QuantStats:
 
 
 def measure(quantization: Quantization) -> QuantStats:
-    """Statistics of the weights as they are now and of what the observers saw; a collective."""
+    """Measure statistics of the current weights and of the observers; a collective."""
     return QuantStats(weight_statistics(quantization), input_scales(quantization), _clipped_inputs(quantization))
 
 
@@ -476,17 +472,16 @@ def _clipped_inputs(quantization: Quantization) -> dict[str, float]:
 
 @dataclass
 class Watch:
-    """What :func:`watching` found; None until its block has ended."""
+    """Result of :func:`watching`; ``stats`` is None until its block ends."""
 
     stats: QuantStats | None = None
 
 
 @contextmanager
 def watching(quant: FakeQuant) -> Iterator[Watch]:
-    """Watch the inputs of the block's forwards, and measure the quantization when the block ends; a collective then.
+    """Observe inputs inside the block, and measure the quantization when it ends; a collective then.
 
-    Where inputs are watched already (a user's script does it, or a schedule that will switch fake quant on), the
-    observers keep what they have seen and go on.
+    Observers that run already (switched on by a script or a schedule) keep their state and continue.
     """
     watch = Watch()
     own = not quant.quantization.observing

@@ -1,4 +1,4 @@
-"""Evaluation while training: losses on held-out samples, with fake quant as the model would be served now."""
+"""Evaluation while training: losses on held-out samples with serving numerics."""
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
@@ -17,12 +17,12 @@ from model.zero import forward_only
 
 @dataclass
 class HeldOutResults:
-    """What the evaluations of a run have found: means over the held-out tokens, by the name that is logged.
+    """Results of a run's evaluations: means over the held-out tokens, by logged name.
 
     Attributes:
-        last: of the last evaluation, before a resume too: conditions of a schedule look at it.
+        last: of the last evaluation, also of one before a resume; used by conditions of a schedule.
         first: of the first evaluation of this process.
-        step: optimizer steps done at the last evaluation of this process, None before there was one.
+        step: optimizer steps done at the last evaluation of this process; None before the first.
     """
 
     last: dict[str, float] = field(default_factory=dict)
@@ -50,18 +50,18 @@ def evaluate(
     calibration: Iterable[MicroBatch],
     losses: Callable[[MicroBatch], Mapping[str, Tensor]],
 ) -> dict[str, float]:
-    """Means over the valid tokens of all held-out samples, of all ranks; a collective.
+    """Compute loss means over the valid tokens of all held-out samples and ranks; a collective.
 
-    A run that never quantizes is evaluated as it is; in every other one all layers are fake-quantized, with scales
-    measured again where they fit an earlier model. Nothing that trains is changed.
+    All layers are fake-quantized, with outdated scales measured again, unless the run never quantizes. Nothing that
+    trains is changed.
 
     Args:
         session: the run.
-        quant: its switches of fake quant.
+        quant: its fake-quant switches.
         held_out: the samples.
-        calibration: micro-batches of training, on which input scales are measured where that is needed. Held-out
-            batches are ordered by length, and short samples would give small scales.
-        losses: a micro-batch on the device to sums over its valid tokens, the same names on every rank.
+        calibration: training micro-batches to measure outdated input scales on. Held-out batches are ordered by length,
+            and short samples would give small scales.
+        losses: maps a micro-batch on the device to sums over its valid tokens, the same names on every rank.
 
     Returns:
         The means, by the names of the sums.

@@ -1,5 +1,5 @@
-"""The training loop. ``Loop.run`` and :func:`engine.step.train_step` are the algorithm: get the batches, losses,
-backward, step, log. Everything else hangs on schedule events.
+"""The training loop. ``Loop.run`` and :func:`engine.step.train_step` are the algorithm: batches, losses, backward,
+step, log. Everything else is a schedule event.
 
 A user's own schedule is a few lines of Python, run by the same launcher (``deepspeed --num_gpus 8 my_schedule.py``)::
 
@@ -19,7 +19,7 @@ A user's own schedule is a few lines of Python, run by the same launcher (``deep
 
     loop.run()
 
-The same events can stand in the recipe, under ``schedule``.
+The recipe's section ``schedule`` takes the same events.
 
 Actions run on every rank, so they may use collectives; they must take the same branches on every rank.
 """
@@ -56,7 +56,7 @@ class Loop:
 
     @classmethod
     def from_recipe(cls, path: str | Path) -> "Loop":
-        """A loop from a YAML recipe. Raises RecipeError if it is not a good one."""
+        """Create a loop from a YAML recipe. Raises RecipeError if the recipe is bad."""
         return cls(load_recipe(path))
 
     def at(self, step: int) -> Callable[[Action], Action]:
@@ -130,7 +130,7 @@ class Loop:
         return state
 
     def _train(self, state: LoopState, report: RunReport) -> None:
-        """Steps until the last one, or until somebody stops them."""
+        """Run steps until the last one or a stop."""
         if state.held_out is not None:
             evaluate_start(state)
         while state.step < self.recipe.train.steps and not state.stopped:
@@ -144,16 +144,16 @@ class Loop:
             self.schedule.run_after(state.step, state)
             if state.last.stop_requested:
                 break
-        sum_where_ranks_agree(state)  # also on the end: a rank that stops alone meets the others here
+        sum_where_ranks_agree(state)  # a rank that stops alone meets the next step of the others here
         report.trained(state)
 
 
 def _finish(state: LoopState) -> RankError | None:
-    """What follows the last step: evaluation, a checkpoint, the export. After a signal, the checkpoint alone.
+    """Evaluate, save a checkpoint and export after the last step; after a signal save the checkpoint alone.
 
     Returns:
-        Why the run has failed all the same: the checkpoint could not be written, where the export was; or no step
-        trained anything, and there is nothing to write.
+        The failure to raise after the final report: the checkpoint could not be written but the export was, or every
+        step was skipped.
     """
     recipe, unsaved = state.recipe, None
     asked_to_stop = state.last is not None and state.last.stop_requested
@@ -170,7 +170,7 @@ def _finish(state: LoopState) -> RankError | None:
         except CheckpointError as error:
             if asked_to_stop or not recipe.export.enabled:
                 raise
-            unsaved = error  # the export needs a fraction of the room
+            unsaved = error  # the export needs a fraction of the space
             say(f"warning: {error}; the export follows")
     if asked_to_stop:
         say(f"asked to stop: step {state.step} is saved; --train.resume true goes on from there")
@@ -180,7 +180,7 @@ def _finish(state: LoopState) -> RankError | None:
 
 
 def _export(state: LoopState) -> None:
-    """Export; if that fails, a training checkpoint keeps the work."""
+    """Export; if that fails, save a training checkpoint."""
     try:
         batches = state.loader.first(max(1, state.recipe.quant.calibration_batches))
         export_trained(state.session, state.quant, batches)

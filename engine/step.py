@@ -1,4 +1,4 @@
-"""One optimizer step: count the tokens, accumulate gradients, update, report; and one micro-batch to its losses."""
+"""One optimizer step: count tokens, accumulate gradients, update, report; and the losses of one micro-batch."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -26,7 +26,7 @@ from quant import recomputing, weights_changed
 
 
 def train_step(state: LoopState) -> StepResult:
-    """One optimizer step: every micro-batch forward and backward, then the update; a collective.
+    """Run one optimizer step: forward and backward of every micro-batch, then the update; a collective.
 
     Raises:
         RankError: on every rank: no token has a target, or too many steps in a row were not finite.
@@ -41,7 +41,7 @@ def train_step(state: LoopState) -> StepResult:
         sums = _accumulate(state, batches, objective, valid)
         update = _update(state, measures=measures)
         if update.skipped:
-            # Its inputs may be NaN, which a maximum would keep.
+            # Its inputs may be NaN, which would stay in the observers' maxima.
             state.session.quantization.restore_seen(seen)
         else:
             state.quant.stepped()
@@ -61,12 +61,12 @@ def train_step(state: LoopState) -> StepResult:
 
 
 def _is_due(state: LoopState, every: int) -> bool:
-    """Whether the step that begins is one of every ``every`` steps; 0: none is."""
+    """Tell if the current step is an ``every``-th one; never for 0."""
     return every > 0 and (state.step + 1) % every == 0
 
 
 def _count(state: LoopState, batches: Sequence[MicroBatch]) -> tuple[int, int]:
-    """Tokens of the step over all ranks: those with a target, and all but padding; a collective."""
+    """Count the tokens of the step over all ranks: (those with a target, all but padding); a collective."""
     valid, tokens = sum_where_ranks_agree(state, (valid_tokens(batches), sum(map(real_tokens, batches))))
     if valid == 0:  # the same on every rank, after the reduction
         raise RankError(f"step {state.step}: no token of any rank has a target (N = 0): nothing to learn from")
@@ -76,7 +76,7 @@ def _count(state: LoopState, batches: Sequence[MicroBatch]) -> tuple[int, int]:
 def _set_learning_rates(state: LoopState) -> None:
     """Set the schedule's learning rate of this step in every parameter group.
 
-    Scales rest while their fake quant is off or they are frozen, and warm up from the step in which it starts.
+    Scales have rate 0 while their fake quant is off or they are frozen, and warm up from the step in which it starts.
     """
     optim, overrides = state.recipe.optim, state.session.overrides
     factor = lr_factor(
@@ -99,7 +99,7 @@ def _set_learning_rates(state: LoopState) -> None:
 
 
 def _accumulate(state: LoopState, batches: Sequence[MicroBatch], objective: Objective, valid: int) -> dict[str, Tensor]:
-    """Forward and backward of every micro-batch; the sums of their losses over this rank's tokens, by part."""
+    """Run forward and backward of every micro-batch; return the sums of this rank's losses by part."""
     session, engine = state.session, state.session.engine
     diagnostics = _is_due(state, state.recipe.loss.diagnostics_every)
     if session.loss_scale is not None:
@@ -121,7 +121,7 @@ def _accumulate(state: LoopState, batches: Sequence[MicroBatch], objective: Obje
 
 
 class Update(NamedTuple):
-    """What became of the gradients; see :class:`engine.state.StepResult`."""
+    """Outcome of the update; see :class:`engine.state.StepResult`."""
 
     scale_grad_norm: float | None
     skipped: bool
@@ -129,10 +129,7 @@ class Update(NamedTuple):
 
 
 def _update(state: LoopState, *, measures: bool) -> Update:
-    """Let the optimizer step with the gradients of all micro-batches; a collective.
-
-    ``measures``: measure the norm of the scales' gradients too.
-    """
+    """Step the optimizer; with ``measures`` also measure the norm of the scales' gradients; a collective."""
     session, engine = state.session, state.session.engine
     loss_scale = session.loss_scale.value if session.loss_scale is not None else None
     skipped_before = engine.skipped_steps
@@ -145,14 +142,14 @@ def _update(state: LoopState, *, measures: bool) -> Update:
 
 
 def _record_skipped(state: LoopState, losses: Tensor, *, skipped: bool) -> None:
-    """Tell the loss scale, and who counts the steps that were left out; a collective if this one was."""
+    """Update the loss scale and the count of skipped steps; a collective if this one was skipped."""
     scale = state.session.loss_scale
     lowered = scale is not None and scale.stepped(overflow=skipped)
     state.skipped.record(state.step, skipped, losses, state.loader, lowered=lowered)
 
 
 def _reduce(state: LoopState, sums: Tensor, valid: int) -> tuple[list[float], bool, float | None]:
-    """Means of the losses over all ranks' tokens, whether a rank wishes to stop, the gradients' norm: in one wait."""
+    """Reduce the loss means, the stop flag and the gradient norm over ranks, with one host wait."""
     wish = sums.new_full((1,), float(state.stop_requests.requested))
     reduced = reduce_over_ranks(torch.cat([sums / valid, wish])).double()
     norm = global_gradient_norm(state.session.engine, sums.device)
@@ -161,11 +158,11 @@ def _reduce(state: LoopState, sums: Tensor, valid: int) -> tuple[list[float], bo
 
 
 class MicroBatchLosses(NamedTuple):
-    """The losses of a micro-batch.
+    """Losses of a micro-batch.
 
     Attributes:
-        total: scalar, scaled, attached to the graph.
-        sums: over the valid tokens, without weights, detached; by part (those of
+        total: scalar, weighted and scaled, attached to the graph.
+        sums: unweighted sums over the valid tokens, detached, by part (those of
             :meth:`engine.losses.objective.Objective.parts`, and the router's auxiliary loss).
     """
 
@@ -176,15 +173,15 @@ class MicroBatchLosses(NamedTuple):
 def training_losses(
     session: Session, batch: MicroBatch, objective: Objective, *, valid: int, diagnostics: bool = False
 ) -> MicroBatchLosses:
-    """The losses of a micro-batch that trains; a collective.
+    """Compute the losses of a training micro-batch; a collective.
 
     Args:
         session: the run.
-        batch: of the loader, :func:`data.loader.on_device`.
-        objective: which losses.
+        batch: on the device (:func:`data.loader.on_device`).
+        objective: losses and their weights.
         valid: tokens with a target in the whole optimizer step, over all ranks and micro-batches. DeepSpeed divides by
-            the accumulation steps and averages over the ranks, which this number counts already.
-        diagnostics: measure the distance to the teacher too, where one is asked.
+            the accumulation steps and averages over the ranks, which this number includes already.
+        diagnostics: measure the distance to the teacher too, if there is one.
     """
     train = session.recipe.train
     return _micro_batch(
@@ -200,8 +197,8 @@ def training_losses(
 
 @torch.no_grad()
 def held_out_losses(session: Session, batch: MicroBatch, objective: Objective) -> dict[str, Tensor]:
-    """The sums of the losses of a micro-batch that does not train, see :class:`MicroBatchLosses`; a collective."""
-    # A cache holds training samples, none of those that are held out.
+    """Compute the loss sums of a held-out micro-batch, see :class:`MicroBatchLosses`; a collective."""
+    # A cache holds training samples only.
     teacher = session.teacher if not isinstance(session.teacher, CachedTeacher) else None
     return _micro_batch(session, batch, objective, teacher if objective.kd_weight > 0 else None).sums
 
@@ -216,14 +213,14 @@ def _micro_batch(
     diagnostics: bool = False,
     to_host: bool = False,
 ) -> MicroBatchLosses:
-    """A micro-batch through the teacher, then through the student to its losses, inside the student's lm_head.
+    """Run a micro-batch through the teacher, then through the student, whose lm_head computes the losses.
 
     Args:
         session, batch, objective: as of :func:`training_losses`.
-        teacher: to distil from; None: nothing is distilled.
+        teacher: None disables distillation.
         scale: factor of the total.
         diagnostics: measure the distance to the teacher.
-        to_host: what recomputed blocks keep for backward goes to host memory.
+        to_host: keep the inputs of recomputed blocks in host memory.
     """
     assert session.head is not None, "losses need a session for training"
     inputs: dict[str, Any] = {**model_inputs(batch, mask=session.mask), "use_cache": False}
@@ -247,7 +244,7 @@ def _micro_batch(
     if session.recipe.learnable.router:
         sums[ROUTER_AUX] = torch.zeros_like(sums["lm"])
         if (aux := getattr(output, "aux_loss", None)) is not None:
-            # A mean over the micro-batch, as transformers defines it; weighted by its tokens like the rest.
+            # transformers defines a mean over the micro-batch; weight it by tokens like the other losses.
             aux = aux * router_loss_factor(session.model) * len(batch["positions"])
             sums[ROUTER_AUX] = aux.detach().float()
             total = total + aux * scale
@@ -256,7 +253,7 @@ def _micro_batch(
 
 @dataclass
 class _LossesAtHead:
-    """The task of the student's lm_head: the losses of a micro-batch, computed while its weight is whole."""
+    """Loss computation of a micro-batch inside the student's lm_head, while its weight is gathered."""
 
     labels: Tensor
     positions: Tensor
@@ -269,7 +266,7 @@ class _LossesAtHead:
     result: LossResult | None = None
 
     def __call__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The total, to be differentiated; ``result`` has the rest."""
+        """Return the total for backward; keep the rest in ``result``."""
         with gathered(self.teacher_output.parameters if self.teacher_output is not None else ()):
             self.result = chunked_losses(
                 hidden,

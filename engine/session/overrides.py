@@ -1,4 +1,4 @@
-"""What the events of a schedule have set instead of the recipe's values."""
+"""Values that schedule events have set in place of the recipe's."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,10 +10,10 @@ from engine.session.optimizer import peak_learning_rates
 
 @dataclass
 class Overrides:
-    """Loss weights, peak learning rates and resting scales as the events so far have set them, over the recipe's.
+    """Loss weights, peak learning rates and frozen scales set by schedule events.
 
     Attributes:
-        recipe: holds wherever no event has set anything else. A resumed run follows the recipe that it is given.
+        recipe: used for values that no event has set. A resumed run uses the recipe of the resumed start.
         loss_weights: set by an event: ``lm``, ``kd``.
         peak_rates: peak learning rates set by an event, by parameter group.
         frozen: parameter groups of scales that do not train although their fake quant is on.
@@ -25,7 +25,7 @@ class Overrides:
     frozen: set[str] = field(default_factory=set)
 
     def state_dict(self) -> dict[str, Any]:
-        """What events have set: plain values, for a checkpoint."""
+        """Plain values for a checkpoint."""
         return {
             "loss_weights": dict(self.loss_weights),
             "peak_rates": dict(self.peak_rates),
@@ -33,12 +33,12 @@ class Overrides:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave."""
+        """Restore the result of :meth:`state_dict`."""
         self.loss_weights, self.peak_rates = dict(state["loss_weights"]), dict(state["peak_rates"])
         self.frozen = set(state["frozen"])
 
     def set_peak_rates(self, **rates: float) -> None:
-        """Peak learning rates by parameter group from now on; the curve over the steps goes on.
+        """Set peak learning rates by parameter group; the schedule over the steps continues.
 
         Raises:
             ValueError: there is no such group, or the rate is negative.
@@ -52,7 +52,7 @@ class Overrides:
         self.peak_rates = self.peak_rates | rates
 
     def set_loss_weights(self, **weights: float) -> None:
-        """Weights of the losses ``lm`` and ``kd`` from now on.
+        """Set the weights of the losses ``lm`` and ``kd``.
 
         Raises:
             ValueError: there is no such loss, a weight is negative, both are 0, or there is no teacher to distil from.

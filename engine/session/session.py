@@ -1,8 +1,8 @@
-"""The session: a run that is ready to train, and how it is built from a recipe, in the order that ZeRO asks for.
+"""The session: a run that is ready to train, built from a recipe in the order that ZeRO requires.
 
-The order is not free: parameters must exist in partitions before weights stream into them, layers must be quantized
-before their scales can be loaded, all of it before ``deepspeed.initialize`` copies the parameters into fp32 masters;
-and activations can only be calibrated after it, because the forward needs the engine's hooks.
+Parameters must exist in partitions before weights stream into them. Layers must be quantized before their scales are
+loaded. Both come before ``deepspeed.initialize`` copies the parameters into fp32 masters. Activations are calibrated
+after it, because the forward needs the engine's hooks.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -39,7 +39,7 @@ First = Callable[[int], Iterable[MicroBatch]] | None
 class Session:
     """A run that is ready to train: the student in its engine, its quantization, the teacher, the overrides.
 
-    It is built once, complete; what moves while training moves inside of these.
+    Its fields are set once; training changes the objects in them.
     """
 
     recipe: Recipe
@@ -65,7 +65,7 @@ class Session:
     """Whether padded rows come with an attention mask; see engine.session.probes."""
 
     def stateful(self) -> dict[str, Overrides | Quantization | LossScale]:
-        """What of the session a resumed run needs beside DeepSpeed's state, by the name that checkpoints keep it by."""
+        """State of the session that checkpoints keep beside DeepSpeed's, by name."""
         loss_scale = {} if self.loss_scale is None else {"loss_scale": self.loss_scale}
         return {"overrides": self.overrides, "quantization": self.quantization, **loss_scale}
 
@@ -73,14 +73,14 @@ class Session:
 def build_session(
     recipe: Recipe, context: RunContext, samples: Sequence[Sample] | None, first: First, *, optimizer: bool = True
 ) -> Session:
-    """Everything from the recipe to engines, with weights and scales in place; a collective.
+    """Build models, weights, scales and engines from a recipe; a collective.
 
     Args:
-        recipe, context: the run, and what :func:`engine.session.context.start_ranks` gave.
-        samples: of training. With them the session computes losses, with the teacher that the recipe names; without
-            them (for an export or a calibration) it has neither lm_head nor teacher.
-        first: gives this rank's first micro-batches; None where a checkpoint will be loaded.
-        optimizer: whether the engine can train, or load a training checkpoint; else it only runs forward.
+        recipe, context: the run, and the result of :func:`engine.session.context.start_ranks`.
+        samples: training samples, for a session that computes losses with the recipe's teacher. None (for an export or
+            a calibration): no loss head and no teacher.
+        first: returns this rank's first micro-batches; None if a checkpoint will be loaded.
+        optimizer: True for an engine that trains or loads a training checkpoint; False: it only runs forward.
     """
     device, ds_config = context.device, context.ds_config
     head: LMHead | None = None
@@ -108,7 +108,7 @@ def build_session(
         settle_function(head, partial(_unquantized, engine, head, quantization, device), model.config)
     if head is not None and teacher_kind == "self":
         teacher = SelfTeacher(engine, head, quantization)
-    # The forms in which weights are gathered: the engine's hooks are there now, and no forward has run.
+    # How weights are gathered can be set now: the engine's hooks exist, and no forward has run.
     after_backward = [gather_quantized(model, quantization)] if optimizer and recipe.quant.quantized_all_gather else []
     return Session(
         recipe,
@@ -137,7 +137,7 @@ def _better_start(
     *,
     trains: bool,
 ) -> None:
-    """What of adapters and codes a recipe wants chosen for its start, once weights and scales are in place."""
+    """Choose initial adapters and codes as the recipe asks, after weights and scales are loaded."""
     if recipe.train.resume:
         return
     if recipe.quant.init != "rtn" and first is not None:
