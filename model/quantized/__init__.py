@@ -1,6 +1,6 @@
-"""Quantized checkpoints as a start: the weights that their codes stand for, and their scales.
+"""Read quantized checkpoints as a start: decoded weights, and their scales.
 
-``config.py`` says what can be read, ``compressed_tensors.py`` which tensors of a file are a Linear's, ``tensor.py``
-decodes ranges of one, ``checkpoint.py`` puts them into the list of what a checkpoint holds, where the readers of plain
-weights find them, and ``scales.py`` takes the scales.
+``config.py`` tells which can be read, ``compressed_tensors.py`` finds the tensors of each Linear, ``tensor.py`` decodes
+ranges of one, ``checkpoint.py`` adds them to the tensors of a checkpoint for the readers of plain weights, and
+``scales.py`` loads the scales.
 """

@@ -1,4 +1,4 @@
-"""A checkpoint, plain or quantized, as the weights that it holds."""
+"""Tensors of a plain or quantized checkpoint, with decodable weights in place of codes."""
 
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,13 +21,13 @@ from quant.linear import linears_of
 
 @dataclass
 class SourceCheckpoint:
-    """The headers of all files of a checkpoint, with a :class:`QuantizedTensor` wherever a weight is stored as codes.
+    """Headers of all files of a checkpoint, with a :class:`QuantizedTensor` for each quantized weight.
 
     Attributes:
-        tensors: by key, a coded weight under the key that the weight would have.
-        problems, lost: as of :class:`model.checkpoint.safetensors.Checkpoint`.
-        beside: what the coded weights are made of, and scales of inputs and of keys and values, by key.
-        kv_cache: how keys and values are quantized; None where they are not, or in a way that is not read.
+        tensors: by key, a quantized weight under the key that the plain weight would have.
+        problems, lost: as in :class:`model.checkpoint.safetensors.Checkpoint`.
+        beside: tensors that the quantized weights consist of, and scales of inputs and of keys and values, by key.
+        kv_cache: quantization of keys and values; None without one, or with one that cannot be read.
     """
 
     tensors: dict[str, DiskTensor | QuantizedTensor]
@@ -38,16 +38,15 @@ class SourceCheckpoint:
 
     @property
     def coded(self) -> dict[str, QuantizedTensor]:
-        """The coded weights by the names of their Linears on disk."""
+        """Quantized weights by the names of their Linears on disk."""
         return {tensor.name: tensor for tensor in self.tensors.values() if isinstance(tensor, QuantizedTensor)}
 
 
 def read_checkpoint(directory: Path, model: PreTrainedModel | None) -> SourceCheckpoint:
-    """Read the headers of a checkpoint of ``model``, and of a quantized one which tensors make up a weight.
+    """Read the headers of a checkpoint of ``model``, and combine the tensors of quantized weights.
 
     Raises:
-        CheckpointError: there is no safetensors checkpoint in ``directory``, or it is quantized in a way that is not
-            read.
+        CheckpointError: there is no safetensors checkpoint in ``directory``, or its quantization is not supported.
     """
     found = read_headers(directory)
     if is_quantized(directory):
@@ -56,8 +55,8 @@ def read_checkpoint(directory: Path, model: PreTrainedModel | None) -> SourceChe
 
 
 def _with_weights(found: Checkpoint, directory: Path, model: PreTrainedModel | None) -> SourceCheckpoint:
-    """A quantized checkpoint, with weights in the place of codes, on the grid that these are on. Without a model layers
-    have the names that they have on disk."""
+    """Replace codes of a quantized checkpoint by weights, in narrow or full range as the codes are. Without a model,
+    layers have their names on disk."""
     config = read_quantization_config(directory)
     try:
         rules = rules_of(config)
@@ -88,7 +87,7 @@ def _with_weights(found: Checkpoint, directory: Path, model: PreTrainedModel | N
 
 
 def _our_names(model: PreTrainedModel) -> dict[str, str]:
-    """The names that the Linears and embeddings of ``model`` have in it, by those on disk."""
+    """Map names on disk of the Linears and embeddings of ``model`` to its own names."""
     names = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding):

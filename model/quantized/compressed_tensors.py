@@ -1,7 +1,7 @@
-"""Which tensors of a checkpoint are the codes and scales of a Linear, and of which scheme.
+"""Find the codes and scales of each Linear in a checkpoint, and its scheme.
 
-The names are those of compressed-tensors, and of vLLM's, transformers' and DeepSeek's ``fp8``, which has the same
-tensors, but for the scale of blocks: there it is called ``weight_scale_inv``.
+The names are those of compressed-tensors, and of the ``fp8`` of vLLM, transformers and DeepSeek, which has the same
+tensors, except that the scale of blocks is called ``weight_scale_inv``.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,12 +15,12 @@ from quant import Rule, Scheme
 from quant.formats.compressed_tensors import Shapes, packed_shapes
 from quant.spec import TensorSpec
 
-Spellings = Callable[[str], Iterable[str]]  # the names that rules may have for a Linear, by its name on disk
+Spellings = Callable[[str], Iterable[str]]  # all names that rules may use for a Linear, by its name on disk
 
-# Codes as they lie in ``weight``, which else is a weight that is stored as it is.
+# Dtypes of codes in ``weight``; others are plain weights.
 _CODES = (torch.float8_e4m3fn, torch.int8)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-# What lies beside codes, by how its key ends behind the name of the Linear.
+# Suffixes of the tensors beside codes, after the name of the Linear.
 INVERSE = "weight_scale_inv"
 _OF_WEIGHT = (INVERSE, "weight_scale", "weight_global_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
 _OF_INPUT = ("input_scale", "input_global_scale", "input_zero_point")
@@ -30,11 +30,11 @@ _OF_CACHE = tuple(end for ends in CACHE_SCALES.values() for end in ends)
 def read_quantized(
     checkpoint: Checkpoint, rules: Sequence[Rule], spellings: Spellings
 ) -> tuple[dict[str, QuantizedTensor], dict[str, DiskTensor], list[str]]:
-    """What a checkpoint of these rules holds as codes, see :func:`model.quantized.config.rules_of`.
+    """Find the quantized weights of a checkpoint with these rules, see :func:`model.quantized.config.rules_of`.
 
     Returns:
-        Coded weights by the key that each weight would have; tensors that belong to these or to the keys and values of
-        attention, by their own keys; and problems, a line each.
+        Quantized weights by the key that the plain weight would have; tensors that belong to them or to the keys and
+        values of attention, by their own keys; and problems, a line each.
     """
     tensors = checkpoint.tensors
     coded: dict[str, QuantizedTensor] = {}
@@ -60,7 +60,7 @@ def read_quantized(
 
 
 def _scheme(name: str, rules: Iterable[Rule], spellings: Spellings) -> Scheme:
-    """Of the Linear called ``name`` on disk, which has codes."""
+    """Scheme of the quantized Linear that is called ``name`` on disk."""
     schemes = dict.fromkeys(rule.scheme for rule in rules if rule.scheme is not None)
     if len(schemes) == 1:
         return next(iter(schemes))
@@ -75,10 +75,10 @@ def _scheme(name: str, rules: Iterable[Rule], spellings: Spellings) -> Scheme:
 def _coded(
     name: str, codes: DiskTensor, parts: Mapping[str, DiskTensor], scheme: Scheme, reader: Reader
 ) -> QuantizedTensor:
-    """The weight, once everything that it is made of is known to fit together.
+    """Combine the tensors of a weight, after checking that they match.
 
     Raises:
-        ValueError: something is missing, or has another dtype or shape than the scheme says.
+        ValueError: a tensor is missing, or its dtype or shape is not that of the scheme.
     """
     spec = scheme.weights
     shape = _shape(codes, parts, spec, reader)
@@ -107,7 +107,7 @@ def _coded(
 
 
 def _expected(shape: tuple[int, int], scheme: Scheme) -> Shapes:
-    """Dtype and shape of what stands for a weight. The last block of its rows need not be full."""
+    """Expected dtypes and shapes of a weight's tensors. The last block of its rows may be incomplete."""
     rows, size = shape[0], scheme.weights.group_size
     if scheme.weights.granularity == "block" and size is not None:
         rows += -rows % size
@@ -118,7 +118,7 @@ def _expected(shape: tuple[int, int], scheme: Scheme) -> Shapes:
 
 
 def _shape(codes: DiskTensor, parts: Mapping[str, DiskTensor], spec: TensorSpec, reader: Reader) -> tuple[int, int]:
-    """Of the weight that the codes are of."""
+    """Shape of the weight with these codes."""
     if len(codes.shape) != 2:
         raise ValueError(f"{codes.key} has shape {list(codes.shape)}, expected two dimensions")
     rows, columns = codes.shape
@@ -135,7 +135,7 @@ def _shape(codes: DiskTensor, parts: Mapping[str, DiskTensor], spec: TensorSpec,
 
 
 def _check_order(parts: Mapping[str, DiskTensor], shape: tuple[int, int], spec: TensorSpec, reader: Reader) -> None:
-    """Refuse groups of columns that do not lie behind one another."""
+    """Reject groups whose columns are not consecutive."""
     if "weight_g_idx" not in parts:
         return
     index = _whole(reader, parts["weight_g_idx"]).long().flatten()

@@ -1,11 +1,9 @@
-"""The ``quantization_config`` of a checkpoint's config.json, and whether a checkpoint that has it can be read.
+"""Parse the ``quantization_config`` of a checkpoint's config.json, and reject unsupported ones.
 
-What ModelOpt says of a checkpoint that it wrote: ``hf_quant_config.json``, and in newer ones config.json.
-
-Both have ``quant_algo``, the layers that are left out (``exclude_modules``, ``ignore``) as names in which ``*`` stands
-for anything, and how keys and values are quantized. The codes of ``FP8`` lie as those of compressed-tensors' static fp8
-do: ``weight`` in e4m3, ``weight_scale`` and ``input_scale`` fp32, all of which multiply. Those of NVFP4 do not,
-and are not read.
+ModelOpt writes ``hf_quant_config.json``, and newer versions config.json. Both have ``quant_algo``, the excluded layers
+(``exclude_modules``, ``ignore``) as names with the wildcard ``*``, and the quantization of keys and values. Tensors of
+``FP8`` match compressed-tensors' static fp8: ``weight`` in e4m3, ``weight_scale`` and ``input_scale`` fp32, all of
+which multiply. Those of NVFP4 do not match, and cannot be read.
 """
 
 import fnmatch
@@ -23,7 +21,7 @@ from quant.spec import FP8_TENSOR, SCHEMES
 
 
 def is_quantized(directory: Path) -> bool:
-    """Whether config.json of a checkpoint directory has a quantization_config; errors as of what reads it."""
+    """Return True if a checkpoint directory has a quantization_config; raises the errors of reading it."""
     file = directory / "config.json"
     if not file.is_file() or not ((directory / FILE).is_file() or b"quantization_config" in file.read_bytes()):
         return False
@@ -31,16 +29,16 @@ def is_quantized(directory: Path) -> bool:
 
 
 def find_quantization_config(directory: Path) -> dict[str, Any] | None:
-    """The ``quantization_config`` of a checkpoint directory; None if it has none.
+    """Read the ``quantization_config`` of a checkpoint directory; None if it has none.
 
     Raises:
-        ValueError: no config.json, or a pattern in it is none that may be used.
+        ValueError: no config.json, or an invalid pattern in it.
     """
     file, own = directory / "config.json", directory / FILE
     if not file.is_file() and not own.is_file():
         raise ValueError(f"{file} does not exist: expected the directory of a checkpoint")
     whole = _object(file) if file.is_file() else {}
-    text = whole.get("text_config")  # where composite models may have it
+    text = whole.get("text_config")  # composite models may have it there
     inside = text.get("quantization_config") if isinstance(text, dict) else None
     config = whole.get("quantization_config") or inside
     if own.is_file() and (not config or (isinstance(config, dict) and config.get("quant_method") == "modelopt")):
@@ -58,7 +56,7 @@ def find_quantization_config(directory: Path) -> dict[str, Any] | None:
 
 
 def _object(file: Path) -> dict[str, Any]:
-    """A file of a JSON object."""
+    """Read a JSON object from a file."""
     try:
         whole = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -69,10 +67,10 @@ def _object(file: Path) -> dict[str, Any]:
 
 
 def read_quantization_config(directory: Path) -> dict[str, Any]:
-    """The ``quantization_config`` of a checkpoint directory.
+    """Read the ``quantization_config`` of a checkpoint directory.
 
     Raises:
-        ValueError: no config.json, or the checkpoint is not quantized, or a pattern in it is none that may be used.
+        ValueError: no config.json, no quantization_config in it, or an invalid pattern.
     """
     config = find_quantization_config(directory)
     if config is None:
@@ -82,12 +80,12 @@ def read_quantization_config(directory: Path) -> dict[str, Any]:
 
 
 def check_readable(directory: Path, *, rotated: bool = False) -> None:
-    """Refuse a quantized checkpoint whose weights cannot be read as values; reads its config.json alone.
+    """Reject a quantized checkpoint whose weights cannot be decoded; reads only its config.json.
 
-    ``rotated``: a ``transform_config`` is the caller's business.
+    ``rotated``: ignore ``transform_config``, which the caller handles.
 
     Raises:
-        ValueError: another method, numerics that no scheme here has, or none.
+        ValueError: not quantized, another method, or numerics that no scheme here has.
     """
     config = read_quantization_config(directory)
     try:
@@ -97,10 +95,10 @@ def check_readable(directory: Path, *, rotated: bool = False) -> None:
 
 
 def rules_of(config: Mapping[str, Any]) -> list[Rule]:
-    """What a ``quantization_config`` says of every layer, as rules: the first one that matches decides.
+    """Convert a ``quantization_config`` to rules for layers: the first one that matches decides.
 
     Raises:
-        ValueError: a method whose codes are not read, or numerics that no scheme here has.
+        ValueError: an unsupported method, or numerics that no scheme here has.
     """
     try:
         return _rules_of(config)
@@ -109,7 +107,7 @@ def rules_of(config: Mapping[str, Any]) -> list[Rule]:
 
 
 def _rules_of(config: Mapping[str, Any]) -> list[Rule]:
-    """As :func:`rules_of`, with the errors of values of other kinds."""
+    """Implement :func:`rules_of`; values of wrong types raise the errors of Python."""
     method = config.get("quant_method")
     if method == "compressed-tensors":
         return rules_from_config(config)
@@ -128,10 +126,10 @@ def _rules_of(config: Mapping[str, Any]) -> list[Rule]:
 
 
 def kv_cache_of(config: Mapping[str, Any]) -> TensorSpec | None:
-    """How keys and values are quantized; None if they are not.
+    """Quantization of keys and values; None if they are not quantized.
 
     Raises:
-        ValueError: in a way that is not read.
+        ValueError: an unsupported one.
     """
     if config.get("quant_method") == "modelopt":
         return modelopt_kv_cache(config)
@@ -139,10 +137,10 @@ def kv_cache_of(config: Mapping[str, Any]) -> TensorSpec | None:
 
 
 def packing_of(config: Mapping[str, Any]) -> Packing | None:
-    """In which of the layouts of :mod:`model.quantized.gptq_awq` the codes are; None in none of them.
+    """Layout of the codes, if it belongs to :mod:`model.quantized.gptq_awq`; else None.
 
     Raises:
-        ValueError: in one of GPTQ's, AWQ's or AutoRound's that is not read.
+        ValueError: an unsupported layout of GPTQ, AWQ or AutoRound.
     """
     key, found, known = _LAYOUTS.get(str(config.get("quant_method")), ("", "", {}))
     if not key:
@@ -154,8 +152,8 @@ def packing_of(config: Mapping[str, Any]) -> Packing | None:
 
 
 def weights_alone(directory: Path) -> bool:
-    """Whether a checkpoint directory is another writer's, in a method that quantizes weights and nothing else: then
-    the model is what its codes stand for. False of one that is not quantized.
+    """Return True if a checkpoint directory is quantized by another writer's weight-only method: then its decoded codes
+    are the model. False if it is not quantized.
 
     Raises:
         ValueError: as :func:`find_quantization_config`.
@@ -164,7 +162,7 @@ def weights_alone(directory: Path) -> bool:
     return config is not None and (config.get("quant_method") in _LAYOUTS or config.get("quant_method") == "mxfp4")
 
 
-# By method: the key that says how codes are packed, what it is where it is missing, and what is read.
+# By method: the key for the packing of codes, its default, and the supported values.
 _LAYOUTS: dict[str, tuple[str, str, dict[str, Packing]]] = {
     "gptq": ("checkpoint_format", "gptq", {"gptq": "gptq", "gptq_v2": "gptq_v2"}),
     "awq": ("version", "gemm", {"gemm": "awq", "GEMM": "awq"}),
@@ -177,10 +175,10 @@ _LAYOUTS: dict[str, tuple[str, str, dict[str, Packing]]] = {
 
 
 def _integers(config: Mapping[str, Any]) -> Scheme:
-    """The scheme of a file of GPTQ, AWQ or AutoRound: integer weights, inputs as they are.
+    """Create the scheme of a file of GPTQ, AWQ or AutoRound: integer weights, unquantized inputs.
 
     Raises:
-        ValueError: layers in several schemes, or numerics that no scheme here has.
+        ValueError: layers with several schemes, or numerics that no scheme here has.
     """
     if config.get("desc_act"):
         raise ValueError("desc_act is true: columns were quantized in another order, which no scheme here has")
@@ -206,7 +204,7 @@ def _integers(config: Mapping[str, Any]) -> Scheme:
 
 
 def fp8_rules(config: Mapping[str, Any]) -> list[Rule]:
-    """vLLM's fp8 and DeepSeek's, which transformers has too: one scheme, but for the modules that it names.
+    """Create rules for the fp8 of vLLM, DeepSeek and transformers: one scheme, except for the modules that it names.
 
     Raises:
         ValueError: other codes or blocks.
@@ -228,7 +226,7 @@ def fp8_rules(config: Mapping[str, Any]) -> list[Rule]:
 
 
 def _pattern_problems(config: dict[str, Any]) -> Iterator[str]:
-    """What is wrong with the lists of a quantization_config that names of modules are compared with."""
+    """Yield problems of a quantization_config's lists of module names and patterns."""
     groups = config.get("config_groups") or {}
     if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
         yield f"config_groups: {str(groups)[:80]}, expected groups by name"
@@ -246,7 +244,7 @@ def _pattern_problems(config: dict[str, Any]) -> Iterator[str]:
 FILE = "hf_quant_config.json"
 
 _BLOCK = TensorSpec("fp8_e4m3", 8, "block", 128)
-# Algorithms whose scales are those of a scheme here; with AWQ or SmoothQuant weights are other ones.
+# Algorithms whose scales match a scheme here; AWQ and SmoothQuant change the weights.
 _ALGORITHMS = {
     "FP8": Scheme("FP8", FP8_TENSOR, FP8_TENSOR),
     "FP8_PER_CHANNEL_PER_TOKEN": Scheme("FP8_PER_CHANNEL_PER_TOKEN", TensorSpec("fp8_e4m3", 8, "channel")),
@@ -257,12 +255,12 @@ _ALGORITHMS = {
 
 
 def modelopt_rules(config: Mapping[str, Any], *, scales_only: bool = False) -> list[Rule]:
-    """What ModelOpt says of every layer, as rules: the first one that matches decides.
+    """Convert ModelOpt's configuration to rules for layers: the first one that matches decides.
 
-    ``scales_only``: whether the codes are not read, but the scales beside them.
+    ``scales_only``: only the scales will be read, not the codes.
 
     Raises:
-        ValueError: an algorithm that is not read.
+        ValueError: an unsupported algorithm.
     """
     skipped = config.get("exclude_modules") or config.get("ignore") or []
     if not isinstance(skipped, list) or not all(isinstance(name, str) for name in skipped):
@@ -279,10 +277,10 @@ def modelopt_rules(config: Mapping[str, Any], *, scales_only: bool = False) -> l
 
 
 def modelopt_kv_cache(config: Mapping[str, Any]) -> TensorSpec | None:
-    """How keys and values are quantized; None if they are not.
+    """Quantization of keys and values; None if they are not quantized.
 
     Raises:
-        ValueError: in a way that is not read.
+        ValueError: an unsupported one.
     """
     cache, scheme = config.get("kv_cache_quant_algo"), config.get("kv_cache_scheme")
     if cache is None and scheme:

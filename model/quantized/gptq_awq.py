@@ -1,13 +1,13 @@
-"""Weights in the layouts of GPTQ and AWQ: ``[in, out]``, where ours are ``[out, in]``.
+"""Weights in the layouts of GPTQ and AWQ: ``[in, out]``, while ours are ``[out, in]``.
 
-GPTQ (AutoGPTQ, GPTQModel) and AutoRound: ``qweight`` int32 [in * bits / 32, out], a little-endian stream
-of codes down each column; ``qzeros`` int32 [groups, out * bits / 32] along each row, of the zero point less one
-(``gptq_v2``: of the zero point); ``scales`` [groups, out]; ``g_idx`` int32 [in], the group of each input.
+GPTQ (AutoGPTQ, GPTQModel) and AutoRound: ``qweight`` int32 [in * bits / 32, out], a little-endian stream of codes down
+each column; ``qzeros`` int32 [groups, out * bits / 32] along each row, with the zero point minus one (``gptq_v2``: the
+zero point); ``scales`` [groups, out]; ``g_idx`` int32 [in], the group of each input.
 
-AWQ's ``gemm`` (AutoAWQ): ``qweight`` int32 [in, out / 8] and ``qzeros`` [groups, out / 8], eight codes of 4 bits in a
-word in the order of :data:`AWQ_ORDER`.
+AWQ's ``gemm`` (AutoAWQ): ``qweight`` int32 [in, out / 8] and ``qzeros`` [groups, out / 8], eight 4-bit codes per word
+in the order of :data:`AWQ_ORDER`.
 
-Codes begin at 0 there: the value is ``(code - zero point) * scale``. Ours are less by 2^(bits - 1), both of them.
+Codes begin at 0 there: the value is ``(code - zero point) * scale``. Our codes and zero points are 2^(bits - 1) less.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,21 +24,21 @@ from quant.formats.packing import unpack_int32
 
 Packing = Literal["gptq", "gptq_v2", "awq"]
 
-# Which of eight neighbors lies in which nibble of a word, from the lowest on.
+# Which of eight neighbors is in each nibble of a word, lowest first.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-_TOGETHER = 32  # codes that fill whole words, whatever their width
+_TOGETHER = 32  # codes that fill whole words for any width
 _SCALES = (torch.float16, torch.bfloat16, torch.float32)
 _ENDS = ("qweight", "qzeros", "scales", "g_idx")
 
 
 @dataclass(frozen=True)
 class ColumnTensor(QuantizedTensor):
-    """A weight whose columns are ours rows; ``codes``, ``scale`` and ``zero`` are qweight, scales and qzeros."""
+    """Weight whose columns are our rows; ``codes``, ``scale`` and ``zero`` are qweight, scales and qzeros."""
 
     packing: Packing = "gptq"
 
     def codes_of_rows(self, reader: Reader, rows: slice) -> Tensor:
-        """The codes of some rows, int8."""
+        """Read the codes of some rows, int8."""
         bits, columns = self.scheme.weights.bits, self.shape[1]
         if self.packing != "awq":
             return unpack_int32(_columns(self.codes, rows, reader).t().contiguous(), bits, columns)
@@ -47,20 +47,20 @@ class ColumnTensor(QuantizedTensor):
         return codes[rows.start - 8 * words.start :][: rows.stop - rows.start].contiguous()
 
     def scale_of_rows(self, reader: Reader, rows: slice) -> Tensor:
-        """The fp32 scales of some rows, ``[rows, n]``."""
+        """Read the fp32 scales of some rows, ``[rows, n]``."""
         return self._checked(_columns(self.scale, rows, reader).t().float().contiguous())
 
     def scales(self, reader: Reader, start: int, count: int) -> Tensor:
-        """The fp32 scales [start, start + count) of ``[out, n]``, row-major."""
+        """Read the fp32 scales [start, start + count) of ``[out, n]``, row-major."""
         across = self.scale.shape[0]
         rows = slice(start // across, -(-(start + count) // across))
         return self.scale_of_rows(reader, rows).view(-1)[start - rows.start * across :][:count]
 
     def zero_of_rows(self, reader: Reader, rows: slice) -> Tensor | None:
-        """The fp32 zero points ``[rows, n]`` of some rows; None where the scheme has none.
+        """Read the fp32 zero points ``[rows, n]`` of some rows; None if the scheme has none.
 
         Raises:
-            CheckpointError: one that is none of the codes, or not in the middle where the scheme is symmetric.
+            CheckpointError: a zero point out of range, or not in the middle for a symmetric scheme.
         """
         assert self.zero is not None
         spec = self.scheme.weights
@@ -82,7 +82,7 @@ class ColumnTensor(QuantizedTensor):
 
 
 def _columns(tensor: DiskTensor, columns: slice, reader: Reader) -> Tensor:
-    """``tensor[:, columns]``, read a row at a time."""
+    """Read ``tensor[:, columns]``, one row at a time."""
     assert tensor.dtype is not None
     height, width = tensor.shape
     found = torch.empty(height, columns.stop - columns.start, dtype=tensor.dtype)
@@ -95,7 +95,7 @@ def _columns(tensor: DiskTensor, columns: slice, reader: Reader) -> Tensor:
 
 
 def _awq(words: Tensor) -> Tensor:
-    """Codes int8 ``[n, 8 m]`` of words ``[n, m]``."""
+    """Unpack words ``[n, m]`` to codes int8 ``[n, 8 m]``."""
     codes = torch.empty(*words.shape, 8, dtype=torch.int8)
     for nibble, place in enumerate(AWQ_ORDER):
         codes[..., place] = ((words >> (4 * nibble)) & 0xF) - 8
@@ -105,7 +105,7 @@ def _awq(words: Tensor) -> Tensor:
 def read_columns(
     checkpoint: Checkpoint, rules: Sequence[Rule], packing: Packing
 ) -> tuple[dict[str, QuantizedTensor], dict[str, DiskTensor], list[str]]:
-    """As :func:`model.quantized.compressed_tensors.read_quantized`, of a checkpoint of one scheme in these layouts."""
+    """Read one-scheme checkpoints with the results of :func:`model.quantized.compressed_tensors.read_quantized`."""
     scheme = next(rule.scheme for rule in rules if rule.scheme is not None)
     tensors = checkpoint.tensors
     coded: dict[str, QuantizedTensor] = {}
@@ -128,10 +128,10 @@ def read_columns(
 def _coded(
     name: str, parts: Mapping[str, DiskTensor], scheme: Scheme, packing: Packing, reader: Reader
 ) -> ColumnTensor:
-    """The weight, once its tensors are known to fit together.
+    """Combine the tensors of a weight, after checking that they match.
 
     Raises:
-        ValueError: something is missing, has another dtype or shape, or groups do not lie behind one another.
+        ValueError: a tensor is missing, has another dtype or shape, or columns of groups are not consecutive.
     """
     if missing := [end for end in _ENDS[:3] if end not in parts]:
         raise ValueError(f"{', '.join(missing)} missing beside qweight")

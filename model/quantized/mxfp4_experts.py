@@ -1,8 +1,8 @@
-"""Experts in MXFP4 as gpt-oss has them: the Linears of all experts of a layer in one tensor of codes and one of scales.
+"""Read gpt-oss experts in MXFP4, with the Linears of all experts of a layer in one tensor of codes and one of scales.
 
-``<stack>_blocks`` uint8 [E, out, in / 32, 16], two codes of e2m1 a byte, the first in the low half; ``<stack>_scales``
-uint8 [E, out, in / 32], the exponent of a power of two plus 127. Rows are outputs, though the matrices that
-transformers decodes them to lie turned. So the bytes of one expert are those of a Linear in compressed-tensors' MXFP4.
+``<stack>_blocks`` uint8 [E, out, in / 32, 16], two e2m1 codes a byte, the first in the low half; ``<stack>_scales``
+uint8 [E, out, in / 32], the exponent of a power of two plus 127. Rows are outputs, though transformers' decoded
+matrices are transposed. So an expert's bytes are those of a Linear in compressed-tensors' MXFP4.
 """
 
 import torch
@@ -11,15 +11,15 @@ from model.checkpoint.safetensors import Checkpoint, DiskTensor
 from model.quantized.tensor import QuantizedTensor
 from quant import Scheme
 
-BLOCKS, SCALES = "_blocks", "_scales"  # how keys end, behind the name of the stack
-_BYTES = 16  # of a block
+BLOCKS, SCALES = "_blocks", "_scales"  # suffixes of keys, after the name of the stack
+_BYTES = 16  # per block
 
 
 def read_blocks(
     checkpoint: Checkpoint, scheme: Scheme
 ) -> tuple[dict[str, QuantizedTensor], dict[str, DiskTensor], list[str]]:
-    """As :func:`model.quantized.compressed_tensors.read_quantized`, of the experts of such a checkpoint: each Linear
-    under its own name, ``<experts>.<index>.<stack>``."""
+    """Read experts with the results of :func:`model.quantized.compressed_tensors.read_quantized`: each Linear is named
+    ``<experts>.<index>.<stack>``."""
     tensors = checkpoint.tensors
     coded: dict[str, QuantizedTensor] = {}
     beside: dict[str, DiskTensor] = {}
@@ -44,7 +44,7 @@ def read_blocks(
 
 
 def _problem(codes: DiskTensor, scale: DiskTensor | None) -> str | None:
-    """What is wrong with the tensors of a stack."""
+    """Problem of the tensors of a stack, if any."""
     if codes.dtype != torch.uint8 or len(codes.shape) != 4 or codes.shape[-1] != _BYTES:
         return f"its blocks are {codes.kind} {list(codes.shape)}, expected U8 [experts, out, in / 32, {_BYTES}]"
     if scale is None:
@@ -55,7 +55,7 @@ def _problem(codes: DiskTensor, scale: DiskTensor | None) -> str | None:
 
 
 def _of_expert(tensor: DiskTensor, expert: int, shape: tuple[int, int]) -> DiskTensor:
-    """Where the part of one expert lies."""
+    """Byte range of one expert in a tensor."""
     size = (tensor.end - tensor.begin) // tensor.shape[0]
     begin = tensor.begin + expert * size
     return tensor._replace(shape=shape, begin=begin, end=begin + size)

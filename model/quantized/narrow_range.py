@@ -1,12 +1,12 @@
-"""The narrow grid: integer codes without the smallest one, -7..7 of 4 bits with absmax / 7, as Kimi-K2 has it.
+"""Detect the narrow range: integer codes without the smallest one, -7..7 for 4 bits with absmax / 7, as in Kimi-K2.
 
-A ``quantization_config`` does not say which of the two grids a file is on, for readers decode both alike. The codes say
-it: under absmax / 7.5 the largest weight of a group is -8 or 7, whichever its sign is. A sample of the codes is read,
-which is the same on every rank: where none is the smallest one, although those beside it and opposite are there, the
-grid is narrow. Such a model is trained on that grid, so that no export of it has a code that the first file had not.
+A ``quantization_config`` does not distinguish narrow and full range, as readers decode both alike. The codes do: with
+absmax / 7.5 the largest weight of a group is -8 or 7, depending on its sign. A sample of the codes is read, the same on
+every rank: if it lacks the smallest code, but has the next one and the largest, the range is narrow. Such a model is
+trained in narrow range, so that no export of it has a code that the first file lacks.
 
-Of 8 bits nothing is said: absmax / 127.5, rounded to bf16, is so often the larger number that files on the whole grid
-have no -128 either. A recipe may say it of a scheme of its own.
+8 bits are not detected: absmax / 127.5, rounded to bf16, is so often the larger number that full-range files have no
+-128 either. A recipe may set narrow range in its own scheme.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,16 +22,16 @@ from model.scales.in_place import scale_buckets
 from model.zero import gathered, is_partitioned, local_data, local_range
 from quant import Quantization, ScaleGroup, Scheme, TensorSpec, partial_clipped
 
-# Of each scheme so many weights are looked at, spread over the model, and so many rows of each.
+# Sample per scheme: weights, spread over the model, and rows of each.
 _WEIGHTS, _ROWS = 32, 64
-# So many codes must be the largest one, and as many its negative: that of 16 largest weights or more none is negative
-# happens by chance in one of 65,536 files.
+# Minimum count of the largest code, and of its negative: that 16 or more largest weights are all positive happens by
+# chance in one of 65,536 files.
 _ENOUGH = 16
-_NARROW = "_narrow"  # behind the name of a scheme
+_NARROW = "_narrow"  # suffix of a scheme's name
 
 
 def with_grids(coded: Mapping[str, QuantizedTensor]) -> dict[str, QuantizedTensor]:
-    """``coded`` with the schemes of narrow grids where the codes are on one.
+    """Return ``coded`` with narrow-range schemes for weights whose codes are in narrow range.
 
     Raises:
         CheckpointError: a file cannot be read.
@@ -41,8 +41,8 @@ def with_grids(coded: Mapping[str, QuantizedTensor]) -> dict[str, QuantizedTenso
 
 
 def on_other_grid(scheme: Scheme) -> Scheme | None:
-    """The scheme without the smallest code of its weights, or with it; None of weights that have one grid, as those of
-    ggml, whose largest weight has the smallest code."""
+    """Toggle narrow range in a scheme. None if its weights have one range only, as in ggml, where the largest weight
+    has the smallest code."""
     spec = scheme.weights
     if spec.dtype != "int" or not spec.symmetric or spec.ggml:
         return None
@@ -51,7 +51,7 @@ def on_other_grid(scheme: Scheme) -> Scheme | None:
 
 
 def check_codes(codes: Tensor, spec: TensorSpec, weight: QuantizedTensor) -> None:
-    """Refuse codes that are not on the grid of ``spec``, if that is narrow.
+    """Reject codes outside of the range of ``spec``, if that is narrow.
 
     Raises:
         CheckpointError: names the weight.
@@ -61,10 +61,10 @@ def check_codes(codes: Tensor, spec: TensorSpec, weight: QuantizedTensor) -> Non
 
 
 def check_weights(quantization: Quantization, owners: Iterable[str]) -> None:
-    """Refuse weights that were read from codes of the whole grid for a layer on the narrow one; a collective.
+    """Reject weights read from full-range codes for narrow-range layers; a collective.
 
     Args:
-        quantization: what ``quant.prepare`` returned; weights and scales are loaded.
+        quantization: returned by ``quant.prepare``; weights and scales are loaded.
         owners: of the groups whose scales are those of the files.
 
     Raises:
@@ -87,7 +87,7 @@ def check_weights(quantization: Quantization, owners: Iterable[str]) -> None:
 
 
 def _clipped(quantization: Quantization, name: str, group: ScaleGroup) -> Tensor:
-    """How many weights of this rank's share are beyond the grid; none of those that are held as codes."""
+    """Count the weights of this rank's partition outside of the range; 0 for packed weights."""
     layer = quantization.layers[name]
     if layer.held is not None:
         return torch.zeros((), dtype=torch.int64)
@@ -105,7 +105,7 @@ def _beyond(spec: TensorSpec) -> str:
 
 
 def _narrow(coded: Iterable[QuantizedTensor]) -> Iterable[Scheme]:
-    """The schemes whose codes are on the narrow grid."""
+    """Yield the schemes whose codes are in narrow range."""
     by_scheme: dict[Scheme, list[QuantizedTensor]] = {}
     for one in coded:
         if one.scheme.weights.bits < 8 and on_other_grid(one.scheme) is not None:

@@ -1,23 +1,19 @@
-"""Codes and scales of a weight that a checkpoint holds as numbers, made while it is read (``adapter.base: quantized``).
+"""Quantize weights while they are read, or read their codes, into packed weights (``adapter.base: quantized``).
 
-A :class:`QuantizeOnLoad` stands for a weight of an ordinary checkpoint as a
-:class:`model.quantized.tensor.QuantizedTensor` stands for one of a quantized checkpoint. Whoever asks for some rows
-gets their codes; the rows themselves exist, in the model's dtype, until their scales are measured and they are
-quantized, a million elements at a time. So there is no such weight in memory, and no quantized copy on disk. Scales are
-those that :mod:`model.scales.in_place` would measure of the
-loaded weight, with the same functions, bit for bit: a scale is of one row, of a part of it, or of a block of rows, so
-that no rank has to see more than the rows that it reads.
+A :class:`QuantizeOnLoad` represents a weight of a plain checkpoint, as a
+:class:`model.quantized.tensor.QuantizedTensor` represents one of a quantized checkpoint. Its rows are read in the
+model's dtype, a million elements at a time, their scales are measured and they are quantized: the whole weight is never
+in memory, and no quantized copy on disk. The scales equal, bit for bit, those that :mod:`model.scales.in_place`
+measures of the loaded weight, with the same functions: a scale belongs to one row, a slice of it, or a block of rows,
+so a rank needs no other rows than those it reads.
 
-The codes go into partitions when weights are loaded. The scales go into theirs later, when there are layers that have
-any (:func:`fill_quantize_on_load_scales`): they are measured again, of the rows that a rank's range of them belongs to.
-That reads a checkpoint twice, but nobody has to keep scales until then.
+Codes are filled in when weights are loaded, scales later, when the quantized layers exist
+(:func:`fill_quantize_on_load_scales`): each rank measures them again for its own range. That reads a checkpoint twice,
+but no scales need to be kept until then.
 
-Reads weights into Parameters that hold their codes (:mod:`quant.packed_weight`): those of a quantized checkpoint, or
-codes that are made of an ordinary one (:mod:`model.quantized.quantize_on_load`).
-
-A rank reads the rows that its share of the packed codes lies in, and packs them as the Parameter has them. Nowhere is
-there more of a weight's values than of a few rows, which are made to see that their codes come back: what a layer
-computes with is what the file holds.
+A :class:`PackedTensor` packs these codes, or those of a quantized checkpoint, as the Parameter stores them
+(:mod:`quant.packed_weight`). A rank reads the rows of its partition; only a few rows are decoded at a time, to check
+that their codes come back, so that a layer computes with the file's values.
 """
 
 import math
@@ -53,13 +49,13 @@ from quant.packed_weight import PackedCodes, packed_codes
 
 
 def can_quantize_on_load(spec: TensorSpec) -> bool:
-    """Whether a rank can measure the scales of some rows of a weight without the others, or other weights."""
+    """Return True if the scales of some rows of a weight can be measured without other rows or weights."""
     return spec.granularity != "tensor" and not spec.has_global_scale
 
 
 def measured_scales(rows: Tensor, spec: TensorSpec, ranges: Ranges) -> tuple[Tensor, Tensor | None]:
-    """The first scales, and zero points, of whole rows ``[n, in]``: fp32, in the shape that ``spec`` has for such a
-    weight; not finite where a row holds NaN or Inf."""
+    """Measure scales and zero points of whole rows ``[n, in]``: fp32, in the shapes of ``spec`` for such a weight; not
+    finite for rows with NaN or Inf."""
     shape, flat, signed = tuple(rows.shape), rows.reshape(-1), ranges.signs(spec)
     stats = partial_stats(flat, 0, shape, spec)
     if ranges.searches(spec) and bool(torch.isfinite(stats).all()):
@@ -72,12 +68,12 @@ def measured_scales(rows: Tensor, spec: TensorSpec, ranges: Ranges) -> tuple[Ten
 
 @dataclass(frozen=True)
 class QuantizeOnLoad:
-    """A weight of an ordinary checkpoint, in the codes and scales that it gets.
+    """Weight of a plain checkpoint, to be read as codes and scales.
 
     Attributes:
-        plain: where it lies; its last dimension is that of the inputs.
-        spec: how it is quantized, see :func:`can_quantize_on_load`.
-        ranges: how its scales are chosen.
+        plain: tensor on disk; its last dimension is that of the inputs.
+        spec: quantization, see :func:`can_quantize_on_load`.
+        ranges: choice of its scales.
     """
 
     plain: DiskTensor
@@ -86,28 +82,28 @@ class QuantizeOnLoad:
 
     @property
     def key(self) -> str:
-        """Its key."""
+        """Key of the tensor."""
         return self.plain.key
 
     @property
     def file(self) -> Path:
-        """Where it is."""
+        """File of the tensor."""
         return self.plain.file
 
     @property
     def shape(self) -> tuple[int, int]:
-        """``(rows, in)``, with the rows of all matrices where there are several in one tensor."""
+        """``(rows, in)``, with the rows of all matrices of a 3-D tensor."""
         columns = self.plain.shape[-1]
         return math.prod(self.plain.shape[:-1]), columns
 
     def bytes_of(self, count: int) -> int:
-        """How many bytes are read for so many of its values."""
+        """Bytes to read for ``count`` values."""
         return self.plain.bytes_of(count)
 
     def checked_rows(
         self, reader: Reader, rows: slice, dtype: torch.dtype, device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """The codes of some rows, one by one, and the values in ``dtype`` that they stand for.
+        """Quantize some rows: their codes, one per element, and the decoded values in ``dtype``.
 
         Raises:
             CheckpointError: a weight is not finite, or codes do not come back from those values.
@@ -116,7 +112,7 @@ class QuantizeOnLoad:
         weight, scale, zero = self._measured(reader, around, dtype, device)
         spec = self.spec
         if spec.granularity == "block":
-            # Groups of the same width quantize single rows alike.
+            # Groups of the same width quantize single rows like blocks.
             spec, scale = replace(spec, granularity="group"), scale.repeat_interleave(self.down, 0)
             inside = slice(rows.start - around.start, rows.stop - around.start)
             weight, scale = weight[inside], scale[inside].contiguous()
@@ -130,8 +126,8 @@ class QuantizeOnLoad:
     def scales(
         self, reader: Reader, start: int, count: int, dtype: torch.dtype, device: torch.device
     ) -> Iterator[tuple[int, Tensor, Tensor | None]]:
-        """``(offset, scales, zero points)``, flat, for the scales [start, start + count) in their order; with the
-        errors of :meth:`checked_rows`."""
+        """Yield ``(offset, scales, zero points)``, flat, for the scales [start, start + count) in order; raises as
+        :meth:`checked_rows`."""
         columns, down = self.shape[1], self.down
         _, across = self.scale_shape
         first, last = start // across * down, -(-(start + count) // across) * down  # rows of the weight
@@ -145,23 +141,23 @@ class QuantizeOnLoad:
 
     @property
     def scale_shape(self) -> tuple[int, int]:
-        """Of the scales, which are of rows, or of blocks of them."""
+        """Shape of the scales, one row per row or block of rows."""
         rows, across = self.spec.scale_shape(self.shape)
         return rows, across
 
     @property
     def down(self) -> int:
-        """How many rows share a scale."""
+        """Number of rows that share a scale."""
         return self.spec.group_size or 1 if self.spec.granularity == "block" else 1
 
     def _whole_blocks(self, rows: slice) -> slice:
-        """The rows of all scales that some of ``rows`` have."""
+        """Extend ``rows`` to whole blocks."""
         return slice(rows.start // self.down * self.down, -(-rows.stop // self.down) * self.down)
 
     def _measured(
         self, reader: Reader, rows: slice, dtype: torch.dtype, device: torch.device
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Some rows of whole scales in ``dtype``, their scales, and their zero points.
+        """Read rows of whole scales in ``dtype``, and measure their scales and zero points.
 
         Raises:
             CheckpointError: a weight is not finite.
@@ -177,13 +173,13 @@ class QuantizeOnLoad:
 
 
 class QuantizeOnLoadRows(NamedTuple):
-    """Rows of a Parameter that holds codes, and whose codes these are.
+    """Rows of a packed weight, and the tensor that they were quantized from.
 
     Attributes:
-        first: the first row, of all of the Parameter's one behind another.
-        number: of them.
+        first: first row in the Parameter.
+        number: number of rows.
         tensor: the weight on disk.
-        on_disk: the first of its rows that they are.
+        on_disk: first row in ``tensor``.
     """
 
     first: int
@@ -193,7 +189,7 @@ class QuantizeOnLoadRows(NamedTuple):
 
 
 def record_quantized_on_load(parameter: Tensor, rows: QuantizeOnLoadRows) -> None:
-    """Remember at a Parameter what the codes of some of its rows are made of.
+    """Record in a Parameter the tensor that some of its rows were quantized from.
 
     Raises:
         CheckpointError: blocks of rows are not whole.
@@ -208,15 +204,14 @@ def record_quantized_on_load(parameter: Tensor, rows: QuantizeOnLoadRows) -> Non
 
 
 def quantized_on_load_of(parameter: Tensor) -> dict[int, QuantizeOnLoadRows]:
-    """What the codes of a Parameter are made of, by the first of the rows; nothing where they are read."""
+    """Tensors that a Parameter was quantized from, by first row; empty if its codes were read."""
     found: dict[int, QuantizeOnLoadRows] = getattr(parameter, "made", {})
     return found
 
 
 @torch.no_grad()
 def fill_quantize_on_load_scales(model: nn.Module, quantization: Quantization) -> set[str]:
-    """Fill the scales, and zero points, of all weights whose codes were made while they were read; a collective, before
-    ``deepspeed.initialize``.
+    """Fill scales and zero points of all weights quantized on load; a collective, before ``deepspeed.initialize``.
 
     Args:
         model, quantization: the quantized model; the weights are loaded.
@@ -225,7 +220,7 @@ def fill_quantize_on_load_scales(model: nn.Module, quantization: Quantization) -
         The owners of the groups of these scales.
 
     Raises:
-        RankError: on every rank: a file that cannot be read any more.
+        RankError: on every rank: a file that can no longer be read.
     """
     groups = {group.owner: group for group in quantization.weight_groups}
     made = {owner: quantized_on_load_of(quantization.layers[owner].weight) for owner in groups}
@@ -237,7 +232,7 @@ def fill_quantize_on_load_scales(model: nn.Module, quantization: Quantization) -
 
 
 def _fill_range(group: ScaleGroup, rows: QuantizeOnLoadRows, dtype: torch.dtype, reader: Reader) -> None:
-    """Write what this rank holds of the scales of some rows."""
+    """Write this rank's part of the scales of some rows."""
     (start, stop), local, tensor = local_range(group.s0), local_data(group.s0), rows.tensor
     _, across = tensor.scale_shape
     begin, end, first = ((row // tensor.down) * across for row in (rows.first, rows.first + rows.number, rows.on_disk))
@@ -247,35 +242,35 @@ def _fill_range(group: ScaleGroup, rows: QuantizeOnLoadRows, dtype: torch.dtype,
     for offset, scale, zero in tensor.scales(reader, first + low - begin, high - low, dtype, local.device):
         at = slice(low - start + offset, low - start + offset + scale.numel())
         local[at].copy_(scale)
-        if group.zero is not None:  # of the same shape, so that a rank holds the same range of it
+        if group.zero is not None:  # of the same shape, so a rank has the same range of it
             assert zero is not None
             local_data(group.zero)[at].copy_(zero)
 
 
 @dataclass(frozen=True)
 class PackedTensor:
-    """The codes of a weight in a checkpoint as the elements of a Parameter that holds them; it stands for the
-    :class:`QuantizedTensor`, or the ordinary tensor, in the list of what is read."""
+    """Codes of a weight on disk as elements of a packed Parameter; replaces the :class:`QuantizedTensor` or plain
+    tensor in the plan of reads."""
 
     coded: QuantizedTensor | QuantizeOnLoad
     held: PackedCodes
 
     @property
     def key(self) -> str:
-        """The key that the weight would have."""
+        """Key that the plain weight would have."""
         return self.coded.key
 
     def bytes_of(self, count: int) -> int:
-        """About how many bytes are read for so many of its elements, of two bytes as a rule."""
+        """Approximate bytes to read for ``count`` elements, assumed to have two bytes."""
         return self.coded.bytes_of(count * 2 * self.coded.shape[1] // self.held.row_bytes)
 
     def values(
         self, reader: Reader, start: int, count: int, dtype: torch.dtype, device: torch.device
     ) -> Iterator[tuple[int, Tensor]]:
-        """``(offset, elements)`` for the elements [start, start + count) of the packed rows.
+        """Yield ``(offset, elements)`` for the elements [start, start + count) of the packed rows.
 
         Raises:
-            CheckpointError: as of :meth:`QuantizedTensor.values`.
+            CheckpointError: as :meth:`QuantizedTensor.values`.
         """
         columns, width = self.coded.shape[1], self.held.row_bytes // dtype.itemsize
         for rows in row_chunks(start // width * columns, -(-(start + count) // width) * columns, columns):
@@ -288,7 +283,7 @@ class PackedTensor:
 
 
 def in_codes(read: Any, model: nn.Module) -> Any:
-    """A read of :mod:`model.checkpoint.load` whose target holds codes: the same of their packed rows.
+    """Convert a read of :mod:`model.checkpoint.load` into a packed weight to a read of packed rows.
 
     Raises:
         CheckpointError: the weight is not stored in these codes.

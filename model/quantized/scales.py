@@ -1,8 +1,8 @@
-"""The scales of the checkpoint that the weights were read from, as the first scales of the model.
+"""Load the first scales of a model from the quantized checkpoint that its weights were read from.
 
-Nothing is compared here: the weights are these codes times these scales, and :mod:`model.quantized.tensor` has seen
-that the codes come back. Scales finer than one per weight are read where they go, each rank its own range; the few
-others are arranged as those of a PTQ checkpoint are (:mod:`model.scales.arrange`).
+No check is needed here: the weights are these codes times these scales, and :mod:`model.quantized.tensor` has checked
+that the codes come back. Scales finer than one per weight are read directly into each rank's own range; the few others
+are arranged as for a PTQ checkpoint (:mod:`model.scales.arrange`).
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -39,18 +39,18 @@ def take_scales(
 ) -> ScaleReport:
     """Fill the scales of ``model`` from the quantized checkpoint that its weights were read from; a collective.
 
-    A layer takes the scales of its Linears if all of these are quantized there as the layer is. Others are measured
-    from the weights, which are exact either way.
+    A layer takes the scales of its Linears if all of them are quantized in the files as in the layer. Other scales are
+    measured from the weights, which are exact either way.
 
     Args:
         model, quantization: the quantized model; the weights are loaded.
-        directory: of the checkpoint.
-        initial_input_scale, inputs_calibrated_later: as of :func:`model.scales.load_scales`.
-        decoded: whether the weights are those of the codes, and not others that take the scales alone.
+        directory: the checkpoint.
+        initial_input_scale, inputs_calibrated_later: as in :func:`model.scales.load_scales`.
+        decoded: True if the weights are the decoded codes, False if other weights only take the scales.
 
     Raises:
-        RankError: on every rank: a scale that is none, or scales of inputs that are missing without a way to get them;
-            codes that are not on the narrow grid of their layer.
+        RankError: on every rank: an invalid scale, missing input scales without a way to get them, or codes outside of
+            the narrow range of their layer.
     """
     with errors_on_all_ranks(OSError, ValueError):
         checkpoint = read_checkpoint(Path(directory), model)
@@ -81,8 +81,8 @@ def take_scales(
 def _taken(
     model: PreTrainedModel, quantization: Quantization, coded: Mapping[str, QuantizedTensor]
 ) -> dict[str, dict[str, list[QuantizedTensor]]]:
-    """By owner of the groups of weights whose every Linear is quantized in the files as it is here: for each member,
-    its Linears there."""
+    """Linears on disk of each member of a group, by the owner of the group, for groups of weights whose every Linear is
+    quantized in the files as here."""
     found = {}
     for group in quantization.weight_groups:
         members = {
@@ -97,7 +97,7 @@ def _taken(
         }
         if all(len(fitting[name]) == len(linears) for name, linears in members.items()):
             found[group.owner] = fitting
-    for above in quantization.global_groups:  # they share a scale above theirs, so all of them or none
+    for above in quantization.global_groups:  # groups under one global scale: all of them or none
         if any(name not in found for name in above.members):
             for name in above.members:
                 found.pop(name, None)
@@ -105,7 +105,7 @@ def _taken(
 
 
 def _check_held(quantization: Quantization, taken: Iterable[str], merged: Sequence[str]) -> None:
-    """Refuse another scale for codes that are held than the file's: they would stand for other weights."""
+    """Reject scales other than the file's for packed weights: their codes would decode to other weights."""
     layers, groups = quantization.layers, (*quantization.weight_groups, *quantization.global_groups)
     weights = {group.owner for group in quantization.weight_groups}
     other = [group for group in groups if group.owner in merged or group.owner in weights - {*taken}]
@@ -118,11 +118,11 @@ def _check_held(quantization: Quantization, taken: Iterable[str], merged: Sequen
 
 
 def _merged(arranged: ArrangedScales) -> list[str]:
-    """Owners of the groups of weights that get one scale in the place of several."""
+    """Owners of the groups of weights that get one scale in place of several."""
     return [
         scale.group.owner
         for scale in (*arranged.weights, *arranged.globals)
-        # Experts of a stack have a scale each, which gate and up of one share.
+        # Experts of a stack have a scale each, which gate and up of an expert share.
         if any(
             len({one.value.item() for of_layer in scale.layers for one in of_layer[first : first + together]}) > 1
             for together in [scale.projections or 1]
@@ -132,19 +132,19 @@ def _merged(arranged: ArrangedScales) -> list[str]:
 
 
 def _rounded(linears: Iterable[QuantizedTensor], dtype: torch.dtype) -> str | None:
-    """The dtype of the scales of integers in the files that ``dtype`` cannot hold."""
+    """Dtype of the files' scales of integers that ``dtype`` cannot represent, if any."""
     kinds = {one.scale.dtype for one in linears if one.scheme.weights.scale_format == "model"}
     digits = torch.finfo(dtype).eps
     return next((str(kind) for kind in kinds if kind is not None and torch.finfo(kind).eps < digits), None)
 
 
 def _is_fine(spec: TensorSpec) -> bool:
-    """Whether a weight has several scales; then no two Linears share one."""
+    """Return True if a weight has several scales; then no two Linears share one."""
     return spec.granularity != "tensor"
 
 
 def _fill_fine(quantization: Quantization, taken: Mapping[str, Mapping[str, Sequence[QuantizedTensor]]]) -> None:
-    """Write every scale of a row, group or block, and the zero points, into this rank's range of them."""
+    """Write every scale of a row, group or block, and the zero points, into this rank's range."""
     with Reader() as reader, torch.no_grad():
         for group in quantization.weight_groups:
             if group.owner in taken and _is_fine(group.spec):
@@ -155,7 +155,7 @@ def _fill_fine(quantization: Quantization, taken: Mapping[str, Mapping[str, Sequ
 
 
 def _fill_ranges(target: Tensor, linears: Sequence[QuantizedTensor], reader: Reader, *, zero: bool) -> None:
-    """Write this rank's range of the scales (or zero points) of Linears that lie behind one another."""
+    """Write this rank's range of the scales (or zero points) of consecutive Linears."""
     (start, stop), local = local_range(target), local_data(target)
     begin = 0
     for linear in linears:
@@ -179,7 +179,7 @@ def _small_scales(
     checkpoint: SourceCheckpoint,
     taken: Mapping[str, Mapping[str, Sequence[QuantizedTensor]]],
 ) -> StoredScales:
-    """The scales of whole weights that are taken, global ones, and those of inputs, keys and values."""
+    """Read the chosen scales of whole weights, global scales, and those of inputs, keys and values."""
     stored = StoredScales({}, {}, {}, {})
     with Reader() as reader:
         for group in quantization.weight_groups:
@@ -196,7 +196,7 @@ def _small_scales(
 
 
 def _input_keys(model: PreTrainedModel, quantization: Quantization, checkpoint: SourceCheckpoint) -> Iterator[str]:
-    """Where the files may have scales of inputs that are quantized there as here, and of keys and values."""
+    """Yield possible keys of scales of inputs, keys and values that are quantized in the files as here."""
     coded = checkpoint.coded
     for name, layer in quantization.layers.items():
         for part in linears_of(name, layer) if layer.scheme.stored_input is not None else ():
@@ -211,7 +211,7 @@ def _input_keys(model: PreTrainedModel, quantization: Quantization, checkpoint: 
 def _fill_others(
     quantization: Quantization, arranged: ArrangedScales, taken: set[str], initial_input_scale: float | None
 ) -> ScaleReport:
-    """Write the scales that are not fine, and measure what the files have not; a collective."""
+    """Write the scales that are not fine, and measure those missing in the files; a collective."""
     fine = {group.owner for group in quantization.weight_groups if group.owner in taken and _is_fine(group.spec)}
     measured = {group.owner for group in quantization.weight_groups} - taken
     without_global = {scale.group.owner for scale in arranged.globals if not scale.layers}

@@ -1,4 +1,4 @@
-"""Which layers of a model its quantized checkpoint has as codes, and how."""
+"""Schemes of a model's layers in its quantized checkpoint."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -18,18 +18,18 @@ from quant.linear import LinearPart, StackedLinear, linears_of
 def source_schemes(
     model: PreTrainedModel, directory: Path, said: Collection[TensorSpec] | None = None
 ) -> dict[str, Scheme]:
-    """The scheme of every Linear and embedding of ``model`` that the checkpoint in ``directory`` has as codes, by name
-    (of stacked experts, of each Linear). Without weights in it what its config.json says counts.
+    """Map every Linear and embedding of ``model`` with codes in ``directory`` to its scheme, by name (for stacked
+    experts, of each Linear). If there are no weights, config.json decides.
 
-    A weight whose last block is not full cannot be quantized here; a line says so.
+    A weight whose last block is incomplete cannot be quantized here, and is logged.
 
     Args:
         model, directory: the model, and its quantized checkpoint.
-        said: the weights of the recipe's schemes, which decide whether the grid of integers is narrow
+        said: weight specs of the recipe's schemes, which decide if the range of integers is narrow
             (:mod:`model.quantized.narrow_range`); None: the codes decide.
 
     Raises:
-        ValueError: the checkpoint cannot be read, or has no codes, or of the whole grid where the recipe says narrow.
+        ValueError: the checkpoint cannot be read, has no codes, or has full-range codes for a narrow recipe.
     """
     rules = [*(Rule(None, pattern) for pattern in DEFAULT_EXEMPT), *rules_of(read_quantization_config(directory))]
     there = any(directory.glob("*.safetensors"))
@@ -60,10 +60,10 @@ def source_schemes(
 
 
 def _on_grid(scheme: Scheme, said: Collection[TensorSpec], name: str | None) -> Scheme:
-    """The scheme of the layer called ``name`` (None where its codes were not seen) on the grid that the recipe says.
+    """Return the scheme of layer ``name`` (None if its codes were not read) with the recipe's narrow or full range.
 
     Raises:
-        ValueError: the recipe says narrow, and the codes are not.
+        ValueError: the recipe has narrow range, and the codes do not.
     """
     other = on_other_grid(scheme)
     if other is None or scheme.weights in said or other.weights not in said:
@@ -78,7 +78,7 @@ def _on_grid(scheme: Scheme, said: Collection[TensorSpec], name: str | None) -> 
 
 
 def _parts(model: nn.Module) -> list[LinearPart]:
-    """Every Linear, of stacks too; and embeddings where the files may have codes of one."""
+    """List every Linear, also of stacks, and embeddings, which may be quantized in the files."""
     parts: list[LinearPart] = []
     for name, module in model.named_modules():
         if isinstance(module, (nn.Linear, StackedLinear)):

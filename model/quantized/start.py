@@ -1,9 +1,9 @@
-"""Training from the original weights with the scales, and perhaps in the cells, of a quantized checkpoint of them.
+"""Train the original weights with the scales, and optionally in the rounding bins, of their quantized checkpoint.
 
-``model.path`` is the original, and the codes of ``quant.start`` (of GPTQ, AWQ, AutoRound, ...) are its weights, rounded
-in some good way. The scales are taken as those of a quantized ``model.path`` are (:mod:`model.quantized.scales`), once
-the codes are known to be of these weights (:mod:`model.scales.codes`). Original weights in the cells of the file's
-codes (:mod:`quant.scale`) are fake-quantized to the file's weights.
+``model.path`` is the original, and ``quant.start`` (from GPTQ, AWQ, AutoRound, ...) has codes of its weights, rounded
+by some good method. After checking that the codes belong to these weights (:mod:`model.scales.codes`), the scales are
+loaded as for a quantized ``model.path`` (:mod:`model.quantized.scales`). Original weights in the rounding bins of the
+file's codes (:mod:`quant.scale`) are fake-quantized to the file's weights.
 """
 
 from collections.abc import Iterator
@@ -38,11 +38,11 @@ class _Chunk(NamedTuple):
     """Some rows of a Linear, fp32 or in the model's dtype.
 
     Attributes:
-        first: the first row.
-        mine: this rank's range of the layer's weight that lies in these rows, a view, flat.
-        at: where that lies in the rows, flat.
-        codes, quantizer: of the file, ``[rows, in]``.
-        decoded: what they stand for, in the model's dtype.
+        first: first row.
+        mine: this rank's elements of the layer's weight in these rows, a flat view.
+        at: their range in the flattened rows.
+        codes, quantizer: from the file, ``[rows, in]``.
+        decoded: values of the codes, in the model's dtype.
     """
 
     first: int
@@ -62,18 +62,18 @@ def take_start(
     initial_input_scale: float | None = None,
     inputs_calibrated_later: bool = False,
 ) -> ScaleReport:
-    """Fill the scales of ``model``, which has its original weights, from a quantized checkpoint of it; a collective,
-    before ``deepspeed.initialize``.
+    """Fill the scales of ``model``, which has its original weights, from its quantized checkpoint; a collective, before
+    ``deepspeed.initialize``.
 
     Args:
         model, quantization: the quantized model; the weights are loaded.
-        directory: of the quantized checkpoint.
-        inside: move each weight that is rounded to another code to what its code stands for.
-        initial_input_scale, inputs_calibrated_later: as of :func:`model.scales.load_scales`.
+        directory: the quantized checkpoint.
+        inside: replace each weight that would be rounded to another code by its code's value.
+        initial_input_scale, inputs_calibrated_later: as in :func:`model.scales.load_scales`.
 
     Raises:
-        RankError: on every rank: a layer that the files have no codes of, or of another shape or scheme; codes of other
-            weights; or ``inside``, where layers that share a scale have several in the files.
+        RankError: on every rank: a layer without codes in the files, or of another shape or scheme; codes of other
+            weights; or ``inside``, if layers that share a scale have several in the files.
     """
     with errors_on_all_ranks(OSError, ValueError):
         checkpoint = read_checkpoint(Path(directory), model)
@@ -104,10 +104,10 @@ def take_start(
 def _linears(
     model: PreTrainedModel, quantization: Quantization, coded: dict[str, QuantizedTensor], directory: str | Path
 ) -> Linears:
-    """The Linears of every quantized layer with their codes.
+    """Pair the Linears of every quantized layer with their codes.
 
     Raises:
-        ValueError: some are not there, or are of another shape or quantized in another way.
+        ValueError: codes are missing, of another shape, or quantized differently.
     """
     found: Linears = {}
     for name, layer in quantization.layers.items():
@@ -136,7 +136,7 @@ def _shape(part: LinearPart) -> tuple[int, int]:
 
 
 def _chunks(layer: QuantLayer, part: LinearPart, linear: QuantizedTensor, reader: Reader) -> Iterator[_Chunk]:
-    """This rank's share of a Linear, some rows at a time."""
+    """Yield this rank's part of a Linear, some rows at a time."""
     (start, stop), local, (_, size) = local_range(layer.weight), local_data(layer.weight), linear.shape
     begin = ((part.expert or 0) * layer.out_features + part.first_row) * size
     first, last = max(start - begin, 0), min(stop - begin, linear.shape[0] * size)
@@ -151,7 +151,7 @@ def _chunks(layer: QuantLayer, part: LinearPart, linear: QuantizedTensor, reader
 
 
 def _check_codes(quantization: Quantization, linears: Linears, directory: Path) -> None:
-    """Refuse codes that are not of the loaded weights; a collective."""
+    """Reject codes that do not belong to the loaded weights; a collective."""
     problems: list[str] = []
     failure: str | None = None
     with Reader() as reader, torch.no_grad():
@@ -162,9 +162,9 @@ def _check_codes(quantization: Quantization, linears: Linears, directory: Path) 
             try:
                 if failure is None:
                     sums = torch.cat([_products(layer, *each, reader) for each in parts])
-            except (OSError, CheckpointError) as error:  # this rank's alone: the others are on their way to reduce
+            except (OSError, CheckpointError) as error:  # on this rank only: the others are about to reduce
                 failure = str(error)
-            if is_partitioned(layer.weight):  # else every rank has seen all
+            if is_partitioned(layer.weight):  # else every rank has the whole sums
                 sums = reduce_over_ranks(sums)
             for (part, linear), own in zip(parts, sums.split(sizes), strict=True):
                 squares, rounded, distance = squares_of(own, part)
@@ -182,7 +182,7 @@ def _check_codes(quantization: Quantization, linears: Linears, directory: Path) 
 
 
 def _products(layer: QuantLayer, part: LinearPart, linear: QuantizedTensor, reader: Reader) -> Tensor:
-    """This rank's part of the sums of :func:`model.scales.codes.local_products`."""
+    """Compute this rank's part of the sums of :func:`model.scales.codes.local_products`."""
     spec = layer.scheme.weights
     sums = torch.zeros(count_of_sums(part, spec), dtype=torch.float64, device=local_data(layer.weight).device)
     for chunk in _chunks(layer, part, linear, reader):
@@ -195,7 +195,7 @@ def _products(layer: QuantLayer, part: LinearPart, linear: QuantizedTensor, read
 
 
 def _move(quantization: Quantization, linears: Linears) -> tuple[int, int]:
-    """Move this rank's weights into their cells; returns how many of how many, of all ranks. A collective."""
+    """Move this rank's weights into their rounding bins; returns moved and total counts of all ranks. A collective."""
     counts = torch.zeros(2, dtype=torch.int64)
     with Reader() as reader, torch.no_grad(), errors_on_all_ranks(OSError, CheckpointError):
         for name, parts in linears.items():

@@ -1,11 +1,11 @@
-"""The weight of one Linear that a checkpoint holds as codes and scales, read as the values that it stands for.
+"""Weight of one Linear, stored as codes and scales and read as decoded values.
 
-A :class:`QuantizedTensor` takes the place of a plain tensor in the list of what a checkpoint holds. Whoever reads a
-range of it gets ``code * scale``, decoded from the rows that the range lies in, a few at a time: no rank reads or holds
-more than its own share of the weights, and a bounded number of rows beside it.
+A :class:`QuantizedTensor` replaces a plain tensor among the tensors of a checkpoint. Reading a range of it returns
+``code * scale``, decoded a few rows at a time: a rank reads and allocates no more than its own part of the weights and
+a bounded number of rows.
 
-The values are rounded to the dtype of the model. Their codes, quantized again with the same scale, must be the file's:
-that is compared for everything that is read, because it is what an export without a step of training writes.
+Values are rounded to the model's dtype. Quantized again with the same scale, they must return the file's codes, because
+those are what an export without a training step writes: this is checked for everything that is read.
 """
 
 from collections.abc import Iterator
@@ -20,21 +20,21 @@ from quant import Quantizer, Scale, Scheme, TensorSpec, kernels
 from quant.formats.compressed_tensors import unpack_scale
 from quant.formats.packing import unpack_int32, unpack_nibbles, unpack_zero_points
 
-_CHUNK = 2**20  # weights that are decoded at a time
-_TOGETHER = 32  # codes that fill whole words, whatever their width
+_CHUNK = 2**20  # weights decoded at a time
+_TOGETHER = 32  # codes that fill whole words for any width
 
 
 @dataclass(frozen=True)
 class QuantizedTensor:
-    """A weight ``[out, in]`` in the codes and scales of compressed-tensors; its place among plain tensors.
+    """Weight ``[out, in]`` in codes and scales of compressed-tensors, with the interface of a plain tensor on disk.
 
     Attributes:
-        key: the key that the weight would have, ``<name of the Linear>.weight``.
-        shape: of the weight.
-        scheme: how it is quantized.
-        codes, scale: where they lie, see :mod:`quant.formats.compressed_tensors`.
-        zero: its packed zero points, where the scheme has any.
-        above: its global scale, where the scheme has one.
+        key: key that the plain weight would have, ``<name of the Linear>.weight``.
+        shape: shape of the weight.
+        scheme: its quantization.
+        codes, scale: tensors on disk, see :mod:`quant.formats.compressed_tensors`.
+        zero: packed zero points, if the scheme has any.
+        above: global scale, if the scheme has one.
     """
 
     key: str
@@ -50,27 +50,27 @@ class QuantizedTensor:
 
     @property
     def file(self) -> Path:
-        """Where the codes are."""
+        """File of the codes."""
         return self.codes.file
 
     @property
     def name(self) -> str:
-        """Of the Linear on disk."""
+        """Name of the Linear on disk."""
         return self.key.removesuffix(".weight")
 
     def bytes_of(self, count: int) -> int:
-        """About how many bytes are read for so many of its values."""
+        """Approximate bytes to read for ``count`` values."""
         values = self.shape[0] * self.shape[1]
         return (self.codes.end - self.codes.begin + self.scale.end - self.scale.begin) * count // max(1, values)
 
     def values(
         self, reader: Reader, start: int, count: int, dtype: torch.dtype, device: torch.device
     ) -> Iterator[tuple[int, Tensor]]:
-        """``(offset, values)`` for elements [start, start + count) of the row-major weight, in ``dtype``, decoded on
-        ``device``.
+        """Yield ``(offset, values)`` for elements [start, start + count) of the row-major weight, in ``dtype``, decoded
+        on ``device``.
 
         Raises:
-            CheckpointError: a scale that is none, or codes that do not come back from the values in that dtype.
+            CheckpointError: an invalid scale, or codes that do not come back from the values in that dtype.
         """
         columns = self.shape[1]
         for rows in row_chunks(start, start + count, columns):
@@ -81,7 +81,7 @@ class QuantizedTensor:
     def checked_rows(
         self, reader: Reader, rows: slice, dtype: torch.dtype, device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """The codes of some rows, one by one, and their values in ``dtype``; with the errors of :meth:`values`."""
+        """Read the codes of some rows, one per element, and their values in ``dtype``; raises as :meth:`values`."""
         codes, quantizer = self.rows(reader, rows, dtype, device)
         values = kernels.dequantize(codes, quantizer)
         again, _ = kernels.quantize(values, quantizer)
@@ -89,24 +89,24 @@ class QuantizedTensor:
         return codes, values
 
     def rows(self, reader: Reader, rows: slice, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Quantizer]:
-        """The codes of some rows, one by one, and what they are quantized with."""
-        spec = self.scheme.weights.wide  # the grid was judged by a sample: :mod:`model.quantized.narrow_range`
+        """Read the codes of some rows, one per element, and their quantizer."""
+        spec = self.scheme.weights.wide  # narrow range was judged by a sample: :mod:`model.quantized.narrow_range`
         codes = self.codes_of_rows(reader, rows).to(device)
         scale = self.scale_of_rows(reader, rows).to(device)
         zero = self.zero_of_rows(reader, rows)
         above = None if self.above is None else self.read_above(reader).to(device)
         if spec.granularity == "block":
-            # The rows may be a part of those of a block. Groups of the same width quantize them alike.
+            # The rows may be part of a block. Groups of the same width quantize them alike.
             spec = replace(spec, granularity="group")
         whole = Scale(scale, global_=above, zero=None if zero is None else zero.to(device))
         return codes, Quantizer(whole, spec, dtype)
 
     def codes_of_rows(self, reader: Reader, rows: slice) -> Tensor:
-        """The codes of some rows ``[rows, in]``, one by one."""
+        """Read the codes of some rows ``[rows, in]``, one per element."""
         return read_codes(self.codes, rows, self.shape[1], self.scheme.weights, reader)
 
     def scale_of_rows(self, reader: Reader, rows: slice) -> Tensor:
-        """The fp32 scales of some rows: ``[rows, n]``, of blocks too, or ``(1,)`` of a weight with one."""
+        """Read the fp32 scales of some rows: ``[rows, n]``, also for blocks, or ``(1,)`` for one per tensor."""
         spec = self.scheme.weights
         if spec.granularity == "tensor":
             return self.scales(reader, 0, 1)
@@ -119,10 +119,10 @@ class QuantizedTensor:
         return scale.contiguous()
 
     def scales(self, reader: Reader, start: int, count: int) -> Tensor:
-        """The fp32 scales [start, start + count), as the scheme has them in their order, divided by the global one.
+        """Read the fp32 scales [start, start + count), in the scheme's order, divided by the global one.
 
         Raises:
-            CheckpointError: one that no quantizer can have.
+            CheckpointError: an invalid scale.
         """
         assert self.scale.dtype is not None
         stored = torch.empty(count, dtype=self.scale.dtype)
@@ -131,12 +131,12 @@ class QuantizedTensor:
         return self._checked(unpack_scale(stored, spec, None if self.above is None else self.read_above(reader)))
 
     def _checked(self, scale: Tensor) -> Tensor:
-        """The fp32 scales, if a quantizer can have them."""
+        """Return the fp32 scales if they are valid."""
         spec = self.scheme.weights
         good, expected = scale > 0, "finite and positive"
         if spec.dtype == "int":
             good, expected = scale != 0, "finite and not 0"
-        elif spec.scale_format == "e4m3":  # far below the largest one of its layer it is 0
+        elif spec.scale_format == "e4m3":  # 0 if far below the largest one of its layer
             good, expected = scale >= 0, "finite and not negative"
         if not bool((good & torch.isfinite(scale)).all()):
             wrong = scale[~(good & torch.isfinite(scale))]
@@ -144,7 +144,7 @@ class QuantizedTensor:
         return scale
 
     def read_above(self, reader: Reader) -> Tensor:
-        """The fp32 global scale ``(1,)``, which divides.
+        """Read the fp32 global scale ``(1,)``, which divides.
 
         Raises:
             CheckpointError: it is not finite and positive.
@@ -159,7 +159,7 @@ class QuantizedTensor:
         return above
 
     def zero_of_rows(self, reader: Reader, rows: slice) -> Tensor | None:
-        """The fp32 zero points ``[rows, n]`` of some rows; None where the scheme has none."""
+        """Read the fp32 zero points ``[rows, n]`` of some rows; None if the scheme has none."""
         if self.zero is None:
             return None
         bits, across = self.scheme.weights.bits, self.zero.shape[1]
@@ -172,18 +172,18 @@ class QuantizedTensor:
 
 
 def check_return(codes: Tensor, again: Tensor, values: Tensor, tensor: DiskTensor) -> None:
-    """Refuse values that are not finite, or whose codes are not those that they were made of.
+    """Reject values that are not finite, or that quantize to other codes.
 
     Args:
-        codes, again: of the weight, and of ``values``.
-        values: what ``codes`` stand for, in the model's dtype.
-        tensor: where the weight lies.
+        codes, again: codes of the weight, and of ``values``.
+        values: decoded ``codes``, in the model's dtype.
+        tensor: the weight on disk.
 
     Raises:
         CheckpointError: names the tensor.
     """
     differ = codes.view(torch.uint8) ^ again.view(torch.uint8)
-    # A sum is finite only if all of its terms are, and asking each of them costs 40 times as much in bf16.
+    # A sum is finite only if all of its terms are, and testing each of them costs 40 times as much in bf16.
     if not bool(torch.isfinite(values.sum())) and not bool(torch.isfinite(values).all()):
         raise CheckpointError(f"{tensor.file}: {tensor.key} holds values that are not finite")
     if bool(differ.any()):
@@ -196,7 +196,7 @@ def check_return(codes: Tensor, again: Tensor, values: Tensor, tensor: DiskTenso
 def chunks_of(
     source: DiskTensor | QuantizedTensor, reader: Reader, start: int, like: Tensor
 ) -> Iterator[tuple[int, Tensor]]:
-    """``(offset, values)`` of as many elements of a tensor on disk, from its element ``start`` on, as ``like`` has."""
+    """Yield ``(offset, values)`` for elements of a tensor on disk, from ``start`` on, as many as ``like`` has."""
     if isinstance(source, DiskTensor):
         return reader.chunks(source, start, like.numel())
     return source.values(reader, start, like.numel(), like.dtype, like.device)
@@ -212,8 +212,8 @@ def fill(source: DiskTensor | QuantizedTensor, reader: Reader, start: int, into:
 
 
 def row_chunks(first: int, last: int, columns: int, *, together: int = 1) -> Iterator[slice]:
-    """The rows that hold the elements [first, last), about ``_CHUNK`` elements at a time; each time a multiple of
-    ``together`` rows, if ``first`` and ``last`` say so."""
+    """Yield the rows with the elements [first, last), about ``_CHUNK`` elements at a time, in multiples of ``together``
+    rows if ``first`` and ``last`` allow it."""
     if first >= last:
         return
     step, stop = max(1, _CHUNK // columns // together) * together, -(-last // columns)
@@ -222,7 +222,7 @@ def row_chunks(first: int, last: int, columns: int, *, together: int = 1) -> Ite
 
 
 def read_codes(tensor: DiskTensor, rows: slice, columns: int, spec: TensorSpec, reader: Reader) -> Tensor:
-    """Rows of a weight's codes ``[rows, columns]``, each in an element of its own."""
+    """Read and unpack rows of a weight's codes, to ``[rows, columns]``."""
     width, count = tensor.shape[1], rows.stop - rows.start
     assert tensor.dtype is not None
     stored = torch.empty(count * width, dtype=tensor.dtype)
