@@ -1,5 +1,4 @@
-"""The weight of a layer where it lies, with the adapter that is merged into it; and what an adapter beside it may start
-from."""
+"""Local weights with merged adapters, and initialization of adapters from the quantization error."""
 
 import torch
 from torch import Tensor
@@ -9,13 +8,13 @@ from model.zero import full_shape, gathered, local_data, local_range, whole_valu
 from quant import Quantization, QuantLayer
 from quant.lora import merge
 
-LOST = 0.1  # of an adapter's norm: more than rounding takes, and what over- and underflow take
+LOST = 0.1  # relative to an adapter's norm: more than rounding loses, less than over- and underflow lose
 
 
 def local_weight(layer: QuantLayer) -> tuple[int, Tensor]:
-    """Where this rank's range of a layer's weight begins, and its elements as the forward quantizes them, flat.
+    """Return the start of this rank's range of a layer's weight, and its elements as the forward quantizes them, flat.
 
-    A collective where the layer has an adapter that is merged, and then a copy; else the memory of the weight itself.
+    With a merged adapter, a collective that returns a copy; else the memory of the weight itself.
     """
     assert layer.held is None, "a rule of the recipe"
     start, stop = local_range(layer.weight)
@@ -25,16 +24,16 @@ def local_weight(layer: QuantLayer) -> tuple[int, Tensor]:
 
 @torch.no_grad()
 def _merged(layer: QuantLayer, start: int, stop: int) -> Tensor:
-    """The elements ``[start, stop)`` of the weight with its adapter, in the bits that the whole sum has."""
+    """Merge the adapter into elements ``[start, stop)`` of the weight, bit-equal to merging the whole weight."""
     adapter, own = layer.adapter, local_data(layer.weight)
     assert adapter is not None
     pair = (adapter.lora_a, adapter.lora_b)
-    values = whole_values(pair)  # on every rank, also one that holds nothing of the weight
+    values = whole_values(pair)  # on every rank, even without any part of the weight
     lora_a, lora_b = (
         value.view(full_shape(one)).to(own.device, one.dtype) for value, one in zip(values, pair, strict=True)
     )
     columns, out = layer.in_features, layer.out_features
-    first, end = start // columns, -(-stop // columns)  # rows, of all experts behind one another
+    first, end = start // columns, -(-stop // columns)  # rows, of all experts concatenated
     rows = own.new_zeros(max(0, end - first) * columns)
     rows[start - first * columns : stop - first * columns] = own
     by_expert = zip(lora_a.view(-1, *lora_a.shape[-2:]), lora_b.view(-1, *lora_b.shape[-2:]), strict=True)
@@ -49,13 +48,13 @@ def _merged(layer: QuantLayer, start: int, stop: int) -> Tensor:
 
 @torch.no_grad()
 def start_from_error(quantization: Quantization) -> None:
-    """Give every adapter that stays beside its weight the error of quantization, as far as its rank goes: the product
-    ``scaling * lora_b @ lora_a`` becomes the best approximation of that rank to ``W - Q(W)`` (the first step of LoftQ,
-    Li et al. 2023, arXiv:2310.08659; LoRC, Yao et al. 2023, arXiv:2303.08302). Scales are filled. A collective, in
-    which one layer is whole at a time and rank 0 computes.
+    """Initialize every unmerged adapter from the error of quantization: ``scaling * lora_b @ lora_a`` becomes the best
+    approximation of its rank to ``W - Q(W)`` (the first step of LoftQ, Li et al. 2023, arXiv:2310.08659; LoRC, Yao et
+    al. 2023, arXiv:2303.08302). Scales must be filled. A collective, in which one layer is gathered at a time and rank
+    0 computes.
 
     Raises:
-        RankError: where the adapter's dtype cannot hold the factors, as ``adapter.alpha`` is too small or too large.
+        RankError: the adapter's dtype cannot represent the factors, because ``adapter.alpha`` is too small or large.
     """
     for name, layer in quantization.layers.items():
         if layer.adapter is None or layer.adapter.merges:
@@ -74,7 +73,7 @@ def start_from_error(quantization: Quantization) -> None:
 
 
 def _filled(pair: tuple[Tensor, Tensor], values: tuple[Tensor, Tensor]) -> bool:
-    """Copy values into an adapter, and say whether they are there as near as its dtype rounds."""
+    """Copy values into an adapter, and return True if its dtype holds them up to rounding."""
     for own, value in zip(pair, values, strict=True):
         own.copy_(value)
     norms = [((own.float() - value).norm(), value.norm()) for own, value in zip(pair, values, strict=True)]
@@ -82,8 +81,8 @@ def _filled(pair: tuple[Tensor, Tensor], values: tuple[Tensor, Tensor]) -> bool:
 
 
 def _factors(matrix: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """``a [rank, in]`` and ``b [out, rank]`` of equal sizes, whose product ``b @ a`` is near ``matrix [out, in]``."""
-    # Drawn alike in every run; a few more directions than wanted, and iterations, for errors have no few large ones.
+    """Factors ``a [rank, in]`` and ``b [out, rank]`` of equal sizes, with ``b @ a`` close to ``matrix [out, in]``."""
+    # Same seed in every run; extra directions and iterations, because errors do not have a few dominant ones.
     with torch.random.fork_rng([matrix.device] if matrix.is_cuda else []):
         torch.manual_seed(0)
         u, s, v = torch.svd_lowrank(matrix, q=min(rank + 16, *matrix.shape), niter=8)

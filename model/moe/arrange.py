@@ -1,13 +1,11 @@
-"""Finds the experts of transformers' modules, whatever they are called, and puts ours in their place.
+"""Find the experts in transformers' modules, by structure rather than name, and replace them by ours.
 
-What a module computes is tried on a tiny case, and must be what ours computes. A module that holds several experts in
-a form that is not known is refused by name: ranks that route differently would run different parts of it.
+The function of a module is tested on a tiny case against ours. A module with several experts in an unknown form is
+rejected by name: ranks that route differently would run different parts of it.
 
-Llama 4's MoE block with only those tokens in an expert that chose it.
-
-transformers hands all tokens to every expert, times a score that is zero where the token did not choose it: E times the
-arithmetic, and E copies of the hidden states. What an expert makes of zeros is zero, and its gradient too, so that the
-result is the same.
+For Llama 4, :class:`Routed` replaces the MoE block, so that an expert gets only the tokens that chose it. transformers
+passes all tokens to every expert, times a score that is zero if the token did not choose it: E times the arithmetic,
+and E copies of the hidden states. An expert's output and gradient for zeros are zero, so the result is the same.
 """
 
 import copy
@@ -25,24 +23,24 @@ from model import zero
 from model.moe.experts import ExpertMLPs, Experts, Form, Function, PerExpertMLPs, StackedMLPs
 from model.moe.routers import routers_of
 
-# What classes call their sizes, and their activation function.
+# Attribute names of classes for their sizes, and for their activation function.
 SIZES = {
     "num_experts": ("num_experts", "moe_num_experts"),
     "hidden_dim": ("hidden_dim", "hidden_size"),
     "intermediate_dim": ("intermediate_dim", "intermediate_size", "ffn_hidden_size", "expert_dim"),
 }
 ACT_FN = ("act_fn", "activation_fn")
-# In the keys of configurations that speak of experts, but not of how many there are to choose from.
+# In keys of configurations about experts that are not the number of experts to choose from.
 _NO_NUMBER = re.compile(r"tok|top|shared|group|size|dim|interval|freq|step|layer|zero")
 
 
 def arrange_experts(model: nn.Module, form: Form) -> int:
     """Replace every fused experts module of an empty model by one of ``form``, a leaf for ZeRO-3.
 
-    Run it where new parameters land on the meta device: nothing is copied. Returns how many there were.
+    Run it in a context that creates parameters on the meta device: nothing is copied. Returns the number of modules.
 
     Raises:
-        ValueError: experts in a layout, or with a function, that this does not know, by class name.
+        ValueError: experts in an unknown layout, or with an unknown function, by class name.
     """
     counts = _numbers_of_experts(model.config.to_dict() if isinstance(model, PreTrainedModel) else {})
     found = [
@@ -75,7 +73,7 @@ def arrange_experts(model: nn.Module, form: Form) -> int:
 
 
 def _parameter(fused: nn.Module, name: str, of: Experts) -> nn.Parameter:
-    """The Parameter for a stack: transformers' own where it lies there as it does here."""
+    """Create the Parameter of a stack; reuse transformers' own if the layout is the same."""
     inside = [held for held in of.held if held.stack == name]
     if inside[0].name == name and not inside[0].turned:
         return fused.get_parameter(name)
@@ -86,17 +84,17 @@ def _parameter(fused: nn.Module, name: str, of: Experts) -> nn.Parameter:
 
 
 def _routed(name: str, block: nn.Module) -> nn.Module:
-    """A block that hands its experts the tokens that chose them, in the place of one that hands all to each."""
-    # Imported where such a model is, as the file imports the classes of its family.
+    """Replace a block that passes all tokens to each expert by one that routes them."""
+    # Imported only for such a model, as the file imports the classes of its family.
     from model.moe.arrange import Routed
 
     return Routed.of(name, block)
 
 
 def _gated_of(fused: nn.Module) -> Function | None:
-    """What the class of ``fused`` computes from gate and up, if it says so itself; else it is ``act_fn(gate) * up``."""
+    """Function of gate and up that the class of ``fused`` defines; None for ``act_fn(gate) * up``."""
     own = getattr(type(fused), "_apply_gate", None)
-    if own is None or own.__module__ == "transformers.integrations.moe":  # what transformers gives to all others
+    if own is None or own.__module__ == "transformers.integrations.moe":  # transformers' default
         return None
     without_weights = copy.copy(fused)
     without_weights._parameters = {}
@@ -105,10 +103,10 @@ def _gated_of(fused: nn.Module) -> Function | None:
 
 
 def _looks_like_experts(name: str, module: nn.Module, model: nn.Module, counts: set[int]) -> bool:
-    """Whether ``module`` of ``model`` holds several experts in some form: then it must be one that we know.
+    """Return True if ``module`` of ``model`` has several experts in some form, which then must be a known one.
 
-    Its name may say so, or that it holds as many alike parts as the configuration has experts (``counts``), or as many
-    as something beside it can choose from.
+    Evidence is its name, or as many equal parts as the configuration has experts (``counts``), or as many as a module
+    beside it can choose from.
     """
     if isinstance(module, ExpertMLPs):
         return False
@@ -120,11 +118,11 @@ def _looks_like_experts(name: str, module: nn.Module, model: nn.Module, counts: 
     if parts > 1 and name.rpartition(".")[2] == "experts":
         return True
     blocks = list(_blocks_around(name))
-    if parts > 1 and blocks:  # else not inside a layer: the list of the layers themselves, say
+    if parts > 1 and blocks:  # else it is outside of layers: for example the list of the layers
         return parts in counts or any(_is_chosen(model, block, name, parts, widths) for block in blocks[:-1] or blocks)
     if isinstance(module, nn.Linear) or type(module).__module__.startswith("torch.nn"):
         return False
-    # Matrices one below the other, [E * I, H], in a block of the layer.
+    # Experts' matrices concatenated, [E * I, H], in a block of the layer.
     matrices = [shape for shape in own.values() if len(shape) == 2]
     return any(
         rows > count and rows % count == 0 and _is_chosen(model, block, name, count, {width})
@@ -135,7 +133,7 @@ def _looks_like_experts(name: str, module: nn.Module, model: nn.Module, counts: 
 
 
 def _holder(name: str, module: nn.Module, model: nn.Module) -> tuple[str, nn.Module]:
-    """The module whose forward takes tokens and choices, and its name: DBRX has the weights in a module below it."""
+    """Module, with its name, whose forward takes tokens and choices: in DBRX the parent of the one with the weights."""
     parent = name.rpartition(".")[0]
     if {key for key, _ in module.named_parameters(recurse=False)} == {"w1", "v1", "w2"} and parent.endswith("experts"):
         return parent, model.get_submodule(parent)
@@ -143,10 +141,10 @@ def _holder(name: str, module: nn.Module, model: nn.Module) -> tuple[str, nn.Mod
 
 
 def _alike_parts(module: nn.Module, own: Mapping[str, tuple[int, ...]]) -> tuple[int, set[int]]:
-    """How many matrices, or modules with matrices, of one shape ``module`` holds side by side, and the sides of these
+    """Number of equally shaped matrices, or modules with matrices, in the container ``module``, and the sizes of these
     matrices; 0 if it is no container.
 
-    ``own`` are the shapes of its parameters, where those of a stack have three dimensions.
+    ``own`` has the shapes of its parameters, which are 3-D in a stack.
     """
     shapes: list[tuple[int, ...]] = []
     parts = 0
@@ -166,7 +164,7 @@ def _alike_parts(module: nn.Module, own: Mapping[str, tuple[int, ...]]) -> tuple
 
 
 def _blocks_around(name: str) -> Iterator[str]:
-    """Names of the modules around ``name``, the innermost first, up to the layer (``...layers.3``) that it is in."""
+    """Yield the names of the parents of ``name``, innermost first, up to its layer (``...layers.3``)."""
     around = name.split(".")[:-1]
     if any(part.isdigit() for part in around):
         while around:
@@ -176,8 +174,8 @@ def _blocks_around(name: str) -> Iterator[str]:
 
 
 def _is_chosen(model: nn.Module, block: str, name: str, parts: int, widths: set[int]) -> bool:
-    """Whether ``block`` has a matrix outside of ``name`` with a row per part, such as a router's, for inputs of one of
-    the ``widths``."""
+    """Return True if ``block`` has a matrix outside of ``name`` with a row per part, such as a router's, and an input
+    size in ``widths``."""
     shapes = {
         tuple(zero.full_shape(parameter))
         for other, parameter in model.get_submodule(block).named_parameters()
@@ -187,7 +185,7 @@ def _is_chosen(model: nn.Module, block: str, name: str, parts: int, widths: set[
 
 
 def _numbers_of_experts(values: Mapping[str, Any]) -> set[int]:
-    """The numbers of experts in a configuration, whatever its keys are called, in its parts too."""
+    """Collect numbers of experts in a configuration, under any key, also in nested ones."""
     found: set[int] = set()
     for key, value in values.items():
         if isinstance(value, Mapping):
@@ -202,8 +200,8 @@ def _first(module: nn.Module, names: tuple[str, ...]) -> Any:
 
 
 def _read(name: str, module: nn.Module) -> Experts:
-    """What the experts of ``module`` are, if it has the attributes and shapes that this file knows, and no other
-    parameter. Raises ValueError otherwise."""
+    """Describe the experts of ``module``. Raises ValueError unless it has known attributes and shapes, and no other
+    parameter."""
     shapes = {key: tuple(zero.full_shape(parameter)) for key, parameter in module.named_parameters()}
     gated = _gated_of(module)
     act_fn = _first(module, ACT_FN) or _first(getattr(module, "mlp", module), ACT_FN)
@@ -216,7 +214,7 @@ def _read(name: str, module: nn.Module) -> Experts:
         problem = f"it has no attribute {', '.join(missing)}"
     else:
         has_gate = "up_proj" not in shapes
-        # Some read a projection of the hidden states, which is narrower.
+        # In some models, experts read a narrower projection of the hidden states.
         h = sizes["hidden_dim"] if has_gate else shapes["up_proj"][-1]
         alone = list(inspect.signature(type(module).forward).parameters)[1:] == ["hidden_states"]
         of = Experts(
@@ -243,15 +241,15 @@ def _read(name: str, module: nn.Module) -> Experts:
 
 @torch.no_grad()
 def _check_function(name: str, module: nn.Module, of: Experts) -> bool:
-    """Whether the class adds up in the dtype of the choices' weights. Raises ValueError unless a tiny case gives the
-    same result both ways: some classes with these attributes compute something else, or in another dtype."""
+    """Return True if the class sums in the dtype of the choices' weights. Raises ValueError if a tiny case differs from
+    ours: some classes with these attributes compute another function, or in another dtype."""
     of = of._replace(num_experts=3, hidden_dim=4, intermediate_dim=5)
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    # Gates of up to some hundreds, so that a clamp would show. In fp64, so that a cast to fp32 inside would show.
+    # Gates up to several hundred, so that a clamp would show. In fp64, so that an internal cast to fp32 would show.
     stacks = {key: random(*shape) for key, shape in (of.shapes() | of.biases()).items()}
     inputs = 30 * random(16, of.hidden_dim)
     chosen = torch.stack([torch.randperm(3, generator=generator)[:2] for _ in range(16)])
@@ -262,7 +260,7 @@ def _check_function(name: str, module: nn.Module, of: Experts) -> bool:
         ours = StackedMLPs(of, *([nn.Parameter(used[key]) for key in keys] for keys in (of.shapes(), of.biases())))
         for key in of.shapes():
             stack = ours.get_submodule(key)
-            del stack.weight  # while a model is built every Parameter lands on the meta device
+            del stack.weight  # while a model is built every new Parameter is created on the meta device
             stack.weight = used[key]
         for key in of.biases():
             delattr(ours, key)
@@ -274,7 +272,7 @@ def _check_function(name: str, module: nn.Module, of: Experts) -> bool:
     try:
         # fp64 products in another order differ by about 1e-15; an intermediate fp32 by 1e-8, a clamp by more than 1e-2.
         same = agree(of, torch.float64, rtol=1e-11, atol=1e-9)
-        # In fp32 with weights in fp64 a sum in fp64 is rounded once. Some take weights in their own dtype only.
+        # In fp32 with fp64 weights, a sum in fp64 is rounded once. Some classes only take weights in their own dtype.
         wide = same and not (of.scales_inputs or of.apart) and not agree(of, torch.float32)
     except Exception as error:
         raise ValueError(
@@ -289,7 +287,7 @@ def _check_function(name: str, module: nn.Module, of: Experts) -> bool:
 
 
 def _tiny(module: nn.Module, of: Experts, stacks: Mapping[str, Tensor]) -> nn.Module:
-    """``module`` with the sizes of ``of`` and with our ``stacks`` as its parameters."""
+    """Copy ``module`` with the sizes of ``of`` and with our ``stacks`` as its parameters."""
     config = copy.deepcopy(getattr(module, "config", None))
     if config is not None:
         config._experts_implementation = "eager"
@@ -313,7 +311,7 @@ def _tiny(module: nn.Module, of: Experts, stacks: Mapping[str, Tensor]) -> nn.Mo
 
 
 def _called(theirs: nn.Module, of: Experts) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """``theirs`` as a function of what our experts take."""
+    """Wrap ``theirs`` as a function with the arguments of our experts."""
     if not of.scales_inputs:
         return theirs
 
@@ -327,7 +325,7 @@ def _called(theirs: nn.Module, of: Experts) -> Callable[[Tensor, Tensor, Tensor]
 
 
 class Routed(nn.Module):
-    """Same parts, same names, same results as transformers' block, whose experts are ours by now."""
+    """Block with the children, names and results of transformers' block, but with our experts."""
 
     def __init__(self, block: Llama4TextMoe):
         super().__init__()
@@ -336,7 +334,7 @@ class Routed(nn.Module):
 
     @classmethod
     def of(cls, name: str, block: nn.Module) -> "Routed":
-        """Raises ValueError if ``block``, called ``name``, is of another class, whose forward might be another."""
+        """Convert ``block``, called ``name``. Raises ValueError for another class, whose forward might differ."""
         if type(block) is not Llama4TextMoe:
             raise ValueError(
                 f"{name} ({type(block).__name__}) hands all tokens to every expert, expected Llama 4's Llama4TextMoe: "
@@ -345,7 +343,7 @@ class Routed(nn.Module):
         return cls(block)
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """``[..., H]`` to ``[T, H]``, and the router's logits ``[T, E]``."""
+        """Compute ``[T, H]`` and the router's logits ``[T, E]`` from ``[..., H]``."""
         hidden_states = hidden_states.reshape(-1, self.hidden_dim)
         scores, logits = self.router(hidden_states)
         chosen = logits.topk(self.top_k, dim=1).indices

@@ -1,31 +1,26 @@
-"""Mixture-of-experts layers in one of two forms, in the place of transformers' fused modules.
+"""Mixture-of-experts layers, in one of two forms, that replace transformers' fused modules.
 
-transformers keeps all experts of a layer in two 3-D parameters, ``gate_up_proj [E, 2I, H]`` (gate first) and
-``down_proj [E, H, I]``. Quantization wants a module around each weight, with one scale per expert and projection, as
-checkpoints on disk and serving have them. So the fused module is replaced while the model is still empty (on the meta
-device): nothing is copied.
+transformers has all experts of a layer in two 3-D parameters, ``gate_up_proj [E, 2I, H]`` (gate first) and
+``down_proj [E, H, I]``. Quantization needs a module per weight, with one scale per expert and projection, as in
+checkpoints and serving. So the fused module is replaced while the model is still on the meta device: nothing is copied.
 
-- **stacked**: the two weights stay what they are, each in a :class:`quant.linear.StackedLinear` with E scales. Few
-  parameters, few collectives, one launch for all experts.
-- **per_expert**: three nn.Linears for each expert: thousands of small parameters, any of which can be looked at by
-  itself.
+- **stacked**: keep the two weights, each in a :class:`quant.linear.StackedLinear` with E scales. Few parameters, few
+  collectives, one launch for all experts.
+- **per_expert**: three nn.Linears per expert: thousands of small parameters, which can be inspected individually.
 
-In either form **every expert has a gradient on every rank**. Were each rank to run only those per-expert Linears that
-its own tokens chose, ranks would disagree on which parameters have gradients and in which order they come, and the
-reductions of ZeRO stages 1-3 would add unlike things up, in silence. So each of them runs, in a fixed order, with an
-empty input if no token chose it: an empty matrix product gives every parameter its zero gradient.
+In both forms **every expert has a gradient on every rank**. If each rank ran only the per-expert Linears that its own
+tokens chose, ranks would disagree on which parameters have gradients and in which order, and the reductions of ZeRO
+stages 1-3 would silently add up gradients of different parameters. So each Linear runs, in a fixed order, with an empty
+input if no token chose it: an empty matrix product gives every parameter a zero gradient.
 
-Legend: T tokens, K experts per token, E experts, H hidden size, I intermediate size.
+Tokens are moved to the rows of their experts and back by two gathers, each of which is the other's gradient. Autograd's
+gradient of a gather is an accumulating ``index_put``: on a GPU it sorts the indices first, and writes zeros before it
+adds; on a CPU with several threads fp32 sums come in any order. Here both directions sum in the order of the experts,
+one addition at a time in the dtype of the rows, as a CPU with one thread does, in one pass that reads a token's rows
+and writes their sum.
 
-Tokens to the rows of their experts and back: two moves, each of which is the other's gradient.
-
-Both are gathers. Left to autograd, the gradient of a gather is an ``index_put`` that accumulates: on a GPU it sorts the
-indices first, and writes zeros everywhere before it adds; on a CPU with several threads fp32 sums come in any order.
-Here sums come in the order of the experts in both directions, one addition at a time in the dtype of the rows, as a CPU
-with one thread made them: each of them in one pass that reads a token's rows and writes their sum.
-
-Legend: T tokens, K experts per token, E experts, H hidden size; a choice is one of the K T pairs of them, a row is a
-choice in its place among the rows of its expert.
+Legend: T tokens, K experts per token, E experts, H hidden size, I intermediate size; a choice is one of the K T pairs
+of token and expert, a row is a choice ordered by expert.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -41,15 +36,15 @@ from quant.linear import StackedLinear
 
 
 class ExpertRows(NamedTuple):
-    """Which row belongs to which token; integers.
+    """Mapping between tokens, choices and rows; integers.
 
     Attributes:
         offsets: [E] int32, one past the last row of each expert.
-        expert: [K T], of each row, ascending.
-        token: [K T], of each row.
-        choice: [K T], of each row among the choices [K, T].
-        row: [K T], of each choice: the inverse of ``choice``.
-        of_token: [T, K], the rows of each token, in the order of their experts.
+        expert: [K T], expert of each row, ascending.
+        token: [K T], token of each row.
+        choice: [K T], index of each row among the choices [K, T].
+        row: [K T], row of each choice: the inverse of ``choice``.
+        of_token: [T, K], rows of each token, in the order of their experts.
     """
 
     offsets: Tensor
@@ -61,8 +56,8 @@ class ExpertRows(NamedTuple):
 
     @classmethod
     def of(cls, top_k_index: Tensor, num_experts: int) -> "ExpertRows":
-        """Of the experts [T, K] that tokens choose, 0 to E - 1; a token may choose one twice. The host waits for
-        nothing."""
+        """Compute the mapping from the experts [T, K] of each token, 0 to E - 1; a token may choose one twice. Does not
+        synchronize with the host."""
         tokens, per_token = top_k_index.shape
         choices = top_k_index.t().reshape(-1)  # [K, T], as transformers orders them
         choice = torch.argsort(choices, stable=True)
@@ -76,18 +71,18 @@ class ExpertRows(NamedTuple):
         return cls(offsets, choices[choice], choice % tokens, choice, row, of_token)
 
     def spread(self, hidden_states: Tensor) -> Tensor:
-        """The row [K T, H] of each choice, from the hidden states [T, H]; differentiable."""
+        """Gather the row [K T, H] of each choice from the hidden states [T, H]; differentiable."""
         spread: Tensor = _Spread.apply(hidden_states, self.token, self.of_token)
         return spread
 
     def summed(self, rows: Tensor) -> Tensor:
-        """Sums [T, H] of each token's rows [K T, H], added one by one in the order of their experts: a sum over K would
-        round in another way, and atomic additions come in any order. Differentiable."""
+        """Sum each token's rows [K T, H] to [T, H], one by one in the order of their experts: a sum over K would round
+        differently, and atomic additions come in any order. Differentiable."""
         summed: Tensor = _Summed.apply(rows, self.token, self.of_token)
         return summed
 
     def arranged(self, weights: Tensor) -> Tensor:
-        """Numbers [T, K] of choices in the order of the rows, [K T]; differentiable."""
+        """Order numbers [T, K] of choices by row, [K T]; differentiable."""
         arranged: Tensor = _Arranged.apply(weights.t().reshape(-1), self.choice, self.row)
         return arranged
 
@@ -139,15 +134,15 @@ _DBRX = (("w1", "gate"), ("v1", "up"))
 
 
 class Held(NamedTuple):
-    """What a parameter of transformers' experts module holds of ours.
+    """Contents of a parameter of transformers' experts module, in terms of our stacks.
 
     Attributes:
-        name: of the parameter, below the module.
-        stack: the name of the stack of ours.
-        projections: the Linears of each expert in it, whose rows lie behind one another there and here.
-        turned: the matrix of each expert is ``[in, out]`` there. The stacks here are ``[E, out, in]``, as serving has
-            them: groups of weights lie along the last dimension.
-        flat: the matrices of the experts lie one below the other there, in two dimensions.
+        name: the parameter's name, below the module.
+        stack: name of our stack.
+        projections: Linears of each expert in it, their rows concatenated in both.
+        turned: True if the matrix of each expert is ``[in, out]`` there. Our stacks are ``[E, out, in]``, as in
+            serving: groups of weights run along the last dimension.
+        flat: True if the experts' matrices are concatenated there in two dimensions.
     """
 
     name: str
@@ -158,17 +153,17 @@ class Held(NamedTuple):
 
 
 class Experts(NamedTuple):
-    """What the experts of a layer are: their sizes E, H and I, and what they compute.
+    """Experts of a layer: their sizes E, H and I, and their function.
 
-    That is ``down(act_fn(gate(x)) * up(x))``; or ``down(gated([gate(x), up(x)]))`` for classes that say so (some clamp
-    both); or ``down(act_fn(up(x)))`` for classes without a gate. A token's experts are added up in the dtype of the
+    That is ``down(act_fn(gate(x)) * up(x))``; or ``down(gated([gate(x), up(x)]))`` for classes that define it (some
+    clamp both); or ``down(act_fn(up(x)))`` for classes without a gate. A token's experts are summed in the dtype of the
     hidden states, or, with ``sums_of_weights``, in the dtype of the choices' weights.
 
     Attributes:
         transposed: transformers' matrices are ``[in, out]``.
-        interleaved: rows of gate and up take turns. They are one Linear then, gate_up_proj.
+        interleaved: rows of gate and up alternate. They form one Linear then, gate_up_proj.
         biased: every Linear has a bias.
-        scales_inputs: the choice's weight multiplies what the expert reads, and not what it gives.
+        scales_inputs: the choice's weight multiplies the expert's input, not its output.
         apart: gate, up and down are three matrices, ``mlp.w1``, ``mlp.v1`` and ``mlp.w2``, ``[E * I, H]`` each (DBRX).
     """
 
@@ -187,7 +182,7 @@ class Experts(NamedTuple):
 
     @property
     def stacks(self) -> dict[str, tuple[tuple[int, int], tuple[str, ...]]]:
-        """By the name of our stack: the shape of one Linear, and which of them lie in it per expert."""
+        """By name of our stack: the shape of one Linear, and the names of an expert's Linears in it."""
         h, i = self.hidden_dim, self.intermediate_dim
         first: tuple[str, tuple[tuple[int, int], tuple[str, ...]]] = (
             "gate_up_proj",
@@ -200,7 +195,7 @@ class Experts(NamedTuple):
         return {first[0]: first[1], "down_proj": ((h, i), ("down_proj",))}
 
     def shapes(self) -> dict[str, tuple[int, int, int]]:
-        """Of our stacks, by name."""
+        """Shapes of our stacks, by name."""
         return {
             name: (self.num_experts, len(projections) * rows, columns)
             for name, ((rows, columns), projections) in self.stacks.items()
@@ -208,25 +203,25 @@ class Experts(NamedTuple):
 
     @property
     def held(self) -> tuple[Held, ...]:
-        """What transformers' parameters hold of our stacks."""
+        """Contents of transformers' parameters in terms of our stacks."""
         if self.apart:
             gate_up = [Held(f"mlp.{name}", "gate_up_proj", (f"{to}_proj",), False, True) for name, to in _DBRX]
             return (*gate_up, Held("mlp.w2", "down_proj", ("down_proj",), True, True))
         return tuple(Held(name, name, projections, self.transposed) for name, (_, projections) in self.stacks.items())
 
     def shape_of(self, held: Held) -> tuple[int, ...]:
-        """Of a parameter of transformers'."""
+        """Shape of a parameter of transformers."""
         (rows, columns), _ = self.stacks[held.stack]
         rows *= len(held.projections)
         matrix = (columns, rows) if held.turned else (rows, columns)
         return (self.num_experts * matrix[0], matrix[1]) if held.flat else (self.num_experts, *matrix)
 
     def biases(self) -> dict[str, tuple[int, int]]:
-        """Shapes of the biases, by name; they lie here as they do there."""
+        """Shapes of the biases, by name; the same as in transformers."""
         return {f"{name}_bias": shape[:2] for name, shape in self.shapes().items()} if self.biased else {}
 
     def inner(self, first: Tensor) -> Tensor:
-        """What goes into down_proj, [rows, I], from the outputs of gate_proj and up_proj [rows, 2I], or up_proj's."""
+        """Compute the input [rows, I] of down_proj from the outputs of gate_proj and up_proj [rows, 2I], or up_proj."""
         if not self.has_gate:
             return self.act_fn(first)
         if self.gated is not None:
@@ -235,20 +230,20 @@ class Experts(NamedTuple):
         return self.act_fn(gate) * up
 
     def sum_dtype(self, hidden_states: Tensor, weights: Tensor) -> torch.dtype:
-        """In which a token's experts are added up."""
-        if self.scales_inputs:  # by a sum over a dimension, which torch rounds once
+        """Dtype in which a token's experts are summed."""
+        if self.scales_inputs:  # transformers sums over a dimension, which torch rounds once
             return torch.promote_types(hidden_states.dtype, torch.float32)
         return weights.dtype if self.sums_of_weights else hidden_states.dtype
 
 
 class ExpertMLPs(nn.Module):
-    """The experts of one MoE layer; same signature and same results as transformers' eager fused module, bit for bit
-    where the matrix products are.
+    """Experts of one MoE layer, with the signature and results of transformers' eager fused module (bit-equal if the
+    matrix products are).
 
     Attributes:
-        of: what they are.
-        routers: names, in the model, of the modules and parameters that choose among them (:mod:`model.moe.routers`).
-        replaces: the name of transformers' class.
+        of: sizes and function.
+        routers: names, in the model, of the modules and parameters that choose experts (:mod:`model.moe.routers`).
+        replaces: name of transformers' class.
     """
 
     routers: tuple[str, ...] = ()
@@ -261,8 +256,8 @@ class ExpertMLPs(nn.Module):
 
 
 class StackedMLPs(ExpertMLPs):
-    """All experts' weights in two stacks; ``weights`` are Parameters as ``of.shapes`` has them, in its order, and
-    ``biases`` as ``of.biases``."""
+    """All experts' weights in two stacks; ``weights`` are Parameters with the shapes and order of ``of.shapes``, and
+    ``biases`` of ``of.biases``."""
 
     def __init__(self, of: Experts, weights: Iterable[nn.Parameter], biases: Iterable[nn.Parameter] = ()):
         super().__init__(of)
@@ -272,18 +267,18 @@ class StackedMLPs(ExpertMLPs):
             self.register_parameter(name, bias)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Weighted sum of the chosen experts' outputs. The host waits for nothing, where the GEMM is a grouped one.
+        """Weighted sum of the chosen experts' outputs. With a grouped GEMM, it does not synchronize with the host.
 
         Args:
-            hidden_states: ``[T, H]``, or with more dimensions in the place of T.
-            top_k_index: [T, K] integers in [0, E]; E means none. Such a choice is computed, with a weight of 0.
+            hidden_states: ``[T, H]``, or with more dimensions in place of T.
+            top_k_index: [T, K] integers in [0, E]; E means none. Such a choice is computed with a weight of 0.
             top_k_weights: [T, K].
 
         Returns:
-            In shape and dtype like ``hidden_states``, experts added up in their order.
+            Shape and dtype of ``hidden_states``, experts summed in their order.
         """
         shape, hidden_states = hidden_states.shape, hidden_states.reshape(-1, hidden_states.shape[-1])
-        # "None" is the last expert with a weight of 0: leaving rows out would make the host wait for their number.
+        # "None" becomes the last expert with a weight of 0: dropping rows would make the host wait for their number.
         none = top_k_index == self.num_experts
         where = ExpertRows.of(top_k_index.clamp(max=self.num_experts - 1), self.num_experts)
         weights = where.arranged(top_k_weights.masked_fill(none, 0))
@@ -297,14 +292,14 @@ class StackedMLPs(ExpertMLPs):
 
 
 def _with_bias(module: StackedMLPs, name: str, where: ExpertRows) -> Function:
-    """The stack ``name`` of ``module`` with its bias, if it has one, as a function of rows."""
+    """Wrap the stack ``name`` of ``module``, with its bias if it has one, as a function of rows."""
     stack = module.get_submodule(name)
     if not module.of.biased:
         return lambda rows: stack(rows, where.offsets)
     bias: Tensor = getattr(module, f"{name}_bias")
 
     def with_bias(rows: Tensor) -> Tensor:
-        # In fp32 for the sake of the gradient, a sum over the rows of an expert. An embedding's is in a fixed order.
+        # In fp32 for the gradient, a sum over an expert's rows. An embedding's gradient is summed in a fixed order.
         wide = bias.to(torch.promote_types(bias.dtype, torch.float32))
         return stack(rows, where.offsets) + F.embedding(where.expert, wide).to(rows.dtype)
 
@@ -312,7 +307,7 @@ def _with_bias(module: StackedMLPs, name: str, where: ExpertRows) -> Function:
 
 
 class ExpertMLP(nn.Module):
-    """Weights of one expert; :class:`PerExpertMLPs` shares the rest among them."""
+    """Weights of one expert; :class:`PerExpertMLPs` has everything else."""
 
     def __init__(self, of: Experts):
         super().__init__()
@@ -321,7 +316,7 @@ class ExpertMLP(nn.Module):
                 self.add_module(projection, nn.Linear(columns, rows, bias=False))
 
     def forward(self, rows: Tensor, of: Experts, biases: Sequence[Tensor]) -> Tensor:
-        """[rows, H] to [rows, H]; ``biases`` of this expert, of what goes into it and of down_proj, or none."""
+        """[rows, H] to [rows, H]; ``biases``: this expert's for the first Linears and for down_proj, or none."""
         *first, down_proj = self.children()
         if of.has_gate and of.gated is None and not biases:
             gate, up = first
@@ -333,7 +328,7 @@ class ExpertMLP(nn.Module):
 
 
 class PerExpertMLPs(ExpertMLPs):
-    """Children ``"0"`` to ``"E-1"`` are the experts; ``biases`` are those of all, see ``of.biases``."""
+    """Experts as children ``"0"`` to ``"E-1"``; ``biases`` are those of all, see ``of.biases``."""
 
     def __init__(self, of: Experts, biases: Iterable[nn.Parameter] = ()):
         super().__init__(of)
@@ -343,15 +338,15 @@ class PerExpertMLPs(ExpertMLPs):
             self.register_parameter(name, bias)
 
     def experts(self) -> Iterator[ExpertMLP]:
-        """The experts' weights in order."""
+        """Iterate over the experts in order."""
         for expert in range(self.num_experts):
             yield self.get_submodule(str(expert))  # type: ignore[misc]
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """The same as :meth:`StackedMLPs.forward`."""
+        """Compute the same as :meth:`StackedMLPs.forward`."""
         shape, hidden_states = hidden_states.shape, hidden_states.reshape(-1, hidden_states.shape[-1])
         tokens = hidden_states.shape[0]
-        # [K, T], as transformers orders them, then grouped by expert. The counts are the only thing the host waits for.
+        # [K, T], as transformers orders them, then grouped by expert. Only the counts synchronize with the host.
         choices = top_k_index.t().reshape(-1)
         order = torch.argsort(choices, stable=True)
         counts = torch.bincount(choices, minlength=self.num_experts + 1)[: self.num_experts].tolist()
@@ -365,7 +360,7 @@ class PerExpertMLPs(ExpertMLPs):
         biases = zip(*(bias.unbind() for bias in whole), strict=True) if whole else [()] * self.num_experts
         together = zip(self.experts(), biases, inputs, token_groups, weight_groups, strict=True)
         for expert, bias, rows, token, weight in together:
-            # A token chooses an expert at most once: no two of these additions meet, on any device.
+            # A token chooses an expert at most once: no two of these additions collide, on any device.
             if self.of.scales_inputs:
                 rows = expert(rows * weight[:, None], self.of, bias)
             else:
@@ -375,5 +370,5 @@ class PerExpertMLPs(ExpertMLPs):
 
 
 def router_names(model: nn.Module) -> list[str]:
-    """Names of the modules and parameters that choose experts, of a model whose experts were arranged."""
+    """Names of the modules and parameters that choose experts, in a model after ``arrange_experts``."""
     return [name for module in model.modules() if isinstance(module, ExpertMLPs) for name in module.routers]

@@ -1,8 +1,8 @@
-"""Which modules choose the experts of a MoE layer: found by what they compute, not by what they are called.
+"""Find the routers of a MoE layer, by their computation rather than their names.
 
-A router is what the weights of the chosen experts are computed with. So a block's forward is run on the meta device up
-to its experts, and from the weights that these would get, autograd's graph is followed back to the last matrix product:
-the parameters on its way belong to the router, and with them all of the child of the block that holds them.
+A router computes the weights of the chosen experts. So a block's forward is run on the meta device up to its experts,
+and autograd's graph of these weights is followed back to the last matrix product: the parameters on this path, and the
+block's children that contain them, are the router.
 """
 
 from collections.abc import Iterator
@@ -16,22 +16,22 @@ _PRODUCTS = ("MmBackward0", "AddmmBackward0", "BmmBackward0", "BaddbmmBackward0"
 
 
 class _Reached(Exception):
-    """The forward has come to the experts."""
+    """Raised when the forward reaches the experts."""
 
 
 def routers_of(block: nn.Module, experts: nn.Module, *, num_experts: int, hidden_dim: int) -> list[str]:
-    """Names, below ``block``, of what chooses the ``experts``: children of the block, or parameters of its own.
+    """Names, below ``block``, of the router of ``experts``: children of the block, or its own parameters.
 
     The gate of shared experts (a Linear with one output) counts as one, and so do parameters of the block with a value
     per expert.
 
     Args:
-        block: the parent of ``experts``; its parameters may lie on the meta device.
+        block: parent of ``experts``; its parameters may be on the meta device.
         experts: called with hidden states, the chosen experts and their weights.
         num_experts, hidden_dim: of the experts.
 
     Raises:
-        ValueError: nothing in the block chooses them.
+        ValueError: no router in the block.
     """
     inside = {name for name, module in block.named_modules() if module is experts}
     (own,) = inside
@@ -54,7 +54,7 @@ def routers_of(block: nn.Module, experts: nn.Module, *, num_experts: int, hidden
 def _by_computation(
     block: nn.Module, experts: nn.Module, parameters: dict[str, nn.Parameter], hidden_dim: int
 ) -> set[str]:
-    """Names of the parameters in the last product before the weights of the chosen experts; empty where the block's
+    """Names of the parameters in the last product before the weights of the chosen experts; empty if the block's
     forward takes more than hidden states, or needs values."""
     meta = {
         name: torch.empty_like(value, device="meta").requires_grad_(name in parameters and value.is_floating_point())
@@ -74,7 +74,7 @@ def _by_computation(
             functional_call(block, meta, (hidden,))
     except _Reached:
         pass
-    except Exception:  # of whatever kind: the shapes of the parameters say it then
+    except Exception:  # of any kind: then the caller uses the parameters' shapes
         return set()
     finally:
         hook.remove()
@@ -84,7 +84,7 @@ def _by_computation(
 
 
 def _last_product(end: Node, hidden: Tensor) -> Iterator[Tensor]:
-    """The leaves that ``end`` is computed from, back to the nearest matrix products of ``hidden`` and no further."""
+    """Yield the leaves that ``end`` is computed from, back to the nearest matrix products of ``hidden``."""
     seen: set[Node] = set()
     waiting = [end]
     while waiting:
@@ -101,7 +101,7 @@ def _last_product(end: Node, hidden: Tensor) -> Iterator[Tensor]:
 
 
 def _reaches(start: Node, leaf: Tensor) -> bool:
-    """Whether ``start`` is computed from ``leaf``."""
+    """Return True if ``start`` is computed from ``leaf``."""
     seen: set[Node] = set()
     waiting = [start]
     while waiting:

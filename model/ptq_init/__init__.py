@@ -1,4 +1,4 @@
-"""First codes that samples choose, one decoder layer at a time: by GPTQ, and by training what GPTQ chose."""
+"""Initialize codes from samples, one decoder layer at a time: by GPTQ, and optionally by training GPTQ's codes."""
 
 from model.ptq_init.gptq import quantized_together
 from model.ptq_init.samples import decoder_layers

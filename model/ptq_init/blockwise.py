@@ -1,18 +1,18 @@
-"""Weights and scales of one decoder layer, trained until its outputs are those that it had unquantized: block-wise
-reconstruction (BRECQ, Li et al. 2021, arXiv 2102.05426), of all weights at once (EfficientQAT's first phase, Chen et
-al. 2024, arXiv 2407.11062).
+"""Train weights and scales of one decoder layer to reproduce its unquantized outputs: block-wise reconstruction (BRECQ,
+Li et al. 2021, arXiv 2102.05426), of all weights at once (EfficientQAT's first phase, Chen et al. 2024, arXiv
+2407.11062).
 
-GPTQ makes up for the error of each Linear by itself. A decoder layer can do more: one Linear makes up for another's
-error, and for that of the layers before it, whose outputs it gets. What is trained is rounded in every forward, as in
-training, by Adam on fp32 masters; norms, routers and biases stay. The loss of a token is ``|y - t|^2 / |t|^2`` with
-``y`` what the quantized layer makes of the quantized model's hidden states, and ``t`` what the original made of its
-own: a norm comes next, so that errors count beside the token's size, and few tokens of huge states do not decide.
+GPTQ compensates the error within each Linear. In a decoder layer, a Linear can also compensate another's error, and
+that of the layers before, from which it gets its inputs. The weights are rounded in every forward, as in training, and
+trained by Adam on fp32 masters; norms, routers and biases are frozen. The loss of a token is ``|y - t|^2 / |t|^2`` with
+``y`` the quantized layer's output for the quantized model's hidden states, and ``t`` the original's output for its own
+ones: a norm follows, so errors count relative to the token's size, and few tokens with huge states do not dominate.
 
-Afterwards the weights are what they were where that is rounded to the code that was found, and elsewhere what the code
-stands for, as after GPTQ (:mod:`quant.scale`).
+Afterwards weights return to their original values if these are rounded to the trained code, else to the code's value,
+as after GPTQ (:mod:`quant.scale`).
 
-Rates are in steps of the scale, as in AutoRound (Cheng et al. 2023, arXiv 2309.05516), so that they fit any model.
-Gradients are summed over ranks. Each rank holds masters and moments of the elements that are its own.
+Learning rates are in units of the scale, as in AutoRound (Cheng et al. 2023, arXiv 2309.05516), so that they fit any
+model. Gradients are summed over ranks. Each rank has masters and moments of its own elements.
 """
 
 import random
@@ -31,15 +31,15 @@ from quant.linear import linears_of
 from quant.scale import have_codes, snap_to_codes
 
 STEPS = 200
-RATE = 0.02  # of weights, in scales, falling to 0
-SCALE_RATE = 1e-3  # of the logarithm of a scale, falling to 0
+RATE = 0.02  # of weights, in scales, decaying to 0
+SCALE_RATE = 1e-3  # of the logarithm of a scale, decaying to 0
 BETAS = (0.9, 0.95)
 
 
 @dataclass
 class Errors:
-    """Squared errors of the outputs of decoder layers beside the squared outputs, of one token in the mean: sums over
-    layers and all ranks' tokens."""
+    """Squared errors of decoder layers' outputs relative to the squared outputs, per token: sums over layers and all
+    ranks' tokens."""
 
     before: float = 0.0
     after: float = 0.0
@@ -47,14 +47,14 @@ class Errors:
     kept: int = 0
 
     def text(self) -> str:
-        """For people."""
+        """Format the errors for the log."""
         tokens = max(self.tokens, 1.0)
         kept = f", {self.kept} of them left as they were" if self.kept else ""
         return f"of decoder layers {self.after / tokens:.3g}, before they were tuned {self.before / tokens:.3g}{kept}"
 
 
 def own_weights(quantization: Quantization, name: str) -> dict[nn.Parameter, Tensor]:
-    """Copies of this rank's elements of the quantized weights in a decoder layer, flat."""
+    """Copy this rank's elements of the quantized weights in a decoder layer, flat."""
     weights = [layer.weight for one, layer in quantization.layers.items() if one.startswith(f"{name}.")]
     return {weight: local_data(weight).clone() for weight in weights}
 
@@ -71,20 +71,20 @@ def tune(
     errors: Errors,
     progress: Callable[[], object],
 ) -> None:
-    """Train the quantized weights of a decoder layer, and their scales where they learn; a collective.
+    """Train the quantized weights of a decoder layer, and their scales if these are learned; a collective.
 
-    Where the errors of all samples are not smaller afterwards, everything is put back. Scales of integers end in s0,
-    and theta is 0 again; those of floats have a theta.
+    If the errors of all samples do not decrease, everything is restored. Scales of integers end up in s0, with theta 0;
+    those of float formats keep a theta.
 
     Args:
-        quantization: its fake quant is on in this layer, and off or on as it will be in those before it.
+        quantization: with fake quantization on in this layer, and in its final state in the layers before.
         block, name: the decoder layer.
         samples: with the hidden states before it.
-        targets: what it gave for each group when nothing was quantized, ``[n, T, H]``.
-        originals: of :func:`own_weights`, before any codes were chosen.
-        rows: samples of a step, on each rank: groups until there are as many.
-        errors: those of this layer are added.
-        progress: is called after each step.
+        targets: unquantized output of the layer for each group, ``[n, T, H]``.
+        originals: from :func:`own_weights`, before any codes were chosen.
+        rows: samples per step and rank, rounded up to whole groups.
+        errors: accumulates the errors of this layer.
+        progress: called after each step.
     """
     layers = {one: layer for one, layer in quantization.layers.items() if one.startswith(f"{name}.")}
     with gathered(block.parameters()):
@@ -113,7 +113,7 @@ def tune(
 
 
 class _Order:
-    """Indices of groups in rounds, each in an order of its own."""
+    """Indices of groups in epochs, each shuffled."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._left: list[int] = []
@@ -121,7 +121,7 @@ class _Order:
         self._random = random.Random(0)
 
     def take(self, rows: int) -> list[int]:
-        """Groups until they have so many samples, or as many as there are."""
+        """Take groups with at least ``rows`` samples in total, or as many as there are."""
         taken: list[int] = []
         wanted = min(rows, sum(self._sizes))
         while wanted > 0:
@@ -133,7 +133,7 @@ class _Order:
 
 
 class _Tuned:
-    """What is trained of a decoder layer, whose Parameters are gathered when this is made.
+    """Trained parameters of a decoder layer, which must be gathered on construction.
 
     Attributes:
         parameters: weights, then thetas.
@@ -170,13 +170,13 @@ class _Tuned:
         self._adam = torch.optim.Adam(groups, betas=BETAS)
 
     def show_scales(self) -> None:
-        """Make the Parameters, which are gathered, what the masters of scales say: a partition would not tell them."""
+        """Copy the masters of scales into the gathered Parameters, where each gather puts the outdated partitions."""
         for theta, value in zip(self._thetas, self._values, strict=True):
             theta.detach().copy_(value)
         self._forget()
 
     def step(self, gradients: Sequence[Tensor], share: float) -> None:
-        """Update by the whole gradients, at a share of the rates; the weights are this rank's partition then."""
+        """Update by the whole gradients, at a fraction ``share`` of the rates; the weights must be partitioned."""
         of_weights, of_scales = gradients[: len(self._weights)], gradients[len(self._weights) :]
         for master, gradient, own in zip(self._masters, of_weights, self._own, strict=True):
             master.grad = gradient.flatten()[own].to(master.device)
@@ -188,7 +188,7 @@ class _Tuned:
         self._write(self._masters)
 
     def settle(self, quantization: Quantization, originals: Mapping[nn.Parameter, Tensor]) -> None:
-        """Keep what was found: weights go into the cells of their codes, scales of integers into s0."""
+        """Keep the result: weights move into the rounding bins of their codes, scales of integers into s0."""
         integers = {one: layer for one, layer in self._layers.items() if layer.scheme.weights.dtype == "int"}
         read = [parameter for layer in self._layers.values() for parameter in layer.parameters(recurse=False)]
         with gathered(dict.fromkeys(read)):
@@ -206,7 +206,7 @@ class _Tuned:
         self._end()
 
     def put_back(self) -> None:
-        """Be what it was."""
+        """Restore the values from before training."""
         self._write(self._first)
         with gathered(self._thetas, modifier_rank=0):
             for theta, value in zip(self._thetas, self._first_thetas, strict=True):
@@ -230,13 +230,13 @@ class _Tuned:
 
 
 def _effective(layer: QuantLayer) -> Tensor:
-    """The scale as it is multiplied."""
+    """Effective scale, including theta."""
     return kernels.effective_scale(Quantizer(layer.scale_of_weight, layer.scheme.weights, layer.weight.dtype))
 
 
 def _in_cells(name: str, layer: QuantLayer, original: Tensor) -> Tensor:
-    """This rank's elements of a layer's weight, flat: ``original``, and where that is rounded to another code than the
-    weight, what this code stands for. The layer is gathered."""
+    """Compute this rank's elements of a layer's weight, flat: ``original``, or the value of the weight's code if
+    ``original`` is rounded to another code. The layer is gathered."""
     own = slice(*local_range(layer.weight))
     weight, spec = layer.weight.detach(), layer.scheme.weights
     before = weight.clone()
@@ -247,13 +247,13 @@ def _in_cells(name: str, layer: QuantLayer, original: Tensor) -> Tensor:
         quantizer = Quantizer(part.of_scale(scale, spec), spec, weight.dtype)
         codes, _ = kernels.quantize(here, quantizer)
         decoded = kernels.dequantize(codes, quantizer)
-        decoded = torch.where(have_codes(decoded, codes, quantizer), decoded, here)  # a dtype may not hold all steps
+        decoded = torch.where(have_codes(decoded, codes, quantizer), decoded, here)  # if the dtype lacks some steps
         there.copy_(snap_to_codes(there.contiguous(), decoded, codes, quantizer))
     return before.view(-1)[own].to(original.device)
 
 
 def _with_zero(layer: QuantLayer) -> Tensor:
-    """The effective scale, with its zero points where there are any, as scales are written."""
+    """Effective scale, stacked with the zero points if there are any, as expected by ``write_scales``."""
     scale = _effective(layer).detach().clone()
     return scale if layer.weight_zero is None else torch.stack([scale, layer.weight_zero.detach()])
 
@@ -266,19 +266,19 @@ def _gradients(
     chosen: Sequence[int],
     parameters: Sequence[nn.Parameter],
 ) -> list[Tensor]:
-    """Of the summed errors of some groups of each rank, whole and fp32; the layer is gathered. A collective."""
+    """Sum the gradients of some groups' errors over all ranks, whole and fp32; the layer is gathered. A collective."""
     sums = [torch.zeros(parameter.shape, device=parameter.device) for parameter in parameters]
     with torch.enable_grad():
         for index in chosen:
             error = _relative(samples.run(block, name, index, samples.hidden[index]), targets[index])
             for total, gradient in zip(sums, torch.autograd.grad(error, parameters, allow_unused=True), strict=True):
-                if gradient is not None:  # an expert that is a module and has no tokens has none
+                if gradient is not None:  # None for a per-expert module without tokens
                     total += gradient
     return [reduce_over_ranks(total) for total in sums]
 
 
 def _error(block: nn.Module, name: str, samples: Samples, targets: Sequence[Tensor]) -> tuple[float, int]:
-    """Summed errors of all ranks' samples, and how many tokens they have; the layer is gathered. A collective."""
+    """Sum errors of all ranks' samples and count their tokens; the layer is gathered. A collective."""
     sums = torch.zeros(2, dtype=torch.float64)
     for index, (hidden, target) in enumerate(zip(samples.hidden, targets, strict=True)):
         sums[0] += _relative(samples.run(block, name, index, hidden), target).double().cpu()

@@ -1,13 +1,13 @@
-"""GPTQ in a decoder layer (:mod:`quant.gptq` has the arithmetic): those of its Linears that read one tensor are
-quantized together, then what comes after them sees what they make of it.
+"""GPTQ for a decoder layer (:mod:`quant.gptq` has the arithmetic): Linears with the same input are quantized together,
+so that later ones see inputs from quantized layers.
 
-Inputs are summed up over ranks; each rank chooses codes for the rows of which it holds a part.
+Inputs are summed over ranks; each rank chooses codes for the rows of which it has a part.
 
-Inputs with dynamic scales are quantized by then as in training. Those with a stored scale, keys and values are not:
-their scales are measured afterwards, in the model that has these codes.
+Inputs with dynamic scales are already quantized as in training. Inputs with a stored scale, keys and values are not:
+their scales are measured later, in the model with these codes.
 
-Weights that would be rounded to other codes become what the chosen ones stand for (:mod:`quant.scale`), so that the
-first step computes with GPTQ's weights. The others stay as they are.
+Weights that would be rounded to other codes are replaced by the chosen codes' values (:mod:`quant.scale`), so that the
+first step computes with GPTQ's weights. The others stay unchanged.
 """
 
 import re
@@ -32,7 +32,7 @@ from quant.reference import fake_quantize_tokens
 from quant.rules import fused_sets
 from quant.scale import have_codes, snap_to_codes
 
-Sets = list[list[str]]  # names of quantized layers that read one tensor
+Sets = list[list[str]]  # names of quantized layers with the same input
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Errors:
     partitioned: bool = False
 
     def text(self) -> str:
-        """Of all ranks; a collective where ranks have rows of their own."""
+        """Relative errors over all ranks, as text (all-reduce if rows are sharded)."""
         sums = torch.tensor([self.nearest, self.chosen, self.squares], dtype=torch.float64)
         nearest, chosen, squares = (reduce_over_ranks(sums) if self.partitioned else sums).tolist()
         squares = max(squares, 1e-300)
@@ -60,14 +60,14 @@ def choose_codes(
     Args:
         model, quantization: the quantized model.
         block, name: the decoder layer.
-        samples: with what goes into it. Nothing that is yielded may stay unquantized when the next is asked for.
-        errors: those of these layers are added.
+        samples: with the layer's inputs. Layers that were yielded must be fake-quantized before the next step.
+        errors: accumulates the errors of these layers.
 
     Yields:
-        Names of the layers that have their codes now.
+        Names of the layers whose codes have just been chosen.
 
     Raises:
-        RankError: on every rank: inputs with NaN or Inf; a dtype that cannot hold all steps of the codes.
+        RankError: on every rank: inputs with NaN or Inf; a dtype that cannot represent all steps of the codes.
     """
     for sets in quantized_together(model, quantization, name):
         grams = _grams(quantization, block, sets, samples, name)
@@ -76,8 +76,8 @@ def choose_codes(
 
 
 def quantized_together(model: nn.Module, quantization: Quantization, name: str) -> Iterator[Sets]:
-    """Layers of a decoder layer that are quantized together, in module order: those that read one tensor, and of
-    experts that are modules of their own the same ones of all."""
+    """Yield layers of a decoder layer to quantize together, in module order: those with the same input, and the same
+    Linear of all experts that are separate modules."""
     schemes = {one: layer.scheme for one, layer in quantization.layers.items() if one.startswith(f"{name}.")}
     steps: dict[str, Sets] = defaultdict(list)
     for names in fused_sets(schemes, dict(model.named_modules()), across_experts=False):
@@ -86,8 +86,8 @@ def quantized_together(model: nn.Module, quantization: Quantization, name: str) 
 
 
 def _grams(quantization: Quantization, block: nn.Module, sets: Sets, samples: Samples, name: str) -> dict[str, Tensor]:
-    """``X'X`` of the inputs, summed over all ranks' samples, by name of the quantized layer: fp64 ``[in, in]``, of
-    stacked experts ``[E, in, in]``; a collective."""
+    """Sum ``X'X`` of the inputs over all ranks' samples, by name of the quantized layer: fp64 ``[in, in]``, for stacked
+    experts ``[E, in, in]``; a collective."""
     firsts = [quantization.layers[names[0]] for names in sets]
     sums = [_zeros(layer) for layer in firsts]
     hooks = [
@@ -111,7 +111,7 @@ def _zeros(layer: QuantLayer) -> Tensor:
 
 
 def _adding(layer: QuantLayer, total: Tensor, *, stop: bool) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-    """A hook that adds the inputs of a layer, as they are multiplied."""
+    """Create a hook that adds the inputs of a layer to ``total``, rotated and quantized as for its GEMM."""
     block = layer.rotation if isinstance(layer, QuantLinear) else None
     spec = layer.scheme.activations if quantizes_inputs(layer) else None
 
@@ -132,7 +132,7 @@ def _adding(layer: QuantLayer, total: Tensor, *, stop: bool) -> Callable[[nn.Mod
 
 
 def _choose(quantization: Quantization, block: nn.Module, grams: dict[str, Tensor], errors: Errors) -> None:
-    """Choose codes and scales of some layers by GPTQ, and make this rank's weights those; a collective."""
+    """Choose codes and scales of some layers by GPTQ, and update this rank's weights; a collective."""
     rows: dict[str, list[_Rows]] = {}
     with gathered(block.parameters()), errors_on_all_ranks(ValueError):
         for name, gram in grams.items():
@@ -141,7 +141,7 @@ def _choose(quantization: Quantization, block: nn.Module, grams: dict[str, Tenso
             rows[name] = [one for part, own in parts if (one := _of_rank(layer, part, own)) is not None]
     scales = {name: _of_all_ranks(quantization.layers[name], found) for name, found in rows.items()}
     integers = {name: one for name, one in scales.items() if quantization.layers[name].scheme.weights.dtype == "int"}
-    write_scales(quantization.weight_groups, integers)  # those of floats stay
+    write_scales(quantization.weight_groups, integers)  # float formats keep their scales
     with errors_on_all_ranks(ValueError):
         for name, found in rows.items():
             layer = quantization.layers[name]
@@ -153,15 +153,15 @@ def _choose(quantization: Quantization, block: nn.Module, grams: dict[str, Tenso
 
 
 class _Rows(NamedTuple):
-    """The rows of a Linear of which this rank holds a part.
+    """Rows of a Linear of which this rank has a part.
 
     Attributes:
         part: the Linear in its layer.
-        rows: which of its rows.
-        own: which elements of them, flat, this rank holds.
+        rows: range of its rows.
+        own: range of this rank's elements in the flattened rows.
         weight: the rows, a copy in the model's dtype.
         before: their quantizer with the first scales.
-        codes, scale: those that were chosen.
+        codes, scale: chosen by GPTQ.
     """
 
     part: LinearPart
@@ -174,7 +174,7 @@ class _Rows(NamedTuple):
 
 
 def _of_rank(layer: QuantLayer, part: LinearPart, gram: Tensor) -> _Rows | None:
-    """What GPTQ chooses for this rank's rows of a Linear, whose layer is gathered; None where it has none."""
+    """Run GPTQ on this rank's rows of a Linear, whose layer is gathered; None if it has none."""
     (start, stop), columns = local_range(layer.weight), part.in_features
     begin = ((part.expert or 0) * layer.out_features + part.first_row) * columns
     low, high = max(start - begin, 0), min(stop - begin, part.out_features * columns)
@@ -185,14 +185,14 @@ def _of_rank(layer: QuantLayer, part: LinearPart, gram: Tensor) -> _Rows | None:
     whole = Quantizer(layer.scale_of_weight, spec, weight.dtype)
     scale = part.of_scale(layer.scale_of_weight._replace(s0=kernels.effective_scale(whole), theta=None), spec)
     zero = None if scale.zero is None else scale.zero.detach()[rows].clone()
-    above = None if scale.global_ is None else scale.global_.detach().clone()  # it is read once nothing is gathered
+    above = None if scale.global_ is None else scale.global_.detach().clone()  # used after the gather ends
     before = Quantizer(Scale(scale.s0.detach()[rows].clone(), None, above, zero), spec, weight.dtype)
     own = slice(low - rows.start * columns, high - rows.start * columns)
     return _Rows(part, rows, own, weight, before, *choose(weight, before, gram))
 
 
 def _of_all_ranks(layer: QuantLayer, found: Sequence[_Rows]) -> Tensor:
-    """The layer's scales on every rank; of a row that lies on two ranks those of the first. A collective."""
+    """Collect the layer's scales on every rank; a row split over two ranks takes the first one's. A collective."""
     own = local_data(layer.weight_s0)
     whole = torch.zeros(full_shape(layer.weight_s0), device=own.device)
     for one in found:
@@ -206,7 +206,7 @@ def _of_all_ranks(layer: QuantLayer, found: Sequence[_Rows]) -> Tensor:
 
 
 def _moved(layer: QuantLayer, found: _Rows, scales: Tensor, gram: Tensor, errors: Errors) -> Tensor:
-    """This rank's elements of a Linear, flat: weights that are rounded to the codes that were chosen."""
+    """Compute this rank's elements of a Linear, flat: weights that are rounded to the chosen codes."""
     spec, weight = layer.scheme.weights, found.weight
     scale = scales if found.before.scale.zero is None else scales[0]
     s0 = found.part.scale(scale, spec)[found.rows].contiguous()
@@ -225,5 +225,5 @@ def _moved(layer: QuantLayer, found: _Rows, scales: Tensor, gram: Tensor, errors
 
 
 def quantizes_inputs(layer: QuantLayer) -> bool:
-    """Whether the layer's input is quantized by now: only then has it scales."""
+    """Return True if the layer's input is quantized already, because it needs no stored scale."""
     return layer.scheme.activations is not None and layer.scheme.stored_input is None

@@ -1,13 +1,12 @@
-"""Some samples, led through the decoder layers of a model one layer at a time, each of which is gathered alone.
+"""Run samples through the decoder layers of a model, one gathered layer at a time.
 
-They come in groups of equal length, which go through a layer together: each time a layer runs, its weights are
-quantized. They go through the whole model once, to learn what each decoder layer is called with beside its hidden
-states. From then on a layer can be run by itself, on the hidden states of all samples.
+Samples come in groups of equal length, which pass a layer together: each time a layer runs, its weights are quantized.
+They run through the whole model once, to record the other arguments of each decoder layer. From then on a layer can run
+alone, on the hidden states of all samples.
 
-Stored scales of a decoder layer's inputs, for as long as it is tuned: of the largest magnitudes in some samples.
-
-The scales that training starts with are measured in the whole model afterwards, as the recipe says. Those that are
-there already (``quant.initial_input_scale``) are not measured afterwards, and not here.
+While a layer is tuned, stored scales of its inputs are measured from the largest magnitudes in some samples. The scales
+that training starts with are measured later in the whole model, according to the recipe. Scales set before
+(``quant.initial_input_scale``) are measured neither later nor here.
 """
 
 import math
@@ -27,22 +26,22 @@ from model.zero import gathered
 from quant import Quantization
 from quant.scale import first_input_scale
 
-Inputs = tuple[tuple[Any, ...], dict[str, Any]]  # of a decoder layer, but its hidden states
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a decoder layer, without hidden states
 
 
 class Stop(Exception):
-    """Nothing of this forward is needed any more."""
+    """Raised to end a forward early."""
 
 
 @dataclass
 class Samples:
-    """What goes into the decoder layers.
+    """Inputs of the decoder layers.
 
     Attributes:
         layers: names of the decoder layers in the order in which they run.
-        sizes: how many samples each group has.
-        hidden: hidden states ``[n, T, H]`` of each group, now those before the layer that comes next.
-        inputs: of each group, what each layer gets beside them.
+        sizes: number of samples per group.
+        hidden: hidden states ``[n, T, H]`` of each group, before the next layer.
+        inputs: other arguments of each layer, per group.
     """
 
     layers: list[str] = field(default_factory=list)
@@ -51,25 +50,25 @@ class Samples:
     inputs: list[dict[str, Inputs]] = field(default_factory=list)
 
     def run(self, block: nn.Module, name: str, index: int, hidden: Tensor) -> Tensor:
-        """What a decoder layer, which is gathered, makes of some hidden states of a group."""
+        """Run a gathered decoder layer on hidden states of a group."""
         args, kwargs = self.inputs[index][name]
         return _first(block(hidden, *args, **kwargs))
 
     def advance(self, block: nn.Module, name: str, hidden: list[Tensor]) -> None:
-        """Replace the hidden states of all samples by what a decoder layer makes of them; a collective."""
+        """Replace the hidden states of all samples by a decoder layer's output; a collective."""
         with gathered(block.parameters()):
             for index, before in enumerate(hidden):
                 hidden[index] = self.run(block, name, index, before)
 
     def leave(self, block: nn.Module, name: str) -> None:
-        """Go on to the next decoder layer: what this one got beside hidden states is needed no more; a collective."""
+        """Advance to the next decoder layer, and free the other arguments of this one; a collective."""
         self.advance(block, name, self.hidden)
         for inputs in self.inputs:
             del inputs[name]
 
 
 def decoder_layers(model: nn.Module, quantization: Quantization) -> dict[str, nn.Module]:
-    """The outermost layers that transformers checkpoints by themselves, where they hold something quantized."""
+    """Outermost layers that transformers checkpoints individually, if they have quantized layers inside."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer in found)
@@ -87,10 +86,10 @@ def record(
 
     Args:
         model, blocks: the model, and its decoder layers by name.
-        samples, device: as of :func:`model.ptq_init.choose_initial_codes`.
+        samples, device: as in :func:`model.ptq_init.choose_initial_codes`.
 
     Raises:
-        RankError: on every rank: decoder layers that do not run once each, one behind the other.
+        RankError: on every rank: decoder layers that do not run once each, one after the other.
     """
     found, problems = Samples(), dict[str, None]()
     names = {module: name for name, module in blocks.items()}
@@ -143,17 +142,16 @@ def record(
 
 
 def _first(output: Any) -> Tensor:
-    """The hidden states among what a decoder layer gives."""
+    """Hidden states in the output of a decoder layer."""
     found: Tensor = output if isinstance(output, Tensor) else output[0]
     return found
 
 
 def measure_inputs(quantization: Quantization, block: nn.Module, name: str, samples: Samples) -> None:
-    """Write scales that are not there yet, of inputs that reach the Linears of a decoder layer as it is now; a
-    collective.
+    """Measure missing scales of the inputs of Linears in a decoder layer as it is now; a collective.
 
     Args:
-        quantization: watches nothing.
+        quantization: without active observers.
         block, name: the decoder layer.
         samples: with the hidden states before it.
 
@@ -178,7 +176,7 @@ def measure_inputs(quantization: Quantization, block: nn.Module, name: str, samp
     largest = reduce_over_ranks(seen.nan_to_num(nan=torch.inf), dist.ReduceOp.MAX)
     bad = [group.owner for group, most in zip(groups, largest.tolist(), strict=True) if most == torch.inf]
     raise_everywhere(f"inputs with NaN or Inf: {', '.join(bad)}" if bad else None)
-    largest = largest.clamp(min=1e-6)  # of an expert that no token reached
+    largest = largest.clamp(min=1e-6)  # for an expert that no token reached
     scales = {
         group.owner: first_input_scale(most, group.spec) for group, most in zip(groups, largest.split(1), strict=True)
     }

@@ -1,8 +1,8 @@
-"""First codes chosen by samples: each decoder layer in turn is given the codes that are best for the inputs which those
-before it, quantized already, make of them.
+"""Initialize codes from samples: each decoder layer in turn gets the best codes for the inputs that it receives from
+the layers before it, which are quantized already.
 
-It runs before ``deepspeed.initialize``, with one decoder layer gathered at a time. Each layer's codes are chosen by
-GPTQ (:mod:`model.ptq_init.gptq`), and, where that is asked for, trained then (:mod:`model.ptq_init.blockwise`).
+Runs before ``deepspeed.initialize``, with one decoder layer gathered at a time. Each layer's codes are chosen by GPTQ
+(:mod:`model.ptq_init.gptq`), and optionally trained afterwards (:mod:`model.ptq_init.blockwise`).
 """
 
 import re
@@ -35,23 +35,22 @@ def choose_initial_codes(
     *,
     tuned_rows: int | None = None,
 ) -> None:
-    """Give the weights of ``model`` codes and scales that are chosen by samples; a collective, before
-    ``deepspeed.initialize``.
+    """Choose codes and scales of the weights of ``model`` from samples; a collective, before ``deepspeed.initialize``.
 
     Quantized layers outside the decoder layers (lm_head, embeddings) and those that the samples do not reach keep their
     nearest codes.
 
     Args:
         model, quantization: the quantized model; weights and their scales are loaded.
-        samples: ``input_ids [n, T]`` of groups that go through a layer together, as many groups on every rank, and
-            whether each counts: one that does not goes along with other ranks' samples.
-        device: where the samples go.
-        tuned_rows: samples per rank of a step of tuning each decoder layer, which takes whole groups; None where
-            GPTQ's codes are it.
+        samples: ``input_ids [n, T]`` of groups that pass a layer together, equally many groups on every rank, and True
+            if the group counts: one that does not only accompanies other ranks' samples.
+        device: device of the samples.
+        tuned_rows: samples per rank and step for tuning each decoder layer, rounded up to whole groups; None for GPTQ
+            without tuning.
 
     Raises:
-        RankError: on every rank: no decoder layers, or some that do not run once each, one behind the other; inputs
-            with NaN or Inf; a dtype that cannot hold all steps of the codes.
+        RankError: on every rank: no decoder layers, or some that do not run once each, one after the other; inputs
+            with NaN or Inf; a dtype that cannot represent all steps of the codes.
     """
     blocks = decoder_layers(model, quantization)
     raise_everywhere(None if blocks else NO_LAYERS)
@@ -97,7 +96,7 @@ def _choose_in(
     samples: Samples,
     errors: gptq.Errors,
 ) -> list[str]:
-    """Give the Linears of a decoder layer GPTQ's codes, and fake-quantize each once it has them; their names."""
+    """Choose the codes of a decoder layer's Linears by GPTQ, and fake-quantize them; returns their names."""
     done: list[str] = []
     for names in gptq.choose_codes(model, quantization, block, name, samples, errors):
         done += names
@@ -117,7 +116,7 @@ def _bar(steps: int) -> tqdm:
 
 
 def _switch_on(quantization: Quantization, names: Sequence[str], *, all_inputs: bool = False) -> None:
-    """Fake-quantize these layers, and their inputs where these need no stored scale, or have one by now."""
+    """Fake-quantize these layers, and their inputs if these need no stored scale, or have one by now."""
     for inputs in (False, True):
         alike = [name for name in names if (all_inputs or gptq.quantizes_inputs(quantization.layers[name])) == inputs]
         if alike:
