@@ -1,10 +1,10 @@
-"""Norms and SwiGLU that write the quantized input of the layers behind them, and nothing else.
+"""RMSNorm and SwiGLU modules whose only output is the quantized input of the layers that read it.
 
-With a static scale the input of q, k and v, and of gate and up, is an RMSNorm's output, and that of down is
-``silu(gate) * up``: written in the model's dtype, then read again to be quantized. The modules here stand where a
-model's own did, hold the same Parameters and children under the same names, and give codes instead
-(:mod:`quant.inputs`), with the arithmetic of :mod:`quant.fused_reference`. While some reader does not quantize its
-input, or watches it, they compute what the module computed that they replace, bit for bit.
+With a static scale, the input of q, k and v, and of gate and up, is an RMSNorm's output, and that of down is
+``silu(gate) * up``: otherwise written in the model's dtype, then read again to be quantized. These modules replace the
+model's own, keep their Parameters and children under the same names, and return codes instead (:mod:`quant.inputs`),
+with the arithmetic of :mod:`quant.fused_reference`. While a reader does not quantize its input, or observes it, they
+compute the replaced module bit for bit.
 """
 
 from collections.abc import Sequence
@@ -21,10 +21,10 @@ from quant.linear import QuantLinear
 from quant.rules import examples
 from quant.scale import Quantizer, Scale
 
-MOST_FEATURES = 16384  # of a norm's rows, which are one segment of the kernels' sums
+MOST_FEATURES = 16384  # limit of a norm's rows, each one segment of the kernels' sums
 
-# The classes of transformers whose forward is known, decoder layers and their MLPs: a norm is read by q, k and v of
-# self_attn, the other one by gate and up of mlp, and nothing else reads either.
+# Decoder layers and MLPs of transformers with a known forward: only q, k and v of self_attn read the first norm, only
+# gate and up of mlp the second.
 LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer", "Qwen3MoeDecoderLayer")
 MLPS = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "Qwen3MoeMLP")
 NORMS: dict[str, tuple[str, ...]] = {"input_layernorm": ("self_attn", "q_proj", "k_proj", "v_proj")}
@@ -32,18 +32,18 @@ NORMS |= {"post_attention_layernorm": ("mlp", "gate_proj", "up_proj")}
 
 
 class FusedModule(nn.Module):
-    """A module that hands over its output, quantized for its readers.
+    """Module that returns its output quantized for its readers.
 
     Attributes:
-        input_s0: the very Parameter of the readers' scale, so that ZeRO-3 gathers it for this module, too.
-        readers: the layers behind it, which are no children.
-        source: its name, for an error.
+        input_s0: the Parameter of the readers' scale, registered here too so that ZeRO-3 gathers it for this module.
+        readers: the layers that read the output, not registered as children.
+        source: name of the module, for an error.
     """
 
     input_s0: nn.Parameter
 
     def __init__(self, source: str, readers: Sequence[QuantLinear]) -> None:
-        """``readers`` are as :func:`_problem_of_readers` has them."""
+        """Take ``readers`` that passed :func:`_problem_of_readers`."""
         super().__init__()
         assert readers[0].input_s0 is not None
         self.input_s0 = readers[0].input_s0
@@ -54,28 +54,29 @@ class FusedModule(nn.Module):
             reader.shared_input = shared
 
     def hands_over(self) -> bool:
-        """Whether all readers take codes now. What is compiled stays as it was: the compiler fuses by itself."""
+        """Return True if all readers take codes now. False under ``torch.compile``, as the compiler does its own
+        fusion."""
         taken = all(reader.input_fake_quant and reader.input_observer is None for reader in self.readers)
         return taken and not torch.compiler.is_compiling()
 
     def wants_values(self) -> bool:
-        """Whether some reader multiplies fake-quantized values now, not codes."""
+        """Return True if a reader multiplies fake-quantized values now, not codes."""
         return not all(reader.fp8_gemm and reader.weight_fake_quant for reader in self.readers)
 
     def quantizer(self, dtype: torch.dtype) -> Quantizer:
-        """How the readers quantize their input."""
+        """Quantizer of the readers' input."""
         spec = self.readers[0].scheme.activations
         assert spec is not None
         return Quantizer(Scale(self.input_s0), spec, dtype)
 
     def handed(self, like: Tensor, values: Tensor, codes: Tensor) -> QuantizedActivation:
-        """The output, of what an operator wrote."""
+        """Output tensor from the values and codes of an operator."""
         quantized = QuantizedInput(values if values.numel() == codes.numel() else None, codes)
         return QuantizedActivation(like, quantized, Restored(), self.source)
 
 
 class FusedRMSNorm(FusedModule):
-    """An RMSNorm in the place of ``norm``: ``weight``, and what is added to the mean square."""
+    """RMSNorm that replaces ``norm``, with its ``weight`` and ``variance_epsilon``."""
 
     weight: nn.Parameter
 
@@ -87,7 +88,8 @@ class FusedRMSNorm(FusedModule):
         self.train(norm.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x [..., features]``; the result has its shape, and values only where it is not handed over."""
+        """Normalize ``x [..., features]``; the result has its shape, and values only if it is not handed over
+        quantized."""
         if x.dtype != self.weight.dtype or not self.hands_over():
             return rms_norm(x, self.weight, self.variance_epsilon)
         trains = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
@@ -99,14 +101,14 @@ class FusedRMSNorm(FusedModule):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """What LlamaRMSNorm and its kind compute, bit for bit."""
+    """Compute LlamaRMSNorm (and its variants in transformers) bit for bit."""
     wide = x.to(torch.float32)
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * wide.to(x.dtype)
 
 
 class _NormFunction(torch.autograd.Function):
-    """``apply(module, trains, x, weight, s0)``. Backward keeps the input, the Parameter, a number per row and a bit per
+    """``apply(module, trains, x, weight, s0)``. Saves the input, the Parameter, ``rstd`` (one per row) and one bit per
     element."""
 
     @staticmethod
@@ -132,7 +134,7 @@ class _NormFunction(torch.autograd.Function):
 
 
 class FusedSwiGLU(FusedModule):
-    """``silu(gate) * up`` in the place of the activation ``act`` of an MLP, which reads it with one layer."""
+    """``silu(gate) * up``, replacing the activation ``act`` of an MLP, read by one layer."""
 
     def __init__(self, act: nn.Module, source: str, down: QuantLinear) -> None:
         super().__init__(source, [down])
@@ -140,7 +142,8 @@ class FusedSwiGLU(FusedModule):
         self.train(act.training)
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Of two tensors of one shape; the result has it too, and values only where it is not handed over."""
+        """Compute from two tensors of one shape; the result has it too, and values only if it is not handed over
+        quantized."""
         if gate.dtype != up.dtype or not self.hands_over():
             product: Tensor = self.act(gate) * up
             return product
@@ -150,7 +153,7 @@ class FusedSwiGLU(FusedModule):
 
 
 class _SwiGLUFunction(torch.autograd.Function):
-    """``apply(module, trains, gate, up, s0)``. Backward keeps both inputs and a bit per element."""
+    """``apply(module, trains, gate, up, s0)``. Saves both inputs and one bit per element."""
 
     @staticmethod
     def forward(ctx: Any, module: FusedSwiGLU, trains: bool, gate: Tensor, up: Tensor, s0: Tensor) -> Tensor:
@@ -166,7 +169,7 @@ class _SwiGLUFunction(torch.autograd.Function):
 
 
 class FusedMLP(nn.Module):
-    """An MLP in the place of ``mlp``, with its children, of which the activation is a :class:`FusedSwiGLU`."""
+    """MLP that replaces ``mlp``, with its children, the activation as a :class:`FusedSwiGLU`."""
 
     def __init__(self, mlp: nn.Module, source: str) -> None:
         super().__init__()
@@ -179,17 +182,17 @@ class FusedMLP(nn.Module):
         self.train(mlp.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x [..., hidden]``, and so is the result."""
+        """Map ``x [..., hidden]`` to ``[..., hidden]``."""
         gate, up, down, act = (self.get_submodule(name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn"))
         return down(act(gate(x), up(x)))
 
 
 class Fused(NamedTuple):
-    """What :func:`fuse` did.
+    """Result of :func:`fuse`.
 
     Attributes:
-        norms, mlps: names of the modules that it replaced.
-        left: why others stayed, by name, of layers whose class is known.
+        norms, mlps: names of the replaced modules.
+        left: reasons by name for modules not replaced, in layers of a known class.
     """
 
     norms: list[str]
@@ -197,19 +200,19 @@ class Fused(NamedTuple):
     left: dict[str, str]
 
     def summary(self) -> str:
-        """In a line."""
+        """Summary in one line."""
         done = f"{len(self.norms)} norms and {len(self.mlps)} MLPs hand codes to the layers behind them"
         left = [f"{name} ({why})" for name, why in self.left.items()]
         return done + (f"; {len(left)} stay: {examples(left, 2)}" if left else "")
 
 
 def fuse(model: nn.Module) -> Fused:
-    """Replace the norms and MLPs of ``model`` whose readers can be handed codes, in place.
+    """Replace the norms and MLPs of ``model`` whose readers can take codes, in place.
 
-    Called when rotations and adapters are there, since their layers read values. Parameters may be partitions.
+    Call it after rotations and adapters are attached, since such layers read values. Parameters may be partitions.
 
     Raises:
-        ValueError: there is none.
+        ValueError: nothing can be fused.
     """
     modules, fused = dict(model.named_modules()), Fused([], [], {})
     for prefix, layer in modules.items():
@@ -243,7 +246,7 @@ def _nothing(model: nn.Module, fused: Fused) -> str:
 
 
 def _problem_of_norm(norm: nn.Module, parent: nn.Module, readers: Sequence[str]) -> str | None:
-    """Why a norm stays as it is; None where it does not."""
+    """Reason why a norm is not replaced, or None."""
     if "gate_proj" in readers and type(parent).__name__ not in MLPS:
         return f"a {type(parent).__name__} may read it in other ways, experts by their router"
     layers: list[Any] = [getattr(parent, name, None) for name in readers]
@@ -264,7 +267,7 @@ def _problem_of_mlp(mlp: nn.Module) -> str | None:
 
 
 def _problem_of_readers(layers: Sequence[nn.Module | None]) -> str | None:
-    """Why layers cannot be handed codes; None where they can."""
+    """Reason why layers cannot take codes, or None."""
     if not all(isinstance(layer, QuantLinear) and not layer.projections for layer in layers):
         return "not all layers that read it are quantized Linears"
     readers: list[Any] = list(layers)
@@ -281,14 +284,14 @@ def _problem_of_readers(layers: Sequence[nn.Module | None]) -> str | None:
 
 
 def _small(module: nn.Module, parameters: dict[str, Any], modules: dict[str, Any]) -> Any:
-    """An object of the module's class and attributes with other, small Parameters and children."""
+    """Copy of a module with the same attributes but other, small Parameters and children."""
     small = object.__new__(type(module))
     small.__dict__ = {**module.__dict__, "_parameters": parameters, "_modules": modules}
     return small
 
 
 def _computes_rms_norm(norm: nn.Module) -> bool:
-    """Whether a norm computes :func:`rms_norm`, tried on a small weight."""
+    """Return True if a norm computes :func:`rms_norm`, tried on a small weight."""
     eps = getattr(norm, "variance_epsilon", None)
     if set(norm._parameters) != {"weight"} or norm._modules or not isinstance(eps, float):
         return False
@@ -297,13 +300,13 @@ def _computes_rms_norm(norm: nn.Module) -> bool:
         x, weight = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((2, 3, 8), (8,)))
         try:
             found = type(norm).forward(_small(norm, {"weight": weight}, {}), x)
-        except Exception:  # of whatever kind: it wants something else
+        except Exception:  # any error means another signature
             return False
         return torch.equal(found, rms_norm(x, weight, eps))
 
 
 def _computes_swiglu(mlp: nn.Module) -> bool:
-    """Whether an MLP computes ``down(silu(gate(x)) * up(x))``, tried on small children."""
+    """Return True if an MLP computes ``down(silu(gate(x)) * up(x))``, tried on small children."""
     children = dict(mlp.named_children())
     if set(children) != {"gate_proj", "up_proj", "down_proj", "act_fn"} or mlp._parameters:
         return False
@@ -316,7 +319,7 @@ def _computes_swiglu(mlp: nn.Module) -> bool:
         }
         try:
             found = type(mlp).forward(_small(mlp, {}, {**linears, "act_fn": children["act_fn"]}), x)
-        except Exception:  # of whatever kind: it wants something else
+        except Exception:  # any error means another signature
             return False
         expected = F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
         return isinstance(found, Tensor) and torch.equal(found, expected)

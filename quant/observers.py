@@ -1,21 +1,20 @@
-"""First scales: of a weight from the pieces of it that the ranks hold, of an input from what was seen of it.
+"""First scales: of a weight from the shards on the ranks, of an input from observed statistics.
 
 ZeRO-3 gives each rank a contiguous range of the row-major weight. A rank reduces its range to two numbers per scale
-(:func:`partial_stats`), the engine combines these over ranks (:func:`combine` is a maximum, so an all-reduce does) and
-the result becomes scales (:func:`scales_from_stats`) and, where the grid is not symmetric, zero points
-(:func:`zero_points_from_stats`). Scales whose elements lie on several ranks come out exactly as if one rank had seen
-them all.
+(:func:`partial_stats`), the engine combines these over ranks (:func:`combine` is a maximum, thus an all-reduce) and
+converts the result to scales (:func:`scales_from_stats`) and zero points (:func:`zero_points_from_stats`). A scale
+whose elements are spread over ranks comes out exactly as on one rank.
 
-The largest magnitude is a poor scale where the grid is coarse: at 2 bits it leaves 22% of the energy of a Gaussian
-weight as error (groups of 32), the best scale 14%. Where :meth:`Ranges.searches` says so, a second pass measures the
-squared error of a few fractions of that scale (:func:`partial_errors`, summed over ranks) and takes the best one of
-each (:func:`scales_from_errors`). An integer grid reaches one code further down than up; a *signed* scale, negative
-where the largest magnitude is positive, uses that code: with it 13% remain, with both 11%.
+The absmax scale is poor for a coarse grid: at 2 bits it leaves 22% of the energy of a Gaussian weight as error (groups
+of 32), the best scale 14%. If :meth:`Ranges.searches`, a second pass measures the squared error of a few fractions of
+that scale (:func:`partial_errors`, summed over ranks) and takes the best fraction (:func:`scales_from_errors`). An
+integer grid reaches one code further down than up; a *signed* scale, negative where the largest magnitude is positive,
+uses that code: 13% remain with it, 11% with both.
 
-Of inputs an :class:`Observer` keeps the largest magnitude over many batches, how much of them a static scale clips, and
-where more is asked for a histogram of magnitudes (:func:`scale_from_histogram`). The statistics stay on the device and
-are never read here, so that watching costs no host synchronization (but for a histogram on CUDA, whose counting waits
-for the device). The reader decides when to look, and reduces over ranks.
+For inputs, an :class:`Observer` tracks the largest magnitude over many batches, the number of clipped elements, and
+optionally a histogram of magnitudes (:func:`scale_from_histogram`). Statistics stay on the device and are never read
+here, so that observing costs no host synchronization (except a histogram on CUDA, whose bincount waits for the device).
+The caller reads them and reduces over ranks.
 """
 
 import math
@@ -31,24 +30,24 @@ from quant import kernels
 from quant.reference import absmax_scale, asymmetric_grid, fake_quant, inside_range, round_scale
 from quant.spec import TensorSpec
 
-# A magnitude's bin is its bf16 number without the two lowest bits: 32 bins per power of two, over all powers of two, so
-# that ranks and batches need not agree on a range before they have seen anything.
+# The bin of a magnitude is its bf16 number without the two lowest bits: 32 bins per power of two, over all powers of
+# two, so that ranks and batches need no common range in advance.
 _DROPPED = 2
 BINS = 2**15 >> _DROPPED
-# The middle of each bin.
+# Middle of each bin.
 MAGNITUDES = ((torch.arange(BINS, dtype=torch.int32) << _DROPPED | 1 << _DROPPED - 1) << 16).view(torch.float32)
 MAGNITUDES[0] = 0
 
 
 class _Recomputing:
-    """A plain flag and not a context variable: on CUDA autograd recomputes in a thread of its own."""
+    """Plain flag, not a context variable: on CUDA, autograd recomputes in another thread."""
 
     now = False
 
 
 @contextmanager
 def recomputing() -> Iterator[None]:
-    """Put this around a backward: the forwards that activation checkpointing repeats in it are not counted again."""
+    """Context for a backward pass: forwards repeated by activation checkpointing are not counted again."""
     _Recomputing.now = True
     try:
         yield
@@ -59,25 +58,25 @@ def recomputing() -> Iterator[None]:
 class Observer:
     """Statistics of one input; a plain object, shared by the layers that share its scale.
 
-    Such layers read the same tensor (q, k and v) or different tokens (the experts of a layer). A tensor that is counted
-    by three layers changes neither a maximum nor a ratio.
+    Such layers read the same tensor (q, k and v) or different tokens (experts). Counting one tensor three times changes
+    neither a maximum nor a ratio.
 
     Attributes:
-        spec: how the input is quantized.
-        histogram: int64 ``[BINS]``, how many magnitudes fell into each bin (:data:`MAGNITUDES`); None if not kept.
-        absmax: largest magnitude seen, fp32 scalar; 0 before the first token, NaN once a NaN was seen.
-        clipped: elements outside the range so far, int64 scalar.
-        total: elements that ``clipped`` was counted over.
+        spec: number format of the input.
+        histogram: int64 ``[BINS]``, number of magnitudes per bin (:data:`MAGNITUDES`); None if not kept.
+        absmax: largest magnitude seen, fp32 scalar; 0 before the first token, NaN after a NaN.
+        clipped: number of elements outside the range so far, int64 scalar.
+        total: number of elements counted for ``clipped``.
     """
 
     def __init__(self, spec: TensorSpec, *, histogram: bool = False) -> None:
-        """``histogram``: whether to keep one, which costs a pass over the input."""
+        """Create empty statistics; ``histogram`` costs a pass over the input."""
         self.spec = spec
         self.histogram: Tensor | None = torch.zeros(0) if histogram else None
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything seen."""
+        """Reset all statistics."""
         self.absmax = torch.zeros((), dtype=torch.float32)
         self.clipped = torch.zeros((), dtype=torch.int64)
         self.total = 0
@@ -86,11 +85,11 @@ class Observer:
 
     @torch.no_grad()
     def update(self, x: Tensor, scale: Tensor | None) -> None:
-        """Add the elements of ``x``, any shape; with a scale, count those outside its range too.
+        """Add the elements of ``x``, any shape; with a scale, also count those outside its range.
 
-        Nothing happens in a block of :func:`recomputing`.
+        Does nothing inside :func:`recomputing`.
         """
-        if _Recomputing.now or x.numel() == 0:  # an expert that no token chose
+        if _Recomputing.now or x.numel() == 0:  # an expert without tokens
             return
         self.absmax = torch.maximum(self.absmax.to(x.device), kernels.amax(x)[0])
         if self.histogram is not None:
@@ -101,33 +100,33 @@ class Observer:
             self.total += x.numel()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What was seen so far, for a checkpoint; :meth:`load_state_dict` takes it back."""
+        """Statistics for a checkpoint; the inverse of :meth:`load_state_dict`."""
         state = {"absmax": self.absmax.cpu(), "clipped": self.clipped.cpu(), "total": torch.tensor(self.total)}
         return state if self.histogram is None else state | {"histogram": self.histogram.cpu()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Go on from what :meth:`state_dict` gave."""
+        """Restore the statistics of :meth:`state_dict`."""
         self.absmax, self.clipped, self.total = state["absmax"], state["clipped"], int(state["total"])
         if self.histogram is not None:
             self.histogram = state["histogram"]
 
 
 # Fractions of the absmax scale that the search tries. At 2 and 3 bits a grid of 200 lowers the error of a Gaussian
-# weight by less than another 1%, and its choices all lie in this interval. 1 is among them: the result is never worse
-# than absmax, where scales are not signed.
+# weight by less than another 1%, with all optima in this interval. It contains 1: without signs, the result is never
+# worse than absmax.
 SEARCH_FRACTIONS: tuple[float, ...] = tuple(step / 20 for step in range(6, 27))
 
-_CHUNK = 2**20  # elements that the search holds in fp32 at a time, in a few copies
+_CHUNK = 2**20  # elements per step of the search, in a few fp32 copies
 
 
 @dataclass(frozen=True)
 class Ranges:
-    """How first scales are chosen.
+    """Method to choose first scales.
 
     Attributes:
-        weights: ``absmax``: the largest magnitude; ``mse``: the squared error is smallest; ``auto``: ``mse`` for
-            integers of 3 bits and fewer, ``absmax`` for the others.
-        signed: whether scales of integer weights may be negative; those of ggml may anyway.
+        weights: ``absmax``: largest magnitude; ``mse``: smallest squared error; ``auto``: ``mse`` for integers of 3
+            bits and fewer, otherwise ``absmax``.
+        signed: allow negative scales of integer weights; those of ggml may always be negative.
         inputs: ``absmax``, ``mse``, or ``percentile`` of the magnitudes.
         percentile: for inputs, in percent.
     """
@@ -138,29 +137,28 @@ class Ranges:
     percentile: float = 99.99
 
     def searches(self, spec: TensorSpec) -> bool:
-        """Whether the first scale of a weight minimizes the squared error."""
+        """Return True if the first scale of a weight minimizes the squared error."""
         return self.weights == "mse" or (self.weights == "auto" and spec.dtype == "int" and spec.bits <= 3)
 
     def signs(self, spec: TensorSpec) -> bool:
-        """Whether the scales of a weight may be negative, so that a code without a counterpart is used."""
+        """Return True if scales of a weight may be negative, to use the code without a counterpart."""
         return (self.signed or spec.ggml) and spec.dtype == "int" and spec.symmetric and not spec.narrow
 
 
 def partial_stats(flat: Tensor, start: int, shape: tuple[int, ...], spec: TensorSpec) -> Tensor:
-    """Largest values, and largest values negated, per scale over one range of a weight.
+    """Largest value and largest negated value per scale over one range of a weight.
 
     Args:
-        flat: the values ``[start, start + len(flat))`` of the row-major weight, 1-D, any float dtype.
-        start: where the range begins.
+        flat: elements ``[start, start + len(flat))`` of the row-major weight, 1-D, any float dtype.
+        start: begin of the range.
         shape: ``(out, in)`` of the whole weight, or ``(E, out, in)`` of a stack.
-        spec: how it is quantized.
+        spec: number format.
 
     Returns:
-        fp32 ``[2, *scale shape]``; 0 where nothing of that scale is in the range, or nothing of that sign, NaN where a
-        NaN is.
+        fp32 ``[2, *scale shape]``; 0 without elements of that scale or that sign in the range, NaN with a NaN.
 
     Raises:
-        ValueError: the range does not lie inside the weight.
+        ValueError: the range is not inside the weight.
     """
     stats = torch.zeros(2, _runs(shape, spec), dtype=torch.float32, device=flat.device)
     for runs, rows in _by_run(flat, start, shape, spec):
@@ -170,15 +168,14 @@ def partial_stats(flat: Tensor, start: int, shape: tuple[int, ...], spec: Tensor
 
 
 def combine(a: Tensor, b: Tensor) -> Tensor:
-    """Statistics of two ranges, or of two weights that share their scales: the elementwise maximum."""
+    """Combine statistics of two ranges, or of two weights that share their scales: elementwise maximum."""
     return torch.maximum(a, b)
 
 
 def scales_from_stats(stats: Tensor, spec: TensorSpec, *, signed: bool = False) -> Tensor:
-    """The fp32 scales with which the largest magnitude still fits the grid, from the combined statistics ``[2, *scale
-    shape]``.
+    """fp32 scales that fit the largest magnitude to the grid, from the combined statistics ``[2, *scale shape]``.
 
-    Signed ones map it to ``qmin``, the code that has no counterpart. Asymmetric ones fit the whole range.
+    Signed scales map it to ``qmin``, the code without a counterpart. Asymmetric scales cover the whole range.
     """
     if spec.has_zero_points:
         return asymmetric_grid(-stats[1], stats[0], spec)[0]
@@ -187,9 +184,9 @@ def scales_from_stats(stats: Tensor, spec: TensorSpec, *, signed: bool = False) 
 
 
 def zero_points_from_stats(stats: Tensor, spec: TensorSpec) -> Tensor | None:
-    """fp32 zero points of the range that the combined statistics ``[2, *scale shape]`` give; None where there are none.
+    """fp32 zero points from the combined statistics ``[2, *scale shape]``; None if the format has none.
 
-    They hold for every fraction of the scale too, which shrinks the range on both sides of 0 alike.
+    Also valid for any fraction of the scale, which shrinks the range on both sides of 0 alike.
     """
     return asymmetric_grid(-stats[1], stats[0], spec)[1] if spec.has_zero_points else None
 
@@ -201,12 +198,12 @@ def partial_errors(
 
     Args:
         flat, start, shape, spec: as in :func:`partial_stats`.
-        stats: the statistics of the whole weight, combined over all ranges.
+        stats: statistics of the whole weight, combined over all ranges.
         signed: as in :func:`scales_from_errors`.
 
     Returns:
-        fp32 ``[len(SEARCH_FRACTIONS), *scale shape]``; 0 where nothing of that scale is in the range. Errors of two
-        ranges, or of two weights that share their scales, add up.
+        fp32 ``[len(SEARCH_FRACTIONS), *scale shape]``; 0 without elements of that scale in the range. Add up the errors
+        of ranges, and of weights that share their scales.
     """
     errors = torch.zeros(len(SEARCH_FRACTIONS), _runs(shape, spec), dtype=torch.float32, device=flat.device)
     candidates = [_per_run(scale, shape, spec) for scale in _candidates(stats, spec, signed)]
@@ -222,14 +219,14 @@ def partial_errors(
 
 
 def scales_from_errors(stats: Tensor, errors: Tensor, spec: TensorSpec, *, signed: bool = False) -> Tensor:
-    """The fp32 scales that have the smallest squared error, from the combined statistics and errors. A ``signed`` scale
-    is negative where the largest magnitude is a positive value."""
+    """fp32 scales of the smallest squared error, from the combined statistics and errors. ``signed`` scales are
+    negative where the largest magnitude is a positive value."""
     best = errors.argmin(0, keepdim=True)
     return torch.stack(_candidates(stats, spec, signed)).gather(0, best).squeeze(0)
 
 
 def _candidates(stats: Tensor, spec: TensorSpec, signed: bool) -> list[Tensor]:
-    """The scales that the search tries, each in the scale's shape; powers of two where only these can be stored."""
+    """Candidate scales of the search, each in the scale's shape; rounded to powers of two if stored as such."""
     scales = scales_from_stats(stats, spec)
     signs = _signs(stats) if signed else 1
     tried = [fraction * scales * signs for fraction in SEARCH_FRACTIONS]
@@ -242,19 +239,19 @@ def _signs(stats: Tensor) -> Tensor:
 
 
 def scale_from_histogram(counts: Tensor, ranges: Ranges, spec: TensorSpec) -> Tensor:
-    """The scale ``(1,)`` of an input from the histogram of its magnitudes (:class:`quant.observers.Observer`).
+    """Scale ``(1,)`` of an input from the histogram of its magnitudes (:class:`quant.observers.Observer`).
 
-    Within half the width of a bin, 1.6% of the value. The squared error is searched over fractions of the absmax scale.
+    Exact to half the width of a bin, 1.6% of the value. ``mse`` searches over fractions of the absmax scale.
 
     Raises:
-        ValueError: it is a global scale above dynamic ones, which absmax alone gives.
+        ValueError: a global scale above dynamic scales, for which only absmax is supported.
     """
     if spec.dynamic:
         raise ValueError(f"quant.input_range {ranges.inputs} is not for the global scale of NVFP4 inputs: set absmax")
     counts, magnitudes = counts.double().cpu(), MAGNITUDES.double()
     if ranges.inputs == "percentile":
         fits = counts.cumsum(0) >= ranges.percentile / 100 * counts.sum()
-        # At least the smallest magnitude that is not 0: nothing would be left of inputs that are nearly all zeros.
+        # At least the smallest nonzero magnitude: otherwise inputs of nearly only zeros would become all zeros.
         index = max(int(fits.int().argmax()), int(counts[1:].nonzero().min()) + 1 if counts[1:].any() else 0)
         return absmax_scale(magnitudes[index].float().view(1), spec)
     seen = counts.nonzero().flatten()
@@ -268,12 +265,12 @@ def scale_from_histogram(counts: Tensor, ranges: Ranges, spec: TensorSpec) -> Te
 def partial_clipped(
     flat: Tensor, start: int, shape: tuple[int, ...], scale: Tensor, spec: TensorSpec, zero: Tensor | None = None
 ) -> Tensor:
-    """How many values of one range of a weight its scales clip; int64 scalar on the range's device.
+    """Number of elements of one range of a weight that its scales clip; int64 scalar on the range's device.
 
     Args:
         flat, start, shape, spec: as in :func:`partial_stats`.
-        scale: the whole effective scale, fp32.
-        zero: the whole of its zero points, where there are any.
+        scale: effective scale of the whole weight, fp32.
+        zero: zero points of the whole weight, or None.
     """
     clipped = torch.zeros((), dtype=torch.int64, device=flat.device)
     per_run, zero_per_run = _per_run(scale, shape, spec), _zero_per_run(zero, shape, spec)
@@ -285,10 +282,10 @@ def partial_clipped(
 def partial_squares(
     flat: Tensor, start: int, shape: tuple[int, ...], scale: Tensor, spec: TensorSpec, zero: Tensor | None = None
 ) -> Tensor:
-    """Squared quantization error, and squared values, summed over one range of a weight; fp64 [2].
+    """Squared quantization error and squared values, summed over one range of a weight; fp64 ``[2]``.
 
-    The first over the second is the relative error of the weight, its inverse the signal-to-noise ratio. The arguments
-    are those of :func:`partial_clipped`.
+    Their quotient is the weight's relative error, the inverse of the signal-to-noise ratio. Arguments as in
+    :func:`partial_clipped`.
     """
     return partial_fit(flat, start, shape, scale, spec, zero).flatten(1).sum(1)
 
@@ -296,7 +293,7 @@ def partial_squares(
 def partial_fit(
     flat: Tensor, start: int, shape: tuple[int, ...], scale: Tensor, spec: TensorSpec, zero: Tensor | None = None
 ) -> Tensor:
-    """The sums of :func:`partial_squares` for each scale by itself; fp64 ``[2, *scale shape]``."""
+    """Sums of :func:`partial_squares` per scale; fp64 ``[2, *scale shape]``."""
     sums = torch.zeros(2, _runs(shape, spec), dtype=torch.float64, device=flat.device)
     per_run, zero_per_run = _per_run(scale, shape, spec), _zero_per_run(zero, shape, spec)
     for runs, rows in _by_run(flat, start, shape, spec):
@@ -309,11 +306,11 @@ def partial_fit(
 
 
 def by_run(flat: Tensor, start: int, size: int) -> Iterator[tuple[slice, Tensor]]:
-    """The elements ``[start, start + len(flat))`` of a tensor as at most three views ``[runs, values]``, each with the
-    slice of the runs it belongs to.
+    """Split the elements ``[start, start + len(flat))`` of a tensor into at most three views ``[runs, values]``, each
+    with its slice of the runs.
 
-    A run is ``size`` consecutive elements. The views are the rest of a run that began on an earlier rank, the whole
-    runs, and the beginning of one that goes on on the next rank.
+    A run is ``size`` consecutive elements. The views are the rest of a run begun on an earlier rank, the whole runs,
+    and the begin of a run that continues on the next rank.
     """
     first = start // size
     head = min(-start % size, flat.numel())
@@ -328,7 +325,7 @@ def by_run(flat: Tensor, start: int, size: int) -> Iterator[tuple[slice, Tensor]
 
 
 def _by_run(flat: Tensor, start: int, shape: tuple[int, ...], spec: TensorSpec) -> Iterator[tuple[slice, Tensor]]:
-    """The range by runs, the consecutive elements that share a scale; see :func:`by_run`."""
+    """Split the range into runs of elements that share a scale; see :func:`by_run`."""
     numel, stop = math.prod(shape), start + flat.numel()
     if flat.dim() != 1 or not 0 <= start <= stop <= numel:
         raise ValueError(
@@ -339,19 +336,19 @@ def _by_run(flat: Tensor, start: int, shape: tuple[int, ...], spec: TensorSpec) 
 
 
 def _runs(shape: tuple[int, ...], spec: TensorSpec) -> int:
-    """How many runs a weight has. More than scales where these are per block: a block has one in each of its rows."""
+    """Number of runs of a weight; more than scales for scales per block, as a block has a run in each of its rows."""
     return math.prod(shape) // spec.run_length(shape)
 
 
 def _over_blocks(per_run: Tensor, shape: tuple[int, ...], spec: TensorSpec) -> Tensor:
-    """``[n, runs]`` as ``[n, scales down, runs per scale, scales across]``."""
+    """View ``[n, runs]`` as ``[n, scales down, runs per scale, scales across]``."""
     rows = spec.elements_per_scale(shape) // spec.run_length(shape)
     across = shape[-1] // spec.run_length(shape) if rows > 1 else 1
     return per_run.view(per_run.shape[0], -1, rows, across)
 
 
 def _per_run(scale: Tensor, shape: tuple[int, ...], spec: TensorSpec) -> Tensor:
-    """The scale (or zero point) of every run, ``[runs, 1]``."""
+    """Scale (or zero point) of every run, ``[runs, 1]``."""
     rows = spec.elements_per_scale(shape) // spec.run_length(shape)
     return (scale.repeat_interleave(rows, -2) if rows > 1 else scale).reshape(-1, 1)
 
@@ -365,7 +362,7 @@ def _of(zero: Tensor | None, runs: slice) -> Tensor | None:
 
 
 def _chunks(runs: slice, size: int) -> Iterator[slice]:
-    """``runs`` in pieces of about ``_CHUNK`` elements, where each run has ``size``."""
+    """Split ``runs`` of ``size`` elements each into slices of about ``_CHUNK`` elements."""
     step = max(1, _CHUNK // size)
     for begin in range(runs.start, runs.stop, step):
         yield slice(begin, min(begin + step, runs.stop))

@@ -1,81 +1,81 @@
-"""The quantizers in plain PyTorch. This file is the definition: every kernel and every export is tested against it.
+"""Reference quantizers in plain PyTorch, against which every kernel and every export is tested.
 
-Formulas, with ``s`` the scale and ``v = x * (1/s)`` computed in fp32 (the reciprocal too: dividing by ``s`` instead, or
-working in bf16, changes 0.07% or 3% of the codes of a bf16 tensor)::
+Formulas, with ``s`` the scale and ``v = x * (1/s)`` in fp32 (also the reciprocal: dividing by ``s``, or computing in
+bf16, changes 0.07% or 3% of the codes of a bf16 tensor)::
 
     e4m3    Q(v) = nearest value of the grid, ties to the even code, at most 448
     e2m1    Q(v) = nearest value of 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, ties to the even code
     int     Q(v) = clamp(round(v), qmin, qmax)          round to nearest, ties to even
     fq(x)   = Q(v) * s                                  product in fp32, result in x's dtype
 
-Integer weights that are not symmetric have a *zero point* ``z`` beside each scale: the code that stands for 0. Their
-codes are ``q = clamp(round(v) + z, qmin, qmax)``, and ``Q(v) = q - z``: the grid of ``Q`` goes from ``qmin - z`` to
-``qmax - z``, which are ``qmin`` and ``qmax`` in all that follows. ``z`` does not learn, and need not where
-``s`` does: it says how the range lies about 0, and a range that grows or shrinks by a factor lies there as before.
+Asymmetric integer weights have a *zero point* ``z`` beside each scale: the code of 0. Their codes are ``q =
+clamp(round(v) + z, qmin, qmax)``, and ``Q(v) = q - z``: the grid of ``Q`` goes from ``qmin - z`` to ``qmax - z``,
+called ``qmin`` and ``qmax`` below. ``z`` does not learn, and need not if ``s`` learns: the position of 0 within the
+range does not change when the range grows or shrinks by a factor.
 
 The floating-point grids are those of the OCP Microscaling (MX) Specification v1.0, section 5.3 (e4m3 has one NaN).
 
-``v`` is *inside the range* where rounding alone lands on the grid, if the grid went on beyond its end: ``qmin <=
+``v`` is *inside the range* if it rounds to a value of the grid when the grid continues beyond its end: ``qmin <=
 round(v) <= qmax``, for e4m3 ``|v| <= 464`` and for e2m1 ``|v| < 7`` (a tie of 448 and 480 goes to 448, one of 6 and 8
-to 8). Asking ``qmin <= v <= qmax`` instead would zero the gradient of elements that are not clipped at all (at int2,
-6.8% of Gaussian weights instead of 1.6%).
+to 8). The condition ``qmin <= v <= qmax`` instead would zero the gradient of unclipped elements (at int2, 6.8% of
+Gaussian weights instead of 1.6%).
 
-The gradient with respect to ``x`` is straight-through: one inside, zero outside. With respect to ``s`` it is that of
-a surrogate with the rounding error held fixed, which asks in what unit it is fixed (LSQ, Esser et al. 2020, knows
-integers only)::
+The gradient with respect to ``x`` is straight-through: one inside, zero outside. The gradient with respect to ``s`` is
+that of a surrogate with the rounding error held fixed, in a unit that depends on the grid (LSQ, Esser et al. 2020,
+covers integers only)::
 
     evenly spaced: int, subnormal        fq = x + s * stopgrad(Q(v) - v)    d fq / d s = Q(v) - v
     normal e4m3 or e2m1 numbers          fq = x + stopgrad(s Q(v) - x)      d fq / d s = 0
     int outside the range, or
     e4m3, e2m1 beyond +-448, +-6         fq = s * bound                     d fq / d s = bound
 
-Subnormal are e4m3 numbers with ``|v| < 2^-6`` and e2m1 numbers with ``|v| < 1``. An evenly spaced grid has a spacing of
-``s``, and its error grows with ``s``. The spacing of a floating-point grid follows the magnitude of ``x``: twice the
-scale is the same grid with the exponents one lower, so the error of a normal number does not depend on ``s`` (on
-average over an octave). With LSQ's ``Q(v) - v`` there, a scale that minimizes the squared error of Gaussian values
-shrinks until it clips so many that the error is 19% above the best (e4m3, 18% e2m1); with 0 it ends within 1%. Beyond
-its largest number a grid does not follow ``x`` any more, whether ``v`` is inside the range or not: if e2m1 counted as
-clipped from 7 on instead, the largest value of each group of 32 would settle there, and the error end 60% above the
-best instead of 21%. The caller scales by ``1/sqrt(numel * qmax)``, and knows how many elements share the scale.
+Subnormal are e4m3 numbers with ``|v| < 2^-6`` and e2m1 numbers with ``|v| < 1``. The spacing of an evenly spaced grid
+is ``s``, so its error grows with ``s``. The spacing of a floating-point grid follows the magnitude of ``x``: doubling
+the scale only lowers the exponents by one, so the error of a normal number does not depend on ``s`` (on average over an
+octave). With LSQ's ``Q(v) - v`` there, a scale that minimizes the squared error of Gaussian values shrinks and clips
+until the error is 19% above the best (e4m3; 18% for e2m1); with 0 it ends within 1%. Beyond its largest number a grid
+no longer follows ``x``, inside the range or not: if e2m1 counted as clipped only from 7 on, the largest value of each
+group of 32 would settle there, and the error would end 60% above the best instead of 21%. The caller multiplies by
+``1/sqrt(numel * qmax)`` for the ``numel`` elements that share the scale.
 
 Non-finite values: NaN stays NaN in ``fq`` and contributes no gradient; an infinity clips to the bound and has no
-gradient of its own, like every clipped value. Codes may be all that a forward sees of a weight: where its ``v`` is not
-finite its gradient is NaN, or its scale's where that is wanted.
+gradient, like every clipped value. As a forward may use only the codes of a weight, a weight with non-finite ``v`` has
+a gradient of NaN, or its scale has one if it learns.
 
-A *dynamic* scale is that of one token, or of one group of its features, ``x``. With ``[min, max]`` its range, extended
-to include 0, and ``absmax`` its largest magnitude (per token asymmetric int8 is 8da4w)::
+A *dynamic* scale belongs to one token, or one group of its features, ``x``. With ``[min, max]`` its range, extended to
+include 0, and ``absmax`` its largest magnitude (asymmetric int8 per token is 8da4w)::
 
     symmetric    s = absmax / ((qmax - qmin) / 2)   z = 0
     asymmetric   s = (max - min) / (qmax - qmin)    z = clamp(qmin - round(min * (1/s)), qmin, qmax)
     int          q = clamp(round(v) + z, qmin, qmax)        fq = (q - z) * s
     e4m3         q = Q(v)                                   fq = q * s
 
-Such a scale follows its token and counts as constant in the gradient. A token (or group) with a NaN or an infinity has
-no range: all of it becomes NaN, without a gradient. The first scale and zero point of weights are those of their range
-likewise, as compressed-tensors and torchao compute them.
+Such a scale is a constant in the gradient. A token (or group) with a NaN or an infinity has no range: all of it becomes
+NaN, without a gradient. The first scale and zero point of weights use the same formulas, as in compressed-tensors and
+torchao.
 
-NVFP4 inputs have a dynamic scale per group of 16, held in e4m3 below ``G``, the stored global scale of the tensor::
+NVFP4 inputs have a dynamic scale per group of 16, stored in e4m3 relative to ``G``, the global scale of the tensor::
 
     k = e4m3(min(G * (absmax / 6), 448)), 1/8 for 0        s = k / G        q = Q(v)        fq = q * s
 
-as compressed-tensors 0.20 has it (quantization/utils/helpers.py, lifecycle/forward_helpers.py), which divides by ``s``.
-vLLM's kernel (csrc/libtorch_stable/quantization/fp4/nvfp4_utils.cuh, ``cvt_warp_fp16_to_fp4``) and FlashInfer's do
-multiply, with approximate reciprocals of 6, ``G`` and ``s``. They differ within a rounding of a tie. Where ``k``
-becomes 0, so does every code of the group; its gradient passes. Rounding ``k`` to nearest takes the largest value to
-``|v| <= 6.4``, inside the range. Beyond it (from 7 on) are values of groups larger than those of calibration, for which
-``k`` saturates, infinities among them, and values of up to 9 where ``k`` is 2^-9 or 2^-8, its smallest numbers.
+as in compressed-tensors 0.20 (quantization/utils/helpers.py, lifecycle/forward_helpers.py), which divides by ``s``. The
+kernels of vLLM (csrc/libtorch_stable/quantization/fp4/nvfp4_utils.cuh, ``cvt_warp_fp16_to_fp4``) and FlashInfer
+multiply, with approximate reciprocals of 6, ``G`` and ``s``, and differ only near a rounding tie. If ``k`` rounds to 0,
+so does every code of the group; its gradient passes. Rounding ``k`` to nearest maps the largest value to ``|v| <=
+6.4``, inside the range. Outside (from 7 on) are values of groups larger than in calibration, for which ``k`` saturates,
+including infinities, and values of up to 9 if ``k`` is 2^-9 or 2^-8, its smallest numbers.
 
 MXFP8 and MXFP4 inputs have a dynamic scale per group of 32, the smallest power of two that clips nothing::
 
     s = 2^ceil(log2(absmax / qmax)), 1 where that is below 2^-126        q = Q(v)        fq = q * s
 
-as vLLM 0.33 has it (``_mxfp8_e4m3_quantize_torch`` in model_executor/layers/quantization/utils/mxfp8_utils.py), and the
-kernels of FlashInfer 0.7.2 that it calls (``float_to_ue8m0_fast`` in quantization/kernels/mxfp8_quantize.py and
-mxfp4_quantize.py; by an approximate 1 / qmax). compressed-tensors 0.20 has those of weights (:func:`power_of_two`),
-which differ where absmax is 1.75 times a power of two (MXFP8), or 1.5 to 1.75 times (MXFP4).
+as in vLLM 0.33 (``_mxfp8_e4m3_quantize_torch`` in model_executor/layers/quantization/utils/mxfp8_utils.py) and the
+kernels of FlashInfer 0.7.2 it calls (``float_to_ue8m0_fast`` in quantization/kernels/mxfp8_quantize.py and
+mxfp4_quantize.py; with an approximate 1 / qmax). Scales of weights follow compressed-tensors 0.20
+(:func:`power_of_two`): they differ if absmax is 1.75 times a power of two (MXFP8), or 1.5 to 1.75 times (MXFP4).
 
-Shapes: ``x`` is any shape for a scale per tensor (shape ``(1,)``). Else ``x`` is ``[out, in]`` and the scale ``[out,
-1]`` per channel, ``[out, in / size]`` per group or ``[out / size, in / size]`` per block. Scales are fp32 throughout.
+Shapes: for a scale per tensor, shape ``(1,)``, ``x`` has any shape. Otherwise ``x`` is ``[out, in]`` and the scale
+``[out, 1]`` per channel, ``[out, in / size]`` per group or ``[out / size, in / size]`` per block. Scales are fp32.
 """
 
 import math
@@ -103,37 +103,37 @@ def effective_scale(
     model_dtype: torch.dtype,
     global_scale: Tensor | None = None,
 ) -> Tensor:
-    """``s = s0 * exp(theta)`` in fp32, rounded to what is stored (``spec.scale_format``)::
+    """Compute ``s = s0 * exp(theta)`` in fp32, rounded to the stored format (``spec.scale_format``)::
 
         float32   s
         model     s in the model's dtype
-        float16   the nearest fp16 number to s that is neither 0 nor infinite, also of ``model`` where that is fp16
+        float16   the nearest fp16 number to s that is neither 0 nor infinite; also ``model`` for fp16 models
         e8m0      2^round(log2(s)), the exponent within -127 and 127    OCP MX Specification v1.0, section 5.4.1
         e4m3      e4m3(clamp(s * G, 2^-9, 448)) / G, G the global scale NVFP4, as compressed-tensors stores it
 
-    The rounding is straight-through: the derivative with respect to theta is ``s0 * exp(theta)``, not rounded. The
-    exponential is taken in fp64 and rounded to fp32, because every library's fp32 exponential has its own last bit.
+    The rounding is straight-through: the derivative with respect to theta is the unrounded ``s0 * exp(theta)``. The
+    exponential is computed in fp64 and rounded to fp32, as fp32 exponentials of libraries differ in the last bit.
 
     Args:
         s0: the frozen scale, fp32.
         theta: its learned logarithmic correction, any float dtype, or None.
-        spec: how the tensor is quantized.
+        spec: number format of the tensor.
         model_dtype: dtype of the model's weights.
-        global_scale: G, fp32 ``(1,)``; for the format ``e4m3`` and only for it.
+        global_scale: G, fp32 ``(1,)``; only for the format ``e4m3``.
     """
     scale = s0.float() if theta is None else s0.float() * torch.exp(theta.double()).float()
     if spec.scale_format == "float32":
         return scale
     if spec.scale_format == "model" and model_dtype != torch.float16:
         return scale.to(model_dtype).float()  # autograd differentiates a cast as the identity
-    # The rounded number exactly, with the derivative of the other: what is added is 0.
+    # Adds 0: the exact rounded value with the derivative of the unrounded one.
     return round_scale(scale.detach(), spec, global_scale) + (scale - scale.detach())
 
 
 def round_scale(scale: Tensor, spec: TensorSpec, global_scale: Tensor | None) -> Tensor:
-    """The fp32 ``scale`` (positive but in fp16) as ``float16``, ``e8m0`` and ``e4m3`` hold it; NaN if not finite."""
+    """Round the fp32 ``scale`` (positive, except for fp16) to ``float16``, ``e8m0`` or ``e4m3``; NaN if not finite."""
     if spec.mx:
-        # In fp64, whose errors are far smaller than the distance of an fp32 number from a tie: all libraries agree.
+        # fp64 errors are far smaller than the distance of an fp32 number from a tie: all libraries agree.
         rounded = torch.exp2(scale.double().log2().round().clamp(-E8M0_BIAS, E8M0_BIAS)).float()
     elif spec.scale_format in ("float16", "model"):
         rounded = torch.copysign(scale.abs().clamp(FP16_SMALLEST, FP16_MAX).half().float(), scale)
@@ -145,20 +145,21 @@ def round_scale(scale: Tensor, spec: TensorSpec, global_scale: Tensor | None) ->
 
 
 def absmax_scale(absmax: Tensor, spec: TensorSpec) -> Tensor:
-    """The fp32 scale that maps the largest magnitude to the edge of the grid.
+    """fp32 scale that maps the largest magnitude to the edge of the grid.
 
-    ``absmax / ((qmax - qmin) / 2)``, the divisor 448 for e4m3 and 6 for e2m1, as compressed-tensors and torchao compute
-    it; :func:`power_of_two` of MX. Where ``1/scale`` would overflow it is 1: zeros are exact under any scale.
+    ``absmax / ((qmax - qmin) / 2)``, with the divisor 448 for e4m3 and 6 for e2m1, as in compressed-tensors and
+    torchao; :func:`power_of_two` for MX. If ``1/scale`` would overflow, the scale is 1: zeros are exact under any
+    scale.
     """
     scale = power_of_two(absmax, spec) if spec.mx else _over(absmax.float(), (spec.qmax - spec.qmin) / 2)
     return torch.where(scale < torch.finfo(torch.float32).tiny, 1.0, scale)
 
 
 def power_of_two(absmax: Tensor, spec: TensorSpec) -> Tensor:
-    """The scale of a group as a power of two, fp32; ``absmax`` itself where that is 0 or not finite.
+    """Scale of a group as a power of two, fp32; ``absmax`` itself if 0 or not finite.
 
-    Of weights it brings ``absmax / scale`` into ``[224, 448)`` (e4m3) or ``[3.5, 7)`` (e2m1), as compressed-tensors'
-    ``generate_mx_scales``; of dynamic inputs it is the smallest with ``absmax / scale <= qmax``. Nothing is clipped.
+    For weights, ``absmax / scale`` is in ``[224, 448)`` (e4m3) or ``[3.5, 7)`` (e2m1), as in compressed-tensors'
+    ``generate_mx_scales``; for dynamic inputs, the smallest scale with ``absmax / scale <= qmax``. Nothing is clipped.
     """
     edge = FP4_ROUNDS_TO_MAX if spec.dtype == "fp4_e2m1" and not spec.dynamic else spec.qmax
     (mantissa, exponent), (its_mantissa, its_exponent) = torch.frexp(absmax.float()), math.frexp(edge)
@@ -168,21 +169,23 @@ def power_of_two(absmax: Tensor, spec: TensorSpec) -> Tensor:
 
 
 def global_scale(absmax: Tensor, spec: TensorSpec) -> Tensor:
-    """``G = 448 * qmax / absmax`` fp32, with which the largest scale of a group becomes 448, as compressed-tensors'
-    ``generate_gparam``; 1 of nothing but zeros, which are exact under any scale."""
+    """``G = 448 * qmax / absmax`` fp32, which maps the largest group scale to 448, as compressed-tensors'
+    ``generate_gparam``; 1 for all zeros, which are exact under any scale."""
     scale = FP8_MAX * spec.qmax / absmax.float()
     return torch.where(scale.isinf(), 1.0, scale)
 
 
 def _over(x: Tensor, divisor: float) -> Tensor:
-    """``x / divisor``, rounded once on every device: by a number of Python's, CUDA multiplies by its reciprocal."""
+    """``x / divisor``, rounded once on every device: CUDA would multiply by the reciprocal of a Python number."""
     return x / torch.full((), divisor, dtype=x.dtype, device=x.device)
 
 
 def asymmetric_grid(lowest: Tensor, highest: Tensor, spec: TensorSpec) -> tuple[Tensor, Tensor]:
-    """Scale and zero point, both fp32, with which the integer grid spans the range from ``lowest <= 0`` to ``highest >=
-    0``; formulas above. Of a range that is 0, or so small that ``1/scale`` would overflow, the scale is 1. A range that
-    is not finite gives a scale that is not, and the zero point 0."""
+    """fp32 scale and zero point of the integer grid over the range ``lowest <= 0`` to ``highest >= 0``; formulas above.
+
+    The scale is 1 for a range of 0 or so small that ``1/scale`` would overflow. For a range that is not finite, the
+    scale is not finite and the zero point is 0.
+    """
     scale = _over(highest.float() - lowest.float(), spec.qmax - spec.qmin)
     scale = torch.where(scale < torch.finfo(torch.float32).tiny, 1.0, scale)
     zero = (spec.qmin - (lowest.float() * (1.0 / scale)).round()).clamp(spec.qmin, spec.qmax)
@@ -190,9 +193,9 @@ def asymmetric_grid(lowest: Tensor, highest: Tensor, spec: TensorSpec) -> tuple[
 
 
 def quantize(x: Tensor, scale: Tensor, spec: TensorSpec, zero: Tensor | None = None) -> Tensor:
-    """Codes of ``x``, in its shape: ``torch.float8_e4m3fn``, ``torch.int8``, or for e2m1 ``torch.uint8`` 0 to 15 (the
-    sign in bit 3, then exponent and mantissa). Where the grid has no NaN, the code of a NaN is 0. ``zero`` is the zero
-    points, fp32 in the scale's shape, here and below."""
+    """Codes of ``x``, in its shape: ``torch.float8_e4m3fn``, ``torch.int8``, or for e2m1 ``torch.uint8`` 0 to 15 (sign
+    in bit 3, then exponent and mantissa). A NaN has the code 0 on grids without NaN. ``zero``, here and below: zero
+    points, fp32 in the scale's shape."""
     zero = _zero_per_part(zero)
     return _encode(_round_to_grid(_in_codes(x, scale), spec, zero), spec, zero).reshape(x.shape)
 
@@ -200,20 +203,20 @@ def quantize(x: Tensor, scale: Tensor, spec: TensorSpec, zero: Tensor | None = N
 def dequantize(
     codes: Tensor, scale: Tensor, spec: TensorSpec, dtype: torch.dtype, zero: Tensor | None = None
 ) -> Tensor:
-    """``(codes - zero) * scale``, multiplied in fp32, in ``dtype``."""
+    """Compute ``(codes - zero) * scale`` in fp32, returned in ``dtype``."""
     values = _decode(_parts(codes, scale), spec, _zero_per_part(zero))
     return (values * _per_part(scale)).to(dtype).reshape(codes.shape)
 
 
 def fake_quant(x: Tensor, scale: Tensor, spec: TensorSpec, zero: Tensor | None = None) -> Tensor:
-    """``dequantize(quantize(x))`` in ``x``'s dtype, except that a NaN stays a NaN on every grid."""
+    """``dequantize(quantize(x))`` in ``x``'s dtype, except that a NaN stays NaN on every grid."""
     rounded = _round_to_grid(_in_codes(x, scale), spec, _zero_per_part(zero))
     return rounded.mul_(_per_part(scale)).to(x.dtype).reshape(x.shape)
 
 
 def inside_range(x: Tensor, scale: Tensor, spec: TensorSpec, zero: Tensor | None = None) -> Tensor:
-    """Bool mask in ``x``'s shape: where rounding alone lands on the grid. NaN is outside. Of dynamic inputs it is the
-    global ``scale`` that is given."""
+    """Bool mask in ``x``'s shape of the elements inside the range; NaN is outside. For dynamic inputs, ``scale`` is the
+    global scale."""
     if spec.dynamic:
         return tokens_inside(x, spec, scale)
     return _inside(_in_codes(x, scale), spec, _zero_per_part(zero)).reshape(x.shape)
@@ -232,17 +235,17 @@ def fake_quant_backward(
     """Gradients of :func:`fake_quant` (of the surrogate above).
 
     Args:
-        grad: gradient of the fake-quantized tensor, same shape as ``x``.
+        grad: gradient of the fake-quantized tensor, in the shape of ``x``.
         x: the tensor before quantization.
         scale: its effective scale.
-        spec: how it is quantized.
+        spec: number format.
         zero: its zero points.
-        scale_gradient: whether the gradient of the scale is wanted.
-        of_weight: whether ``x`` is a weight, see above.
+        scale_gradient: also compute the gradient of the scale.
+        of_weight: ``x`` is a weight: non-finite elements have a gradient of NaN, see above.
 
     Returns:
-        The gradient of ``x`` in ``grad``'s dtype, and that of the scale in fp32 and in the scale's shape, summed over
-        the elements that share it (None where it is not wanted).
+        Gradient of ``x`` in ``grad``'s dtype, and gradient of the scale, fp32 in the scale's shape, summed over the
+        elements that share it (or None).
     """
     v, zero = _in_codes(x, scale), _zero_per_part(zero)
     inside = _inside(v, spec, zero)
@@ -251,17 +254,17 @@ def fake_quant_backward(
     if not scale_gradient:
         return grad_x.masked_fill_(~v.isfinite().view(x.shape), torch.nan) if of_weight else grad_x, None
     rounded = _round_to_grid(v, spec, zero)
-    terms = _scale_terms(v, rounded, inside, spec).nan_to_num_(nan=0.0)  # only a NaN x makes a NaN here
+    terms = _scale_terms(v, rounded, inside, spec).nan_to_num_(nan=0.0)  # NaN only from a NaN x
     terms.mul_(grad_parts).masked_fill_(~v.isfinite() & of_weight, torch.nan)
     return grad_x, terms.sum().reshape(scale.shape) if scale.numel() == 1 else terms.sum(dim=(1, 3))
 
 
 def quantize_tokens(x: Tensor, spec: TensorSpec, above: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Dynamic codes of ``x [..., features]`` in its shape, and their fp32 scales and int8 zero points ``[..., n]``, of
-    the ``n`` groups of a token (one per token). Of a token that is not finite the scale is NaN, and so are the codes,
-    but those of grids without a NaN are 0.
+    """Dynamic codes of ``x [..., features]`` in its shape, with fp32 scales and int8 zero points ``[..., n]`` for the
+    ``n`` groups of a token (one per token). A non-finite token has a scale of NaN, and codes of NaN, or 0 on grids
+    without NaN.
 
-    ``above`` is the global scale, fp32 ``(1,)``, where ``spec`` has one; here and below.
+    ``above``, here and below: the global scale, fp32 ``(1,)``, if ``spec`` has one.
     """
     groups = _token_groups(x, spec)
     scale, zero_point = _token_grid(groups, spec, above)
@@ -272,7 +275,7 @@ def quantize_tokens(x: Tensor, spec: TensorSpec, above: Tensor | None = None) ->
 
 
 def fake_quantize_tokens(x: Tensor, spec: TensorSpec, above: Tensor | None = None) -> Tensor:
-    """``x [..., features]`` through its dynamic codes and back, in its dtype."""
+    """Quantize and dequantize ``x [..., features]`` with dynamic scales, in its dtype."""
     groups = _token_groups(x, spec)
     scale, zero_point = _token_grid(groups, spec, above)
     rounded = _round_to_grid(groups.float() * (1.0 / scale), spec, zero_point)
@@ -280,19 +283,19 @@ def fake_quantize_tokens(x: Tensor, spec: TensorSpec, above: Tensor | None = Non
 
 
 def fake_quantize_tokens_backward(grad: Tensor, x: Tensor, spec: TensorSpec, above: Tensor | None = None) -> Tensor:
-    """Gradient of :func:`fake_quantize_tokens`: straight-through where rounding alone lands on the grid."""
+    """Gradient of :func:`fake_quantize_tokens`: straight-through inside the range."""
     return grad.masked_fill(~tokens_inside(x, spec, above), 0)
 
 
 def tokens_inside(x: Tensor, spec: TensorSpec, above: Tensor | None = None) -> Tensor:
-    """Bool mask in ``x``'s shape: where rounding alone lands on the grid of the token, or group."""
+    """Bool mask in ``x``'s shape of the elements inside the range of their token or group."""
     groups = _token_groups(x, spec)
     scale, zero_point = _token_grid(groups, spec, above)
     return _inside(groups.float() * (1.0 / scale), spec, zero_point).reshape(x.shape)
 
 
 def dynamic_scale(absmax: Tensor, above: Tensor) -> Tensor:
-    """The scales of groups of NVFP4 inputs from their largest magnitudes, fp32, below the global scale ``above``."""
+    """fp32 scales of groups of NVFP4 inputs from their largest magnitudes, below the global scale ``above``."""
     code = (_over(absmax, FP4_MAX) * above).clamp(max=FP8_MAX).to(torch.float8_e4m3fn).float()
     return torch.where(code == 0, 0.125, code) / above
 
@@ -301,13 +304,13 @@ def dynamic_scale(absmax: Tensor, above: Tensor) -> Tensor:
 
 
 def _token_groups(x: Tensor, spec: TensorSpec) -> Tensor:
-    """``x`` as ``[..., n, size]``, of the ``n`` groups that have a scale each."""
+    """View ``x`` as ``[..., n, size]``, with one scale for each of the ``n`` groups."""
     return x.unflatten(-1, (1, -1) if spec.group_size is None else (-1, spec.group_size))
 
 
 def _token_grid(groups: Tensor, spec: TensorSpec, above: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Scale and zero point of ``groups [..., n, size]``, both fp32 ``[..., n, 1]``; the scale is NaN where a value is
-    not finite. Floats have no zero point."""
+    """Scale and zero point of ``groups [..., n, size]``, fp32 ``[..., n, 1]``; the scale is NaN for a group with a
+    non-finite value. Floats have no zero point."""
     if above is not None:
         return dynamic_scale(groups.abs().amax(-1, keepdim=True).float(), above), None
     lowest, highest = (edge.float() for edge in torch.aminmax(groups, dim=-1, keepdim=True))
@@ -356,7 +359,7 @@ def _scale_terms(v: Tensor, rounded: Tensor, inside: Tensor, spec: TensorSpec) -
 
 
 def _encode(rounded: Tensor, spec: TensorSpec, zero: Tensor | None = None) -> Tensor:
-    """The codes of values of the grid."""
+    """Codes of values of the grid."""
     if spec.dtype == "fp8_e4m3":
         return rounded.to(torch.float8_e4m3fn)
     number = (rounded if zero is None else rounded + zero).nan_to_num(nan=0.0)
@@ -368,7 +371,7 @@ def _encode(rounded: Tensor, spec: TensorSpec, zero: Tensor | None = None) -> Te
 
 
 def _decode(codes: Tensor, spec: TensorSpec, zero: Tensor | None = None) -> Tensor:
-    """The values of codes, fp32."""
+    """Values of codes, fp32."""
     if spec.dtype != "fp4_e2m1":
         return codes.float() if zero is None else codes.float() - zero
     code = codes.bitwise_and(7).float()
@@ -376,7 +379,7 @@ def _decode(codes: Tensor, spec: TensorSpec, zero: Tensor | None = None) -> Tens
     return torch.where(codes.bitwise_and(8) == 0, size, -size)
 
 
-# ---- which elements have which scale
+# ---- broadcasting scales over elements
 
 
 def _in_codes(x: Tensor, scale: Tensor) -> Tensor:
@@ -385,14 +388,14 @@ def _in_codes(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def _parts(x: Tensor, scale: Tensor) -> Tensor:
-    """``x [out, in]`` as ``[m, out / m, n, in / n]`` for a scale ``[m, n]``; for a single scale ``x`` as it is."""
+    """View ``x [out, in]`` as ``[m, out / m, n, in / n]`` for a scale ``[m, n]``; unchanged for a single scale."""
     if scale.numel() == 1:
         return x
     return x.unflatten(1, (scale.shape[1], -1)).unflatten(0, (scale.shape[0], -1))
 
 
 def _per_part(scale: Tensor) -> Tensor:
-    """The scale in a shape that broadcasts over :func:`_parts`."""
+    """Reshape the scale to broadcast over :func:`_parts`."""
     return scale.reshape(1) if scale.numel() == 1 else scale[:, None, :, None]
 
 

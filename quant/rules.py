@@ -1,26 +1,20 @@
-"""Which layer gets which scheme: exempt patterns, rules for mixed precision, the default.
+"""Assign schemes to layers (exempt patterns, rules for mixed precision, default), and find the layers that serving
+fuses.
 
-An exempt layer stays as it is; of the others the first rule that matches decides, and where none does the default.
-lm_head and embeddings, which the default patterns exempt, are quantized by naming them.
+An exempt layer stays unquantized; otherwise the first matching rule decides, then the default. lm_head and embeddings,
+exempt by default, are quantized by naming them. Serving fuses q/k/v, gate/up and others into one GEMM (:data:`FUSED`),
+and runs all experts of a MoE layer in one kernel. Fused layers need one scheme; :mod:`quant.quantization` shares their
+scales.
 
-Serving fuses q/k/v, gate/up and others (:mod:`quant.rules`) into one GEMM, and runs all experts of a MoE layer
-in one kernel. What is fused has one scheme, and the scales that :mod:`quant.quantization` gives it are shared.
+:func:`pattern_problem` rejects regexes of recipes that may take exponential time: Python's engine tries every way to
+split a name over the repetitions of a pattern. Nested repetitions have exponentially many ways, and each further one in
+a row multiplies them by the length of the name: four on a name of 80 characters have some two million, 10 ms.
 
-Patterns of module names: those of recipes and exports are refused where one may take for ever, ours are made here.
-
-Python's engine tries every way in which a pattern may share a name out among its repetitions. One repetition inside
-another has exponentially many ways, and each further one in a row multiplies them by the length of the name: with four,
-a name of 80 characters has some two million, which is a hundredth of a second.
-
-The layers that serving fuses into one GEMM, as a table.
-
-Taken from vLLM, whose classes say it in ``packed_modules_mapping`` and in the stacked parameters of ``load_weights``;
-``tests/unit/quant/vllm_groups.json`` has all that they say, and a test compares it with this table. Names are those of
-transformers' modules, which for some families differ from those on disk.
-
-Where one class fuses more than another does (q, k and v alone, or with the gate of a linear attention), the row that
-names the class comes first. To share scales among layers that one server runs by themselves costs a little precision,
-and nothing else: so a row holds for any class, unless its names mean other layers elsewhere.
+:data:`FUSED` is taken from vLLM (``packed_modules_mapping`` and the stacked parameters of ``load_weights``); a test
+compares it with vLLM's full table, ``tests/unit/quant/vllm_groups.json``. Names are those of transformers' modules,
+which differ from those on disk for some families. If one class fuses more than others (q, k and v with the gate of a
+linear attention), its row comes first and names the class. Sharing scales among layers that a server does not fuse only
+costs a little precision: so a row applies to any class, unless its names mean other layers elsewhere.
 """
 
 import re
@@ -34,14 +28,14 @@ from torch import nn
 from quant.linear import StackedLinear, linears_of
 from quant.spec import Scheme
 
-# Anchored as whole names: `.*gate.*` would also take gate_proj. A model need not have any of these.
+# Anchored to whole names: `.*gate.*` would also match gate_proj. None of them has to match.
 DEFAULT_EXEMPT: tuple[str, ...] = (
     r"(.*\.)?lm_head",
     r"(.*\.)?embed_tokens",
-    r"(.*\.)?(gate|router|shared_expert_gate)",  # MoE routers, whether nn.Linear or a class of their own
+    r"(.*\.)?(gate|router|shared_expert_gate)",  # MoE routers, an nn.Linear or another class
     r"(.*\.)?router\..+",
-    # Chooses the tokens of sparse attention (DeepSeek-V3.2, GLM-5). Serving keeps it in bf16, but for a part that it
-    # runs in one GEMM with q, k and v (Qwen4-Exp).
+    # Selects the tokens of sparse attention (DeepSeek-V3.2, GLM-5). Serving keeps it in bf16, except for index_qk_proj,
+    # which runs in one GEMM with q, k and v (Qwen4-Exp).
     r"(.*\.)?indexer\.(?!index_qk_proj$).+",
 )
 
@@ -50,13 +44,13 @@ _DECODER_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\..+")
 
 @dataclass(frozen=True)
 class Rule:
-    """A scheme for the layers that all given conditions match.
+    """Scheme for the layers that match all given conditions.
 
     Attributes:
-        scheme: of these layers; None to leave them unquantized.
-        layers: a regex on the whole module name (``re.fullmatch``).
-        first: layers inside the first so many decoder layers.
-        last: layers inside the last so many.
+        scheme: scheme of these layers; None leaves them unquantized.
+        layers: regex on the whole module name (``re.fullmatch``).
+        first: match layers inside the first ``first`` decoder layers.
+        last: match layers inside the last ``last`` decoder layers.
     """
 
     scheme: Scheme | None
@@ -65,7 +59,7 @@ class Rule:
     last: int | None = None
 
     def matches(self, name: str, depth: int) -> bool:
-        """Whether the rule is for the layer ``name`` of a model of ``depth`` decoder layers."""
+        """Return True if the rule matches the layer ``name`` of a model with ``depth`` decoder layers."""
         if self.layers is not None and not re.fullmatch(self.layers, name):
             return False
         if self.first is None and self.last is None:
@@ -83,12 +77,12 @@ class Rule:
 
 @dataclass(frozen=True)
 class Assignment:
-    """What :func:`assign` decided.
+    """Result of :func:`assign`.
 
     Attributes:
-        schemes: by name of the layer, in module order; only layers that are quantized.
-        exempt: names of the modules that an exempt pattern matched (routers that are no nn.Linear among them), in
-            module order.
+        schemes: schemes of the quantized layers by name, in module order.
+        exempt: names of the modules that an exempt pattern matched (also routers that are not nn.Linear), in module
+            order.
     """
 
     schemes: dict[str, Scheme]
@@ -102,19 +96,19 @@ def assign(
     exempt: Sequence[str] = DEFAULT_EXEMPT,
     named: Mapping[str, Scheme] | None = None,
 ) -> Assignment:
-    """The scheme of every nn.Linear of ``model``, and of the embeddings that are named.
+    """Assign a scheme to every nn.Linear of ``model`` and to the named embeddings.
 
-    Stacked experts go by the names of the Linears that they are in a checkpoint, ``experts.7.gate_proj``.
+    Stacked experts go by the names of their Linears in a checkpoint, ``experts.7.gate_proj``.
 
     Args:
         model: any module tree.
-        scheme: of the Linears for which nothing else decides; None leaves them as they are.
-        rules: the first that matches a Linear decides.
-        exempt: regexes on full module names, before the rules. One that is not in :data:`DEFAULT_EXEMPT` must match.
+        scheme: default scheme of the Linears; None leaves them unquantized.
+        rules: the first rule that matches a Linear decides.
+        exempt: regexes on full module names, before the rules. A pattern outside :data:`DEFAULT_EXEMPT` must match.
         named: schemes by exact name, before everything else.
 
     Raises:
-        ValueError: a rule, a pattern or a name is not that of any layer.
+        ValueError: a rule, pattern or name matches no layer.
     """
     named = named or {}
     modules = _modules(model)
@@ -148,7 +142,7 @@ _LINEARS = (nn.Linear, StackedLinear)
 
 
 def _modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules by name; a stack by the name of each Linear in it."""
+    """Modules by name; a stack under the name of each of its Linears."""
     modules: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         if isinstance(module, StackedLinear):
@@ -159,7 +153,7 @@ def _modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _matched(modules: dict[str, nn.Module], patterns: Sequence[str]) -> set[str]:
-    """Names of the modules that a pattern matches; an error for a pattern of the user's that matches none."""
+    """Names of the modules that a pattern matches; raises if a pattern outside the defaults matches none."""
     matched: set[str] = set()
     for pattern in patterns:
         names = {name for name in modules if re.fullmatch(pattern, name)}
@@ -172,13 +166,13 @@ def _matched(modules: dict[str, nn.Module], patterns: Sequence[str]) -> set[str]
 
 
 def examples(names: Sequence[str], most: int = 3) -> str:
-    """The first few names, for an error that must show what they look like."""
+    """Format the first few names for an error message."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return (", ".join(names[:most]) or "(there is none)") + more
 
 
 def exempt_line(names: Iterable[str]) -> str:
-    """The line of a recipe that leaves layers of these names, and those like them in other layers, unquantized."""
+    """Recipe line that exempts layers of these names, and their counterparts in other decoder layers."""
     parts = ((r"\d+" if part.isdigit() else re.escape(part) for part in name.split(".")) for name in names)
     quoted = [f"'{pattern}'" for pattern in dict.fromkeys(r"\.".join(some) for some in parts)]
     return f"quant.exempt_more: [{', '.join(quoted)}]"
@@ -188,27 +182,27 @@ _EXPERT = re.compile(r"(?P<experts>(?:.*\.)?experts)\.\d+\.(?P<projection>gate_p
 
 
 def fused_sets(schemes: dict[str, Scheme], modules: dict[str, nn.Module], *, across_experts: bool) -> list[list[str]]:
-    """Sort the layers into the sets that serving fuses; each name is in one set, sets and names are in module order.
+    """Group the layers into the sets that serving fuses; each name is in one set, sets and names in module order.
 
     Raises:
-        ValueError: the layers of a set have several schemes, or only some have one.
+        ValueError: layers of a set have different schemes, or only some have one.
     """
     groups: dict[tuple[str, ...], list[str]] = {}
     for name in schemes:
         groups.setdefault(_fused_key(name, modules, across_experts), []).append(name)
     for parent, *leaves in groups:
         if across_experts and parent.rpartition(".")[2] == "experts":
-            # Each shares its inputs, but one kernel runs all of them; some have no gate.
+            # Input scales are shared per projection, but one kernel runs all projections; some models have no gate.
             leaves = [leaf for leaf in (*GATE_UP, "down_proj") if f"{parent}.0.{leaf}" in modules]
         _check_one_scheme(_members(parent, leaves, modules, across_experts), schemes)
     return list(groups.values())
 
 
 def schemes_of_layers(schemes: Mapping[str, Scheme], modules: Mapping[str, nn.Module]) -> dict[str, Scheme]:
-    """Turn schemes by name of the Linear in a checkpoint into schemes by name of the layer, in module order.
+    """Map schemes by name of the Linear in a checkpoint to schemes by name of the layer, in module order.
 
     Raises:
-        ValueError: the Linears of one layer's stacked experts have several schemes, or only some have one.
+        ValueError: the Linears of one layer's stacked experts have different schemes, or only some have one.
     """
     if any(isinstance(module, StackedLinear) for module in modules.values()):
         return _schemes_of_stacks(schemes, modules)
@@ -216,8 +210,8 @@ def schemes_of_layers(schemes: Mapping[str, Scheme], modules: Mapping[str, nn.Mo
 
 
 def _schemes_of_stacks(schemes: Mapping[str, Scheme], modules: Mapping[str, nn.Module]) -> dict[str, Scheme]:
-    """:func:`schemes_of_layers` where there are stacks."""
-    experts: dict[str, list[str]] = {}  # Linears by the module that holds the stacks
+    """:func:`schemes_of_layers` for a model with stacks."""
+    experts: dict[str, list[str]] = {}  # Linears by the parent module of the stacks
     for name, module in modules.items():
         if isinstance(module, StackedLinear):
             members = experts.setdefault(name.rpartition(".")[0], [])
@@ -235,7 +229,7 @@ def _schemes_of_stacks(schemes: Mapping[str, Scheme], modules: Mapping[str, nn.M
 
 
 def _fused_key(name: str, modules: dict[str, nn.Module], across_experts: bool) -> tuple[str, ...]:
-    """What the layers of one set have in common: their parent, or MoE layer, and the names that are fused there."""
+    """Key of a layer's set: its parent (or MoE layer) and the names fused there."""
     expert = _EXPERT.fullmatch(name)
     if across_experts and expert is not None:
         return (expert["experts"], *(GATE_UP if expert["projection"] in GATE_UP else ("down_proj",)))
@@ -253,7 +247,7 @@ def _fused_key(name: str, modules: dict[str, nn.Module], across_experts: bool) -
 
 
 def _members(parent: str, leaves: Sequence[str], modules: dict[str, nn.Module], across_experts: bool) -> list[str]:
-    """The layers of a set as serving has them, quantized or not."""
+    """All layers of a set, quantized or not, as serving fuses them."""
     parents = [parent]
     if across_experts and parent.rpartition(".")[2] == "experts":
         parents = [f"{parent}.{index}" for index, _ in modules[parent].named_children() if index.isdigit()]
@@ -279,16 +273,16 @@ def _not_one_scheme(members: Sequence[str], schemes: Mapping[str, Scheme]) -> st
 
 
 MOST_CHARACTERS, MOST_REPEATS = 2000, 4
-MANY = 16  # a repetition that may come so often counts as one without end
+MANY = 16  # repetitions up to this count or more are treated as unlimited
 _DIGITS = frozenset({(_constants.CATEGORY, _constants.CATEGORY_DIGIT), (_constants.RANGE, (48, 57))})
-# A component of a module name that is the number of a layer or an expert.
+# Component of a module name that is a layer or expert index.
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
-# What may stand before a name that begins where the model of text does.
+# Optional prefix of a module name inside the text model.
 ANYWHERE = r"(?:.*\.)?"
 
 
 def pattern_problem(text: str) -> str | None:
-    """What is wrong with a regular expression; None if it compiles and ends soon on every name of a module."""
+    """Reason why a regex is not accepted; None if it compiles and matches every module name in short time."""
     if len(text) > MOST_CHARACTERS:
         return f"it has {len(text):,} characters, at most {MOST_CHARACTERS:,} are allowed"
     try:
@@ -305,9 +299,9 @@ def pattern_problem(text: str) -> str | None:
 
 
 def _repeats(parsed: Any, *, inside: bool) -> int | None:
-    """How many repetitions without end a name may be shared out among; None if one holds another, or alternatives.
+    """Count the unlimited repetitions of a pattern; None if one contains another, or alternatives.
 
-    Digits alone do not count: a name has few in a row. Of alternatives all count.
+    Repetitions of digits do not count: a name has few digits in a row. All alternatives count.
     """
     count = 0
     for operation, argument in parsed:
@@ -333,7 +327,7 @@ def _repeats(parsed: Any, *, inside: bool) -> int | None:
 
 
 def _parts(operation: Any, argument: Any) -> list[Any]:
-    """The patterns inside an element that is no repetition."""
+    """Subpatterns of an element that is not a repetition."""
     if operation is _constants.BRANCH:
         return list(argument[1])
     if operation is _constants.SUBPATTERN:
@@ -348,16 +342,17 @@ def _parts(operation: Any, argument: Any) -> list[Any]:
 
 
 def name_patterns(names: Iterable[str], others: Iterable[str], end: str = "", *, anywhere: bool = False) -> list[str]:
-    """A short list for ``targets`` or ``ignore`` that matches all of ``names`` and none of ``others``.
+    """Build a short list for ``targets`` or ``ignore`` that matches all of ``names`` and none of ``others``.
 
-    Names that differ only in numbers (of layers, of experts) share an anchored pattern: for all numbers if no other
-    name is like them, else for the numbers of their layers: a list of every expert of every layer would be megabytes.
+    Names that differ only in numbers (of layers, of experts) share an anchored pattern: for all numbers if no name in
+    ``others`` has the same form, else for the numbers of their layers, as a list of every expert of every layer would
+    be megabytes.
 
     Args:
         names: module names.
         others: module names.
         end: a regex that follows each name.
-        anywhere: whether readers may have the modules inside another one: there are patterns only, for any place.
+        anywhere: use only patterns, with an optional prefix, for readers that nest the modules inside another one.
     """
     others = list(others)
     alike, strangers = _by_numbers(names), _by_numbers(others)
@@ -387,7 +382,7 @@ def name_patterns(names: Iterable[str], others: Iterable[str], end: str = "", *,
 
 
 def _by_numbers(names: Iterable[str]) -> dict[tuple[str, ...], dict[tuple[str, ...], None]]:
-    """The numbers in the names, by what lies between them."""
+    """Group names by the text between their numbers."""
     found: dict[tuple[str, ...], dict[tuple[str, ...], None]] = {}
     for name in names:
         found.setdefault(tuple(_NUMBER.split(name)), {})[tuple(_NUMBER.findall(name))] = None
@@ -403,7 +398,7 @@ def _woven(parts: Iterable[str], numbers: Iterable[str]) -> list[str]:
     return [text for part in parts for text in (part, next(between, ""))]
 
 
-# The version of vLLM whose tables these are.
+# The version of vLLM from which FUSED is taken.
 VLLM_VERSION = "0.33.0"
 
 
@@ -411,9 +406,9 @@ class FusedLayers(NamedTuple):
     """Layers of one parent that are served as one.
 
     Attributes:
-        members: their names below the parent. A layer that a model does not have is served as if it were one of the
-            others (Gemma 4's values are its keys), or not at all.
-        classes: how the names of the parents' classes begin; any class where there is none.
+        members: their names below the parent. If a model lacks one, serving uses another in its place (Gemma 4's values
+            are its keys), or none.
+        classes: prefixes of the parents' class names; any class if empty.
     """
 
     members: tuple[str, ...]
