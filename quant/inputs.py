@@ -1,35 +1,24 @@
-"""The quantized form of a layer's input, made once for all layers that read the same tensor.
+"""Quantized form of a layer's input, computed once for all layers that read the same tensor.
 
 q, k and v read one tensor and share its scale, as do gate and up; quantizing it three times would waste two passes over
-it and keep three copies of the codes for backward. The modules stay separate, because ZeRO-3 hooks each of them, so the
-first one that sees a tensor leaves its quantized form for the others (:class:`SharedInput`). In backward each of them
-multiplies its gradient by what the forward multiplied, which the first one restores for all (:class:`Restored`).
+it and keep three copies of the codes for backward. As ZeRO-3 hooks each module, the modules stay separate: the first
+one that gets a tensor caches its quantized form for the others (:class:`SharedInput`). In backward, each multiplies its
+gradient by the input as the forward multiplied it, which the first one restores for all (:class:`Restored`). Under
+ZeRO-3 each module gets an alias of the tensor: two inputs are the same if they show the same memory in the same
+version. Nothing is cached under ``torch.compile``: the compiler merges identical operators.
 
-Under ZeRO-3 each module gets an alias of the tensor, not the tensor itself: two inputs are the same if they show the
-same memory in the same version. Under ``torch.compile`` nothing is handed over: the compiler sees that three identical
-operators are one.
+A norm whose readers all quantize its output with one fixed scale returns codes only: a tensor with shape, dtype, device
+and gradient but without values (:class:`QuantizedActivation`), from which the readers take the codes
+(:class:`QuantizedActivationInput`). Any other use of its values (a router, a hook, an unknown forward) raises an error
+that names the cause.
 
-An output that exists in quantized form alone, and the layers that it is handed to.
-
-A norm whose readers all quantize what it gives them with one fixed scale need not write it: it gives them codes. What
-it returns stands where its output would stand in the model, with shape, dtype, device and gradient, and without values
-(:class:`QuantizedActivation`). The readers take the codes out of it (:class:`QuantizedActivationInput`). Whoever else
-looks at its values, a router, a hook, a model whose forward is another one than was thought, ends with an error that
-says so.
-
-Whether an input is kept for backward anyway, because fused attention made it and keeps its own output.
-
-A layer that keeps codes for its backward does so to free what they were made of. Of o_proj's input that frees nothing:
-it is a view of what fused attention gave out, and attention's backward wants that output, beside queries, keys and
-values. Codes would then be bytes on top. So such an input is kept itself, which takes none, and quantized again in
-backward, which gives the bits that the codes stand for.
-
-The graph says it: behind an input that shows attention's output as it lies there are nodes of views, and then
-attention's node. Whatever computes (a gate, a cast, a copy in another layout, a rotation) has a node of its own, and
-codes are kept. Eager attention is no such node: its last product keeps what it multiplied, not what it gave out.
-
-A wrong answer would cost bytes, never bits. The input shares attention's version counter, so that a write to either
-between forward and backward is an error there.
+Codes are kept for backward to free the input. The input of o_proj is not freed: it is a view of fused attention's
+output, which attention keeps for its own backward. So such an input is kept itself, at no cost, and quantized again in
+backward, with the same bits (:func:`kept_by_attention`). This shows in the autograd graph: behind the input there are
+only view nodes, then attention's node. Any computation (a gate, a cast, a copy in another layout, a rotation) has its
+own node, and codes are kept. Eager attention is not such a node: its last product saves its operands, not its output. A
+wrong answer would cost bytes, never bits: the input shares attention's version counter, so that a write to either
+between forward and backward raises.
 """
 
 import weakref
@@ -47,13 +36,13 @@ from quant.spec import TensorSpec
 
 
 class QuantizedInput(NamedTuple):
-    """An input ready for the GEMM, and what backward keeps of it.
+    """Input ready for the GEMM, with the tensors that backward keeps.
 
     Attributes:
-        values: the fake-quantized input; None where the codes are multiplied, or the input is used as it is.
-        codes: its codes; None where neither the GEMM nor backward wants them. Of a dynamic input packed.
-        mask: packed, which elements are inside the range; None where backward does not want it.
-        scales: of the codes of a dynamic input, as :func:`quant.kernels.keep_tokens` has them; else None.
+        values: fake-quantized input; None if the codes are multiplied, or the input is not quantized.
+        codes: codes; None if neither the GEMM nor backward needs them. Packed for a dynamic input.
+        mask: packed bits, 1 inside the range; None if backward does not need it.
+        scales: scales of the codes of a dynamic input, as in :func:`quant.kernels.keep_tokens`; else None.
     """
 
     values: Tensor | None = None
@@ -63,12 +52,12 @@ class QuantizedInput(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """What is wanted of a quantized input.
+    """Outputs needed from quantizing an input.
 
     Attributes:
         codes_for_gemm: the GEMM multiplies the codes, not the fake-quantized values.
-        codes: backward wants the codes.
-        mask: backward wants the mask.
+        codes: backward needs the codes.
+        mask: backward needs the mask.
     """
 
     codes_for_gemm: bool
@@ -79,9 +68,9 @@ class Wanted(NamedTuple):
 def quantize_input(
     x: Tensor, scale: Scale | None, spec: TensorSpec, model_dtype: torch.dtype, wanted: Wanted
 ) -> QuantizedInput:
-    """Quantize ``x`` for the GEMM, and keep of it what backward wants.
+    """Quantize ``x`` for the GEMM, with the tensors that backward needs.
 
-    A dynamic input has no scale but a global one.
+    A dynamic input has no stored scale except a global one.
     """
     if spec.dynamic:
         return _quantize_dynamic(x, None if scale is None else scale.s0, spec, wanted)
@@ -99,53 +88,54 @@ def quantize_input(
 
 
 class Restored:
-    """The input of some layers as their forward multiplied it, made once in backward from what was kept of it.
+    """Cache, during backward, of the input of some layers as their forward multiplied it.
 
-    The autograd nodes of the layers hold one such object for each input, from forward on, but until the first of their
-    backwards it is empty. It is emptied by the last of them; when another one is filled, of which there is one at a
-    time; and when backward ends, which a backward of only some of the layers brings about. After a backward that raised
-    it goes with the nodes. Nobody depends on what it holds: what is not there, or was made from other memory (where
-    something moves what is kept), is made anew, with the same bits.
+    The layers' autograd nodes share one such object per input, created in forward and empty until their first backward.
+    It is emptied by the last of these backwards, when another one is filled (only one is filled at a time), and when
+    backward ends, for a backward of only some of the layers. After a backward that raised, it is freed with the nodes.
+    If the cache is empty or made from other memory (saved tensors may be moved), the input is computed again, with the
+    same bits.
 
     Attributes:
-        layers: how many layers keep the input for backward.
+        layers: number of layers that keep the input for backward.
     """
 
     _filled: ClassVar["weakref.ref[Restored] | None"] = None
 
     def __init__(self) -> None:
         self.layers = 0
-        self._taken = 0
-        self._held: tuple[Tensor, Tensor] | None = None
+        self._uses = 0
+        self._entry: tuple[Tensor, Tensor] | None = None
 
     def has(self, kept: Tensor) -> bool:
-        """Whether :meth:`get` would make nothing."""
-        return self._held is not None and _same_memory(self._held[0], kept)
+        """Return True if :meth:`get` would compute nothing."""
+        return self._entry is not None and _same_memory(self._entry[0], kept)
 
     def get(self, kept: Tensor, make: Callable[[], Tensor]) -> Tensor:
-        """What ``make`` makes of ``kept``; nobody may write to it. To be called in backward."""
-        held = self._held
-        if held is None or not _same_memory(held[0], kept):
+        """Return the cached result of ``make`` for ``kept``, to be called in backward; the result must not be written
+        to."""
+        entry = self._entry
+        if entry is None or not _same_memory(entry[0], kept):
             other = None if Restored._filled is None else Restored._filled()
             if other is not None:
                 other.drop()
-            held = (kept.detach(), make())
-            self._held, self._taken = held, 0
+            entry = (kept.detach(), make())
+            self._entry, self._uses = entry, 0
             Restored._filled = weakref.ref(self)
             torch.autograd.Variable._execution_engine.queue_callback(self.drop)
-        self._taken += 1
-        if self._taken >= self.layers:
+        self._uses += 1
+        if self._uses >= self.layers:
             self.drop()
-        return held[1]
+        return entry[1]
 
     def drop(self) -> None:
-        """Hold nothing."""
-        self._held, self._taken = None, 0
+        """Empty the cache."""
+        self._entry, self._uses = None, 0
 
 
 def _quantize_dynamic(x: Tensor, above: Tensor | None, spec: TensorSpec, wanted: Wanted) -> QuantizedInput:
-    """The same of a dynamic input, below the global scale ``above``. Integers clip at one end of every token, and have
-    zero points: of them nothing is kept."""
+    """:func:`quantize_input` of a dynamic input, below the global scale ``above``. Nothing is kept for integers, which
+    clip at one end of every token and may have zero points."""
     if not any(wanted) or spec.dtype == "int" or x.numel() == 0:
         return QuantizedInput(kernels.fake_quantize_tokens(x, spec, above))
     kept = QuantizedInput(*kernels.keep_tokens(x, spec, above, mask=wanted.mask))
@@ -154,7 +144,7 @@ def _quantize_dynamic(x: Tensor, above: Tensor | None, spec: TensorSpec, wanted:
 
 @dataclass
 class _Entry:
-    """What one layer left for the next. Holding ``x`` keeps its address from being given to another tensor."""
+    """Cached input of a layer. Keeping ``x`` prevents reuse of its address by another tensor."""
 
     x: Tensor
     version: int
@@ -165,22 +155,21 @@ class _Entry:
 
 
 class SharedInput:
-    """Hands the quantized input from the first of the layers that read it to the others; all of them hold this object.
+    """Cache of the quantized input, shared by the layers that read the same tensor.
 
-    The entry is dropped when the last layer has taken it, and replaced when another tensor comes: between two forwards
-    nothing is held.
+    The entry is dropped after its last use, and replaced when another tensor comes: nothing is held between two
+    forwards.
     """
 
     def __init__(self, consumers: int) -> None:
-        """``consumers`` is how many layers read each tensor."""
+        """Create an empty cache; ``consumers`` is the number of layers that read each tensor."""
         self.consumers = consumers
         self._entry: _Entry | None = None
 
     def get(
         self, x: Tensor, wanted: Wanted, make: Callable[[], QuantizedInput]
     ) -> tuple[QuantizedInput, Restored | None]:
-        """The quantized form of ``x`` with what is ``wanted`` of it, from the layer before or made now, and where its
-        layers find it in backward."""
+        """Quantized form of ``x``, cached or computed now, and its :class:`Restored` for backward."""
         if torch.compiler.is_compiling() or x.is_inference():
             return make(), None
         entry = self._entry
@@ -192,23 +181,23 @@ class SharedInput:
         return (entry.value, entry.restored) if entry.wanted == wanted else (make(), None)
 
     def drop(self) -> None:
-        """Forget the entry: all layers have taken it, or the scale changed after an unfinished forward."""
+        """Drop the entry, after its last use or a change of the scale."""
         self._entry = None
 
 
-def _same_memory(seen: Tensor, x: Tensor) -> bool:
-    """Whether two tensors show the same elements, and know of the same writes to them."""
+def _same_memory(other: Tensor, x: Tensor) -> bool:
+    """Return True if two tensors show the same elements and share their version."""
     return (
-        seen.data_ptr() == x.data_ptr()
-        and seen.shape == x.shape
-        and seen.stride() == x.stride()
-        and seen.dtype == x.dtype
-        and x._version == seen._version
+        other.data_ptr() == x.data_ptr()
+        and other.shape == x.shape
+        and other.stride() == x.stride()
+        and other.dtype == x.dtype
+        and x._version == other._version
     )
 
 
 def mask_(ctx: Any, saved: Any, grad: Tensor) -> None:
-    """Mask an input's gradient as :func:`used_input` would, of a :class:`quant.autograd.Saved` and its context."""
+    """Mask an input's gradient as :func:`used_input` does, given a :class:`quant.autograd.Saved` and its context."""
     if ctx.keeps_codes:
         kernels.masked_(grad, saved.mask)
     else:
@@ -216,7 +205,7 @@ def mask_(ctx: Any, saved: Any, grad: Tensor) -> None:
 
 
 def used_input(ctx: Any, saved: Any, unmasked: Tensor | None = None, *, after: Tensor) -> Tensor:
-    """The input as the forward's GEMM saw it, from what was kept of it. The input's gradient, if given, is masked in
+    """Input as the forward's GEMM multiplied it, from the saved tensors. Masks the input's gradient ``unmasked`` in
     place."""
     spec: TensorSpec | None = ctx.plan.input
     restored: Restored | None = ctx.plan.restored
@@ -239,7 +228,7 @@ def used_input(ctx: Any, saved: Any, unmasked: Tensor | None = None, *, after: T
 
 
 def _dynamic_values(saved: Any, spec: TensorSpec, unmasked: Tensor | None, after: Tensor) -> Tensor:
-    """A dynamic input as it was multiplied; ``unmasked`` is masked in the same launch."""
+    """Fake-quantized values of a dynamic input; masks ``unmasked`` in the same launch."""
     x, above = saved.x, saved.input_s0
     if unmasked is None:
         return kernels.fake_quantize_tokens(x, spec, above, after=after)
@@ -252,14 +241,14 @@ _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
 class QuantizedActivation(Tensor):
-    """A tensor of which readers get the quantized form, and nobody the values.
+    """Tensor without values that carries its quantized form for the layers that read it.
 
-    It may be detached, which ZeRO-3's hooks do, and asked for its shape; every other operator is an error.
+    Only detach (used by ZeRO-3's hooks) and shape queries are allowed; every other operator raises.
 
     Attributes:
-        quantized: what the readers use. Its mask stays with whoever made it, who masks the gradient of them all.
-        restored: where they find it in backward.
-        source: whose output it is, for an error.
+        quantized: the quantized form. Its mask is kept by the producer, which masks the gradient for all readers.
+        restored: cache of the input for backward.
+        source: name of the producer, for an error.
     """
 
     quantized: QuantizedInput
@@ -268,7 +257,7 @@ class QuantizedActivation(Tensor):
 
     @staticmethod
     def __new__(cls, like: Tensor, quantized: QuantizedInput, restored: Restored, source: str) -> "QuantizedActivation":
-        """In the shape and dtype of ``like``, contiguous."""
+        """Create a tensor in the shape and dtype of ``like``, contiguous."""
         made: QuantizedActivation = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, dtype=like.dtype, device=like.device
         )
@@ -297,16 +286,15 @@ class QuantizedActivation(Tensor):
 
 
 class QuantizedActivationInput(SharedInput):
-    """What layers share that may be handed an input: its quantized form, or what :class:`SharedInput` makes of one that
-    has values."""
+    """:class:`SharedInput` that also accepts a :class:`QuantizedActivation`."""
 
     def get(
         self, x: Tensor, wanted: Wanted, make: Callable[[], QuantizedInput]
     ) -> tuple[QuantizedInput, Restored | None]:
-        """As of the base class. The mask is None where the input was handed over.
+        """As in the base class. The mask is None for a :class:`QuantizedActivation`.
 
         Raises:
-            RuntimeError: what was handed over lacks what is wanted: a switch moved between norm and layer.
+            RuntimeError: a needed output is missing: fake quantization was switched between norm and layer.
         """
         if not isinstance(x, QuantizedActivation):
             return super().get(x, wanted, make)
@@ -318,11 +306,11 @@ class QuantizedActivationInput(SharedInput):
         return x.quantized, x.restored if self.consumers > 1 else None
 
 
-# Nodes of operators whose output shows the memory, and counts the writes, of their one input. _unsafe_view is none of
-# them: it counts writes of its own.
+# Autograd nodes whose output shares the memory and version of their one input. Not _unsafe_view, which has its own
+# version.
 VIEWS = frozenset({"Alias", "Permute", "ReshapeAlias", "Slice", "Squeeze", "T", "Transpose", "Unsqueeze", "View"})
-# Nodes whose backward asks for their output: torch's (tools/autograd/derivatives.yaml of 2.11 to 2.13, in which each of
-# these formulas has `output`), and flash-attn's (flash_attn_interface.py, save_for_backward of out_padded).
+# Autograd nodes that save their output: torch's (formulas with `output` in tools/autograd/derivatives.yaml of 2.11 to
+# 2.13) and flash-attn's (flash_attn_interface.py, save_for_backward of out_padded).
 ATTENTION = frozenset(
     {
         "ScaledDotProductFlashAttentionForCpu",
@@ -340,15 +328,15 @@ ATTENTION = frozenset(
 
 
 def kept_by_attention(x: Tensor, aliases: frozenset[str] = frozenset()) -> bool:
-    """Whether ``x`` shows the memory of an output that fused attention keeps for its own backward.
+    """Return True if ``x`` shows the memory of an output that fused attention keeps for its own backward.
 
     Args:
-        x: a layer's input, as autograd knows it.
-        aliases: names of autograd Functions around modules whose output shows the memory of their one input, and counts
-            its writes. Nothing says that of a Function but its author.
+        x: a layer's input, with its autograd graph.
+        aliases: names of additional autograd Functions whose output shares the memory and version of their one input;
+            this cannot be detected.
 
     Returns:
-        False also under ``torch.compile``, which has no graph yet to look at.
+        Always False under ``torch.compile``, where no graph exists yet.
     """
     if torch.compiler.is_compiling():
         return False

@@ -1,20 +1,18 @@
-"""Keys and values fake-quantized as a quantized KV cache keeps them: after q/k-norm and RoPE, one scale each per layer.
+"""Fake quantization of keys and values as in a quantized KV cache: after q/k-norm and RoPE, one scale each per layer.
 
-What serving computes: vLLM stores ``e4m3(k / k_scale)``, saturating, and attention reads it back times ``k_scale``, in
-the prompt as in generation; values the same. So do transformers and, since August 2026 (its pull request 35455), SGLang
-with a compressed-tensors checkpoint. The scales are per layer, fp32 of shape [1], on disk ``<attention>.k_scale`` and
-``<attention>.v_scale``. We multiply by the reciprocal where these divide, which moves the code of about one value in a
-thousand to its neighbor. Attention kernels that also round queries and probabilities to fp8 do more than this
-simulates.
+vLLM stores ``e4m3(k / k_scale)``, saturating, and attention reads it back times ``k_scale``, in prompt and generation;
+values likewise. So do transformers and, since August 2026 (its pull request 35455), SGLang with a compressed-tensors
+checkpoint. Scales are per layer, fp32 of shape [1], on disk ``<attention>.k_scale`` and ``<attention>.v_scale``. Here
+the reciprocal is multiplied instead of a division, which moves the code of about one value in a thousand to its
+neighbor. Attention kernels that also round queries and probabilities to fp8 are not simulated.
 
-How: transformers' models call attention through a registry of implementations (``AttentionInterface``), with keys and
-values in their last form. :func:`attach_kv_cache` registers one that quantizes them with the scales of the attention
-module and goes on to the implementation that it stands for, which is then left as it is: sdpa, eager, flex_attention,
-flash_attention_2 or the user's own. With a cache, keys are stored as they were and quantized when they are read, which
-gives the same values: one token's does not depend on the others.
+transformers' models call attention through a registry of implementations (``AttentionInterface``), with keys and values
+in their final form. :func:`attach_kv_cache` registers an implementation that quantizes them with the scales of the
+attention module and then calls the original one unchanged: sdpa, eager, flex_attention, flash_attention_2 or the user's
+own. With a cache, unquantized keys are stored and quantized when read, which is equivalent: tokens are independent.
 
-Attention kernels keep the quantized keys and values for backward. Beside them this keeps a 1-bit mask where the scale
-is fixed, the unquantized ones where it learns.
+Attention kernels keep the quantized keys and values for backward. In addition, this keeps a 1-bit mask for a fixed
+scale, or the unquantized keys and values for a learned one.
 """
 
 import inspect
@@ -33,28 +31,28 @@ from quant.scale import Quantizer, Scale, lsq_factor
 from quant.spec import TensorSpec
 
 KEY, VALUE = "k_cache", "v_cache"
-"""Attributes of an attention module."""
+"""Names of the attributes on an attention module."""
 
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 _EAGER = "eager_attention_forward"
 
 
 class QuantCache(nn.Module):
-    """Takes the keys, or the values, of one layer to the grid of the cache and back.
+    """Fake quantizer of the keys, or of the values, of one layer.
 
-    A theta that trains gets a gradient of zeros while nothing is quantized. Its gradient has the factor of LSQ, whose
-    numel is the features of a token (KV heads times their size), as for the input of a Linear.
+    A theta that trains gets a gradient of zeros while quantization is off. Its gradient has LSQ's factor with numel =
+    features of a token (KV heads times head size), as for the input of a Linear.
 
     Attributes:
-        spec: how they are quantized.
+        spec: number format.
         input_s0: frozen fp32 scale ``(1,)``; NaN until filled.
         input_theta: its learned logarithmic correction in the model's dtype, or None.
-        input_fake_quant: whether they are quantized now.
-        input_observer: watches them in every forward while set.
+        input_fake_quant: switch of fake quantization.
+        input_observer: if set, observes the keys or values in every forward.
     """
 
     def __init__(self, spec: TensorSpec, *, dtype: torch.dtype, device: torch.device, learn: bool) -> None:
-        """``dtype`` is the model's."""
+        """Create an unfilled scale; ``dtype`` is the model's."""
         super().__init__()
         self.spec = spec
         self.input_s0 = nn.Parameter(torch.full((1,), torch.nan, device=device), requires_grad=False)
@@ -63,7 +61,7 @@ class QuantCache(nn.Module):
         self.input_observer: Observer | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` is ``[batch, KV heads, tokens, head size]`` in the model's dtype, any stride."""
+        """Fake-quantize ``x [batch, KV heads, tokens, head size]`` in the model's dtype, any stride."""
         if self.input_observer is not None:
             self.input_observer.update(x, self.input_scale() if self.input_fake_quant else None)
         learns = self.input_theta is not None and torch.is_grad_enabled()
@@ -79,7 +77,7 @@ class QuantCache(nn.Module):
 
     @torch.no_grad()
     def input_scale(self) -> Tensor:
-        """The effective scale as the forward uses it, fp32 ``(1,)``. Parameters gathered."""
+        """Effective scale as the forward uses it, fp32 ``(1,)``. Parameters gathered."""
         scale = Scale(self.input_s0, self.input_theta)
         return kernels.effective_scale(Quantizer(scale, self.spec, torch.float32))
 
@@ -88,7 +86,7 @@ class QuantCache(nn.Module):
 
 
 class _FakeQuantize(torch.autograd.Function):
-    """``apply(x, s0, theta, spec, features)``; ``x`` itself where spec is None."""
+    """``apply(x, s0, theta, spec, features)``; returns ``x`` if spec is None."""
 
     @staticmethod
     def forward(
@@ -115,7 +113,7 @@ class _FakeQuantize(torch.autograd.Function):
         saved = ctx.saved_tensors
         if ctx.spec is None:
             return grad, None, torch.zeros_like(saved[0]) if needs_theta else None, None, None
-        # A copy: what is written here is ours, and contiguous as the kernels ask for.
+        # A copy to write to, contiguous as the kernels need it.
         grad = grad.clone(memory_format=torch.contiguous_format)
         if not needs_theta:
             (mask,) = saved
@@ -132,22 +130,22 @@ class _FakeQuantize(torch.autograd.Function):
 
 
 def attach_kv_cache(model: nn.Module, spec: TensorSpec, *, learn: bool) -> dict[str, QuantCache]:
-    """Give every attention module of ``model`` a quantizer of its keys and one of its values, in place.
+    """Give every attention module of ``model`` a quantizer for its keys and another for its values, in place.
 
-    The model's attention implementation becomes one that calls them; it may not be set again afterwards. The scales are
-    new Parameters on the device of the attention's, not partitioned.
+    The model's attention implementation is replaced by a wrapper; do not set it again afterwards. The scales are new
+    Parameters on the attention's device, not partitioned.
 
     Args:
-        model: of transformers (PreTrainedModel); parameters may be partitioned or on the meta device.
-        spec: how keys and values are quantized: per tensor.
-        learn: whether the scales get a theta.
+        model: a PreTrainedModel of transformers; parameters may be partitioned or on the meta device.
+        spec: number format of keys and values, per tensor.
+        learn: give the scales a theta.
 
     Returns:
         The quantizers by module name, keys before values, in module order.
 
     Raises:
-        ValueError: the model has no attention, or one whose keys and values do not come through transformers' attention
-            interface, or whose cache does not hold them.
+        ValueError: the model has no attention, or an attention whose keys and values do not pass through transformers'
+            attention interface or are not in its cache.
     """
     attentions = _attention_modules(model)
     if not isinstance(model, PreTrainedModel):
@@ -170,7 +168,7 @@ def attach_kv_cache(model: nn.Module, spec: TensorSpec, *, learn: bool) -> dict[
 
 
 def _attention_modules(model: nn.Module) -> dict[str, Any]:
-    """The modules that call an attention implementation, by name; an error where others attend by themselves."""
+    """Modules that call an attention implementation, by name; raises for attention outside of the interface."""
     modules = dict(model.named_modules())
     found = {name: module for name, module in modules.items() if _INTERFACE in _globals_used(module)}
     others = [
@@ -197,7 +195,7 @@ def _attention_modules(model: nn.Module) -> dict[str, Any]:
 
 
 def _not_cached(attention: nn.Module) -> str | None:
-    """Why the cache of this module does not hold the keys and values that its attention reads."""
+    """Reason why the module's cache does not hold the keys and values that its attention reads, or None."""
     if hasattr(attention, "kv_b_proj"):
         return "it is served from the latent that keys and values are projected from"
     if getattr(attention, "is_kv_shared_layer", False):
@@ -206,7 +204,7 @@ def _not_cached(attention: nn.Module) -> str | None:
 
 
 def _globals_used(module: nn.Module) -> tuple[str, ...]:
-    """Names of globals and attributes in the source of the module's forward."""
+    """Names of globals and attributes used in the module's forward."""
     code = getattr(_forward(module), "__code__", None)
     return code.co_names if code is not None else ()
 
@@ -216,12 +214,12 @@ def _forward(module: nn.Module) -> Callable[..., Any]:
 
 
 def _register(base: str, attentions: dict[str, Any]) -> str:
-    """Register ``base`` with quantized keys and values for a model's attention modules; returns the name for it."""
+    """Register ``base`` with quantized keys and values for the attention modules; return the new name."""
     implementations = {_implementation(base, name, attention) for name, attention in attentions.items()}
     if len(implementations) > 1:
         raise ValueError(f"attention modules with different implementations of {base!r} in one model")
     (implementation,) = implementations
-    # Flash kernels are looked up by the name that the configuration holds.
+    # Flash kernels are looked up by the name in the configuration.
     renames = "flash" in base
 
     def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -230,7 +228,7 @@ def _register(base: str, attentions: dict[str, Any]) -> str:
         caller = _Renamed(module, base) if renames else module
         return implementation(caller, query, key, value, *args, **kwargs)
 
-    # "flash" in a name makes transformers look for a kernel of that name, and so does a slash.
+    # transformers would look up a kernel for a name with "flash" or a slash.
     plain = re.sub(r"\W", "_", base.replace("flash", "fast"))
     name = f"{plain}_quantized_kv_{implementation.__module__.rpartition('.')[2]}"
     AttentionInterface.register(name, attention)
@@ -241,7 +239,8 @@ def _register(base: str, attentions: dict[str, Any]) -> str:
 
 
 def _implementation(base: str, name: str, attention: nn.Module) -> Callable[..., Any]:
-    """What ``attention`` calls where the configuration says ``base``: its file may have one of its own."""
+    """Function that ``attention`` calls for the implementation ``base``; eager attention is defined in the model's
+    file."""
     scope = _forward(attention).__globals__
     if base != "eager":
         return scope[_INTERFACE].get_interface(base, None)
@@ -252,7 +251,7 @@ def _implementation(base: str, name: str, attention: nn.Module) -> Callable[...,
 
 
 class _Renamed:
-    """An attention module, whose configuration says another name of the implementation."""
+    """Attention module with another implementation name in its configuration."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self._module = module

@@ -1,21 +1,20 @@
-"""What :func:`quant.prepare` did to a model: its quantized layers, the scales that they share, and the switches of a
+"""Result of :func:`quant.prepare`: the quantized layers of a model, their shared scales, and the switches of a
 schedule.
 
-Serving keeps one scale for the layers that it fuses (:mod:`quant.rules`) and one for their input; a fused MoE kernel
-keeps one input scale per layer for all experts. If training used separate scales, serving would requantize to the
-largest one and compute something else than was trained. So the same groups share one Parameter here:
+Serving keeps one scale for the layers it fuses (:mod:`quant.rules`) and one for their input; a fused MoE kernel keeps
+one input scale per layer for all experts. With separate scales in training, serving would requantize to the largest one
+and compute something else than was trained. So the same groups share one Parameter here:
 
 * a weight scale per tensor: over q/k/v, over gate/up (of one expert in an MoE); finer scales belong to one row, never
   shared;
-* a static input scale, or the global one above dynamic scales (NVFP4): over q/k/v, over gate/up, and over all experts
+* a static input scale, or the global scale above dynamic scales (NVFP4): over q/k/v, over gate/up, and over all experts
   of an MoE layer, one for gate/up and one for down.
 
-Where the experts of a layer are one stack, its scales are one Parameter too, with an entry for each expert.
+If the experts of a layer are one stack, its scales are also one Parameter with an entry per expert. The Parameter is
+registered on every member and owned by the first one in module order, so ``model.parameters()`` lists it once. A group
+that is only partly quantized is an error, as it could not be served as trained.
 
-The Parameter is registered on every member and owned by the first one in module order, so ``model.parameters()`` lists
-it once. A group that is only partly quantized is an error: what is served could not be what was trained.
-
-Keys and values have a scale each per layer, which nothing shares; their groups are among those of inputs.
+Keys and values have a scale each per layer, never shared; their groups are listed with those of inputs.
 """
 
 import re
@@ -39,17 +38,16 @@ Linears = dict[str, nn.Linear | StackedLinear]
 
 @dataclass(frozen=True)
 class ScaleGroup:
-    """One scale and the layers that share it.
+    """Scale and the layers that share it.
 
     Attributes:
-        owner: name of the first member in module order; the scale's Parameters carry its name in
-            ``named_parameters()``.
+        owner: name of the first member in module order; the scale's Parameters have its name in ``named_parameters()``.
         members: names of all layers (or the quantizer of keys, or of values) that share the scale, in module order.
-        spec: how what it scales is quantized.
-        scale: the scale, of Parameters: s0 in the shape that ``spec`` says, ``(1,)`` of an input, and NaN until filled,
-            as are zero points; theta in the model's dtype, 0 at the start. The global scale above e4m3 scales is the s0
-            of a group of its own; of inputs, whose e4m3 scales are dynamic, it is the s0 of the only one.
-        observer: of the group's input, or None in a group of weights.
+        spec: number format of the scaled tensors.
+        scale: scale made of Parameters: s0 in the shape given by ``spec``, ``(1,)`` for an input, NaN until filled, as
+            are zero points; theta in the model's dtype, 0 at the start. A global scale above e4m3 scales is the s0 of a
+            separate group; for inputs, whose e4m3 scales are dynamic, it is the only s0.
+        observer: observer of the group's input, or None for weights.
     """
 
     owner: str
@@ -60,27 +58,27 @@ class ScaleGroup:
 
     @property
     def s0(self) -> nn.Parameter:
-        """The frozen part of the scale."""
+        """Frozen part of the scale."""
         return self.scale.s0  # type: ignore[return-value]
 
     @property
     def theta(self) -> nn.Parameter | None:
-        """The learned part of the scale, None for a static one."""
+        """Learned part of the scale, None for a static scale."""
         return self.scale.theta  # type: ignore[return-value]
 
     @property
     def zero(self) -> nn.Parameter | None:
-        """The zero points beside the scale, None where ``spec`` has none."""
+        """Zero points beside the scale, None if ``spec`` has none."""
         return self.scale.zero  # type: ignore[return-value]
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """What has to be gathered to read the scale."""
+        """Parameters to gather for reading the scale."""
         return [parameter for parameter in (self.s0, self.theta, self.zero) if parameter is not None]
 
 
 def weight_shape(linear: nn.Linear | StackedLinear) -> tuple[int, ...]:
-    """``(out, in)``, or ``(E, out, in)`` of a stack, also where the weight is a partition."""
+    """``(out, in)``, or ``(E, out, in)`` for a stack, even if the weight is a partition."""
     stack = (linear.num_experts,) if isinstance(linear, StackedLinear) else ()
     return (*stack, linear.out_features, linear.in_features)
 
@@ -88,13 +86,13 @@ def weight_shape(linear: nn.Linear | StackedLinear) -> tuple[int, ...]:
 def weight_groups(
     sets: list[list[str]], linears: Linears, schemes: Mapping[str, Scheme], learn: bool
 ) -> tuple[list[ScaleGroup], list[ScaleGroup]]:
-    """The scale groups of weights, and those of their global scales.
+    """Build the scale groups of weights, and those of their global scales.
 
     Args:
         sets: names of the layers that serving fuses, see :func:`quant.rules.fused_sets`.
         linears: the layers by name.
         schemes: their schemes by name.
-        learn: whether the scales get a theta. Global scales and zero points never do.
+        learn: give the scales a theta; global scales and zero points never have one.
 
     Raises:
         ValueError: a weight does not divide into the groups of its scheme.
@@ -114,7 +112,7 @@ def weight_groups(
 
 
 def embedding_group(name: str, embedding: nn.Embedding, spec: TensorSpec, learn: bool) -> ScaleGroup:
-    """The scale group of an embedding's table, which shares its scale with nothing.
+    """Build the scale group of an embedding's table, never shared.
 
     Raises:
         ValueError: the table does not divide into the groups of ``spec``.
@@ -126,8 +124,8 @@ def embedding_group(name: str, embedding: nn.Embedding, spec: TensorSpec, learn:
 def input_groups(
     sets: list[list[str]], linears: Linears, schemes: Mapping[str, Scheme], learn: bool, ranges: Ranges
 ) -> list[ScaleGroup]:
-    """The scale groups of inputs: one for each of the sets (see :func:`quant.rules.fused_sets`) whose scheme stores a
-    scale of its input.
+    """Build the scale groups of inputs, for each set (see :func:`quant.rules.fused_sets`) whose scheme stores an input
+    scale.
 
     Raises:
         ValueError: layers of a set read inputs of different widths.
@@ -151,7 +149,7 @@ def _check_same_width(members: list[str], linears: Linears) -> None:
 
 
 def cache_group(name: str, cache: QuantCache, ranges: Ranges) -> ScaleGroup:
-    """The scale group of the keys, or of the values, of one layer."""
+    """Scale group of the keys, or of the values, of one layer."""
     scale = Scale(cache.input_s0, cache.input_theta)
     return ScaleGroup(name, [name], cache.spec, scale, _observer(cache.spec, ranges))
 
@@ -167,8 +165,7 @@ def _new_scale(
     *,
     zero_points: bool = False,
 ) -> Scale:
-    """A frozen fp32 scale of NaNs, with a theta of zeros in the dtype of the weight if it learns, and zero points of
-    NaNs where there are some."""
+    """Frozen fp32 scale of NaNs, optionally with a theta of zeros in the weight's dtype and zero points of NaNs."""
     device, dtype = owner.weight.device, owner.weight.dtype
 
     def frozen() -> nn.Parameter:
@@ -180,19 +177,18 @@ def _new_scale(
 
 @dataclass(frozen=True)
 class Quantization:
-    """What :func:`quant.prepare` did to a model, and the switches.
+    """Quantized layers of a model, their scales, and the switches of fake quantization.
 
     Attributes:
-        layers: the quantized layers by module name, in module order; each knows its scheme.
-        exempt: names of the modules that an exempt pattern matched (routers that are no nn.Linear among them), in
-            module order.
-        weight_groups: every weight scale; each layer is a member of one.
-        input_groups: every stored scale of inputs, then those of keys and values; empty where there is none.
+        layers: quantized layers by module name, in module order.
+        exempt: names of the modules that an exempt pattern matched (also routers that are not nn.Linear), in module
+            order.
+        weight_groups: every weight scale; each layer is in exactly one group.
+        input_groups: every stored scale of inputs, then those of keys and values; may be empty.
         global_groups: every global scale of weights whose scales are e4m3 (NVFP4).
-        ranges: what first scales are to fit.
-        simulated: names of the layers that the fp8 GEMM was asked for and cannot take; they simulate.
-        caches: the quantizers of keys and values by module name, in module order; empty where the KV cache stays as it
-            is.
+        ranges: method to choose first scales.
+        simulated: names of the layers that simulate although the fp8 GEMM was requested.
+        caches: quantizers of keys and values by module name, in module order; empty for an unquantized KV cache.
     """
 
     layers: dict[str, QuantLayer]
@@ -206,16 +202,16 @@ class Quantization:
 
     @property
     def modules(self) -> dict[str, QuantLayer | QuantCache]:
-        """Everything that can be switched, by module name: layers, then caches."""
+        """All modules with switches by name: layers, then caches."""
         return {**self.layers, **self.caches}
 
     def set_fake_quant(self, weights: bool, activations: bool, pattern: str | None = None) -> None:
-        """Switch fake quantization of weights, and of what the scheme quantizes of inputs, keys and values.
+        """Switch fake quantization of weights, and of inputs, keys and values that the scheme quantizes.
 
         Args:
-            weights: whether weights are fake-quantized from now on.
-            activations: the same of inputs, keys and values; without effect where the scheme leaves them alone.
-            pattern: a regex that names the layers to switch in full; all of them without it.
+            weights: fake-quantize weights from now on.
+            activations: fake-quantize inputs, keys and values; no effect if the scheme leaves them unquantized.
+            pattern: regex on full names of the layers to switch; None for all.
 
         Raises:
             ValueError: the pattern matches no layer.
@@ -229,7 +225,7 @@ class Quantization:
         self._switched()
 
     def matching(self, pattern: str | None) -> list[str]:
-        """Names of the layers (and quantizers of keys and values) that the regex matches in full; all without one.
+        """Names of the layers (and quantizers of keys and values) that fully match the regex; all for None.
 
         Raises:
             ValueError: the pattern matches no layer.
@@ -242,17 +238,14 @@ class Quantization:
         return names
 
     def fake_quant_state(self) -> dict[str, tuple[bool, bool]]:
-        """What is fake-quantized now, (weight, input) by layer; :meth:`restore_fake_quant` takes it back.
-
-        Keys and values count as inputs.
-        """
+        """Switches (weight, input) by layer, for :meth:`restore_fake_quant`; keys and values count as inputs."""
         return {
             name: (isinstance(module, QuantLayer) and module.weight_fake_quant, module.input_fake_quant)
             for name, module in self.modules.items()
         }
 
     def restore_fake_quant(self, state: Mapping[str, tuple[bool, bool]]) -> None:
-        """Set the switches of every layer as :meth:`fake_quant_state` gave them."""
+        """Set the switches of every layer to a state of :meth:`fake_quant_state`."""
         for name, layer in self.layers.items():
             layer.weight_fake_quant, layer.input_fake_quant = state[name]
         for name, cache in self.caches.items():
@@ -260,7 +253,7 @@ class Quantization:
         self._switched()
 
     def _switched(self) -> None:
-        """A quantized input is held until all have taken it that quantize theirs; others are told of the switches."""
+        """Update the consumers of shared inputs, and call ``when_changed``, after the switches changed."""
         sharing = [layer for layer in self.layers.values() if layer.shared_input is not None]
         for layer in sharing:
             assert layer.shared_input is not None
@@ -275,11 +268,11 @@ class Quantization:
 
     @property
     def observing(self) -> bool:
-        """Whether inputs are being watched."""
+        """Return True if inputs are being observed."""
         return any(module.input_observer is not None for module in self.modules.values())
 
     def observe(self, on: bool) -> None:
-        """Start or stop watching the inputs of every input group. Starting forgets what was seen before."""
+        """Start or stop observing the inputs of every input group; starting resets the statistics."""
         modules = self.modules
         for group in self.input_groups:
             if on and group.observer is not None:
@@ -289,10 +282,10 @@ class Quantization:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside the block nothing is fake-quantized and no input is watched, unless the block switches it on.
+        """Context without fake quantization and observation, unless switched on inside.
 
-        After it, also where it raises, the switches are as they were, the same observers watch the same inputs, and
-        they have seen what they had seen. Nothing is copied or read from the device.
+        Afterwards, also after an exception, switches, observers and their statistics are restored. Nothing is copied or
+        read from the device.
         """
         modules = self.modules
         switches, seen = self.fake_quant_state(), self.seen()
@@ -308,23 +301,21 @@ class Quantization:
             self.restore_fake_quant(switches)
 
     def seen(self) -> dict[str, dict[str, Any]]:
-        """What the observers have seen so far, by owner of the group; :meth:`restore_seen` takes it back.
+        """Observers' statistics by owner of the group, for :meth:`restore_seen`.
 
-        Nothing is copied or read from the device: an observer replaces its tensors, it never writes into them.
+        Nothing is copied or read from the device: an observer replaces its tensors and never writes into them.
         """
         return {group.owner: dict(vars(group.observer)) for group in self.input_groups if group.observer is not None}
 
     def restore_seen(self, seen: Mapping[str, dict[str, Any]]) -> None:
-        """Forget what the observers have seen since :meth:`seen`."""
+        """Reset the observers to the statistics of :meth:`seen`."""
         for group in self.input_groups:
             if group.observer is not None:
                 vars(group.observer).update(seen[group.owner])
 
     def state_dict(self) -> dict[str, Any]:
-        """What is fake-quantized, whether inputs are watched, and what the observers have seen, by owner of the group.
-
-        Plain values and tensors on the CPU, for a checkpoint.
-        """
+        """Switches and observers' statistics, by owner of the group, as plain values and CPU tensors for a
+        checkpoint."""
         return {
             "fake_quant": self.fake_quant_state(),
             "observing": self.observing,
@@ -334,7 +325,7 @@ class Quantization:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave."""
+        """Restore the state of :meth:`state_dict`."""
         self.restore_fake_quant(state["fake_quant"])
         self.observe(state["observing"])
         for group in self.input_groups:

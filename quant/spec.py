@@ -1,13 +1,12 @@
-"""What is quantized, and how finely: the vocabulary that the rest of the package shares.
+"""Number formats and schemes.
 
-A :class:`TensorSpec` says how one tensor's values become codes (number format, and how many elements share a scale); a
-:class:`Scheme` pairs one for the weights with one for the inputs of a Linear, and a :class:`Preset` is what a recipe
-names: a scheme for the Linears and a format for the KV cache. Everything numerical (grid limits, shapes of scales, how
-many elements share one) is derived here once, so that forward, backward, calibration and export cannot disagree about
-it.
+A :class:`TensorSpec` is the number format of one tensor and how many elements share a scale; a :class:`Scheme` pairs
+one for the weights with one for the inputs of a Linear; a :class:`Preset`, named in a recipe, is a scheme for the
+Linears and a format for the KV cache. Everything numerical (grid limits, shapes of scales, elements per scale) is
+derived here once, so that forward, backward, calibration and export agree.
 
-Vocabulary: a *code* is the stored value (an e4m3 byte, a small integer, a nibble of two e2m1 values), a *scale*
-multiplies a code to give the value, the *grid* is the set of codes, and ``v = x / scale`` is a value measured in codes.
+Terms: a *code* is the stored value (an e4m3 byte, a small integer, a nibble of two e2m1 values), a *scale* times a code
+is the value, the *grid* is the set of codes, and ``v = x / scale`` is a value measured in codes.
 """
 
 from dataclasses import dataclass, replace
@@ -18,12 +17,12 @@ Granularity = Literal["tensor", "channel", "group", "block", "token"]
 ScaleFormat = Literal["float32", "model", "float16", "e4m3", "e8m0"]
 
 FP8_MAX = 448.0
-# Largest |v| that rounding alone still takes to the grid: halfway between 448 and 480, the value that e4m3 gives up for
-# NaN. The tie goes to the even code, which is 448.
+# Largest |v| that rounds to the grid: halfway between 448 and 480, the value whose code e4m3 uses for NaN. The tie goes
+# to the even code, 448.
 FP8_ROUNDS_TO_MAX = 464.0
 # Smaller magnitudes (subnormal numbers) are evenly spaced.
 FP8_SMALLEST_NORMAL = 2.0**-6
-# e2m1 has 0, 0.5, 1, 1.5, 2, 3, 4 and 6, and nothing beyond: 7 is where an 8 would begin.
+# e2m1 has 0, 0.5, 1, 1.5, 2, 3, 4 and 6: from 7 on, v would round to 8.
 FP4_MAX = 6.0
 FP4_ROUNDS_TO_MAX = 7.0
 FP4_SMALLEST_NORMAL = 1.0
@@ -33,7 +32,7 @@ NVFP4_GROUP, MX_GROUP = 16, 32
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """How one tensor is quantized.
+    """Number format of one tensor.
 
     Attributes:
         dtype: ``fp8_e4m3`` (torch.float8_e4m3fn), ``fp4_e2m1`` (OCP Microscaling Formats v1.0, section 5.3.3) or
@@ -42,16 +41,16 @@ class TensorSpec:
         granularity: one scale per ``tensor``, per ``channel`` (row of a weight), per ``group`` of ``group_size``
             consecutive elements of a row, per ``block`` of ``group_size`` x ``group_size`` elements of a weight, or per
             ``token`` of an input.
-        group_size: elements per group, or along each side of a block; for these two only.
-        symmetric: whether the grid is centered on 0. Else a zero point, an integer per scale, moves it to where the
-            values are: of int weights per group or channel, and of dynamic int inputs per token.
-        dynamic: whether the scale is that of each token (or group of it) when it comes, instead of one that is stored.
-        ggml: whether scales are what ggml's blocks have (llama.cpp): numbers of fp16, and negative where that lets the
-            code without a counterpart be used. Of symmetric int weights in groups.
-        narrow: of symmetric int weights, whether the smallest code, which has no counterpart, is left out: -7..7 of 4
-            bits, with ``absmax / 7`` as the first scale. Files say nothing of it, for they are read alike.
-        mx: whether a scale is a power of two, held as its exponent in a byte (E8M0): the formats of OCP Microscaling
-            (MX), floats in groups of 32. Set by itself for ``fp4_e2m1`` in groups of 32, which has no other form.
+        group_size: elements per group, or along each side of a block; None for other granularities.
+        symmetric: the grid is centered on 0. Otherwise an integer zero point per scale shifts it; for int weights per
+            group or channel, and dynamic int inputs per token.
+        dynamic: scales are computed from each token (or group of it) at run time, not stored.
+        ggml: scales as in ggml's blocks (llama.cpp): fp16, negative if that makes use of the code without a
+            counterpart. For symmetric int weights in groups.
+        narrow: narrow range of symmetric int weights: without the smallest code, which has no counterpart; -7..7 at 4
+            bits, first scale ``absmax / 7``. Not recorded in checkpoints, which are decoded the same way.
+        mx: scales are powers of two, stored as an exponent byte (E8M0): OCP Microscaling (MX) floats in groups of 32.
+            Set automatically for ``fp4_e2m1`` in groups of 32.
     """
 
     dtype: Dtype
@@ -126,26 +125,27 @@ class TensorSpec:
 
     @property
     def wide(self) -> "TensorSpec":
-        """The same with all codes: what files and readers know of it."""
+        """The same spec with the full range, as in checkpoints."""
         return replace(self, narrow=False)
 
     def takes(self, other: "TensorSpec") -> bool:
-        """Whether codes and scales of ``other`` are codes and scales of this, too."""
+        """Return True if codes and scales of ``other`` are also valid for this spec."""
         return self.wide == other.wide and (other.narrow or not self.narrow)
 
     @property
     def has_zero_points(self) -> bool:
-        """Whether a zero point is stored beside each scale, with a code's width and range."""
+        """Return True if a zero point, with a code's width and range, is stored beside each scale."""
         return not (self.symmetric or self.dynamic)
 
     @property
     def has_global_scale(self) -> bool:
-        """Whether a second scale, per tensor, divides the others (NVFP4). It is stored where these are dynamic, too."""
+        """Return True if a second, per-tensor scale divides the others (NVFP4). It is stored even if the others are
+        dynamic."""
         return self.scale_format == "e4m3"
 
     @property
     def scale_format(self) -> ScaleFormat:
-        """The numbers that a stored scale can be; the forward rounds the scale to one of them.
+        """Number format of a stored scale, to which the forward rounds it.
 
         ``float32``; ``model``, the dtype of the model's weights; ``float16`` (ggml's Q4_0 and Q8_0); ``e4m3``, divided
         by a second scale per tensor, the global scale (NVFP4); ``e8m0``, a power of two (MX).
@@ -160,12 +160,12 @@ class TensorSpec:
 
     def scale_shape(self, weight_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the scale of a weight ``[out, in]``: ``(1,)``, ``(out, 1)``, ``(out, in / group_size)`` or per block
-        ``(out / group_size, in / group_size)``. Of a stack ``[E, out, in]``: ``(E,)``, or E of the others.
+        ``(out / group_size, in / group_size)``; for a stack ``[E, out, in]``: ``(E,)``, or E of the others.
 
         Never 0-dim: a 0-dim parameter crashes ZeRO-1, 2 and 3.
 
         Raises:
-            ValueError: the group size does not divide ``in``, or the block not both sides.
+            ValueError: the group size does not divide ``in``, or the block size not both sides.
         """
         *stack, out_features, in_features = weight_shape
         if self.granularity == "tensor":
@@ -183,7 +183,7 @@ class TensorSpec:
         return (*stack, out_features // size if self.granularity == "block" else out_features, in_features // size)
 
     def run_length(self, weight_shape: tuple[int, ...]) -> int:
-        """How many consecutive elements of the row-major weight ``[..., out, in]`` share one scale."""
+        """Number of consecutive elements of the row-major weight ``[..., out, in]`` that share one scale."""
         *_, out_features, in_features = weight_shape
         if self.granularity == "tensor":
             return out_features * in_features
@@ -193,7 +193,7 @@ class TensorSpec:
         return self.group_size
 
     def elements_per_scale(self, weight_shape: tuple[int, ...]) -> int:
-        """How many elements of the weight ``[..., out, in]`` share one scale, consecutive or not."""
+        """Number of elements of the weight ``[..., out, in]`` that share one scale, consecutive or not."""
         run = self.run_length(weight_shape)
         return run * run if self.granularity == "block" else run
 
@@ -210,12 +210,12 @@ _MXFP8, _MXFP8_TOKEN = (
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a Linear is quantized.
+    """Number formats of a Linear.
 
     Attributes:
-        name: the name in recipes and messages.
-        weights: of ``weight``.
-        activations: of the input; None where inputs stay as they are.
+        name: name in recipes and messages.
+        weights: format of ``weight``.
+        activations: format of the input; None leaves inputs unquantized.
     """
 
     name: str
@@ -233,17 +233,18 @@ class Scheme:
 
     @property
     def stored_input(self) -> TensorSpec | None:
-        """How the input is quantized where a scale of it is stored, and calibrated: its only one, or a global one."""
+        """Format of the input if a scale of it is stored and calibrated (its only scale, or a global one); else
+        None."""
         return None if (spec := self.activations) is None or (spec.dynamic and not spec.has_global_scale) else spec
 
     @property
     def learns_input(self) -> bool:
-        """Whether the stored scale of the input can be learned: one above dynamic scales can not."""
+        """Return True if the stored scale of the input can be learned; a global scale above dynamic scales cannot."""
         return self.activations is not None and not self.activations.dynamic
 
     @property
     def has_fp8_gemm(self) -> bool:
-        """Whether ``torch._scaled_mm`` can multiply the codes: e4m3 with one scale on both sides."""
+        """Return True if ``torch._scaled_mm`` can multiply the codes: e4m3 with one scale on both sides."""
         return self.weights == self.activations == FP8_TENSOR
 
 
@@ -274,9 +275,9 @@ SCHEMES: dict[str, Scheme] = {
         *(_weight_only(bits, group_size) for bits in (8, 4, 3, 2) for group_size in (128, 32, None)),
         _ggml(4),
         _ggml(8),
-        Scheme("w4a16_asym", _int(4, 128, symmetric=False)),  # as AWQ has it (Lin et al. 2024)
+        Scheme("w4a16_asym", _int(4, 128, symmetric=False)),  # as in AWQ (Lin et al. 2024)
         Scheme("w8a16_asym", _int(8, symmetric=False)),
-        # As torchao's Int8DynamicActivationIntxWeightConfig: asymmetric inputs, groups of 32.
+        # As in torchao's Int8DynamicActivationIntxWeightConfig: asymmetric inputs, groups of 32.
         Scheme("8da4w", _int(4, 32), TensorSpec("int", 8, "token", symmetric=False, dynamic=True)),
         Scheme("w4a8_int8", _int(4, 128), _INT8_TOKEN),
         Scheme("w4a8_fp8", _int(4, 128), _FP8_TOKEN),
@@ -292,11 +293,11 @@ SCHEMES: dict[str, Scheme] = {
 
 @dataclass(frozen=True)
 class Preset:
-    """What a recipe means by one name.
+    """Scheme and KV cache format behind one name in a recipe.
 
     Attributes:
-        linear: of the Linears; None where they stay as they are.
-        kv_cache: of the keys and values that attention keeps; None where they stay as they are.
+        linear: scheme of the Linears; None leaves them unquantized.
+        kv_cache: format of the keys and values; None leaves them unquantized.
     """
 
     linear: Scheme | None
@@ -315,10 +316,10 @@ PRESETS: dict[str, Preset] = {name: Preset(scheme) for name, scheme in SCHEMES.i
 
 
 def get_scheme(name: str) -> Scheme:
-    """How the preset of that name quantizes a Linear.
+    """Scheme of the Linears for a preset's name.
 
     Raises:
-        ValueError: there is none, or it leaves Linears as they are; the text lists those that do not.
+        ValueError: no such preset, or it leaves Linears unquantized; the text lists the others.
     """
     if name not in SCHEMES:
         raise ValueError(f"unknown quantization scheme of linear layers {name!r}; known: {', '.join(SCHEMES)}")
