@@ -1,9 +1,9 @@
-"""Parameters on disk and in partitions. Importing it makes sure that transformers is one that it knows."""
+"""Models on disk and in partitions. Importing it checks the version of transformers."""
 
 from importlib.metadata import version
 
 TRANSFORMERS = (5, 23)
-"""The oldest version of transformers that is tested; in 5.17 names are missing that are imported here."""
+"""Oldest tested version of transformers; 5.17 lacks names that are imported here."""
 
 
 def check_transformers(found: str) -> None:

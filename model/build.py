@@ -1,18 +1,18 @@
-"""Builds the empty model: every module is in place, every parameter has memory for what this rank holds of it, and no
-weight has been read.
+"""Build the empty model: all modules exist, and every parameter has memory for this rank's partition, but no weight has
+been read.
 
-The model's ``__init__`` runs with its parameters on the meta device and its buffers real, on every stage alike: a hook
-of torch's own on parameter registration swaps each Parameter for a meta one. Then MoE layers are arranged, which
-costs nothing as there is nothing to copy, embeddings are tied, and :func:`model.zero.materialize` makes the parameters
-one by one, under ``zero.Init`` for stage 3. Against running ``__init__`` inside ``zero.Init`` this means that
+On every stage, the model's ``__init__`` runs with parameters on the meta device and real buffers: torch's hook for
+parameter registration replaces each Parameter by a meta one. Then MoE layers are arranged, which copies nothing,
+embeddings are tied, and :func:`model.zero.materialize` creates the parameters one by one, under ``zero.Init`` for stage
+3. Compared with running ``__init__`` inside ``zero.Init``:
 
 - no modeling code runs or is imported while torch's tensor constructors are patched. There a float ``torch.arange``
   becomes bf16, and so does the ``torch.tensor`` of a longrope configuration, and with them ``inv_freq``; and
   torch._dynamo cannot be imported;
-- no rank ever holds a whole layer: the peak is the partitions and one parameter;
+- no rank ever allocates a whole layer: the peak is the partitions and one parameter;
 - an error in the configuration or in the modeling code is raised before the first collective.
 
-Against building all of it on the meta device, buffers need not be computed again by code that knows each kind of them.
+Compared with building everything on the meta device, buffers need no code per kind to compute them again.
 """
 
 import json
@@ -37,12 +37,12 @@ from model.moe.experts import Form
 from model.quantized.config import check_readable, is_quantized
 from model.ranks import errors_on_all_ranks, raise_everywhere, say
 
-FP32_ALONE = ("xlstm",)  # its states stay in fp32, and are multiplied with what is not
-AUTO = "auto"  # the attention that a class has
-# What chooses the tokens of sparse attention (DeepSeek-V3.2, GLM-5, Qwen4-Exp), as transformers calls it. Qwen4-Exp's
-# calls its norm once for each token, and samples of the ranks differ in length: ZeRO-3 gathers it as one. Such a leaf
-# must not train, since the gradients of its parameters would wait for one of its output. transformers runs it without
-# gradients, so that weight decay alone would move it anyway.
+FP32_ALONE = ("xlstm",)  # its states stay in fp32, and are multiplied with other dtypes
+AUTO = "auto"  # sdpa, or eager for a class without it
+# transformers' name of the module that chooses the tokens of sparse attention (DeepSeek-V3.2, GLM-5, Qwen4-Exp).
+# Qwen4-Exp's calls its norm once per token, and lengths of samples differ between ranks: so ZeRO-3 must gather it as a
+# whole. Such a leaf must not train, since its parameters' gradients would wait for one of its output. transformers runs
+# it without gradients, so only weight decay would change it anyway.
 INDEXER = "indexer"
 
 
@@ -58,24 +58,24 @@ def build_model(
     hold: Callable[[PreTrainedModel], None] | None = None,
     rotated: bool = False,
 ) -> PreTrainedModel:
-    """Build the causal language model that ``path/config.json`` describes, with uninitialized parameters.
+    """Build the causal language model of ``path/config.json``, with uninitialized parameters.
 
     A collective under ZeRO-3.
 
     Args:
-        path: directory of a Hugging Face checkpoint, which may be quantized; ``config.json`` (and its code) is read.
-        ds_config: resolved DeepSpeed configuration; its stage and dtype count.
+        path: directory of a Hugging Face checkpoint, maybe quantized; only ``config.json`` (and its code) is read.
+        ds_config: resolved DeepSpeed configuration; its stage and dtype are used.
         dtype: of all parameters.
         device: of the buffers, and on stages 0-2 of the parameters.
-        trust_remote_code: whether Python code in ``path`` may be run.
-        attn_implementation: as transformers names them ("eager", "flash_attention_2", ...), or "auto", see below.
+        trust_remote_code: allow running Python code in ``path``.
+        attn_implementation: transformers' name ("eager", "flash_attention_2", ...), or "auto": :func:`attention_for`.
         experts: the form of MoE layers, see :mod:`model.moe.experts`.
-        hold: chooses, on the meta device, the weights that are held as codes (:mod:`quant.packed_weight`).
-        rotated: whether the caller turns inputs where a quantized checkpoint says so (``transform_config``).
+        hold: makes chosen weights packed, on the meta device (:mod:`quant.packed_weight`).
+        rotated: True if the caller applies a quantized checkpoint's input rotations (``transform_config``).
 
     Raises:
-        RankError: on every rank: no config.json, one of a quantized checkpoint that is not read or of code that was not
-            allowed, a MoE layout that is not supported, ``dtype`` against ``ds_config``.
+        RankError: on every rank: no config.json, an unsupported quantized checkpoint, code that is not allowed, an
+            unsupported MoE layout, or a ``dtype`` that contradicts ``ds_config``.
     """
     path = Path(path)
     with errors_on_all_ranks(Exception):
@@ -97,7 +97,7 @@ def build_model(
                 arrange_experts(model, experts)
             for name in [name for name, _ in model.named_modules() if name.endswith(f".{INDEXER}")]:
                 zero.mark_leaf(model.get_submodule(name))
-        model.tie_weights()  # no_init_weights switches off the method that ties them
+        model.tie_weights()  # no_init_weights disables the method that ties them
         if hold is not None:
             hold(model)
         _place_buffers(model, dtype, device)
@@ -108,8 +108,8 @@ def build_model(
 
 
 def may_hold_experts(model: PreTrainedModel) -> bool:
-    """Whether anything of an empty model may be experts: its configuration speaks of some, or there are stacks of
-    matrices, or lists of modules or matrices inside a layer. In all other models ``arrange_experts`` finds nothing."""
+    """Return True if an empty model may have experts: its configuration mentions them, or it has stacks of matrices, or
+    lists of modules or matrices inside a layer. In all other models ``arrange_experts`` finds nothing."""
     lists = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
     return (
         "expert" in repr(model.config.to_dict())
@@ -120,8 +120,8 @@ def may_hold_experts(model: PreTrainedModel) -> bool:
 
 @contextmanager
 def _named(file: Path, attention: str = AUTO) -> Iterator[None]:
-    """Say which configuration it is that transformers can do nothing with: its numbers may lead to any exception; or
-    that it does not have the attention that a recipe asks for."""
+    """Name the configuration in errors of transformers, which may be of any type; or the attention implementation that
+    the model does not have."""
     try:
         yield
     except Exception as error:
@@ -134,9 +134,9 @@ def _named(file: Path, attention: str = AUTO) -> Iterator[None]:
 
 
 def attention_for(config: PretrainedConfig, name: str) -> str:
-    """The attention implementation that ``name`` means for a model: "auto" is sdpa, or eager where its class has none.
+    """Attention implementation that ``name`` means for a model: "auto" is sdpa, or eager if its class has none.
 
-    A class that transformers does not know (remote code) is taken to have it.
+    A class of remote code is assumed to have sdpa.
     """
     if name != AUTO:
         return name
@@ -148,7 +148,7 @@ def attention_for(config: PretrainedConfig, name: str) -> str:
 def check_rotary_buffers(model: nn.Module) -> None:
     """Raise RankError on every rank if a rotary ``inv_freq`` is not fp32.
 
-    A bf16 frequency is off by up to 0.2%, which at position 1,000 turns the faster pairs by about a radian.
+    A bf16 frequency is off by up to 0.2%, which at position 1,000 rotates the faster pairs by about a radian too much.
     Call it again after ``deepspeed.initialize``, which may cast buffers (``data_types.buffer_dtype``).
     """
     wrong = [
@@ -160,7 +160,7 @@ def check_rotary_buffers(model: nn.Module) -> None:
 
 
 def _check_dtype(config: PretrainedConfig, ds_config: dict[str, Any], dtype: torch.dtype) -> None:
-    """Raise if ``dtype`` is not that which the engine casts parameters to, or one that the model does not run in."""
+    """Raise if ``dtype`` is not the engine's dtype for parameters, or is one in which the model does not run."""
     if dtype != torch.float32 and config.model_type in FP32_ALONE:
         alone = f"transformers runs {config.model_type} in fp32 alone"
         raise ValueError(f"{config.name_or_path}: {alone}: set model.dtype to float32")
@@ -177,7 +177,7 @@ def _check_dtype(config: PretrainedConfig, ds_config: dict[str, Any], dtype: tor
 
 
 def read_config(path: Path, trust_remote_code: bool, *, rotated: bool = False) -> PretrainedConfig:
-    """Read the model's configuration. Raises errors that say what a user can do about them."""
+    """Read the model's configuration. Raises errors with a remedy."""
     file = path / "config.json"
     if not file.is_file():
         raise ValueError(f"{file} does not exist: model.path must be the directory of a Hugging Face checkpoint")
@@ -210,19 +210,19 @@ def read_config(path: Path, trust_remote_code: bool, *, rotated: bool = False) -
 
 
 def _needs_remote_code(raw: dict[str, Any]) -> bool:
-    """Whether transformers itself has no class for this configuration, but the checkpoint names one."""
+    """Return True if transformers has no class for this configuration, but the checkpoint names one."""
     return bool(raw.get("auto_map")) and raw.get("model_type") not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
 @contextmanager
 def _parameters_on_meta(dtype: torch.dtype) -> Iterator[None]:
-    """Inside the block every parameter that a module gets becomes a meta one of ``dtype``; buffers stay as made."""
+    """Put every parameter registered inside the block on the meta device, in ``dtype``; buffers do not change."""
 
     def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or parameter.is_meta:
-            return None  # registered as it is
-        # One dtype for all, also where a class asks for fp32 (some routers do): under ZeRO-3 trainable parameters of
-        # two dtypes would share one flat buffer of one dtype, and on other stages the engine casts them anyway.
+            return None  # registered unchanged
+        # One dtype for all, even if a class requests fp32 (some routers do): under ZeRO-3 trainable parameters of two
+        # dtypes would share one flat buffer of one dtype, and on other stages the engine casts them anyway.
         target = dtype if parameter.is_floating_point() else parameter.dtype
         meta = nn.Parameter(
             torch.empty_like(parameter, dtype=target, device="meta"), requires_grad=parameter.requires_grad
@@ -250,7 +250,7 @@ def _place_buffers(model: nn.Module, dtype: torch.dtype, device: torch.device) -
 
 
 def _untied(model: PreTrainedModel) -> str | None:
-    """Return what is wrong if two names that the configuration ties are not one Parameter, else None."""
+    """Return an error text if two names that the configuration ties are not one Parameter, else None."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     pairs = [
         f"{target} and {source}"

@@ -1,16 +1,14 @@
-"""The class that a checkpoint is, and of a composite one the part that reads text.
+"""Choose the model class of a checkpoint, and reduce a composite model to its text part.
 
 A composite checkpoint (Qwen3.5, Gemma 3, LLaVA, ...) has a text model and towers beside it: vision or audio encoders,
-projectors. The class that its config.json names is built, so that names, and the forward of text, are that class's own.
-Its towers are taken out before any parameter has memory: they take no part in a forward of text, nothing of them is
-trained or quantized, and an export copies their tensors from the source's files, bit for bit.
+projectors. The class in its config.json is built, so that names and the forward of text are that class's own. Its
+towers are removed before any parameter has memory: a forward of text does not use them, they are neither trained nor
+quantized, and an export copies their tensors from the source's files, bit for bit.
 
-GPT-2's Linears: transformers has them as ``Conv1D``, whose weight is ``[in, out]``.
-
-Ours are ``nn.Linear`` in their place, so that all that is said of Linears holds for them. The weight lies turned on
-disk: it is read and written so (:mod:`model.checkpoint.names`). No reader takes such a layer quantized: vLLM turns
-every tensor called ``weight`` of these models as it loads, and compressed-tensors looks for Linears. So what was
-trained can be exported as weights (``export.format: dequantized``).
+GPT-2's Linears are ``Conv1D`` in transformers, with weights ``[in, out]``. They are replaced by ``nn.Linear`` and so
+treated like any other. The weight is transposed on disk, which reading and writing take into account
+(:mod:`model.checkpoint.names`). No reader takes such a layer quantized: vLLM transposes every tensor called ``weight``
+of these models on loading, and compressed-tensors looks for Linears. So export it with ``export.format: dequantized``.
 """
 
 from typing import Any
@@ -24,10 +22,10 @@ from transformers.pytorch_utils import Conv1D
 
 
 class Tower(nn.Module):
-    """Stands where a part was taken out of the model that a forward of text does not need.
+    """Placeholder for a removed part that a forward of text does not need.
 
     Args:
-        name: of the part in the model.
+        name: name of the part in the model.
         kind: name of its class.
     """
 
@@ -42,7 +40,7 @@ class Tower(nn.Module):
             raise AttributeError(f"the forward reads .{name} of {self.part}, {_NOT_BUILT}") from None
 
     def forward(self, *_: Any, **__: Any) -> None:
-        """Raise RuntimeError: nobody calls this while a model reads text, or the model is not supported."""
+        """Raise RuntimeError: a model whose forward of text calls it is not supported."""
         raise RuntimeError(f"the forward calls {self.part}, {_NOT_BUILT}")
 
 
@@ -50,12 +48,12 @@ _NOT_BUILT = "which is no part of its text model and was not built: this model c
 
 
 def is_composite(config: PretrainedConfig) -> bool:
-    """Whether a configuration has that of a text model in it, beside those of towers."""
+    """Return True if a configuration contains that of a text model, beside those of towers."""
     return config.get_text_config() is not config
 
 
 def class_names(config: PretrainedConfig) -> list[str]:
-    """What ``architectures`` of a config.json names. Raises ValueError if that is no list of names."""
+    """Class names in ``architectures`` of a config.json. Raises ValueError if that is no list of names."""
     names: Any = config.architectures or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"config.json: architectures is {names!r}, expected a list of names of classes")
@@ -63,8 +61,8 @@ def class_names(config: PretrainedConfig) -> list[str]:
 
 
 def model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
-    """The class of transformers that a checkpoint is: the one that ``architectures`` of its config.json names, or the
-    usual one of its type where that is none for such a configuration. None for a type that only its own code knows."""
+    """transformers' class of a checkpoint: named by ``architectures`` of its config.json, or the default of its type if
+    there is no such class for the configuration. None for a type of remote code."""
     for name in class_names(config):
         named = getattr(transformers, name, None)
         if isinstance(named, type) and issubclass(named, PreTrainedModel) and type(config) is named.config_class:
@@ -76,10 +74,10 @@ def model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
 
 
 def text_of_composite(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
-    """Build the composite model that ``config`` describes, without its towers, wherever new parameters land.
+    """Build the composite model of ``config`` without its towers, in the current context for new parameters.
 
     Args:
-        config: of the checkpoint.
+        config: the checkpoint's.
         options: of ``from_config``: ``dtype``, ``attn_implementation``.
 
     Raises:
@@ -97,10 +95,10 @@ def text_of_composite(config: PretrainedConfig, **options: Any) -> PreTrainedMod
 
 
 def take_out_towers(model: PreTrainedModel) -> None:
-    """Replace what is not of the text model of a composite one by :class:`Tower`, in place.
+    """Replace all parts of a composite model outside of its text model by :class:`Tower`, in place.
 
-    The text model is what ``get_decoder`` returns, with the embeddings and lm_head. Parameters that stand alone beside
-    it (``image_newline``) become None.
+    The text model is the result of ``get_decoder``, with the embeddings and lm_head. Single parameters beside it
+    (``image_newline``) become None.
     """
     parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
     kept = {name for name, module in model.named_modules() if any(module is part for part in parts)}
@@ -108,7 +106,7 @@ def take_out_towers(model: PreTrainedModel) -> None:
         "",
         *(".".join(pieces[:end]) for name in kept for pieces in [name.split(".")] for end in range(len(pieces))),
     }
-    # The text model may hold its own embeddings and lm_head, and what is below it stays as it is.
+    # The text model may contain its embeddings and lm_head, and everything below it is kept.
     above = {name for name in above if not any(f"{name}.".startswith(f"{part}.") for part in kept)}
     for name, module in list(model.named_modules()):
         if name not in above:
@@ -122,7 +120,7 @@ def take_out_towers(model: PreTrainedModel) -> None:
 
 
 def left_out(model: nn.Module) -> list[str]:
-    """Names of the modules and parameters that :func:`take_out_towers` took out of ``model``."""
+    """Names of the modules and parameters that :func:`take_out_towers` removed from ``model``."""
     modules = dict(model.named_modules())
     found = [name for name, module in modules.items() if isinstance(module, Tower)]
     beside = dict.fromkeys(name.rpartition(".")[0] for name in [*found, text_part(model)] if name)
@@ -133,24 +131,24 @@ def left_out(model: nn.Module) -> list[str]:
 
 
 def text_part(model: nn.Module) -> str:
-    """Name of the text model in a composite one; empty where the whole model reads text."""
+    """Name of the text model in a composite one; empty if the whole model is a text model."""
     if not isinstance(model, PreTrainedModel) or not is_composite(model.config):
         return ""
     decoder = model.get_decoder()
     return next((name for name, module in model.named_modules() if module is decoder), "")
 
 
-# By model, since quantized layers take the places of these Linears.
-_TURNED: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
+# Transposed weights by model, recorded because quantized layers replace these Linears.
+_TRANSPOSED: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
 
 
 def arrange_conv1d(model: nn.Module) -> None:
-    """Replace every ``Conv1D`` of an empty model by an nn.Linear, in place, where new parameters land on the meta
-    device."""
+    """Replace every ``Conv1D`` of an empty model by an nn.Linear, in place, in a context that creates parameters on the
+    meta device."""
     found = {name: module for name, module in model.named_modules() if isinstance(module, Conv1D)}
     for name, conv in found.items():
         model.set_submodule(name, _linear(conv))
-    _TURNED[model] = frozenset(f"{name}.weight" for name in found)
+    _TRANSPOSED[model] = frozenset(f"{name}.weight" for name in found)
 
 
 def _linear(conv: nn.Module) -> nn.Linear:
@@ -163,4 +161,4 @@ def _linear(conv: nn.Module) -> nn.Linear:
 
 def transposed_weights(model: nn.Module) -> frozenset[str]:
     """Names of the weights ``[out, in]`` of a model whose tensors on disk are ``[in, out]``."""
-    return _TURNED.get(model, frozenset())
+    return _TRANSPOSED.get(model, frozenset())

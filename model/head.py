@@ -1,18 +1,18 @@
-"""lm_head as the place where a model gives out something else than logits: its losses, or its hidden states.
+"""Replace lm_head so that forward returns the losses or hidden states.
 
-transformers' forward ends in lm_head and returns what it gives as ``logits``. Here a :class:`HeadProxy` in its place
-gives something else, so that the model's own forward stays what runs (with the auxiliary loss of a MoE, and whatever a
-model does around its layers) and no [tokens, vocabulary] tensor has to exist:
+transformers' forward ends in lm_head and returns its output as ``logits``. A :class:`HeadProxy` in its place returns
+another tensor, so that the model's own forward still runs (with the auxiliary loss of a MoE, and everything around its
+layers) and no [tokens, vocabulary] tensor needs to exist:
 
-* an :class:`LMHead` keeps the Parameters and computes a task with them for the time of a forward. So the losses of
-  training are computed: under ZeRO-3 the engine's hooks gather the weight for it and reduce its gradient.
-* a :class:`HiddenStates` has none. A model that only runs forward, whose lm_head somebody else gathers and calls,
-  returns its hidden states.
+* an :class:`LMHead` keeps the Parameters and can compute a task with them during a forward. The losses of training are
+  computed this way: under ZeRO-3 the engine's hooks gather the weight for it and reduce its gradient.
+* a :class:`HiddenStates` has no Parameters. It makes a forward-only model, whose lm_head is gathered and called
+  separately, return its hidden states.
 
-Some models go on from what lm_head gave: they multiply the logits, or cap them softly. Their configuration proposes a
-:class:`LogitFunction`, and :func:`settle_function` finds out in a forward of two tokens whether the model computes just
-that. Then losses apply the function to the logits that they compute, and what the model makes of the losses themselves
-is left unused. Of all other models :meth:`HeadProxy.check` sees in their first forward that they change nothing.
+Some models process lm_head's output further: they multiply the logits, or softcap them. Their configuration proposes a
+:class:`LogitFunction`, and :func:`settle_function` tests in a forward of two tokens if the model computes just that.
+Then losses apply the function to their logits, and the model's processing of the losses is ignored. For all other
+models :meth:`HeadProxy.check` verifies in the first forward that they change nothing.
 """
 
 import math
@@ -28,9 +28,9 @@ from model.ranks import raise_everywhere
 from quant import QuantLinear
 
 Task = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""hidden states [B, T, H], weight [V, H], bias [V] or None -> what the model returns as its logits"""
+"""maps hidden states [B, T, H], weight [V, H], bias [V] or None to the tensor that the model returns as its logits"""
 
-# Names in a configuration of what happens to logits after lm_head. None never does anything.
+# Names in configurations for operations on logits after lm_head. None disables each.
 CAPS = (
     "final_logit_softcapping",  # gemma2, gemma3, gemma4, nanochat, ...
     "logits_soft_cap",  # recurrent_gemma
@@ -42,26 +42,26 @@ FACTORS = (
     "output_multiplier",
 )
 DIVISORS = ("logits_scaling",)  # granite
-# What goes through a model in the place of logits, to see what it makes of them: both signs, small and far beyond caps,
-# all of them numbers of bf16, and one that any factor moves which moves a number of bf16 at all.
+# Values sent through a model as logits, to test its processing: both signs, small and far beyond caps, all exact in
+# bf16, and one that changes under any factor that changes a bf16 number at all.
 PROBE = (-300.0, -40.0, -7.0, -1.0, -0.125, 0.0, 0.0625, 0.5, 1.9921875, 3.0, 20.0, 90.0, 500.0)
 
 
 class LogitFunction(NamedTuple):
-    """What a model computes from the output z of its lm_head: ``factor z``, or ``cap tanh(factor z / cap)``."""
+    """Function of lm_head's output z that a model computes: ``factor z``, or ``cap tanh(factor z / cap)``."""
 
     factor: float = 1.0
     cap: float | None = None
 
     def __call__(self, output: Tensor) -> Tensor:
-        """``output`` of lm_head, of any shape, to logits of the same shape and dtype; itself where they are equal."""
+        """Convert lm_head's output to logits of the same shape and dtype; returns ``output`` itself if unchanged."""
         if self == UNCHANGED:
             return output
         logits = output * self.factor
         return logits if self.cap is None else logits.div_(self.cap).tanh_().mul_(self.cap)
 
     def chain_(self, gradient: Tensor, logits: Tensor) -> None:
-        """Turn the gradient of a loss with respect to ``logits`` into that with respect to lm_head's output, in place.
+        """Convert the gradient of a loss with respect to ``logits`` into that for lm_head's output, in place.
 
         The derivative is ``factor``, with a cap times ``1 - tanh^2 = 1 - (logits / cap)^2``.
         """
@@ -76,7 +76,7 @@ UNCHANGED = LogitFunction()
 
 
 def proposed_function(config: PretrainedConfig) -> LogitFunction:
-    """The function of logits that a configuration proposes; which one the model computes, only a forward shows."""
+    """Function of logits that a configuration proposes; only a forward shows the one that the model computes."""
     text = config.get_text_config()
 
     def value(name: str) -> float:
@@ -89,25 +89,25 @@ def proposed_function(config: PretrainedConfig) -> LogitFunction:
 
 
 def hidden_states(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The task of an lm_head whose model shall return its hidden states."""
+    """Return ``hidden``: the task of an lm_head whose model returns its hidden states."""
     return hidden
 
 
 class HeadProxy(nn.Module):
-    """A module in lm_head's place that gives something else than logits.
+    """Module in lm_head's place that returns another tensor than logits.
 
     Attributes:
-        function: what the model makes of the output of its lm_head, see :func:`settle_function`.
+        function: the model's function of lm_head's output, see :func:`settle_function`.
     """
 
     function = UNCHANGED
     _checked = False
     _probing = False
-    _given: Tensor | None = None  # the last that was given, until it has been checked
-    _caught: Tensor | None = None  # the last that was given, with the hooks of the module's call on it
+    _given: Tensor | None = None  # last emitted tensor, until it has been checked
+    _caught: Tensor | None = None  # last emitted tensor, after the hooks of the module's call
 
     def emit(self, instead: Tensor) -> Tensor:
-        """Return ``instead``, which :meth:`taken` finds again behind the model's forward."""
+        """Return ``instead``, which :meth:`collect` retrieves after the model's forward."""
         if self._probing:
             return instead.new_tensor(PROBE).expand(*instead.shape[:-1], -1)
         if not self._checked:
@@ -116,7 +116,7 @@ class HeadProxy(nn.Module):
 
     @contextmanager
     def catching(self) -> Iterator[None]:
-        """Around a forward of the model, so that :meth:`taken` has what was given, whatever the model makes of it."""
+        """Wrap a forward of the model, so that :meth:`collect` gets the emitted tensor, unchanged by the model."""
         if self.function == UNCHANGED:
             yield
             return
@@ -132,37 +132,37 @@ class HeadProxy(nn.Module):
             hook.remove()
 
     def collect(self, logits: Tensor, model: str) -> Tensor:
-        """What this module gave in the forward that returned ``logits``; a collective in the first call alone.
+        """Return the tensor emitted in the forward that returned ``logits``; a collective in the first call only.
 
         Raises:
             RankError: see :meth:`check`.
         """
         if self.function == UNCHANGED:
             self.check(logits, model)
-            # The model's output, not what was given: under stage 3 the engine's hooks hang on it.
+            # The model's output, not the emitted tensor: under stage 3 the engine's hooks are attached to it.
             return logits
         caught, self._caught = self._caught, None
         assert caught is not None, f"the forward of {model} does not end in its lm_head, or was not within catching()"
         return caught
 
     def check(self, logits: Tensor, model: str) -> None:
-        """Check that a model returned as its logits what this module gave it; a collective in the first call alone.
+        """Check that a model returned the emitted tensor as its logits; a collective in the first call only.
 
-        What is not finite proves nothing, and passes.
+        Values that are not finite prove nothing, and pass.
 
         Args:
-            logits: of the model's output.
+            logits: from the model's output.
             model: name of its class, for the error.
 
         Raises:
-            RankError: on every rank: it goes on from its logits (a softcap, a factor) in a way that its configuration
+            RankError: on every rank: the model processes its logits (softcap, factor) in a way that its configuration
                 does not show.
         """
         if self._checked:
             return
         given, self._given = self._given, None
         logits = logits.detach()
-        if given is None:  # the forward did not come past here
+        if given is None:  # the forward did not call this module
             same = not logits.isfinite().all()
         else:
             same = given.shape == logits.shape and torch.equal(given, logits.to(given.dtype))
@@ -177,7 +177,7 @@ class HeadProxy(nn.Module):
 
 
 class HiddenStates(HeadProxy):
-    """Stands where lm_head was taken out: the model returns its hidden states as logits."""
+    """Replacement of a removed lm_head: the model returns its hidden states as logits."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Return ``input``, the hidden states."""
@@ -185,34 +185,34 @@ class HiddenStates(HeadProxy):
 
 
 class LMHead(HeadProxy):
-    """The model's output layer, which computes something else while :meth:`computing`.
+    """Output layer of the model, which computes a task inside :meth:`computing`.
 
-    The weight of a quantized output layer is fake-quantized once, for all that is computed from it.
+    The weight of a quantized output layer is fake-quantized once for the whole task.
 
     Attributes:
         in_features, out_features: of the layer.
-        weight, bias: its Parameters, under their own names, so that checkpoints have no others.
+        weight, bias: its Parameters, under the usual names, so that checkpoints do not change.
     """
 
     in_features: int
     out_features: int
-    weight: Any  # the bases of the two kinds of heads differ in how they declare it
+    weight: Any  # the base classes of the two heads declare it differently
     bias: Any
     _task: Task | None = None
 
     def used_weight(self) -> Tensor:
-        """The weight ``[V, H]`` that hidden states are multiplied with."""
+        """Weight ``[V, H]`` that multiplies hidden states."""
         raise NotImplementedError
 
     def forward(self, input: Tensor) -> Tensor:
-        """``input`` [..., H] to logits [..., V], or to what the task makes of it."""
+        """Compute logits [..., V] from ``input`` [..., H], or the result of the task."""
         if self._task is None:
             return super().forward(input)
         return self.emit(self._task(input, self.used_weight(), self.bias))
 
     @contextmanager
     def computing(self, task: Task) -> Iterator[None]:
-        """Inside the block a forward of the model returns what ``task`` gives as its logits."""
+        """Make forwards of the model inside the block return the result of ``task`` as logits."""
         if self._task is not None:
             raise RuntimeError("lm_head computes a task already: these blocks must not nest")
         self._task = task
@@ -224,25 +224,25 @@ class LMHead(HeadProxy):
 
 
 class PlainHead(LMHead, nn.Linear):
-    """The head that stands in place of an nn.Linear."""
+    """Head that replaces an nn.Linear."""
 
     def __init__(self, linear: nn.Linear) -> None:
-        """Takes over the Parameter objects of ``linear``, so that tied ones stay tied and partitioned ones so."""
+        """Take over the Parameter objects of ``linear``, so that tied and partitioned ones stay so."""
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
         self.train(linear.training)
 
     def used_weight(self) -> Tensor:
-        """The Parameter itself."""
+        """Return the Parameter itself."""
         return self.weight
 
 
 class QuantHead(LMHead, QuantLinear):  # type: ignore[misc]  # it is no stack: its forward takes no offsets
-    """The head that stands in place of a QuantLinear whose input is not quantized."""
+    """Head that replaces a QuantLinear whose input is not quantized."""
 
     def __init__(self, linear: QuantLinear) -> None:
-        """Takes over the Parameter objects and the switch of ``linear``, in whose place it stands from now on."""
+        """Take over the Parameter objects and the switch of ``linear``."""
         QuantLinear.__init__(
             self,
             linear,
@@ -254,22 +254,22 @@ class QuantHead(LMHead, QuantLinear):  # type: ignore[misc]  # it is no stack: i
         self.weight_fake_quant = linear.weight_fake_quant
 
     def used_weight(self) -> Tensor:
-        """The weight, fake-quantized."""
+        """Return the fake-quantized weight."""
         return QuantLinear.used_weight(self)
 
 
 def settle_function(head_proxy: HeadProxy, forward: Callable[[Tensor], Tensor], config: PretrainedConfig) -> None:
-    """Find out what a model makes of its lm_head's output, and set ``head_proxy.function``; a collective if it does so.
+    """Find out a model's function of lm_head's output, and set ``head_proxy.function``; a collective if there is one.
 
     Models whose configuration proposes nothing run no forward here.
 
     Args:
-        head_proxy: what stands in lm_head's place.
+        head_proxy: replacement of lm_head.
         forward: runs the model on token ids [1, 2] and returns its logits.
         config: the model's.
 
     Raises:
-        RankError: on every rank: the model computes neither what its configuration proposes nor the identity.
+        RankError: on every rank: the model computes neither its configuration's function nor the identity.
     """
     proposed = proposed_function(config)
     if proposed != UNCHANGED:
@@ -280,15 +280,15 @@ def settle_function(head_proxy: HeadProxy, forward: Callable[[Tensor], Tensor], 
 def _checked_function(
     proposed: LogitFunction, head_proxy: HeadProxy, forward: Callable[[Tensor], Tensor], config: PretrainedConfig
 ) -> LogitFunction:
-    """``proposed`` or the identity, whichever a forward shows; arguments and error of :func:`settle_function`."""
+    """Return ``proposed`` or the identity, according to a forward; arguments and error of :func:`settle_function`."""
     head_proxy._probing = True
     try:
         found = forward(torch.ones(1, 2, dtype=torch.int64)).float()
     finally:
         head_proxy._probing = False
     probe = found.new_tensor(PROBE).expand(*found.shape[:-1], -1)
-    # Nothing is rounded where nothing is done, so that a class which ignores a factor near 1 is told from one that
-    # applies it. Others compute in their own dtype: bf16 rounds each of three operations by 2^-9 at most.
+    # The identity does not round, so a class that ignores a factor near 1 is distinguished from one that applies it.
+    # Others compute in their own dtype: bf16 rounds each of three operations by 2^-9 at most.
     comparable = found.shape == probe.shape
     unchanged = comparable and torch.equal(found, probe)
     raise_everywhere(
@@ -301,7 +301,7 @@ def _checked_function(
 
 
 def output_head(model: PreTrainedModel) -> tuple[str, nn.Linear | QuantLinear]:
-    """Name and module of the model's output embedding.
+    """Find name and module of the model's output embedding.
 
     Raises:
         ValueError: there is none, or it is no plain nn.Linear, quantized or not.
@@ -333,13 +333,13 @@ def install_head(model: PreTrainedModel) -> LMHead:
 
 
 def take_out_head(model: PreTrainedModel) -> tuple[nn.Module, HiddenStates]:
-    """Take the output embedding, of whatever class, out of a model that only runs forward.
+    """Remove the output embedding, of any class, from a forward-only model. Call it before ``deepspeed.initialize``.
 
-    Under ZeRO-3 nothing gathers its Parameters from then on but who calls it (``model.zero.gathered``), on as many
-    hidden states at a time as the caller wants logits of. Before ``deepspeed.initialize``.
+    Under ZeRO-3 the caller must gather its Parameters from then on (``model.zero.gathered``), to compute logits of as
+    many hidden states at a time as needed.
 
     Returns:
-        The output embedding, and what stands in its place.
+        The output embedding, and its replacement.
 
     Raises:
         ValueError: there is none.

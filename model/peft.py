@@ -1,10 +1,10 @@
-"""Reads a folder with a LoRA adapter as peft writes it, and as vLLM and SGLang serve it: adapter_config.json and one
+"""Read a folder with a LoRA adapter as peft writes it, and vLLM and SGLang serve it: adapter_config.json and one
 safetensors file with ``base_model.model.<module>.lora_A.weight [rank, in]`` and ``lora_B.weight [out, rank]`` of each
 Linear.
 
-Facts of the format are those of peft 0.21.2 (``tuners/lora``): what is added to a Linear's output is
-``lora_B @ (lora_A @ x)`` times ``lora_alpha / r``, or ``lora_alpha / sqrt(r)`` with ``use_rslora``, where
-``rank_pattern`` and ``alpha_pattern`` give modules an r and an alpha of their own.
+The format is that of peft 0.21.2 (``tuners/lora``): a Linear's output is increased by ``lora_B @ (lora_A @ x)`` times
+``lora_alpha / r``, or ``lora_alpha / sqrt(r)`` with ``use_rslora``; ``rank_pattern`` and ``alpha_pattern`` override r
+and alpha for modules.
 """
 
 import json
@@ -24,9 +24,9 @@ from model.ranks import say
 from quant.rules import pattern_problem
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-FOLDER = "adapter"  # inside the export of the model that it stays beside
+FOLDER = "adapter"  # inside the export of the adapter's base model
 PREFIX = "base_model.model."
-# Keys of the configuration that say nothing about what is computed, or are looked at one by one.
+# Keys of the configuration that do not affect the computation, or are checked individually.
 KNOWN = {
     *("peft_type", "task_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision"),
     *("inference_mode", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
@@ -34,20 +34,20 @@ KNOWN = {
     *("megatron_core", "qalora_group_size", "ensure_weight_tying"),
 }
 _LARGEST = float(torch.finfo(torch.float32).max)
-# Initializations that leave the weights of the base as they are.
+# Initializations that do not change the base model's weights.
 PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 @dataclass(frozen=True)
 class PeftSource:
-    """An adapter that was read.
+    """Adapter on disk.
 
     Attributes:
-        directory: where from.
-        shapes: of A and B, by module as the model names it.
-        scalings: what their products are multiplied by.
+        directory: its folder.
+        shapes: of A and B, by module name in the model.
+        scalings: factors of the products of B and A.
         keys: of A and B in the file.
-        base: the digest of the checkpoint that it was trained on; None where peft wrote it.
+        base: digest of the checkpoint that it was trained on; None if peft wrote it.
     """
 
     directory: Path
@@ -57,7 +57,7 @@ class PeftSource:
     base: str | None
 
     def pair(self, name: str) -> tuple[Tensor, Tensor]:
-        """A and B of a module, as they are in the file. Raises ValueError unless all are finite floats."""
+        """Read A and B of a module. Raises ValueError unless all values are finite floats."""
         with safe_open(self.directory / WEIGHTS, "pt") as file:
             found = {key: file.get_tensor(key) for key in self.keys[name]}
         for key, tensor in found.items():
@@ -71,10 +71,10 @@ class PeftSource:
 
 
 def read_adapter(directory: Path, model: PreTrainedModel, linears: Iterable[str]) -> PeftSource:
-    """What the folder of an adapter for some of the ``linears`` of ``model`` holds, without its values.
+    """Read the folder of an adapter for some of the ``linears`` of ``model``, without its values.
 
     Raises:
-        ValueError: it is no adapter, or one of another kind; names the file and the key.
+        ValueError: no adapter, or an unsupported kind; names the file and the key.
     """
     config = _read_config(directory / CONFIG)
     names = {module_name_on_disk(model, name): name for name in linears}
@@ -112,7 +112,7 @@ def read_adapter(directory: Path, model: PreTrainedModel, linears: Iterable[str]
 
 
 def _pickled(directory: Path) -> str:
-    """What an error says of weights that are not read."""
+    """Note for an error about weights in pickled files."""
     pickles = sorted(file.name for file in directory.glob("*.bin"))
     return f", only {', '.join(pickles)}: pickled weights can run code and are not read" if pickles else ""
 
@@ -132,7 +132,7 @@ def _read_config(file: Path) -> dict[str, Any]:
 
 
 def _problems(config: dict[str, Any]) -> Iterator[str]:
-    """What makes the adapter another thing than ``scaling * B A``, or its factors unreadable."""
+    """Yield reasons why the adapter is not ``scaling * B A``, or cannot be read."""
     if config.get("peft_type") != "LORA":
         yield f"peft_type is {_short(config.get('peft_type'))}, expected 'LORA'"
     for key, value in config.items():
@@ -157,18 +157,18 @@ def _problems(config: dict[str, Any]) -> Iterator[str]:
 
 
 def _short(value: Any) -> str:
-    """A value of somebody else's file, as an error shows it."""
+    """Shorten an external value for an error."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _is_positive(value: Any) -> bool:
-    """Whether it is a number above 0 that fp32 holds, integers too."""
+    """Return True for a number above 0, also an integer, within fp32's range."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _LARGEST
 
 
 def _scaling(config: dict[str, Any], name: str, rank: int, file: Path) -> float:
-    """What peft multiplies the adapter of a module by."""
+    """Factor by which peft multiplies the adapter of a module."""
 
     def own(key: str, default: float) -> float:
         patterns: dict[str, float] = config.get(key) or {}
@@ -181,7 +181,7 @@ def _scaling(config: dict[str, Any], name: str, rank: int, file: Path) -> float:
 
 
 def say_left_out(directory: str | Path) -> None:
-    """Say that the adapter beside an exported model is not part of it, where there is one: what reads the model by
-    itself measures what all its adapters share."""
+    """Log that an exported model has an adapter beside it that is not part of it, if so: evaluating the model alone
+    measures the base that all its adapters share."""
     if (folder := Path(directory) / FOLDER / CONFIG).is_file():
         say(f"{directory}: the quantized model without the adapter in {folder.parent}, which is not merged into it")

@@ -1,9 +1,9 @@
 """Ranks, and errors that every rank sees.
 
-A rank that raises alone leaves its peers waiting in the next collective until the time-out. So whatever one rank may
-find wrong by itself (a file, a tensor, a sample) is collected and raised by all of them together, with the same text.
+A rank that raises alone leaves its peers waiting in the next collective until the time-out. So errors that may occur on
+one rank only (a file, a tensor, a sample) are collected and raised by all ranks together, with the same text.
 
-Every function works without a process group too: one process is then rank 0 of 1.
+Every function also works without a process group: one process is then rank 0 of 1.
 """
 
 import os
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-# As gloo and NCCL call it.
+# In the words of gloo and NCCL.
 _LOST = re.compile(r"Connection (closed|reset) by peer|Broken pipe|remote process exited")
 
 
@@ -37,7 +37,7 @@ def world_size() -> int:
 
 
 def local_world_size() -> int | None:
-    """Number of ranks on this machine; None if the launcher does not say.
+    """Number of ranks on this machine; None if the launcher does not set it.
 
     torchrun and ``launch/slurm`` set LOCAL_WORLD_SIZE, DeepSpeed's launcher LOCAL_SIZE.
     """
@@ -46,12 +46,12 @@ def local_world_size() -> int | None:
 
 
 def is_main() -> bool:
-    """Whether this process is the one that prints, shows progress and writes files."""
+    """Return True on rank 0, which prints, shows progress and writes files."""
     return rank() == 0
 
 
 def say(text: str) -> None:
-    """Print on rank 0, without tearing a progress bar apart. A log on a full disk loses the text, not the run."""
+    """Print on rank 0, without breaking a progress bar. A log on a full disk loses the text, not the run."""
     if is_main():
         with suppress(OSError):
             tqdm.write(text)
@@ -64,16 +64,16 @@ def barrier() -> None:
 
 
 def listed(names: Sequence[str], limit: int = 20) -> str:
-    """Names for a message, cut where the list gets long."""
+    """Join names for a message, truncated after ``limit``."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
 
 
 def reduce_over_ranks(tensor: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-    """``tensor`` reduced over all ranks, on every rank and on its own device; a collective.
+    """Reduce ``tensor`` over all ranks; the result is on every rank and on the tensor's device; a collective.
 
-    The result may be the tensor itself. NCCL reduces CUDA tensors only, so a CPU tensor (of offloaded parameters, say)
-    travels through this rank's GPU.
+    The result may be the tensor itself. NCCL only reduces CUDA tensors, so a CPU tensor (for example of offloaded
+    parameters) is copied to this rank's GPU and back.
     """
     if world_size() == 1:
         return tensor
@@ -86,11 +86,11 @@ def reduce_over_ranks(tensor: Tensor, operation: dist.ReduceOp.RedOpType = dist.
 
 
 def shut_down() -> None:
-    """Close the process group when all ranks have come to their end; without it NCCL warns and gloo may abort at exit.
+    """Close the process group when all ranks are done; otherwise NCCL warns and gloo may abort at exit.
 
-    A rank that leaves closes its connections, and gloo tells a peer that has not yet returned from the last collective
-    that the connection is lost. So nobody leaves before all have returned from it: they wait for each other once more,
-    and whether a peer has left this last wait already does not matter.
+    A rank that exits closes its connections, and gloo reports a lost connection to a peer that has not yet returned
+    from the last collective. So all ranks first wait for each other once more; if a peer has already left this last
+    barrier does not matter.
     """
     if dist.is_initialized():
         with suppress(RuntimeError):
@@ -100,14 +100,14 @@ def shut_down() -> None:
 
 
 def _wait_for_gloo() -> None:
-    """Wait until gloo's threads have nothing to do.
+    """Wait until gloo's threads are idle.
 
-    A thread that has done a collective tells who waits for it first, and drops the tensors then, for which it needs
-    Python's lock (seen in torch 2.13: ~AsyncAllreduceWork, TensorImpl::decref_pyobject). If the interpreter has begun
-    to end by then, Python ends the thread inside a C++ destructor, and the process aborts: "terminate called without an
-    active exception", exit code -6, though all is written. The threads live on behind destroy_process_group, since
-    DeepSpeed's modules, engines and parameters refer to the group; idle ones sleep. While this thread sleeps the lock
-    is free, so that one which is not idle runs, or waits for a core, and is seen: the kernel says so.
+    A thread that has finished a collective first wakes the waiting thread, and then drops the tensors, for which it
+    needs Python's GIL (seen in torch 2.13: ~AsyncAllreduceWork, TensorImpl::decref_pyobject). If the interpreter is
+    exiting by then, Python ends the thread inside a C++ destructor, and the process aborts: "terminate called without
+    an active exception", exit code -6, though everything is written. The threads outlive destroy_process_group, since
+    DeepSpeed's modules, engines and parameters refer to the group; idle ones sleep. While this thread sleeps the GIL is
+    free, so a busy thread runs, or waits for a core, which the kernel reports.
     """
     idle = 0
     while idle < 3:
@@ -116,7 +116,7 @@ def _wait_for_gloo() -> None:
 
 
 def _gloo_threads() -> list[Path]:
-    """The directories in /proc of the threads that carry out gloo's collectives."""
+    """Directories in /proc of the threads that run gloo's collectives."""
     found = []
     for thread in Path("/proc/self/task").glob("*"):
         with suppress(OSError):  # it has ended
@@ -126,7 +126,7 @@ def _gloo_threads() -> list[Path]:
 
 
 def _runs(thread: Path) -> bool:
-    """Whether a thread runs or waits for a core or a page, and does not sleep."""
+    """Return True if a thread runs, or waits for a core or a page, rather than sleeps."""
     try:
         return (thread / "stat").read_text().rpartition(")")[2].split()[0] != "S"
     except OSError:
@@ -134,12 +134,12 @@ def _runs(thread: Path) -> bool:
 
 
 def is_lost_peer(error: Exception) -> bool:
-    """Whether an error of a collective says that another rank has gone."""
+    """Return True if an error of a collective reports that another rank has gone."""
     return isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """The value of every rank, in rank order, on every rank. Values are pickled: keep them small."""
+    """Gather the value of every rank, in rank order, on every rank. Values are pickled: keep them small."""
     if world_size() == 1:
         return [value]
     values: list[Any] = [None] * world_size()
@@ -150,7 +150,7 @@ def gather_objects(value: Any) -> list[Any]:
 def raise_everywhere(error: str | None) -> None:
     """Raise :class:`RankError` on every rank if any rank passes a text. A collective: every rank must call it.
 
-    Ranks that found the same thing are named together, so that an error in a shared file is printed once.
+    Ranks with the same text are named together, so that an error in a shared file is printed once.
     """
     found: dict[str, list[int]] = {}
     for index, text in enumerate(gather_objects(error)):
@@ -165,9 +165,9 @@ def raise_everywhere(error: str | None) -> None:
 
 @contextmanager
 def errors_on_all_ranks(*kinds: type[Exception], key: str = "") -> Iterator[None]:
-    """Turn an exception of ``kinds`` inside the block into a :class:`RankError` on every rank.
+    """Convert an exception of ``kinds`` inside the block to a :class:`RankError` on every rank.
 
-    A collective at the end of the block: every rank must enter it, and nothing inside is one. ``key`` opens the text.
+    A collective at the end of the block: every rank must enter it, and run no collective inside. ``key`` is a prefix.
     """
     error, cause = None, None
     try:

@@ -1,6 +1,6 @@
 """Map our tensors to slices of transformers' tensors: contiguous runs, and transposed matrices.
 
-A stack of experts is ``[E, out, in]`` here, whatever its layout in transformers: groups of weights run along the last
+A stack of experts is ``[E, out, in]`` here, for any layout in transformers: groups of weights run along the last
 dimension, and partitions of a checkpoint are contiguous.
 """
 

@@ -266,7 +266,7 @@ def _check_function(name: str, module: nn.Module, of: Experts) -> bool:
             delattr(ours, key)
             setattr(ours, key, used[key])
         arguments = inputs.to(dtype), chosen, weights
-        theirs = _called(_tiny(module, of, used), of)(*arguments)
+        theirs = _as_ours(_tiny(module, of, used), of)(*arguments)
         return torch.allclose(ours(*arguments).double(), theirs.double().view_as(inputs), rtol, atol)
 
     try:
@@ -310,7 +310,7 @@ def _tiny(module: nn.Module, of: Experts, stacks: Mapping[str, Tensor]) -> nn.Mo
     return tiny
 
 
-def _called(theirs: nn.Module, of: Experts) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def _as_ours(theirs: nn.Module, of: Experts) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """Wrap ``theirs`` as a function with the arguments of our experts."""
     if not of.scales_inputs:
         return theirs

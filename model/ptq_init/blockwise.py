@@ -195,7 +195,7 @@ class _Tuned:
             self.show_scales()
             scales = {one: _with_zero(layer) for one, layer in integers.items()}
             inside = {
-                layer.weight: _in_cells(one, layer, originals[layer.weight]) for one, layer in self._layers.items()
+                layer.weight: _snapped(one, layer, originals[layer.weight]) for one, layer in self._layers.items()
             }
         self._write([inside[weight] for weight in self._weights])
         folded = {id(layer.weight_theta) for layer in integers.values()}
@@ -234,7 +234,7 @@ def _effective(layer: QuantLayer) -> Tensor:
     return kernels.effective_scale(Quantizer(layer.scale_of_weight, layer.scheme.weights, layer.weight.dtype))
 
 
-def _in_cells(name: str, layer: QuantLayer, original: Tensor) -> Tensor:
+def _snapped(name: str, layer: QuantLayer, original: Tensor) -> Tensor:
     """Compute this rank's elements of a layer's weight, flat: ``original``, or the value of the weight's code if
     ``original`` is rounded to another code. The layer is gathered."""
     own = slice(*local_range(layer.weight))

@@ -60,7 +60,7 @@ def take_scales(
         for scale in arranged.inputs:
             for one in (one for of_layer in scale.layers for one in of_layer):
                 check_scale(one.key, one.value, one.shape, scale.group)
-        _check_held(quantization, taken, _merged(arranged))
+        _check_packed(quantization, taken, _merged(arranged))
         missing_inputs = [scale.group.owner for scale in arranged.inputs if not scale.layers]
         if missing_inputs and initial_input_scale is None and not inputs_calibrated_later:
             raise ValueError(
@@ -104,7 +104,7 @@ def _taken(
     return found
 
 
-def _check_held(quantization: Quantization, taken: Iterable[str], merged: Sequence[str]) -> None:
+def _check_packed(quantization: Quantization, taken: Iterable[str], merged: Sequence[str]) -> None:
     """Reject scales other than the file's for packed weights: their codes would decode to other weights."""
     layers, groups = quantization.layers, (*quantization.weight_groups, *quantization.global_groups)
     weights = {group.owner for group in quantization.weight_groups}

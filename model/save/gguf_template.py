@@ -1,7 +1,7 @@
 """Template of a GGUF file: a file that llama.cpp's own converter wrote for the base model.
 
 It provides metadata and vocabulary. It also lists the required tensors, so a missing tensor, or one of another model,
-is detected whatever its name.
+is detected under any name.
 """
 
 from collections.abc import Iterator

@@ -64,7 +64,7 @@ def check_loadable(source: Path, shards: Sequence[Sequence[Item]], *, trust_remo
     with META, no_init_weights():
         model: PreTrainedModel = kind(config)
         if any(item.layout not in (None, "dequantized") for shard in shards for item in shard):
-            _as_for_quantized(model)
+            _experts_to_linears(model)
     model.tie_weights()
     items = [item for shard in shards for item in shard]
     problems = _problems(model, _unquantized(items))
@@ -89,7 +89,7 @@ def check_written(directory: Path, shards: Iterable[Iterable[Item]]) -> None:
         raise ValueError("; ".join([*checkpoint.problems, *([f"not as planned: {listed(wrong)}"] if wrong else [])]))
 
 
-def _as_for_quantized(model: PreTrainedModel) -> None:
+def _experts_to_linears(model: PreTrainedModel) -> None:
     """Replace experts by Linears as transformers does before it loads a quantized checkpoint."""
     for name, module in list(model.named_modules()):
         if (linears := linears_of_quantized(type(module).__name__)) is not None:

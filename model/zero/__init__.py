@@ -6,7 +6,7 @@ Under ZeRO stage 3 a Parameter is a stub: its data is an empty tensor, its shape
 package also accept plain parameters (stages 0-2), so no other file branches on the stage.
 
 Filling a partition directly (:func:`local_data`) is allowed only before ``deepspeed.initialize``: there the optimizer
-copies the parameters into its fp32 masters, and the next step overwrites whatever was written to them afterwards.
+copies the parameters into its fp32 masters, and the next step overwrites later changes to them.
 """
 
 from model.zero.frozen import LeftOut

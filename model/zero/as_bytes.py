@@ -37,7 +37,7 @@ def gather_as_bytes(model: nn.Module, form_of: Callable[[Parameter], ByteForm | 
     """Make stage 3 gather some parameters for forward and backward in a :class:`ByteForm`.
 
     Before a module runs, and when prefetching, DeepSpeed gathers lists of parameters with ``all_gather_coalesced``, a
-    function that every partitioned Parameter carries. It calls the one of the first parameter of a list, which comes
+    function that every partitioned Parameter carries. It calls that of the first parameter of a list, which comes
     from a set (0.19.8: ``PartitionedParameterCoordinator.__all_gather_params_``, its only caller). As there is no hook
     for another form, that function is replaced on every Parameter of the model. Everything else sees the parameters
     themselves: :func:`gathered`, and DeepSpeed's saving, gather with ``all_gather``.

@@ -44,7 +44,7 @@ class LeftOut:
                 module.setdefault(name, value)
         kept = {name: own for name, own in frozen.items() if name not in self.names}
         if any(map(is_partitioned, frozen.values())):
-            state[FROZEN_PARAM_FRAGMENTS] = {name: _own_part(one).cpu() for name, one in kept.items()}
+            state[FROZEN_PARAM_FRAGMENTS] = {name: _local_part(one).cpu() for name, one in kept.items()}
             state[FROZEN_PARAM_SHAPES] = {name: full_shape(one) for name, one in kept.items()}
 
     def put_in(self, state: dict[str, Any]) -> None:
@@ -57,14 +57,14 @@ class LeftOut:
         if state.get(FROZEN_PARAM_FRAGMENTS) is not None:
             for name, parameter in self._frozen().items():
                 if name in self.names:
-                    state[FROZEN_PARAM_FRAGMENTS].setdefault(name, _own_part(parameter))
+                    state[FROZEN_PARAM_FRAGMENTS].setdefault(name, _local_part(parameter))
 
     def _frozen(self) -> dict[str, Tensor]:
         """Parameters that no optimizer updates, each under its first name."""
         return {name: one for name, one in self.model.named_parameters() if not is_optimized_parameter(one)}
 
 
-def _own_part(parameter: Tensor) -> Tensor:
+def _local_part(parameter: Tensor) -> Tensor:
     """Part of a frozen parameter that DeepSpeed writes: under stage 3 this rank's chunk, padding included."""
     part: Tensor = parameter.ds_tensor if is_partitioned(parameter) else parameter  # type: ignore[attr-defined]
     return part.detach()

@@ -174,7 +174,7 @@ class ReceiveBuffer:
     def reserve(self, batches: Sequence[Batch]) -> None:
         """Allocate for these consecutive batches. So a lack of memory shows here, not after other ranks began to
         send."""
-        sizes = [sum(_rooms(_shared(batch))) for batch in batches]
+        sizes = [sum(_aligned_sizes(_shared(batch))) for batch in batches]
         size = max((a + b for a, b in pairwise([*sizes, 0])), default=0)
         if self._memory is None or self._memory.numel() < size:
             self._memory = None  # free the old block first
@@ -183,16 +183,16 @@ class ReceiveBuffer:
     def places(self, number: int, shared: Sequence[Tensor]) -> list[Tensor]:
         """Return an uninitialized 1-D tensor for all ranks' partitions of each parameter of batch ``number``."""
         assert self._memory is not None
-        rooms = _rooms(shared)
-        begin = 0 if number % 2 == 0 else self._memory.numel() - sum(rooms)
-        places = self._memory[begin : begin + sum(rooms)].split(rooms)
+        sizes = _aligned_sizes(shared)
+        begin = 0 if number % 2 == 0 else self._memory.numel() - sum(sizes)
+        places = self._memory[begin : begin + sum(sizes)].split(sizes)
         return [
             place[: dist.get_world_size() * partition_of(parameter).nbytes].view(parameter.dtype)
             for parameter, place in zip(shared, places, strict=True)
         ]
 
 
-_ALIGNED = 64  # alignment of tensors, in bytes
+_ALIGNMENT = 64  # alignment of tensors, in bytes
 
 
 def _shared(parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -201,9 +201,9 @@ def _shared(parameters: Iterable[Tensor]) -> list[Tensor]:
     return [p for p in dict.fromkeys(parameters) if several and is_partitioned(p) and not is_whole(p)]
 
 
-def _rooms(shared: Iterable[Tensor]) -> list[int]:
+def _aligned_sizes(shared: Iterable[Tensor]) -> list[int]:
     """Bytes of all ranks' partitions of each parameter, aligned."""
-    return [-(-dist.get_world_size() * partition_of(p).nbytes // _ALIGNED) * _ALIGNED for p in shared]
+    return [-(-dist.get_world_size() * partition_of(p).nbytes // _ALIGNMENT) * _ALIGNMENT for p in shared]
 
 
 def gathered_on_main(batches: Sequence[Batch], buffer: ReceiveBuffer | None = None) -> Iterator[None]:
@@ -244,7 +244,7 @@ def gathered_on_main(batches: Sequence[Batch], buffer: ReceiveBuffer | None = No
 
 
 @dataclass
-class _Coming:
+class _Receiving:
     """Batch being received by rank 0: its partitioned parameters, their buffers and the pending receives."""
 
     shared: list[Tensor]
@@ -260,7 +260,7 @@ class _Coming:
         return {p: place[: full_numel(p)] for p, place in zip(self.shared, self.places, strict=True)}
 
 
-def _receive(buffer: ReceiveBuffer, number: int, batches: Sequence[Batch]) -> _Coming:
+def _receive(buffer: ReceiveBuffer, number: int, batches: Sequence[Batch]) -> _Receiving:
     """Start receiving the other ranks' partitions of batch ``number``, if there is one, on rank 0."""
     shared = _shared(batches[number]) if number < len(batches) else []
     places = buffer.places(number, shared) if shared else []
@@ -270,7 +270,7 @@ def _receive(buffer: ReceiveBuffer, number: int, batches: Sequence[Batch]) -> _C
         for rank, part in enumerate(place.split(partition_of(parameter).numel()))
         if rank > 0
     ]
-    return _Coming(shared, places, _begin(from_others))
+    return _Receiving(shared, places, _begin(from_others))
 
 
 def _begin(operations: list[dist.P2POp]) -> list[dist.Work]:

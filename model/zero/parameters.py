@@ -174,10 +174,10 @@ def init_process_group() -> None:
     try:
         deepspeed.init_distributed()
     except (RuntimeError, ValueError) as error:
-        raise RankError(_not_met(error)) from error
+        raise RankError(_no_meeting(error)) from error
 
 
-def _not_met(error: Exception) -> str:
+def _no_meeting(error: Exception) -> str:
     """Error text of a rank that did not meet the others."""
     where = "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ)
     remedy = "look for what ended another rank before, and whether this machine reaches that address"

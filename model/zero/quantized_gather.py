@@ -1,9 +1,9 @@
 """Quantized all-gather (``quant.quantized_all_gather``): gather weights as codes, one byte per weight instead of two.
 
-Forward and backward of a quantized layer use its weight only through the quantizer. All ranks know the few scales, so
+Forward and backward of a quantized layer use its weight only through the quantizer. All ranks have the few scales, so
 the rank with a slice of a weight quantizes it before sending. The layer finds the codes in place of its weight
 (:func:`quant.packed_weight.placeholder`) and does not quantize; the fp8 GEMM takes the codes directly. The layer does
-not know the distance of the weight from its code, on which the mask of its gradient and theta's gradient depend. So the
+not have the distance of the weight from its code, on which the mask of its gradient and theta's gradient depend. So the
 weight gets the gradient with respect to the quantized weight, and theta gets zeros. After the reduction each rank
 applies the quantizer's rule to its slice, and computes theta's gradient, which replaces the layer's. This is exact: the
 quantizer works per element, and neither the mask nor the sum for theta changes while ranks and micro-batches add up
@@ -61,7 +61,7 @@ NONE_GATHERED_QUANTIZED = (
 
 
 @dataclass(frozen=True)
-class _Coded:
+class _WeightAndScales:
     """Weight and scales of a layer, stored here because a Parameter lookup in a module that is not running makes
     DeepSpeed gather it, inside a forward."""
 
@@ -108,7 +108,7 @@ class QuantizedGather:
             ValueError: there is no such layer, or DeepSpeed is configured to change gathered parameters.
         """
         self._weights = {
-            id(layer.weight): _Coded(layer, layer.weight, layer.weight_s0, layer.weight_theta)
+            id(layer.weight): _WeightAndScales(layer, layer.weight, layer.weight_s0, layer.weight_theta)
             for layer in layers
             if can_gather_quantized(layer) and is_partitioned(layer.weight) and not layer.weight.ds_persist  # type: ignore[attr-defined]
         }
@@ -116,9 +116,9 @@ class QuantizedGather:
             raise ValueError(NONE_GATHERED_QUANTIZED)
         gather_as_bytes(model, self._form_of)
         self._scales: dict[int, Quantizer] | None = None
-        self._formed: Tensor | None = None
+        self._scale_memory: Tensor | None = None
         for one in self._weights.values():
-            one.layer.when_changed = self._changed
+            one.layer.when_changed = self._invalidate
 
     def __len__(self) -> int:
         """Number of weights that are gathered as codes."""
@@ -140,7 +140,7 @@ class QuantizedGather:
                 local_data(one.weight).to(gradient.device),
                 local_range(one.weight)[0],
                 one.numel,
-                self._known()[key],
+                self._quantizers()[key],
                 factor=lsq_factor(one.layer.weight_numel, one.layer.scheme.weights),
             )
             set_local_gradient(one.weight, gradient)
@@ -159,14 +159,14 @@ class QuantizedGather:
         one = self._weights.get(id(parameter))
         if one is None or not one.layer.weight_fake_quant:
             return None
-        scale = self._known()[id(parameter)]
+        scale = self._quantizers()[id(parameter)]
         start, numel = local_range(parameter)[0], one.numel
         return ByteForm(
             encode=lambda flat: quantize_part(flat, start, numel, scale),
             decode=lambda parts: placeholder(parts, one.layer.weight_shape, parameter.dtype),
         )
 
-    def _known(self) -> dict[int, Quantizer]:
+    def _quantizers(self) -> dict[int, Quantizer]:
         """Whole scales by their weights' ids. The first gather after a change runs a collective."""
         if self._scales is None:
             # The optimizer wrote them on another stream than that of the gather.
@@ -182,10 +182,10 @@ class QuantizedGather:
                 )
                 for key, one in self._weights.items()
             }
-            self._form_scales()
+            self._effective_scales()
         return self._scales
 
-    def _form_scales(self) -> None:
+    def _effective_scales(self) -> None:
         """Compute the effective scales of all layers with an fp8 GEMM in one launch instead of one per layer.
 
         They keep the same memory from step to step: it is filled on the gather's stream and read on another, so the
@@ -200,15 +200,15 @@ class QuantizedGather:
         formed = kernels.effective_scale(Quantizer(Scale(torch.cat(s0), torch.cat(theta)), FP8_TENSOR, torch.float32))
         sizes = [len(one) for one in s0]
         whole = [-(-size // 4) * 4 for size in sizes]  # 16-byte aligned, for GEMMs on CUDA
-        if self._formed is None:
-            self._formed = formed.new_empty(sum(whole))
-        places = [place[:size] for place, size in zip(self._formed.split(whole), sizes, strict=True)]
+        if self._scale_memory is None:
+            self._scale_memory = formed.new_empty(sum(whole))
+        places = [place[:size] for place, size in zip(self._scale_memory.split(whole), sizes, strict=True)]
         torch._foreach_copy_(places, list(formed.split(sizes)))
         get_accelerator().synchronize()
         for (layer, _), place in zip(layers, places, strict=True):
             layer.known_weight_scale = place
 
-    def _changed(self) -> None:
+    def _invalidate(self) -> None:
         """Drop everything derived from weights, scales or switches before they changed."""
         if self._scales is None:
             return  # every layer reports the same change
