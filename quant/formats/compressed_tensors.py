@@ -1,16 +1,16 @@
 """Codes and scales of one Linear in compressed-tensors' layout, which transformers, vLLM and SGLang read.
 
-What is written is not quantized anew: the codes come from the reference quantizer with the very effective scale that
-the forward used, so that the file holds the numbers that the last step trained, bit for bit.
+Codes come from the reference quantizer with the effective scale of the forward, so that the file holds exactly the
+numbers of the last training step.
 
-Six formats, of a Linear of ``out`` x ``in`` features. Scales have ``TensorSpec.scale_shape``; those of integers are in
-the model's dtype, those of fp8 in fp32; ``input_scale`` [1] (transformers rejects a 0-dim one) is there where inputs
-have a stored scale:
+Six formats for a Linear of ``out`` x ``in`` features. Scales have ``TensorSpec.scale_shape``, in the model's dtype for
+integers and in fp32 for fp8; ``input_scale`` [1] (transformers rejects a 0-dim tensor) is present if inputs have a
+stored scale:
 
 - ``float-quantized``: ``weight`` float8_e4m3fn [out, in], ``weight_scale``.
 - ``int-quantized``, 8-bit weights with 8-bit integer inputs: ``weight`` int8 [out, in], ``weight_scale``.
 - ``pack-quantized``, all other integers: ``weight_packed`` int32 [out, ceil(in * bits / 32)] (see ``quant.packing``),
-  ``weight_scale`` (of ggml's blocks in fp32), ``weight_shape`` int64 [2]; where the weight is not symmetric also
+  ``weight_scale`` (fp32 for ggml's blocks), ``weight_shape`` int64 [2]; for asymmetric weights also
   ``weight_zero_point`` int32 [ceil(out * bits / 32), in / size].
 - ``nvfp4-pack-quantized``: ``weight_packed`` uint8 [out, in / 2], ``weight_scale`` float8_e4m3fn [out, in / 16],
   ``weight_global_scale`` fp32 [1]; the effective scale is their quotient.
@@ -18,7 +18,7 @@ have a stored scale:
   plus 127.
 - ``mxfp8-quantized``: ``weight`` float8_e4m3fn [out, in], ``weight_scale`` as above.
 
-Everything here works on one module's tensors; which tensors, and when, is decided in ``model.save``.
+Functions here handle one module's tensors; ``model.save`` selects the tensors.
 """
 
 from collections.abc import Iterable
@@ -44,10 +44,10 @@ PACK_QUANTIZED = "pack-quantized"
 NVFP4_PACKED = "nvfp4-pack-quantized"
 MXFP4_PACKED = "mxfp4-pack-quantized"
 MXFP8_QUANTIZED = "mxfp8-quantized"
-_WHOLE_CODES = (FLOAT_QUANTIZED, INT_QUANTIZED, MXFP8_QUANTIZED)  # a byte each, in the tensor `weight`
+_WHOLE_CODES = (FLOAT_QUANTIZED, INT_QUANTIZED, MXFP8_QUANTIZED)  # one byte per code, in the tensor `weight`
 
-# Rows are quantized and packed a few at a time: the reference works in fp32 and packing in int32, 4-10 times the size
-# of the codes, which would otherwise be paid for a whole tensor on top of the one that is gathered.
+# Rows are quantized and packed in chunks: the reference computes in fp32 and packing in int32, 4-10 times the size of
+# the codes, too much for a whole tensor on top of the gathered one.
 CHUNK_ELEMENTS = 1 << 20
 
 _CODES: dict[Dtype, torch.dtype] = {"fp8_e4m3": torch.float8_e4m3fn, "fp4_e2m1": torch.uint8, "int": torch.int8}
@@ -56,7 +56,8 @@ Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 def export_format(scheme: Scheme) -> str:
-    """The compressed-tensors format that stores ``scheme``; ValueError if none is known to be read as trained."""
+    """compressed-tensors format that stores ``scheme``; ValueError if none is known to reproduce the training
+    numerics."""
     weights, inputs = scheme.weights, scheme.activations
     if weights.mx and (inputs is None or (inputs.mx and inputs.bits >= weights.bits)):
         return MXFP4_PACKED if weights.bits == 4 else MXFP8_QUANTIZED
@@ -81,9 +82,9 @@ def export_format(scheme: Scheme) -> str:
 
 
 def packed_shapes(in_features: int, out_features: int, scheme: Scheme, model_dtype: torch.dtype) -> Shapes:
-    """Dtype and shape of every tensor that stands for one Linear's weight and scales on disk, by its suffix, in order.
+    """Dtypes and shapes of the tensors for one Linear's weight and scales on disk, by suffix, in order.
 
-    A pure function of the Linear's sizes, so that every rank can plan the shards without holding a weight.
+    Depends on the Linear's sizes only, so that every rank can plan the shards without the weight.
     """
     spec, layout = scheme.weights, export_format(scheme)
     scale = (_stored_dtype(spec, model_dtype), spec.scale_shape((out_features, in_features)))
@@ -110,7 +111,7 @@ def packed_shapes(in_features: int, out_features: int, scheme: Scheme, model_dty
 
 
 def input_suffix(spec: TensorSpec) -> str:
-    """What the stored scale of an input is called behind the name of its Linear."""
+    """Suffix of the stored input scale after the name of its Linear."""
     return "input_global_scale" if spec.has_global_scale else "input_scale"
 
 
@@ -119,7 +120,7 @@ def _stored_dtype(spec: TensorSpec, model_dtype: torch.dtype) -> torch.dtype:
     return {
         "float32": torch.float32,
         "model": model_dtype,
-        "float16": torch.float32,  # readers multiply in the dtype on disk, and fp16 does not hold the products
+        "float16": torch.float32,  # readers multiply in the dtype on disk, and products may overflow fp16
         "e4m3": torch.float8_e4m3fn,
         "e8m0": torch.uint8,
     }[spec.scale_format]
@@ -128,10 +129,10 @@ def _stored_dtype(spec: TensorSpec, model_dtype: torch.dtype) -> torch.dtype:
 def weight_codes(
     weight: torch.Tensor, scale: torch.Tensor, spec: TensorSpec, zero: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """``quantize(weight, scale, spec, zero)`` of a weight [out, in] on any device, in CPU memory, a few rows at a time.
+    """``quantize(weight, scale, spec, zero)`` of a weight [out, in] on any device, into CPU memory, in chunks of rows.
 
     Raises:
-        ValueError: a weight is not finite (integers have no code for that).
+        ValueError: a weight is not finite (integers have no code for it).
     """
     codes = torch.empty(weight.shape, dtype=_CODES[spec.dtype])
     for rows in _row_chunks(weight.shape, spec):
@@ -149,7 +150,7 @@ def dequantized_weight(
     dtype: torch.dtype = torch.float32,
     zero: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``dequantize(codes, scale, spec, dtype, zero)`` of the codes [out, in] of a weight, made a few rows at a time."""
+    """``dequantize(codes, scale, spec, dtype, zero)`` of a weight's codes [out, in], in chunks of rows."""
     weight = torch.empty(codes.shape, dtype=dtype)
     for rows in _row_chunks(codes.shape, spec):
         part = _rows_of_scale(scale, rows, spec)
@@ -158,14 +159,14 @@ def dequantized_weight(
 
 
 def _row_chunks(shape: torch.Size, spec: TensorSpec) -> Iterable[slice]:
-    """Consecutive rows, about ``CHUNK_ELEMENTS`` at a time; whole blocks where a scale belongs to a block."""
+    """Slices of about ``CHUNK_ELEMENTS`` elements in consecutive rows; whole blocks for scales per block."""
     together = spec.group_size or 1 if spec.granularity == "block" else 1
     step = max(1, CHUNK_ELEMENTS // max(1, shape[1] * together)) * together
     return (slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step))
 
 
 def _rows_of_scale(scale: torch.Tensor, rows: slice, spec: TensorSpec) -> torch.Tensor:
-    """The part of a weight's scale that belongs to ``rows``: all of it where one scale serves the whole tensor."""
+    """Slice of a weight's scale for ``rows``; the whole scale if it is per tensor."""
     if spec.granularity == "tensor":
         return scale
     if spec.granularity == "block":
@@ -188,21 +189,21 @@ def pack_linear(
     scheme: Scheme,
     model_dtype: torch.dtype,
 ) -> dict[str, torch.Tensor]:
-    """The tensors that stand for one Linear on disk, in CPU memory, none sharing storage with an argument.
+    """Tensors of one Linear on disk, in CPU memory, sharing no storage with the arguments.
 
     Args:
         name: the Linear's name on disk, the prefix of every key.
         weight: [out, in], as trained; may be on a GPU.
-        scale: of the weight, without a theta: s0 is the *effective* fp32 scale of the forward, ``spec.scale_shape(
-            weight.shape)``, already rounded to what the format stores, so that storing it loses nothing.
-        input_scale: effective fp32 scale [1] of the inputs, None where the scheme stores none.
+        scale: of the weight, without theta: s0 is the *effective* fp32 scale of the forward,
+            ``spec.scale_shape(weight.shape)``, already rounded to the stored format, so that storing is lossless.
+        input_scale: effective fp32 scale [1] of the inputs, None if the scheme stores none.
         bias: [out] or None.
         scheme: the numerics.
-        model_dtype: dtype of everything that is not quantized.
+        model_dtype: dtype of all unquantized tensors.
 
     Raises:
-        ValueError: a scale is missing, misshapen, not finite, 0, negative where the weight is no integer, or not
-            representable as it is stored; a zero point is missing, misshapen or none of the codes.
+        ValueError: a scale is missing, misshapen, not finite, 0, negative for a non-integer weight, or not
+            representable in its stored format; a zero point is missing, misshapen or not a code.
     """
     assert scale.theta is None
     spec, layout = scheme.weights, export_format(scheme)
@@ -241,7 +242,7 @@ def pack_linear(
 def _pack_scales(
     name: str, scale: Scale, shape: tuple[int, ...], scheme: Scheme, model_dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """The weight's scales, global scale and zero points as they are stored, by suffix."""
+    """Stored scales, global scale and zero points of the weight, by suffix."""
     spec, packed = scheme.weights, {}
     if spec.scale_format == "e4m3":
         if scale.global_ is None:
@@ -257,13 +258,13 @@ def _pack_scales(
 
 
 def cache_scale(key: str, scale: torch.Tensor) -> torch.Tensor:
-    """The scale [1] of keys or values as it is stored: fp32. Raises ValueError where it is not finite and positive."""
+    """Stored scale [1] of keys or values, fp32. Raises ValueError if not finite and positive."""
     _check_scale(key, scale, (1,), signed=False)
     return stored(scale, torch.float32)
 
 
 def stored(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A contiguous copy in CPU memory: what a gathered parameter lends is gone after the gathering block."""
+    """Contiguous CPU copy: a gathered parameter is freed after the gathering block."""
     return tensor.detach().to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
 
 
@@ -274,7 +275,7 @@ def _pack_scale(
     model_dtype: torch.dtype,
     global_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The effective fp32 ``scale`` as it is stored."""
+    """Stored form of the effective fp32 ``scale``."""
     dtype = _stored_dtype(spec, model_dtype)
     scale = stored(scale, torch.float32)
     if spec.scale_format == "float16" and not torch.equal(scale.to(torch.float16).float(), scale):
@@ -301,7 +302,7 @@ def _pack_zero_points(key: str, zero: torch.Tensor | None, scale: torch.Tensor, 
 
 
 def bad_zero_points(zero: torch.Tensor, spec: TensorSpec) -> str | None:
-    """What is wrong with zero points that are no codes of the grid; None if nothing is."""
+    """Problem with zero points that are not codes of the grid, or None."""
     wrong = ~((zero == zero.round()) & (zero >= spec.qmin) & (zero <= spec.qmax))
     if not bool(wrong.any()):
         return None
@@ -309,12 +310,12 @@ def bad_zero_points(zero: torch.Tensor, spec: TensorSpec) -> str | None:
 
 
 def unpack_scale(packed: torch.Tensor, spec: TensorSpec, global_scale: torch.Tensor | None = None) -> torch.Tensor:
-    """The effective fp32 scale, in the shape that it has on disk.
+    """Effective fp32 scale, in its shape on disk.
 
     Args:
         packed: ``weight_scale`` or ``input_scale`` of a file.
         spec: of the weight or the input.
-        global_scale: ``weight_global_scale``, where the format has one.
+        global_scale: ``weight_global_scale``, if the format has it.
     """
     if spec.scale_format == "e8m0":
         exponent = packed.to(torch.int32) - E8M0_BIAS
@@ -334,10 +335,10 @@ def _check_scale(key: str, scale: torch.Tensor, shape: tuple[int, ...], *, signe
 
 
 def unpack_zero(tensors: dict[str, torch.Tensor], scheme: Scheme) -> torch.Tensor | None:
-    """The fp32 zero points [out, groups] of one Linear from its tensors on disk by suffix; None where there are none.
+    """fp32 zero points [out, groups] of one Linear from its tensors on disk by suffix; None if the format has none.
 
     Raises:
-        ValueError: their packed height is not that of ``weight_shape``.
+        ValueError: their packed height does not match ``weight_shape``.
     """
     if not scheme.weights.has_zero_points:
         return None
@@ -351,10 +352,10 @@ def unpack_zero(tensors: dict[str, torch.Tensor], scheme: Scheme) -> torch.Tenso
 
 
 def unpack_weight(tensors: dict[str, torch.Tensor], scheme: Scheme) -> torch.Tensor:
-    """The codes [out, in] of one Linear, float8_e4m3fn, int8 or e2m1 in uint8, from its tensors on disk by suffix.
+    """Codes [out, in] of one Linear, float8_e4m3fn, int8 or e2m1 in uint8, from its tensors on disk by suffix.
 
     Raises:
-        ValueError: ``weight_shape`` is no shape of a matrix, or it and the packed width disagree.
+        ValueError: ``weight_shape`` is not the shape of a matrix, or does not match the packed width.
     """
     layout = export_format(scheme)
     if layout in _WHOLE_CODES:

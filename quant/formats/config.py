@@ -1,12 +1,12 @@
-"""``quantization_config`` of config.json as compressed-tensors, vLLM and SGLang read it, and back.
+"""Write and read the ``quantization_config`` of config.json for compressed-tensors, vLLM and SGLang.
 
 A config group holds the numerics of some layers and names them by ``targets``: a class (``Linear``), a module name, or
-a regex after ``re:``, which is matched from the start of a name. One scheme for all layers targets ``Linear``, less
-what ``ignore`` names. Several schemes give several groups, each with patterns of names only, none of which catches a
-layer of another group, because readers disagree on what wins: transformers takes names before classes; vLLM looks for
-a fused layer (``qkv_proj``) by its class first, so that a group for ``Linear`` would take q, k and v from the group
-that names them. transformers decodes the experts of every layer with the first group that has ``experts`` in a
-pattern: schemes that differ between the experts of two layers are read right by vLLM alone.
+a regex after ``re:``, matched from the start of a name. A single scheme targets ``Linear``, except the names in
+``ignore``. Several schemes become several groups with name patterns only, none of which matches a layer of another
+group, because readers differ in precedence: transformers takes names before classes; vLLM first looks for a fused layer
+(``qkv_proj``) by its class, so that a group for ``Linear`` would take q, k and v from the group that names them.
+transformers decodes the experts of every layer with the first group that has ``experts`` in a pattern: schemes that
+differ between the experts of two layers are read correctly by vLLM only.
 """
 
 import re
@@ -19,7 +19,7 @@ from quant.spec import MX_GROUP, SCHEMES, Dtype, Granularity, Scheme, TensorSpec
 
 _EXPERTS = re.compile(r"(?P<experts>(?:.*\.)?experts)\.\d+\..+")
 
-# dtypes of scales that are not the model's, as llm-compressor writes them.
+# dtypes of scales other than the model's, as llm-compressor writes them.
 _SCALE_DTYPES = {"e4m3": "torch.float8_e4m3fn", "e8m0": "torch.uint8", "float16": "torch.float16"}
 
 
@@ -31,14 +31,14 @@ def quantization_config(
     no_linears: Iterable[str] = (),
     anywhere: bool = False,
 ) -> dict[str, Any]:
-    """The ``quantization_config`` of a model.
+    """Build the ``quantization_config`` of a model.
 
     Args:
-        layers: schemes of the quantized layers by module name; where names on disk differ from transformers', both.
-        ignore: of :func:`ignore_patterns`. A Linear that is neither quantized nor listed is loaded without complaint
+        layers: schemes of the quantized layers by module name; if names on disk differ from transformers', both.
+        ignore: result of :func:`ignore_patterns`. A Linear that is neither quantized nor listed is loaded without error
             and predicts noise.
-        kv_cache: of keys and values; None where they stay as they are.
-        no_linears: those of the layers that ``Linear`` does not name: embeddings, and lm_head, which is none to vLLM.
+        kv_cache: format of keys and values; None leaves them unquantized.
+        no_linears: layers that ``Linear`` does not match: embeddings, and lm_head, which is not a Linear in vLLM.
         anywhere: see :func:`quant.rules.name_patterns`.
 
     Raises:
@@ -46,8 +46,8 @@ def quantization_config(
     """
     schemes, ignore = list(dict.fromkeys(layers.values())), list(ignore)
     if not schemes and any("experts" in entry for entry in ignore):
-        # Nothing but the KV cache is quantized. transformers takes the first group for the experts of a MoE without
-        # asking whether there is one: here is one, for Linears of which ``ignore`` names all.
+        # Only the KV cache is quantized. transformers takes the first group for MoE experts without checking that one
+        # exists: add a group whose Linears are all in ``ignore``.
         schemes = [SCHEMES["fp8_static"]]
     targets = {scheme: _targets(layers, scheme, anywhere) for scheme in schemes}
     if len(schemes) == 1:
@@ -74,7 +74,7 @@ def quantization_config(
 
 
 def _targets(layers: Mapping[str, Scheme], scheme: Scheme, anywhere: bool) -> list[str]:
-    """Patterns for the layers of ``scheme``; where the experts of a MoE layer share it, one for all of them."""
+    """Patterns for the layers of ``scheme``; a single one for all experts of a MoE layer if they share it."""
     of_experts: dict[str, set[Scheme]] = {}
     for name, its in layers.items():
         if (expert := _EXPERTS.fullmatch(name)) is not None:
@@ -97,7 +97,7 @@ def quantization_args(spec: TensorSpec) -> dict[str, Any]:
         "num_bits": spec.bits,
         "type": "int" if spec.dtype == "int" else "float",
         "symmetric": spec.symmetric,
-        # A group whose scale is divided by another one of the whole tensor is a strategy of its own.
+        # Groups with a global scale have their own strategy.
         "strategy": "tensor_group" if spec.scale_format == "e4m3" else spec.granularity,
     }
     if spec.granularity == "group":
@@ -106,7 +106,7 @@ def quantization_args(spec: TensorSpec) -> dict[str, Any]:
         args["block_structure"] = [spec.group_size, spec.group_size]
     if spec.scale_format in _SCALE_DTYPES:
         args["scale_dtype"] = _SCALE_DTYPES[spec.scale_format]
-    # Dynamic scales below a stored one of the whole tensor are "local".
+    # Dynamic scales below a stored global scale are "local".
     return args | {"dynamic": "local" if spec.dynamic and spec.has_global_scale else spec.dynamic}
 
 
@@ -123,16 +123,16 @@ def ignore_patterns(
     *,
     anywhere: bool = False,
 ) -> list[str]:
-    """The ``ignore`` list: it matches every ``skipped`` Linear and no ``quantized`` one.
+    """Build the ``ignore`` list: it matches every ``skipped`` Linear and no ``quantized`` layer.
 
-    MoE routers are listed by the end of their names, anchored: they are Linears to vLLM, which would quantize them
-    silently, and ``gate`` without an anchor also catches ``gate_proj``.
+    MoE routers are listed by the end of their names, anchored: vLLM treats them as Linears and would silently quantize
+    them, and ``gate`` without an anchor also matches ``gate_proj``.
 
     Args:
-        skipped: module names of the Linears that stay as they are.
-        quantized: module names of the layers that are quantized.
+        skipped: module names of the unquantized Linears.
+        quantized: module names of the quantized layers.
         routers: module names of the MoE routers.
-        copied: names of modules that stay as they are with all that is in them, wherever a reader has them.
+        copied: names of modules that stay unquantized with everything inside, under any prefix.
         anywhere: see :func:`quant.rules.name_patterns`.
     """
     quantized = list(quantized)
@@ -142,8 +142,8 @@ def ignore_patterns(
 
 
 def _inside(module: str, others: Iterable[str]) -> str:
-    """A pattern for a module and all that is in it, by the end of its name, or by all of it where the end would catch
-    one of ``others``."""
+    """Pattern for a module and everything inside, by the end of its name, or by its full name if the end would match
+    one in ``others``."""
     names = module.split(".")
     short = names[-2:] if names[-1].isdigit() else names[-1:]
     pattern = rf"{ANYWHERE}{re.escape('.'.join(short))}(?:\..*)?$"
@@ -153,25 +153,25 @@ def _inside(module: str, others: Iterable[str]) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Back
+# Reading
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def rules_from_config(config: Mapping[str, Any], *, scales_only: bool = False) -> list[Rule]:
-    """What a ``quantization_config`` says of every layer, as rules: the first one that matches decides.
+    """Convert a ``quantization_config`` to rules: the first match decides.
 
-    The inverse of :func:`quantization_config`. Keys that only steered the calibration (``observer``, ...) are passed
-    over, whatever would change the numbers is checked. Of classes only ``Linear`` is read; its rule comes last and
+    The inverse of :func:`quantization_config`. Keys that only affected calibration (``observer``, ...) are ignored;
+    everything that would change the numbers is checked. The only supported class is ``Linear``; its rule comes last and
     matches every name.
 
     Args:
         config: of config.json.
-        scales_only: only stored scales are to be read. Then the format of the codes does not matter, and schemes have
-            no inputs with scales of their own tokens.
+        scales_only: only read stored scales: the format of the codes is not checked, and schemes have no inputs with
+            dynamic scales per token.
 
     Raises:
-        ValueError: not compressed-tensors, or numerics outside what the schemes here express (output activations,
-            activation ordering, rotated weights, ...).
+        ValueError: not compressed-tensors, or numerics outside of the schemes here (output activations, activation
+            ordering, rotated weights, ...).
     """
     if config.get("quant_method") != "compressed-tensors":
         raise ValueError(f"quant_method is {config.get('quant_method')!r}, expected 'compressed-tensors'")
@@ -188,21 +188,21 @@ def rules_from_config(config: Mapping[str, Any], *, scales_only: bool = False) -
             if target != "Linear" and re.fullmatch(r"[A-Z]\w*", target):
                 raise ValueError(f"{key}.targets has {target!r}, expected 'Linear', module names or 're:' patterns")
             named[target] = scheme
-    # Names before patterns before classes, patterns in the order of the alphabet: compressed-tensors' match_targets.
+    # Names before patterns before classes, patterns in alphabetical order, as compressed-tensors' match_targets.
     ordered = sorted(named, key=lambda target: (target == "Linear", target.startswith("re:"), target))
     return rules + [Rule(named[target], None if target == "Linear" else _regex(target)) for target in ordered]
 
 
 def _regex(entry: str) -> str:
-    """A regex that matches in full where ``entry`` of ``targets`` or ``ignore`` matches a name."""
+    """Full-match regex that is equivalent to ``entry`` of ``targets`` or ``ignore``."""
     return f"(?:{entry.removeprefix('re:')}).*" if entry.startswith("re:") else re.escape(entry)
 
 
 def kv_cache_from_config(config: Mapping[str, Any]) -> TensorSpec | None:
-    """How a ``quantization_config`` quantizes keys and values; None where they stay as they are.
+    """Format of keys and values in a ``quantization_config``; None if unquantized.
 
     Raises:
-        ValueError: in another way than with one stored fp8 scale each.
+        ValueError: a format other than one stored fp8 scale each.
     """
     args = _arguments("kv_cache_scheme", config.get("kv_cache_scheme"))
     if args is None:
@@ -214,7 +214,7 @@ def kv_cache_from_config(config: Mapping[str, Any]) -> TensorSpec | None:
 
 
 def _scheme(key: str, group: Mapping[str, Any], config: Mapping[str, Any] | None) -> Scheme:
-    """The scheme of a config group; without ``config`` as far as its scales are stored."""
+    """Scheme of a config group; without ``config`` only the part with stored scales."""
     if group.get("output_activations") is not None:
         raise ValueError(f"{key}.output_activations is set: outputs are not quantized here")
     stored = _arguments(f"{key}.weights", group.get("weights"))
@@ -237,7 +237,7 @@ def _scheme(key: str, group: Mapping[str, Any], config: Mapping[str, Any] | None
 
 
 def _arguments(key: str, args: Any) -> Mapping[str, Any] | None:
-    """What a file says of a quantizer; None where it says null. Raises ValueError unless numbers are numbers."""
+    """Checked arguments of a quantizer in the config, None for null. Raises ValueError for wrong types."""
     if args is None:
         return None
     if not isinstance(args, Mapping):
@@ -290,7 +290,7 @@ def _spec(key: str, args: Mapping[str, Any]) -> TensorSpec:
     for option, expected, allowed in (
         ("strategy", quantization_args(spec)["strategy"], ()),
         ("dynamic", quantization_args(spec)["dynamic"], (None,)),
-        ("actorder", None, ("weight", "static")),  # of the calibration only; columns stay where they are
+        ("actorder", None, ("weight", "static")),  # affects calibration only; columns are not permuted
         ("scale_dtype", scale_dtype, (None,)),
     ):
         if (found := args.get(option)) not in (expected, *allowed):
@@ -299,7 +299,7 @@ def _spec(key: str, args: Mapping[str, Any]) -> TensorSpec:
 
 
 def _sides(key: str, structure: Any) -> tuple[int, int]:
-    """Both sides of a block; old checkpoints spell it '128x128'."""
+    """Both sides of a block; old checkpoints write '128x128'."""
     sides = structure.split("x") if isinstance(structure, str) else structure
     try:
         height, width = (int(side) for side in sides)
@@ -309,7 +309,7 @@ def _sides(key: str, structure: Any) -> tuple[int, int]:
 
 
 def _name(weights: TensorSpec, activations: TensorSpec | None) -> str:
-    """A name in the manner of the presets, for numerics that no preset has: w2a8_channel, w4a16_g64."""
+    """Name in the style of the presets for numerics without a preset: w2a8_channel, w4a16_g64."""
     inputs = "a16" if activations is None else f"a{activations.bits}"
     suffix = f"g{weights.group_size}" if weights.granularity == "group" else weights.granularity
     return f"w{weights.bits}{inputs}_{suffix}{'' if weights.symmetric else '_asym'}"

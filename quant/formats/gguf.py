@@ -1,13 +1,12 @@
-"""Codes and scales of one Linear as llama.cpp's blocks of 32 weights: Q4_0 and Q8_0 (ggml's ``block_q4_0`` and
-``block_q8_0``).
+"""Codes and scales of one Linear as llama.cpp's blocks of 32 weights: Q4_0 and Q8_0 (``block_q4_0``, ``block_q8_0``).
 
-A block begins with its scale ``d`` in fp16, little-endian. Of Q4_0 16 bytes follow: byte ``i`` holds element ``i`` in
-its low four bits and element ``i + 16`` in its high ones, each as ``code + 8``. Of Q8_0 32 signed bytes follow. Both
-mean ``d * code``, and ``d`` may be negative.
+A block begins with its scale ``d`` in fp16, little-endian. In Q4_0 16 bytes follow: byte ``i`` holds element ``i`` in
+its low four bits and element ``i + 16`` in the high ones, each as ``code + 8``. In Q8_0 32 signed bytes follow. Both
+decode to ``d * code``; ``d`` may be negative.
 
-The presets ``q4_0`` and ``q8_0`` train with scales that fp16 holds. Those of ``w4a16_g32`` and ``w8a16_g32`` are in the
-model's dtype. fp16 holds every bf16 number between 2^-17 and 65504 exactly, so that the blocks mean what a bf16 model
-multiplied in its last forward; a scale that is outside is refused, unless all its codes are 0.
+The presets ``q4_0`` and ``q8_0`` train with fp16 scales. Those of ``w4a16_g32`` and ``w8a16_g32`` are in the model's
+dtype. fp16 represents every bf16 number between 2^-17 and 65504 exactly, so the blocks decode to the weights of a bf16
+model's last forward; a scale outside raises, unless all its codes are 0.
 """
 
 import torch
@@ -17,14 +16,14 @@ from quant.spec import SCHEMES, Scheme
 BLOCK = 32  # weights that share a scale
 
 _TYPES = {SCHEMES["q4_0"]: "Q4_0", SCHEMES["q8_0"]: "Q8_0", SCHEMES["w4a16_g32"]: "Q4_0", SCHEMES["w8a16_g32"]: "Q8_0"}
-BYTES = {"Q4_0": 2 + BLOCK // 2, "Q8_0": 2 + BLOCK}  # of a block
+BYTES = {"Q4_0": 2 + BLOCK // 2, "Q8_0": 2 + BLOCK}  # per block
 
 
 def block_type(scheme: Scheme) -> str:
-    """``"Q4_0"`` or ``"Q8_0"``: the blocks that mean what ``scheme`` trains.
+    """Block type, ``"Q4_0"`` or ``"Q8_0"``, that decodes to the training numerics of ``scheme``.
 
     Raises:
-        ValueError: none does; the text names the nearest scheme that has some.
+        ValueError: none does; the text names the nearest supported scheme.
     """
     for known, name in _TYPES.items():
         if (scheme.weights.wide, scheme.activations) == (known.weights, known.activations):
@@ -37,16 +36,16 @@ def block_type(scheme: Scheme) -> str:
 
 
 def blocks(key: str, codes: torch.Tensor, scale: torch.Tensor, kind: str) -> torch.Tensor:
-    """The bytes of a weight's blocks: uint8 ``[out, in / 32 * bytes of a block]``.
+    """Bytes of a weight's blocks: uint8 ``[out, in / 32 * bytes of a block]``.
 
     Args:
-        key: of the scale, for messages.
+        key: name of the scale, for messages.
         codes: int8 ``[out, in]`` in CPU memory.
         scale: effective scale of the forward, ``[out, in / 32]``.
-        kind: what :func:`block_type` says.
+        kind: result of :func:`block_type`.
 
     Raises:
-        ValueError: fp16 does not hold a scale.
+        ValueError: fp16 cannot represent a scale.
     """
     groups = codes.unflatten(1, (-1, BLOCK))
     scale = scale.cpu().float()
@@ -65,5 +64,5 @@ def blocks(key: str, codes: torch.Tensor, scale: torch.Tensor, kind: str) -> tor
         body = nibbles[..., : BLOCK // 2] | nibbles[..., BLOCK // 2 :] << 4
     else:
         body = groups.contiguous().view(torch.uint8)
-    head = d.unsqueeze(-1).contiguous().view(torch.uint8)  # the byte order is that of the machine, little-endian
+    head = d.unsqueeze(-1).contiguous().view(torch.uint8)  # native byte order, little-endian
     return torch.cat([head, body], dim=-1).flatten(1)

@@ -1,14 +1,14 @@
-"""The layouts in which a trained model can be written, one Linear at a time.
+"""Checkpoint layouts for export, one Linear at a time.
 
-- ``compressed``: compressed-tensors (``quant.export``, ``quant.config``); what transformers, vLLM and SGLang read.
+- ``compressed``: compressed-tensors (``quant.export``, ``quant.config``), for transformers, vLLM and SGLang.
 - ``vllm_fp8``: the same codes and scales under vLLM's own ``fp8`` configuration, for fp8 with one scale per weight and
-  input, or with blocks of 128 x 128 (``weight_scale_inv``, as DeepSeek-V3 has it, which transformers reads too).
-- ``gpt_oss``: its experts in MXFP4 as they are published, those of a layer in one tensor (``_blocks``, ``_scales``).
-- ``dequantized``: the fake-quantized values as weights in the model's dtype. Every reader of plain checkpoints computes
-  with them; inputs are not quantized there.
-- ``gguf``: llama.cpp's blocks (``quant.gguf``), for weights of 4 or 8 bits in groups of 32; ``model.save`` puts them
+  input, or with blocks of 128 x 128 (``weight_scale_inv`` as in DeepSeek-V3; also read by transformers).
+- ``gpt_oss``: experts in MXFP4 as published, those of a layer in one tensor (``_blocks``, ``_scales``).
+- ``dequantized``: fake-quantized weights in the model's dtype, for every reader of plain checkpoints; inputs are not
+  quantized there.
+- ``gguf``: llama.cpp's blocks (``quant.gguf``), for weights of 4 or 8 bits in groups of 32; ``model.save`` writes them
   into one file.
-- ``mlx``: what mlx-lm reads (``quant.mlx``), for integers in groups of 32, 64 or 128.
+- ``mlx``: for mlx-lm (``quant.mlx``), integers in groups of 32, 64 or 128.
 - ``executorch``: torchao's tensors (``quant.torchao``), which ExecuTorch lowers to XNNPACK, for ``8da4w``.
 """
 
@@ -35,14 +35,14 @@ from quant.spec import SCHEMES, Scheme, TensorSpec
 
 Layout = Literal["compressed", "vllm_fp8", "gpt_oss", "dequantized", "gguf", "mlx", "executorch"]
 
-# What the suffixes of compressed-tensors' MXFP4 become behind the name of a stack of experts.
+# Suffixes for a stack of experts, by the suffix of compressed-tensors' MXFP4.
 BLOCK_ENDS = {"weight_packed": "_blocks", "weight_scale": "_scales"}
 
 _BLOCK = SCHEMES["fp8_block"]
 _PER_TENSOR = SCHEMES["fp8_static"]
-# The codes of gpt-oss' experts. The layout says nothing of inputs; a server takes them as they are or in MXFP8.
+# Codes of gpt-oss' experts. The layout has no format of inputs; a server leaves them unquantized or uses MXFP8.
 _GPT_OSS = (SCHEMES["mxfp4"], SCHEMES["mxfp4_mxfp8"])
-# As gpt-oss is published; nothing but its experts is quantized there.
+# As gpt-oss is published, with only its experts quantized.
 _NO_EXPERTS = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
 
 
@@ -50,7 +50,7 @@ def check_layout(layout: str, schemes: Iterable[Scheme]) -> None:
     """Check that a model with layers of these schemes can be written in this layout.
 
     Raises:
-        ValueError: no such layout, or it cannot hold one of the schemes.
+        ValueError: no such layout, or it does not support one of the schemes.
     """
     if layout not in get_args(Layout):
         raise ValueError(f"unknown layout {layout!r}; known: {', '.join(get_args(Layout))}")
@@ -78,8 +78,8 @@ def check_layout(layout: str, schemes: Iterable[Scheme]) -> None:
 
 
 def block_shapes(key: str, experts: int, in_features: int, out_features: int) -> Shapes:
-    """Dtype and shape, in layout ``gpt_oss``, of what stands for the stack of experts that transformers has at
-    ``key``."""
+    """Dtypes and shapes, in layout ``gpt_oss``, of the tensors for a stack of experts with the name ``key`` in
+    transformers."""
     groups = in_features // 32
     return {
         f"{key}_blocks": (torch.uint8, (experts, out_features, groups, 16)),
@@ -88,7 +88,7 @@ def block_shapes(key: str, experts: int, in_features: int, out_features: int) ->
 
 
 def linear_shapes(layout: Layout, in_features: int, out_features: int, scheme: Scheme, dtype: torch.dtype) -> Shapes:
-    """Dtype and shape of what stands for one Linear's weight on disk, by suffix; ``dtype`` is the model's."""
+    """Dtypes and shapes of the tensors for one Linear's weight on disk, by suffix; ``dtype`` is the model's."""
     if layout == "dequantized":
         return {"weight": (dtype, (out_features, in_features))}
     if layout == "gguf":
@@ -112,10 +112,9 @@ def linear_tensors(
     scheme: Scheme,
     dtype: torch.dtype,
 ) -> dict[str, torch.Tensor]:
-    """What stands for one Linear on disk, in CPU memory.
+    """Tensors of one Linear on disk, in CPU memory.
 
-    It has the parameters and errors of :func:`quant.formats.compressed_tensors.pack_linear`, whose result it
-    rearranges.
+    Parameters and errors as in :func:`quant.formats.compressed_tensors.pack_linear`, whose result is rearranged.
     """
     packed = pack_linear(name, weight, scale, input_scale, bias, scheme, dtype)
     if layout not in ("dequantized", "gguf", "mlx", "executorch"):
@@ -151,18 +150,18 @@ def layout_config(
     copied: Iterable[str] = (),
     anywhere: bool = False,
 ) -> dict[str, Any] | None:
-    """The ``quantization_config`` of config.json, or None where the checkpoint is a plain one.
+    """Build the ``quantization_config`` of config.json, or None for a plain checkpoint.
 
     Args:
         layout: of the checkpoint.
-        layers: schemes of the quantized layers by module name; where names on disk differ from transformers', both.
-        skipped: module names of the Linears that stay as they are.
+        layers: schemes of the quantized layers by module name; if names on disk differ from transformers', both.
+        skipped: module names of the unquantized Linears.
         routers: module names of the MoE routers.
-        kv_cache: of keys and values; None where they stay as they are.
-        no_linears: those of the layers that are embeddings or the model's head.
-        copied: names on disk of modules beside the model, which are not quantized with all that is in them; for
-            ``vllm_fp8`` those of the Linears in them.
-        anywhere: readers may have the model inside another one: the names are those inside it.
+        kv_cache: format of keys and values; None leaves them unquantized.
+        no_linears: names in ``layers`` of embeddings and of the model's head.
+        copied: names on disk of modules beside the model, unquantized with everything inside; for ``vllm_fp8`` the
+            names of the Linears in them.
+        anywhere: readers may nest the model inside another module: names are relative to the model.
     """
     if layout in ("dequantized", "gguf", "mlx"):
         return None
@@ -179,5 +178,5 @@ def layout_config(
         config["activation_scheme"] = "static"
     if scheme.weights.granularity == "block":
         config["weight_block_size"] = [scheme.weights.group_size, scheme.weights.group_size]
-    # Whole names only: vLLM knows no patterns here.
+    # Full names only: vLLM supports no patterns here.
     return config | {"ignored_layers": list(dict.fromkeys([*routers, *skipped, *copied]))}

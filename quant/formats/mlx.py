@@ -1,11 +1,11 @@
-"""Codes and scales of one Linear as MLX has them: affine groups (``mlx.core.dequantize`` with mode "affine").
+"""Codes and scales of one Linear in MLX's affine groups (``mlx.core.dequantize`` with mode "affine").
 
-A weight means ``scales * q + biases``, with ``q`` from 0 to 2^bits - 1. Packed codes are those of compressed-tensors'
-``weight_packed``, bit for bit: ``q`` is ``code + 2^(bits-1)``, little-endian and without gaps in words of 32 bits. So
-``biases`` are ``-2^(bits-1) * scales``, a power of two times a number that there is already, and nothing is rounded.
+A weight is ``scales * q + biases``, with ``q`` from 0 to 2^bits - 1. Packed codes equal compressed-tensors'
+``weight_packed`` bit for bit: ``q = code + 2^(bits-1)``, little-endian and without gaps in 32-bit words. So ``biases``
+are ``-2^(bits-1) * scales``, exact as a power of two times a scale.
 
-With zero points biases are ``-(2^(bits-1) + zero) * scales``, which the model's dtype may not hold. Scales and biases
-of such layers are fp32, and MLX computes in fp32 from there on.
+With zero points, biases are ``-(2^(bits-1) + zero) * scales``, which the model's dtype may not represent. Scales and
+biases of such layers are fp32, and MLX then computes in fp32.
 """
 
 import torch
@@ -18,7 +18,7 @@ GROUP_SIZES = (32, 64, 128)
 
 
 def check_affine(scheme: Scheme) -> None:
-    """Raise ValueError if affine groups do not mean what ``scheme`` trains; names the nearest of which they do."""
+    """Raise ValueError if affine groups cannot express ``scheme``; the text names the nearest supported scheme."""
     weights = scheme.weights
     plain = weights.dtype == "int" and scheme.activations is None and not weights.ggml
     if plain and weights.group_size in GROUP_SIZES:
@@ -34,7 +34,7 @@ def check_affine(scheme: Scheme) -> None:
 
 
 def affine_shapes(in_features: int, out_features: int, scheme: Scheme, dtype: torch.dtype) -> Shapes:
-    """Dtype and shape of a Linear's tensors by suffix; ``dtype`` is the model's."""
+    """Dtypes and shapes of a Linear's tensors by suffix; ``dtype`` is the model's."""
     size = scheme.weights.group_size
     assert size is not None
     kept = torch.float32 if scheme.weights.has_zero_points else dtype
@@ -49,12 +49,12 @@ def affine_shapes(in_features: int, out_features: int, scheme: Scheme, dtype: to
 def affine_tensors(
     packed: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, scheme: Scheme, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """A Linear's tensors by suffix, in CPU memory.
+    """Tensors of a Linear by suffix, in CPU memory.
 
     Args:
         packed: ``weight_packed`` of compressed-tensors.
-        scale: effective scale of the forward, ``[out, groups]``, which ``dtype`` holds.
-        zero: fp32 zero points ``[out, groups]``; None where there are none.
+        scale: effective scale of the forward, ``[out, groups]``, exact in ``dtype``.
+        zero: fp32 zero points ``[out, groups]``, or None.
         scheme: of the Linear.
         dtype: the model's.
     """
@@ -69,7 +69,7 @@ def affine_tensors(
 
 
 def affine_config(layers: dict[str, Scheme]) -> dict[str, object]:
-    """mlx-lm's ``quantization`` of config.json: the groups of most layers, and those of each that has others."""
+    """mlx-lm's ``quantization`` of config.json: the most common groups, and per layer those that differ."""
     kinds = {
         name: {"group_size": scheme.weights.group_size, "bits": scheme.weights.bits, "mode": "affine"}
         for name, scheme in layers.items()

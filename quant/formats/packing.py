@@ -1,12 +1,10 @@
-"""Codes narrower than a byte, as compressed-tensors lays them out on disk.
+"""Packing of codes narrower than a byte, as compressed-tensors stores them, and of bit masks (in memory only).
 
 - Integers of 2 to 8 bits: one dense little-endian bitstream per row, of ``code + 2^(bits - 1)``, in int32 words. Code
   ``i`` occupies bits ``[i * bits, (i + 1) * bits)``, so that at 3 bits some codes straddle two words; 32 codes fill
   exactly ``bits`` words.
 - Zero points of such integers: the same bitstream, down each column.
-- e2m1: two codes in a byte, the first one in the low nibble.
-
-And masks, a bit per element, which live in memory alone.
+- e2m1: two codes in a byte, the first in the low nibble.
 """
 
 import math
@@ -15,7 +13,7 @@ import torch
 
 
 def packed_columns(columns: int, bits: int) -> int:
-    """How many int32 words hold ``columns`` codes of ``bits`` bits."""
+    """Number of int32 words for ``columns`` codes of ``bits`` bits."""
     return math.ceil(columns * bits / 32)
 
 
@@ -35,42 +33,42 @@ def pack_int32(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack_int32(packed: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
-    """The int8 codes [out, columns] of words packed by :func:`pack_int32`."""
+    """Unpack int8 codes [out, columns] from words of :func:`pack_int32`."""
     rows, across = packed.shape
-    # Flat first: one column counts as contiguous whatever its stride is, with which it has no view as bytes.
+    # Flat first: a single column is contiguous at any stride, but then cannot be viewed as bytes.
     return unpack_rows(packed.reshape(-1).view(torch.uint8).view(rows, 4 * across), bits, columns)
 
 
 def unpack_rows(rows: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
-    """:func:`unpack_int32` of the bytes, uint8 [out, n], of these words."""
+    """:func:`unpack_int32` from the words' bytes, uint8 [out, n]."""
     codes = unpack_bytes(rows, bits) if 8 % bits == 0 else _unpack_straddling(rows, bits, columns)
     codes = codes.bitwise_xor_(128).view(torch.int8) if bits == 8 else codes.view(torch.int8).sub_(1 << (bits - 1))
     return codes[:, :columns].contiguous()
 
 
 def unpack_bytes(rows: torch.Tensor, bits: int) -> torch.Tensor:
-    """The uint8 codes [out, n * 8 / bits], from 0 on, of bytes [out, n] that hold 1, 2 or 4 of them, the first in the
-    lowest bits; in memory of its own.
+    """Unpack bytes [out, n], each with 1, 2 or 4 codes (the first in the lowest bits), to unsigned uint8 codes [out, n
+    * 8 / bits] in new memory.
 
-    All bytes become words with as many bytes as they have codes, in which the codes are moved apart: operations on
-    neighbors in memory, which are ten times as fast on a CPU as one code after the other.
+    Each byte is widened to a word with one byte per code, in which the codes are spread: operations on contiguous
+    memory, ten times as fast on a CPU as one code at a time.
     """
     if bits == 8:
         return rows.clone()
     each = 8 // bits
     words = rows.to(torch.int16 if bits == 4 else torch.int32)
-    while each > 1:  # the upper half of the codes in each part of a word goes to the upper half of that part
+    while each > 1:  # move the upper half of the codes in each segment of a word to its upper half
         each //= 2
         words.bitwise_or_(words << (8 - bits) * each)
     return words.bitwise_and_(_repeated((1 << bits) - 1, 8, words.dtype)).view(torch.uint8)
 
 
 def _unpack_straddling(rows: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
-    """As :func:`unpack_bytes`, of a width that leaves codes across the borders of bytes, at least ``columns`` codes."""
-    groups = math.ceil(columns / 8)  # of 8 codes, which fill whole bytes
+    """:func:`unpack_bytes` for widths with codes across byte boundaries; at least ``columns`` codes."""
+    groups = math.ceil(columns / 8)  # groups of 8 codes fill whole bytes
     rows = torch.nn.functional.pad(rows, (0, groups * bits - rows.shape[1]))
     words = torch.nn.functional.pad(rows.view(-1, groups, bits), (0, 8 - bits)).view(torch.int64)
-    for each in (4, 2, 1):  # codes that stay together, at first at the lower end of every 2 * each bytes
+    for each in (4, 2, 1):  # contiguous codes, initially at the lower end of every 2 * each bytes
         low = (1 << each * bits) - 1
         apart, stay = 8 * each - each * bits, _repeated(low, 16 * each, torch.int64)
         move = _repeated(low << each * bits, 16 * each, torch.int64)
@@ -79,7 +77,7 @@ def _unpack_straddling(rows: torch.Tensor, bits: int, columns: int) -> torch.Ten
 
 
 def _repeated(pattern: int, distance: int, dtype: torch.dtype) -> int:
-    """The number of ``dtype`` that has ``pattern`` in every so many bits."""
+    """Integer of ``dtype`` with ``pattern`` repeated every ``distance`` bits."""
     width = 8 * dtype.itemsize
     number = sum(pattern << place for place in range(0, width, distance))
     return number - (1 << width) if number >> (width - 1) else number
@@ -91,33 +89,33 @@ def pack_zero_points(zero: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack_zero_points(packed: torch.Tensor, bits: int, rows: int) -> torch.Tensor:
-    """The int8 zero points [rows, groups] of words packed by :func:`pack_zero_points`."""
+    """Unpack int8 zero points [rows, groups] from words of :func:`pack_zero_points`."""
     return unpack_int32(packed.t(), bits, rows).t().contiguous()
 
 
 def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
     """Pack uint8 codes [out, in] of four bits into uint8 [out, in / 2]; ``in`` is even."""
-    pairs = codes.contiguous().view(torch.int16)  # the first of two in the low byte
+    pairs = codes.contiguous().view(torch.int16)  # the first code of a pair in the low byte
     return (pairs | (pairs >> 4)).to(torch.uint8)
 
 
 def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """The uint8 codes [out, in] of bytes packed by :func:`pack_nibbles`."""
+    """Unpack uint8 codes [out, in] from bytes of :func:`pack_nibbles`."""
     return unpack_bytes(packed, 4)
 
 
-# Multiplying eight bytes of 0 or 1 by this collects them in the top byte, the first byte in its lowest bit.
+# A product with eight bytes of 0 or 1 collects them in the top byte, the first byte in its lowest bit.
 _GATHER_BITS = 0x0102040810204080
 
 
 def pack_bits(mask: torch.Tensor) -> torch.Tensor:
-    """A bool tensor of any shape as a flat uint8 tensor of ``ceil(numel / 8)`` bytes."""
+    """Pack a bool tensor of any shape into flat uint8 ``[ceil(numel / 8)]``."""
     flat = torch.nn.functional.pad(mask.reshape(-1), (0, -mask.numel() % 8)).contiguous()
     return flat.view(torch.int64).mul(_GATHER_BITS).bitwise_right_shift_(56).to(torch.uint8)
 
 
 def unpack_bits(packed: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """The bool tensor of ``shape`` that :func:`pack_bits` packed."""
+    """Unpack a bool tensor of ``shape`` from bytes of :func:`pack_bits`."""
     shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
     bits = packed.unsqueeze(-1).bitwise_right_shift(shifts).bitwise_and_(1)
     return bits.view(-1)[: shape.numel()].view(torch.bool).view(shape)

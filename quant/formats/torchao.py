@@ -1,13 +1,13 @@
-"""Codes and scales of one layer as torchao has them, which ExecuTorch lowers to XNNPACK without quantizing again.
+"""Codes and scales of one layer as torchao tensors, which ExecuTorch lowers to XNNPACK without requantization.
 
 A weight is an ``IntxUnpackedToInt8Tensor`` (torchao 0.18, ``quantize_/workflows/intx``): ``qdata`` int8 [out, in] with
-a code in each byte, whatever its width; ``scale`` and ``zero_point``, which is 0, one per row or group. In a
-safetensors file it is three tensors, and text in the file's metadata that says what they are
-(``torchao.prototype.safetensors``). The weight of a Linear also says how its inputs are quantized.
+one code per byte at any width; ``scale`` and ``zero_point`` (0), one per row or group. In a safetensors file it is
+three tensors, described by text in the file's metadata (``torchao.prototype.safetensors``). The weight of a Linear also
+describes how its inputs are quantized.
 
 XNNPACK's operators take int8 inputs with a scale and a zero point per token, as in ``8da4w``, and weights of 4 bits per
-row or in groups of a multiple of 32, or of 8 bits per row. It keeps scales of groups in bf16, positive and normal
-numbers all. Embeddings have codes of 4 or 8 bits, and no inputs to quantize.
+row or in groups of a multiple of 32, or of 8 bits per row. Group scales are kept in bf16 and must be positive normal
+numbers. Embeddings have codes of 4 or 8 bits and no input quantization.
 """
 
 import json
@@ -20,7 +20,7 @@ from quant.formats.compressed_tensors import Shapes
 from quant.scale import Scale
 from quant.spec import SCHEMES, Scheme
 
-# Of every tensor, in the metadata of every file: its name in the state dict.
+# Metadata key, in every file, of the tensors' names in the state dict.
 TENSOR_NAMES = "tensor_names"
 
 _INPUTS = SCHEMES["8da4w"].activations
@@ -28,11 +28,11 @@ _SMALLEST = torch.finfo(torch.bfloat16).smallest_normal
 
 
 def check_intx(scheme: Scheme) -> None:
-    """Raise ValueError if no operator of ExecuTorch computes what ``scheme`` trains; the text says what to choose."""
+    """Raise ValueError if ExecuTorch has no operator for ``scheme``; the text names an alternative."""
     weights = scheme.weights
     size = weights.group_size or 0
     integers = weights.dtype == "int" and weights.symmetric and weights.granularity in ("channel", "group")
-    integers = integers and weights.scale_format == "model"  # which is bf16
+    integers = integers and weights.scale_format == "model"  # i.e. bf16
     groups = integers and size % 32 == 0
     if scheme.activations is None and integers and weights.bits in (4, 8):
         return
@@ -46,9 +46,9 @@ def check_intx(scheme: Scheme) -> None:
 
 
 def check_intx_of(name: str, scheme: Scheme, *, embedding: bool) -> None:
-    """Raise ValueError if ``scheme``, which :func:`check_intx` takes, is for the other kind of layer."""
+    """Raise ValueError if ``scheme``, accepted by :func:`check_intx`, is for the other kind of layer."""
     if embedding or scheme.activations is not None:
-        return  # an embedding takes no scheme with inputs
+        return  # embeddings have no schemes with inputs
     raise ValueError(
         f"{name}: layout 'executorch' has no Linear whose inputs are not quantized, got {scheme.name}, which is for "
         "embeddings there: give it 8da4w in quant.rules, or leave it unquantized (of the model's head quant.lm_head "
@@ -57,7 +57,7 @@ def check_intx_of(name: str, scheme: Scheme, *, embedding: bool) -> None:
 
 
 def intx_shapes(in_features: int, out_features: int, scheme: Scheme, dtype: torch.dtype) -> Shapes:
-    """Dtype and shape of a layer's tensors by suffix; ``dtype`` is the model's."""
+    """Dtypes and shapes of a layer's tensors by suffix; ``dtype`` is the model's."""
     groups = scheme.weights.scale_shape((out_features, in_features))
     return {
         "_weight_qdata": (torch.int8, (out_features, in_features)),
@@ -67,16 +67,16 @@ def intx_shapes(in_features: int, out_features: int, scheme: Scheme, dtype: torc
 
 
 def intx_tensors(name: str, codes: torch.Tensor, scale: Scale, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """A layer's tensors by suffix, in CPU memory.
+    """Tensors of a layer by suffix, in CPU memory.
 
     Args:
         name: of the layer, for the error.
         codes: int8 [out, in].
-        scale: of the weight, without a theta: s0 is the effective scale of the forward, which ``dtype`` holds.
+        scale: of the weight, without theta: s0 is the effective scale of the forward, exact in ``dtype``.
         dtype: the model's.
 
     Raises:
-        ValueError: a scale is not a positive normal number of bf16.
+        ValueError: a scale is not a positive normal bf16 number.
     """
     stored = scale.s0.cpu().to(dtype)
     if not bool((stored >= _SMALLEST).all()):
@@ -92,7 +92,7 @@ def intx_tensors(name: str, codes: torch.Tensor, scale: Scale, dtype: torch.dtyp
 
 
 def intx_metadata(scheme: Scheme, in_features: int, dtype: torch.dtype) -> str:
-    """What the metadata of a file says of a weight; of a tensor without codes see :data:`PLAIN`."""
+    """Metadata text of a weight; for a tensor without codes see :data:`PLAIN`."""
     weights = scheme.weights
     return json.dumps(
         {
@@ -116,8 +116,8 @@ def torchao_config(layers: Mapping[str, Scheme], skipped: Iterable[str], embeddi
 
     Args:
         layers: schemes of the quantized layers by module name.
-        skipped: module names of the Linears that stay as they are.
-        embeddings: those of ``layers`` that are embeddings.
+        skipped: module names of the unquantized Linears.
+        embeddings: names in ``layers`` of embeddings.
     """
     kinds = {name: _config(scheme) for name, scheme in layers.items()}
     return {
@@ -130,7 +130,7 @@ def torchao_config(layers: Mapping[str, Scheme], skipped: Iterable[str], embeddi
 
 
 def _config(scheme: Scheme) -> dict[str, Any]:
-    """torchao's config of one layer, with its own defaults where nothing is said."""
+    """torchao's config of one layer; omitted keys keep torchao's defaults."""
     weights = scheme.weights
     granularity: dict[str, Any] = {"_type": "PerAxis", "_version": 1, "_data": {"axis": 0}}
     if weights.group_size is not None:

@@ -1,11 +1,9 @@
-"""Fused quantizers as torch operators; quant/reference.py in one pass over memory, on CPU and CUDA.
+"""Fused quantizers as torch operators: quant/reference.py in one pass over memory, on CPU and CUDA.
 
-:mod:`quant.kernels.ops` is what the rest of the package calls, and :mod:`quant.kernels.registration` declares the
-operators behind it. ``arithmetic.h`` is the arithmetic that both backends include, ``cpu/quantizers.cpp`` and
-``cuda/quantizers.cu`` are the operations around it, with their loops in the headers that they include, ``bindings.cpp``
-makes them operators, files ``fused*`` have norms and SwiGLU with the quantization of their result
-(:mod:`quant.fused_reference`), and
-:mod:`quant.kernels.build` compiles these files at first use.
+The package calls :mod:`quant.kernels.ops`; :mod:`quant.kernels.registration` declares the operators;
+:mod:`quant.kernels.build` compiles the sources at first use. ``arithmetic.h`` is the arithmetic shared by both
+backends, ``cpu/quantizers.cpp`` and ``cuda/quantizers.cu`` with their headers are the kernels, ``bindings.cpp`` binds
+them as operators. Files ``fused*`` are RMSNorm and SwiGLU with quantized results (:mod:`quant.fused_reference`).
 """
 
 from quant.kernels.build import prepare_kernels

@@ -1,15 +1,14 @@
-"""Who computes the operators: compiles their C++ and CUDA at first use, and says once what it could not do.
+"""Compile the operators' C++ and CUDA sources at first use, or fall back to the reference, with a single warning.
 
-On the CPU it is the compiled kernels, or the reference where there is no C++ compiler. On CUDA it is the compiled
-kernels; where there is no nvcc, the reference through ``torch.compile``; where that cannot be either, the reference
-in eager mode. What is slower than it should be is said once.
+On the CPU: the compiled kernels, or the reference without a C++ compiler. On CUDA: the compiled kernels; without nvcc,
+the reference through ``torch.compile``; otherwise the reference in eager mode.
 
-What was compiled is kept in torch's extension folder (``TORCH_EXTENSIONS_DIR``, by default in the home folder), below
-a name that is a digest of the sources, the flags and torch's version: a change of any of them builds anew, and a
-library that is there is loaded in milliseconds. Only one process builds; the others, on the same machine or on one
-that shares the folder, wait for it. A build that is killed leaves nothing that looks complete. A library that is not
-what was written (after a loss of power, say) would end the process with a bus error when it is loaded. So a checksum
-beside it is compared first. A damaged library is built anew, and so is one that does not load.
+Libraries are cached in torch's extension folder (``TORCH_EXTENSIONS_DIR``, by default in the home folder), under a name
+with a digest of the sources, the flags and torch's version: any change triggers a build, and a cached library loads in
+milliseconds. A single process builds; others on the same machine, or on a machine that shares the folder, wait. A
+killed build leaves nothing that looks complete. A corrupt library (for example after a power loss) would crash the
+process with a bus error when loaded, so a checksum beside it is compared first. A library that is corrupt or does not
+load is built again.
 """
 
 import fcntl
@@ -37,7 +36,7 @@ LIBRARY = "deepqat_kernels"
 CPP = ("bindings.cpp", "cpu/quantizers.cpp", "fused_bindings.cpp", "cpu/fused.cpp")
 CUDA = ("cuda/quantizers.cu", "cuda/fused.cu")
 
-# Contracting a*b+c to one rounding would part CPU and GPU, and both from the reference, in the last bit.
+# Contracting a*b+c to one rounding would make CPU, GPU and reference differ in the last bit.
 CXX_FLAGS = (
     "-O3",
     "-std=c++20",
@@ -60,12 +59,12 @@ _BUILD_ERRORS = (subprocess.CalledProcessError, RuntimeError, OSError)
 
 @dataclass(frozen=True)
 class Build:
-    """What was built, or why not.
+    """Result of a build.
 
     Attributes:
-        library: the shared library, None where nothing could be built.
-        cuda: whether it serves CUDA tensors.
-        why: why something is missing, empty where nothing is.
+        library: the shared library, None if nothing could be built.
+        cuda: the library contains the CUDA kernels.
+        why: reason for missing kernels, or empty.
     """
 
     library: Path | None
@@ -73,10 +72,10 @@ class Build:
     why: str
 
 
-_ready: list[bool] = []  # holds something once the kernels can be called
+_ready: list[bool] = []  # not empty when the kernels can be called
 
 
-# Left alone, inductor keeps in fp32 what the reference rounds to a dtype on its way, and approximates 1/scale.
+# By default, inductor skips the reference's intermediate rounding to a dtype, and approximates 1/scale.
 _AS_EAGER: dict[str, str | int | bool | Callable[..., Any]] = {
     "emulate_precision_casts": True,
     "eager_numerics.division_rounding": True,
@@ -86,12 +85,12 @@ _AS_EAGER: dict[str, str | int | bool | Callable[..., Any]] = {
 
 @cache
 def prepare_kernels() -> str:
-    """Compile and load the kernels, or put in their place what can be had.
+    """Compile and load the kernels, or register the fallback.
 
-    Happens by itself at the first use; call it earlier to choose when the half minute of the first build passes.
+    Called automatically at first use; call it earlier to choose the time of the first build, half a minute.
 
     Returns:
-        What is slower than it should be, and why; empty if nothing is.
+        Text about slower fallbacks with the reason; empty if there are none.
     """
     built = build()
     remarks = []
@@ -120,7 +119,7 @@ def _implement(key: str, implementation: Callable[[str], Callable[..., Any]]) ->
 
 
 def ensure_ready() -> None:
-    """Prepare the kernels unless they are, and warn of what is slower than it should be."""
+    """Prepare the kernels if needed, and warn about slower fallbacks."""
     if not _ready:
         remark = prepare_kernels()
         if remark:
@@ -128,7 +127,7 @@ def ensure_ready() -> None:
 
 
 def build() -> Build:
-    """Compile what this machine can compile, unless it has been compiled before."""
+    """Compile the kernels that this machine supports, or use the cached library."""
     compiler = cpp_extension.get_cxx_compiler()
     if shutil.which(compiler) is None:
         return Build(None, False, f"there is no C++ compiler ({compiler!r} is not in PATH; CXX names one, no options)")
@@ -145,7 +144,7 @@ def build() -> Build:
 
 
 def _can_build_cuda() -> tuple[bool, str]:
-    """Whether to build the CUDA half, where there is a GPU; if it goes without it, why."""
+    """Return True if the CUDA kernels can be built, else the reason; requires a GPU."""
     if cpp_extension.CUDA_HOME is None or not (Path(cpp_extension.CUDA_HOME) / "bin" / "nvcc").exists():
         return False, "there is no nvcc (CUDA_HOME names the CUDA toolkit)"
     oldest = min(torch.cuda.get_device_capability(device) for device in range(torch.cuda.device_count()))
@@ -155,7 +154,7 @@ def _can_build_cuda() -> tuple[bool, str]:
 
 
 def _compiled(cuda: bool) -> Path:
-    """The shared library, built if it is not there yet."""
+    """Path of the shared library, built if needed."""
     sources = [SOURCES / name for name in (*CPP, *(CUDA if cuda else ()))]
     cxx_flags = [*CXX_FLAGS, *_VECTORS.get(torch.backends.cpu.get_cpu_capability(), ())]
     cxx_flags += ["-DDEEPQAT_CUDA"] if cuda else []
@@ -167,7 +166,7 @@ def _compiled(cuda: bool) -> Path:
     with _locked(root / f"{name}.lock"):
         if not _loaded(library):
             scratch = root / f"{name}.build"
-            shutil.rmtree(scratch, ignore_errors=True)  # of a build that was killed; its lock went with its process
+            shutil.rmtree(scratch, ignore_errors=True)  # left by a killed build, whose lock ended with its process
             scratch.mkdir()
             cpp_extension.load(
                 name,
@@ -184,10 +183,10 @@ def _compiled(cuda: bool) -> Path:
 
 
 def _cuda_runtime(scratch: Path) -> list[str]:
-    """The linker's option to take the CUDA runtime that torch has loaded, through a link in ``scratch``.
+    """Linker option for the CUDA runtime loaded by torch, through a link in ``scratch``.
 
-    torch asks for ``-lcudart`` in ``CUDA_HOME/lib64``. It is not there where nvcc is a wrapper, or came by pip; and
-    pip's runtime, beside torch, has no file of that name, only ``libcudart.so.13``.
+    torch links ``-lcudart`` from ``CUDA_HOME/lib64``. It is missing there if nvcc is a wrapper or was installed by pip;
+    and pip's runtime, beside torch, is only named ``libcudart.so.13``.
     """
     lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     mapped = {name for line in lines for name in line.split(maxsplit=5)[5:]}
@@ -199,7 +198,7 @@ def _cuda_runtime(scratch: Path) -> list[str]:
 
 
 def _loaded(library: Path) -> bool:
-    """Load a library that is there, whole, and fit for this machine; whether it was."""
+    """Load an existing library if it is intact and fits this machine; return True on success."""
     try:
         if _checksum_file(library).read_text() != _checksum(library):
             return False
@@ -210,7 +209,7 @@ def _loaded(library: Path) -> bool:
 
 
 def _move(built: Path, library: Path) -> None:
-    """Give a library its name, with its checksum beside it, once both are on the disk."""
+    """Move a library to its final name, with its checksum beside it, after both are flushed to disk."""
     library.parent.mkdir(exist_ok=True)
     with open(built, "rb") as file:
         os.fsync(file.fileno())
@@ -230,14 +229,14 @@ def _checksum(file: Path) -> str:
 
 
 def _architectures() -> list[str]:
-    """nvcc's options for the GPUs of this machine. torch would take TORCH_CUDA_ARCH_LIST, which images of containers
-    set for every GPU that they may meet, or for others."""
+    """nvcc options for the GPUs of this machine, instead of TORCH_CUDA_ARCH_LIST, which container images set for many
+    GPUs."""
     found = {torch.cuda.get_device_capability(device) for device in range(torch.cuda.device_count())}
     return [f"-gencode=arch=compute_{major}{minor},code=sm_{major}{minor}" for major, minor in sorted(found)]
 
 
 def _digest(flags: list[str]) -> str:
-    """A digest of everything that the library depends on."""
+    """Digest of everything that the library depends on."""
     digest = hashlib.sha256()
     for source in sorted(SOURCES.rglob("*.[ch]*")):
         if source.suffix in (".h", ".cpp", ".cu"):
@@ -248,7 +247,7 @@ def _digest(flags: list[str]) -> str:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """An exclusive lock that the system gives back when its holder dies, unlike the lock files of cpp_extension."""
+    """Exclusive file lock that the system releases when its process dies, unlike the lock files of cpp_extension."""
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

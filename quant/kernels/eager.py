@@ -1,7 +1,6 @@
-"""The operators in terms of the reference, for where nothing can be compiled, and as what the kernels must equal.
+"""Operators implemented with the reference: the fallback without a compiler, and the expected results of the kernels.
 
-The functions have the parameters of the operators' schemas (:mod:`quant.kernels.registration`), each part of a scale by
-itself.
+Parameters as in the operators' schemas (:mod:`quant.kernels.registration`), each tensor of a scale separately.
 """
 
 from typing import Any
@@ -13,7 +12,7 @@ from quant import fused_reference, reference
 from quant.formats.packing import pack_bits, pack_nibbles, unpack_bits
 from quant.spec import MX_GROUP, NVFP4_GROUP, Dtype, TensorSpec
 
-# What has scales that are no numbers of a dtype.
+# Specs whose scales are not stored as numbers of a dtype.
 _STORED = {
     torch.float8_e8m0fnu: TensorSpec("fp4_e2m1", 4, "group", MX_GROUP),
     torch.float8_e4m3fn: TensorSpec("fp4_e2m1", 4, "group", NVFP4_GROUP),
@@ -28,11 +27,11 @@ def effective_scale(
     after: Tensor | None = None,
     above: Tensor | None = None,
 ) -> Tensor:
-    """The scales, fp32, in s0's shape."""
+    """Scales, fp32, in s0's shape."""
     if above is not None:
         above = above.repeat_interleave(s0.numel() // above.numel()).view(s0.shape)
     scale = reference.effective_scale(s0, theta, _STORED.get(scale_dtype, _spec(8)), scale_dtype, above)
-    return scale.clone() if scale is s0 else scale  # an operator's result is not its argument
+    return scale.clone() if scale is s0 else scale  # an operator must not return its argument
 
 
 def quantize(
@@ -45,7 +44,7 @@ def quantize(
     zero: Tensor | None = None,
     above: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Codes of ``x``, and its packed mask of what is inside the range (empty without ``mask``)."""
+    """Codes of ``x``, and the packed mask of elements inside the range (empty without ``mask``)."""
     grid_of_rows = (_scales(s0, theta, scale_dtype, above), _spec(grid), _zeros(zero))
     rows = _rows(x, s0)
     codes = reference.quantize(rows, *grid_of_rows).reshape(x.shape)
@@ -65,7 +64,7 @@ def quantize_with_values(
     zero: Tensor | None = None,
     above: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, mask, and ``x`` through the grid and back."""
+    """Codes, mask, and fake-quantized ``x``."""
     codes, inside = quantize(x, s0, theta, grid, scale_dtype, mask, zero, above)
     return codes, inside, fake_quantize(x, s0, theta, grid, scale_dtype, zero=zero, above=above)
 
@@ -111,7 +110,7 @@ def fake_quantize(
     zero: Tensor | None = None,
     above: Tensor | None = None,
 ) -> Tensor:
-    """``x`` through the grid and back."""
+    """Quantize and dequantize ``x``."""
     scale = _scales(s0, theta, scale_dtype, above)
     return reference.fake_quant(_rows(x, s0), scale, _spec(grid), _zeros(zero)).reshape(x.shape)
 
@@ -132,7 +131,7 @@ def fake_quantize_backward(
     above: Tensor | None = None,
     of_weight: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of ``x`` and, times ``factor``, of theta (empty where it is not wanted)."""
+    """Gradients of ``x`` and, times ``factor``, of theta (empty if not requested)."""
     grad_x, grad_scale = reference.fake_quant_backward(
         _rows(grad, s0),
         _rows(x, s0),
@@ -151,19 +150,20 @@ def fake_quantize_backward(
 
 
 def fake_quantize_backward_(grad: Tensor, *arguments: Any) -> Tensor:
-    """The gradient of theta; that of ``x`` takes the place of ``grad``. Arguments of :func:`fake_quantize_backward`."""
+    """Return theta's gradient and overwrite ``grad`` with that of ``x``; arguments of
+    :func:`fake_quantize_backward`."""
     grad_x, grad_theta = fake_quantize_backward(grad, *arguments)
     grad.copy_(grad_x)
     return grad_theta
 
 
 def masked_(grad: Tensor, mask: Tensor) -> None:
-    """``grad``, made zero where the packed mask is."""
+    """Zero ``grad`` outside of the packed mask, in place."""
     grad.masked_fill_(~unpack_bits(mask, grad.shape), 0)
 
 
 def masked(grad: Tensor, mask: Tensor) -> Tensor:
-    """``grad``, zero where the packed mask is."""
+    """Copy of ``grad``, zero outside of the packed mask."""
     return grad.contiguous().masked_fill(~unpack_bits(mask, grad.shape), 0)
 
 
@@ -183,7 +183,7 @@ def dequantize_and_mask_(
 
 
 def amax(x: Tensor, count: int) -> Tensor:
-    """Largest magnitude of each of ``count`` parts, fp32; NaN where there is one."""
+    """Largest magnitude of each of ``count`` segments, fp32; NaN for a segment with NaN."""
     if x.numel() == 0:
         return torch.zeros(count, device=x.device)
     return x.reshape(count, -1).abs().amax(1).float()
@@ -203,7 +203,7 @@ def quantize_tokens(
 def keep_tokens(
     x: Tensor, grid: int, mask: bool, scale_dtype: torch.dtype | None = None, above: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Values, codes (e2m1: two in a byte), mask, and scales as their format stores them."""
+    """Values, codes (e2m1: two in a byte), mask, and scales in their stored format."""
     codes, scale, _ = quantize_tokens(x, grid, True, scale_dtype, above)
     values = fake_quantize_tokens(x, grid, True, None, scale_dtype, above)
     clipped = x.new_empty(0, dtype=torch.uint8)
@@ -222,7 +222,7 @@ def fake_quantize_tokens(
     scale_dtype: torch.dtype | None = None,
     above: Tensor | None = None,
 ) -> Tensor:
-    """Each token through its own grid and back."""
+    """Quantize and dequantize each token with its own grid."""
     if x.numel() == 0:
         return x.new_empty(x.shape)
     return reference.fake_quantize_tokens(x.contiguous(), _token_spec(grid, symmetric, scale_dtype), above)
@@ -249,13 +249,13 @@ def fake_quantize_tokens_backward(
 def fake_quantize_tokens_and_mask_(
     grad: Tensor, x: Tensor, grid: int, symmetric: bool, values: bool, *stored: Any
 ) -> Tensor:
-    """:func:`fake_quantize_tokens` where values are wanted, else nothing; its gradient takes the place of ``grad``."""
+    """:func:`fake_quantize_tokens` if ``values``, else empty; overwrites ``grad`` with the gradient of ``x``."""
     grad.copy_(fake_quantize_tokens_backward(grad, x, grid, symmetric, *stored))
     return fake_quantize_tokens(x, grid, symmetric, None, *stored) if values else x.new_empty(0)
 
 
 def sum_rows(rows: Tensor, places: Tensor) -> Tensor:
-    """``rows`` [N, H] at ``places`` [T, K] added up, [T, H]: one addition at a time from 0 on, each rounded."""
+    """Sum ``rows`` [N, H] at ``places`` [T, K] to [T, H]: one addition at a time from 0 on, each rounded."""
     sums = rows.new_zeros(places.shape[0], rows.shape[1])
     for column in places.unbind(1):
         sums += rows.index_select(0, column)
@@ -274,7 +274,7 @@ def rms_norm_quantize(
 def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, mask: Tensor, weight_gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of ``x`` and the weight (empty where it is not wanted)."""
+    """Gradients of ``x`` and the weight (empty if not requested)."""
     of_x, of_weight = fused_reference.rms_norm_backward(grad, x, weight, rstd, unpack_bits(mask, x.shape))
     return of_x.contiguous(), of_weight if weight_gradient else weight.new_empty(0)
 
@@ -303,7 +303,7 @@ def _spec_of_tensor(grid: int) -> TensorSpec:
 
 
 def _spec(grid: int) -> TensorSpec:
-    """A spec of that grid; which elements share a scale follows from the shapes of rows and scales."""
+    """Spec of a grid; the shapes of rows and scales determine which elements share a scale."""
     if grid == 1:
         return TensorSpec("fp4_e2m1", 4, "group", 16)
     return (
@@ -312,7 +312,7 @@ def _spec(grid: int) -> TensorSpec:
 
 
 def _token_spec(grid: int, symmetric: bool, scale_dtype: torch.dtype | None) -> TensorSpec:
-    """A spec of tokens of that grid, or of groups, in which case they are the rows."""
+    """Spec of a grid for tokens, or for groups, which are then the rows."""
     if scale_dtype in _STORED:
         stored = _STORED[scale_dtype]
         return TensorSpec(*_FLOATS[grid], "group", stored.group_size, dynamic=True, mx=stored.mx)
@@ -322,15 +322,15 @@ def _token_spec(grid: int, symmetric: bool, scale_dtype: torch.dtype | None) -> 
 
 
 def _rows(x: Tensor, s0: Tensor) -> Tensor:
-    """``x`` with the elements that share a scale as a row, contiguous, as the results of operators are to be."""
+    """View ``x`` with the elements that share a scale as a row, contiguous like the operators' results."""
     return x.contiguous().reshape(s0.numel(), x.numel() // s0.numel())
 
 
 def _scales(s0: Tensor, theta: Tensor | None, scale_dtype: torch.dtype, above: Tensor | None) -> Tensor:
-    """The effective scale of every row."""
+    """Effective scale of every row."""
     return effective_scale(s0, theta, scale_dtype, above=above).reshape(-1, 1)
 
 
 def _zeros(zero: Tensor | None) -> Tensor | None:
-    """The zero point of every row."""
+    """Zero point of every row."""
     return None if zero is None else zero.reshape(-1, 1)

@@ -1,4 +1,4 @@
-"""The quantizers as functions; each calls an operator of :mod:`quant.kernels.registration`."""
+"""Quantizer functions; each calls an operator of :mod:`quant.kernels.registration`."""
 
 import torch
 from torch import Tensor
@@ -15,18 +15,18 @@ _STORED = {"float16": torch.float16, "e8m0": torch.float8_e8m0fnu, "e4m3": torch
 
 
 def grid_of(spec: TensorSpec) -> int:
-    """The number that stands for the grid of ``spec`` in calls of the operators."""
+    """Integer that encodes the grid of ``spec`` in calls of the operators."""
     return _FLOAT_GRIDS.get(spec.dtype, -spec.bits if spec.narrow else spec.bits)
 
 
 def stored_dtype(spec: TensorSpec, model_dtype: torch.dtype) -> torch.dtype:
-    """The dtype that the operators round a scale to."""
+    """Dtype to which the operators round a scale."""
     return {"model": model_dtype, **_STORED}.get(spec.scale_format, torch.float32)
 
 
 def effective_scale(quantizer: Quantizer, *, after: Tensor | None = None) -> Tensor:
-    """The scale that the forward uses, :func:`quant.reference.effective_scale`, without a gradient; ``after`` as in
-    :mod:`quant.kernels.registration`, here and below."""
+    """Scale of the forward, :func:`quant.reference.effective_scale`, without a gradient; ``after``, here and below, as
+    in :mod:`quant.kernels.registration`."""
     (s0, theta, above, _), spec, dtype = quantizer
     stored = stored_dtype(spec, dtype)
     if theta is None and stored == torch.float32 and after is None:
@@ -36,21 +36,20 @@ def effective_scale(quantizer: Quantizer, *, after: Tensor | None = None) -> Ten
 
 
 def quantize(x: Tensor, quantizer: Quantizer, *, mask: bool = False) -> tuple[Tensor, Tensor]:
-    """Codes of ``x`` in its shape, and which elements are inside the range.
+    """Codes of ``x`` in its shape, and the mask of elements inside the range.
 
     Args:
         x: any shape and stride; fp32, bf16 or fp16.
-        quantizer: its format and scale. Except with scales per block, which elements share a scale follows from the
-            number of scales: ``n`` of them divide ``x`` into ``n`` equal consecutive parts. The parts of the scale must
-            be contiguous.
-        mask: whether the mask is wanted.
+        quantizer: format and scale. Except for scales per block, ``n`` scales divide ``x`` into ``n`` equal consecutive
+            segments. The scale's tensors must be contiguous.
+        mask: compute the mask.
 
     Returns:
-        Codes (``float8_e4m3fn``, ``int8`` or, of e2m1, ``uint8``), and the mask as uint8 ``[ceil(numel / 8)]``, element
-        ``i`` at bit ``i % 8`` of byte ``i // 8`` (empty if it is not wanted).
+        Codes (``float8_e4m3fn``, ``int8`` or, for e2m1, ``uint8``), and the mask as uint8 ``[ceil(numel / 8)]``,
+        element ``i`` at bit ``i % 8`` of byte ``i // 8`` (empty without ``mask``).
 
     Raises:
-        RuntimeError: the scales do not divide ``x``, or a dtype is none of those above. So do the other functions.
+        RuntimeError: the scales do not divide ``x``, or a dtype is not supported; likewise for the other functions.
     """
     ensure_ready()
     s0, theta, grid, stored = _of_runs(quantizer)
@@ -65,7 +64,7 @@ def quantize_with_values(x: Tensor, quantizer: Quantizer, *, mask: bool = False)
 
 
 def quantize_with_scale(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
-    """Codes of :func:`quantize`, and what :func:`effective_scale` gives, in one launch; not with scales per block."""
+    """Codes of :func:`quantize` and :func:`effective_scale` in one launch; not with scales per block."""
     s0, theta, grid, stored = _of_runs(quantizer)
     if theta is None and stored == torch.float32:
         return quantize(x, quantizer)[0], s0
@@ -75,7 +74,7 @@ def quantize_with_scale(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor
 
 
 def dequantize(codes: Tensor, quantizer: Quantizer, *, after: Tensor | None = None) -> Tensor:
-    """``(codes - zero) * scale`` in the model's dtype, in the shape of ``codes``."""
+    """Compute ``(codes - zero) * scale`` in the model's dtype, in the shape of ``codes``."""
     ensure_ready()
     s0, theta, _, stored = _of_runs(quantizer, after)
     return _OPS.dequantize(codes, s0, theta, stored, quantizer.dtype, after, *_beside(quantizer))
@@ -90,9 +89,9 @@ def dequantize_with_zeros(codes: Tensor, quantizer: Quantizer, *, after: Tensor 
 
 
 def fake_quantize(x: Tensor, quantizer: Quantizer, *, after: Tensor | None = None) -> Tensor:
-    """``x`` through the grid and back, in its shape and dtype.
+    """Quantize and dequantize ``x``, in its shape and dtype.
 
-    Differentiable in ``x``, and in theta (without LSQ's factor) but for scales per block, see
+    Differentiable in ``x``, and in theta (without LSQ's factor) except for scales per block, see
     :func:`fake_quantize_backward_`.
     """
     ensure_ready()
@@ -104,10 +103,11 @@ def fake_quantize(x: Tensor, quantizer: Quantizer, *, after: Tensor | None = Non
 def fake_quantize_backward_(
     grad: Tensor, x: Tensor, quantizer: Quantizer, *, factor: float, theta_gradient: bool, of_weight: bool = False
 ) -> Tensor | None:
-    """Gradients of :func:`fake_quantize` in one pass: theta's, times ``factor``, where wanted; that of ``x`` takes the
-    place of ``grad``. ``of_weight``: NaN where ``x / s`` is not finite, in theta's where wanted.
+    """Gradients of :func:`fake_quantize` in one pass: overwrites ``grad`` with that of ``x``; returns that of theta
+    times ``factor`` if ``theta_gradient``. With ``of_weight``, a non-finite ``x / s`` makes theta's gradient NaN if
+    requested, else that of ``x``.
 
-    ``grad`` is contiguous, in the shape and dtype of ``x``. Sums are fp32, in an order that depends on the shape alone.
+    ``grad`` is contiguous, in the shape and dtype of ``x``. Sums are fp32, in an order that depends only on the shape.
     """
     ensure_ready()
     if not theta_gradient or quantizer.spec.granularity != "block":
@@ -118,16 +118,16 @@ def fake_quantize_backward_(
 
 
 def _block_gradients_(grad: Tensor, x: Tensor, quantizer: Quantizer, factor: float, of_weight: bool) -> Tensor:
-    """:func:`fake_quantize_backward_` with scales per block that learn."""
+    """:func:`fake_quantize_backward_` with learned scales per block."""
     (s0, theta, *_), spec, _ = quantizer
     assert theta is not None
     effective = effective_scale(quantizer, after=grad)
     runs = _per_run(effective, spec)
-    # With a theta of 0 the kernel multiplies by the effective scale, where s0 * exp(theta) belongs.
+    # With theta 0, the kernel multiplies by the effective scale instead of s0 * exp(theta).
     operands = (runs, torch.zeros_like(runs), grid_of(spec), torch.float32)
     gradient = _OPS.fake_quantize_backward_(grad, x, *operands, factor, True, of_weight=of_weight)
     gradient = gradient.unflatten(-2, (effective.shape[-2], -1)).sum(-2)
-    if stored_dtype(spec, quantizer.dtype) != torch.float32:  # else this is a product with 1
+    if stored_dtype(spec, quantizer.dtype) != torch.float32:  # else the factor is 1
         gradient = gradient * (_OPS.effective_scale(s0, theta, torch.float32, grad) / effective)
     return gradient.to(theta.dtype)
 
@@ -135,8 +135,8 @@ def _block_gradients_(grad: Tensor, x: Tensor, quantizer: Quantizer, factor: flo
 def _of_runs(quantizer: Quantizer, after: Tensor | None = None) -> tuple[Tensor, Tensor | None, int, torch.dtype]:
     """``s0, theta, grid, scale_dtype`` for the operators.
 
-    These form the scale of each of ``n`` equal runs of consecutive elements. A scale per block covers runs in many
-    rows: of blocks the effective scales are formed first, one per run, which the operators take as they are.
+    The operators compute the scale of each of ``n`` equal runs of consecutive elements. A scale per block covers runs
+    in many rows, so its effective scale is computed first and repeated for each run.
     """
     (s0, theta, _, _), spec, dtype = quantizer
     if spec.granularity != "block":
@@ -150,37 +150,36 @@ def _beside(quantizer: Quantizer) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _per_run(scale: Tensor, spec: TensorSpec) -> Tensor:
-    """``[..., out / size, in / size]`` of blocks as ``[..., out, in / size]``."""
+    """Repeat ``[..., out / size, in / size]`` of blocks to ``[..., out, in / size]``."""
     assert spec.group_size is not None
     return scale.repeat_interleave(spec.group_size, dim=-2)
 
 
 def masked_(grad: Tensor, mask: Tensor) -> Tensor:
-    """Make ``grad``, which is contiguous, zero where the mask of :func:`quantize` says that an element is outside."""
+    """Zero the contiguous ``grad`` outside of the mask of :func:`quantize`, in place."""
     ensure_ready()
     _OPS.masked_(grad, mask)
     return grad
 
 
 def dequantize_and_mask_(grad: Tensor, mask: Tensor, codes: Tensor, quantizer: Quantizer) -> Tensor:
-    """:func:`masked_` and :func:`dequantize`, of as many codes and in the dtype of ``grad``, in one launch; not with
-    scales per block."""
+    """:func:`masked_`, and :func:`dequantize` of as many codes in the dtype of ``grad``, in one launch; not with scales
+    per block."""
     ensure_ready()
     s0, theta, _, stored = _of_runs(quantizer)
     return _OPS.dequantize_and_mask_(grad, mask, codes, s0, theta, stored, *_beside(quantizer))
 
 
 def amax(x: Tensor, count: int = 1) -> Tensor:
-    """Largest magnitude of each of ``count`` equal consecutive parts: fp32 ``[count]``, NaN where there is one, 0 of
-    nothing."""
+    """Largest magnitude of each of ``count`` equal consecutive segments: fp32 ``[count]``, NaN for a segment with NaN,
+    0 if empty."""
     ensure_ready()
     return _OPS.amax(x, count)
 
 
 def quantize_tokens(x: Tensor, spec: TensorSpec, above: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Dynamic codes of ``x [..., features]``, and their fp32 scales and int8 zero points ``[..., n]``, of the ``n``
-    groups of a token (one per token). ``above`` is the global scale, fp32 ``(1,)``, where ``spec`` has one; here and
-    below."""
+    """Dynamic codes of ``x [..., features]``, with fp32 scales and int8 zero points ``[..., n]`` for the ``n`` groups
+    of a token (one per token). ``above``, here and below: the global scale, fp32 ``(1,)``, if ``spec`` has one."""
     ensure_ready()
     codes, scale, zero_point = _OPS.quantize_tokens(*_of_tokens(x, spec), *_stored(spec, above))
     return codes.view(x.shape), scale.flatten(x.dim() - 1), zero_point.flatten(x.dim() - 1)
@@ -189,7 +188,7 @@ def quantize_tokens(x: Tensor, spec: TensorSpec, above: Tensor | None = None) ->
 def fake_quantize_tokens(
     x: Tensor, spec: TensorSpec, above: Tensor | None = None, *, after: Tensor | None = None
 ) -> Tensor:
-    """Each token, or group of its features, of ``x [..., features]`` through its own grid and back. Differentiable."""
+    """Quantize and dequantize ``x [..., features]`` with dynamic scales per token or group. Differentiable."""
     ensure_ready()
     operator = _OPS.fake_quantize_tokens if torch.is_grad_enabled() else _OPS.fake_quantized_tokens
     return operator(*_of_tokens(x, spec), after, *_stored(spec, above)).view(x.shape)
@@ -205,8 +204,8 @@ def fake_quantize_tokens_backward(grad: Tensor, x: Tensor, spec: TensorSpec, abo
 def fake_quantize_tokens_and_mask_(
     grad: Tensor, x: Tensor, spec: TensorSpec, above: Tensor | None = None, *, values: bool
 ) -> Tensor | None:
-    """:func:`fake_quantize_tokens` where ``values`` are wanted, without a gradient, and its backward in one launch: the
-    gradient of ``x`` takes the place of ``grad``, which is contiguous, in the shape and dtype of ``x``."""
+    """:func:`fake_quantize_tokens` (if ``values``; not differentiable) and its backward in one launch: overwrites
+    ``grad``, contiguous in the shape and dtype of ``x``, with the gradient of ``x``."""
     ensure_ready()
     groups, of_x = _token_groups(grad, spec), _of_tokens(x, spec)
     found: Tensor = _OPS.fake_quantize_tokens_and_mask_(groups, *of_x, values, *_stored(spec, above))
@@ -216,13 +215,13 @@ def fake_quantize_tokens_and_mask_(
 def keep_tokens(
     x: Tensor, spec: TensorSpec, above: Tensor | None = None, *, mask: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """:func:`fake_quantize_tokens` of floats, and what :func:`restore_tokens` and :func:`kept_gradient_` make of it.
+    """:func:`fake_quantize_tokens` of floats, with the tensors for :func:`restore_tokens` and :func:`kept_gradient_`.
 
     Returns:
         Values in the shape and dtype of ``x``; packed codes (e2m1: uint8 ``[..., features / 2]``, e4m3 in the shape of
-        ``x``); the mask of :func:`quantize` where it is wanted and some element may be clipped, else empty; and the
-        scales of the groups ``[..., n, 1]`` as their format stores them, which is exact. Powers of two and fp32 scales
-        clip none. A global scale may clip, and e4m3 below it is coarse where it is small.
+        ``x``); the mask of :func:`quantize` if requested and elements may be clipped, else empty; and the scales of the
+        groups ``[..., n, 1]`` in their stored format, which is exact. Powers of two and fp32 scales never clip. A
+        global scale may, and small e4m3 scales below it are coarse.
     """
     ensure_ready()
     groups, clips = _token_groups(x, spec), mask and above is not None
@@ -233,7 +232,7 @@ def keep_tokens(
 def restore_tokens(
     codes: Tensor, scales: Tensor, spec: TensorSpec, dtype: torch.dtype, above: Tensor | None, *, after: Tensor | None
 ) -> Tensor:
-    """The values of :func:`keep_tokens`, bit for bit."""
+    """Restore the values of :func:`keep_tokens`, bit for bit."""
     ensure_ready()
     if spec.dtype == "fp4_e2m1":
         codes = unpack_nibbles(codes.view(-1, codes.shape[-1])).view(*codes.shape[:-1], -1)
@@ -242,23 +241,24 @@ def restore_tokens(
 
 
 def kept_gradient_(grad: Tensor, scales: Tensor, mask: Tensor) -> Tensor:
-    """Make ``grad``, which is contiguous, what :func:`fake_quantize_tokens_backward` gives, of what was kept."""
+    """Apply :func:`fake_quantize_tokens_backward` to the contiguous ``grad`` in place, from the tensors of
+    :func:`keep_tokens`."""
     if grad.numel() == 0:
         return grad
     if mask.numel() > 0:
         return masked_(grad, mask)
     nan = scales.float().isnan()
-    # Few numbers say that there is nothing to do. On a GPU the host would have to wait for them.
+    # On the CPU a check of the few scales often skips the pass. On a GPU the host would wait for the check.
     if grad.device.type != "cpu" or torch.compiler.is_compiling() or nan.any():
         grad.view(*scales.shape[:-1], -1).masked_fill_(nan, 0)
     return grad
 
 
 def sum_rows(rows: Tensor, places: Tensor) -> Tensor:
-    """Sums [T, H] of the ``rows`` [N, H] at each of the ``places`` [T, K], int64 below N, without a gradient.
+    """Sum ``rows`` [N, H] at the indices ``places`` [T, K] (int64, below N) to [T, H], without a gradient.
 
-    Rows are added one by one in the order of their places, each sum rounded to their dtype: fp32, bf16 or fp16. fp64,
-    which is for tests, has no kernel.
+    Rows are added one by one in index order, each sum rounded to their dtype: fp32, bf16 or fp16. fp64, used in tests,
+    has no kernel.
     """
     if rows.dtype == torch.float64:
         return eager.sum_rows(rows, places)
@@ -269,17 +269,17 @@ def sum_rows(rows: Tensor, places: Tensor) -> Tensor:
 def rms_norm_quantize(
     x: Tensor, weight: Tensor, eps: float, quantizer: Quantizer, *, mask: bool, values: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """A norm and the quantization of its result with one fixed scale, :mod:`quant.fused_reference`; no gradient.
+    """RMSNorm with its result quantized with one fixed scale, see :mod:`quant.fused_reference`; no gradient.
 
     Args:
         x, weight: ``[..., n]`` and ``[n]`` of one dtype; n is a multiple of 8 and at most 16,384.
-        eps: what is added to the mean square.
-        quantizer: format and scale, which has no theta.
-        mask, values: whether these are wanted.
+        eps: added to the mean square.
+        quantizer: format and scale, without theta.
+        mask, values: compute these results.
 
     Returns:
-        Codes and mask of :func:`quantize`, the values of :func:`fake_quantize` (both empty where they are not wanted),
-        and what :func:`rms_norm_backward` is to be given as ``rstd``.
+        Codes and mask of :func:`quantize`, values of :func:`fake_quantize` (both empty if not requested), and ``rstd``
+        for :func:`rms_norm_backward`.
     """
     ensure_ready()
     return _OPS.rms_norm_quantize(x, weight, eps, *_of_one(quantizer), mask, values)
@@ -288,7 +288,7 @@ def rms_norm_quantize(
 def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, mask: Tensor, *, weight_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of :func:`rms_norm_quantize`: of ``x``, and of the weight where it is wanted."""
+    """Gradients of :func:`rms_norm_quantize`: of ``x``, and of the weight if requested."""
     ensure_ready()
     of_x, of_weight = _OPS.rms_norm_backward(grad, x, weight, rstd, mask, weight_gradient)
     return of_x, of_weight if weight_gradient else None
@@ -297,19 +297,19 @@ def rms_norm_backward(
 def silu_mul_quantize(
     gate: Tensor, up: Tensor, quantizer: Quantizer, *, mask: bool, values: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``silu(gate) * up`` and its quantization likewise: codes, mask, values; tensors of one shape and dtype."""
+    """``silu(gate) * up``, quantized likewise: codes, mask, values; tensors of one shape and dtype."""
     ensure_ready()
     return _OPS.silu_mul_quantize(gate, up, *_of_one(quantizer), mask, values)
 
 
 def silu_mul_backward(grad: Tensor, gate: Tensor, up: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of gate and up, of :func:`silu_mul_quantize`."""
+    """Gradients of gate and up for :func:`silu_mul_quantize`."""
     ensure_ready()
     return _OPS.silu_mul_backward(grad, gate, up, mask)
 
 
 def _of_one(quantizer: Quantizer) -> tuple[Tensor, int, torch.dtype]:
-    """``s0, grid, scale_dtype`` of one scale that does not learn."""
+    """``s0, grid, scale_dtype`` of a single scale that does not learn."""
     (s0, theta, _, _), spec, dtype = quantizer
     assert theta is None and spec.granularity == "tensor"
     return s0, grid_of(spec), stored_dtype(spec, dtype)
@@ -326,5 +326,5 @@ def _stored(spec: TensorSpec, above: Tensor | None) -> tuple[torch.dtype | None,
 
 
 def _token_groups(x: Tensor, spec: TensorSpec) -> Tensor:
-    """``x`` with the elements that share a scale along the last dimension."""
+    """View ``x`` with the elements that share a scale along the last dimension."""
     return x if spec.group_size is None else x.unflatten(-1, (-1, spec.group_size))

@@ -1,29 +1,28 @@
-"""Quantizers, sums of rows, norms and SwiGLU as operators of torch (``torch.ops.deepqat``): schemas, shapes, gradients.
+"""Quantizers, sums of rows, norms and SwiGLU as torch operators (``torch.ops.deepqat``): schemas, shapes, gradients.
 
-An operator forms the scale itself, ``s0 * exp(theta)`` rounded to ``scale_dtype``, so that a learned scale costs no
-launch of its own. Scale ``i`` of ``n`` belongs to the ``i``-th of ``n`` equal consecutive parts of the row-major
-tensor: one scale is per tensor, ``(E,)`` per expert of a stack, ``(out, groups)`` per group. A *grid* is 0 for e4m3, 1
-for e2m1, else the number of bits of a signed integer, which may have a zero point beside each scale; less than 0 of a
-narrow grid (-4: -7..7), which has none. Tokens have a grid of 0 or 2 to 8; asymmetric only integers.
+An operator computes the scale ``s0 * exp(theta)`` rounded to ``scale_dtype``, so that a learned scale needs no extra
+launch. Scale ``i`` of ``n`` belongs to the ``i``-th of ``n`` equal consecutive segments of the row-major tensor: one
+scale is per tensor, ``(E,)`` per expert of a stack, ``(out, groups)`` per group. A *grid* is 0 for e4m3, 1 for e2m1,
+else the number of bits of a signed integer, optionally with a zero point beside each scale; negative for a narrow range
+(-4: -7..7), without zero points. Grids of tokens are 0, 1 or 2 to 8; only integers may be asymmetric.
 
 ``scale_dtype`` is a dtype of numbers, or ``float8_e8m0fnu``: powers of two (MX), or ``float8_e4m3fn``: e4m3 numbers
-below ``above``, the global scale, fp32 ``(1,)`` or of a stack one per expert (NVFP4). Of tokens it is None for fp32, or
-one of these two, with groups of 32 or 16 features; of e2m1 always one of them.
+below ``above``, the global scale, fp32 ``(1,)`` or for a stack one per expert (NVFP4). For tokens it is None for fp32,
+or one of these two with groups of 32 or 16 features; for e2m1 always one of these two.
 
-``fake_quantize`` and ``fake_quantize_tokens`` have a gradient, ``fake_quantized`` and ``fake_quantized_tokens`` are the
-same without one: torch calls a registered gradient from Python, which costs some 0.1 ms in the middle of a step even
-where no gradient is wanted, in the forward and backward of an autograd function.
+``fake_quantize`` and ``fake_quantize_tokens`` are differentiable; ``fake_quantized`` and ``fake_quantized_tokens`` are
+the same without a gradient: a registered gradient is called from Python, at some 0.1 ms per call even if no gradient is
+needed, in the forward and backward of an autograd function.
 
-What backward quantizes again is given a gradient as ``after``, which no value depends on. Without it ``torch.compile``
-would see the same call as in the forward, make it once there, and keep the result for backward: a fake-quantized copy
-of every weight.
+Operators that backward uses to quantize again take a gradient as ``after``, which does not affect the result. Without
+it, ``torch.compile`` would merge the call with that of the forward and keep the result for backward: a fake-quantized
+copy of every weight.
 
-Values that are not finite: a NaN stays a NaN (its code, but for e4m3, is 0) and has no gradient; an infinity clips.
-``of_weight`` makes the gradient NaN there, or theta's where that is wanted; that of ``fake_quantize`` does so always.
-``keep_tokens`` is ``fake_quantize_tokens`` of floats with all that backward can keep instead of the input: codes (of
-e2m1 two in a byte, the first in the low four bits), the mask, and the scales as their format stores them.
-
-Of :func:`fake_quantize_tokens` a token that holds either becomes NaN as a whole.
+Non-finite values: a NaN stays a NaN (its code is 0 except for e4m3) and has no gradient; an infinity clips. With
+``of_weight``, the gradient is NaN there, or theta's if requested; the gradient of ``fake_quantize`` always does so. A
+token that holds either becomes NaN as a whole in :func:`fake_quantize_tokens`. ``keep_tokens`` is
+``fake_quantize_tokens`` of floats with everything backward can keep instead of the input: codes (e2m1: two in a byte,
+the first in the low four bits), the mask, and the scales in their stored format.
 """
 
 from collections.abc import Callable
@@ -78,14 +77,14 @@ SCHEMAS = (
 for _schema in SCHEMAS:
     OPERATORS.define(_schema)
 
-# ---- what torch.compile needs to know: the shapes of results. Torch passes the arguments in the order of the schemas,
-# without those at the end that have their defaults.
+# ---- shapes of results for torch.compile. Torch passes the arguments in the order of the schemas, without trailing
+# ones that have their defaults.
 
-_CODE_DTYPES = {0: torch.float8_e4m3fn, 1: torch.uint8}  # by grid; all others have int8
+_CODE_DTYPES = {0: torch.float8_e4m3fn, 1: torch.uint8}  # by grid; int8 for all others
 
 
 def _like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Results are contiguous whatever the strides of the input."""
+    """Empty contiguous tensor in the shape of ``x``."""
     return torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
 
 
@@ -160,7 +159,7 @@ for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"deepqat::{_name}", _fake)
 
 
-# ---- what autograd needs to know
+# ---- gradients for autograd
 
 
 def _save_fake_quantize(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
