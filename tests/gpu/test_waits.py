@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from benchmarks.traffic import Traffic
 from data.loader import on_device, pad
 from data.samples import Sample
 from engine.faults import nan_unless_finite
@@ -20,6 +19,7 @@ from engine.losses.chunked import chunked_losses
 from engine.losses.objective import Objective
 from model.head import install_head
 from quant import SCHEMES, Quantization, prepare
+from tests.counting import Counting
 from tests.tiny import tiny_config
 from tests.unit.conftest import seed  # noqa: F401  (a fixture)
 
@@ -31,9 +31,9 @@ AttentionInterface.register("sdpa_without_mask", sdpa_attention_forward)
 def no_waits(device: torch.device) -> Iterator[None]:
     """An error where the host waits for the device inside the block."""
     if device.type == "cpu":
-        with Traffic() as traffic:
+        with Counting() as counting:
             yield
-        assert not traffic.waits
+        assert not counting.waits
         return
     torch.cuda.set_sync_debug_mode("error")
     try:

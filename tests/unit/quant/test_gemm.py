@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quant import gemm
+from quant import SCHEMES, gemm, prepare
 
 SIDES = [(16, 24), (5, 7), (8, 9), (64, 8)]  # whole 16 bytes in every dtype, and not
 
@@ -137,3 +138,19 @@ def test_the_grouped_gemm_of_codes_takes_what_it_is_given(seed):
     assert gemm.takes_codes_of_stacks(weight.to(torch.bfloat16))
     output = gemm.scaled_linear(x, scales[0], weight, scales[1], None, torch.bfloat16, offsets)
     assert output.shape == (50, 32) and output.dtype == torch.bfloat16
+
+
+def test_the_layer_says_how_its_gemm_adds_and_a_cpu_does_not_care(seed):
+    outputs = []
+    for fast in (True, False):
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"up_proj": nn.Linear(64, 32, dtype=torch.bfloat16)})
+        scales = {"learn_weight_scale": False, "learn_input_scale": False}
+        prepare(model, SCHEMES["fp8_static"], **scales, fp8_gemm=True, fast_accum=fast)
+        for name in ("weight_s0", "input_s0"):
+            getattr(model["up_proj"], name).data.fill_(0.01)
+        with Called() as called:
+            outputs.append(model["up_proj"](torch.randn(16, 64).bfloat16()))
+        (args, kwargs), *_ = called.arguments["aten::_scaled_mm"]
+        assert any(one is True for one in [*args, *kwargs.values()]) == fast
+    assert torch.equal(*outputs) and outputs[0].isfinite().all()

@@ -11,8 +11,9 @@ from data.samples import IGNORE
 from engine.losses import chunked as losses
 from engine.losses.chunked import TeacherHidden, TeacherTopK, chunked_losses
 from engine.losses.kd import KD_KINDS, TOP_K_KINDS, Distillation, TopK
-from engine.losses.objective import Objective
+from engine.losses.objective import Objective, tokens_at_a_time
 from model.head import LogitFunction
+from tests.counting import Counting
 from tests.definitions import kd_loss, lm_loss
 from tests.unit.engine.losses.cases import Case, assert_equal, spec_of
 
@@ -302,3 +303,27 @@ def test_every_kind_takes_every_shape(seed):
         spec = Distillation(kind, top_k=5, tail=tail)
         result, gradients = case.found(Objective(1.0, 1.0, spec))
         assert result.total.isfinite() and all(gradient.isfinite().all() for gradient in gradients), kind
+
+
+def test_the_gradient_of_lm_head_is_one_gemm_for_each_chunk():
+    """Added to an fp32 sum, as CUDA does it; on the meta device, whose operator torch 2.11 has wrong."""
+    meta = torch.device("meta")
+    if not losses._adds_in_fp32(meta):
+        pytest.skip("the meta device of this torch does not have CUDA's operator")
+    size, tokens, vocabulary = 2048, 300, 2**14  # many slices of the kind that a CPU adds up
+    make = {"dtype": torch.bfloat16, "device": meta, "requires_grad": True}
+    hidden, weight = torch.empty(1, tokens, size, **make), torch.empty(vocabulary, size, **make)
+    labels, positions = torch.zeros(1, tokens, dtype=torch.int64, device=meta), torch.arange(tokens, device=meta)
+    objective = Objective(chunk_tokens=100)
+    chunked_losses(hidden, weight, None, labels, objective=objective, positions=positions)
+    with Counting() as counting:
+        chunked_losses(hidden, weight, None, labels, objective=objective, positions=positions)
+    # Of each chunk the logits, the gradient of its rows and that of the weight.
+    assert counting.launches["mm"] == 2 * 3 and counting.launches["addmm"] == 3
+    assert not counting.waits
+
+
+@pytest.mark.parametrize(("device", "tokens"), [("cpu", 512), ("cuda", 4096), ("meta", 4096)])
+def test_chunks_are_larger_on_a_gpu(device: str, tokens: int):
+    assert tokens_at_a_time(None, torch.device(device)) == tokens
+    assert tokens_at_a_time(7, torch.device(device)) == 7
