@@ -15,8 +15,8 @@ one that the weight's own scale makes (:func:`quant.observers.partial_fit`), and
 - **sign**: a negative scale maps the extreme weight to the code that has no counterpart, the other sign does not.
 
 What this cannot see does no more harm than these bounds say. They are from the measurements of
-``benchmarks/scale_fit.py``: legitimate scales of every kind pass, on Gaussian and heavy-tailed weights, with outlier
-columns and unequal rows, and on trained ones.
+``benchmarks/results/scale_fit.md``: legitimate scales of every kind pass, on Gaussian and heavy-tailed weights, with
+outlier columns and unequal rows, and on trained ones.
 """
 
 import math

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from benchmarks.scale_fit import Case, legitimate, wrong
 from quant import SCHEMES
+from tests.unit.quant.scale_cases import Case, legitimate, wrong
 
 WEIGHTS = {
     "gaussian": lambda noise: noise,
@@ -41,7 +41,7 @@ def test_what_passes_of_wrong_scales_does_little_harm(name, kind, seed):
     """By the scales alone. With codes beside them, those of other weights are always refused."""
     case = Case(WEIGHTS[kind](0.02 * torch.randn(256, 256)).bfloat16().float(), SCHEMES[name].weights)
     own_error = case.refused(case.stored(case.own))[1]
-    for title, scale, source, of_source in wrong(case, None):
+    for title, scale, source, of_source in wrong(case):
         scale = case.stored(scale.clamp(min=1e-12))
         refused, error = case.refused(scale)
         if not (name == "w2a16_g32" and title.startswith("absmax")):  # that is the grid -1..1

@@ -1,38 +1,19 @@
-"""Which scales training refuses to start from: legitimate and wrong ones, alone and beside codes.
+"""Scales of a weight as other tools choose them, and scales of something else."""
 
-    python benchmarks/scale_fit.py --model MODEL
-
-Every case is tried on random weights (Gaussian, heavy tails, outlier columns, rows of unequal size) and on some of
-MODEL's, under every scheme that it exists for. The table counts how often a case is refused, by the scales alone and
-where the file has codes too, and gives the largest error of what passes.
-"""
-
-import os
-import re
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.timing import arguments_of, command, machine, write
 from model.scales.codes import add_products, count_of_sums, other_weights
-from quant import SCHEMES, Ranges, partial_errors, partial_fit, partial_stats, scales_from_errors, scales_from_stats
+from quant import Ranges, partial_errors, partial_fit, partial_stats, scales_from_errors, scales_from_stats
 from quant.fit import Fit, scale_problem
 from quant.linear import LinearPart
 from quant.observers import zero_points_from_stats
 from quant.reference import dequantize, fake_quant, quantize, round_scale
 from quant.spec import TensorSpec
 
-NAMES = "fp8_static fp8_dynamic fp8_block int8_dynamic w8a16_g32 w4a16_g128 w4a16_g32 w4a16_channel w3a16_g32"
-NAMES += " w3a16_channel w2a16_g32 w2a16_channel w4a16_asym w8a16_asym nvfp4 mxfp4"
 TINY = 1e-12
-REMARKS = """`refused` is by the scales alone, `with codes` where the file has codes beside them. The largest error is
-the squared error over the squared weights, of the scales that pass by themselves and with the layer's own scales."""
 
 
 class Case:
@@ -97,25 +78,6 @@ class Case:
         return other_weights(sums, part) is not None
 
 
-def weights(model: Path) -> dict[str, Tensor]:
-    """Random weights, and layers of a trained model with the next layer's (``next <name>``)."""
-    rows, columns = 512, 1024
-    normal = torch.randn(rows, columns) * 0.02
-    found = {
-        "gaussian": normal,
-        "laplace": torch.distributions.Laplace(0, 0.02).sample((rows, columns)),
-        "student t": torch.distributions.StudentT(4.0).sample((rows, columns)) * 0.02,
-        "outlier columns": normal * torch.where(torch.rand(columns) < 0.01, 20.0, 1.0),
-        "unequal rows": normal * torch.exp(torch.randn(rows, 1) * 0.7),
-    }
-    disk = load_file(model / "model.safetensors")
-    for name in ("1.self_attn.q_proj", "3.self_attn.v_proj", "2.mlp.gate_proj", "4.mlp.down_proj"):
-        found[name] = disk[f"model.layers.{name}.weight"].float()
-        after = re.sub(r"^\d+", lambda number: str(int(number[0]) + 1), name)
-        found[f"next {name}"] = disk[f"model.layers.{after}.weight"].float()
-    return {name: weight.bfloat16().float() for name, weight in found.items()}
-
-
 def legitimate(case: Case) -> Iterator[tuple[str, Tensor]]:
     """Scales that must pass."""
     spec, own = case.spec, case.own
@@ -141,7 +103,7 @@ def legitimate(case: Case) -> Iterator[tuple[str, Tensor]]:
         yield "powers of two, nearest", torch.exp2(own.log2().round())
 
 
-def wrong(case: Case, other: Tensor | None) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
+def wrong(case: Case) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
     """Name, scales of the file, and of what weight and with which scales its codes were made."""
     spec, own, weight = case.spec, case.own, case.weight
     largest = case.stats.amax(0).clamp(min=TINY)
@@ -163,70 +125,6 @@ def wrong(case: Case, other: Tensor | None) -> Iterator[tuple[str, Tensor, Tenso
         smooth = torch.exp(torch.randn(weight.shape[1]) * spread)
         made = Case(weight * smooth / (smooth.max() * smooth.min()).sqrt(), spec)
         yield f"of smoothed weights, spread {spread}", made.own, made.weight, made.own
-    strangers = {"of a random weight of this size": torch.randn_like(weight) * weight.std()}
-    if other is not None:
-        strangers["the next layer's"] = other
-    for name, stranger in strangers.items():
-        made = Case(stranger, spec)
-        yield name, made.own, stranger, made.own
-
-
-def main() -> None:
-    """Try every case and write the tables."""
-    parser = arguments_of(__doc__, rounds=1)
-    parser.add_argument("--model", type=Path, required=True, help="directory of a trained model")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    load = os.getloadavg()
-    torch.manual_seed(0)
-    found = weights(arguments.model)
-    tables: dict[bool, dict[str, list[tuple[bool, bool, float, float, str]]]] = {True: {}, False: {}}
-    for scheme in NAMES.split()[:: 6 if arguments.quick else 1]:
-        spec = SCHEMES[scheme].weights
-        for name, weight in found.items():
-            if name.startswith("next ") or any(side % (spec.group_size or 1) for side in weight.shape):
-                continue
-            case = Case(weight, spec)
-            own_error = case.refused(case.stored(case.own))[1]
-            good = [(title, scale, weight, scale) for title, scale in legitimate(case)]
-            bad = list(wrong(case, found.get(f"next {name}")))
-            for fine, cases in ((True, good), (False, bad)):
-                for title, scale, source, of_source in cases:
-                    scale = case.stored(scale.clamp(min=TINY) if title[:6] != "signed" else scale)
-                    of_source = scale if fine else case.stored(of_source)
-                    if title.startswith("codes of GPTQ"):
-                        source = case.gptq(scale)
-                    elif title.startswith("codes of weights"):
-                        source = weight + 0.3 * torch.randn_like(weight) * weight.std()
-                    alone, error = case.refused(scale)
-                    beside = alone or case.refused_codes(scale, source, of_source)
-                    row = (alone, beside, error, own_error, f"{scheme}, {name}")
-                    tables[fine].setdefault(title, []).append(row)
-    lines = [
-        "# Which scales are refused",
-        "",
-        machine(torch.device("cpu"), load),
-        "",
-        f"Command: `{command()}`",
-        "",
-        REMARKS,
-    ]
-    for fine, heading in ((True, "Legitimate"), (False, "Wrong")):
-        lines += [
-            "",
-            f"## {heading}",
-            "",
-            "| scales | cases | refused | with codes | largest error that passes | where |",
-        ]
-        lines += ["| --- | --- | --- | --- | --- | --- |"]
-        for title, rows in tables[fine].items():
-            passing = [row for row in rows if not row[0]]
-            worst = max(passing, key=lambda row: row[2] / row[3], default=None)
-            where = "" if worst is None else f"{worst[2]:.2g} instead of {worst[3]:.2g} | {worst[4]}"
-            counts = f"{sum(row[0] for row in rows)} | {sum(row[1] for row in rows)}"
-            lines.append(f"| {title} | {len(rows)} | {counts} | {where or '|'} |")
-    write(arguments.results, "scale_fit", torch.device("cpu"), "\n".join(lines) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    stranger = torch.randn_like(weight) * weight.std()
+    made = Case(stranger, spec)
+    yield "of a random weight of this size", made.own, stranger, made.own
