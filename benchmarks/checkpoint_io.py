@@ -2,20 +2,19 @@
 
     python benchmarks/checkpoint_io.py [--rounds 5] [--directory DIR] [--quick]
 
-A dense Qwen3 and a Qwen3-MoE with 128 experts per layer and thousands of small tensors on disk, bf16, under ZeRO-3 on
-one rank and on two. In every round, one after the other on the same disk:
+A dense Qwen3 and a Qwen3-MoE with 128 experts per layer and thousands of small tensors, bf16, under ZeRO-3 on one rank
+and on two. In every round, one after the other on the same disk:
 
 - read: safetensors' ``load_file`` of every file, and each tensor copied into memory of its own, by rank 0 alone;
-- load: ``load_weights`` into the partitions of an empty model; the building of the model is not in it;
+- load: ``load_weights`` into the partitions of an empty model, which is built before;
 - decode: the same of a checkpoint in int4 (w4a16_g32), whose codes become bf16 weights and are compared on the way;
 - write: ``save_file`` of the same tensors in files of the same size, each forced to disk (fsync);
 - export: ``export_model`` as bf16, which forces everything to disk too.
 
-Elapsed time, median and least of the rounds, and that for which rank 0 had a core; and by how much rank 0's peak memory
-grew over what it held before loading and decoding, in the last round. Files are read from the page cache.
-Before each of these a file of more than their size is written and removed: in a virtual machine, memory that went
-back to the host is slow to take, 2 s per GB on the one of our results, whoever happens to take it. Results go to
-``benchmarks/results/checkpoint_io.md``; a person's remarks stand beside it, in ``checkpoint_io_remarks.md``.
+Elapsed time, median and least of the rounds, and how far rank 0's peak memory grew while loading and decoding in the
+last round. Files are read from the page cache. Before each part a file of more than their size is written and removed:
+a virtual machine that gave memory back to its host takes it again slowly. Writes
+``benchmarks/results/checkpoint_io.md``.
 """
 
 import argparse
@@ -35,7 +34,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.timing import RESULTS, machine
+from benchmarks import timing
 
 BAR = 1.2
 SHARD = 400 * 10**6
@@ -67,13 +66,6 @@ def make_checkpoint(kind: str, directory: Path, quick: bool) -> None:
         for parameter in model.parameters():
             parameter.normal_(0, 0.02)
     model.save_pretrained(directory, max_shard_size=SHARD)
-
-
-def timed(action: Callable[[], object]) -> tuple[float, float]:
-    """Elapsed seconds, and those that this process had a core for."""
-    begin, cpu = time.perf_counter(), time.process_time()
-    action()
-    return time.perf_counter() - begin, time.process_time() - cpu
 
 
 def read(source: Path) -> None:
@@ -133,7 +125,7 @@ def measure(source: Path, out: Path, results: Path, rounds: int) -> None:
         for file in sorted(source.glob("*.safetensors")):
             with safe_open(file, "pt") as opened:
                 tensors |= {key: opened.get_tensor(key).clone() for key in opened.keys()}  # noqa: SIM118
-    times: dict[str, list[tuple[float, float]]] = {name: [] for pair in PAIRS.items() for name in pair}
+    times: dict[str, list[float]] = {name: [] for pair in PAIRS.items() for name in pair}
     grown: dict[str, int] = {}
     coded = out.with_name("coded")
     make_coded(source, coded, config, device)
@@ -144,10 +136,12 @@ def measure(source: Path, out: Path, results: Path, rounds: int) -> None:
             take_memory(memory, out.with_name("scratch"))
             os.sync()  # what was written before is not waited for in the time of this
         barrier()
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
         before = peak_bytes()
         if everywhere or is_main():
-            times[name].append(timed(action))
+            began = time.perf_counter()
+            action()
+            times[name].append(time.perf_counter() - began)
         grown[name] = peak_bytes() - before
         barrier()
         if is_main():
@@ -173,7 +167,7 @@ def measure(source: Path, out: Path, results: Path, rounds: int) -> None:
 
 
 def peak_bytes() -> int:
-    """The most memory that this process has held since its peak began anew."""
+    """The most memory that this process has held since its peak began again."""
     text = Path("/proc/self/status").read_text()
     return int(text.partition("VmHWM:")[2].split()[0]) * 1024
 
@@ -195,42 +189,39 @@ def make_coded(source: Path, coded: Path, config: dict[str, Any], device: torch.
     export_model(model, quantization, source, coded, max_shard_size=SHARD, overwrite=True)
 
 
-def rows(title: str, times: dict[str, list[list[float]]]) -> list[str]:
-    """One row for load, for decode and for export: median and least elapsed time, and rank 0's core."""
-    lines = []
+def rows(title: str, times: dict[str, list[float]]) -> list[list[str]]:
+    """One row for load, for decode and for export: medians, and ratios of medians and of least times."""
+    found = []
     for ours, plain in PAIRS.items():
-        cells = [f"{title}, {ours}"]
-        for of_rounds, clock in ((statistics.median, 0), (min, 0), (statistics.median, 1)):
-            mine, theirs = (of_rounds([entry[clock] for entry in times[name]]) for name in (ours, plain))
-            ratio = mine / theirs
-            cells += [f"{theirs:.2f} s", f"{mine:.2f} s", f"{ratio:.2f}" if ratio <= BAR else f"**{ratio:.2f}**"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        cells = [f"{title}, {ours}", f"{statistics.median(times[plain]):.2f}", f"{statistics.median(times[ours]):.2f}"]
+        for of_rounds in (statistics.median, min):
+            ratio = of_rounds(times[ours]) / of_rounds(times[plain])
+            cells.append(f"{ratio:.2f}" if ratio <= BAR else f"**{ratio:.2f}**")
+        found.append(cells)
+    return found
 
 
-def launched(kind: str, base: Path, rounds: int, quick: bool) -> tuple[list[str], list[str], list[str]]:
-    """A checkpoint of this kind measured by one rank and by two: rows, growths of memory, sizes of files."""
+def launched(kind: str, base: Path, rounds: int, quick: bool) -> tuple[list[list[str]], str]:
+    """Rows of a checkpoint of this kind, loaded and exported by one rank and by two, and what else was seen."""
     from tests.distributed.launcher import launch
 
-    def gigabytes(name: str) -> float:
-        return sum(file.stat().st_size for file in (base / name).glob("*.safetensors")) / 1e9
-
-    table: list[str] = []
-    memory: list[str] = []
+    table: list[list[str]] = []
+    seen: list[str] = []
     make_checkpoint(kind, base / "checkpoint", quick)
     for ranks in (1, 2):
         paths = [str(base / name) for name in ("checkpoint", "out", "results.json")]
-        options = ["--rounds", str(rounds), "--measure", *paths]
-        done = launch(Path(__file__), *options, ranks=ranks, timeout=3000)
+        done = launch(Path(__file__), "--rounds", str(rounds), "--measure", *paths, ranks=ranks, timeout=3000)
         if done.returncode:
             raise SystemExit(done.stdout[-8000:])
         title = f"{kind}, {ranks} rank{'s' * (ranks > 1)}"
         found = json.loads((base / "results.json").read_text())
         table += rows(title, found)
-        grown = [f"{found['grown'][name] / 2**20:.0f}" for name in ("load", "decode")]
-        memory.append(f"{title} {' and '.join(grown)}")
-    sizes = [f"{kind} {gigabytes('checkpoint'):.2f} GB", f"{kind} in int4 {gigabytes('coded'):.2f} GB"]
-    return table, memory, sizes
+        load, decode = (found["grown"][name] / timing.MIB for name in ("load", "decode"))
+        seen.append(f"{title} {load:.0f} and {decode:.0f} MiB")
+    for name in ("checkpoint", "coded"):
+        size = sum(file.stat().st_size for file in (base / name).glob("*.safetensors"))
+        seen.append(f"{name} {size / 1e9:.2f} GB")
+    return table, "; ".join(seen)
 
 
 def main() -> None:
@@ -239,46 +230,32 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--directory", type=Path, help="on the disk to measure; default: that of temporary files")
     parser.add_argument("--quick", action="store_true", help="small models, to see that everything runs")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder that the table is written to")
+    parser.add_argument("--results", type=Path, default=timing.RESULTS, help="folder that the table is written to")
     parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.measure:
-        source, out, results = map(Path, arguments.measure)
-        measure(source, out, results, arguments.rounds)
+    options = parser.parse_args()
+    if options.measure:
+        source, out, results = map(Path, options.measure)
+        measure(source, out, results, options.rounds)
         return
-
-    load = os.getloadavg()
-    table: list[str] = []
-    memory: list[str] = []
-    sizes: list[str] = []
+    table: list[list[str]] = []
+    seen: list[str] = []
     for kind in MODELS:
-        with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
-            of_kind = launched(kind, Path(directory), arguments.rounds, arguments.quick)
-        for kept, more in zip((table, memory, sizes), of_kind, strict=True):
-            kept += more
-    text = "\n".join(
-        [
-            "# Load and export against plain safetensors",
-            "",
-            machine(torch.device("cpu"), load, "deepspeed", "transformers", "safetensors"),
-            f"{', '.join(sizes)}, bf16, ZeRO-3, gloo, one thread per rank, files of {SHARD / 1e6:.0f} MB in the page",
-            f"cache; writing ends with fsync. {arguments.rounds} interleaved rounds; bold: more than {BAR}.",
-            "",
-            "| | plain, elapsed, median | ours | ratio | plain, elapsed, least | ours | ratio "
-            "| plain, rank 0's core, median | ours | ratio |",
-            "| --- " * 10 + "|",
-            *table,
-            "",
-            f"Growth of rank 0's peak memory in MiB, loading and decoding: {'; '.join(memory)}.",
-            "",
-            "Remarks on the run are in `checkpoint_io_remarks.md`.",
-            "",
-        ]
+        with tempfile.TemporaryDirectory(dir=options.directory) as directory:
+            found, text = launched(kind, Path(directory), options.rounds, options.quick)
+        table += found
+        seen.append(text)
+    timing.write(
+        options.results,
+        "checkpoint_io",
+        torch.device("cpu"),
+        "# Load and export against plain safetensors",
+        f"Elapsed seconds, {options.rounds} rounds in turn; ZeRO-3, gloo, one thread per rank, files of "
+        f"{SHARD / 1e6:.0f} MB. Bold misses the bar of {BAR}.\n"
+        + timing.head(torch.device("cpu"), "deepspeed", "transformers", "safetensors"),
+        timing.table(("", "plain", "ours", "ratio", "ratio of the least times"), table),
+        f"Growth of rank 0's peak memory, loading and decoding; sizes: {'. '.join(seen)}.",
     )
-    print(text)
-    arguments.results.mkdir(parents=True, exist_ok=True)
-    (arguments.results / "checkpoint_io.md").write_text(text)
 
 
 if __name__ == "__main__":

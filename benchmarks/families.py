@@ -1,4 +1,4 @@
-"""Which causal language models of transformers can be trained here, found by training them.
+"""Train every family of causal language models of transformers that is known here, and write which of them work.
 
     python benchmarks/families.py [--only "qwen3" "gemma2"] [--keep DIRECTORY] [--write]
 
@@ -7,8 +7,8 @@ user does: load and export without quantizing (same keys, same bytes), logits an
 transformers, packed samples against each alone, 12 steps of fp8_static and of w4a16_g32 with an export that must load
 as the class in its config.json and verify. With ``--write`` the table goes to docs/models.md.
 
-What limits it: the sizes are tiny and the weights random. That a family works here says that its layers, names and
-layouts are handled, not how well it trains.
+The sizes are tiny and the weights random: a family that works has its layers, names and layouts handled; how well it
+trains is not seen.
 """
 
 import argparse

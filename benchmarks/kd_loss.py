@@ -1,20 +1,17 @@
-"""What the losses through lm_head cost, in time and in memory, against the same losses written with torch's operators.
+"""The time and memory of the losses through lm_head, against the same losses written with torch's operators.
 
     python benchmarks/kd_loss.py [--device cuda] [--rounds 5] [--vocabulary V] [--no-memory | --no-time]
 
-Both sides take hidden states of student and teacher to the gradients of the student's hidden states (and of its
-lm_head where that trains), with all GEMMs that this needs. "direct" has whole logits of both, one fp32 copy of each,
-and torch's autograd of one loss: ``kl`` alone is the plain KL that the bar is about. "chunked" is
-engine.losses.chunked.
+Both sides take hidden states of student and teacher to the gradients of the student's hidden states (and of its lm_head
+where that trains), GEMMs included. "direct" has whole logits of both, one fp32 copy of each, and torch's autograd of
+one loss: ``kl`` alone is the plain KL that the bar is about. "chunked" is engine.losses.chunked.
 
-"peak" is the most that torch's allocator gave out during forward and backward beyond what was there before. The direct
-form runs only where it is predicted to stay under 16 GiB and under 70% of the memory that is free; elsewhere the table
-says what it would take, by its measured bytes per token at T = 1024. Writes ``benchmarks/results/kd_loss.md``, on CUDA
+The direct form runs only where it is predicted to stay under 16 GiB and under 70% of the memory that is free; elsewhere
+the table has the prediction, by bytes per token at T = 1024. Writes ``benchmarks/results/kd_loss.md``, on CUDA
 ``kd_loss_cuda.md``.
 """
 
 import math
-import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -27,14 +24,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import timing
-from benchmarks.step import peak_bytes
+from benchmarks.timing import MIB, peak_bytes
 from engine.losses.chunked import TeacherHidden, chunked_losses
 from engine.losses.kd import KD_KINDS, Distillation
 from engine.losses.objective import Objective, tokens_at_a_time
 
-MIB, GIB = 2**20, 2**30
 BAR = 1.2  # of the direct form with one plain KL, at T = 1024
-LARGEST_DIRECT = 16 * GIB
+LARGEST_DIRECT = 16 * 2**30
 TOKENS, QUICK_TOKENS = (1024, 2048, 4096, 8192), (16, 32, 64)
 VOCABULARIES, QUICK_VOCABULARIES = (32_000, 151_936), (300, 1000)
 HIDDEN, QUICK_HIDDEN = 1024, 32
@@ -102,8 +98,8 @@ def timed(problem: Problem, work: Callable[[], None], device: torch.device) -> f
     return seconds
 
 
-def time_table(tokens: int, vocabulary: int, hidden: int, rounds: int, device: torch.device) -> tuple[list[str], float]:
-    """All losses at one size, in turn; and the ratio that has a bar."""
+def time_table(tokens: int, vocabulary: int, hidden: int, rounds: int, device: torch.device) -> str:
+    """All losses at one size, in turn, and whether the bar is met."""
     trained = Problem(tokens, vocabulary, hidden, device, train_head=True)
     frozen = Problem(tokens, vocabulary, hidden, device, train_head=False)
     ways = {"direct, kl": (trained, partial(trained.direct, "kl"))}
@@ -113,12 +109,13 @@ def time_table(tokens: int, vocabulary: int, hidden: int, rounds: int, device: t
     ways["direct, kl, lm_head frozen"] = (frozen, partial(frozen.direct, "kl"))
     ways["chunked, kl, lm_head frozen"] = (frozen, partial(frozen.chunked, objectives()["kl"]))
     times = timing.interleave({name: partial(timed, *way, device) for name, way in ways.items()}, rounds, warmup=1)
-    lines = ["| loss | ms | of direct kl | quartiles |", "| --- | --- | --- | --- |"]
+    rows = []
     for name, time in times.items():
         base = times["direct, kl, lm_head frozen" if name.endswith("frozen") else "direct, kl"]
-        first, third = time.spread(base)
-        lines.append(f"| {name} | {time.median * 1e3:.0f} | {time.ratio(base):.2f} | {first:.2f} to {third:.2f} |")
-    return lines, times["chunked, kl"].ratio(times["direct, kl"])
+        rows.append([name, f"{time.median * 1e3:.0f}", time.text(base)])
+    ratio = times["chunked, kl"].ratio(times["direct, kl"])
+    verdict = "The bar is met." if ratio <= BAR else f"- missed: {ratio:.2f} of direct kl, bar {BAR}"
+    return f"{timing.table(('loss', 'ms', 'of direct kl (quartiles)'), rows)}\n\n{verdict}"
 
 
 def available(device: torch.device) -> int:
@@ -136,12 +133,9 @@ def measured_peak(problem: Problem, work: Callable[[], None], device: torch.devi
     return peak
 
 
-def memory_table(tokens: tuple[int, ...], vocabulary: int, hidden: int, device: torch.device) -> list[str]:
-    """Peaks by T. What grows with T in the chunked form is the gradient of the hidden states, listed beside it."""
-    lines = [
-        "| T | direct, kl | direct, lm + cakld | chunked, lm + cakld | of it hidden states | lm_head trains |",
-        f"|{' --- |' * 6}",
-    ]
+def memory_table(tokens: tuple[int, ...], vocabulary: int, hidden: int, device: torch.device) -> str:
+    """Peaks by T, lm_head frozen but in the last column."""
+    rows = []
     per_token: dict[str, float] = {}
     objective = objectives()["lm + cakld"]
     for count in tokens:
@@ -159,55 +153,44 @@ def memory_table(tokens: tuple[int, ...], vocabulary: int, hidden: int, device: 
             else:
                 cells.append(f"predicted {predicted / MIB:,.0f}, not run")
         peak = measured_peak(frozen, partial(frozen.chunked, objective), device)
-        cells += [f"{peak / MIB:,.1f}", f"{2 * count * hidden / MIB:.1f}"]
+        cells.append(f"{peak / MIB:,.1f}")
         trained = Problem(count, vocabulary, hidden, device, train_head=True)
         peak = measured_peak(trained, partial(trained.chunked, objective), device)
         cells.append(f"{peak / MIB:,.1f}")
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        rows.append(cells)
+    return timing.table(("T", "direct, kl", "direct, lm + cakld", "chunked, lm + cakld", "lm_head trains"), rows)
 
 
 def main() -> None:
     """Measure, print, write."""
-    parser = timing.arguments_of(__doc__, rounds=5)
+    parser = timing.options_of(__doc__, rounds=5)
     parser.add_argument("--vocabulary", type=int, help="only this one")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--no-memory", action="store_true")
     which.add_argument("--no-time", action="store_true")
-    arguments = parser.parse_args()
-    device = timing.chosen_device(arguments.device)
-    load = os.getloadavg()
-    torch.set_num_threads(arguments.threads)
-    torch.manual_seed(0)
-    quick = arguments.quick
-    tokens, vocabularies = (QUICK_TOKENS, QUICK_VOCABULARIES) if quick else (TOKENS, VOCABULARIES)
-    vocabularies = (arguments.vocabulary,) if arguments.vocabulary else vocabularies
-    hidden, rounds = (QUICK_HIDDEN, 2) if quick else (HIDDEN, arguments.rounds)
+    options = parser.parse_args()
+    device = timing.device_of(options)
+    tokens, vocabularies = (QUICK_TOKENS, QUICK_VOCABULARIES) if options.quick else (TOKENS, VOCABULARIES)
+    vocabularies = (options.vocabulary,) if options.vocabulary else vocabularies
+    hidden, rounds = (QUICK_HIDDEN, 2) if options.quick else (HIDDEN, options.rounds)
     sections: list[str] = []
     for vocabulary in vocabularies:
-        if not arguments.no_time:
-            rows, ratio = time_table(tokens[0], vocabulary, hidden, rounds, device)
-            verdict = "The bar is met." if ratio <= BAR else f"- missed: {ratio:.2f} of direct kl, bar {BAR}"
-            sections += ["", f"## Time at T = {tokens[0]}, V = {vocabulary}", "", *rows, "", verdict]
-        if not arguments.no_memory:
-            rows = memory_table(tokens, vocabulary, hidden, device)
-            sections += ["", f"## Peak memory at V = {vocabulary}, MiB", "", *rows]
-    head = timing.machine(device, load)
-    text = [
-        f"# Losses through lm_head in chunks against whole logits, {'CUDA' if device.type == 'cuda' else 'CPU'}",
-        "",
+        if not options.no_time:
+            times = time_table(tokens[0], vocabulary, hidden, rounds, device)
+            sections += [f"## Time at T = {tokens[0]}, V = {vocabulary}", times]
+        if not options.no_memory:
+            peaks = memory_table(tokens, vocabulary, hidden, device)
+            sections += [f"## Peak memory at V = {vocabulary}, MiB", peaks]
+    timing.write(
+        options.results,
+        "kd_loss",
+        device,
+        f"# Losses through lm_head in chunks against whole logits, {device.type.upper()}",
         f"bf16, hidden size {hidden}, every position has a target, {tokens_at_a_time(None, device)} tokens per chunk, "
-        f"K = {Distillation().top_k}. {head} Rounds: {rounds}.",
-        f"`{timing.command()}`",
-        "",
-        "Forward and backward from the hidden states of student and teacher, GEMMs included; lm_head trains unless it",
-        "says frozen. ms and ratio: medians over rounds in which all ways take turns; quartiles: of the ratios of",
-        "single rounds. peak: what torch's allocator gave out beyond what was there before; lm_head frozen but in the",
-        f"last column. {timing.clock_text(device)}",
-        f"Bar: chunked kl at most {BAR} of direct kl at T = {tokens[0]}.",
+        f"K = {Distillation().top_k}; {rounds} rounds in turn, medians. peak: beyond what was there before.\n"
+        f"{timing.head(device)}\nBar: chunked kl at most {BAR} of direct kl at T = {tokens[0]}.",
         *sections,
-    ]
-    timing.write(arguments.results, "kd_loss", device, "\n".join(text) + "\n")
+    )
 
 
 if __name__ == "__main__":

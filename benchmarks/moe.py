@@ -8,10 +8,8 @@ The structure of Qwen3-30B-A3B at reduced width, in bf16, with random weights. T
 - ``stacked``: fp8 QAT, static scales, those of weights learned, ``model.experts: stacked``;
 - ``per_expert``: the same with ``model.experts: per_expert``.
 
-Collectives are those that DeepSpeed's comms logger sees in a step after the third, without those within one rank. At
-DeepSpeed's own persistence threshold most are its own: after every step it gathers each trained parameter below it by
-itself (five in a layer here, norms and router, and the last norm), which at a threshold of 0 come with the weights that
-are needed next. Scales are in neither: frozen ones are whole on every rank, trained ones always come with the weights.
+Collectives are those that DeepSpeed's comms logger sees in a step after the third. At DeepSpeed's own persistence
+threshold it gathers each trained parameter below it alone after every step; at 0 they come with the next weights.
 
 The bar: stacked makes no more of any kind than plain, and takes at most 1.10 of its time. Writes
 ``benchmarks/results/moe.md``.
@@ -31,6 +29,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+from benchmarks import timing  # noqa: E402
 
 # The plain model last: zero.Init around the constructors of transformers leaves its classes changed.
 WAYS = ("stacked", "per_expert", "plain")
@@ -129,7 +129,6 @@ def measure(directory: Path, results: Path, threshold: int | None, rounds: int, 
     """On each rank: the chosen ways at one threshold; rank 0 writes what it found."""
     import deepspeed
 
-    from benchmarks.timing import interleave
     from engine.session.context import init_ranks
     from model.ranks import is_main, rank
 
@@ -162,47 +161,37 @@ def measure(directory: Path, results: Path, threshold: int | None, rounds: int, 
         steps[way] = step
         if is_main():
             print(f"threshold {threshold}, {way}: {dict(calls)}, made in {made:.0f} s", flush=True)
-    timings = interleave(steps, rounds, 1)
+    timings = timing.interleave(steps, rounds, 1)
     for way, row in rows.items():
         row |= {
             "median": timings[way].median,
             "ratio": timings[way].ratio(timings["plain"]),
-            "quartiles": timings[way].spread(timings["plain"]),
+            "text": timings[way].text(timings["plain"]),
         }
     if is_main():
         results.write_text(json.dumps({"threshold": threshold, "ways": rows}))
     torch.distributed.destroy_process_group()
 
 
-def table(found: list[dict]) -> str:
-    """One row per way and threshold, and whether the bars are met."""
+def report(found: list[dict]) -> list[str]:
+    """One row per threshold and way, and whether the bars are met."""
     kinds = sorted({kind for one in found for way in one["ways"].values() for kind in way["calls"]})
-    lines, misses = [], []
+    rows, misses = [], []
     for one in found:
-        lines += [
-            f"## Persistence threshold {'as shipped (100,000)' if one['threshold'] is None else one['threshold']}\n",
-            "| way | parameters | "
-            + " | ".join(kinds)
-            + " | MB in all | step, s | of plain | quartiles | made in, s |",
-            "| --- " * (len(kinds) + 7) + "|",
-        ]
+        threshold = "as shipped" if one["threshold"] is None else str(one["threshold"])
         for way, row in one["ways"].items():
-            calls = " | ".join(str(row["calls"].get(kind, 0)) for kind in kinds)
-            first, third = row["quartiles"]
-            lines.append(
-                f"| {way} | {row['parameters']:,} | {calls} | {sum(row['bytes'].values()) / 1e6:.1f} | "
-                f"{row['median']:.2f} | {row['ratio']:.2f} | {first:.2f} to {third:.2f} | {row['made']:.0f} |"
-            )
-        lines.append("")
+            calls = [str(row["calls"].get(kind, 0)) for kind in kinds]
+            moved = f"{sum(row['bytes'].values()) / 1e6:.1f}"
+            times = [f"{row['median']:.2f}", row["text"], f"{row['made']:.0f}"]
+            rows.append([threshold, way, f"{row['parameters']:,}", *calls, moved, *times])
         plain, stacked = one["ways"]["plain"], one["ways"]["stacked"]
-        misses += [
-            f"- threshold {one['threshold']}: {stacked['calls'][kind]} {kind}, plain has {plain['calls'].get(kind, 0)}"
-            for kind in stacked["calls"]
-            if stacked["calls"][kind] > plain["calls"].get(kind, 0)
-        ]
+        for kind, count in stacked["calls"].items():
+            if count > plain["calls"].get(kind, 0):
+                misses.append(f"- missed at {threshold}: {count} {kind}, plain has {plain['calls'].get(kind, 0)}")
         if stacked["ratio"] > 1.10:
-            misses.append(f"- threshold {one['threshold']}: stacked takes {stacked['ratio']:.2f} of plain, bar 1.10")
-    return "\n".join(lines) + "\n" + ("Missed:\n\n" + "\n".join(misses) if misses else "The bars are met.") + "\n"
+            misses.append(f"- missed at {threshold}: stacked takes {stacked['ratio']:.2f} of plain, bar 1.10")
+    columns = ("threshold", "way", "parameters", *kinds, "MB", "step, s", "of plain (quartiles)", "made in, s")
+    return [timing.table(columns, rows), "\n".join(misses) or "The bars are met."]
 
 
 def main() -> None:
@@ -222,10 +211,8 @@ def main() -> None:
         chosen = [way for way in WAYS if way != "per_expert" or not options.without_per_expert]
         measure(*options.measure, options.threshold, options.rounds, chosen)
         return
-    from benchmarks.timing import RESULTS, command, machine
     from launch.launcher import find_launcher
 
-    load = os.getloadavg()
     with tempfile.TemporaryDirectory() as temporary:
         directory, results = Path(temporary), Path(temporary) / "results.json"
         write_config(directory, options.layers, options.experts, options.hidden, options.inner)
@@ -237,13 +224,16 @@ def main() -> None:
         for threshold in ([], ["--threshold", "0"]):
             subprocess.run([*launcher, *arguments, *threshold], check=True, env=environment)
             found.append(json.loads(results.read_text()))
-    text = "# Experts by their form, ZeRO-3 on two ranks, CPU\n\n" + (
-        f"{options.layers} layers, {options.experts} experts, top 8, hidden {options.hidden}, intermediate "
-        f"{options.inner}, {TOKENS} tokens per rank, the ways in turn, {options.rounds} rounds. "
-        f"{machine(torch.device('cpu'), load, 'deepspeed', 'transformers')}\n`{command()}`\n\n{table(found)}"
+    sizes = f"{options.layers} layers, {options.experts} experts, top 8, hidden {options.hidden}, intermediate "
+    timing.write(
+        timing.RESULTS,
+        "moe",
+        torch.device("cpu"),
+        "# Experts by their form, ZeRO-3 on two ranks, CPU",
+        f"{sizes}{options.inner}, {TOKENS} tokens per rank, {options.rounds} rounds in turn.\n"
+        f"{timing.head(torch.device('cpu'), 'deepspeed', 'transformers')}",
+        *report(found),
     )
-    (RESULTS / "moe.md").write_text(text)
-    print(text)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What packing gives: real tokens per second of training steps, packed against padded.
+"""Real tokens per second of training steps, packed against padded.
 
     python benchmarks/packing.py --data train.jsonl --model DIR [--fields question answer] [--length 512] [--rows 8]
 
@@ -17,7 +17,6 @@ Writes ``benchmarks/results/packing.md``, on CUDA ``packing_cuda.md``.
 
 import argparse
 import json
-import os
 import random
 import statistics
 import sys
@@ -111,21 +110,17 @@ def measure(
     return timing.interleave({name: lambda way=way: timed(way) for name, way in ways.items()}, rounds, warmup)
 
 
-def table(ways: dict[str, Way], timings: dict[str, timing.Timing], warmup: int) -> list[str]:
-    """One row per way."""
-    lines = [
-        "| way | real tokens/s | of padded to the maximum | quartiles | ms per step | real tokens per step | padding |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    reference = timings[MAXIMUM]
+def rows_of(ways: dict[str, Way], timings: dict[str, timing.Timing], warmup: int) -> list[list[str]]:
+    """One row per way; rates are of the inverse of seconds per token, so that ratios are turned."""
+    found, base = [], timings[MAXIMUM]
     for name, way in ways.items():
-        low, high = reference.spread(timings[name])
         tokens, positions = sum(way.tokens[warmup:]), sum(way.positions[warmup:])
-        cells = [name, f"{1 / timings[name].median:,.0f}", f"{reference.ratio(timings[name]):.2f}"]
-        cells += [f"{low:.2f} to {high:.2f}", f"{1000 * statistics.median(way.seconds[warmup:]):.0f}"]
-        cells += [f"{tokens / len(way.tokens[warmup:]):,.0f}", f"{100 * (1 - tokens / positions):.1f}%"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        low, high = base.quartiles(timings[name])
+        rate, ratio = 1 / timings[name].median, base.ratio(timings[name])
+        cells = [name, f"{rate:,.0f}", f"{ratio:.2f} ({low:.2f} to {high:.2f})"]
+        cells += [f"{1000 * statistics.median(way.seconds[warmup:]):.0f}", f"{100 * (1 - tokens / positions):.1f}%"]
+        found.append(cells)
+    return found
 
 
 def quick_inputs(folder: Path) -> list[str]:
@@ -142,7 +137,7 @@ def quick_inputs(folder: Path) -> list[str]:
 
 def options(folder: Path) -> argparse.Namespace:
     """Of the command line; with --quick the data and the model are made."""
-    parser = timing.arguments_of(__doc__, rounds=20)
+    parser = timing.options_of(__doc__, rounds=20)
     parser.add_argument("--data", type=Path, help="chats in JSONL")
     parser.add_argument("--fields", nargs=2, metavar=("INPUT", "OUTPUT"), help="the file's keys, if it has its own")
     parser.add_argument("--model", type=Path, help="directory of a checkpoint with a tokenizer")
@@ -158,11 +153,9 @@ def options(folder: Path) -> argparse.Namespace:
 
 def main() -> None:
     """Measure and write the table."""
-    load = os.getloadavg()
     with tempfile.TemporaryDirectory() as folder:
         arguments = options(Path(folder))
-        torch.set_num_threads(arguments.threads)
-        device = timing.chosen_device(arguments.device)
+        device = timing.device_of(arguments)
         tokenizer = AutoTokenizer.from_pretrained(arguments.model)
         fields = dict(zip(("input", "output"), arguments.fields, strict=True)) if arguments.fields else None
         samples, _ = read_chat([arguments.data], tokenizer, max_length=arguments.length, fields=fields)
@@ -174,30 +167,21 @@ def main() -> None:
     lengths = [len(sample.input_ids) for sample in samples]
     mean = sum(lengths) / len(lengths)
     ratio = timings[MAXIMUM].ratio(timings[PACKED])
-    step = {name: statistics.median(way.seconds[warmup:]) for name, way in ways.items()}
-    paragraphs = [
+    columns = ("way", "real tokens/s", "of padded to the maximum (quartiles)", "ms per step", "padding")
+    timing.write(
+        arguments.results,
+        "packing",
+        device,
         f"# Packed against padded training steps, {device.type.upper()}",
-        f"{arguments.data.name} with the tokenizer of {arguments.model.name}: {len(samples):,} samples of "
-        f"{min(lengths)} to {max(lengths)} tokens, {mean:.0f} in the mean. "
-        f"{sum(p.numel() for p in model.parameters()):,} parameters in bf16, sdpa, {arguments.rows} rows of at most "
-        f"{arguments.length} positions. "
-        f"{timing.machine(device, load, 'transformers')} Rounds: {arguments.rounds}.",
-        f"`{timing.command()}`",
-        "A step: the batch is built, forward, cross entropy of the valid tokens, backward, AdamW. Rates and ratios are "
-        "medians over rounds in which all ways take turns; quartiles: of the ratios of single rounds. "
-        f"{timing.clock_text(device)}",
-        f"The limit: rows of {arguments.length} positions that hold one sample of {mean:.0f} tokens are "
-        f"{100 * (1 - mean / arguments.length):.0f}% padding, so packing gives at most "
-        f"{arguments.length / mean:.2f} times the real tokens in steps of the same time.",
-        "\n".join(table(ways, timings, warmup)),
-        f"Bar: packed at least {BAR:.1f} times padded to the maximum. "
-        f"{'The bar is met.' if ratio >= BAR else f'The bar is missed: {ratio:.2f}.'}",
-        f"The masks: a packed step takes {step[PACKED] / step[PACKED + WITHOUT_MASK]:.2f} times the time of one with "
-        "plain causal attention over the whole row, and a step padded to the maximum "
-        f"{step[MAXIMUM] / step[MAXIMUM + WITHOUT_MASK]:.2f} times that of one without a mask: with either mask sdpa "
-        "gets a dense one, [rows, 1, T, T], and computes the pairs that it hides as well.",
-    ]
-    timing.write(arguments.results, "packing", device, "\n\n".join(paragraphs) + "\n")
+        f"{arguments.data.name}: {len(samples):,} samples of {min(lengths)} to {max(lengths)} tokens, mean {mean:.0f}. "
+        f"{arguments.model.name} in bf16, {sum(p.numel() for p in model.parameters()):,} parameters, sdpa, "
+        f"{arguments.rows} rows of at most {arguments.length} positions. A step: the batch is built, forward, cross "
+        f"entropy of the valid tokens, backward, AdamW. Medians of {arguments.rounds} rounds in turn.\n"
+        + timing.head(device, "transformers"),
+        timing.table(columns, rows_of(ways, timings, warmup)),
+        f"At most {arguments.length / mean:.2f} is possible. Bar: packed at least {BAR:.1f} of padded to the maximum: "
+        f"{'met' if ratio >= BAR else f'missed, {ratio:.2f}'}. With either mask sdpa gets a dense one.",
+    )
 
 
 if __name__ == "__main__":

@@ -1,21 +1,18 @@
-"""How fast the fused quantizers are: against the reference in eager mode and compiled, torchao, and a plain copy.
+"""The speed of the fused quantizers: against the reference in eager mode and compiled, torchao, and a plain copy.
 
     python benchmarks/quant_kernels.py [--device cuda] [--threads 1] [--rounds 15] [--no-compile]
 
-Every operator is called with the arguments of the reference that defines it (``quant/kernels/eager.py``), and must give
-the same forward results before it is timed. Beside them runs a copy of the tensor, for what memory allows: GB/s are the
-bytes that an operation must read and write, whatever it moves in fact, and "of copy" is this rate over the copy's.
+Every operator gets the arguments of the reference that defines it (``quant/kernels/eager.py``), and must give the same
+forward results before it is timed. "of copy" is the rate of the bytes that an operation must read and write, over that
+of a copy of the tensor. torchao computes other functions (it divides by the scale, and has no theta); its backward is
+timed on a graph that is kept.
 
-torchao computes other functions: it divides by the scale where we multiply by its reciprocal, and its learned scale has
-no theta. Its backward is timed alone, on a graph that is kept.
-
-On CUDA the time of the device is taken, after a read of more memory than the L2 cache holds. On the CPU glibc is told
-to keep freed memory, as otherwise the operating system clears the pages of every large result, which takes longer than
-some of the operations. Writes ``benchmarks/results/quant_kernels.md``, on CUDA ``quant_kernels_cuda.md``.
+On CUDA it is the device's time, after a read of more memory than the L2 cache holds. On the CPU glibc is told to keep
+freed memory, as clearing the pages of a result takes longer than some operations. Writes
+``benchmarks/results/quant_kernels.md``, on CUDA ``quant_kernels_cuda.md``.
 """
 
 import ctypes
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,44 +31,36 @@ from quant.kernels.ops import grid_of, stored_dtype
 from quant.reference import absmax_scale
 from quant.spec import TensorSpec
 
-# On CUDA also the smallest that the bars are for, 64 MB in bf16: what a launch costs by itself weighs most there.
+# On CUDA also the smallest that the bars are for, 64 MB in bf16, where a launch weighs most.
 SHAPES = {"cpu": [(4096, 4096)], "cuda": [(8192, 8192), (4096, 8192)], "quick": [(64, 64)]}
 FASTER_THAN_EAGER = 4.0  # the CPU's bar, of forward and backward
 OF_COPY = {"forward": 0.90, "backward": 0.85}  # the bars of CUDA
-FORWARD, QUANTIZE, DEQUANTIZE = "forward", "quantize", "dequantize"
-BACKWARD, SCALE_BACKWARD, MASK_BACKWARD = "backward", "backward, scale gradient", "backward by mask"
+FORWARD, BACKWARD, SCALE_BACKWARD = "forward", "backward", "backward, scale gradient"
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is quantized: a tensor of ``dtype``, by ``spec``; if that is dynamic, each token by its own grid."""
+    """A tensor of ``dtype``, quantized by ``spec``; where that is dynamic, each token by its own scale."""
 
     name: str
     spec: TensorSpec
-    dtype: torch.dtype
+    dtype: torch.dtype = torch.bfloat16
 
 
 CASES = (
-    Case("fp8 per tensor, bf16", TensorSpec("fp8_e4m3", 8, "tensor"), torch.bfloat16),
+    Case("fp8 per tensor, bf16", TensorSpec("fp8_e4m3", 8, "tensor")),
     Case("fp8 per tensor, fp32", TensorSpec("fp8_e4m3", 8, "tensor"), torch.float32),
-    Case("int4, groups of 32, bf16", TensorSpec("int", 4, "group", 32), torch.bfloat16),
-    Case("int4 per channel, bf16", TensorSpec("int", 4, "channel"), torch.bfloat16),
-    Case("e2m1, groups of 32, bf16", TensorSpec("fp4_e2m1", 4, "group", 32), torch.bfloat16),
-    Case("int8 per token, bf16", TensorSpec("int", 8, "token", symmetric=False, dynamic=True), torch.bfloat16),
-    Case("fp8 per token, bf16", TensorSpec("fp8_e4m3", 8, "token", dynamic=True), torch.bfloat16),
+    Case("int4, groups of 32, bf16", TensorSpec("int", 4, "group", 32)),
+    Case("int4 per channel, bf16", TensorSpec("int", 4, "channel")),
+    Case("e2m1, groups of 32, bf16", TensorSpec("fp4_e2m1", 4, "group", 32)),
+    Case("int8 per token, bf16", TensorSpec("int", 8, "token", symmetric=False, dynamic=True)),
+    Case("fp8 per token, bf16", TensorSpec("fp8_e4m3", 8, "token", dynamic=True)),
 )
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One operator with its arguments.
-
-    Attributes:
-        title: for the table.
-        name: of the operator, and of the function of eager.py that defines it.
-        arguments: of both.
-        bytes: that it must read and write.
-    """
+    """One operator, which the function of this name in eager.py defines, and the bytes that it must move."""
 
     title: str
     name: str
@@ -80,41 +69,38 @@ class Operation:
 
 
 def operations(case: Case, x: Tensor, grad: Tensor) -> list[Operation]:
-    """Everything that training does to ``x``, and to the gradient of its quantized form."""
+    """All that training does to ``x``, and to the gradient of its quantized form."""
     n, size = x.numel(), x.element_size()
     grid, stored = grid_of(case.spec), stored_dtype(case.spec, x.dtype)
     if case.spec.dynamic:
-        tokens, how = x.shape[0], (grid, case.spec.symmetric)
+        how = (grid, case.spec.symmetric)
         return [
             Operation(FORWARD, "fake_quantize_tokens", (x, *how), 2 * n * size),
-            Operation(QUANTIZE, "quantize_tokens", (x, *how), n * (size + 1) + tokens * 5),
+            Operation("quantize", "quantize_tokens", (x, *how), n * (size + 1) + x.shape[0] * 5),
             Operation(BACKWARD, "fake_quantize_tokens_backward", (grad, x, *how), 3 * n * size),
         ]
     s0, theta = scales(case.spec, x)
     scale = (s0, theta, grid, stored)
     codes, mask = torch.ops.deepqat.quantize(x, *scale, True)
     read = s0.numel() * (s0.element_size() + theta.element_size())
-    written = s0.numel() * theta.element_size()
-    return [
-        Operation(FORWARD, "fake_quantize", (x, *scale), 2 * n * size + read),
-        Operation(f"{QUANTIZE}, mask", "quantize", (x, *scale, True), n * (size + 1 + 1 / 8) + read),
-        Operation(
-            f"{QUANTIZE}, mask, values", "quantize_with_values", (x, *scale, True), n * (2 * size + 1 + 1 / 8) + read
-        ),
-        Operation(DEQUANTIZE, "dequantize", (codes, s0, theta, stored, x.dtype), n * (1 + size) + read),
-        Operation(BACKWARD, "fake_quantize_backward", (grad, x, *scale, 1.0, False), 3 * n * size + read),
-        Operation(
-            SCALE_BACKWARD, "fake_quantize_backward", (grad, x, *scale, 1.0, True), 3 * n * size + read + written
-        ),
-        Operation(MASK_BACKWARD, "masked", (grad, mask), n * (2 * size + 1 / 8)),
-        Operation("amax", "amax", (x, s0.numel()), n * size + s0.numel() * 4),
+    rows = [
+        (FORWARD, "fake_quantize", (x, *scale), 2 * n * size),
+        ("quantize, mask", "quantize", (x, *scale, True), n * (size + 1 + 1 / 8)),
+        ("quantize, mask, values", "quantize_with_values", (x, *scale, True), n * (2 * size + 1 + 1 / 8)),
+        ("dequantize", "dequantize", (codes, s0, theta, stored, x.dtype), n * (1 + size)),
+        (BACKWARD, "fake_quantize_backward", (grad, x, *scale, 1.0, False), 3 * n * size),
+        (SCALE_BACKWARD, "fake_quantize_backward", (grad, x, *scale, 1.0, True), 3 * n * size),
+        ("backward by mask", "masked", (grad, mask), n * (2 * size + 1 / 8)),
+        ("amax", "amax", (x, s0.numel()), n * size),
     ]
+    return [Operation(title, name, arguments, moved + read) for title, name, arguments, moved in rows]
 
 
 def scales(spec: TensorSpec, x: Tensor) -> tuple[Tensor, Tensor]:
     """s0 and theta, a little too small: some values of every large block clip."""
-    rows = x.reshape(-1, spec.elements_per_scale((x.shape[0], x.shape[1])))
-    s0 = absmax_scale(0.8 * rows.abs().amax(1).float(), spec).reshape(spec.scale_shape((x.shape[0], x.shape[1])))
+    shape = (x.shape[0], x.shape[1])
+    rows = x.reshape(-1, spec.elements_per_scale(shape))
+    s0 = absmax_scale(0.8 * rows.abs().amax(1).float(), spec).reshape(spec.scale_shape(shape))
     return s0, 0.1 * torch.randn(s0.shape, device=x.device).to(x.dtype)
 
 
@@ -128,7 +114,7 @@ def torchao_operations(case: Case, x: Tensor, grad: Tensor) -> dict[str, Callabl
     scale: Tensor | None = None
     leaf = x.detach().requires_grad_()
     if case.spec.dtype == "fp8_e4m3":
-        # Its Float8FakeQuantizer measures the scale anew in every forward; these are the parts of it that follow.
+        # Its Float8FakeQuantizer measures the scale in every forward; these are the parts of it that follow.
         scale = nn.Parameter(scales(case.spec, x)[0].reshape(1, 1))
 
         def fake_quantize() -> Tensor:
@@ -138,9 +124,11 @@ def torchao_operations(case: Case, x: Tensor, grad: Tensor) -> dict[str, Callabl
     elif not case.spec.dynamic:
         granularity = PerGroup(case.spec.group_size) if case.spec.group_size else PerAxis(0)
         learned = qat.IntxFakeQuantizeConfig(torch.int4, granularity, is_dynamic=False, range_learning=True)
-        quantizer = _initialized(qat.FakeQuantizerBase.from_config(learned), leaf)
-        scale = quantizer.scale
-        fake_quantize = partial(quantizer, leaf)
+        quantizer: Any = qat.FakeQuantizerBase.from_config(learned)
+        quantizer._initialized = True  # it wants to see a tensor first, as initialize_fake_quantizers shows it one
+        with torch.no_grad():
+            quantizer(leaf)
+        scale, fake_quantize = quantizer.scale, partial(quantizer, leaf)
     else:
         dynamic = qat.IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False)
         fake_quantize = partial(qat.FakeQuantizerBase.from_config(dynamic), leaf)
@@ -154,16 +142,8 @@ def torchao_operations(case: Case, x: Tensor, grad: Tensor) -> dict[str, Callabl
     return found
 
 
-def _initialized(quantizer: Any, x: Tensor) -> Any:
-    """A quantizer whose scale learns wants to see a tensor first, as ``initialize_fake_quantizers`` shows it one."""
-    quantizer._initialized = True
-    with torch.no_grad():
-        quantizer(x)
-    return quantizer
-
-
 class Clock:
-    """Seconds of one call, results and their memory dropped before the next."""
+    """Seconds of one call; results and their memory are dropped before the next."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -190,8 +170,7 @@ def measure(case: Case, shape: tuple[int, int], clock: Clock, rounds: int, compi
     its = torchao_operations(case, x, grad) if timing.installed("torchao") else {}
     rows = []
     for operation in operations(case, x, grad):
-        fused = getattr(torch.ops.deepqat, operation.name)
-        reference = getattr(eager, operation.name)
+        fused, reference = getattr(torch.ops.deepqat, operation.name), getattr(eager, operation.name)
         if not operation.title.startswith("backward"):
             check_equal(fused(*operation.arguments), reference(*operation.arguments), operation)
         ways = {
@@ -204,78 +183,35 @@ def measure(case: Case, shape: tuple[int, int], clock: Clock, rounds: int, compi
             ways["compiled"] = partial(torch.compile(reference, dynamic=False), *operation.arguments)
         if operation.title in its:
             ways["torchao"] = its[operation.title]
-        timed = {name: partial(clock, way) for name, way in ways.items()}
-        name = f"{case.name}, {shape[0]} x {shape[1]}"
-        rows.append(row(name, operation, timing.interleave(timed, rounds, warmup=2), 2 * x.nbytes))
+        times = timing.interleave({name: partial(clock, way) for name, way in ways.items()}, rounds, warmup=2)
+        rate, copied = operation.bytes / times["fused"].median, 2 * x.nbytes / times["copy"].median
+        cells = [f"{case.name}, {shape[0]} x {shape[1]}", operation.title, f"{times['fused'].median * 1e3:.3f}"]
+        cells += [f"{rate / 1e9:.1f}", f"{rate / copied:.3f}"]
+        rows.append(
+            cells + [times[w].text(times["fused"]) if w in times else "" for w in ("eager", "compiled", "torchao")]
+        )
     return rows
 
 
 def check_equal(ours: Any, reference: Any, operation: Operation) -> None:
-    """What gives other results needs no timing."""
+    """End the run where an operator and its reference differ."""
     for a, b in zip(*((r if isinstance(r, tuple) else (r,)) for r in (ours, reference)), strict=True):
         if not torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)):
             raise SystemExit(f"{operation.name} and its reference differ")
 
 
-def row(name: str, operation: Operation, times: dict[str, timing.Timing], copied: int) -> list[str]:
-    """Cells of the table; those of a way that there is none of are empty."""
-    fused = times["fused"]
-    rate, copy_rate = operation.bytes / fused.median / 1e9, copied / times["copy"].median / 1e9
-    cells = [name, operation.title, f"{fused.median * 1e3:.3f}", f"{fused.least * 1e3:.3f}"]
-    cells += [f"{rate:.1f}", f"{rate / copy_rate:.3f}"]
-    for way in ("eager", "compiled", "torchao"):
-        if way not in times:
-            cells += ["", ""]
-            continue
-        first, third = times[way].spread(fused)
-        cells += [f"{times[way].median * 1e3:.2f}", f"{times[way].ratio(fused):.1f} ({first:.1f} to {third:.1f})"]
-    return cells
-
-
 def misses(rows: list[list[str]], device: torch.device) -> list[str]:
     """Rows below the bar."""
     found = []
-    for name, title, _, _, _, share, _, faster, *_ in rows:
-        if device.type == "cuda":
-            bar = OF_COPY.get(title.split(",")[0])
-            if bar is not None and float(share) < bar:
-                found.append(f"{name}, {title}: {share} of the copy's bandwidth, below {bar:.2f}")
-        elif title in (FORWARD, BACKWARD, SCALE_BACKWARD) and float(faster.split()[0]) < FASTER_THAN_EAGER:
-            found.append(f"{name}, {title}: {faster.split()[0]} times as fast as eager, below {FASTER_THAN_EAGER:.0f}")
+    for name, title, _, _, share, faster, *_ in rows:
+        bar = OF_COPY.get(title.split(",")[0]) if device.type == "cuda" else None
+        if bar is not None and float(share) < bar:
+            found.append(f"- missed by {name}, {title}: {share} of the copy's bandwidth, below {bar:.2f}")
+        if device.type == "cpu" and title in (FORWARD, BACKWARD, SCALE_BACKWARD):
+            times = float(faster.split()[0])
+            if times < FASTER_THAN_EAGER:
+                found.append(f"- missed by {name}, {title}: {times} times as fast as eager, below {FASTER_THAN_EAGER}")
     return found
-
-
-def report(rows: list[list[str]], device: torch.device, head: str, remark: str) -> str:
-    """The result as Markdown."""
-    if device.type == "cuda":
-        bar = "90% of the copy's bandwidth forward, 85% backward, of tensors of 64 MB and more"
-    else:
-        bar = "forward and backward at least 4 times as fast as the eager reference, on one thread"
-    titles = ["tensor", "operation", "fused, ms", "least", "GB/s", "of copy"]
-    for name in ("eager", "compiled", "torchao"):
-        titles += [f"{name}, ms", "fused is faster by"]
-    missed = misses(rows, device)
-    lines = [
-        f"# Fused quantizers on {'CUDA' if device.type == 'cuda' else 'the CPU'}",
-        "",
-        head,
-        f"`{timing.command()}`",
-        *([f"Note: {remark}."] if remark else []),
-        "",
-        f"| {' | '.join(titles)} |",
-        f"|{' --- |' * len(titles)}",
-        *(f"| {' | '.join(cells)} |" for cells in rows),
-        "",
-        "Medians over rounds in which the ways take turns, with the least beside ours; in brackets the quartiles of",
-        "the ratios of single rounds. GB/s: bytes that the operation must read and write, per second. of copy: these",
-        "GB/s over those of `y.copy_(x)` in the same rounds; more than 1 can be: less may be written than read.",
-        "compiled: the reference through torch.compile. torchao: its fake quantizer of the same kind.",
-        "Times are those of the device." if device.type == "cuda" else timing.clock_text(device),
-        "",
-        f"Bar: {bar}.",
-        *([f"- missed by {miss}" for miss in missed] or ["Met by all rows."]),
-    ]
-    return "\n".join(lines) + "\n"
 
 
 def keep_freed_memory() -> None:
@@ -289,25 +225,31 @@ def keep_freed_memory() -> None:
 @torch.no_grad()
 def main() -> None:
     """Measure, print, write."""
-    parser = timing.arguments_of(__doc__, rounds=15)
+    parser = timing.options_of(__doc__, rounds=15)
     parser.add_argument("--shape", type=int, nargs=2, metavar=("ROWS", "COLUMNS"), help="of the tensors")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out, which takes minutes")
-    arguments = parser.parse_args()
-    device = timing.chosen_device(arguments.device)
-    load = os.getloadavg()
-    torch.set_num_threads(arguments.threads)
-    torch.manual_seed(0)
+    options = parser.parse_args()
+    device = timing.device_of(options)
     keep_freed_memory()
     remark = prepare_kernels()
-    shapes = [tuple(arguments.shape)] if arguments.shape else SHAPES["quick" if arguments.quick else arguments.device]
-    clock = Clock(device)
-    rows = []
+    shapes = [tuple(options.shape)] if options.shape else SHAPES["quick" if options.quick else options.device]
+    clock, rounds, rows = Clock(device), 2 if options.quick else options.rounds, []
     for case in CASES:
         for shape in shapes:
-            rows += measure(case, shape, clock, 2 if arguments.quick else arguments.rounds, not arguments.no_compile)
+            rows += measure(case, shape, clock, rounds, not options.no_compile)
         print(f"{case.name}: done", flush=True)
-    head = timing.machine(device, load, "torchao")
-    timing.write(arguments.results, "quant_kernels", device, report(rows, device, head, remark))
+    bar = "0.90 of the copy's bandwidth forward, 0.85 backward" if device.type == "cuda" else "4 times as fast as eager"
+    timing.write(
+        options.results,
+        "quant_kernels",
+        device,
+        f"# Fused quantizers against plain PyTorch, {device.type.upper()}",
+        "Medians, ways in turn; how many times as long the others take, with quartiles of single rounds. compiled: the "
+        f"reference through torch.compile.\n{timing.head(device, 'torchao')}",
+        f"Note: {remark}." if remark else "",
+        timing.table(("tensor", "operation", "fused, ms", "GB/s", "of copy", "eager", "compiled", "torchao"), rows),
+        f"Bar of forward and backward: {bar}.\n" + ("\n".join(misses(rows, device)) or "Met by all rows."),
+    )
 
 
 if __name__ == "__main__":

@@ -1,205 +1,223 @@
-"""What training recovers of what quantization loses: perplexity of FT, PTQ and QAT by scheme, and torchao's QAT beside.
+"""The share of what quantization loses that training recovers: FT, PTQ and QAT by scheme, torchao's QAT beside.
 
     python benchmarks/recovery.py --model DIR --train FILE --text FILE [--out DIR] [--schemes w2a16_g32 ...]
+        [--losses ft] [--starts rtn gptq blockwise] [--signed] [--seeds 3] [--set adapter.kind=lora ...]
 
-Three models per scheme, all from the same checkpoint, with the same samples in the same order and as many steps: FT,
-trained in bf16; PTQ, FT quantized without training; QAT, trained as it will be served. They are made by the code of
-launch/train.py and launch/calibrate.py, exported, loaded again, and measured as launch/evaluate.py does. The recovered
-share is (PTQ - QAT) / (PTQ - FT).
+FT is the checkpoint, trained without fake quant. PTQ is FT, quantized with the codes of each start. QAT trains with
+serving numerics, from each start. FT is a fair reference in both ways to train (``--losses``):
 
-Each way runs at every learning rate of the sweep, QAT at its best one with other seeds (of the samples' order) too. The
-rate is chosen by the perplexity that is reported: all ways have the same choice, so they compare, but each figure is
-that of a best of few. Then one change at a time, for the first scheme. torchao's QAT (see recovery_torchao.py) takes
-part where torchao is installed and has the scheme.
+lm  QAT starts from the checkpoint, with FT's samples, order, losses and steps.
+ft  QAT starts from FT and learns FT's logits alone (KL); FT would stay as it is under these losses. A third of
+    ``--ft-rate`` is a good ``--rate`` then.
 
-With ``--out`` the models are kept there, and what the folder has already is not trained again: a full run takes hours.
-With ``--known`` nothing is trained at all, and the tables say nan where a run is missing.
-Writes ``benchmarks/results/recovery.md``; a person's remarks stand beside it, in ``recovery_remarks.md``.
+``--set`` changes keys of QAT's recipe, and names the rows. Models are exported and loaded again. KL is KL(FT || model)
+in nats per token, top token how often the likeliest token is FT's. Recovered: (PTQ - QAT) / (PTQ - FT) of the
+perplexities, and the same of KL, for the best PTQ of the scheme.
+
+With ``--out`` models and figures are kept, and not made again. Writes ``benchmarks/results/recovery.md``.
 """
 
 import argparse
-import functools
+import json
 import math
-import os
-import re
+import shutil
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedModel
 
-from benchmarks import recovery_torchao, timing
-from benchmarks.markdown import table
-from benchmarks.recovery_runs import DEVICE, FULL, QUICK, SETTINGS, Bench
+from benchmarks import timing
+from benchmarks.torchao_qat import takes, train_torchao
+from engine.config.config import Recipe
+from engine.config.reading import parse_recipe
 from engine.loop import Loop
-from engine.state import LoopState
-from quant import SCHEMES, QuantLayer
+from launch.calibrate import calibrate
+from model.build import build_model
+from model.checkpoint.load import load_weights
+from model.quantized.config import is_quantized, weights_alone
+from quant import SCHEMES
+from tools.compressed import load_compressed
 
-# Perplexities of torchao's QAT on qwen3-11m and WikiText-2, 150 steps at a constant rate of 1e-4, and at 2 bits what
-# would be 90% of the loss there. Ours have to be below by more than the spread of the seeds where that is said.
-BARS = {"w2a16_g32": (46.12, False), "w3a16_g32": (45.83, True)}
-ALSO = ["w4a16_g32", "fp8_static", "w3a16_channel", "w2a16_channel"]
-
-
-def slug(text: str) -> str:
-    """Its first words, for a folder's name."""
-    return "-".join(re.findall(r"\w+", text)[:4])
+DEVICE = torch.device("cpu")
+STARTS: dict[str, dict[str, Any]] = {
+    "rtn": {},
+    "gptq": {"quant.init": "gptq"},
+    "blockwise": {"quant.init": "blockwise"},
+}
+ROWS = 8  # of a forward that measures
+CLOSE = 0.002  # of FT's perplexity: of a smaller loss a share says nothing
 
 
 @dataclass(frozen=True)
 class Found:
-    """Perplexities of one way for one scheme: by rate with seed 0, and at the best rate by seed."""
+    """Perplexity of a model on the text; KL(FT || model) per token, and the share of tokens with FT's likeliest."""
 
-    by_rate: Mapping[float, float]
-    by_seed: Sequence[float]
-
-    @property
-    def best(self) -> float:
-        """The best rate."""
-        return best_of(self.by_rate)
-
-    @property
-    def first(self) -> float:
-        """With seed 0 at the best rate."""
-        return self.by_seed[0]
-
-    @property
-    def mean(self) -> float:
-        """Over the seeds."""
-        return statistics.mean(self.by_seed)
-
-    @property
-    def spread(self) -> float:
-        """The largest minus the smallest of the seeds."""
-        return max(self.by_seed) - min(self.by_seed)
-
-    def text(self) -> str:
-        """The mean, and how far the seeds lie apart."""
-        if math.isnan(self.mean):
-            return "nan"
-        return f"{self.mean:.2f}, spread {self.spread:.2f}"
+    perplexity: float
+    kl: float
+    top1: float
 
 
-def best_of(by_rate: Mapping[float, float]) -> float:
-    """The rate of the smallest perplexity that is known."""
-    return min(by_rate, key=lambda rate: (math.isnan(by_rate[rate]), by_rate[rate]))
+class Bench:
+    """Makes and measures models, and keeps them in a folder."""
+
+    def __init__(self, options: argparse.Namespace, out: Path) -> None:
+        self.options, self.out = options, out
+        tokenizer = AutoTokenizer.from_pretrained(options.model)
+        ids = tokenizer(options.text.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"]
+        whole = min(options.tokens, len(ids)) // options.length * options.length
+        self.batches = torch.tensor(ids[:whole]).view(-1, options.length).split(ROWS)
+        self.reference: list[Tensor] = []
+        self.ft = self.found("ft", self.recipe(None, 0, options.ft_rate))
+
+    def recipe(self, scheme: str | None, seed: int, rate: float, **changes: Any) -> dict[str, Any]:
+        """The keys of a run; without a scheme fake quant never starts."""
+        options = self.options
+        return {
+            "model.path": str(options.model),
+            "data.kind": "text",
+            "data.train": [str(options.train)],
+            "data.max_length": options.length,
+            "data.micro_batch_size": options.rows,
+            "data.seed": seed,
+            "train.seed": seed,
+            "train.steps": options.steps,
+            "train.quant_stats_every": 0,
+            "learnable.norm": True,
+            "optim.lr": rate,
+            "optim.scale_lr": options.scale_rate,
+            "optim.schedule": "cosine",
+            "optim.min_lr_ratio": 0.0,
+            "optim.warmup_steps": min(10, options.steps),
+            "loss.chunk_tokens": 2048,
+            "deepspeed": "zero0",
+            **({"quant.scheme": scheme} if scheme else {"quant.fake_quant_start": -1}),
+            **changes,
+        }
+
+    def ptq(self, scheme: str, start: str) -> Found:
+        """FT, quantized."""
+        changes = self.start(start) | {"model.path": str(self.out / "ft" / "export")}
+        return self.found(f"ptq_{scheme}_{start}", self.recipe(scheme, 0, 0.0, **changes))
+
+    def qat(self, scheme: str, start: str, seed: int, *, torchao: bool = False) -> Found:
+        """Ours, or torchao's."""
+        losses: dict[str, Any] = {}
+        if self.options.losses == "ft":
+            ft = str(self.out / "ft" / "export")
+            losses = {
+                "model.path": ft,
+                "loss.lm_weight": 0.0,
+                "loss.kd_weight": 1.0,
+                "loss.kd": "kl",
+                "loss.teacher": ft,
+            }
+        changes = losses if torchao else losses | self.start(start) | dict(self.options.set)
+        name = f"{'torchao' if torchao else 'qat'}_{scheme}_{start}_{seed}"
+        return self.found(name, self.recipe(scheme, seed, self.options.rate, **changes))
+
+    def start(self, start: str) -> dict[str, Any]:
+        """Keys of the codes that training starts with."""
+        return STARTS[start] | ({"quant.signed_scales": True} if self.options.signed else {})
+
+    def found(self, name: str, settings: Mapping[str, Any]) -> Found:
+        """Make and measure a model, unless the folder has the figures of the same settings."""
+        file, directory = self.out / f"{name}.json", self.out / name
+        if file.exists() and (known := json.loads(file.read_text()))["settings"] == settings:
+            return Found(**known["found"])
+        shutil.rmtree(directory, ignore_errors=True)
+        given = {**settings, "output_dir": str(directory)}
+        words = {key: value if isinstance(value, str) else json.dumps(value) for key, value in given.items()}
+        make(name, parse_recipe([f"--{key}={word}" for key, word in words.items()]), directory / "export")
+        found = self.measured(directory / "export")
+        file.write_text(json.dumps({"settings": settings, "found": asdict(found)}, indent=1))
+        print(f"{name}: {found}", flush=True)
+        return found
+
+    @torch.no_grad()
+    def measured(self, export: Path) -> Found:
+        """Figures of an export in fp32."""
+        model, kl, agree, nll = load(export), 0.0, 0, 0.0
+        if not self.reference:
+            ft = load(self.out / "ft" / "export")
+            self.reference = [ft(input_ids=ids, use_cache=False).logits.log_softmax(-1) for ids in self.batches]
+        for ids, theirs in zip(self.batches, self.reference, strict=True):
+            ours = model(input_ids=ids, use_cache=False).logits.log_softmax(-1)
+            kl += F.kl_div(ours.double(), theirs.double(), log_target=True, reduction="sum").item()
+            agree += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
+            nll += F.nll_loss(ours[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum").item()
+        tokens = sum(ids.numel() for ids in self.batches)
+        predicted = sum(ids[:, 1:].numel() for ids in self.batches)
+        return Found(math.exp(nll / predicted), kl / tokens, agree / tokens)
 
 
-def sweep(run: Callable[[float, int], float], rates: Sequence[float], seeds: int) -> Found:
-    """Every rate once, the best of them with the other seeds."""
-    by_rate = {rate: run(rate, 0) for rate in rates}
-    best = best_of(by_rate)
-    return Found(by_rate, [by_rate[best], *(run(best, seed) for seed in range(1, seeds))])
+def make(name: str, recipe: Recipe, export: Path) -> None:
+    """Train or quantize, by the first word of the name."""
+    if name.startswith("ptq"):
+        calibrate(recipe)
+    elif name.startswith("torchao"):
+        train_torchao(recipe).save_pretrained(export)
+    elif Loop(recipe).run().step < recipe.train.steps:
+        raise SystemExit("a signal ended the run: nothing is written of it")
 
 
-def mask_on_v(loop: Loop) -> None:
-    """Zero the gradient of every weight whose ``v`` lies outside the grid, also where ``round(v)`` is on it.
-
-    Ours are zero for the latter only (see DESIGN's "inside the range"), which is a part of the former: so that a hook
-    on the gradient makes one rule of the other. Gradients of the scales stay as they are.
-    """
-
-    @loop.at(step=0)
-    def hook(state: LoopState) -> None:
-        for layer in state.quant.quantization.layers.values():
-            layer.weight.register_hook(functools.partial(zero_where_v_is_outside, layer))
+def load(export: Path) -> PreTrainedModel:
+    """An export that computes in fp32, inputs quantized as in training."""
+    if is_quantized(export) and not weights_alone(export):
+        return load_compressed(export)[0]
+    model = build_model(export, {}, dtype=torch.float32, device=DEVICE)
+    load_weights(model, export, progress=False)
+    return model
 
 
-def zero_where_v_is_outside(layer: QuantLayer, grad: torch.Tensor) -> torch.Tensor:
-    """``grad [out, in]`` of a layer's weight, symmetric integers with a scale per group or channel."""
-    spec, scale = layer.scheme.weights, layer.weight_scale()  # scale [out, groups]
-    v = layer.weight.detach().float().unflatten(1, (scale.shape[1], -1)) * (1 / scale).unsqueeze(-1)
-    return grad.masked_fill(((v < spec.qmin) | (v > spec.qmax)).flatten(1), 0)
+def rows_of(bench: Bench, scheme: str) -> list[list[str]]:
+    """One row per model of a scheme, FT first."""
+    options, ft = bench.options, bench.ft
+    ptq = {start: bench.ptq(scheme, start) for start in options.starts}
+    best = min(ptq.values(), key=lambda found: found.perplexity)
+    rows = [row(scheme, "FT", [ft]), *(row(scheme, f"PTQ, {start}", [found]) for start, found in ptq.items())]
+    changed = "".join(f", {key}={value}" for key, value in options.set)
+    for start in options.starts:
+        seeds = [bench.qat(scheme, start, seed) for seed in range(options.seeds)]
+        rows.append(row(scheme, f"QAT, {start}{changed}", seeds, ft, best))
+    if not options.no_torchao and takes(scheme):
+        rows.append(row(scheme, "torchao's QAT", [bench.qat(scheme, "absmax", 0, torchao=True)], ft, best))
+    return rows
 
 
-def changes(bench: Bench, teacher: Path) -> dict[str, dict[str, Any] | Callable[[Loop], None]]:
-    """What is changed in one run each: keys of the recipe, or something done to the loop."""
-    distilled = {"loss.kd_weight": 1.0, "loss.kd": "kl"}
-    absmax = {"quant.weight_range": "absmax"}
-    follow = {"quant.scales_follow_weights": True}
-    ends = [{"scheme": "none", "first": 1}, {"scheme": "none", "last": 1}]
-    return {
-        "fake quant off for the first third": {"quant.fake_quant_start": max(1, bench.size.steps // 3)},
-        "first scales by absmax": absmax,
-        "first scales signed": {"quant.signed_scales": True},
-        "scales fixed, not learned": {"learnable.weight_scale": False},
-        "weights' gradients masked on v, not on round(v)": mask_on_v,
-        "scales by absmax of each step, not learned": {**absmax, **follow, "learnable.weight_scale": False},
-        "learned share of each step's absmax (LWC)": {**absmax, **follow},
-        "constant learning rate": {"optim.schedule": "constant"},
-        "KD from the bf16 model, beside the LM loss": {**distilled, "loss.teacher": str(bench.model)},
-        "KD from FT, beside the LM loss": {**distilled, "loss.teacher": str(teacher)},
-        "first and last layer in bf16 (another size)": {"quant.rules": ends},
-    }
+def row(scheme: str, name: str, found: list[Found], ft: Found | None = None, ptq: Found | None = None) -> list[str]:
+    """Means over the seeds, with their range."""
+    cells = [scheme, name, spread([one.perplexity for one in found], ".2f"), spread([one.kl for one in found], ".4f")]
+    cells.append(spread([one.top1 for one in found], ".1%"))
+    if ft is None or ptq is None:
+        return [*cells, "", ""]
+    lost = ptq.perplexity - ft.perplexity
+    shares = spread([(ptq.perplexity - one.perplexity) / lost for one in found], ".2f")
+    of_kl = spread([1 - one.kl / ptq.kl for one in found], ".2f")
+    return [*cells, shares if lost > CLOSE * ft.perplexity else "(no loss)", of_kl]
 
 
-def share(ptq: float, qat: Found, ft: Found) -> str:
-    """The recovered share, with seed 0; none where there is nothing to recover."""
-    return f"{(ptq - qat.first) / (ptq - ft.first):.2f}" if ptq > 1.001 * ft.first else "(no loss)"
+def spread(values: list[float], form: str) -> str:
+    """The mean, and the range where there are several."""
+    mean = format(statistics.mean(values), form)
+    return mean if len(values) == 1 else f"{mean} ({min(values):{form}} to {max(values):{form}})"
 
 
-def verdict(scheme: str, qat: Found) -> str | None:
-    """Whether the scheme's bar is met."""
-    if scheme not in BARS or math.isnan(qat.mean):
-        return None
-    bar, beyond_spread = BARS[scheme]
-    met = qat.mean + qat.spread < bar if beyond_spread else qat.mean <= bar
-    condition = f"under {bar} by more than the spread" if beyond_spread else f"at most {bar}"
-    return f"- {scheme}: {qat.text()}, the bar is {condition}: {'met' if met else 'missed'}."
-
-
-def report(bench: Bench, arguments: argparse.Namespace) -> str:
-    """Everything that is run, as tables."""
-    rates, seeds = arguments.rates, arguments.seeds
-    base = bench.untrained()
-    ft = sweep(lambda rate, seed: bench.trained(None, rate, seed), rates, 1)
-    swept = {"FT": ft}
-    rows, verdicts = [], []
-    for scheme in arguments.schemes:
-        ptq = bench.quantized(scheme, ft.best)
-        qat = swept[f"QAT, {scheme}"] = sweep(lambda rate, seed, s=scheme: bench.trained(s, rate, seed), rates, seeds)
-        cells = [scheme, f"{ft.first:.2f}", f"{ptq:.2f}", f"{qat.first:.2f}", qat.text(), share(ptq, qat, ft), "", ""]
-        if recovery_torchao.takes(scheme):
-            other = sweep(lambda rate, seed, s=scheme: bench.torchao(s, rate, seed), rates, 1)
-            swept[f"torchao's QAT, {scheme}"] = other
-            cells[-2:] = [f"{other.first:.2f}", share(ptq, other, ft)]
-        rows.append(cells)
-        verdicts.append(verdict(scheme, qat))
-    for scheme in arguments.also:
-        ptq, qat = bench.quantized(scheme, ft.best), Found({}, [bench.trained(scheme, ft.best)])
-        rows.append([scheme, f"{ft.first:.2f}", f"{ptq:.2f}", f"{qat.first:.2f}", "", share(ptq, qat, ft), "", ""])
-    parts = [
-        f"The checkpoint as it is: {base:.2f}.",
-        table(
-            ("scheme", "FT", "PTQ", "QAT", f"mean of {seeds}", "recovered", "torchao's QAT", "recovered by it"), rows
-        ),
-        "\n".join(filter(None, verdicts)),
-        "## Learning rates, seed 0",
-        table(
-            ("way", *(f"{rate:g}" for rate in rates)),
-            [[name, *(f"{found.by_rate[rate]:.2f}" for rate in rates)] for name, found in swept.items()],
-        ),
-    ]
-    if arguments.changes:
-        parts += changed(bench, arguments.schemes[0], swept[f"QAT, {arguments.schemes[0]}"], ft)
-    return "\n\n".join(filter(None, parts)) + "\n"
-
-
-def changed(bench: Bench, scheme: str, qat: Found, ft: Found) -> list[str]:
-    """The table of single changes."""
-    plain = qat.by_rate[qat.best]
-    rows = [["as above", f"{plain:.2f}", ""]]
-    for name, change in changes(bench, bench.finetuned(ft.best)).items():
-        perplexity = bench.trained(scheme, qat.best, 0, slug(name), change)
-        difference = "" if math.isnan(perplexity) else f"{perplexity - plain:+.2f}"
-        rows.append([name, f"{perplexity:.2f}", difference])
-    return [f"## One change at a time: {scheme}, rate {qat.best:g}, seed 0", table(("change", "QAT", ""), rows)]
+def changed_key(text: str) -> tuple[str, str]:
+    """The two parts of KEY=VALUE."""
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r}, expected KEY=VALUE")
+    return key, value
 
 
 def main() -> None:
@@ -207,44 +225,39 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="checkpoint that all training starts from")
     parser.add_argument("--train", type=Path, required=True, help="text to train on")
-    parser.add_argument("--text", type=Path, required=True, help="text to measure perplexity on")
-    parser.add_argument(
-        "--out", type=Path, help="folder to keep models and perplexities in; none: they are thrown away"
-    )
-    parser.add_argument("--known", action="store_true", help="train nothing: only what is in --out")
+    parser.add_argument("--text", type=Path, required=True, help="text to measure on")
+    parser.add_argument("--out", type=Path, help="folder to keep models and figures in; none: they are thrown away")
     parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=["w2a16_g32", "w3a16_g32"])
-    parser.add_argument("--also", nargs="*", choices=SCHEMES, default=ALSO, help="run once each")
-    parser.add_argument("--rates", nargs="+", type=float, default=[5e-4, 1e-3, 2e-3], help="learning rates")
-    parser.add_argument("--seeds", type=int, default=3, help="of QAT at its best rate")
-    parser.add_argument("--no-changes", dest="changes", action="store_false", help="without the single changes")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that everything runs")
-    parser.add_argument("--results", type=Path, default=timing.RESULTS, help="folder that the tables are written to")
-    arguments = parser.parse_args()
-    if arguments.known and arguments.out is None:
-        parser.error("--known: nothing is known without --out")
-
-    load = os.getloadavg()
-    size = QUICK if arguments.quick else FULL
+    parser.add_argument("--starts", nargs="+", choices=STARTS, default=["rtn"])
+    parser.add_argument("--signed", action="store_true", help="signed scales of integers")
+    parser.add_argument("--losses", choices=("lm", "ft"), default="lm", help="see above")
+    parser.add_argument("--set", type=changed_key, action="append", default=[], metavar="KEY=VALUE", help="of QAT")
+    parser.add_argument("--no-torchao", action="store_true")
+    parser.add_argument("--seeds", type=int, default=1, help="of the samples' order, of QAT")
+    parser.add_argument("--ft-rate", type=float, default=1e-3, help="of FT's weights")
+    parser.add_argument("--rate", type=float, default=1e-3, help="of QAT's weights")
+    parser.add_argument("--scale-rate", type=float, default=1e-3, help="of scales")
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--rows", type=int, default=8, help="of each step")
+    parser.add_argument("--length", type=int, default=256, help="tokens of a row")
+    parser.add_argument("--tokens", type=int, default=57_344, help="of the text, at most")
+    parser.add_argument("--results", type=Path, default=timing.RESULTS, help="folder that the table is written to")
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        out = arguments.out or Path(temporary)
+        out = options.out or Path(temporary)
         out.mkdir(parents=True, exist_ok=True)
-        bench = Bench(arguments.model, arguments.train, arguments.text, size, out, only_known=arguments.known)
-        tables = report(bench, arguments)
-    head = f"""# What training recovers of what quantization loses
-
-{arguments.model.name}, {size.steps} steps of {size.rows} x {size.length} tokens of {arguments.train.name}; perplexity
-per token on the first {len(bench.text.token_ids):,} tokens of {arguments.text.name}, in windows of {size.length}.
-{timing.machine(DEVICE, load, "transformers", "deepspeed", "torchao")}
-`{timing.command()}`
-
-FT: trained in bf16. PTQ: FT, quantized. QAT: trained as it is served. Recovered: (PTQ - QAT) / (PTQ - FT). All with
-the same checkpoint, samples, order and steps: AdamW, {size.warmup} steps of warm-up, then cosine to 0, norms train,
-scales (their logarithms) at {SETTINGS["optim.scale_lr"]:g}; everything else as recipes have it. Each figure is of
-seed 0 at the rate that was best with it (nan: not run); the mean is over {arguments.seeds} seeds of the samples'
-order, the spread from their smallest to their largest. Remarks on the run are in `recovery_remarks.md`.
-
-"""
-    timing.write(arguments.results, "recovery", DEVICE, head + tables)
+        bench = Bench(options, out)
+        rows = [cells for scheme in options.schemes for cells in rows_of(bench, scheme)]
+    timing.write(
+        options.results,
+        "recovery",
+        DEVICE,
+        "# What training recovers of what quantization loses",
+        f"{options.model.name}, {options.steps} steps of {options.rows} x {options.length} tokens of "
+        f"{options.train.name}; {sum(ids.numel() for ids in bench.batches):,} tokens of {options.text.name}.\n"
+        + timing.head(DEVICE, "transformers", "deepspeed", "torchao"),
+        timing.table(("scheme", "model", "perplexity", "KL", "top token", "recovered", "of KL"), rows),
+    )
 
 
 if __name__ == "__main__":

@@ -1,33 +1,19 @@
-"""What quantization-aware training costs: a QAT step against the bf16 step of the same code, in time and in memory.
+"""The time and memory of a QAT step against the bf16 step of the same code.
 
-    python benchmarks/step.py [--device cuda] [--layer-only | --model-only] [--rounds 40] [--processes 8] [--fp8-gemm]
+    python benchmarks/step.py [--device cuda] [--layer-only | --model-only] [--rounds 40] [--processes 8]
 
-A step is forward and backward. The optimizer is left out: it does the same for both, apart from the few scales, and
-would only bring their ratio closer to 1. Each way has weights of its own, equal at the start, and quantizes them in
-every step; the layer gets the gradient of its input as well, as in the middle of a model. Gradients are dropped after
-each step, outside of the time.
+A step is forward and backward; the optimizer, which does the same for both, is left out. Each way (step_ways.py) has
+weights of its own, equal at the start. ``--fp8-gemm`` adds the GEMM of codes on the CPU, where its kernel is slow.
 
-- bf16: nn.Linear
-- our schemes, by simulation and by the fp8 GEMM, which the CPU has no fast kernel for: there only with --fp8-gemm
-- 4-bit inputs in groups with scales of their own, also with their codes kept for backward
-- the same fp8 fake quantization as plain PyTorch writes it, and torchao's QAT where torchao is installed
-
-``step_ways.py`` has them. On a CPU the ratios of one process are its own: which physical pages its weights got, and how
-often its allocator asks the system for pages again, stay as they are for all of its rounds (two processes of the same
-code said 1.01 and 1.11). So the rounds are shared out over several processes, one after the other, and medians are over
-all; and before each step that is timed there is one of the same way that is not, as there is in training.
-
-"kept" is what autograd keeps for backward: every storage once, parameters excluded. "peak" is the most that torch's
-allocator gave out during a step beyond what was there before it. Writes ``benchmarks/results/step.md``, on CUDA
-``step_cuda.md``.
+On a CPU a process has a ratio of its own for all of its rounds, by the physical pages that its weights got: two of the
+same code said 1.01 and 1.11. So the rounds are shared out over several processes, and before each step that is timed
+there is one of the same way that is not, as in training. Writes ``benchmarks/results/step.md``.
 """
 
 import copy
 import itertools
 import math
-import os
 import sys
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,17 +24,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3Config, Qwen3ForCausalLM, initialization
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding
 
 from benchmarks import timing
-from benchmarks.step_ways import FOUR_BITS, GEMM, KEPT, make_ways
+from benchmarks.step_ways import FOUR_BITS, GEMM, KEPT, ways_of
 from quant import SCHEMES, prepare_kernels
-from quant.fused import LAYERS
 
-MIB = 2**20
 MOST_KEPT = 0.9  # of bf16's bytes, by ways that keep codes of dynamic inputs
 # Of bf16's step, at most: by device, computation and activation checkpointing. The CPU has no fast GEMM of codes.
 BARS = {
@@ -77,12 +60,6 @@ class Size:
     layers: int = 4
     vocabulary: int = 4096
 
-    def __str__(self) -> str:
-        return (
-            f"hidden {self.hidden}, intermediate {self.intermediate}, {self.heads} heads, {self.kv_heads} KV heads of "
-            f"{self.head_dim}, {self.samples} x {self.tokens} tokens"
-        )
-
     def config(self) -> Qwen3Config:
         """Qwen3 of these shapes."""
         return Qwen3Config(
@@ -108,13 +85,11 @@ SIZES = {
 
 
 class Layer(nn.Module):
-    """One decoder layer, with what a model would hand it."""
+    """One decoder layer, with the positions that a model would hand it."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
-        config = size.config()
-        self.layer = Qwen3DecoderLayer(config, 0)
-        self.rotary = Qwen3RotaryEmbedding(config)
+        self.layer, self.rotary = Qwen3DecoderLayer(size.config(), 0), Qwen3RotaryEmbedding(size.config())
         self.checkpointing = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -125,31 +100,22 @@ class Layer(nn.Module):
 
 @dataclass
 class Part:
-    """What is trained for a step: a layer or a model, and its batch.
+    """A layer or a model with its batch; ``gradient`` is that of the output, None where the output is a loss."""
 
-    Attributes:
-        title: for the result.
-        module: with plain Linears.
-        batch: arguments of the forward.
-        gradient: of the output; None where the output is a loss.
-    """
-
-    title: str
     module: nn.Module
     batch: dict[str, Tensor]
     gradient: Tensor | None
 
     def forward(self, module: nn.Module) -> Tensor:
-        """The layer's output, or the model's loss."""
         output = module(**self.batch)
         return output if isinstance(output, Tensor) else output.loss
 
-    def with_checkpointing(self) -> nn.Module:
-        """A copy that recomputes its layers in backward."""
+    def copied(self, checkpointing: bool) -> nn.Module:
+        """A copy, which recomputes its layers in backward or does not."""
         module = copy.deepcopy(self.module)
         if isinstance(module, Layer):
-            module.checkpointing = True
-        else:
+            module.checkpointing = checkpointing
+        elif checkpointing:
             module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return module
 
@@ -165,18 +131,14 @@ def make_part(name: str, size: Size, device: torch.device) -> Part:
             parameter.fill_(1) if parameter.dim() == 1 else parameter.normal_(0, 1 / math.sqrt(parameter.shape[-1]))
     if name == "layer":
         x = torch.randn(*shape, size.hidden, device=device, dtype=torch.bfloat16)
-        return Part("One decoder layer", module, {"x": x.requires_grad_()}, torch.randn_like(x))
+        return Part(module, {"x": x.requires_grad_()}, torch.randn_like(x))
     ids = torch.randint(size.vocabulary, shape, device=device)
-    title = f"A model of {size.layers} layers, vocabulary of {size.vocabulary}, lm_head in bf16, with its loss"
-    return Part(title, module, {"input_ids": ids, "labels": ids}, None)
-
-
-# ---- measuring
+    return Part(module, {"input_ids": ids, "labels": ids}, None)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one way: its times, bytes kept for backward, and peak bytes of a step."""
+    """Times of one way, bytes kept for backward, and peak bytes of a step."""
 
     time: timing.Timing
     kept: int
@@ -185,7 +147,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Job:
-    """What one process measures."""
+    """Work of one process."""
 
     name: str
     size: Size
@@ -196,20 +158,16 @@ class Job:
     threads: int
 
 
-def measure(job: Job) -> tuple[str, dict[str, Measured]]:
-    """The part's title, and all ways of its step in turn."""
+def measure(job: Job) -> dict[str, Measured]:
+    """All ways of a part's step in turn."""
     torch.set_num_threads(job.threads)
     torch.manual_seed(0)
     prepare_kernels()
-    device, checkpointing = job.device, job.checkpointing
-    part = make_part(job.name, job.size, device)
-    modules = {}
-    norms = any(type(one).__name__ in LAYERS for one in part.module.modules())
-    for name, convert in make_ways(job.fp8_gemm, norms).items():
-        module = part.with_checkpointing() if checkpointing else copy.deepcopy(part.module)
+    part, modules = make_part(job.name, job.size, job.device), {}
+    for name, convert in ways_of(part.module, job.fp8_gemm).items():
+        modules[name] = part.copied(job.checkpointing)
         if convert is not None:
-            convert(module, partial(part.forward, module))
-        modules[name] = module
+            convert(modules[name], partial(part.forward, modules[name]))
 
     def step(module: nn.Module) -> None:
         part.forward(module).backward(part.gradient)
@@ -219,180 +177,91 @@ def measure(job: Job) -> tuple[str, dict[str, Measured]]:
             tensor.grad = None
 
     def timed(module: nn.Module) -> float:
-        if device.type == "cpu":  # the last step was another way's, of which caches and page tables are full
+        if job.device.type == "cpu":  # the last step was another way's, of which caches and page tables are full
             step(module)
             forget(module)
-        seconds = timing.seconds_of(partial(step, module), device)
+        seconds = timing.seconds_of(partial(step, module), job.device)
         forget(module)
         return seconds
 
     times = timing.interleave({name: partial(timed, m) for name, m in modules.items()}, job.rounds, warmup=2)
     measured = {}
     for name, module in modules.items():
-        kept = kept_bytes(partial(part.forward, module), module)
-        measured[name] = Measured(times[name], kept, peak_bytes(partial(step, module), device))
+        kept = timing.kept_bytes(partial(part.forward, module), module)
+        measured[name] = Measured(times[name], kept, timing.peak_bytes(partial(step, module), job.device))
         forget(module)
-    return part.title, measured
+    return measured
 
 
-def measure_in(processes: int, job: Job) -> tuple[str, dict[str, Measured]]:
-    """:func:`measure` with its rounds shared out over ``processes``, one after the other; 1 is this one."""
+def measure_in(processes: int, job: Job) -> dict[str, Measured]:
+    """:func:`measure` with its rounds shared out over processes, one after the other; 1 is this one."""
     if processes == 1:
         return measure(job)
     shares = [replace(job, rounds=len(range(index, job.rounds, processes))) for index in range(processes)]
     with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
-        (title, first), *others = pool.map(measure, shares)
-    measured = {}
-    for name, one in first.items():
-        times = [one.time, *(other[name].time for _, other in others)]
-        measured[name] = replace(one, time=timing.Timing([second for time in times for second in time.seconds]))
-    return title, measured
+        found = list(pool.map(measure, shares))
+    seconds = {name: [one for each in found for one in each[name].time.seconds] for name in found[0]}
+    return {name: replace(one, time=timing.Timing(seconds[name])) for name, one in found[0].items()}
 
 
-def kept_bytes(forward: Callable[[], Tensor], module: nn.Module) -> int:
-    """Bytes that autograd keeps between forward and backward."""
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
-    storages: dict[int, int] = {}
-    alive = []  # a storage that is freed could give its address to the next
-
-    def note(tensor: Tensor) -> Tensor:
-        if is_traceable_wrapper_subclass(tensor):  # torchao's: it has no storage of its own
-            for name in tensor.__tensor_flatten__()[0]:
-                note(getattr(tensor, name))
-            return tensor
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            storages[storage.data_ptr()] = storage.nbytes()
-            alive.append(storage)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        forward()
-    return sum(storages.values())
-
-
-def peak_bytes(step: Callable[[], None], device: torch.device) -> int:
-    """How far what torch's allocator has given out grows during ``step``."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        step()
-        torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
-    # The CPU's allocator keeps no statistics, but tells the profiler of every block.
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        step()
-    assert profile.profiler is not None and profile.profiler.kineto_results is not None
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    now = most = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
-    return most
-
-
-# ---- reporting
-
-
-def table(measured: dict[str, Measured], checkpointing: bool) -> list[str]:
-    """One row per way, bf16 first."""
-    base = measured["bf16"]
-    rows = [
-        "| way | ms | least | of bf16 | quartiles | by the least | kept, MiB | of bf16's | peak, MiB | of its peak |",
-        f"|{' --- |' * 10}",
-    ]
+def section(measured: dict[str, Measured], job: Job) -> str:
+    """One row per way, bf16 first, and the bars that are missed."""
+    base, rows, missed = next(iter(measured.values())), [], []
     for name, result in measured.items():
-        time = result.time
-        first, third = time.spread(base.time)
-        cells = [name, f"{time.median * 1e3:.1f}", f"{time.least * 1e3:.1f}"]
-        cells += [f"{time.ratio(base.time):.3f}", f"{first:.3f} to {third:.3f}", f"{time.least / base.time.least:.3f}"]
-        cells += ["", ""] if checkpointing else [f"{result.kept / MIB:.1f}", f"{result.kept / base.kept:.3f}"]
-        cells += [f"{result.peak / MIB:.1f}", f"{result.peak / base.peak:.3f}"]
-        rows.append(f"| {' | '.join(cells)} |")
-    return rows
-
-
-def how(name: str) -> str:
-    """Which of the bars is for a way of ours."""
-    if name.endswith(GEMM):
-        return "fp8_gemm"
-    return "4-bit inputs" if name.startswith(FOUR_BITS) else "simulate"
-
-
-def misses(measured: dict[str, Measured], device: torch.device, checkpointing: bool) -> list[str]:
-    """Our ways that are slower than the bar, or keep more than bf16, or on CUDA take more memory."""
-    base, found = measured["bf16"], []
-    for name, result in measured.items():
+        ratio = result.time.ratio(base.time)
+        kept = "" if job.checkpointing else f"{result.kept / timing.MIB:.1f} ({result.kept / base.kept:.3f})"
+        cells = [name, f"{result.time.median * 1e3:.1f}", f"{result.time.least * 1e3:.1f}", result.time.text(base.time)]
+        rows.append([*cells, kept, f"{result.peak / timing.MIB:.1f} ({result.peak / base.peak:.3f})"])
         if not name.startswith(tuple(SCHEMES)):
             continue
-        bar = BARS.get((device.type, how(name), checkpointing))
-        ratio = result.time.ratio(base.time)
-        if bar is not None and ratio > bar:
-            found.append(f"{name}: {ratio:.3f} of bf16's step, bar {bar:.2f}")
+        how = "4-bit inputs" if name.startswith(FOUR_BITS) else "fp8_gemm" if name.endswith(GEMM) else "simulate"
+        bar = BARS.get((job.device.type, how, job.checkpointing), math.inf)
         most = MOST_KEPT if name.endswith(KEPT) else 1
-        if not checkpointing and result.kept > most * base.kept:
-            found.append(f"{name}: keeps {result.kept / base.kept:.3f} of bf16's bytes, bar {most}")
-        if device.type == "cuda" and name.endswith(GEMM) and result.peak > base.peak:
-            found.append(f"{name}: takes {result.peak / base.peak:.3f} of bf16's peak, bar 1")
-    return found
-
-
-def report(sections: list[str], size: Size, rounds: str, device: torch.device, head: str, remark: str) -> str:
-    """The result as Markdown."""
-    bars = [
-        f"{computed}{', checkpointing' if checkpointing else ''} {bar:.2f}"
-        for (kind, computed, checkpointing), bar in BARS.items()
-        if kind == device.type
-    ]
-    lines = [
-        f"# A QAT step against the bf16 step, {'CUDA' if device.type == 'cuda' else 'CPU'}",
-        "",
-        f"Qwen3 in bf16, {size}. {head} Rounds: {rounds}.",
-        f"`{timing.command()}`",
-        *([f"Note: {remark}."] if remark else []),
-        "",
-        "Forward and backward, no optimizer. ms and ratio: medians over rounds in which all ways take turns; least:",
-        "the round that other jobs disturbed least; quartiles: of the ratios of single rounds. kept: by autograd from",
-        "forward to backward, parameters excluded; peak: what torch's allocator gave out during a step beyond what was",
-        f"there before it. {timing.clock_text(device)}",
-        f"Bars, of bf16's step: {', '.join(bars)}; of the bytes kept: 1, with codes kept {MOST_KEPT}.",
-        *sections,
-    ]
-    return "\n".join(lines) + "\n"
+        if ratio > bar:
+            missed.append(f"- missed by {name}: {ratio:.3f} of the step, bar {bar:.2f}")
+        if kept and result.kept > most * base.kept:
+            missed.append(f"- missed by {name}: keeps {result.kept / base.kept:.3f} of bf16's bytes, bar {most}")
+        if job.device.type == "cuda" and how == "fp8_gemm" and result.peak > base.peak:
+            missed.append(f"- missed by {name}: takes {result.peak / base.peak:.3f} of bf16's peak, bar 1")
+    columns = ("way", "ms", "least", "of bf16 (quartiles)", "kept, MiB", "peak, MiB")
+    title = "One decoder layer" if job.name == "layer" else "A model with its loss"
+    parts = (f"## {title}{', recomputed' if job.checkpointing else ''}", timing.table(columns, rows))
+    return "\n\n".join([*parts, "\n".join(missed) or "The bars are met."])
 
 
 def main() -> None:
     """Measure, print, write."""
-    parser = timing.arguments_of(__doc__, rounds=40)
+    parser = timing.options_of(__doc__, rounds=40)
     parser.add_argument("--fp8-gemm", action="store_true", help="on the CPU too, where its kernel is slow")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--layer-only", action="store_true")
     which.add_argument("--model-only", action="store_true")
     parser.add_argument("--processes", type=int, help="that share the rounds; default 8 on the CPU, 1 on CUDA")
-    arguments = parser.parse_args()
-    device = timing.chosen_device(arguments.device)
-    load = os.getloadavg()
-    torch.set_num_threads(arguments.threads)
-    remark = prepare_kernels()
-    size = SIZES["quick" if arguments.quick else arguments.device]
-    rounds = 2 if arguments.quick else arguments.rounds
-    processes = arguments.processes or (1 if arguments.quick or device.type == "cuda" else min(8, rounds))
+    options = parser.parse_args()
+    device = timing.device_of(options)
+    size = SIZES["quick" if options.quick else options.device]
+    rounds = 2 if options.quick else options.rounds
+    processes = options.processes or (1 if options.quick or device.type == "cuda" else min(8, rounds))
     if not 1 <= processes <= rounds:
         parser.error(f"--processes {processes}: expected 1 to {rounds}, the number of rounds")
-    fp8_gemm = arguments.fp8_gemm or device.type == "cuda"
-    names = ["layer"] if arguments.layer_only else ["model"] if arguments.model_only else ["layer", "model"]
-    sections: list[str] = []
+    fp8_gemm = options.fp8_gemm or device.type == "cuda"
+    names = ["layer"] if options.layer_only else ["model"] if options.model_only else ["layer", "model"]
+    remark = prepare_kernels()
+    sections = []
     for name, checkpointing in itertools.product(names, (False, True)):
-        job = Job(name, size, checkpointing, fp8_gemm, rounds, device, arguments.threads)
-        title, measured = measure_in(processes, job)
-        sections += ["", f"## {title}{', activation checkpointing' if checkpointing else ''}", ""]
-        sections += [*table(measured, checkpointing), ""]
-        missed = misses(measured, device, checkpointing)
-        sections += [f"- missed by {miss}" for miss in missed] or ["The bar is met."]
-    head = timing.machine(device, load, "transformers", "torchao")
-    how_many = f"{rounds}, in {processes} processes" if processes > 1 else f"{rounds}"
-    timing.write(arguments.results, "step", device, report(sections, size, how_many, device, head, remark))
+        job = Job(name, size, checkpointing, fp8_gemm, rounds, device, options.threads)
+        sections.append(section(measure_in(processes, job), job))
+    timing.write(
+        options.results,
+        "step",
+        device,
+        f"# A QAT step against the bf16 step, {device.type.upper()}",
+        f"Qwen3 in bf16, {size}. Forward and backward, {rounds} rounds in {processes} processes, ways in turn. kept: "
+        "by autograd for backward, parameters excluded; peak: of torch's allocator, beyond what was there before; "
+        f"both with their ratio to bf16's.\n{timing.head(device, 'transformers', 'torchao')}",
+        f"Note: {remark}." if remark else "",
+        *sections,
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The ways to quantize whose steps benchmarks/step.py compares: ours, plain PyTorch's and torchao's."""
+"""The ways to quantize whose steps step.py compares: ours, plain PyTorch's and torchao's."""
 
 from collections.abc import Callable
 from functools import partial, reduce
@@ -9,13 +9,12 @@ from torch import Tensor, nn
 
 from benchmarks import timing
 from quant import SCHEMES, QuantLinear, combine, partial_stats, prepare, scales_from_stats
-from quant.fused import fuse
+from quant.fused import LAYERS, fuse
 from quant.scale import first_input_scale
 from quant.spec import FP4_MAX, FP8_MAX
 
-GEMM = ", fp8_gemm"  # ends the names of the ways that multiply codes
-FUSED = ", norms fused"  # ends those whose norms and SwiGLU write codes (quant.fuse_norms)
-KEPT = ", codes kept"  # ends those that keep codes of dynamic inputs for backward (quant.keep_codes)
+Convert = Callable[[nn.Module, Callable[[], Tensor]], None]
+GEMM, FUSED, KEPT = ", fp8_gemm", ", norms fused", ", codes kept"  # end the names of ways
 FOUR_BITS = ("mxfp4_w4a4", "nvfp4_w4a4")  # of inputs, in groups
 
 
@@ -24,8 +23,8 @@ def ours(
     module: nn.Module,
     forward: Callable[[], Tensor],
     *,
-    weight: bool,
-    inputs: bool,
+    weight: bool = False,
+    inputs: bool = False,
     fp8_gemm: bool = False,
     keep_codes: bool = False,
     fused: bool = False,
@@ -59,8 +58,16 @@ def ours(
         quantization.set_fake_quant(weights=True, activations=True)
 
 
+def replace(module: nn.Module, make: Callable[[nn.Linear], nn.Module]) -> None:
+    """Replace every Linear but lm_head."""
+    for name, linear in list(module.named_modules()):
+        parent, _, leaf = name.rpartition(".")
+        if type(linear) is nn.Linear and leaf != "lm_head":
+            setattr(module.get_submodule(parent), leaf, make(linear))
+
+
 class EagerLinear(nn.Linear):
-    """fp8 fake quantization as PyTorch's own operators and their autograd do it, with learned scales."""
+    """fp8 fake quantization by PyTorch's own operators and their autograd, with learned scales."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
@@ -71,7 +78,7 @@ class EagerLinear(nn.Linear):
 
     @staticmethod
     def fake_quant(x: Tensor, scale: Tensor) -> Tensor:
-        """Clamped, rounded straight-through, scaled back."""
+        """Clamp, round straight-through, scale back."""
         v = (x.float() / scale).clamp(-FP8_MAX, FP8_MAX)
         v = v + (v.to(torch.float8_e4m3fn).float() - v).detach()
         return (v * scale).to(x.dtype)
@@ -80,61 +87,45 @@ class EagerLinear(nn.Linear):
         return F.linear(self.fake_quant(x, self.input_scale), self.fake_quant(self.weight, self.weight_scale))
 
 
-def eager_fp8(module: nn.Module, forward: Callable[[], Tensor]) -> None:
-    """Every Linear but lm_head becomes an :class:`EagerLinear`."""
-    for name, linear in list(module.named_modules()):
-        parent, _, leaf = name.rpartition(".")
-        if type(linear) is nn.Linear and leaf != "lm_head":
-            setattr(module.get_submodule(parent), leaf, EagerLinear(linear))
-
-
-def torchao(activations: bool, module: nn.Module, forward: Callable[[], Tensor]) -> None:
-    """torchao's QAT: int4 weights in groups of 32, with or without dynamic int8 activations per token."""
+def torchao(kind: str, module: nn.Module, forward: Callable[[], Tensor]) -> None:
+    """torchao's QAT: int4 weights in groups of 32, without or with int8 inputs per token; or MXFP4 on both sides."""
     from torchao.quantization import quantize_
     from torchao.quantization.granularity import PerGroup
     from torchao.quantization.qat import IntxFakeQuantizeConfig, QATConfig
 
-    int8 = IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False) if activations else None
     int4 = IntxFakeQuantizeConfig(torch.int4, PerGroup(32), is_symmetric=True)
-    config = QATConfig(activation_config=int8, weight_config=int4, step="prepare")
+    int8 = IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False) if kind == "int8" else None
+    weights, inputs = int4, int8
+    if kind == "mx":
+        from torchao.prototype.qat.mx import MXFakeQuantizeConfig
+
+        weights = inputs = MXFakeQuantizeConfig()  # its GEMM is emulated
+    config = QATConfig(activation_config=inputs, weight_config=weights, step="prepare")
     quantize_(module, config, filter_fn=lambda m, name: isinstance(m, nn.Linear) and not name.endswith("lm_head"))
 
 
-def torchao_mx(module: nn.Module, forward: Callable[[], Tensor]) -> None:
-    """torchao's QAT in MXFP4 on both sides, its GEMM emulated; its NVFP4 has no emulation, and needs a Blackwell."""
-    from torchao.prototype.qat.mx import MXFakeQuantizeConfig
-    from torchao.quantization import quantize_
-    from torchao.quantization.qat import QATConfig
-
-    mx = MXFakeQuantizeConfig()
-    config = QATConfig(activation_config=mx, weight_config=mx, step="prepare")
-    quantize_(module, config, filter_fn=lambda m, name: isinstance(m, nn.Linear) and not name.endswith("lm_head"))
-
-
-def make_ways(fp8_gemm: bool, norms: bool) -> dict[str, Callable[[nn.Module, Callable[[], Tensor]], None] | None]:
-    """Name and conversion of each way; None for bf16, which stays as it is. ``norms``: whether there are some."""
+def ways_of(module: nn.Module, fp8_gemm: bool) -> dict[str, Convert | None]:
+    """Name and conversion of each way; None for bf16, which stays as it is."""
     learned = {
-        "weight scale learned": {"weight": True, "inputs": False},
+        "weight scale learned": {"weight": True},
         "both learned": {"weight": True, "inputs": True},
-        "both fixed": {"weight": False, "inputs": False},
+        "both fixed": {},
     }
-    ways: dict[str, Callable[[nn.Module, Callable[[], Tensor]], None] | None] = {"bf16": None}
-    for name, scales in learned.items():
-        ways[f"fp8_static, {name}"] = partial(ours, "fp8_static", **scales)
-    if fp8_gemm:
+    ways: dict[str, Convert | None] = {"bf16": None}
+    for gemm in (False, True) if fp8_gemm else (False,):
         for name, scales in learned.items():
-            ways[f"fp8_static, {name}{GEMM}"] = partial(ours, "fp8_static", **scales, fp8_gemm=True)
-    for name, gemm in {"": False, **({GEMM: True} if fp8_gemm else {})}.items() if norms else ():
-        way = partial(ours, "fp8_static", weight=True, inputs=False, fp8_gemm=gemm, fused=True)
-        ways[f"fp8_static, weight scale learned{FUSED}{name}"] = way
-    ways["w4a16_g32, learned"] = partial(ours, "w4a16_g32", weight=True, inputs=False)
-    ways["w4a16_g32, fixed"] = partial(ours, "w4a16_g32", weight=False, inputs=False)
+            ways[f"fp8_static, {name}{GEMM * gemm}"] = partial(ours, "fp8_static", **scales, fp8_gemm=gemm)
+        if any(type(one).__name__ in LAYERS for one in module.modules()):
+            fused = partial(ours, "fp8_static", weight=True, fp8_gemm=gemm, fused=True)
+            ways[f"fp8_static, weight scale learned{FUSED}{GEMM * gemm}"] = fused
+    ways["w4a16_g32, learned"] = partial(ours, "w4a16_g32", weight=True)
+    ways["w4a16_g32, fixed"] = partial(ours, "w4a16_g32")
     for scheme in FOUR_BITS:
-        ways[f"{scheme}, fixed"] = partial(ours, scheme, weight=False, inputs=False)
-        ways[f"{scheme}, fixed{KEPT}"] = partial(ours, scheme, weight=False, inputs=False, keep_codes=True)
-    ways["plain PyTorch: fp8 static, both learned"] = eager_fp8
+        ways[f"{scheme}, fixed"] = partial(ours, scheme)
+        ways[f"{scheme}, fixed{KEPT}"] = partial(ours, scheme, keep_codes=True)
+    ways["plain PyTorch: fp8 static, both learned"] = lambda module, forward: replace(module, EagerLinear)
     if timing.installed("torchao"):
-        ways["torchao: int4 weights in groups of 32"] = partial(torchao, False)
-        ways["torchao: the same, int8 activations per token"] = partial(torchao, True)
-        ways["torchao: MXFP4 on both sides"] = torchao_mx
+        ways["torchao: int4 weights in groups of 32"] = partial(torchao, "int4")
+        ways["torchao: the same, int8 inputs per token"] = partial(torchao, "int8")
+        ways["torchao: MXFP4 on both sides"] = partial(torchao, "mx")
     return ways

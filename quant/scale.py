@@ -7,7 +7,7 @@ The rounding bin of a code is the set of all numbers that round to it. If codes 
 (GPTQ, a file of another tool) and the weight trains, :func:`snap_to_codes` moves each weight outside the bin of its
 code to the middle of the bin. On the edge of the bin, nearer to the original, the first training steps would move every
 other weight out again. Weights inside their bin keep their original value
-(benchmarks/results/recovery_start_remarks.md).
+(benchmarks/results/recovery_start.md).
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Versions, and the kernels, built where they are not: what everything else stands on.
+"""Print versions, and build the kernels where they are not built.
 
     python benchmarks/gpu/build.py [--dry] [--for 9.0]
 

@@ -1,4 +1,4 @@
-"""Every operator once, in odd sizes and from odd addresses too: what compute-sanitizer and ncu run.
+"""Every operator once, in odd sizes and from odd addresses too, for compute-sanitizer and ncu.
 
 python benchmarks/gpu/operators.py [--large]
 """

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import Qwen3ForCausalLM
 
 import quant
-from benchmarks.step import kept_bytes
+from benchmarks.timing import kept_bytes
 from model.scales import renew_weight_scales
 from quant.hadamard import rotate
 from quant.inputs import ATTENTION, kept_by_attention

@@ -36,7 +36,7 @@ def test_shipped_recipe(path: Path) -> None:
     if "scales_only" in path.stem:
         learn = recipe.learnable
         assert dataclasses.astuple(learn) == (False, True, True, True, False, False, [])
-    if "lora" in path.stem:  # in which a step meets the bar of benchmarks/adapters.py
+    if "lora" in path.stem:
         assert recipe.adapter.merge and not recipe.learnable.weight_scale
 
 

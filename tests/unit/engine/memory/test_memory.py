@@ -9,7 +9,7 @@ import torch
 import yaml
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks.step import kept_bytes
+from benchmarks.timing import kept_bytes
 from engine.config.config import Recipe
 from engine.config.deepspeed import DsConfigError
 from engine.config.reading import load_recipe

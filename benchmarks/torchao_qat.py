@@ -1,8 +1,7 @@
-"""torchao's QAT in a plain loop, for the recovery benchmarks: as our runs, but for the fake quantization.
+"""torchao's QAT in a plain loop, for recovery.py: as our runs, but for the fake quantization.
 
 Same checkpoint, samples, order, steps, rates and losses, which our own functions compute; AdamW over fp32 copies of
-all parameters, gradients clipped. torchao quantizes with the largest magnitude of each step's weights, and learns no
-scales; or (``learned``, its prototype of range learning) learns those of the first step, at the weights' rate.
+all parameters, gradients clipped. torchao quantizes with the absmax of each step's weights, and learns no scales.
 """
 
 from collections.abc import Mapping
@@ -29,8 +28,8 @@ def takes(scheme: str) -> bool:
     return timing.installed("torchao") and integers
 
 
-def train(recipe: Recipe, *, learned: bool = False) -> PreTrainedModel:
-    """The model after training, fake quantization still in it."""
+def train_torchao(recipe: Recipe) -> PreTrainedModel:
+    """Train; each weight of the model that is returned is the value that it was multiplied as."""
     settings, optim, steps = recipe.data, recipe.optim, recipe.train.steps
     tokenizer = AutoTokenizer.from_pretrained(recipe.model.path)
     loader = Loader(
@@ -46,7 +45,7 @@ def train(recipe: Recipe, *, learned: bool = False) -> PreTrainedModel:
     teacher = None
     if recipe.loss.kd_weight:
         teacher = AutoModelForCausalLM.from_pretrained(recipe.loss.teacher, dtype=torch.bfloat16).eval()
-    fake_quantize(model, recipe.quant.scheme, learned=learned)
+    fake_quantize(model, recipe.quant.scheme)
     parameters = list(model.parameters())
     masters = [parameter.detach().float() for parameter in parameters]
     optimizer = torch.optim.AdamW(masters, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay)
@@ -65,13 +64,14 @@ def train(recipe: Recipe, *, learned: bool = False) -> PreTrainedModel:
         optimizer.step()
         with torch.no_grad():
             torch._foreach_copy_(parameters, masters)
+    settle(model)
     return model
 
 
 def loss_of(
     model: PreTrainedModel, teacher: PreTrainedModel | None, batch: Mapping[str, Tensor], recipe: LossRecipe
 ) -> Tensor:
-    """What a recipe minimizes, as the engine computes it; fp32 scalar, a mean over the tokens with a label."""
+    """The loss of a recipe, as the engine computes it; fp32 scalar, a mean over the tokens with a label."""
     inputs, labels = model_inputs(batch), batch["labels"]
     seen = None
     if teacher is not None:
@@ -89,29 +89,25 @@ def _hidden(model: PreTrainedModel, inputs: Mapping[str, Tensor]) -> Tensor:
     return hidden
 
 
-def fake_quantize(model: nn.Module, scheme: str, *, learned: bool = False) -> None:
+def fake_quantize(model: nn.Module, scheme: str) -> None:
     """torchao's fake quantization of every Linear but lm_head."""
     from torchao.quantization import quantize_
     from torchao.quantization.granularity import PerAxis, PerGroup
-    from torchao.quantization.qat import IntxFakeQuantizeConfig, QATConfig, initialize_fake_quantizers
+    from torchao.quantization.qat import IntxFakeQuantizeConfig, QATConfig
 
     weights = SCHEMES[scheme].weights
     granularity = PerGroup(weights.group_size) if weights.granularity == "group" else PerAxis(0)
-    ranges = {"is_dynamic": False, "range_learning": True} if learned else {}
-    dtype = getattr(torch, f"int{weights.bits}")
-    config = IntxFakeQuantizeConfig(dtype, granularity, is_symmetric=True, **ranges)
+    config = IntxFakeQuantizeConfig(getattr(torch, f"int{weights.bits}"), granularity, is_symmetric=True)
     quantize_(
         model,
         QATConfig(weight_config=config, step="prepare"),
         filter_fn=lambda module, name: isinstance(module, nn.Linear) and not name.endswith("lm_head"),
     )
-    if learned:
-        initialize_fake_quantizers(model, (torch.zeros(1, 1, dtype=torch.int64),))
 
 
 @torch.no_grad()
 def settle(model: PreTrainedModel) -> None:
-    """Give each weight the value that it is multiplied as, so that the model computes the same without torchao."""
+    """Quantize each weight, and remove torchao's modules."""
     from torchao.quantization import quantize_
     from torchao.quantization.qat import FakeQuantizedLinear, QATConfig
 
