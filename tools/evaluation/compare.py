@@ -1,4 +1,4 @@
-"""bf16, PTQ and QAT side by side: a table, its Markdown and a picture.
+"""bf16, PTQ and QAT side by side: tables in Markdown and a picture.
 
 The recovered share (PTQ - QAT) / (PTQ - bf16) is how much of what quantizing cost training has won back: 1 is the
 unquantized model, 0 is PTQ, below 0 training did harm. It is the same formula for perplexities and for accuracies.
@@ -15,14 +15,13 @@ from tools.evaluation.results import Evaluation, Measurement
 REDUNDANT = ("perplexity per word", "perplexity per byte", "bits per byte")
 # A loss below this share of a figure without a standard error is noise: a share of it would say nothing.
 NOISE = 0.005
-
-# What the unquantized model is called: by the type of weights and GEMMs in which all were measured.
+# Name of the unquantized model: by the type of weights and GEMMs in which all were measured.
 LEVELS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The unquantized model, which PTQ started from, and what became of it under each scheme."""
+    """Figures of the unquantized model, which PTQ started from, and of PTQ and QAT by the name of the scheme."""
 
     bf16: Evaluation
     ptq: dict[str, Evaluation] = field(default_factory=dict)
@@ -30,25 +29,21 @@ class Comparison:
 
     @property
     def schemes(self) -> list[str]:
-        """The names of the schemes, in the order in which they came."""
+        """Names of the schemes, in the order in which they came."""
         return list(dict.fromkeys([*self.ptq, *self.qat]))
 
     @property
     def level(self) -> str:
-        """The name of the unquantized model in tables: the type in which it was measured, bf16 where none is named."""
+        """Name of the unquantized model in tables: the type in which it was measured, bf16 where none is named."""
         ends = (found.conditions.rpartition(", ")[2] for found in self.bf16.measurements.values())
         return next((LEVELS[end] for end in ends if end in LEVELS), "bf16")
 
-    def header(self) -> tuple[str, ...]:
-        """The names of the columns of a table."""
-        return ("", self.level, "PTQ", "QAT", "recovered", "file", f"of {self.level}")
-
     def measures(self) -> list[str]:
-        """The names of the figures that are compared: all of the unquantized model but the redundant ones."""
+        """Names of the figures that are compared: all of the unquantized model but the redundant ones."""
         return [name for name in self.bf16.measurements if name not in REDUNDANT]
 
     def problems(self) -> list[str]:
-        """Why figures cannot be compared, one sentence each: one is missing, or was measured in another way."""
+        """Say in a sentence each why figures cannot be compared: one is missing, or was measured in another way."""
         found = []
         for other in (*self.ptq.values(), *self.qat.values()):
             for name in self.measures():
@@ -62,26 +57,22 @@ class Comparison:
         return found
 
     def rows(self, measure: str) -> list[tuple[str, ...]]:
-        """The rows of a table under :meth:`header`: the unquantized model, then a row per scheme."""
-        bf16 = self.bf16.measurements[measure]
-        size = self.bf16.weights_bytes
-        rows: list[tuple[str, ...]] = [(self.level, shown(bf16), "", "", "", shown_size(size), "")]
+        """Cells of a table: the names of the columns, the unquantized model, then a row per scheme."""
+        bf16, size = self.bf16.measurements[measure], self.bf16.weights_bytes
+        rows: list[tuple[str, ...]] = [("", self.level, "PTQ", "QAT", "recovered", "file", f"of {self.level}")]
+        rows.append((self.level, shown(bf16), "", "", "", shown_size(size), ""))
         for scheme in self.schemes:
-            models = [side.get(scheme) for side in (self.ptq, self.qat)]
-            ptq, qat = (model.measurements[measure] if model is not None else None for model in models)
-            own = next(model.weights_bytes for model in reversed(models) if model is not None)
-            rows.append(
-                (
-                    scheme,
-                    shown(bf16),
-                    shown(ptq) if ptq is not None else "",
-                    shown(qat) if qat is not None else "",
-                    shown_share(bf16, ptq, qat),
-                    shown_size(own),
-                    f"{own / size:.0%}",
-                )
-            )
+            models = [side[scheme] for side in (self.ptq, self.qat) if scheme in side]
+            ptq, qat = self.pair(scheme, measure)
+            own = models[-1].weights_bytes
+            figures = (shown(bf16), shown(ptq), shown(qat), shown_share(bf16, ptq, qat))
+            rows.append((scheme, *figures, shown_size(own), f"{own / size:.0%}"))
         return rows
+
+    def pair(self, scheme: str, measure: str) -> tuple[Measurement | None, Measurement | None]:
+        """A figure of PTQ and of QAT; None where there is no such model."""
+        ptq, qat = self.ptq.get(scheme), self.qat.get(scheme)
+        return ptq and ptq.measurements[measure], qat and qat.measurements[measure]
 
 
 def recovered(bf16: Measurement, ptq: Measurement, qat: Measurement) -> float | None:
@@ -91,8 +82,10 @@ def recovered(bf16: Measurement, ptq: Measurement, qat: Measurement) -> float | 
     return None if lost <= noise else (ptq.value - qat.value) / (ptq.value - bf16.value)
 
 
-def shown(found: Measurement) -> str:
-    """A figure with four digits, and its standard error where there is one."""
+def shown(found: Measurement | None) -> str:
+    """A figure with four digits, and its standard error where there is one; nothing for None."""
+    if found is None:
+        return ""
     value = f"{found.value:,.0f}" if abs(found.value) >= 1000 else f"{found.value:#.4g}"
     return value if found.stderr is None else f"{value} ±{found.stderr:.2g}"
 
@@ -111,50 +104,42 @@ def shown_size(size: int) -> str:
 
 
 def table(comparison: Comparison) -> str:
-    """The comparison as text for a terminal: a block per figure, with aligned columns."""
+    """Markdown of the comparison: for each figure what was measured and how, and a table with aligned columns."""
     blocks = []
     for measure in comparison.measures():
-        cells = [comparison.header(), *comparison.rows(measure)]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        cells = [[cell.replace("|", "\\|") for cell in row] for row in comparison.rows(measure)]
+        first, *others = (max(map(len, column)) for column in zip(*cells, strict=True))
         lines = [
-            "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
+            " | ".join([row[0].ljust(first), *(cell.rjust(width) for cell, width in zip(row[1:], others, strict=True))])
             for row in cells
         ]
-        blocks.append("\n".join([heading(comparison, measure), "", *(line.rstrip() for line in lines)]))
+        lines.insert(1, " | ".join(["-" * max(3, first), *("-" * (width - 1) + ":" for width in others)]))
+        blocks += [heading(comparison, measure), "\n".join(f"| {line} |" for line in lines)]
     return "\n\n".join(blocks)
 
 
 def heading(comparison: Comparison, measure: str) -> str:
-    """The line above a table: what was measured, and how."""
+    """Line above a table: what was measured, and how."""
     found = comparison.bf16.measurements[measure]
-    better = "higher" if found.higher_is_better else "lower"
-    return f"{measure} ({better} is better): {found.conditions}"
+    return f"{better(measure, found)}: {found.conditions}"
+
+
+def better(measure: str, found: Measurement) -> str:
+    """A figure's name, and which values are good."""
+    return f"{measure} ({'higher' if found.higher_is_better else 'lower'} is better)"
 
 
 def markdown(comparison: Comparison) -> str:
-    """The comparison as tables of a Markdown file."""
-    level, header = comparison.level, comparison.header()
-    blocks = [f"# {level}, PTQ, QAT"]
-    for measure in comparison.measures():
-        cells = [header, ("---", *("---:" for _ in header[1:])), *comparison.rows(measure)]
-        blocks.append(f"## {measure}")
-        blocks.append(heading(comparison, measure).removeprefix(f"{measure} "))
-        blocks.append("\n".join(f"| {' | '.join(_escaped(cell) for cell in row)} |" for row in cells))
-    blocks.append(
+    """Text of the file: the tables, what the columns mean, and the directories of the models."""
+    level = comparison.level
+    legend = (
         f"recovered = (PTQ - QAT) / (PTQ - {level}); (no loss): PTQ lost less than the standard error of {level}, or "
         f"than {NOISE:.1%} of a figure without one. file: the weights on disk."
     )
-    models = [(level, "", comparison.bf16)]
-    models += [("PTQ", name, model) for name, model in comparison.ptq.items()]
-    models += [("QAT", name, model) for name, model in comparison.qat.items()]
-    blocks.append(
-        "\n".join(f"- {kind} {_escaped(name)}: `{model.model}`".replace(" :", ":") for kind, name, model in models)
-    )
-    return "\n\n".join(blocks) + "\n"
-
-
-def _escaped(cell: str) -> str:
-    return cell.replace("|", "\\|")
+    models = [f"- {level}: `{comparison.bf16.model}`"]
+    for kind, side in (("PTQ", comparison.ptq), ("QAT", comparison.qat)):
+        models += [f"- {kind} {name}: `{model.model}`" for name, model in side.items()]
+    return "\n\n".join([f"# {level}, PTQ, QAT", table(comparison), legend, "\n".join(models)]) + "\n"
 
 
 def plot(comparison: Comparison, path: Path) -> None:
@@ -164,54 +149,29 @@ def plot(comparison: Comparison, path: Path) -> None:
     measures, schemes = comparison.measures(), comparison.schemes
     columns = min(3, len(measures))
     rows = math.ceil(len(measures) / columns)
-    width = max(4.0, 1.2 * len(schemes) + 2)
-    figure = Figure(figsize=(width * columns, 4.2 * rows), layout="constrained")
-    for index, measure in enumerate(measures):
-        axes = figure.add_subplot(rows, columns, index + 1)
-        bf16 = comparison.bf16.measurements[measure]
+    figure = Figure(figsize=(max(4.0, 1.2 * len(schemes) + 2) * columns, 4.2 * rows), layout="constrained")
+    for index, measure in enumerate(measures, 1):
+        axes, bf16 = figure.add_subplot(rows, columns, index), comparison.bf16.measurements[measure]
         axes.axhline(bf16.value, color="0.4", linestyle="--", label=comparison.level)
-        for side, label, color, marker in (
-            (comparison.ptq, "PTQ", "#d55e00", "o"),  # of a palette that color-blind readers tell apart
-            (comparison.qat, "QAT", "#0072b2", "s"),
-        ):
-            points = [(at, side[name].measurements[measure]) for at, name in enumerate(schemes) if name in side]
-            if not points:
-                continue
-            highest = max(found.value for _, found in points)
-            if not bf16.higher_is_better and highest > 10 * bf16.value > 0:
+        pairs = [comparison.pair(name, measure) for name in schemes]
+        # Colors of a palette that color-blind readers tell apart.
+        for side, (label, color, marker) in enumerate((("PTQ", "#d55e00", "o"), ("QAT", "#0072b2", "s"))):
+            points = {at: found for at, pair in enumerate(pairs) if (found := pair[side]) is not None}
+            values, errors = [one.value for one in points.values()], [one.stderr or 0.0 for one in points.values()]
+            if points:
+                axes.errorbar(list(points), values, errors, color=color, marker=marker, linestyle="none", label=label)
+            if not bf16.higher_is_better and max(values, default=0) > 10 * bf16.value > 0:
                 axes.set_yscale("log")  # a scheme that fails would press the others onto one line
-            axes.errorbar(
-                [at for at, _ in points],
-                [found.value for _, found in points],
-                yerr=[found.stderr or 0.0 for _, found in points],
-                color=color,
-                marker=marker,
-                linestyle="none",
-                label=label,
-            )
-        _join(axes, comparison, measure)
+        for at, (ptq, qat) in enumerate(pairs):
+            if ptq is not None and qat is not None:
+                axes.plot([at, at], [ptq.value, qat.value], color="0.6", zorder=0)
+                middle, share = (at, (ptq.value + qat.value) / 2), shown_share(bf16, ptq, qat)
+                axes.annotate(share, middle, (6, 0), textcoords="offset points", va="center", fontsize=8)
         axes.set_xticks(range(len(schemes)), schemes, rotation=20, ha="right")
-        axes.set_xlim(-0.6, len(schemes) - 0.4)
-        better = "higher" if bf16.higher_is_better else "lower"
-        axes.set_title(measure)
-        axes.set_ylabel(f"{measure} ({better} is better)")
+        axes.set(xlim=(-0.6, len(schemes) - 0.4), title=measure, ylabel=better(measure, bf16))
         axes.grid(axis="y", alpha=0.3)
         axes.legend()
     figure.savefig(path, dpi=120)
-
-
-def _join(axes: object, comparison: Comparison, measure: str) -> None:
-    """The way from PTQ to QAT of each scheme that has both, with the recovered share beside it."""
-    bf16 = comparison.bf16.measurements[measure]
-    for at, name in enumerate(comparison.schemes):
-        if name not in comparison.ptq or name not in comparison.qat:
-            continue
-        ptq, qat = (side[name].measurements[measure] for side in (comparison.ptq, comparison.qat))
-        axes.plot([at, at], [ptq.value, qat.value], color="0.6", zorder=0)  # type: ignore[attr-defined]
-        axes.annotate(  # type: ignore[attr-defined]
-            shown_share(bf16, ptq, qat), (at, (ptq.value + qat.value) / 2), (6, 0), textcoords="offset points",
-            va="center", fontsize=8,
-        )  # fmt: skip
 
 
 def write_comparison(comparison: Comparison, directory: Path) -> Sequence[Path]:

@@ -38,57 +38,30 @@ DEFAULT_LENGTH = 1024  # of windows of a text
 
 
 @dataclass(frozen=True)
-class Perplexity:
-    """Perplexities of one text."""
-
-    tokens: int
-    words: int
-    bytes: int
-    log_likelihood: float
-    """The sum over the tokens, in nats."""
-
-    @property
-    def per_token(self) -> float:
-        """exp of the mean negative log-likelihood per token."""
-        return math.exp(-self.log_likelihood / self.tokens)
-
-    @property
-    def per_word(self) -> float:
-        """exp of the negative log-likelihood per white-space separated word."""
-        return math.exp(-self.log_likelihood / self.words)
-
-    @property
-    def per_byte(self) -> float:
-        """exp of the negative log-likelihood per UTF-8 byte."""
-        return math.exp(-self.log_likelihood / self.bytes)
-
-    @property
-    def bits_per_byte(self) -> float:
-        """Negative log-likelihood per byte in bits; compares models with different tokenizers."""
-        return -self.log_likelihood / self.bytes / math.log(2)
-
-    def measurements(self, conditions: str) -> dict[str, Measurement]:
-        """All perplexities by name; ``conditions`` says how they were measured."""
-        figures = {
-            "perplexity per token": self.per_token,
-            "perplexity per word": self.per_word,
-            "perplexity per byte": self.per_byte,
-            "bits per byte": self.bits_per_byte,
-        }
-        return {name: Measurement(value, False, conditions) for name, value in figures.items()}
-
-
-@dataclass(frozen=True)
 class EvalText:
-    """A text to evaluate on: its tokens, and the words and bytes that they stand for."""
+    """A text to evaluate on.
+
+    Attributes:
+        token_ids: its tokens.
+        words, bytes: numbers of those that the tokens stand for.
+        prefix: the token before the text.
+        digest: a checksum, which tells whether two models were evaluated on the same text.
+    """
 
     token_ids: list[int]
     words: int
     bytes: int
     prefix: int
-    """The token that stands before the text."""
     digest: str
-    """A checksum of the text, which tells whether two models were evaluated on the same one."""
+
+    def perplexities(self, log_likelihood: float) -> dict[str, float]:
+        """Perplexities by name; ``log_likelihood``: sum over the tokens, in nats."""
+        return {
+            "perplexity per token": math.exp(-log_likelihood / len(self.token_ids)),
+            "perplexity per word": math.exp(-log_likelihood / self.words),
+            "perplexity per byte": math.exp(-log_likelihood / self.bytes),
+            "bits per byte": -log_likelihood / self.bytes / math.log(2),  # compares models with different tokenizers
+        }
 
 
 def read_eval_text(path: str | Path, tokenizer: PreTrainedTokenizerBase, max_tokens: int | None = None) -> EvalText:
@@ -98,8 +71,7 @@ def read_eval_text(path: str | Path, tokenizer: PreTrainedTokenizerBase, max_tok
         ValueError: the file is empty or not UTF-8, or the tokenizer has neither BOS nor EOS.
     """
     try:
-        # Without newline translation: bytes are those of the file.
-        text = Path(path).read_bytes().decode("utf-8")
+        text = Path(path).read_bytes().decode("utf-8")  # without newline translation: bytes are those of the file
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not a UTF-8 text file ({error})") from error
     ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -115,8 +87,8 @@ def read_eval_text(path: str | Path, tokenizer: PreTrainedTokenizerBase, max_tok
     return EvalText(ids, len(re.split(r"\s+", text.strip())), len(text.encode()), prefix, digest)
 
 
-def evaluate_text(model: ScoringModel, text: EvalText, *, length: int, batch_size: int = 1) -> Perplexity:
-    """Perplexity of a text, its windows shared out over the ranks; a collective.
+def evaluate_text(model: ScoringModel, text: EvalText, *, length: int, batch_size: int = 1) -> float:
+    """Sum up the log-likelihoods of the tokens in nats; windows are shared out over the ranks; a collective.
 
     Args:
         model: whose predictions.
@@ -131,13 +103,13 @@ def evaluate_text(model: ScoringModel, text: EvalText, *, length: int, batch_siz
         raise RankError(f"windows of {length} tokens, expected at most {model.context}: the context of the model")
     windows = rolling_windows(text.token_ids, text.prefix, length)
     scores = score_windows(model, windows, batch_size=batch_size, label="perplexity")
-    return Perplexity(len(text.token_ids), text.words, text.bytes, sum(score.log_likelihood for score in scores))
+    return sum(score.log_likelihood for score in scores)
 
 
 def load_for_evaluation(
     directory: str | Path, dtype: torch.dtype, device: torch.device, *, sharded: bool = False
 ) -> ScoringModel:
-    """A checkpoint, plain or compressed; a collective.
+    """Load a checkpoint, plain or compressed; a collective.
 
     Args:
         directory: the checkpoint. A compressed one computes with codes and scales as in training; of GPTQ's, AWQ's
@@ -194,7 +166,7 @@ class Questions:
 
 
 def evaluate_checkpoint(directory: str | Path, questions: Questions, device: torch.device) -> Evaluation:
-    """All that ``questions`` asks of one checkpoint, whose memory is free again afterwards; a collective.
+    """Measure all that ``questions`` asks of one checkpoint, whose memory is free again afterwards; a collective.
 
     Raises:
         RankError: on every rank: a checkpoint, text or task that cannot be read or does not fit together.
@@ -208,9 +180,9 @@ def evaluate_checkpoint(directory: str | Path, questions: Questions, device: tor
     dtype = str(questions.dtype).removeprefix("torch.")
     if text is not None:
         length = questions.length or min(DEFAULT_LENGTH, model.context or DEFAULT_LENGTH)
-        perplexity = evaluate_text(model, text, length=length, batch_size=questions.batch_size)
-        conditions = f"{perplexity.tokens:,} tokens of text {text.digest}, windows of {length}, {dtype}"
-        found |= perplexity.measurements(conditions)
+        total = evaluate_text(model, text, length=length, batch_size=questions.batch_size)
+        conditions = f"{len(text.token_ids):,} tokens of text {text.digest}, windows of {length}, {dtype}"
+        found = {name: Measurement(value, False, conditions) for name, value in text.perplexities(total).items()}
     if questions.tasks is not None:
         found |= questions.tasks.measure(
             model, tokenizer, length=questions.length, batch_size=questions.batch_size, dtype=dtype

@@ -1,4 +1,4 @@
-"""What was measured of a checkpoint, as a file: models on different machines are compared without evaluating again.
+"""Figures of a checkpoint as a file: models on different machines are compared without evaluating again.
 
     {"evaluations": [{"model": "runs/qwen3_4b/export", "weights_bytes": 4411359232, "measurements": {
         "perplexity per token": {"value": 12.31, "higher_is_better": false, "stderr": null,
@@ -8,11 +8,12 @@
 """
 
 import json
-import os
+import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+
+from engine.checkpoint.files import replace_text
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,10 @@ class Measurement:
     higher_is_better: bool
     conditions: str
     stderr: float | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.value, int | float):
+            raise TypeError(f"value: {self.value!r}, expected a number")
 
 
 @dataclass(frozen=True)
@@ -35,76 +40,53 @@ class Evaluation:
 
 
 def weights_size(directory: str | Path) -> int:
-    """The bytes of the safetensors files of a checkpoint."""
+    """Bytes of the safetensors files of a checkpoint."""
     return sum(file.stat().st_size for file in Path(directory).glob("*.safetensors"))
 
 
-def check_writable(path: str | Path, option: str) -> None:
+def check_writable(path: Path, option: str) -> None:
     """Refuse before hours of evaluation a file that could not be written after them. Its directories are made.
 
     Raises:
         ValueError: names the ``option`` of the command line, the file and the reason.
     """
-    path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
             raise IsADirectoryError(0, "Is a directory")
-        aside = _aside(path)
-        aside.touch()
-        aside.unlink()
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(
-            f"{option} {str(path)!r}: cannot be written ({reason}), expected a place for results"
-        ) from error
+        place = f"{option} {str(path)!r}"
+        raise ValueError(f"{place}: cannot be written ({reason}), expected a place for results") from error
 
 
-def _aside(path: Path) -> Path:
-    return path.with_name(f".{path.name}.writing")
-
-
-def write_evaluations(path: str | Path, evaluations: Sequence[Evaluation]) -> None:
-    """Write evaluations as JSON, aside first, so that an interrupted write leaves what was there."""
-    path = Path(path)
+def write_evaluations(path: Path, evaluations: Sequence[Evaluation]) -> None:
+    """Write evaluations as JSON, in one rename."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = _aside(path)
     content = {"evaluations": [asdict(evaluation) for evaluation in evaluations]}
-    aside.write_text(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
-    os.replace(aside, path)
+    replace_text(path, json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def read_evaluations(path: str | Path) -> list[Evaluation]:
-    """What :func:`write_evaluations` wrote.
+def read_evaluations(path: Path) -> list[Evaluation]:
+    """Read what :func:`write_evaluations` wrote.
 
     Raises:
-        ValueError: the file is something else; names the file and what is wrong.
+        ValueError: the file is something else; names the file, what is wrong and where.
     """
+    where = ""
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: expected JSON that launch/evaluate.py --json wrote ({error})") from error
-    found = content.get("evaluations") if isinstance(content, dict) else None
-    if not isinstance(found, list):
-        raise ValueError(f"{path}: no list 'evaluations', expected JSON that launch/evaluate.py --json wrote")
-    return [_evaluation(entry, f"{path}: evaluations[{index}]") for index, entry in enumerate(found)]
-
-
-def _evaluation(entry: Any, where: str) -> Evaluation:
-    _expect_keys(entry, {field.name for field in fields(Evaluation)}, where)
-    if not isinstance(entry["measurements"], dict):
-        raise ValueError(f"{where}.measurements: expected an object")
-    measurements = {}
-    for name, measurement in entry["measurements"].items():
-        place = f"{where}.measurements[{name!r}]"
-        _expect_keys(measurement, {field.name for field in fields(Measurement)}, place)
-        measurements[name] = Measurement(**measurement)
-        if not isinstance(measurement["value"], int | float):
-            raise ValueError(f"{place}.value: {measurement['value']!r}, expected a number")
-    return Evaluation(entry["model"], entry["weights_bytes"], measurements)
-
-
-def _expect_keys(entry: Any, expected: set[str], where: str) -> None:
-    found = set(entry) if isinstance(entry, dict) else None
-    if found != expected:
-        raise ValueError(f"{where}: {sorted(found) if found else entry!r}, expected an object of {sorted(expected)}")
+        found = []
+        for index, entry in enumerate(json.loads(path.read_text(encoding="utf-8"))["evaluations"]):
+            where = place = f" in evaluations[{index}]"
+            measurements = {}
+            for name, measurement in entry["measurements"].items():
+                where = f"{place}.measurements[{name!r}]"
+                measurements[name] = Measurement(**measurement)
+            where = place
+            found.append(Evaluation(**{**entry, "measurements": measurements}))
+        return found
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {error}{where}"
+        raise ValueError(f"{path}: expected JSON that launch/evaluate.py --json wrote ({reason})") from error

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from data.samples import IGNORE
 from engine.losses.chunked import row_blocks
@@ -33,19 +33,14 @@ class Window(NamedTuple):
 
 
 class Score(NamedTuple):
-    """What a window has got.
-
-    Attributes:
-        log_likelihood: the sum over the targets, in nats.
-        greedy: whether each target is the most likely token.
-    """
+    """Sum of the targets' log-likelihoods in nats, and whether each target is the most likely token."""
 
     log_likelihood: float
     greedy: bool
 
 
 def rolling_windows(token_ids: list[int], prefix: int, length: int) -> list[Window]:
-    """Windows of ``length`` tokens in which each token of a text is a target once.
+    """Cut a text into windows of ``length`` tokens in which each token is a target once.
 
     Each begins with one token of context: the last one before its targets, ``prefix`` at the start of the text. The
     last window of a longer text is filled up with context. This is the rolling log-likelihood of lm-evaluation-harness
@@ -69,7 +64,7 @@ class ScoringModel:
         head: lm_head, which nothing gathers but this class.
         device: where batches go.
         context: tokens that the model was made for, None if its configuration does not say.
-        head_proxy: stands in the body where ``head`` stood.
+        head_proxy: module of the body in place of ``head``.
     """
 
     body: nn.Module
@@ -82,10 +77,7 @@ class ScoringModel:
     def log_likelihoods(self, inputs: Tensor, labels: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """For each label but -100, row-major: its log-likelihood (fp32), and whether it is the most likely token.
 
-        A collective under stage 3: ranks without labels call it too.
-
-        Args:
-            inputs, labels, mask: ``[B, T]`` int64.
+        Inputs, labels and mask are [B, T] int64. A collective under stage 3: ranks without labels call it too.
 
         Raises:
             RankError: the model goes on from its logits in a way that its configuration does not show.
@@ -112,8 +104,10 @@ class ScoringModel:
 def scoring_model(
     model: PreTrainedModel, device: torch.device, ds_config: dict[str, Any] | None = None
 ) -> ScoringModel:
-    """``model`` without its lm_head, frozen, and sharded if ``ds_config`` says so (it was then built under it)."""
-    context = context_length(model.config)
+    """Freeze ``model`` and take out its lm_head; shard it if ``ds_config`` says so (it was then built under it)."""
+    text = model.config.get_text_config()
+    lengths = (getattr(text, name, None) for name in ("n_positions", "max_position_embeddings", "n_ctx"))
+    context = next((int(length) for length in lengths if length is not None), None)
     with errors_on_all_ranks(ValueError):
         head, head_proxy = take_out_head(model)
     head.requires_grad_(False).eval()
@@ -122,17 +116,8 @@ def scoring_model(
     return ScoringModel(body, head, device, context, head_proxy)
 
 
-def context_length(config: PretrainedConfig) -> int | None:
-    """Tokens that a model was made for, where its configuration says so."""
-    text = config.get_text_config()
-    for name in ("n_positions", "max_position_embeddings", "n_ctx"):
-        if (value := getattr(text, name, None)) is not None:
-            return int(value)
-    return None
-
-
 def score_windows(model: ScoringModel, windows: Sequence[Window], *, batch_size: int, label: str) -> list[Score]:
-    """A score for each window, on every rank; the work is shared out over the ranks, a collective.
+    """Score each window, on every rank; the work is shared out over the ranks, a collective.
 
     Every rank makes the same number of forward calls, as a ZeRO-3 forward is a collective itself: a rank that has run
     out of windows repeats some whose tokens do not count.
@@ -169,14 +154,11 @@ def score_windows(model: ScoringModel, windows: Sequence[Window], *, batch_size:
     return [Score(value, hit > 0) for value, hit in values.tolist()]
 
 
-def _collate(windows: Sequence[Window]) -> tuple[Tensor, Tensor, Tensor]:
-    """Windows as a batch: inputs, labels and attention mask, each [B, T] int64, padded on the right."""
-    shape = (len(windows), max(len(window.inputs) for window in windows))
-    inputs = torch.zeros(shape, dtype=torch.long)
-    labels = torch.full(shape, IGNORE)
-    mask = torch.zeros(shape, dtype=torch.long)
-    for row, (ids, targets) in enumerate(windows):
-        inputs[row, : len(ids)] = torch.tensor(ids)
-        labels[row, len(ids) - len(targets) : len(ids)] = torch.tensor(targets)
-        mask[row, : len(ids)] = 1
-    return inputs, labels, mask
+def _collate(windows: Sequence[Window]) -> list[Tensor]:
+    """Put windows into a batch: inputs, labels and attention mask, each [B, T] int64, padded on the right."""
+    length = max(len(window.inputs) for window in windows)
+    rows = []
+    for ids, targets in windows:
+        left, right = len(ids) - len(targets), length - len(ids)
+        rows.append([[*ids, *[0] * right], [IGNORE] * left + targets + [IGNORE] * right, [1] * len(ids) + [0] * right])
+    return list(torch.tensor(rows).unbind(1))

@@ -19,6 +19,7 @@ import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +43,7 @@ FEWSHOT_SEED = 1234  # lm-evaluation-harness' default
 
 @dataclass(frozen=True)
 class Tasks:
-    """Tasks with their data, for any number of models.
-
-    Attributes:
-        loaded: of ``TaskManager.load``: tasks, and groups of them.
-        limit: only the first so many samples of each task.
-    """
+    """Tasks and groups with their data, as ``TaskManager.load`` returns them; of each the first ``limit`` samples."""
 
     loaded: Any
     limit: int | None
@@ -61,11 +57,10 @@ class Tasks:
         batch_size: int,
         dtype: str,
     ) -> dict[str, Measurement]:
-        """Each metric of each task, by ``task metric``; a group that has a mean gives that alone. A collective.
+        """Measure each metric of each task, by ``task metric``; a group that has a mean gives that alone. A collective.
 
         Args:
-            model: whose predictions.
-            tokenizer: of the model.
+            model, tokenizer: whose predictions.
             length: tokens that the model sees at a time; its context if None.
             batch_size: windows per forward.
             dtype: named in the conditions.
@@ -83,26 +78,21 @@ class Tasks:
         served = ServedModel(model, tokenizer, length=length, batch_size=batch_size)
         found = evaluate(served, self.loaded, limit=self.limit, bootstrap_iters=BOOTSTRAP_DRAWS, log_samples=False)
         assert found is not None, "every rank is rank 0 to lm-evaluation-harness"
+        means = [name for name, group in self.loaded["groups"].items() if group.has_aggregation]
+        within = set().union(*(self._members(name) for name in means))
         measurements: dict[str, Measurement] = {}
-        for name in self._reported():
+        for name in (name for name in [*means, *self.loaded["tasks"]] if name not in within):
             conditions = f"{self._conditions(name, found)}, at most {length} tokens, {dtype}"
             measurements |= _metrics(name, found, conditions)
         return measurements
 
-    def _reported(self) -> list[str]:
-        """The names that results are given for: tasks, and groups with a mean instead of their tasks."""
-        groups = self.loaded["groups"]
-        within = {child for name, group in groups.items() if group.has_aggregation for child in self._members(name)}
-        means = [name for name, group in groups.items() if group.has_aggregation]
-        return [name for name in [*means, *self.loaded["tasks"]] if name not in within]
-
     def _members(self, group: str) -> set[str]:
-        """The names of all tasks and groups below a group."""
+        """Names of all tasks and groups below a group."""
         children = set(self.loaded["group_map"].get(group, []))
         return children.union(*(self._members(child) for child in children))
 
     def _conditions(self, name: str, found: Any) -> str:
-        """How many samples, and which requests were made of the model: these hold the data and the examples."""
+        """Number of samples, and a digest of the requests to the model, which hold the data and the examples."""
         tasks = self.loaded["tasks"]
         members = [name] if name in tasks else sorted(self._members(name) & tasks.keys())
         requests = [request.args for member in members for request in tasks[member].instances]
@@ -113,7 +103,7 @@ class Tasks:
 
 
 def _metrics(name: str, found: Any, conditions: str) -> dict[str, Measurement]:
-    """The metrics of one task or group; a filter is named unless it is the one that does nothing."""
+    """Take the metrics of one task or group; a filter is named unless it is the one that does nothing."""
     values, directions = found["results"][name], found["higher_is_better"].get(name, {})
     metrics: dict[str, Measurement] = {}
     for key, value in values.items():
@@ -133,10 +123,10 @@ def _metrics(name: str, found: Any, conditions: str) -> dict[str, Measurement]:
 def load_tasks(
     names: Sequence[str], task_dir: Path | None = None, *, limit: int | None = None, num_fewshot: int | None = None
 ) -> Tasks:
-    """Find tasks or groups by name and read their data, before any model is loaded; every rank calls it.
+    """Find tasks, groups or tags by name and read their data, before any model is loaded; every rank calls it.
 
     Args:
-        names: of tasks, groups or tags.
+        names: what to find.
         task_dir: folder with task files (YAML) that are taken instead of the harness' own. Data files that they name
             are relative to it. Their ``!function`` entries are Python code that is run.
         limit: only the first so many samples of each task.
@@ -165,7 +155,7 @@ def load_tasks(
 
 
 def _manager(names: Sequence[str], task_dir: Path | None) -> TaskManager:
-    """A manager of the tasks in ``task_dir``, or of the harness' own (which takes ten seconds to look through)."""
+    """Make a manager of the tasks in ``task_dir``, or of the harness' own (looking through these takes ten seconds)."""
     if task_dir is None:
         manager, known = TaskManager(), "a task of lm-evaluation-harness; with --task_dir those of a folder are taken"
     elif task_dir.is_dir():
@@ -174,20 +164,14 @@ def _manager(names: Sequence[str], task_dir: Path | None) -> TaskManager:
     else:
         raise ValueError(f"--task_dir {task_dir} is not a directory: expected one with task files (YAML)")
     if unknown := [name for name in names if name not in manager.task_index]:
-        broken = _broken(task_dir) if task_dir is not None else []
-        raise ValueError("\n".join([f"--tasks {','.join(unknown)}: expected {known}", *broken]))
+        lines = [f"--tasks {','.join(unknown)}: expected {known}"]
+        for file in sorted(task_dir.rglob("*.yaml")) if task_dir is not None else ():
+            try:
+                load_yaml(file, resolve_func=False)
+            except Exception as error:  # whatever the files may hold: the harness passes over them in silence
+                lines.append(f"{file} cannot be read: {error}")
+        raise ValueError("\n".join(lines))
     return manager
-
-
-def _broken(task_dir: Path) -> list[str]:
-    """Task files that cannot be read, and why: the harness passes over them in silence."""
-    broken = []
-    for file in sorted(task_dir.rglob("*.yaml")):
-        try:
-            load_yaml(file, resolve_func=False)
-        except Exception as error:  # whatever the files may hold
-            broken.append(f"{file} cannot be read: {error}")
-    return broken
 
 
 def _load(manager: TaskManager, name: str, task_dir: Path | None) -> Any:
@@ -205,11 +189,7 @@ def _load(manager: TaskManager, name: str, task_dir: Path | None) -> Any:
 
 
 def _prepare(name: str, task: Task, limit: int | None, num_fewshot: int | None) -> None:
-    """Set the number of examples, and make the requests once: what is wrong with a task shows before a model is loaded.
-
-    Raises:
-        ValueError: see :func:`load_tasks`.
-    """
+    """Set the number of examples, and make the requests once, so that errors show before a model is loaded."""
     if task.OUTPUT_TYPE not in OUTPUT_TYPES:
         raise ValueError(
             f"task {name} has output_type {task.OUTPUT_TYPE}, expected one of {', '.join(OUTPUT_TYPES)}: tasks in "
@@ -242,19 +222,16 @@ class ServedModel(TemplateLM):
     ) -> None:
         """``length``: tokens that the model sees at a time."""
         super().__init__()
-        self.model = model
-        self.tokenizer = tokenizer
-        self.max_length = length
-        self.batch_size = batch_size
+        self.model, self.tokenizer, self.max_length, self.batch_size = model, tokenizer, length, batch_size
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a text."""
+        """Token that ends a text."""
         return self.tokenizer.eos_token_id
 
     @property
     def prefix_token_id(self) -> int:
-        """The token that stands before a text without context."""
+        """Token before a text without context."""
         bos = self.tokenizer.bos_token_id
         return bos if bos is not None else self.tokenizer.eos_token_id
 
@@ -284,15 +261,10 @@ class ServedModel(TemplateLM):
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Per text the sum of its tokens' log-likelihoods."""
-        windows, owners = [], []
-        for index, request in enumerate(requests):
-            own = rolling_windows(self.tok_encode(request.args[0]), self.prefix_token_id, self.max_length)
-            windows += own
-            owners += [index] * len(own)
-        totals = [0.0] * len(requests)
-        for owner, score in zip(owners, self._score(windows, "rolling log-likelihoods"), strict=True):
-            totals[owner] += score.log_likelihood
-        return totals
+        texts = (self.tok_encode(request.args[0]) for request in requests)
+        windows = [rolling_windows(ids, self.prefix_token_id, self.max_length) for ids in texts]
+        scores = iter(self._score(list(chain(*windows)), "rolling log-likelihoods"))
+        return [sum((score.log_likelihood for score in islice(scores, len(own))), 0.0) for own in windows]
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Never called: :func:`load_tasks` refuses tasks in which the model writes text."""

@@ -18,7 +18,7 @@ from quant.linear import QuantLinear
 from tests.tiny import tiny_checkpoint, tiny_config, tiny_model, tiny_tokenizer
 from tests.unit.model.quantized.test_gptq_awq import gptq_checkpoint
 from tools.compressed import load_compressed
-from tools.evaluation.perplexity import Perplexity, evaluate_text, load_for_evaluation, read_eval_text
+from tools.evaluation.perplexity import EvalText, evaluate_text, load_for_evaluation, read_eval_text
 from tools.evaluation.score import CHUNK_TOKENS, Window, rolling_windows, score_windows, scoring_model
 
 TEXT = "The quick brown fox.\n  It jumps — twice!  Then 12 plus 30\tis 42.\n"
@@ -63,9 +63,8 @@ def test_counts_words_and_bytes(text):
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_equals_one_token_at_a_time(model, text, length, batch_size):
     result = evaluate_text(scoring(), text, length=length, batch_size=batch_size)
-    assert result.tokens == len(text.token_ids)
     # fp32 forwards of different batch shapes; each token's log-likelihood agrees to about 1e-6.
-    assert result.log_likelihood == pytest.approx(one_at_a_time(model, text, length), rel=1e-5)
+    assert result == pytest.approx(one_at_a_time(model, text, length), rel=1e-5)
 
 
 @pytest.mark.parametrize("count", [1, 7, 8, 9, 16, 23])
@@ -93,18 +92,22 @@ def test_windows_are_those_of_lm_evaluation_harness(count):
 
 def test_definitions_are_those_of_lm_evaluation_harness():
     metrics = pytest.importorskip("lm_eval.api.metrics", reason="lm-evaluation-harness is optional")
-    result = Perplexity(tokens=31, words=7, bytes=53, log_likelihood=-61.7)
-    assert result.per_token == pytest.approx(metrics.weighted_perplexity([(-61.7, 31)]))
-    assert result.per_word == pytest.approx(metrics.weighted_perplexity([(-61.7, 7)]))
-    assert result.per_byte == pytest.approx(metrics.weighted_perplexity([(-61.7, 53)]))
-    assert result.bits_per_byte == pytest.approx(metrics.bits_per_byte([(-61.7, 53)]))
+    found = EvalText([0] * 31, words=7, bytes=53, prefix=0, digest="").perplexities(-61.7).values()
+    expected = [metrics.weighted_perplexity([(-61.7, count)]) for count in (31, 7, 53)]
+    assert list(found) == pytest.approx([*expected, metrics.bits_per_byte([(-61.7, 53)])])
 
 
 def test_definitions():
     # 8 tokens with probability 1/2 each, 4 words, 16 bytes
-    result = Perplexity(tokens=8, words=4, bytes=16, log_likelihood=-8 * math.log(2))
-    assert result.per_token == pytest.approx(2) and result.per_word == pytest.approx(4)
-    assert result.per_byte == pytest.approx(math.sqrt(2)) and result.bits_per_byte == pytest.approx(0.5)
+    found = EvalText([0] * 8, words=4, bytes=16, prefix=0, digest="").perplexities(-8 * math.log(2))
+    assert found == pytest.approx(
+        {
+            "perplexity per token": 2,
+            "perplexity per word": 4,
+            "perplexity per byte": math.sqrt(2),
+            "bits per byte": 0.5,
+        }
+    )
 
 
 class RecordLogits(TorchDispatchMode):
@@ -163,7 +166,7 @@ def test_any_module_can_be_the_head(text, tied):
     model.set_output_embeddings(Doubled(model.lm_head))
     expected = one_at_a_time(model, text, 16)
     result = evaluate_text(scoring_model(model, CPU), text, length=16, batch_size=2)
-    assert result.log_likelihood == pytest.approx(expected, rel=1e-5)
+    assert result == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_model_that_changes_its_logits_keeps_its_head(text):
@@ -175,7 +178,7 @@ def test_a_model_that_changes_its_logits_keeps_its_head(text):
     model = Gemma2ForCausalLM(config).float().eval()
     expected = one_at_a_time(model, text, 16)
     result = evaluate_text(scoring_model(model, CPU), text, length=16, batch_size=2)
-    assert result.log_likelihood == pytest.approx(expected, rel=1e-5)
+    assert result == pytest.approx(expected, rel=1e-5)
 
 
 class Changed(Qwen3ForCausalLM):
@@ -210,7 +213,7 @@ def test_the_same_from_disk(tmp_path, text):
     directory = tiny_checkpoint(tmp_path / "model", "qwen3", dtype=torch.float32)
     loaded = load_for_evaluation(directory, torch.float32, CPU)
     expected = evaluate_text(scoring(), text, length=16)
-    assert evaluate_text(loaded, text, length=16).log_likelihood == pytest.approx(expected.log_likelihood, rel=1e-6)
+    assert evaluate_text(loaded, text, length=16) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
@@ -225,10 +228,10 @@ def test_an_export_with_a_quantized_head(tmp_path, text, kind):
     whole, _ = load_compressed(tmp_path / "export")
     assert isinstance(whole.get_output_embeddings(), QuantLinear)
     result = evaluate_text(load_for_evaluation(tmp_path / "export", torch.float32, CPU), text, length=16, batch_size=2)
-    assert result.log_likelihood == pytest.approx(one_at_a_time(whole, text, 16), rel=1e-5)
+    assert result == pytest.approx(one_at_a_time(whole, text, 16), rel=1e-5)
     # What was evaluated is not what it was made of, which is further away than any rounding.
     plain = evaluate_text(load_for_evaluation(source, torch.float32, CPU), text, length=16)
-    assert abs(plain.log_likelihood / result.log_likelihood - 1) > 1e-3
+    assert abs(plain / result - 1) > 1e-3
 
 
 @pytest.mark.parametrize("kind", ["gptq", "awq", "auto-round"])
@@ -237,14 +240,14 @@ def test_a_file_of_another_writer_is_what_its_codes_stand_for(tmp_path, text, ki
     directory, weights = gptq_checkpoint(tmp_path, kind)
     plain = build_model(tmp_path / "source", {}, dtype=torch.float32, device=CPU)
     load_weights(plain, tmp_path / "source", progress=False)
-    before = evaluate_text(scoring_model(plain, CPU), text, length=16).log_likelihood
+    before = evaluate_text(scoring_model(plain, CPU), text, length=16)
     plain = build_model(tmp_path / "source", {}, dtype=torch.float32, device=CPU)
     load_weights(plain, tmp_path / "source", progress=False)
     with torch.no_grad():
         for name, weight in weights.items():
             plain.get_submodule(name).weight.copy_(weight)
-    expected = evaluate_text(scoring_model(plain, CPU), text, length=16).log_likelihood
-    found = evaluate_text(load_for_evaluation(directory, torch.float32, CPU), text, length=16).log_likelihood
+    expected = evaluate_text(scoring_model(plain, CPU), text, length=16)
+    found = evaluate_text(load_for_evaluation(directory, torch.float32, CPU), text, length=16)
     assert found == pytest.approx(expected, rel=1e-6) and abs(before / expected - 1) > 1e-4
 
 
