@@ -1,7 +1,7 @@
-// The arithmetic of fake quantization, one value at a time, for the CPU and CUDA kernels alike.
+// Arithmetic of fake quantization, one value at a time, shared by the CPU and CUDA kernels.
 //
-// quant/reference.py is the definition; these functions give its results bit for bit (see `exponential` for exp(theta)). Both compilers must be told not to
-// contract a*b+c into one rounding (-ffp-contract=off, --fmad=false), or the two backends part ways in the last bit.
+// Equals quant/reference.py bit for bit (for exp(theta) see `exponential`). Both compilers must be told not to contract
+// a*b+c into one rounding (-ffp-contract=off, --fmad=false), or the two backends differ in the last bit.
 //
 //     v = x * (1/s)                          fp32
 //     e4m3   Q(v) = nearest e4m3 value, ties to even, saturated at +-448;   inside: |v| <= 464
@@ -47,7 +47,7 @@ DEEPQAT_INLINE uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
 DEEPQAT_INLINE float with_sign_of(float size, float x) { return float_of(bits_of(size) | (bits_of(x) & 0x80000000u)); }
 
-// ---- storage types: what a tensor's elements are in memory, and how they become fp32 and back (nearest, ties to even)
+// ---- storage types: elements in memory, and their conversion to fp32 and back (nearest, ties to even)
 
 struct BFloat16 {
   uint16_t bits;
@@ -76,7 +76,7 @@ DEEPQAT_INLINE void store(float x, float* out) { *out = x; }
 DEEPQAT_INLINE void store(float x, BFloat16* out) {
   const uint32_t b = bits_of(x);
   const uint32_t rounded = (b + 0x7fffu + ((b >> 16) & 1u)) >> 16;
-  // The addition would carry a NaN into the sign, or leave it an infinity.
+  // For a NaN the addition could carry into the sign, or result in an infinity.
   out->bits = static_cast<uint16_t>((b & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
 }
 
@@ -89,7 +89,7 @@ DEEPQAT_INLINE void store(float x, Half* out) {
 #endif
 }
 
-// The value that x has once it is stored as T.
+// x rounded to T.
 template <typename T>
 DEEPQAT_INLINE float rounded_to(float x) {
   T stored;
@@ -97,8 +97,8 @@ DEEPQAT_INLINE float rounded_to(float x) {
   return load(stored);
 }
 
-// A scale that is to be stored as T. As Half it is to be neither 0 nor infinite: its magnitude is 2^-24 at least and
-// 65504 at most, and NaN where it was not finite.
+// Clamp a scale that will be stored as T. For Half the magnitude becomes 2^-24 to 65504, and NaN if not finite: a
+// stored scale must not be 0 or infinite.
 template <typename T>
 DEEPQAT_INLINE float within_range(float x, T) {
   return x;
@@ -110,14 +110,14 @@ DEEPQAT_INLINE float within_range(float x, Half) {
   return with_sign_of(float_of(smaller(larger(size, 0x33800000u), 0x477fe000u)), x);
 }
 
-// The value that a scale has once it is stored as T.
+// A scale rounded to T.
 template <typename T>
 DEEPQAT_INLINE float stored_scale(float x) {
   return rounded_to<T>(within_range(x, T{}));
 }
 
-// The power of two that is nearest to a scale by its logarithm, from 2^-127 (a subnormal number) to 2^127. The square root
-// of 2 lies between 0x3fb504f3 and the next number, half of that of the smallest normal number below 0x5a827a.
+// Power of two nearest to a scale by its logarithm, from 2^-127 (a subnormal number) to 2^127. sqrt(2) is between
+// 0x3fb504f3 and the next number, sqrt(2) * 2^-127 just below 0x5a827a.
 DEEPQAT_INLINE float power_of_two(float s) {
   const uint32_t b = bits_of(s), size = b & 0x7fffffffu;
   const uint32_t normal = smaller((size + (0x00800000u - 0x003504f4u)) & 0x7f800000u, 0x7f000000u);
@@ -125,7 +125,7 @@ DEEPQAT_INLINE float power_of_two(float s) {
   return float_of(size >= 0x7f800000u || (b != size && size != 0u) ? 0x7fc00000u : power);
 }
 
-// x where `inside`, else 0, without a branch.
+// x if `inside`, else 0, without a branch.
 DEEPQAT_INLINE float kept(float x, bool inside) { return float_of(bits_of(x) & (inside ? 0xffffffffu : 0u)); }
 
 DEEPQAT_INLINE BFloat16 kept(BFloat16 x, bool inside) {
@@ -136,7 +136,7 @@ DEEPQAT_INLINE Half kept(Half x, bool inside) {
   return Half{static_cast<uint16_t>(x.bits & (inside ? 0xffffu : 0u))};
 }
 
-// dx, but NaN where v is NaN or an infinity.
+// dx, but NaN if v is NaN or an infinity.
 DEEPQAT_INLINE float nan_unless_finite(float dx, float v) {
   return float_of((bits_of(v) & 0x7f800000u) == 0x7f800000u ? 0x7fc00000u : bits_of(dx));
 }
@@ -151,13 +151,13 @@ DEEPQAT_INLINE Half nan_unless_finite(Half dx, float v) {
 
 // ---- scales
 
-// e^x in double, to about 1 ulp: x = k ln2 + r, |r| <= ln2 / 2, and the Taylor series of e^r up to r^13 (its rest is
-// below 5e-18). Our own because every libm has its own last bit; rounded to fp32 it agrees with all of them except once
-// in some 2^28 arguments. Beyond +-200 an fp32 result is 0 or infinite anyway.
+// e^x in double, to about 1 ulp: x = k ln2 + r, |r| <= ln2 / 2, and the Taylor series of e^r up to r^13 (remainder
+// below 5e-18). Not libm's, as the last bit differs between libraries; rounded to fp32, all of them agree with it
+// except for one in some 2^28 arguments. Beyond +-200 an fp32 result is 0 or infinite anyway.
 DEEPQAT_INLINE double exponential(double x) {
-  x = x > 200.0 ? 200.0 : x;  // comparisons that let a NaN pass
+  x = x > 200.0 ? 200.0 : x;  // these comparisons keep a NaN
   x = x < -200.0 ? -200.0 : x;
-  const double magic = 6755399441055744.0;  // 1.5 * 2^52: adding it rounds to an integer, held in the low bits
+  const double magic = 6755399441055744.0;  // 1.5 * 2^52: adding it rounds to an integer, in the low bits
   const double shifted = x * 1.4426950408889634 + magic;
   const double k = shifted - magic;
   const double r = (x - k * 6.93147180369123816490e-01) - k * 1.90821492927058770002e-10;  // ln2, in two parts
@@ -177,7 +177,7 @@ DEEPQAT_INLINE double exponential(double x) {
   sum = sum * r + 1.0;
   uint64_t low;
   memcpy(&low, &shifted, sizeof low);
-  const uint64_t power = (low + 1023u) << 52;  // the exponent bits of 2^k; what is above them falls off
+  const uint64_t power = (low + 1023u) << 52;  // the exponent bits of 2^k; higher bits are shifted out
   double two_to_k;
   memcpy(&two_to_k, &power, sizeof two_to_k);
   return sum * two_to_k;
@@ -187,11 +187,10 @@ DEEPQAT_INLINE float learned_factor(float theta) { return static_cast<float>(exp
 
 // ---- grids
 
-// A floating-point grid with a sign bit, kMantissa bits of mantissa and 2^kSmallest as its smallest normal number; below
-// that, and up to twice that, its spacing is 2^(kSmallest - kMantissa). kInside holds the bits of the largest magnitude
-// that rounding alone, on a grid without an end, takes to at most kLargest. A code has kBits bits and is held in a byte.
-// Every member is a function of v = x / s alone. at(z) is the grid of a run with the zero point z, of which only integers
-// have one (kShifted).
+// Floating-point grid with a sign bit, kMantissa bits of mantissa and 2^kSmallest as its smallest normal number; up to
+// twice that number its spacing is 2^(kSmallest - kMantissa). kInside: bits of the largest magnitude that, on a grid
+// without an end, rounds to at most kLargest. A code has kBits bits, stored in a byte. Every member is a function of
+// v = x / s alone. at(z) is the grid of a run with the zero point z, used by integers only (kShifted).
 template <int kWidth, int kMantissa, int kSmallest, int kLargest, uint32_t kInside, int kNaN>
 struct MiniFloat {
   using Code = uint8_t;
@@ -199,23 +198,23 @@ struct MiniFloat {
   static constexpr bool kShifted = false;
   static constexpr float kMax = static_cast<float>(kLargest);
   static constexpr uint32_t kSign = 1u << (kBits - 1);
-  static constexpr int kHidden = 23 - kMantissa;  // bits of an fp32 mantissa that the grid's does not have
-  // The bits of the smallest normal number, of the spacing below it, and of the power of two with this spacing.
+  static constexpr int kHidden = 23 - kMantissa;  // bits of an fp32 mantissa beyond the grid's
+  // Bits of the smallest normal number, of the spacing below it, and of the power of two with this spacing.
   static constexpr uint32_t kNormal = static_cast<uint32_t>(127 + kSmallest) << 23;
   static constexpr uint32_t kSpacing = static_cast<uint32_t>(127 + kSmallest - kMantissa) << 23;
   static constexpr uint32_t kRounder = static_cast<uint32_t>(127 + kSmallest + kHidden) << 23;
 
   DEEPQAT_INLINE MiniFloat at(float) const { return *this; }
 
-  // Magnitudes are compared by their bits, which as integers are in the order of the values, NaNs above all: a minimum of
-  // integers is one instruction everywhere.
+  // Magnitudes are compared by their bits: as integers these have the same order, with NaNs at the end, and a minimum
+  // of integers is one instruction everywhere.
 
-  // Bits of the magnitude of v, or of kLargest if that is smaller or v a NaN.
+  // Bits of the magnitude of v, at most those of kLargest (also for a NaN).
   DEEPQAT_INLINE uint32_t saturated(float v) const {
     return smaller(bits_of(v) & 0x7fffffffu, bits_of(static_cast<float>(kLargest)));
   }
 
-  // Bits of the power of two whose spacing is the grid's at the magnitude `a`: adding it rounds `a` to the grid.
+  // Bits of the power of two whose fp32 spacing is the grid's at the magnitude `a`: adding it rounds `a` to the grid.
   DEEPQAT_INLINE uint32_t rounder(uint32_t a) const {
     return larger((a & 0x7f800000u) + (static_cast<uint32_t>(kHidden) << 23), kRounder);
   }
@@ -229,15 +228,15 @@ struct MiniFloat {
 
   DEEPQAT_INLINE bool inside(float v) const { return (bits_of(v) & 0x7fffffffu) <= kInside; }
 
-  // d fq / d s, where `rounded` is round(v). See quant/reference.py for why it is 0 for normal numbers, and not beyond.
+  // d fq / d s with `rounded` = round(v). quant/reference.py explains the 0 for normal numbers inside the range.
   DEEPQAT_INLINE float scale_term(float v, float rounded) const {
     const float a = magnitude(v);
     const float below = a < float_of(kNormal) ? rounded - v : 0.0f;
-    return a > static_cast<float>(kLargest) ? rounded : below;  // a NaN is neither
+    return a > static_cast<float>(kLargest) ? rounded : below;  // false for a NaN
   }
 
-  // The code of round(v): the sum counts in steps of the grid from the rounder on, which itself stands at 2^kMantissa
-  // codes per power of two.
+  // The code of round(v): relative to the rounder, the bits of the sum count steps of the grid; the rounder itself adds
+  // 2^kMantissa codes per power of two.
   DEEPQAT_INLINE Code quantized(float v) const {
     const uint32_t a = saturated(v), c = rounder(a);
     uint32_t code = bits_of(float_of(a) + float_of(c)) - c + ((c - kRounder) >> kHidden);
@@ -255,15 +254,15 @@ struct MiniFloat {
   }
 };
 
-// 0x43e80000 is 464, halfway to 480, whose code e4m3 gives up for NaN; the tie goes to the even 448.
+// 0x43e80000 is 464, halfway to 480, whose code e4m3 uses for NaN; the tie goes to the even 448.
 using E4M3 = MiniFloat<8, 3, -6, 448, 0x43e80000u, 0x7f>;
-// 0x40dfffff is the number below 7, halfway to 8, to which the tie goes. There is no NaN: its code is 0.
+// 0x40dfffff is the number below 7, halfway to 8, to which the tie goes. Without a NaN: its code is 0.
 using E2M1 = MiniFloat<4, 1, 0, 6, 0x40dfffffu, 0>;
 
-// A scale as an e4m3 number, 0 not among them, below a global one.
+// A scale rounded to a nonzero e4m3 number below a global scale.
 DEEPQAT_INLINE float below_global(float s, float above) {
   float code = s * above;
-  code = code < 0x1p-9f ? 0x1p-9f : code;  // a comparison that lets a NaN pass
+  code = code < 0x1p-9f ? 0x1p-9f : code;  // this comparison keeps a NaN
   const float value = E4M3{}.round(code) / above;
   return s - s == 0.0f ? value : float_of(0x7fc00000u);
 }
@@ -277,7 +276,7 @@ struct Integer {
 
   DEEPQAT_INLINE float round(float v) const {
     float rounded = rintf(v);
-    rounded = rounded < qmin ? qmin : rounded;  // comparisons that let a NaN pass
+    rounded = rounded < qmin ? qmin : rounded;  // these comparisons keep a NaN
     return rounded > qmax ? qmax : rounded;
   }
 
@@ -285,7 +284,7 @@ struct Integer {
 
   DEEPQAT_INLINE float scale_term(float v, float rounded) const {
     const float term = rintf(v) == rounded ? rounded - v : rounded;
-    return rounded != rounded ? 0.0f : term;  // of a NaN
+    return rounded != rounded ? 0.0f : term;  // for a NaN
   }
 
   DEEPQAT_INLINE Code quantized(float v) const {
@@ -296,7 +295,7 @@ struct Integer {
   DEEPQAT_INLINE float decode(Code code) const { return static_cast<float>(code); }
 };
 
-// Integers that a zero point moves: code q stands for q - zero_point.
+// Integers with a zero point: code q decodes to q - zero_point.
 struct ShiftedInteger {
   using Code = int8_t;
   Integer codes;
@@ -315,7 +314,7 @@ struct ShiftedInteger {
   DEEPQAT_INLINE float decode(Code code) const { return codes.decode(code) - zero_point; }
 };
 
-// Those of weights, each run of which has a zero point of its own.
+// Integers of weights, with a zero point per run.
 struct ShiftedIntegers {
   using Code = int8_t;
   static constexpr bool kShifted = true;

@@ -1,4 +1,4 @@
-// The kernels as implementations of the operators that quant/kernels/registration.py declares, for CPU and CUDA tensors.
+// Implement the operators declared in quant/kernels/registration.py with the kernels, for CPU and CUDA tensors.
 
 #include "bindings.h"
 
@@ -99,7 +99,7 @@ Tensor fake_quantize(const Tensor& x_, const Tensor& s0, const OptionalTensor& t
   return out;
 }
 
-// Writes grad_x, which may be grad itself, and returns theta's gradient.
+// Write grad_x, which may be grad itself, and return theta's gradient.
 Tensor backward_into(Tensor& grad_x, const Tensor& grad, const Tensor& x_, const Tensor& s0, const OptionalTensor& theta,
                      int64_t bits, at::ScalarType scale_dtype, double factor, bool theta_gradient,
                      const OptionalTensor& zero, const OptionalTensor& above, bool of_weight) {
@@ -186,7 +186,7 @@ Tensor amax(const Tensor& x_, int64_t count) {
   return out;
 }
 
-// The tokens [..., features] of x. What is above must outlive the result.
+// Tokens [..., features] of x. `above` must outlive the result.
 Tokens tokens_of(const Tensor& x, int64_t bits, bool symmetric, std::optional<at::ScalarType> scale_dtype,
                  const OptionalTensor& above) {
   TORCH_CHECK(x.dim() > 0, "a token has at least one dimension");

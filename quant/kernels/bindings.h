@@ -1,6 +1,6 @@
-// What the files that make torch operators of the kernels have in common: checks of tensors, and calls by device.
+// Shared helpers of the operator bindings: checks of tensors, and calls by device.
 //
-// Free of CUDA headers: the stream is asked of torch in its device-independent way, so the same files are compiled with
+// Free of CUDA headers: the stream comes from torch's device-independent interface, so the same files are compiled with
 // and without the CUDA half.
 
 #pragma once
@@ -44,7 +44,7 @@ inline Stored stored_as(at::ScalarType type) {
   return Stored::kFloat32;
 }
 
-// The global scales, of which `count` others lie below one each.
+// Checked global scales for `count` scales in e4m3.
 inline const float* checked_above(const OptionalTensor& above, Stored stored, int64_t count, const Tensor& x) {
   TORCH_CHECK(above.has_value() == (stored == Stored::kE4M3), "scales in e4m3, and no others, lie below a global one");
   if (!above.has_value()) return nullptr;
@@ -60,7 +60,7 @@ inline int checked_grid(int64_t bits) {
   return static_cast<int>(bits);
 }
 
-// The scales of a tensor of `numel` elements. s0, theta and zero must outlive the result.
+// Scales of a tensor of `numel` elements. s0, theta and zero must outlive the result.
 inline Scales scales_of(int64_t numel, const Tensor& s0, const OptionalTensor& theta, at::ScalarType scale_dtype,
                  const Tensor& x, const OptionalTensor& zero = std::nullopt, int grid = 8,
                  const OptionalTensor& above = std::nullopt) {
@@ -92,7 +92,7 @@ inline at::ScalarType code_dtype(int grid) {
   return grid == deepqat::kE2M1Grid ? at::kByte : at::kChar;
 }
 
-// The grid that codes of this dtype are of; which integer grid makes no difference to them.
+// Grid of codes of this dtype; for integers, any grid decodes them.
 inline int grid_of_codes(at::ScalarType dtype) {
   if (dtype == at::kFloat8_e4m3fn) return deepqat::kE4M3Grid;
   if (dtype == at::kByte) return deepqat::kE2M1Grid;
@@ -100,7 +100,7 @@ inline int grid_of_codes(at::ScalarType dtype) {
   return 8;
 }
 
-// Calls a kernel of the tensor's device: the CPU's, or CUDA's on the current stream.
+// Call a kernel on the tensor's device: CPU, or CUDA on the current stream.
 #if defined(DEEPQAT_CUDA)
 #define DEEPQAT_CALL(kernel, tensor, ...)                                                                      \
   do {                                                                                                         \

@@ -1,4 +1,4 @@
-// From what is known at run time, a dtype and a grid, to the types that the kernels are compiled for.
+// Dispatch from a dtype and a grid at run time to the types that the kernels are compiled for.
 
 #pragma once
 
@@ -8,7 +8,7 @@
 
 namespace deepqat {
 
-// Calls f with a value of the type that `dtype` names.
+// Call f with a value of the type `dtype`.
 template <typename F>
 void with_dtype(Dtype dtype, F f) {
   switch (dtype) {
@@ -18,7 +18,7 @@ void with_dtype(Dtype dtype, F f) {
   }
 }
 
-// Calls f with a value of the dtype's type and the grid, which knows zero points where the scales have them.
+// Call f with a value of the type `dtype` and the grid, with zero points if the scales have them.
 template <typename F>
 void with_dtype_and_grid(Dtype dtype, int grid, const Scales& scales, F f) {
   with_dtype(dtype, [&](auto zero) {
@@ -31,7 +31,7 @@ void with_dtype_and_grid(Dtype dtype, int grid, const Scales& scales, F f) {
   });
 }
 
-// Calls f with a value of the dtype's type and what gives each token its grid.
+// Call f with a value of the type `dtype` and the factory of the tokens' grids.
 template <typename F>
 void with_dtype_and_token_grid(Dtype dtype, const Tokens& tokens, F f) {
   with_dtype(dtype, [&](auto zero) {
@@ -42,7 +42,7 @@ void with_dtype_and_token_grid(Dtype dtype, const Tokens& tokens, F f) {
   });
 }
 
-// The same of grids that are floats.
+// Likewise, for float grids only.
 template <typename F>
 void with_dtype_and_float_token_grid(Dtype dtype, const Tokens& tokens, F f) {
   with_dtype(dtype, [&](auto zero) {

@@ -1,9 +1,9 @@
-// The normalization of a layer's input, and SwiGLU, each with the quantization of what comes out of it: the arithmetic
-// of one value, and what both backends implement. quant/fused_reference.py is the definition.
+// RMSNorm and SwiGLU, each with the quantization of its result: arithmetic of one value, and the interface of both
+// backends. quant/fused_reference.py is the reference.
 //
-// Tensors are dense and row-major, [count, features] or as flat as they are; all but codes, masks, rstd and `partial`
-// have one dtype. There is one scale. features is a multiple of kVector and at most kSegment, so that a row is one
-// segment of kernels.h, whose order its sums have.
+// Tensors are dense and row-major, [count, features] or flat; all but codes, masks, rstd and `partial` have one dtype.
+// There is a single scale. features is a multiple of kVector and at most kSegment, so that a row is one segment of
+// kernels.h and its sums have that order.
 
 #pragma once
 
@@ -14,7 +14,7 @@
 
 namespace deepqat {
 
-// Gradients of the weight are added up over so many consecutive tokens, one by one; then these sums likewise.
+// Gradients of the weight are summed over this many consecutive tokens, one by one; then these sums likewise.
 constexpr int64_t kRowsPerSum = 32;
 
 constexpr int64_t sums_of_rows(int64_t count) { return (count + kRowsPerSum - 1) / kRowsPerSum; }
@@ -23,19 +23,19 @@ DEEPQAT_INLINE float inverse_root(float sum_of_squares, int64_t features, float 
   return 1.0f / sqrtf(sum_of_squares / static_cast<float>(features) + eps);
 }
 
-// What leaves a norm, rounded twice: before and after the multiplication by the weight.
+// Output of a norm, rounded twice: before and after the multiplication by the weight.
 template <typename T>
 DEEPQAT_INLINE float normed(float x, float rstd, float weight) {
   return rounded_to<T>(weight * rounded_to<T>(x * rstd));
 }
 
-// e^x in fp32, in operations that every backend has alike; within 2 ulp. x = k ln2 + r with |r| <= ln2 / 2, ln2 in two
-// parts, and the polynomial of Cephes' expf (netlib.org/cephes, single/expf.c). 2^k comes in two factors, for a k of 128
-// and for results that are subnormal; beyond +-104 the result is infinite or 0 anyway.
+// e^x in fp32, in operations that are identical on every backend; within 2 ulp. x = k ln2 + r with |r| <= ln2 / 2, ln2
+// in two parts, and the polynomial of Cephes' expf (netlib.org/cephes, single/expf.c). 2^k is applied in two factors,
+// for a k of 128 and for subnormal results; beyond +-104 the result is infinite or 0 anyway.
 DEEPQAT_INLINE float exponential32(float x) {
-  x = x > 104.0f ? 104.0f : x;  // comparisons that let a NaN pass
+  x = x > 104.0f ? 104.0f : x;  // these comparisons keep a NaN
   x = x < -104.0f ? -104.0f : x;
-  const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, held in the low bits
+  const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, in the low bits
   const float shifted = x * 1.44269504088896341f + magic;
   const float k = shifted - magic;
   const float r = (x - k * 0.693359375f) - k * -2.12194440e-4f;
@@ -83,8 +83,8 @@ DEEPQAT_DECLARE_FUSED(DEEPQAT_STREAM)
 #undef DEEPQAT_DECLARE_FUSED
 
 // Arguments, beyond those of kernels.h:
-//   mask, values   may be null where they are written; the mask that is read says where grad counts
+//   mask, values   may be null as outputs; as an input, a mask bit of 0 zeroes grad
 //   rstd           one per row: 1 / sqrt(mean of squares + eps)
-//   partial        scratch [sums_of_rows(count), features]; like grad_weight null where the weight has no gradient
+//   partial        scratch [sums_of_rows(count), features]; like grad_weight, null if the weight has no gradient
 
 }  // namespace deepqat

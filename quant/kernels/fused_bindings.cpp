@@ -1,4 +1,4 @@
-// The kernels of fused.h as implementations of their operators, for CPU and CUDA tensors.
+// Operators implemented with the kernels of fused.h, for CPU and CUDA tensors.
 
 #include "bindings.h"
 #include "fused.h"
@@ -11,7 +11,7 @@ void check_like(const Tensor& one, const Tensor& x, const char* name) {
               x.scalar_type(), " on ", x.device());
 }
 
-// How many features a row of x has, each with a weight.
+// Number of features of a row of x, each with a weight.
 int64_t checked_features(const Tensor& x, const Tensor& weight) {
   TORCH_CHECK(x.dim() > 0 && x.size(-1) % deepqat::kVector == 0 && x.size(-1) > 0 && x.size(-1) <= deepqat::kSegment,
               "rows have a multiple of 8 and at most 16,384 features, got ", x.sizes());
@@ -27,7 +27,7 @@ Scales one_scale(const Tensor& x, const Tensor& s0, at::ScalarType scale_dtype, 
   return scales_of(x.numel(), s0, std::nullopt, scale_dtype, x, std::nullopt, grid);
 }
 
-// Codes, mask and values of a tensor like x; the last two are empty where they are not wanted.
+// Codes, mask and values of a tensor like x; the last two are empty if not requested.
 struct Written {
   Tensor codes, mask, values;
 

@@ -1,7 +1,8 @@
-// What both backends implement, on raw pointers; quant/kernels/bindings.cpp makes torch operators of it.
+// Kernel interface of both backends, on raw pointers; quant/kernels/bindings.cpp binds the kernels as torch operators.
 //
-// All tensors are dense and row-major. Element i of x has the scale i / block; a run is the `block` consecutive elements
-// of one scale. x, grad and their results have one dtype. No function waits for the device or allocates memory.
+// All tensors are dense and row-major. Element i of x has the scale i / block; a run is the `block` consecutive
+// elements of one scale. x, grad and their results have one dtype. No function waits for the device or allocates
+// memory.
 
 #pragma once
 
@@ -11,38 +12,38 @@ namespace deepqat {
 
 enum class Dtype { kFloat32, kBFloat16, kHalf };
 
-// What a scale is rounded to: a dtype, a power of two (MX), or an e4m3 number below a global scale (NVFP4).
+// Format that a scale is rounded to: a dtype, a power of two (MX), or an e4m3 number below a global scale (NVFP4).
 enum class Stored { kFloat32, kBFloat16, kHalf, kE8M0, kE4M3 };
 
-// s = s0 * exp(theta), as stored_as, one for every run, and its zero point.
+// s = s0 * exp(theta), rounded to stored_as, one per run, and its zero point.
 struct Scales {
   const float* s0;
-  const void* theta;  // null for a scale that is s0
+  const void* theta;  // null: the scale is s0
   Dtype theta_dtype;
   Stored stored_as;
   int64_t count;
   int64_t block;
-  const float* zero = nullptr;   // integers; null where all are 0
+  const float* zero = nullptr;   // integers; null if all are 0
   const float* above = nullptr;  // the global scales of kE4M3
-  int64_t per_above = 1;         // how many runs share one
+  int64_t per_above = 1;         // number of runs that share a global scale
 
   int64_t numel() const { return count * block; }
 };
 
-// Otherwise the number of bits of a signed integer; less than 0 without the smallest one: -4 is -7 to 7.
+// Other grids: the number of bits of a signed integer; negative for the narrow range: -4 is -7 to 7.
 constexpr int kE4M3Grid = 0, kE2M1Grid = 1;
 
-// Tokens, or groups of their features, each of which has a scale of its own, of what stands in it.
+// Tokens, or groups of their features, each with a scale computed from its values.
 struct Tokens {
   int64_t count;
   int64_t features;
   int grid;  // not narrow; kE2M1Grid has groups of at most kShortToken features, stored as kE8M0 or kE4M3
   bool symmetric;
-  Stored stored_as = Stored::kFloat32;  // of kE4M3Grid also kE8M0
-  const float* above = nullptr;         // the global scale of kE4M3
+  Stored stored_as = Stored::kFloat32;  // kE4M3Grid: also kE8M0
+  const float* above = nullptr;         // global scale for kE4M3
 };
 
-// The order in which a run's n terms are added, on both backends, so that they agree bit for bit and with themselves:
+// Order of addition of a run's n terms, on both backends, so that they agree bit for bit and runs are reproducible:
 //
 //   1. a segment is kSegment consecutive terms of a run (the last one shorter, as if zeros followed);
 //   2. accumulator p of kPositions takes the segment's terms p, p + kPositions, ... in this order;
@@ -50,7 +51,7 @@ struct Tokens {
 //      256 sums likewise (b[i] += b[i + 128], ..., 1);
 //   4. the sums of the segments, if there are several, are added by steps 2 and 3 as one segment of any length.
 //
-// A CUDA thread holds eight neighboring positions, a block one segment, and both need no atomics.
+// A CUDA thread holds eight neighboring positions, a block one segment; no atomics are needed.
 constexpr int kVector = 8;
 constexpr int kLanes = 256;
 constexpr int kPositions = kVector * kLanes;
@@ -95,23 +96,22 @@ DEEPQAT_DECLARE_KERNELS(DEEPQAT_STREAM)
 
 #undef DEEPQAT_DECLARE_KERNELS
 
-// Arguments, beyond the obvious:
-//   grad_x, out    may be grad: an element is read before it is written; in dequantize_and_mask it is not
+// Arguments:
+//   grad_x, out    may be grad, except in dequantize_and_mask: an element is read before it is written
 //   codes          uint8 (e4m3, or e2m1 in the low four bits) or int8
 //   values         the result of fake_quantize; may be null
 //   effective      the result of effective_scale; may be null
 //   zeros          one per run, in theta's dtype; may be null
-//   grad           in fake_quantize_tokens made in place what its backward makes of it; it or out may be null
-//   mask           one bit per element, element i at bit i % 8 of byte i / 8: whether it is inside the range; may be
-//                  null in quantize
+//   grad           in fake_quantize_tokens overwritten with the gradient of x; it or out may be null
+//   mask           one bit per element, i at bit i % 8 of byte i / 8: 1 inside the range; may be null in quantize
 //   factor         grad_theta = factor * s0 * exp(theta) * sum(grad * d fq / d s) per run, in theta's dtype
-//   of_weight      makes NaN where x / s is not finite: grad_theta of its run if there is one, else grad_x
-//   partial_sums   scratch, count * segments_of(block) floats, not read where grad_theta is null; so `partial` of amax
-//   grad_theta     null where it is not wanted
-//   places         [count, per_sum]: which rows [.., width] make each of the sums [count, width]
-//   scale, zero_point   one per token; the zero point is 0 where symmetric, and of floats
-//   scales         one per token, as stored: float, a byte of E8M0, or one of e4m3, times the global scale
-//   codes          in keep_tokens, of floats alone, two codes of e2m1 in a byte, the first in the low four bits; tokens
-//                  whose mask is wanted, or whose codes are e2m1, have a multiple of eight features
+//   of_weight      NaN if x / s is not finite: in grad_theta of its run if present, else in grad_x
+//   partial_sums   scratch, count * segments_of(block) floats, unused if grad_theta is null; likewise `partial` of amax
+//   grad_theta     null if not requested
+//   places         [count, per_sum]: indices of the rows [.., width] of each of the sums [count, width]
+//   scale, zero_point   one per token; the zero point is 0 for symmetric grids and floats
+//   scales         one per token, as stored: float, its E8M0 byte, or the e4m3 byte of scale times global scale
+//   codes          in keep_tokens (floats only) two codes of e2m1 in a byte, the first in the low four bits; tokens with
+//                  a mask or e2m1 codes have a multiple of eight features
 
 }  // namespace deepqat

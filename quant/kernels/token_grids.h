@@ -1,4 +1,4 @@
-// Dynamic grids, of one token each or of a group of its features, for the CPU and CUDA kernels alike.
+// Dynamic grids, of one token each or of a group of its features, shared by the CPU and CUDA kernels.
 
 #pragma once
 
@@ -7,8 +7,7 @@
 
 namespace deepqat {
 
-// Scale and grid of one token. A token that holds a NaN or an infinity has no scale: NaN, and so are all its
-// fake-quantized values.
+// Scale and grid of one token. With a NaN or an infinity, its scale and all its fake-quantized values are NaN.
 template <typename G>
 struct Token {
   G grid;
@@ -17,13 +16,13 @@ struct Token {
 
 DEEPQAT_INLINE float token_scale(float range, float steps) {
   const float scale = range / steps;
-  const float usable = scale < 1.17549435e-38f ? 1.0f : scale;  // of nothing but zeros
+  const float usable = scale < 1.17549435e-38f ? 1.0f : scale;  // all zeros
   return usable - usable == 0.0f ? usable : float_of(0x7fc00000u);
 }
 
 DEEPQAT_INLINE float largest_of(float lowest, float highest) { return -lowest > highest ? -lowest : highest; }
 
-// The smallest power of two with absmax / scale <= largest; 1 where that is below 2^-126.
+// Smallest power of two with absmax / scale <= largest; 1 if that is below 2^-126.
 DEEPQAT_INLINE float smallest_power_of_two(float absmax, float largest) {
   const uint32_t a = bits_of(absmax), l = bits_of(largest);
   const int32_t above = (a & 0x007fffffu) > (l & 0x007fffffu) ? 1 : 0;
@@ -32,14 +31,14 @@ DEEPQAT_INLINE float smallest_power_of_two(float absmax, float largest) {
   return float_of(a >= 0x7f800000u ? 0x7fc00000u : usable);
 }
 
-// The scale of NVFP4 inputs whose largest magnitude is absmax: an e4m3 number, 1/8 for 0, below a global scale.
+// Scale of NVFP4 inputs with largest magnitude absmax: an e4m3 number, 1/8 for 0, below a global scale.
 DEEPQAT_INLINE float below_global_of(float absmax, float above) {
   const float code = E4M3{}.round(absmax / 6.0f * above);
   return (code == 0.0f ? 0.125f : code) / above;
 }
 
-// How tokens get their grids; token(lowest, highest) is that of one whose values span these two, 0 included. kShort says
-// that they are groups of at most kShortToken features.
+// Factories of the tokens' grids; token(lowest, highest) is the grid of a token whose values span this range, extended
+// to 0. kShort: groups of at most kShortToken features.
 struct FloatTokens {
   using Grid = E4M3;
   static constexpr bool kShort = false, kCentred = true;
@@ -52,7 +51,7 @@ struct FloatTokens {
   }
 };
 
-// MXFP4, or below the global scale NVFP4.
+// MXFP4, or NVFP4 with a global scale.
 struct Float4Tokens {
   using Grid = E2M1;
   static constexpr bool kShort = true, kCentred = true;
@@ -90,11 +89,10 @@ DEEPQAT_INLINE int8_t zero_point_of(const E2M1&) { return 0; }
 
 DEEPQAT_INLINE int8_t zero_point_of(const ShiftedInteger& grid) { return static_cast<int8_t>(grid.zero_point); }
 
-// Two codes of four bits in a byte, the first of them below.
+// Two codes of four bits in a byte, the first in the low bits.
 DEEPQAT_INLINE uint8_t pair_of(uint32_t first, uint32_t second) { return static_cast<uint8_t>(first | second << 4); }
 
-// A scale of a token as its format stores it: a power of two as its exponent, one of NVFP4 as an e4m3 number times the
-// global scale.
+// Stored form of a token's scale: the exponent of a power of two, or for NVFP4 the e4m3 code of scale times global scale.
 DEEPQAT_INLINE uint8_t exponent_of(float scale) {
   return static_cast<uint8_t>(scale != scale ? 0xffu : bits_of(scale) >> 23);
 }

@@ -1,4 +1,4 @@
-// The kernels of fused.h on the CPU.
+// Kernels of fused.h on the CPU.
 
 #include <ATen/Parallel.h>
 
@@ -13,13 +13,13 @@
 namespace deepqat::cpu {
 namespace {
 
-// body(begin, end) for rows of so many elements, on all threads; some 65,536 elements at a time.
+// Call body(begin, end) for ranges of rows on all threads, some 65,536 elements at a time.
 template <typename Body>
 void for_rows(int64_t count, int64_t features, Body body) {
   at::parallel_for(0, count, 1 + 4 * kSegment / (features + 1), body);
 }
 
-// What is written of kChunk values at most: their codes and, where there is room for them, mask and fake-quantized values.
+// Output of up to kChunk values: codes, and unless null, mask and fake-quantized values.
 template <typename T, typename G>
 struct Writer {
   G grid;
@@ -28,9 +28,9 @@ struct Writer {
   uint8_t* mask;
   T* values;
 
-  // Of the n values y from element i on, a multiple of eight, which it overwrites.
+  // Write the n values y at element i, a multiple of eight; y is overwritten.
   DEEPQAT_INLINE void write(float* y, int64_t i, int64_t n) const {
-    const G g = grid;  // copies: what is written could alias a reference
+    const G g = grid;  // copies, as references could alias the output
     const float inverse = scale.inverse, value = scale.value;
     unrolled(n, [&](int64_t j) { y[j] *= inverse; });
     auto* to = codes + i;
@@ -51,7 +51,7 @@ auto writer(const Scales& scales, G grid, void* codes, uint8_t* mask, void* valu
   return Writer<T, Its>{its_grid, scale, static_cast<typename Its::Code*>(codes), mask, static_cast<T*>(values)};
 }
 
-// Eight gradients from the i-th on, which is a multiple of eight, as fp32: 0 where the mask says outside.
+// n gradients from element i on, a multiple of eight, as fp32: 0 where the mask bit is 0.
 template <typename T>
 DEEPQAT_INLINE void masked_gradients(const T* grad, const uint8_t* mask, int64_t i, int64_t n, float* out) {
   for (int64_t j = 0; j < n; ++j) out[j] = load(kept(grad[i + j], (mask[(i + j) / 8] >> ((i + j) % 8) & 1) != 0));

@@ -1,5 +1,5 @@
-// The loops of the CPU kernels: over runs, segments and tokens on all threads, within them in a form that the compiler
-// turns into SIMD, and sums in the order of kernels.h.
+// Loops of the CPU kernels: over runs, segments and tokens on all threads, inside them in a form that the compiler
+// vectorizes, and sums in the order of kernels.h.
 
 #pragma once
 
@@ -23,7 +23,7 @@ namespace {
 constexpr int64_t kChunk = 64;        // elements of one fully unrolled loop
 constexpr int64_t kScalesAtOnce = 256;
 
-// body(i) for i from `begin` in blocks of kLength, as many as fit before n; returns where it stopped.
+// Call body(i) for i from `begin` in full blocks of kLength up to n; return the end of the last block.
 template <int64_t kLength, typename Body>
 DEEPQAT_INLINE int64_t blocks_of(int64_t begin, int64_t n, Body body) {
   for (; begin + kLength <= n; begin += kLength) {
@@ -33,15 +33,15 @@ DEEPQAT_INLINE int64_t blocks_of(int64_t begin, int64_t n, Body body) {
   return begin;
 }
 
-// body(i) for i in [0, n), mostly in loops whose length the compiler knows.
+// Call body(i) for i in [0, n), mostly in loops of constant length.
 template <typename Body>
 DEEPQAT_INLINE void unrolled(int64_t n, Body body) {
   int64_t i = blocks_of<kChunk>(0, n, body);
-  i = blocks_of<32>(i, n, body);  // shorter ones GCC takes apart before it looks for vectors
+  i = blocks_of<32>(i, n, body);  // GCC unrolls shorter loops completely before it vectorizes
   for (; i < n; ++i) body(i);
 }
 
-// What one stretch of a run needs to know of its scale. `learned` is s0 * exp(theta), before rounding.
+// Scale of a stretch of one run. `learned` is s0 * exp(theta), before rounding.
 struct Scale {
   float value, inverse, learned, zero;
 
@@ -49,12 +49,12 @@ struct Scale {
   DEEPQAT_INLINE float inverse_at(int64_t) const { return inverse; }
 };
 
-// The same of each element of several short runs: of loops over one of them the compiler makes no vectors.
+// Scale per element of several short runs: the compiler does not vectorize loops over a single short run.
 struct ScalesOfChunk {
   alignas(64) float value[kChunk];
   alignas(64) float inverse[kChunk];
 
-  // In whole vectors where it can be: what is stored in parts a load of the whole has to wait for.
+  // In whole vectors if possible: a vector load after narrower stores stalls.
   DEEPQAT_INLINE void fill(int64_t begin, int64_t n, float its_value, float its_inverse) {
     if (n % 16 != 0) {
       std::fill_n(value + begin, n, its_value);
@@ -72,7 +72,7 @@ struct ScalesOfChunk {
   DEEPQAT_INLINE float inverse_at(int64_t i) const { return inverse[i]; }
 };
 
-// The grid of a stretch: several runs have one without a zero point.
+// Grid of a stretch; without a zero point for several runs.
 template <typename Grid>
 DEEPQAT_INLINE auto grid_at(const Grid& grid, const Scale& scale) {
   return grid.at(scale.zero);
@@ -83,7 +83,7 @@ DEEPQAT_INLINE auto grid_at(const Grid& grid, const ScalesOfChunk&) {
   return grid.at(0.0f);
 }
 
-// Whether runs of so many elements are taken several at a time: a loop over a whole chunk is the faster one.
+// True if runs of `block` elements are processed several at a time: a loop over a whole chunk is faster.
 constexpr bool is_short(int64_t block) { return block > 0 && block <= 32 && kChunk % block == 0; }
 
 float zero_of(const Scales& scales, int64_t run) { return scales.zero == nullptr ? 0.0f : scales.zero[run]; }
@@ -121,7 +121,7 @@ void effective_scales(const Scales& scales, int64_t begin, int64_t end, float* v
   for (int64_t i = 0; i < n; ++i) inverse[i] = 1.0f / value[i];
 }
 
-// Calls body(offset, length, scale, run, segment) for every segment of every run, on all threads.
+// Call body(offset, length, scale, run, segment) for every segment of every run, on all threads.
 template <typename Body>
 void for_each_segment(const Scales& scales, Body body) {
   const int64_t segments = segments_of(scales.block);
@@ -145,7 +145,7 @@ void for_each_segment(const Scales& scales, Body body) {
   });
 }
 
-// A stretch through its grid and back. Of several runs in two loops, for which the compiler finds faster ones.
+// Fake-quantize a stretch. For several runs in two loops, which the compiler vectorizes better.
 template <typename T, typename G, typename S>
 DEEPQAT_INLINE void through_grid(const T* from, T* to, int64_t n, const G& g, const S& s) {
   if constexpr (std::is_same_v<S, ScalesOfChunk>) {
@@ -157,11 +157,11 @@ DEEPQAT_INLINE void through_grid(const T* from, T* to, int64_t n, const G& g, co
   }
 }
 
-// Calls body(offset, length, scales) for the chunks of `count` runs of `block` elements each, with their scales.
+// Call body(offset, length, scales) for the chunks of `count` runs of `block` elements each, with their scales.
 template <typename Body>
 DEEPQAT_INLINE void for_each_chunk(int64_t count, int64_t block, const float* value, const float* inverse, Body body) {
   ScalesOfChunk of_chunk;
-  const auto chunks = [&](auto known) {  // the runs of NVFP4 and MX are of a length that the compiler knows
+  const auto chunks = [&](auto known) {  // runs of NVFP4 and MX have a constant length
     const int64_t length = known.value > 0 ? known.value : block, runs = kChunk / length;
     for (int64_t first = 0; first < count; first += runs) {
       const int64_t n = std::min(runs, count - first);
@@ -174,7 +174,7 @@ DEEPQAT_INLINE void for_each_chunk(int64_t count, int64_t block, const float* va
   chunks(std::integral_constant<int64_t, 0>{});
 }
 
-// Calls body(offset, length, scale) for stretches of one run, or of several short ones if the grid has no zero points.
+// Call body(offset, length, scale) for stretches of one run, or of several short runs if the grid has no zero points.
 template <bool kShifted, typename Body>
 void for_each_stretch(const Scales& scales, Body body) {
   if (kShifted || !is_short(scales.block))
@@ -192,7 +192,7 @@ void for_each_stretch(const Scales& scales, Body body) {
   });
 }
 
-// Step 3 of the order of addition in kernels.h, of `lanes` times kVector accumulators, which it overwrites.
+// Step 3 of the order of addition in kernels.h, on `lanes` times kVector accumulators, which are overwritten.
 DEEPQAT_INLINE float sum_of_lanes(float* a, int64_t lanes) {
   for (int64_t lane = 0; lane < lanes; ++lane, a += kVector)
     for (int half = kVector / 2; half > 0; half /= 2)
@@ -204,7 +204,7 @@ DEEPQAT_INLINE float sum_of_lanes(float* a, int64_t lanes) {
 }
 
 float sum_by_halves(float* accumulators, int64_t lanes) {
-  switch (lanes) {  // those of groups of weights, whose loops the compiler can take apart
+  switch (lanes) {  // constants for groups of weights, for unrolling
     case 4: return sum_of_lanes(accumulators, 4);
     case 8: return sum_of_lanes(accumulators, 8);
     case 16: return sum_of_lanes(accumulators, 16);
@@ -212,7 +212,7 @@ float sum_by_halves(float* accumulators, int64_t lanes) {
   }
 }
 
-// Sum of n terms in the order of kernels.h, where term(i) may do other work with element i.
+// Sum of n terms in the order of kernels.h; term(i) may have side effects for element i.
 template <typename Term>
 DEEPQAT_INLINE float sum_in_order(int64_t n, Term term) {
   alignas(64) float accumulators[kPositions];
@@ -231,7 +231,7 @@ DEEPQAT_INLINE float sum_in_order(int64_t n, Term term) {
   return sum_by_halves(accumulators, lanes);
 }
 
-// The signs of eight integers, a bit each.
+// Signs of eight integers, one bit each.
 DEEPQAT_INLINE uint8_t signs_of(const int32_t* x) {
 #if defined(__AVX__)
   return static_cast<uint8_t>(_mm256_movemask_ps(_mm256_loadu_ps(reinterpret_cast<const float*>(x))));
@@ -242,7 +242,7 @@ DEEPQAT_INLINE uint8_t signs_of(const int32_t* x) {
 #endif
 }
 
-// Which of n <= kChunk values are inside the range, a bit each.
+// Mask of n <= kChunk values, one bit each: 1 inside the range.
 template <typename G>
 DEEPQAT_INLINE void pack_inside(const G& grid, const float* v, int64_t n, uint8_t* mask) {
   int32_t flags[kChunk];
@@ -251,7 +251,7 @@ DEEPQAT_INLINE void pack_inside(const G& grid, const float* v, int64_t n, uint8_
   for (int64_t j = 0; j < n; j += 8) mask[j / 8] = signs_of(flags + j);
 }
 
-// n codes of four bits, a multiple of eight, as pair_of packs them.
+// Pack n codes of four bits, a multiple of eight, as pair_of does.
 DEEPQAT_INLINE void pack_pairs(const uint8_t* codes, int64_t n, uint8_t* packed) {
   for (int64_t j = 0; j < n; j += 8) {
     uint64_t eight;
@@ -263,7 +263,7 @@ DEEPQAT_INLINE void pack_pairs(const uint8_t* codes, int64_t n, uint8_t* packed)
   }
 }
 
-// For every byte of a mask: all bits of those of eight elements that it keeps, as words.
+// For every byte of a mask: words with all bits set for the kept elements of eight.
 template <size_t kSize>
 struct Kept {
   uint64_t words[256][kSize];
@@ -279,8 +279,8 @@ struct Kept {
 template <size_t kSize>
 constexpr Kept<kSize> kKept;
 
-// Largest magnitude, or NaN if there is one: as integers, the bits of magnitudes are in the order of their values, and
-// those of NaNs above all.
+// Largest magnitude, or NaN if there is a NaN: as integers, the bits of magnitudes have the order of their values, with
+// NaNs at the end.
 template <typename T>
 uint32_t largest_magnitude(const T* x, int64_t n) {
   uint32_t lanes[16] = {};

@@ -1,4 +1,4 @@
-// The kernels on the CPU: the same arithmetic as on the GPU.
+// Kernels on the CPU, with the same arithmetic as on the GPU.
 
 #include <ATen/Parallel.h>
 
@@ -29,10 +29,10 @@ void quantize(const void* x_, Dtype dtype, const Scales& scales, int grid, void*
     const auto* x = static_cast<const T*>(x_);
     auto* codes = static_cast<typename decltype(the_grid)::Code*>(codes_);
     auto* values = static_cast<T*>(values_);
-    // A byte of the mask may belong to two runs; then the mask is made in a pass of its own.
+    // If bytes of the mask may belong to two runs, the mask is computed in a separate pass.
     const bool bytes_of_runs = scales.block % 8 == 0 || scales.count == 1;
     for_each_stretch<the_grid.kShifted>(scales, [&](int64_t offset, int64_t length, const auto& s) {
-      const auto g = grid_at(the_grid, s);  // a copy: what is written could alias a reference
+      const auto g = grid_at(the_grid, s);  // a copy, as a reference could alias the output
       for (int64_t i = 0; i < length; i += kChunk) {
         const int64_t n = std::min(kChunk, length - i);
         const auto* in = x + offset + i;
@@ -69,7 +69,7 @@ void dequantize(const void* codes_, const Scales& scales, int grid, Dtype dtype,
     const auto* codes = static_cast<const typename decltype(the_grid)::Code*>(codes_);
     auto* out = static_cast<decltype(zero)*>(out_);
     for_each_stretch<the_grid.kShifted>(scales, [&](int64_t offset, int64_t length, const auto& s) {
-      const auto g = grid_at(the_grid, s);  // a copy: what is written could alias a reference
+      const auto g = grid_at(the_grid, s);  // a copy, as a reference could alias the output
       const auto* from = codes + offset;
       auto* to = out + offset;
       unrolled(length, [&](int64_t i) { store(g.decode(from[i]) * s.value_at(i), to + i); });
@@ -88,7 +88,7 @@ void fake_quantize(const void* x_, Dtype dtype, const Scales& scales, int grid, 
     const auto* x = static_cast<const decltype(zero)*>(x_);
     auto* out = static_cast<decltype(zero)*>(out_);
     for_each_stretch<the_grid.kShifted>(scales, [&](int64_t offset, int64_t length, const auto& s) {
-      const auto g = grid_at(the_grid, s);  // a copy: what is written could alias a reference
+      const auto g = grid_at(the_grid, s);  // a copy, as a reference could alias the output
       const auto* from = x + offset;
       auto* to = out + offset;
       through_grid(from, to, length, g, s);
@@ -98,12 +98,12 @@ void fake_quantize(const void* x_, Dtype dtype, const Scales& scales, int grid, 
 
 namespace {
 
-// grad_x, and the sums over segments of grad_theta's terms where partial_sums is not null.
+// Compute grad_x, and the sums over segments of grad_theta's terms if partial_sums is not null.
 template <bool kWeight, typename T, typename Grid>
 void backward_of(Grid the_grid, const T* grad, const T* x, const Scales& scales, T* grad_x, float* partial_sums) {
   if (partial_sums == nullptr)
     return for_each_stretch<the_grid.kShifted>(scales, [&](int64_t offset, int64_t length, const auto& s) {
-      const auto g = grid_at(the_grid, s);  // a copy: what is written could alias a reference
+      const auto g = grid_at(the_grid, s);  // a copy, as a reference could alias the output
       const auto *from = x + offset, *dy = grad + offset;
       auto* dx = grad_x + offset;
       unrolled(length, [&](int64_t i) {
@@ -122,7 +122,7 @@ void backward_of(Grid the_grid, const T* grad, const T* x, const Scales& scales,
       const T dy_i = dy[i];
       dx[i] = kept(dy_i, g.inside(v));
       const float term = load(dy_i) * g.scale_term(v, g.round(v));
-      return kWeight ? term + (v - v) : term;  // which is 0, or NaN
+      return kWeight ? term + (v - v) : term;  // adds 0, or NaN
     });
   });
 }
@@ -167,7 +167,7 @@ void masked(const void* grad_, const uint8_t* mask, Dtype dtype, int64_t numel, 
       const int64_t last = std::min<int64_t>(end * kSegment, numel);
       int64_t i = begin * kSegment;
       for (; i + 8 <= last; i += 8) {
-        if (grad == out && mask[i / 8] == 0xff) continue;  // in place nothing changes
+        if (grad == out && mask[i / 8] == 0xff) continue;  // in place, nothing to do
         uint64_t eight[sizeof(T)];
         memcpy(eight, grad + i, sizeof eight);
         for (size_t w = 0; w < sizeof(T); ++w) eight[w] &= kKept<sizeof(T)>.words[mask[i / 8]][w];

@@ -1,4 +1,4 @@
-// The loops of the CPU kernels over tokens, and over groups of their features, with a scale each.
+// Loops of the CPU kernels over tokens, and over groups of their features, with a scale each.
 
 #pragma once
 
@@ -14,8 +14,8 @@ DEEPQAT_INLINE uint32_t size_bits(float x) { return bits_of(x) & 0x7fffffffu; }
 DEEPQAT_INLINE uint16_t size_bits(BFloat16 x) { return x.bits & 0x7fffu; }
 DEEPQAT_INLINE uint16_t size_bits(Half x) { return x.bits & 0x7fffu; }
 
-// Largest magnitudes of groups of kFeatures elements, kGroupedAtOnce elements or fewer: neighbors are compared as
-// integers, see largest_magnitude, until one of each group is left.
+// Largest magnitudes of groups of kFeatures elements, at most kGroupedAtOnce elements: neighbors are compared as
+// integers (see largest_magnitude) until one per group is left.
 template <int64_t kFeatures, typename T>
 DEEPQAT_INLINE void largest_of_groups(const T* x, int64_t count, float* largest) {
   using Bits = decltype(size_bits(T{}));
@@ -35,7 +35,7 @@ DEEPQAT_INLINE void largest_of_groups(const T* x, int64_t count, float* largest)
   }
 }
 
-// Scales of groups whose largest magnitudes are known, as Grids::token has them.
+// Scales of groups from their largest magnitudes, as in Grids::token.
 DEEPQAT_INLINE void scales_of_groups(const FloatTokens& grids, const float* largest, int64_t count, float* scale) {
   if (grids.power_of_two) {
     for (int64_t i = 0; i < count; ++i) scale[i] = smallest_power_of_two(largest[i], E4M3::kMax);
@@ -53,14 +53,14 @@ DEEPQAT_INLINE void scales_of_groups(const Float4Tokens& grids, const float* lar
   }
 }
 
-// Of a grid that lies about 0, and so asks for the largest magnitude alone.
+// Grid of one token, for grids centered on 0, which need only the largest magnitude.
 template <typename Grids, typename T>
   requires Grids::kCentred
 auto token_of(const Grids& grids, const T* x, int64_t n) {
   return grids.token(0.0f, float_of(largest_magnitude(x, n)));
 }
 
-// Range of one token, extended to 0. NaN where the token holds a NaN: a comparison with one would drop it.
+// Grid of one token from its range, extended to 0. NaNs are tracked separately: comparisons would drop them.
 template <typename Grids, typename T>
 auto token_of(const Grids& grids, const T* x, int64_t n) {
   float lowest[16] = {}, highest[16] = {};
@@ -79,7 +79,7 @@ auto token_of(const Grids& grids, const T* x, int64_t n) {
   return grids.token(low, any_nan ? float_of(0x7fc00000u) : high);
 }
 
-// store_scale of several tokens, in a form that becomes SIMD.
+// store_scale for several tokens, in a form that is vectorized.
 DEEPQAT_INLINE void store_scales(const float* its, const Tokens& tokens, int64_t first, int64_t count, void* scales) {
   if (tokens.stored_as == Stored::kE8M0) {
     auto* to = static_cast<uint8_t*>(scales) + first;
@@ -93,7 +93,7 @@ DEEPQAT_INLINE void store_scales(const float* its, const Tokens& tokens, int64_t
   }
 }
 
-// for_each_token of groups of kFeatures.
+// for_each_token for groups of kFeatures.
 template <int64_t kFeatures, typename Grids, typename T, typename Known, typename Body>
 void for_each_group(int64_t count, const Grids& grids, const T* x, Known known, Body body) {
   constexpr int64_t kAtOnce = kGroupedAtOnce / kFeatures;
@@ -113,8 +113,8 @@ void for_each_group(int64_t count, const Grids& grids, const T* x, Known known, 
   });
 }
 
-// Calls known(first, count, scales, grid) for runs of tokens of x that have one grid, and body(offset, length, grid,
-// scale) for stretches of one token, or of several short ones.
+// Call known(first, count, scales, grid) for consecutive tokens of x that share a grid, and body(offset, length, grid,
+// scale) for stretches of one token, or of several short tokens.
 template <typename Grids, typename T, typename Known, typename Body>
 void for_each_token(const Tokens& tokens, const Grids& grids, const T* x, Known known, Body body) {
   const int64_t features = tokens.features;

@@ -1,4 +1,4 @@
-// The kernels of fused.h on an NVIDIA GPU; results equal the CPU's bit for bit, as those of cuda/quantizers.cu do.
+// Kernels of fused.h on an NVIDIA GPU; results equal the CPU's bit for bit, as in cuda/quantizers.cu.
 
 #include "launch.h"
 #include "operations.h"
@@ -13,8 +13,8 @@ struct Sum {
   static DEEPQAT_DEVICE float combine(float a, float b) { return a + b; }
 };
 
-// Of a row, in all threads of the block that has computed `mine` of it. The calls of a block alternate between two
-// `shared`, as over_block asks for.
+// Sum of a row, finished and returned in all threads of the block, each with its part `mine`. Calls of a block
+// alternate between two `shared`, as over_block requires.
 struct Shared {
   float lanes[kLanes], result;
 };
@@ -27,10 +27,10 @@ DEEPQAT_DEVICE float of_row(const float (&mine)[kVector], Shared& shared, Finish
   return shared.result;
 }
 
-// Norms of rows, a block each: first the sum of its squares, then its elements, read again.
+// Norms of rows, one block per row: first the sum of squares, then the elements, read again.
 template <typename T, typename G>
 struct Norm {
-  Quantize<T, G> out;  // reads nothing here
+  Quantize<T, G> out;  // only for writing
   const T *x, *weight;
   float* rstd;
   int64_t features;
@@ -79,9 +79,9 @@ __global__ void __launch_bounds__(kLanes, 2) norms(Op op, DeviceScales scales, i
   }
 }
 
-// Gradients of kRowsPerSum rows, a block each: row by row first the mean that all its elements need, then these, read
-// again. A thread has the sums of the weight's gradient of its kSteps vectors in registers, so that a row has at most
-// kSteps * kPositions features.
+// Gradients of kRowsPerSum rows, one block for all: row by row first the mean that all elements need, then the
+// elements, read again. A thread keeps the sums of the weight's gradient for its kSteps vectors in registers, so a row
+// has at most kSteps * kPositions features.
 template <typename T, int kSteps>
 struct NormBackward {
   const T *grad, *x, *weight;
@@ -121,7 +121,7 @@ struct NormBackward {
         const In in = load<kWide>(offset, at + u * kPositions);
         unrolled<kVector>([&](int j) { mine[j] += (in.grad[j] * in.weight[j]) * (in.x[j] * r); });
       });
-      // Calls of rows() begin with an even row and all but the last end with an odd one: the two arrays take turns.
+      // Calls of rows() begin with an even row and all but the last end with an odd row, so the two arrays alternate.
       const float mean =
           of_row(mine, shared[row % 2], [&](float sum) { return sum / static_cast<float>(features); });
       unrolled<kSteps>([&](int u) {
@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(kLanes, 2) norms_backward(Op op, bool wide) {
   }
 }
 
-// A thread adds up one feature, in the order of the sums.
+// A thread sums one feature, in the order of the partial sums.
 template <typename T>
 __global__ void __launch_bounds__(kLanes, 2) column_sums(const float* partial, int64_t sums, int64_t features, T* out) {
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kLanes;
@@ -175,7 +175,7 @@ struct SiluMul {
     Vector<T> gate, up;
   };
   static constexpr bool kScaled = true, kShifted = false;
-  Quantize<T, G> out;  // reads nothing here
+  Quantize<T, G> out;  // only for writing
   const T *gate, *up;
 
   template <bool kWide>

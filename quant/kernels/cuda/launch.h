@@ -1,4 +1,4 @@
-// How a CUDA kernel is started: on as many blocks as the device runs at once, on the stream that torch gives.
+// Launch of a CUDA kernel: on as many blocks as the device runs at once, on the stream given by torch.
 
 #pragma once
 
@@ -16,12 +16,12 @@ constexpr __host__ __device__ int64_t divided_up(int64_t n, int64_t by) { return
 
 [[maybe_unused]] void check(cudaError_t status, const char* kernel) {
   if (status == cudaSuccess) return;
-  cudaGetLastError();  // reported here, and not once more by whoever asks next
+  cudaGetLastError();  // clear the error, which is reported here
   throw std::runtime_error(std::string("CUDA kernel ") + kernel + ": " + cudaGetErrorString(status));
 }
 
-// How many blocks of a kernel the current device runs at once; it is asked once. Devices that share an entry of the
-// table would share the number too, and only the size of the grid depends on it.
+// Number of blocks of a kernel that the current device runs at once, queried once. Devices that share a table entry
+// would share the number too; only the size of the grid depends on it.
 template <auto kKernel>
 int resident_blocks(const char* name) {
   static std::atomic<int> known[64];
@@ -36,7 +36,7 @@ int resident_blocks(const char* name) {
   return blocks;
 }
 
-// `tasks` is the number of blocks that would find work.
+// `tasks` is the largest useful number of blocks.
 template <auto kKernel, typename... Arguments>
 void launch(const char* name, void* stream, int64_t tasks, const Arguments&... arguments) {
   if (tasks <= 0) return;

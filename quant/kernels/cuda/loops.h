@@ -1,11 +1,11 @@
-// The loops of the CUDA kernels, over the operations of cuda/operations.h:
+// Loops of the CUDA kernels, over the operations of cuda/operations.h:
 //
-//     elementwise   a warp takes tiles of kTile elements, whatever runs they belong to
-//     tokens        a warp or a block takes a token: first its range, then its elements
-//     short_tokens  a few lanes of a warp take a token of up to kWarpStep features, which they read once
+//     elementwise   a warp processes tiles of kTile elements, across runs
+//     tokens        a warp or a block processes a token: first its range, then its elements
+//     short_tokens  a few lanes of a warp process a token of up to kWarpStep features, reading it once
 //
-// and what the loops of cuda/reductions.h share with them. All stride by the grid, which holds no more blocks than the device runs at once, and load several vectors per thread
-// before they use the first. The order of every addition is that of kernels.h.
+// and helpers shared with cuda/reductions.h. All stride by the grid, which has at most as many blocks as the device
+// runs at once, and load several vectors per thread before using the first. Every addition has the order of kernels.h.
 
 #pragma once
 
@@ -15,13 +15,13 @@ namespace deepqat::cuda {
 
 constexpr int kWarpsPerBlock = kLanes / kWarp;
 
-// The warp's number in the grid. The shuffle tells the compiler that it is the same in all lanes, without which it
-// would guard every shuffle of the loops below against lanes that have parted.
+// Index of the warp in the grid. The shuffle shows the compiler that it is equal in all lanes; otherwise it would guard
+// every shuffle of the loops below against divergent lanes.
 DEEPQAT_DEVICE int64_t warp_index() {
   return static_cast<int64_t>(blockIdx.x) * kWarpsPerBlock + __shfl_sync(kAllLanes, threadIdx.x / kWarp, 0);
 }
 
-// How many of a vector's elements lie before the end, `left` elements from its first.
+// Number of a vector's elements before the end, `left` elements from its first.
 DEEPQAT_DEVICE int elements_in(int64_t left) {
   return left >= kVector ? kVector : left > 0 ? static_cast<int>(left) : 0;
 }
@@ -64,14 +64,14 @@ __global__ void __launch_bounds__(kLanes, 2) elementwise(Op op, DeviceScales sca
   }
 }
 
-// Eight values in the order of kernels.h: neighbors, or sums that are 32 lanes apart.
+// Combine eight values in the order of kernels.h: neighbors, or sums that are 32 lanes apart.
 template <typename Op>
 DEEPQAT_DEVICE typename Op::Value by_halves(const typename Op::Value (&a)[kVector]) {
   return Op::combine(Op::combine(Op::combine(a[0], a[4]), Op::combine(a[2], a[6])),
                      Op::combine(Op::combine(a[1], a[5]), Op::combine(a[3], a[7])));
 }
 
-// Of `width` neighboring lanes, a power of two; the first of them gets the result.
+// Reduce over `width` neighboring lanes, a power of two; the first of them gets the result.
 template <typename Op>
 DEEPQAT_DEVICE typename Op::Value over_lanes(typename Op::Value value, int width) {
 #pragma unroll
@@ -82,8 +82,8 @@ DEEPQAT_DEVICE typename Op::Value over_lanes(typename Op::Value value, int width
   return value;
 }
 
-// Of a block; thread 0 gets the result. The calls of a block must alternate between two arrays: a warp may enter the
-// next call while the first warp still reads what it wrote in this one.
+// Reduce over a block; thread 0 gets the result. Calls of a block must alternate between two arrays: a warp may enter
+// the next call while the first warp still reads the array of this one.
 template <typename Op>
 DEEPQAT_DEVICE typename Op::Value over_block(const typename Op::Value (&mine)[kVector],
                                              typename Op::Value (&shared)[kLanes]) {
@@ -96,7 +96,7 @@ DEEPQAT_DEVICE typename Op::Value over_block(const typename Op::Value (&mine)[kV
   return over_lanes<Op>(by_halves<Op>(apart), kWarp);
 }
 
-// use(in, i, n) for one of every `threads` vectors of [0, length), kInFlight of them loaded before the first is used.
+// Call use(in, i, n) for every `threads`-th vector of [0, length), with kInFlight vectors loaded ahead.
 template <bool kWide, typename Load, typename Use>
 DEEPQAT_DEVICE void for_vectors(int64_t length, int thread, int threads, Load load, Use use) {
   constexpr int kSteps = kWide ? kInFlight : 1;
@@ -111,20 +111,20 @@ DEEPQAT_DEVICE void for_vectors(int64_t length, int thread, int threads, Load lo
   }
 }
 
-// Of a token, 0 included.
+// Range of a token, 0 included.
 struct Range {
   float lowest, highest;
   bool nan;
 
   DEEPQAT_DEVICE void take(float x) {
-    lowest = fminf(lowest, x);  // these drop a NaN
+    lowest = fminf(lowest, x);  // fminf and fmaxf drop a NaN
     highest = fmaxf(highest, x);
     nan = nan || x != x;
   }
 };
 
-// As integers, the bits of magnitudes are in the order of their values, and those of NaNs, one of which `highest`
-// becomes if there was any, above all.
+// Combine ranges over a warp. `highest` becomes a NaN if there was any: as integers, the bits of magnitudes have the
+// order of their values, with NaNs at the end.
 DEEPQAT_DEVICE Range over_warp(const Range& range) {
   const uint32_t highest = bits_of(magnitude(range.highest)) | (range.nan ? 0x7fc00000u : 0u);
   return {-float_of(__reduce_max_sync(kAllLanes, bits_of(magnitude(range.lowest)))),
@@ -141,7 +141,7 @@ DEEPQAT_DEVICE const Vector<T>& x_of(const GradAndX<T>& in) {
   return in.x;
 }
 
-// The largest of `width` neighboring lanes, a power of two, in all of them.
+// Maximum over `width` neighboring lanes, a power of two; all of them get the result.
 DEEPQAT_DEVICE uint32_t largest_of_lanes(uint32_t value, int width) {
 #pragma unroll
   for (int half = kWarp / 2; half > 0; half /= 2) {
@@ -151,7 +151,7 @@ DEEPQAT_DEVICE uint32_t largest_of_lanes(uint32_t value, int width) {
   return value;
 }
 
-// Neighboring tokens from `first` on, as short_runs_of_warp takes runs; of grids that ask for the largest magnitude.
+// Process neighboring tokens from `first` on, as short_runs_of_warp does runs, for grids that need only the absmax.
 template <bool kFull, int kSteps, typename Op>
 DEEPQAT_DEVICE void short_tokens_of_warp(const Op& op, int64_t count, int features, int64_t first, int shift) {
   const int lane = threadIdx.x % kWarp, at_once = kWarp >> shift;
@@ -216,7 +216,7 @@ DEEPQAT_DEVICE void take_token(const Op& op, int64_t token, int64_t features, Ra
 
 template <typename Op, int kThreads>
 __global__ void __launch_bounds__(kLanes, 2) tokens(Op op, int64_t count, int64_t features, bool wide) {
-  __shared__ Range of_warps[2][kWarpsPerBlock];  // two, for the reason that over_block has
+  __shared__ Range of_warps[2][kWarpsPerBlock];  // two arrays, as in over_block
   constexpr int kAtOnce = kLanes / kThreads;
   int64_t token = static_cast<int64_t>(blockIdx.x) * kAtOnce + threadIdx.x / kThreads;
   for (int turn = 0; token < count; ++turn, token += static_cast<int64_t>(gridDim.x) * kAtOnce) {

@@ -1,12 +1,11 @@
-// What the CUDA kernels do with elements, apart from how they get at them. An operation is a struct with
+// Operations of the CUDA kernels on elements, apart from the loops. An operation is a struct with
 //
 //     In                             eight neighboring elements of the input, as loaded
-//     load<kWide>(i, n)              loads those at i, i + 1, ..., of which the tensor has n
-//     apply<kWide>(in, i, n, ...)    computes and stores the results
-//     take_run(run, scales)          what there is to store for a run besides; few have it
+//     load<kWide>(i, n)              load n elements at i, i + 1, ...
+//     apply<kWide>(in, i, n, ...)    compute and store the results
+//     take_run(run, scales)          optional: store a result per run
 //
-// Each says by itself what it loads: a base class for the few lines that several have alike would hide from the reader
-// of an operation how much it reads.
+// Each has its own load, without a base class for the few common lines, so that its memory traffic is visible.
 
 #pragma once
 
@@ -107,7 +106,7 @@ struct FakeQuantize {
   }
 };
 
-// Which of eight elements a condition holds for: element j at bit j.
+// Bit mask of the condition for eight elements: element j at bit j.
 template <typename Condition>
 DEEPQAT_DEVICE uint32_t bits_where(const Condition& condition) {
   uint32_t bits = 0;
@@ -128,7 +127,7 @@ struct Backward {
 
   template <bool kWide>
   DEEPQAT_DEVICE In load(int64_t i, int n) const {
-    // In place a gradient is read only where something was clipped.
+    // In place, a gradient is read only if an element was clipped.
     return {grad == grad_x ? Vector<T>{} : load_vector<kWide>(grad + i, n), load_vector<kWide>(x + i, n)};
   }
 
@@ -141,7 +140,7 @@ struct Backward {
     if (grad == grad_x && bits == kAllOfThem) return;
     const auto bit = [&](int j) { return (bits >> j & 1u) != 0; };
     Vector<T> dx = kept(grad == grad_x ? load_vector<kWide>(grad + i, n) : in.grad, bit);
-    // What is not finite is outside, too.
+    // Non-finite elements are outside, too.
     if (of_weight && bits != kAllOfThem) unrolled<kVector>([&](int j) { dx.at[j] = nan_unless_finite(dx.at[j], v[j]); });
     store_vector<kWide>(dx, grad_x + i, n);
   }
@@ -170,11 +169,11 @@ struct Masked {
     store_vector<kWide>(kept(in.grad, [&](int j) { return (in.mask >> j & 1u) != 0; }), out + i, n);
   }
 
-  // In place eight gradients of which none was clipped are neither read nor written.
+  // In place, eight unclipped gradients are neither read nor written.
   DEEPQAT_DEVICE bool untouched(uint32_t bits) const { return grad == out && bits == kAllOfThem; }
 };
 
-// Dequantizes codes, and masks a gradient of as many elements in place: what backward wants of an input at once.
+// Dequantize codes and mask a gradient of as many elements in place, as backward needs both for an input.
 template <typename T, typename G>
 struct DequantizeAndMask {
   struct In {
@@ -204,7 +203,7 @@ struct DequantizeAndMask {
   }
 };
 
-// ---- operations that reduce runs: apply() takes the elements' terms into accumulators, finish() the run's result
+// ---- operations that reduce runs: apply() adds the elements' terms to accumulators, finish() stores the run's result
 
 template <typename T, typename G>
 struct BackwardSums : Backward<T, G> {
@@ -231,13 +230,13 @@ struct BackwardSums : Backward<T, G> {
     unrolled<kVector>([&](int j) { v[j] *= scale.inverse; });
     const auto its_grid = this->grid.at(scale.zero);
     round_to_grid([&](int) { return its_grid; }, v, rounded);
-    // Written in place too where nothing was clipped: to ask costs registers that sm_100 does not have here.
+    // In place, also written if nothing was clipped: a check costs registers that sm_100 does not have here.
     const auto inside = [&](int j) { return its_grid.inside(v[j]); };
     store_vector<kWide>(kept(in.grad, inside), this->grad_x + i, n);
-    // Beyond the end both are zero, and so is the term, whatever the scale.
+    // Beyond the end both are zero, and so is the term for any scale.
     unrolled<kVector>([&](int j) {
       sums[j] += grad[j] * its_grid.scale_term(v[j], rounded[j]);
-      sums[j] += deepqat::kept(v[j] - v[j], this->of_weight);  // 0, or NaN
+      sums[j] += deepqat::kept(v[j] - v[j], this->of_weight);  // adds 0, or NaN
     });
   }
 
@@ -246,7 +245,7 @@ struct BackwardSums : Backward<T, G> {
   }
 };
 
-// As integers, the bits of magnitudes are in the order of their values, and those of NaNs above all.
+// As integers, the bits of magnitudes have the order of their values, with NaNs at the end.
 template <typename T>
 struct Amax {
   using In = Vector<T>;

@@ -1,5 +1,5 @@
-// The kernels on an NVIDIA GPU. The results equal the CPU's bit for bit, but for one thing: which of the many NaNs an
-// fp32 or fp16 result is.
+// Kernels on an NVIDIA GPU. The results equal the CPU's bit for bit, except for the payload of a NaN in an fp32 or fp16
+// result.
 
 #include "launch.h"
 #include "loops.h"
@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(kLanes, 2) effective_scales(DeviceScales scale
     out[run] = scales.of_run<false>(run).value;
 }
 
-// A thread takes eight neighboring elements of a sum, and the rows of the sum one after the other.
+// A thread sums eight neighboring elements over the rows of the sum, one after the other.
 template <typename T>
 __global__ void __launch_bounds__(kLanes, 2) summed_rows(const T* rows, const int64_t* places, Divisor per_row,
                                                          int64_t vectors, int64_t per_sum, int64_t width, T* out,
@@ -72,7 +72,7 @@ void quantize(const void* x_, Dtype dtype, const Scales& scales, int grid, void*
     const auto* x = static_cast<const decltype(zero)*>(x_);
     auto* codes = static_cast<typename decltype(g)::Code*>(codes_);
     auto* values = static_cast<decltype(zero)*>(values_);
-    const bool wide = aligned(x, codes, values);  // null is
+    const bool wide = aligned(x, codes, values);  // true for null
     launch_elementwise("quantize", Op{x, codes, mask, values, g, effective}, scales, scales.numel(), wide, stream);
   });
 }

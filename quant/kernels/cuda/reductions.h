@@ -1,11 +1,10 @@
-// The loops of the CUDA kernels that reduce runs, over the operations of cuda/operations.h, and their launches:
+// Loops of the CUDA kernels that reduce runs, over the operations of cuda/operations.h, and their launches:
 //
-//     short_runs    a few lanes of a warp take a run of up to kWarpStep elements, and reduce it
-//     segments      a block takes a segment of a longer run and reduces it; the last block of a run its segments' results
-//     partials      a block takes a run and reduces its segments' results, where that is a launch of its own
+//     short_runs    a few lanes of a warp reduce a run of up to kWarpStep elements
+//     segments      a block reduces a segment of a longer run; the last block of a run reduces its segments' results
+//     partials      a block reduces the results of a run's segments, in a separate launch
 //
-// Which block is the last one of a run is chance. What it computes is not: the order of every addition is that of
-// kernels.h, whoever makes it.
+// The last block of a run varies, its result does not: every addition has the order of kernels.h in any block.
 
 #pragma once
 
@@ -16,13 +15,13 @@
 namespace deepqat::cuda {
 namespace {
 
-// How many segments of a run are done, for launches that end with the reduction of their results: 0 between two of them,
-// which come one after the other on one stream. Each stream has counts of its own.
+// Number of finished segments per run, for launches that also reduce the segments' results: 0 between two launches,
+// which follow each other on one stream. Each stream has separate counts.
 constexpr int kCountedStreams = 32, kCountedRuns = 1024;
 __device__ uint32_t segments_done[kCountedStreams][kCountedRuns];
 
-// The counts of a stream, or -1 where it has none: there are more streams; it is being captured, and the graph may run on
-// any stream; or it stands for a stream of each thread of the host.
+// Index of the stream's counts, or -1: too many streams; a stream in capture, as the graph may run on any stream; or
+// cudaStreamPerThread, which is another stream in each host thread.
 int counts_of(const char* name, void* stream) {
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   check(cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &capture), name);
@@ -38,8 +37,8 @@ int counts_of(const char* name, void* stream) {
 
 }  // namespace
 
-// Neighboring runs from `first` on, 2^shift lanes each, kSteps vectors per lane in flight. If full, all of these lanes
-// have a run and eight of its elements.
+// Reduce neighboring runs from `first` on, 2^shift lanes each, kSteps vectors per lane in flight. If kFull, each of
+// these lanes has a run and eight of its elements.
 template <bool kFull, int kSteps, typename Op>
 DEEPQAT_DEVICE void short_runs_of_warp(const Op& op, const DeviceScales& scales, int64_t first, int shift) {
   const int lane = threadIdx.x % kWarp, at_once = kWarp >> shift, block = static_cast<int>(scales.block());
@@ -86,12 +85,12 @@ DEEPQAT_DEVICE void take_segment(const Op& op, int64_t offset, int length, const
       [&](const auto& in, int64_t i, int n) { op.template apply<kWide>(in, offset + i, n, scale, mine); });
 }
 
-// Whether the `mine` segments of a run that this block has just done are the last of `all`, which no other block is told;
-// then it may read what all of them wrote.
+// True if the `mine` segments that this block has just finished are the last of the run's `all`; only one block gets
+// true, and may then read the results of all blocks.
 DEEPQAT_DEVICE bool are_last(uint32_t* done, uint32_t mine, uint32_t all) {
   __shared__ bool last;
   if (threadIdx.x == 0) {
-    __threadfence();  // what this block wrote is seen by whoever sees the count
+    __threadfence();  // make this block's results visible before the count
     last = atomicAdd(done, mine) + mine == all;
     if (last) *done = 0;  // for the next launch
     __threadfence();
@@ -100,7 +99,7 @@ DEEPQAT_DEVICE bool are_last(uint32_t* done, uint32_t mine, uint32_t all) {
   return last;
 }
 
-// The results of a run's segments, in all threads of a block, to its own.
+// Reduce the results of a run's segments to the run's result, with all threads of a block.
 template <typename Op>
 DEEPQAT_DEVICE void reduce_partials(const Op& op, const DeviceScales& scales, const Scale& scale, int64_t run,
                                     int64_t per_run, typename Op::Value (&shared)[kLanes]) {
@@ -111,7 +110,7 @@ DEEPQAT_DEVICE void reduce_partials(const Op& op, const DeviceScales& scales, co
       [&](int64_t i, int n) {
         Vector<float> v{};
         unrolled<kVector>([&](int j) {
-          if (j < n) v.at[j] = __ldcg(partial + i + j);  // not from a cache of this processor alone
+          if (j < n) v.at[j] = __ldcg(partial + i + j);  // bypass the L1 cache, which other SMs' writes do not update
         });
         return v;
       },
@@ -122,7 +121,7 @@ DEEPQAT_DEVICE void reduce_partials(const Op& op, const DeviceScales& scales, co
   if (threadIdx.x == 0) op.finish(run, total, scales, scale);
 }
 
-// `counts` is counts_of the stream.
+// `counts` is the result of counts_of for the stream.
 template <typename Op>
 __global__ void __launch_bounds__(kLanes, 2) segments(Op op, DeviceScales scales, Divisor by_segments,
                                                       int64_t per_run, int counts, bool wide) {
@@ -130,12 +129,12 @@ __global__ void __launch_bounds__(kLanes, 2) segments(Op op, DeviceScales scales
   const int64_t tasks = scales.count() * per_run;
   const int lane = threadIdx.x % kWarp;
   Scale of_next_tasks{};
-  uint32_t done = 0;  // of the present run, that this block has not told of
+  uint32_t done = 0;  // segments of the current run not yet counted
   int64_t task = blockIdx.x;
   for (int turn = 0; task < tasks; ++turn, task += gridDim.x) {
     Scale scale{};
     if constexpr (Op::kScaled) {
-      // Each lane prepares the scale of another one of the block's next tasks.
+      // Each lane prepares the scale of a different upcoming task of the block.
       if (turn % kWarp == 0) {
         const int64_t mine = min(task + static_cast<int64_t>(gridDim.x) * lane, tasks - 1);
         of_next_tasks = scales.of_run<Op::kShifted>(by_segments.quotient(mine));
@@ -160,11 +159,11 @@ __global__ void __launch_bounds__(kLanes, 2) segments(Op op, DeviceScales scales
       }
     }
     if (counts < 0) continue;
-    // A count costs the block a microsecond: once per run, of which the next task may be as well.
+    // A count costs the block a microsecond: count once per run, as the next task may belong to the same run.
     ++done;
     const int64_t next = task + gridDim.x;
     if (next < tasks && by_segments.quotient(next) == run) continue;
-    // The barrier inside lets `shared` be used again; the next task uses the other one.
+    // After the barrier in are_last, `shared` can be reused; the next task uses the other array.
     if (are_last(&segments_done[counts][run], done, static_cast<uint32_t>(per_run)))
       reduce_partials(op, scales, scale, run, per_run, shared[turn % 2]);
     done = 0;

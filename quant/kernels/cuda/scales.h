@@ -1,7 +1,7 @@
-// The scales of many runs on a GPU, formed by the warps that need them.
+// Scales of many runs on a GPU, computed by the warps that use them.
 //
-// exp(theta) and 1/s are costly next to the arithmetic of one element. So each lane of a warp forms the scale of
-// another run, and the warp's shuffles hand them to the lanes that need them.
+// exp(theta) and 1/s are costly compared to the arithmetic of one element. So each lane of a warp computes the scale of
+// another run, and shuffles distribute them to the lanes that need them.
 
 #pragma once
 
@@ -11,16 +11,16 @@ namespace deepqat::cuda {
 
 constexpr int kWarp = 32;
 constexpr uint32_t kAllLanes = 0xffffffffu;
-constexpr int kInFlight = 4;                  // vectors that a thread loads before it uses the first
+constexpr int kInFlight = 4;                  // vectors that a thread loads before using the first
 constexpr int kWarpStep = kWarp * kVector;    // elements of one vector per lane
-constexpr int kTile = kInFlight * kWarpStep;  // elements of a warp at a time
+constexpr int kTile = kInFlight * kWarpStep;  // elements per warp and iteration
 
 // `learned` is s0 * exp(theta), before rounding.
 struct Scale {
   float value, inverse, learned, zero;
 };
 
-// The zero point is 0 unless kShifted: symmetric grids do not pay for it.
+// The zero point is 0 unless kShifted, to save a shuffle for symmetric grids.
 template <bool kShifted>
 DEEPQAT_DEVICE Scale from_lane(const Scale& scale, int lane) {
   const float zero = kShifted ? __shfl_sync(kAllLanes, scale.zero, lane) : 0.0f;
@@ -28,7 +28,7 @@ DEEPQAT_DEVICE Scale from_lane(const Scale& scale, int lane) {
           __shfl_sync(kAllLanes, scale.learned, lane), zero};
 }
 
-// n / divisor without the GPU's long division, for n below 2^53: the rounded product is at most one off.
+// n / divisor without the GPU's slow 64-bit division, for n below 2^53: the rounded product is off by at most one.
 class Divisor {
  public:
   explicit Divisor(int64_t divisor) : divisor_(divisor), reciprocal_(1.0 / static_cast<double>(divisor)) {}
@@ -75,8 +75,8 @@ class DeviceScales {
     }
   }
 
-  // scale[i] = that of run first + run_of(i), for all lanes of the warp at once; 0 <= run_of(i) < runs. There may be
-  // fewer runs than that in the tensor: lanes beyond its end get the scale of the last one, and have no use for it.
+  // scale[i] = scale of run first + run_of(i), for all lanes of the warp at once; 0 <= run_of(i) < runs. Beyond the
+  // last run of the tensor, lanes get the scale of the last run, which they do not use.
   template <bool kShifted, int N, typename RunOf>
   DEEPQAT_DEVICE void of_runs(int64_t first, int runs, RunOf run_of, Scale (&scale)[N]) const {
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
@@ -92,12 +92,12 @@ class DeviceScales {
     }
   }
 
-  // scale[i] = that of element begin + position(i), likewise; 0 <= position(i) < length <= kTile.
+  // scale[i] = scale of element begin + position(i), likewise; 0 <= position(i) < length <= kTile.
   template <bool kShifted, int N, typename Position>
   DEEPQAT_DEVICE void of_elements(int64_t begin, int length, Position position, Scale (&scale)[N]) const {
     const int64_t first = by_block_.quotient(begin);
-    // A run longer than a tile may as well end with it, and be as long. What is divided is then so small that
-    // multiplying by floor(2^22 / divisor) + 1 is exact.
+    // A run longer than a tile is treated as if it had the tile's length and ended with it. The dividend is then so
+    // small that multiplying by floor(2^22 / divisor) + 1 is exact.
     const int left = static_cast<int>(min((first + 1) * block() - begin, static_cast<int64_t>(kTile)));
     const int into_first = static_cast<int>(min(block(), static_cast<int64_t>(kTile))) - left;
     const auto run_at = [&](int p) { return static_cast<int>(static_cast<uint32_t>(into_first + p) * magic_ >> 22); };

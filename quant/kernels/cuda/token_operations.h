@@ -1,4 +1,4 @@
-// What the CUDA kernels do with tokens, whose grids come from Grids::token; operations as in cuda/operations.h.
+// Operations of the CUDA kernels on tokens, whose grids come from Grids::token; interface as in cuda/operations.h.
 
 #pragma once
 
@@ -37,7 +37,7 @@ struct QuantizeTokens {
   }
 };
 
-// Values, packed codes, mask and scale of each token in one pass.
+// Compute values, packed codes, mask and scale of each token in one pass.
 template <typename T, typename Grids>
 struct KeepTokens {
   using In = Vector<T>;
@@ -85,7 +85,7 @@ struct FakeQuantizeTokens {
   using OfToken = Token<typename Grids::Grid>;
   static constexpr bool kShort = Grids::kShort, kCentred = Grids::kCentred;
   const T* x;
-  T *out, *grad;  // what of both is not null
+  T *out, *grad;  // either may be null
   Grids grids;
 
   template <bool kWide>

@@ -1,8 +1,8 @@
-// Eight neighboring elements in the registers of one CUDA thread: from memory and back, and converted together.
+// Eight neighboring elements in the registers of one CUDA thread: load, store and conversion.
 //
-// Memory is accessed in words of 16 bytes (8 for one-byte elements) where `wide` allows it, and element by element
-// otherwise. The arithmetic is that of arithmetic.h. Where the GPU converts two values with one instruction, that
-// instruction is used; each comment says why the result is the same.
+// Memory is accessed in words of 16 bytes (8 for one-byte elements) if `wide`, else element by element. The arithmetic
+// is that of arithmetic.h. Instructions that convert two values at once are used where available; comments explain why
+// the result is the same.
 
 #pragma once
 
@@ -26,7 +26,7 @@
 
 namespace deepqat::cuda {
 
-// body(0), ..., body(N - 1), with constants for indices: an array that is indexed by a variable leaves the registers.
+// Call body(0), ..., body(N - 1) with constant indices: an array indexed by a variable would leave the registers.
 template <int N, typename Body>
 DEEPQAT_DEVICE void unrolled(Body body) {
 #pragma unroll
@@ -49,13 +49,13 @@ using Word = std::conditional_t<sizeof(T) == 1, uint2, uint4>;
 template <typename T>
 constexpr int kWords = sizeof(Vector<T>) / sizeof(Word<T>);
 
-// Whether vectors that start at multiples of kVector elements may be accessed in words.
+// True if vectors that start at multiples of kVector elements may be accessed in words.
 template <typename... T>
 bool aligned(const T*... start) {
   return ((reinterpret_cast<uintptr_t>(start) % sizeof(Word<T>) == 0) && ...);
 }
 
-// The first n elements of a vector, zero beyond. If wide, n is 0 or kVector.
+// Load the first n elements of a vector, zero beyond. If kWide, n is 0 or kVector.
 template <bool kWide, typename T>
 DEEPQAT_DEVICE Vector<T> load_vector(const T* from, int n) {
   Vector<T> v{};
@@ -89,7 +89,7 @@ DEEPQAT_DEVICE void store_vector(const Vector<T>& v, T* to, int n) {
 template <typename T>
 DEEPQAT_DEVICE void values_of(const Vector<T>& v, float (&x)[kVector]) {
   if constexpr (std::is_same_v<T, BFloat16>) {
-    uint32_t pairs[kVector / 2];  // one instruction each; taking out 16 bits first costs another
+    uint32_t pairs[kVector / 2];  // one instruction each; extracting 16 bits first would cost another
     memcpy(pairs, &v, sizeof v);
     unrolled<kVector / 2>([&](int i) {
       x[2 * i] = float_of(pairs[i] << 16);
@@ -100,7 +100,7 @@ DEEPQAT_DEVICE void values_of(const Vector<T>& v, float (&x)[kVector]) {
   }
 }
 
-// v where keep(i), zero elsewhere.
+// v if keep(i), else zero.
 template <typename T, typename Keep>
 DEEPQAT_DEVICE Vector<T> kept(const Vector<T>& v, Keep keep) {
   Vector<T> result;
@@ -127,8 +127,8 @@ DEEPQAT_DEVICE Vector<T> stored(const float (&x)[kVector]) {
       if constexpr (std::is_same_v<T, BFloat16>) {
         const __nv_bfloat162 pair = __floats2bfloat162_rn(x[2 * i], x[2 * i + 1]);
         memcpy(&pairs[i], &pair, sizeof pair);
-        // The instruction makes 0x7fff of every NaN, the largest of all signed 16-bit integers; ours is 0x7fc0, larger
-        // than the bits of every number.
+        // The instruction converts every NaN to 0x7fff, the largest signed 16-bit integer; arithmetic.h uses 0x7fc0,
+        // larger than the bits of every number.
         pairs[i] = __vmins2(pairs[i], 0x7fc07fc0u);
       } else {
         const __half2 pair = __floats2half2_rn(x[2 * i], x[2 * i + 1]);
@@ -143,18 +143,18 @@ DEEPQAT_DEVICE Vector<T> stored(const float (&x)[kVector]) {
   return v;
 }
 
-// ---- v = x / s to the grid; grid_of(i) is that of element i
+// ---- rounding of v = x / s to the grid; grid_of(i) is the grid of element i
 
 #if defined(DEEPQAT_HARDWARE_E4M3)
 
-// Two codes. The conversion rounds to nearest, ties to even, subnormals included; it saturates, infinities included, at
-// +-448, to where everything from 448 to 464 rounds anyway; it keeps the sign of zero and makes 0x7f of every NaN. That
-// is E4M3::quantized(v).
+// Two codes, equal to E4M3::quantized(v): the conversion rounds to nearest, ties to even, subnormals included;
+// saturates at +-448, infinities included, to which everything from 448 to 464 rounds anyway; keeps the sign of zero;
+// and converts every NaN to 0x7f.
 DEEPQAT_DEVICE __nv_fp8x2_storage_t code_pair(float first, float second) {
   return __nv_cvt_float2_to_fp8x2(make_float2(first, second), __NV_SATFINITE, __NV_E4M3);
 }
 
-// E4M3::decode of two codes: by way of fp16, which holds every e4m3 value.
+// E4M3::decode of two codes, through fp16, which represents every e4m3 value.
 DEEPQAT_DEVICE float2 e4m3_values(__nv_fp8x2_storage_t codes) {
   return __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(codes, __NV_E4M3)));
 }
@@ -180,7 +180,7 @@ DEEPQAT_DEVICE void round_to_grid(GridOf grid_of, const float (&v)[kVector], flo
   unrolled<kVector>([&](int i) { rounded[i] = grid_of(i).round(v[i]); });
 }
 
-// The codes of Q(v).
+// Codes of Q(v).
 template <typename GridOf>
 DEEPQAT_DEVICE Vector<typename GridAt<GridOf>::Code> encoded(GridOf grid_of, const float (&v)[kVector]) {
   Vector<typename GridAt<GridOf>::Code> codes;
