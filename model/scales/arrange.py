@@ -1,9 +1,8 @@
-"""Scales of a checkpoint's Linears, arranged by the model's scale groups.
+"""Arrange the scales of a checkpoint's Linears by the model's scale groups.
 
-A checkpoint has a scale for every Linear. Here several Linears may share one, and the Linears of all experts of a MoE
-layer may be one layer, with a stack of scales. :func:`arrange` says which tensors each group's scale is made of and
-reads nothing but their names; once :mod:`model.scales.check` has found nothing wrong with them,
-:meth:`GroupScale.value` makes the scale.
+A checkpoint has a scale per Linear. Here several Linears may share one, and the Linears of all experts of a MoE layer
+may form one layer, with a stack of scales. :func:`arrange` finds the tensors of each group's scale by their names only;
+:meth:`GroupScale.value` computes the scale after :mod:`model.scales.check` has checked them.
 """
 
 from collections import Counter
@@ -27,12 +26,12 @@ Linears = dict[str, LinearPart]  # by name on disk
 
 @dataclass(frozen=True)
 class ZeroPoints:
-    """Zero points beside a scale of the files.
+    """Zero points of a scale in the files.
 
     Attributes:
-        key: where the files should have them.
-        values: one for each scale, or what the files have instead, if its shape is another; None if they have none.
-        shape, packed_shape: the shapes that the files may have them in: one by one, and packed into int32.
+        key: their key in the files.
+        values: one per scale, or the tensor of another shape found instead; None if the files have none.
+        shape, packed_shape: the allowed shapes: unpacked, and packed into int32.
     """
 
     key: str
@@ -46,10 +45,10 @@ class StoredScale:
     """One scale of the files.
 
     Attributes:
-        key: where the files have it.
-        value: fp32; what codes are multiplied with, but a global scale as it is stored.
-        shape: the shape that it must have, give or take dimensions of size 1.
-        zero_points: those beside it, where the scheme has such.
+        key: its key in the files.
+        value: fp32 factor of codes; a global scale is kept as stored.
+        shape: required shape, up to dimensions of size 1.
+        zero_points: its zero points, if the scheme has any.
     """
 
     key: str
@@ -60,15 +59,15 @@ class StoredScale:
 
 @dataclass(frozen=True)
 class GroupScale:
-    """A scale group and the scales in the files that its own is made of.
+    """Scale group, and the scales in the files from which its own is computed.
 
     Attributes:
         group: the group.
-        layers: scales by the group's members that have any, in module order; empty if the group is to get its scale
+        layers: scales of each of the group's members that has any, in module order; empty if the group gets its scale
             from elsewhere.
-        projections: how many Linears of one expert lie behind one another in the group's layer, a stack of experts;
-            0 where the group's layers are no stacks, or have one scale for all experts.
-        smallest: whether the smallest of several scales is taken; else the largest, as engines do that fuse layers.
+        projections: number of Linears per expert in the group's layer, a stack of experts; 0 if the group's layers are
+            no stacks, or have one scale for all experts.
+        smallest: take the smallest of several scales instead of the largest, which engines take when they fuse layers.
     """
 
     group: ScaleGroup
@@ -77,7 +76,7 @@ class GroupScale:
     smallest: bool = False
 
     def value(self) -> Tensor:
-        """What :func:`model.scales.in_place.fill_scales` takes, of scales that were checked."""
+        """Compute the value for :func:`model.scales.in_place.fill_scales`, from checked scales."""
         shape = full_shape(self.group.s0)
         scales = self._one(torch.stack([self._of_layer(stored, shape) for stored in self.layers]), 0)
         if self.group.zero is None:
@@ -100,17 +99,17 @@ class GroupScale:
 
 @dataclass(frozen=True)
 class ArrangedScales:
-    """The scales of a checkpoint by the groups of a model.
+    """Scales of a checkpoint by the groups of a model.
 
     Attributes:
-        weights, globals, inputs: every group of each kind; ``layers`` is empty where the files have no scale of it.
-        without_global: names on disk of Linears that have a scale, but not the global one that belongs to it.
-        not_symmetric: keys of zero points that are not 0, of layers whose scheme here has none.
+        weights, globals, inputs: every group of each kind; ``layers`` is empty if the files have no scale of it.
+        without_global: names on disk of Linears that have a scale, but lack its global one.
+        not_symmetric: keys of zero points other than 0, of layers whose scheme here has none.
         unused: keys of scales of layers that are not quantized here.
-        none_used: whether there is no other scale in the files.
-        expected: one of the keys that the scales of the model's layers would have, for a message.
-        linears: the Linears of each layer, by the layer's name.
-        caches: whether the files have scales of keys or values that are quantized here.
+        none_used: True if the files have no other scale.
+        expected: example key of a scale of the model's layers, for a message.
+        linears: Linears of each layer, by the layer's name.
+        caches: True if the files have scales of keys or values that are quantized here.
     """
 
     weights: list[GroupScale]
@@ -126,11 +125,11 @@ class ArrangedScales:
 
 
 def arrange(model: PreTrainedModel, quantization: Quantization, stored: StoredScales) -> ArrangedScales:
-    """Which of the stored scales belong to which group of ``quantization``; nothing is checked.
+    """Assign the stored scales to the groups of ``quantization``, without checks.
 
-    A group of weights needs the scale of every Linear. q, k and v see one tensor, and an expert that calibration never
-    reached has no scale of its own, so for a group of inputs any Linear's scale will do. Of several global scales the
-    smallest is taken, with which no scale of their layers is beyond e4m3.
+    A group of weights needs the scale of every Linear. q, k and v read one tensor, and an expert that calibration never
+    reached has no scale, so any Linear's scale is enough for a group of inputs. Of several global scales the smallest
+    is taken, with which no scale of their layers exceeds e4m3.
     """
     linears: dict[str, Linears] = {
         name: {module_name_on_disk(model, part.name): part for part in linears_of(name, layer)}
@@ -164,7 +163,7 @@ def arrange(model: PreTrainedModel, quantization: Quantization, stored: StoredSc
 def _weight_scale(
     group: ScaleGroup, quantization: Quantization, linears: Mapping[str, Linears], stored: StoredScales
 ) -> GroupScale:
-    """The scales of a group of weights; a scale that a global one belongs to is divided by it, as NVFP4 stores it."""
+    """Scales of a group of weights; a scale under a global one is divided by it, as NVFP4 stores it."""
     if any(disk + WEIGHT_SCALE not in stored.scales for name in group.members for disk in linears[name]):
         return GroupScale(group, [])
     layers = []
@@ -191,7 +190,7 @@ def _global_scale(
 
 
 def _input_scale(group: ScaleGroup, keys: Mapping[str, Sequence[str]], stored: StoredScales, heads: int) -> GroupScale:
-    """Of inputs, or of keys or values, of which files may have a scale for each of ``heads``."""
+    """Scales of a group of inputs, or of keys or values, which may have one for each of ``heads`` in the files."""
     found = [[key for key in keys[name] if key in stored.scales] for name in group.members]
     shape = tuple(full_shape(group.s0))
     values = {key: stored.scales[key] for some in found for key in some}
@@ -201,7 +200,7 @@ def _input_scale(group: ScaleGroup, keys: Mapping[str, Sequence[str]], stored: S
 
 
 def scales_per_head(arranged: ArrangedScales) -> list[str]:
-    """Keys of the scales of keys and values that the files have for each head, of which the largest is taken."""
+    """Keys of the scales of keys and values that the files have per head, of which the largest is taken."""
     keys = [one.key for scale in arranged.inputs for of_layer in scale.layers for one in of_layer]
     return [key for key, count in Counter(keys).items() if count > 1]
 
@@ -215,7 +214,7 @@ def _shape_of_linear(group: ScaleGroup, layer: QuantLayer) -> tuple[int, ...]:
 
 
 def _zero_points(key: str, part: LinearPart, spec: TensorSpec, stored: StoredScales) -> ZeroPoints:
-    """Those of one Linear, unpacked if the files have them packed."""
+    """Zero points of one Linear, unpacked if necessary."""
     shape = spec.scale_shape((part.out_features, part.in_features))
     packed = (packed_columns(shape[0], spec.bits), shape[1])
     values = stored.zero_points.get(key)

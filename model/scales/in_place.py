@@ -1,7 +1,7 @@
-"""Scales where the parameters lie: measured from the partitions of weights, and written into partitions of their own.
+"""Measure scales from the partitions of weights, and write them into their own partitions.
 
-Each rank takes the largest values of its own range of a weight, and one all-reduce of the maxima (a few bytes per
-scale) gives the scale. No weight is gathered.
+Each rank computes the maxima of its own range of a weight, and one all-reduce of the maxima (a few bytes per scale)
+gives the scale. No weight is gathered.
 """
 
 import math
@@ -34,14 +34,14 @@ from quant.spec import FP8_TENSOR, TensorSpec
 
 
 def renew_weight_scales(quantization: Quantization, owners: set[str] | None = None) -> None:
-    """Measure weights as they are now and write their scales, global ones too; a collective.
+    """Measure weights as they are now and write their scales, also global ones; a collective.
 
     Args:
-        quantization: what ``quant.prepare`` returned.
-        owners: of the weight groups to measure; all of them by default.
+        quantization: returned by ``quant.prepare``.
+        owners: of the weight groups to measure; all by default.
 
     Raises:
-        RankError: a weight holds NaN or Inf (on every rank, naming the layers).
+        RankError: a weight has NaN or Inf (on every rank, naming the layers).
     """
     write_scales(quantization.weight_groups, measure_weight_scales(quantization, owners))
     if quantization.global_groups:
@@ -49,11 +49,11 @@ def renew_weight_scales(quantization: Quantization, owners: set[str] | None = No
 
 
 def follow_weights(quantization: Quantization) -> None:
-    """Make every s0 the absmax scale of the weight as it is now, whatever theta is, and zero points those of its range;
-    a collective under ZeRO-3.
+    """Set every s0 to the absmax scale of the current weight, ignoring theta, and zero points to those of its range; a
+    collective under ZeRO-3.
 
-    With a theta that learns, ``exp(theta)`` is then the share of the range that is kept: learnable weight clipping
-    (OmniQuant, Shao et al. 2024, section 3.2, where a sigmoid stands for the exponential).
+    With a learned theta, ``exp(theta)`` is then the fraction of the range that is kept: learnable weight clipping
+    (OmniQuant, Shao et al. 2024, section 3.2, with a sigmoid instead of the exponential).
     """
     for bucket in scale_buckets(quantization.weight_groups):
         stats = _bucket_stats(quantization, bucket)
@@ -68,19 +68,19 @@ def follow_weights(quantization: Quantization) -> None:
 def measure_weight_scales(
     quantization: Quantization, owners: set[str] | None = None, ranges: Ranges | None = None
 ) -> dict[str, Tensor]:
-    """Initial scales of the weights as they are now, by owner of the scale group; a collective.
+    """Measure initial scales of the current weights, by owner of the scale group; a collective.
 
     Args:
-        quantization: what ``quant.prepare`` returned.
-        owners: measure these groups only; all of them by default.
-        ranges: what they fit; ``quantization.ranges`` by default.
+        quantization: returned by ``quant.prepare``.
+        owners: measure only these groups; all by default.
+        ranges: choice of the scales; ``quantization.ranges`` by default.
 
     Returns:
         fp32 tensors of the groups' scale shapes (with zero points ``[2, *scale shape]``), equal on every rank. Write
         them with :func:`write_scales`.
 
     Raises:
-        RankError: a weight holds NaN or Inf (on every rank, naming the layers).
+        RankError: a weight has NaN or Inf (on every rank, naming the layers).
     """
     ranges = ranges or quantization.ranges
     groups = [group for group in quantization.weight_groups if owners is None or group.owner in owners]
@@ -101,7 +101,7 @@ def measure_weight_scales(
 
 
 def _with_zero_points(scales: Tensor, stats: Tensor, spec: TensorSpec) -> Tensor:
-    """What :func:`write_scales` takes."""
+    """Stack scales with zero points, if the scheme has any, for :func:`write_scales`."""
     zero = zero_points_from_stats(stats, spec)
     return scales if zero is None else torch.stack([scales, zero])
 
@@ -115,13 +115,13 @@ def _bucket_stats(quantization: Quantization, bucket: Sequence[ScaleGroup]) -> l
 
 
 def measure_global_scales(quantization: Quantization, owners: set[str] | None = None) -> dict[str, Tensor]:
-    """NVFP4's second scales, one for each set of layers that serving fuses, by owner; a collective.
+    """Measure NVFP4's global scales, one for each set of layers that serving fuses, by owner; a collective.
 
     With ``448 * 6 / absmax``, as compressed-tensors stores it, the largest scale of a group becomes 448.
 
     Args:
-        quantization: what ``quant.prepare`` returned.
-        owners: measure the sets that have one of these layers only; all of them by default.
+        quantization: returned by ``quant.prepare``.
+        owners: measure only the sets with any of these layers; all by default.
     """
     groups = [g for g in quantization.global_groups if owners is None or not owners.isdisjoint(g.members)]
     if not groups:
@@ -132,19 +132,19 @@ def measure_global_scales(quantization: Quantization, owners: set[str] | None = 
 
 
 def _searched(quantization: Quantization, group: ScaleGroup, stats: Tensor, *, signed: bool) -> Tensor:
-    """Scales of the smallest squared error over all ranks' ranges; ``stats`` are of the whole weights. A collective."""
+    """Search the scales of smallest squared error over all ranks; ``stats`` are of the whole weights. A collective."""
     spec, errors = group.spec, torch.zeros((), device=stats.device)
     for name in group.members:
         layer = quantization.layers[name]
         start, flat = local_weight(layer)
         errors = errors + partial_errors(flat, start, layer.weight_shape, stats, spec, signed=signed)
-    # Where weights are not partitioned every rank adds the same errors: the smallest stays the smallest.
+    # If weights are not partitioned every rank adds the same errors, which does not move the minimum.
     return scales_from_errors(stats, reduce_over_ranks(errors), spec, signed=signed)
 
 
 def _local_stats(quantization: Quantization, group: ScaleGroup, spec: TensorSpec | None = None) -> Tensor:
-    """Statistics of this rank's share of the group's weights, for its spec or another one; NaN counts as Inf so that a
-    MAX reduction keeps it."""
+    """Statistics of this rank's part of the group's weights, for its spec or another one; NaN becomes Inf, which a MAX
+    reduction keeps."""
     total: Tensor | None = None
     for name in group.members:
         layer = quantization.layers[name]
@@ -156,36 +156,36 @@ def _local_stats(quantization: Quantization, group: ScaleGroup, spec: TensorSpec
     return total
 
 
-# Scales held at full size at a time while measuring or writing. Group scales are 1/32 of the weights' number or fewer.
+# Scales gathered at a time for measuring or writing. Group scales are 1/32 of the weights' number or fewer.
 BUCKET_ELEMENTS = 16 * 2**20
 
 
 def scale_buckets(groups: Sequence[ScaleGroup]) -> Iterator[list[ScaleGroup]]:
-    """Consecutive groups of at most ``BUCKET_ELEMENTS`` scales: one collective each, and bounded memory."""
+    """Split groups into lists of at most ``BUCKET_ELEMENTS`` scales: one collective each, and bounded memory."""
     return batches(groups, lambda group: full_numel(group.s0), BUCKET_ELEMENTS)
 
 
 def write_scales(groups: Sequence[ScaleGroup], values: Mapping[str, Tensor]) -> None:
-    """Make each group's scale ``values[group.owner]`` by writing its s0; a collective under ZeRO-3.
+    """Set each group's scale to ``values[group.owner]`` by writing its s0; a collective under ZeRO-3.
 
-    Theta is left as it is and s0 takes the rest, ``s0 = value / exp(theta)``: theta has an fp32 master copy and moments
-    in the optimizer, which a write here would not reach. Before training theta is 0 and s0 is the value itself.
+    Theta does not change, so ``s0 = value / exp(theta)``: theta has an fp32 master copy and moments in the optimizer,
+    which a write here would not reach. Before training theta is 0 and s0 is the value.
 
     Args:
-        groups: scale groups; those whose owner has no value are left as they are.
+        groups: scale groups; those whose owner has no value do not change.
         values: fp32 tensors of the group's scale shape (with zero points ``[2, *scale shape]``), on any device. Only
             rank 0's are used, but every rank must pass the same owners.
 
     Raises:
-        ValueError: a scale that is not finite and positive (or, of integer weights, not 0), a zero point that is none
-            of the codes, or another shape; before anything is written.
+        ValueError: a scale that is not finite and positive (or, for integer weights, not 0), a zero point out of range,
+            or another shape; before anything is written.
     """
     check_values(groups, values)
     fill_scales(groups, values)
 
 
 def fill_scales(groups: Sequence[ScaleGroup], values: Mapping[str, Tensor]) -> None:
-    """:func:`write_scales` of values that were checked."""
+    """Write checked values, as :func:`write_scales`."""
     chosen = [group for group in groups if group.owner in values]
     for bucket in scale_buckets(chosen):
         with gathered([p for group in bucket for p in group.parameters], modifier_rank=0), torch.no_grad():
@@ -195,7 +195,7 @@ def fill_scales(groups: Sequence[ScaleGroup], values: Mapping[str, Tensor]) -> N
 
 
 def write_zero_points(group: ScaleGroup, value: Tensor) -> Tensor:
-    """Write the zero points of a group that has them, which is gathered; returns the scales beside them."""
+    """Write the zero points of a gathered group that has them; returns the scales."""
     if group.zero is None:
         return value
     group.zero.copy_(value[1])
@@ -203,15 +203,15 @@ def write_zero_points(group: ScaleGroup, value: Tensor) -> Tensor:
 
 
 def check_values(groups: Sequence[ScaleGroup], values: Mapping[str, Tensor]) -> None:
-    """Check scales that come from a measurement or a recipe.
+    """Check scales from a measurement or a recipe.
 
     Args:
-        groups: scale groups; those whose owner has no value are left out.
+        groups: scale groups; those whose owner has no value are ignored.
         values: by owner, see :func:`model.scales.in_place.write_scales`.
 
     Raises:
-        ValueError: a scale that is not finite and positive (or, of integer weights, not 0), a zero point that is none
-            of the codes, or another shape.
+        ValueError: a scale that is not finite and positive (or, for integer weights, not 0), a zero point out of range,
+            or another shape.
     """
     for group in groups:
         if group.owner not in values:
@@ -228,8 +228,8 @@ def check_values(groups: Sequence[ScaleGroup], values: Mapping[str, Tensor]) -> 
 
 
 def check_scale(name: str, value: Tensor, shape: tuple[int, ...], group: ScaleGroup) -> None:
-    """Refuse what has another shape, give or take dimensions of size 1, or cannot be a scale of the group."""
-    # As many elements in another order of dimensions are scales of other weights.
+    """Reject a tensor that has another shape, up to dimensions of size 1, or cannot be a scale of the group."""
+    # As many elements in another order of dimensions would be scales of other weights.
     if [side for side in value.shape if side != 1] != [side for side in shape if side != 1]:
         raise ValueError(
             f"{name} has shape {tuple(value.shape)}, but this scheme has {math.prod(shape)} scale(s) there, of shape "
@@ -243,13 +243,13 @@ def check_scale(name: str, value: Tensor, shape: tuple[int, ...], group: ScaleGr
 
 
 def check_codes(name: str, zero: Tensor, spec: TensorSpec) -> None:
-    """Refuse zero points that are no codes of the grid of ``spec``. Raises ValueError, naming the weight ``name``."""
+    """Reject zero points that are no codes of ``spec``. Raises ValueError, naming the weight ``name``."""
     if problem := bad_zero_points(zero.float(), spec):
         raise ValueError(f"the zero point beside {name} {problem}")
 
 
 def release_scales(engine: deepspeed.DeepSpeedEngine, quantization: Quantization) -> None:
-    """Let ZeRO-3 gather scales and adapters on the way, with the weights that come next, not each after every step."""
+    """Let ZeRO-3 gather scales and adapters together with the next weights, instead of separately after every step."""
     release(
         engine,
         (

@@ -1,4 +1,4 @@
-"""The scales of a PTQ checkpoint into a model, from files to partitions."""
+"""Load the scales of a PTQ checkpoint into a model, from files to partitions."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,17 +21,17 @@ from quant import Quantization, ScaleGroup
 
 @dataclass(frozen=True)
 class ScaleReport:
-    """Where the scales came from, by owner of the scale group. A layer may own a group of weights and one of inputs.
+    """Sources of the scales, by owner of the scale group. A layer may own a group of weights and one of inputs.
 
     Attributes:
-        weights_loaded, inputs_loaded: owners of groups whose scale a file had.
-        weights_measured: owners whose scale no file had, and was measured from the weights.
-        inputs_initial: owners whose scale no file had, and got the recipe's initial value.
+        weights_loaded, inputs_loaded: owners of groups whose scale was in a file.
+        weights_measured: owners whose scale was in no file, and was measured from the weights.
+        inputs_initial: owners whose scale was in no file, and was set to the recipe's initial value.
         inputs_missing: owners whose scale is still to be calibrated.
-        unused: keys of scales in the files that belong to layers which are not quantized here.
-        merged: owners of groups of weights whose layers have different scales in the files they were read from.
-        rounded: dtype of the scales of integers in those files, where the model's has fewer digits.
-        per_head: keys of the scales of keys and values that the files have for each head.
+        unused: keys of scales in the files of layers that are not quantized here.
+        merged: owners of groups of weights whose layers have different scales in the files.
+        rounded: dtype of the scales of integers in those files, if the model's has fewer digits.
+        per_head: keys of the scales of keys and values that the files have per head.
     """
 
     weights_loaded: list[str]
@@ -45,7 +45,7 @@ class ScaleReport:
     per_head: list[str] = field(default_factory=list)
 
     def summary(self) -> str:
-        """One line for people."""
+        """Format the report as one line for the log."""
         parts = [f"{len(self.weights_loaded)} of weights and {len(self.inputs_loaded)} of inputs loaded"]
         if self.weights_measured:
             parts.append(f"{len(self.weights_measured)} measured from the weights ({listed(self.weights_measured)})")
@@ -85,21 +85,21 @@ def load_scales(
     Keys are ``<layer>.weight_scale`` (NVFP4: and ``weight_global_scale``; not symmetric: and ``weight_zero_point``) and
     ``<layer>.input_scale`` with the layers' names on disk, and ``<attention>.k_scale`` (or ``k_cache.scale``) and
     ``v_scale``, in any file of the directory, of shape ``()``, ``[1]`` or the scale's own. Layers that share one take
-    the largest of theirs (the smallest of global scales, which divide), as engines do when they fuse them. Where
-    the weight scale of any member is missing, the whole group is measured from the weights, and listed in the report.
+    the largest of theirs (the smallest of global scales, which divide), as engines do when they fuse them. If the
+    weight scale of any member is missing, the whole group is measured from the weights, and listed in the report.
 
     Args:
         model: the quantized model; the weights are loaded.
-        quantization: what ``quant.prepare`` returned for it.
+        quantization: returned by ``quant.prepare`` for it.
         directory: a directory with ``*.safetensors``.
-        initial_input_scale: for activation scales that no file holds.
-        inputs_calibrated_later: leave activation scales that no file holds to a calibration in place.
+        initial_input_scale: for activation scales that are in no file.
+        inputs_calibrated_later: leave activation scales that are in no file to a later calibration.
 
     Raises:
         RankError: on every rank: no such directory, a damaged file, a scale of another shape, zero, negative or not
-            finite, NVFP4's without a global one, a zero point that is missing or, of what is symmetric here, not 0,
-            an activation scale that is missing without a way to get it, scales that were made for another scheme
-            (``source.py``), or that do not fit the weights (``fit.py``).
+            finite, NVFP4's without a global one, a zero point that is missing or, for a symmetric scheme, not 0, an
+            activation scale that is missing without a way to get it, scales for another scheme (``source.py``), or
+            that do not fit the weights (``fit.py``).
     """
     with errors_on_all_ranks(OSError, ValueError, SafetensorError):
         arranged, codes = _read(model, quantization, Path(directory))
@@ -137,7 +137,7 @@ def load_scales(
 def _read(
     model: PreTrainedModel, quantization: Quantization, directory: Path
 ) -> tuple[ArrangedScales, dict[str, FileWeight]]:
-    """What the files have, checked as far as no weight is needed for it."""
+    """Read the files, and run all checks that need no weight."""
     source, stored = read_source(directory), read_scales(directory)
     check_kind(stored, directory)
     arranged = arrange(model, quantization, stored)
@@ -149,7 +149,7 @@ def _read(
 
 
 def _codes(arranged: ArrangedScales, stored: StoredScales) -> dict[str, FileWeight]:
-    """The weights that files have beside scales, by the key of the scale.
+    """Weights that the files have beside scales, by the key of the scale.
 
     Raises:
         ValueError: they are no codes of the layer's scheme.
@@ -167,14 +167,14 @@ def _codes(arranged: ArrangedScales, stored: StoredScales) -> dict[str, FileWeig
 
 
 def _missing(scales: list[GroupScale]) -> list[str]:
-    """Owners of the groups that the files have no scale of."""
+    """Owners of the groups without a scale in the files."""
     return [scale.group.owner for scale in scales if not scale.layers]
 
 
 def _not_in_the_files(
     quantization: Quantization, arranged: ArrangedScales, initial_input_scale: float | None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """By owner, scales of weights, global ones and those of inputs that no file has; a collective."""
+    """Scales of weights, global ones and those of inputs that are in no file, by owner; a collective."""
     weights, global_scales, inputs = {}, {}, {}
     if missing := _missing(arranged.weights):
         weights = measure_weight_scales(quantization, set(missing))
@@ -186,10 +186,10 @@ def _not_in_the_files(
 
 
 def given_scales(groups: list[ScaleGroup], value: float) -> dict[str, Tensor]:
-    """The recipe's initial scale for groups of inputs, by owner.
+    """Map groups of inputs to the recipe's initial scale, by owner.
 
     Raises:
-        ValueError: a group's is a global scale, which is no scale of values.
+        ValueError: a group has a global scale, which does not scale values.
     """
     above = [group.owner for group in groups if group.spec.has_global_scale]
     if above:

@@ -1,4 +1,4 @@
-"""Scales and zero points as a checkpoint's files hold them, in the spellings of several writers."""
+"""Read scales and zero points from a checkpoint's files, in the spellings of several writers."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -14,20 +14,20 @@ from quant.formats.compressed_tensors import input_suffix
 from quant.reference import E8M0_BIAS
 from quant.spec import Scheme
 
-# How keys end, behind the name of the Linear.
+# Suffixes of keys, after the name of the Linear.
 WEIGHT_SCALE = ".weight_scale"
 GLOBAL_SCALE = ".weight_global_scale"
 INPUT_SCALE = ".input_scale"
 INPUT_GLOBAL_SCALE = ".input_global_scale"
 ZERO_POINT = ".weight_zero_point"
 GROUP_INDEX = ".weight_g_idx"
-# Other spellings of the first two. DeepSeek's fp8 multiplies with what it calls an inverse; ModelOpt's second scale of
-# NVFP4 multiplies too, where compressed-tensors' global scale divides, and so does what it calls input_scale there.
+# Other spellings of the first two. DeepSeek's fp8 multiplies by its "inverse"; ModelOpt's second scale of NVFP4, and
+# its input_scale there, multiply too, while compressed-tensors' global scale divides.
 INVERSE = ".weight_scale_inv"
 SECOND_SCALE = ".weight_scale_2"
 
-# Scales of the KV cache have several spellings (llm-compressor's now and before, ModelOpt's and AutoFP8's), behind the
-# name of the attention module.
+# Spellings of the KV cache's scales (llm-compressor's now and before, ModelOpt's and AutoFP8's), after the name of the
+# attention module.
 CACHE_SCALES = {
     "k_cache": (".k_scale", ".k_cache.scale", ".k_proj.k_scale", ".k_proj.output_scale"),
     "v_cache": (".v_scale", ".v_cache.scale", ".v_proj.v_scale", ".v_proj.output_scale"),
@@ -35,12 +35,12 @@ CACHE_SCALES = {
 
 
 class StoredScales(NamedTuple):
-    """What the files of a directory hold, by key.
+    """Contents of the files of a directory, by key.
 
     Attributes:
-        scales: fp32, under the keys of compressed-tensors, whatever the writer's spelling.
-        zero_points, group_indices: as they are stored.
-        tensors: where every tensor lies, those above too.
+        scales: fp32, under the keys of compressed-tensors for any writer's spelling.
+        zero_points, group_indices: as stored.
+        tensors: headers of all tensors, including the above.
     """
 
     scales: dict[str, Tensor]
@@ -50,11 +50,11 @@ class StoredScales(NamedTuple):
 
 
 def read_scales(directory: Path) -> StoredScales:
-    """Every scale and every zero point in the directory's safetensors files.
+    """Read every scale and every zero point in the directory's safetensors files.
 
     Raises:
-        ValueError: there is no safetensors file, or a damaged one; two files have one key, or one has two spellings of
-            a scale, with different values.
+        ValueError: there is no safetensors file, or a damaged one; a key in two files, or a scale in two spellings,
+            with different values.
     """
     cache = [end for ends in CACHE_SCALES.values() for end in ends]
     endings = (WEIGHT_SCALE, GLOBAL_SCALE, INPUT_SCALE, INPUT_GLOBAL_SCALE, INVERSE, SECOND_SCALE, *cache)
@@ -82,19 +82,19 @@ def read_scales(directory: Path) -> StoredScales:
 
 
 def _name_global_inputs(stored: StoredScales) -> None:
-    """ModelOpt's scales of NVFP4 inputs as compressed-tensors has them."""
+    """Convert ModelOpt's scales of NVFP4 inputs to compressed-tensors' keys and meaning."""
     for name in [key.removesuffix(SECOND_SCALE) for key in stored.tensors if key.endswith(SECOND_SCALE)]:
         if (scale := stored.scales.pop(name + INPUT_SCALE, None)) is not None:
             stored.scales[name + INPUT_GLOBAL_SCALE] = 1 / scale
 
 
 def input_ending(scheme: Scheme) -> str:
-    """How the key of an input's scale ends in a file of this scheme."""
+    """Suffix of an input scale's key in a file of this scheme."""
     return INPUT_SCALE if scheme.stored_input is None else f".{input_suffix(scheme.stored_input)}"
 
 
 def _as_ours(key: str, value: Tensor) -> tuple[str, Tensor]:
-    """A scale under compressed-tensors' key, and as that means it."""
+    """Convert a scale to compressed-tensors' key and meaning."""
     if key.endswith(INVERSE):
         return key.removesuffix(INVERSE) + WEIGHT_SCALE, value
     if key.endswith(SECOND_SCALE):
@@ -109,11 +109,11 @@ def _add(found: dict[str, Tensor], key: str, value: Tensor, path: Path) -> None:
 
 
 def _number(scale: Tensor) -> Tensor:
-    """A stored scale in fp32. A power of two is stored as its exponent plus a bias, in uint8."""
+    """Convert a stored scale to fp32. A power of two is stored as its exponent plus a bias, in uint8."""
     return torch.exp2(scale.float() - E8M0_BIAS) if scale.dtype == torch.uint8 else scale.float()
 
 
 def cache_keys(model: PreTrainedModel, name: str) -> list[str]:
-    """Keys that the scale of ``name``, a quantizer of keys or values, may have; the first is the one that we write."""
+    """List possible keys of the scale of ``name``, a quantizer of keys or values; the first is used for writing."""
     attention, _, kind = name.rpartition(".")
     return [module_name_on_disk(model, attention) + ending for ending in CACHE_SCALES[kind]]

@@ -1,8 +1,8 @@
-"""What a directory with scales says of them: for which scheme each layer's were made.
+"""Read from a directory's configuration for which scheme each layer's scales were made.
 
-Read are the ``quantization_config`` of config.json, of compressed-tensors, of vLLM's and DeepSeek's ``fp8``, and of
-ModelOpt, and ModelOpt's own ``hf_quant_config.json``. Other methods are refused by name. A directory without any of
-these says nothing, and its scales are judged by the weights alone (``fit.py``).
+Supported are the ``quantization_config`` in config.json of compressed-tensors, of vLLM's and DeepSeek's ``fp8``, and of
+ModelOpt, and ModelOpt's own ``hf_quant_config.json``. Other methods are rejected by name. Without any of these, scales
+are only checked against the weights (``fit.py``).
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,17 +17,17 @@ from quant import Quantization, Rule, Scheme, TensorSpec
 from quant.formats.config import kv_cache_from_config, rules_from_config
 
 CONFIG = "config.json"
-_STARTS = ("gptq", "awq", "auto-round", "mxfp4")  # methods that quant.start reads: their scales go with their codes
+_STARTS = ("gptq", "awq", "auto-round", "mxfp4")  # methods for quant.start: their scales are useless without the codes
 
 
 class Source(NamedTuple):
-    """What a directory says of its scales.
+    """Configuration of a directory with scales.
 
     Attributes:
-        file: where it says so.
-        rules: which layer's scales are of which scheme; the first that matches decides.
-        kv_cache: how keys and values are quantized; None if it does not say.
-        kv_problem: why that is not read, for models whose cache is quantized here.
+        file: the file with the configuration.
+        rules: scheme of each layer's scales; the first rule that matches decides.
+        kv_cache: quantization of keys and values; None if there is none.
+        kv_problem: reason why it cannot be read, for models whose cache is quantized here.
     """
 
     file: Path
@@ -36,17 +36,17 @@ class Source(NamedTuple):
     kv_problem: str | None = None
 
     def scheme(self, names: Iterable[str]) -> Scheme | None:
-        """Of the Linear that has one of these names; None if it says that the Linear is not quantized."""
+        """Scheme of the Linear with any of these names; None if it is not quantized."""
         spellings = list(names)
         rule = next((rule for rule in self.rules if any(rule.matches(name, 0) for name in spellings)), None)
         return None if rule is None else rule.scheme
 
 
 def read_source(directory: Path) -> Source | None:
-    """What the directory says of its scales; None if it says nothing.
+    """Read the configuration of a directory with scales; None if it has none.
 
     Raises:
-        ValueError: a file that is no JSON object, a method that is not read, or numerics that no scheme here has.
+        ValueError: a file that is no JSON object, an unsupported method, or numerics that no scheme here has.
     """
     if not any((directory / name).is_file() for name in (CONFIG, FILE)):
         return None
@@ -92,14 +92,14 @@ def _modelopt(file: Path, config: Mapping[str, Any]) -> Source:
 def check_source(
     quantization: Quantization, linears: Mapping[str, Linears], stored: StoredScales, source: Source, caches: bool
 ) -> None:
-    """Compare the scheme of every layer with what its scales were made for.
+    """Compare the scheme of every layer with that of its scales.
 
     Args:
         quantization: the layers, with their schemes.
-        linears: the Linears of each layer by name on disk.
-        stored: the scales of the directory.
-        source: what the directory says of them.
-        caches: whether it has scales of keys and values that are wanted here.
+        linears: Linears of each layer by name on disk.
+        stored: scales of the directory.
+        source: configuration of the directory.
+        caches: True if the directory has scales of keys and values that are used here.
 
     Raises:
         ValueError: they differ.
@@ -131,7 +131,7 @@ def check_source(
 
 
 def _words(spec: TensorSpec) -> str:
-    """A spec for people: int4 in groups of 32."""
+    """Describe a spec for a message: int4 in groups of 32."""
     name = {"fp8_e4m3": "e4m3", "fp4_e2m1": "e2m1"}.get(spec.dtype, f"int{spec.bits}")
     shared = {"group": f"in groups of {spec.group_size}", "block": f"in blocks of {spec.group_size}"}
     return f"{name} {shared.get(spec.granularity, f'per {spec.granularity}')}{'' if spec.symmetric else ', asymmetric'}"

@@ -1,4 +1,4 @@
-"""How scales fit, for people to watch."""
+"""Statistics of weights and scales, for monitoring."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from quant import Quantization, QuantLayer, ScaleGroup, partial_clipped, partial
 
 @dataclass(frozen=True)
 class WeightStatistics:
-    """How the weights of one layer fit their scales now."""
+    """Fit of one layer's weights to their current scales."""
 
     clipped: float
     """Fraction of the weights outside the range."""
@@ -29,7 +29,7 @@ class WeightStatistics:
 def weight_statistics(quantization: Quantization) -> dict[str, WeightStatistics]:
     """Statistics of every layer's weight, by the layer's name; a collective.
 
-    Every rank looks at its own partition, with the scales as the forward uses them. Scales are gathered, weights not.
+    Every rank uses its own partition, with the scales of the forward. Scales are gathered, weights not.
     """
     groups = quantization.weight_groups
     if not groups:
@@ -45,7 +45,7 @@ def weight_statistics(quantization: Quantization) -> dict[str, WeightStatistics]
                 sums.append(_local_sums(layer))
                 scales.append(layer.weight_scale().abs().log().mean().cpu())
     whole = torch.stack(sums)
-    # Where weights are not partitioned, every rank has counted all of them.
+    # Without partitioning, every rank has counted all weights.
     if is_partitioned(groups[0].s0):
         whole = reduce_over_ranks(whole)
     return {
@@ -59,7 +59,7 @@ def weight_statistics(quantization: Quantization) -> dict[str, WeightStatistics]
 
 
 def _global_scales_of(quantization: Quantization, bucket: Sequence[ScaleGroup]) -> list[nn.Parameter]:
-    """The second scales that the effective ones of these groups are formed with, each once."""
+    """Global scales on which the effective scales of these groups depend, each once."""
     used = [quantization.layers[name].weight_global for group in bucket for name in group.members]
     return list({id(scale): scale for scale in used if scale is not None}.values())
 
@@ -78,13 +78,13 @@ def input_scales(quantization: Quantization) -> dict[str, float]:
 
 
 def _local_sums(layer: QuantLayer) -> Tensor:
-    """Clipped weights, squared errors and squared weights of this rank's range, fp64 [3] on the CPU; zeros where the
-    weight is held as codes, and lies on the grid."""
+    """Clipped weights, squared errors and squared weights of this rank's range, fp64 [3] on the CPU; zeros for a packed
+    weight, which is on the grid."""
     if layer.held is not None:
         return torch.zeros(3, dtype=torch.float64)
     start, local = local_weight(layer)
     spec, shape = layer.scheme.weights, layer.weight_shape
-    # An offloaded partition is on the CPU, what is gathered on the GPU.
+    # An offloaded partition is on the CPU, gathered scales are on the GPU.
     scale = layer.weight_scale().to(local.device)
     zero = None if layer.weight_zero is None else layer.weight_zero.to(local.device)
     clipped = partial_clipped(local, start, shape, scale, spec, zero)
