@@ -1,7 +1,7 @@
 """Find a mutant again in a tree whose files have moved and whose names have changed.
 
-A table of names is JSON of up to three maps from old to new: ``names`` (whole identifiers), ``parts`` (pieces of
-identifiers, such as a spelling; applied after ``names``) and ``modules`` (paths of files or folders).
+A table of names is JSON: ``patterns``, pairs of a regular expression and what it becomes, applied to the texts in this
+order, and ``modules``, a map of old to new paths of files or folders.
 """
 
 import difflib
@@ -21,15 +21,13 @@ class Names:
 
     def __init__(self, path: Path | None = None) -> None:
         table = json.loads(path.read_text(encoding="utf-8")) if path else {}
-        self._names: dict[str, str] = table.get("names", {})
-        self._parts: dict[str, str] = table.get("parts", {})
+        self._patterns: list[tuple[str, str]] = table.get("patterns", [])
         self._modules: dict[str, str] = table.get("modules", {})
 
     def text(self, text: str) -> str:
         """Rename the identifiers of a text."""
-        text = re.sub(r"\w+", lambda word: self._names.get(word[0], word[0]), text)
-        for old, new in self._parts.items():
-            text = text.replace(old, new)
+        for old, new in self._patterns:
+            text = re.sub(old, new, text)
         return text
 
     def module(self, path: str) -> str:

@@ -1,6 +1,6 @@
 """Run the tests that reach each mutant; say which mutants they kill.
 
-python -m tests.mutants.run --tree . --minutes 9 [--names table.json] [--verdict killed] [--ranks]
+python -m tests.mutants.run --tree . --minutes 9 [--names names.json] [--verdict killed] [--ranks]
 
 Needs ``tests.mutants.measure`` of the same tree first. Goes on where it stopped; a line for each mutant is appended to
 ``results.jsonl`` in the folder of the measurement. With --ranks, mutants that the unit tests did not kill meet the
