@@ -17,7 +17,7 @@ import argparse
 
 from launch.exits import clean_exit
 from model.ranks import errors_on_all_ranks
-from model.rotation import rotate_checkpoint
+from tools.rotation.write import rotate_checkpoint
 
 
 def main() -> None:

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from model.rotation import rotate_checkpoint
-from model.rotation.plan import FAMILIES
+from tools.rotation.plan import FAMILIES
+from tools.rotation.write import rotate_checkpoint
 
 COMMON = {
     "vocab_size": 60,

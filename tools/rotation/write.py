@@ -23,12 +23,11 @@ from model.checkpoint.safetensors import (
     read_tensor,
 )
 from model.quantized.config import is_quantized
-from model.rotation.hadamard import Rotation, rotation
-from model.rotation.plan import EMBEDDING, HEAD, NORM, STREAM, VALUES, Change, check_family, head_dim, plan_rotation
+from model.rotation import CHUNK
 from model.save.finish import check_destination, copy_companions, publish, write_json
 from model.save.shard_writer import Shapes, ShardWriter
-
-CHUNK = 2**25  # values in fp64 at a time: 256 MB, and a copy or two of them
+from tools.rotation.hadamard import Rotation, rotation
+from tools.rotation.plan import EMBEDDING, HEAD, NORM, STREAM, VALUES, Change, check_family, head_dim, plan_rotation
 
 
 @dataclass(frozen=True)

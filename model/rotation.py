@@ -4,11 +4,12 @@ import torch
 from transformers import PreTrainedModel
 
 from model.ranks import is_main
-from model.rotation.write import CHUNK
 from model.zero import forget_secondary_copies, gathered
 from quant import Quantization
 from quant.hadamard import rotate
 from quant.rotation import rotated_layers
+
+CHUNK = 2**25  # values in fp64 at a time: 256 MB, and a copy or two of them
 
 
 @torch.no_grad()
