@@ -1,4 +1,4 @@
-"""Quantization numerics and modules; knows tensors, not clusters."""
+"""Quantization numerics and modules; independent of ranks and clusters."""
 
 from quant.kernels import prepare_kernels
 from quant.kv_cache import QuantCache

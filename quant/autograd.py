@@ -39,7 +39,7 @@ from quant.spec import TensorSpec
 
 @dataclass(frozen=True)
 class Plan:
-    """How :func:`quant_linear` treats each operand.
+    """Formats and options of :func:`quant_linear` for each operand.
 
     Attributes:
         weight: format of the weight; None leaves it unquantized.
@@ -174,7 +174,7 @@ class Saved(NamedTuple):
     input_theta: Tensor | None
     x: Tensor  # the input, or its codes
     mask: Tensor  # packed bits, 1 inside the range, if the input's codes are saved; else None
-    scales: Tensor | None  # of the codes of a dynamic input
+    scales: Tensor | None  # scales of a dynamic input's codes
     offsets: Tensor | None
 
     @classmethod

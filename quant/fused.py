@@ -235,11 +235,11 @@ def fuse(model: nn.Module) -> Fused:
         else:
             fused.left[name] = problem
     if not (fused.norms or fused.mlps):
-        raise ValueError(f"quant.fuse_norms: true, expected false: {_nothing(model, fused)}")
+        raise ValueError(f"quant.fuse_norms: true, expected false: {_nothing_to_fuse(model, fused)}")
     return fused
 
 
-def _nothing(model: nn.Module, fused: Fused) -> str:
+def _nothing_to_fuse(model: nn.Module, fused: Fused) -> str:
     if not fused.left:
         return f"the layers of {type(model).__name__} are none of {', '.join(LAYERS)}"
     return f"nothing can be fused: {examples([f'{name} ({why})' for name, why in fused.left.items()], 2)}"
@@ -283,7 +283,7 @@ def _problem_of_readers(layers: Sequence[nn.Module | None]) -> str | None:
     return None
 
 
-def _small(module: nn.Module, parameters: dict[str, Any], modules: dict[str, Any]) -> Any:
+def _with_small_weights(module: nn.Module, parameters: dict[str, Any], modules: dict[str, Any]) -> Any:
     """Copy of a module with the same attributes but other, small Parameters and children."""
     small = object.__new__(type(module))
     small.__dict__ = {**module.__dict__, "_parameters": parameters, "_modules": modules}
@@ -299,7 +299,7 @@ def _computes_rms_norm(norm: nn.Module) -> bool:
         generator = torch.Generator().manual_seed(0)
         x, weight = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((2, 3, 8), (8,)))
         try:
-            found = type(norm).forward(_small(norm, {"weight": weight}, {}), x)
+            found = type(norm).forward(_with_small_weights(norm, {"weight": weight}, {}), x)
         except Exception:  # any error means another signature
             return False
         return torch.equal(found, rms_norm(x, weight, eps))
@@ -318,7 +318,7 @@ def _computes_swiglu(mlp: nn.Module) -> bool:
             for name, weight in (("gate_proj", gate), ("up_proj", up), ("down_proj", down))
         }
         try:
-            found = type(mlp).forward(_small(mlp, {}, {**linears, "act_fn": children["act_fn"]}), x)
+            found = type(mlp).forward(_with_small_weights(mlp, {}, {**linears, "act_fn": children["act_fn"]}), x)
         except Exception:  # any error means another signature
             return False
         expected = F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)

@@ -42,11 +42,11 @@ def sum_in_order(terms: Tensor) -> Tensor:
     sums = torch.zeros_like(padded[..., :POSITIONS])
     for step in padded.split(POSITIONS, dim=-1):
         sums = sums + step
-    lanes = _by_halves(sums.unflatten(-1, (-1, NEIGHBOURS)), NEIGHBOURS)
-    return _by_halves(lanes.squeeze(-1), POSITIONS // NEIGHBOURS)
+    lanes = _sum_by_halves(sums.unflatten(-1, (-1, NEIGHBOURS)), NEIGHBOURS)
+    return _sum_by_halves(lanes.squeeze(-1), POSITIONS // NEIGHBOURS)
 
 
-def _by_halves(sums: Tensor, size: int) -> Tensor:
+def _sum_by_halves(sums: Tensor, size: int) -> Tensor:
     while size > 1:
         size //= 2
         sums = sums[..., :size] + sums[..., size : 2 * size]
@@ -75,12 +75,12 @@ def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, mas
     g = dy.float() * w
     c = sum_in_order(g * h) / torch.tensor(float(n), device=x.device)
     of_weight = torch.zeros(0, n, device=x.device)
-    for some, its in zip(dy.float().split(ROWS_PER_SUM), h.to(x.dtype).float().split(ROWS_PER_SUM), strict=True):
-        of_weight = torch.cat([of_weight, _one_by_one(some * its)])
-    return ((g - h * c) * rstd[:, None]).to(x.dtype).reshape(x.shape), _one_by_one(of_weight)[0].to(weight.dtype)
+    for dy_rows, h_rows in zip(dy.float().split(ROWS_PER_SUM), h.to(x.dtype).float().split(ROWS_PER_SUM), strict=True):
+        of_weight = torch.cat([of_weight, _sum_rows(dy_rows * h_rows)])
+    return ((g - h * c) * rstd[:, None]).to(x.dtype).reshape(x.shape), _sum_rows(of_weight)[0].to(weight.dtype)
 
 
-def _one_by_one(rows: Tensor) -> Tensor:
+def _sum_rows(rows: Tensor) -> Tensor:
     """Sum of rows in their order, ``[1, n]``."""
     total = rows.new_zeros(1, rows.shape[-1])
     for row in rows:

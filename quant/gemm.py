@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-ROWS = 16  # the rows of each expert are padded to a multiple for the grouped GEMM of codes
+ROWS = 16  # the grouped GEMM of codes needs each expert's rows padded to a multiple of this
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, offsets: Tensor | None = None) -> Tensor:
@@ -107,7 +107,7 @@ def _scaled_mm(
     dtype: torch.dtype,
     fast_accum: bool,
 ) -> Tensor:
-    if x.shape[0] == 0:  # an expert that no token chose
+    if x.shape[0] == 0:  # an expert without tokens
         return x_scale.new_zeros((0, weight.shape[0]), dtype=dtype)
     apart = bias if dtype == torch.float32 else None  # CUDA's kernel takes no bias with an fp32 result
     output = torch._scaled_mm(
@@ -135,7 +135,7 @@ def _scaled_grouped_mm(
     sync."""
     (rows, width), (experts, out, _) = x.shape, weight.shape
     ends, places = _moved_apart(rows, offsets)
-    capacity = -(-rows // ROWS) * ROWS + ROWS * experts  # at least the last of the ends
+    capacity = -(-rows // ROWS) * ROWS + ROWS * experts  # upper bound of the last end
     apart = torch.zeros((capacity, width // 8), dtype=torch.int64, device=x.device)  # codes of 0, eight per int64
     apart[places] = x.view(torch.int64)
     output = torch._scaled_grouped_mm(
@@ -187,7 +187,7 @@ def weight_gradient(grad: Tensor, x: Tensor, offsets: Tensor | None) -> Tensor:
         return grad.new_empty(offsets.shape[0], grad.shape[1], x.shape[1])
     if _grouped(grad, x):
         gradient = F.grouped_mm(_aligned(grad).t(), _aligned(x), offs=offsets)
-        return zero_where_empty_(gradient, offsets) if _leaves_out_empty(gradient) else gradient
+        return zero_where_empty_(gradient, offsets) if _skips_empty_experts(gradient) else gradient
     pairs = zip(_split(grad, offsets), _split(x, offsets), strict=True)
     return torch.stack([left.t() @ right for left, right in pairs])
 
@@ -223,7 +223,7 @@ def _aligned(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.is_cuda and tensor.data_ptr() % 16 else tensor
 
 
-def _leaves_out_empty(gradient: Tensor) -> bool:
+def _skips_empty_experts(gradient: Tensor) -> bool:
     """Return True if ``grouped_mm`` does not write gradients of experts without rows: compute capability 10.0 and up
     (pytorch#172439)."""
     return gradient.is_cuda and torch.cuda.get_device_capability(gradient.device) >= (10, 0)

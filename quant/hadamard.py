@@ -34,7 +34,7 @@ def rotate(values: Tensor, block: int) -> Tensor:
     Its own inverse: a weight ``[out, in]`` rotated this way takes inputs rotated this way.
     """
     device = values.device.type
-    autocast = device != "meta" and torch.is_autocast_enabled(device)  # is_autocast_enabled raises for meta
+    autocast = device != "meta" and torch.is_autocast_enabled(device)  # raises for the meta device
     with torch.autocast(device, enabled=False) if autocast else nullcontext():
         rotated = values.unflatten(-1, (-1, block)) @ _matrix(block, values.dtype, values.device)
     return rotated.flatten(-2)

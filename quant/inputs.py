@@ -186,7 +186,7 @@ class SharedInput:
 
 
 def _same_memory(other: Tensor, x: Tensor) -> bool:
-    """Return True if two tensors show the same elements and share their version."""
+    """Return True if two tensors show the same memory with the same version."""
     return (
         other.data_ptr() == x.data_ptr()
         and other.shape == x.shape

@@ -77,8 +77,8 @@ class Adapter:
         return merge(weight, self.lora_a, self.lora_b, self.scaling)
 
     def apply(self, training: bool, plan: Plan, *tensors: Tensor | None) -> Tensor:
-        """Replacement of :func:`quant.autograd.apply_function`: same arguments after ``training``, the layer's mode;
-        the weight without the adapter."""
+        """Replacement of :func:`quant.autograd.apply_function` with the same arguments after ``training``, the layer's
+        mode; the weight is passed without the adapter."""
         output: Tensor = MergedLinearFunction.apply(self.scaling, self.lora_a, self.lora_b, plan, *tensors)
         return output
 

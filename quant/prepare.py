@@ -213,15 +213,15 @@ def _replace(
     input_group = {name: group for group in of_inputs for name in group.members}
     layers = {}
     for name, linear in linears.items():
-        ours, its_input, its_global = weight_group[name], input_group.get(name), global_group.get(name)
-        shapes = [weight_shape(linears[member]) for member in ours.members]
-        scale = ours.scale if its_global is None else ours.scale._replace(global_=its_global.s0)
+        weight, input_, global_ = weight_group[name], input_group.get(name), global_group.get(name)
+        shapes = [weight_shape(linears[member]) for member in weight.members]
+        scale = weight.scale if global_ is None else weight.scale._replace(global_=global_.s0)
         layers[name] = QuantLinear(
             linear,
             schemes[name],
             weight=scale,
-            input=None if its_input is None else its_input.scale,
-            weight_numel=sum(ours.spec.elements_per_scale(shape) for shape in shapes),
+            input=None if input_ is None else input_.scale,
+            weight_numel=sum(weight.spec.elements_per_scale(shape) for shape in shapes),
         )
         parent, _, leaf = name.rpartition(".")
         setattr(modules[parent], leaf, layers[name])

@@ -273,7 +273,7 @@ def _not_one_scheme(members: Sequence[str], schemes: Mapping[str, Scheme]) -> st
 
 
 MOST_CHARACTERS, MOST_REPEATS = 2000, 4
-MANY = 16  # repetitions up to this count or more are treated as unlimited
+MANY = 16  # a repetition that may match this many times or more counts as unlimited
 _DIGITS = frozenset({(_constants.CATEGORY, _constants.CATEGORY_DIGIT), (_constants.RANGE, (48, 57))})
 # Component of a module name that is a layer or expert index.
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
@@ -371,7 +371,7 @@ def name_patterns(names: Iterable[str], others: Iterable[str], end: str = "", *,
         elif not exact:
             entries += [_pattern(parts, number, end) for number in numbers]
         else:
-            entries += ["".join(_woven(parts, number)) for number in numbers]
+            entries += ["".join(_interleave(parts, number)) for number in numbers]
     if not anywhere:
         return entries
     entries = [entry.replace("re:", f"re:{ANYWHERE}", 1) for entry in entries]
@@ -390,10 +390,10 @@ def _by_numbers(names: Iterable[str]) -> dict[tuple[str, ...], dict[tuple[str, .
 
 
 def _pattern(parts: Iterable[str], numbers: Iterable[str], end: str) -> str:
-    return "re:" + "".join(_woven([re.escape(part) for part in parts], numbers)) + end + "$"
+    return "re:" + "".join(_interleave([re.escape(part) for part in parts], numbers)) + end + "$"
 
 
-def _woven(parts: Iterable[str], numbers: Iterable[str]) -> list[str]:
+def _interleave(parts: Iterable[str], numbers: Iterable[str]) -> list[str]:
     between = iter(numbers)
     return [text for part in parts for text in (part, next(between, ""))]
 

@@ -72,6 +72,6 @@ def have_codes(values: Tensor, codes: Tensor, quantizer: Quantizer) -> Tensor:
 
 
 def snap_to_codes(weight: Tensor, decoded: Tensor, codes: Tensor, quantizer: Quantizer) -> Tensor:
-    """Replace each element of ``weight`` that rounds to another code than ``codes`` by ``decoded``, in the dtype of
-    ``decoded``."""
+    """Replace each element of ``weight`` that does not round to its code in ``codes`` by ``decoded``, the codes' values
+    in the dtype of ``weight``."""
     return torch.where(have_codes(weight, codes, quantizer), weight, decoded)

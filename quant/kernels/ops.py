@@ -52,39 +52,41 @@ def quantize(x: Tensor, quantizer: Quantizer, *, mask: bool = False) -> tuple[Te
         RuntimeError: the scales do not divide ``x``, or a dtype is not supported; likewise for the other functions.
     """
     ensure_ready()
-    s0, theta, grid, stored = _of_runs(quantizer)
-    return _OPS.quantize(x, s0, theta, grid, stored, mask, *_beside(quantizer))
+    s0, theta, grid, stored = _run_scales(quantizer)
+    return _OPS.quantize(x, s0, theta, grid, stored, mask, *_zero_and_above(quantizer))
 
 
 def quantize_with_values(x: Tensor, quantizer: Quantizer, *, mask: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`quantize` and :func:`fake_quantize` in one pass: codes, mask, values."""
     ensure_ready()
-    s0, theta, grid, stored = _of_runs(quantizer)
-    return _OPS.quantize_with_values(x, s0, theta, grid, stored, mask, *_beside(quantizer))
+    s0, theta, grid, stored = _run_scales(quantizer)
+    return _OPS.quantize_with_values(x, s0, theta, grid, stored, mask, *_zero_and_above(quantizer))
 
 
 def quantize_with_scale(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
     """Codes of :func:`quantize` and :func:`effective_scale` in one launch; not with scales per block."""
-    s0, theta, grid, stored = _of_runs(quantizer)
+    s0, theta, grid, stored = _run_scales(quantizer)
     if theta is None and stored == torch.float32:
         return quantize(x, quantizer)[0], s0
     ensure_ready()
-    codes, scale = _OPS.quantize_with_scale(x, s0, theta, grid, stored, *_beside(quantizer))
+    codes, scale = _OPS.quantize_with_scale(x, s0, theta, grid, stored, *_zero_and_above(quantizer))
     return codes, scale
 
 
 def dequantize(codes: Tensor, quantizer: Quantizer, *, after: Tensor | None = None) -> Tensor:
     """Compute ``(codes - zero) * scale`` in the model's dtype, in the shape of ``codes``."""
     ensure_ready()
-    s0, theta, _, stored = _of_runs(quantizer, after)
-    return _OPS.dequantize(codes, s0, theta, stored, quantizer.dtype, after, *_beside(quantizer))
+    s0, theta, _, stored = _run_scales(quantizer, after)
+    return _OPS.dequantize(codes, s0, theta, stored, quantizer.dtype, after, *_zero_and_above(quantizer))
 
 
 def dequantize_with_zeros(codes: Tensor, quantizer: Quantizer, *, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """:func:`dequantize`, and zeros in the shape and dtype of theta, in one launch; not with scales per block."""
     ensure_ready()
-    s0, theta, _, stored = _of_runs(quantizer, after)
-    values, zeros = _OPS.dequantize_with_zeros(codes, s0, theta, stored, quantizer.dtype, after, *_beside(quantizer))
+    s0, theta, _, stored = _run_scales(quantizer, after)
+    values, zeros = _OPS.dequantize_with_zeros(
+        codes, s0, theta, stored, quantizer.dtype, after, *_zero_and_above(quantizer)
+    )
     return values, zeros
 
 
@@ -96,8 +98,8 @@ def fake_quantize(x: Tensor, quantizer: Quantizer, *, after: Tensor | None = Non
     """
     ensure_ready()
     operator = _OPS.fake_quantize if torch.is_grad_enabled() else _OPS.fake_quantized
-    s0, theta, grid, stored = _of_runs(quantizer, after)
-    return operator(x, s0, theta, grid, stored, after, *_beside(quantizer))
+    s0, theta, grid, stored = _run_scales(quantizer, after)
+    return operator(x, s0, theta, grid, stored, after, *_zero_and_above(quantizer))
 
 
 def fake_quantize_backward_(
@@ -111,7 +113,7 @@ def fake_quantize_backward_(
     """
     ensure_ready()
     if not theta_gradient or quantizer.spec.granularity != "block":
-        operands = (*_of_runs(quantizer, grad), factor, theta_gradient, *_beside(quantizer), of_weight)
+        operands = (*_run_scales(quantizer, grad), factor, theta_gradient, *_zero_and_above(quantizer), of_weight)
         grad_theta = _OPS.fake_quantize_backward_(grad, x, *operands)
         return grad_theta if theta_gradient else None
     return _block_gradients_(grad, x, quantizer, factor, of_weight)
@@ -132,7 +134,7 @@ def _block_gradients_(grad: Tensor, x: Tensor, quantizer: Quantizer, factor: flo
     return gradient.to(theta.dtype)
 
 
-def _of_runs(quantizer: Quantizer, after: Tensor | None = None) -> tuple[Tensor, Tensor | None, int, torch.dtype]:
+def _run_scales(quantizer: Quantizer, after: Tensor | None = None) -> tuple[Tensor, Tensor | None, int, torch.dtype]:
     """``s0, theta, grid, scale_dtype`` for the operators.
 
     The operators compute the scale of each of ``n`` equal runs of consecutive elements. A scale per block covers runs
@@ -144,7 +146,7 @@ def _of_runs(quantizer: Quantizer, after: Tensor | None = None) -> tuple[Tensor,
     return _per_run(effective_scale(quantizer, after=after), spec), None, grid_of(spec), torch.float32
 
 
-def _beside(quantizer: Quantizer) -> tuple[Tensor | None, Tensor | None]:
+def _zero_and_above(quantizer: Quantizer) -> tuple[Tensor | None, Tensor | None]:
     """``zero, above`` for the operators."""
     return quantizer.scale.zero, quantizer.scale.global_
 
@@ -166,8 +168,8 @@ def dequantize_and_mask_(grad: Tensor, mask: Tensor, codes: Tensor, quantizer: Q
     """:func:`masked_`, and :func:`dequantize` of as many codes in the dtype of ``grad``, in one launch; not with scales
     per block."""
     ensure_ready()
-    s0, theta, _, stored = _of_runs(quantizer)
-    return _OPS.dequantize_and_mask_(grad, mask, codes, s0, theta, stored, *_beside(quantizer))
+    s0, theta, _, stored = _run_scales(quantizer)
+    return _OPS.dequantize_and_mask_(grad, mask, codes, s0, theta, stored, *_zero_and_above(quantizer))
 
 
 def amax(x: Tensor, count: int = 1) -> Tensor:
@@ -181,7 +183,7 @@ def quantize_tokens(x: Tensor, spec: TensorSpec, above: Tensor | None = None) ->
     """Dynamic codes of ``x [..., features]``, with fp32 scales and int8 zero points ``[..., n]`` for the ``n`` groups
     of a token (one per token). ``above``, here and below: the global scale, fp32 ``(1,)``, if ``spec`` has one."""
     ensure_ready()
-    codes, scale, zero_point = _OPS.quantize_tokens(*_of_tokens(x, spec), *_stored(spec, above))
+    codes, scale, zero_point = _OPS.quantize_tokens(*_token_arguments(x, spec), *_stored(spec, above))
     return codes.view(x.shape), scale.flatten(x.dim() - 1), zero_point.flatten(x.dim() - 1)
 
 
@@ -191,13 +193,13 @@ def fake_quantize_tokens(
     """Quantize and dequantize ``x [..., features]`` with dynamic scales per token or group. Differentiable."""
     ensure_ready()
     operator = _OPS.fake_quantize_tokens if torch.is_grad_enabled() else _OPS.fake_quantized_tokens
-    return operator(*_of_tokens(x, spec), after, *_stored(spec, above)).view(x.shape)
+    return operator(*_token_arguments(x, spec), after, *_stored(spec, above)).view(x.shape)
 
 
 def fake_quantize_tokens_backward(grad: Tensor, x: Tensor, spec: TensorSpec, above: Tensor | None = None) -> Tensor:
     """Gradient of :func:`fake_quantize_tokens`; ``grad`` has the shape and dtype of ``x``."""
     ensure_ready()
-    grads, of_x = _token_groups(grad, spec), _of_tokens(x, spec)
+    grads, of_x = _token_groups(grad, spec), _token_arguments(x, spec)
     return _OPS.fake_quantize_tokens_backward(grads, *of_x, *_stored(spec, above)).view(x.shape)
 
 
@@ -207,7 +209,7 @@ def fake_quantize_tokens_and_mask_(
     """:func:`fake_quantize_tokens` (if ``values``; not differentiable) and its backward in one launch: overwrites
     ``grad``, contiguous in the shape and dtype of ``x``, with the gradient of ``x``."""
     ensure_ready()
-    groups, of_x = _token_groups(grad, spec), _of_tokens(x, spec)
+    groups, of_x = _token_groups(grad, spec), _token_arguments(x, spec)
     found: Tensor = _OPS.fake_quantize_tokens_and_mask_(groups, *of_x, values, *_stored(spec, above))
     return found.view(x.shape) if values else None
 
@@ -282,7 +284,7 @@ def rms_norm_quantize(
         for :func:`rms_norm_backward`.
     """
     ensure_ready()
-    return _OPS.rms_norm_quantize(x, weight, eps, *_of_one(quantizer), mask, values)
+    return _OPS.rms_norm_quantize(x, weight, eps, *_single_scale(quantizer), mask, values)
 
 
 def rms_norm_backward(
@@ -299,7 +301,7 @@ def silu_mul_quantize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``silu(gate) * up``, quantized likewise: codes, mask, values; tensors of one shape and dtype."""
     ensure_ready()
-    return _OPS.silu_mul_quantize(gate, up, *_of_one(quantizer), mask, values)
+    return _OPS.silu_mul_quantize(gate, up, *_single_scale(quantizer), mask, values)
 
 
 def silu_mul_backward(grad: Tensor, gate: Tensor, up: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -308,14 +310,14 @@ def silu_mul_backward(grad: Tensor, gate: Tensor, up: Tensor, mask: Tensor) -> t
     return _OPS.silu_mul_backward(grad, gate, up, mask)
 
 
-def _of_one(quantizer: Quantizer) -> tuple[Tensor, int, torch.dtype]:
+def _single_scale(quantizer: Quantizer) -> tuple[Tensor, int, torch.dtype]:
     """``s0, grid, scale_dtype`` of a single scale that does not learn."""
     (s0, theta, _, _), spec, dtype = quantizer
     assert theta is None and spec.granularity == "tensor"
     return s0, grid_of(spec), stored_dtype(spec, dtype)
 
 
-def _of_tokens(x: Tensor, spec: TensorSpec) -> tuple[Tensor, int, bool]:
+def _token_arguments(x: Tensor, spec: TensorSpec) -> tuple[Tensor, int, bool]:
     """``x, grid, symmetric`` for the operators."""
     return _token_groups(x, spec), grid_of(spec), spec.symmetric
 
