@@ -92,13 +92,13 @@ PREPARE = [
 LOOP = [
     Box("code", "quant.linear", "forward: fake quant or fp8 GEMM", STEP[0], row(1), STEP[1]),
     Box("code", "engine.losses.chunked", "LM loss and distillation", STEP[0], row(2), STEP[1]),
-    Box("code", "quant.function", "backward: weights and scales", STEP[0], row(3), STEP[1]),
+    Box("code", "quant.autograd", "backward: weights and scales", STEP[0], row(3), STEP[1]),
     Box("code", "engine.session.optimizer", "AdamW under DeepSpeed ZeRO", STEP[0], row(4), STEP[1]),
 ]
 RESULTS = [
     Box("code", "engine.checkpoint.save", "save, and resume exactly", AFTER[0], row(1), AFTER[1]),
     Box("disk", "training checkpoint", "every rank its part", AFTER[0], row(2), AFTER[1]),
-    Box("code", "model.save, quant.export", "codes and scales, in shards", AFTER[0], row(3), AFTER[1]),
+    Box("code", "model.save, quant.formats", "codes and scales, in shards", AFTER[0], row(3), AFTER[1]),
     Box("disk", "compressed checkpoint", "what the last forward used", AFTER[0], row(4), AFTER[1]),
     Box("served", "vLLM, SGLang, transformers", "load it as it is", AFTER[0], row(5), AFTER[1]),
     Box("code", "tools.verify.check", "the same logits in transformers?", AFTER[0], row(6), AFTER[1]),

@@ -6,7 +6,7 @@ another value than the recipe's is an error, because one of the two would be ign
 DeepSpeed's own default, as it does to DeepSpeed.
 
 The recipe owns the optimizer and its schedule, some keys break a run (``BROKEN``), the rest passes. DeepSpeed accepts a
-misspelt top-level key in silence (``zero_optimization`` trains at stage 0), and clips gradients at 1.0 unless told
+misspelt top-level key in silence (``zero_optimizaton`` trains at stage 0), and clips gradients at 1.0 unless told
 otherwise. So top-level keys that DeepSpeed never reads are refused, and clipping is always written out.
 """
 

@@ -50,7 +50,7 @@ CONTRADICTIONS = [
     ),
     (
         {"adapter": {**BESIDE, "base": "nf4"}, **FROZEN},
-        "adapter.base: Expected one of ['weights', 'codes']. Got value: nf4",
+        "adapter.base: Expected one of ['weights', 'quantized']. Got value: nf4",
     ),
     *(
         (

@@ -57,7 +57,7 @@ def test_no_other_accumulation_in_fp32(tmp_path: Path, stage: int) -> None:
 @pytest.mark.parametrize(
     ("key", "said"),
     [
-        ("zero_optimization", "unknown key, which DeepSpeed would ignore in silence; did you mean zero_optimization?"),
+        ("zero_optimizaton", "unknown key, which DeepSpeed would ignore in silence; did you mean zero_optimization?"),
         ("gradient_cliping", "unknown key, which DeepSpeed would ignore in silence; did you mean gradient_clipping?"),
         ("qqq", "unknown key, which DeepSpeed would ignore in silence; expected one of aio, bf16,"),
         ("activation_checkpointing", "set train.activation_checkpointing in the recipe"),
