@@ -28,7 +28,7 @@ from quant.packed_weight import PackedCodes
 from quant.spec import PRESETS, Preset, Scheme
 from tests.tiny import tiny_checkpoint
 from tests.unit.model.quantized.test_round_trip import ENGINE
-from tests.unit.tools.verify.test_presets import exported
+from tests.unit.tools.verify.exports import exported
 from tools.compressed import load_compressed
 
 NOT_FINITE = (math.nan, math.inf, -math.inf)
@@ -124,7 +124,7 @@ def test_a_quantized_checkpoint_that_holds_one_is_not_read(name, tmp_path, seed)
     """In codes, in scales of any kind, or in what is not quantized: neither by the reader of exports, nor as
     model.path, nor, where it is a scale, as quant.scales of the model that it was made from."""
     preset = PRESETS[name]
-    exported(tmp_path, "qwen3", preset.linear, kv_cache=preset.kv_cache)
+    exported(tmp_path, "qwen3", preset.linear, kv_cache=preset.kv_cache, wide=True)
     export, work = tmp_path / "export", tmp_path / "work"
     able = {
         key: key.rpartition(".")[2]

@@ -32,7 +32,7 @@ from tests.unit.model.quantized.test_gptq_awq import gptq_checkpoint
 from tests.unit.model.quantized.test_modelopt import written as modelopt
 from tests.unit.model.quantized.test_mxfp4_experts import published
 from tests.unit.model.quantized.test_round_trip import loaded
-from tests.unit.tools.verify.test_presets import exported
+from tests.unit.tools.verify.exports import exported
 from tools.compressed import load_compressed
 
 CPU = torch.device("cpu")
@@ -55,7 +55,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     (base / "adapter" / "recipe.yaml").unlink()
     BASES["adapter"] = plain
     for scheme in ("fp8_static", "w4a16_g32"):
-        exported(base / scheme, "qwen3", SCHEMES[scheme])
+        exported(base / scheme, "qwen3", SCHEMES[scheme], wide=True)
         found[scheme] = base / scheme / "export"
         for use in ("source", "scales", "start"):
             found[f"{use} {scheme}"] = found[scheme]

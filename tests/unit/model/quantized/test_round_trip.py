@@ -20,7 +20,7 @@ from quant import SCHEMES, Quantization, prepare
 from quant.formats.layouts import Layout
 from tests.tiny import tiny_checkpoint
 from tests.unit.engine.memory.test_memory import recipe
-from tests.unit.tools.verify.test_check import exported, quantized
+from tests.unit.tools.verify.exports import exported, quantized
 
 pytestmark = pytest.mark.usefixtures("seed")
 
@@ -52,7 +52,7 @@ def test_fp8_as_vllm_and_deepseek_have_it_comes_back(tmp_path, scheme):
     """With ``weight_scale_inv`` for blocks; byte for byte, config.json too."""
     source = tiny_checkpoint(tmp_path / "source", "qwen3_moe", seed=random.randrange(2**31), wide=True)
     batches = [torch.randint(0, 301, (2, 64))]
-    model, quantization = quantized(source, SCHEMES[scheme], batches=batches)
+    model, quantization = quantized(source, SCHEMES[scheme], batches)
     layout: Layout = "vllm_fp8"
     export_model(model, quantization, source, tmp_path / "first", layout=layout)
     again, its, report = loaded(tmp_path / "first")
@@ -73,7 +73,7 @@ def edited(directory: Path, edit) -> None:
 
 def test_layers_in_other_schemes_keep_the_weights_and_are_measured(tmp_path):
     """fp8 to int4: the weights are the codes times the scales, the scales are those of the weights."""
-    export, _ = exported(tmp_path, "qwen3", SCHEMES["fp8_static"])
+    export, *_ = exported(tmp_path, "qwen3", SCHEMES["fp8_static"])
     model, _, report = loaded(export, "w4a16_channel")
     assert not report.weights_loaded
     assert not report.inputs_loaded
@@ -85,7 +85,7 @@ def test_layers_in_other_schemes_keep_the_weights_and_are_measured(tmp_path):
 
 def test_what_is_not_quantized_stays_so_and_what_shares_a_scale_is_said(tmp_path):
     """Another writer's file: one layer plain, the scales of q, k and v each their own."""
-    export, _ = exported(tmp_path, "qwen3", SCHEMES["fp8_static"])
+    export, *_ = exported(tmp_path, "qwen3", SCHEMES["fp8_static"])
     plain, q = "model.layers.0.self_attn.o_proj", "model.layers.0.self_attn.q_proj"
 
     def edit(tensors: dict[str, torch.Tensor]) -> None:
@@ -110,7 +110,7 @@ def test_what_is_not_quantized_stays_so_and_what_shares_a_scale_is_said(tmp_path
 
 
 def test_scales_that_the_models_dtype_rounds_are_said(tmp_path):
-    export, _ = exported(tmp_path, "qwen3", SCHEMES["w4a16_channel"])
+    export, *_ = exported(tmp_path, "qwen3", SCHEMES["w4a16_channel"])
 
     def edit(tensors: dict[str, torch.Tensor]) -> None:
         for key in tensors:
@@ -124,7 +124,7 @@ def test_scales_that_the_models_dtype_rounds_are_said(tmp_path):
 
 
 def test_a_tensor_beside_the_codes_that_is_not_known_is_named(tmp_path):
-    export, _ = exported(tmp_path, "qwen3", SCHEMES["w4a16_channel"])
+    export, *_ = exported(tmp_path, "qwen3", SCHEMES["w4a16_channel"])
     name = "model.layers.1.mlp.up_proj"
 
     def edit(tensors: dict[str, torch.Tensor]) -> None:
@@ -142,7 +142,7 @@ def test_a_tensor_beside_the_codes_that_is_not_known_is_named(tmp_path):
 
 def test_the_scheme_source_is_written_into_the_recipe(tmp_path):
     """So that a run's own recipe says what it did; and of a plain checkpoint there is none."""
-    export, _ = exported(tmp_path, "qwen3", SCHEMES["fp8_static"])
+    export, *_ = exported(tmp_path, "qwen3", SCHEMES["fp8_static"])
     (tmp_path / "recipe").mkdir()
     found = recipe(tmp_path / "recipe", quant={"scheme": "source"}, model={"path": str(export)}).quant
     assert found.default_scheme() is None

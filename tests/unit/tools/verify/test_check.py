@@ -10,18 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
 
 from launch.verify import main
-from model.build import build_model
-from model.checkpoint.load import load_weights
-from model.moe.experts import Form
 from model.ranks import RankError
 from model.save import export_model
-from model.scales import measure_weight_scales, write_scales
-from quant import DEFAULT_EXEMPT, SCHEMES, Quantization, Scheme, TensorSpec, prepare
-from quant.reference import absmax_scale
+from quant import DEFAULT_EXEMPT, SCHEMES, Scheme, TensorSpec
 from tests.tiny import tiny_checkpoint
+from tests.unit.tools.verify.exports import exported, quantized
 from tools.compressed import load_compressed
 from tools.verify.check import OUR_FORWARD_KL, compare_with_transformers
 from tools.verify.comparison import Comparison, windows
@@ -32,63 +27,6 @@ FP8 = SCHEMES["fp8_static"]
 INT4 = Scheme("w4a16_g16", TensorSpec("int", 4, "group", 16))
 INT3 = Scheme("w3a16_channel", TensorSpec("int", 3, "channel"))
 NO_DOWN = (*DEFAULT_EXEMPT, r".*\.down_proj")
-
-
-def quantized(
-    source: Path,
-    scheme: Scheme,
-    exempt=DEFAULT_EXEMPT,
-    *,
-    powers_of_two: bool = False,
-    batches=(),
-    experts: Form = "stacked",
-):
-    """The model of ``source`` in bf16 with measured scales, inputs calibrated on ``batches``."""
-    device = torch.device("cpu")
-    model = build_model(
-        source, {"bf16": {"enabled": True}}, dtype=torch.bfloat16, device=device, experts=experts
-    ).eval()
-    load_weights(model, source, progress=False)
-    quantization = prepare(model, scheme, exempt=exempt, learn_weight_scale=True, learn_input_scale=False)
-    weights = measure_weight_scales(quantization)
-    inputs = _calibrated(model, quantization, batches)
-    for groups, values in ((quantization.weight_groups, weights), (quantization.input_groups, inputs)):
-        if powers_of_two:
-            values = {owner: torch.exp2(torch.ceil(torch.log2(value))) for owner, value in values.items()}
-        write_scales(groups, values)
-    return model, quantization
-
-
-def _calibrated(model, quantization: Quantization, batches) -> dict[str, torch.Tensor]:
-    if not quantization.input_groups:
-        return {}
-    quantization.set_fake_quant(weights=False, activations=False)
-    quantization.observe(True)
-    with torch.no_grad():
-        for ids in batches:
-            model(input_ids=ids)
-    quantization.observe(False)
-    quantization.set_fake_quant(weights=True, activations=True)
-    return {
-        group.owner: absmax_scale(group.observer.absmax.view(1), group.observer.spec)
-        for group in quantization.input_groups
-        if group.observer is not None
-    }
-
-
-def exported(
-    directory: Path, kind: str, scheme: Scheme, exempt=DEFAULT_EXEMPT, **options
-) -> tuple[Path, list[torch.Tensor]]:
-    """A checkpoint of fresh random weights, quantized and exported, and the tokens that it was calibrated on."""
-    source = tiny_checkpoint(directory / "source", kind, seed=random.randrange(2**31), tied=options.pop("tied", False))
-    if options.pop("every_expert", False):
-        config = AutoConfig.from_pretrained(source)
-        config.num_experts_per_tok = config.num_experts
-        config.save_pretrained(source)
-    batches = [torch.randint(0, 301, (2, 64)) for _ in range(2)]
-    model, quantization = quantized(source, scheme, exempt, batches=batches, **options)
-    export_model(model, quantization, source, directory / "export", max_shard_size=40_000)
-    return directory / "export", batches
 
 
 def only_rounding(comparison: Comparison, kind: str, scheme: Scheme) -> None:
@@ -132,7 +70,7 @@ def test_transformers_computes_the_logits_of_our_forward(case, tmp_path, seed):
     holds in bf16, the differences named in tools/verify/check.py, KL 1e-7 to 1e-4 on these models.
     """
     kind, scheme, exempt, options = CASES[case]
-    directory, batches = exported(tmp_path, kind, scheme, exempt, **options)
+    directory, batches, *_ = exported(tmp_path, kind, scheme, exempt=exempt, **options)
     report = compare_with_transformers(directory, batches)
     assert report.ok, report.table()
     only_rounding(report.logits["same arithmetic"], kind, scheme)
@@ -152,7 +90,7 @@ def test_transformers_computes_the_logits_of_our_forward(case, tmp_path, seed):
 def test_with_powers_of_two_as_scales_our_forward_is_theirs(kind, scheme, tmp_path, seed):
     """Dividing by 2^k and multiplying with 2^-k are both exact, and a code times 2^k is a bf16 number: only rounding
     of matrix products is left. That, too, could send a token to another expert where there is a choice."""
-    directory, batches = exported(tmp_path, kind, scheme, powers_of_two=True, every_expert=kind == "qwen3_moe")
+    directory, batches, *_ = exported(tmp_path, kind, scheme, powers_of_two=True, every_expert=kind == "qwen3_moe")
     report = compare_with_transformers(directory, batches)
     assert report.ok, report.table()
     only_rounding(report.logits["our forward"], kind, scheme)
@@ -164,7 +102,7 @@ def test_reading_an_export_gives_the_model_that_was_exported(kind, scheme, tmp_p
     """In bf16, bit for bit the logits before the export: dequantized weights are rounded as the forward rounds."""
     source = tiny_checkpoint(tmp_path / "source", kind, seed=random.randrange(2**31))
     batches = [torch.randint(0, 301, (2, 64))]
-    model, quantization = quantized(source, scheme, batches=batches, experts="per_expert")  # as the reader has them
+    model, quantization = quantized(source, scheme, batches, experts="per_expert")  # as the reader has them
     export_model(model, quantization, source, tmp_path / "export")
     again, read = load_compressed(tmp_path / "export", dtype=torch.bfloat16)
     assert read.layers.keys() == quantization.layers.keys()

@@ -2,27 +2,22 @@
 
 import json
 import math
-import random
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
-from model.build import build_model
-from model.checkpoint.load import load_weights
 from model.ranks import RankError
 from model.save import export_model
-from model.scales import renew_weight_scales
-from quant import Quantization, prepare
+from quant import Quantization
 from quant.formats.compressed_tensors import input_suffix, unpack_scale, unpack_weight, unpack_zero
 from quant.formats.layouts import check_layout
 from quant.reference import fake_quant, quantize
 from quant.rules import Rule
-from quant.scale import first_input_scale
 from quant.spec import PRESETS, SCHEMES, Scheme, TensorSpec
-from tests.tiny import tiny_checkpoint
+from tests.unit.tools.verify.exports import Export, exported
 from tools.compressed import load_compressed, quantized_keys
 from tools.verify.check import compare_with_transformers
 from tools.verify.comparison import Report
@@ -31,39 +26,28 @@ from tools.verify.reader import decompress
 KINDS = ("qwen3", "qwen3_moe")
 
 
-@torch.no_grad()
-def fill_scales(model, quantization: Quantization, batches) -> None:
-    """Measured scales of weights, stored ones of inputs calibrated on ``batches``."""
-    renew_weight_scales(quantization)
-    if quantization.input_groups:
-        quantization.set_fake_quant(weights=False, activations=False)
-        quantization.observe(True)
-        for ids in batches:
-            model(input_ids=ids)
-        quantization.observe(False)
-        quantization.set_fake_quant(weights=True, activations=True)
-        for group in quantization.input_groups:
-            group.s0.copy_(first_input_scale(group.observer.absmax.view(1), group.spec))
+def made(directory: Path, kind: str, scheme: Scheme | None, rules=(), **options) -> Export:
+    """Experts in the form that the reader has, whose logits are equal to the bit; the files are those of either form.
+    All are used: with a choice, a random router sends a token in a thousand elsewhere wherever a rounding differs."""
+    options = {"experts": "per_expert", "every_expert": kind == "qwen3_moe", "wide": True, "rules": rules, **options}
+    return exported(directory, kind, scheme, **options)
 
 
-def exported(directory: Path, kind: str, scheme: Scheme | None, rules=(), *, layout="compressed", **options):
-    """A tiny model of fresh random weights, quantized and exported; tokens that it was calibrated on."""
-    source = tiny_checkpoint(directory / "source", kind, seed=random.randrange(2**31), wide=True)
-    if kind == "qwen3_moe":
-        # With a choice, a random router sends a token in a thousand elsewhere wherever a rounding differs.
-        config = AutoConfig.from_pretrained(source)
-        config.num_experts_per_tok = config.num_experts
-        config.save_pretrained(source)
-    batches = [torch.randint(0, 301, (2, 48)) for _ in range(2)]
-    # Experts in the form that the reader has, whose logits are equal to the bit; the files are those of either form.
-    device = torch.device("cpu")
-    model = build_model(source, {"bf16": {"enabled": True}}, dtype=torch.bfloat16, device=device, experts="per_expert")
-    model.eval()
-    load_weights(model, source, progress=False)
-    quantization = prepare(model, scheme, rules=rules, learn_weight_scale=True, learn_input_scale=False, **options)
-    fill_scales(model, quantization, batches)
-    export_model(model, quantization, source, directory / "export", layout=layout, max_shard_size=200_000)
-    return model, quantization, batches
+def served(export: Export) -> tuple[Report, Quantization]:
+    """Compare with transformers: logits differ by the rounding of matrix products and no more (measured: not at all).
+    Our reader computes the logits of the exported model to the bit."""
+    report = compare_with_transformers(export.directory, export.batches)
+    assert report.ok, report.table()
+    assert report.logits["same arithmetic"].relative_max < 1e-5, report.table()
+    again, read = load_compressed(export.directory, dtype=torch.bfloat16)
+    ids = export.batches[0]
+    with torch.no_grad():
+        assert torch.equal(again(input_ids=ids).logits, export.model(input_ids=ids).logits)
+    return report, read
+
+
+def config_of(export: Export) -> dict:
+    return json.loads((export.directory / "config.json").read_text())
 
 
 # One of each format and kind of input, of a MoE of every second; the others differ in a number.
@@ -115,18 +99,13 @@ def served_as_one(tensors: dict[str, torch.Tensor]) -> None:
             assert torch.equal(tensors[f"{experts}.0.{leaf}.{suffix}"], tensor), key
 
 
-def same_arithmetic(report: Report) -> None:
-    """Logits differ by the rounding of matrix products and no more (measured: not at all)."""
-    assert report.ok, report.table()
-    assert report.logits["same arithmetic"].relative_max < 1e-5, report.table()
-
-
 @pytest.mark.parametrize(("kind", "scheme"), CASES)
 def test_what_is_served_is_what_was_trained(kind, scheme, tmp_path, seed):
     """Codes and scales on disk are those of the forward; compressed-tensors decompresses them to the weights that it
     multiplied with; transformers and our reader compute its logits."""
-    model, quantization, batches = exported(tmp_path, kind, scheme)
-    tensors = tensors_of(tmp_path / "export")
+    export = made(tmp_path, kind, scheme)
+    _, _, model, quantization = export
+    tensors = tensors_of(export.directory)
     served_as_one(tensors)
     size = weights = 0
     for name, layer in quantization.layers.items():
@@ -149,12 +128,8 @@ def test_what_is_served_is_what_was_trained(kind, scheme, tmp_path, seed):
     assert len(quantization.layers) == (14 if kind == "qwen3" else 38)
     assert 8 * size / weights == pytest.approx(bits_on_disk(scheme, quantization), rel=1e-9)
 
-    report = compare_with_transformers(tmp_path / "export", batches)
-    same_arithmetic(report)
+    report, _ = served(export)
     assert (report.note is not None) == (kind == "qwen3_moe" and scheme.name in NOT_LOADED)
-    again, _ = load_compressed(tmp_path / "export", dtype=torch.bfloat16)
-    with torch.no_grad():
-        assert torch.equal(again(input_ids=batches[0]).logits, model(input_ids=batches[0]).logits)
 
 
 def bits_on_disk(scheme: Scheme, quantization: Quantization) -> float:
@@ -179,52 +154,56 @@ def bits_on_disk(scheme: Scheme, quantization: Quantization) -> float:
 def test_a_quantized_cache(kind, preset, tmp_path, seed):
     """Scales of keys and values on disk are those of the forward, and transformers uses them."""
     scheme, cache = PRESETS[preset].linear, PRESETS[preset].kv_cache
-    model, quantization, batches = exported(tmp_path, kind, scheme, kv_cache=cache)
-    tensors = tensors_of(tmp_path / "export")
-    for name, module in quantization.caches.items():
+    export = made(tmp_path, kind, scheme, kv_cache=cache)
+    tensors, caches = tensors_of(export.directory), export.quantization.caches
+    for name, module in caches.items():
         stored = tensors[name.replace("_cache", "_scale")]
         assert (stored.dtype, stored.shape) == (torch.float32, (1,))
         assert torch.equal(stored, module.input_scale()), name
-    assert len(quantization.caches) == 4
-    report = compare_with_transformers(tmp_path / "export", batches)
-    same_arithmetic(report)
+    assert len(caches) == 4
+    report, read = served(export)
+    assert read.caches.keys() == caches.keys()
     assert report.contents == ("fp8 KV cache" if scheme is None else f"{scheme.name}, fp8 KV cache")
     # Codes of 4-bit inputs flip more often (tools/verify/check.py).
     coarse = scheme is not None and scheme.activations.bits == 4
     assert report.logits["inputs as given"].kl > (1 if coarse else 10) * report.logits["our forward"].kl, report.table()
-    again, read = load_compressed(tmp_path / "export", dtype=torch.bfloat16)
-    assert read.caches.keys() == quantization.caches.keys()
-    with torch.no_grad():
-        assert torch.equal(again(input_ids=batches[0]).logits, model(input_ids=batches[0]).logits)
-
-
-def test_a_quantized_cache_of_a_model_whose_experts_transformers_does_not_load(tmp_path, seed):
-    cache = PRESETS["fp8_kv"].kv_cache
-    _, _, batches = exported(tmp_path, "qwen3_moe", SCHEMES["int8_dynamic"], kv_cache=cache)
-    report = compare_with_transformers(tmp_path / "export", batches)
-    same_arithmetic(report)
-    assert report.note is not None
-
-
-def test_quantized_embeddings(tmp_path, seed):
-    """Embeddings and lm_head, weight-only: modules that are no Linear are named in the configuration. vLLM reads these
-    embeddings, transformers does not."""
-    table = {"model.embed_tokens": INT4, "lm_head": INT4}
-    model, _, batches = exported(tmp_path, "qwen3", INT4, named=table)
-    config = json.loads((tmp_path / "export" / "config.json").read_text())["quantization_config"]
-    assert config["ignore"] == []
-    assert config["config_groups"]["group_0"]["targets"] == ["Linear", "model.embed_tokens", "lm_head"]
-    report = compare_with_transformers(tmp_path / "export", batches)
-    same_arithmetic(report)
-    assert report.note is not None
-    assert report.note.startswith("transformers does not load quantized embeddings")
-    again, _ = load_compressed(tmp_path / "export", dtype=torch.bfloat16)
-    with torch.no_grad():
-        assert torch.equal(again(input_ids=batches[0]).logits, model(input_ids=batches[0]).logits)
 
 
 FP8, INT4 = SCHEMES["fp8_dynamic"], SCHEMES["w4a16_g32"]
 OUTER = [Rule(FP8, first=1), Rule(None, r".*\.1\.self_attn\..*")]
+INT8, TABLES = SCHEMES["int8_dynamic"], {"model.embed_tokens": INT4, "lm_head": INT4}
+# What transformers does not load, or decodes in another way; vLLM reads all of it.
+NOTED = {
+    "experts, and a cache": ("qwen3_moe", INT8, (), {"kv_cache": PRESETS["fp8_kv"].kv_cache}, ""),
+    "embeddings": ("qwen3", INT4, (), {"named": TABLES}, "transformers does not load quantized embeddings"),
+    "experts of several schemes": (
+        "qwen3_moe",
+        INT4,
+        [Rule(SCHEMES["w2a16_g32"], last=1)],
+        {},
+        "transformers decodes all experts with one scheme",
+    ),
+    "experts that are left": (
+        "qwen3_moe",
+        INT4,
+        [Rule(None, first=1)],
+        {},
+        "transformers decodes all experts with one scheme",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NOTED)
+def test_what_transformers_does_not_load_is_noted_and_compared_with_its_plain_model(case, tmp_path, seed):
+    """Modules that are no Linear, embeddings and lm_head, are named in the configuration."""
+    kind, scheme, rules, options, note = NOTED[case]
+    export = made(tmp_path, kind, scheme, rules, **options)
+    report, _ = served(export)
+    assert report.note is not None and report.note.startswith(note)
+    if case == "embeddings":
+        config = config_of(export)["quantization_config"]
+        assert config["ignore"] == []
+        assert config["config_groups"]["group_0"]["targets"] == ["Linear", *TABLES]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -233,48 +212,27 @@ def test_mixed_schemes(kind, tmp_path, seed):
     of both layers have one scheme, which is what transformers can read."""
     rules = OUTER if kind == "qwen3" else [Rule(INT4, r".*\.experts\..*"), *OUTER]
     head = {"lm_head": SCHEMES["w8a16_channel"]}
-    model, quantization, batches = exported(tmp_path, kind, INT4, rules, named=head)
-    config = json.loads((tmp_path / "export" / "config.json").read_text())["quantization_config"]
+    export = made(tmp_path, kind, INT4, rules, named=head)
+    config = config_of(export)["quantization_config"]
     assert config["format"] == "mixed-precision"
     assert [group["weights"]["num_bits"] for group in config["config_groups"].values()] == [8, 4, 8]
     assert (r"re:.*mlp\.gate$" in config["ignore"]) == (kind == "qwen3_moe")
-    report = compare_with_transformers(tmp_path / "export", batches)
-    same_arithmetic(report)
+    report, read = served(export)
     assert report.note is None
     assert set(report.contents.split(", ")) == {"fp8_dynamic", "w4a16_g32", "w8a16_channel"}
-    again, read = load_compressed(tmp_path / "export", dtype=torch.bfloat16)
-    schemes = [{name: layer.scheme for name, layer in each.layers.items()} for each in (read, quantization)]
-    assert schemes[0] == schemes[1]
-    with torch.no_grad():
-        assert torch.equal(again(input_ids=batches[0]).logits, model(input_ids=batches[0]).logits)
-
-
-def test_experts_of_several_schemes(tmp_path, seed):
-    """Read right by us and by vLLM; transformers would decode all of them with one: the report says so."""
-    _, _, batches = exported(tmp_path, "qwen3_moe", INT4, [Rule(SCHEMES["w2a16_g32"], last=1)])
-    report = compare_with_transformers(tmp_path / "export", batches)
-    same_arithmetic(report)
-    assert report.note is not None
-    assert report.note.startswith("transformers decodes all experts with one scheme")
-
-
-def test_experts_of_which_some_are_left(tmp_path, seed):
-    """transformers fails to load them: the report says so."""
-    _, _, batches = exported(tmp_path, "qwen3_moe", INT4, [Rule(None, first=1)])
-    report = compare_with_transformers(tmp_path / "export", batches)
-    same_arithmetic(report)
-    assert report.note is not None
-    assert report.note.startswith("transformers decodes all experts with one scheme")
+    mine = {name: layer.scheme for name, layer in export.quantization.layers.items()}
+    assert {name: layer.scheme for name, layer in read.layers.items()} == mine
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("scheme", [SCHEMES["nvfp4"], SCHEMES["w8a8_static"]], ids=lambda scheme: scheme.name)
 def test_a_dequantized_export_is_a_plain_checkpoint_of_the_fake_quantized_weights(kind, scheme, tmp_path, seed):
-    model, quantization, batches = exported(tmp_path, kind, scheme, layout="dequantized")
-    assert "quantization_config" not in json.loads((tmp_path / "export" / "config.json").read_text())
+    export = made(tmp_path, kind, scheme, layout="dequantized")
+    directory, batches, model, quantization = export
+    assert "quantization_config" not in config_of(export)
     options = {"experts_implementation": "eager"} if kind == "qwen3_moe" else {}
     theirs, info = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "export", dtype=torch.bfloat16, output_loading_info=True, **options
+        directory, dtype=torch.bfloat16, output_loading_info=True, **options
     )
     assert not any(info.values()), info
     quantization.set_fake_quant(weights=True, activations=False)
@@ -287,7 +245,7 @@ def test_a_dequantized_export_is_a_plain_checkpoint_of_the_fake_quantized_weight
 @pytest.mark.parametrize("name", ["fp8_static", "fp8_block"])
 def test_vllm_fp8_holds_the_tensors_of_the_compressed_export(kind, name, tmp_path, seed):
     """Under the names of vLLM's own fp8 loader; blocks load in transformers too, which has that configuration."""
-    model, quantization, _ = exported(tmp_path, kind, SCHEMES[name])
+    _, _, model, quantization = made(tmp_path, kind, SCHEMES[name])
     export_model(model, quantization, tmp_path / "source", tmp_path / "native", layout="vllm_fp8")
     compressed, native = tensors_of(tmp_path / "export"), tensors_of(tmp_path / "native")
     if name == "fp8_block":
@@ -321,5 +279,5 @@ def test_a_scheme_without_a_format_is_refused_in_every_layout():
 )
 def test_a_layout_that_cannot_hold_the_model_is_refused(layout, message, tmp_path):
     with pytest.raises(RankError, match=message):
-        exported(tmp_path, "qwen3", INT4, layout=layout)
+        made(tmp_path, "qwen3", INT4, layout=layout)
     assert not (tmp_path / "export").exists()
