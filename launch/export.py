@@ -73,7 +73,7 @@ def export_checkpoint(recipe: Recipe, checkpoint: Path) -> None:
     verify_checkpoint(found)
     session = build_session(recipe, context, None, None)
     quant = FakeQuant(session)
-    load_checkpoint(session, {**session.owners(), "fake_quant": quant}, found)
+    load_checkpoint(session, {**session.stateful(), "fake_quant": quant}, found)
     export_trained(session, quant)
 
 

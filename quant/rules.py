@@ -20,7 +20,7 @@ costs a little precision: so a row applies to any class, unless its names mean o
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from re import _constants, _parser
+from re import _constants, _parser  # type: ignore[attr-defined]
 from typing import Any, NamedTuple
 
 from torch import nn

@@ -300,7 +300,7 @@ def keys_of_deepspeed() -> frozenset[str]:
     """Top-level keys that DeepSpeed reads, recorded while it reads a configuration."""
     asked: set[str] = set()
 
-    class Recorder(dict):  # type: ignore[type-arg]
+    class Recorder(dict):
         def __copy__(self) -> "Recorder":
             return Recorder(self)
 
