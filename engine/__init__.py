@@ -1,7 +1,7 @@
-"""What happens between two optimizer steps. Importing it makes sure that the other folders are DeepQAT's.
+"""Training engine on DeepSpeed. Its import checks that ``data``, ``launch``, ``model`` and ``quant`` are DeepQAT's.
 
-Python looks for ``import model`` beside the script first, so that a ``model.py`` of a user's own, or a folder ``data``
-of another project, would be taken for DeepQAT's.
+Python searches the script's directory first, so a user's ``model.py`` or a folder ``data`` of another project would be
+imported instead.
 """
 
 import importlib.util
@@ -13,7 +13,7 @@ FOLDERS = ("data", "launch", "model", "quant")
 
 
 def check_folders() -> None:
-    """Refuse modules that stand in the way of DeepQAT's folders. Raises ImportError with what shadows which."""
+    """Refuse modules that shadow DeepQAT's packages. Raises ImportError with the file that shadows."""
     for name in FOLDERS:
         module = sys.modules.get(name)
         spec = getattr(module, "__spec__", None) if module is not None else importlib.util.find_spec(name)

@@ -1,24 +1,22 @@
-"""A job on its machines: its processes become ranks, hold one output directory, and end together at a signal.
+"""Processes of a job: join the process group, lock the output directory, stop together at a signal.
 
-Of directories: two jobs in one would remove each other's checkpoints. Every rank keeps a lock of the operating system
-on the file ``.running`` there, for as long as its process lives, so that nothing is stale after a kill, and the
-directory is free when the last rank of a job has ended. Rank 0 takes the lock alone at first, which no rank of another
-job lets it; then all share it. Not every file system has locks between machines. So rank 0 also writes down who it is,
-and renews the file's time: a file of another machine that was not renewed for ``STALE_SECONDS`` is that of a job which
-is gone.
+Directory lock: two jobs in one directory would remove each other's checkpoints. Every rank holds an OS lock on its file
+``.running`` as long as the process lives, so a killed job leaves no lock behind. Rank 0 first locks it exclusively,
+which fails while a rank of another job holds it; then all ranks share it. Some file systems have no locks between
+machines, so rank 0 also writes host and process id into the file and renews its modification time: a file of another
+machine that was not renewed for ``STALE_SECONDS`` belongs to a dead job.
 
-Of signals (SIGTERM, SIGUSR1, and SIGINT, Ctrl-C: finish the step, save, exit 0): one may reach any part of a job, one
-rank, all of them, or only the launcher. So a signal is a wish that a rank brings to the next reduction over all ranks
-(``Loop`` adds it to the losses of the step), and all ranks stop after the same step. A second signal changes nothing,
-nor does one that comes when the last step is done: what has begun is written to its end, and the exit code is 0.
+Signals (SIGTERM, SIGUSR1, and SIGINT, Ctrl-C: finish the step, save, exit 0) may reach one rank, all ranks or only the
+launcher. A signal sets a flag that is all-reduced with the losses of the step, so all ranks stop after the same step. A
+second signal changes nothing, nor does a signal after the last step: the run writes its files, and the exit code is 0.
 
-DeepSpeed's launcher has ways of its own. ``deepspeed`` on one machine dies of SIGTERM and leaves its children running;
-its child ``deepspeed.launcher.launch`` dies of SIGUSR1 likewise, and on SIGTERM (or when a rank has died) it sends
-SIGTERM to one rank after the other and waits up to 30 s for each before it kills it. Hence two more rules:
+DeepSpeed's launchers handle signals differently. ``deepspeed`` on one machine dies of SIGTERM and leaves its children
+running; its child ``deepspeed.launcher.launch`` dies of SIGUSR1 likewise, and on SIGTERM (or when a rank has died)
+sends SIGTERM to one rank after the other and waits up to 30 s for each before killing it. Hence two more rules:
 
-- a run whose launcher is gone stops like one that got a signal;
-- a rank that gets a signal while another rank of its machine is dead ends at once. It may be waiting for that rank in a
-  collective, from which no Python code runs again, and with eight ranks 30 s each are four minutes.
+- a run whose launcher is gone stops as after a signal;
+- a rank that gets a signal while another rank of its machine is dead exits at once. It may be waiting for the dead rank
+  in a collective, from which Python never returns, and 30 s for each of eight ranks are four minutes.
 """
 
 import errno
@@ -48,7 +46,7 @@ BEAT_SECONDS, STALE_SECONDS = 10.0, 60.0
 
 
 class RunLock:
-    """A context that holds a directory from :meth:`take` to its end; it may end without having taken any."""
+    """Context that locks a directory from :meth:`take` (optional) to its exit."""
 
     def __init__(self) -> None:
         self._file: IO[str] | None = None
@@ -65,18 +63,18 @@ class RunLock:
             with suppress(OSError):
                 if self._held and is_main() and self._path is not None:
                     self._path.unlink()
-            self._file.close()  # which gives the lock up
+            self._file.close()  # releases the lock
             self._file = None
 
     def take(self, directory: Path, key: str) -> None:
         """Lock the existing ``directory`` for this run; a collective.
 
         Args:
-            directory: what this job writes into.
-            key: the recipe's key that names the directory, for the message.
+            directory: output directory of this job.
+            key: the recipe's key of the directory, for the message.
 
         Raises:
-            RankError: on every rank: another job runs in it; says which one, on which machine and since when.
+            RankError: on every rank: another job runs in it; with its process, machine and start time.
         """
         self._path = path = directory / RUNNING
         with errors_on_all_ranks(OSError, ValueError):
@@ -90,17 +88,17 @@ class RunLock:
         self._held = True
         if is_main():
             threading.Thread(target=self._renew, args=(path,), daemon=True).start()
-        barrier()  # from here on no other job gets the lock
+        barrier()  # all ranks hold the lock
 
     def _share(self, what: str) -> None:
-        """Lock the file together with the other ranks. Raises ValueError if another job was faster."""
+        """Lock the file shared with the other ranks. Raises ValueError if another job was faster."""
         assert self._file is not None
         if not _lock(self._file, fcntl.LOCK_SH):
             raise ValueError(f"{what}: another job has begun in it at the same moment; start one of them again")
 
     @staticmethod
     def _take_alone(path: Path, what: str) -> IO[str]:
-        """The file, locked for this rank alone, with who it is. Raises ValueError if another job has it."""
+        """Lock the file exclusively, and write host, process id and time. Raises ValueError if another job holds it."""
         while True:
             file = open(path, "a+", opener=lambda name, how: os.open(name, how | os.O_NOFOLLOW, 0o666))  # noqa: SIM115
             free = _lock(file, fcntl.LOCK_EX)
@@ -112,7 +110,7 @@ class RunLock:
             with suppress(FileNotFoundError):
                 if os.fstat(file.fileno()).st_ino == path.stat().st_ino:
                     break
-            file.close()  # a job that ended just now has removed it
+            file.close()  # removed by a job that ended just now
         file.truncate(0)
         started = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
         json.dump({"host": socket.gethostname(), "pid": os.getpid(), "started": started}, file)
@@ -120,14 +118,14 @@ class RunLock:
         return file
 
     def _renew(self, path: Path) -> None:
-        """The body of a thread: show other machines that this job lives."""
+        """Renew the file's modification time periodically; runs in a thread."""
         while not self._end.wait(BEAT_SECONDS):
             with suppress(OSError):  # a full disk, or a directory that is gone
                 os.utime(path)
 
 
 def _lock(file: IO[str], kind: int) -> bool:
-    """Lock a file; False if somebody else's lock is in the way. Where a file system has no locks nothing is."""
+    """Lock a file; False if another process holds the lock. True on file systems without locks."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except OSError as error:
@@ -136,12 +134,12 @@ def _lock(file: IO[str], kind: int) -> bool:
 
 
 def _of_a_running_job(path: Path, text: str) -> bool:
-    """Whether a file that nobody on this machine has locked is that of a job on another one, which renews it."""
+    """Tell if an unlocked file belongs to a running job of another machine, which renews it."""
     try:
         if json.loads(text)["host"] == socket.gethostname():
-            return False  # a job of this machine would have the lock
+            return False  # a running job of this machine would hold the lock
     except (KeyError, TypeError, ValueError):
-        return False  # nobody has written who it is
+        return False  # no job wrote it completely
     probe = path.with_name(f"{RUNNING}-{os.getpid()}")
     first = path.stat().st_mtime
     while True:
@@ -156,7 +154,7 @@ def _of_a_running_job(path: Path, text: str) -> bool:
 
 
 def _who(text: str) -> str:
-    """The job that wrote a file, for a message."""
+    """Description of the job that wrote ``text``, for a message."""
     try:
         found = json.loads(text)
         return f"the job of process {found['pid']} on {found['host']}, started {found['started']},"
@@ -177,12 +175,12 @@ def join_ranks() -> torch.device:
     Without a launcher the process is rank 0 of 1.
 
     Raises:
-        RecipeError: a launcher of several processes does not say which rank this one is.
-        RankError: of :func:`model.zero.own_device` and :func:`model.zero.init_process_group`.
+        RecipeError: a job of several processes without RANK in the environment.
+        RankError: see :func:`model.zero.own_device` and :func:`model.zero.init_process_group`.
     """
-    # DeepSpeed logs every setting of its engine at INFO; what is worth a user's eyes is said by this project.
+    # DeepSpeed logs every setting of its engine at INFO.
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    # DeepSpeed calls two torch collectives by names that torch 2.13 wants changed; a user can do nothing about it.
+    # DeepSpeed calls two torch collectives by names deprecated in torch 2.13; users cannot change that.
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
         warnings.filterwarnings("ignore", message=f".*{name}", category=FutureWarning)
     _check_launcher()
@@ -190,16 +188,17 @@ def join_ranks() -> torch.device:
         os.environ.setdefault(name, value)
     device = own_device(int(os.environ["LOCAL_RANK"]))
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # before NCCL starts, which takes the current device
+        torch.cuda.set_device(device)  # NCCL uses the current device when it starts
     init_process_group()
     return device
 
 
 def _check_launcher() -> None:
-    """Refuse a job of several processes that does not say which rank this one is: each would train alone, as rank 0.
+    """Refuse a job of several processes without RANK: each process would train alone, as rank 0.
 
     Raises:
-        RecipeError: names the variable.
+        RecipeError: RANK is missing.
+        RankError: a variable is not a number.
     """
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         if not os.environ.get(name, "0").isdecimal():
@@ -216,29 +215,29 @@ DEEPSPEED_LAUNCHER = "deepspeed.launcher.launch"
 
 
 class StopRequests:
-    """A context in which the signals are wishes; before and after it they do what they did before.
+    """Context in which the signals only set a flag; handlers are restored at its exit.
 
-    Use it around the steps and the saves. While a model loads nothing is lost by ending at once.
+    Use it around the steps and the saves. While a model loads, exiting at once loses nothing.
     """
 
     def __init__(self) -> None:
         self.signal: int | None = None
-        """The first signal that came."""
+        """The first signal received."""
         self._previous: dict[int, Any] = {}
         self._previous_fd = -1
         self._wakeup: tuple[int, int] | None = None
         self._launchers: list[tuple[int, int]] = []
         self._peers: list[psutil.Process] = []
-        self._looking = threading.Lock()  # whoever gives the peers up waits for a look at them that has begun
+        self._looking = threading.Lock()  # work_alone waits until a running check of the peers is done
 
     @property
     def requested(self) -> bool:
-        """Whether this rank wants to stop."""
+        """True if this rank received a signal or its launcher is gone."""
         return self.signal is not None or self._launcher_is_gone()
 
     def __enter__(self) -> "StopRequests":
         if threading.current_thread() is not threading.main_thread():
-            return self  # Python gives signals to the main thread only; a notebook's kernel handles its own
+            return self  # Python delivers signals to the main thread only; a notebook's kernel handles its own
         self._look_around()
         for number in SIGNALS:
             self._previous[number] = signal.signal(number, self._remember)
@@ -257,11 +256,11 @@ class StopRequests:
         self._previous.clear()
         if self._wakeup is not None:
             signal.set_wakeup_fd(self._previous_fd)
-            os.close(self._wakeup[1])  # the thread reads the end of the pipe, and ends
+            os.close(self._wakeup[1])  # ends the thread
             self._wakeup = None
 
     def work_alone(self) -> None:
-        """From here on this rank waits for no other one, so that it need not end because they have."""
+        """Stop watching the peers: from here on this rank waits in no collective."""
         with self._looking:
             self._peers = []
 
@@ -269,7 +268,7 @@ class StopRequests:
         self.signal = self.signal or number
 
     def _look_around(self) -> None:
-        """Remember the processes that launched this one, and the other ranks that its launcher started."""
+        """Record the launchers of this process, and the other ranks that its launcher started."""
         if world_size() == 1:
             return
         parent = psutil.Process().parent()
@@ -281,14 +280,14 @@ class StopRequests:
         self._peers = [process for process in parent.children() if process.pid != os.getpid()]
 
     def _launcher_is_gone(self) -> bool:
-        """Whether a process of the chain has another parent than at the start: its own is dead."""
+        """Tell if a process of the chain has another parent than at the start, because its own is dead."""
         try:
             return any(psutil.Process(child).ppid() != parent for child, parent in self._launchers)
         except psutil.NoSuchProcess:
             return True
 
     def _end_with_dead_peers(self, read: int) -> None:
-        """The body of a thread: at each signal end this process if another rank of its machine is dead."""
+        """At each signal, exit this process if another rank of its machine is dead; runs in a thread."""
         while os.read(read, 1):
             with self._looking:
                 if not all(_alive(peer) for peer in self._peers):
@@ -297,14 +296,14 @@ class StopRequests:
 
 
 def ignore_signals() -> None:
-    """For the end of a process that has done its work: a signal would make its exit code that of a failure."""
+    """Ignore signals at the end of a finished process, where a signal would turn the exit code into a failure."""
     if threading.current_thread() is threading.main_thread():
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
 
 def _alive(process: psutil.Process) -> bool:
-    """Whether a process runs; one that has ended and waits for its parent (a zombie) does not."""
+    """Tell if a process runs; a zombie does not."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

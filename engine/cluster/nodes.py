@@ -1,16 +1,14 @@
-"""Runs on several machines: what each has by itself must be what the others have.
+"""Runs on several machines: compare environment, files and samples between them, and report early errors to all.
 
-The ranks of one machine see one disk, one checkout and one environment. Between machines nothing makes sure of that,
-and most differences are silent: from other data the ranks draw batches that overlap, other weights make a model of two,
-and an output directory that is not shared gets half of a checkpoint. So all of it is compared before weights are read.
+The ranks of one machine share disk, checkout and environment; machines may differ, mostly silently: with other data the
+batches of ranks overlap, with other weights ZeRO mixes two models, and an output directory that is not shared gets half
+of a checkpoint. So everything is compared before weights are read.
 
-A machine here is a launcher with its ranks, and the one with ``LOCAL_RANK`` 0 speaks for it. On one machine there is
-nothing to compare: who calls asks :func:`several_machines` first.
+A machine is a launcher with its ranks, represented by the rank with ``LOCAL_RANK`` 0. Callers check
+:func:`several_machines` first: on one machine there is nothing to compare.
 
-Errors that end a job of several machines before it has begun: how the ranks of the other machines learn of them.
-
-Once there is a process group, :mod:`model.ranks` raises what one rank found on all of them. Before that a machine whose
-recipe is bad, or which lacks a file, would end alone, and the others would wait for it until the time-out.
+With a process group, :mod:`model.ranks` raises an error of one rank on all of them. Without it, a machine with a bad
+recipe or a missing file would exit alone, and the others would wait until the timeout: see :func:`tell_other_nodes`.
 """
 
 import hashlib
@@ -48,51 +46,49 @@ from model.ranks import (
 
 PACKAGES = ("torch", "deepspeed", "transformers", "tokenizers", "numpy")
 SOURCES = ("data", "engine", "launch", "model", "quant", "tools")
-# A directory that another machine has just made is seen late: NFS may keep for a minute that it is not there.
+# A directory that another machine has just made appears late: NFS may cache its absence for a minute.
 PATIENCE_SECONDS = 75.0
 
 
 def several_machines() -> bool:
-    """Whether the run has ranks on several machines, whatever launched them; a collective."""
+    """Tell if the run has ranks on several machines, whatever launched them; a collective."""
     return len(_machines()) > 1
 
 
 def check_nodes_agree(recipe: Recipe, ds_config: dict[str, Any]) -> None:
-    """Refuse machines with other versions, another checkout, recipe, DeepSpeed configuration or other weights.
-
-    A collective.
+    """Refuse machines that differ in versions, checkout, recipe, DeepSpeed configuration or weights; a collective.
 
     Raises:
-        RankError: on every rank: what differs, with the values of two machines.
+        RankError: on every rank: the differences, with the values of two machines.
     """
     _compare(lambda: dict(_facts(recipe, ds_config)))
 
 
 def check_same_samples(*samples: Sequence[Sample]) -> None:
-    """Refuse machines whose samples differ: the ranks draw rows by number. A collective.
+    """Refuse machines whose samples differ, as ranks draw samples by index; a collective.
 
     Raises:
-        RankError: on every rank: how many samples two machines have, and their digests.
+        RankError: on every rank: number of samples and digests of two machines.
     """
     _compare(lambda: {"data (tokens and labels)": "; ".join(map(_samples_text, filter(None, samples)))})
 
 
 def check_shared(directory: Path, key: str) -> None:
-    """Refuse a directory if a machine does not see what rank 0 writes there.
+    """Refuse a directory if a machine does not see what rank 0 writes there, up to ``PATIENCE_SECONDS`` later.
 
-    A collective. It takes up to ``PATIENCE_SECONDS`` until it is refused.
+    A collective.
 
     Args:
-        directory: where every rank will write its part of something; there on rank 0.
-        key: the recipe's key that names the directory, for the message.
+        directory: output directory of all ranks; exists on rank 0.
+        key: the recipe's key of the directory, for the message.
 
     Raises:
-        RankError: on every rank: names the directory and the machines, or says why it cannot be written.
+        RankError: on every rank: with the directory and the machines, or the reason why it cannot be written.
     """
     probe: str | None = None
     with errors_on_all_ranks(OSError):
         if is_main():
-            # A name that nobody has looked up yet: no machine remembers that it is not there.
+            # A new name, whose absence no machine has cached.
             probe = f".shared-{secrets.token_hex(8)}"
             (directory / probe).touch()
     probe = gather_objects(probe)[0]
@@ -109,7 +105,7 @@ def check_shared(directory: Path, key: str) -> None:
 
 
 def _appears(path: Path) -> bool:
-    """Whether a file is there, or comes within ``PATIENCE_SECONDS``."""
+    """Tell if a file exists or appears within ``PATIENCE_SECONDS``."""
     until = time.monotonic() + PATIENCE_SECONDS
     while not path.exists():
         if time.monotonic() > until:
@@ -119,22 +115,22 @@ def _appears(path: Path) -> bool:
 
 
 def _host() -> str:
-    """The name of this machine."""
+    """Name of this machine."""
     return socket.gethostname()
 
 
 def _speaks_for_its_machine() -> bool:
-    """Whether this rank is the one that answers for its machine."""
+    """Tell if this rank represents its machine (local rank 0)."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def _machines() -> list[int]:
-    """The global ranks that speak for their machines, one of each; a collective."""
+    """Global ranks that represent their machines, one per machine; a collective."""
     return [index for index, speaks in enumerate(gather_objects(_speaks_for_its_machine())) if speaks]
 
 
 def _compare(facts: Callable[[], dict[str, str]]) -> None:
-    """Raise RankError on every rank if the facts of two machines differ; a collective. One rank of each finds them."""
+    """Raise RankError on every rank if two machines return different facts; a collective. Calls it once per machine."""
     machines = _machines()
     mine: dict[str, str] = {}
     with errors_on_all_ranks(OSError, ValueError):
@@ -154,7 +150,7 @@ def _compare(facts: Callable[[], dict[str, str]]) -> None:
 
 
 def _facts(recipe: Recipe, ds_config: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Name and value of everything that must be the same on all machines."""
+    """Yield name and value of everything that must be the same on all machines."""
     yield "Python", platform.python_version()
     for package in PACKAGES:
         yield package, version(package)
@@ -170,7 +166,7 @@ def _facts(recipe: Recipe, ds_config: dict[str, Any]) -> Iterator[tuple[str, str
 
 
 def _flat(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
-    """Name and value, as text, of everything in a nested dictionary; a name is its keys with dots between them."""
+    """Flatten a nested dictionary into names (keys joined by dots) and values as text."""
     for key, value in values.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{key}.")
@@ -179,7 +175,7 @@ def _flat(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
 
 
 def _digest_of_files(directory: str) -> str:
-    """A digest of the names and sizes of the safetensors files in a directory, all of which every rank reads."""
+    """Digest of names and sizes of the safetensors files in a directory, which every rank reads."""
     files = sorted(Path(directory).glob("*.safetensors"))
     return (
         f"{len(files)} files, "
@@ -190,7 +186,7 @@ def _digest_of_files(directory: str) -> str:
 
 
 def _digest_of_sources() -> str:
-    """A digest of the names and contents of this project's Python files."""
+    """Digest of names and contents of this project's Python files."""
     root = Path(__file__).resolve().parents[2]
     files: Iterable[Path] = sorted(path for folder in SOURCES for path in (root / folder).rglob("*.py"))
     digest = hashlib.blake2b(digest_size=8)
@@ -200,28 +196,28 @@ def _digest_of_sources() -> str:
 
 
 def _samples_text(samples: Sequence[Sample]) -> str:
-    """The number of the samples and a digest of their contents, for comparison and for the message."""
+    """Number of samples and digest of their contents, for comparison and for the message."""
     return f"{len(samples):,} samples, digest {digest_of_samples(samples)}"
 
 
 def spans_nodes() -> bool:
-    """Whether the launcher says that there are ranks on other machines; to be asked before there is a process group."""
+    """Tell from the launcher's variables if ranks run on other machines; works before there is a process group."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     return (local_world_size() or world) < world
 
 
 def tell_other_nodes(error: str) -> None:
-    """Bring an error from before the process group to the ranks of other machines, which may not have it.
+    """Raise an error from before the process group on the ranks of other machines too.
 
-    Every process group begins with a look at such errors (``engine.session.context.init_ranks``), so this rank joins it
-    to say what is wrong. Nothing happens on one machine, nor once there is a process group.
+    Every process group starts with an exchange of such errors (:func:`engine.session.context.init_ranks`), so this rank
+    joins the group to send its own. Does nothing on one machine, or if there is a process group already.
     """
     if not spans_nodes() or dist.is_initialized():
         return
     join_ranks()
     with suppress(RankError):  # the caller ends this process
         raise_everywhere(f"on {socket.gethostname()}: {error}")
-    # The other ranks wait in the same barriers, at the end of launch.exits.clean_exit. If this process ended before
-    # they get there, they would report its disappearance instead of the error.
+    # The other ranks run the same barriers at the end of launch.exits.clean_exit. If this process exited earlier, they
+    # would report its disappearance instead of the error.
     barrier()
     shut_down()

@@ -1,5 +1,4 @@
-"""What a run stands on before a model exists: ranks, DeepSpeed's configuration, kernels, seeds, the tokenizer, and the
-samples: what every rank takes of them, and what is held out."""
+"""Setup before the model exists: process group, DeepSpeed configuration, kernels, seeds, tokenizer and samples."""
 
 import os
 import random
@@ -42,7 +41,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 @dataclass
 class RunContext:
-    """What a run stands on before a model exists."""
+    """Device, DeepSpeed configuration and tokenizer of a run, ready before the model exists."""
 
     device: torch.device
     ds_config: dict[str, Any]
@@ -50,9 +49,7 @@ class RunContext:
 
 
 def start_ranks(recipe: Recipe) -> RunContext:
-    """Start the process group, and give what does not need a model yet; a collective.
-
-    Kernels are prepared and random generators seeded on the way.
+    """Start the process group, prepare kernels, seed the random generators and read the tokenizer; a collective.
 
     Raises:
         RecipeError: the DeepSpeed configuration is wrong; on every rank, before there is a process group.
@@ -80,9 +77,8 @@ def init_ranks() -> torch.device:
     Without a launcher the process is rank 0 of 1.
 
     Raises:
-        RecipeError: a job of several processes does not say which rank this one is.
-        RankError: another machine has found something wrong before it came here
-        (engine.cluster.nodes.tell_other_nodes).
+        RecipeError: a job of several processes without RANK in the environment.
+        RankError: another machine failed before the process group (:func:`engine.cluster.nodes.tell_other_nodes`).
     """
     device = join_ranks()
     raise_everywhere(None)
@@ -90,7 +86,7 @@ def init_ranks() -> torch.device:
 
 
 def _not_on_this_machine(recipe: Recipe, ds_config: dict[str, Any]) -> Iterator[str]:
-    """Say what the recipe asks for and DeepSpeed cannot do on this machine, a line each."""
+    """Yield an error text for each option that DeepSpeed does not support on this machine."""
     accelerator = get_accelerator()
     if recipe.model.dtype == "float16" and not accelerator.is_fp16_supported():
         yield (
@@ -110,8 +106,8 @@ def build_loader(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[Lo
     """Read the samples; a collective.
 
     Returns:
-        The loader, which shares the training samples out over ranks and optimizer steps; and the samples that are held
-        out, None if the recipe holds none out.
+        The loader, which shards the training samples over ranks and optimizer steps; and the held-out samples, None if
+        there are none.
     """
     settings = recipe.data
     training = read_samples(recipe, tokenizer, settings.train)
@@ -145,13 +141,13 @@ def read_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
 
 
 def read_samples(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, files: Sequence[str]) -> list[Sample]:
-    """Read and tokenize files, every rank for itself. Raises RankError on every rank if a line is bad."""
+    """Read and tokenize files, on every rank alone. Raises RankError on every rank if a line is bad."""
     settings = recipe.data
     with errors_on_all_ranks(OSError, ValueError):
         if settings.kind == "text":
             samples = read_text(files, tokenizer, settings.max_length, settings.special_tokens, progress=is_main())
             special = list(SpecialTexts(tokenizer).ids)
-            # One EOS stands between two files.
+            # One EOS separates two files.
             spelled = sum(int(np.isin(sample.input_ids, special).sum()) for sample in samples) - len(files) + 1
             kept = f"; {spelled:,} special tokens spelled out and kept (data.special_tokens)" if spelled > 0 else ""
             say(f"data: {len(samples):,} blocks of {settings.max_length:,} tokens{kept}")
@@ -171,16 +167,16 @@ def read_samples(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, files: Sequ
 
 
 def samples_on_all_ranks(batches: Iterable[MicroBatch], together: int = 1) -> Iterator[tuple[torch.Tensor, bool]]:
-    """The samples of all batches without padding, in groups of equal length, as many groups on every rank; a collective
-    before the first.
+    """Yield the samples of all batches without padding, in groups of equal length, the same number on every rank.
+
+    A collective before the first group.
 
     Args:
-        batches: as many on every rank.
-        together: samples of a group at most.
+        batches: the same number on every rank.
+        together: maximal number of samples in a group.
 
     Yields:
-        ``input_ids`` [n, T] of a group, and whether they count: a rank that has fewer groups goes along with some
-        tokens that do not.
+        ``input_ids`` [n, T] of a group, and False for filler tokens, which a rank with fewer groups yields at the end.
     """
     given = list(batches)
     groups = _of_equal_length((ids for batch in given for ids in sample_inputs(batch)), together)
@@ -191,7 +187,7 @@ def samples_on_all_ranks(batches: Iterable[MicroBatch], together: int = 1) -> It
 
 
 def _of_equal_length(samples: Iterable[torch.Tensor], most: int) -> list[torch.Tensor]:
-    """``input_ids`` [1, T] of samples to those of groups [n, T], in the order of the first of each."""
+    """Group samples [1, T] of equal length into tensors [n, T], in the order of the first sample of each group."""
     groups: list[list[torch.Tensor]] = []
     filling: dict[int, list[torch.Tensor]] = {}
     for ids in samples:
@@ -207,7 +203,7 @@ def _of_equal_length(samples: Iterable[torch.Tensor], most: int) -> list[torch.T
 def _hold_out(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, training: list[Sample]
 ) -> tuple[list[Sample], list[Sample]]:
-    """The samples that train, and those that are held out of them or read from files of their own; a collective."""
+    """Training samples, and held-out samples (split off by data.held_out or read from data.eval); a collective."""
     settings, held_out = recipe.data, list[Sample]()
     if settings.held_out:
         with errors_on_all_ranks(ValueError):
@@ -221,7 +217,7 @@ def _hold_out(
 
 
 def _without_copies(training: Sequence[Sample], held_out: list[Sample]) -> list[Sample]:
-    """Held-out samples of which no copy is trained on. Raises ValueError if there are none."""
+    """Held-out samples without copies of training samples. Raises ValueError if all are copies."""
     seen = seen_in_training(training, held_out)
     if not seen:
         return held_out
@@ -237,7 +233,7 @@ def _without_copies(training: Sequence[Sample], held_out: list[Sample]) -> list[
 
 
 def _check_unseen(training: Sequence[Sample], given: Sequence[Sample]) -> None:
-    """Refuse samples of data.eval that are trained on. Raises RankError on every rank."""
+    """Refuse samples of data.eval that are in data.train too. Raises RankError on every rank."""
     with errors_on_all_ranks(ValueError):
         if seen := seen_in_training(training, given):
             index, copy = next(iter(seen.items()))

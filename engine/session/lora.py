@@ -1,4 +1,4 @@
-"""Which layers get an adapter, decided before weights are read, and the adapters themselves."""
+"""LoRA adapters: choice of layers before weights are read, the packed base of QLoRA, and the adapter modules."""
 
 import hashlib
 import re
@@ -27,15 +27,15 @@ from quant.rules import assign, examples, schemes_of_layers
 
 
 def check_adapters(recipe: Recipe, model: PreTrainedModel, exempt: Sequence[str], named: Mapping[str, Scheme]) -> None:
-    """Refuse adapters that cannot be, or are not built yet, while the model has no weights.
+    """Refuse impossible or unsupported adapters before weights are loaded.
 
     Args:
         recipe: the run's, with adapters.
         model: the student, before it is quantized.
-        exempt, named: of :func:`quant.prepare`.
+        exempt, named: see :func:`quant.prepare`.
 
     Raises:
-        ValueError: one line for each kind of thing that is wrong, which names the layers and what to do.
+        ValueError: one line for each kind of problem, with the layers and the remedy.
     """
     adapter, head = recipe.adapter, model.get_output_embeddings()
     layers = {name: module for name, module in _layers(model) if adapter.targets or module is not head}
@@ -60,27 +60,27 @@ def check_adapters(recipe: Recipe, model: PreTrainedModel, exempt: Sequence[str]
 def _problems_of_experts(
     model: PreTrainedModel, layers: Mapping[str, nn.Module], adapter: AdapterRecipe
 ) -> Iterator[str]:
-    """Of experts whose adapters no reader was seen to compute as they are trained."""
+    """Yield error texts for adapters of experts that no tested reader computes as trained."""
     option = "merge: false" if adapter.beside else "start"
     other = f"of which no reader of adapters was tried with adapter.{option}; name other layers, such as .*self_attn.*"
     if stacks := [name for name, layer in layers.items() if isinstance(layer, StackedLinear)]:
         yield f"{listed(stacks, 3)}: experts that lie in one weight, {other}"
     apart = [name for name, module in model.named_modules() if isinstance(module, PerExpertMLPs)]
     if own := [name for name in layers if any(name.startswith(f"{one}.") for one in apart)]:
-        # Where transformers has them in one weight peft 0.21.2 renames such adapters, or refuses them.
+        # peft 0.21.2 renames or refuses such adapters where transformers stacks the experts in one weight.
         yield f"{listed(own, 3)}: experts that transformers has in one weight, {other}"
 
 
 def pack_base(recipe: Recipe, model: PreTrainedModel, exempt: Sequence[str], named: Mapping[str, Scheme]) -> None:
-    """Have the weights of all layers that will be quantized, but lm_head and embeddings, held as codes.
+    """Replace the weights of all layers to be quantized, except lm_head and embeddings, by packed weights.
+
+    An unquantized ``model.path`` is quantized on load (:mod:`model.quantized.quantize_on_load`).
 
     Args:
-        recipe, model, exempt, named: of :func:`check_adapters`; parameters are on the meta device.
-
-    Where ``model.path`` is not quantized the codes are made while it is read (:mod:`model.quantized.quantize_on_load`).
+        recipe, model, exempt, named: see :func:`check_adapters`; parameters are on the meta device.
 
     Raises:
-        ValueError: a layer's codes cannot be held or made, or something needs weights that will not be there.
+        ValueError: a layer cannot be packed or quantized on load, or an option needs the unquantized weights.
     """
     made = not is_quantized(Path(recipe.model.path))
     if made:
@@ -108,7 +108,7 @@ _ELSE = "set adapter.base to weights, or model.path to a quantized checkpoint, w
 
 
 def _check_made(recipe: Recipe) -> None:
-    """Refuse what needs the weights of an ordinary ``model.path``, of which there are only codes."""
+    """Refuse options that need unquantized weights of ``model.path``, which quantize on load does not keep."""
     path = (
         f"adapter.base: quantized: model.path {recipe.model.path!r} is not quantized, and there are only codes of it: "
     )
@@ -123,7 +123,7 @@ def _check_made(recipe: Recipe) -> None:
 def _check_start(
     recipe: Recipe, model: PreTrainedModel, layers: Mapping[str, nn.Module], ranks: Mapping[str, int]
 ) -> None:
-    """Refuse an adapter to start from that is not just what the recipe says of those that train."""
+    """Refuse an ``adapter.start`` whose base, layers, ranks or scalings differ from the recipe's adapters."""
     adapter, start = recipe.adapter, f"adapter.start: {recipe.adapter.start!r}: "
     source = _source(recipe, model, layers)
     if source.base is not None and source.base != digest_of_checkpoint(recipe.model.path):
@@ -145,7 +145,7 @@ def _check_start(
 
 
 def _source(recipe: Recipe, model: PreTrainedModel, names: Iterable[str]) -> PeftSource:
-    """The adapter to start from, for layers of these names; ValueError of :func:`model.peft.read_adapter`."""
+    """Adapter of ``adapter.start`` for these layers. Raises ValueError as :func:`model.peft.read_adapter`."""
     try:
         return read_adapter(Path(str(recipe.adapter.start)), model, names)
     except ValueError as error:
@@ -153,7 +153,7 @@ def _source(recipe: Recipe, model: PreTrainedModel, names: Iterable[str]) -> Pef
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Whatever a pattern may mean: Linears, embeddings, and stacks by the name of each Linear in them."""
+    """Yield all layers that patterns can match: Linears, embeddings, and stacks under the name of each Linear."""
     for name, module in model.named_modules():
         if isinstance(module, StackedLinear):
             yield from ((part.name, module) for part in linears_of(name, module))
@@ -164,7 +164,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _problems(
     model: PreTrainedModel, layers: Mapping[str, nn.Module], schemes: Mapping[str, Scheme], ranks: Mapping[str, int]
 ) -> Iterator[tuple[str, list[str]]]:
-    """What may be wrong with the layers that were chosen, and the names of those with which it is."""
+    """Yield each possible problem of the chosen layers as an error text, and the names of the layers with it."""
     head, tables = model.get_output_embeddings(), (nn.Embedding,)
     outer = [name for name, layer in layers.items() if layer is head or isinstance(layer, tables)]
     yield "lm_head and embeddings get no adapter; name other layers, or leave adapter.targets empty", outer
@@ -191,14 +191,14 @@ def _problems(
 
 
 def chosen_ranks(adapter: AdapterRecipe, names: Sequence[str]) -> dict[str, int]:
-    """The rank of each layer that gets an adapter, by name.
+    """Rank of each layer that gets an adapter, by name.
 
     Args:
         adapter: the recipe's section.
-        names: of the layers that there are to choose from.
+        names: layers to choose from.
 
     Raises:
-        ValueError: a pattern matches none of them, or gives a rank to none that gets an adapter.
+        ValueError: a pattern of ``targets`` matches no layer, or one of ``ranks`` no layer with an adapter.
     """
     for pattern in adapter.targets:
         if not any(re.fullmatch(pattern, name) for name in names):
@@ -225,11 +225,11 @@ def chosen_ranks(adapter: AdapterRecipe, names: Sequence[str]) -> dict[str, int]
 
 
 def add_adapters(recipe: Recipe, model: PreTrainedModel, quantization: Quantization) -> None:
-    """Give every layer that the recipe chooses an adapter, and of stacked experts each one: A uniform within
-    ``1 / sqrt(in)`` as torch draws a Linear's weight, B zeros; or both as ``adapter.start`` has them.
+    """Attach an adapter to every chosen layer, and to each of stacked experts.
 
-    What is drawn depends on ``train.seed`` and the layer's name alone, so that it is the same on every rank and at any
-    number of them.
+    A is drawn uniformly within ``1 / sqrt(in)``, as torch draws a Linear's weight, and B is zeros; or both are read
+    from ``adapter.start``. Random values depend on ``train.seed`` and the layer's name only: equal on every rank, at
+    any number of ranks.
     """
     head = model.get_output_embeddings()
     layers = {
@@ -259,13 +259,13 @@ def add_adapters(recipe: Recipe, model: PreTrainedModel, quantization: Quantizat
         layer.attach_adapter(kind(*pair, scaling, *dropout))
         trained += lora_a.numel() + lora_b.numel()
     if recipe.adapter.dropout:
-        # Ranks have drawn alike until here. Each drops elements of its own, or samples in the same place of a step
-        # would lose the same ones. A checkpoint keeps where each rank's generator is.
+        # All ranks had equal random states until here, so dropout masks would be equal on all ranks. Checkpoints keep
+        # the random state of each rank.
         torch.manual_seed(_seed(recipe, f"dropout of rank {this_rank()}"))
     say(f"adapters: {len(ranks)} layers, {trained:,} parameters")
 
 
 def _seed(recipe: Recipe, drawn: str) -> int:
-    """The seed of what is drawn, by its name."""
+    """Seed for drawing the values named ``drawn``."""
     digest = hashlib.blake2b(f"{recipe.train.seed} {drawn}".encode(), digest_size=7).digest()
     return int.from_bytes(digest, "little")
