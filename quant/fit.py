@@ -1,22 +1,18 @@
-"""Whether the scales of a weight fit it: judged by what they do to the weight, not by what they are.
+"""Judge the scales of a weight by the quantization error that they make.
 
 Many scales are right for one weight: the largest magnitude's, the one of the smallest squared error, one that was
-clipped, signed, rounded to a power of two, or trained over thousands of steps. Scales of other bits, of another layer
-or of another order are none of these. Two numbers per scale tell them apart, the squared error that it makes and the
-one that the weight's own scale makes (:func:`quant.observers.partial_fit`), and two more for the Linear:
+clipped, signed, rounded to a power of two, or trained over thousands of steps. So the check is one comparison: the
+squared error with the loaded scales against the one with scales that are measured from the weight
+(:func:`quant.observers.partial_fit`), at most :data:`WORSE` times as large, or a share of the squared weights that
+clipping may cost (:data:`CLIPPED`). Three faults leave the error of a whole weight small, and are looked for beside it:
 
-- **error**: squared error over squared weights, at most :data:`WORSE` times that of the own scales, or ``_floor``;
-- **width**: the geometric mean of the scale over the own absmax scale; beyond :data:`WIDEST` codes are left unused,
-  which nobody does on purpose. Floating-point grids lose nothing by that (:data:`WIDEST_FP8`);
-- **narrowness**, at 2 and 3 bits: there a scale that clips nearly everything is at most a few times worse;
-- **order**: scales that differ do so as the weights do. A line through the logarithms of the scales, over those of the
-  own scales or of the weights' sizes, has a slope of 1, whatever else was done to them; where that is certain not to be
-  so, they belong to something else;
-- **sign**: a negative scale maps the extreme weight to the code that has no counterpart, the other sign does not.
+- **width**: scales beyond :data:`WIDEST` times the weight's own leave codes unused, by which floating-point grids lose
+  nothing, and below :data:`NARROWEST` nearly all weights are clipped, by which 2 bits lose little more than they do;
+- **order**: scales that differ from each other, and not as the weight's own do, are those of other rows or layers;
+- **single scales** with which nothing is left of what they scale.
 
-What this cannot see does no more harm than these bounds say. They are from the measurements of
-``benchmarks/results/scale_fit.md``: legitimate scales of every kind pass, on Gaussian and heavy-tailed weights, with
-outlier columns and unequal rows, and on trained ones.
+The bounds are from legitimate and wrong scales of every kind, on Gaussian and heavy-tailed weights, with outlier
+columns and unequal rows, and on trained ones; ``tests/unit/quant/test_fit.py`` has the kinds.
 """
 
 import math
@@ -30,74 +26,53 @@ from quant.spec import TensorSpec
 # Largest error over that of the own scales. absmax at 2 bits makes up to 2.9 times the error of the best scale, trained
 # scales up to 2.5 times that of absmax.
 WORSE = 3.3
-# Largest geometric mean of scale / absmax scale, and where all scales are powers of two. -1..1 with absmax / 1 has 1.5
-# at 2 bits; rounding up to a power of two has less than 2.
-WIDEST, WIDEST_POWERS = 1.6, 2.05
-WIDEST_FP8 = 16.0
-# Smallest geometric mean of scale / best scale at 2 and 3 bits, unless the error is as good as the best.
-NARROWEST = 0.4
-# An error that is no concern whatever else is said of the scales, over that of the own scales.
-AS_GOOD = 1.3
-# Scales are in another order where the slope and so many of its standard errors stay below this. Permuted ones have a
-# slope of 0 and an error of 1 / sqrt(scales); those of 200 steps of training at ten times the default rate have 0.95.
-SLOPE, ERRORS = 0.7, 4.0
-# Share of the negative scales that would be better without their sign. It is near 0 for those that were chosen with it,
-# and 1/2 where signs do not matter.
-OTHER_SIGN, ENOUGH = 0.75, 16
-# One scale that is this many times too large or too small, and loses half of its weights or more, is damage.
-WILD = 64.0
+# Share of the squared weights up to which clipping is a choice (a percentile, a trained scale): at 8 bits, and below.
+CLIPPED = {True: 0.04, False: 0.1}
+# Smallest and largest geometric mean of scale / own scale. Rounding up to powers of two has up to 1.66, doubled scales
+# have 2; of fp8 several layers may share one. At 3 bits and fewer, where absmax is up to 3.2 times the best scale, the
+# error alone says what is too large.
+NARROWEST, WIDEST, WIDEST_FP8 = 0.4, 1.75, 16.0
+# Least correlation of the logarithms of so many scales with those of the own ones, where both differ by so much
+# (standard deviation). Trained scales have 0.34 and more, permuted ones up to 0.1.
+FOLLOWING, ENOUGH, DIFFER = 0.25, 64, 0.12
+# A scale is lost if it loses this share of its squares, and its own would lose less than this share of that.
+LOST, KEPT = 0.9, 0.2
 
 
 class Fit(NamedTuple):
     """Scales of one Linear beside its own, each fp64 ``[scales]``.
 
     Attributes:
-        scale: those that were loaded, effective.
-        own: those that would be measured: absmax, at 3 bits and fewer those of the smallest error.
-        largest: the absmax scales.
+        scale: the loaded scales, effective.
+        own: the measured scales: absmax, at 3 bits and fewer those of the smallest error.
         error, own_error: squared errors with ``scale`` and with ``own``.
         squares: squared weights.
-        turned: squared errors with ``-scale``; None where no scale is negative.
     """
 
     scale: Tensor
     own: Tensor
-    largest: Tensor
     error: Tensor
     own_error: Tensor
     squares: Tensor
-    turned: Tensor | None = None
 
 
 def scale_problem(fit: Fit, spec: TensorSpec) -> str | None:
-    """What is wrong with the scales of a Linear, with both values and the likely cause; None if they fit."""
+    """Describe what is wrong with the scales of a Linear: both values and the likely cause; None if they fit."""
     # A scale of weights that are all but zero says nothing.
     counts = fit.squares > 1e-6 * fit.squares.mean()
     if not bool(counts.any()):
         return None
-    fit = Fit(*[part[counts] for part in fit if part is not None])  # the last one alone may be missing
+    fit = Fit(*[part[counts] for part in fit])
     total = fit.squares.sum()
     error, own_error = float(fit.error.sum() / total), float(fit.own_error.sum() / total)
-    if (wild := _wild(fit)) is not None:
-        return wild
-    ratio = (fit.scale.abs() / fit.largest).log()
-    width, of_own = math.exp(float(ratio.mean())), math.exp(float((fit.scale.abs() / fit.own).log().mean()))
-    half = (spec.qmax - spec.qmin) / 2
-    if spec.symmetric and any(
-        float((ratio - math.log(half / edge)).abs().mean()) < 0.1 for edge in (half, spec.qmax, -spec.qmin)
-    ):
-        return None  # they are absmax scales, as one grid or another has them
-    cause = None
-    if (sign := _other_sign(fit)) is not None:
-        return sign
-    if width > _widest(fit, spec) or (spec.bits <= 3 and of_own < NARROWEST and error > AS_GOOD * own_error):
+    width = math.exp(float((fit.scale / fit.own).abs().log().mean()))
+    widest = WIDEST_FP8 if spec.dtype == "fp8_e4m3" else WIDEST if spec.bits > 3 else math.inf
+    if error > max(WORSE * own_error, CLIPPED[spec.bits == 8]) or not NARROWEST <= width <= widest:
         cause = _cause(width, fit, spec)
-    elif error > AS_GOOD * own_error and _unrelated(fit):
+    elif _follow(fit.scale, fit.own) < FOLLOWING:
         cause = "they are of another layer or checkpoint, or in another order"
-    elif error > max(WORSE * own_error, _floor(spec)):
-        cause = _cause(width, fit, spec)
-    if cause is None:
-        return None
+    else:
+        return _lost(fit)
     return (
         f"scales are {_mean(fit.scale):.3g} in the geometric mean, those of the weights themselves are "
         f"{_mean(fit.own):.3g}; the squared error would be {error:.2g} of the weights instead of {own_error:.2g}. "
@@ -105,69 +80,22 @@ def scale_problem(fit: Fit, spec: TensorSpec) -> str | None:
     )
 
 
-def _floor(spec: TensorSpec) -> float:
-    """An error over the squared weights up to which clipping is a choice: a percentile, a trained scale."""
-    return 0.04 if spec.bits == 8 else 0.1
+def _follow(scale: Tensor, own: Tensor) -> float:
+    """Correlate the logarithms of scales and own scales; 1 where they are too few or too much alike to tell."""
+    logs = torch.stack([scale, own]).abs().log()
+    if len(scale) < ENOUGH or bool((logs.std(1) < DIFFER).any()):
+        return 1.0
+    return float(logs.corrcoef()[0, 1])
 
 
-def _widest(fit: Fit, spec: TensorSpec) -> float:
-    if spec.dtype == "fp8_e4m3":
-        return WIDEST_FP8
-    return WIDEST_POWERS if spec.scale_format != "e8m0" and _powers(fit) else WIDEST
-
-
-def _powers(fit: Fit) -> bool:
-    """Whether all scales are powers of two."""
-    mantissa, _ = torch.frexp(fit.scale.abs())
-    return bool((mantissa == 0.5).all())
-
-
-def _wild(fit: Fit) -> str | None:
-    """A single scale that is far from its own and loses what it stands for."""
-    ratio = fit.scale.abs() / fit.largest
-    wild = ((ratio > WILD) | (ratio < 1 / WILD)) & (fit.error > 0.5 * fit.squares) & (fit.own_error < fit.error / 2)
-    if not bool(wild.any()) or int(wild.sum()) > 0.1 * wild.numel():  # many of them: the others say why
-        return None
-    found = fit.scale[wild][0].item(), fit.own[wild][0].item()
-    return (
-        f"{int(wild.sum())} of {wild.numel()} scales would lose their weights, one is {found[0]:.3g} where that of the "
-        f"weights themselves is {found[1]:.3g}. Probably the file is damaged"
-    )
-
-
-def _unrelated(fit: Fit) -> bool:
-    """Whether scales that differ do not do so as the weights do."""
-    logs, count = fit.scale.abs().log(), fit.scale.numel()
-    if count < ENOUGH:
-        return False
-    others = [fit.own.log(), fit.largest.log(), fit.squares.log() / 2]
-    spread = max(float(other.std()) for other in others[:2])
-    if float(logs.std()) < 0.3 * spread:  # all alike: a choice, if a poor one
-        return False
-    if _powers(fit) and spread < math.log(2):  # what is rounded away is as large as what they differ by
-        return False
-    centered = logs - logs.mean()
-    for other in others:
-        over = other - other.mean()
-        squares = max(float(over.square().sum()), 1e-30)
-        slope = float((over * centered).sum()) / squares
-        error = math.sqrt(float((centered - slope * over).square().sum()) / (count - 2) / squares)
-        if slope + ERRORS * error > SLOPE:
-            return False
-    return True
-
-
-def _other_sign(fit: Fit) -> str | None:
-    """Negative scales that were turned round."""
-    if fit.turned is None:
-        return None
-    negative = (fit.scale < 0) & (fit.turned != fit.error)
-    worse = negative & (fit.turned < fit.error)
-    if int(negative.sum()) < ENOUGH or int(worse.sum()) < OTHER_SIGN * int(negative.sum()):
+def _lost(fit: Fit) -> str | None:
+    """Describe single scales with which nothing is left of the weights."""
+    lost = (fit.error > LOST * fit.squares) & (fit.own_error < KEPT * fit.error)
+    if not bool(lost.any()):
         return None
     return (
-        f"{int(worse.sum())} of {int(negative.sum())} negative scales would be better if they were positive: the "
-        f"squared error is {float(fit.error.sum() / fit.squares.sum()):.2g} of the weights. Probably signs were changed"
+        f"{int(lost.sum())} of {lost.numel()} scales would lose their weights, one is {fit.scale[lost][0]:.3g} where "
+        f"that of the weights themselves is {fit.own[lost][0]:.3g}. Probably the file is damaged"
     )
 
 
@@ -176,7 +104,7 @@ def _mean(scale: Tensor) -> float:
 
 
 def _cause(width: float, fit: Fit, spec: TensorSpec) -> str:
-    """What the ratio to the absmax scales looks like."""
+    """Name what the ratio to the own scales looks like."""
     half = (spec.qmax - spec.qmin) / 2
     known = {f"they are of int{bits}": half / ((2**bits - 1) / 2) for bits in range(2, 9)}
     known |= {"they are of e4m3": half / 448, "they are of e2m1": half / 6, "they are of e5m2": half / 57344}
@@ -187,7 +115,7 @@ def _cause(width: float, fit: Fit, spec: TensorSpec) -> str:
         "exponents are stored without their bias": 2.0**-127,
         "the bias of exponents was added twice": 2.0**127,
     }
-    if abs(math.log(_mean(fit.scale) * _mean(fit.largest))) < 0.2 and width > 4:
+    if abs(math.log(_mean(fit.scale) * _mean(fit.own))) < 0.2 and width > 4:
         return "they are reciprocals"
     good = {name: abs(math.log(width / ratio)) for name, ratio in known.items() if abs(math.log(ratio)) > 0.1}
     name = min(good, key=lambda each: good[each])

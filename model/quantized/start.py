@@ -22,11 +22,12 @@ from model.quantized.narrow_range import check_codes
 from model.quantized.scales import take_scales
 from model.quantized.tensor import QuantizedTensor, row_chunks
 from model.ranks import errors_on_all_ranks, listed, raise_everywhere, reduce_over_ranks, say
-from model.scales.codes import add_products, count_of_sums, other_weights, squares_of
+from model.scales.codes import Values, add_products, count_of_sums, other_weights
 from model.scales.load import ScaleReport
 from model.zero import forget_secondary_copies, is_partitioned, local_data, local_range
 from quant import Quantization, Quantizer, QuantLayer, kernels
 from quant.linear import LinearPart, linears_of
+from quant.reference import inside_range
 from quant.scale import snap_to_codes
 
 _MOST = 5  # Linears that an error describes
@@ -166,13 +167,8 @@ def _check_codes(quantization: Quantization, linears: Linears, directory: Path) 
                 failure = str(error)
             if is_partitioned(layer.weight):  # else every rank has the whole sums
                 sums = reduce_over_ranks(sums)
-            for (part, linear), own in zip(parts, sums.split(sizes), strict=True):
-                squares, rounded, distance = squares_of(own, part)
-                problem = other_weights(own, part)
-                if squares == 0 and distance > 0:
-                    problem = "model.path has zeros where the codes are of other weights"
-                elif squares > 0 >= rounded:
-                    problem = "the scales beside it round the weights of model.path to nothing"
+            for (_, linear), own in zip(parts, sums.split(sizes), strict=True):
+                problem = other_weights(own, layer.scheme.weights)
                 problems += [f"{linear.codes.key}: {problem}"] if problem is not None else []
     raise_everywhere(failure)
     if problems:
@@ -189,7 +185,9 @@ def _products(layer: QuantLayer, part: LinearPart, linear: QuantizedTensor, read
         weight = torch.zeros_like(chunk.decoded)
         weight.view(-1)[chunk.at] = chunk.mine
         codes, _ = kernels.quantize(weight, chunk.quantizer)
-        values = weight.float(), kernels.dequantize(codes, chunk.quantizer).float(), chunk.decoded.float()
+        rounded, scale = kernels.dequantize(codes, chunk.quantizer), kernels.effective_scale(chunk.quantizer)
+        fits = inside_range(weight, scale, chunk.quantizer.spec, chunk.quantizer.scale.zero)
+        values = Values(weight.float(), rounded.float(), chunk.decoded.float(), fits)
         add_products(sums, part, spec, chunk.first, chunk.at, values)
     return sums.cpu()
 

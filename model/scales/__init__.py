@@ -9,8 +9,8 @@ points, so that neither changes without the other.
 
 A checkpoint goes through ``read.py`` (files to tensors by key), ``arrange.py`` (tensors of Linears to scale groups),
 ``source.py`` (for which scheme they were made), ``check.py`` (whether they can be scales), ``fit.py`` and ``codes.py``
-(whether they are those of the weights) and ``write.py`` (into the partitions), each called once by ``load.py``.
-``measure.py`` makes scales from the weights; ``statistics.py`` tells how scales and weights fit.
+(whether they are those of the weights) and ``in_place.py`` (into the partitions, and scales that are measured from
+the weights), each called once by ``load.py``. ``statistics.py`` tells how scales and weights fit.
 """
 
 from model.scales.in_place import (

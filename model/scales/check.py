@@ -1,6 +1,5 @@
 """Everything that may be wrong with the scales of a checkpoint, looked for once and before any of them is written."""
 
-import math
 from pathlib import Path
 
 import torch
@@ -8,7 +7,7 @@ import torch
 from model.ranks import listed
 from model.scales.arrange import ArrangedScales, ZeroPoints
 from model.scales.in_place import check_codes, check_scale
-from model.scales.read import INPUT_SCALE, WEIGHT_SCALE, StoredScales
+from model.scales.read import StoredScales
 from quant import Quantization
 from quant.spec import TensorSpec
 
@@ -26,10 +25,10 @@ def check_stored(arranged: ArrangedScales, directory: Path) -> None:
     """Check the scales of a checkpoint.
 
     Raises:
-        ValueError: the files have no scale of a layer that is quantized here, as with a wrong prefix; the scales of
-            inputs are those of weights; one without the global scale or the zero points that belong to it; one of
-            another shape or not finite, or that is zero or negative (of integer weights: zero); zero points that are no
-            codes, or not 0 where the scheme is symmetric.
+        ValueError: the files have no scale of a layer that is quantized here, as with a wrong prefix; a scale without
+            the global scale or the zero points that belong to it; one of another shape or not finite, or that is zero
+            or negative (of integer weights: zero); zero points that are no codes, or not 0 where the scheme is
+            symmetric.
     """
     if arranged.none_used:
         raise ValueError(
@@ -41,7 +40,6 @@ def check_stored(arranged: ArrangedScales, directory: Path) -> None:
             f"{directory} has no weight_global_scale beside the weight_scale of {listed(arranged.without_global)}: "
             "expected both, as compressed-tensors writes NVFP4"
         )
-    _check_inputs_differ(arranged)
     for key in arranged.not_symmetric[:1]:
         raise ValueError(f"{key} is not 0, but what it belongs to has a symmetric scheme here")
     for scale in (*arranged.weights, *arranged.globals, *arranged.inputs):
@@ -49,20 +47,6 @@ def check_stored(arranged: ArrangedScales, directory: Path) -> None:
             check_scale(stored.key, stored.value, stored.shape, scale.group)
             if stored.zero_points is not None:
                 _check_zero_points(stored.key, stored.zero_points, scale.group.spec)
-
-
-def _check_inputs_differ(arranged: ArrangedScales) -> None:
-    """Refuse scales of inputs that are those of the weights beside them: nothing else tells without a forward."""
-    weights = {one.key: one.value for group in arranged.weights for of_layer in group.layers for one in of_layer}
-    pairs = []
-    for one in (one for group in arranged.inputs for of_layer in group.layers for one in of_layer):
-        weight = weights.get(one.key.removesuffix(INPUT_SCALE) + WEIGHT_SCALE)
-        # Powers of two are the same number now and then.
-        if weight is not None and weight.numel() == one.value.numel() == 1 and math.frexp(weight.item())[0] != 0.5:
-            pairs.append((one.key, one.value.item() == weight.item()))
-    same = [key for key, equal in pairs if equal]
-    if len(same) >= 2 and len(same) > len(pairs) / 2:
-        raise ValueError(f"scales of inputs are those of the weights beside them: {listed(same, 3)}")
 
 
 # What may lie beside the scale of a Linear. ``input_global_scale`` is of inputs whose other scales are dynamic.

@@ -1,10 +1,10 @@
-"""The codes that a checkpoint holds beside its scales, against the weights that were loaded.
+"""Compare the codes that a checkpoint holds beside its scales with the weights that were loaded.
 
 Scales are right for one weight, and a checkpoint mostly says for which: its codes times its scales are that weight, but
-for rounding. So a rank decodes what lies in its own range of a weight, a few rows at a time, and adds up products by
-column and by scale (:func:`local_products`); their sums over all ranks say whether the two are one weight
-(:func:`other_weights`). A scale that was changed, or that lies where another one belongs, is one number too large or
-too small for all of its codes, which rounding is not.
+for rounding. So a rank decodes what lies in its own range of a weight, a few rows at a time, and adds up products
+(:func:`local_products`). Their sums over all ranks give two numbers beside each other (:func:`other_weights`): how far
+the decoded weight is from the loaded one, against rounding with the same scales, and against the same codes with the
+scales that fit them best.
 """
 
 import math
@@ -18,30 +18,18 @@ from model.checkpoint.safetensors import DiskTensor, Reader
 from model.quantized.tensor import read_codes
 from quant.formats.packing import packed_columns
 from quant.linear import LinearPart
-from quant.reference import dequantize, fake_quant
+from quant.reference import dequantize, fake_quant, inside_range
 from quant.spec import TensorSpec
 
-# The distance of codes over the weights' squares. Codes of other weights are about 2 away, and have nothing of the
-# weights in them; those of GPTQ at 2 bits are up to 1.3 away where a few columns are large, but have all of the weights
-# in them.
-OTHER_FAR, OTHER_GAIN, FARTHEST = 0.5, 0.5, 1.5
-# The decoded weight as a multiple of the weight rounded with the same scales: GPTQ's is within 2% of 1.
-GAIN = (0.8, 1.25)
-# Share of the weights' squares that a factor for each column explains; of the whole distance, too. Rounding, GPTQ and
-# training leave columns as large as they are.
-SMOOTHED, SMOOTHED_SHARE = 0.02, 0.3
-# Share of the weights' squares that one number explains, added to all, and share of the distance that a number for each
-# scale does: codes that are counted from another zero point. Codes of GPTQ have up to 0.07 of the latter.
-SHIFTED, SHIFTED_SHARE = 0.02, 0.5
-# Share of the weights' squares that a factor for each scale explains, between the decoded weight and the rounded one,
-# which is clipped as it is; of the whole distance, too. Files of GPTQ and AutoRound have up to 0.05 of it, codes of
-# GPTQ at 2 bits, of weights with large columns, up to 0.42. What is beyond SCALED_MOST times the squares is no factor.
-SCALED, SCALED_SHARE, SCALED_MOST = 0.0002, 0.5, 4.0
-# Share of the weights' squares under scales with which weights are rounded to so many times what the codes stand for,
-# and that over the whole distance. Codes of GPTQ, and of weights and scales that trained, have up to 0.015 and 0.19.
-SMALLER, SMALLER_MOST, SMALLER_SHARE = 1.4, 0.02, 0.35
+# Largest squared distance between the decoded weight and the loaded one, over that of rounding with the same scales:
+# GPTQ's is up to 3.6 at 3 bits. Or this share of the squares, which weights that trained by 30% of their size have; but
+# not more than FARTHEST: codes of other weights are about 2 away.
+FAR, TRAINED, FARTHEST = 4.0, 0.12, 1.5
+# Largest squared distance over that with the scales that fit the codes best, of weights inside the range. It is up to
+# 2.4 at 2 bits and 2 above, of trained scales; scales that are twice too large, or moved, are beyond it.
+REFITTED = 2.5
 
-_BY_COLUMN, _BY_SCALE = 4, 4  # sums
+_TOTALS = 4  # sums of a whole Linear
 _CHUNK = 2**20  # weights that are decoded at a time
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -96,15 +84,15 @@ def file_weight(
 
 
 def count_of_sums(part: LinearPart, spec: TensorSpec) -> int:
-    """How many numbers :func:`local_products` gives."""
-    return _BY_COLUMN * part.in_features + _BY_SCALE * math.prod(_scales_of(part, spec))
+    """Count the numbers that :func:`local_products` gives."""
+    return _TOTALS + _by_scale(spec) * math.prod(_scales_of(part, spec))
 
 
 def local_products(
     file: FileWeight, part: LinearPart, spec: TensorSpec, local: Tensor, start: int, rows: int, reader: Reader
 ) -> Tensor:
-    """Products of this rank's share of a Linear's weight w, of w rounded with the file's scales r, and of the decoded
-    weight d; fp64, flat, on the CPU.
+    """Sum products of this rank's share of a Linear's weight, of the same rounded with the file's scales, and of the
+    decoded weight; fp64, flat, on the CPU.
 
     Args:
         file, part: the Linear in the file, and in its layer.
@@ -133,100 +121,103 @@ def local_products(
         decoded = codes.float() if plain else dequantize(codes, scale, spec, torch.float32, zero)
         weight = torch.zeros_like(decoded)
         weight.view(-1)[inside] = mine.float()
-        add_products(sums, part, spec, chunk.start, inside, (weight, fake_quant(weight, scale, spec, zero), decoded))
+        values = Values(weight, fake_quant(weight, scale, spec, zero), decoded, inside_range(weight, scale, spec, zero))
+        add_products(sums, part, spec, chunk.start, inside, values)
     return sums.cpu()
 
 
-def add_products(
-    sums: Tensor, part: LinearPart, spec: TensorSpec, row: int, inside: slice, values: tuple[Tensor, Tensor, Tensor]
-) -> None:
+class Values(NamedTuple):
+    """Some rows of a Linear, fp32 ``[rows, in_features]``.
+
+    Attributes:
+        weight: as loaded.
+        rounded: the same, rounded with the file's scales.
+        decoded: the codes of the file, decoded with them.
+        fits: bool, where the weight lies inside the range of these scales.
+    """
+
+    weight: Tensor
+    rounded: Tensor
+    decoded: Tensor
+    fits: Tensor
+
+
+def add_products(sums: Tensor, part: LinearPart, spec: TensorSpec, row: int, inside: slice, values: Values) -> None:
     """Add what some rows of a Linear give.
 
     Args:
-        sums: by column, sums over rows of w w, w r, w d and (w - d)^2; then by scale those of w w, r d, d d and d - r.
+        sums: totals of w w, w d, (w - r)^2 and (w - d)^2, of weight w, rounded r and decoded d; then by scale those of
+            w w, w d and d d without clipped weights, and where there are zero points of w, d and 1.
         part, spec: the Linear, and how it is quantized.
         row: the first one.
         inside: which elements of the rows count, flat. Rows begin or end on another rank.
-        values: w, r and d, fp32 ``[rows, in_features]``.
+        values: of these rows.
     """
-    size = part.in_features
-    beside = torch.ones(values[0].numel(), dtype=torch.bool, device=sums.device)
-    beside[inside] = False
-    weight, rounded, decoded = (each.masked_fill(beside.view(each.shape), 0.0) for each in values)
-    by_column = weight * weight, weight * rounded, weight * decoded, (weight - decoded).square()
-    columns = sums[: _BY_COLUMN * size].view(_BY_COLUMN, size)
-    columns += torch.stack([product.sum(0, dtype=torch.float64) for product in by_column])
+    beside = torch.ones_like(values.fits)
+    beside.view(-1)[inside] = False
+    weight, rounded, decoded = (each.masked_fill(beside, 0) for each in values[:3])
+    totals = weight * weight, weight * decoded, (weight - rounded).square(), (weight - decoded).square()
+    sums[:_TOTALS] += torch.stack([total.sum(dtype=torch.float64) for total in totals])
+    # What the scales clip is as far away as the scales, which are judged without codes, make it.
+    clipped = ~values.fits & ((decoded - rounded).abs() <= 2**-7 * rounded.abs())
+    weight, decoded = weight.masked_fill(clipped, 0), decoded.masked_fill(clipped, 0)
+    products = (weight * weight, weight * decoded, decoded * decoded, weight, decoded, (~(clipped | beside)).float())
     down, across = _scales_of(part, spec)
     together = part.out_features // down  # rows that share scales
     index = torch.arange(row, row + len(weight), device=sums.device) // together
-    by_scale = weight * weight, rounded * decoded, decoded * decoded, decoded - rounded
-    for total, product in zip(sums[_BY_COLUMN * size :].view(_BY_SCALE, down, across), by_scale, strict=True):
+    for total, product in zip(sums[_TOTALS:].view(-1, down, across), products, strict=False):
         total.index_add_(0, index, product.view(len(weight), across, -1).sum(-1, dtype=torch.float64))
 
 
+def _by_scale(spec: TensorSpec) -> int:
+    """Count the sums of each scale."""
+    return 6 if spec.has_zero_points else 3
+
+
 def _scales_of(part: LinearPart, spec: TensorSpec) -> tuple[int, int]:
-    """How many scales a Linear has, down and across."""
+    """Count the scales of a Linear, down and across."""
     shape = spec.scale_shape((part.out_features, part.in_features))
     return (1, 1) if len(shape) == 1 else (shape[0], shape[1])
 
 
-def squares_of(sums: Tensor, part: LinearPart) -> tuple[float, float, float]:
-    """Sums of w w, w r and (w - d)^2 over a Linear."""
-    squares, rounded, _, distance = sums[: _BY_COLUMN * part.in_features].view(_BY_COLUMN, -1).sum(1).tolist()
-    return squares, rounded, distance
-
-
-def other_weights(sums: Tensor, part: LinearPart) -> str | None:
-    """Why codes are not those of the loaded weight, from the sums of :func:`local_products` over all ranks; None if
-    they may be."""
-    numel = part.out_features * part.in_features
-    columns = sums[: _BY_COLUMN * part.in_features].view(_BY_COLUMN, -1)
-    squares, rounded, decoded, distance = (float(each) for each in columns.sum(1))
-    if squares == 0 or rounded <= 0:
-        return None  # nothing, or scales that :mod:`quant.fit` refuses
-    far, gain = distance / squares, decoded / rounded
-    by_scale = sums[_BY_COLUMN * part.in_features :].view(_BY_SCALE, -1)
-    shift = float(by_scale[3].sum())
-    if shift * shift / numel > SHIFTED * squares:
+def other_weights(sums: Tensor, spec: TensorSpec) -> str | None:
+    """Explain why codes are not those of the loaded weight, from the sums of :func:`local_products` over all ranks;
+    None if they may be."""
+    squares, product, rounding, distance = sums[:_TOTALS].tolist()
+    if squares == 0:
+        return "model.path has zeros where the codes are of other weights" if distance > 0 else None
+    most = min(max(FAR * rounding, TRAINED * squares), FARTHEST * squares)
+    kept, fitted = _refitted(sums[_TOTALS:].view(_by_scale(spec), -1))
+    if kept > REFITTED * fitted and fitted <= most:
+        numbers = "scales or zero points" if spec.has_zero_points else "scales"
         return (
-            f"the codes are weights that lie {shift / numel:.2g} beside those of model.path: their zero points are "
-            "other ones"
+            f"the codes times the scales are {product / squares:.2g} times the weights of model.path, and "
+            f"{distance / squares:.2g} of their squares lie between, {fitted / squares:.2g} with the {numbers} that "
+            f"fit the codes best: the {numbers} were changed, or are in another order"
         )
-    of_column = columns[0].clamp(min=1e-30)
-    smoothed = float(((columns[2] - columns[1]).square() / of_column).sum()) / squares
-    other = f"the codes beside it are of other weights than those of model.path: {far:.2g} of their squares lie between"
-    if far > FARTHEST or (far > OTHER_FAR and gain < OTHER_GAIN):
-        return other
-    if not GAIN[0] <= gain <= GAIN[1]:
+    if distance > most or product <= 0 or kept > REFITTED * fitted:
         return (
-            f"the codes times the scales are {decoded / squares:.2g} times the weights of model.path: the scales were "
-            "multiplied"
+            f"the codes beside it are of other weights than those of model.path: {distance / squares:.2g} of their "
+            f"squares lie between, rounding makes {rounding / squares:.2g}. Name the checkpoint that they were made of "
+            "as model.path: another one, or one whose weights were smoothed (AWQ, SmoothQuant)"
         )
-    if smoothed > SMOOTHED and smoothed > SMOOTHED_SHARE * far:
-        return (
-            f"the codes are of weights whose columns have other sizes than those of model.path ({smoothed:.2g} of the "
-            "squares): the weights were smoothed (AWQ, SmoothQuant). Name the smoothed checkpoint as model.path"
-        )
-    scaled, smaller = (share / squares for share in _of_other_scales(by_scale))
-    too_small = smaller > SMALLER_MOST or smaller > max(SCALED, SMALLER_SHARE * far)
-    if scaled > max(SCALED, SCALED_SHARE * far) or too_small:
-        return (
-            f"the codes are of weights that other scales belong to ({max(scaled, smaller):.2g} of the squares): the "
-            "scales were changed, or are in another order"
-        )
-    shifted = float(by_scale[3].square().sum()) * by_scale.shape[1] / numel / squares
-    if shifted > max(SCALED, SHIFTED_SHARE * far):
-        return f"the codes are of weights that other zero points belong to ({shifted:.2g} of the squares)"
     return None
 
 
-def _of_other_scales(by_scale: Tensor) -> tuple[float, float]:
-    """Squares that factors of single scales explain, and those of weights whose scales are too small for the codes."""
-    of_scale, with_rounded, with_itself, _ = by_scale
-    larger = (with_rounded - with_itself).square() / with_itself.clamp(min=1e-30)
-    below = of_scale * (1 - with_itself / with_rounded.clamp(min=1e-30)).square()
-    explained = torch.where(with_rounded > with_itself, below, torch.minimum(larger, SCALED_MOST * of_scale))
-    return float(explained.sum()), float(of_scale[with_rounded > SMALLER * with_itself].sum())
+def _refitted(sums: Tensor) -> tuple[float, float]:
+    """Squared distance between weight and decoded weight without what is clipped, as it is and with the best scales."""
+    weights, products, decoded = sums[:3]
+    kept = float((weights - 2 * products + decoded).sum())
+    if len(sums) > 3:  # and with the best zero points
+        weight, mean, count = sums[3:]
+        count = count.clamp(min=1)
+        weights, products, decoded = (
+            weights - weight * weight / count,
+            products - weight * mean / count,
+            decoded - mean * mean / count,
+        )
+    best = weights - products.square() / decoded.clamp(min=1e-30)
+    return kept, float(best.clamp(min=0).sum())
 
 
 def _row_chunks(first: int, last: int, size: int, spec: TensorSpec) -> Iterator[slice]:

@@ -1,4 +1,4 @@
-"""Whether scales that were read fit the weights that were loaded; no weight is gathered.
+"""Compare scales that were read with the weights that were loaded; no weight is gathered.
 
 Each rank looks at its own range of every weight. That takes as many collectives as measuring the scales, and one more
 for each bucket of scales, so that every rank comes to the same judgement of whole weights.
@@ -35,7 +35,6 @@ class _Member:
         codes: what the files have of their weights, None where they have scales alone.
         scale, zero: the effective scale as loaded, and its zero points.
         own, own_zero: those that would be measured.
-        largest: the absmax scale.
     """
 
     layer: QuantLayer
@@ -47,9 +46,7 @@ class _Member:
     zero: Tensor | None
     own: Tensor
     own_zero: Tensor | None
-    largest: Tensor
     sizes: list[int] = field(init=False)
-    signed: bool = field(init=False)
 
     def __post_init__(self) -> None:
         of_codes = [
@@ -57,8 +54,7 @@ class _Member:
             for part, code in zip(self.parts, self.codes, strict=True)
             if code is not None
         ]
-        self.signed = bool((self.scale < 0).any())
-        self.sizes = [(4 if self.signed else 3) * self.scale.numel(), *of_codes]
+        self.sizes = [3 * self.scale.numel(), *of_codes]
 
 
 def check_fit(
@@ -118,8 +114,6 @@ def _members(
     """Every layer whose scale was loaded, with its own scales; a collective."""
     owners = {scale.group.owner for scale in loaded}
     own = measure_weight_scales(quantization, owners, Ranges())
-    coarse = {scale.group.owner for scale in loaded if Ranges().searches(scale.group.spec)}
-    largest = own | measure_weight_scales(quantization, coarse, Ranges(weights="absmax"))
     above = {name: global_scales[group.owner] for group in quantization.global_groups for name in group.members}
     for scale in loaded:
         group = scale.group
@@ -137,7 +131,6 @@ def _members(
                 zero,
                 mine,
                 my_zero,
-                _split(largest[group.owner].cpu(), group)[0],
             )
 
 
@@ -147,16 +140,14 @@ def _split(value: Tensor, group: ScaleGroup) -> tuple[Tensor, Tensor | None]:
 
 
 def _local_errors(member: _Member) -> Tensor:
-    """Errors with the loaded scales, squares, errors with the own ones, and where some of the loaded are negative with
-    those turned round, of this rank's range; fp64 on the CPU."""
+    """Errors with the loaded scales, squares and errors with the own scales, of this rank's range; fp64 on the CPU."""
     layer, spec, (start, _) = member.layer, member.group.spec, local_range(member.layer.weight)
     local, shape = local_data(layer.weight), layer.weight_shape
-    pairs = [(member.scale, member.zero), (member.own, member.own_zero)]
     found = [
         partial_fit(local, start, shape, scale.to(local.device), spec, None if zero is None else zero.to(local.device))
-        for scale, zero in pairs + [(-member.scale, member.zero)] * member.signed
+        for scale, zero in ((member.scale, member.zero), (member.own, member.own_zero))
     ]
-    return torch.cat([found[0].flatten(), *(errors[0].flatten() for errors in found[1:])]).cpu()
+    return torch.cat([found[0].flatten(), found[1][0].flatten()]).cpu()
 
 
 def _local_codes(member: _Member, reader: Reader) -> list[Tensor]:
@@ -171,18 +162,18 @@ def _local_codes(member: _Member, reader: Reader) -> list[Tensor]:
 
 
 def _judged(member: _Member, sums: Tensor) -> list[str]:
-    """What is wrong with the scales of each Linear of a layer, from the sums over all ranks."""
+    """Describe what is wrong with the scales of each Linear of a layer, from the sums over all ranks."""
     errors, *of_codes = sums.split(member.sizes)
     shape, spec = member.scale.shape, member.group.spec
-    error, squares, own_error, *turned = errors.view(-1, *shape)
-    whole = (member.scale, member.own, member.largest, error, own_error, squares, *turned)
+    error, squares, own_error = errors.view(3, *shape)
+    whole = (member.scale, member.own, error, own_error, squares)
     products = iter(of_codes)
     problems = []
     for part, key, code in zip(member.parts, member.keys, member.codes, strict=True):
         fit = Fit(*(part.scale(each, spec).flatten().double() for each in whole))
         problem = scale_problem(fit, spec)
         if code is not None:
-            problem = other_weights(next(products), part) or problem
+            problem = other_weights(next(products), spec) or problem
         if problem is not None:
             problems.append(f"{key}: {problem}")
     return problems

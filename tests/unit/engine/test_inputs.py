@@ -81,6 +81,14 @@ def test_scales_of_something_else_are_an_error(calibrated, way):
     assert len(str(error.value).splitlines()) <= 7
 
 
+def test_scales_of_the_weights_beside_them_are_an_error(calibrated):
+    model, quantization, good = calibrated
+    layers = quantization.layers
+    scales = {name: layers[name].weight.abs().max().item() / 448 if name in layers else good[name] for name in good}
+    with pytest.raises(RankError, match=rf"{Q}: the scale is .* of its elements are beyond the range"):
+        check(model.eval(), quantization, scales)
+
+
 def test_global_scales_of_inputs_are_not_their_reciprocals(tmp_path):
     """NVFP4's, which divides in compressed-tensors and multiplies in ModelOpt."""
     model = loaded(tiny_checkpoint(tmp_path, "qwen3", seed=random.randrange(2**31), even=True))

@@ -148,7 +148,7 @@ def wrong(ending: str, change, message: str):
 BAD = {
     "scales times 2": wrong("weight_scale", lambda s: s * 2, "are 2 times the weights"),
     "scales divided by 16": wrong("weight_scale", lambda s: s / 16, "not a quantized form of model.path"),
-    "scales with another sign": wrong("weight_scale", lambda s: -s, "of other weights"),
+    "scales with another sign": wrong("weight_scale", lambda s: -s, "times the weights of model.path"),
     "reciprocals": wrong("weight_scale", lambda s: 1 / s, "not a quantized form of model.path"),
     "scales of 0": wrong("weight_scale", torch.zeros_like, "must be finite and not 0"),
     "NaN": wrong("weight_scale", lambda s: s * torch.nan, "must be finite and not 0"),

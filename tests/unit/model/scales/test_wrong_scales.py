@@ -171,14 +171,6 @@ WAYS: dict[str, tuple[Scheme | str, Scheme | str | None, Callable[[Files], None]
     "exponents without a bias": ("mxfp4", None, each(lambda s: (s - 127) % 256), FIT + "|must be finite"),
     "exponents off by one": ("mxfp4", None, each(lambda s: s + 1), CODES + ".* 2 times"),
     "exponents off by one, alone": ("mxfp4", None, both(alone, each(lambda s: s + 1)), FIT),
-    "input scales are weight scales": (
-        "fp8_static",
-        None,
-        lambda f: [
-            f.tensors.update({k: f.tensors[k.replace("input", "weight")]}) for k in scales_of(f, ".input_scale")
-        ],
-        "scales of inputs are those of the weights beside them",
-    ),
     # What lies beside.
     "smoothing scales": ("w4a16_g32", None, put(f"{Q}.pre_quant_scale", torch.ones(128)), "weights were smoothed"),
     "something unknown": ("w4a16_g32", None, put(f"{Q}.weight_offset", torch.ones(1)), "not known here"),
