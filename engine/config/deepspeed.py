@@ -319,7 +319,7 @@ def keys_of_deepspeed() -> frozenset[str]:
         def keys(self) -> Any:
             return self
 
-    DeepSpeedConfig(Recorder(train_batch_size=1))
+    DeepSpeedConfig(Recorder(train_micro_batch_size_per_gpu=1))  # good for any number of ranks
     return frozenset(asked)
 
 
