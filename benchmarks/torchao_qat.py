@@ -15,7 +15,7 @@ from data.loader import Loader, model_inputs
 from data.samples import IGNORE
 from data.text import read_text
 from engine.config.config import Recipe
-from engine.config.loss import LossRecipe
+from engine.config.sections import LossRecipe
 from engine.losses.chunked import TeacherHidden, chunked_losses
 from engine.session.optimizer import lr_factor
 from quant import SCHEMES

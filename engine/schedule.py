@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 from engine.checkpoint.save import CheckpointError, mark_best, save_checkpoint
 from engine.config.config import Recipe
-from engine.config.events import EventRecipe, parse_condition
+from engine.config.sections import EventRecipe, parse_condition
 from engine.held_out import evaluate
 from engine.state import LoopState
 from engine.step import held_out_losses

@@ -14,7 +14,7 @@ from types import TracebackType
 
 import yaml
 
-from engine.config.paths import checkpoint_problems
+from engine.config.errors import checkpoint_problems
 
 GRACE_SECONDS = 1.0  # for the rank that prints, before another's end makes the launcher end them all
 

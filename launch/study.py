@@ -30,22 +30,22 @@ if __name__ == "__main__":
     check_model_path()  # before the imports, which take many seconds
 
 import argparse
+import copy
 import json
 import re
 import shlex
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, replace
 from operator import attrgetter
 from typing import get_args, get_type_hints
 
 from engine.checkpoint.find import LATEST
 from engine.config.config import Recipe
 from engine.config.errors import RecipeError
-from engine.config.events import EventRecipe
 from engine.config.quant import SOURCE, QuantRecipe
 from engine.config.reading import load_recipe, save_recipe
-from engine.config.unquantized_rules import UNQUANTIZED
+from engine.config.rules import idle
 from engine.export import check_export
 from launch.compare import named, unique
 from launch.exits import clean_exit, recipe_or_exit
@@ -55,8 +55,6 @@ from model.quantized.config import is_quantized
 from model.ranks import errors_on_all_ranks
 
 FT, PTQ, QAT = "ft", "ptq", "qat"
-# What FT leaves out where the recipe has it: without fake quant it is refused, for it would never act, or move weights.
-PLAIN = {**UNQUANTIZED, "quant.init": "rtn", "quant.rotate": [], "quant.rotate_block": 256}
 TRAIN, CALIBRATE, COMPARE = "launch/train.py", "launch/calibrate.py", "launch/compare.py"
 CODES = get_args(get_type_hints(QuantRecipe)["init"])
 # Keys of config.json that act in training alone, where they are above 0: attention_dropout, resid_pdrop, layerdrop,
@@ -229,22 +227,28 @@ def changes_of(part: str, recipe: Recipe) -> list[str]:
     if part.startswith(f"{PTQ}_"):
         words += ["--quant.init", part.removeprefix(f"{PTQ}_")]
     if part == FT:
-        words += ["--quant.fake_quant_start", "-1"]
-        for key, value in PLAIN.items():
-            if attrgetter(key)(recipe) != value:
-                words += [f"--{key}", value if isinstance(value, str) else json.dumps(value)]
-        words += ["--schedule", json.dumps(without_fake_quant(recipe.schedule))] if recipe.schedule else []
+        words += changes_without_fake_quant(recipe)
     return words
 
 
-def without_fake_quant(events: Sequence[EventRecipe]) -> list[dict[str, object]]:
-    """What events change beside quantization."""
-    rest = [replace(event, fake_quant=None, layers=None, observe=None, freeze_scales=None) for event in events]
-    return [
-        {item.name: value for item in fields(event) if (value := getattr(event, item.name)) is not None}
-        for event in rest
-        if event.lr is not None or event.loss is not None
+def changes_without_fake_quant(recipe: Recipe) -> list[str]:
+    """The words that switch fake quant off in ``recipe``, and reset what would have no effect or move weights then."""
+    plain = copy.deepcopy(recipe)
+    events = [
+        replace(event, fake_quant=None, layers=None, observe=None, freeze_scales=None) for event in plain.schedule
     ]
+    plain.schedule = [event for event in events if event.lr is not None or event.loss is not None]
+    plain.quant.fake_quant_start, plain.quant.init = -1, "rtn"
+    words = ["--quant.fake_quant_start", "-1", "--quant.init", "rtn"]
+    if recipe.schedule:
+        shown = [{key: value for key, value in asdict(event).items() if value is not None} for event in plain.schedule]
+        words += ["--schedule", json.dumps(shown)]
+    while found := next(idle(plain), None):  # one that is reset may make another one idle
+        key, default, _ = found
+        section, _, name = key.rpartition(".")
+        setattr(attrgetter(section)(plain), name, default)
+        words += [f"--{key}", default if isinstance(default, str) else json.dumps(default)]
+    return words
 
 
 def check_part(folder: Path, recipe: Recipe) -> None:

@@ -23,7 +23,7 @@ import contextlib
 import json
 import os
 
-from engine.config.paths import checkpoint_problems
+from engine.config.errors import checkpoint_problems
 
 GGUF_FILE = "model.gguf"  # of model.save, which takes seconds to import
 

@@ -16,20 +16,20 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.config.adapter import AdapterRecipe
-from engine.config.contradictions import contradictions
-from engine.config.errors import RecipeError, not_empty, value_problems
-from engine.config.events import EventRecipe
-from engine.config.loss import LossRecipe, TeacherKind
-from engine.config.paths import checkpoint_problems, not_there
+from engine.config.errors import RecipeError, checkpoint_problems, not_empty, not_there, value_problems
 from engine.config.quant import QuantRecipe
+from engine.config.rules import contradictions, derive
 from engine.config.sections import (
+    AdapterRecipe,
     DataRecipe,
     EvalRecipe,
+    EventRecipe,
     ExportRecipe,
     LearnableRecipe,
+    LossRecipe,
     ModelRecipe,
     OptimRecipe,
+    TeacherKind,
     TrainRecipe,
 )
 
@@ -74,6 +74,7 @@ class Recipe:
     """ZeRO strategy: the name of a file in ds_configs/ (zero0 ... zero3_offload) or the path of such a JSON file."""
 
     def __post_init__(self) -> None:
+        self._derived: dict[str, Any] = {}
         self.validate()
 
     def export_dir(self) -> Path:
@@ -100,18 +101,22 @@ class Recipe:
         return not self.adapter.beside and any((learn.weight, learn.norm, learn.router, self.adapter.on))
 
     def validate(self) -> None:
-        """Check every value, and values against each other; no file is touched. Call it again after an assignment.
+        """Set derived defaults, check every value, and values against each other; no file is touched.
+
+        Call it again after an assignment.
 
         Raises:
             RecipeError: names every problem, one line each.
         """
+        derive(self, self._derived)
         problems = list(_field_problems(self, ""))
         problems += self.quant.problems()
         for index, event in enumerate(self.schedule):
             problems += event.problems(f"schedule[{index}]")
         if len(self.data.train) + len(self.data.eval) > 1:
             problems += _named_twice(self.data, os.path.abspath)
-        problems += contradictions(self)
+        keys = {problem.partition(":")[0] for problem in problems}
+        problems += (line for line in contradictions(self) if line.partition(":")[0] not in keys)
         if problems:
             raise RecipeError("\n".join(problems))
 

@@ -1,20 +1,25 @@
-"""The error of a bad recipe, and what its options declare of the values that they take.
+"""The error of a bad recipe, and what its options declare: values that they take, options that they need, derived
+defaults.
 
-A option declares its values where it stands, ``lr: float = field(default=1e-5, metadata=at_least(0))``, and
-:meth:`engine.config.config.Recipe.validate` holds a recipe against what its options declare.
+A option declares all three where it is defined, like ``tail: bool = field(default=False, metadata=only_with(TOP_K))``;
+:meth:`engine.config.config.Recipe.validate` checks a recipe against what its options declare. This module imports
+neither torch nor DeepSpeed, so that a script can check ``model.path`` before it loads them.
 """
 
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
-
-from quant.rules import pattern_problem
+from dataclasses import field
+from typing import Any, NamedTuple
 
 LONGEST_PROBLEM = 1500  # characters; the longest that names every preset has some 600
 SIZE_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 FP32_MAX = (2 - 2**-23) * 2.0**127
-CHECK = "check"  # the key in a field's metadata: value -> what was expected instead, or None
+MOST_JSON_BYTES = 2**28  # a tokenizer has 35 MB; what is read takes many times as much memory, on every rank
+# Keys of a field's metadata.
+CHECK = "check"  # value -> what was expected instead, or None
+ONLY_WITH = "only_with"  # conditions without which another value than the default has no effect
+DERIVED = "derived"  # recipe -> the default
 
 
 class RecipeError(ValueError):
@@ -29,6 +34,31 @@ def _printable(line: str) -> str:
     line = "".join(char if char.isprintable() else repr(char)[1:-1] for char in line)
     half = LONGEST_PROBLEM // 2
     return line if len(line) <= LONGEST_PROBLEM else f"{line[:half]} ... {line[-half:]}"
+
+
+class Condition(NamedTuple):
+    """A condition on a recipe.
+
+    Attributes:
+        words: the condition as a clause; ``{optim.schedule}`` is replaced by the recipe's value of that key.
+        holds: checks the condition on a :class:`engine.config.config.Recipe`.
+    """
+
+    words: str
+    holds: Callable[[Any], object]
+
+
+def only_with(*conditions: Condition) -> dict[str, Any]:
+    """Metadata of a field that has no effect unless all conditions hold: other values than the default are refused."""
+    return {ONLY_WITH: conditions}
+
+
+def derived(default: Callable[[Any], Any], metadata: Mapping[str, Any] | None = None) -> Any:
+    """A field whose default follows from the rest of the recipe, so that it never contradicts what a user has set.
+
+    The field is None (null) until :meth:`engine.config.config.Recipe.validate` sets it.
+    """
+    return field(default=None, metadata={DERIVED: default, **(metadata or {})})
 
 
 def need(good: bool, key: str, value: object, expected: str) -> Iterator[str]:
@@ -83,7 +113,13 @@ def not_empty(expected: str) -> dict[str, Any]:
 
 def regex() -> dict[str, Any]:
     """Metadata of a regular expression that ends soon on every name."""
-    return {CHECK: lambda value: (found := pattern_problem(value)) and f"a regular expression ({found})"}
+
+    def check(value: str) -> str | None:
+        from quant.rules import pattern_problem  # brings torch
+
+        return (found := pattern_problem(value)) and f"a regular expression ({found})"
+
+    return {CHECK: check}
 
 
 def parse_size(text: str) -> int | None:
@@ -110,3 +146,20 @@ def value_problems(key: str, value: Any, declared: Mapping[str, Any]) -> Iterato
     """A problem line if a value is none of those that metadata declares; null is good where the type has it."""
     if CHECK in declared and value is not None and (expected := declared[CHECK](value)):
         yield from need(False, key, value[:200] if isinstance(value, str) else value, expected)
+
+
+def not_there(path: str) -> str:
+    """A path for an error message; beside a relative one stands the directory that it is relative to."""
+    return repr(path) if os.path.isabs(path) else f"{path!r} (in {os.getcwd()})"
+
+
+def checkpoint_problems(key: str, path: str) -> Iterator[str]:
+    """A problem line if there is no directory with config.json at ``path``."""
+    if not os.path.isdir(path):
+        yield f"{key}: {not_there(path)}, expected a directory with config.json (a local Hugging Face checkpoint)"
+    elif not os.path.isfile(os.path.join(path, "config.json")):
+        yield f"{key}: {not_there(path)}, expected config.json in that directory (a Hugging Face checkpoint)"
+    else:
+        for entry in os.scandir(path):
+            if entry.name.endswith(".json") and entry.is_file() and entry.stat().st_size > MOST_JSON_BYTES:
+                yield f"{key}: {entry.path!r} has {entry.stat().st_size:,} bytes, expected at most {MOST_JSON_BYTES:,}"

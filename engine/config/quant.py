@@ -1,15 +1,58 @@
 """The recipe's ``quant`` section: what is quantized and how, where scales come from, when fake quant starts."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from engine.config.errors import FACTOR, at_least, each, need, regex, values
+from engine.config.errors import FACTOR, Condition, at_least, derived, each, need, only_with, regex, values
 from quant import DEFAULT_EXEMPT, PRESETS, SCHEMES, Preset, QuantEmbedding, Ranges, Rule, Scheme, TensorSpec
 from quant.hadamard import BLOCKS
 
 NONE = "none"  # the scheme of a rule whose layers stay as they are
 SOURCE = "source"  # the schemes and layers of a quantized model.path
+QUANTIZES = Condition(
+    "fake quant is on at some step (quant.fake_quant_start 0 or more, or an event)", lambda r: not r.never_quantizes()
+)
+
+
+def some_scheme(words: str, has: "Callable[[QuantRecipe], object]") -> Condition:
+    """The condition that the recipe's schemes have something; unknown names are another problem."""
+    return Condition(
+        f"a scheme here has {words} (quant.scheme is {{quant.scheme}})",
+        lambda r: not r.quant.known() or has(r.quant),
+    )
+
+
+def _some(words: str, has: Callable[[Scheme], object]) -> Condition:
+    return some_scheme(words, lambda quant: any(map(has, quant.linear_schemes())))
+
+
+QUANTIZED_WEIGHTS = _some("quantized weights", bool)
+_SIGNS = some_scheme(
+    "symmetric integer weights",
+    lambda quant: any(quant.ranges().signs(scheme.weights) for scheme in quant.linear_schemes()),
+)
+_STORED_INPUTS = some_scheme("stored scales of inputs", lambda quant: quant.stores_input_scales())
+LEARNED_INPUTS = some_scheme("scales of activations that can be learned", lambda quant: quant.learns_input_scales())
+_STATIC_INPUTS = _some("static scales of inputs", lambda scheme: scheme.activations and not scheme.activations.dynamic)
+_DYNAMIC_FLOATS = _some(
+    "dynamic inputs in fp4 or fp8",
+    lambda scheme: scheme.activations and scheme.activations.dynamic and scheme.activations.dtype != "int",
+)
+_GATHERED_CODES = some_scheme(
+    "one scale per tensor or row and no zero points", lambda quant: quant.has_weights_to_gather_as_codes()
+)
+_FP8_GEMM = Condition(
+    "an fp8 GEMM runs: quant.compute auto or fp8_gemm, model.dtype bfloat16, and a scheme with fp8 codes per tensor on "
+    "both sides (quant.scheme is {quant.scheme})",
+    lambda r: (
+        not r.quant.known()
+        or (r.quant.compute != "simulate" and r.model.dtype == "bfloat16" and r.quant.has_fp8_gemm())
+    ),
+)
+_PERCENTILE = Condition("quant.input_range is percentile", lambda r: r.quant.input_range == "percentile")
+_START = Condition("quant.start is set", lambda r: r.quant.start is not None)
+_ROTATES = Condition("quant.rotate names layers", lambda r: r.quant.rotate)
 
 
 @dataclass
@@ -107,72 +150,81 @@ class QuantRecipe:
     """Regexes; a linear layer whose whole module name matches one stays unquantized. Replaces the default list."""
     exempt_more: list[str] = field(default_factory=list, metadata=each(regex()))
     """Regexes beside those of quant.exempt: the default list stays."""
-    scales: str | None = None
+    scales: str | None = field(default=None, metadata=only_with(QUANTIZES))
     """Directory of a PTQ checkpoint to take the scales from. null: weights are measured, activations calibrated."""
     start: str | None = None
     """Directory of a quantized checkpoint of the model in model.path (GPTQ, AWQ, AutoRound, ...): training starts from
     the weights of model.path with its scales. null: none."""
-    snap_to_codes: bool = False
+    snap_to_codes: bool = field(default=False, metadata=only_with(_START))
     """true: each weight of model.path that has another code in quant.start becomes what that code stands for: step 0
     computes with the weights of quant.start."""
-    init: Literal["rtn", "gptq", "blockwise"] = "rtn"
-    """Codes that training starts with. nearest: each weight's own. gptq: those that keep the outputs of each layer on
+    init: Literal["rtn", "gptq", "blockwise"] = field(default="rtn", metadata=only_with(QUANTIZED_WEIGHTS))
+    """First codes. rtn: each weight is rounded to nearest. gptq: codes that keep the outputs of each layer on
     quant.calibration_batches micro-batches per rank (GPTQ), and the weights that have others become what these stand
-    for. blocks: then the weights and scales of each decoder layer are trained for 200 steps to keep its outputs: the
-    best PTQ, for the time of some 250 steps of training. Both take symmetric and asymmetric
-    weights, scales per group or channel. Keys and values are not quantized meanwhile, nor for gptq inputs with stored
-    scales."""
-    weight_range: Literal["auto", "absmax", "mse"] = "auto"
+    for. blockwise: then the weights and scales of each decoder layer are trained for 200 steps to keep its outputs: the
+    best PTQ, for the time of some 250 steps of training. Both take symmetric and asymmetric weights, scales per group
+    or channel. Keys and values are not quantized meanwhile, nor for gptq inputs with stored scales."""
+    weight_range: Literal["auto", "absmax", "mse"] = field(default="auto", metadata=only_with(QUANTIZED_WEIGHTS))
     """First scale of a weight: absmax: the largest magnitude fits; mse: the squared error is smallest; auto: mse for
-    integers of 3 bits and fewer, absmax for the others."""
-    signed_scales: bool = False
+    integers of 3 bits and fewer without quant.scales_follow_weights, absmax for the others."""
+    signed_scales: bool = field(default=False, metadata=only_with(_SIGNS))
     """true: scales of symmetric integer weights are negative where that lets the code without a counterpart be used
     (-2 of 2 bits): 20% less squared error at 2 bits. transformers multiplies by whatever sign a scale has; other
     readers were not tried."""
-    input_range: Literal["absmax", "percentile", "mse"] = "absmax"
+    input_range: Literal["absmax", "percentile", "mse"] = field(default="absmax", metadata=only_with(_STORED_INPUTS))
     """Stored scale of an input, from what calibration sees: the largest magnitude fits, or quant.percentile of the
     magnitudes, or the squared error is smallest."""
     percentile: float = field(
-        default=99.99, metadata=values("above 0 and at most 100", lambda percentage: 0 < percentage <= 100)
+        default=99.99,
+        metadata=values("above 0 and at most 100", lambda percentage: 0 < percentage <= 100) | only_with(_PERCENTILE),
     )
     """Percentage of an input's magnitudes that fit, for quant.input_range percentile."""
-    scales_follow_weights: bool = False
-    """true: the weights' scales are measured again after every step, from absmax (quant.weight_range absmax). With
+    scales_follow_weights: bool = field(default=False, metadata=only_with(QUANTIZES, QUANTIZED_WEIGHTS))
+    """true: the weights' scales are measured again after every step, from absmax. With
     learnable.weight_scale that is learnable weight clipping (LWC), without it absmax quantization of every step."""
-    calibration_batches: int = field(default=16, metadata=at_least(0))
-    """Micro-batches per rank that calibrate the activation scales where no PTQ checkpoint gives them. 0: none."""
-    initial_input_scale: float | None = field(default=None, metadata=FACTOR)
-    """Activation scale where no PTQ checkpoint gives one, instead of calibration (calibration_batches must be 0)."""
-    compute: Literal["auto", "simulate", "fp8_gemm"] = "auto"
+    calibration_batches: int = derived(lambda r: r.quant.default_calibration(), at_least(0))
+    """Micro-batches per rank that calibrate the activation scales where no PTQ checkpoint gives them. 0: none. null:
+    16; 0 with quant.initial_input_scale."""
+    initial_input_scale: float | None = field(default=None, metadata=FACTOR | only_with(_STORED_INPUTS))
+    """Activation scale where no PTQ checkpoint gives one, instead of calibration."""
+    compute: Literal["auto", "simulate", "fp8_gemm"] = field(
+        default="auto",
+        metadata=only_with(Condition(QUANTIZES.words, lambda r: r.quant.compute == "simulate" or QUANTIZES.holds(r))),
+    )
     """simulate: fake-quantized operands in a GEMM of model.dtype; fp8_gemm: a GEMM of the fp8 codes, as served, on fp8
     tensor cores; auto: fp8_gemm where scheme and GPU have it (compute capability 8.9; stacked experts 9.0)."""
-    fp8_fast_accum: bool = True
+    fp8_fast_accum: bool = field(default=True, metadata=only_with(QUANTIZES, _FP8_GEMM))
     """Of the fp8 GEMM. true: Hopper's tensor cores add up all products themselves, in fewer bits than fp32 has, as vLLM
     has them do; false: their sums go to fp32 every 128 products, and the GEMM takes a third longer. CPUs and Blackwell
     add in fp32 either way. See docs/how_a_layer_computes.md."""
-    keep_codes: bool = False
+    keep_codes: bool = field(default=False, metadata=only_with(QUANTIZES, _DYNAMIC_FLOATS))
     """true: of inputs in fp4 or fp8 with dynamic scales a layer keeps codes and scales for backward, 0.5 to 1.1 bytes
     per element instead of two or four; the same training bit for bit, and decoded once more in backward. Inputs that
     fused attention keeps anyway (o_proj's) stay as they are."""
-    fuse_norms: bool = False
+    fuse_norms: bool = field(default=False, metadata=only_with(QUANTIZES, _STATIC_INPUTS))
     """true: norms and SwiGLU write the codes of the layers behind them, in one operator, where these have static scales
     that do not learn; of Llama, Mistral, Qwen2 and Qwen3. Other roundings than torch's norm has, and not tried on a GPU
     yet. See docs/how_a_layer_computes.md."""
-    quantized_all_gather: bool = False
+    quantized_all_gather: bool = field(default=False, metadata=only_with(QUANTIZES, _GATHERED_CODES))
     """true: ZeRO-3 gathers the weights of quantized layers as codes, one byte each instead of two or four, where a
     layer has one scale per tensor or row and 8 bits or fewer; with scales that do not learn the same training bit for
     bit. See ds_configs/README.md."""
-    rotate: list[str] = field(default_factory=list, metadata=each(regex()))
+    rotate: list[str] = field(default_factory=list, metadata=each(regex()) | only_with(QUANTIZES))
     """Regexes on whole names of layers whose inputs a Hadamard matrix turns while the model runs, like
     '.*\\.down_proj': outliers are spread over their blocks. Weights are turned when they are loaded: the model is the
     same function. See docs/rotations.md."""
     rotate_block: int = field(
-        default=256, metadata=values(f"one of {', '.join(map(str, BLOCKS))}", BLOCKS.__contains__)
+        default=256,
+        metadata=values(f"one of {', '.join(map(str, BLOCKS))}", BLOCKS.__contains__) | only_with(_ROTATES),
     )
     """Features that quant.rotate turns together."""
     fake_quant_start: int = field(default=0, metadata=at_least(-1))
     """Optimizer step at which fake quant switches on (scales are then measured again). 0: from the start; -1: never,
     or when an event under schedule says so."""
+
+    def default_calibration(self) -> int:
+        """The micro-batches of calibration if none are given."""
+        return 0 if self.initial_input_scale is not None and self.init == "rtn" else 16
 
     def problems(self) -> Iterator[str]:
         """One line per name of a scheme that is taken or unknown, and per composed scheme that is impossible."""
@@ -237,7 +289,8 @@ class QuantRecipe:
 
     def ranges(self) -> Ranges:
         """What a scale is chosen to fit when it is measured: the largest magnitude, or the squared error."""
-        return Ranges(self.weight_range, self.signed_scales, self.input_range, self.percentile)
+        weights = "absmax" if self.scales_follow_weights else self.weight_range
+        return Ranges(weights, self.signed_scales, self.input_range, self.percentile)
 
     def scales_brought_by(self) -> str | None:
         """The key that gives the weights their first scales where these are not measured from them alone."""
@@ -288,20 +341,6 @@ class QuantRecipe:
     def has_global_input_scales(self) -> bool:
         """Whether some layer stores a global scale above dynamic scales of its input (NVFP4)."""
         return any(scheme.stored_input and not scheme.learns_input for scheme in self.linear_schemes())
-
-    def has_signed_integers(self) -> bool:
-        """Whether some layer's weights are symmetric integers, whose scales quant.signed_scales may make negative."""
-        return any(self.ranges().signs(scheme.weights) for scheme in self.linear_schemes())
-
-    def has_dynamic_floats(self) -> bool:
-        """Whether some layer's inputs are floats with scales of their own tokens or groups."""
-        inputs = [scheme.activations for scheme in self.linear_schemes() if scheme.activations is not None]
-        return any(spec.dynamic and spec.dtype != "int" for spec in inputs)
-
-    def has_static_inputs(self) -> bool:
-        """Whether some layer's inputs have one stored scale, and none below it."""
-        inputs = [scheme.activations for scheme in self.linear_schemes() if scheme.activations is not None]
-        return any(not spec.dynamic for spec in inputs)
 
     def has_fp8_gemm(self) -> bool:
         """Whether some layer's codes can be multiplied by the fp8 GEMM."""

@@ -15,7 +15,8 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, is_dataclass
+from contextlib import suppress
+from dataclasses import asdict, is_dataclass, replace
 from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Any, cast, get_args, get_origin
@@ -24,10 +25,11 @@ import yaml
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
 from engine.config.config import Recipe
-from engine.config.errors import RecipeError
-from engine.config.paths import not_there
-from engine.config.quant import SOURCE
-from engine.config.source import resolve_source
+from engine.config.errors import DERIVED, RecipeError, not_there
+from engine.config.quant import SOURCE, QuantRecipe, SchemeRecipe, TensorRecipe
+from model.checkpoint.safetensors import CheckpointError
+from model.quantized.config import read_quantization_config, rules_of
+from quant import TensorSpec
 
 # The text below each field is what --help shows; without this setting jsonargparse reads class docstrings only.
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
@@ -105,7 +107,10 @@ def _size(node: yaml.Node, sizes: dict[int, float]) -> float:
 
 def _key_problems(node: yaml.MappingNode, section: type, prefix: str) -> Iterator[tuple[int, str]]:
     """Line number and text of every problem with the keys of one mapping, and of the sections in it."""
-    known = {item.name: item.type for item in dataclass_fields(section)}
+    known: dict[str, Any] = {
+        item.name: item.type | None if DERIVED in item.metadata else item.type  # type: ignore[operator]
+        for item in dataclass_fields(section)
+    }
     seen: set[str] = set()
     for key_node, value in node.value:
         line, key = key_node.start_mark.line + 1, str(key_node.value)
@@ -175,6 +180,12 @@ def _lines(error: ArgumentError) -> str:
     if missing := re.fullmatch(r"the following arguments are required: (.*)", text):
         return "\n".join(f"{key}: missing, expected a value" for key in missing[1].split(", "))
     text = re.sub(r"<class '(\w+)'>", r"\1", text).replace("a typing.Literal", "one of ")
+    text = re.sub(
+        r"Does not validate .* Errors: - (Expected (?!.* - Expected .* - ).*?)\.? - Expected a NoneType "
+        r"Given value type: \w+ Given value: ",
+        r"\1. Got value: ",
+        text,
+    )
     if unknown := re.match(r"unrecognized arguments: --([\w.]+)", text):
         close = difflib.get_close_matches(unknown[1], _option_keys(), n=1)
         text += f"; did you mean --{close[0]}?" if close else "; --help lists what there is"
@@ -251,3 +262,48 @@ def save_recipe(recipe: Recipe, path: str | os.PathLike[str]) -> None:
     aside.unlink(missing_ok=True)  # somebody's link; and the recipe may be what this run read, on a disk that is full
     aside.write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), encoding="utf-8")
     os.replace(aside, path)
+
+
+def resolve_source(quant: QuantRecipe, path: str) -> None:
+    """Write the schemes of the checkpoint in ``path`` into ``quant.schemes``, the first under the name ``source``, with
+    the grid that its codes are on; which layer has which is found when the model is built. A recipe that was saved has
+    them already.
+
+    Raises:
+        RecipeError: the checkpoint is not quantized, or not in a way that is read.
+    """
+    if SOURCE in quant.schemes:
+        return
+    try:
+        config = read_quantization_config(Path(path))
+        found = list(dict.fromkeys(rule.scheme for rule in rules_of(config) if rule.scheme is not None))
+        if config.get("kv_cache_scheme") or config.get("kv_cache_quant_algo"):
+            raise ValueError(
+                "kv_cache_scheme (or kv_cache_quant_algo) is set, which 'source' does not take: name fp8_static_kv or "
+                "fp8_kv"
+            )
+        if not found:
+            raise ValueError("quantization_config has no group of layers")
+    except ValueError as error:
+        expected = "expected a name unless quant.start or model.path is a quantized checkpoint"
+        raise RecipeError(f"quant.scheme: 'source', {expected}: {error}") from error
+    narrow = _narrow(Path(path))
+    for index, scheme in enumerate(found):
+        inputs = None if scheme.activations is None else _tensor(scheme.activations)
+        name = SOURCE if index == 0 else f"{SOURCE}_{index + 1}"
+        quant.schemes[name] = SchemeRecipe(replace(_tensor(scheme.weights), narrow=scheme.weights in narrow), inputs)
+
+
+def _narrow(directory: Path) -> set[TensorSpec]:
+    """The weights whose codes are on the narrow grid. Of files that cannot be read nothing is said here: whoever reads
+    the weights says it."""
+    from model.quantized.checkpoint import read_checkpoint  # brings DeepSpeed, which other recipes do not need
+
+    with suppress(CheckpointError, OSError):
+        weights = {one.scheme.weights for one in read_checkpoint(directory, None).coded.values()}
+        return {spec.wide for spec in weights if spec.narrow}
+    return set()
+
+
+def _tensor(spec: TensorSpec) -> TensorRecipe:
+    return TensorRecipe(**asdict(spec))

@@ -1,400 +1,367 @@
-"""Rules between the options of a recipe that are said in one line each: values that are each in bounds and do not go
-together. They stand in the order in which their problems are printed.
+"""Checks of several options together: options without effect, and values that contradict each other.
+
+Each function below yields the key to change and what was expected there instead of its value. A key that the text
+follows (``learnable: nothing is learnable``) is printed as it is.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, fields, is_dataclass
+from operator import attrgetter
+from typing import Any
 
 from data.jsonl import expected_fields
-from engine.config.adapter import AdapterRecipe
-from engine.config.events import EventRecipe
-from engine.config.loss import LossRecipe, TeacherKind
-from engine.config.quant import SOURCE, QuantRecipe
-from engine.config.sections import (
-    DataRecipe,
-    EvalRecipe,
-    ExportRecipe,
-    LearnableRecipe,
-    ModelRecipe,
-    OptimRecipe,
-    TrainRecipe,
-)
+from engine.config.errors import DERIVED, ONLY_WITH
+from engine.config.quant import SOURCE
+from engine.config.sections import DECAYING
 from engine.losses.kd import CACHED_KINDS, TOP_K_KINDS
+from quant.gptq import takes
+
+Recipe = Any  # engine.config.config.Recipe, which imports this module
+Problems = Iterator[tuple[str, str]]
 
 TRAINED = ("weight", "weight_scale", "act_scale", "norm", "router")  # switches of learnable, each of something else
+# What may train beside adapters that are merged.
+SHARED = ("weight_scale", "act_scale", "norm", "router")
+# Formats of which an adapter can be written beside the model, or alone (peft).
+BESIDE = ("compressed", "vllm_fp8", "dequantized", "peft")
 
 
-class Sections(Protocol):
-    """What the rules look at of :class:`engine.config.config.Recipe`, which imports this module."""
-
-    model: ModelRecipe
-    data: DataRecipe
-    train: TrainRecipe
-    quant: QuantRecipe
-    learnable: LearnableRecipe
-    adapter: AdapterRecipe
-    optim: OptimRecipe
-    loss: LossRecipe
-    schedule: list[EventRecipe]
-    eval: EvalRecipe
-    export: ExportRecipe
-
-    def distils(self) -> bool: ...
-
-    def teacher_kind(self) -> TeacherKind: ...
-
-    def never_quantizes(self) -> bool: ...
-
-    def invalidates(self) -> bool: ...
+def contradictions(recipe: Recipe) -> Iterator[str]:
+    """One line per option without effect, and per rule that the recipe breaks."""
+    for key, _, words in idle(recipe):
+        yield f"{key}: {attrgetter(key)(recipe)!r} has no effect unless {words}; remove it or change that"
+    for rule in RULES:
+        for key, expected in rule(recipe):
+            yield f"{key if ': ' in key else f'{key}: {attrgetter(key)(recipe)!r}'}, expected {expected}"
 
 
-class Rule(NamedTuple):
-    """What must hold between several options.
+def options(recipe: Recipe) -> Iterator[tuple[str, Any, Field[Any]]]:
+    """Key, section and field of every option."""
+    for section in fields(recipe):
+        if is_dataclass(value := getattr(recipe, section.name)):
+            yield from ((f"{section.name}.{item.name}", value, item) for item in fields(value))
+        else:
+            yield section.name, recipe, section
 
-    Attributes:
-        name: what must hold.
-        key: the path of the key to change.
-        broken: whether it does not hold.
-        expected: what was expected at the key; ``{optim.schedule}`` stands for the recipe's value of that key.
-        found: what is there instead, in words; None: the value of ``key``.
+
+def derive(recipe: Recipe, before: dict[str, Any]) -> None:
+    """Set each option that was not set and whose default follows from other options.
+
+    ``before`` holds the defaults of the last call: an option that still has that value is set again.
     """
+    for key, section, item in options(recipe):
+        if DERIVED in item.metadata and getattr(section, item.name) in (None, before.get(key)):
+            before[key] = item.metadata[DERIVED](recipe)
+            setattr(section, item.name, before[key])
 
-    name: str
-    key: str
-    broken: Callable[[Sections], object]
-    expected: str | Callable[[Sections], str]
-    found: str | None = None
 
-    def text(self, recipe: Sections) -> str:
-        """The line that says that a recipe breaks this rule."""
-        found = self.found or f"{{{self.key}!r}}"
-        expected = self.expected if isinstance(self.expected, str) else self.expected(recipe)
-        return f"{self.key}: {found}, expected {expected}".format_map(vars(recipe))
+def idle(recipe: Recipe) -> Iterator[tuple[str, Any, str]]:
+    """Every option that was changed and has no effect: its key, its default, and what it has an effect with.
+
+    Defaults are passed over, so that only what was set is refused.
+    """
+    for key, section, item in options(recipe):
+        if ONLY_WITH in item.metadata and getattr(section, item.name) != (default := _default(recipe, item)):
+            for words, holds in item.metadata[ONLY_WITH]:
+                if not holds(recipe):
+                    yield key, default, words.format_map(vars(recipe))
+                    break
+
+
+def _default(recipe: Recipe, item: Field[Any]) -> Any:
+    if DERIVED in item.metadata:
+        return item.metadata[DERIVED](recipe)
+    return item.default if item.default_factory is MISSING else item.default_factory()
+
+
+def _data(r: Recipe) -> Problems:
+    data = r.data
+    if data.kind == "chat" and (expected := expected_fields(data.fields)):
+        yield "data.fields", expected
+    if data.weights is not None and len(data.weights) != len(data.train):
+        yield "data.weights", "one per file of data.train"
+    if data.packing and data.micro_batch_size > 1 and r.model.attn_implementation.startswith("flash_attention"):
+        attention = f"model.attn_implementation {r.model.attn_implementation}"
+        yield "data.micro_batch_size", f"1 with data.packing and {attention}, which reads borders in one row"
+
+
+def _steps(r: Recipe) -> Problems:
+    optim, steps = r.optim, r.train.steps
+    warmup, decay = optim.warmup_steps, optim.decay_steps
+    if optim.schedule == "wsd" and decay < 1 and warmup < steps:
+        yield "optim.decay_steps", "at least 1"
+    if warmup > steps > 0:
+        yield "optim.warmup_steps", f"at most {steps} (train.steps)"
+    if optim.schedule == "wsd" and decay > steps > 0:
+        yield "optim.decay_steps", f"at most {steps} (train.steps)"
+    if max(warmup, decay) <= steps < warmup + decay:
+        found = f"optim.warmup_steps, optim.decay_steps: {warmup} and {decay} together"
+        yield found, f"at most {steps} (train.steps)"
+    by_events = [rates.get(group) for rates in (event.lr or {} for event in r.schedule) for group in DECAYING]
+    rates = (optim.lr, optim.embedding_lr, optim.adapter_lr, *by_events)
+    rate = max(rate for rate in rates if rate is not None)
+    if optim.weight_decay * rate > 1:
+        taken = f"a step takes so much of every weight times its learning rate, {rate:g}"
+        yield "optim.weight_decay", f"at most {1 / rate:g}: {taken}"
+
+
+def _learnable(r: Recipe) -> Problems:
+    learnable, quant = r.learnable, r.quant
+    if not (r.adapter.on or any(getattr(learnable, name) for name in TRAINED)):
+        expected = f"at least one of {', '.join(TRAINED)} to be true, or adapter.kind lora"
+        yield "learnable: nothing is learnable", expected
+    if r.never_quantizes() and learnable.scales_alone() and not r.adapter.on:
+        yield (
+            "quant.fake_quant_start: -1 (never)",
+            "0 or more with learnable.weight false: only scales learn, and get no gradient",
+        )
+    weights = not quant.known() or quant.linear_schemes()
+    if learnable.scales_alone() and not (learnable.act_scale or weights or r.adapter.on):
+        expected = f"act_scale, weight or norm too: quant.scheme {quant.scheme} has no weight scales"
+        yield "learnable: only weight_scale is true", expected
+
+
+def _losses(r: Recipe) -> Problems:
+    loss = r.loss
+    if loss.lm_weight == 0 and loss.kd_weight == 0:
+        yield "loss.lm_weight, loss.kd_weight: both 0", "at least one above 0: there is no loss"
+    if loss.named_teacher() == "none" and loss.kd_weight > 0:
+        yield "loss.teacher", f"a directory since loss.kd_weight is {loss.kd_weight}"
+    elif loss.named_teacher() == "none" and r.distils():
+        yield "loss.teacher", "a directory since an event under schedule sets kd"
+    if r.teacher_kind() == "self":
+        taught = "would be taught by what it has become"
+        if learned := [f"learnable.{name}" for name in ("weight", "norm", "router") if getattr(r.learnable, name)]:
+            expected = f"{' and '.join(learned)} to be false, or a directory: a student that changes {taught}"
+            yield "loss.teacher", expected
+        if r.quant.init != "rtn" or r.quant.snap_to_codes:
+            expected = f"a directory: quant.init {r.quant.init} and quant.snap_to_codes move the weights"
+            yield "loss.teacher", f"{expected} before the first step, so that the student {taught}"
+    if loss.kd in TOP_K_KINDS and loss.top_k is None:
+        yield "loss.top_k", f"a number of tokens, like 100: loss.kd is {loss.kd}"
+    if loss.teacher_cache is not None:
+        if loss.kd not in CACHED_KINDS:
+            yield "loss.kd", "kl_top_k: with loss.teacher_cache only the teacher's most likely tokens are known"
+        if loss.teacher == "self":
+            yield "loss.teacher", "a directory or null: loss.teacher_cache is there so that no teacher runs"
+        if loss.diagnostics_every > 0:
+            yield "loss.diagnostics_every", "0: loss.teacher_cache does not hold the distributions that are compared"
+
+
+def _evaluation(r: Recipe) -> Problems:
+    every = r.eval.every
+    if every > 0 and not (r.data.held_out or r.data.eval):
+        yield "eval.every", "0, or samples to evaluate on (data.held_out, data.eval)"
+    if every > 0 and r.train.checkpoint_every % every:
+        expected = f"a multiple of eval.every ({every}), so that each checkpoint has been evaluated"
+        yield "train.checkpoint_every", expected
+    if r.eval.best != "lm" and r.loss.named_teacher() == "cache":
+        yield "eval.best", "lm: loss.teacher_cache holds no held-out samples"
+
+
+def _fake_quant(r: Recipe) -> Problems:
+    quant, start = r.quant, r.quant.fake_quant_start
+    if start > 0 and any(event.fake_quant is not None for event in r.schedule):
+        yield "quant.fake_quant_start", "0 or -1, since events under schedule switch fake quant"
+    if start >= r.train.steps > 0:
+        expected = f"below train.steps ({r.train.steps}), or -1 to train without fake quant"
+        yield "quant.fake_quant_start", expected
+    if quant.compute == "fp8_gemm" and r.model.dtype != "bfloat16":
+        yield "quant.compute", f"auto or simulate: the fp8 GEMM gives bfloat16, model.dtype is {r.model.dtype}"
+    if quant.fuse_norms and r.learnable.act_scale:
+        expected = "false with learnable.act_scale: the gradient of a scale asks for what was quantized"
+        yield "quant.fuse_norms", expected
+    if quant.fuse_norms and r.train.compile:
+        yield "quant.fuse_norms", "false with train.compile, which fuses norms itself"
+    if quant.rotate and (quant.scheme == SOURCE or quant.scales or quant.start):
+        sources = "quant.scheme source, quant.scales or quant.start"
+        yield "quant.rotate", f"nothing with {sources}, whose scales are of weights as they are there"
+    if quant.rotate and r.export.format != "compressed":
+        yield "export.format", "compressed with quant.rotate: no reader of the others turns inputs"
+
+
+def _schemes(r: Recipe) -> Problems:
+    quant = r.quant
+    if not quant.known():
+        return
+    scheme = f"quant.scheme {quant.scheme}"
+    if r.export.enabled and r.export.format in ("gguf", "mlx", "executorch") and quant.preset().kv_cache is not None:
+        yield "export.format", f"compressed with {scheme}, which quantizes the KV cache"
+    if quant.compute == "fp8_gemm" and not quant.has_fp8_gemm():
+        yield "quant.compute", f"auto or simulate: {scheme} has no fp8 codes per tensor on both sides"
+    if quant.input_range != "absmax" and quant.has_global_input_scales():
+        expected = f"absmax with {scheme}: the scales below a global scale of inputs (NVFP4) are dynamic"
+        yield "quant.input_range", expected
+    if quant.initial_input_scale is not None and quant.has_global_input_scales():
+        expected = f"null with {scheme}: a global scale of inputs (NVFP4) is measured, or comes from quant.scales"
+        yield "quant.initial_input_scale", expected
+    # Scales that the files of a source lack are an error when these are read.
+    given = quant.scheme == SOURCE or quant.scales or quant.start or quant.initial_input_scale is not None
+    needed = quant.stores_input_scales() and (quant.fake_quant_start == 0 or r.adapter.beside)
+    if needed and quant.calibration_batches == 0 and not given:
+        nothing = f"nothing gives the activation scales of {quant.scheme}"
+        yield "quant.calibration_batches", f"1 or more (or quant.scales, or quant.initial_input_scale): {nothing}"
+
+
+def _first_scales(r: Recipe) -> Problems:
+    quant, start = r.quant, r.quant.fake_quant_start
+    if quant.scales_follow_weights and quant.weight_range == "mse":
+        yield "quant.weight_range", "absmax, since quant.scales_follow_weights measures in every step"
+    if quant.scales_follow_weights and quant.scales is not None:
+        yield "quant.scales", "null: quant.scales_follow_weights replaces its weight scales after the first step"
+    if quant.start is not None and quant.scales is not None:
+        yield "quant.start", "null with quant.scales: both are checkpoints to take the scales from"
+    again = "quant.fake_quant_start or quant.scales_follow_weights, which measure the scales again"
+    if quant.start is not None and (start != 0 or quant.scales_follow_weights):
+        yield "quant.start", f"null with {again}"
+    chosen = quant.init != "rtn"
+    off = any(event.fake_quant in (False, "activations") for event in r.schedule)
+    if (chosen or quant.start) and off and r.invalidates():
+        measured = "the scales of quant.init or quant.start would be measured again afterwards"
+        yield "schedule", f"no event that turns fake quant of weights off: {measured}"
+    if quant.initial_input_scale is not None and quant.stores_input_scales() and quant.calibration_batches > 0:
+        found = f"quant.calibration_batches 0 (it is {quant.calibration_batches})"
+        why = "either is the source of scales that no PTQ checkpoint gives"
+        yield "quant.initial_input_scale", f"null or {found}: {why}"
+    if quant.initial_input_scale is not None and start > 0 and r.invalidates():
+        why = "what trains until then measures the scales again"
+        yield "quant.initial_input_scale", f"null with quant.fake_quant_start {start}: {why}"
+    if not chosen:
+        return
+    if quant.start or quant.scales or quant.scheme == SOURCE:
+        expected = "rtn: the codes and scales are those of quant.start, quant.scales or quant.scheme source"
+        yield "quant.init", expected
+    if start != 0 or quant.scales_follow_weights:
+        yield "quant.init", f"rtn with {again}"
+    if r.adapter.on:
+        yield (
+            "quant.init",
+            f"rtn with adapter.kind {r.adapter.kind}: adapters leave the weights where they are",
+        )
+    if quant.calibration_batches == 0:
+        looks = f"quant.init {quant.init} looks at so many micro-batches per rank"
+        yield "quant.calibration_batches", f"1 or more: {looks}"
+    scheme = f"quant.scheme {quant.scheme}"
+    if quant.known() and not all(takes(scheme.weights) for scheme in quant.linear_schemes()):
+        yield "quant.init", f"rtn with {scheme}: a scheme here has a scale for several rows of a weight"
+
+
+def _adapters(r: Recipe) -> Problems:
+    if not r.adapter.on:
+        return
+    kind = f"adapter.kind {r.adapter.kind}"
+    if r.learnable.weight:
+        yield "learnable.weight", f"false with {kind}, which trains adapters in place of the weights"
+    if r.never_quantizes():
+        why = "without fake quant the export is a plain checkpoint, into which adapters are not merged"
+        yield (
+            "quant.fake_quant_start: -1 (never)",
+            f"0 or more with {kind}: {why}, and beside which none is written",
+        )
+    if r.train.compile:
+        yield "train.compile", f"false with {kind}, whose gradients torch.compile cannot trace"
+    if r.quant.quantized_all_gather:
+        codes = "the codes are those of the sum of weight and adapter, which no rank has before the layer runs"
+        yield "quant.quantized_all_gather", f"false with {kind}: {codes}"
+    if r.quant.fuse_norms:
+        yield "quant.fuse_norms", f"false with {kind}: adapters were not tried beside inputs that are codes alone"
+    if r.quant.rotate:
+        yield "quant.rotate", f"nothing with {kind}: an adapter of a turned weight has no reader"
+
+
+def _adapters_beside(r: Recipe) -> Problems:
+    adapter, quant = r.adapter, r.quant
+    if not adapter.beside:
+        return
+    if any(getattr(r.learnable, name) for name in SHARED):
+        expected = f"{', '.join(SHARED)} to be false with adapter.merge false: the model is served with other adapters"
+        yield "learnable: more than adapters learns", f"{expected} too"
+    if adapter.ranks:
+        reads = "vLLM multiplies every layer's adapter by lora_alpha / r, with one r"
+        yield "adapter.ranks", f"nothing with adapter.merge false: {reads}"
+    if r.export.format not in BESIDE:
+        yield "export.format", f"one of {', '.join(BESIDE)} with adapter.merge false"
+    if adapter.init == "error" and adapter.start is not None:
+        yield "adapter.init", "zeros with adapter.start"
+    if adapter.base != "quantized":
+        return
+    if quant.start or quant.scales:
+        read = "quantized with model.path alone, whose scales are read or measured"
+        yield "adapter.base", f"weights with quant.start or quant.scales; or {read}"
+    if quant.fake_quant_start != 0 or quant.scales_follow_weights:
+        start = "quantized with quant.fake_quant_start 0 and quant.scales_follow_weights false"
+        yield "adapter.base", f"weights; or {start}: weights that scales could be measured from are not there"
+    if adapter.init == "error":
+        yield "adapter.init", "zeros with adapter.base quantized: the weights are what the codes stand for"
+
+
+def _export(r: Recipe) -> Problems:
+    if r.export.format == "peft" and not r.adapter.beside:
+        expected = "another format, or adapter.kind lora with adapter.merge false: there is no adapter to write"
+        yield "export.format", expected
+    if r.never_quantizes() and r.export.format not in ("compressed", "dequantized", "peft", "gguf"):
+        never = "with quant.fake_quant_start -1, and no event that switches fake quant on"
+        yield "export.format", f"compressed or dequantized: {never}, the export is a plain checkpoint"
+
+
+def _events(r: Recipe) -> Problems:
+    steps, scheme = r.train.steps, r.quant.scheme
+    known, weights = r.quant.known(), r.quant.linear_schemes()
+    for index, event in enumerate(r.schedule):
+        key = f"schedule[{index}]"
+        if event.at is not None and event.at >= steps > 0:
+            yield f"{key}.at: {event.at}", f"below train.steps ({steps})"
+        if event.every is not None and event.every > steps > 0:
+            yield f"{key}.every: {event.every}", f"at most train.steps ({steps})"
+        if event.fake_quant == "activations" and known and not r.quant.quantizes_activations():
+            expected = f"weights or false: quant.scheme {scheme} quantizes no activations"
+            yield f"{key}.fake_quant: 'activations'", expected
+        if event.fake_quant == "weights" and known and not weights:
+            expected = f"true, activations or false: quant.scheme {scheme} quantizes no weights"
+            yield f"{key}.fake_quant: 'weights'", expected
+
+
+def _losses_of_events(r: Recipe) -> Problems:
+    """Refuse events that may leave both losses with weight 0, whenever the events with a condition happen."""
+    changes = {index: event for index, event in enumerate(r.schedule) if event.loss}
+    fixed = sorted((event.at, index) for index, event in changes.items() if event.at is not None)
+    free = [index for index, event in changes.items() if event.at is None]
+    start = (r.loss.lm_weight > 0, r.loss.kd_weight > 0)
+    if not any(start):
+        return  # a problem of the section loss
+    reached, refused = {start}, set[int]()
+
+    def follow(states: set[tuple[bool, bool]], index: int) -> set[tuple[bool, bool]]:
+        """Apply an event to pairs of (lm has a weight, kd has a weight)."""
+        given = changes[index].loss or {}
+        after = {(given.get("lm", lm) > 0, given.get("kd", kd) > 0) for lm, kd in states}
+        if (False, False) in after:
+            refused.add(index)
+        return {(lm, kd) for lm, kd in after if lm or kd}
+
+    for index in (None, *(index for _, index in fixed)):
+        reached = reached if index is None else follow(reached, index)
+        before: set[tuple[bool, bool]] = set()
+        while reached != before:  # an event without a step may come now, or not
+            before = reached
+            reached = reached.union(*(follow(reached, other) for other in free))
+    for index in sorted(refused):
+        expected = "a weight above 0 for the other loss in the same event: at that time it may be 0 too"
+        yield f"schedule[{index}].loss: {changes[index].loss}", f"{expected}, and there would be no loss"
 
 
 RULES = (
-    Rule(
-        "plain text has no keys",
-        "data.fields",
-        lambda r: r.data.kind != "chat" and r.data.fields is not None,
-        "null with data.kind {data.kind}",
-    ),
-    Rule(
-        "a map of fields names the fields of one form of conversations",
-        "data.fields",
-        lambda r: r.data.kind == "chat" and expected_fields(r.data.fields),
-        lambda r: str(expected_fields(r.data.fields)),
-    ),
-    Rule(
-        "plain text has no turns",
-        "data.loss_on",
-        lambda r: r.data.kind != "chat" and r.data.loss_on != "last",
-        "last with data.kind {data.kind}",
-    ),
-    Rule(
-        "every file has a weight, or none has",
-        "data.weights",
-        lambda r: r.data.weights is not None and len(r.data.weights) != len(r.data.train),
-        "one per file of data.train",
-    ),
-    Rule(
-        "flash attention reads where packed samples end in batches of one row alone",
-        "data.micro_batch_size",
-        lambda r: (
-            r.data.packing and r.data.micro_batch_size > 1 and r.model.attn_implementation.startswith("flash_attention")
-        ),
-        "1 with data.packing and model.attn_implementation {model.attn_implementation}, which reads borders in one row",
-    ),
-    Rule(
-        "something learns",
-        "learnable",
-        lambda r: not (r.adapter.on or any(getattr(r.learnable, name) for name in TRAINED)),
-        f"at least one of {', '.join(TRAINED)} to be true, or adapter.kind lora",
-        found="nothing is learnable",
-    ),
-    Rule(
-        "wsd decays",
-        "optim.decay_steps",
-        lambda r: r.optim.schedule == "wsd" and r.optim.decay_steps < 1,
-        "at least 1",
-    ),
-    Rule(
-        "wsd alone has steps of decay",
-        "optim.decay_steps",
-        lambda r: r.optim.schedule != "wsd" and r.optim.decay_steps != 0,
-        "0: optim.schedule {optim.schedule} has no decay_steps (wsd has)",
-    ),
-    Rule(
-        "the warm-up ends during the run",
-        "optim.warmup_steps",
-        lambda r: r.optim.warmup_steps > r.train.steps > 0,
-        "at most {train.steps} (train.steps)",
-    ),
-    Rule(
-        "the decay begins during the run",
-        "optim.decay_steps",
-        lambda r: r.optim.schedule == "wsd" and r.optim.decay_steps > r.train.steps > 0,
-        "at most {train.steps} (train.steps)",
-    ),
-    Rule(
-        "the learning rate reaches its peak",
-        "optim.warmup_steps, optim.decay_steps",
-        lambda r: (
-            max(r.optim.warmup_steps, r.optim.decay_steps) <= r.train.steps < r.optim.warmup_steps + r.optim.decay_steps
-        ),
-        "at most {train.steps} (train.steps)",
-        found="{optim.warmup_steps} and {optim.decay_steps} together",
-    ),
-    Rule(
-        "there is a loss",
-        "loss.lm_weight, loss.kd_weight",
-        lambda r: r.loss.lm_weight == 0 and r.loss.kd_weight == 0,
-        "at least one above 0: there is no loss",
-        found="both 0",
-    ),
-    Rule(
-        "distillation has a teacher",
-        "loss.teacher",
-        lambda r: r.loss.kd_weight > 0 and r.loss.named_teacher() == "none",
-        "a directory since loss.kd_weight is {loss.kd_weight}",
-    ),
-    Rule(
-        "an event that distils has a teacher",
-        "loss.teacher",
-        lambda r: r.distils() and r.loss.kd_weight == 0 and r.loss.named_teacher() == "none",
-        "a directory since an event under schedule sets kd",
-    ),
-    Rule(
-        "a student that teaches itself is frozen",
-        "loss.teacher",
-        lambda r: r.teacher_kind() == "self" and (r.learnable.weight or r.learnable.norm or r.learnable.router),
-        lambda r: (
-            " and ".join(f"learnable.{name}" for name in ("weight", "norm", "router") if getattr(r.learnable, name))
-            + " to be false, or a directory: a student that changes would be taught by what it has become"
-        ),
-    ),
-    Rule(
-        "kd alone has a temperature",
-        "loss.temperature",
-        lambda r: r.loss.kd != "kd" and r.loss.temperature != 1,
-        "1.0: loss.kd {loss.kd} has no temperature (loss.kd kd has)",
-    ),
-    Rule(
-        "losses on the likeliest tokens know how many",
-        "loss.top_k",
-        lambda r: r.loss.kd in TOP_K_KINDS and r.loss.top_k is None,
-        "a number of tokens, like 100: loss.kd is {loss.kd}",
-    ),
-    Rule(
-        "losses on the whole vocabulary have no tail",
-        "loss.tail",
-        lambda r: r.loss.tail and r.loss.kd not in TOP_K_KINDS,
-        "false: loss.kd {loss.kd} is of the whole vocabulary",
-    ),
-    Rule(
-        "a cache holds the teacher's likeliest tokens",
-        "loss.kd",
-        lambda r: r.loss.teacher_cache is not None and r.loss.kd not in CACHED_KINDS,
-        "kl_top_k: with loss.teacher_cache only the teacher's most likely tokens are known",
-    ),
-    Rule(
-        "a cache has no teacher that runs",
-        "loss.teacher",
-        lambda r: r.loss.teacher_cache is not None and r.loss.teacher == "self",
-        "a directory or null: loss.teacher_cache is there so that no teacher runs",
-    ),
-    Rule(
-        "a cache holds no distributions to compare",
-        "loss.diagnostics_every",
-        lambda r: r.loss.teacher_cache is not None and r.loss.diagnostics_every > 0,
-        "0: loss.teacher_cache does not hold the distributions that are compared",
-    ),
-    Rule(
-        "offload is of recomputed blocks",
-        "train.activation_offload",
-        lambda r: r.train.activation_offload and not r.train.activation_checkpointing,
-        "false, or train.activation_checkpointing true: it moves the inputs of recomputed blocks",
-    ),
-    Rule(
-        "an evaluation has samples",
-        "eval.every",
-        lambda r: r.eval.every > 0 and not (r.data.held_out or r.data.eval),
-        "0, or samples to evaluate on (data.held_out, data.eval)",
-    ),
-    Rule(
-        "checkpoints fall on evaluations",
-        "train.checkpoint_every",
-        lambda r: r.eval.every > 0 and r.train.checkpoint_every % r.eval.every,
-        "a multiple of eval.every ({eval.every}), so that each checkpoint has been evaluated",
-    ),
-    Rule(
-        "the best checkpoint has a teacher to be judged by",
-        "eval.best",
-        lambda r: r.eval.best != "lm" and not r.distils(),
-        "lm: there is no teacher",
-    ),
-    Rule(
-        "the best checkpoint's teacher knows held-out samples",
-        "eval.best",
-        lambda r: r.eval.best != "lm" and r.loss.named_teacher() == "cache",
-        "lm: loss.teacher_cache holds no held-out samples",
-    ),
-    Rule(
-        "one place says when fake quant starts",
-        "quant.fake_quant_start",
-        lambda r: r.quant.fake_quant_start > 0 and any(event.fake_quant is not None for event in r.schedule),
-        "0 or -1, since events under schedule switch fake quant",
-    ),
-    Rule(
-        "fake quant starts during the run",
-        "quant.fake_quant_start",
-        lambda r: r.quant.fake_quant_start >= r.train.steps > 0,
-        "below train.steps ({train.steps}), or -1 to train without fake quant",
-    ),
-    Rule(
-        "scales that alone learn get a gradient",
-        "quant.fake_quant_start",
-        lambda r: r.never_quantizes() and r.learnable.scales_alone() and not r.adapter.on,
-        "0 or more: only scales learn, and get no gradient",
-        found="-1 (never)",
-    ),
-    Rule(
-        "scales that follow the weights are measured by absmax",
-        "quant.weight_range",
-        lambda r: r.quant.scales_follow_weights and r.quant.weight_range != "absmax",
-        "absmax, since quant.scales_follow_weights measures in every step",
-    ),
-    Rule(
-        "one format has a template",
-        "export.template",
-        lambda r: r.export.template is not None and r.export.format != "gguf",
-        "null with export.format {export.format}",
-    ),
-    Rule(
-        "scales come from one checkpoint",
-        "quant.start",
-        lambda r: r.quant.start is not None and r.quant.scales is not None,
-        "null with quant.scales: both are checkpoints to take the scales from",
-    ),
-    Rule(
-        "a quantized start is used as it is",
-        "quant.start",
-        lambda r: r.quant.start is not None and (r.quant.fake_quant_start != 0 or r.quant.scales_follow_weights),
-        "null with quant.fake_quant_start or quant.scales_follow_weights, which measure the scales again",
-    ),
-    Rule(
-        "cells are those of a quantized start",
-        "quant.snap_to_codes",
-        lambda r: r.quant.snap_to_codes and r.quant.start is None,
-        "false: quant.start, which has the cells, is null",
-    ),
-    Rule(
-        "scales that follow the weights come from no checkpoint",
-        "quant.scales",
-        lambda r: r.quant.scales_follow_weights and r.quant.scales is not None,
-        "null: quant.scales_follow_weights replaces its weight scales after the first step",
-    ),
-)
-
-# Those that ask for the schemes of layers, which must be known by their names.
-RULES_OF_SCHEMES = (
-    Rule(
-        "formats without a quantized KV cache get none",
-        "export.format",
-        lambda r: (
-            r.export.enabled
-            and r.export.format in ("gguf", "mlx", "executorch")
-            and r.quant.known()
-            and r.quant.preset().kv_cache is not None
-        ),
-        "compressed with quant.scheme {quant.scheme}, which quantizes the KV cache",
-    ),
-    Rule(
-        "weights that have scales are followed by them",
-        "quant.scales_follow_weights",
-        lambda r: r.quant.scales_follow_weights and not r.quant.linear_schemes(),
-        "false: quant.scheme {quant.scheme} has no weight scales",
-    ),
-    Rule(
-        "symmetric integers alone have signed scales",
-        "quant.signed_scales",
-        lambda r: r.quant.signed_scales and not r.quant.has_signed_integers(),
-        "false: no scheme here has symmetric integer weights",
-    ),
-    Rule(
-        "inputs that are measured have stored scales",
-        "quant.input_range",
-        lambda r: r.quant.input_range != "absmax" and not r.quant.stores_input_scales(),
-        "absmax: no scheme here stores scales of inputs",
-    ),
-    Rule(
-        "scales of activations that learn are stored",
-        "learnable.act_scale",
-        lambda r: r.learnable.act_scale and not r.quant.learns_input_scales(),
-        "false: quant.scheme {quant.scheme} stores no scales of activations that can be learned",
-    ),
-    Rule(
-        "global scales of inputs fit the largest magnitude",
-        "quant.input_range",
-        lambda r: r.quant.input_range != "absmax" and r.quant.has_global_input_scales(),
-        "absmax: the scales below a global scale of inputs (NVFP4) are dynamic",
-    ),
-    Rule(
-        "global scales of inputs are measured",
-        "quant.initial_input_scale",
-        lambda r: r.quant.initial_input_scale is not None and r.quant.has_global_input_scales(),
-        "null: a global scale of inputs (NVFP4) is measured, or comes from quant.scales",
-    ),
-    Rule(
-        "scales of activations that are given are stored",
-        "quant.initial_input_scale",
-        lambda r: r.quant.initial_input_scale is not None and not r.quant.stores_input_scales(),
-        "null: quant.scheme {quant.scheme} stores no scales of activations",
-    ),
-    Rule(
-        "one source gives the scales of activations",
-        "quant.initial_input_scale",
-        lambda r: (
-            r.quant.initial_input_scale is not None
-            and r.quant.stores_input_scales()
-            and r.quant.calibration_batches > 0
-        ),
-        "null or quant.calibration_batches 0 (it is {quant.calibration_batches}): either is the source of scales that "
-        "no PTQ checkpoint gives",
-    ),
-    Rule(
-        "something gives the scales of activations",
-        "quant.calibration_batches",
-        lambda r: (
-            r.quant.stores_input_scales()
-            and r.quant.scales is r.quant.start is None
-            and r.quant.scheme != SOURCE  # or the files have none, which is an error when they are read
-            and r.quant.initial_input_scale is None
-            and r.quant.calibration_batches == 0
-            and (r.quant.fake_quant_start == 0 or r.adapter.beside)
-        ),
-        "1 or more (or quant.scales, or quant.initial_input_scale): nothing gives the activation scales of "
-        "{quant.scheme}",
-    ),
-    Rule(
-        "the fp8 GEMM has fp8 codes",
-        "quant.compute",
-        lambda r: r.quant.compute == "fp8_gemm" and not r.quant.has_fp8_gemm(),
-        "auto or simulate: quant.scheme {quant.scheme} has no fp8 codes per tensor on both sides",
-    ),
-    Rule(
-        "the fp8 GEMM gives bfloat16",
-        "quant.compute",
-        lambda r: r.quant.compute == "fp8_gemm" and r.model.dtype != "bfloat16",
-        "auto or simulate: the fp8 GEMM gives bfloat16, model.dtype is {model.dtype}",
-    ),
-    Rule(
-        "weight scales that alone learn exist",
-        "learnable",
-        lambda r: (
-            r.learnable.scales_alone() and not (r.learnable.act_scale or r.quant.linear_schemes() or r.adapter.on)
-        ),
-        "act_scale, weight or norm too: quant.scheme {quant.scheme} has no weight scales",
-        found="only weight_scale is true",
-    ),
+    _data,
+    _learnable,
+    _steps,
+    _losses,
+    _evaluation,
+    _fake_quant,
+    _first_scales,
+    _schemes,
+    _adapters,
+    _adapters_beside,
+    _export,
+    _events,
+    _losses_of_events,
 )

@@ -1,17 +1,37 @@
-"""The recipe's sections on model, data, optimizer, loop, evaluation and export.
+"""The recipe's sections but for ``quant``: model, data, what learns, adapters, losses, optimizer, loop, events, export.
 
-One field is one option: the text below it is what ``--help`` shows, and its metadata says which values it takes. What
-several options together show is in engine/config/contradictions.py.
+One field is one option: the text below it is what ``--help`` shows, and its metadata says which values it takes and
+what it has an effect with. What several options together show is in engine/config/rules.py.
 """
 
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from engine.config.errors import RATE, at_least, each, not_empty, regex, size, values
+from engine.config.errors import (
+    FACTOR,
+    LOSS_WEIGHT,
+    RATE,
+    Condition,
+    at_least,
+    derived,
+    each,
+    need,
+    not_empty,
+    only_with,
+    regex,
+    size,
+    value_problems,
+    values,
+)
+from engine.config.quant import LEARNED_INPUTS, QUANTIZED_WEIGHTS, QUANTIZES
+from engine.losses.kd import TOP_K_KINDS, Distillation
+from engine.losses.objective import NamedTokenLoss, Objective
 from quant.formats.layouts import Layout
+from quant.rules import pattern_problem
 
 ExportFormat = Literal[Layout, "peft"]
 
@@ -28,6 +48,36 @@ _RESUME = values(
     "true, false, best, or a name like step_00001000",
     lambda name: isinstance(name, bool) or re.fullmatch(r"best|step_\d{8}", name),
 )
+_RANKS = values(
+    "regular expressions that end soon, each with a rank of at least 1",
+    lambda ranks: all(rank >= 1 and not pattern_problem(pattern) for pattern, rank in ranks.items()),
+)
+_SHARE = values("a number of at least 0 and below 1", lambda share: 0 <= share < 1)
+_WHEN = values("like loss/lm < 2.5", lambda text: parse_condition(text) is not None)
+
+CONDITION = re.compile(r"(?P<metric>\S+)\s*(?P<relation><=|>=|<|>)\s*(?P<value>\S+)")
+# Parameter groups of engine.session.optimizer, which imports this module.
+EVENT_RATES = ("weights", "embeddings", "norms", "biases", "weight_scales", "act_scales", "adapters")
+DECAYING = ("weights", "embeddings", "adapters")
+TeacherKind = Literal["none", "self", "cache", "model"]
+"""Whose distributions the student is distilled from: nobody's, its own without fake quant, those that a cache on disk
+holds, or those of a model of its own in memory."""
+
+_CHAT = Condition("data.kind is chat", lambda r: r.data.kind == "chat")
+_ADAPTERS = Condition("adapter.kind is lora", lambda r: r.adapter.on)
+_BESIDE = Condition("adapter.kind is lora and adapter.merge false", lambda r: r.adapter.beside)
+_TOP_K = Condition("loss.kd is kl_top_k or r_kl_top_k", lambda r: r.loss.kd in TOP_K_KINDS)
+_TEMPERATURE = Condition("loss.kd is kd", lambda r: r.loss.kd == "kd")
+_EMBEDDINGS = Condition(
+    "learnable.weight and learnable.embedding are true", lambda r: r.learnable.weight and r.learnable.embedding
+)
+_NORMS = Condition("learnable.norm is true", lambda r: r.learnable.norm)
+_ACT_SCALES = Condition("learnable.act_scale is true", lambda r: r.learnable.act_scale)
+_WSD = Condition("optim.schedule is wsd", lambda r: r.optim.schedule == "wsd")
+_RECOMPUTES = Condition("train.activation_checkpointing is true", lambda r: r.train.activation_checkpointing)
+_GGUF = Condition("export.format is gguf", lambda r: r.export.format == "gguf")
+_TEACHER = Condition("loss.kd_weight is above 0 (at the start, or by an event)", lambda r: r.distils())
+_EVALUATION = Condition("eval.every is above 0", lambda r: r.eval.every)
 
 
 @dataclass
@@ -55,14 +105,14 @@ class ModelRecipe:
 class LearnableRecipe:
     """What the optimizer trains; everything else is frozen."""
 
-    weight: bool = True
-    """Linear weights and biases, embeddings and lm_head. Costs gradients and optimizer state of the whole model. Must
-    be false where adapters train in their place."""
+    weight: bool = derived(lambda r: not r.adapter.on and r.teacher_kind() != "self")
+    """Linear weights and biases, embeddings and lm_head. Costs gradients and optimizer state of the whole model. null:
+    true; false where adapters train in their place (adapter.kind lora) and with loss.teacher self."""
     embedding: bool = True
     """Embeddings and lm_head, where weight is on; false freezes them."""
-    weight_scale: bool = True
-    """Scales of the quantized weights (theta of s0 * exp(theta))."""
-    act_scale: bool = False
+    weight_scale: bool = derived(lambda r: not r.adapter.beside)
+    """Scales of the quantized weights (theta of s0 * exp(theta)). null: true; false with adapter.merge false."""
+    act_scale: bool = field(default=False, metadata=only_with(QUANTIZES, LEARNED_INPUTS))
     """Static scales of the quantized activations, keys and values too. Keeps each shared input in full for backward,
     not 1-byte codes."""
     norm: bool = False
@@ -78,6 +128,55 @@ class LearnableRecipe:
 
 
 @dataclass
+class AdapterRecipe:
+    """Adapters, which train in place of the weights."""
+
+    kind: Literal["none", "lora"] = field(default="none", metadata=only_with(QUANTIZED_WEIGHTS))
+    """lora: two thin matrices A and B per layer train, and the weights W are frozen. none: there are no adapters."""
+    merge: bool = field(default=True, metadata=only_with(_ADAPTERS))
+    """true: a layer's weight is W + alpha / rank * B A in every forward, that is what is quantized, and the export
+    holds the codes of the sum. false: the adapter stays beside the quantized weight, Q(W) x + alpha / rank * B (A x),
+    for serving many of them on one model; the export is that model and a folder adapter in it, for peft and vLLM."""
+    base: Literal["weights", "quantized"] = field(default="weights", metadata=only_with(_BESIDE))
+    """Frozen quantized weights in memory, beside which adapters stay. weights: in model.dtype. quantized: as codes
+    (QLoRA), half a byte per weight at 4 bits, which layers decode as they run: the same bits, and no weight in
+    model.dtype on any rank. They are those of a quantized model.path; of an ordinary one they are made as it is read,
+    where a scheme has scales of rows, groups or blocks."""
+    start: str | None = field(default=None, metadata=only_with(_ADAPTERS))
+    """Folder of an adapter as peft writes it, whose values A and B have at the start. null: B is 0."""
+    init: Literal["zeros", "error"] = field(default="zeros", metadata=only_with(_BESIDE))
+    """zeros: B is 0, so that step 0 computes the quantized model. error: of an adapter that stays beside its weight,
+    B A is what quantization takes from the weight, as far as the rank goes (the first step of LoftQ)."""
+    rank: int = field(default=16, metadata=at_least(1) | only_with(_ADAPTERS))
+    """Rows of A and columns of B."""
+    alpha: float = field(default=32.0, metadata=FACTOR | only_with(_ADAPTERS))
+    """Strength: B A is multiplied by alpha / rank."""
+    rslora: bool = field(default=False, metadata=only_with(_ADAPTERS))
+    """true: B A is multiplied by alpha / sqrt(rank) (rsLoRA), so that large ranks learn as fast as small ones."""
+    dropout: float = field(default=0.0, metadata=_SHARE | only_with(_BESIDE))
+    """Of an adapter that stays beside its weight: the share of the elements of A's input that are 0 in a step of
+    training, drawn anew for each layer; the others are divided by 1 - dropout. The weight reads the whole input."""
+    targets: list[str] = field(default_factory=list, metadata=each(regex()) | only_with(_ADAPTERS))
+    """Regexes; a quantized linear layer whose whole module name matches one gets an adapter. []: all but lm_head."""
+    ranks: dict[str, int] = field(default_factory=dict, metadata=_RANKS | only_with(_ADAPTERS))
+    """Ranks of their own, by regex on the whole module name: {'.*\\.down_proj': 32}. The first that matches decides."""
+
+    @property
+    def on(self) -> bool:
+        """Whether there are adapters."""
+        return self.kind != "none"
+
+    @property
+    def beside(self) -> bool:
+        """Whether they stay beside quantized weights."""
+        return self.on and not self.merge
+
+    def scaling(self, rank: int) -> float:
+        """What B A is multiplied by: alpha / rank (Hu et al. 2021), or alpha / sqrt(rank) (Kalajdzievski 2023)."""
+        return self.alpha / (rank**0.5 if self.rslora else rank)
+
+
+@dataclass
 class DataRecipe:
     """Training samples and how they become batches."""
 
@@ -88,17 +187,19 @@ class DataRecipe:
     its number of samples: a file may give each of its samples several times, or only some. null: every sample once."""
     held_out: int | float = field(default=0, metadata=_HELD_OUT)
     """Samples taken out of data.train to evaluate on, drawn with data.seed: a number, or below 1 a share. 0: none."""
-    eval: list[str] = field(default_factory=list, metadata=values("files", lambda files: "" not in files))
+    eval: list[str] = field(
+        default_factory=list, metadata=values("files", lambda files: "" not in files) | only_with(_EVALUATION)
+    )
     """Files to evaluate on, beside the samples held out; read as those of data.train are."""
     kind: Literal["chat", "text"] = "chat"
     """chat: JSONL conversations, loss on the assistant's turns; text: plain text, loss on every token."""
-    loss_on: Literal["last", "all"] = "last"
+    loss_on: Literal["last", "all"] = field(default="last", metadata=only_with(_CHAT))
     """last: of a chat only the last assistant turn is learned; all: every assistant turn."""
-    fields: dict[str, str] | None = None
+    fields: dict[str, str] | None = field(default=None, metadata=only_with(_CHAT))
     """For JSONL with keys of its own: {input: question, output: answer}. null: keys are recognized. Only for chat."""
     max_length: int = field(default=2048, metadata=at_least(2, 2**31 - 1))
     """Tokens per sample at most (chat) or exactly (text), and of a packed row. Activation memory grows with it."""
-    too_long: Literal["drop", "truncate"] = "drop"
+    too_long: Literal["drop", "truncate"] = field(default="drop", metadata=only_with(_CHAT))
     """A chat sample above max_length is dropped, or loses its beginning; both are counted."""
     special_tokens: Literal["keep", "text", "refuse"] = "keep"
     """What becomes of a special token that people spelled out (<|im_end|> in an answer, <s> in HTML). keep: it is one,
@@ -119,20 +220,72 @@ class DataRecipe:
 
 
 @dataclass
+class LossRecipe:
+    """total = lm_weight * lm + kd_weight * kd, means over the valid tokens of the optimizer step."""
+
+    lm_weight: float = field(default=1.0, metadata=LOSS_WEIGHT)
+    """Weight of the language modeling loss."""
+    kd_weight: float = field(default=0.0, metadata=LOSS_WEIGHT)
+    """Weight of the distillation loss; 0 loads no teacher."""
+    kd: Literal["kl", "rkl", "mse", "cakld", "kd", "kl_top_k", "r_kl_top_k"] = derived(
+        lambda r: "cakld" if r.loss.teacher_cache is None else "kl_top_k"
+    )
+    """kl: KL(teacher||student); rkl: KL(student||teacher); cakld: both, mixed by the teacher's confidence in the label;
+    kd: kl at loss.temperature; mse: squared difference of the logits; kl_top_k: kl on the teacher's loss.top_k most
+    likely tokens; r_kl_top_k: rkl on the student's. engine/losses/kd.py has the formulas. null: cakld; kl_top_k with
+    loss.teacher_cache."""
+    temperature: float = field(default=1.0, metadata=FACTOR | only_with(_TEMPERATURE))
+    """Temperature of kd: kd; the other kinds have none."""
+    top_k: int | None = field(default=None, metadata=at_least(1))
+    """Tokens of kl_top_k and r_kl_top_k, and that launch/cache_teacher.py keeps per position; like 100."""
+    tail: bool = field(default=False, metadata=only_with(_TOP_K))
+    """kl_top_k, r_kl_top_k: one more bucket for all other tokens, instead of renormalizing without them."""
+    teacher: str | None = None
+    """Directory of the teacher's checkpoint, often model.path. It is frozen, and sharded too under stage 3. self: the
+    student without fake quant, which takes no memory and needs frozen weights, norms and routers."""
+    teacher_cache: str | None = field(default=None, metadata=not_empty("a directory"))
+    """Directory that launch/cache_teacher.py wrote: training reads the teacher's loss.top_k tokens from there and loads
+    no teacher. Only for kl_top_k."""
+    diagnostics_every: int = field(default=0, metadata=at_least(0) | only_with(_TEACHER))
+    """Steps between two measurements of kd/forward_kl, kd/backward_kl and kd/top1_agreement, whatever loss.kd is; 0:
+    never. Needs a teacher in memory."""
+    chunk_tokens: int | None = field(default=None, metadata=at_least(1))
+    """Tokens whose logits exist at once, of student and teacher: 2 * chunk_tokens * vocabulary * 2 bytes in bf16.
+    null: 4096 on a GPU, where few large GEMMs are faster, and 512 on a CPU."""
+
+    def named_teacher(self) -> TeacherKind:
+        """Which teacher this section names, whether or not the run distils (that is :meth:`Recipe.teacher_kind`)."""
+        if self.teacher_cache is not None:
+            return "cache"  # the teacher that wrote it may be named too
+        if self.teacher == "self":
+            return "self"
+        return "model" if self.teacher else "none"
+
+    def objective(self, *, lm: float, kd: float, token_losses: tuple[NamedTokenLoss, ...] = ()) -> Objective:
+        """What is minimized, with the weights ``lm`` and ``kd``, which events may have changed since, and a user's own
+        losses."""
+        distillation = Distillation(self.kd, self.temperature, self.top_k or 1, self.tail)
+        return Objective(lm, kd, distillation, token_losses, self.chunk_tokens)
+
+
+@dataclass
 class OptimRecipe:
     """AdamW and the learning rate's way over the steps."""
 
     lr: float = field(default=1e-5, metadata=RATE)
     """Peak learning rate of weights, biases and routers, and of what has no rate of its own below."""
-    embedding_lr: float | None = field(default=None, metadata=RATE)
+    embedding_lr: float | None = field(default=None, metadata=RATE | only_with(_EMBEDDINGS))
     """Peak learning rate of embeddings and lm_head. null: lr."""
-    norm_lr: float | None = field(default=None, metadata=RATE)
+    norm_lr: float | None = field(default=None, metadata=RATE | only_with(_NORMS))
     """Peak learning rate of the norms. null: lr."""
     scale_lr: float = field(default=1e-3, metadata=RATE)
     """Peak learning rate of the weight scales; relative, since theta is a logarithm."""
-    act_scale_lr: float | None = field(default=None, metadata=RATE)
+    act_scale_lr: float | None = field(
+        default=None,
+        metadata=RATE | only_with(_ACT_SCALES),
+    )
     """Peak learning rate of the activation scales. null: scale_lr."""
-    adapter_lr: float | None = field(default=None, metadata=RATE)
+    adapter_lr: float | None = field(default=None, metadata=RATE | only_with(_ADAPTERS))
     """Peak learning rate of adapters, which often take ten times that of weights. null: lr."""
     min_lr_ratio: float = field(default=0.1, metadata=values("between 0 and 1", lambda share: 0 <= share <= 1))
     """The learning rates end at this share of their peaks (linear, cosine)."""
@@ -140,8 +293,8 @@ class OptimRecipe:
     """Optimizer steps of linear warm-up from 0; scales warm up anew whenever their fake quant starts."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     """Course of the learning rates after the warm-up. wsd: constant until the last decay_steps, then linear."""
-    decay_steps: int = 0
-    """Optimizer steps of decay at the end, for schedule wsd."""
+    decay_steps: int = derived(lambda r: r.optim.default_decay(r.train.steps), at_least(0) | only_with(_WSD))
+    """Optimizer steps of decay at the end, for schedule wsd. null: a tenth of train.steps."""
     weight_decay: float = field(default=0.0, metadata=at_least(0))
     """Decay of weights. Scales, norms and biases never decay."""
     betas: tuple[float, float] = field(
@@ -153,6 +306,10 @@ class OptimRecipe:
     """AdamW's eps. What fp32 rounds to 0 would make every weight without a gradient NaN."""
     grad_clip: float = field(default=1.0, metadata=at_least(0))
     """Largest global gradient norm; 0 disables clipping."""
+
+    def default_decay(self, steps: int) -> int:
+        """The steps of decay of schedule wsd if none are given: a tenth, of those that the warm-up leaves."""
+        return max(0, min(max(1, steps // 10), steps - self.warmup_steps)) if self.schedule == "wsd" else 0
 
 
 @dataclass
@@ -167,7 +324,7 @@ class TrainRecipe:
     """Seed of everything random but the order of the samples."""
     activation_checkpointing: bool = False
     """Recompute each block in backward: memory of one block's activations instead of all, a third more compute."""
-    activation_offload: bool = False
+    activation_offload: bool = field(default=False, metadata=only_with(_RECOMPUTES))
     """Keep the inputs of the recomputed blocks (tokens * hidden size * 2 bytes each) in host memory until backward.
     Needs activation_checkpointing."""
     compile: bool = False
@@ -188,13 +345,66 @@ class TrainRecipe:
 
 
 @dataclass
+class EventRecipe:
+    """One change during the run: when it happens (one of at, every, when), and what (at least one of the others)."""
+
+    at: int | None = field(default=None, metadata=at_least(0))
+    """Once, when so many optimizer steps are done and before the next begins."""
+    every: int | None = field(default=None, metadata=at_least(1))
+    """After each so many optimizer steps."""
+    when: str | None = field(default=None, metadata=_WHEN)
+    """Once, after the first step at which this holds: a loss or a result of the evaluation (loss/total, loss/lm,
+    eval/perplexity, ...), one of < <= > >=, and a number."""
+    fake_quant: bool | Literal["weights", "activations"] | None = None
+    """true: of weights and activations; weights, activations: of these alone; false: off."""
+    layers: str | None = field(default=None, metadata=regex())
+    """Regex: fake_quant of the layers whose whole module name matches only."""
+    observe: bool | None = None
+    """Whether observers watch the inputs; starting forgets what they saw. While off they watch unless this is false."""
+    freeze_scales: bool | None = None
+    """true: learned scales rest from now on; false: they train again."""
+    lr: dict[str, float] | None = None
+    """Peak learning rates from now on, by group: weights, embeddings, norms, biases, weight_scales, act_scales,
+    adapters."""
+    loss: dict[str, float] | None = None
+    """Weights of the losses from now on: lm, kd."""
+
+    def problems(self, key: str) -> Iterator[str]:
+        """One line per contradiction in this event, whose path is ``key``."""
+        times = {name: getattr(self, name) for name in ("at", "every", "when") if getattr(self, name) is not None}
+        if len(times) != 1:
+            yield f"{key}: {times or 'no time'}, expected exactly one of at, every, when"
+        actions = (self.fake_quant, self.observe, self.freeze_scales, self.lr, self.loss)
+        if all(action is None for action in actions):
+            yield f"{key}: nothing happens, expected one of fake_quant, observe, freeze_scales, lr, loss"
+        if self.layers is not None:
+            yield from need(self.fake_quant is not None, f"{key}.layers", self.layers, "fake_quant beside it")
+        for name, known, declared in (("lr", EVENT_RATES, RATE), ("loss", ("lm", "kd"), LOSS_WEIGHT)):
+            given = getattr(self, name)
+            yield from need(given is None or len(given) > 0, f"{key}.{name}", given, f"one of {', '.join(known)}")
+            for what, value in (getattr(self, name) or {}).items():
+                yield from need(what in known, f"{key}.{name}", what, f"one of {', '.join(known)}")
+                yield from value_problems(f"{key}.{name}.{what}", value, declared)
+
+
+def parse_condition(text: str) -> tuple[str, str, float] | None:
+    """Metric, relation and number of a condition like ``loss/lm < 2.5``; None if it is something else."""
+    match = CONDITION.fullmatch(text.strip())
+    try:
+        number = float(match["value"]) if match else math.nan
+    except ValueError:
+        return None
+    return (match["metric"], match["relation"], number) if match and math.isfinite(number) else None
+
+
+@dataclass
 class EvalRecipe:
     """Evaluation during training, on held-out samples (data.held_out, data.eval), as the model would be served."""
 
     every: int = field(default=0, metadata=at_least(0))
     """Optimizer steps between two evaluations; also after the last step, and before the first unless nothing is ever
     quantized. 0: none. Training checkpoints have to fall on evaluations: train.checkpoint_every is a multiple of it."""
-    best: Literal["lm", "kd", "total"] = "lm"
+    best: Literal["lm", "kd", "total"] = field(default="lm", metadata=only_with(_EVALUATION, _TEACHER))
     """The loss whose smallest value makes a training checkpoint the best one, which is kept beside the latest."""
 
 
@@ -213,7 +423,7 @@ class ExportRecipe:
     needs export.template. mlx: affine groups for mlx-lm (integers in groups of 32 or 128). executorch: torchao's
     tensors, to be lowered to XNNPACK (8da4w). peft: of a run with adapter.merge false the adapter alone, for the
     quantized checkpoint in model.path."""
-    template: str | None = None
+    template: str | None = field(default=None, metadata=only_with(_GGUF))
     """For export.format gguf: a GGUF file of the base model, which llama.cpp's convert_hf_to_gguf.py makes. Metadata
     and vocabulary are its own."""
     max_shard_size: str = field(default="5GB", metadata=size())

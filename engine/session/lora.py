@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine.config.adapter import AdapterRecipe
 from engine.config.config import Recipe
+from engine.config.sections import AdapterRecipe
 from model.fingerprint import digest_of_checkpoint
 from model.moe.experts import PerExpertMLPs
 from model.peft import PeftSource, read_adapter

@@ -27,8 +27,7 @@ from transformers import PreTrainedModel
 
 from engine.config.config import Recipe
 from engine.config.deepspeed import teacher_config
-from engine.config.events import DECAYING
-from engine.config.sections import LearnableRecipe, OptimRecipe
+from engine.config.sections import DECAYING, LearnableRecipe, OptimRecipe
 from model.build import INDEXER, check_rotary_buffers
 from model.moe.experts import ExpertMLPs, router_names
 from model.ranks import errors_on_all_ranks, listed, say

@@ -19,9 +19,8 @@ from data.loader import Loader, MicroBatch, model_inputs, sample_inputs, valid_t
 from data.samples import IGNORE
 from data.text import read_text
 from engine.config.config import Recipe
-from engine.config.loss import LossRecipe
 from engine.config.reading import load_recipe
-from engine.config.sections import OptimRecipe
+from engine.config.sections import LossRecipe, OptimRecipe
 from engine.session.lora import add_adapters
 from engine.session.optimizer import SCALE_GROUPS, lr_factor, parameter_groups, peak_learning_rates, set_learnable
 from model.build import build_model

@@ -8,8 +8,8 @@ import pytest
 from torch import nn
 
 from engine.config.errors import RecipeError
-from engine.config.events import EVENT_RATES, parse_condition
 from engine.config.reading import load_recipe
+from engine.config.sections import EVENT_RATES, parse_condition
 from engine.schedule import Schedule, check_events
 from engine.session.optimizer import lr_factor, peak_learning_rates
 from engine.session.overrides import Overrides

@@ -6,14 +6,21 @@ from pathlib import Path
 import pytest
 from transformers import DbrxConfig, GPT2Config, LlamaConfig, MixtralConfig
 
-from engine.config.adapter import AdapterRecipe
 from engine.config.config import Recipe
 from engine.config.errors import RecipeError
-from engine.config.events import EventRecipe
-from engine.config.loss import LossRecipe
 from engine.config.quant import QuantRecipe, SchemeRecipe, TensorRecipe
 from engine.config.reading import parse_recipe, save_recipe
-from engine.config.sections import DataRecipe, ExportRecipe, LearnableRecipe, ModelRecipe, OptimRecipe, TrainRecipe
+from engine.config.sections import (
+    AdapterRecipe,
+    DataRecipe,
+    EventRecipe,
+    ExportRecipe,
+    LearnableRecipe,
+    LossRecipe,
+    ModelRecipe,
+    OptimRecipe,
+    TrainRecipe,
+)
 from launch import study
 from tests.tiny import tiny_config
 
@@ -70,7 +77,11 @@ def test_parts_differ_in_quantization_alone(tmp_path):
         {"quant": {"quantized_all_gather": True, "fp8_fast_accum": False, "compute": "fp8_gemm"}},
         {"quant": {"fuse_norms": True, "rotate": [r".*\.down_proj"], "rotate_block": 64}},
         {"quant": {"scheme": "nvfp4_w4a4", "keep_codes": True}},
-        {"quant": {"scales_follow_weights": True, "weight_range": "absmax"}, "learnable": {"act_scale": True}},
+        {
+            "quant": {"scales_follow_weights": True, "weight_range": "absmax"},
+            "learnable": {"act_scale": True},
+            "optim": {"act_scale_lr": 1e-4},
+        },
     ],
 )
 def test_ft_leaves_out_what_never_acts_without_fake_quant(tmp_path, changed):
@@ -79,11 +90,12 @@ def test_ft_leaves_out_what_never_acts_without_fake_quant(tmp_path, changed):
     recipe = replace(recipe, **sections)
     save_recipe(recipe, tmp_path / "recipe.yaml")
     words = ["--config", str(tmp_path / "recipe.yaml")]
-    with pytest.raises(RecipeError, match="-1"):
+    with pytest.raises(RecipeError, match="has no effect unless fake quant is on at some step"):
         parse_recipe([*words, "--quant.fake_quant_start", "-1"], check_files=False)
     plain = parse_recipe([*words, *study.changes_of("ft", recipe)], check_files=False)
-    kept = {"scheme": recipe.quant.scheme, "weight_range": recipe.quant.weight_range}
-    assert plain.quant == QuantRecipe(fake_quant_start=-1, **kept) and plain.learnable == LearnableRecipe()
+    kept = {key: getattr(recipe.quant, key) for key in ("scheme", "weight_range", "calibration_batches")}
+    assert plain.quant == QuantRecipe(fake_quant_start=-1, **kept) and plain.learnable == recipe_of(tmp_path).learnable
+    assert plain.optim == recipe_of(tmp_path).optim
     study.check_recipe(recipe)
 
 

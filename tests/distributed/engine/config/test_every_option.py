@@ -22,9 +22,8 @@ import pytest
 
 from engine.config.config import Recipe
 from engine.config.errors import RecipeError
-from engine.config.events import EventRecipe
 from engine.config.reading import save_recipe
-from engine.config.sections import DataRecipe, ModelRecipe, TrainRecipe
+from engine.config.sections import DataRecipe, EventRecipe, ModelRecipe, TrainRecipe
 from tests.distributed.launcher import free_port
 from tests.distributed.recipes import write_chats
 from tests.patience import PATIENCE
@@ -86,8 +85,8 @@ BY_TYPE = re.findall(
     model.load model.dtype model.experts data.kind data.loss_on data.too_long data.special_tokens data.packing
     data.micro_batch_size data.seed train.gradient_accumulation_steps train.activation_checkpointing
     train.activation_offload train.log_every train.checkpoint_every quant.init quant.signed_scales
-    quant.input_range quant.scales_follow_weights quant.calibration_batches quant.keep_codes quant.fuse_norms
-    quant.quantized_all_gather learnable.weight learnable.embedding learnable.weight_scale learnable.act_scale
+    quant.input_range quant.scales_follow_weights quant.keep_codes quant.fuse_norms
+    quant.quantized_all_gather learnable.embedding learnable.act_scale
     learnable.norm learnable.router adapter.kind adapter.merge adapter.base adapter.init adapter.rank
     adapter.alpha adapter.rslora optim.warmup_steps optim.schedule loss.kd_weight loss.kd loss.tail
     loss.diagnostics_every eval.every eval.best export.enabled export.format
@@ -115,10 +114,13 @@ VALUES: dict[str, Any] = {
     "quant.exempt_more": [r".*\.down_proj"],
     "quant.weight_range": "mse",
     "quant.percentile": 90.0,
+    "quant.calibration_batches": 17,
     "quant.initial_input_scale": 0.05,
     "quant.compute": "fp8_gemm",
     "quant.rotate": [r".*\.[qkvo]_proj"],
     "quant.fake_quant_start": 1,
+    "learnable.weight": False,
+    "learnable.weight_scale": False,
     "learnable.freeze": [r".*down_proj.weight"],
     "adapter.targets": [r".*\.q_proj"],
     "adapter.ranks": {r".*\.q_proj": 2},
@@ -184,6 +186,9 @@ DENSE = {"model.experts": "a form of experts, and the model alone says whether i
 DESCRIBED = "what would be quantized, and how: the run beside this one differs in quant.fake_quant_start alone"
 FIXED = "nothing of it trains, as the recipe says"
 STAYS = "linear layers that stay as they are, as all do"
+FOLLOW = {
+    "quant.scales_follow_weights": "two steps at a small rate leave the largest weights; shown beside a large one"
+}
 RATE = "of whatever trains, under every learnable"
 LATER = "launch/export.py writes by it from a training checkpoint"
 ANYWAY: dict[str, dict[str, str]] = {
@@ -211,23 +216,26 @@ ANYWAY: dict[str, dict[str, str]] = {
     "merged adapters": {
         **DISTILS,
         **DENSE,
+        **FOLLOW,
         "learnable.embedding": FIXED,
         "learnable.freeze": FIXED,
         "optim.scale_lr": RATE,
     },
-    "teacher at rest": {**DISTILS, **DENSE},
+    "teacher at rest": {**DISTILS, **DENSE, **FOLLOW},
     "norms alone": {
         **DISTILS,
         **DENSE,
+        **FOLLOW,
         "learnable.embedding": FIXED,
         "learnable.freeze": FIXED,
         "optim.scale_lr": RATE,
         "optim.weight_decay": RATE,
     },
-    "text": {**DISTILS, **DENSE},
+    "text": {**DISTILS, **DENSE, **FOLLOW},
     "no export": {
         **DISTILS,
         **DENSE,
+        **FOLLOW,
         "export.dir": LATER,
         "export.format": LATER,
         "export.max_shard_size": LATER,

@@ -12,9 +12,9 @@ from typing import Any, get_args
 import pytest
 
 from engine.config.errors import FP32_MAX, RecipeError
-from engine.config.events import EVENT_RATES, EventRecipe
 from engine.config.quant import RuleRecipe, SchemeRecipe, TensorRecipe
 from engine.config.reading import save_recipe
+from engine.config.sections import EVENT_RATES, EventRecipe
 from tests.distributed.engine.config.test_every_option import COMPANY, KD, LORA, Place
 from tests.distributed.launcher import free_port
 from tests.patience import PATIENCE

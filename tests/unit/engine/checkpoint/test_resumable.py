@@ -9,10 +9,10 @@ import torch
 
 from engine.checkpoint import load
 from engine.checkpoint.find import check_resumable, check_samples, read_checkpoint
-from engine.config.adapter import AdapterRecipe
 from engine.config.errors import RecipeError
 from engine.config.quant import RuleRecipe, SchemeRecipe, TensorRecipe
 from engine.config.reading import save_recipe
+from engine.config.sections import AdapterRecipe
 from model.checkpoint.fingerprint import fingerprints
 from model.fingerprint import digest_of_checkpoint
 from model.ranks import RankError

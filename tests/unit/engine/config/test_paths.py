@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.config.errors import RecipeError
-from engine.config.paths import checkpoint_problems
+from engine.config.errors import RecipeError, checkpoint_problems
 from engine.config.reading import parse_recipe
 from tests.unit.engine.config.recipes import minimal, write
 

@@ -13,10 +13,9 @@ import pytest
 import yaml
 
 from engine.config.config import Recipe
-from engine.config.errors import RecipeError
-from engine.config.events import EventRecipe
+from engine.config.errors import DERIVED, RecipeError
 from engine.config.reading import load_recipe, parse_recipe, save_recipe
-from engine.config.sections import TrainRecipe
+from engine.config.sections import EventRecipe, TrainRecipe
 from quant import DEFAULT_EXEMPT
 from tests.processes import run_python
 from tests.unit.engine.config.recipes import MINIMAL, minimal, refusal, write
@@ -147,11 +146,11 @@ def test_bad_keys_in_the_file(tmp_path: Path, extra: str, line: int, said: str) 
 
 
 def options() -> list[tuple[str, str, bool]]:
-    """Every section and key of a recipe, and whether its type has None; a key outside all sections has section ""."""
+    """Every section and key of a recipe, and whether it takes null; a key outside all sections has section ""."""
     found = []
     for section in dataclasses.fields(Recipe):
         keys = dataclasses.fields(section.type) if dataclasses.is_dataclass(section.type) else ()
-        found += [(section.name, key.name, type(None) in get_args(key.type)) for key in keys]
+        found += [(section.name, key.name, type(None) in get_args(key.type) or DERIVED in key.metadata) for key in keys]
         if not keys:
             found.append(("", section.name, type(None) in get_args(section.type)))
     return found

@@ -13,8 +13,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from engine.config.errors import RecipeError
-from engine.config.paths import checkpoint_problems
+from engine.config.errors import RecipeError, checkpoint_problems
 from engine.session.student import build_student
 from model.build import build_model
 from model.checkpoint.load import load_weights

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.config.errors import RecipeError
 from engine.config.quant import QuantRecipe
-from engine.config.source import resolve_source
+from engine.config.reading import resolve_source
 from model.build import build_model
 from model.checkpoint.load import load_weights
 from model.quantized.config import check_readable, is_quantized
