@@ -1,18 +1,18 @@
-"""Judge the scales of a weight by the quantization error that they make.
+"""Scale check: judge the scales of a weight by their quantization error.
 
-Many scales are right for one weight: the largest magnitude's, the one of the smallest squared error, one that was
-clipped, signed, rounded to a power of two, or trained over thousands of steps. So the check is one comparison: the
-squared error with the loaded scales against the one with scales that are measured from the weight
-(:func:`quant.observers.partial_fit`), at most :data:`WORSE` times as large, or a share of the squared weights that
-clipping may cost (:data:`CLIPPED`). Three faults leave the error of a whole weight small, and are looked for beside it:
+Many scales are valid for one weight: absmax, smallest squared error, clipped, signed, rounded to a power of two, or
+trained over thousands of steps. So the check is one comparison: the squared error with the loaded scales may be at most
+:data:`WORSE` times that with scales measured from the weight (:func:`quant.observers.partial_fit`), or the share of the
+squared weights that clipping may cost (:data:`CLIPPED`). Three faults that change the total error little are checked
+separately:
 
-- **width**: scales beyond :data:`WIDEST` times the weight's own leave codes unused, by which floating-point grids lose
-  nothing, and below :data:`NARROWEST` nearly all weights are clipped, by which 2 bits lose little more than they do;
-- **order**: scales that differ from each other, and not as the weight's own do, are those of other rows or layers;
-- **single scales** with which nothing is left of what they scale.
+- **width**: scales above :data:`WIDEST` times the measured ones leave codes unused, at little cost for floating-point
+  grids; below :data:`NARROWEST` nearly all weights are clipped, which at 2 bits adds little error;
+- **order**: scales that vary, but not like the measured ones, belong to other rows or layers;
+- **single scales** that lose nearly all of their weights.
 
-The bounds are from legitimate and wrong scales of every kind, on Gaussian and heavy-tailed weights, with outlier
-columns and unequal rows, and on trained ones; ``tests/unit/quant/test_fit.py`` has the kinds.
+The bounds come from valid and wrong scales of every kind, on Gaussian and heavy-tailed weights, with outlier columns
+and unequal rows, and on trained weights; see ``tests/unit/quant/test_fit.py``.
 """
 
 import math
@@ -23,28 +23,28 @@ from torch import Tensor
 
 from quant.spec import TensorSpec
 
-# Largest error over that of the own scales. absmax at 2 bits makes up to 2.9 times the error of the best scale, trained
-# scales up to 2.5 times that of absmax.
+# Largest error relative to that of the measured scales. absmax at 2 bits has up to 2.9 times the error of the best
+# scale, trained scales up to 2.5 times that of absmax.
 WORSE = 3.3
-# Share of the squared weights up to which clipping is a choice (a percentile, a trained scale): at 8 bits, and below.
+# Accepted clipping error (a percentile, a trained scale), as a share of the squared weights: at 8 bits, and below.
 CLIPPED = {True: 0.04, False: 0.1}
-# Smallest and largest geometric mean of scale / own scale. Rounding up to powers of two has up to 1.66, doubled scales
-# have 2; of fp8 several layers may share one. At 3 bits and fewer, where absmax is up to 3.2 times the best scale, the
-# error alone says what is too large.
+# Bounds of the geometric mean of scale / measured scale. It is up to 1.66 when rounding up to powers of two, 2 for
+# doubled scales; in fp8 several layers may share one scale. At 3 bits and fewer, where absmax is up to 3.2 times the
+# best scale, only the error bounds large scales.
 NARROWEST, WIDEST, WIDEST_FP8 = 0.4, 1.75, 16.0
-# Least correlation of the logarithms of so many scales with those of the own ones, where both differ by so much
-# (standard deviation). Trained scales have 0.34 and more, permuted ones up to 0.1.
+# Smallest correlation of the logarithms of scales and measured scales, for at least ENOUGH scales whose logarithms have
+# a standard deviation of DIFFER or more. Trained scales have 0.34 and more, permuted ones up to 0.1.
 FOLLOWING, ENOUGH, DIFFER = 0.25, 64, 0.12
-# A scale is lost if it loses this share of its squares, and its own would lose less than this share of that.
+# A scale is damaged if its error exceeds LOST of its squares, and the measured scale has less than KEPT of that error.
 LOST, KEPT = 0.9, 0.2
 
 
 class Fit(NamedTuple):
-    """Scales of one Linear beside its own, each fp64 ``[scales]``.
+    """Loaded and measured scales of one Linear with their errors, each fp64 ``[scales]``.
 
     Attributes:
-        scale: the loaded scales, effective.
-        own: the measured scales: absmax, at 3 bits and fewer those of the smallest error.
+        scale: loaded scales, effective.
+        own: measured scales: absmax, at 3 bits and fewer those of the smallest error.
         error, own_error: squared errors with ``scale`` and with ``own``.
         squares: squared weights.
     """
@@ -57,8 +57,8 @@ class Fit(NamedTuple):
 
 
 def scale_problem(fit: Fit, spec: TensorSpec) -> str | None:
-    """Describe what is wrong with the scales of a Linear: both values and the likely cause; None if they fit."""
-    # A scale of weights that are all but zero says nothing.
+    """Describe the problem with a Linear's scales: both values and the likely cause; None if they pass the check."""
+    # Scales of nearly zero weights are arbitrary.
     counts = fit.squares > 1e-6 * fit.squares.mean()
     if not bool(counts.any()):
         return None
@@ -81,7 +81,7 @@ def scale_problem(fit: Fit, spec: TensorSpec) -> str | None:
 
 
 def _follow(scale: Tensor, own: Tensor) -> float:
-    """Correlate the logarithms of scales and own scales; 1 where they are too few or too much alike to tell."""
+    """Correlate the logarithms of loaded and measured scales; 1 if they are too few or too similar to judge."""
     logs = torch.stack([scale, own]).abs().log()
     if len(scale) < ENOUGH or bool((logs.std(1) < DIFFER).any()):
         return 1.0
@@ -89,7 +89,7 @@ def _follow(scale: Tensor, own: Tensor) -> float:
 
 
 def _lost(fit: Fit) -> str | None:
-    """Describe single scales with which nothing is left of the weights."""
+    """Describe single scales that lose nearly all of their weights, or return None."""
     lost = (fit.error > LOST * fit.squares) & (fit.own_error < KEPT * fit.error)
     if not bool(lost.any()):
         return None
@@ -104,7 +104,7 @@ def _mean(scale: Tensor) -> float:
 
 
 def _cause(width: float, fit: Fit, spec: TensorSpec) -> str:
-    """Name what the ratio to the own scales looks like."""
+    """Guess the likely cause from the ratio to the measured scales."""
     half = (spec.qmax - spec.qmin) / 2
     known = {f"they are of int{bits}": half / ((2**bits - 1) / 2) for bits in range(2, 9)}
     known |= {"they are of e4m3": half / 448, "they are of e2m1": half / 6, "they are of e5m2": half / 57344}
