@@ -1,16 +1,16 @@
-"""Scales into their Parameters: read from a PTQ checkpoint, or measured from the weights where they lie.
+"""Write scales into their Parameters: read from a PTQ checkpoint, or measured from the partitioned weights.
 
 A scale ``s = s0 * exp(theta)`` is loaded or measured into ``s0``, a frozen fp32 Parameter, while theta stays 0: step 0
 computes the PTQ model. Under ZeRO-3 ``s0`` is partitioned like any Parameter and written through
 ``GatheredParameters``; being frozen it has no fp32 master copy, so that this also holds after ``deepspeed.initialize``.
 
-The values of a weight that is not symmetric are ``[2, *scale shape]`` everywhere in this folder: scales, then zero
-points, so that neither changes without the other.
+The values of an asymmetric weight are ``[2, *scale shape]`` everywhere in this package: scales, then zero points, so
+that neither changes without the other.
 
 A checkpoint goes through ``read.py`` (files to tensors by key), ``arrange.py`` (tensors of Linears to scale groups),
-``source.py`` (for which scheme they were made), ``check.py`` (whether they can be scales), ``fit.py`` and ``codes.py``
-(whether they are those of the weights) and ``in_place.py`` (into the partitions, and scales that are measured from
-the weights), each called once by ``load.py``. ``statistics.py`` tells how scales and weights fit.
+``source.py`` (the scheme they were made for), ``check.py`` (shapes and values), ``fit.py`` and ``codes.py`` (comparison
+with the weights) and ``in_place.py`` (writing into partitions, and measuring from the weights), each called once by
+``load.py``. ``statistics.py`` is for monitoring.
 """
 
 from model.scales.in_place import (

@@ -1,4 +1,4 @@
-"""Everything that may be wrong with the scales of a checkpoint, looked for once and before any of them is written."""
+"""Check the scales of a checkpoint once, before any of them is written."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from quant.spec import TensorSpec
 
 
 def check_kind(stored: StoredScales, directory: Path) -> None:
-    """Refuse codes of a format whose scales go with them, which quant.start reads."""
+    """Reject formats whose scales are useless without their codes, which quant.start reads."""
     if any(key.endswith(".qweight") for key in stored.tensors):
         raise ValueError(
             f"{directory} has qweight, as GPTQ, AWQ and AutoRound write codes: give it, with its config.json, as "
@@ -25,17 +25,16 @@ def check_stored(arranged: ArrangedScales, directory: Path) -> None:
     """Check the scales of a checkpoint.
 
     Raises:
-        ValueError: the files have no scale of a layer that is quantized here, as with a wrong prefix; a scale without
-            the global scale or the zero points that belong to it; one of another shape or not finite, or that is zero
-            or negative (of integer weights: zero); zero points that are no codes, or not 0 where the scheme is
-            symmetric.
+        ValueError: no scale for any layer that is quantized here (for example a wrong prefix); a scale without its
+            global scale or zero points; one of another shape, not finite, zero or negative (integer weights: zero);
+            zero points that are no codes, or not 0 for a symmetric scheme.
     """
     if arranged.none_used:
         raise ValueError(
             f"{directory} has no scale of a quantized layer: expected keys like {arranged.expected}, "
             f"found {listed(arranged.unused) or 'no weight_scale and no input_scale'}"
         )
-    if arranged.without_global:  # other writers spell it in another way
+    if arranged.without_global:  # other writers use another name
         raise ValueError(
             f"{directory} has no weight_global_scale beside the weight_scale of {listed(arranged.without_global)}: "
             "expected both, as compressed-tensors writes NVFP4"
@@ -49,7 +48,7 @@ def check_stored(arranged: ArrangedScales, directory: Path) -> None:
                 _check_zero_points(stored.key, stored.zero_points, scale.group.spec)
 
 
-# What may lie beside the scale of a Linear. ``input_global_scale`` is of inputs whose other scales are dynamic.
+# Known tensors beside the scale of a Linear. ``input_global_scale`` is for inputs whose other scales are dynamic.
 _BESIDE = {
     "weight",
     "bias",
@@ -77,10 +76,10 @@ _MEANING = {
 
 
 def check_beside(quantization: Quantization, arranged: ArrangedScales, stored: StoredScales) -> None:
-    """Check that nothing lies beside the scales that would change what they mean.
+    """Check that no tensor beside the scales changes their meaning.
 
     Raises:
-        ValueError: a tensor of a quantized Linear that is not known here, or groups of columns in another order.
+        ValueError: an unknown tensor of a quantized Linear, or groups of columns in another order.
     """
     specs = {
         disk: (part, quantization.layers[layer].scheme.weights)
@@ -105,7 +104,7 @@ def check_beside(quantization: Quantization, arranged: ArrangedScales, stored: S
 
 
 def _check_zero_points(key: str, zero: ZeroPoints, spec: TensorSpec) -> None:
-    """Refuse zero points of a file that are missing, of another shape or no codes; ``key`` is of the scale."""
+    """Reject zero points that are missing, of another shape or no codes; ``key`` is that of the scale."""
     if zero.values is None:
         raise ValueError(f"there is {key} without {zero.key}: expected both")
     if tuple(zero.values.shape) != zero.shape:

@@ -1,10 +1,9 @@
-"""Compare the codes that a checkpoint holds beside its scales with the weights that were loaded.
+"""Compare the codes beside a checkpoint's scales with the loaded weights.
 
-Scales are right for one weight, and a checkpoint mostly says for which: its codes times its scales are that weight, but
-for rounding. So a rank decodes what lies in its own range of a weight, a few rows at a time, and adds up products
-(:func:`local_products`). Their sums over all ranks give two numbers beside each other (:func:`other_weights`): how far
-the decoded weight is from the loaded one, against rounding with the same scales, and against the same codes with the
-scales that fit them best.
+Scales belong to one weight, which the codes usually identify: codes times scales equal that weight up to rounding. So
+each rank decodes its own range of a weight, a few rows at a time, and sums products (:func:`local_products`). From
+their sums over all ranks :func:`other_weights` compares the distance between the decoded and the loaded weight with
+that of rounding with the same scales, and with that of the same codes with the scales that fit them best.
 """
 
 import math
@@ -22,25 +21,25 @@ from quant.reference import dequantize, fake_quant, inside_range
 from quant.spec import TensorSpec
 
 # Largest squared distance between the decoded weight and the loaded one, over that of rounding with the same scales:
-# GPTQ's is up to 3.6 at 3 bits. Or this share of the squares, which weights that trained by 30% of their size have; but
-# not more than FARTHEST: codes of other weights are about 2 away.
+# GPTQ's is up to 3.6 at 3 bits. Or TRAINED of the squares, as for weights that training changed by 30% of their size;
+# but not more than FARTHEST: codes of other weights are about 2 away.
 FAR, TRAINED, FARTHEST = 4.0, 0.12, 1.5
-# Largest squared distance over that with the scales that fit the codes best, of weights inside the range. It is up to
-# 2.4 at 2 bits and 2 above, of trained scales; scales that are twice too large, or moved, are beyond it.
+# Largest squared distance over that with the scales that fit the codes best, for weights inside the range. Trained
+# scales have up to 2.4 at 2 bits and 2 above; scales that are twice too large, or moved, exceed it.
 REFITTED = 2.5
 
-_TOTALS = 4  # sums of a whole Linear
-_CHUNK = 2**20  # weights that are decoded at a time
+_TOTALS = 4  # sums over a whole Linear
+_CHUNK = 2**20  # weights decoded at a time
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class FileWeight(NamedTuple):
-    """The weight of one Linear in a checkpoint.
+    """Weight of one Linear in a checkpoint.
 
     Attributes:
-        tensor: its codes, or its values if it is stored as it is.
-        scale: the effective scale that the file has for it, fp32 in the scheme's shape.
-        zero: its zero points likewise, fp32; None where there are none.
+        tensor: its codes, or its values if it is not quantized.
+        scale: its effective scale in the file, fp32 in the scheme's shape.
+        zero: its zero points, fp32 in the same shape; None if there are none.
     """
 
     tensor: DiskTensor
@@ -51,10 +50,10 @@ class FileWeight(NamedTuple):
 def file_weight(
     name: str, part: LinearPart, spec: TensorSpec, tensors: Mapping[str, DiskTensor], scale: Tensor, zero: Tensor | None
 ) -> FileWeight | None:
-    """The codes of the Linear called ``name`` on disk, None if the files have scales alone.
+    """Find the codes of the Linear called ``name`` on disk; None if the files only have scales.
 
     Raises:
-        ValueError: they are no codes of ``spec`` or of a weight of this size.
+        ValueError: they are no codes of ``spec``, or of another size.
     """
     found = tensors.get(f"{name}.weight_packed") or tensors.get(f"{name}.weight")
     if found is None:
@@ -84,26 +83,26 @@ def file_weight(
 
 
 def count_of_sums(part: LinearPart, spec: TensorSpec) -> int:
-    """Count the numbers that :func:`local_products` gives."""
+    """Number of sums that :func:`local_products` returns."""
     return _TOTALS + _by_scale(spec) * math.prod(_scales_of(part, spec))
 
 
 def local_products(
     file: FileWeight, part: LinearPart, spec: TensorSpec, local: Tensor, start: int, rows: int, reader: Reader
 ) -> Tensor:
-    """Sum products of this rank's share of a Linear's weight, of the same rounded with the file's scales, and of the
+    """Sum products of this rank's part of a Linear's weight, of this part rounded with the file's scales, and of the
     decoded weight; fp64, flat, on the CPU.
 
     Args:
         file, part: the Linear in the file, and in its layer.
-        spec: how the layer is quantized.
+        spec: quantization of the layer.
         local: this rank's range of the layer's weight, flat.
-        start: where the range begins in the row-major weight.
+        start: first element of the range in the row-major weight.
         rows: rows of one expert of a stack, or of the weight.
         reader: of the files.
 
     Returns:
-        See :func:`add_products`; sums of all ranks' ranges add up.
+        The sums of :func:`add_products`, to be added over ranks.
     """
     size = part.in_features
     sums = torch.zeros(count_of_sums(part, spec), dtype=torch.float64, device=local.device)
@@ -131,9 +130,9 @@ class Values(NamedTuple):
 
     Attributes:
         weight: as loaded.
-        rounded: the same, rounded with the file's scales.
-        decoded: the codes of the file, decoded with them.
-        fits: bool, where the weight lies inside the range of these scales.
+        rounded: ``weight`` rounded with the file's scales.
+        decoded: the file's codes decoded with these scales.
+        fits: bool, True where the weight is inside the range of these scales.
     """
 
     weight: Tensor
@@ -143,14 +142,14 @@ class Values(NamedTuple):
 
 
 def add_products(sums: Tensor, part: LinearPart, spec: TensorSpec, row: int, inside: slice, values: Values) -> None:
-    """Add what some rows of a Linear give.
+    """Add the products of some rows of a Linear to ``sums``.
 
     Args:
-        sums: totals of w w, w d, (w - r)^2 and (w - d)^2, of weight w, rounded r and decoded d; then by scale those of
-            w w, w d and d d without clipped weights, and where there are zero points of w, d and 1.
-        part, spec: the Linear, and how it is quantized.
-        row: the first one.
-        inside: which elements of the rows count, flat. Rows begin or end on another rank.
+        sums: totals of w w, w d, (w - r)^2 and (w - d)^2, with weight w, rounded r and decoded d; then per scale those
+            of w w, w d and d d without clipped weights, and with zero points also of w, d and 1.
+        part, spec: the Linear, and its quantization.
+        row: the first row.
+        inside: range of the flattened elements that count; rows may begin or end on another rank.
         values: of these rows.
     """
     beside = torch.ones_like(values.fits)
@@ -158,7 +157,7 @@ def add_products(sums: Tensor, part: LinearPart, spec: TensorSpec, row: int, ins
     weight, rounded, decoded = (each.masked_fill(beside, 0) for each in values[:3])
     totals = weight * weight, weight * decoded, (weight - rounded).square(), (weight - decoded).square()
     sums[:_TOTALS] += torch.stack([total.sum(dtype=torch.float64) for total in totals])
-    # What the scales clip is as far away as the scales, which are judged without codes, make it.
+    # The distance of clipped weights depends on the scales only, which are checked without codes.
     clipped = ~values.fits & ((decoded - rounded).abs() <= 2**-7 * rounded.abs())
     weight, decoded = weight.masked_fill(clipped, 0), decoded.masked_fill(clipped, 0)
     products = (weight * weight, weight * decoded, decoded * decoded, weight, decoded, (~(clipped | beside)).float())
@@ -170,19 +169,19 @@ def add_products(sums: Tensor, part: LinearPart, spec: TensorSpec, row: int, ins
 
 
 def _by_scale(spec: TensorSpec) -> int:
-    """Count the sums of each scale."""
+    """Number of sums per scale."""
     return 6 if spec.has_zero_points else 3
 
 
 def _scales_of(part: LinearPart, spec: TensorSpec) -> tuple[int, int]:
-    """Count the scales of a Linear, down and across."""
+    """Number of scales of a Linear, down and across."""
     shape = spec.scale_shape((part.out_features, part.in_features))
     return (1, 1) if len(shape) == 1 else (shape[0], shape[1])
 
 
 def other_weights(sums: Tensor, spec: TensorSpec) -> str | None:
-    """Explain why codes are not those of the loaded weight, from the sums of :func:`local_products` over all ranks;
-    None if they may be."""
+    """Return the reason why codes do not belong to the loaded weight, from the sums of :func:`local_products` over all
+    ranks; None if they may."""
     squares, product, rounding, distance = sums[:_TOTALS].tolist()
     if squares == 0:
         return "model.path has zeros where the codes are of other weights" if distance > 0 else None
@@ -205,7 +204,7 @@ def other_weights(sums: Tensor, spec: TensorSpec) -> str | None:
 
 
 def _refitted(sums: Tensor) -> tuple[float, float]:
-    """Squared distance between weight and decoded weight without what is clipped, as it is and with the best scales."""
+    """Squared distance between weight and decoded weight without clipped weights, for given and best scales."""
     weights, products, decoded = sums[:3]
     kept = float((weights - 2 * products + decoded).sum())
     if len(sums) > 3:  # and with the best zero points
@@ -221,8 +220,7 @@ def _refitted(sums: Tensor) -> tuple[float, float]:
 
 
 def _row_chunks(first: int, last: int, size: int, spec: TensorSpec) -> Iterator[slice]:
-    """Rows that hold the elements [first, last), about ``_CHUNK`` elements at a time; whole blocks where there are
-    such."""
+    """Yield the rows with the elements [first, last), about ``_CHUNK`` elements at a time, in whole blocks."""
     if first >= last:
         return
     together = spec.group_size or 1 if spec.granularity == "block" else 1

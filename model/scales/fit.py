@@ -1,7 +1,7 @@
-"""Compare scales that were read with the weights that were loaded; no weight is gathered.
+"""Compare loaded scales with the loaded weights, without gathering weights.
 
-Each rank looks at its own range of every weight. That takes as many collectives as measuring the scales, and one more
-for each bucket of scales, so that every rank comes to the same judgement of whole weights.
+Each rank checks its own range of every weight. This takes as many collectives as measuring the scales, and one more per
+bucket of scales, so that every rank has the same result for whole weights.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,20 +21,20 @@ from quant import Quantization, Quantizer, QuantLayer, Ranges, Scale, ScaleGroup
 from quant.fit import Fit, scale_problem
 from quant.linear import LinearPart, linears_of
 
-_MOST = 5  # layers that an error describes
+_MOST = 5  # layers in an error
 
 
 @dataclass
 class _Member:
-    """One layer of a scale group, and the scales that it would have: each in the scheme's shape, fp32.
+    """Layer of a scale group, with loaded and measured scales, each fp32 in the scheme's shape.
 
     Attributes:
         layer, group: the layer, and its group.
-        parts: the Linears that it is on disk.
-        keys: where the files have their scales, in the same order.
-        codes: what the files have of their weights, None where they have scales alone.
-        scale, zero: the effective scale as loaded, and its zero points.
-        own, own_zero: those that would be measured.
+        parts: its Linears on disk.
+        keys: keys of their scales in the files, in the same order.
+        codes: their weights in the files, None if these only have scales.
+        scale, zero: loaded effective scale and zero points.
+        own, own_zero: measured ones.
     """
 
     layer: QuantLayer
@@ -64,18 +64,18 @@ def check_fit(
     codes: Mapping[str, FileWeight],
     directory: Path,
 ) -> None:
-    """Compare scales of weights that were read with the weights, before they are written; a collective.
+    """Compare loaded scales of weights with the weights, before the scales are written; a collective.
 
     Args:
-        quantization: what ``quant.prepare`` returned; the weights are loaded.
-        loaded: the scales that files have, which were checked.
-        global_scales: those that go with them, by owner of the group.
-        codes: what the files have beside the scales, by the key of the scale.
-        directory: where the files are, for the error.
+        quantization: returned by ``quant.prepare``; the weights are loaded.
+        loaded: scales from the files, checked before.
+        global_scales: their global scales, by owner of the group.
+        codes: weights in the files, by the key of the scale.
+        directory: of the files, for the error.
 
     Raises:
-        RankError: on every rank: scales that do not fit (:mod:`quant.fit`) or whose codes are of other weights
-            (:mod:`model.scales.codes`). The text names the layers, both values, and what is probably wrong.
+        RankError: on every rank: scales that do not fit (:mod:`quant.fit`) or whose codes belong to other weights
+            (:mod:`model.scales.codes`). The text names the layers, both values, and the probable cause.
     """
     members: dict[str, list[_Member]] = {scale.group.owner: [] for scale in loaded}
     for member in _members(quantization, loaded, global_scales, codes):
@@ -89,12 +89,12 @@ def check_fit(
             for member in of_bucket:
                 try:
                     local += [_local_errors(member), *_local_codes(member, reader)]
-                except (OSError, CheckpointError) as error:  # this rank's alone: the others are on their way to reduce
+                except (OSError, CheckpointError) as error:  # on this rank only: the others are about to reduce
                     failure = failure or str(error)
                     break
             whole = sum(sum(member.sizes) for member in of_bucket)
             sums = torch.cat(local) if failure is None else torch.zeros(whole, dtype=torch.float64)
-            if is_partitioned(bucket[0].s0):  # else every rank has seen all
+            if is_partitioned(bucket[0].s0):  # else every rank has the whole sums
                 sums = reduce_over_ranks(sums)
             for member, part in zip(of_bucket, sums.split([sum(member.sizes) for member in of_bucket]), strict=True):
                 problems += _judged(member, part)
@@ -111,7 +111,7 @@ def _members(
     global_scales: Mapping[str, Tensor],
     codes: Mapping[str, FileWeight],
 ) -> Iterator[_Member]:
-    """Every layer whose scale was loaded, with its own scales; a collective."""
+    """Yield every layer with a loaded scale, and measure its own scales; a collective."""
     owners = {scale.group.owner for scale in loaded}
     own = measure_weight_scales(quantization, owners, Ranges())
     above = {name: global_scales[group.owner] for group in quantization.global_groups for name in group.members}
@@ -135,12 +135,12 @@ def _members(
 
 
 def _split(value: Tensor, group: ScaleGroup) -> tuple[Tensor, Tensor | None]:
-    """Scales and zero points of what :func:`model.scales.in_place.write_scales` takes."""
+    """Split a value of :func:`model.scales.in_place.write_scales` into scales and zero points."""
     return (value, None) if group.zero is None else (value[0], value[1])
 
 
 def _local_errors(member: _Member) -> Tensor:
-    """Errors with the loaded scales, squares and errors with the own scales, of this rank's range; fp64 on the CPU."""
+    """Errors with loaded scales, squares, and errors with measured scales, of this rank's range; fp64 on the CPU."""
     layer, spec, (start, _) = member.layer, member.group.spec, local_range(member.layer.weight)
     local, shape = local_data(layer.weight), layer.weight_shape
     found = [
@@ -151,7 +151,7 @@ def _local_errors(member: _Member) -> Tensor:
 
 
 def _local_codes(member: _Member, reader: Reader) -> list[Tensor]:
-    """Sums of :func:`model.scales.codes.local_products` of every Linear whose codes the files have."""
+    """Sums of :func:`model.scales.codes.local_products` for every Linear with codes in the files."""
     layer, (start, _) = member.layer, local_range(member.layer.weight)
     local = local_data(layer.weight)
     return [
@@ -162,7 +162,7 @@ def _local_codes(member: _Member, reader: Reader) -> list[Tensor]:
 
 
 def _judged(member: _Member, sums: Tensor) -> list[str]:
-    """Describe what is wrong with the scales of each Linear of a layer, from the sums over all ranks."""
+    """Describe problems of the scales of a layer's Linears, from the sums over all ranks."""
     errors, *of_codes = sums.split(member.sizes)
     shape, spec = member.scale.shape, member.group.spec
     error, squares, own_error = errors.view(3, *shape)
