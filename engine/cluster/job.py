@@ -1,7 +1,7 @@
 """Processes of a job: join the process group, lock the output directory, stop together at a signal.
 
-Directory lock: two jobs in one directory would remove each other's checkpoints. Every rank holds an OS lock on its file
-``.running`` as long as the process lives, so a killed job leaves no lock behind. Rank 0 first locks it exclusively,
+Directory lock: two jobs in one directory would remove each other's checkpoints. Every rank locks the file ``.running``
+in it as long as the process lives, so a killed job leaves no lock behind. Rank 0 first locks it exclusively,
 which fails while a rank of another job holds it; then all ranks share it. Some file systems have no locks between
 machines, so rank 0 also writes host and process id into the file and renews its modification time: a file of another
 machine that was not renewed for ``STALE_SECONDS`` belongs to a dead job.

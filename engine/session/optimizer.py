@@ -1,17 +1,15 @@
-"""What trains, and how: ``learnable`` switches, parameter groups, the optimizer, and DeepSpeed's engines around them.
+"""Trainable parameters, parameter groups, learning rates, the optimizer, DeepSpeed's engines and the fp16 loss scale.
 
-Parameters are sorted by the module that owns them, not by pieces of their names.
+Parameters are classified by the module that owns them, not by parts of their names.
 
-The loss scale of fp16 training: as large as gradients allow, so that small ones do not vanish.
+Loss scale: fp16 has no number between 0 and 6e-8, and none above 65504. So the loss is multiplied by a power of two,
+and the fp32 sums of gradients are divided by it. The scale is dynamic (Micikevicius et al. 2018, Mixed Precision
+Training, section 3.2, arXiv:1710.03740): a step with Inf in a gradient is skipped and halves the scale, ``window``
+steps in a row without overflow double it.
 
-fp16 has no number between 0 and 6e-8, and none above 65504. Loss and gradients are multiplied by a power of two, and
-the sums of gradients, in fp32, divided by it again. The scale is found while training (Micikevicius et al. 2018, Mixed
-Precision Training, section 3.2, arXiv:1710.03740): a step with an Inf in a gradient is left out and halves it, so many
-steps in a row without one double it.
-
-DeepSpeed has a scaler of its own, which doubles the scale between a step's backward and its update: that update divides
-by twice what its gradients were multiplied with. On stage 0 it knows other settings, too. Here DeepSpeed gets a static
-scale, and :class:`LossScale` sets it before each step.
+DeepSpeed's own scaler doubles the scale between backward and update of a step, so that update divides by twice the
+factor of its gradients; on stage 0 it has other settings, too. So DeepSpeed gets a static scale here, which
+:class:`LossScale` sets before each step.
 """
 
 import math
@@ -35,16 +33,17 @@ from model.zero import forget_secondary_copies, full_shape, keep_frozen_fp32, on
 from quant import QuantCache, QuantEmbedding, QuantLayer
 from quant.rules import examples
 
-# LSQ divides the gradient of a scale by sqrt(numel * qmax), some 1e5 for a 4096 x 4096 weight in fp8: gradients of
-# theta are 1e-9 and less, and Adam's usual eps of 1e-8 would be added to a root of their square that is smaller than
-# itself.
+# LSQ divides the gradient of a scale by sqrt(numel * qmax), about 1e5 for a 4096 x 4096 weight in fp8: gradients of
+# theta are 1e-9 and less, below Adam's usual eps of 1e-8.
 SCALE_EPS = 1e-15
 
 
 @dataclass(frozen=True)
 class OwnedParameter:
-    """A Parameter with the first name that it has in the model, and its kind: weight, embedding, bias, norm, router,
-    weight_scale, act_scale, adapter or frozen."""
+    """Parameter with its first name in the model and its kind.
+
+    Kinds: weight, embedding, bias, norm, router, weight_scale, act_scale, adapter, frozen.
+    """
 
     name: str
     parameter: nn.Parameter
@@ -52,12 +51,12 @@ class OwnedParameter:
 
 
 def classify(model: nn.Module) -> Iterator[OwnedParameter]:
-    """Every Parameter of the model once, in module order, with its kind.
+    """Yield every Parameter of the model once, in module order, with its kind.
 
-    ``embedding`` is the table of the tokens, and lm_head, tied to it or not. ``frozen`` are the initial scales s0,
-    global scales and zero points, which never train, and what ``INDEXER`` has, also where others share it. A
-    1-dimensional ``weight`` is a norm: transformers has dozens of norm classes and no common base, and no other layer
-    of its language models has a 1-dimensional weight.
+    ``embedding`` is the token embedding and lm_head, tied or not. ``frozen`` are initial scales s0, global scales and
+    zero points, which never train, and the parameters of ``INDEXER``, also if shared. A 1-dimensional ``weight`` is a
+    norm: transformers has dozens of norm classes without a common base, and no other layer of its language models has a
+    1-dimensional weight.
     """
     of_kind = {id(parameter): "router" for parameter in _router_parameters(model)}
     for prefix, module in model.named_modules():
@@ -76,7 +75,7 @@ def classify(model: nn.Module) -> Iterator[OwnedParameter]:
             yield OwnedParameter(f"{prefix}.{name}" if prefix else name, parameter, kind)
 
 
-# Kinds of what a quantized layer has beside the weight and the bias.
+# Kinds of a quantized layer's Parameters besides weight and bias.
 _KIND_BY_NAME = {
     "weight_theta": "weight_scale",
     "input_theta": "act_scale",
@@ -92,13 +91,13 @@ _KIND_BY_NAME = {
 def _kind(module: nn.Module, name: str, parameter: nn.Parameter) -> str:
     if isinstance(module, (QuantLayer, QuantCache)) and name in _KIND_BY_NAME:
         return _KIND_BY_NAME[name]
-    if name == "bias" or isinstance(module, ExpertMLPs):  # which hold nothing else themselves
+    if name == "bias" or isinstance(module, ExpertMLPs):  # own Parameters of ExpertMLPs are biases only
         return "bias"
     return "norm" if len(full_shape(parameter)) == 1 else "weight"
 
 
 def _router_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Parameters of what chooses experts, and of the gates of shared experts."""
+    """Yield the parameters of routers and of the gates of shared experts."""
     for name in router_names(model):
         parent, _, leaf = name.rpartition(".")
         router = getattr(model.get_submodule(parent), leaf)
@@ -106,13 +105,13 @@ def _router_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def trained_scales(model: nn.Module) -> list[nn.Parameter]:
-    """Every theta that trains, once."""
+    """All trainable thetas, each once."""
     kinds = ("weight_scale", "act_scale")
     return [owned.parameter for owned in classify(model) if owned.kind in kinds and owned.parameter.requires_grad]
 
 
 def check_patterns(names: Sequence[str], freeze: Sequence[str]) -> None:
-    """Raise ValueError if a pattern of ``learnable.freeze`` is not that of any Parameter's name."""
+    """Raise ValueError if a pattern of ``learnable.freeze`` matches no Parameter's name."""
     for pattern in freeze:
         if not any(re.fullmatch(pattern, name) for name in names):
             raise ValueError(
@@ -122,11 +121,11 @@ def check_patterns(names: Sequence[str], freeze: Sequence[str]) -> None:
 
 
 def set_learnable(model: nn.Module, learnable: LearnableRecipe) -> None:
-    """Set ``requires_grad`` of every Parameter as the recipe's ``learnable`` section says, before the engine is made.
+    """Set ``requires_grad`` of every Parameter by the recipe's ``learnable`` section, before the engine is built.
 
-    Biases go with the weights, and embeddings too unless they are left out. Scales that do not train have no theta, so
-    they are not touched here. What the model's class has frozen stays so (biases that correct the choice of experts,
-    fixed initial states): it gets no gradient, and weight decay alone would move it.
+    Biases train with the weights, as do embeddings unless excluded. Frozen scales have no theta, so nothing is set.
+    Parameters frozen by the model's class (biases that correct the choice of experts, fixed initial states) stay
+    frozen: they get no gradient, and weight decay alone would change them.
 
     Raises:
         ValueError: a pattern of ``freeze`` matches no Parameter.
@@ -155,7 +154,7 @@ def set_learnable(model: nn.Module, learnable: LearnableRecipe) -> None:
         say(f"frozen, as the model's class has them: {listed(fixed, 3)}")
 
 
-# Kind of a Parameter -> its parameter group. Each group has a learning rate of its own.
+# Kind of a Parameter -> its parameter group. Each group has its own learning rate.
 GROUP_OF = {
     "weight": "weights",
     "router": "weights",
@@ -170,13 +169,13 @@ SCALE_GROUPS = ("weight_scales", "act_scales")
 
 
 def parameter_groups(model: nn.Module, optim: OptimRecipe) -> list[dict]:
-    """Parameter groups for the optimizer: ``weights`` (routers too), ``embeddings`` (lm_head too), ``norms``,
-    ``biases``, ``weight_scales`` and ``act_scales`` (theta), ``adapters``; those with nothing to train are left out.
+    """Build the optimizer's parameter groups; groups without trainable Parameters are left out.
 
-    Each trainable Parameter is listed once, also where modules share it. Theta is the logarithm of a factor on the
-    scale, so its learning rate is a relative step; it has no weight decay, which would pull the scale back to its
-    initial value, and an eps of its own. Norms and biases have none either.
-    ``lr`` is 0 until the loop sets it, before every step.
+    Groups are ``weights`` (with routers), ``embeddings`` (with lm_head), ``norms``, ``biases``, ``weight_scales`` and
+    ``act_scales`` (theta), ``adapters``. A Parameter shared by modules is listed once. Theta is the logarithm of a
+    factor on the scale, so its learning rate is a relative step. Theta has its own eps, and no weight decay, which
+    would pull the scale back to its initial value; norms and biases have none either. ``lr`` is 0 until the loop sets
+    it before every step.
     """
     members: dict[str, list[nn.Parameter]] = {name: [] for name in GROUP_OF.values()}
     for owned in classify(model):
@@ -199,7 +198,7 @@ def parameter_groups(model: nn.Module, optim: OptimRecipe) -> list[dict]:
 
 
 def peak_learning_rates(optim: OptimRecipe) -> dict[str, float]:
-    """The peak learning rate of each parameter group, which the schedule multiplies with its factor of the step."""
+    """Peak learning rate of each parameter group, which the schedule multiplies by :func:`lr_factor`."""
 
     def own(value: float | None, otherwise: float) -> float:
         return otherwise if value is None else value
@@ -219,12 +218,11 @@ KINDS = ("constant", "linear", "cosine", "wsd")
 
 
 def lr_factor(step: int, *, total: int, warmup: int, kind: str, min_ratio: float, decay: int = 0) -> float:
-    """The share of the peak learning rate at ``step``.
+    """Factor on the peak learning rate at ``step``.
 
-    Linear warm-up over the first ``warmup`` steps (step 0 already moves: 1/warmup), then ``constant``; or ``linear`` or
-    ``cosine`` decay from 1 to ``min_ratio``, which the last of ``total`` steps reaches; or ``wsd``, warm-up, stable,
-    decay (Hu et al. 2024, MiniCPM, arXiv:2404.06395): 1 until the last ``decay`` steps, which go down to ``min_ratio``
-    in a straight line.
+    Linear warm-up over the first ``warmup`` steps (1/warmup at step 0), then ``constant``; or ``linear`` or ``cosine``
+    decay from 1 to ``min_ratio`` at the last of ``total`` steps; or ``wsd`` (warm-up, stable, decay: Hu et al. 2024,
+    MiniCPM, arXiv:2404.06395): 1 until the last ``decay`` steps, which decay linearly to ``min_ratio``.
     """
     if kind not in KINDS:
         raise ValueError(f"unknown learning-rate schedule {kind!r}, expected one of {', '.join(KINDS)}")
@@ -233,7 +231,7 @@ def lr_factor(step: int, *, total: int, warmup: int, kind: str, min_ratio: float
     if kind == "constant":
         return 1.0
     if kind == "wsd":
-        done = step - (total - decay) + 1  # of the steps that decay, this one included
+        done = step - (total - decay) + 1  # decay steps, this one included
         return 1.0 - (1.0 - min_ratio) * min(1.0, max(0, done) / max(1, decay))
     progress = min(1.0, (step - warmup) / max(1, total - 1 - warmup))
     if kind == "linear":
@@ -242,59 +240,55 @@ def lr_factor(step: int, *, total: int, warmup: int, kind: str, min_ratio: float
 
 
 class SkippingAdamW(torch.optim.AdamW):
-    """AdamW that leaves out a step whose gradients hold NaN or Inf.
+    """AdamW that skips a step with NaN or Inf in gradients.
 
-    ``overflow`` tells DeepSpeed's engine, which counts it in ``skipped_steps``.
+    DeepSpeed's engine reads ``overflow`` and counts such steps in ``skipped_steps``.
     """
 
     overflow = False
 
     def step(self, closure=None):
-        """Make a step, unless a gradient is not finite."""
+        """Update the parameters, unless a gradient is not finite."""
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         self.overflow = not all(bool(gradient.isfinite().all()) for gradient in gradients)
         return None if self.overflow else super().step(closure)
 
 
 def build_optimizer(model: nn.Module, optim: OptimRecipe, *, skip_non_finite: bool = False) -> torch.optim.Optimizer:
-    """AdamW (Loshchilov and Hutter 2019) over :func:`parameter_groups`.
+    """Build AdamW (Loshchilov and Hutter 2019) over :func:`parameter_groups`.
 
-    torch's own, because DeepSpeed's compiled versions take 45 s to build at first use; on CUDA its fused form.
-    With ``skip_non_finite`` it is a :class:`SkippingAdamW`.
+    torch's own (fused on CUDA), as DeepSpeed's compiled versions take 45 s to build at first use; with
+    ``skip_non_finite`` a :class:`SkippingAdamW`.
     """
     kind = SkippingAdamW if skip_non_finite else torch.optim.AdamW
     return kind(parameter_groups(model, optim), betas=optim.betas, fused=on_cuda())
 
 
 def initialize_student(recipe: Recipe, ds_config: dict[str, Any], model: PreTrainedModel) -> deepspeed.DeepSpeedEngine:
-    """Make the student's engine with its optimizer; a collective."""
+    """Build the student's engine with its optimizer; a collective."""
     with errors_on_all_ranks(ValueError):
-        # In every other case an optimizer of DeepSpeed's stands around this one, which skips such steps by itself.
+        # In all other cases DeepSpeed wraps the optimizer and skips such steps.
         unguarded = stage(ds_config) == 0 and recipe.model.dtype == "float32"
         optimizer = build_optimizer(model, recipe.optim, skip_non_finite=unguarded)
-    # Scales were gathered since the weights were loaded, and hpZ keeps copies of what is gathered.
+    # Scales were gathered since the weights were loaded, and hpZ keeps copies of gathered parameters.
     forget_secondary_copies(model)
     config = ds_config
     if recipe.model.dtype == "float16":
-        # A static scale, which is set before every step: see engine.session.optimizer.
+        # A static scale, which the loop sets before every step: see the module's docstring.
         config = {**ds_config, "fp16": {"enabled": True, "loss_scale": LossScale.from_config(ds_config["fp16"]).value}}
     with keep_frozen_fp32(model):
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     check_rotary_buffers(model)
     if stage(ds_config) == 0:
-        # On stage 0 in 16 bits DeepSpeed makes a step with zero gradients to allocate the optimizer's state. It moves
-        # nothing, as the learning rate is still 0, but it counts for Adam's bias correction: the first real step would
+        # On stage 0 in 16 bits DeepSpeed runs a step with zero gradients to allocate the optimizer's state. It changes
+        # no weights, as the learning rate is still 0, but counts in Adam's bias correction: the first real step would
         # be 0.73 of its size.
         optimizer.state.clear()
     return engine
 
 
 def initialize_frozen(model: PreTrainedModel, ds_config: dict[str, Any]) -> nn.Module:
-    """Freeze a model that only runs forward.
-
-    Returns:
-        Under stage 3 an engine without an optimizer, on the other stages the module itself.
-    """
+    """Freeze a model for forward only; return an engine without optimizer under stage 3, else the module itself."""
     model.requires_grad_(False)
     model.eval()
     config = model.config.get_text_config()
@@ -309,13 +303,13 @@ def initialize_frozen(model: PreTrainedModel, ds_config: dict[str, Any]) -> nn.M
 
 @dataclass
 class LossScale:
-    """A scale that follows the gradients.
+    """Dynamic loss scale.
 
     Attributes:
-        value: the scale of the next step, a power of two.
-        window: steps in a row without an overflow after which it doubles; None: it never changes.
-        least: it is not halved below this.
-        good_steps: in a row, since the last change.
+        value: scale of the next step, a power of two.
+        window: steps in a row without overflow after which the scale doubles; None: static scale.
+        least: lower limit of the scale.
+        good_steps: steps in a row without overflow since the last change.
     """
 
     value: float
@@ -325,8 +319,8 @@ class LossScale:
 
     @classmethod
     def from_config(cls, fp16: dict[str, Any]) -> "LossScale":
-        """The scale that the ``fp16`` section of a DeepSpeed configuration asks for, with DeepSpeed's defaults."""
-        fp16 = {key: value for key, value in fp16.items() if value != "auto"}  # which means the default
+        """Create the scale from the ``fp16`` section of a DeepSpeed configuration, with DeepSpeed's defaults."""
+        fp16 = {key: value for key, value in fp16.items() if value != "auto"}  # "auto" means the default
         static = float(fp16.get("loss_scale", 0))
         if static:
             return cls(static, None, static)
@@ -336,7 +330,7 @@ class LossScale:
         )
 
     def stepped(self, *, overflow: bool) -> bool:
-        """A step is done; ``overflow``: a gradient was not finite. Whether the scale went down for it."""
+        """Update the scale after a step; ``overflow``: a gradient was not finite. True if the scale went down."""
         if self.window is None:
             return False
         if overflow:
@@ -349,11 +343,11 @@ class LossScale:
         return False
 
     def state_dict(self) -> dict[str, float]:
-        """What moves, for a checkpoint."""
+        """Plain values for a checkpoint."""
         return {"value": self.value, "good_steps": self.good_steps}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on from what :meth:`state_dict` gave; a scale that does not move stays what it is."""
+        """Restore the result of :meth:`state_dict`; a static scale stays unchanged."""
         if self.window is None:
             return
         self.value, self.good_steps = state["value"], int(state["good_steps"])

@@ -41,7 +41,7 @@ class Overrides:
         """Set peak learning rates by parameter group; the schedule over the steps continues.
 
         Raises:
-            ValueError: there is no such group, or the rate is negative.
+            ValueError: unknown group, or negative rate.
         """
         known = peak_learning_rates(self.recipe.optim)
         for name, rate in rates.items():
@@ -55,7 +55,7 @@ class Overrides:
         """Set the weights of the losses ``lm`` and ``kd``.
 
         Raises:
-            ValueError: there is no such loss, a weight is negative, both are 0, or there is no teacher to distil from.
+            ValueError: unknown loss, negative weight, both weights 0, or no teacher for ``kd``.
         """
         for name, weight in weights.items():
             if name not in ("lm", "kd") or not weight >= 0:

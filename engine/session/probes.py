@@ -1,38 +1,35 @@
-"""Whether a model keeps packed samples apart: tried at the start of a run, with its weights, on rows as long as those
-of training.
+"""Test a model at the start of a run, with its weights, on rows as long as those of training.
 
-No configuration says it. transformers finds the borders of samples where ``position_ids`` start again (data/loader.py),
-but not every class passes them to its mask, layers that carry a state or a convolution from token to token know no
-borders, and an attention implementation may look for them in batches of one row alone. So the model is asked. With
-samples A, A', B of random tokens, what it says about B is compared in the rows
+Packing: do samples of a packed row influence each other? No configuration tells. transformers detects sequence
+boundaries where ``position_ids`` restart (data/loader.py), but not every class passes them to its mask, recurrent and
+convolution layers ignore them, and an attention implementation may detect them in batches of one row only. So hidden
+states of B are compared between rows with samples A, A', B of random tokens:
 
     A B        A' B        B A        B A'        B
 
-- behind A with behind A': what differs is what B sees of another sample. Shapes and kernels are the same, so a dense
-  model that keeps samples apart gives equal results. The experts of a MoE get other numbers of tokens, and round in
-  another way; that shows before A and before A' too, where a causal model cannot know what follows.
-- behind A with before A: what differs is what the place in the row changes. Sums have another order there; that shows
-  before A and alone, too.
+- after A and after A': the influence of another sample on B. Shapes and kernels are the same, so dense models that
+  isolate samples return equal results. Experts of a MoE get other numbers of tokens, and round differently; this shows
+  before A and before A' too, where a causal model cannot see the following tokens.
+- after A and before A: the influence of the position in the row. Sums have another order there; this shows before A and
+  alone, too.
 
-Whether a model needs an attention mask for rows that are padded behind their sample: tried at the start of a run.
+Padding: do rows padded after their sample need an attention mask? In a causal model no token sees the padding after it,
+so no mask is needed. With one, transformers reads its content from the device, for which the host waits in every
+forward, and if there is any padding it passes attention a T x T mask, which flash kernels do not support. But a class
+may use the mask otherwise: attend in both directions, count positions by it, mix in other tokens. So hidden states of
+the samples are compared between forwards
 
-In a causal model no token sees the padding behind it, so that what is computed of a sample needs no mask. transformers
-asks the device what stands in one, for which the host waits in every forward, and where anything is padded it gives
-attention a mask of T x T, which flash kernels do not take. But a class may read the mask for something else: it
-attends both ways, counts positions by it, mixes other tokens in. No configuration says so, so the model is asked, with
-its weights, on rows as long as those of training. It runs
+    with a mask, padded with one token or another       changes by rounding only, mainly of experts
+    without a mask, padded with one token or another    influence of the padding, at equal shapes
+    without a mask, and a sample alone                  changes by other shapes
 
-    with a mask, and behind the samples one token or another    what rounding alone moves, of experts above all
-    without a mask, and behind the samples one or the other     what tokens see of the padding: shapes are the same
-    without a mask, and a sample alone                          what other shapes move
+In doubt the mask stays. On a CPU it always stays: the host never waits there, and gradients of attention would differ
+in their last bits.
 
-and the hidden states of the samples are compared. It is the mask that stays in doubt. On a CPU it stays always: nobody
-waits there, and gradients of attention have other last bits without it.
-
-Without a mask transformers still asks the device once per forward, whether positions begin anew in a row as they do in
-packed ones; not so for an implementation of attention that it knows no masks for. Under a name of its own sdpa is one.
-Where transformers would make a mask all the same (a sliding window that the row exceeds) the window would be lost: so
-that name stays only where the very bits of the hidden states do.
+Without a mask transformers still checks on the device, once per forward, if positions restart within a row as in packed
+rows, except for attention implementations without registered masks. Registering sdpa under another name makes it such
+an implementation. This also loses masks that transformers would create anyway (a sliding window shorter than the row),
+so the new name is kept only if hidden states stay equal bit for bit, or within what repeated forwards differ by.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -52,21 +49,21 @@ from engine.session.session import Session
 from model.moe.experts import ExpertMLPs
 from model.ranks import gather_objects, raise_everywhere, say
 
-# Differences are lengths of hidden states' differences over their own length, in the mean over tokens. Over 120 random
-# models of transformers' families in fp32 and bf16, causal dense ones that keep samples apart differ by exactly 0 where
-# shapes are the same. What is seen of another sample moves the first tokens of B by 1e-3 to 1.1; of trained weights,
-# which attend to more than random ones, by 0.04 and more.
-FIRST = 16  # tokens behind a border: what passes it shows there most
+# Differences are relative norms of differences of hidden states, averaged over tokens. Over 120 random models of
+# transformers' families in fp32 and bf16, causal dense ones that isolate samples differ by exactly 0 at equal shapes.
+# Leaks from another sample change the first tokens of B by 1e-3 to 1.1; with trained weights, which attend to more than
+# random ones, by 0.04 and more.
+FIRST = 16  # tokens after a boundary, where leaks are largest
 SEEN = 1e-4
-SEEN_BY_EXPERTS = 0.2  # by what follows: a choice of experts that rounding turns may move a token by that much
-MOVED = 0.05  # by another place in the row
-TIMES = 4.0  # so much more than rounding alone
+SEEN_BY_EXPERTS = 0.2  # limit for following tokens: rounding may change the choice of experts, and a token by that much
+MOVED = 0.05  # limit for another position in the row
+TIMES = 4.0  # factor on differences by rounding only
 
 
 def check_sequence_boundaries(session: Session, samples: Sequence[Sample]) -> None:
-    """Refuse to pack for a student or a teacher that would see across the borders of samples; a collective.
+    """Refuse to pack for a student or teacher that attends across sequence boundaries; a collective.
 
-    Runs forwards only, with quantization paused: rounding to codes would make much of little.
+    Runs forwards only, with quantization paused: quantization would amplify tiny differences.
 
     Raises:
         RankError: on every rank, with the option that switches packing off.
@@ -79,13 +76,13 @@ def check_sequence_boundaries(session: Session, samples: Sequence[Sample]) -> No
 
 
 class Asked(NamedTuple):
-    """A model that is tried at the start of a run.
+    """Model to test at the start of a run.
 
     Attributes:
         name: the option that names it, and its directory.
-        model: itself.
+        model: the model.
         forward: a micro-batch to hidden states [rows, tokens, H], with quantization paused; a collective.
-        exact: it has no experts, so that only what a token sees can move it.
+        exact: without experts, so that a token changes only with its context.
     """
 
     name: str
@@ -95,7 +92,7 @@ class Asked(NamedTuple):
 
 
 def models_to_ask(session: Session) -> Iterator[Asked]:
-    """The student, and a teacher with a model of its own."""
+    """Yield the student, and the teacher if it is another model."""
     assert session.head is not None, "packed and padded rows are for training"
     student = SelfTeacher(session.engine, session.head, session.quantization)
     models: dict[str, Teacher] = {f"model.path: {session.recipe.model.path}": student}
@@ -103,7 +100,7 @@ def models_to_ask(session: Session) -> Iterator[Asked]:
         models[f"loss.teacher: {session.recipe.loss.teacher}"] = session.teacher
     for name, model in models.items():
         own: Any = model.module if isinstance(model, ModelTeacher) else session.model
-        own = own if isinstance(own, PreTrainedModel) else own.module  # of an engine
+        own = own if isinstance(own, PreTrainedModel) else own.module  # model in an engine
 
         def forward(batch: MicroBatch, model: Teacher = model) -> Tensor:
             given = on_device(batch, session.device)
@@ -115,12 +112,12 @@ def models_to_ask(session: Session) -> Iterator[Asked]:
 
 
 def vocabulary_of(samples: Sequence[Sample]) -> Tensor:
-    """[n] tokens of the first of the samples."""
+    """Token ids [n] of the first 1000 samples, each once."""
     return torch.from_numpy(np.unique(np.concatenate([sample.input_ids for sample in samples[:1000]])))
 
 
 def random_samples(vocabulary: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Random tokens, as many as each of ``sizes`` says, the same in every call."""
+    """Draw samples of random tokens with lengths ``sizes``, the same in every call."""
     generator = torch.Generator().manual_seed(0)
     return [vocabulary[torch.randint(len(vocabulary), (size,), generator=generator)] for size in sizes]
 
@@ -129,13 +126,13 @@ def random_samples(vocabulary: Tensor, sizes: Sequence[int]) -> list[Tensor]:
 def boundary_problem(
     forward: Callable[[MicroBatch], Tensor], vocabulary: Tensor, *, rows: int, length: int, exact: bool
 ) -> str | None:
-    """What a model sees across the borders of packed samples, as a clause; None where it keeps them apart.
+    """Describe a leak across boundaries of packed samples, as a clause; None if the model isolates samples.
 
     Args:
-        forward: a packed micro-batch to hidden states [rows, length, H]; it is called six times.
-        vocabulary: [n] tokens that samples are made of.
-        rows, length: of a micro-batch.
-        exact: the model has no experts, so that only what a token sees can move it.
+        forward: a packed micro-batch to hidden states [rows, length, H]; called six times.
+        vocabulary: token ids [n] to draw samples from.
+        rows, length: shape of a micro-batch.
+        exact: see :class:`Asked`.
     """
     size = length // 2
     drawn = random_samples(vocabulary, [tokens for tokens in (size, size, length - size) for _ in range(rows)])
@@ -145,7 +142,7 @@ def boundary_problem(
         forward(_packed(second, right))[:, : length - size] for right in (first, other, first)
     )
     alone = forward(_packed(second))
-    chance = difference(before, again)  # kernels that add up in any order
+    chance = difference(before, again)  # of kernels with nondeterministic order of sums
     for tokens in (slice(None, FIRST), slice(None)):
         follows = difference(before[:, tokens], before_other[:, tokens])
         if follows > (SEEN + TIMES * chance if exact else SEEN_BY_EXPERTS):
@@ -161,25 +158,28 @@ def boundary_problem(
 
 
 def _packed(*parts: Sequence[Tensor]) -> MicroBatch:
-    """Rows that hold the n-th sample of every part, one behind the other."""
+    """Pack the n-th samples of all parts into row n."""
     flat = [Sample(ids.numpy(), np.full(len(ids), IGNORE)) for part in parts for ids in part]
     rows = [[row + index * len(parts[0]) for index in range(len(parts))] for row in range(len(parts[0]))]
     return pack_rows(flat, rows, 0, sum(len(part[0]) for part in parts))
 
 
 def difference(one: Tensor, another: Tensor) -> float:
-    """How far hidden states [..., H] are apart, over their own length, in the mean."""
+    """Mean relative difference of hidden states [..., H], by norms over H."""
     one, another = one.float(), another.float()
     return ((one - another).norm(dim=-1) / another.norm(dim=-1).clamp(min=1e-30)).mean().item()
 
 
 CAUSAL = "sdpa_without_masks"
-ROUNDINGS = 4.0  # of the dtype, in the mean over tokens: kernels with and without a mask add up in other orders
+ROUNDINGS = 4.0  # in eps of the dtype, mean over tokens: kernels with and without a mask sum in other orders
 
 
 def with_checked_rows(session: Session, samples: Sequence[Sample]) -> Session:
-    """The session, its model tried on rows as those of training; a collective. RankError: see
-    ``check_sequence_boundaries``."""
+    """Test the session's models on rows like those of training, and return it with ``mask`` set; a collective.
+
+    Raises:
+        RankError: see :func:`check_sequence_boundaries`.
+    """
     if session.recipe.data.packing:
         check_sequence_boundaries(session, samples)
     elif session.device.type != "cpu":
@@ -188,9 +188,9 @@ def with_checked_rows(session: Session, samples: Sequence[Sample]) -> Session:
 
 
 def needs_mask(session: Session, samples: Sequence[Sample]) -> bool:
-    """Whether the run's padded rows come with an attention mask; a collective. Runs forwards only, nothing quantized.
+    """Tell if the run's padded rows need an attention mask; a collective. Runs forwards with quantization paused.
 
-    A router that trains needs it: its auxiliary loss counts tokens by it.
+    A trainable router always needs the mask: its auxiliary loss counts tokens by it.
     """
     if session.recipe.learnable.router:
         return True
@@ -208,12 +208,15 @@ def needs_mask(session: Session, samples: Sequence[Sample]) -> bool:
 
 
 def stop_asking(model: PreTrainedModel, forward: Callable[[MicroBatch], Tensor], batch: MicroBatch) -> bool:
-    """Let no forward of ``model`` ask the device for borders, where it computes the same then; whether it does; a
-    collective.
+    """Stop transformers from reading sequence boundaries from the device, if results stay equal; a collective.
 
     Args:
-        model: the model, with attention by sdpa; with any other it stays as it is.
-        forward: its forward to hidden states, of a ``batch`` as large as any.
+        model: the model; unchanged unless its attention is sdpa.
+        forward: its forward to hidden states.
+        batch: a batch of maximal size.
+
+    Returns:
+        True if it was changed.
     """
     if model.config.get_text_config()._attn_implementation != "sdpa":
         return False
@@ -232,14 +235,14 @@ def stop_asking(model: PreTrainedModel, forward: Callable[[MicroBatch], Tensor],
 def mask_problem(
     forward: Callable[[MicroBatch], Tensor], vocabulary: Tensor, *, rows: int, length: int, exact: bool
 ) -> str | None:
-    """What a model computes otherwise of padded rows without an attention mask, as a clause; None for nothing.
+    """Describe how padded rows change without an attention mask, as a clause; None if they do not.
 
     Args:
-        forward: a padded micro-batch, with ``attention_mask`` or without, to hidden states [rows, length, H]; it is
-            called five times.
-        vocabulary: [n] tokens that samples and padding are made of.
-        rows, length: of a micro-batch.
-        exact: the model has no experts, so that only what a token sees can move it.
+        forward: a padded micro-batch, with ``attention_mask`` or without, to hidden states [rows, length, H]; called
+            five times.
+        vocabulary: token ids [n] to draw samples and padding from.
+        rows, length: shape of a micro-batch.
+        exact: see :class:`Asked`.
     """
     given, other, first = _padded(vocabulary, rows, length)
     masked, masked_other = forward(given), forward(other)
@@ -260,7 +263,7 @@ def mask_problem(
 
 
 def _padded(vocabulary: Tensor, rows: int, length: int) -> tuple[MicroBatch, MicroBatch, MicroBatch]:
-    """Samples of even steps up to ``length`` in padded rows, the same with another padding, and the first alone."""
+    """Padded rows of samples with evenly spaced lengths, the same with another padding token, and the first alone."""
     sizes = [max(1, length * (row + 1) // rows) for row in range(rows)]
     samples = [Sample(ids.numpy(), torch.full_like(ids, IGNORE).numpy()) for ids in random_samples(vocabulary, sizes)]
     all_of_them = [[row] for row in range(rows)]

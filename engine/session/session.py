@@ -48,7 +48,7 @@ class Session:
     model: PreTrainedModel
     quantization: Quantization
     uncalibrated: frozenset[str]
-    """StatefulStates of the input groups that had no scale when the session was built; see engine.fake_quant."""
+    """Owners of the input groups that had no scale when the session was built; see engine.fake_quant."""
     teacher: Teacher | None
     tokenizer: PreTrainedTokenizerBase
     device: torch.device
@@ -56,13 +56,13 @@ class Session:
     head: LMHead | None
     """The student's lm_head, where the losses of training are computed; None in a session that computes none."""
     after_backward: list[Callable[[], None]]
-    """What runs after the last backward of every optimizer step, before the update; may be collectives."""
+    """Functions called after the last backward of every optimizer step, before the update; may be collectives."""
     loss_scale: LossScale | None
     """The loss scale of a run in fp16; None in other dtypes."""
     read: Mapping[str, int]
-    """Fingerprints of frozen weights as they were read, which a checkpoint of adapters leaves out if they still are."""
+    """Fingerprints of frozen weights as read; a checkpoint of adapters leaves out those that still match."""
     mask: bool = True
-    """Whether padded rows come with an attention mask; see engine.session.probes."""
+    """Pass an attention mask with padded rows; see engine.session.probes."""
 
     def stateful(self) -> dict[str, Overrides | Quantization | LossScale]:
         """State of the session that checkpoints keep beside DeepSpeed's, by name."""

@@ -1,4 +1,4 @@
-"""The model that trains: built empty, its weights loaded, quantized, and its scales filled for the first time."""
+"""The student: built empty, weights loaded, quantized, scales and codes initialized."""
 
 import re
 from collections import Counter
@@ -42,16 +42,16 @@ SIMULATED = (
     "simulated, for the fp8 GEMM takes sides that are multiples of 16 alone, and of stacked experts bf16 on compute "
     "capability 9.0"
 )
-# To round where eager mode rounds: fused chains of bf16 operations would stay in fp32.
+# Round where eager mode rounds: fused chains of bf16 operations would stay in fp32.
 COMPILE_OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"emulate_precision_casts": True}
 
 
 def build_student(
     recipe: Recipe, ds_config: dict[str, Any], device: torch.device, *, losses: bool = True
 ) -> tuple[PreTrainedModel, Quantization]:
-    """Build the student, load its weights, quantize it and switch on what trains; its scales hold no values yet.
+    """Build the student, load its weights, quantize it and set ``requires_grad``; scales are not filled yet.
 
-    ``losses``: whether the session will compute losses, which not every model's lm_head allows.
+    ``losses``: the session will compute losses, so refuse models whose lm_head does not allow it.
     """
     model, named = empty_student(recipe, ds_config, device, losses=losses)
     report = load_weights(model, recipe.model.path, method=recipe.model.load)
@@ -70,8 +70,7 @@ def build_student(
 def empty_student(
     recipe: Recipe, ds_config: dict[str, Any], device: torch.device, *, losses: bool = True
 ) -> tuple[PreTrainedModel, dict[str, Scheme]]:
-    """Build the student without its weights, and find the schemes that the recipe gives to lm_head and embeddings, by
-    their names in the model."""
+    """Build the student without weights, and return it with the schemes of :func:`_named_schemes`."""
     model = build_model(
         recipe.model.path,
         ds_config,
@@ -87,7 +86,7 @@ def empty_student(
         own = [one for one in recipe.learnable.freeze if not re.search("theta|lora", one)]  # these come later
         check_patterns([name for name, _ in model.named_parameters()], own)
         if losses:
-            output_head(model)  # its losses are computed from its hidden states, or this is an error
+            output_head(model)  # raises if the losses cannot be computed from hidden states
         if recipe.quant.rotate:
             _check_plain(recipe)
         if recipe.adapter.on:
@@ -96,13 +95,13 @@ def empty_student(
 
 
 def _check_head(model: PreTrainedModel) -> None:
-    """Refuse a turned input of lm_head, whose losses are computed from its weight and an input that nobody turns."""
+    """Refuse a rotated input of lm_head: the losses are computed from its weight and the unrotated hidden states."""
     if getattr(model.get_output_embeddings(), "rotation", None) is not None:
         raise ValueError("quant.rotate: lm_head's input is not turned; leave it out of the patterns")
 
 
 def _check_plain(recipe: Recipe) -> None:
-    """Refuse to turn weights that lie as codes in ``model.path``."""
+    """Refuse to rotate weights that are quantized in ``model.path``."""
     if is_quantized(Path(recipe.model.path)):
         raise ValueError(
             f"quant.rotate: {recipe.quant.rotate}, expected nothing: {recipe.model.path} is quantized, and its scales "
@@ -117,7 +116,7 @@ def _hold(recipe: Recipe, model: PreTrainedModel) -> None:
 def quantize_student(
     recipe: Recipe, ds_config: dict[str, Any], device: torch.device, model: PreTrainedModel, named: dict[str, Scheme]
 ) -> Quantization:
-    """Quantize Linears and switch on what trains, in place; scales hold no values yet."""
+    """Quantize Linears and set ``requires_grad``, in place; scales are not filled yet."""
     with errors_on_all_ranks(ValueError):
         quantization = prepare(
             model,
@@ -142,35 +141,37 @@ def quantize_student(
     partition_new_parameters(model, ds_config)
     with errors_on_all_ranks(ValueError):
         set_learnable(model, recipe.learnable)
-    # transformers computes the router's auxiliary loss in its forward; without a trainable router nobody would use it.
+    # transformers computes the router's auxiliary loss in its forward; only a trainable router uses it.
     config = model.config.get_text_config()
     config.output_router_logits = recipe.learnable.router and _has_router_logits(model)
     config.use_cache = False
     if recipe.train.activation_checkpointing:
-        # Their inputs go to host memory in engine.step: transformers' own `offload` does not run on a CPU.
+        # Offload of their inputs is in engine.step: transformers' own `offload` does not run on a CPU.
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     if recipe.train.compile:
         _compile_layers(model)
     if recipe.quant.keep_codes:
         _keep_codes(quantization)
     if stage(ds_config) < 3 and recipe.train.gradient_accumulation_steps > 1:
-        # Weights stay resident and several micro-batches use them: they are quantized once per optimizer step. The
-        # codes take a byte per weight. Under stage 3 a weight is there only while its layer runs.
+        # Resident weights are used by several micro-batches, so they are quantized once per optimizer step; the codes
+        # take one byte per weight. Under stage 3 a weight exists only while its layer runs.
         for layer in quantization.layers.values():
             layer.keeps_weight_codes = layer.held is None
     return quantization
 
 
 def _keep_codes(quantization: Quantization) -> None:
-    """Have layers keep codes of inputs with dynamic scales for backward, but of those that attention keeps anyway."""
+    """Make layers save codes of inputs with dynamic scales for backward, except inputs that attention saves anyway."""
     for layer in quantization.layers.values():
         if isinstance(layer, QuantLinear):
             layer.dynamic_codes, layer.aliases = True, INPUT_ALIASES
 
 
 def _has_router_logits(model: PreTrainedModel) -> bool:
-    """Whether a module of the model gives the logits that the router's auxiliary loss is computed from. Without one
-    (Granite hybrids without experts, DeepSeek-V4 with hashed experts alone) transformers' own loss fails; said once."""
+    """Tell if a module outputs the router logits of the auxiliary loss; warn if not.
+
+    Without one (Granite hybrids without experts, DeepSeek-V4 with hashed experts only) transformers' own loss fails.
+    """
     recorded = [module._can_record_outputs or {} for module in model.modules() if isinstance(module, PreTrainedModel)]
     kinds = [getattr(one["router_logits"], "target_class", nn.Module) for one in recorded if "router_logits" in one]
     there = not kinds or any(isinstance(module, tuple(kinds)) for module in model.modules())
@@ -180,7 +181,7 @@ def _has_router_logits(model: PreTrainedModel) -> bool:
 
 
 def _exempt(recipe: Recipe, model: PreTrainedModel) -> list[str]:
-    """Patterns of what stays: the recipe's; routers, which would send tokens elsewhere; lm_head, for the losses."""
+    """Patterns of unquantized modules: the recipe's; routers, whose choice of experts would change; lm_head."""
     modules = {name for name, _ in model.named_modules()}
     routers = [rf"{re.escape(name)}(\..+)?" for name in router_names(model) if name in modules]
     own = routers + [re.escape(name) for name, one in model.named_modules() if one is model.get_output_embeddings()]
@@ -188,8 +189,11 @@ def _exempt(recipe: Recipe, model: PreTrainedModel) -> list[str]:
 
 
 def initial_scales(recipe: Recipe, model: PreTrainedModel, quantization: Quantization) -> set[str]:
-    """Fill every weight scale, and the activation scales that the recipe names a source for; a collective. Returns the
-    owners of the input groups whose scales remain to be calibrated in place."""
+    """Fill all weight scales, and activation scales from the recipe's source; a collective.
+
+    Returns:
+        Owners of the input groups whose scales remain to be calibrated.
+    """
     if recipe.quant.start or recipe.quant.scales or is_quantized(Path(recipe.model.path)):
         return _scales_of_files(recipe, model, quantization)
     made = fill_quantize_on_load_scales(model, quantization) if recipe.adapter.base == "quantized" else set()
@@ -208,9 +212,11 @@ def initial_codes(
     batches: Iterable[MicroBatch],
     device: torch.device,
 ) -> None:
-    """Choose the codes that training starts with by the samples of ``batches``, as many on every rank, and move the
-    weights there; a collective, after :func:`initial_scales`. As many samples as a micro-batch has rows go through the
-    model together where they are equally long."""
+    """Choose initial codes by GPTQ or block-wise tuning on ``batches``, and set the weights to them; a collective.
+
+    Call it after :func:`initial_scales`, with the same number of batches on every rank. Samples of equal length run
+    together, at most as many as a micro-batch has rows.
+    """
     if is_quantized(Path(recipe.model.path)):
         raise_everywhere(f"quant.init: {recipe.quant.init}, expected rtn: {recipe.model.path} has codes of its own")
     rows = recipe.data.micro_batch_size
@@ -220,7 +226,7 @@ def initial_codes(
 
 
 def _scales_of_files(recipe: Recipe, model: PreTrainedModel, quantization: Quantization) -> set[str]:
-    """:func:`initial_scales` from a PTQ checkpoint, or from the quantized one that training starts from."""
+    """Read the scales of :func:`initial_scales` from a PTQ checkpoint or a quantized ``model.path``."""
     start, scales = recipe.quant.start, recipe.quant.scales
     read = partial(take_start, inside=recipe.quant.snap_to_codes) if start else load_scales if scales else take_scales
     report = read(
@@ -235,20 +241,20 @@ def _scales_of_files(recipe: Recipe, model: PreTrainedModel, quantization: Quant
 
 
 def _named_schemes(recipe: Recipe, model: PreTrainedModel) -> dict[str, Scheme]:
-    """The schemes of lm_head and embeddings by their names in the model; with quant.scheme source of all layers."""
+    """Schemes of lm_head and embeddings by name in the model; of all layers with ``quant.scheme: source``."""
     if recipe.quant.scheme == SOURCE:
         return source_schemes(model, Path(recipe.quant.start or recipe.model.path), recipe.quant.own_weights())
     return _schemes_at_ends(recipe, model) if recipe.quant.lm_head or recipe.quant.embedding else {}
 
 
 def _schemes_at_ends(recipe: Recipe, model: PreTrainedModel) -> dict[str, Scheme]:
-    """The schemes of lm_head and embeddings, by their names in the model."""
+    """Schemes of lm_head and embeddings, by name in the model."""
     modules = {id(module): name for name, module in model.named_modules()}
     chosen = {
         "lm_head": (recipe.quant.head_scheme(), model.get_output_embeddings()),
         "embedding": (recipe.quant.embedding_scheme(), model.get_input_embeddings()),
     }
-    # Not what the configuration says: of a composite model its text part may say nothing.
+    # Compare the weights, not the configuration: the text part of a composite model may lack tie_word_embeddings.
     if model.get_output_embeddings().weight is model.get_input_embeddings().weight:
         for key, (scheme, _) in chosen.items():
             if scheme is not None:
@@ -260,10 +266,10 @@ def _schemes_at_ends(recipe: Recipe, model: PreTrainedModel) -> dict[str, Scheme
 
 
 def uses_fp8_gemm(recipe: Recipe, device: torch.device) -> bool:
-    """Whether this run multiplies codes. ``quant.compute: auto`` does so where a GPU has fp8 tensor cores.
+    """Tell if this run multiplies codes in fp8 GEMMs; ``quant.compute: auto`` does so on GPUs with fp8 tensor cores.
 
     Raises:
-        ValueError: the recipe asks for it on a GPU without them.
+        ValueError: ``quant.compute: fp8_gemm`` on a GPU without them.
     """
     able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
     if recipe.quant.compute == "fp8_gemm" and device.type == "cuda" and not able:
@@ -275,10 +281,10 @@ def uses_fp8_gemm(recipe: Recipe, device: torch.device) -> bool:
 
 
 def _compile_layers(model: PreTrainedModel) -> None:
-    """Compile each decoder layer by itself with torch.compile, in place.
+    """Compile each decoder layer separately with torch.compile, in place.
 
-    Layers share one graph, so that compiling takes no longer where there are more of them. Layers with experts stay as
-    they are: which tokens an expert gets is known only at run time.
+    Layers share one graph, so compile time does not grow with their number. Layers with experts are not compiled: the
+    number of tokens per expert is known only at run time.
     """
     layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
     dense = [layer for layer in layers if not any(isinstance(part, ExpertMLPs) for part in layer.modules())]
@@ -287,24 +293,23 @@ def _compile_layers(model: PreTrainedModel) -> None:
     say(f"compiled: {len(dense)} of {len(layers)} decoder layers; the first steps take longer")
 
 
-ENOUGH = 0.8  # a smaller share of a decoder's matrices is worth a warning
+ENOUGH = 0.8  # warn if a smaller share of the decoder's matrices is quantized
 
 
 @dataclass
 class QuantizedShare:
-    """How much of the decoder's matrices is quantized: all weights of two and more dimensions but embeddings, lm_head
-    and routers.
+    """Quantized share of the decoder's matrices: weights of two or more dims without embeddings, lm_head and routers.
 
     Attributes:
-        parameters: of each kind (attention, MLP, experts, other) those that are quantized, and all of them.
-        left_out: parameters that are not quantized by the pattern of their module's name, where numbers are ``*``.
+        parameters: numbers of quantized and of all elements by kind (attention, MLP, experts, other).
+        left_out: number of unquantized elements by parameter name, with numbers in it replaced by ``*``.
     """
 
     parameters: dict[str, tuple[int, int]]
     left_out: Counter[str]
 
     def lines(self) -> Iterator[str]:
-        """The share of all, and of each kind; what was left out, largest first, where it is more than a fifth."""
+        """Yield the total share and that of each kind; a warning with the unquantized, largest first, below 80 %."""
         done, whole = map(sum, zip(*self.parameters.values(), strict=True))
         share = done / whole if whole else 1.0
         kinds = ", ".join(f"{kind} {done:,} of {whole:,}" for kind, (done, whole) in self.parameters.items() if whole)
@@ -315,7 +320,7 @@ class QuantizedShare:
 
 
 def quantized_share(model: PreTrainedModel, quantization: Quantization) -> QuantizedShare:
-    """Count what of a model's matrices is quantized; parameters may be partitions."""
+    """Count the quantized elements of a model's matrices; parameters may be partitioned."""
     quantized = {id(layer.weight) for layer in quantization.layers.values()}
     modules = dict(model.named_modules())
     counts = dict.fromkeys(("attention", "MLP", "experts", "other"), (0, 0))
@@ -335,7 +340,7 @@ _KINDS = {"attention": ("attn", "attention"), "MLP": ("mlp", "feed_forward", "ff
 
 
 def _kind_of_matrix(name: str, modules: dict[str, nn.Module]) -> str:
-    """What a parameter belongs to, by the modules around it, the innermost that says it first."""
+    """Kind of a matrix (attention, MLP, experts, other) by its innermost module with a telling name or class."""
     around = name.rpartition(".")[0]
     while around:
         words = f"{around.rpartition('.')[2]} {type(modules[around]).__name__}".lower()

@@ -1,4 +1,4 @@
-"""The teacher that a recipe names: a frozen model beside the student, or a cache on disk."""
+"""Build the recipe's teacher: a frozen model beside the student, or a cache on disk."""
 
 import os
 from collections.abc import Sequence
@@ -22,16 +22,16 @@ from model.ranks import errors_on_all_ranks, rank, say, world_size
 
 
 def load_teacher(recipe: Recipe, context: RunContext, logits: int) -> ModelTeacher:
-    """Load the frozen model to distil from; a collective.
+    """Load the frozen teacher model; a collective.
 
     Args:
         recipe: the run; ``loss.teacher`` is the directory of the teacher's checkpoint.
-        context: what :func:`engine.session.context.start_ranks` gave.
-        logits: how many logits the student has per token.
+        context: result of :func:`engine.session.context.start_ranks`.
+        logits: number of the student's logits per token.
 
     Raises:
-        RankError: on every rank: the teacher has no tokenizer or another one, it has no logit for a token, or its
-            logits are not what its lm_head gives.
+        RankError: on every rank: the teacher has no tokenizer or another one, has no logit for a token, or changes its
+            lm_head's output in an unsupported way.
     """
     path = recipe.loss.teacher
     assert path is not None, "the recipe's teacher is no model"
@@ -71,10 +71,10 @@ def load_teacher(recipe: Recipe, context: RunContext, logits: int) -> ModelTeach
 
 
 def open_cached_teacher(recipe: Recipe, samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase) -> CachedTeacher:
-    """Open the cache that the recipe names, and check that it was made of the samples of this run; a collective.
+    """Open ``loss.teacher_cache``, and check that it was made from this run's samples and teacher; a collective.
 
     Raises:
-        RankError: on every rank: the cache is damaged, or was made of something else.
+        RankError: on every rank: the cache is damaged, or was made from other samples, tokenizer or teacher.
     """
     directory, top_k = recipe.loss.teacher_cache, recipe.loss.top_k
     assert directory is not None, "the recipe's teacher is no cache"
@@ -101,14 +101,14 @@ def open_cached_teacher(recipe: Recipe, samples: Sequence[Sample], tokenizer: Pr
 
 
 def _logits_of(recipe: Recipe) -> int:
-    """How many logits the student has, as its configuration says."""
+    """Number of the student's logits, from its configuration."""
     own = recipe.model
     config = AutoConfig.from_pretrained(own.path, trust_remote_code=own.trust_remote_code, local_files_only=True)
     return int(config.get_text_config().vocab_size)
 
 
 def _check_same_tokens(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
-    """Refuse a teacher to whom a token id means something else."""
+    """Refuse a teacher whose tokenizer differs from the student's."""
     try:
         theirs = load_tokenizer(path, trust_remote_code=recipe.model.trust_remote_code)
     except DataError as error:
