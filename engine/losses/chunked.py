@@ -1,21 +1,21 @@
 """Language modeling and distillation losses from hidden states through lm_head, a chunk of tokens at a time.
 
-The logits of T tokens over a vocabulary of V are the largest tensors of a training step: at T = 4096 and V = 152k one
-of them in fp32 takes 2.5 GB, and a distillation loss written with torch's operators keeps and makes several. Here none
-exists. The forward goes over the positions that have a target, ``chunk_tokens`` at a time, and does everything for
-them at once: logits of student and teacher (GEMMs in the model's dtype), losses and the gradient of the logits in
-closed form (fp32, see :mod:`engine.losses.kd`), and from it the gradients of hidden states, weight and bias. The
-backward only multiplies those by the gradient that comes in. No GEMM is computed twice, and what lives at a time is
+Logits [T, V] are the largest tensors of a training step: at T = 4096 and V = 152k one in fp32 takes 2.5 GB, and a
+distillation loss of torch operators allocates several. Here none exists. The forward loops over the positions with a
+target, ``chunk_tokens`` at a time: logits of student and teacher (GEMMs in the model's dtype), losses and the gradient
+of the logits in closed form (fp32, see :mod:`engine.losses.kd`), then the gradients of hidden states, weight and bias.
+The backward only multiplies these by the incoming gradient. No GEMM is computed twice. Memory at a time, with C tokens
+per chunk:
 
-    2 V C bytes of bf16 logits, for student and teacher each, at C tokens per chunk;
-    a few fp32 blocks of ``BLOCK_ELEMENTS``, in which rows of a chunk are worked through;
+    2 V C bytes of bf16 logits, for student and teacher each;
+    a few fp32 blocks of ``BLOCK_ELEMENTS``, each for some rows of a chunk;
     the gradient of the hidden states, and that of lm_head if it trains: fp32 while several chunks add to it.
 
-Every loss is a **sum** over valid tokens. ``scale`` multiplies what is differentiated: the loop passes
+Every loss is a **sum** over valid tokens. ``scale`` multiplies the differentiated total: the loop passes
 world * accumulation / N, N the valid tokens of the whole optimizer step, so that no split into micro-batches or over
-ranks changes the loss (a mean of means would weight tokens by how empty their micro-batch is). The weights and
-``scale`` are in the gradient of the logits before it is rounded to the model's dtype, which has the exponents of fp32;
-under one with fewer (fp16) ``gradient_scale`` is in it too: the loss scale, with which the gradient comes in.
+ranks changes the loss (a mean of means would weight tokens by the padding of their micro-batch). Loss weights and
+``scale`` multiply the gradient of the logits before it is rounded to the model's dtype. bf16 has the exponent range of
+fp32; for fp16, with less, ``gradient_scale`` multiplies it too: the loss scale, contained in the incoming gradient.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,18 +32,18 @@ from engine.losses.kd import TopK
 from engine.losses.objective import Objective, block_losses, tokens_at_a_time
 from model.head import UNCHANGED, LogitFunction
 
-# Elements of one fp32 block, by device: small enough for a core's cache, large enough that launching costs little.
+# Elements of one fp32 block, by device: small enough for a core's cache, large enough to hide launch overhead.
 BLOCK_ELEMENTS = {"cpu": 2**18, "cuda": 2**24}
-# Elements of lm_head's gradient that are added up at a time.
+# Elements of lm_head's gradient that are accumulated at a time.
 SLICE_ELEMENTS = 2**22
 
 
 @dataclass(frozen=True)
 class TeacherHidden:
-    """A teacher in memory: its hidden states before lm_head [..., H'], and its lm_head [V', H'], [V'].
+    """Output of a teacher in memory: hidden states before lm_head [..., H'], lm_head's weight [V', H'] and bias [V'].
 
-    ``vocabulary``: the two are compared on token ids below it, each renormalized there; None: on all ids, which must
-    then be as many. ``function``: what the teacher makes of its lm_head's output.
+    ``vocabulary``: teacher and student are compared on token ids below it, renormalized; None: on all ids, which
+    requires vocabularies of equal size. ``function``: the teacher's function of its lm_head's output.
     """
 
     hidden: Tensor
@@ -54,9 +54,9 @@ class TeacherHidden:
 
 
 class TeacherTopK(NamedTuple):
-    """A cached teacher: a row of ``top`` for each valid position, row-major.
+    """Output of a cached teacher: a row of ``top`` for each valid position, row-major.
 
-    ``vocabulary`` means the same as for a :class:`TeacherHidden`.
+    ``vocabulary``: see :class:`TeacherHidden`.
     """
 
     top: TopK
@@ -67,7 +67,7 @@ Teacher = TeacherHidden | TeacherTopK
 
 
 class LossResult(NamedTuple):
-    """``total``: scalar, scaled, attached to the graph. ``sums``: unweighted sums over the valid tokens, detached."""
+    """Scaled scalar ``total`` with its graph, and detached ``sums``: unweighted sums over the valid tokens, by name."""
 
     total: Tensor
     sums: dict[str, Tensor]
@@ -87,26 +87,24 @@ def chunked_losses(
     function: LogitFunction = UNCHANGED,
     positions: Tensor | None = None,
 ) -> LossResult:
-    """All losses of the positions whose label is not -100, see the module's docstring.
+    """Compute all losses of the positions whose label is not -100, see the module's docstring.
 
     Args:
-        hidden: ``[..., H]``, what goes into lm_head.
-        weight: ``[V, H]`` of lm_head; gathered, under ZeRO-3.
+        hidden: ``[..., H]``, the input of lm_head.
+        weight: ``[V, H]`` of lm_head; gathered under ZeRO-3.
         bias: ``[V]`` of lm_head, or None.
-        labels: ``[...]`` int64, already shifted: the token that each position should predict, -100 where there is none.
-        teacher: None where nothing is distilled.
-        objective: which losses, LM alone by default.
+        labels: ``[...]`` int64, already shifted: the token to predict at each position, or -100.
+        teacher: None without distillation.
+        objective: the losses and their weights, LM only by default.
         scale: factor of ``total`` (not of the sums).
-        gradient_scale: what ``total`` will be multiplied with before backward: gradients are rounded to the model's
-            dtype times this, and divided by it when they are handed out. A power of two changes nothing else.
-        diagnostics: also sum KL(p || q), KL(q || p) and how often both models' most likely token is the same; they need
-            a teacher in memory.
-        function: what the student makes of its lm_head's output.
-        positions: ``[N]``, where there are labels; None: they are looked for, for which the host waits on a GPU.
+        gradient_scale: factor that the caller multiplies ``total`` by before backward. Gradients are rounded to the
+            model's dtype multiplied by it, and divided by it in backward. A power of two changes nothing else.
+        diagnostics: also sum KL(p || q), KL(q || p) and top-1 agreement; they need a teacher in memory.
+        function: the student's function of its lm_head's output.
+        positions: ``[N]`` flat indices of the labels; None: found here, for which the host waits on a GPU.
 
     Raises:
-        ValueError: shapes that do not belong together, or a user's loss that returns something else than one number per
-            token.
+        ValueError: mismatched shapes, or a user's loss does not return one number per token.
     """
     objective = objective or Objective()
     _check(hidden, weight, labels, teacher)
@@ -147,12 +145,11 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor, teacher: Teacher | No
 
 
 class _Job(NamedTuple):
-    """What the autograd Function needs beside the tensors that have gradients.
+    """Non-tensor arguments of the autograd Function; see :func:`chunked_losses`.
 
     Attributes:
-        names: of the parts that are computed, in their order.
-        wanted: whether hidden states, weight and bias need a gradient, in this order.
-        function: what the student makes of its lm_head's output.
+        names: of the computed losses, in their order.
+        wanted: True if a gradient is needed, for hidden states, weight and bias.
     """
 
     objective: Objective
@@ -166,12 +163,12 @@ class _Job(NamedTuple):
 
     @property
     def factor(self) -> float:
-        """What gradients are multiplied with when they are formed."""
+        """Factor of the gradient of the logits."""
         return self.scale * self.gradient_scale
 
 
 class _ChunkedLosses(torch.autograd.Function):
-    """The pass over the chunks. The gradients are ready when its forward ends; its backward only multiplies them."""
+    """Loop over the chunks. Forward computes the gradients too; backward only multiplies them."""
 
     @staticmethod
     def forward(
@@ -186,7 +183,7 @@ class _ChunkedLosses(torch.autograd.Function):
         for start in range(0, len(positions), size):
             chunk = slice(start, start + size)
             rows = flat.index_select(0, positions[chunk])  # [C, H]
-            logits = student(rows)  # [C, V]; becomes its own gradient, block by block
+            logits = student(rows)  # [C, V]; overwritten by its gradient, block by block
             of_teacher = teacher(chunk)
             for block in row_blocks(logits):
                 _losses_of_block(
@@ -213,22 +210,19 @@ class _ChunkedLosses(torch.autograd.Function):
 
 
 def _work_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that losses are computed in: fp32, and fp64 for a model in fp64."""
+    """Dtype of the losses: fp32, and fp64 for a model in fp64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def row_blocks(logits: Tensor) -> Iterator[slice]:
-    """The rows of a chunk of logits [C, V], in blocks that are worked through at a time."""
+    """Slices of the rows of a chunk of logits [C, V], of at most ``BLOCK_ELEMENTS`` each."""
     limit = BLOCK_ELEMENTS.get(logits.device.type, BLOCK_ELEMENTS["cuda"])
     size = max(1, limit // logits.shape[1])
     return (slice(start, start + size) for start in range(0, logits.shape[0], size))
 
 
 class _Projection:
-    """Multiplies chunks of hidden states with lm_head, always into the same memory.
-
-    New pages for each chunk would cost more than the softmax.
-    """
+    """Multiply chunks of hidden states by lm_head, into one buffer: new memory pages would cost more than the softmax."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight, self.bias = weight, bias
@@ -249,7 +243,7 @@ _NO_TEACHER: Callable[[slice], BlockTeacher] = lambda chunk: lambda block: None 
 
 
 def _teacher_rows(teacher: Teacher, positions: Tensor) -> Callable[[slice], BlockTeacher]:
-    """A function of a chunk of positions, which gives one of a block of its rows: what the teacher says of them."""
+    """Return a function of a chunk, whose result maps a block of its rows to the teacher's logits or top K."""
     if isinstance(teacher, TeacherTopK):
         top = teacher.top
         return lambda chunk: lambda block: TopK(*(tensor[chunk][block] for tensor in top))
@@ -265,7 +259,7 @@ def _teacher_rows(teacher: Teacher, positions: Tensor) -> Callable[[slice], Bloc
 
 
 def _losses_of_block(logits: Tensor, teacher: Tensor | TopK | None, labels: Tensor, job: _Job, values: Tensor) -> None:
-    """Losses of R tokens into ``values`` [parts, R]; ``logits`` [R, V] become their gradient if one is wanted."""
+    """Write losses of R tokens into ``values`` [losses, R], and the gradient, if needed, over ``logits`` [R, V]."""
     student = job.function(logits.to(_work_dtype(logits.dtype)))
     gradient = torch.zeros_like(student) if any(job.wanted) else None
     block_losses(
@@ -286,10 +280,10 @@ def _losses_of_block(logits: Tensor, teacher: Tensor | TopK | None, labels: Tens
 
 @dataclass
 class _Gradients:
-    """Gradients of hidden states, weight and bias; None where none is wanted.
+    """Gradients of hidden states, weight and bias; None if not needed.
 
-    The gradient of the hidden states has the model's dtype. Where several chunks add to those of weight and bias, they
-    are fp32 until :meth:`times`; a single chunk gives them in the model's dtype. They are rounded once either way.
+    The gradient of the hidden states has the model's dtype. Those of weight and bias are fp32 until :meth:`times` if
+    several chunks add to them, else in the model's dtype: rounded once either way.
 
     Attributes:
         shape: of the caller's hidden states.
@@ -304,7 +298,7 @@ class _Gradients:
 
     @classmethod
     def like(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, positions: int, job: _Job) -> "_Gradients":
-        """Gradients that are 0 so far."""
+        """Allocate gradients filled with 0."""
         several = positions > tokens_at_a_time(job.objective.chunk_tokens, hidden.device)
         dtype = _work_dtype(weight.dtype) if several else weight.dtype
         flat = hidden.new_zeros(hidden.shape).view(-1, hidden.shape[-1]) if job.wanted[0] else None
@@ -316,10 +310,10 @@ class _Gradients:
         """Add the gradients of one chunk.
 
         Args:
-            rows: [C, H], the hidden states that went into lm_head.
-            logits: [C, V], the gradient of what came out of it.
+            rows: [C, H], input of lm_head.
+            logits: [C, V], gradient of lm_head's output.
             weight: [V, H] of lm_head.
-            positions: [C], where the rows lie among all hidden states.
+            positions: [C], indices of the rows among all hidden states.
         """
         if self.hidden is not None:
             self.hidden.index_copy_(0, positions, torch.mm(logits, weight))
@@ -332,7 +326,7 @@ class _Gradients:
             self.bias.add_(logits.sum(0, dtype=_work_dtype(logits.dtype)))
 
     def times(self, factor: Tensor) -> Sequence[Tensor | None]:
-        """Hand out the gradients, multiplied by a scalar, in the model's dtype; to be called once."""
+        """Return the gradients multiplied by a scalar, in the model's dtype, and free them; call it once."""
         hidden, weight, bias = (
             None if tensor is None else _multiplied(tensor, factor, self.dtype)
             for tensor in (self.hidden, self.weight, self.bias)
@@ -342,11 +336,11 @@ class _Gradients:
 
 
 def _add_in_fp32(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add ``left @ right`` to ``total``, which is fp32 where they are not."""
+    """Add ``left @ right`` (bf16 or fp16) to ``total`` (fp32)."""
     if _adds_in_fp32(total.device):
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
-        # A product in the operands' dtype is rounded to it before it is added, a slice of the rows at a time.
+        # The product is rounded to the operands' dtype before the sum; in slices of rows, to save memory.
         size = _rows_of_slice(total)
         for part, rows in zip(total.split(size), left.split(size), strict=True):
             part.add_(torch.mm(rows, right))
@@ -354,8 +348,10 @@ def _add_in_fp32(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 @cache
 def _adds_in_fp32(device: torch.device) -> bool:
-    """Whether one GEMM of the device multiplies bf16 and adds to fp32. CUDA's does from torch 2.11 on (before, what it
-    added to had to be bf16 too), a CPU's does not. The meta device of 2.11 takes the dtype for a factor: TypeError."""
+    """Tell if the device has a GEMM with bf16 operands that adds to fp32: CUDA from torch 2.11 on, CPU not.
+
+    The meta device of torch 2.11 mistakes the dtype for a factor: TypeError.
+    """
     total, ones = torch.zeros(16, 16, device=device), torch.ones(16, 16, dtype=torch.bfloat16, device=device)
     try:
         torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)
@@ -365,14 +361,14 @@ def _adds_in_fp32(device: torch.device) -> bool:
 
 
 def _rows_of_slice(tensor: Tensor) -> int:
-    """How many rows of a tensor are worked on at a time."""
+    """Number of rows with about ``SLICE_ELEMENTS`` elements."""
     return max(1, SLICE_ELEMENTS // max(1, tensor[0].numel()))
 
 
 def _multiplied(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """``tensor`` times a scalar in ``dtype``, in place where it is of that dtype.
+    """Multiply ``tensor`` by a scalar in fp32, return it in ``dtype``; in place if it has that dtype.
 
-    In fp32 and in pieces: in one operation torch would round the scalar to bf16 first, or make an fp32 copy of it all.
+    In slices: one operation would round the scalar to bf16 first, or allocate an fp32 copy of the whole tensor.
     """
     out = tensor if tensor.dtype == dtype else torch.empty_like(tensor, dtype=dtype)
     size = _rows_of_slice(tensor) if tensor.dim() > 1 and len(tensor) else SLICE_ELEMENTS

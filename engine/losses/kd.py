@@ -1,4 +1,4 @@
-"""Distillation losses of a few tokens over the whole vocabulary, in value and in the closed form of their gradient.
+"""Distillation losses per token over the whole vocabulary: values and gradients in closed form.
 
 With ``z`` and ``t`` the student's and the teacher's logits of one token, ``q = softmax(z)`` and ``p = softmax(t)``:
 
@@ -16,7 +16,7 @@ kind           loss
 ============== =====================================================================================================
 
 With ``tail`` the last two are not renormalized: all tokens outside S form one more bucket, of mass p(tail) and q(tail),
-and the divergence is that of the K + 1 buckets. Then a student that moves mass out of S pays for it.
+and the divergence is that of the K + 1 buckets. This penalizes a student that moves mass out of S.
 
 The gradients with respect to z:
 
@@ -27,18 +27,18 @@ The gradients with respect to z:
     KL(q' || p') on S        q' (log q' - log p' - KL) inside, 0 outside; with a tail q (log q(b) - log p(b) - KL),
                              b the token's bucket
 
-AngelSlim (angelslim/compressor/distill/loss.py at 67394ce) defines the same kinds. It writes K into the name
-(``kl_top_1000``), where K is ``loss.top_k`` here; its means are those of a micro-batch, ours are taken over the whole
-optimizer step; it has no tail; and what it does with masked tokens is left to the arithmetic.
+AngelSlim (angelslim/compressor/distill/loss.py at 67394ce) defines the same kinds, with differences: K is in the name
+(``kl_top_1000``), ``loss.top_k`` here; means are over a micro-batch, here over the whole optimizer step; there is no
+tail; masked tokens are not specified.
 
-What is fixed here:
+Edge cases:
 
-* **Ties** in the K most likely tokens go to the lower token id. bf16 logits tie often, and ``torch.topk`` promises
-  nothing, so that a teacher that was cached elsewhere could have chosen other tokens.
-* **Logits of -inf** (a masked vocabulary): a term whose first factor is 0 counts 0, whatever the other model says, so
-  that both models may mask; a token that only the second factor's model masks makes the divergence +inf. For ``mse``
-  two masked logits differ by 0.
-* **NaN** in any logit of a token gives NaN.
+* **Ties** in the K most likely tokens: the lower token id comes first. bf16 logits tie often, and the order of
+  ``torch.topk`` is unspecified, so a cache written on another machine could hold other tokens.
+* **Logits of -inf** (masked vocabulary): a term whose first factor is 0 counts 0 whatever the other model's value, so
+  both models may mask; a token masked only by the model of the second factor makes the divergence +inf. For ``mse`` two
+  masked logits differ by 0.
+* **NaN** in any logit of a token makes its loss NaN.
 """
 
 from dataclasses import dataclass
@@ -51,18 +51,18 @@ from torch import Tensor
 KD_KINDS = ("kl", "rkl", "cakld", "kd", "mse", "kl_top_k", "r_kl_top_k")
 TOP_K_KINDS = ("kl_top_k", "r_kl_top_k")
 CACHED_KINDS = ("kl_top_k",)
-"""The kinds that a cached teacher allows: of the tokens outside its own K it holds nothing but their mass."""
+"""Kinds possible with a cached teacher, which has only the total mass of tokens outside its own K."""
 
 
 @dataclass(frozen=True)
 class Distillation:
-    """One distillation loss.
+    """Kind and options of the distillation loss.
 
     Attributes:
-        kind: one of the kinds above.
-        temperature: of the kind ``kd``; the others have none.
-        top_k: K, of the kinds on K tokens.
-        tail: one more bucket for all other tokens, of the kinds on K tokens.
+        kind: see the table above.
+        temperature: for kind ``kd`` only.
+        top_k: K, for the kinds on K tokens.
+        tail: one more bucket for all other tokens, for the kinds on K tokens.
     """
 
     kind: str = "cakld"
@@ -80,10 +80,10 @@ class Distillation:
 
 
 class TopK(NamedTuple):
-    """The K most likely tokens of R positions: ``log_probs`` [R, K], ``indices`` int64 [R, K], ``log_tail`` [R].
+    """K most likely tokens of R positions: ``log_probs`` [R, K], ``indices`` int64 [R, K], ``log_tail`` [R].
 
-    Log-probabilities are those of the whole vocabulary, in descending order; ``log_tail`` is the logarithm of the
-    probability of all other tokens.
+    Log-probabilities are over the whole vocabulary, in descending order; ``log_tail`` is the log-probability of all
+    other tokens together.
     """
 
     log_probs: Tensor
@@ -91,7 +91,7 @@ class TopK(NamedTuple):
     log_tail: Tensor
 
     def first(self, k: int) -> "TopK":
-        """Only the first ``k``; the others join the tail."""
+        """Keep the first ``k`` tokens, and add the others to the tail."""
         if k >= self.log_probs.shape[-1]:
             return self
         rest = torch.cat([self.log_probs[:, k:], self.log_tail.unsqueeze(-1)], -1).logsumexp(-1)
@@ -100,8 +100,8 @@ class TopK(NamedTuple):
 
 def top_indices(logits: Tensor, k: int) -> Tensor:
     """Token ids of the ``k`` largest of ``logits`` [R, V], largest first, equal ones by id; int64 [R, min(k, V)]."""
-    # A float's bits, read as an integer, order like the float where its sign is +, and reversed where it is -. Adding
-    # 0 makes -0 and +0 the same bits.
+    # Bits of a float, read as an integer, order like the float if it is positive, and in reverse if negative. Adding 0
+    # gives -0 and +0 the same bits.
     bits = (logits.float() + 0.0).view(torch.int32)
     rank = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32
     vocabulary = logits.shape[-1]
@@ -110,7 +110,7 @@ def top_indices(logits: Tensor, k: int) -> Tensor:
 
 
 def take_top_k(logits: Tensor, log_probs: Tensor, k: int) -> TopK:
-    """The ``k`` most likely tokens by ``logits`` [R, V], whose log-softmax is ``log_probs``."""
+    """Select the ``k`` most likely tokens by ``logits`` [R, V] with log-softmax ``log_probs``."""
     indices = top_indices(logits, k)
     return TopK(log_probs.gather(-1, indices), indices, _log_tail(log_probs, indices))
 
@@ -125,19 +125,16 @@ def distil(
     gradient: Tensor | None = None,
     weight: float = 1.0,
 ) -> Tensor:
-    """The distillation loss of R tokens.
+    """Compute the distillation loss per token, [R].
 
     Args:
-        spec: which loss.
+        spec: kind and options of the loss.
         student: logits [R, V], fp32.
-        log_q: their log-softmax.
-        teacher: logits [R, V], fp32, or what a cache holds of them.
+        log_q: log-softmax of ``student``.
+        teacher: logits [R, V], fp32, or the top K of a cache.
         labels: int64 [R], each below V.
         gradient: [R, V]; ``weight`` times the gradient of each token's loss is added to its row.
         weight: see ``gradient``.
-
-    Returns:
-        The loss per token, [R].
     """
     if spec.kind in TOP_K_KINDS:
         return _on_top_k(spec, student, log_q, teacher, gradient, weight)
@@ -161,7 +158,7 @@ def distil(
 
 
 def forward_kl(log_p: Tensor, log_q: Tensor, gradient: Tensor | None = None, weight: float | Tensor = 1.0) -> Tensor:
-    """KL(p || q) per row, and ``weight`` (a number, or [R, 1]) times its gradient added to ``gradient``."""
+    """Return KL(p || q) per row; add ``weight`` (a number, or [R, 1]) times its gradient to ``gradient``."""
     p = log_p.exp()
     value = _log_ratio(p, log_p, log_q).mul_(p).sum(-1)
     if gradient is not None:
@@ -170,7 +167,7 @@ def forward_kl(log_p: Tensor, log_q: Tensor, gradient: Tensor | None = None, wei
 
 
 def reverse_kl(log_p: Tensor, log_q: Tensor, gradient: Tensor | None = None, weight: float | Tensor = 1.0) -> Tensor:
-    """KL(q || p) per row, and ``weight`` (a number, or [R, 1]) times its gradient added to ``gradient``."""
+    """Return KL(q || p) per row; add ``weight`` (a number, or [R, 1]) times its gradient to ``gradient``."""
     q = log_q.exp()
     ratio = _log_ratio(q, log_q, log_p)
     value = (ratio * q).sum(-1)
@@ -180,7 +177,7 @@ def reverse_kl(log_p: Tensor, log_q: Tensor, gradient: Tensor | None = None, wei
 
 
 def _log_ratio(a: Tensor, log_a: Tensor, log_b: Tensor) -> Tensor:
-    """log a - log b, 0 where a is 0 (there it may be NaN or infinite, and a times it has to be 0)."""
+    """log a - log b; 0 where a is 0, as the difference may be NaN or infinite there, and a times it must be 0."""
     return torch.sub(log_a, log_b).masked_fill_(a == 0, 0.0)
 
 
@@ -197,7 +194,7 @@ def _mse(student: Tensor, teacher: Tensor, gradient: Tensor | None, weight: floa
 def _on_top_k(
     spec: Distillation, student: Tensor, log_q: Tensor, teacher: Tensor | TopK, gradient: Tensor | None, weight: float
 ) -> Tensor:
-    """``kl_top_k`` and ``r_kl_top_k``: the divergence of K tokens or K + 1 buckets."""
+    """Compute ``kl_top_k`` or ``r_kl_top_k``: the divergence of K tokens or K + 1 buckets."""
     if spec.kind == "r_kl_top_k":
         assert isinstance(teacher, Tensor), "the student's K tokens need the teacher's logits"
         log_p_all = F.log_softmax(teacher, dim=-1)
@@ -219,17 +216,17 @@ def _on_top_k(
     log_q_tail = _log_tail(log_q, top.indices).unsqueeze(-1)
     log_p = torch.cat([top.log_probs, top.log_tail.unsqueeze(-1)], -1)  # [R, K + 1]
     buckets = torch.cat([inside, log_q_tail], -1)
-    # The gradient with respect to the buckets' own logits; a token outside S has its share q / q(tail) of its bucket's.
+    # Gradient of the buckets' logits; a token outside S gets its share q / q(tail) of the tail's gradient.
     local = None if gradient is None else torch.zeros_like(buckets)
     value = divergence(log_p, buckets, local, weight)
     if gradient is not None and local is not None:
         share = log_q.sub(log_q_tail).exp_().scatter_(-1, top.indices, 0.0)
-        # Without a token outside S there is no tail: -inf - -inf.
+        # Without tokens outside S the tail is empty: -inf - -inf is NaN.
         share.masked_fill_(log_q_tail == -torch.inf, 0.0)
         gradient.add_(share.mul_(local[:, -1:])).scatter_add_(-1, top.indices, local[:, :-1])
     return value
 
 
 def _log_tail(log_probs: Tensor, indices: Tensor) -> Tensor:
-    """The logarithm [R] of the probability of all tokens but ``indices``; log(1 - p(S)) would cancel."""
+    """Log-probability [R] of all tokens except ``indices``; log(1 - p(S)) would lose precision by cancellation."""
     return log_probs.scatter(-1, indices, -torch.inf).logsumexp(-1)

@@ -1,7 +1,7 @@
-"""What training minimizes: the losses with their weights, and their values and gradients for a few tokens' logits.
+"""Objective of training: weighted losses, with values and gradients from the logits of some tokens.
 
-This file knows logits and labels. Where the logits come from, a chunk of tokens at a time, is in
-:mod:`engine.losses.chunked`; the distillation losses themselves are in :mod:`engine.losses.kd`.
+Logits are computed in :mod:`engine.losses.chunked`, a chunk of tokens at a time; distillation losses are in
+:mod:`engine.losses.kd`.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,17 +15,17 @@ from transformers import PreTrainedModel
 
 from engine.losses.kd import Distillation, TopK, distil, forward_kl, reverse_kl
 
-# Distances between student and teacher that are measured now and then; they have no weight in the total.
+# Distances between student and teacher, measured every ``loss.diagnostics_every`` steps, without weight in the total.
 DIAGNOSTICS = ("forward_kl", "backward_kl", "top1_agreement")
-# The auxiliary loss of a MoE's router. The model computes it, with the weight that its configuration gives.
+# Auxiliary loss of a MoE's router, computed by the model with the weight from its configuration.
 ROUTER_AUX = "router_aux"
 
 
 def router_loss_factor(model: PreTrainedModel) -> float:
-    """What transformers multiplies a model's auxiliary loss by, which balances the experts.
+    """Factor of the load-balancing auxiliary loss in a transformers model.
 
     Raises:
-        ValueError: the class computes that loss, and neither it nor its config has the factor.
+        ValueError: neither the model nor its config has the factor.
     """
     for owner in (model, model.config.get_text_config()):
         if (factor := getattr(owner, "router_aux_loss_coef", None)) is not None:
@@ -37,11 +37,11 @@ def router_loss_factor(model: PreTrainedModel) -> float:
 
 
 class LossChunk(NamedTuple):
-    """Some valid tokens, for a user's own loss.
+    """Input of a user's loss: some valid tokens.
 
     Attributes:
-        student: logits fp32 [C, V], a leaf that requires grad; not to be changed in place.
-        teacher: logits fp32 [C, V'] of the tokens that both vocabularies have; None without a teacher in memory.
+        student: logits fp32 [C, V], a leaf that requires grad; do not change it in place.
+        teacher: logits fp32 [C, V'] of the tokens in both vocabularies; None without a teacher in memory.
         labels: int64 [C], the tokens to predict.
     """
 
@@ -51,7 +51,7 @@ class LossChunk(NamedTuple):
 
 
 TokenLoss = Callable[[LossChunk], Tensor]
-"""A user's loss per token, [C]. Each token's loss may depend on its own row only: chunks are cut anywhere."""
+"""A user's loss per token, [C]. Each token's loss may depend on its own row only, as chunk boundaries are arbitrary."""
 
 
 @dataclass(frozen=True)
@@ -63,14 +63,14 @@ class NamedTokenLoss:
     function: TokenLoss
 
 
-# lm_head's gradient is an fp32 sum over the chunks, each of which reads and writes all of it. At 512 tokens that takes
-# a GPU half as long as the chunk's GEMMs, at 4,096 a sixteenth (8 bytes an element at 4 TB/s, 6 operations an element
-# and token at 0.7 PFLOP/s; counted, not measured). What is planned without a device is planned for GPUs.
+# Each chunk reads and writes the whole fp32 gradient of lm_head. At 512 tokens that takes a GPU half as long as the
+# chunk's GEMMs, at 4,096 a sixteenth (8 bytes an element at 4 TB/s, 6 operations an element and token at 0.7 PFLOP/s;
+# counted, not measured). Plans without a device assume a GPU.
 CPU_TOKENS, GPU_TOKENS = 512, 4096
 
 
 def tokens_at_a_time(chosen: int | None, device: torch.device) -> int:
-    """How many tokens' logits exist at a time: what was chosen, or a number by the device."""
+    """Number of tokens per chunk: ``chosen``, or the default of the device."""
     return chosen or (CPU_TOKENS if device.type == "cpu" else GPU_TOKENS)
 
 
@@ -81,9 +81,9 @@ class Objective:
     Attributes:
         lm_weight: of the language modeling loss.
         kd_weight: of the distillation loss.
-        kd: which distillation loss.
+        kd: kind and options of the distillation loss.
         token_losses: the user's own.
-        chunk_tokens: tokens whose logits exist at a time; None: see :func:`tokens_at_a_time`.
+        chunk_tokens: tokens per chunk of logits; None: see :func:`tokens_at_a_time`.
     """
 
     lm_weight: float = 1.0
@@ -93,22 +93,22 @@ class Objective:
     chunk_tokens: int | None = None
 
     def weights(self) -> dict[str, float]:
-        """The weight of each part of the total that is computed from logits."""
+        """Weight of each loss that is computed from logits."""
         return {"lm": self.lm_weight, "kd": self.kd_weight, **{loss.name: loss.weight for loss in self.token_losses}}
 
     def parts(self, *, distils: bool, diagnostics: bool) -> list[str]:
-        """The names of everything that :func:`block_losses` computes, in its order."""
+        """Names of all losses and diagnostics that :func:`block_losses` computes, in its order."""
         own = [loss.name for loss in self.token_losses]
         return ["lm", *(["kd"] if distils else []), *own, *(DIAGNOSTICS if diagnostics else ())]
 
     def tag(self, part: str) -> str:
-        """The name under which a part is logged, like ``loss/lm``, ``loss/kd/cakld`` or ``kd/forward_kl``."""
+        """Tag of a loss in the log, like ``loss/lm``, ``loss/kd/cakld`` or ``kd/forward_kl``."""
         if part in DIAGNOSTICS:
             return f"kd/{part}"
         return f"loss/kd/{self.kd.kind}" if part == "kd" else f"loss/{part}"
 
     def report(self, means: Mapping[str, float]) -> dict[str, float]:
-        """Means by part as they are logged: the total first, then every part under its tag."""
+        """Convert means by name to logged values: the total first, then every loss under its tag."""
         weights = {**self.weights(), ROUTER_AUX: 1.0}
         total = sum(weight * means[part] for part, weight in weights.items() if weight and part in means)
         return {"loss/total": total, **{self.tag(part): value for part, value in means.items()}}
@@ -126,21 +126,21 @@ def block_losses(
     factor: float,
     diagnostics: bool,
 ) -> None:
-    """All losses of R tokens, and the gradient of their weighted sum with respect to the student's logits.
+    """Compute all losses of R tokens, and the gradient of their weighted sum with respect to the student's logits.
 
     Args:
-        objective: which losses.
+        objective: the losses and their weights.
         student: logits [R, V], fp32 (fp64 for a model in fp64).
-        teacher: logits [R, V'] in the same dtype, what a cache holds of them, or None where nothing is distilled.
+        teacher: logits [R, V'] in the same dtype, the top K of a cache, or None without distillation.
         labels: int64 [R].
-        values: [parts, R]; the losses are written here, in the order of :meth:`Objective.parts`.
+        values: [losses, R]; the losses are written here, in the order of :meth:`Objective.parts`.
         common: student and teacher are compared on token ids below this; None: on all.
-        gradient: [R, V]; ``factor`` times the gradient is added here. None: no gradient is wanted.
+        gradient: [R, V]; ``factor`` times the gradient is added here. None: no gradient is computed.
         factor: see ``gradient``.
         diagnostics: also write the :data:`DIAGNOSTICS`, which need the teacher's logits.
 
     Raises:
-        ValueError: a user's loss returns something else than one number per token that depends on the student.
+        ValueError: see :func:`_token_loss`.
     """
     teacher_logits = teacher if isinstance(teacher, Tensor) else None
     row = iter(values)
@@ -169,10 +169,10 @@ def block_losses(
 
 
 def _token_loss(loss: NamedTokenLoss, chunk: LossChunk, gradient: Tensor | None, factor: float) -> Tensor:
-    """A user's loss of R tokens; autograd finds its gradient, which is added to ``gradient``.
+    """Compute a user's loss of R tokens, and add its gradient from autograd to ``gradient``.
 
     Raises:
-        ValueError: the loss is no [R] of numbers, or does not depend on the student's logits.
+        ValueError: the loss is not a tensor [R], or does not depend on the student's logits.
     """
     leaf = chunk.student.detach().requires_grad_()
     with torch.enable_grad():

@@ -1,8 +1,8 @@
-"""Who the student is distilled from: another model, the student itself without fake quant, or a cache on disk.
+"""Teachers: another model, the student itself without fake quant, or a cache on disk.
 
-:meth:`Teacher.forward` runs whatever forward a micro-batch takes, before the student's, and keeps hidden states, not
-logits. The losses are computed inside the student's lm_head, from what it returned. Under ZeRO stage 3 the lm_head of
-another model is gathered there, once per micro-batch, by all ranks, whether they have a valid token or not.
+:meth:`Teacher.forward` runs before the student's forward and returns hidden states, not logits; the losses are computed
+from them inside the student's lm_head. Under ZeRO stage 3 the lm_head of another model is gathered there, once per
+micro-batch, by all ranks, including those without a valid token.
 """
 
 from abc import ABC, abstractmethod
@@ -26,11 +26,11 @@ from quant.lora import without_adapters
 
 
 class TeacherOutput(NamedTuple):
-    """What a teacher says about a micro-batch.
+    """Teacher's output for a micro-batch.
 
     Attributes:
-        teacher: as :func:`engine.losses.chunked.chunked_losses` takes it.
-        parameters: what has to be gathered around that call, beyond the student's lm_head.
+        teacher: argument of :func:`engine.losses.chunked.chunked_losses`.
+        parameters: parameters to gather around that call, besides the student's lm_head.
     """
 
     teacher: losses.Teacher
@@ -38,26 +38,26 @@ class TeacherOutput(NamedTuple):
 
 
 class Teacher(ABC):
-    """A source of distributions over the vocabulary."""
+    """Source of distributions over the vocabulary."""
 
     @abstractmethod
     def forward(self, inputs: dict[str, Any], batch: MicroBatch) -> TeacherOutput:
-        """See what the teacher has to say about a micro-batch; a collective.
+        """Run the teacher on a micro-batch; a collective.
 
         Args:
-            inputs: what the student's forward gets.
+            inputs: arguments of the student's forward.
             batch: the micro-batch, on the device.
         """
 
 
 @dataclass
 class ModelTeacher(Teacher):
-    """A model of its own, frozen.
+    """Frozen model beside the student.
 
     Attributes:
         module: the model (an engine under stage 3), without its lm_head.
-        head_proxy: what stands there in its lm_head's place.
-        head: its lm_head, which is gathered only while the losses are computed with what :meth:`look` returns.
+        head_proxy: replacement of lm_head in the model.
+        head: the model's lm_head, gathered only while the losses are computed.
         vocabulary: see :class:`engine.losses.chunked.TeacherHidden`.
     """
 
@@ -79,7 +79,7 @@ class ModelTeacher(Teacher):
 
 @dataclass
 class SelfTeacher(Teacher):
-    """The student without fake quant and adapters: what it was at the start, as long as its weights are frozen.
+    """Student without fake quant and adapters: the initial model, as long as weights are frozen.
 
     Costs a second forward and no memory for weights.
     """
@@ -89,11 +89,11 @@ class SelfTeacher(Teacher):
     quantization: Quantization
 
     def forward(self, inputs: dict[str, Any], batch: MicroBatch) -> TeacherOutput:
-        """Run the student as it was: eval mode, nothing quantized, no observer watching; then all as before."""
+        """Run the student by :func:`unquantized_forward`."""
         logits = unquantized_forward(self.engine, self.head, self.quantization, inputs)
         hidden = self.head.collect(logits, "the student")
-        # The head's own weight, not the one that the student's losses are computed with, which may be quantized. It is
-        # whole where they are computed, and no gradient flows to it through a teacher.
+        # The unquantized weight of lm_head; the student's losses may use a quantized one. It is gathered while the
+        # losses are computed, and gets no gradient from the teacher.
         function = self.head.function
         return TeacherOutput(losses.TeacherHidden(hidden, self.head.weight, self.head.bias, function=function))
 
@@ -102,9 +102,9 @@ class SelfTeacher(Teacher):
 def unquantized_forward(
     engine: nn.Module, head: LMHead, quantization: Quantization, inputs: dict[str, Any]
 ) -> torch.Tensor:
-    """What the student in training returns as its logits where its lm_head gives hidden states; a collective.
+    """Run the student without quantization, return lm_head's hidden states from the place of logits; a collective.
 
-    It runs in eval mode, nothing is quantized, adapters are off and no observer watches; then all is as before.
+    Eval mode, fake quant, adapters and observers off; all restored afterwards.
     """
     was_training = engine.training
     engine.eval()
@@ -118,19 +118,19 @@ def unquantized_forward(
 
 @dataclass
 class CachedTeacher(Teacher):
-    """What ``launch/cache_teacher.py`` wrote of the training samples; no model in memory."""
+    """Cache of the training samples written by ``launch/cache_teacher.py``; no model in memory."""
 
     cache: TeacherCache
 
     def forward(self, inputs: dict[str, Any], batch: MicroBatch) -> TeacherOutput:
-        """Read the rows of the batch's samples: their valid positions, in order, are those of the batch.
+        """Read the rows of the batch's samples; valid positions have the same order in cache and batch.
 
         Raises:
-            ValueError: the batch's labels are not those of the samples that were cached.
+            ValueError: the number of labels in the batch differs from the cached samples'.
         """
         positions = len(batch["positions"])
         rows = self.cache.rows(batch["sample_ids"].tolist())
-        if positions == 0:  # a batch whose targets someone took out
+        if positions == 0:  # a batch with all targets removed
             rows = rows[:0]
         if len(rows) != positions:
             raise ValueError(
@@ -145,7 +145,7 @@ class CachedTeacher(Teacher):
 
 
 def first_difference(ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase) -> str | None:
-    """The first token id that means different things to two tokenizers, as a sentence; None if there is none."""
+    """Describe the first token id that differs between two tokenizers; None if there is none."""
     first, second = ({id: token for token, id in each.get_vocab().items()} for each in (ours, theirs))
     for id in sorted(first.keys() | second.keys()):
         if first.get(id) != second.get(id):
@@ -154,10 +154,13 @@ def first_difference(ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerB
 
 
 def common_vocabulary(tokenizer: PreTrainedTokenizerBase, student: int, teacher: int) -> int | None:
-    """How many token ids two models of one tokenizer are compared on; None if on all, as they have equally many.
+    """Number of token ids to compare two models of one tokenizer on; None (all) if their vocabularies have equal size.
 
-    Models pad their vocabularies beyond the tokenizer's, and what they say of that padding means nothing. Where both
-    have the same size it is compared all the same: then the losses are those of whole distributions.
+    Models pad their vocabularies beyond the tokenizer's, and logits of that padding are meaningless. At equal sizes the
+    padding is compared too, so that losses are those of whole distributions.
+
+    Args:
+        student, teacher: numbers of logits.
 
     Raises:
         ValueError: one of the models has no logit for a token.
