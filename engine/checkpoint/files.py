@@ -1,16 +1,13 @@
-"""The files of a training checkpoint: written through to the disk, with a checksum, and never raising on one rank only.
-Reading one runs no code (:func:`read_object`), whoever wrote it.
+"""Read and write files of a training checkpoint: with fsync, checksums and deferred errors; reading runs no code.
 
-DeepSpeed writes through a checkpoint engine, an interface that it offers for other storage. :class:`CheckedFiles` is
-one for plain files that does three things more than DeepSpeed's own:
+DeepSpeed writes through a checkpoint engine, its interface for other storage. :class:`CheckedFiles` is a checkpoint
+engine for plain files with three additions to DeepSpeed's own:
 
-- it counts bytes and a CRC-32 as they are written, which the checkpoint's manifest then holds. CRC-32 finds what
-  storage does to a file (cut short, a block of zeros, a flipped bit) at more than 1 GB/s per rank; it is not against
-  anybody's intent;
-- it calls fsync before it counts a file as written: after a power loss, a renamed directory may else hold empty files;
-- it keeps an error to itself. ``engine.save_checkpoint`` is a collective, and a rank that raised in the middle of it
-  (its disk is full) would leave the others waiting. The caller asks all ranks after it
-  (:attr:`CheckedFiles.failure`).
+- it computes size and CRC-32 of each file while writing, for the checkpoint's manifest. CRC-32 detects storage errors
+  (truncation, a block of zeros, a flipped bit) at more than 1 GB/s per rank, but no tampering;
+- it calls fsync on each file: otherwise a renamed directory may hold empty files after a power loss;
+- it stores errors instead of raising. ``engine.save_checkpoint`` is a collective, and a rank that raised in it (disk
+  full) would leave the others waiting. The caller gathers :attr:`CheckedFiles.failure` of all ranks afterwards.
 """
 
 import os
@@ -28,10 +25,9 @@ CHUNK_BYTES = 1 << 24
 
 
 class _Stream:
-    """A file that ``torch.save`` writes to. After the first error it only counts bytes, so that torch.save comes to its
-    end.
+    """Output file for ``torch.save``. After the first error it only counts bytes, so that torch.save finishes.
 
-    An exception inside torch.save would come out as a RuntimeError about an unexpected position in the archive.
+    torch.save would turn an exception into a RuntimeError about an unexpected position in the archive.
     """
 
     def __init__(self, path: Path) -> None:
@@ -55,7 +51,7 @@ class _Stream:
         return size
 
     def flush(self) -> None:
-        """Do nothing: :meth:`close` writes everything through."""
+        """Do nothing: :meth:`close` flushes."""
 
     def close(self) -> None:
         if self._file is None:
@@ -66,20 +62,20 @@ class _Stream:
         except OSError as error:
             self.error = self.error or error
         try:
-            self._file.close()  # tries once more to write what is left in its buffer
+            self._file.close()  # tries again to write the rest of the buffer
         except OSError as error:
             self.error = self.error or error
 
 
 class CheckedFiles(CheckpointEngine):
-    """Writes the files of one checkpoint on one rank, and remembers what became of them.
+    """Checkpoint engine for the files of one checkpoint on one rank, with their checksums and the first error.
 
     Args:
-        left_out: the parameters that the checkpoint does not hold.
+        left_out: parameters that the checkpoint does not contain.
 
     Attributes:
         written: bytes and CRC-32 of every file, by its name.
-        bytes: what all files take, those that could not be written too.
+        bytes: total size of all files, including those that failed.
         failure: the first error, with the file's name; None if there was none.
     """
 
@@ -91,7 +87,7 @@ class CheckedFiles(CheckpointEngine):
         self.failure: str | None = None
 
     def save(self, state_dict: Any, path: str | os.PathLike[str]) -> None:
-        """Write an object to a file. An ``OSError`` ends in :attr:`failure`, any other exception is raised."""
+        """Write an object to a file. An ``OSError`` is stored in :attr:`failure`, any other exception is raised."""
         path = Path(path)
         self.left_out.leave_out(state_dict)
         stream = _Stream(path)
@@ -102,10 +98,10 @@ class CheckedFiles(CheckpointEngine):
             self.written[path.name] = (stream.bytes, stream.crc32)
         else:
             self.fail(path.name, stream.error)
-            path.unlink(missing_ok=True)  # room for the others; the checkpoint is lost anyway
+            path.unlink(missing_ok=True)  # free the space; the checkpoint is lost anyway
 
     def fail(self, name: str, error: OSError) -> None:
-        """Remember an error."""
+        """Store an error, unless there is one."""
         self.failure = self.failure or f"{name}: {error.strerror or error}"
 
     def load(self, path: str, map_location: Any = None) -> Any:
@@ -115,7 +111,7 @@ class CheckedFiles(CheckpointEngine):
         return state
 
     def create(self, info: CheckpointCommitInfo) -> None:
-        """Do nothing: the directory is there."""
+        """Do nothing: the directory exists."""
 
     def commit(self, info: CheckpointCommitInfo) -> bool:
         """Do nothing: the caller renames the directory."""
@@ -123,23 +119,22 @@ class CheckedFiles(CheckpointEngine):
 
 
 def read_object(path: Path, *, map_location: Any = None, mmap: bool = False) -> Any:
-    """Read what ``torch.save`` wrote into a file: tensors, plain values and the few classes that DeepSpeed keeps.
+    """Read a file of ``torch.save`` without running code: tensors, plain values and the few classes DeepSpeed saves.
 
-    A pickle is a program. torch's restricted unpickler runs none: it makes only what is on a list, which has no
-    function that does anything.
+    A pickle can run code; torch's restricted unpickler builds only classes of an allowlist without side effects.
 
     Args:
         path: the file.
-        map_location: as of ``torch.load``.
+        map_location: see ``torch.load``.
         mmap: map tensors into memory instead of reading them.
 
     Raises:
-        ValueError: the file cannot be read, or holds anything else; names the file and what that is.
+        ValueError: the file cannot be read, or contains anything else; with the file and its content.
     """
     try:
         with torch.serialization.safe_globals(CHECKPOINT_GLOBALS):
             return torch.load(path, map_location=map_location, mmap=mmap, weights_only=True)
-    except Exception as error:  # a file of any content leads the unpickler anywhere
+    except Exception as error:  # arbitrary content can raise any exception
         found = re.search(r"GLOBAL (\S+)", str(error))
         said = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:100]}"
         what = f"asks for {found[1]}" if found else f"cannot be read ({said})"
@@ -150,7 +145,7 @@ def read_object(path: Path, *, map_location: Any = None, mmap: bool = False) -> 
 
 
 def sync_directory(directory: Path) -> None:
-    """Make names in a directory (new files, renames) last through a power loss."""
+    """Flush a directory (new files, renames) to disk, so that it survives a power loss."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -159,7 +154,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file through to the disk."""
+    """Write a text file and flush it to disk (fsync)."""
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -167,16 +162,16 @@ def write_text(path: Path, text: str) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Give a file a new text in one rename: whoever reads it sees the old one or the new one, and so does a crash."""
+    """Replace a file's text atomically by a rename: readers see the old or the new text, also after a crash."""
     aside = path.with_name(f"{path.name}.partial")
-    aside.unlink(missing_ok=True)  # it may be somebody's link to a file elsewhere
+    aside.unlink(missing_ok=True)  # it may be a link, and writing would change its target
     write_text(aside, text)
     os.replace(aside, path)
     sync_directory(path.parent)
 
 
 def file_crc32(path: Path) -> int:
-    """CRC-32 of a file's bytes, read in chunks. Raises OSError."""
+    """CRC-32 of a file. Raises OSError."""
     crc32 = 0
     with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):

@@ -1,6 +1,6 @@
-"""Which checkpoint is meant, whether it is whole, and whether a recipe may go on from it.
+"""Find a checkpoint, check that it is complete, and check that a recipe may resume from it.
 
-Which options of a recipe may differ where a run goes on from a checkpoint. Every option is in one of the two lists.
+``STAYS`` and ``MAY_CHANGE`` list all options of a recipe: those that a resumed run must keep, and those it may change.
 """
 
 import json
@@ -26,7 +26,7 @@ STEP_NAME = r"step_\d{8}"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A step directory whose files are there with their sizes."""
+    """Step directory with its manifest; all files exist with the right sizes."""
 
     path: Path
     step: int
@@ -36,17 +36,17 @@ class Checkpoint:
     files: dict[str, tuple[int, int]]
     """Bytes and CRC-32 of every file, by its name."""
     samples: str | None = None
-    """Digest of the training samples; None in checkpoints of before there was one."""
+    """Digest of the training samples; None in old checkpoints without it."""
     base: str | None = None
-    """Digest of the files of model.path, where adapters trained on them; else None."""
+    """Digest of the files of model.path in a run with adapters; else None."""
     left_out: Mapping[str, int] = field(default_factory=dict)
-    """Frozen weights that it does not hold, and the fingerprint of each (:mod:`model.checkpoint.fingerprint`): they are
+    """Fingerprints (:mod:`model.checkpoint.fingerprint`) of frozen weights that it does not contain, by name; they are
     read from model.path."""
 
 
 @dataclass(frozen=True)
 class Best:
-    """What ``best.json`` says."""
+    """Content of ``best.json``: the best checkpoint and its metric."""
 
     name: str
     """Name of the step directory."""
@@ -56,10 +56,10 @@ class Best:
 
 
 def find_checkpoint(directory: Path, which: bool | str = True) -> Checkpoint:
-    """Find the checkpoint that a recipe's ``train.resume`` means: True (the latest), ``best``, or a directory's name.
+    """Find the checkpoint of ``train.resume``: True (the latest), ``best``, or a directory's name.
 
     Raises:
-        ValueError: there is none, or it is not whole.
+        ValueError: there is none, or it is incomplete.
     """
     if which == "best":
         best = best_checkpoint(directory)
@@ -70,7 +70,7 @@ def find_checkpoint(directory: Path, which: bool | str = True) -> Checkpoint:
         return read_checkpoint(directory / which)
     pointer = directory / LATEST
     if not pointer.is_file():
-        # A run that was killed before it had written its first pointer has a checkpoint all the same.
+        # A run killed before it wrote its first pointer may have a complete checkpoint.
         if (newest := _newest_whole(directory)) is not None:
             return read_checkpoint(newest)
         raise ValueError(
@@ -83,7 +83,7 @@ def find_checkpoint(directory: Path, which: bool | str = True) -> Checkpoint:
 
 
 def best_checkpoint(directory: Path) -> Best | None:
-    """Read which checkpoint was marked last as the best, None if none was. Raises ValueError if the file is damaged."""
+    """Read ``best.json``; None if it does not exist. Raises ValueError if the file is damaged."""
     path = directory / BEST
     if not path.is_file():
         return None
@@ -103,7 +103,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """Read the manifest of a step directory, and compare the size of every file with it.
 
     Raises:
-        ValueError: it is not there or not whole; names the file, and the checkpoint before it.
+        ValueError: it does not exist or is incomplete; with the file, and the complete checkpoint before it.
     """
     try:
         return _read_manifest(path)
@@ -112,7 +112,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def _read_manifest(path: Path) -> Checkpoint:
-    """Read the manifest of a step directory. Raises ValueError with what is wrong, as far as names and sizes tell."""
+    """Read the manifest of a step directory. Raises ValueError if it, or a file's name or size, is wrong."""
     if not path.is_dir():
         raise ValueError("is not there")
     if not (path / "state.json").is_file():
@@ -133,7 +133,7 @@ def _read_manifest(path: Path) -> Checkpoint:
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError):
         raise ValueError("is damaged: state.json is not what was written") from None
     for name, (size, _) in files.items():
-        if not (path / name).is_file():  # a pipe or a device would be read for ever
+        if not (path / name).is_file():  # reading a pipe or a device would never end
             raise ValueError(f"is damaged: {name} is missing")
         found = (path / name).stat().st_size
         if found != size:
@@ -142,7 +142,7 @@ def _read_manifest(path: Path) -> Checkpoint:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a step directory is whole, as far as names and sizes tell."""
+    """Tell if a step directory is complete, by names and sizes of its files."""
     try:
         _read_manifest(path)
     except ValueError:
@@ -151,28 +151,28 @@ def _is_whole(path: Path) -> bool:
 
 
 def _newest_whole(directory: Path, *, before: str = "step_~") -> Path | None:
-    """The newest step directory that looks whole, of those whose names come before another's; None without any."""
+    """Newest complete step directory with a name before ``before``; None if there is none."""
     names = (path for path in sorted(directory.glob(STEPS), reverse=True) if path.name < before)
     return next((path for path in names if _is_whole(path)), None)
 
 
 def _offer(path: Path) -> str:
-    """Name the newest step directory before a damaged one that looks whole, as the end of the error's text."""
+    """End of an error text: the newest complete step directory before a damaged one."""
     if (whole := _newest_whole(path.parent, before=path.name)) is None:
         return "; there is no whole checkpoint before it"
     return f"; the one before it is {whole.name}: set train.resume to {whole.name} to go on from there"
 
 
 def check_resumable(recipe: Recipe, directory: Path) -> Checkpoint:
-    """Find what is to be resumed, and refuse before any work what cannot be resumed as it was.
+    """Find the checkpoint to resume from, and refuse it if the recipe changes options that must stay.
 
     Raises:
-        RecipeError: there is no whole checkpoint, or its batches were others: the data cursor is a step, so the samples
-            of a step must stay the same, however many ranks share them.
+        RecipeError: there is no complete checkpoint, an option in ``STAYS`` differs, or the number of rows per step
+            does: the data cursor is a step, so the samples of a step must stay the same at any number of ranks.
     """
     try:
         found = find_checkpoint(directory, recipe.train.resume)
-        best_checkpoint(directory)  # the first checkpoint to be written needs it
+        best_checkpoint(directory)  # raises if damaged, before the first save reads it
         before = load_recipe(found.path / "recipe.yaml")
     except (OSError, ValueError) as error:
         raise RecipeError(f"train.resume: {error}") from error
@@ -186,13 +186,12 @@ def check_resumable(recipe: Recipe, directory: Path) -> Checkpoint:
 
 
 def check_samples(checkpoint: Checkpoint, samples: str) -> None:
-    """Refuse other training samples than those of the run that wrote a checkpoint, whatever their files are called.
+    """Refuse training samples other than those of the run that wrote the checkpoint; a collective.
 
-    A step takes samples by their numbers, so with others a resumed run would train on some twice and on some never. A
-    collective.
+    A step selects samples by index, so with others a resumed run would train on some twice and on some never.
 
     Raises:
-        RankError: names the checkpoint.
+        RankError: the digests differ.
     """
     with errors_on_all_ranks(ValueError):
         if checkpoint.samples not in (None, samples):
@@ -204,7 +203,7 @@ def check_samples(checkpoint: Checkpoint, samples: str) -> None:
 
 
 def _rows_problem(before: Recipe, old_world: int, recipe: Recipe, world: int) -> list[str]:
-    """Say what to set so that a step takes as many rows as it did; nothing if it does."""
+    """Error text with the remedy if the number of rows per step changed; else an empty list."""
     was = before.data.micro_batch_size * before.train.gradient_accumulation_steps * old_world
     now = recipe.data.micro_batch_size * recipe.train.gradient_accumulation_steps * world
     if was == now:
@@ -220,17 +219,16 @@ def _rows_problem(before: Recipe, old_world: int, recipe: Recipe, world: int) ->
 
 
 def verify_checkpoint(checkpoint: Checkpoint) -> None:
-    """Compare the CRC-32 of every file, and read those that hold tensors as far as their names and shapes.
+    """Verify the CRC-32 of every file, and unpickle ``.pt`` files (tensors only mapped); a collective.
 
-    So a file that would run code is refused before DeepSpeed opens it. A collective, in which ranks share the files
-    out.
+    A file that would run code is refused before DeepSpeed opens it. Files are sharded over ranks.
 
     Raises:
-        RankError: names a file that is not what was written, and the checkpoint before it; or one that asks for more
-            than tensors and plain values.
+        RankError: a file is damaged (with the complete checkpoint before it), or contains more than tensors and plain
+            values.
     """
     with errors_on_all_ranks(OSError, ValueError):
-        # By size, so that the share of every rank is about the same.
+        # Sorted by size, so that shards of the ranks are about equal.
         names = sorted(checkpoint.files, key=lambda name: (checkpoint.files[name][0], name))
         for name in names[rank() :: world_size()]:
             if file_crc32(checkpoint.path / name) != checkpoint.files[name][1]:
@@ -242,7 +240,7 @@ def verify_checkpoint(checkpoint: Checkpoint) -> None:
                 read_object(checkpoint.path / name, mmap=True)
 
 
-# What the checkpoint holds is of these, by section.
+# Options that the content of a checkpoint depends on, by section.
 STAYS = {
     # The data cursor is a step: the samples of a step must stay the same.
     "data": [
@@ -260,9 +258,9 @@ STAYS = {
     ],
     # Shapes and types of the parameters.
     "model": ["dtype", "experts"],
-    # Scales of one scheme have shapes that fit another, and each group of the optimizer its parameters. Observers have
-    # a histogram or none; a theta corrects a fixed scale or the absmax of its step, of the sign that scales may have.
-    # Weights are turned where inputs are. Norms that write codes have the scale of their readers under their own names.
+    # Shapes of scales and the optimizer's groups depend on the schemes. Observers have a histogram or none; theta
+    # corrects a fixed scale or the absmax of its step, with the allowed sign. Weights are rotated with inputs. Norms
+    # that write codes have the scale of their consumers under their own names.
     "quant": [
         "scheme",
         "schemes",
@@ -281,9 +279,9 @@ STAYS = {
     "learnable": ["weight", "embedding", "weight_scale", "act_scale", "norm", "router", "freeze"],
     "adapter": ["kind", "merge", "base", "rank", "alpha", "rslora", "targets", "ranks"],
 }
-# These are followed as they are given: rates, losses and events from here on; how the same is computed; where files
-# lie; what is measured, written and kept; first scales, which the checkpoint has. Rows per step (data.micro_batch_size,
-# train.gradient_accumulation_steps) and the ZeRO stage (deepspeed) are compared as such.
+# Options that a resumed run takes from its recipe: rates, losses and events from here on; implementations of the same
+# computation; paths; measurement, output and retention; initial scales, replaced by the checkpoint's. Rows per step
+# (data.micro_batch_size, train.gradient_accumulation_steps) and the ZeRO stage (deepspeed) have checks of their own.
 MAY_CHANGE = {
     "": ["output_dir", "schedule", "deepspeed"],
     "data": ["eval", "micro_batch_size"],
@@ -352,7 +350,7 @@ MAY_CHANGE = {
 
 
 def options(recipe: Recipe) -> Iterator[tuple[str, str, Any]]:
-    """Section, name and value of every option; the section is "" for those that have none."""
+    """Yield section, name and value of every option; section "" for top-level options."""
     for item in fields(recipe):
         value = getattr(recipe, item.name)
         if is_dataclass(value):
@@ -362,7 +360,7 @@ def options(recipe: Recipe) -> Iterator[tuple[str, str, Any]]:
 
 
 def changes(before: Recipe, recipe: Recipe) -> list[str]:
-    """What ``recipe`` says otherwise than ``before`` of what must stay, like ``data.seed (was 0, is 3)``."""
+    """List changed options that must stay, like ``data.seed (was 0, is 3)``."""
     found = []
     for (section, name, was), (_, _, now) in zip(options(before), options(recipe), strict=True):
         if (section, name) == ("data", "train"):  # files may be moved, but not renamed, left out or added

@@ -1,17 +1,15 @@
-"""Loading a training checkpoint into a session, at the number of ranks that wrote it or at another one.
+"""Load a training checkpoint into a session, at the number of ranks that wrote it or (resharded) at another one.
 
-Loading a training checkpoint at another number of ranks, on stages 1 to 3.
+Resharding on stages 1 to 3: every rank of the old run saved its flat fp32 masters and Adam moments in a DeepSpeed file,
+and the slices of each parameter in them (:func:`model.zero.optimizer_pieces`) beside it. Every rank of the new run maps
+the old files into memory and copies the overlap with its own slices: no conversion, no second copy on disk, no
+collective, and no read of unneeded data.
 
-Every rank of the old run left its flat fp32 masters and Adam moments in a file of DeepSpeed's, and beside it where the
-pieces of each parameter lie in them (:func:`model.zero.optimizer_pieces`). Every rank of the new run maps the old files
-into memory and copies what overlaps with its own pieces: no conversion, no second copy on the disk, no collective, and
-a rank reads no more than it keeps.
-
-DeepSpeed's own way are universal checkpoints (``deepspeed.checkpoint.ds_to_universal``, then an engine configured to
-load them; it works on these directories too). At 0.19.8 they do not give back what was saved, nor can that be put right
-from outside: stage 3 takes the step count of the first group for all of them, and the learning rate, weight decay
-and eps of the first (theta has its own of each), stages 1 and 2 raise IndexError where a rank holds nothing of a group
-(which few scales on many ranks do), and frozen parameters, the initial scales, are not restored on stage 3.
+DeepSpeed's alternative is universal checkpoints (``deepspeed.checkpoint.ds_to_universal``, then an engine configured to
+load them; it works on these directories too). At 0.19.8 they do not restore the saved state, and that cannot be fixed
+from outside: stage 3 uses step count, learning rate, weight decay and eps of the first group for all groups (theta has
+its own), stages 1 and 2 raise IndexError if a rank has no slice of a group (as with few scales on many ranks), and
+stage 3 does not restore frozen parameters, the initial scales.
 """
 
 import random
@@ -50,19 +48,19 @@ from model.zero import (
 )
 from quant import weights_changed
 
-# The recipe's settings of an optimizer's group, beside the learning rate, which is set before every step.
+# Options of an optimizer's group from the recipe, without the learning rate, which is set before every step.
 OPTIMIZER_OPTIONS = ("weight_decay", "betas", "eps")
 
 
 def load_checkpoint(session: Session, stateful: StatefulStates, checkpoint: Checkpoint) -> int:
-    """Load a verified checkpoint into the session and the stateful of state; returns the steps done. A collective.
+    """Load a verified checkpoint into the session and the stateful objects; return the steps done. A collective.
 
-    At the number of ranks that wrote it, DeepSpeed loads it, and everything is as it was. At another one masters,
-    moments and scales are those that were saved, observers are merged and the random states are new.
+    At the number of ranks that wrote it, DeepSpeed loads it, and the whole state is restored. At another one masters,
+    moments and scales are restored, observers are merged and the random states are new.
 
     Raises:
-        RankError: it is of another ZeRO stage, does not fit the model, lacks the state of an owner, was written beside
-            other frozen weights, or has parameters that are not finite.
+        RankError: the checkpoint has another ZeRO stage, does not match the model, lacks the state of a stateful
+            object, belongs to other frozen weights, or has parameters that are not finite.
     """
     same, left_out = checkpoint.world_size == world_size(), LeftOut(session.model, checkpoint.left_out.keys())
     check_base(session, checkpoint)
@@ -78,11 +76,11 @@ def load_checkpoint(session: Session, stateful: StatefulStates, checkpoint: Chec
         if not same and checkpoint.stage > 0:
             layouts = [[OptimizerPiece(*piece) for piece in state["pieces"]] for state in states]
             load_resharded(session, checkpoint.path, layouts, checkpoint.stage, left_out)
-    if same or checkpoint.stage == 0:  # stage 0 keeps everything on every rank
+    if same or checkpoint.stage == 0:  # stage 0 shards nothing
         _load_engine(session, checkpoint, left_out)
     else:
         use_masters(session.model, session.engine.optimizer)
-    # DeepSpeed writes the partitions of frozen parameters (initial scales) without dropping hpZ's copies of them.
+    # DeepSpeed writes the partitions of frozen parameters (initial scales), but keeps hpZ's outdated copies of them.
     forget_secondary_copies(session.model)
     weights_changed(session.model)
     check_finite(session.model, f"{checkpoint.path} cannot be continued: its run had diverged, take an earlier one")
@@ -98,10 +96,10 @@ def load_checkpoint(session: Session, stateful: StatefulStates, checkpoint: Chec
 
 
 def check_base(session: Session, checkpoint: Checkpoint) -> None:
-    """Refuse frozen weights that are not those of the run whose checkpoint left them out; a collective.
+    """Refuse frozen weights that differ from those of the run whose checkpoint left them out; a collective.
 
     Raises:
-        RankError: on every rank, with the names of some.
+        RankError: on every rank, with some of their names.
     """
     expected = checkpoint.left_out
     there = {*frozen_weights(session.model)}
@@ -116,12 +114,12 @@ def check_base(session: Session, checkpoint: Checkpoint) -> None:
 
 
 def _load_engine(session: Session, checkpoint: Checkpoint, left_out: LeftOut) -> None:
-    """Let DeepSpeed load its part of a checkpoint, and set the optimizer's options again.
+    """Load DeepSpeed's files of a checkpoint, and set the optimizer's options again.
 
-    DeepSpeed loads those of the old recipe, but a resumed run follows the recipe that it is given.
+    DeepSpeed loads the options of the old recipe, but a resumed run follows the new one.
     """
     settings = [{key: group[key] for key in OPTIMIZER_OPTIONS} for group in session.engine.optimizer.param_groups]
-    session.engine.checkpoint_engine = CheckedFiles(left_out)  # DeepSpeed's own would run whatever a file tells it to
+    session.engine.checkpoint_engine = CheckedFiles(left_out)  # DeepSpeed's own runs code from pickles
     session.engine.load_checkpoint(str(checkpoint.path.parent), tag=checkpoint.path.name)
     for group, own in zip(session.engine.optimizer.param_groups, settings, strict=True):
         group.update(own)
@@ -136,16 +134,17 @@ def load_resharded(
 ) -> None:
     """Load parameters, masters, moments, step counts and the engine's counters of ``len(layouts)`` old ranks.
 
+    Runs no collective; call :func:`model.zero.use_masters` afterwards, if no rank has raised.
+
     Args:
-        session: the new run, as set up.
+        session: the new run.
         path: the step directory, verified.
-        layouts: the pieces of every rank of the old run.
+        layouts: slices of every rank of the old run.
         stage: ZeRO stage of both, 1 to 3.
-        left_out: what the files do not hold.
+        left_out: parameters that the files do not contain.
 
     Raises:
-        OSError, ValueError: a file cannot be read, or does not hold a parameter of this model. No collective has been
-            made then; call :func:`model.zero.use_masters` when no rank has raised.
+        OSError, ValueError: a file cannot be read, or lacks a parameter of this model.
     """
     masters = [
         _Masters(_only(path, f"*zero_pp_rank_{old}_mp_rank_00_optim_states.pt"), stage) for old in _ranks(layouts)
@@ -177,7 +176,7 @@ def _only(path: Path, pattern: str) -> Path:
 
 
 class _Masters:
-    """The optimizer's file of one old rank, mapped into memory."""
+    """Optimizer file of one old rank, mapped into memory."""
 
     def __init__(self, file: Path, stage: int) -> None:
         saved = read_object(file, mmap=True)["optimizer_state_dict"]
@@ -186,12 +185,12 @@ class _Masters:
         self.state: dict[int, dict[str, Tensor]] = inner["state"]
 
     def flat(self, group: int, key: str) -> Tensor:
-        """The flat masters (``fp32``) or moments of a group."""
+        """Flat masters (``fp32``) or moments of a group."""
         return self.fp32[group] if key == "fp32" else self.state[group][key]
 
 
 def _load_masters(session: Session, sources: list[_Masters], layouts: list[list[OptimizerPiece]]) -> None:
-    """Copy this rank's pieces of masters and moments, and the step counts of their groups, from the old files."""
+    """Copy this rank's slices of masters and moments, and the step counts of their groups, from the old files."""
     wrapper = session.engine.optimizer
     flats, state = flat_masters(wrapper), wrapper.state
     old_pieces: dict[str, list[tuple[_Masters, OptimizerPiece]]] = {}
@@ -201,7 +200,7 @@ def _load_masters(session: Session, sources: list[_Masters], layouts: list[list[
     for piece in optimizer_pieces(session.model, wrapper):
         old = old_pieces.get(piece.name, [])
         flat = flats[piece.group]
-        # A run whose steps were all left out has no moments yet.
+        # If all steps of a run were skipped, there are no moments yet.
         keys = ("fp32", *MOMENTS) if all(one.group in source.state for source, one in old) else ("fp32",)
         for key in keys:
             whole = flat if key == "fp32" else _moments(state, flat, old)[key]
@@ -214,7 +213,7 @@ def _load_masters(session: Session, sources: list[_Masters], layouts: list[list[
 
 
 def _moments(state: Any, flat: Tensor, old: list[tuple[_Masters, OptimizerPiece]]) -> dict[str, Tensor]:
-    """The optimizer's state of a flat tensor, with the step count that the parameters in it had."""
+    """Allocate the optimizer's state of a flat tensor if needed, and set its step count to the old one."""
     source, piece = old[0]
     moments = state[flat]
     step = source.state[piece.group]["step"]
@@ -229,14 +228,14 @@ def _moments(state: Any, flat: Tensor, old: list[tuple[_Masters, OptimizerPiece]
 
 
 def _parts(old: list[tuple[_Masters, OptimizerPiece]], key: str) -> Iterator[tuple[int, Tensor]]:
-    """The old pieces of one parameter: where each starts in it, and its elements."""
+    """Yield start and elements of each old slice of one parameter."""
     for source, piece in old:
         flat = source.flat(piece.group, key)
         yield piece.start, flat[piece.offset : piece.offset + piece.stop - piece.start]
 
 
 def _copy(target: Tensor, start: int, parts: Iterator[tuple[int, Tensor]]) -> int:
-    """Copy what overlaps with ``target``, which begins at element ``start``; returns how many elements that were."""
+    """Copy the overlap of ``parts`` with ``target`` (elements from ``start``); return the number of copied elements."""
     copied = 0
     for begin, part in parts:
         low, high = max(start, begin), min(start + target.numel(), begin + part.numel())
@@ -247,22 +246,22 @@ def _copy(target: Tensor, start: int, parts: Iterator[tuple[int, Tensor]]) -> in
 
 
 def _load_frozen_partitions(session: Session, states: list[dict[str, Any]], left_out: LeftOut) -> None:
-    """Load the frozen parameters of stage 3, such as the initial scales, which are in no optimizer."""
+    """Load frozen parameters of stage 3, such as the initial scales, which are not in the optimizer."""
     for name, parameter in session.model.named_parameters():
         if parameter.requires_grad or not is_partitioned(parameter) or name in left_out.names:
             continue
         target, (start, _) = local_data(parameter), local_range(parameter)
         fragments = [state["frozen_param_fragments"][name].flatten() for state in states]
         parts = ((index * fragment.numel(), fragment) for index, fragment in enumerate(fragments))
-        found = _copy(target, start, parts)  # the padding of the old run lies behind the parameter's end
+        found = _copy(target, start, parts)  # padding of the old run is after the parameter's end
         if found != target.numel():
             raise ValueError(f"the checkpoint holds {found:,} of {target.numel():,} elements of {name} (frozen)")
 
 
 def reseed(seed: int, step: int) -> None:
-    """Seed the generators of a rank that was none before, by the recipe's seed, the step and the rank.
+    """Seed the generators of a rank after resharding, by the recipe's seed, the step and the rank.
 
-    They cannot be those of the old ranks, whose number was another; a run that is resumed twice gets them twice.
+    Random states of another number of ranks cannot be reused. Resuming twice gives the same seeds.
     """
     words = np.random.SeedSequence((seed, step, rank())).generate_state(3)
     seeders: tuple[Callable[[int], Any], ...] = (torch.manual_seed, random.seed, np.random.seed)
@@ -271,9 +270,9 @@ def reseed(seed: int, step: int) -> None:
 
 
 def merge_ranks(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """Make of the files of all old ranks the one that this new rank loads (:mod:`engine.checkpoint.stateful`).
+    """Merge the files of all old ranks into one for this new rank (:mod:`engine.checkpoint.stateful`).
 
-    The stateful' states are the same on every rank, but for what the observers of the quantization have seen.
+    States are the same on every rank, except statistics of the quantization's observers.
     """
     stateful = states[0]["stateful"]
     quantization = stateful["quantization"]
@@ -283,9 +282,9 @@ def merge_ranks(states: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def merge_observers(states: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Merge what all old ranks saw of one input: every new rank gets the maximum, rank 0 alone the counts,
+    """Merge one input's statistics of all old ranks: the maximum goes to every new rank, counts to rank 0 only.
 
-    so that a maximum, and a sum, over the new ranks are what they would have been over the old ones.
+    So reductions over the new ranks (maximum, sum) equal those over the old ones.
     """
     absmax = torch.stack([state["absmax"] for state in states]).amax()
     share = 1 if rank() == 0 else 0

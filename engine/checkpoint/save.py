@@ -1,21 +1,20 @@
-"""Training checkpoints: DeepSpeed's state of every rank, and what DeepSpeed does not keep.
+"""Save training checkpoints: DeepSpeed's state of every rank, and the state that DeepSpeed does not save.
 
-``<directory>/step_00000100/`` holds DeepSpeed's files (weights and fp32 masters, optimizer state), ``recipe.yaml``, one
-``rank_<r>.pt`` per rank (:mod:`engine.checkpoint.stateful`: DeepSpeed stores a client's state of rank 0 only on stages
-1 and 2) and ``state.json``, the manifest: bytes and CRC-32 of every file. Everything is written into
-``step_00000100.partial``, through to the disk, and renamed when every rank is done; then ``latest``, a file with the
-step's name, is replaced by a rename. So a directory without ``.partial`` was whole when it got its name, whatever
-interrupted the run, and what happened to it since shows in the manifest.
+``<directory>/step_00000100/`` contains DeepSpeed's files (weights and fp32 masters, optimizer state), ``recipe.yaml``,
+one ``rank_<r>.pt`` per rank (:mod:`engine.checkpoint.stateful`: on stages 1 and 2 DeepSpeed saves client state of rank
+0 only) and ``state.json``, the manifest: bytes and CRC-32 of every file. All files are written into
+``step_00000100.partial`` with fsync, and the directory is renamed when every rank is done; then ``latest``, a file with
+the step's name, is replaced by a rename. So a directory without ``.partial`` was complete when renamed, and the
+manifest reveals later damage.
 
-``best.json`` names the step with the best value of a metric, which stays when older ones go. It is written before
-``latest``: a run that is killed between the two does that step again, and marks it again.
+``best.json`` names the step with the best value of a metric, which is kept when older ones are removed. It is written
+before ``latest``: a run killed between the two repeats that step and marks it again.
 
-Where adapters train, the frozen weights stay where they were read from, ``model.path``: a checkpoint has a fingerprint
-of each in the manifest instead. One that a script has changed since is written.
+A run with adapters saves fingerprints of the frozen weights in the manifest instead of the weights, which are read from
+``model.path`` again. A frozen weight that a script has changed is saved.
 
-ZeRO's state holds no half-accumulated gradients, so checkpoints are taken at optimizer steps. The data cursor is the
-step itself: the loader's batches are a function of the step. At another number of ranks see
-``engine/checkpoint/load.py``.
+ZeRO's state has no partially accumulated gradients, so checkpoints are saved at optimizer steps. The data cursor is the
+step, of which the loader's batches are a function. Other numbers of ranks: see ``engine/checkpoint/load.py``.
 """
 
 import json
@@ -35,11 +34,11 @@ from model.fingerprint import digest_of_checkpoint
 from model.ranks import RankError, barrier, errors_on_all_ranks, gather_objects, is_main, rank, say, world_size
 from model.zero import LeftOut, stage
 
-SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")  # which DeepSpeed copies beside the checkpoints
+SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")  # DeepSpeed copies them beside the checkpoints
 
 
 class CheckpointError(RankError):
-    """A checkpoint could not be written; raised on all ranks. The ones before it and the run's state are untouched."""
+    """Error on all ranks: a checkpoint could not be written. Earlier ones and the run's state are unchanged."""
 
 
 def save_checkpoint(
@@ -54,22 +53,22 @@ def save_checkpoint(
 ) -> Path:
     """Write ``<directory>/step_<step>``, make it the latest and remove older ones; a collective.
 
-    The last ``keep`` up to this step stay, and the best. Later ones are those of a run that was resumed before them:
-    they stay until this run comes to their step.
+    The last ``keep`` up to this step are kept, and the best. Later ones, if the run was resumed from an earlier step,
+    are kept until this run reaches their step.
 
     Args:
-        session, stateful: what is saved.
+        session, stateful: the state to save.
         directory: of all checkpoints of the run.
         step: optimizer steps done.
-        keep: so many stay.
+        keep: number of checkpoints to keep.
         samples: digest of the training samples, see :func:`engine.checkpoint.find.check_samples`.
-        measured: a metric and its value at this step, where there was an evaluation: the checkpoint becomes the best
-            one if it is less than that of the best.
+        measured: name and value of a metric evaluated at this step; a value below the best one's marks this checkpoint
+            as the best.
 
     Raises:
-        CheckpointError: on every rank, if any could not write; names the directory, the bytes needed and those free.
-            What was written of it is removed.
-        RankError: on every rank, naming parameters that are not finite; nothing is written or removed.
+        CheckpointError: on every rank, if any could not write; with the directory, the bytes needed and those free.
+            The partial checkpoint is removed.
+        RankError: on every rank, with the parameters that are not finite; nothing is written or removed.
     """
     name = f"step_{step:08d}"
     final, partial = directory / name, directory / f"{name}.partial"
@@ -80,9 +79,9 @@ def save_checkpoint(
         with errors_on_all_ranks(OSError):
             if is_main():
                 shutil.rmtree(partial, ignore_errors=True)
-                partial.unlink(missing_ok=True)  # what was no directory
+                partial.unlink(missing_ok=True)  # if not a directory
                 partial.mkdir(parents=True)
-                for script in filter(Path.is_symlink, map(directory.joinpath, SCRIPTS)):  # else written through
+                for script in filter(Path.is_symlink, map(directory.joinpath, SCRIPTS)):  # else their targets change
                     script.unlink()
         _save_engine(session, files, directory, partial.name)
         files.save(rank_state(session, stateful), partial / f"rank_{rank()}.pt")
@@ -100,17 +99,16 @@ def save_checkpoint(
 
 
 def _save_engine(session: Session, files: CheckedFiles, directory: Path, tag: str) -> None:
-    """Let DeepSpeed write its part of a checkpoint. An error ends in ``files``, so that no rank waits for another."""
+    """Write DeepSpeed's files of a checkpoint. An error is stored in ``files``, so that no rank waits for another."""
     engine = session.engine
     engine.checkpoint_engine = files
     try:
-        # DeepSpeed opens its own `latest` for writing in place, which an interruption leaves empty: ours is renamed
-        # instead.
+        # DeepSpeed writes `latest` in place, which an interruption leaves empty; ours is replaced by a rename.
         without = bool(files.left_out.names)
         engine.save_checkpoint(str(directory), tag=tag, save_latest=False, exclude_frozen_parameters=without)
     except OSError as error:
-        # All but the scripts that rank 0 copies beside the checkpoints goes through `files`. They come last: what the
-        # other ranks are at is the rest of DeepSpeed's save_checkpoint.
+        # Only the scripts that rank 0 copies beside the checkpoints are not written through `files`. They come last:
+        # run the rest of DeepSpeed's save_checkpoint here, in which the other ranks are.
         files.fail(error.filename or "a script of DeepSpeed", error)
         if hasattr(engine.optimizer, "checkpoint_event_epilogue"):
             engine.optimizer.checkpoint_event_epilogue()
@@ -118,7 +116,7 @@ def _save_engine(session: Session, files: CheckedFiles, directory: Path, tag: st
 
 
 def _as_read(session: Session) -> dict[str, int]:
-    """The frozen weights that are still what was read from model.path, and their fingerprints; a collective."""
+    """Fingerprints of the frozen weights that are unchanged since they were read from model.path; a collective."""
     now = fingerprints(session.model, session.read)
     return {name: value for name, value in now.items() if value == session.read[name]}
 
@@ -133,7 +131,7 @@ def _write_manifest(
 ) -> None:
     recipe = partial / "recipe.yaml"
     save_recipe(session.recipe, recipe)
-    write_text(recipe, recipe.read_text(encoding="utf-8"))  # the same again, through to the disk
+    write_text(recipe, recipe.read_text(encoding="utf-8"))  # again, with fsync
     state = {
         "step": step,
         "world_size": world_size(),
@@ -150,8 +148,8 @@ def _write_manifest(
 def _make_current(
     directory: Path, partial: Path, final: Path, keep: int, measured: tuple[str, float] | None = None
 ) -> None:
-    """Rename a written checkpoint, point to it, and remove what is to go."""
-    if final.exists():  # of the same step, from a run that was resumed before it
+    """Rename a written checkpoint, update ``best.json`` and ``latest``, and remove old checkpoints."""
+    if final.exists():  # of the same step, before the run was resumed from an earlier one
         final.rename(final.with_name(f"{final.name}.replaced.partial"))
     partial.rename(final)
     sync_directory(directory)
@@ -161,19 +159,20 @@ def _make_current(
 
 
 def mark_best(directory: Path, step: int, measured: tuple[str, float] | None) -> None:
-    """Mark the checkpoint of ``step``, which was written before its evaluation, if ``measured`` makes it the best one;
-    a collective, with the arguments of :func:`save_checkpoint`."""
+    """Mark the checkpoint of ``step``, written before its evaluation, as the best if ``measured`` is; a collective.
+
+    See :func:`save_checkpoint` for the arguments.
+    """
     with errors_on_all_ranks(OSError):
         if is_main():
             _mark(directory, f"step_{step:08d}", measured)
 
 
 def _mark(directory: Path, name: str, measured: tuple[str, float] | None) -> Best | None:
-    """Mark a checkpoint as the best one if its value is less than the best one's; returns which is the best then.
+    """Mark a checkpoint as the best if its value is less than the best one's; return the best after that.
 
-    A mark of another metric gives way, that of an earlier checkpoint of the same step, which this one has replaced, and
-    one that is damaged. A value that is not finite is never the best one, and a mark with one gives way. A mark that
-    cannot be written costs a warning, not the checkpoint.
+    An existing mark is dropped if it is damaged, not finite, of another metric, or of an earlier checkpoint of the same
+    step. A value that is not finite is never marked. A failed write is only a warning.
     """
     best = None
     try:
@@ -201,14 +200,14 @@ def _remove_old(directory: Path, newest: str, keep: int, best: Best | None) -> N
     older = [path for path in sorted(directory.glob(STEPS)) if path.name <= newest]
     for old in older[:-keep]:
         if best is None or old.name != best.name:
-            # Renamed first: a directory that is not whole must not look so, however this ends.
+            # Renamed first: an interruption must not leave an incomplete directory with a final name.
             old.rename(old.with_name(f"{old.name}.partial"))
     for left in directory.glob("step_*.partial"):
         shutil.rmtree(left, ignore_errors=True)
 
 
 def _not_written(directory: Path, partial: Path, files: CheckedFiles, error: RankError) -> str:
-    """Remove what was written of a checkpoint, and give the text of the error, the same on every rank."""
+    """Remove a partial checkpoint, and return the error text, the same on every rank."""
     needed = sum(gather_objects(files.bytes))
     text = None
     if is_main():

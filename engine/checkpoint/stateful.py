@@ -1,11 +1,11 @@
-"""What a rank must remember beside DeepSpeed's state: its part of a checkpoint, ``rank_<r>.pt``.
+"""State of a rank beside DeepSpeed's, in the file ``rank_<r>.pt`` of a checkpoint.
 
-Everything that a resumed run needs has one owner, an object with ``state_dict`` and ``load_state_dict``. A checkpoint
-walks over the stateful by their names, and does not know what is in their states. A rank's file holds::
+All state that a resumed run needs belongs to stateful objects with ``state_dict`` and ``load_state_dict``, saved by
+name. A rank's file contains::
 
-    stateful   name of an owner -> its state: plain values and tensors on the CPU
-    random   the random states of the process
-    pieces   where this rank's pieces of every parameter lie in DeepSpeed's files, see engine.checkpoint.load
+    stateful  name of a stateful object -> its state: plain values and tensors on the CPU
+    random    random states of the process
+    pieces    slices of every parameter in this rank's DeepSpeed file, see engine.checkpoint.load
 """
 
 import random
@@ -21,20 +21,20 @@ from model.zero import on_cuda, optimizer_pieces
 
 
 class Stateful(Protocol):
-    """An object that owns something that a resumed run needs."""
+    """Object with state that a resumed run needs."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values and tensors on the CPU."""
+        """Return plain values and tensors on the CPU."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave."""
+        """Restore the result of :meth:`state_dict`."""
 
 
 StatefulStates = Mapping[str, Stateful]
 
 
 def rank_state(session: Session, stateful: StatefulStates) -> dict[str, Any]:
-    """What this rank's file holds."""
+    """Content of this rank's file."""
     return {
         "stateful": {name: owner.state_dict() for name, owner in stateful.items()},
         "random": random_states(),
@@ -43,19 +43,19 @@ def rank_state(session: Session, stateful: StatefulStates) -> dict[str, Any]:
 
 
 def check_stateful(stateful: StatefulStates, state: Mapping[str, Any]) -> None:
-    """Refuse a rank's file that lacks the state of an owner. Raises ValueError."""
+    """Refuse a rank's file that lacks the state of a stateful object. Raises ValueError."""
     if missing := sorted(stateful.keys() - state["stateful"].keys()):
         raise ValueError(f"the checkpoint keeps no state of {', '.join(missing)}: another version has written it")
 
 
 def load_stateful(stateful: StatefulStates, state: Mapping[str, Any]) -> None:
-    """Give every owner its state back. States without an owner (an export has no schedule) are left alone."""
+    """Restore the state of every stateful object. Other states (an export has no schedule) are ignored."""
     for name, owner in stateful.items():
         owner.load_state_dict(state["stateful"][name])
 
 
 def random_states() -> dict[str, Any]:
-    """The states of this process' generators: torch's on the CPU and on the current CUDA device, Python's, numpy's."""
+    """Random states of this process: torch on the CPU and on the current CUDA device, Python, numpy."""
     name, keys, *position = np.random.get_state()
     return {
         "torch": torch.get_rng_state(),
@@ -66,7 +66,7 @@ def random_states() -> dict[str, Any]:
 
 
 def restore_random_states(state: Mapping[str, Any]) -> None:
-    """Put the generators where :func:`random_states` found them."""
+    """Restore the result of :func:`random_states`."""
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and on_cuda():
         torch.cuda.set_rng_state(state["cuda"])
@@ -76,10 +76,10 @@ def restore_random_states(state: Mapping[str, Any]) -> None:
 
 
 def from_flat_layout(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A rank's file as it was before states had stateful, in the layout of today; one of today as it is.
+    """Convert a rank's file of the old flat layout to the current one; return a current one unchanged.
 
-    Everything lay on one level then, and the overrides held what now belongs to the switches of fake quant, the
-    schedule, the evaluations and the count of skipped steps.
+    In the flat layout all states were on one level, and the overrides included the states of fake quant, the schedule,
+    the evaluations and the count of skipped steps.
     """
     if "stateful" in state:
         return dict(state)

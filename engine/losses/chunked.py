@@ -222,7 +222,7 @@ def row_blocks(logits: Tensor) -> Iterator[slice]:
 
 
 class _Projection:
-    """Multiply chunks of hidden states by lm_head, into one buffer: new memory pages would cost more than the softmax."""
+    """Multiply chunks of hidden states by lm_head, into one buffer: new pages would cost more than the softmax."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight, self.bias = weight, bias
