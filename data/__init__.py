@@ -1,9 +1,8 @@
-"""Text to batches: files to masked samples (`chat`, `text`), samples to the micro-batches of a step (`loader`) and of
-an evaluation (`held_out`).
+"""Read text and chat files into masked samples and batches.
 
-`jsonl` reads lines, `template` finds the assistant's turns in what a chat template writes, `order` says which samples
-stand in which row of an epoch, `packing` which share one.
+`chat` and `text` make samples, `loader` the micro-batches of a step, `held_out` those of an evaluation. `jsonl` parses
+lines, `template` locates assistant turns in rendered chat templates, `order` shuffles samples, `packing` fills rows.
 
-Imports neither DeepSpeed nor the other folders: every function here gives the same result on every rank, and what it
-finds wrong in a file is a `samples.DataError`, which the caller makes known to all ranks.
+Imports neither DeepSpeed nor the other packages. Results are the same on every rank. An invalid file raises
+`samples.DataError`, which the caller reports to all ranks.
 """

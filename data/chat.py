@@ -1,23 +1,22 @@
-"""Chat JSONL to samples whose only targets are the tokens of the last assistant turn, or of all of them.
+"""Read chat JSONL into samples whose only targets are the tokens of the last assistant turn, or of all of them.
 
-The mask comes from the chat template's own output: `data.template` finds the characters of the conversation's
-rendering that the assistant has to write, from behind the generation prompt to the end of its turn. The text is
-tokenized, once and whole, and the tokens of these characters are the targets: just what the model has to write by
-itself. Searching the tokens for a marker such as ``<|im_start|>assistant`` instead would need a rule per template and
-finds what users typed, too.
+The mask comes from the chat template's output: `data.template` finds the characters of the rendered conversation that
+the model generates, from behind the generation prompt to the end of the turn. The text is tokenized once, as a whole,
+and the tokens of these characters are the targets. Searching the tokens for a marker such as
+``<|im_start|>assistant`` would need a rule per template, and would also match text that users typed.
 
-The first target of a turn is the first token of the answer. The last one is the end-of-turn token that the template
-writes after it (``<|im_end|>``); whitespace behind that token is written by the template alone and is no target.
-Nothing behind the last target is kept: attention is causal, so it could not matter.
+The first target of a turn is the first token of the answer. The last one is the end-of-turn token (``<|im_end|>``);
+whitespace that the template writes after that token is not a target. Nothing after the last target is kept: attention
+is causal, so later tokens have no effect.
 
-Where exactness takes more than that, and is counted by turns:
+Special cases, each counted in turns:
 
-- A template may write the generation prompt otherwise than the finished turn, or a turn otherwise once others follow.
-  The turn is then found by its content, or the line is an error (see `data.template`). Counted as ``by_content``.
-- A token may begin in the prompt and end in the answer. If the prompt alone ends with that very token it is given,
-  else the model has to write it, so it is a target. Counted as ``straddling``.
-- A template may write no special token after the answer (the next turn's role ends it). Then the last target is the
-  last token of the answer. Counted as ``without_end``, because such a model learns from this data not when to stop.
+- A template may write the generation prompt differently from the finished turn, or a turn differently once others
+  follow. The turn is then located by its content, or the line is an error (see `data.template`): ``by_content``.
+- A token may begin in the prompt and end in the answer. It is context if the prompt alone ends with that token, else
+  it is a target: ``straddling``.
+- A template may write no special token after the answer (the next turn's role ends it). The last target is then the
+  last token of the answer, and the model does not learn to stop: ``without_end``.
 """
 
 from bisect import bisect_right
@@ -38,7 +37,7 @@ from data.tokens import CHARACTERS, TEXTS, OffsetTokenizer, TokenizerError, Toke
 
 @dataclass
 class Counts:
-    """What became of the lines: ``lines = samples + too_long + without_target``. Blank lines do not count."""
+    """Numbers of lines by outcome: ``lines = samples + too_long + without_target``. Blank lines do not count."""
 
     files: int = 0
     lines: int = 0
@@ -47,16 +46,16 @@ class Counts:
     targets: int = 0  # of these, the ones with a label
     too_long: int = 0  # dropped: longer than max_length (or, when truncating, the answer alone is)
     truncated: int = 0  # kept, the beginning cut off
-    targets_cut: int = 0  # tokens of earlier answers that are no targets any more in these
+    targets_cut: int = 0  # tokens of earlier answers in truncated samples that are no longer targets
     without_target: int = 0  # dropped: there is no answer, or it is empty
-    by_content: int = 0  # kept answers: not found by the renderings around them but by their content
+    by_content: int = 0  # kept answers: located by their content instead of by the renderings around them
     straddling: int = 0  # kept answers: a token reaches from the prompt into the answer and is a target
     without_end: int = 0  # kept answers: no special token ends them
-    spelled: int = 0  # special tokens that people spelled out, in what was kept
-    spelled_targets: int = 0  # of these, the ones that are targets
+    spelled: int = 0  # special tokens spelled out in the contents of kept samples
+    spelled_targets: int = 0  # the ones among them that are targets
 
     def summary(self) -> str:
-        """One line for people: what was kept, what was dropped and why, and anything unusual about the masks."""
+        """Summarize in one line what was kept and dropped, and why, and anything unusual about the masks."""
         share = 100 * self.targets / max(self.tokens, 1)
         text = (
             f"{self.samples:,} samples of {self.lines:,} lines in {self.files} file{'s' * (self.files != 1)}, "
@@ -77,20 +76,20 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A rendered line and its place."""
+    """A rendered line with its file and line number."""
 
     rendering: Rendering
     file: str
     number: int
 
     def where(self) -> str:
-        """``file:line``"""
+        """Return ``file:line``."""
         return f"{self.file}:{self.number}"
 
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Tokens ``first`` to ``last``, both included, of an assistant turn."""
+    """Range of an assistant turn's tokens, ``first`` to ``last`` inclusive."""
 
     first: int
     last: int
@@ -114,13 +113,13 @@ def read_chat(
     Args:
         files: UTF-8 JSONL files; the forms of a line are in `data.jsonl`.
         tokenizer: a fast tokenizer with a chat template.
-        max_length: the most input positions of a sample (the end-of-turn token is only predicted, so it is not one).
+        max_length: the most input positions of a sample (the last target is only predicted, so it is not an input).
         fields: our field names to the files' keys, for files of another form.
-        loss_on: which assistant turns are learned, the last one or all.
-        too_long: a longer sample is dropped, or loses its beginning (a BOS token is kept), and is dropped only if no
-            position would be left to predict the last answer's first token from. An earlier answer whose beginning, or
-            what it is predicted from, is cut off is no target any more. One that is far too long is dropped even so.
-        special_tokens: what becomes of special tokens that people spelled out; see `data.special`.
+        loss_on: assistant turns that are trained on, the last one or all.
+        too_long: drop a longer sample, or truncate its beginning (a BOS token is kept). A truncated sample is dropped
+            if no position would be left to predict the last answer's first token from. An earlier answer is not a
+            target if its beginning or its context is cut off. Extremely long samples are dropped in both modes.
+        special_tokens: treatment of special tokens spelled out in contents; see `data.template`.
         progress: show a progress bar.
 
     Raises:
@@ -151,7 +150,7 @@ def read_chat(
 
 
 class _Builder:
-    """Renderings to samples, with everything counted."""
+    """Build samples from renderings, and count the special cases."""
 
     def __init__(
         self,
@@ -204,7 +203,7 @@ class _Builder:
             self.problems.add(name, "found only blank lines, expected one JSON object per line")
 
     def _rendered(self, line: bytes) -> Rendering:
-        """A line as the template writes it. Raises BadLineError for one with special tokens, if they are refused."""
+        """Render a line with the template. Raises BadLineError for spelled-out special tokens, if they are refused."""
         conversation = conversation_of(line, self.fields)
         if self.special_tokens == "refuse" and (token := self.template.special_token_in(conversation)):
             raise BadLineError(f"found the special token {token!r} spelled out, expected none (data.special_tokens)")
@@ -218,7 +217,7 @@ class _Builder:
 
     def _add(self, batch: list[Line]) -> None:
         if self.problems.count:
-            return  # there will be no samples: finish looking for bad lines
+            return  # there will be no samples: only look for more bad lines
         for line, tokens in zip(batch, self._tokens(batch), strict=True):
             try:
                 sample = self._sample(line, tokens)
@@ -232,7 +231,7 @@ class _Builder:
                 self.counts.targets += int((sample.labels != IGNORE).sum())
 
     def _tokens(self, batch: list[Line]) -> Iterable[Tokens]:
-        """The tokens of each line. Raises DataError, with the place, for a text that the tokenizer does not take."""
+        """Tokenize each line. Raises DataError, with file and line, for a text that the tokenizer refuses."""
         try:
             return self.tokenizer.batch([line.rendering.text for line in batch])
         except TokenizerError as error:
@@ -255,7 +254,7 @@ class _Builder:
             return None
         labels = np.full(length, IGNORE, dtype=np.int32)
         for turn in turns:
-            if turn.first > begin:  # so that what predicts its first token is there
+            if turn.first > begin:  # the position that predicts its first token is there
                 labels[turn.first - 1 : turn.last] = ids[turn.first : turn.last + 1]
             else:
                 self.counts.targets_cut += turn.last + 1 - turn.first
@@ -269,13 +268,13 @@ class _Builder:
         inputs, labels = ids[begin:length], labels[begin:]
         if keeps_bos:
             inputs, labels = np.append(ids[:1], inputs), np.append(np.int32(IGNORE), labels)
-        # Copies, where they are cut: a view would keep the whole conversation in memory.
+        # Copy truncated arrays: a view would keep the whole conversation in memory.
         return Sample(inputs.copy(), labels.copy(), line.file, line.number)
 
     def _cut(self, ids: np.ndarray, first: int) -> tuple[int | None, bool]:
-        """How many tokens to cut off so that the rest fits, and whether BOS is put before the rest again.
+        """Return the number of tokens to cut off so that the rest fits, and whether BOS is put before the rest again.
 
-        None if not one token would be left before the last answer, which begins with token ``first``.
+        The number is None if no token would be left before the last answer, which begins with token ``first``.
         """
         excess = len(ids) - 1 - self.max_length
         if excess <= 0:
@@ -287,10 +286,10 @@ class _Builder:
 
 
 def targets_of(answer: Answer, tokens: Tokens, rendering: Rendering, tokenizer: OffsetTokenizer) -> Targets:
-    """The tokens of a turn that are targets.
+    """Return the range of a turn's target tokens.
 
     Raises:
-        BadLineError: the turn has no token of its own, or nothing stands before it.
+        BadLineError: the turn has no token of its own, or no token precedes it.
     """
     first, straddling = first_target(tokens, rendering, answer.start, tokenizer)
     last, ended = last_target(tokens, rendering.text, first, answer.end, tokenizer.special)
@@ -303,9 +302,9 @@ def targets_of(answer: Answer, tokens: Tokens, rendering: Rendering, tokenizer: 
 
 
 def first_target(tokens: Tokens, rendering: Rendering, start: int, tokenizer: OffsetTokenizer) -> tuple[int, bool]:
-    """Index of the first target (one past the last token if there is none), and whether it begins in the prompt."""
+    """Return the first target's index (one past the last token if none), and whether it begins in the prompt."""
     offsets = tokens.offsets
-    # A token without characters (a prefix that the tokenizer puts before a word) belongs to what it stands before.
+    # A token without characters (a prefix that the tokenizer adds to a word) belongs to the word after it.
     inside = (index for index, (left, right) in enumerate(offsets) if left >= start or right > start)
     first = next(inside, len(offsets))
     if first == len(offsets) or offsets[first][0] >= start:
@@ -317,7 +316,7 @@ def first_target(tokens: Tokens, rendering: Rendering, start: int, tokenizer: Of
 
 
 def last_target(tokens: Tokens, text: str, first: int, stop: int, special: Collection[int]) -> tuple[int, bool]:
-    """Index of the last token that is a target, and whether it is a special one, which ends the turn.
+    """Return the index of the last target token, and whether it is a special token, which ends the turn.
 
     Args:
         tokens: of the whole text.

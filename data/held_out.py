@@ -1,4 +1,4 @@
-"""Samples kept out of training, and the batches that a model is evaluated on.
+"""Split off held-out samples, and batch them for evaluation.
 
 The split is drawn from the seed alone, so it is the same on every rank, in every resumed run and at any world size.
 """
@@ -11,16 +11,16 @@ import numpy as np
 from data.loader import MicroBatch, pad
 from data.samples import IGNORE, DataError, Sample, digest_of_samples
 
-SPLIT = 3  # draws apart from every epoch, see data.loader
+SPLIT = 3  # random stream separate from every epoch's, see data.loader
 
 
 def split(samples: Sequence[Sample], held_out: int | float, seed: int) -> tuple[list[Sample], list[Sample]]:
-    """Training and held-out samples, each in the order in which they were read.
+    """Split samples into training and held-out samples, each in their original order.
 
     Args:
         samples: all of them.
-        held_out: how many to hold out, or, between 0 and 1, which share of them (at least one).
-        seed: of the choice.
+        held_out: number of samples to hold out, or, between 0 and 1, their fraction (at least one sample).
+        seed: of the random choice.
 
     Raises:
         DataError: no sample would be left to train on.
@@ -37,7 +37,7 @@ def split(samples: Sequence[Sample], held_out: int | float, seed: int) -> tuple[
 
 
 def seen_in_training(training: Iterable[Sample], held_out: Sequence[Sample]) -> dict[int, Sample]:
-    """Held-out samples whose tokens and labels are trained on too: index in ``held_out`` -> such a training sample."""
+    """Find held-out samples with equal tokens and labels in training: index in ``held_out`` -> training sample."""
     places: dict[str, list[int]] = {}
     for index, sample in enumerate(held_out):
         places.setdefault(digest_of_samples([sample]), []).append(index)
@@ -49,7 +49,7 @@ def seen_in_training(training: Iterable[Sample], held_out: Sequence[Sample]) -> 
 
 
 class HeldOut:
-    """This rank's evaluation batches: each sample in exactly one batch of one rank, as many batches on every rank.
+    """This rank's evaluation batches: each sample is in one batch of one rank; all ranks have as many batches.
 
     Samples are ordered by length, so that rows of a batch need little padding and the ranks have equal work
     (``sample_ids`` are indices in ``samples``). A rank that has run out gets a batch of one row without labels, whose
@@ -59,7 +59,7 @@ class HeldOut:
         samples: the same on every rank, in the same order.
         micro_batch_size: rows of a batch; the last one may have fewer.
         rank, world: this rank's index in the data-parallel group, and the group's size.
-        pad_token_id: fills ``input_ids`` behind samples.
+        pad_token_id: pads ``input_ids`` on the right.
 
     Raises:
         DataError: there are no samples.
@@ -87,7 +87,7 @@ class HeldOut:
             yield pad(self.samples, [[i] for i in ids], self._pad) if ids else self._nothing()
 
     def _nothing(self) -> MicroBatch:
-        """A batch of the shortest sample, of which nothing counts."""
+        """Return a batch of the shortest sample without labels."""
         batch = pad(self.samples, [self._by_length[:1]], self._pad)
         batch["labels"].fill_(IGNORE)
         return batch | {"sample_ids": batch["sample_ids"][:0], "spans": batch["spans"][:0]}

@@ -1,4 +1,4 @@
-"""Lines of JSONL to conversations, in the three forms that chat data comes in.
+"""Parse JSONL lines into conversations, in the three common forms of chat data.
 
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
     {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}
@@ -8,8 +8,8 @@ Each may have a ``system`` beside it, and ``tools``: a list of function schemas 
 have ``tool_calls``, ``tool_call_id``, ``name`` and ``reasoning_content``; its content is a string or a list of text
 parts (``{"type": "text", "text": "..."}``), and null only beside ``tool_calls``.
 
-A line whose form is not plain is an error, never a guess: training on half of a line looks like training. A field map
-(``{"input": "question", "output": "answer"}``: our name to the file's key) says it for other files; then only the
+A line of another form is an error: guessing would silently train on half of it. A field map
+(``{"input": "question", "output": "answer"}``: our name to the file's key) describes other files; then only the
 mapped keys are read, and every line must have them.
 """
 
@@ -22,7 +22,7 @@ from typing import Any
 from data.samples import DataError
 
 Turn = dict[str, Any]
-"""What a chat template reads: ``role`` (system, developer, user, assistant or tool), ``content`` (str, list of text
+"""A chat template's message: ``role`` (system, developer, user, assistant or tool), ``content`` (str, list of text
 parts, or None beside tool calls), and where given ``tool_calls``, ``tool_call_id``, ``name``, ``reasoning_content``."""
 
 ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")}
@@ -30,26 +30,26 @@ SPEAKERS = {"human": "user", "gpt": "assistant", "observation": "tool", **ROLES}
 PAIR = ("instruction", "input", "output")
 FORMS = "exactly one of 'messages', 'conversations' or 'input' (or 'instruction') with 'output'"
 REMEDY = "name the file's keys in the field map (data.fields: {input: question, output: answer})"
-LINE_BYTES = 2**26  # more than any conversation has; what is read, decoded and rendered takes many times as much
+LINE_BYTES = 2**26  # more than any real conversation; reading, decoding and rendering take a multiple of it
 BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """The turns up to the last assistant turn, and the schemas of the tools that it may call."""
+    """Turns up to the last assistant turn, and the schemas of the available tools."""
 
     turns: list[Turn]
     tools: list[dict[str, Any]] | None
 
 
 class BadLineError(ValueError):
-    """What is wrong with one line, without its place."""
+    """Error in one line, without file and line number."""
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Number and bytes of each line. Split at newline bytes only: U+2028 may stand unescaped inside a JSON string.
+    """Yield number and bytes of each line. Splits at newline bytes only: JSON strings may contain unescaped U+2028.
 
-    Of a line of more than ``LINE_BYTES`` only one byte more is given out, so that `conversation_of` refuses it.
+    A line longer than ``LINE_BYTES`` is cut after one more byte, so that `conversation_of` refuses it.
     """
     with path.open("rb") as file:
         number = 0
@@ -61,7 +61,7 @@ def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def expected_fields(fields: Mapping[str, str] | None) -> str | None:
-    """What a field map should be; None if it is None or describes exactly one of the three forms."""
+    """Describe the expected field map; None if the map is None or describes exactly one of the three forms."""
     known = ("messages", "conversations", *PAIR, "system", "tools")
     if fields is None or (_form(fields) is not None and all(name in known for name in fields)):
         return None
@@ -72,16 +72,16 @@ def expected_fields(fields: Mapping[str, str] | None) -> str | None:
 
 
 def check_fields(fields: Mapping[str, str] | None) -> None:
-    """Raise `DataError` unless the field map is one."""
+    """Raise `DataError` if the field map is invalid."""
     if expected := expected_fields(fields):
         raise DataError(f"data.fields: {fields}, expected {expected}")
 
 
 def conversation_of(line: bytes, fields: Mapping[str, str] | None) -> Conversation:
-    """The conversation of a line up to its last assistant turn; what comes after that cannot be answered for.
+    """Parse a line into a conversation up to its last assistant turn; later turns have no answer.
 
     Raises:
-        BadLineError: saying what was found and what was expected.
+        BadLineError: with the value found and the expected one.
     """
     row = _object(line)
     if fields is None:
@@ -123,7 +123,7 @@ def _object(line: bytes) -> dict[str, Any]:
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object whose keys are there once: of a key that is there twice, json keeps the last value and says nothing."""
+    """Build an object and reject repeated keys, of which json would silently keep the last value."""
     values = dict(pairs)
     if len(values) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -133,7 +133,7 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _form(names: Mapping[str, Any]) -> str | None:
-    """Which form these keys make, None unless it is exactly one of them and complete."""
+    """Return the form that these keys make; None unless it is exactly one complete form."""
     forms = [form for form in ("messages", "conversations") if form in names]
     if any(name in names for name in PAIR):
         forms.append("pair")
@@ -169,7 +169,7 @@ def _role(turn: dict[str, Any], place: str, role_key: str, text_key: str, roles:
 
 
 def _said(turn: dict[str, Any], place: str, text_key: str, role: str) -> Turn:
-    """Content and tool calls of a turn, with the other keys that chat templates read."""
+    """Return a turn's content and tool calls, with the other keys that chat templates read."""
     said: Turn = {"content": turn.get(text_key)}
     if turn.get("tool_calls") is not None:
         if role != "assistant":
@@ -188,7 +188,7 @@ def _said(turn: dict[str, Any], place: str, text_key: str, role: str) -> Turn:
 
 
 def _parts(parts: list[Any], place: str) -> list[dict[str, str]]:
-    """The text parts of a content that is a list; there is nothing here to train other kinds of parts with."""
+    """Return the parts of a list content; parts other than text are refused."""
     if not parts:
         raise BadLineError(f"{place}: found an empty list, expected a string or at least one text part")
     for index, part in enumerate(parts):
@@ -200,7 +200,7 @@ def _parts(parts: list[Any], place: str) -> list[dict[str, str]]:
 
 
 def _tool_calls(calls: Any, place: str) -> list[dict[str, Any]]:
-    """Tool calls with their arguments as objects: templates write them as JSON, and servers parse them for it too."""
+    """Return tool calls with their arguments as objects, the form that templates and servers expect."""
     if not isinstance(calls, list) or not calls:
         raise BadLineError(f"{place}: found {_shown(calls)}, expected a list of at least one call")
     result = []
@@ -229,7 +229,7 @@ def _arguments(arguments: Any, place: str) -> dict[str, Any]:
 
 
 def _tools(values: Mapping[str, Any], names: Mapping[str, str]) -> list[dict[str, Any]] | None:
-    """The function schemas beside a conversation."""
+    """Return the function schemas beside a conversation."""
     tools = values.get("tools")
     if tools in (None, []):
         return None
@@ -254,7 +254,7 @@ def _from_conversations(values: Mapping[str, Any], names: Mapping[str, str]) -> 
 
 
 def _from_pair(values: Mapping[str, Any], names: Mapping[str, str]) -> list[Turn]:
-    """Instruction and input, whichever are there and not empty, make the user's turn, a newline between them."""
+    """Join non-empty instruction and input with a newline into the user's turn, followed by the answer."""
     asked = [_text(values[name], repr(names[name])) for name in ("instruction", "input") if name in values]
     answer = _text(values["output"], repr(names["output"]))
     return [{"role": "user", "content": "\n".join(filter(None, asked))}, {"role": "assistant", "content": answer}]
@@ -288,7 +288,7 @@ def _text(value: Any, name: str) -> str:
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
-        # JSON can spell half of a surrogate pair ("\ud83d"), which is no character and which no tokenizer takes.
+        # JSON can encode half of a surrogate pair ("\ud83d"): not a character, and refused by every tokenizer.
         raise BadLineError(
             f"{name}: found half of a surrogate pair at character {error.start}, expected text"
         ) from error

@@ -1,8 +1,7 @@
-"""What both readers share: the sample, the errors, and a tokenizer whose offsets can be trusted.
+"""Shared parts of both readers: the sample, the errors, and a tokenizer with reliable offsets.
 
-A sample is stored with its labels already shifted, because only the reader knows which token of the text is the last
-one worth reading: position t of ``input_ids`` sees the tokens up to t and has to predict ``labels[t]``. Nobody
-downstream shifts again.
+Labels of a sample are already shifted, because only the reader can tell the last useful token of a text: position t of
+``input_ids`` sees the tokens up to t and predicts ``labels[t]``. Nothing downstream shifts again.
 """
 
 import hashlib
@@ -19,11 +18,11 @@ IGNORE = -100
 """Label of a position that predicts nothing (the ``ignore_index`` of torch's cross entropy)."""
 
 MAX_PROBLEMS = 20
-"""So many bad lines are named in one error; the rest are only counted."""
+"""Limit of the bad lines that one error names; the rest are only counted."""
 
 
 class DataError(ValueError):
-    """Something in the files or in how they are described is wrong; the text names file, line and remedy."""
+    """Error in the files or in their description; the text names file, line and remedy."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,17 +32,17 @@ class Sample:
     input_ids: np.ndarray
     labels: np.ndarray
     file: str = ""
-    """Where it comes from: one string object per file, so that a million samples stay small."""
+    """Source file: one string object per file, to save memory over a million samples."""
     line: int = 0
-    """Line in the file, from 1; 0 where a sample is no line of it."""
+    """Line in the file, from 1; 0 if the sample is not from a single line."""
 
     def where(self) -> str:
-        """``file:line`` as far as it is known, for error messages."""
+        """Return ``file:line`` as far as known, for error messages."""
         return f"{self.file}:{self.line}" if self.line else self.file
 
 
 def digest_of_samples(samples: Iterable[Sample]) -> str:
-    """Of tokens and labels, in their order."""
+    """Digest tokens and labels, in their order."""
     digest = hashlib.blake2b(digest_size=16)
     for sample in samples:
         digest.update(len(sample.input_ids).to_bytes(8, "little"))
@@ -53,14 +52,14 @@ def digest_of_samples(samples: Iterable[Sample]) -> str:
 
 
 class Problems:
-    """Collects what is wrong with single lines, so that one run shows all of it."""
+    """Collect errors in lines, so that one run shows all of them."""
 
     def __init__(self) -> None:
         self.count = 0
         self._texts: list[str] = []
 
     def add(self, where: str, what: str) -> None:
-        """Note one bad line; ``where`` is ``file:line``."""
+        """Add a bad line; ``where`` is ``file:line``."""
         self.count += 1
         if len(self._texts) < MAX_PROBLEMS:
             self._texts.append(f"{where}: {what}")
@@ -76,7 +75,7 @@ class Problems:
 
 
 def check_files(files: Sequence[str | Path]) -> list[Path]:
-    """The paths, all of them existing, non-empty files; otherwise one `DataError` that names every other one."""
+    """Return the paths if all are existing, non-empty files; else raise a `DataError` that names every other one."""
     paths = [Path(file) for file in files]
     wrong = [path for path in paths if not path.is_file() or not path.stat().st_size]
     if wrong or not paths:
@@ -93,10 +92,10 @@ def _file_problem(path: Path) -> str:
 
 
 def load_tokenizer(directory: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a checkpoint.
+    """Load the tokenizer of a checkpoint.
 
     Raises:
-        DataError: there is none, or it cannot be read.
+        DataError: it is missing or cannot be read.
     """
     try:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
@@ -105,9 +104,9 @@ def load_tokenizer(directory: str | Path, *, trust_remote_code: bool = False) ->
 
 
 def _refuse(directory: str | Path, error: BaseException) -> NoReturn:
-    """`DataError` for what transformers or the tokenizers library raise about a tokenizer's files.
+    """Raise `DataError` for errors of a tokenizer's files in transformers or the tokenizers library.
 
-    A panic of the latter, which is written in Rust, is no `Exception`.
+    A panic of the tokenizers library, which is written in Rust, is not an `Exception`.
     """
     if isinstance(error, KeyboardInterrupt | SystemExit):
         raise error
@@ -118,11 +117,11 @@ def _refuse(directory: str | Path, error: BaseException) -> NoReturn:
 
 
 def plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
-    """A copy of the fast tokenizer that adds nothing to the text, cuts nothing, and reports untrimmed offsets.
+    """Copy the fast tokenizer without additions to the text and truncation, and with untrimmed offsets.
 
-    The post-processor is what adds BOS and EOS, which a chat template writes by itself, and what reports " word" as if
-    it began at the "w" (``trim_offsets``, in GPT-2-like tokenizers): a token that begins in the prompt would pass for
-    one of the answer. The copy has none. The caller's tokenizer is left as it is.
+    The post-processor is dropped: it adds BOS and EOS, which a chat template writes already, and makes " word" begin at
+    the "w" (``trim_offsets``, in GPT-2-like tokenizers), so that a token that begins in the prompt would look like a
+    token of the answer. The caller's tokenizer is not changed.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
@@ -132,7 +131,7 @@ def plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
         )
     try:
         copy = Tokenizer.from_str(backend.to_str())
-    except BaseException as error:  # an added token may have taken the place of one that a merge names
+    except BaseException as error:  # an added token may have replaced a token that a merge names
         _refuse(tokenizer.name_or_path, error)
     copy.post_processor = None
     copy.no_truncation()

@@ -1,4 +1,4 @@
-"""Weights turned in place for layers that turn their inputs while the model runs (:mod:`quant.hadamard`)."""
+"""Rotate weights in place for layers that rotate their inputs in the forward (:mod:`quant.hadamard`)."""
 
 import torch
 from transformers import PreTrainedModel
@@ -9,18 +9,18 @@ from quant import Quantization
 from quant.hadamard import rotate
 from quant.rotation import rotated_layers
 
-CHUNK = 2**25  # values in fp64 at a time: 256 MB, and a copy or two of them
+CHUNK = 2**25  # fp64 values at a time: 256 MB, and one or two copies
 
 
 @torch.no_grad()
 def rotate_weights(model: PreTrainedModel, quantization: Quantization) -> int:
-    """Turn the weights of all layers that turn their inputs, so that the model stays the same function; a collective.
+    """Rotate the weights of all layers that rotate their inputs, which preserves the function; a collective.
 
-    Each value is computed in fp64 and rounded once to the weight's dtype. One weight is whole at a time. Before
-    ``deepspeed.initialize``, after the weights are loaded and before scales are measured from them.
+    Each value is computed in fp64 and rounded once to the weight's dtype. One weight is gathered at a time. Call it
+    before ``deepspeed.initialize``, after the weights are loaded and before scales are measured from them.
 
     Returns:
-        How many layers there are.
+        Number of these layers.
     """
     turned = rotated_layers(quantization)
     for name, block in turned.items():

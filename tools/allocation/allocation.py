@@ -1,10 +1,10 @@
-"""Bits where they count: one of several schemes for each part of a model, so that the whole stays within a budget.
+"""Choose a scheme for each part of a model, within a budget of bits per weight (mixed precision).
 
-What a part costs under a scheme is measured with this part alone quantized (:mod:`tools.allocation.sensitivity`),
-and costs are taken to add up, as in HAWQ-V2 (Dong et al. 2020, arXiv 1911.03852, section 3.2). Then the choice is a
-knapsack with several sizes of every item. It is solved on the lower convex hull of each part's sizes and costs, from
-the smallest sizes on: always the step that saves most per bit and still fits. What that misses of the best choice is
-less than what one step saves (Sinha and Zoltners 1979, "The multiple-choice knapsack problem", theorem 4).
+The cost of a scheme is measured with one part alone quantized (:mod:`tools.allocation.sensitivity`), and costs are
+assumed to add up, as in HAWQ-V2 (Dong et al. 2020, arXiv 1911.03852, section 3.2). The choice is a multiple-choice
+knapsack, solved greedily on the lower convex hull of each part's sizes and costs, from the smallest sizes on: take
+the step that saves most per bit and still fits. The result misses the optimum by less than one step's savings (Sinha
+and Zoltners 1979, "The multiple-choice knapsack problem", theorem 4).
 """
 
 import math
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 
 class Option(NamedTuple):
-    """A part under one scheme: its size in bits, with scales, and what it costs."""
+    """Size in bits (with scales) and cost of a part under one scheme."""
 
     bits: int
     cost: float
@@ -24,13 +24,13 @@ class Option(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """Layers that have one scheme, since serving runs them as one.
+    """Layers that share a scheme, since serving fuses them.
 
     Attributes:
-        layers: their names as modules.
-        linears: the names of the Linears that a checkpoint has for them.
-        weights: how many weights they have.
-        options: by the name of the scheme.
+        layers: module names.
+        linears: names of their Linears in a checkpoint.
+        weights: number of weights.
+        options: by scheme name.
     """
 
     layers: tuple[str, ...]
@@ -45,26 +45,26 @@ class Part:
         return f"{next(iter(parents))}: {', '.join(name.rpartition('.')[2] for name in self.layers)}"
 
     def costing(self, scheme: str, cost: float) -> "Part":
-        """The same part, whose option ``scheme`` has this cost."""
+        """Return a copy whose option ``scheme`` has this cost."""
         return replace(self, options={**self.options, scheme: self.options[scheme]._replace(cost=cost)})
 
 
 def check_budget(parts: Sequence[Part], budget_bits: float) -> None:
-    """Raise ValueError if the smallest options do not fit; the text says what they need. Costs may be unknown."""
+    """Raise ValueError, naming the required budget, if the smallest options do not fit. Costs may be unknown."""
     weights = sum(part.weights for part in parts)
     least = sum(min(option.bits for option in part.options.values()) for part in parts)
     if least > budget_bits * weights * (1 + 1e-12):
-        enough = math.ceil(least / weights * 1e4) / 1e4  # a budget of what is printed is not refused again
+        enough = math.ceil(least / weights * 1e4) / 1e4  # rounded up, so that the printed budget is accepted
         raise ValueError(
             f"{budget_bits:g} bits per weight, expected {enough:.4f} or more: the smallest schemes need them"
         )
 
 
 def allocate(parts: Sequence[Part], budget_bits: float) -> list[str]:
-    """The scheme of each part, such that all weights together have at most ``budget_bits`` bits on average.
+    """Choose the scheme of each part, such that all weights have at most ``budget_bits`` bits on average.
 
     Raises:
-        ValueError: the smallest options do not fit; the text says what they need.
+        ValueError: the smallest options do not fit; the text names the required budget.
     """
     check_budget(parts, budget_bits)
     hulls = [_hull(part.options) for part in parts]
@@ -84,7 +84,7 @@ def allocate(parts: Sequence[Part], budget_bits: float) -> list[str]:
 
 
 def _hull(options: Mapping[str, Option]) -> list[tuple[str, Option]]:
-    """The options on the lower convex hull of size and cost, from the smallest to that of the least cost."""
+    """Return the options on the lower convex hull of size and cost, from the smallest to the least costly."""
     hull: list[tuple[str, Option]] = []
     for name, option in sorted(options.items(), key=lambda item: item[1]):
         if hull and option.cost >= hull[-1][1].cost:
@@ -102,7 +102,7 @@ def _saved_per_bit(smaller: tuple[str, Option], larger: tuple[str, Option]) -> f
 
 
 def rules_of(parts: Sequence[Part], schemes: Sequence[str]) -> tuple[str, list[dict[str, str]]]:
-    """The choice as a recipe has it: ``quant.scheme``, that of the most weights, and ``quant.rules`` for the others."""
+    """Convert the choice to ``quant.scheme``, which covers the most weights, and ``quant.rules`` for the others."""
     size: dict[str, int] = defaultdict(int)
     names: dict[str, list[str]] = defaultdict(list)
     for part, scheme in zip(parts, schemes, strict=True):
@@ -118,8 +118,8 @@ def rules_of(parts: Sequence[Part], schemes: Sequence[str]) -> tuple[str, list[d
 
 
 def patterns(names: Iterable[str]) -> list[str]:
-    """Regexes that match these names and none of other decoder layers: one for names that differ in numbers alone, of
-    which the first is that of the layer and any others match (experts, all of which are there)."""
+    """Make regexes that match these names, but none in other decoder layers. Names that differ only in numbers share
+    one: the first number is the layer's, and any others match (all experts of a layer are present)."""
     numbers: dict[str, list[str]] = {}
     for name in names:
         first, *rest = [index for index, word in enumerate(name.split(".")) if word.isdigit()] or [-1]

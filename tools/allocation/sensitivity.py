@@ -1,5 +1,5 @@
-"""What each part of a model costs when it alone is quantized: the KL divergence of the logits, measured in place under
-whatever ZeRO stage the model lives."""
+"""Measure the cost of quantizing each part of a model alone: the KL divergence of the logits, in place under any ZeRO
+stage."""
 
 import math
 import re
@@ -19,21 +19,21 @@ from quant.linear import linears_of
 from quant.rules import fused_sets
 from tools.allocation.allocation import Option, Part
 
-_TOKENS = 512  # whose log-probabilities are compared at a time: [512, vocabulary] in fp32, several times
+_TOKENS = 512  # log-probabilities compared at a time: [512, vocabulary] in fp32, several times
 _OF_NO_WEIGHT = ("input_scale", "input_global_scale", "weight_shape")  # tensors beside the weight and its scales
 
 
 def parts_of(model: nn.Module, quantization: Quantization, scheme: str, dtype: torch.dtype) -> list[Part]:
-    """The parts of a model whose layers have ``scheme``, with their sizes; the costs are NaN.
+    """List the parts of a model whose layers have ``scheme``, with their sizes; costs are NaN.
 
-    Layers that serving runs as one are a part, and so are all experts of a MoE layer. Layers with a scheme of their own
-    (lm_head, embeddings) are in none.
+    Layers that serving fuses are a part, and so are all experts of a MoE layer. Layers with a scheme of their own
+    (lm_head, embeddings) are not included.
 
     Args:
-        model: what ``quant.prepare`` quantized.
-        quantization: what it returned.
-        scheme: the name of the scheme.
-        dtype: of the model, which may be that of scales.
+        model: quantized by ``quant.prepare``.
+        quantization: result of ``quant.prepare``.
+        scheme: name of the scheme.
+        dtype: of the model, possibly of the scales too.
     """
     schemes = {name: layer.scheme for name, layer in quantization.layers.items() if layer.scheme.name == scheme}
     members: dict[str, list[str]] = {}
@@ -64,14 +64,14 @@ def divergences(
     batches: Iterable[MicroBatch],
     device: torch.device,
 ) -> list[float]:
-    """The mean KL divergence per token, in nats, of the logits with some layers quantized from those without any; a
-    collective.
+    """Measure the mean KL divergence per token, in nats, of the logits with some layers quantized from those with none;
+    a collective.
 
     Args:
         engine: the engine; called with input_ids alone.
-        quantization: its quantization; its switches are afterwards as they were.
-        sets: names of layers that are quantized together, with their inputs; one forward for each and sample.
-        batches: as many on every rank.
+        quantization: its quantization; switches are restored afterwards.
+        sets: names of layers to quantize together, with their inputs; one forward per set and sample.
+        batches: the same number on every rank.
         device: where the batches go.
     """
     was_training = engine.training
@@ -95,14 +95,14 @@ def divergences(
 
 
 def _logits(engine: nn.Module, ids: Tensor) -> Tensor:
-    """[T, vocabulary] of a sample."""
+    """Compute the logits [T, vocabulary] of a sample."""
     with forward_only(engine):
         logits: Tensor = engine(input_ids=ids, use_cache=False).logits
     return logits[0]
 
 
 def _divergence(expected: Tensor, found: Tensor) -> float:
-    """The sum over tokens of KL(p || q), p and q of logits [T, vocabulary]."""
+    """Sum KL(p || q) over tokens, from logits [T, vocabulary] of p and q."""
     total = 0.0
     for one, other in zip(expected.split(_TOKENS), found.split(_TOKENS), strict=True):
         p, q = one.float().log_softmax(-1), other.float().log_softmax(-1)

@@ -1,8 +1,8 @@
-"""Orthogonal matrices whose entries are all as large: Hadamard matrices, by their factors.
+"""Hadamard rotations: orthogonal matrices with entries of equal magnitude, as Kronecker factors.
 
-A value that is much larger than the others of its row is spread over all of them by such a matrix, so that one scale
-fits them all (QuaRot, arXiv 2404.00456, section 3). Orders are p 2^k, where p is 1 or an order of Paley's two
-constructions: q + 1 for a prime q = 3 mod 4, and 2 (q + 1) for a prime q = 1 mod 4 (Paley, J. Math. Phys. 12, 1933).
+Such a matrix spreads an outlier over all values of its row, so that one scale fits them all (QuaRot, arXiv 2404.00456,
+section 3). Orders are p 2^k, where p is 1 or an order of Paley's two constructions: q + 1 for a prime q = 3 mod 4, and
+2 (q + 1) for a prime q = 1 mod 4 (Paley, J. Math. Phys. 12, 1933).
 """
 
 import math
@@ -11,17 +11,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-WIDEST = 64  # of a factor that is a power of two: H(4096) is H(64) x H(64), a 32nd of the products
+WIDEST = 64  # largest power-of-two factor: H(4096) is H(64) x H(64), a 32nd of the products
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """The orthogonal matrix ``Q = diag(signs) (I x H) / sqrt(order)`` of ``size`` rows, never formed as a whole.
+    """Orthogonal matrix ``Q = diag(signs) (I x H) / sqrt(order)`` [size, size], never formed as a whole.
 
     Attributes:
         size: rows and columns.
-        order: of the Hadamard matrix H; less than ``size`` where no H of that size is known, and blocks of the
-            diagonal are turned each by itself.
+        order: of the Hadamard matrix H; less than ``size`` if no H of that size is known: the rotation is then
+            block-diagonal.
         signs: ``[size]`` fp64 of 1 and -1, which keep a row of equal values from becoming a single large one.
         factors: fp64 orthogonal matrices whose Kronecker product is H / sqrt(order).
     """
@@ -32,11 +32,11 @@ class Rotation:
     factors: tuple[Tensor, ...]
 
     def turn(self, values: Tensor, axis: int) -> Tensor:
-        """Runs of ``size`` values along ``axis``, each as a row multiplied by Q.
+        """Multiply runs of ``size`` values along ``axis``, each as a row, by Q.
 
         Args:
             values: fp64; ``size`` divides its length along ``axis``.
-            axis: of ``values``.
+            axis: axis of ``values`` to rotate.
         """
         moved = values.movedim(axis, -1)
         turned = moved.reshape(-1, self.size) * self.signs
@@ -48,7 +48,7 @@ class Rotation:
 
 
 def rotation(size: int, seed: int) -> Rotation:
-    """The rotation of ``size`` whose signs are drawn from ``seed``."""
+    """Make the rotation of ``size``, with signs drawn from ``seed``."""
     order, factors = _largest(size)
     generator = torch.Generator().manual_seed(seed)
     signs = torch.randint(0, 2, (size,), generator=generator).double() * 2 - 1
@@ -56,7 +56,7 @@ def rotation(size: int, seed: int) -> Rotation:
 
 
 def _largest(size: int) -> tuple[int, tuple[Tensor, ...]]:
-    """The largest order dividing ``size`` of which a Hadamard matrix is known here, and its factors."""
+    """Find the largest order dividing ``size`` with a known Hadamard matrix; return it and its factors."""
     for order in sorted((d for d in range(1, size + 1) if size % d == 0), reverse=True):
         twos = (order & -order).bit_length() - 1
         for rest in range(twos, -1, -1):  # as many factors of two as possible: they are the cheap ones
@@ -71,7 +71,7 @@ def _largest(size: int) -> tuple[int, tuple[Tensor, ...]]:
 
 
 def paley(order: int) -> Tensor | None:
-    """A Hadamard matrix ``[order, order]`` fp64 of 1 and -1 by Paley's constructions; None where they give none."""
+    """Construct a Hadamard matrix ``[order, order]``, fp64 of 1 and -1, by Paley; None if neither construction fits."""
     if order == 1:
         return torch.ones(1, 1, dtype=torch.float64)
     if order % 4:
@@ -89,7 +89,7 @@ def paley(order: int) -> Tensor | None:
 
 
 def _bordered(prime: int) -> Tensor:
-    """Jacobsthal's matrix of quadratic characters of ``i - j`` mod ``prime``, with ones above and to the left of it."""
+    """Jacobsthal matrix of quadratic characters of ``i - j`` mod ``prime``, bordered by ones above and on the left."""
     squares = {value * value % prime for value in range(1, prime)}
     character = torch.tensor([0.0] + [1.0 if value in squares else -1.0 for value in range(1, prime)]).double()
     index = torch.arange(prime)

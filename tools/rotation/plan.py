@@ -1,16 +1,16 @@
-"""What a rotation does to each tensor of a checkpoint.
+"""Plan the rotation of each tensor of a checkpoint.
 
 The residual stream h [n], a column, becomes Q^T h. Then with an orthogonal Q [n, n] the model is the same function if
 
-- what writes to it is turned: embeddings E Q, and outputs Q^T W and Q^T b of o_proj and down_proj;
-- what reads from it is turned back: W diag(g) Q, where g are the weights of the RMSNorm before it. A norm with
-  weights 1 gives Q^T of what it gave, since the mean of squares is that of h; so g goes into W, and 1 remains.
+- tensors that write to h are rotated: embeddings E Q, and outputs Q^T W and Q^T b of o_proj and down_proj;
+- tensors that read from h are rotated back: W diag(g) Q, where g are the weights of the preceding RMSNorm. A norm with
+  weights 1 commutes with Q^T, as Q preserves the mean of squares; so g is folded into W, and the norm's weights are 1.
 
 The values of a head become R^T v: rows R^T W and biases of v_proj, columns W R of o_proj. Attention adds them up with
 weights that do not depend on them. (SpinQuant, arXiv 2405.16406, section 3.1: R1 and R2.)
 
-So the order of a layer's norms, its names and the absence of anything else that touches the stream have to be those
-of the families below, which the tests run before and after. Others are refused by name.
+This holds only for known tensor names and norm order, with nothing else that touches the residual stream: the families
+below, on which the tests compare outputs before and after. Other families are refused by name.
 """
 
 import re
@@ -41,13 +41,13 @@ KEPT = r"self_attn\.([qk]_proj\.bias|[qk]_norm\.weight|rotary_emb\.inv_freq)|mlp
 
 @dataclass(frozen=True)
 class Change:
-    """Of one tensor.
+    """Change of one tensor.
 
     Attributes:
-        norm: the key of the RMSNorm whose weights its columns are multiplied by.
-        rows: the rotation that its first axis is turned by, STREAM or VALUES.
-        columns: the same of its last axis.
-        ones: it is such a norm, and becomes ones.
+        norm: key of the RMSNorm whose weights multiply the columns.
+        rows: rotation of the first axis, STREAM or VALUES.
+        columns: rotation of the last axis, STREAM or VALUES.
+        ones: the tensor is the weight of such a norm, and becomes ones.
     """
 
     norm: str | None = None
@@ -57,10 +57,10 @@ class Change:
 
 
 def check_family(config: PretrainedConfig, where: str, *, quantized: bool) -> None:
-    """Refuse a model that is not known to be the same function afterwards.
+    """Refuse a model for which a rotation is not known to preserve the function.
 
     Raises:
-        CheckpointError: naming the directory, and what is expected.
+        CheckpointError: naming the directory and the expected models.
     """
     if config.model_type not in FAMILIES:
         families = ", ".join(FAMILIES)
@@ -70,10 +70,10 @@ def check_family(config: PretrainedConfig, where: str, *, quantized: bool) -> No
 
 
 def plan_rotation(tensors: Mapping[str, DiskTensor], config: PretrainedConfig, where: str) -> dict[str, Change]:
-    """What becomes of each tensor of the files; a tied lm_head is not among them.
+    """Plan the change of each tensor of the files, which have no tied lm_head.
 
     Raises:
-        CheckpointError: naming the tensor, one that is missing, has another shape, or has no place in these families.
+        CheckpointError: naming the tensor that is missing, has another shape, or is unknown in these families.
     """
     changes = {key: _change(key, where) for key in tensors}
     missing = [key for key in _needed(config) if key not in tensors]
@@ -86,12 +86,12 @@ def plan_rotation(tensors: Mapping[str, DiskTensor], config: PretrainedConfig, w
 
 
 def head_dim(config: PretrainedConfig) -> int:
-    """Values of a head."""
+    """Return the number of values of a head."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def _change(key: str, where: str) -> Change:
-    """What happens to a tensor of this name."""
+    """Look up the change of a tensor by its name."""
     whole = {EMBEDDING: Change(columns=STREAM), HEAD: Change(norm=NORM, columns=STREAM), NORM: Change(ones=True)}
     if key in whole:
         return whole[key]
@@ -116,7 +116,7 @@ def _change(key: str, where: str) -> Change:
 
 
 def _needed(config: PretrainedConfig) -> Iterator[str]:
-    """What every one of the families has; the reader of the rotated checkpoint looks for the rest."""
+    """Yield the tensors that all families have; the reader of the rotated checkpoint checks the rest."""
     yield from (EMBEDDING, NORM, *([] if config.tie_word_embeddings else [HEAD]))
     for layer in range(config.num_hidden_layers):
         linears = [f"self_attn.{part}_proj.weight" for part in "qkvo"]
@@ -124,7 +124,7 @@ def _needed(config: PretrainedConfig) -> Iterator[str]:
 
 
 def _check_tensor(tensor: DiskTensor, change: Change, config: PretrainedConfig) -> None:
-    """A float tensor whose turned axes are as long as config.json says."""
+    """Check that a tensor is of a float type and that its rotated axes have the lengths of config.json."""
     if tensor.dtype is None or not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
         raise CheckpointError(f"{tensor.file}: {tensor.key} is {tensor.kind}, expected floats of 16 bits or more")
     hidden, size = config.hidden_size, head_dim(config)

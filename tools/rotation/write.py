@@ -32,12 +32,12 @@ from tools.rotation.plan import EMBEDDING, HEAD, NORM, STREAM, VALUES, Change, c
 
 @dataclass(frozen=True)
 class RotationReport:
-    """What was done.
+    """Result of a rotation.
 
     Attributes:
-        tensors: how many were written.
-        untied: whether lm_head was the embedding, and is a tensor of its own now.
-        orders: of the Hadamard matrices, by what they turn, with the size of the whole.
+        tensors: number of tensors written.
+        untied: lm_head was tied to the embedding, and is a separate tensor now.
+        orders: per rotation, order of the Hadamard matrix and size of the rotation.
     """
 
     tensors: int
@@ -46,18 +46,18 @@ class RotationReport:
 
 
 def rotate_checkpoint(source: Path, out: Path, *, seed: int = 0, progress: bool = True) -> RotationReport:
-    """Write ``source`` with rotated weights to ``out``: the same function of its tokens, of the same dtypes.
+    """Write ``source`` with rotated weights to ``out``: the same function, in the same dtypes.
 
     Args:
         source: a plain Hugging Face checkpoint of one of ``plan.FAMILIES``.
-        out: directory to make.
+        out: directory to create.
         seed: of the signs of both rotations.
-        progress: show a bar.
+        progress: show a progress bar.
 
     Raises:
-        CheckpointError, ValueError, OSError: before anything is written: an unknown model, a quantized one, a tensor
-            that is missing, of another shape or without a place; and at the end of a read: values that are no numbers.
-            Nothing is left then.
+        CheckpointError, ValueError, OSError: before anything is written: an unknown or a quantized model, a tensor
+            that is missing, unknown or of another shape; while writing: values that are not finite. Nothing is left
+            behind.
     """
     config = read_config(source, trust_remote_code=False)
     check_family(config, str(source), quantized=is_quantized(source))
@@ -90,14 +90,14 @@ def rotate_checkpoint(source: Path, out: Path, *, seed: int = 0, progress: bool 
         copy_companions(source, aside)
         publish(aside, out)
     finally:
-        shutil.rmtree(aside, ignore_errors=True)  # nothing there any more if it was published
+        shutil.rmtree(aside, ignore_errors=True)  # already gone after publishing
     orders = {name: (turned.order, turned.size) for name, turned in rotations.items()}
     return RotationReport(sum(map(len, files.values())), untied, orders)
 
 
 @dataclass(frozen=True)
 class _Work:
-    """All that a tensor is made from."""
+    """Inputs that rotated tensors are computed from."""
 
     reader: Reader
     tensors: Mapping[str, DiskTensor]
@@ -105,10 +105,10 @@ class _Work:
     rotations: Mapping[str, Rotation]
 
     def tensor(self, key: str) -> Tensor:
-        """A tensor of the rotated checkpoint, in the dtype of its file.
+        """Compute a tensor of the rotated checkpoint, in the dtype of its file.
 
         Raises:
-            CheckpointError: it holds values that are no numbers, which a rotation would spread over whole rows.
+            CheckpointError: the tensor has NaN or infinite values, which a rotation would spread over whole rows.
         """
         tied = key not in self.tensors
         source = self.tensors[EMBEDDING if tied else key]
@@ -126,7 +126,7 @@ class _Work:
 
 
 def _drop_copy_of_embedding(tensors: dict[str, DiskTensor]) -> None:
-    """Of a tied model. Where the two differ, transformers 5 does not tie them, and others do."""
+    """Drop lm_head of a tied model if it equals the embedding. Readers disagree otherwise: transformers 5 unties it."""
     head, embedding = tensors.pop(HEAD, None), tensors.get(EMBEDDING)
     if head is None or embedding is None:
         return
@@ -140,7 +140,7 @@ def _drop_copy_of_embedding(tensors: dict[str, DiskTensor]) -> None:
 
 
 def _turned(values: Tensor, change: Change, rotations: Mapping[str, Rotation], norm: Tensor | None) -> Tensor:
-    """``values`` [rows, columns] changed in place, in runs along the axis that is not turned as a whole."""
+    """Rotate ``values`` [rows, columns] in place, blockwise along the axis that is not rotated as a whole."""
     axis = 1 if change.rows == STREAM else 0
     inside = change.columns if axis else change.rows
     unit = rotations[inside].size if inside else 1
@@ -159,7 +159,7 @@ def _turned(values: Tensor, change: Change, rotations: Mapping[str, Rotation], n
 
 
 def _files(checkpoint: Checkpoint, untied: bool) -> dict[str, Shapes]:
-    """Dtypes and shapes of the tensors of each file to write, which are those of the source; the last has lm_head."""
+    """Dtypes and shapes of the tensors of each file to write, equal to the source's; the last file has lm_head."""
     files: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {}
     for tensor in checkpoint.tensors.values():
         if tensor.dtype is None:
