@@ -149,7 +149,7 @@ class FakeQuant:
         self.quantization = session.quantization
         self.overrides = session.overrides
         self.forgets = False
-        """Whether what was seen is to be forgotten when the next step begins."""
+        """Reset the observers when the next step begins."""
         self.scale_steps = dict.fromkeys(THETA_GROUPS.values(), 0)
         """Optimizer steps with fake quant since the scales were measured, by parameter group."""
         self.stale: dict[str, set[str]] = {"weight": set(), "input": set(session.uncalibrated)}

@@ -35,7 +35,7 @@ class StepResult:
     stop_requested: bool
     """A signal asked at least one rank to stop; the same on all ranks."""
     loss_scale: float | None
-    """That of the step, in fp16."""
+    """Loss scale of the step, in fp16."""
     quantization: QuantStats | None
     """Statistics of the quantization, in the steps that measure them."""
 
@@ -50,11 +50,11 @@ class LoopState:
     held_out: HeldOut | None
     metrics: Metrics
     evaluations: HeldOutResults
-    """What the evaluations so far have found."""
+    """Results of the evaluations so far."""
     skipped: SkippedSteps
-    """Counts the steps that were left out."""
+    """Counts the skipped steps."""
     stateful: StatefulStates
-    """What of the run a checkpoint keeps beside DeepSpeed's state, by name."""
+    """Objects whose state a checkpoint saves beside DeepSpeed's, by name."""
     token_losses: Sequence[NamedTokenLoss] = ()
     """The user's own losses."""
     step: int = 0

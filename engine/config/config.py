@@ -1,13 +1,11 @@
-"""The recipe: every option of a run, typed, documented and checked before any process group starts.
+"""The recipe: all options of a run, typed, documented and checked before the process group starts.
 
-One dataclass field is one option; engine/config/reading.py reads them from YAML and the command line. A typo in a
-64-GPU
-job should cost a second, not the time that the queue, the process group and the model take to come up: so a value out
-of bounds and options that contradict each other fail here, with the key's path, the value and what was expected.
+One dataclass field is one option; engine/config/reading.py reads them from YAML and the command line. Values out of
+bounds and contradicting options fail here, with the key's path, the value and the expected value: a typo in a 64-GPU
+job should cost a second, not the wait for queue, process group and model.
 
-Two kinds of checks are separate on purpose. :meth:`Recipe.validate` looks at values only, so that a recipe can be
-read anywhere; :meth:`Recipe.validate_files` looks at the files that the recipe names. Paths in a YAML file are
-relative to the current directory, not to that file.
+:meth:`Recipe.validate` checks values only, so that a recipe can be read anywhere; :meth:`Recipe.validate_files` checks
+the recipe's files. Paths in a YAML file are relative to the current directory, not to that file.
 """
 
 import os
@@ -36,7 +34,7 @@ from engine.config.sections import (
 
 @dataclass
 class Recipe:
-    """Where results go, and how parameters are sharded.
+    """Output directory, schedule events and ZeRO strategy.
 
     The whole recipe: built from YAML and the command line by :func:`engine.config.reading.parse_recipe`, or in Python.
 
@@ -55,7 +53,7 @@ class Recipe:
     quant: QuantRecipe = field(default_factory=QuantRecipe)
     """Quantization."""
     learnable: LearnableRecipe = field(default_factory=LearnableRecipe)
-    """What trains."""
+    """Switches of trainable parameters."""
     adapter: AdapterRecipe = field(default_factory=AdapterRecipe)
     """Adapters, which train in place of the weights."""
     optim: OptimRecipe = field(default_factory=OptimRecipe)
@@ -78,25 +76,27 @@ class Recipe:
         self.validate()
 
     def export_dir(self) -> Path:
-        """Where the compressed checkpoint goes."""
+        """Directory of the compressed checkpoint."""
         return Path(self.export.dir) if self.export.dir else Path(self.output_dir) / "export"
 
     def distils(self) -> bool:
-        """Whether the distillation loss has a weight above 0 at any step, from the start or by an event."""
+        """Tell if the distillation loss has a weight above 0 at any step, from the start or by an event."""
         later = any((event.loss or {}).get("kd", 0) > 0 for event in self.schedule)
         return self.loss.kd_weight > 0 or later
 
     def teacher_kind(self) -> TeacherKind:
-        """Which teacher the run has: none where it does not distil, whatever ``loss`` names."""
+        """Kind of the run's teacher; "none" without distillation, even if ``loss`` names one."""
         return self.loss.named_teacher() if self.distils() else "none"
 
     def never_quantizes(self) -> bool:
-        """Whether fake quant is off from the first step to the last: nothing in the recipe switches it on."""
+        """Tell if fake quant is off in all steps."""
         return self.quant.fake_quant_start == -1 and not any(event.fake_quant for event in self.schedule)
 
     def invalidates(self) -> bool:
-        """Whether resting scales come to be those of another model while it trains. The model beside which adapters
-        stay is what it was, inputs included: other adapters are served on it, too."""
+        """Tell if training invalidates inactive scales.
+
+        With unmerged adapters it does not: the base model is unchanged, inputs included, and serves other adapters too.
+        """
         learn = self.learnable
         return not self.adapter.beside and any((learn.weight, learn.norm, learn.router, self.adapter.on))
 
@@ -106,7 +106,7 @@ class Recipe:
         Call it again after an assignment.
 
         Raises:
-            RecipeError: names every problem, one line each.
+            RecipeError: all problems, one line each.
         """
         derive(self, self._derived)
         problems = list(_field_problems(self, ""))
@@ -121,10 +121,10 @@ class Recipe:
             raise RecipeError("\n".join(problems))
 
     def validate_models(self) -> None:
-        """Check that there are configurations of the models that the recipe names, whose weights nobody reads.
+        """Check that the recipe's models have configurations, for uses that do not read weights.
 
         Raises:
-            RecipeError: names every one that is missing, one line each.
+            RecipeError: all missing ones, one line each.
         """
         problems = list(checkpoint_problems("model.path", self.model.path))
         if self.teacher_kind() == "model":
@@ -133,14 +133,14 @@ class Recipe:
             raise RecipeError("\n".join(problems))
 
     def validate_files(self) -> None:
-        """Check that the files and directories which the recipe reads exist, relative to the current directory.
+        """Check that the recipe's input files and directories exist, relative to the current directory.
 
         Raises:
-            RecipeError: names every one that is missing, one line each.
+            RecipeError: all missing ones, one line each.
         """
         problems = list(checkpoint_problems("model.path", self.model.path))
         if self.teacher_kind() == "cache":
-            # The teacher itself need not be there any more.
+            # The teacher's checkpoint is not needed any more.
             cache = str(self.loss.teacher_cache)
             if not os.path.isfile(os.path.join(cache, "manifest.json")):
                 said = "expected a directory that launch/cache_teacher.py wrote, with manifest.json"
@@ -163,9 +163,7 @@ class Recipe:
 
 
 def _field_problems(section: Any, path: str) -> Iterator[str]:
-    """One line per field of a section, and of those in it, that has another value than it declares. Defaults are good:
-    that is for the tests to see.
-    """
+    """Yield a line for each field of a section and its subsections with a bad value; defaults are not checked."""
     for item in fields(section):
         value, key = getattr(section, item.name), f"{path}.{item.name}".lstrip(".")
         if value == (item.default if item.default_factory is MISSING else item.default_factory()):
@@ -176,7 +174,7 @@ def _field_problems(section: Any, path: str) -> Iterator[str]:
 
 
 def _named_twice(data: DataRecipe, identity: Callable[[str], Hashable]) -> Iterator[str]:
-    """A problem line per file of data.train and data.eval that was named before; ``identity`` tells files apart."""
+    """Yield a line for each repeated file of data.train and data.eval; files are equal if ``identity`` is."""
     first: dict[Hashable, str] = {}
     for key, files in (("data.train", data.train), ("data.eval", data.eval)):
         for index, file in enumerate(files):
@@ -186,7 +184,7 @@ def _named_twice(data: DataRecipe, identity: Callable[[str], Hashable]) -> Itera
 
 
 def _file_identity(path: str) -> Hashable:
-    """What is the same for all names of a file; a path for one that is not there."""
+    """Identity of a file under all its names (device, inode); the path if it does not exist."""
     try:
         found = os.stat(path)
     except OSError:

@@ -1,13 +1,12 @@
 """The DeepSpeed configuration: a file of ``ds_configs/`` completed by the recipe, contradictions refused.
 
-The JSON files hold DeepSpeed's own keys, so that its documentation applies and a published file can be brought along.
-Where a key says the same as an option of the recipe, the file holds "auto" (or nothing) and the recipe's value goes in;
-another value than the recipe's is an error, because one of the two would be ignored. An "auto" in a section means
-DeepSpeed's own default, as it does to DeepSpeed.
+The JSON files have DeepSpeed's own keys, so that its documentation applies and published files work. A key with the
+same meaning as a recipe option is "auto" (or missing) in the file and gets the recipe's value; another value is an
+error, as one of the two would be ignored. An "auto" in a section means DeepSpeed's own default.
 
-The recipe owns the optimizer and its schedule, some keys break a run (``BROKEN``), the rest passes. DeepSpeed accepts a
-misspelt top-level key in silence (``zero_optimizaton`` trains at stage 0), and clips gradients at 1.0 unless told
-otherwise. So top-level keys that DeepSpeed never reads are refused, and clipping is always written out.
+The recipe owns the optimizer and its schedule, some keys break a run (``BROKEN``), the rest passes. DeepSpeed silently
+accepts a misspelt top-level key (``zero_optimizaton`` trains at stage 0), and clips gradients at 1.0 by default. So
+top-level keys that DeepSpeed never reads are refused, and clipping is always set explicitly.
 """
 
 import copy
@@ -108,7 +107,7 @@ TEACHER_KEYS = (
 
 @dataclass(frozen=True)
 class Expected:
-    """Good values of a key that DeepSpeed does not check, or only when it uses them."""
+    """Check of a key's value that DeepSpeed does not check, or only at use."""
 
     good: Callable[[Any], bool]
     text: str
@@ -135,9 +134,9 @@ VALUES: dict[str, Expected] = {
         lambda value: value in (None, "fp16", "bf16", "fp32"), "fp16, bf16, fp32 or null"
     ),
 }
-# All that a file may set in sections of which DeepSpeed has no model that checks them. Others it would ignore in
-# silence, or obey: other types of parameters and buffers would train another model, and other ways of keeping
-# checkpoints are not those that a resume reads.
+# Allowed keys of sections that DeepSpeed does not check by a pydantic model. It would ignore other keys silently, or
+# obey them: other dtypes of parameters and buffers would train another model, and resume cannot read other checkpoint
+# formats.
 NESTED: dict[str, dict[str, Expected]] = {
     "data_types": {"grad_accum_dtype": Expected(lambda value: True, "")},  # see _fill_precision
     "flops_profiler": {
@@ -171,10 +170,10 @@ NESTED: dict[str, dict[str, Expected]] = {
 }
 # Top-level keys whose values are checked, here or by DeepSpeed's own models.
 CHECKED = frozenset({*FROM_RECIPE, *MODELS, *NESTED, *VALUES, "optimizer", "scheduler"})
-# Values that fail long after the start, or mean another training, and that DeepSpeed's own models let pass.
+# Values that pass DeepSpeed's own models, but fail long after the start, or change the training.
 _COPIES = "leave it out: the optimizer's copies are fp32"
 _NVME = "{!r}, expected cpu or none: "
-_MOST_ELEMENTS = 2**40  # of a bucket; a larger number is no size that any memory has
+_MOST_ELEMENTS = 2**40  # of a bucket; more exceeds any memory
 
 
 def _not_true(value: Any) -> bool:
@@ -190,7 +189,7 @@ def _between(least: float, most: float) -> Callable[[Any], bool]:
 
 
 SETTINGS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    # DeepSpeed takes a missing stage for 0: every rank would hold everything, and at scale run out of memory.
+    # DeepSpeed's default stage is 0: every rank would hold the whole model, and large ones run out of memory.
     ("zero_optimization.stage", lambda value: value not in (None, "auto"), "missing, expected 0, 1, 2 or 3"),
     # DeepSpeed takes true for 1.
     ("zero_optimization.stage", lambda value: not isinstance(value, bool), "{!r}, expected 0, 1, 2 or 3"),
@@ -225,12 +224,12 @@ SETTINGS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("bf16.bf16_optimizer_states", _not_true, "leave it out: the optimizer's moments are fp32"),
     ("fp16.auto_cast", _not_true, "leave it out: inputs are token ids"),
     ("fp16.fp16_master_weights_and_grads", _not_true, _COPIES),
-    # Numbers that fp32 has room for.
+    # Numbers within fp32's range.
     ("fp16.loss_scale", _between(-math.inf, 2.0**32), "{!r}, expected at most 4.29497e+09"),
     ("fp16.min_loss_scale", _between(-math.inf, 2.0**32), "{!r}, expected at most 4.29497e+09"),
     ("fp16.initial_scale_power", _between(-math.inf, 32), "{!r}, expected at most 32"),
 )
-# Keys that published files have and that change nothing here.
+# Keys of published files that have no effect here.
 WITHOUT_EFFECT = {
     "fp16.hysteresis": "every overflow halves the loss scale",
     "fp16.consecutive_hysteresis": "every overflow halves the loss scale",
@@ -238,14 +237,14 @@ WITHOUT_EFFECT = {
 
 
 class DsConfigError(RecipeError):
-    """A bad DeepSpeed configuration. Its text has one line per problem, which names the file and the key."""
+    """Error of a bad DeepSpeed configuration: one line per problem, with file and key."""
 
 
 def config_path(name_or_path: str) -> Path:
-    """The file of ``zero3`` (a name in ds_configs/) or ``my/config.json`` (a path, relative to the current directory).
+    """Path of ``zero3`` (a name in ds_configs/) or ``my/config.json`` (a path, relative to the current directory).
 
     Raises:
-        DsConfigError: there is no such file; lists the names there are.
+        DsConfigError: the file does not exist; with the names in ds_configs/.
     """
     is_path = name_or_path.endswith(".json") or os.path.sep in name_or_path
     path = Path(name_or_path) if is_path else SHIPPED / f"{name_or_path}.json"
@@ -258,10 +257,10 @@ def config_path(name_or_path: str) -> Path:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The file's own keys and values, top-level keys checked.
+    """Read a file and check its top-level keys.
 
     Raises:
-        DsConfigError: not JSON (names file and line), not an object, a key twice, or a key that may not be there.
+        DsConfigError: not JSON (with file and line), not an object, a duplicate key, or a refused key.
     """
 
     def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -285,7 +284,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def _no_json(path: Path, error: Exception) -> str:
-    """Why a file is none of JSON: a number may have more digits than Python reads, too."""
+    """Error text of a file that is not JSON; too many digits in a number for Python are an error, too."""
     if isinstance(error, json.JSONDecodeError):
         return f"{path}, line {error.lineno}: not JSON ({error.msg}, column {error.colno})"
     if isinstance(error, UnicodeDecodeError):
@@ -343,7 +342,7 @@ def _key_problems(key: str, value: Any) -> list[str]:
 
 
 def _nested_problems(section: str, key: str, value: Any) -> Iterator[str]:
-    """What is wrong with a key of a section that DeepSpeed does not check."""
+    """Yield the problem of a key in a section that DeepSpeed does not check."""
     if key not in (known := NESTED[section]):
         yield f"{section}.{key}: leave it out; expected {', '.join(known)} at most"
     elif not known[key].good(value):
@@ -351,14 +350,14 @@ def _nested_problems(section: str, key: str, value: Any) -> Iterator[str]:
 
 
 def resolve(recipe: Recipe, world_size: int, *, local_size: int | None = None) -> dict[str, Any]:
-    """The complete configuration for ``deepspeed.initialize`` and ``zero.Init``, a new dict.
+    """Build the complete configuration for ``deepspeed.initialize`` and ``zero.Init``, a new dict.
 
     Needs no process group: call it before there is one, with the WORLD_SIZE of the environment.
 
     Args:
-        recipe: names the file, and has the values that the file leaves open.
+        recipe: names the file, and provides the values that are open in it.
         world_size: ranks of the job.
-        local_size: ranks of a node; by default what the launcher says, which it must where hpZ is auto.
+        local_size: ranks of a node; from the launcher by default, required if hpZ is "auto".
 
     Raises:
         DsConfigError: the file is missing or wrong, or contradicts the recipe; one line per problem.
@@ -383,7 +382,7 @@ def resolve(recipe: Recipe, world_size: int, *, local_size: int | None = None) -
 
 
 def remarks(name_or_path: str) -> list[str]:
-    """Keys of a good file that have no effect, or that DeepQAT hands on untried; one line each."""
+    """List keys of a valid file that have no effect, or that DeepQAT passes on untested; one line each."""
     path = config_path(name_or_path)
     config = read_config(path)
     lines = [f"{key}: has no effect: the recipe owns it" for key in ("optimizer", "scheduler") if key in config]
@@ -396,7 +395,7 @@ def remarks(name_or_path: str) -> list[str]:
 
 
 def _take_out_optimizer(config: dict[str, Any], recipe: Recipe) -> list[str]:
-    """Remove ``optimizer`` and ``scheduler``, which published files have; returns values that are not the recipe's."""
+    """Remove ``optimizer`` and ``scheduler`` of published files; return problems of values other than the recipe's."""
     optim = recipe.optim
     optimizer, scheduler = config.pop("optimizer", {}), config.pop("scheduler", {})
     if optimizer == "auto" or scheduler == "auto":
@@ -426,7 +425,7 @@ def _take_out_optimizer(config: dict[str, Any], recipe: Recipe) -> list[str]:
 
 
 def _gather_problems(config: dict[str, Any], recipe: Recipe) -> list[str]:
-    """What rules out gathering weights as codes (quant.quantized_all_gather): the model's dtype, the stage or hpZ."""
+    """Problem that rules out quant.quantized_all_gather: the model's dtype, the stage or hpZ."""
     zero = config.get("zero_optimization", {})
     if recipe.model.dtype == "float16":
         return [
@@ -450,7 +449,7 @@ def _gather_problems(config: dict[str, Any], recipe: Recipe) -> list[str]:
 
 
 def _fill_from_recipe(config: dict[str, Any], recipe: Recipe, world_size: int) -> list[str]:
-    """Write the recipe's values into the keys that say the same; returns the contradictions."""
+    """Set keys with the meaning of a recipe option to the recipe's values; return the contradictions."""
     micro, accumulation = recipe.data.micro_batch_size, recipe.train.gradient_accumulation_steps
     product = "data.micro_batch_size * train.gradient_accumulation_steps * ranks"
     shared = (
@@ -475,7 +474,7 @@ def _fill_from_recipe(config: dict[str, Any], recipe: Recipe, world_size: int) -
 
 
 def _fill_precision(config: dict[str, Any], recipe: Recipe) -> list[str]:
-    """Gradients accumulate in fp32 beside 16-bit parameters, where DeepSpeed can (stages 1-3); returns the problems."""
+    """Set fp32 gradient accumulation for 16-bit parameters where DeepSpeed can (stages 1-3); return the problems."""
     types = config.setdefault("data_types", {})
     stage = config.get("zero_optimization", {}).get("stage")
     written = types.pop("grad_accum_dtype", "auto")
@@ -492,7 +491,7 @@ def _fill_precision(config: dict[str, Any], recipe: Recipe) -> list[str]:
 
 
 def _other_precision(own: str, only_own: bool) -> str:
-    """What is wrong with a type that gradients are to accumulate in, beside parameters of the type ``own``."""
+    """End of the error text for a refused ``grad_accum_dtype`` with parameters of type ``own``."""
     if only_own:
         return f": stage 0 accumulates in {own} only; leave it out or use stage 1"
     also = "" if own == "fp32" else f" or {own}"
@@ -500,7 +499,7 @@ def _other_precision(own: str, only_own: bool) -> str:
 
 
 def _fill_hpz(zero: dict[str, Any], world_size: int, local_size: int | None) -> list[str]:
-    """Replace hpZ's "auto" by the number of ranks of a node, among which gathering is fast; returns the problems."""
+    """Replace hpZ's "auto" by the number of ranks of a node, where gathers are fast; return the problems."""
     size = zero["zero_hpz_partition_size"]
     if size == "auto":
         if local_size is None and world_size > 1:
@@ -518,9 +517,9 @@ def _fill_hpz(zero: dict[str, Any], world_size: int, local_size: int | None) -> 
 
 
 def _section_problems(config: dict[str, Any]) -> Iterator[str]:
-    """What is wrong inside the nested sections, some of it found by DeepSpeed's own models of them.
+    """Yield problems in nested sections, also from DeepSpeed's own models of them.
 
-    DeepSpeed would say so only after the process group has started, or not at all.
+    DeepSpeed would raise them only after the process group has started, or never.
     """
     for path, good, problem in SETTINGS:
         value: Any = config
@@ -530,7 +529,7 @@ def _section_problems(config: dict[str, Any]) -> Iterator[str]:
             yield f"{path}: {problem.format(value)}"
     for section, model in MODELS.items():
         values = config.get(section, {})
-        if section == "zero_optimization":  # without those that are refused, which may raise anything
+        if section == "zero_optimization":  # without the refused keys, which may raise any exception
             broken = {key for key in values if key in BROKEN_ZERO and not _is_default(key, values[key])}
             yield from (f"{section}.{key}: leave it out: {BROKEN_ZERO[key]}" for key in sorted(broken))
             values = {key: value for key, value in values.items() if key not in broken}
@@ -544,7 +543,7 @@ def _section_problems(config: dict[str, Any]) -> Iterator[str]:
 
 
 def _not_taken(section: str, values: dict[str, Any], error: Exception) -> str:
-    """Of a key that Python has a meaning for, such as self, or an integer that DeepSpeed makes a float of."""
+    """Error text for a key such as ``self``, or an integer too large for DeepSpeed's conversion to float."""
     large = [key for key, one in values.items() if isinstance(one, int) and abs(one) >= 2**63]
     if isinstance(error, OverflowError):
         return f"{'.'.join((section, *large[:1]))}: expected numbers that 64 bits hold"
@@ -552,29 +551,29 @@ def _not_taken(section: str, values: dict[str, Any], error: Exception) -> str:
 
 
 def _is_default(key: str, value: Any) -> bool:
-    """Tell if a key of zero_optimization has a value that changes nothing."""
+    """Tell if a key of zero_optimization has DeepSpeed's default."""
     field = DeepSpeedZeroConfig.model_fields.get(key)
     return value in (None, "auto") or (field is not None and value == field.default)
 
 
 def _refused_by_deepspeed(config: dict[str, Any]) -> Iterator[str]:
-    """What DeepSpeed's own reading of the whole configuration says, which would else come after the process group."""
-    # Whose sizes it would compare, before there is one, with those of a single rank.
+    """Yield problems that DeepSpeed itself finds in the configuration, else raised only after the process group."""
+    # Without process group DeepSpeed would compare train_batch_size with that of a single rank.
     given = {key: copy.deepcopy(value) for key, value in config.items() if key != "train_batch_size"}
     try:
         DeepSpeedConfig(given)
     except ValidationError as error:
         for found in error.errors():
             yield f"{'.'.join(map(str, found['loc']))}: {found['msg']}, found {found['input']!r}"
-    except Exception as error:  # of any kind: it reads some keys without a look at their type
+    except Exception as error:  # of any type: it reads some keys without type checks
         yield f"DeepSpeed cannot read it: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def teacher_config(ds_config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of a frozen teacher, an engine without an optimizer, beside a student with ``ds_config``.
+    """Derive the configuration of a frozen teacher, an engine without optimizer, from the student's ``ds_config``.
 
-    The same partitioning; nothing of the optimizer, and none of the monitors, which would write the student's files
-    again. ``ds_config`` is what :func:`resolve` returned; it is not changed.
+    Same partitioning, no optimizer, and no monitors, which would overwrite the student's files. ``ds_config`` is the
+    result of :func:`resolve`; it is not changed.
     """
     config = {key: copy.deepcopy(ds_config[key]) for key in TEACHER_KEYS if key in ds_config}
     config["zero_optimization"].pop("offload_optimizer", None)

@@ -1,7 +1,6 @@
-"""The error of a bad recipe, and what its options declare: values that they take, options that they need, derived
-defaults.
+"""Error of a bad recipe, and metadata of its options: allowed values, required other options, derived defaults.
 
-A option declares all three where it is defined, like ``tail: bool = field(default=False, metadata=only_with(TOP_K))``;
+An option declares these in its field, like ``tail: bool = field(default=False, metadata=only_with(TOP_K))``;
 :meth:`engine.config.config.Recipe.validate` checks a recipe against what its options declare. This module imports
 neither torch nor DeepSpeed, so that a script can check ``model.path`` before it loads them.
 """
@@ -23,14 +22,14 @@ DERIVED = "derived"  # recipe -> the default
 
 
 class RecipeError(ValueError):
-    """A bad recipe. Its text has one line per problem, which opens with the path of the key, like ``optim.lr``."""
+    """Error of a bad recipe: one line per problem, which starts with the path of the key, like ``optim.lr``."""
 
     def __init__(self, problems: str) -> None:
         super().__init__("\n".join(map(_printable, problems.split("\n"))))
 
 
 def _printable(line: str) -> str:
-    """A line that a terminal shows as it is, whatever the file holds: no control characters, no book in the middle."""
+    """Escape control characters of a line, and shorten it to ``LONGEST_PROBLEM``."""
     line = "".join(char if char.isprintable() else repr(char)[1:-1] for char in line)
     half = LONGEST_PROBLEM // 2
     return line if len(line) <= LONGEST_PROBLEM else f"{line[:half]} ... {line[-half:]}"
@@ -62,7 +61,7 @@ def derived(default: Callable[[Any], Any], metadata: Mapping[str, Any] | None = 
 
 
 def need(good: bool, key: str, value: object, expected: str) -> Iterator[str]:
-    """Yields the problem line of ``key`` unless the value is good."""
+    """Yield the problem line of ``key`` unless the value is good."""
     if not good:
         yield f"{key}: {value!r}, expected {expected}"
 
@@ -93,11 +92,11 @@ def _beyond(whole: bool, held: str) -> str:
     return f", and a number that {'64 bits hold' if whole else held}"
 
 
-# Of a learning rate. AdamW divides it by 1 - beta, which fp32 must hold, and moves weights by as much, which fp16 must.
+# Learning rate. AdamW divides it by 1 - beta (result in fp32), and changes weights by about as much (fp16).
 RATE = at_least(0, 1e4)
-# Of the weight of a loss. fp32 must hold its product with the loss and, in fp16, with the loss scale.
+# Weight of a loss. Its product with the loss and, in fp16, with the loss scale must be within fp32's range.
 LOSS_WEIGHT = at_least(0, 1e15)
-# Of a number above 0 that is squared, or divided by: fp32 must hold its square and its inverse.
+# Number above 0 that is squared or a divisor: its square and its inverse must be within fp32's range.
 FACTOR = _numbers("a number above 0", lambda value: value > 0, "lies between 1e-15 and 1e+15", 1e-15, 1e15)
 
 
@@ -143,18 +142,18 @@ def each(of_items: dict[str, Any]) -> dict[str, Any]:
 
 
 def value_problems(key: str, value: Any, declared: Mapping[str, Any]) -> Iterator[str]:
-    """A problem line if a value is none of those that metadata declares; null is good where the type has it."""
+    """Yield a problem line if metadata does not allow the value; null is always allowed."""
     if CHECK in declared and value is not None and (expected := declared[CHECK](value)):
         yield from need(False, key, value[:200] if isinstance(value, str) else value, expected)
 
 
 def not_there(path: str) -> str:
-    """A path for an error message; beside a relative one stands the directory that it is relative to."""
+    """Path for an error message; a relative one with the directory that it is relative to."""
     return repr(path) if os.path.isabs(path) else f"{path!r} (in {os.getcwd()})"
 
 
 def checkpoint_problems(key: str, path: str) -> Iterator[str]:
-    """A problem line if there is no directory with config.json at ``path``."""
+    """Yield a problem line if ``path`` is not a directory with config.json, or its JSON files are too large."""
     if not os.path.isdir(path):
         yield f"{key}: {not_there(path)}, expected a directory with config.json (a local Hugging Face checkpoint)"
     elif not os.path.isfile(os.path.join(path, "config.json")):

@@ -1,4 +1,4 @@
-"""The recipe's ``quant`` section: what is quantized and how, where scales come from, when fake quant starts."""
+"""The recipe's ``quant`` section: schemes of the layers, sources of scales, start of fake quant."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ QUANTIZES = Condition(
 
 
 def some_scheme(words: str, has: "Callable[[QuantRecipe], object]") -> Condition:
-    """The condition that the recipe's schemes have something; unknown names are another problem."""
+    """Condition that a property of the recipe's schemes holds; true for unknown schemes, which are another problem."""
     return Condition(
         f"a scheme here has {words} (quant.scheme is {{quant.scheme}})",
         lambda r: not r.quant.known() or has(r.quant),
@@ -57,33 +57,29 @@ _ROTATES = Condition("quant.rotate names layers", lambda r: r.quant.rotate)
 
 @dataclass
 class TensorRecipe:
-    """How one tensor is quantized; quant.spec.TensorSpec explains the words."""
+    """Quantization of one tensor; quant.spec.TensorSpec explains the words."""
 
     dtype: Literal["int", "fp8_e4m3", "fp4_e2m1"]
     """Number format."""
     bits: int = 8
     """Bits per code."""
     granularity: Literal["tensor", "channel", "group", "block", "token"] = "tensor"
-    """What shares a scale."""
+    """Elements that share a scale."""
     group_size: int | None = None
     """Elements per group, or along each side of a block."""
     symmetric: bool = True
     """false: a zero point per token, for dynamic int inputs."""
     dynamic: bool = False
-    """Of inputs: the scale is that of each token, none is stored."""
+    """true, for inputs: one scale per token, measured as the model runs; none is stored."""
     ggml: bool = False
-    """Of int weights in groups: scales are what llama.cpp's blocks have, numbers of fp16 that may be negative."""
+    """true, for int weights in groups: scales as in llama.cpp's blocks, fp16 numbers that may be negative."""
     narrow: bool = False
     """true: symmetric int weights without the smallest code: -7..7 of 4 bits, first scale absmax / 7."""
     mx: bool = False
-    """true: of floats in groups of 32, scales are powers of two (OCP MX); fp4_e2m1 in groups of 32 has no others."""
+    """true, for floats in groups of 32: scales are powers of two (OCP MX); fp4_e2m1 in groups of 32 has no others."""
 
     def spec(self) -> TensorSpec:
-        """The same as a :class:`quant.TensorSpec`.
-
-        Raises:
-            ValueError: the parts do not go together.
-        """
+        """Convert to a :class:`quant.TensorSpec`. Raises ValueError for an invalid combination."""
         return TensorSpec(
             self.dtype,
             self.bits,
@@ -99,19 +95,15 @@ class TensorRecipe:
 
 @dataclass
 class SchemeRecipe:
-    """A scheme that the recipe composes itself, from how weights and inputs are quantized."""
+    """A scheme composed in the recipe from quantizations of weights and inputs."""
 
     weights: TensorRecipe
-    """How the weights are quantized."""
+    """Quantization of the weights."""
     activations: TensorRecipe | None = None
-    """How the inputs are quantized; null: they stay as they are."""
+    """Quantization of the inputs. null: not quantized."""
 
     def scheme(self, name: str) -> Scheme:
-        """The same as a :class:`quant.Scheme`, under the name that the recipe gives it.
-
-        Raises:
-            ValueError: the parts do not go together.
-        """
+        """Convert to a :class:`quant.Scheme` of this name. Raises ValueError for an invalid combination."""
         return Scheme(name, self.weights.spec(), None if self.activations is None else self.activations.spec())
 
 
@@ -131,7 +123,7 @@ class RuleRecipe:
 
 @dataclass
 class QuantRecipe:
-    """What is quantized, where the first scales come from, and when fake quant starts."""
+    """Schemes of the layers, sources of the first scales, and start of fake quant."""
 
     scheme: str = "fp8_static"
     """Number format and granularity of weights, inputs and KV cache: a name of quant.spec.PRESETS or quant.schemes.
@@ -156,7 +148,7 @@ class QuantRecipe:
     """Directory of a quantized checkpoint of the model in model.path (GPTQ, AWQ, AutoRound, ...): training starts from
     the weights of model.path with its scales. null: none."""
     snap_to_codes: bool = field(default=False, metadata=only_with(_START))
-    """true: each weight of model.path that has another code in quant.start becomes what that code stands for: step 0
+    """true: each weight of model.path with another code in quant.start is set to the value of that code: step 0
     computes with the weights of quant.start."""
     init: Literal["rtn", "gptq", "blockwise"] = field(default="rtn", metadata=only_with(QUANTIZED_WEIGHTS))
     """First codes. rtn: each weight is rounded to nearest. gptq: codes that keep the outputs of each layer on
@@ -191,12 +183,12 @@ class QuantRecipe:
         default="auto",
         metadata=only_with(Condition(QUANTIZES.words, lambda r: r.quant.compute == "simulate" or QUANTIZES.holds(r))),
     )
-    """simulate: fake-quantized operands in a GEMM of model.dtype; fp8_gemm: a GEMM of the fp8 codes, as served, on fp8
-    tensor cores; auto: fp8_gemm where scheme and GPU have it (compute capability 8.9; stacked experts 9.0)."""
+    """simulate: fake-quantized operands in a GEMM of model.dtype; fp8_gemm: a GEMM of the fp8 codes (serving numerics)
+    on fp8 tensor cores; auto: fp8_gemm where scheme and GPU have it (compute capability 8.9; stacked experts 9.0)."""
     fp8_fast_accum: bool = field(default=True, metadata=only_with(QUANTIZES, _FP8_GEMM))
-    """Of the fp8 GEMM. true: Hopper's tensor cores add up all products themselves, in fewer bits than fp32 has, as vLLM
-    has them do; false: their sums go to fp32 every 128 products, and the GEMM takes a third longer. CPUs and Blackwell
-    add in fp32 either way. See docs/how_a_layer_computes.md."""
+    """Accumulation of the fp8 GEMM. true: Hopper's tensor cores sum all products in fewer bits than fp32, as in vLLM;
+    false: sums are added in fp32 every 128 products, and the GEMM takes a third longer. CPUs and Blackwell add in fp32
+    either way. See docs/how_a_layer_computes.md."""
     keep_codes: bool = field(default=False, metadata=only_with(QUANTIZES, _DYNAMIC_FLOATS))
     """true: of inputs in fp4 or fp8 with dynamic scales a layer keeps codes and scales for backward, 0.5 to 1.1 bytes
     per element instead of two or four; the same training bit for bit, and decoded once more in backward. Inputs that
@@ -210,27 +202,27 @@ class QuantRecipe:
     layer has one scale per tensor or row and 8 bits or fewer; with scales that do not learn the same training bit for
     bit. See ds_configs/README.md."""
     rotate: list[str] = field(default_factory=list, metadata=each(regex()) | only_with(QUANTIZES))
-    """Regexes on whole names of layers whose inputs a Hadamard matrix turns while the model runs, like
-    '.*\\.down_proj': outliers are spread over their blocks. Weights are turned when they are loaded: the model is the
+    """Regexes on whole names of layers whose inputs are rotated by a Hadamard matrix while the model runs, like
+    '.*\\.down_proj': outliers are spread over their blocks. Weights are rotated when they are loaded: the model is the
     same function. See docs/rotations.md."""
     rotate_block: int = field(
         default=256,
         metadata=values(f"one of {', '.join(map(str, BLOCKS))}", BLOCKS.__contains__) | only_with(_ROTATES),
     )
-    """Features that quant.rotate turns together."""
+    """Features that quant.rotate rotates together."""
     fake_quant_start: int = field(default=0, metadata=at_least(-1))
     """Optimizer step at which fake quant switches on (scales are then measured again). 0: from the start; -1: never,
     or when an event under schedule says so."""
 
     def default_calibration(self) -> int:
-        """The micro-batches of calibration if none are given."""
+        """Default number of micro-batches for calibration."""
         return 0 if self.initial_input_scale is not None and self.init == "rtn" else 16
 
     def problems(self) -> Iterator[str]:
-        """One line per name of a scheme that is taken or unknown, and per composed scheme that is impossible."""
+        """Yield one line per taken or unknown name of a scheme, and per invalid composed scheme."""
         if wrong := [problem for name, own in self.schemes.items() for problem in _problems_of_scheme(name, own)]:
             yield from wrong
-            return  # what follows asks for the schemes
+            return  # the checks below need valid schemes
         if self.scheme == SOURCE:
             yield from self._problems_beside_source()
         if self.scheme not in (known := [*PRESETS, *self.schemes]):
@@ -265,35 +257,35 @@ class QuantRecipe:
         yield from need(name in good, f"quant.{place}", name, f"one of {', '.join(good)}")
 
     def _scheme(self, name: str) -> Scheme:
-        """The scheme of a name that is known: a shipped one, or one of ``schemes``."""
+        """Scheme by name: shipped, or from ``schemes``."""
         return SCHEMES[name] if name in SCHEMES else self.schemes[name].scheme(name)
 
     def own_weights(self) -> list[TensorSpec]:
-        """How the weights of the recipe's own schemes are quantized."""
+        """Weight specs of the recipe's own schemes."""
         return [own.weights.spec() for own in self.schemes.values()]
 
     def preset(self) -> Preset:
-        """The preset that quant.scheme names; a scheme of the recipe's own is a preset without a KV cache."""
+        """Preset of quant.scheme; a scheme of the recipe's own becomes a preset without KV cache."""
         return PRESETS[self.scheme] if self.scheme in PRESETS else Preset(self._scheme(self.scheme))
 
     def default_scheme(self) -> Scheme | None:
-        """The scheme of the Linears of which nothing else speaks; None: they stay as they are."""
+        """Scheme of Linears without a rule; None: not quantized (quant.scheme source)."""
         return None if self.scheme == SOURCE else self.preset().linear
 
     def chosen_rules(self) -> list[Rule]:
-        """The rules of quant.rules, as :mod:`quant.rules` applies them to layers."""
+        """Convert quant.rules to those of :mod:`quant.rules`."""
         return [
             Rule(None if rule.scheme == NONE else self._scheme(rule.scheme), rule.layers, rule.first, rule.last)
             for rule in self.rules
         ]
 
     def ranges(self) -> Ranges:
-        """What a scale is chosen to fit when it is measured: the largest magnitude, or the squared error."""
+        """Criteria of measured scales: largest magnitude, percentile or squared error."""
         weights = "absmax" if self.scales_follow_weights else self.weight_range
         return Ranges(weights, self.signed_scales, self.input_range, self.percentile)
 
     def scales_brought_by(self) -> str | None:
-        """The key that gives the weights their first scales where these are not measured from them alone."""
+        """Key of the source of the first weight scales; None if they are measured from the weights."""
         brought = {
             "quant.init": self.init != "rtn",
             "quant.start": bool(self.start),
@@ -303,15 +295,15 @@ class QuantRecipe:
         return next((key for key, used in brought.items() if used), None)
 
     def head_scheme(self) -> Scheme | None:
-        """The scheme of lm_head; None: lm_head stays as it is."""
+        """Scheme of lm_head; None: not quantized."""
         return None if self.lm_head is None else self._scheme(self.lm_head)
 
     def embedding_scheme(self) -> Scheme | None:
-        """The scheme of the token embeddings; None: they stay as they are."""
+        """Scheme of the token embeddings; None: not quantized."""
         return None if self.embedding is None else self._scheme(self.embedding)
 
     def linear_schemes(self) -> list[Scheme]:
-        """Every scheme that some layer may get; empty while a name is unknown or a scheme is wrong."""
+        """All schemes that layers may get; empty if a name is unknown or a scheme invalid."""
         if any(True for _ in self.problems()):
             return []
         rules = [rule.scheme for rule in self.chosen_rules()]
@@ -321,29 +313,29 @@ class QuantRecipe:
         return list(dict.fromkeys(scheme for scheme in found if scheme is not None))
 
     def known(self) -> bool:
-        """Whether every scheme that the section names exists, and every one that it composes is possible."""
+        """Tell if all named schemes exist, and all composed ones are valid."""
         return not any(True for _ in self.problems())
 
     def quantizes_activations(self) -> bool:
-        """Whether some layer may quantize its input, or attention its KV cache."""
+        """Tell if some layer may quantize its input, or attention its KV cache."""
         return any(scheme.activations for scheme in self.linear_schemes()) or self.stores_input_scales()
 
     def stores_input_scales(self) -> bool:
-        """Whether there are scales of inputs or of the KV cache to calibrate."""
+        """Tell if there are scales of inputs or of the KV cache to calibrate."""
         stored = any(scheme.stored_input for scheme in self.linear_schemes())
         return stored or (self.known() and self.preset().kv_cache is not None)
 
     def learns_input_scales(self) -> bool:
-        """Whether some of these can be learned: global scales above dynamic ones can not."""
+        """Tell if some stored input scales can be learned; global scales above dynamic ones cannot."""
         static = any(scheme.learns_input for scheme in self.linear_schemes())
         return static or (self.known() and self.preset().kv_cache is not None)
 
     def has_global_input_scales(self) -> bool:
-        """Whether some layer stores a global scale above dynamic scales of its input (NVFP4)."""
+        """Tell if some layer stores a global scale above dynamic scales of its input (NVFP4)."""
         return any(scheme.stored_input and not scheme.learns_input for scheme in self.linear_schemes())
 
     def has_fp8_gemm(self) -> bool:
-        """Whether some layer's codes can be multiplied by the fp8 GEMM."""
+        """Tell if the fp8 GEMM can multiply the codes of some layer."""
         return any(scheme.has_fp8_gemm for scheme in self.linear_schemes())
 
     def has_weights_to_gather_as_codes(self) -> bool:
@@ -355,7 +347,7 @@ class QuantRecipe:
 
 
 def _problems_of_scheme(name: str, own: SchemeRecipe) -> Iterator[str]:
-    """A problem line if a scheme of the recipe's own has a name that is taken, and one if it is impossible."""
+    """Yield a problem line if a composed scheme has a taken name, and one if it is invalid."""
     if name in PRESETS or name == NONE:
         yield f"quant.schemes.{name}: a name that is taken, expected another one"
     try:

@@ -1,8 +1,8 @@
-"""Recipes from YAML files and command lines, and back.
+"""Read recipes from YAML files and command lines, and write them.
 
 A run reads a YAML file (``--config R.yaml``) and then overrides from the command line (``--optim.lr 2e-5``); ``--help``
-shows every option with its default and ``--print_config`` the result of both. An unknown key, a wrong type and whatever
-:mod:`engine.config.config` refuses raise RecipeError, with the key's path, the value and what was expected;
+shows every option with its default and ``--print_config`` the result of both. Unknown keys, wrong types and values that
+:mod:`engine.config.config` refuses raise RecipeError, with the key's path, the value and the expected value;
 ``launch/exits.py`` ends a script with that text.
 """
 
@@ -37,12 +37,12 @@ set_parsing_settings(docstring_parse_attribute_docstrings=True)
 LONGEST_INTEGER = 100  # characters; floats end at 309
 MOST_RECIPE_BYTES = 2**24
 LONGEST_KEY = 100  # characters of one in a message
-MOST_VALUES = 100_000  # of a recipe: some hundred, and a rule or an exempt pattern for each layer of a model
+MOST_VALUES = 100_000  # a recipe has about a hundred, and may have a rule or exempt pattern for each layer
 
 
-@functools.cache  # it takes 0.3 s to make
+@functools.cache  # takes 0.3 s
 def _parser() -> ArgumentParser:
-    """The command line: one option per field of :class:`Recipe`, and --config for a YAML file."""
+    """Build the command line: one option per field of :class:`Recipe`, and --config for a YAML file."""
     parser = ArgumentParser(
         description="Options override the file's values. Paths are relative to the current directory.",
         exit_on_error=False,
@@ -54,10 +54,10 @@ def _parser() -> ArgumentParser:
 
 
 def _check_keys(path: str) -> None:
-    """Refuse what jsonargparse lets pass in a YAML file: a key twice, a key without a value, the name of a class.
+    """Refuse YAML that jsonargparse accepts: duplicate keys, keys without a value, names of classes.
 
     Raises:
-        RecipeError: names file, line and key; one line per problem.
+        RecipeError: one line per problem, with file, line and key.
     """
     try:
         root = yaml.compose(_text_of(path), Loader=yaml.SafeLoader)
@@ -73,7 +73,7 @@ def _check_keys(path: str) -> None:
 
 
 def _no_yaml(path: str, error: Exception) -> str:
-    """Why a file is none of YAML."""
+    """Error text of a file that is not YAML."""
     if isinstance(error, yaml.MarkedYAMLError):
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         return f"{path}{line}: not YAML ({error.problem})"
@@ -85,7 +85,7 @@ def _no_yaml(path: str, error: Exception) -> str:
 
 
 def _text_of(path: str) -> str:
-    """The text of a file. Raises OSError, also for what would be read for ever: a pipe, a device, gigabytes."""
+    """Read a text file. Raises OSError, also for pipes, devices and files too large for a recipe."""
     other = os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
     if other or (os.path.isfile(path) and os.path.getsize(path) > MOST_RECIPE_BYTES):
         raise OSError(errno.EINVAL, f"expected a YAML file of at most {MOST_RECIPE_BYTES:,} bytes")
@@ -93,9 +93,9 @@ def _text_of(path: str) -> str:
 
 
 def _size(node: yaml.Node, sizes: dict[int, float]) -> float:
-    """How many values a node stands for with its aliases written out, of which a few lines can make billions.
+    """Count the values of a node with its aliases expanded, which a few lines can multiply to billions.
 
-    ``sizes`` are those of the nodes that were counted. A node that holds itself has no end.
+    ``sizes`` caches the counts of nodes. A node that contains itself counts as infinite.
     """
     if id(node) not in sizes:
         sizes[id(node)] = math.inf
@@ -106,7 +106,7 @@ def _size(node: yaml.Node, sizes: dict[int, float]) -> float:
 
 
 def _key_problems(node: yaml.MappingNode, section: type, prefix: str) -> Iterator[tuple[int, str]]:
-    """Line number and text of every problem with the keys of one mapping, and of the sections in it."""
+    """Yield line number and text of every problem with the keys of a mapping, and of the sections in it."""
     known: dict[str, Any] = {
         item.name: item.type | None if DERIVED in item.metadata else item.type  # type: ignore[operator]
         for item in dataclass_fields(section)
@@ -131,17 +131,16 @@ def _key_problems(node: yaml.MappingNode, section: type, prefix: str) -> Iterato
 
 
 def _shown(key: str) -> str:
-    """A key as a message has it: quoted where its end would not be seen, cut off where what follows would not."""
+    """Format a key for a message: cut if long, quoted unless it is a plain word."""
     key = key if len(key) <= LONGEST_KEY else f"{key[:LONGEST_KEY]}..."
     return key if re.fullmatch(r"[\w.-]+", key) else repr(key)
 
 
 def _value_problems(node: yaml.Node, kind: Any, path: str, line: int) -> Iterator[tuple[int, str]]:
-    """Problems of a value of type ``kind``: nothing where something must stand, integers that no float holds, and
-    sections that are none.
+    """Yield problems of a value of type ``kind``: null if required, integers too large for a float, non-sections.
 
-    jsonargparse takes null for any type. A text in place of a section names a class to it, which it imports: a recipe
-    is plain data, so such a text must not get that far.
+    jsonargparse accepts null for any type, and takes a text in place of a section as the name of a class, which it
+    imports: a recipe is plain data, so such a text is refused before.
     """
     parts = get_args(kind)
     if node.tag == "tag:yaml.org,2002:null":
@@ -166,7 +165,7 @@ def _value_problems(node: yaml.Node, kind: Any, path: str, line: int) -> Iterato
 
 
 def _option_keys() -> list[str]:
-    """The path of every key that a command line may set, like optim.lr."""
+    """Paths of all keys of the command line, like optim.lr."""
     keys = []
     for section in dataclass_fields(Recipe):
         nested = dataclass_fields(cast(type, section.type)) if is_dataclass(section.type) else ()
@@ -175,7 +174,7 @@ def _option_keys() -> list[str]:
 
 
 def _lines(error: ArgumentError) -> str:
-    """jsonargparse's message on one line that opens with the key's path; one for each key that is missing."""
+    """Convert jsonargparse's message to one line that starts with the key's path; one per missing key."""
     text = " ".join(str(error).split())
     if missing := re.fullmatch(r"the following arguments are required: (.*)", text):
         return "\n".join(f"{key}: missing, expected a value" for key in missing[1].split(", "))
@@ -198,10 +197,10 @@ def _too_large(argv: Sequence[str]) -> str:
 
 
 def _parse(argv: Sequence[str]) -> Recipe:
-    """The recipe of a command line, whose words are ``argv``.
+    """Parse the recipe from the words of a command line.
 
     Raises:
-        RecipeError: names every problem that was found, one line each.
+        RecipeError: all problems found, one line each.
     """
     config_option = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     config_option.add_argument("--config", action="append", default=[], nargs="?", const="")
@@ -212,7 +211,7 @@ def _parse(argv: Sequence[str]) -> Recipe:
         values = parser.instantiate(parser.parse_args(list(argv)))
     except ArgumentError as error:
         raise RecipeError(_lines(error)) from error
-    except OverflowError as error:  # of an option; those of files have been found
+    except OverflowError as error:  # in an option; files were checked above
         raise RecipeError(_too_large(argv)) from error
     if values["quant"].scheme == SOURCE:
         resolve_source(values["quant"], values["quant"].start or values["model"].path)
@@ -220,17 +219,17 @@ def _parse(argv: Sequence[str]) -> Recipe:
 
 
 def parse_recipe(argv: Sequence[str] | None = None, *, check_files: bool = True) -> Recipe:
-    """The recipe of a command line such as ``--config R.yaml --optim.lr 2e-5``; argv defaults to sys.argv[1:].
+    """Parse the recipe from a command line like ``--config R.yaml --optim.lr 2e-5``; argv defaults to sys.argv[1:].
 
     ``--local_rank=N``, which the deepspeed launcher appends, is ignored: ranks come from the environment. A script's
     first line is :func:`launch.exits.recipe_or_exit`, which prints the error below instead of a traceback.
 
     Args:
         argv: the words of the command line, without the script's name.
-        check_files: whether the files that the recipe names must exist.
+        check_files: check that the recipe's files exist.
 
     Raises:
-        RecipeError: names every problem, one line each.
+        RecipeError: all problems, one line each.
     """
     given = sys.argv[1:] if argv is None else argv
     recipe = _parse([argument for argument in given if not argument.startswith("--local_rank=")])
@@ -240,37 +239,38 @@ def parse_recipe(argv: Sequence[str] | None = None, *, check_files: bool = True)
 
 
 def load_recipe(path: str | os.PathLike[str]) -> Recipe:
-    """The recipe in a YAML file. Files that it names are not checked: call :meth:`Recipe.validate_files` for that.
+    """Read the recipe from a YAML file, without checking its files: call :meth:`Recipe.validate_files` for that.
 
     Raises:
-        RecipeError: names every problem and the file, one line each.
+        RecipeError: all problems, one line each, with the file.
     """
     name = os.fspath(path)
     try:
         return _parse(["--config", name])
     except RecipeError as error:
-        named = re.compile(rf"(?<![\w./-]){re.escape(name)}(?![\w/-])")  # a short name may be a part of any word
+        named = re.compile(rf"(?<![\w./-]){re.escape(name)}(?![\w/-])")  # a short name may be part of a word
         lines = (line if named.search(line) else f"{name}: {line}" for line in str(error).splitlines())
         raise RecipeError("\n".join(lines)) from error
 
 
 def save_recipe(recipe: Recipe, path: str | os.PathLike[str]) -> None:
-    """Write a recipe, every field with its value, as YAML that :func:`load_recipe` reads back equal."""
+    """Write a recipe with all fields as YAML that :func:`load_recipe` reads back equal."""
     values = asdict(recipe)
     values["optim"]["betas"] = list(recipe.optim.betas)
     aside = Path(f"{os.fspath(path)}.partial")
-    aside.unlink(missing_ok=True)  # somebody's link; and the recipe may be what this run read, on a disk that is full
+    aside.unlink(missing_ok=True)  # may be a link; rename, as a full disk must not destroy a recipe
     aside.write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), encoding="utf-8")
     os.replace(aside, path)
 
 
 def resolve_source(quant: QuantRecipe, path: str) -> None:
-    """Write the schemes of the checkpoint in ``path`` into ``quant.schemes``, the first under the name ``source``, with
-    the grid that its codes are on; which layer has which is found when the model is built. A recipe that was saved has
-    them already.
+    """Write the schemes of the checkpoint in ``path`` into ``quant.schemes``, the first under the name ``source``.
+
+    Includes narrow or full range of the codes. Schemes are assigned to layers when the model is built. A saved recipe
+    has them already.
 
     Raises:
-        RecipeError: the checkpoint is not quantized, or not in a way that is read.
+        RecipeError: the checkpoint is not quantized, or in an unsupported way.
     """
     if SOURCE in quant.schemes:
         return
@@ -295,8 +295,7 @@ def resolve_source(quant: QuantRecipe, path: str) -> None:
 
 
 def _narrow(directory: Path) -> set[TensorSpec]:
-    """The weights whose codes are on the narrow grid. Of files that cannot be read nothing is said here: whoever reads
-    the weights says it."""
+    """Weight specs whose codes have the narrow range; empty for unreadable files, which raise when weights are read."""
     from model.quantized.checkpoint import read_checkpoint  # brings DeepSpeed, which other recipes do not need
 
     with suppress(CheckpointError, OSError):

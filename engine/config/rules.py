@@ -1,7 +1,7 @@
 """Checks of several options together: options without effect, and values that contradict each other.
 
-Each function below yields the key to change and what was expected there instead of its value. A key that the text
-follows (``learnable: nothing is learnable``) is printed as it is.
+Each function below yields the key to change and the expected value. A key that already includes a text (``learnable:
+nothing is learnable``) is printed unchanged.
 """
 
 from collections.abc import Iterator
@@ -19,15 +19,15 @@ from quant.gptq import takes
 Recipe = Any  # engine.config.config.Recipe, which imports this module
 Problems = Iterator[tuple[str, str]]
 
-TRAINED = ("weight", "weight_scale", "act_scale", "norm", "router")  # switches of learnable, each of something else
-# What may train beside adapters that are merged.
+TRAINED = ("weight", "weight_scale", "act_scale", "norm", "router")  # switches of learnable
+# Switches that are allowed with merged adapters.
 SHARED = ("weight_scale", "act_scale", "norm", "router")
-# Formats of which an adapter can be written beside the model, or alone (peft).
+# Formats with an adapter beside the model, or alone (peft).
 BESIDE = ("compressed", "vllm_fp8", "dequantized", "peft")
 
 
 def contradictions(recipe: Recipe) -> Iterator[str]:
-    """One line per option without effect, and per rule that the recipe breaks."""
+    """Yield one line per option without effect, and per broken rule."""
     for key, _, words in idle(recipe):
         yield f"{key}: {attrgetter(key)(recipe)!r} has no effect unless {words}; remove it or change that"
     for rule in RULES:
@@ -56,10 +56,7 @@ def derive(recipe: Recipe, before: dict[str, Any]) -> None:
 
 
 def idle(recipe: Recipe) -> Iterator[tuple[str, Any, str]]:
-    """Every option that was changed and has no effect: its key, its default, and what it has an effect with.
-
-    Defaults are passed over, so that only what was set is refused.
-    """
+    """Yield changed options without effect: key, default, and the condition of an effect."""
     for key, section, item in options(recipe):
         if ONLY_WITH in item.metadata and getattr(section, item.name) != (default := _default(recipe, item)):
             for words, holds in item.metadata[ONLY_WITH]:
@@ -195,7 +192,7 @@ def _schemes(r: Recipe) -> Problems:
     if quant.initial_input_scale is not None and quant.has_global_input_scales():
         expected = f"null with {scheme}: a global scale of inputs (NVFP4) is measured, or comes from quant.scales"
         yield "quant.initial_input_scale", expected
-    # Scales that the files of a source lack are an error when these are read.
+    # Scales missing in the files of a source raise an error when these are read.
     given = quant.scheme == SOURCE or quant.scales or quant.start or quant.initial_input_scale is not None
     needed = quant.stores_input_scales() and (quant.fake_quant_start == 0 or r.adapter.beside)
     if needed and quant.calibration_batches == 0 and not given:
@@ -342,7 +339,7 @@ def _losses_of_events(r: Recipe) -> Problems:
     for index in (None, *(index for _, index in fixed)):
         reached = reached if index is None else follow(reached, index)
         before: set[tuple[bool, bool]] = set()
-        while reached != before:  # an event without a step may come now, or not
+        while reached != before:  # an event without a step may happen now, or not
             before = reached
             reached = reached.union(*(follow(reached, other) for other in free))
     for index in sorted(refused):

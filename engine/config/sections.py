@@ -1,7 +1,7 @@
-"""The recipe's sections but for ``quant``: model, data, what learns, adapters, losses, optimizer, loop, events, export.
+"""The recipe's sections except ``quant``: model, data, learnable, adapter, loss, optim, train, schedule, eval, export.
 
-One field is one option: the text below it is what ``--help`` shows, and its metadata says which values it takes and
-what it has an effect with. What several options together show is in engine/config/rules.py.
+One field is one option: ``--help`` shows the text below it, and its metadata declares allowed values and conditions of
+an effect. Checks of several options together are in engine/config/rules.py.
 """
 
 import math
@@ -60,8 +60,7 @@ CONDITION = re.compile(r"(?P<metric>\S+)\s*(?P<relation><=|>=|<|>)\s*(?P<value>\
 EVENT_RATES = ("weights", "embeddings", "norms", "biases", "weight_scales", "act_scales", "adapters")
 DECAYING = ("weights", "embeddings", "adapters")
 TeacherKind = Literal["none", "self", "cache", "model"]
-"""Whose distributions the student is distilled from: nobody's, its own without fake quant, those that a cache on disk
-holds, or those of a model of its own in memory."""
+"""Teacher of the distillation: none, the student without fake quant, a cache on disk, or another model in memory."""
 
 _CHAT = Condition("data.kind is chat", lambda r: r.data.kind == "chat")
 _ADAPTERS = Condition("adapter.kind is lora", lambda r: r.adapter.on)
@@ -103,7 +102,7 @@ class ModelRecipe:
 
 @dataclass
 class LearnableRecipe:
-    """What the optimizer trains; everything else is frozen."""
+    """Trainable parameters; all others are frozen."""
 
     weight: bool = derived(lambda r: not r.adapter.on and r.teacher_kind() != "self")
     """Linear weights and biases, embeddings and lm_head. Costs gradients and optimizer state of the whole model. null:
@@ -123,7 +122,7 @@ class LearnableRecipe:
     """Regexes; a Parameter whose whole name matches one stays as it is, whatever the switches say."""
 
     def scales_alone(self) -> bool:
-        """Whether scales train and nothing else does."""
+        """Tell if only scales train."""
         return (self.weight_scale or self.act_scale) and not (self.weight or self.norm or self.router)
 
 
@@ -132,7 +131,7 @@ class AdapterRecipe:
     """Adapters, which train in place of the weights."""
 
     kind: Literal["none", "lora"] = field(default="none", metadata=only_with(QUANTIZED_WEIGHTS))
-    """lora: two thin matrices A and B per layer train, and the weights W are frozen. none: there are no adapters."""
+    """lora: two low-rank matrices A and B per layer train, and the weights W are frozen. none: no adapters."""
     merge: bool = field(default=True, metadata=only_with(_ADAPTERS))
     """true: a layer's weight is W + alpha / rank * B A in every forward, that is what is quantized, and the export
     holds the codes of the sum. false: the adapter stays beside the quantized weight, Q(W) x + alpha / rank * B (A x),
@@ -154,8 +153,8 @@ class AdapterRecipe:
     rslora: bool = field(default=False, metadata=only_with(_ADAPTERS))
     """true: B A is multiplied by alpha / sqrt(rank) (rsLoRA), so that large ranks learn as fast as small ones."""
     dropout: float = field(default=0.0, metadata=_SHARE | only_with(_BESIDE))
-    """Of an adapter that stays beside its weight: the share of the elements of A's input that are 0 in a step of
-    training, drawn anew for each layer; the others are divided by 1 - dropout. The weight reads the whole input."""
+    """For adapter.merge false: share of the elements of A's input that are set to 0 in a training step, drawn for each
+    layer; the others are divided by 1 - dropout. The weight reads the whole input."""
     targets: list[str] = field(default_factory=list, metadata=each(regex()) | only_with(_ADAPTERS))
     """Regexes; a quantized linear layer whose whole module name matches one gets an adapter. []: all but lm_head."""
     ranks: dict[str, int] = field(default_factory=dict, metadata=_RANKS | only_with(_ADAPTERS))
@@ -163,16 +162,16 @@ class AdapterRecipe:
 
     @property
     def on(self) -> bool:
-        """Whether there are adapters."""
+        """True if there are adapters."""
         return self.kind != "none"
 
     @property
     def beside(self) -> bool:
-        """Whether they stay beside quantized weights."""
+        """True if adapters stay beside quantized weights (not merged)."""
         return self.on and not self.merge
 
     def scaling(self, rank: int) -> float:
-        """What B A is multiplied by: alpha / rank (Hu et al. 2021), or alpha / sqrt(rank) (Kalajdzievski 2023)."""
+        """Factor of B A: alpha / rank (Hu et al. 2021), or alpha / sqrt(rank) (Kalajdzievski 2023)."""
         return self.alpha / (rank**0.5 if self.rslora else rank)
 
 
@@ -202,8 +201,8 @@ class DataRecipe:
     too_long: Literal["drop", "truncate"] = field(default="drop", metadata=only_with(_CHAT))
     """A chat sample above max_length is dropped, or loses its beginning; both are counted."""
     special_tokens: Literal["keep", "text", "refuse"] = "keep"
-    """What becomes of a special token that people spelled out (<|im_end|> in an answer, <s> in HTML). keep: it is one,
-    and counted; text: it is read as the text that it is; refuse: the line is an error."""
+    """Special tokens spelled out in the data (<|im_end|> in an answer, <s> in HTML). keep: tokenized as special tokens,
+    and counted; text: tokenized as plain text; refuse: the line is an error."""
     packing: bool = False
     """Fill rows of max_length tokens with several samples each, which do not see each other. false: a sample per row,
     padded to the longest of the micro-batch."""
@@ -213,7 +212,7 @@ class DataRecipe:
     """Seed of the order of the samples, and of the choice of those held out."""
 
     def weights_by_file(self) -> dict[str, float] | None:
-        """The weight of each file by its path, which is how a sample names its file; None: every sample once."""
+        """Weight of each file by path; None: every sample once."""
         if self.weights is None:
             return None
         return {str(Path(file)): weight for file, weight in zip(self.train, self.weights, strict=True)}
@@ -254,7 +253,7 @@ class LossRecipe:
     null: 4096 on a GPU, where few large GEMMs are faster, and 512 on a CPU."""
 
     def named_teacher(self) -> TeacherKind:
-        """Which teacher this section names, whether or not the run distils (that is :meth:`Recipe.teacher_kind`)."""
+        """Kind of the teacher in this section, even if the run does not distil (see :meth:`Recipe.teacher_kind`)."""
         if self.teacher_cache is not None:
             return "cache"  # the teacher that wrote it may be named too
         if self.teacher == "self":
@@ -262,15 +261,14 @@ class LossRecipe:
         return "model" if self.teacher else "none"
 
     def objective(self, *, lm: float, kd: float, token_losses: tuple[NamedTokenLoss, ...] = ()) -> Objective:
-        """What is minimized, with the weights ``lm`` and ``kd``, which events may have changed since, and a user's own
-        losses."""
+        """Build the objective from the weights ``lm`` and ``kd`` (events may change them) and a user's own losses."""
         distillation = Distillation(self.kd, self.temperature, self.top_k or 1, self.tail)
         return Objective(lm, kd, distillation, token_losses, self.chunk_tokens)
 
 
 @dataclass
 class OptimRecipe:
-    """AdamW and the learning rate's way over the steps."""
+    """AdamW and the learning-rate schedule."""
 
     lr: float = field(default=1e-5, metadata=RATE)
     """Peak learning rate of weights, biases and routers, and of what has no rate of its own below."""
@@ -290,7 +288,7 @@ class OptimRecipe:
     min_lr_ratio: float = field(default=0.1, metadata=values("between 0 and 1", lambda share: 0 <= share <= 1))
     """The learning rates end at this share of their peaks (linear, cosine)."""
     warmup_steps: int = field(default=0, metadata=at_least(0))
-    """Optimizer steps of linear warm-up from 0; scales warm up anew whenever their fake quant starts."""
+    """Optimizer steps of linear warm-up from 0; scales warm up again whenever their fake quant starts."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     """Course of the learning rates after the warm-up. wsd: constant until the last decay_steps, then linear."""
     decay_steps: int = derived(lambda r: r.optim.default_decay(r.train.steps), at_least(0) | only_with(_WSD))
@@ -308,7 +306,7 @@ class OptimRecipe:
     """Largest global gradient norm; 0 disables clipping."""
 
     def default_decay(self, steps: int) -> int:
-        """The steps of decay of schedule wsd if none are given: a tenth, of those that the warm-up leaves."""
+        """Default number of decay steps of schedule wsd: a tenth of ``steps``, at most those after the warm-up."""
         return max(0, min(max(1, steps // 10), steps - self.warmup_steps)) if self.schedule == "wsd" else 0
 
 
@@ -360,7 +358,7 @@ class EventRecipe:
     layers: str | None = field(default=None, metadata=regex())
     """Regex: fake_quant of the layers whose whole module name matches only."""
     observe: bool | None = None
-    """Whether observers watch the inputs; starting forgets what they saw. While off they watch unless this is false."""
+    """true: observers measure the inputs, after a reset; false: they stop. Without fake quant they run unless false."""
     freeze_scales: bool | None = None
     """true: learned scales rest from now on; false: they train again."""
     lr: dict[str, float] | None = None
@@ -370,7 +368,7 @@ class EventRecipe:
     """Weights of the losses from now on: lm, kd."""
 
     def problems(self, key: str) -> Iterator[str]:
-        """One line per contradiction in this event, whose path is ``key``."""
+        """Yield one line per contradiction in this event with path ``key``."""
         times = {name: getattr(self, name) for name in ("at", "every", "when") if getattr(self, name) is not None}
         if len(times) != 1:
             yield f"{key}: {times or 'no time'}, expected exactly one of at, every, when"
@@ -388,7 +386,7 @@ class EventRecipe:
 
 
 def parse_condition(text: str) -> tuple[str, str, float] | None:
-    """Metric, relation and number of a condition like ``loss/lm < 2.5``; None if it is something else."""
+    """Parse metric, relation and number of a condition like ``loss/lm < 2.5``; None if it is not a condition."""
     match = CONDITION.fullmatch(text.strip())
     try:
         number = float(match["value"]) if match else math.nan
@@ -399,7 +397,7 @@ def parse_condition(text: str) -> tuple[str, str, float] | None:
 
 @dataclass
 class EvalRecipe:
-    """Evaluation during training, on held-out samples (data.held_out, data.eval), as the model would be served."""
+    """Evaluation during training, on held-out samples (data.held_out, data.eval), with serving numerics."""
 
     every: int = field(default=0, metadata=at_least(0))
     """Optimizer steps between two evaluations; also after the last step, and before the first unless nothing is ever
@@ -415,7 +413,7 @@ class ExportRecipe:
     enabled: bool = True
     """Write the compressed checkpoint when training ends."""
     dir: str | None = None
-    """Where to write it. null: export in output_dir."""
+    """Directory to write it to. null: export in output_dir."""
     format: ExportFormat = "compressed"
     """compressed: compressed-tensors, which transformers, vLLM and SGLang read. vllm_fp8: the same tensors under vLLM's
     own fp8 configuration (fp8_static and fp8_block). gpt_oss: its experts in mxfp4 as it is published. dequantized: a
