@@ -1,4 +1,4 @@
-"""Finds what would make readers other than transformers fail on an exported checkpoint.
+"""Checks of an export's files for readers other than transformers.
 
 The rules are those of vLLM's and SGLang's loading code: they create parameters of fixed dtypes and shapes and copy the
 file's tensors into them, fuse q/k/v and gate/up into one layer with one scale per tensor (of several the largest is
@@ -30,11 +30,8 @@ def check_files(directory: Path, model: PreTrainedModel, quantization: Quantizat
     """Check the files of a checkpoint; return one sentence for everything that is wrong.
 
     Checks dtypes and shapes of all codes and scales, that layers which serving fuses have equal scales, that the codes
-    in the files are those of our forward, and that MoE routers are ignored.
-
-    Args:
-        directory: the checkpoint.
-        model, quantization: what ``load_compressed(directory)`` returned, in fp32.
+    in the files are those of our forward, and that MoE routers are ignored. ``model`` and ``quantization`` are the
+    result of ``load_compressed(directory)``, in fp32.
     """
     checkpoint = read_headers(directory)
     model_dtype = dtype_on_disk(directory, model)
@@ -72,8 +69,8 @@ def check_files(directory: Path, model: PreTrainedModel, quantization: Quantizat
 def _wrong_tensors(
     checkpoint: Checkpoint, layer: QuantLayer, keys: dict[str, str], model_dtype: torch.dtype
 ) -> list[str]:
-    """One sentence for each code or scale that has another dtype or shape than the format says. An fp32 scale may be
-    stored in fewer digits, as llm-compressor does: readers hold it in fp32, which changes no value."""
+    """Name each code or scale that has another dtype or shape than the format has. An fp32 scale may be stored in
+    fewer digits, as llm-compressor does: readers hold it in fp32, which changes no value."""
     expected = packed_shapes(layer.in_features, layer.out_features, layer.scheme, model_dtype)
     return [
         f"{key} is {found.dtype} {list(found.shape)}, expected {dtype} {list(shape)}"
@@ -84,7 +81,7 @@ def _wrong_tensors(
 
 
 def _wrong_caches(checkpoint: Checkpoint, model: PreTrainedModel, quantization: Quantization) -> list[str]:
-    """One sentence for each scale of keys or values that a server would not find, or would replace by 1."""
+    """Name each scale of keys or values that a server would not find, or would replace by 1."""
     problems = []
     for name, cache in quantization.caches.items():
         key = cache_keys(model, name)[0]
@@ -98,7 +95,7 @@ def _wrong_caches(checkpoint: Checkpoint, model: PreTrainedModel, quantization: 
 
 
 def dtype_on_disk(directory: Path, model: PreTrainedModel) -> torch.dtype:
-    """The dtype in which the checkpoint stores what is not quantized: that of most of its other tensors."""
+    """Dtype of what is not quantized: that of most such tensors of the checkpoint."""
     checkpoint = read_headers(directory)
     names = Names(model)
     found = (checkpoint.tensors.get(names.key(name)) for name, tensor in own_tensors(model).items())

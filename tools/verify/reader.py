@@ -1,4 +1,4 @@
-"""The side of transformers in the comparison: the model that it loads from an exported checkpoint, and its arithmetic.
+"""Side of transformers in the comparison: the model that it loads from an exported checkpoint, and its arithmetic.
 
 It differs from ours by definition in these points (measured with transformers 5.23 and compressed-tensors 0.20):
 
@@ -68,10 +68,7 @@ def load_theirs(
 ) -> tuple[PreTrainedModel, list[str]]:
     """Load the checkpoint with transformers; return its model in fp32, and a sentence for each of its complaints.
 
-    Args:
-        directory: the checkpoint.
-        model, quantization: what ``load_compressed(directory)`` returned.
-        trust_remote_code: whether Python code in the directory may be run.
+    ``model`` and ``quantization`` are the result of ``load_compressed(directory)``.
 
     Raises:
         RankError: transformers raises an error of its own.
@@ -81,11 +78,13 @@ def load_theirs(
     options: dict[str, Any] = {"experts_implementation": "eager"} if moe else {}
     options |= {"dtype": torch.float32, "output_loading_info": True}
     trust = {"trust_remote_code": trust_remote_code}
-    kind: Any = _class_of(directory, **trust)
+    config = AutoConfig.from_pretrained(directory, local_files_only=True, **trust)
+    known: Any = model_class(config)
     if not_loaded(model, quantization) is None:
         if shifted := any(layer.weight_zero is not None for layer in quantization.layers.values()):
             options["quantization_config"] = CompressedTensorsConfig(dequantize=True)
         try:
+            kind = known or AutoModelForCausalLM
             theirs, info = kind.from_pretrained(directory, local_files_only=True, **options, **trust)
         except Exception as error:  # whatever its class does while it loads
             raise RankError(
@@ -94,23 +93,25 @@ def load_theirs(
         if not shifted:
             theirs.hf_quantizer.compressor.decompress_model(theirs)
     else:
-        config = AutoConfig.from_pretrained(directory, local_files_only=True, **trust)
         del config.quantization_config
         with torch.device("meta"):
-            built: Any = model_class(config) or type(AutoModelForCausalLM.from_config(config, **trust))
+            kind = known or type(AutoModelForCausalLM.from_config(config, **trust))
         state = _decompressed(directory, model, quantization)
-        theirs, info = built.from_pretrained(None, config=config, state_dict=state, **options)
+        theirs, info = kind.from_pretrained(None, config=config, state_dict=state, **options)
         _quantize_inputs(theirs, quantization)
     if transforms := read_quantization_config(directory).get("transform_config"):
         apply_transform_config(theirs, TransformConfig.model_validate(transforms))
     problems = []
-    for kind, keys in info.items():
-        # transformers has no use for the input scales of experts, because it dequantizes them.
-        unused = (".input_scale", ".input_global_scale") if kind == "unexpected_keys" else ()
-        turned = (f".{KEY}",) if kind == "unexpected_keys" else ()  # compressed-tensors makes the matrices itself
-        found = [key for key in keys if not ((is_expert(key) and key.endswith(unused)) or key.endswith(turned))]
-        if found:
-            problems.append(f"transformers reports {kind}: {listed(sorted(map(str, found)))}")
+    for what, keys in info.items():
+        if what == "unexpected_keys":
+            # transformers has no use for the input scales of experts, because it dequantizes them, nor for the
+            # matrices of rotations, which compressed-tensors makes itself.
+            unused = (".input_scale", ".input_global_scale")
+            keys = [
+                key for key in keys if not (is_expert(key) and key.endswith(unused)) and not key.endswith(f".{KEY}")
+            ]
+        if keys:
+            problems.append(f"transformers reports {what}: {listed(sorted(map(str, keys)))}")
     for parameter in theirs.parameters():
         # It leaves what it has dequantized in the dtype of the scale, although fp32 was asked for.
         if parameter.is_floating_point() and parameter.dtype in (torch.bfloat16, torch.float16):
@@ -118,13 +119,8 @@ def load_theirs(
     return theirs.eval(), problems
 
 
-def _class_of(directory: Path, **trust: bool) -> Any:
-    """The class that the checkpoint says it is."""
-    return model_class(AutoConfig.from_pretrained(directory, local_files_only=True, **trust)) or AutoModelForCausalLM
-
-
 def _decompressed(directory: Path, model: PreTrainedModel, quantization: Quantization) -> dict[str, Tensor]:
-    """Every weight of the checkpoint by its key, codes and scales decompressed by compressed-tensors."""
+    """Read every weight of the checkpoint, by key; codes and scales are decompressed by compressed-tensors."""
     checkpoint = read_headers(directory)
     state: dict[str, Tensor] = {}
     packed = {key for name in quantization.caches for key in cache_keys(model, name)}
@@ -141,11 +137,7 @@ def _decompressed(directory: Path, model: PreTrainedModel, quantization: Quantiz
 
 def decompress(tensors: dict[str, Tensor], scheme: Scheme) -> Tensor:
     """Decompress one layer's tensors (by suffix) with compressed-tensors itself; returns the weight in fp32."""
-    its = QuantizationScheme(
-        targets=["Linear"],
-        weights=_args(scheme.weights),
-        format=export_format(scheme),
-    )
+    its = QuantizationScheme(targets=["Linear"], weights=_args(scheme.weights), format=export_format(scheme))
     if tensors["weight_scale"].dtype == torch.bfloat16:
         tensors = {**tensors, "weight_scale": tensors["weight_scale"].float()}  # as a reader in fp32 holds it
     weight = BaseCompressor.get_value_from_registry(export_format(scheme)).decompress(tensors, its)["weight"]
@@ -153,7 +145,7 @@ def decompress(tensors: dict[str, Tensor], scheme: Scheme) -> Tensor:
 
 
 def _quantize_inputs(theirs: PreTrainedModel, quantization: Quantization) -> None:
-    """Make the plain model quantize inputs, keys and values as a model does that transformers loads itself."""
+    """Quantize inputs, keys and values of the plain model as in a model that transformers loads itself."""
     if quantization.caches:
         args = _args(next(iter(quantization.caches.values())).spec)
         status = QuantizationStatus.COMPRESSED
