@@ -70,9 +70,9 @@ class Comparison:
         return rows
 
     def pair(self, scheme: str, measure: str) -> tuple[Measurement | None, Measurement | None]:
-        """A figure of PTQ and of QAT; None where there is no such model."""
-        ptq, qat = self.ptq.get(scheme), self.qat.get(scheme)
-        return ptq and ptq.measurements[measure], qat and qat.measurements[measure]
+        """Return a figure of PTQ and of QAT; None where there is no such model."""
+        ptq, qat = (side[scheme].measurements[measure] if scheme in side else None for side in (self.ptq, self.qat))
+        return ptq, qat
 
 
 def recovered(bf16: Measurement, ptq: Measurement, qat: Measurement) -> float | None:
@@ -83,7 +83,7 @@ def recovered(bf16: Measurement, ptq: Measurement, qat: Measurement) -> float | 
 
 
 def shown(found: Measurement | None) -> str:
-    """A figure with four digits, and its standard error where there is one; nothing for None."""
+    """Format a figure with four digits, and its standard error where there is one; nothing for None."""
     if found is None:
         return ""
     value = f"{found.value:,.0f}" if abs(found.value) >= 1000 else f"{found.value:#.4g}"
@@ -91,7 +91,7 @@ def shown(found: Measurement | None) -> str:
 
 
 def shown_share(bf16: Measurement, ptq: Measurement | None, qat: Measurement | None) -> str:
-    """The recovered share in percent, ``(no loss)`` where PTQ lost nothing to recover, nothing without both."""
+    """Format the recovered share in percent, ``(no loss)`` where PTQ lost nothing to recover, nothing without both."""
     if ptq is None or qat is None:
         return ""
     share = recovered(bf16, ptq, qat)
@@ -99,7 +99,7 @@ def shown_share(bf16: Measurement, ptq: Measurement | None, qat: Measurement | N
 
 
 def shown_size(size: int) -> str:
-    """A size in MB (10^6 bytes) or GB (10^9 bytes)."""
+    """Format a size in MB (10^6 bytes) or GB (10^9 bytes)."""
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"
 
 
@@ -125,7 +125,7 @@ def heading(comparison: Comparison, measure: str) -> str:
 
 
 def better(measure: str, found: Measurement) -> str:
-    """A figure's name, and which values are good."""
+    """Format a figure's name, and which values are good."""
     return f"{measure} ({'higher' if found.higher_is_better else 'lower'} is better)"
 
 

@@ -39,7 +39,7 @@ DEFAULT_LENGTH = 1024  # of windows of a text
 
 @dataclass(frozen=True)
 class EvalText:
-    """A text to evaluate on.
+    """Text to evaluate on.
 
     Attributes:
         token_ids: its tokens.
@@ -144,7 +144,7 @@ def load_for_evaluation(
 
 @dataclass(frozen=True)
 class Questions:
-    """What is asked of each checkpoint: a text, tasks, or both.
+    """Settings of an evaluation: a text, tasks, or both.
 
     Attributes:
         text: UTF-8 file.

@@ -18,7 +18,7 @@ from engine.checkpoint.files import replace_text
 
 @dataclass(frozen=True)
 class Measurement:
-    """One figure of one model. ``stderr``: its standard error over the samples, where one is known."""
+    """Figure of a model. ``stderr``: standard error over the samples, where one is known."""
 
     value: float
     higher_is_better: bool
@@ -32,7 +32,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """All figures of one checkpoint, by name. ``model``: the directory, as it was given."""
+    """Figures of a checkpoint by name. ``model``: the directory, as it was given."""
 
     model: str
     weights_bytes: int

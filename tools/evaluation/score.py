@@ -57,7 +57,7 @@ def rolling_windows(token_ids: list[int], prefix: int, length: int) -> list[Wind
 
 @dataclass
 class ScoringModel:
-    """A model that only predicts.
+    """Model for predictions alone.
 
     Attributes:
         body: the model (an engine under stage 3), which returns what goes into ``head`` as its logits.

@@ -21,8 +21,8 @@ differs by definition, the difference is not waved through by a loose tolerance 
 - Weights that it holds in bf16 are rounded so in the bf16 forward of training too.
 """
 
-from collections.abc import Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -78,7 +78,7 @@ def compare_with_transformers(directory: Path, batches: Iterable[Tensor], *, tru
         report.note = f"{note}: compared with its plain model, filled with what compressed-tensors decompresses"
 
     quantization.set_fake_quant(weights=True, activations=True)
-    ways = {
+    ways: dict[str, Callable[[], AbstractContextManager[None]]] = {
         "same arithmetic": lambda: their_arithmetic(directory, model, quantization),
         "our forward": lambda: inputs_of_experts_left(model, quantization),
     }

@@ -73,7 +73,7 @@ def lowerable(model: PreTrainedModel) -> PreTrainedModel:
 
 
 class _Logits(nn.Module):
-    """The module to lower: token ids [B, T] to logits [B, T, V], without a cache."""
+    """Module to lower: token ids [B, T] to logits [B, T, V], without a cache."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()

@@ -48,7 +48,7 @@ class GGUF(Engine):
         return GGUFNames(self.model.config)
 
     def names(self, key: str) -> list[str]:
-        return [self._names.place(key)[0]]
+        return [self._names.place(key)[0] or key]
 
     def equals(self, key: str, names: list[str], expected: Tensor) -> bool:
         from gguf.quants import dequantize
@@ -79,7 +79,7 @@ class GGUF(Engine):
 
 
 def installed() -> bool:
-    """Whether llama.cpp can be run here."""
+    """Tell if llama.cpp can be run here."""
     try:
         import llama_cpp  # noqa: F401
     except ImportError:

@@ -84,7 +84,7 @@ def load_theirs(
         if shifted := any(layer.weight_zero is not None for layer in quantization.layers.values()):
             options["quantization_config"] = CompressedTensorsConfig(dequantize=True)
         try:
-            kind = known or AutoModelForCausalLM
+            kind: Any = known or AutoModelForCausalLM
             theirs, info = kind.from_pretrained(directory, local_files_only=True, **options, **trust)
         except Exception as error:  # whatever its class does while it loads
             raise RankError(
