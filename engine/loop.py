@@ -36,7 +36,6 @@ from engine.config.errors import RecipeError
 from engine.config.reading import load_recipe
 from engine.export import export_trained
 from engine.losses.objective import DIAGNOSTICS, ROUTER_AUX, NamedTokenLoss, TokenLoss
-from engine.metrics import resident_bytes
 from engine.report import RunReport
 from engine.schedule import Schedule, add_recipe_events, checkpoints, evaluate_held_out, evaluate_start, save
 from engine.start import start_run
@@ -116,11 +115,10 @@ class Loop:
             self.schedule.check(self.recipe.train.steps)
         except ValueError as error:
             raise RecipeError(str(error)) from error
-        resident = resident_bytes()
         with RunLock() as run_lock:
             state = start_run(self.recipe, self.schedule, self.token_losses, run_lock)
             with state.stop_requests:
-                report = RunReport(state, resident)
+                report = RunReport(state)
                 self._train(state, report)
                 failure = _finish(state)
                 state.stop_requests.work_alone()

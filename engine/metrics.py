@@ -176,11 +176,8 @@ class Summary:
         return "\n".join(lines)
 
 
-def resident_bytes() -> int:
-    """Peak resident bytes of this process."""
+def peak_memory_bytes(device: torch.device) -> int:
+    """Peak bytes of this process: allocated on CUDA, resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # it counts KiB on Linux
-
-
-def peak_memory_bytes(device: torch.device, before: int = 0) -> int:
-    """Peak bytes of this process: allocated on CUDA; on a CPU resident, less ``before``."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else resident_bytes() - before

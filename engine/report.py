@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from engine.checkpoint.find import best_checkpoint
 from engine.fake_quant import QuantStats
-from engine.memory.measured import MemoryWatch, write_measured
+from engine.memory import MemoryWatch, write_measured
 from engine.metrics import Metrics, Progress, Summary, peak_memory_bytes
 from engine.state import LoopState, StepResult
 from model.ranks import is_main, say, world_size
@@ -21,12 +21,10 @@ _EXPERT = re.compile(r"\.\d+\.")
 class RunReport:
     """Reports a run while it trains."""
 
-    def __init__(self, state: LoopState, resident: int) -> None:
-        """``resident``: resident bytes of the process before the model was built."""
+    def __init__(self, state: LoopState) -> None:
         self._summary = Summary()
         self._progress = Progress.start(state.recipe.train.steps, state.step)
         self._memory: MemoryWatch | None = None
-        self._resident = resident
 
     def step(self, state: LoopState, seconds: float) -> None:
         """Report a step that took ``seconds`` to the progress bar and TensorBoard."""
@@ -46,9 +44,7 @@ class RunReport:
         """Close the progress bar after the last step and write memory.json."""
         self._progress.close()
         if self._memory is not None and is_main():
-            device = state.session.device
-            peak = peak_memory_bytes(device, self._resident)
-            write_measured(Path(state.recipe.output_dir), self._memory, device.type, peak)
+            write_measured(Path(state.recipe.output_dir), self._memory, state.session.device)
 
     def end(self, state: LoopState, checkpoints: Path) -> None:
         """Print the final lines, log the run's results to TensorBoard and close its files."""

@@ -35,13 +35,13 @@ import yaml
 from data.loader import Loader
 from engine.config.config import Recipe
 from engine.fake_quant import calibrate_inputs
-from engine.memory.meta_model import meta_student
 from engine.session.context import DTYPES, RunContext, build_loader, start_ranks
 from engine.session.session import Session, build_session
 from launch.exits import clean_exit, recipe_or_exit
 from model.ranks import errors_on_all_ranks, is_main, raise_everywhere, say
 from tools.allocation.allocation import Part, allocate, check_budget, rules_of
 from tools.allocation.sensitivity import divergences, parts_of
+from tools.memory.model import meta_student
 
 MIXED = "mixed"  # the row of the recipe that is written
 NEAREST = ["--quant.init", "rtn"]  # GPTQ moves the weights that costs are measured from

@@ -16,13 +16,15 @@ import argparse
 import json
 from collections.abc import Sequence
 
+import torch
+
 from engine.config.deepspeed import SHIPPED, DsConfigError
 from engine.config.errors import RecipeError
-from engine.memory.measured import Measured, read_measured
-from engine.memory.plan import RESERVE, Planner, Prediction
-from engine.memory.table import GB, as_json, comparison_table, headline, memory_table, traffic_table
+from engine.memory import Measured, read_measured
 from engine.session.student import quantized_share
 from launch.exits import clean_exit, recipe_or_exit
+from tools.memory.plan import RESERVE, Planner, Prediction
+from tools.memory.table import GB, as_json, comparison_table, headline, memory_table, traffic_table
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -45,8 +47,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         recipe.validate_models()
         measured = read(arguments.measured) if arguments.measured is not None else None
         ranks = arguments.ranks or (measured.ranks if measured is not None else 8)
-        on_cuda = measured is None or measured.device == "cuda"
-        planner = Planner(recipe, fused_optimizer=on_cuda, ranks_per_node=arguments.ranks_per_node)
+        device = torch.device("cuda" if measured is None else measured.device)
+        planner = Planner(recipe, device=device, ranks_per_node=arguments.ranks_per_node)
         if measured is not None:
             print(comparison_table(planner.predict(recipe.deepspeed, ranks), measured))
             return

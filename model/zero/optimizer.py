@@ -231,15 +231,18 @@ def gradient_buffers(optimizer: Any) -> list[Tensor]:
     """List the tensors outside of the parameters in which DeepSpeed 0.19 accumulates gradients, while they exist.
 
     Stage 3 has one flat buffer and, with an offloaded optimizer, also a gradient per master; bf16's stage 1 one buffer
-    per group; stage 2 one per group too, which becomes its master's gradient.
+    per group; stage 2 one per group too, which becomes its master's gradient. Stages 1 and 2 in the parameters' own
+    dtype have lists of tensors, and the masters' gradients are copies of these.
     """
     flat = getattr(optimizer, "grad_partitions_flat_buffer", None)
     if flat is not None:
         masters = master_weights(optimizer) if optimizer.offload_optimizer else []
         return [flat, *(master.grad for master in masters if master.grad is not None)]
     buffers = list(getattr(optimizer, "fp32_groups_gradients_flat", []))
-    groups = getattr(optimizer, "averaged_gradients", {}).values()
-    buffers += [group.flat_partition for group in groups if hasattr(group, "flat_partition")]
+    groups = [group for group in getattr(optimizer, "averaged_gradients", {}).values() if group is not None]
+    if lists := [gradient for group in groups if not hasattr(group, "flat_partition") for gradient in group]:
+        return lists
+    buffers += [group.flat_partition for group in groups]
     shared = getattr(optimizer, "single_partition_of_fp32_groups", [])
     return buffers + [master.grad for master in shared if master.grad is not None]
 

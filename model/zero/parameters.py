@@ -132,15 +132,19 @@ def zeros_of_partition(parameter: Parameter) -> Tensor:
 
 
 def partitions(model: nn.Module) -> list[Tensor]:
-    """List every tensor with values of parameters: whole parameters, partitions, and hpZ's secondary partitions."""
+    """List every tensor with values of parameters, except hpZ's secondary partitions: whole parameters, partitions."""
     held: list[Tensor] = []
     for parameter in model.parameters():
         held.append(parameter.data)
         if is_partitioned(parameter):
             held.append(parameter.ds_tensor.data)  # type: ignore[attr-defined]
-            if parameter.ds_secondary_tensor is not None:  # type: ignore[attr-defined]
-                held.append(parameter.ds_secondary_tensor.data)  # type: ignore[attr-defined]
     return held
+
+
+def secondary_partitions(model: nn.Module) -> list[Tensor]:
+    """List hpZ's secondary partitions. DeepSpeed drops those of trained parameters at the end of a step."""
+    copies = (getattr(parameter, "ds_secondary_tensor", None) for parameter in model.parameters())
+    return [copy.data for copy in copies if copy is not None]
 
 
 DsConfig = dict[str, Any]

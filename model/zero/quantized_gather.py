@@ -15,17 +15,14 @@ own sum to the model's dtype.
 
 The rest of the project has only general hooks for this feature, which work without it and have no other user:
 ``Session.after_backward``, which runs between the last backward and the update; ``QuantLayer.when_changed``, called
-when weights, scales or switches have changed; and in the memory planner ``Inventory.gatherer`` and
-``Inventory.beside``. To delete the feature:
+when weights, scales or switches have changed. To delete the feature:
 
-* delete this file, ``model/zero/as_bytes.py`` and ``engine/memory/coded.py``, the tests in
-  ``tests/unit/model/zero/test_quantized_gather.py`` and ``tests/distributed/engine/test_gather.py``, and mentions of
-  ``quantized_all_gather`` in other tests and ``docs/``;
+* delete this file, ``model/zero/as_bytes.py``, the tests in ``tests/unit/model/zero/test_quantized_gather.py`` and
+  ``tests/distributed/engine/test_gather.py``, and mentions of ``quantized_all_gather`` in other tests and ``docs/``;
 * ``quant``: the functions of placeholders in ``packed_weight.py``, and their use in ``autograd.py``;
 * ``engine/config``: the field ``quantized_all_gather`` in ``quant.py``, and ``_gather_problems`` in ``deepspeed.py``;
 * ``engine/session/session.py``: the import and the construction;
-* ``engine/memory``: the use of ``QuantizedGather`` in ``plan.py``, and the item "scales of codes" in
-  ``zero_states.py``;
+* ``tools/memory``: ``as_codes`` and the item "scales of codes";
 * ``model/zero/gather.py``: the import from ``as_bytes.py``, the call of ``release_decoded``, and in place of
   ``gather_as_they_are(small)`` DeepSpeed's own ``small[0].all_gather_coalesced(small)``.
 """

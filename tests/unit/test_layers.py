@@ -28,7 +28,6 @@ PACKAGES = {
     "cluster": {"config"},
     "session": {"cluster", "config", "losses"},
     "checkpoint": {"config", "session"},
-    "memory": {"losses", "config", "session"},
 }
 # Numerics and data must run, and be tested, where there is no cluster.
 WITHOUT_DEEPSPEED = ("quant", "data")
@@ -158,7 +157,7 @@ def test_a_violation_is_found(module: str, source: str) -> None:
         ("model.build", "import deepspeed\nfrom quant import QuantLinear"),
         ("engine.session.context", "from data import Loader\nfrom model.zero import stage"),
         ("data.chat", "import modeling\nfrom datasets import quant"),
-        ("engine.memory.plan", "from engine.memory.table import GB\nfrom engine.session.optimizer import classify"),
+        ("tools.memory.plan", "from tools.memory.trace import Event\nfrom engine.session.optimizer import classify"),
         ("engine.losses.kd", "from . import teacher\nfrom model.head import LMHead"),
         ("engine.loop", "from engine.checkpoint.save import LATEST\nfrom engine import schedule"),
         ("launch.train", "from engine.loop import Loop\nimport engine.config.reading"),

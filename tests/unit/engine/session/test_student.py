@@ -10,11 +10,11 @@ from deepspeed.utils import z3_leaf_module
 from engine.config.config import Recipe
 from engine.config.quant import QuantRecipe
 from engine.config.sections import DataRecipe, LearnableRecipe, ModelRecipe, TrainRecipe
-from engine.memory.meta_model import MetaStudent, meta_student
 from engine.session.optimizer import classify
 from engine.session.student import quantized_share
 from model.ranks import RankError
 from tests.families.variants import VARIANTS
+from tools.memory.model import MetaStudent, meta_student
 
 
 def student_of(name: str, directory: Path, **sections: Any) -> MetaStudent:

@@ -12,7 +12,7 @@ from quant import SCHEMES
 from quant.formats.config import quantization_config
 from quant.spec import FP8_TENSOR
 from tests.tiny import tiny_config
-from tests.unit.engine.memory.test_memory import recipe
+from tests.unit.tools.memory.test_memory import recipe
 
 COMPRESSED = quantization_config({"model.layers.0.mlp.up_proj": SCHEMES["w4a16_g32"]}, ["lm_head"])
 

@@ -19,7 +19,7 @@ from model.scales.load import ScaleReport
 from quant import SCHEMES, Quantization, prepare
 from quant.formats.layouts import Layout
 from tests.tiny import tiny_checkpoint
-from tests.unit.engine.memory.test_memory import recipe
+from tests.unit.tools.memory.test_memory import recipe
 from tests.unit.tools.verify.exports import exported, quantized
 
 pytestmark = pytest.mark.usefixtures("seed")

@@ -15,7 +15,7 @@ import torch
 
 from engine.config.reading import load_recipe
 from engine.loop import Loop, LoopState
-from engine.memory.measured import MEASURED, read_measured
+from engine.memory import MEASURED, read_measured
 from model.ranks import is_main
 
 MEASURED_STEP = 3  # the first whose gathers follow a complete trace

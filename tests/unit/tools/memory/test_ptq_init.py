@@ -10,14 +10,14 @@ from transformers import PreTrainedConfig, Qwen3Config, Qwen3ForCausalLM, Qwen3M
 from engine.config.config import Recipe
 from engine.config.quant import QuantRecipe
 from engine.config.sections import DataRecipe, ModelRecipe, TrainRecipe
-from engine.memory.plan import RESERVE, Planner
 from model.build import build_model
 from model.checkpoint.load import load_weights
 from model.ptq_init import blockwise as tuning
 from model.ptq_init import choose_initial_codes
 from model.scales import renew_weight_scales
 from quant import SCHEMES, prepare
-from tests.distributed.engine.memory.scripts.memory import most_bytes
+from tests.distributed.tools.memory.scripts.memory import most_bytes
+from tools.memory.plan import RESERVE, Planner
 
 CPU = torch.device("cpu")
 SIZES = {"hidden_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 40}

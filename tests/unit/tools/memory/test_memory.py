@@ -13,16 +13,15 @@ from benchmarks.timing import kept_bytes
 from engine.config.config import Recipe
 from engine.config.deepspeed import DsConfigError
 from engine.config.reading import load_recipe
-from engine.memory import meta_step
-from engine.memory.meta_model import meta_student, student_events
-from engine.memory.plan import RESERVE, Planner
-from engine.memory.zero_cost import Additions, own_bytes
-from engine.memory.zero_parameters import Inventory, ShardedParameter
-from engine.memory.zero_states import Settings, held_by
 from launch.memory import main
 from model.zero import WHOLE_ELEMENTS, WHOLE_ELEMENTS_IN_ALL, to_be_whole
 from quant import SCALE_PARAMETERS, SCHEMES, prepare
 from tests.tiny import tiny_config
+from tools.memory import trace
+from tools.memory.model import meta_student, student_events
+from tools.memory.plan import RESERVE, Planner
+from tools.memory.trace import own_bytes
+from tools.memory.zero import Inventory, Settings, ShardedParameter, held_by
 
 REAL = Path(__file__).parent / "configs" / "qwen3_30b_a3b.json"
 
@@ -51,58 +50,92 @@ def recipe(directory: Path, kind: str | Path = "qwen3", **sections) -> Recipe:
 # ---- bytes held
 
 
-def settings(stage: int, ranks: int, **zero) -> Settings:
-    """bf16 with fp32 accumulation where a stage has it."""
+def settings(stage: int, *, dtype: str = "bf16", accumulation: int = 1, **zero) -> Settings:
+    """Four ranks, with fp32 accumulation where a stage has it."""
     config = {
-        "bf16": {"enabled": True},
+        dtype: {"enabled": True},
         "zero_optimization": {"stage": stage, "reduce_bucket_size": 1000, **zero},
-        "gradient_accumulation_steps": 1,
+        "gradient_accumulation_steps": accumulation,
         **({"data_types": {"grad_accum_dtype": "fp32"}} if stage else {}),
     }
-    return Settings.of(config, ranks)
+    return Settings.of(config, 4)
 
 
-def inventory() -> Inventory:
+def inventory(size: int = 2) -> Inventory:
     """A matrix of 4,000 and one of 1,002 elements that train, a frozen scale of 10."""
-    weights = [ShardedParameter("a", 0, 4000, 2, True, "bf16"), ShardedParameter("b", 1, 1002, 2, True, "bf16")]
-    return Inventory(
-        [*weights, ShardedParameter("s", 2, 10, 4, False, "fp32", released=True, whole=True)],
-        {"weights": weights},
-        40,
-        5000,
-    )
+    weights = [ShardedParameter("a", 4000, size, True), ShardedParameter("b", 1002, size, True)]
+    scale = ShardedParameter("s", 10, 4, False, released=True, whole=True)
+    return Inventory([*weights, scale], {"weights": weights}, 40, 5000)
 
 
-def bytes_per_stage(stage: int, ranks: int, **zero) -> tuple[list[int], list[int]]:
-    held = held_by(settings(stage, ranks, **zero), inventory())
+ALL = 5002  # elements that train
+FLAT = 5008  # aligned to two for each of 4 ranks
+SHARE = FLAT // 4
+PART = 1000 + 251  # of each matrix a quarter, padded
+SECOND = 2000 + 502  # of each matrix a half, padded for 4 ranks
+RELEASED = {"stage3_param_persistence_threshold": 0}
+OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
+NOTHING = [0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype", "zero", "device", "host"),
+    [
+        (0, "bf16", {}, [2 * ALL + 40, 2 * ALL, 4 * ALL, 8 * ALL, 0], NOTHING),
+        (0, "fp32", {}, [4 * ALL + 40, 4 * ALL, 0, 8 * ALL, 0], NOTHING),
+        (1, "bf16", {}, [2 * FLAT + 40, 4 * FLAT + 2 * ALL, 4 * SHARE, 8 * SHARE, 0], NOTHING),
+        (1, "fp32", {}, [4 * FLAT + 40, 4 * SHARE, 4 * SHARE, 8 * SHARE, 4000], NOTHING),
+        (2, "bf16", {}, [2 * FLAT + 40, 4 * SHARE, 4 * SHARE, 8 * SHARE, 2000], NOTHING),
+        (2, "bf16", {"overlap_comm": True}, [2 * FLAT + 40, 4 * SHARE, 4 * SHARE, 8 * SHARE, 4000], NOTHING),
+        (
+            2,
+            "bf16",
+            OFFLOADED,
+            [2 * FLAT + 40, 4 * SHARE, 0, 0, 2000 + 2 * 4000],
+            [0, 4 * SHARE, 4 * SHARE, 8 * SHARE, 2 * SHARE],
+        ),
+        (3, "bf16", RELEASED, [2 * PART + 40, 4 * PART, 4 * PART, 8 * PART, 2000], NOTHING),
+        (3, "fp32", RELEASED, [4 * PART + 40, 4 * PART, 4 * PART, 8 * PART, 4000], NOTHING),
+        (
+            3,
+            "bf16",
+            {"stage3_param_persistence_threshold": 1002},
+            [2 * PART + 40 + 2 * 1002, 4 * PART, 4 * PART, 8 * PART, 2000],
+            NOTHING,
+        ),
+        (
+            3,
+            "bf16",
+            {**RELEASED, "zero_hpz_partition_size": 2},
+            [2 * PART + 40 + 2 * SECOND, 4 * PART, 4 * PART, 8 * PART, 2000],
+            NOTHING,
+        ),
+        (
+            3,
+            "bf16",
+            {**RELEASED, **OFFLOADED},
+            [2 * PART + 40, 0, 0, 0, 2000],
+            [0, 8 * PART, 4 * PART, 8 * PART, 0],
+        ),
+        (
+            3,
+            "bf16",
+            {**RELEASED, **OFFLOADED, "offload_param": {"device": "cpu"}},
+            [0, 0, 0, 0, 2000],
+            [2 * PART + 40, 8 * PART, 4 * PART, 8 * PART, 0],
+        ),
+    ],
+)
+def test_bytes_held_are_those_of_the_papers_formulas_and_what_deepspeed_adds(stage, dtype, zero, device, host):
+    held = held_by(settings(stage, dtype=dtype, **zero), inventory(4 if dtype == "fp32" else 2))
     items = ("parameters", "gradients", "master weights", "moments", "buckets")
-    return [held.device[item] for item in items], [held.host[item] for item in items]
+    assert [[place[item] for item in items] for place in (held.device, held.host)] == [device, host]
 
 
-def test_bytes_of_each_stage_are_those_of_the_papers_formulas_and_what_deepspeed_adds():
-    none = [0] * 5
-    full = 2 * 5002 + 40
-    assert bytes_per_stage(0, 4) == ([full, 2 * 5002, 4 * 5002, 8 * 5002, 0], none)
-    flat = 5008  # 5,002 aligned to two for each of 4 ranks
-    share = flat // 4
-    assert bytes_per_stage(1, 4) == ([2 * flat + 40, 4 * flat + 2 * 5002, 4 * share, 8 * share, 0], none)
-    assert bytes_per_stage(2, 4) == ([2 * flat + 40, 4 * share, 4 * share, 8 * share, 2000], none)
-    part = 1000 + 251  # of each matrix a quarter, padded
-    threshold = {"stage3_param_persistence_threshold": 0}
-    held = [2 * part + 40, 4 * part, 4 * part, 8 * part, 2000]
-    assert bytes_per_stage(3, 4, **threshold) == (held, none)
-    persistent = [held[0] + 2 * 1002, *held[1:]]
-    assert bytes_per_stage(3, 4, stage3_param_persistence_threshold=1002) == (persistent, none)
-    offload = {"offload_optimizer": {"device": "cpu"}, **threshold}
-    assert bytes_per_stage(3, 4, **offload) == ([held[0], 0, 0, 0, 2000], [0, 8 * part, 4 * part, 8 * part, 0])
-    offload["offload_param"] = {"device": "cpu"}
-    assert bytes_per_stage(3, 4, **offload)[1][0] == held[0]
-
-
-def test_codes_that_stay_between_micro_batches_count_where_weights_stay():
-    for stage in range(4):
-        held = held_by(settings(stage, 4), inventory(), keeps_codes=True)
-        assert held.device["weight codes"] == (5000 if stage < 3 else 0)
+@pytest.mark.parametrize("stage", range(4))
+def test_codes_that_stay_between_micro_batches_count_where_weights_stay(stage):
+    codes = [held_by(settings(stage, accumulation=n), inventory()).device["weight codes"] for n in (1, 2)]
+    assert codes == [0, 5000 if stage < 3 else 0]
 
 
 # ---- the step on the meta device
@@ -115,11 +148,9 @@ def test_equal_layers_are_run_twice_and_counted_as_often_as_they_are(tmp_path, m
     student = meta_student(recipe(tmp_path, kind, train=train))
     short = student_events(student, None, 2).events
     assert student.model.config.num_hidden_layers == 6 == len(student.model.model.layers)
-    monkeypatch.setattr(meta_step, "REPRESENTATIVES", 6)
+    monkeypatch.setattr(trace, "REPRESENTATIVES", 6)
     whole = student_events(student, None, 2).events
-    assert [(event.kind, event.name, event.recomputed) for event in short] == [
-        (event.kind, event.name, event.recomputed) for event in whole
-    ]
+    assert [(event.kind, event.name) for event in short] == [(event.kind, event.name) for event in whole]
     torch.testing.assert_close(own_bytes(short), own_bytes(whole), rtol=0, atol=0)
 
 
@@ -184,8 +215,7 @@ def test_codes_travel_as_bytes(tmp_path):
 
     as_they_are, as_codes = (planner(codes).predict(str(zero3), 2).cost.traffic for codes in (False, True))
     weights = sum(layer.weight.numel() for layer in planner(True).student.quantization.layers.values())
-    assert as_codes.calls == as_they_are.calls
-    assert as_codes.bytes == {**as_they_are.bytes, "all_gather": as_they_are.bytes["all_gather"] - 2 * weights}
+    assert as_codes == {**as_they_are, "all_gather": as_they_are["all_gather"] - 2 * weights}
     with pytest.raises(DsConfigError, match=r"zero3: quant\.quantized_all_gather: true, expected false: no layer"):
         planner(True).predict("zero3", 2)  # all persist
 
@@ -200,7 +230,7 @@ def test_codes_of_inputs_are_kept_instead_of_these(tmp_path, attention):
         settings = recipe(tmp_path, "qwen3", model=own, quant={"scheme": "fp8_dynamic", "keep_codes": kept})
         student = meta_student(settings)
         events = student_events(student, None, 2).events
-        predicted.append(events[[event.kind for event in events].index("backward") - 1].live)
+        predicted.append(events[[event.kind for event in events].index("loss")].live)
         config = tiny_config("qwen3", layers=6)
         config._attn_implementation = attention
         model = Qwen3ForCausalLM(config).bfloat16().train()
@@ -270,7 +300,6 @@ def test_a_real_model_is_counted_exactly_without_its_weights(tmp_path):
     # 14 bytes of optimizer and weights and 4 of gradients, shared out; beyond that a bucket, what persists.
     states = sum(predicted.held.device.values()) - predicted.held.device["buckets"]
     assert states == pytest.approx(18 / 8 * 30.532e9, rel=0.01)
-    assert isinstance(predicted.cost.additions, Additions)
 
 
 def test_the_command(tmp_path, capsys):

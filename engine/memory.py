@@ -1,4 +1,4 @@
-"""What a run really holds on this rank: bytes of parameters, gradients and optimizer states, and its peak."""
+"""Measure what a run holds on this rank: bytes of parameters, gradients and optimizer states, and its peak."""
 
 import json
 import warnings
@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from model.ranks import world_size
-from model.zero import gradient_buffers, master_weights, partitions
+from model.zero import gradient_buffers, master_weights, partitions, secondary_partitions
 
 MEASURED = "memory.json"
 
@@ -28,6 +29,7 @@ class MemoryWatch:
     model: nn.Module
     optimizer: Any
     items: dict[str, int] | None = None
+    _second: int = 0  # bytes of hpZ's shares in that step
 
     def __post_init__(self) -> None:
         self._inner = getattr(self.optimizer, "optimizer", self.optimizer)
@@ -40,6 +42,7 @@ class MemoryWatch:
         state = self._inner.state.values()
         moments = [held[key] for held in state for key in ("exp_avg", "exp_avg_sq") if key in held]
         own = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        self._second = _bytes(secondary_partitions(self.model), set())
         seen: set[int] = set()
         self.items = {
             "gradients": _bytes([*gradient_buffers(self.optimizer), *own], seen),
@@ -48,8 +51,8 @@ class MemoryWatch:
         }
 
     def parameters(self) -> int:
-        """Bytes of the parameters' partitions now; to be asked between two steps."""
-        return _bytes(partitions(self.model), set())
+        """Bytes of the parameters now, and of hpZ's shares in the step; to be asked between two steps."""
+        return _bytes(partitions(self.model), set()) + self._second
 
 
 def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
@@ -63,7 +66,7 @@ def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
     return total
 
 
-def write_measured(directory: Path, watch: MemoryWatch, device: str, peak: int) -> None:
+def write_measured(directory: Path, watch: MemoryWatch, device: torch.device) -> None:
     """Write ``memory.json``, which ``launch/memory.py --measured`` reads, unless no step was taken.
 
     If the disk is full there is a warning and no file; the run goes on.
@@ -71,14 +74,14 @@ def write_measured(directory: Path, watch: MemoryWatch, device: str, peak: int) 
     Args:
         directory: the run's output directory.
         watch: has measured one of its steps.
-        device: the type of this rank's device.
-        peak: the most bytes that the run has held, less what the process held before there was a model.
+        device: this rank's.
     """
     if watch.items is None:
         return
-    measured = Measured(device, world_size(), peak, {"parameters": watch.parameters(), **watch.items})
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+    measured = Measured(device.type, world_size(), peak, {"parameters": watch.parameters(), **watch.items})
     try:
-        (directory / MEASURED).unlink(missing_ok=True)  # it may be somebody's link to a file elsewhere
+        (directory / MEASURED).unlink(missing_ok=True)  # it may be a link to a file elsewhere
         (directory / MEASURED).write_text(json.dumps(asdict(measured), indent=1) + "\n")
     except OSError as error:
         warnings.warn(f"what the run held could not be written: {error}", stacklevel=2)
@@ -91,13 +94,14 @@ class Measured:
     Attributes:
         device: the type of its device.
         ranks: how many ranks the run had.
-        peak: the most bytes that the run held before its export.
+        peak: the most bytes that torch's allocator gave out before the export; None on a CPU, where the process holds
+            memory of libraries and of its heap, too.
         items: bytes by item.
     """
 
     device: str
     ranks: int
-    peak: int
+    peak: int | None
     items: dict[str, int]
 
 

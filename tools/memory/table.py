@@ -5,9 +5,9 @@ from dataclasses import asdict
 from typing import Any
 
 from engine.config.config import Recipe
-from engine.memory.measured import Measured
-from engine.memory.plan import RESERVE, Prediction
-from engine.memory.zero_states import ITEMS
+from engine.memory import Measured
+from tools.memory.plan import RESERVE, Prediction
+from tools.memory.zero import ITEMS
 
 GB = 10**9
 UNSET = "-"
@@ -55,32 +55,29 @@ def _part(prediction: Prediction, phase: str, name: str) -> int:
 
 
 def traffic_table(predictions: Sequence[Prediction]) -> str:
-    """A table of the collectives of one optimizer step on each rank: calls, and GB of the whole tensors."""
-    kinds = list(dict.fromkeys(kind for one in predictions for kind in one.cost.traffic.calls))
-
-    def cell(one: Prediction, kind: str) -> str:
-        if kind not in one.cost.traffic.calls:
-            return UNSET
-        return f"{one.cost.traffic.calls[kind]:,} ({_gigabytes(one.cost.traffic.bytes[kind])})"
-
-    rows = [["calls per step (GB)", *(one.strategy for one in predictions)]]
-    return _aligned(rows + [[kind, *(cell(one, kind) for one in predictions)] for kind in kinds])
+    """A table of the collectives of one optimizer step on each rank: GB of the whole tensors."""
+    kinds = list(dict.fromkeys(kind for one in predictions for kind in one.cost.traffic))
+    rows = [["GB per step", *(one.strategy for one in predictions)]]
+    rows += [[kind, *(_gigabytes(one.cost.traffic[kind]) for one in predictions)] for kind in kinds]
+    return _aligned(rows)
 
 
 def comparison_table(prediction: Prediction, measured: Measured) -> str:
-    """A table of predicted and measured bytes by item. All else at the peak: activations, buckets, what is gathered."""
-    on_host = measured.device == "cpu"  # there one memory holds all
-    predicted = {
-        item: prediction.held.device[item] + (prediction.held.host[item] if on_host else 0) for item in measured.items
-    }
-    peak = prediction.together if on_host else prediction.peak
-    rows = [["bytes on rank 0", "predicted", "measured", "difference", "of the prediction"]]
-    pairs = [(item, predicted[item], size) for item, size in measured.items.items()]
-    rest = (peak - sum(predicted.values()), measured.peak - sum(measured.items.values()))
-    for name, expected, found in (*pairs, ("all else at the peak", *rest), ("peak", peak, measured.peak)):
+    """A table of predicted and measured bytes by item, and of the peak on CUDA. On the CPU one memory holds all."""
+    on_host = measured.device == "cpu"
+    rows = [
+        (item, prediction.held.device[item] + (prediction.held.host[item] if on_host else 0), size)
+        for item, size in measured.items.items()
+    ]
+    if measured.peak is not None:
+        predicted, found = (sum(row[column] for row in rows) for column in (1, 2))
+        rows.append(("all else at the peak", prediction.peak - predicted, measured.peak - found))
+        rows.append(("peak", prediction.peak, measured.peak))
+    table = [["bytes on rank 0", "predicted", "measured", "difference", "of the prediction"]]
+    for name, expected, found in rows:
         share = f"{100 * (found - expected) / expected:+.1f}%" if expected else UNSET
-        rows.append([name, f"{expected:,}", f"{found:,}", f"{found - expected:+,}", share])
-    return _aligned(rows)
+        table.append([name, f"{expected:,}", f"{found:,}", f"{found - expected:+,}", share])
+    return _aligned(table)
 
 
 def as_json(predictions: Sequence[Prediction]) -> dict[str, Any]:
@@ -95,7 +92,7 @@ def as_json(predictions: Sequence[Prediction]) -> dict[str, Any]:
             "peak": one.peak,
             "reserve": RESERVE,
             "largest_micro_batch": one.largest_micro_batch,
-            "collectives": asdict(one.cost.traffic),
+            "collectives": dict(one.cost.traffic),
         }
         for one in predictions
     }

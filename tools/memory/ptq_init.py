@@ -13,9 +13,9 @@ For each decoder layer in turn (:mod:`model.ptq_init`) these live at a time:
 Before these rows there is the forward of one group of samples, as many as a micro-batch has rows. It is taken to hold
 the widest tensor of the layer three times and hidden states four times, or of stacked experts their inputs and outputs
 for each expert that a token goes to, with the token's hidden states :data:`COPIES` times. All these were counted by
-torch's profiler (tests/unit/engine/memory/test_first_codes.py).
+torch's profiler (tests/unit/tools/memory/test_ptq_init.py).
 
-Tuning a layer (``blocks``, :mod:`model.ptq_init.blockwise`) comes after that:
+Tuning a layer (``blockwise``, :mod:`model.ptq_init.blockwise`) comes after that:
 
 - the hidden states of the original, too;
 - of the rank's elements of the layer's weights two copies, an fp32 master and Adam's moments, and while it steps two
@@ -34,11 +34,11 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from engine.config.config import Recipe
-from engine.memory.meta_model import MetaStudent
-from engine.memory.zero_states import FP32, Settings
 from model.ptq_init import decoder_layers, quantized_together
 from quant import QuantLayer
 from quant.linear import linears_of
+from tools.memory.model import MetaStudent
+from tools.memory.zero import FP32, Settings
 
 FP64 = 8
 MATRICES = 5  # of the size of a Gram matrix, in which codes are chosen

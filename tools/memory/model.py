@@ -1,7 +1,7 @@
 """Student and teacher of a recipe on the meta device: they have all of their shapes and none of their bytes.
 
 The code that builds them for a run builds them here, too, so parameters, scales that layers share, and what trains are
-counted as a run has them. The same goes for their micro-batch: see :mod:`engine.memory.meta_step`.
+counted as a run has them. The same goes for their micro-batch: see :mod:`tools.memory.trace`.
 """
 
 import dataclasses
@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import repeat_kv
+from transformers.masking_utils import AttentionMaskInterface
 
 from engine.config.config import Recipe
 from engine.losses.chunked import Teacher, TeacherHidden, TeacherTopK, chunked_losses
 from engine.losses.kd import CACHED_KINDS, TopK
-from engine.memory.meta_attention import attention_on_meta
-from engine.memory.meta_step import MARKS, Event, record_step, representatives
 from engine.session.context import DTYPES
 from engine.session.student import empty_student, quantize_student
 from model.build import attention_for, build_model, read_config
@@ -28,9 +28,12 @@ from model.head import LMHead, QuantHead, hidden_states, install_head, output_he
 from model.moe.experts import ExpertMLPs
 from model.ranks import errors_on_all_ranks
 from quant import Quantization, QuantLinear
+from tools.memory.trace import Event, record_step, representatives
 
 META = torch.device("meta")
 MASKED = ("sdpa", "eager")  # they take a mask; the others read from position_ids where a sample ends
+# Implementations whose output layers recognize in the graph (:mod:`quant.inputs`).
+IN_GRAPH = ("sdpa", "flash_attention_2", "flash_attention_3")
 
 
 @dataclass
@@ -58,7 +61,7 @@ def meta_student(recipe: Recipe) -> MetaStudent:
         RankError: what the run would find wrong with the model before it reads weights.
     """
     # On stage 0 nothing is partitioned. With one micro-batch per step no codes of weights are kept for the next one:
-    # engine.memory.zero_states counts those. Nothing is computed, so nothing is compiled.
+    # tools.memory.zero counts those. Nothing is computed, so nothing is compiled.
     train = dataclasses.replace(recipe.train, gradient_accumulation_steps=1, compile=False)
     attention = _attention(recipe, recipe.model.path)
     recipe = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, attn_implementation=attention))
@@ -70,9 +73,6 @@ def meta_student(recipe: Recipe) -> MetaStudent:
     head = install_head(model)
     if isinstance(head, QuantHead):
         quantization.layers[output_head(model)[0]] = head
-    for layer in quantization.layers.values():
-        if isinstance(layer, QuantLinear):
-            layer.aliases = MARKS  # as in the run, where either nothing or ZeRO-3's own Function stands there
     model.train()
     if recipe.never_quantizes():
         quantization.set_fake_quant(weights=False, activations=False)
@@ -145,7 +145,7 @@ def student_events(student: MetaStudent, teacher: MetaTeacher | None, rows: int)
             its_hidden = torch.empty(*labels.shape, size, dtype=DTYPES[recipe.model.dtype], device=META)
 
         def task(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            its = _teacher_at_head(recipe, student, teacher, its_hidden)
+            its = _teacher_at_head(recipe, student, teacher, its_hidden, labels.numel())
             return chunked_losses(hidden, weight, bias, labels, its, objective).total
 
         with student.head.computing(task), _on_host(recipe, moved):
@@ -157,7 +157,7 @@ def student_events(student: MetaStudent, teacher: MetaTeacher | None, rows: int)
 
     events = record_step(student.model, forward)
     with representatives(student.model) as runs:
-        not_run = sum(len(run.names) - 1 for run in runs)
+        not_run = sum(len(run) - 1 for run in runs)
     hidden = labels.numel() * student.head.in_features * student.head.weight.element_size()
     return Step(events, sum(moved) + not_run * hidden if moved else 0)  # each layer keeps its input there
 
@@ -183,7 +183,7 @@ def _on_host(recipe: Recipe, moved: list[int]) -> AbstractContextManager[Any]:
 
 
 def _teacher_at_head(
-    recipe: Recipe, student: MetaStudent, teacher: MetaTeacher | None, hidden: Tensor | None
+    recipe: Recipe, student: MetaStudent, teacher: MetaTeacher | None, hidden: Tensor | None, tokens: int
 ) -> Teacher | None:
     """The teacher as the losses get it; None if there is none."""
     kind = recipe.teacher_kind()
@@ -191,7 +191,7 @@ def _teacher_at_head(
         return None
     if kind == "cache":
         assert recipe.loss.kd in CACHED_KINDS
-        shape = (recipe.data.micro_batch_size * recipe.data.max_length, recipe.loss.top_k or 1)
+        shape = (tokens, recipe.loss.top_k or 1)
         log_probs = torch.empty(shape, device=META)
         return TeacherTopK(TopK(log_probs, torch.empty(shape, dtype=torch.int64, device=META), log_probs[:, 0]))
     assert hidden is not None
@@ -255,3 +255,57 @@ def _balance_routing(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, ExpertMLPs):
             module.register_forward_pre_hook(route)
+
+
+class _Attention(torch.autograd.Function):
+    """What fused attention allocates and saves for backward: operands, output and one logsumexp per query (Dao et al.
+    2022, arXiv:2205.14135). torch has no fused kernel for meta tensors, and the unfused form makes [T, T] weights."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        batch, heads, tokens, _ = query.shape
+        # The memory layout is the one that the layer's next operator reads without a copy.
+        output = query.new_empty(batch, tokens, heads, value.shape[-1]).transpose(1, 2)
+        ctx.save_for_backward(query, key, value, mask, output, query.new_empty(query.shape[:-1], dtype=torch.float32))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, *_ = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
+
+
+class ScaledDotProductFlashAttention(_Attention):
+    """The same, with a graph node of the name by which layers know torch's (:mod:`quant.inputs`)."""
+
+
+def _attention_on_meta(
+    function: type[_Attention],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The function that transformers calls. It makes the copies that transformers' own function for sdpa makes: with a
+    mask, keys and values for each of their query heads, and a boolean mask turned into one that is added, per layer."""
+    if attention_mask is not None:
+        groups = getattr(module, "num_key_value_groups", 1)
+        key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+        if attention_mask.dtype == torch.bool:
+            attention_mask = torch.zeros_like(attention_mask, dtype=query.dtype)
+    return function.apply(query, key, value, attention_mask).transpose(1, 2).contiguous(), None
+
+
+def attention_on_meta(implementation: str) -> str:
+    """Register a counterpart of an attention implementation of transformers for the meta device; return its name."""
+    if implementation == "eager":  # it consists of operators that the meta device has
+        return implementation
+    known = implementation in IN_GRAPH
+    name = "deepqat_on_meta" if known else "deepqat_on_meta_unknown"
+    AttentionInterface.register(
+        name, partial(_attention_on_meta, ScaledDotProductFlashAttention if known else _Attention)
+    )
+    AttentionMaskInterface.register(name, AttentionMaskInterface()["sdpa"])
+    return name

@@ -3,10 +3,10 @@
 Nothing is computed and no weight exists, but every operator of the real step runs with its real shapes, and every
 storage that it makes is counted from the operator that made it until the last reference to it is gone. So what autograd
 keeps, what activation checkpointing does not keep, and what lives for a moment only come from the code itself, not from
-a formula for an architecture. What only the data would say is assumed: each token has a target, and tokens are spread
-evenly over the experts.
+a formula for an architecture. Only the data could tell how many tokens have a target and which experts they go to: each
+token is taken to have a target, and tokens are spread evenly over the experts.
 
-Of equal decoder layers in a row only two are run, and the second stands for all that follow: the forward of each of
+Of equal decoder layers in a row only two are run, and the second is counted for all that follow: the forward of each of
 them adds the same bytes, and its backward takes them away again.
 """
 
@@ -15,17 +15,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from typing import Any
 
+import numpy as np
 import torch
-from deepspeed.utils import z3_leaf_module
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-# How many of equal layers in a row are run: the first, and one that stands for all that follow.
+# How many of equal layers in a row are run: the first, and one that is counted for all that follow.
 REPRESENTATIVES = 2
 
 
@@ -34,31 +35,29 @@ class Event:
     """A moment of the step.
 
     Attributes:
-        kind: ``forward`` and ``forward_end``: a module's call begins, ends; ``backward``: its gradients are about to be
-            computed (once for each of its outputs); ``backward_end``: they have been computed; ``gradient``: the
-            gradient of a Parameter is complete; ``end``: the micro-batch is over.
+        kind: ``forward``: a module's call begins; ``forward_end``: a decoder layer's call ends; ``loss``: the loss is
+            known, and backward begins; ``backward``: gradients of a decoder layer are about to be computed (once for
+            each of its outputs); ``gradient``: the gradient of a Parameter is complete; ``end``: the micro-batch is
+            over.
         name: the name of the module or of the Parameter in the model.
         live: bytes alive at this moment.
         peak: the most bytes alive since the event before.
-        recomputed: whether it belongs to a forward that activation checkpointing repeats in backward.
     """
 
     kind: str
     name: str
     live: int
     peak: int
-    recomputed: bool = False
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """All tensors in a value that an operator takes or returns: in tuples, lists and dictionaries."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
+def own_bytes(events: Sequence[Event]) -> np.ndarray:
+    """The bytes that the model itself holds, in two places per event: before it (the peak), and at the event itself."""
+    return np.array([size for event in events for size in (event.peak, event.live)])
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """All tensors in a value that an operator takes or returns."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 class _Bytes(TorchDispatchMode):
@@ -101,14 +100,6 @@ class _Bytes(TorchDispatchMode):
             self._seen[storage._cdata] = weakref.ref(storage)
 
 
-@dataclass(frozen=True)
-class _Run:
-    """Equal layers in a row: the layer ``kept`` was run for all of ``names``, which are all but the first of them."""
-
-    kept: str
-    names: list[str]
-
-
 def record_step(model: PreTrainedModel, forward: Callable[[], Tensor], *, backward: bool = True) -> list[Event]:
     """The events of one micro-batch, in order.
 
@@ -121,20 +112,23 @@ def record_step(model: PreTrainedModel, forward: Callable[[], Tensor], *, backwa
     """
     events: list[Event] = []
     counter = _Bytes()
-    names = {id(part): name for name, part in (*model.named_modules(), *model.named_parameters())}
     counter.known([*model.parameters(), *model.buffers()])
-    with (
-        representatives(model) as runs,
-        _hooks(model, names, counter, events),
-        torch.set_grad_enabled(backward),
-        counter,
-    ):
+
+    def note(kind: str, name: str) -> None:
+        events.append(Event(kind, name, counter.live, counter.peak))
+        counter.peak = counter.live
+
+    # Hooks first: representatives renumbers the layers.
+    with _hooks(model, note), representatives(model) as runs, torch.set_grad_enabled(backward), counter:
         result = forward()
         if backward:
+            note("loss", "")
             result.backward()
         del result
-    events.append(Event("end", "", counter.live, counter.peak))
-    return _repeated(events, runs)
+    note("end", "")
+    for run in runs:
+        events = list(_repeat(events, run))
+    return events
 
 
 def layer_lists(model: PreTrainedModel) -> dict[str, nn.ModuleList]:
@@ -150,20 +144,22 @@ def layer_lists(model: PreTrainedModel) -> dict[str, nn.ModuleList]:
 
 
 @contextmanager
-def representatives(model: PreTrainedModel) -> Iterator[list[_Run]]:
-    """Inside the block the model has at most ``REPRESENTATIVES`` of equal decoder layers in a row."""
-    runs: list[_Run] = []
+def representatives(model: PreTrainedModel) -> Iterator[list[list[str]]]:
+    """Inside the block the model has at most ``REPRESENTATIVES`` of equal decoder layers in a row. The lists name the
+    layers that the second of them was kept for, itself first."""
+    runs: list[list[str]] = []
     config = model.config.get_text_config()
     layers, lists = config.num_hidden_layers, layer_lists(model)
     # Models loop over num_hidden_layers of their one list; where there are several, all layers are run.
     for name, module in lists.items() if len(lists) == 1 else ():
         kept: list[nn.Module] = []
-        for start, stop in _equal_in_a_row([_signature(layer) for layer in module]):
-            chosen = list(range(start, stop))
-            if len(chosen) > REPRESENTATIVES:
-                runs.append(_Run(f"{name}.{start + 1}", [f"{name}.{index}" for index in range(start + 1, stop)]))
-                chosen = [start, start + 1]
-            kept += [module[index] for index in chosen]
+        for _, group in groupby(range(layers), lambda index: _signature(module[index])):  # noqa: B023 (used at once)
+            first, *others = group
+            run = [f"{name}.{index}" for index in others]
+            if len(others) >= REPRESENTATIVES:
+                runs.append(run)
+                others = others[: REPRESENTATIVES - 1]
+            kept += [module[index] for index in (first, *others)]
         model.set_submodule(name, nn.ModuleList(kept))
         config.num_hidden_layers = len(kept)
     try:
@@ -184,34 +180,29 @@ def _signature(layer: nn.Module) -> tuple:
     return tuple(tensors), tuple(switches)
 
 
-def _equal_in_a_row(values: Sequence[Any]) -> Iterator[tuple[int, int]]:
-    """``(start, stop)`` of the longest stretches of equal values."""
-    start = 0
-    for index in range(1, len(values) + 1):
-        if index == len(values) or values[index] != values[start]:
-            yield start, index
-            start = index
-
-
 @contextmanager
-def _hooks(model: nn.Module, names: dict[int, str], counter: _Bytes, events: list[Event]) -> Iterator[None]:
-    """Inside the block modules and Parameters record their events, at the places where ZeRO-3 has its hooks."""
+def _hooks(model: PreTrainedModel, note: Callable[[str, str], None]) -> Iterator[None]:
+    """Inside the block modules and Parameters record their events."""
+    layers = {layer for module in layer_lists(model).values() for layer in module}
 
-    def note(kind: str, name: str) -> None:
-        recomputed = kind == "forward" and torch._C._current_graph_task_id() != -1
-        events.append(Event(kind, name, counter.live, counter.peak, recomputed))
-        counter.peak = counter.live
+    def ends(name: str, _: nn.Module, inputs: tuple, output: Any) -> None:
+        note("forward_end", name)
+        for tensor in _tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: note("backward", name))
 
-    handles = []
-    inside = {
-        id(part) for leaf in model.modules() if z3_leaf_module(leaf) for part in leaf.modules() if part is not leaf
-    }
-    for module in model.modules():
-        if id(module) in names and id(module) not in inside:
-            handles += _module_hooks(module, partial(note, name=names[id(module)]))
-    for parameter in model.parameters():
+    def drop(name: str, parameter: Tensor) -> None:
+        parameter.grad = None
+        note("gradient", name)
+
+    handles: list[Any] = []
+    for name, module in model.named_modules():
+        handles.append(module.register_forward_pre_hook(lambda *_, name=name: note("forward", name)))
+        if module in layers:
+            handles.append(module.register_forward_hook(partial(ends, name)))
+    for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            handles.append(parameter.register_post_accumulate_grad_hook(partial(_drop, note, names[id(parameter)])))
+            handles.append(parameter.register_post_accumulate_grad_hook(partial(drop, name)))
     try:
         yield
     finally:
@@ -219,76 +210,9 @@ def _hooks(model: nn.Module, names: dict[int, str], counter: _Bytes, events: lis
             handle.remove()
 
 
-def _module_hooks(module: nn.Module, note: Callable[[str], None]) -> list[Any]:
-    """Hook one module. Each forward, a repeated one too, counts anew how many inputs have gradients.
-
-    ZeRO-3's hook counts so, too, and takes a backward for over when the last of these gradients has been computed.
-    """
-    remaining = 0
-
-    def input_passes() -> None:
-        nonlocal remaining
-        remaining -= 1
-        if remaining == 0:
-            note("backward_end")
-
-    def before(_: nn.Module, inputs: tuple) -> tuple:
-        nonlocal remaining
-        note("forward")
-        remaining = sum(tensor.requires_grad for tensor in _tensors(inputs))
-        return _on_tensors(lambda tensor: _Mark.apply(tensor, input_passes), inputs)
-
-    def after(_: nn.Module, inputs: tuple, output: Any) -> Any:
-        note("forward_end")
-        return _on_tensors(lambda tensor: _Mark.apply(tensor, partial(note, "backward")), output)
-
-    return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
-
-
-def _drop(note: Callable[[str, str], None], name: str, parameter: nn.Parameter) -> None:
-    parameter.grad = None
-    note("gradient", name)
-
-
-class _Mark(torch.autograd.Function):
-    """The identity, in the same memory. It calls a function when its gradient passes."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, passes: Callable[[], None]) -> Tensor:
-        ctx.passes = passes
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.passes()
-        return grad, None
-
-
-MARKS = frozenset({_Mark.__name__})  # of the Functions that :func:`record_step` puts around inputs
-
-
-def _on_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """``value`` with ``function`` of every tensor in tuples, lists and dictionaries; dictionaries change in place."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, dict):
-        for key in value:
-            value[key] = _on_tensors(function, value[key])
-        return value
-    if isinstance(value, tuple | list) and not hasattr(value, "_fields"):
-        return type(value)(_on_tensors(function, item) for item in value)
-    return value
-
-
-def _repeated(events: list[Event], runs: Sequence[_Run]) -> list[Event]:
-    """The events of all layers: those of a representative are repeated for each layer that it stands for."""
-    for run in runs:
-        events = list(_repeat(events, run))
-    return events
-
-
-def _repeat(events: list[Event], run: _Run) -> Iterator[Event]:
-    segments = _segments(events, run.kept)
+def _repeat(events: list[Event], run: list[str]) -> Iterator[Event]:
+    """Repeat the events of the layer that was kept for each layer of the run."""
+    segments = _segments(events, run[0])
     extra = 0  # bytes that layers hold which were not run
     position = 0
     for start, stop in segments:
@@ -296,12 +220,12 @@ def _repeat(events: list[Event], run: _Run) -> Iterator[Event]:
             yield replace(event, live=event.live + extra, peak=event.peak + extra)
         grows = events[stop].live - events[start].live  # up to the event that follows: the last tensors are freed there
         forward = not any(event.kind == "backward" for event in events[start:stop])
-        names = run.names if forward else run.names[::-1]
+        names = run if forward else run[::-1]
         before = events[start].peak  # the peak between the layer before and this one
         for name in names:
             for event in events[start:stop]:
-                own = f"{event.name}.".startswith(f"{run.kept}.")
-                renamed = name + event.name.removeprefix(run.kept) if own else event.name
+                own = f"{event.name}.".startswith(f"{run[0]}.")
+                renamed = name + event.name.removeprefix(run[0]) if own else event.name
                 peak = before if event is events[start] else event.peak
                 yield replace(event, name=renamed, live=event.live + extra, peak=peak + extra)
             extra += grows

@@ -1,0 +1,206 @@
+"""Memory of a run before it begins: bytes per rank by item, for any ZeRO strategy, and whether they fit.
+
+From config.json, the recipe and a DeepSpeed configuration alone; no weights, no GPU, no process group. Not modeled are
+what the CUDA driver, NCCL and cuBLAS take for themselves, holes in the allocator's memory and blocks that are freed
+late because another stream reads them: ``RESERVE`` bytes are set aside for them, an assumption.
+"""
+
+from bisect import bisect_left
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from engine.config.config import Recipe
+from engine.config.deepspeed import DsConfigError, resolve, teacher_config
+from engine.losses.objective import tokens_at_a_time
+from model.zero.quantized_gather import NONE_GATHERED_QUANTIZED, can_gather_quantized
+from tools.memory.model import Step, meta_student, meta_teacher, student_events, teacher_events
+from tools.memory.ptq_init import bytes_of_ptq_init
+from tools.memory.step import STEP_COPIES, TEACHER, Moment, StepCost, cost_of_step, gathers
+from tools.memory.trace import Event, own_bytes
+from tools.memory.zero import FP32, Held, Settings, bytes_of, held_by, held_partitions, module_calls, take_inventory
+
+RESERVE = 4 * 10**9
+CUDA = torch.device("cuda")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What is predicted for one strategy. Bytes are those of one rank.
+
+    Attributes:
+        strategy: the recipe's ``deepspeed``.
+        settings: the part of its configuration that decides on memory.
+        held: bytes between steps by item, on the device and in host memory.
+        moments: the worst moments of forward, backward and the optimizer's step.
+        cost: what one step costs, its collectives included.
+        largest_micro_batch: how many rows per rank still fit; None where nothing was asked, 0 where not even one does.
+        init: bytes on the device while the first codes are chosen, before there is an optimizer; 0 where
+            nothing asks for it.
+    """
+
+    strategy: str
+    settings: Settings
+    held: Held
+    moments: dict[str, Moment]
+    cost: StepCost
+    largest_micro_batch: int | None = None
+    init: int = 0
+
+    @property
+    def peak(self) -> int:
+        """Bytes on the device at the worst moment."""
+        return max(self.init, *(moment.total for moment in self.moments.values()))
+
+    @property
+    def host(self) -> int:
+        """Bytes of host memory."""
+        return sum(self.held.host.values())
+
+    @property
+    def together(self) -> int:
+        """Bytes at the worst moment where device and host share one memory, as on the CPU."""
+        copies = self.held.host.get(STEP_COPIES, 0)
+        step = self.moments["step"].total + copies
+        training = self.host - copies + max(self.moments["forward"].total, self.moments["backward"].total, step)
+        return max(training, self.init)
+
+
+class Planner:
+    """Predicts a recipe's memory: builds its model once, then answers for strategies and micro-batches.
+
+    Args:
+        recipe: the recipe of the run.
+        device: where it will run. On CUDA AdamW is fused, on the CPU torch's AdamW makes copies; and the logits of more
+            tokens exist at a time.
+        ranks_per_node: how many ranks share hpZ's second copies where the configuration does not say it.
+
+    Raises:
+        RankError: the model cannot be built (as the run would say).
+    """
+
+    def __init__(self, recipe: Recipe, *, device: torch.device = CUDA, ranks_per_node: int = 8) -> None:
+        chunk = tokens_at_a_time(recipe.loss.chunk_tokens, device)
+        self.recipe = recipe = replace(recipe, loss=replace(recipe.loss, chunk_tokens=chunk))
+        self.ranks_per_node = ranks_per_node
+        self.fused_optimizer = device.type == "cuda"
+        self.student, self.teacher = meta_student(recipe), meta_teacher(recipe)
+        layers = list(self.student.quantization.layers.values())
+        coded = [layer for layer in layers if recipe.quant.quantized_all_gather and can_gather_quantized(layer)]
+        scales = {id(p): p.numel() for one in coded for p in (one.weight_s0, one.weight_theta) if p is not None}
+        self.inventory = replace(
+            take_inventory(self.student.model, recipe.optim, [layer.weight for layer in coded]),
+            quantized=sum(layer.weight.numel() for layer in layers if layer.held is None),
+            scales_of_codes=sum(scales.values()) * FP32,
+        )
+        self._events: dict[int, tuple[list[Event], Step]] = {}
+
+    def events(self, rows: int) -> tuple[list[Event], Step]:
+        """The events of the teacher's forward, and the step of the student, for a micro-batch of ``rows`` rows."""
+        if rows not in self._events:
+            before = teacher_events(self.student, self.teacher, rows)
+            self._events[rows] = before, student_events(self.student, self.teacher, rows)
+        return self._events[rows]
+
+    def predict(self, strategy: str, ranks: int, *, gpu_bytes: int | None = None) -> Prediction:
+        """Predict one strategy.
+
+        Args:
+            strategy: a name in ds_configs/ or the path of a JSON file.
+            ranks: how many ranks the run has.
+            gpu_bytes: memory of a GPU, of which ``RESERVE`` is set aside; asks for the largest micro-batch that fits.
+
+        Raises:
+            DsConfigError: the configuration is wrong, or contradicts the recipe.
+        """
+        recipe, inventory, model = replace(self.recipe, deepspeed=strategy), self.inventory, self.student.model
+        config = resolve(recipe, ranks, local_size=min(ranks, self.ranks_per_node))
+        settings = Settings.of(config, ranks)
+        if recipe.quant.quantized_all_gather and not any(one.as_codes for one in inventory.gathered(settings.zero)):
+            raise DsConfigError(f"{strategy}: {NONE_GATHERED_QUANTIZED}")
+        held = held_by(settings, inventory)
+        rows = recipe.data.micro_batch_size
+        held.host["activations"] = self.events(rows)[1].on_host
+        own_teacher = recipe.teacher_kind() == "self"
+        checkpointing = recipe.train.activation_checkpointing
+        calls = module_calls(model, inventory, config, settings)
+        gathered = gathers(settings, inventory, calls, [False] * own_teacher + [True, True], checkpointing)
+        if own_teacher:  # it reads weights as they are
+            plain = module_calls(model, inventory, config, settings, as_codes=False)
+            teacher = _Teacher(gathers(settings, inventory, plain, [False] * 3).most)
+        else:
+            teacher = self._teacher(config, settings, held)
+        events = self._all(rows, teacher)
+        cost = cost_of_step(
+            settings, held, inventory, calls, events, gathered=gathered, fused_optimizer=self.fused_optimizer
+        )
+        cost.traffic.update(teacher.traffic)
+        found = Prediction(strategy, settings, held, cost.moments(events), cost, init=self._init(settings, held, rows))
+        if gpu_bytes is None:
+            return found
+        return replace(found, largest_micro_batch=self._largest(found, teacher, gpu_bytes - RESERVE))
+
+    def _init(self, settings: Settings, held: Held, rows: int) -> int:
+        """Bytes on the device while codes are chosen, of micro-batches of ``rows``; 0 where nothing asks for it."""
+        chosen = bytes_of_ptq_init(self.student, settings, rows)
+        return chosen and chosen + held.device["parameters"]
+
+    def _teacher(self, config: dict[str, Any], settings: Settings, held: Held) -> "_Teacher":
+        """Add the teacher's bytes to ``held``; return what its forward gathers."""
+        if self.teacher is None:
+            return _Teacher()
+        model = self.teacher.model
+        inventory = take_inventory(model, None)
+        head = sum(parameter.numel() * parameter.element_size() for parameter in self.teacher.head.parameters())
+        if settings.stage < 3:
+            held.add("teacher", bytes_of(inventory.parameters) + head)
+            return _Teacher()
+        its_config = teacher_config(config)
+        its = replace(settings, zero=Settings.of(its_config, settings.ranks).zero)
+        held_partitions(held, "teacher", its, inventory)
+        held.add("teacher", -(-head // settings.ranks), settings.offloads_parameters)
+        if not settings.partitions:
+            return _Teacher()
+        gathered = gathers(its, inventory, module_calls(model, inventory, its_config, its), [False])
+        traffic = Counter(gathered.traffic) + Counter(all_gather=head * settings.accumulation)
+        return _Teacher(gathered.most, head, traffic)
+
+    def _all(self, rows: int, teacher: "_Teacher") -> list[Event]:
+        """The student's events, after one event for the teacher's whole forward. The teacher's lm_head is whole during
+        the losses."""
+        before, step = self.events(rows)
+        most = max((event.peak for event in before), default=0) + teacher.gathered
+        losses = [replace(one, peak=one.peak + teacher.head) if one.kind == "loss" else one for one in step.events]
+        return [Event(TEACHER, "", 0, most), *losses]
+
+    def _largest(self, found: Prediction, teacher: "_Teacher", limit: int) -> int:
+        """How many rows fit. Each event's bytes grow linearly with the rows once these fill a chunk of the losses."""
+        assert self.recipe.loss.chunk_tokens is not None
+        few = -(-self.recipe.loss.chunk_tokens // self.recipe.data.max_length)
+        first, second = (own_bytes(self._all(rows, teacher)).astype(float) for rows in (few, 2 * few))
+
+        def fits(rows: int) -> bool:
+            own = first + (second - first) * ((rows - few) / few)
+            return max(found.cost.most(own), self._init(found.settings, found.held, rows)) <= limit
+
+        too_many = 1
+        while fits(too_many):
+            too_many *= 2
+        return bisect_left(range(too_many // 2 + 1, too_many), True, key=lambda rows: not fits(rows)) + too_many // 2
+
+
+@dataclass(frozen=True)
+class _Teacher:
+    """What a teacher adds under stage 3; nothing on other stages.
+
+    Attributes:
+        gathered: the most bytes that its forward gathers at one time.
+        head: bytes of its lm_head, which is gathered for the losses.
+        traffic: bytes of its gathers in one step by kind.
+    """
+
+    gathered: int = 0
+    head: int = 0
+    traffic: Counter[str] = field(default_factory=Counter)

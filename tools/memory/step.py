@@ -1,0 +1,287 @@
+"""What one optimizer step costs under a ZeRO stage: the bytes at its worst moments, and those of its collectives.
+
+The events of a micro-batch (:mod:`tools.memory.trace`) give what the model itself holds at each moment. To that a stage
+adds gradients as they are made, buckets and copies of their reduction, as DeepSpeed 0.19 does. Stage 3 adds the
+parameters that are gathered at the peak, by the limits that DeepSpeed documents. It is the larger of
+
+- what stays gathered for the next use (``stage3_max_live_parameters`` elements where anything is prefetched, or those
+  that are read again within ``stage3_max_reuse_distance`` and what the largest module reads), and the prefetch;
+- what the largest module reads, the prefetch, and a buffer that a list of parameters is gathered into and copied from.
+
+The prefetch is ``stage3_prefetch_bucket_size`` elements.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tools.memory.trace import Event, own_bytes
+from tools.memory.zero import FP32, Calls, Held, Inventory, Settings, elements
+
+FP64 = 8
+STEP_COPIES = "copies in the step"  # the item of host memory that an offloaded optimizer takes for its step
+# DeepSpeed's engine reduces gradients in buffers of so many elements where its optimizer does not reduce them.
+FALLBACK_BUCKET = 500_000_000
+TEACHER = "teacher"  # the kind of the event for the whole forward of the teacher, before the student's
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The moment of a phase at which it holds most: its bytes in all, and by part."""
+
+    total: int
+    parts: dict[str, int]
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What one optimizer step costs.
+
+    Attributes:
+        added: bytes by part in two places per event, as in :func:`tools.memory.trace.own_bytes`: ``held`` (parameters,
+            gradients, optimizer states and buckets), ``gathered``, ``reduction`` (copies while gradients are reduced).
+        backward: whether a place belongs to backward.
+        step: the worst moment of the optimizer's step itself.
+        traffic: bytes of the whole step's collectives by kind, each of the whole tensor: the result of an all-gather,
+            the operand of a reduction.
+    """
+
+    added: dict[str, np.ndarray]
+    backward: np.ndarray
+    step: Moment
+    traffic: Counter[str]
+
+    @property
+    def gathered(self) -> int:
+        """Bytes of the student's parameters that are gathered at one time."""
+        return int(self.added["gathered"].max())
+
+    def moments(self, events: Sequence[Event]) -> dict[str, Moment]:
+        """The worst moment of each phase."""
+        parts = {**self.added, "activations": own_bytes(events)}
+        total = sum(parts.values())
+        found = {}
+        for phase, inside in (("forward", ~self.backward), ("backward", self.backward)):
+            index = int(np.where(inside, total, -1).argmax())
+            found[phase] = Moment(int(total[index]), {name: int(part[index]) for name, part in parts.items()})
+        return {**found, "step": self.step}
+
+    def most(self, own: np.ndarray) -> int:
+        """Bytes at the worst moment of all, if the model itself holds ``own`` bytes."""
+        return max(self.step.total, int((sum(self.added.values()) + own).max()))
+
+
+@dataclass(frozen=True)
+class Gathers:
+    """What stage 3 gathers of a model: the most bytes at a time, and bytes in one step by kind of collective."""
+
+    most: int = 0
+    traffic: dict[str, int] = field(default_factory=dict)
+
+
+def gathers(
+    settings: Settings, inventory: Inventory, calls: Calls, passes: Sequence[bool], checkpointing: bool = False
+) -> Gathers:
+    """Gathers of a model under stage 3 by DeepSpeed's limits.
+
+    Args:
+        settings: those of the run, with the model's own ``zero``.
+        inventory: the model's parameters.
+        calls: the largest calls of its modules.
+        passes: an item for each time that a micro-batch reads all parameters: whether it reads codes of weights that
+            have some.
+        checkpointing: whether backward repeats the forward of each layer.
+    """
+    if not settings.partitions:
+        return Gathers()
+    zero, ranks = settings.zero, settings.ranks
+    parameters = inventory.gathered(zero)
+    sizes = {codes: sum(one.gathered(ranks, codes) for one in parameters) for codes in set(passes)}
+    first, *others = (sizes[codes] for codes in passes)
+    whole = sizes[passes[-1]]
+    if checkpointing:  # frozen parameters are gathered for the forward that is repeated, and again for backward
+        others.append(sum(one.padded(ranks) for one in parameters if not one.trains and one.name not in calls.leaves))
+    reads = 3 if checkpointing else 2  # of the modules behind a module, between its forward and its backward
+    ahead = min(zero.prefetch_bucket_size, zero.max_live_parameters) * settings.size
+    live = zero.max_live_parameters * settings.size if ahead else 0
+    reused = zero.max_reuse_distance // reads * settings.size
+    kept = min(whole, max(live, reused and reused + calls.largest)) if others else 0
+    sent = round(first + sum(others) * (1 - kept / max(1, whole))) * settings.accumulation
+    buffer = 0 if zero.allgather_sequential else min(whole, max(calls.listed, ahead))
+    read = min(whole, calls.largest + ahead) + buffer
+    stays = kept * (len(passes) - 1)  # a student's own teacher leaves as much again, which DeepSpeed does not count
+    most = whole if kept == whole else max(read, kept and min(whole, stays + ahead))
+    # hpZ's second partitions are made when a parameter is released; those of trained ones are gone with the step.
+    trained, hpz = sum(one.padded(ranks) for one in parameters if one.trains), zero.zero_hpz_partition_size
+    if hpz > 1 and settings.accumulation == 1:
+        most -= kept * trained // max(1, whole) // hpz
+    world = trained if hpz > 1 else sent
+    return Gathers(most, {"all_gather": world, "all_gather in the hpZ group": sent - world})
+
+
+def cost_of_step(
+    settings: Settings,
+    held: Held,
+    inventory: Inventory,
+    calls: Calls,
+    events: Sequence[Event],
+    *,
+    gathered: Gathers,
+    fused_optimizer: bool,
+) -> StepCost:
+    """Add what the stage holds to the events of a micro-batch, the step's worst one.
+
+    Args:
+        settings: those of the run.
+        held: what the rank holds between steps. Host memory for copies in the optimizer's step is added to it.
+        inventory: the student's parameters.
+        calls: the largest calls of the student's modules.
+        events: those of one micro-batch of the student.
+        gathered: what is gathered of the student.
+        fused_optimizer: whether the optimizer makes no copies of what it updates (torch's fused AdamW, on CUDA).
+    """
+    constant = sum(size for item, size in held.device.items() if item not in ("gradients", "buckets"))
+    stage = _reduction(settings, held, inventory)
+    numels = {parameter.name: parameter.numel for parameter in inventory.trained}
+    rows: list[tuple[int, int, int, bool]] = []
+    made = beside = 0  # bytes of gradients, and of buckets and late gradients
+    backward = False
+    for event in events:
+        whole = 0 if event.kind == TEACHER else gathered.most
+        rows.append((constant + stage.always + made + beside, whole, 0, backward))
+        if event.kind == "gradient":
+            made += numels[event.name] * stage.grows
+            beside = stage.bucket + _late(settings, calls, event.name, numels)
+        copies = {"gradient": stage.copies, "end": stage.at_end}.get(event.kind, 0)
+        backward = backward or event.kind == "loss"
+        rows.append((constant + stage.always + made + beside, whole, copies, backward))
+    *added, in_backward = (np.array(column) for column in zip(*rows, strict=True))
+    at_rest = constant + held.device["gradients"] + (held.device["buckets"] if settings.stage == 3 else 0)
+    copies = _copies_in_step(settings, held, inventory, fused_optimizer)
+    step = Moment(at_rest + copies, {"held": at_rest, "copies": copies})
+    traffic = Counter(_reduced(settings, inventory)) + Counter(gathered.traffic)
+    return StepCost(dict(zip(("held", "gathered", "reduction"), added, strict=True)), in_backward, step, traffic)
+
+
+@dataclass(frozen=True)
+class _Reduction:
+    """How a stage holds and reduces gradients, in bytes.
+
+    Attributes:
+        always: there all through the micro-batch, gradients of earlier micro-batches among them.
+        grows: per element of a gradient from the moment when it is made.
+        bucket: from the first gradient to the end of backward.
+        copies: for a moment, when a bucket is reduced in backward.
+        at_end: for a moment, when backward is over.
+    """
+
+    always: int
+    grows: int = 0
+    bucket: int = 0
+    copies: int = 0
+    at_end: int = 0
+
+
+def _reduction(settings: Settings, held: Held, inventory: Inventory) -> _Reduction:
+    gradients, buckets = held.device["gradients"], held.device["buckets"]
+    ranks, size, communicated = settings.ranks, settings.size, settings.communicated
+    several = settings.accumulation > 1
+    sizes = [parameter.numel for parameter in inventory.trained]
+    filled = _packed(sizes, settings.zero.reduce_bucket_size)
+    if settings.stage == 3:
+        # reduce_scatter_coalesced makes a flat copy, unless one tensor is alone and shared out without padding, and
+        # this rank's part of it in the dtype of accumulation.
+        part = 0 if communicated == settings.accumulated else settings.accumulated
+        flat = [0 if len(one) == 1 and one[0] % ranks == 0 else sum(one) for one in filled]
+        copies = max(a * communicated + sum(one) // ranks * part for a, one in zip(flat, filled, strict=True))
+        return _Reduction(gradients + buckets, copies=copies, at_end=copies)
+    if settings.stage == 2:
+        copies = max(sum(bucket) * communicated if len(bucket) > 1 else 0 for bucket in filled)
+        always, first = (gradients, 0) if several else (0, gradients)
+        return _Reduction(always, bucket=first + buckets, copies=copies, at_end=copies)
+    if settings.bf16_optimizer:
+        flat, each = inventory.flat(ranks), 0 if settings.immediate else size
+        at_end = max(max(sizes) * FP32, _all_reduce(flat, FP32, settings))  # one gradient in fp32 at a time
+        constant = sum(flat) * FP32
+    elif settings.stage == 1:
+        each, constant = settings.accumulated, 0
+        at_end = buckets + max(map(sum, filled)) * communicated if ranks > 1 else 0
+    else:
+        each, constant, at_end = size, 0, _all_reduce(sizes, size, settings)
+    return _Reduction(constant + several * each * sum(sizes), grows=0 if several else each, at_end=at_end)
+
+
+def _all_reduce(sizes: Sequence[int], size: int, settings: Settings) -> int:
+    """engine.buffered_allreduce_fallback: a flat copy of a buffer's tensors, and one in the dtype of communication."""
+    copied = settings.communicated if settings.communicated != size else 0
+    buffers = _packed(sizes, FALLBACK_BUCKET) if settings.ranks > 1 else []
+    return max((sum(one) * (copied + (size if len(one) > 1 else 0)) for one in buffers), default=0)
+
+
+def _packed(sizes: Sequence[int], limit: int) -> list[list[int]]:
+    """Sizes in a row that fit into ``limit`` together; a larger one is alone."""
+    buckets: list[list[int]] = [[]]
+    for size in sizes:
+        if buckets[-1] and sum(buckets[-1]) + size > limit:
+            buckets.append([])
+        buckets[-1].append(size)
+    return buckets
+
+
+def _late(settings: Settings, calls: Calls, name: str, numels: Mapping[str, int]) -> int:
+    """Bytes of gradients outside of the bucket: those of a leaf until its backward is done, and one that exceeds the
+    bucket until it is reduced; all of a bucket's where they are not copied into it."""
+    if settings.stage < 2:
+        return 0
+    if name in calls.leaves:
+        return calls.leaves[name]
+    bucket = settings.zero.reduce_bucket_size
+    if not settings.zero.contiguous_gradients:
+        return min(bucket, sum(numels.values())) * settings.size
+    return numels[name] * settings.size if numels[name] > bucket else 0
+
+
+def _copies_in_step(settings: Settings, held: Held, inventory: Inventory, fused: bool) -> int:
+    """Bytes of copies at the worst moment of the optimizer's step.
+
+    torch's AdamW makes the root of the second moment and the quotient unless it is fused; the norm is taken of one
+    gradient at a time, in fp64.
+    """
+    ranks, zero = settings.ranks, settings.zero
+    adam = 0 if fused else 2 * FP32
+    largest = max(parameter.numel for parameter in inventory.trained)
+    if settings.stage == 0:
+        return (elements(inventory.trained) * FP32 if settings.size != FP32 else 0) + adam * largest
+    if settings.stage == 3:
+        groups = ([-(-one.numel // ranks) for one in group] for group in inventory.groups.values())
+        updated = max(sum(piece) for group in groups for piece in _packed(group, zero.sub_group_size))
+        norm = FP64 * -(-largest // ranks)
+    else:
+        updated, norm = max(inventory.flat(ranks)) // ranks, FP64 * largest
+    if settings.offloads_optimizer:
+        held.host[STEP_COPIES] = adam * updated
+        return norm if settings.stage == 3 else 0
+    if settings.stage == 3:
+        return max(norm, (FP32 + adam) * updated)
+    # The update reads the buffer that fp32 gradients were added up in, and of others a copy.
+    reads_buffer = settings.bf16_optimizer or (settings.stage == 2 and settings.size != settings.accumulated == FP32)
+    return (0 if reads_buffer else FP32 * updated) + max(adam * updated, norm)
+
+
+def _reduced(settings: Settings, inventory: Inventory) -> dict[str, int]:
+    """Bytes of the collectives of gradients, and of parameters after the step: on stage 3 of those that persist."""
+    ranks, trained, flat = settings.ranks, elements(inventory.trained), sum(inventory.flat(settings.ranks))
+    if ranks == 1:
+        return {}
+    if settings.stage == 0:
+        return {"all_reduce": trained * settings.communicated}
+    if settings.stage < 3:
+        reduced = flat if settings.bf16_optimizer else trained
+        times = settings.accumulation if settings.stage == 2 else 1
+        return {"all_reduce": reduced * times * settings.communicated, "all_gather": flat * settings.size}
+    padded = sum(-(-one.numel // ranks) * ranks for one in inventory.trained)
+    kind = "reduce_scatter" if settings.zero.reduce_scatter else "all_reduce"
+    persistent = sum(one.padded(ranks) for one in inventory.parameters if one.persists(settings.zero))
+    return {kind: padded * settings.communicated * settings.accumulation, "all_gather": persistent}

@@ -1,0 +1,326 @@
+"""How many bytes of parameters, gradients and optimizer state one rank holds between two steps, by ZeRO stage.
+
+The shares are those of Rajbhandari et al. 2020 (ZeRO, arXiv:1910.02054, section 3): with 16-bit parameters 2 bytes of
+weight, as many of gradient and 12 of optimizer (an fp32 copy and Adam's two moments), each divided by the ranks from
+its stage on. DeepSpeed 0.19 allocates this:
+
+- stage 0 in 16 bits (runtime/fp16/unfused_optimizer.py): gradients in 16 bits; the step makes an fp32 copy of them all;
+- stage 1 with bf16 and fp32 accumulation (runtime/bf16_optimizer.py): the fp32 gradients of *all* parameters in one
+  buffer, and the bf16 ones beside them until the step;
+- stage 2, and stage 1 with another dtype (runtime/zero/stage_1_and_2.py): this rank's share of the gradients; an
+  offloaded optimizer has a second one in host memory, and a copy of its share of the parameters in their dtype;
+- stage 3 (runtime/zero/stage3.py): shares of each parameter, so each padded to the ranks; fp32 masters, also of fp32
+  parameters; one flat fp32 buffer for the gradients, and a second one where the optimizer is offloaded;
+- buckets: ``reduce_bucket_size`` elements that gradients are copied into, on stage 3 always there, on stages 1 and 2
+  only during backward (twice with ``overlap_comm``); bf16's stage 1 and stage 0 have none.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from torch import nn
+
+from engine.config.sections import OptimRecipe
+from engine.session.optimizer import classify, parameter_groups
+from model.zero import leaves_of_stage_3, to_be_whole
+
+FP32 = 4
+ITEMS = (
+    "parameters",
+    "gradients",
+    "master weights",
+    "moments",
+    "buckets",
+    "weight codes",
+    "scales of codes",
+    "teacher",
+)
+SCALES = ("weight_scale", "act_scale", "frozen")
+# Made after the weights, and not kept whole between steps (model.zero.release).
+ADDED = (*SCALES, "adapter")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The part of a resolved DeepSpeed configuration that decides on memory.
+
+    Attributes:
+        zero: its ``zero_optimization``, with DeepSpeed's own defaults where the file is silent.
+        ranks: how many ranks the run has.
+        size: bytes per element of the model's parameters.
+        accumulated: bytes per element of a gradient in the buffer where micro-batches are added up.
+        communicated: bytes per element of a gradient while it is reduced over the ranks.
+        accumulation: micro-batches per step.
+        bf16: whether parameters are bf16 (and not fp16 or fp32).
+        immediate: whether stage 1 adds each bf16 gradient to the fp32 ones, and drops it, as soon as it is made.
+    """
+
+    zero: DeepSpeedZeroConfig
+    ranks: int
+    size: int
+    accumulated: int
+    communicated: int
+    accumulation: int
+    bf16: bool
+    immediate: bool
+
+    @classmethod
+    def of(cls, ds_config: dict[str, Any], ranks: int) -> "Settings":
+        """Read the settings from a configuration that :func:`engine.config.deepspeed.resolve` returned."""
+        half = any(ds_config.get(key, {}).get("enabled") for key in ("bf16", "fp16"))
+        size = 2 if half else FP32
+        sizes = {"fp32": FP32, "fp16": 2, "bf16": 2}
+        return cls(
+            DeepSpeedZeroConfig(**ds_config.get("zero_optimization", {})),
+            ranks,
+            size,
+            sizes.get(ds_config.get("data_types", {}).get("grad_accum_dtype", ""), size),
+            sizes.get(ds_config.get("communication_data_type", ""), size),
+            int(ds_config["gradient_accumulation_steps"]),
+            bool(ds_config.get("bf16", {}).get("enabled")),
+            bool(ds_config.get("bf16", {}).get("immediate_grad_update")),
+        )
+
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage, 0 to 3."""
+        return int(self.zero.stage)
+
+    @property
+    def partitions(self) -> bool:
+        """Whether parameters are partitioned over several ranks."""
+        return self.stage == 3 and self.ranks > 1
+
+    @property
+    def bf16_optimizer(self) -> bool:
+        """Whether stage 1 is DeepSpeed's BF16_Optimizer, which keeps fp32 gradients of everything on every rank."""
+        separate = self.bf16 and self.accumulated == FP32
+        return self.stage == 1 and separate and self.offloads_optimizer is None
+
+    @property
+    def offloads_optimizer(self) -> str | None:
+        """Where the optimizer's states are offloaded to: ``cpu``, or None if they stay on the device."""
+        return _device(self.zero.offload_optimizer)
+
+    @property
+    def offloads_parameters(self) -> str | None:
+        """Where the parameters' partitions are offloaded to: ``cpu``, or None if they stay on the device."""
+        return _device(self.zero.offload_param)
+
+
+def _device(offload: Any) -> str | None:
+    place = OffloadDeviceEnum.none if offload is None else OffloadDeviceEnum(offload.device)
+    return None if place == OffloadDeviceEnum.none else place.value
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedParameter:
+    """A Parameter as stage 3 has it.
+
+    Attributes:
+        name: its name in the model.
+        numel: how many elements it has, partitions of all ranks together.
+        size: bytes per element.
+        trains: whether it has a gradient.
+        released: whether it is a scale or of an adapter, which are not kept whole between steps (model.zero.release).
+        whole: whether every rank holds all of it: a scale that is frozen and small is not partitioned.
+        as_codes: whether its codes, of a byte each, are gathered (:mod:`model.zero.quantized_gather`).
+    """
+
+    name: str
+    numel: int
+    size: int
+    trains: bool
+    released: bool = False
+    whole: bool = False
+    as_codes: bool = False
+
+    def padded(self, ranks: int) -> int:
+        """Bytes of all partitions together. They are equally long, so the last one may be padded."""
+        return math.ceil(self.numel / ranks) * ranks * self.size
+
+    def share(self, ranks: int) -> int:
+        """Bytes of one rank's partition."""
+        return self.numel * self.size if self.whole else self.padded(ranks) // ranks
+
+    def persists(self, zero: DeepSpeedZeroConfig) -> bool:
+        """Whether it is small enough to stay gathered between steps."""
+        return self.numel <= zero.param_persistence_threshold and not self.released
+
+    def gathered(self, ranks: int, as_codes: bool) -> int:
+        """Bytes that a gather of it sends; ``as_codes``: of codes where it has some."""
+        return self.padded(ranks) // (self.size if as_codes and self.as_codes else 1)
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """Every Parameter of a model once, and the parameter groups of its optimizer.
+
+    Attributes:
+        parameters: all of them, in the order in which they are made: weights, then scales and adapters.
+        groups: by the name of the optimizer's group, the parameters in it, which train.
+        scales: bytes of all scales. They are among ``parameters`` too.
+        quantized: how many weight elements have codes.
+        scales_of_codes: bytes of the scales that every rank keeps to gather codes.
+    """
+
+    parameters: list[ShardedParameter]
+    groups: dict[str, list[ShardedParameter]]
+    scales: int = 0
+    quantized: int = 0
+    scales_of_codes: int = 0
+
+    @property
+    def trained(self) -> list[ShardedParameter]:
+        """All parameters that train, in the order of the groups."""
+        return [parameter for group in self.groups.values() for parameter in group]
+
+    def gathered(self, zero: DeepSpeedZeroConfig) -> list[ShardedParameter]:
+        """The parameters that stage 3 gathers in every step, if there are several ranks."""
+        return [one for one in self.parameters if not one.whole and not one.persists(zero)]
+
+    def flat(self, ranks: int) -> list[int]:
+        """Elements of each group's flat buffer on stages 1 and 2, padded to a multiple of two per rank."""
+        return [math.ceil(elements(group) / (2 * ranks)) * 2 * ranks for group in self.groups.values()]
+
+
+def take_inventory(model: nn.Module, optim: OptimRecipe | None, as_codes: Iterable[nn.Parameter] = ()) -> Inventory:
+    """List the Parameters of a model on the meta device.
+
+    Args:
+        model: the model, with what trains as in the run.
+        optim: the recipe's section; None for a model that is frozen, which has no parameter groups.
+        as_codes: the weights whose codes are gathered.
+    """
+    made = sorted(classify(model), key=lambda owned: owned.kind in ADDED)
+    whole = {id(parameter) for parameter in to_be_whole(one.parameter for one in made if one.kind in SCALES)}
+    coded = {id(parameter) for parameter in as_codes}
+    known = {
+        id(owned.parameter): ShardedParameter(
+            owned.name,
+            owned.parameter.numel(),
+            owned.parameter.element_size(),
+            owned.parameter.requires_grad,
+            released=owned.kind in ADDED,
+            whole=id(owned.parameter) in whole,
+            as_codes=id(owned.parameter) in coded,
+        )
+        for owned in made
+    }
+    groups = parameter_groups(model, optim) if optim is not None else []
+    return Inventory(
+        list(known.values()),
+        {group["name"]: [known[id(parameter)] for parameter in group["params"]] for group in groups},
+        bytes_of(known[id(owned.parameter)] for owned in made if owned.kind in SCALES),
+    )
+
+
+@dataclass(frozen=True)
+class Calls:
+    """The parameters that one call of a module gathers under stage 3.
+
+    Attributes:
+        largest: of all modules the most bytes.
+        listed: the same, of modules with several parameters, which are gathered into one buffer and copied from it.
+        leaves: bytes of the trained parameters of the leaf that a parameter is in, by the parameter's name. A leaf is a
+            module that DeepSpeed gathers with all that is below it.
+    """
+
+    largest: int = 0
+    listed: int = 0
+    leaves: dict[str, int] = field(default_factory=dict)
+
+
+def module_calls(
+    model: nn.Module, inventory: Inventory, ds_config: dict[str, Any], settings: Settings, as_codes: bool = True
+) -> Calls:
+    """The largest calls of a model's modules under stage 3; ``as_codes``: of codes where weights have some."""
+    gathered = {one.name: one for one in inventory.gathered(settings.zero)}
+    by_id = {id(own): gathered[name] for name, own in model.named_parameters() if name in gathered}
+    marked = leaves_of_stage_3(model, ds_config)
+    largest = listed = 0
+    leaves: dict[str, int] = {}
+    for module in model.modules():
+        leaf = id(module) in marked
+        read = [by_id[id(own)] for own in module.parameters(recurse=leaf) if id(own) in by_id]
+        size = sum(one.gathered(settings.ranks, as_codes) for one in read)
+        largest, listed = max(largest, size), max(listed, size if len(read) > 1 else 0)
+        if leaf:
+            leaves |= dict.fromkeys((one.name for one in read), bytes_of(one for one in read if one.trains))
+    return Calls(largest, listed, leaves)
+
+
+def elements(parameters: Iterable[ShardedParameter]) -> int:
+    """How many elements the parameters have together."""
+    return sum(parameter.numel for parameter in parameters)
+
+
+def bytes_of(parameters: Iterable[ShardedParameter]) -> int:
+    """Bytes of the parameters together, whole."""
+    return sum(parameter.numel * parameter.size for parameter in parameters)
+
+
+@dataclass
+class Held:
+    """Bytes of one rank by item of ``ITEMS``: on its device, and in host memory."""
+
+    device: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ITEMS, 0))
+    host: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ITEMS, 0))
+
+    def add(self, item: str, size: int, offloaded: str | None = None) -> None:
+        """Count ``size`` bytes more of an item, in the place that it is offloaded to (None: the device)."""
+        place = {None: self.device, "cpu": self.host}[offloaded]
+        place[item] += size
+
+
+def held_by(settings: Settings, inventory: Inventory) -> Held:
+    """Bytes that a rank holds of the student outside of forward and backward, at the moment when it holds most."""
+    held = Held()
+    zero, size, accumulated, offloaded = settings.zero, settings.size, settings.accumulated, settings.offloads_optimizer
+    trained, flat = elements(inventory.trained), sum(inventory.flat(settings.ranks))
+    share = {0: trained, 3: sum(math.ceil(one.numel / settings.ranks) for one in inventory.trained)}.get(
+        settings.stage, flat // settings.ranks
+    )
+    if settings.stage > 0 or size != FP32:
+        held.add("master weights", share * FP32, offloaded)
+    held.add("moments", share * 2 * FP32, offloaded)
+    if settings.bf16_optimizer:
+        held.add("gradients", flat * FP32 + (0 if settings.immediate else trained * size))
+    else:
+        on_host = offloaded if settings.stage == 3 else None
+        held.add("gradients", share * (accumulated if settings.stage else size), on_host)
+    if offloaded:
+        held.add("gradients", share * FP32, offloaded)
+    if settings.stage == 3:
+        held_partitions(held, "parameters", settings, inventory)
+        held.add("scales of codes", inventory.scales_of_codes)
+        if zero.contiguous_gradients:
+            held.add("buckets", zero.reduce_bucket_size * settings.communicated)
+        return held
+    frozen = bytes_of(parameter for parameter in inventory.parameters if not parameter.trains)
+    held.add("parameters", frozen + (flat if settings.stage else trained) * size)
+    if settings.accumulation > 1:  # quantized weights keep their codes from one micro-batch to the next
+        held.add("weight codes", inventory.quantized)
+    if settings.stage and offloaded:
+        held.add("buckets", share * size, offloaded)
+        held.add("buckets", max(parameter.numel for parameter in inventory.trained) * size)
+    if settings.stage and zero.contiguous_gradients and not settings.bf16_optimizer:
+        each = size if settings.stage == 2 else accumulated
+        held.add("buckets", zero.reduce_bucket_size * each * (2 if zero.overlap_comm else 1))
+    return held
+
+
+def held_partitions(held: Held, item: str, settings: Settings, inventory: Inventory) -> None:
+    """Add a model's partitions under stage 3, and what is whole on the device or there a second time."""
+    zero, ranks, parameters = settings.zero, settings.ranks, inventory.parameters
+    held.add(item, sum(one.share(ranks) for one in parameters), settings.offloads_parameters)
+    if zero.zero_hpz_partition_size > 1:
+        # Second partitions within a node, from the first forward on; those of trained parameters until the step.
+        second = sum(one.padded(ranks) // zero.zero_hpz_partition_size for one in parameters if not one.whole)
+        held.add(item, second, settings.offloads_parameters)
+    if ranks > 1:  # whole between steps, beside their shares
+        held.add(item, bytes_of(one for one in parameters if one.persists(zero)))
