@@ -1,33 +1,29 @@
-"""Samples to the micro-batches of a step, as a pure function of the step's number.
+"""Batch samples into the micro-batches of a step, as a pure function of the step's number.
 
-There is no state to save: a resumed run asks for step k and gets what the interrupted one would have got. Behind it
-lies one endless stream of rows (:class:`Order`: epoch after epoch, each in an order of its own), of which a step takes
-the next
+There is no state to save: a resumed run gets the same step k as an uninterrupted one. Steps draw from one endless
+stream of rows (:class:`Order`: epoch after epoch, each shuffled separately), of which a step takes the next
 
     rows_per_step = micro_batch_size * gradient_accumulation_steps * world
 
-so an epoch's tail that does not fill a step is completed from the next epoch, and within an epoch nothing is left out
-or doubled. Which rows a step takes does not depend on how they are split over ranks and micro-batches. Nothing is
-sorted by length: that would couple the order of the data to its content.
+so an epoch's tail that does not fill a step is completed from the next epoch, and within an epoch no row is skipped or
+repeated. The rows of a step do not depend on their split over ranks and micro-batches. Samples are not sorted by
+length: that would couple the order of the data to its content.
 
-A row is a sample, padded on the right to the longest of its micro-batch; or, packed, a bin of whole samples
-(`data.packing`). In a packed row ``position_ids`` start again at 0 with every sample. That is what transformers reads
-the borders from, when it gets no attention mask and no cache (``find_packed_sequence_indices`` of its masking_utils):
-attention is then causal within each sample, and blind beyond it. Padding at the end of a packed row is a sample of its
-own to it, so nobody attends to padding, and padding attends to nobody. Flash attention reads the same borders only in
-batches of one row. The experts of a MoE compute padding in both kinds of batch; its router's auxiliary loss leaves
-padding out where there is an attention mask, so it counts the few padding positions of packed rows.
+A row is a sample, padded on the right to the longest of its micro-batch; or, packed, a bin of whole samples (`pack`).
+In a packed row ``position_ids`` restart at 0 with every sample. Without an attention mask and a cache, transformers
+derives sequence boundaries from them (``find_packed_sequence_indices`` of its masking_utils): attention is then causal
+within each sample and masked across samples. Padding at the end of a packed row counts as a separate sample, so no
+attention crosses into or out of padding. Flash attention reads the same boundaries only in batches of one row. The
+experts of a MoE compute padding in both kinds of batch; the router's auxiliary loss excludes padding only with an
+attention mask, so it counts the few padding positions of packed rows.
 
-Samples of different lengths into bins of one length, so that almost no position of a batch is padding.
+Packing is best fit: a sample goes into the fullest bin with room for it. Within a window of `WINDOW` consecutive
+samples the long ones are placed first (best-fit decreasing), because short ones can fill the gaps; a window bounds the
+work per sample, and costs at most the last bins of each window. In rows of 512, 97.7% of the positions hold a token of
+GSM8K's chats, and more than 99% if more of the samples are short. Samples are packed whole: the second half of a split
+sample would be trained without its context.
 
-Best fit: a sample goes into the fullest bin that still has room for it. Within a window of `WINDOW` consecutive samples
-the long ones are placed first (best-fit decreasing), because what is left over is then filled by short ones; a window
-bounds the work per sample, and costs at most the last bins of each window. In rows of 512, 97.7% of the positions hold
-a token of GSM8K's chats, and more than 99% where more of the samples are short.
-
-Samples are placed whole: a sample that is cut in two would train its second half without its context.
-
-Micro-batches on their way to the device: in one copy, for which the host does not wait.
+`on_device` moves a micro-batch to the device in one copy without blocking the host.
 """
 
 import itertools
@@ -43,32 +39,32 @@ from torch import Tensor
 from data.samples import IGNORE, DataError, Sample, digest_of_samples
 
 MicroBatch = dict[str, torch.Tensor]
-"""What one forward and backward takes, int64 tensors:
+"""Inputs of one forward and backward, int64 tensors:
 
-- ``input_ids``, ``labels`` [B, T]: labels are shifted (see `data.samples`), -100 where nothing is predicted;
+- ``input_ids``, ``labels`` [B, T]: labels are shifted (see `data.samples`), -100 for no prediction;
 - ``attention_mask`` [B, T], 1 on the sample and 0 on padding; in packed batches instead of it
 - ``position_ids`` [B, T], from 0 in every sample and in the padding behind the last;
-- ``sample_ids`` [n]: index of each sample in the list that the loader was given, by row, and by place in the row;
+- ``sample_ids`` [n]: index of each sample in the loader's list, ordered by row and by position in the row;
 - ``spans`` [n, 3]: row, first position and one past the last position of each of these samples;
-- ``positions`` [N], from `data.device` on: where there are labels.
+- ``positions`` [N], added by `on_device`: flat indices of positions with labels.
 """
 
 NOT_FOR_THE_MODEL = ("labels", "sample_ids", "spans", "positions")
-SHOWN = 32  # samples that an error names; the rest are counted
+SHOWN = 32  # samples that an error names; the rest are only counted
 
 
 class Loader:
-    """The micro-batches of one rank.
+    """Micro-batches of one rank.
 
     Args:
         samples: the same on every rank, in the same order.
         micro_batch_size: rows per rank and micro-batch.
         gradient_accumulation_steps: micro-batches per rank and step.
         rank, world: this rank's index in the data-parallel group, and the group's size.
-        seed: of the order; another one gives another order.
-        pad_token_id: fills ``input_ids`` behind samples (masked, never predicted).
+        seed: of the order.
+        pad_token_id: pads ``input_ids`` on the right (masked, never predicted).
         packed_length: positions of a packed row; None pads each sample to the longest of its micro-batch.
-        weights: each file's share of an epoch, by `Sample.file` (see `data.loader`); None takes every sample once.
+        weights: each file's share of an epoch, by `Sample.file` (see `Order`); None takes every sample once.
 
     Raises:
         DataError: a size is not positive, a sample does not fit a packed row, weights do not fit the files, or an epoch
@@ -117,34 +113,34 @@ class Loader:
         self._packed_length = packed_length
 
     def step(self, k: int) -> list[MicroBatch]:
-        """This rank's micro-batches of step ``k`` (from 0), as many as gradient_accumulation_steps."""
+        """Return this rank's micro-batches of step ``k`` (from 0), as many as gradient_accumulation_steps."""
         if self._packed_length is None:
             return [pad(self.samples, rows, self._pad) for rows in self._rows(k)]
         return [pack_rows(self.samples, rows, self._pad, self._packed_length) for rows in self._rows(k)]
 
     def first(self, count: int) -> Iterator[MicroBatch]:
-        """This rank's first ``count`` micro-batches of the run, for calibration; as many on every rank."""
+        """Yield this rank's first ``count`` micro-batches of the run, for calibration; as many on every rank."""
         steps = (self.step(k) for k in itertools.count())
         return itertools.islice(itertools.chain.from_iterable(steps), count)
 
     def epoch_of(self, step: int) -> float:
-        """How many epochs have been seen before ``step``; its whole part is the epoch of the step's first row."""
+        """Return the epochs completed before ``step``; the integer part is the epoch of the step's first row."""
         return self._order.epoch_at(step * self.rows_per_step)
 
     @cached_property
     def digest(self) -> str:
-        """Of all samples, in their order: what a checkpoint keeps, so that a resumed run goes on with the same."""
+        """Digest all samples in order; a checkpoint keeps it to check that a resumed run has the same data."""
         return digest_of_samples(self.samples)
 
     def describe(self, step: int) -> str:
-        """The samples of this rank in a step, for error messages: number, and file and line where known."""
+        """Describe the samples of this rank in a step, for error messages: number, and file and line where known."""
         ids = [i for rows in self._rows(step) for row in rows for i in row]
         names = [f"{i} ({where})" if (where := self.samples[i].where()) else str(i) for i in ids[:SHOWN]]
         more = f" and {len(ids) - SHOWN} more" if len(ids) > SHOWN else ""
         return f"rank {self._rank}, step {step}, samples {', '.join(names)}{more}"
 
     def _rows(self, step: int) -> list[list[list[int]]]:
-        """Sample ids by micro-batch and row."""
+        """Return sample ids by micro-batch and row."""
         size = self._micro_batch_size
         first = step * self.rows_per_step + self._rank * size
         starts = (first + index * size * self._world for index in range(self._accumulation))
@@ -152,7 +148,7 @@ class Loader:
 
 
 def pad(samples: Sequence[Sample], rows: Sequence[Sequence[int]], pad_token_id: int) -> MicroBatch:
-    """One sample per row, in rows as long as the longest."""
+    """Batch one sample per row, padded to the longest."""
     batch = _fill(samples, rows, pad_token_id, max(len(samples[i].input_ids) for (i,) in rows))
     batch["attention_mask"] = torch.zeros_like(batch["input_ids"])
     for row, start, end in batch["spans"].tolist():
@@ -161,17 +157,17 @@ def pad(samples: Sequence[Sample], rows: Sequence[Sequence[int]], pad_token_id: 
 
 
 def pack_rows(samples: Sequence[Sample], rows: Sequence[Sequence[int]], pad_token_id: int, length: int) -> MicroBatch:
-    """Several samples per row, one behind the other, in rows of ``length`` positions."""
+    """Batch several samples per row, concatenated, in rows of ``length`` positions."""
     batch = _fill(samples, rows, pad_token_id, length)
     positions = torch.arange(length).repeat(len(rows), 1)
-    for row, _, end in batch["spans"].tolist():  # in order: each restarts the count behind it, padding included
+    for row, _, end in batch["spans"].tolist():  # in order: each restarts the count after its end, padding included
         positions[row, end:] = torch.arange(length - end)
     batch["position_ids"] = positions
     return batch
 
 
 def _fill(samples: Sequence[Sample], rows: Sequence[Sequence[int]], pad_token_id: int, length: int) -> MicroBatch:
-    """The keys that padded and packed batches share."""
+    """Fill the keys that padded and packed batches share."""
     input_ids = torch.full((len(rows), length), pad_token_id, dtype=torch.int64)
     labels = torch.full((len(rows), length), IGNORE, dtype=torch.int64)
     spans = []
@@ -191,35 +187,35 @@ def _fill(samples: Sequence[Sample], rows: Sequence[Sequence[int]], pad_token_id
 
 
 def model_inputs(batch: MicroBatch, *, mask: bool = True) -> MicroBatch:
-    """What goes to the model's forward, ``mask``: with the attention mask. Packed batches need ``use_cache=False``
-    beside it: with a cache transformers does not look for the borders of samples."""
+    """Select the inputs of the model's forward; ``mask`` includes the attention mask. Packed batches also need
+    ``use_cache=False``: with a cache transformers does not look for sequence boundaries."""
     left_out = NOT_FOR_THE_MODEL if mask else (*NOT_FOR_THE_MODEL, "attention_mask")
     return {name: tensor for name, tensor in batch.items() if name not in left_out}
 
 
 def sample_inputs(batch: MicroBatch) -> Iterator[torch.Tensor]:
-    """The ``input_ids`` [1, T] of each sample by itself, without padding."""
+    """Yield the ``input_ids`` [1, T] of each sample alone, without padding."""
     for row, start, end in batch["spans"].tolist():
         yield batch["input_ids"][row : row + 1, start:end]
 
 
 def real_tokens(batch: MicroBatch) -> int:
-    """How many positions hold a token of a sample; the others are padding."""
+    """Count positions that hold a token of a sample; the others are padding."""
     return int((batch["spans"][:, 2] - batch["spans"][:, 1]).sum())
 
 
 def valid_tokens(micro_batches: Sequence[MicroBatch]) -> int:
-    """How many positions of the micro-batches have a label: this rank's share of the mean's denominator."""
+    """Count positions with a label in the micro-batches: this rank's share of the mean's denominator."""
     return sum(int((batch["labels"] != IGNORE).sum()) for batch in micro_batches)
 
 
-# Beside (seed, epoch), which draws the epoch's permutation, and apart from every epoch.
+# Random streams apart from (seed, epoch), which draws the epoch's permutation.
 BINS, FILES = 1, 2
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """Row i holds the samples ``ids[starts[i] : starts[i + 1]]``."""
+    """Rows of an epoch: row i holds the samples ``ids[starts[i] : starts[i + 1]]``."""
 
     ids: np.ndarray  # int64 [samples of the epoch]
     starts: np.ndarray  # int64 [rows + 1]
@@ -229,25 +225,25 @@ class Epoch:
 
 
 class Order:
-    """The endless stream of rows, a pure function of the seed and the row's position.
+    """Endless stream of rows, a pure function of the seed and the row's position.
 
     The stream is epoch 0, then epoch 1, and so on; each epoch is a list of rows, and a row is one sample, or with
-    packing a bin of several. Every epoch is drawn anew from ``(seed, epoch)``, so there is no state to save.
+    packing a bin of several. Every epoch is drawn from ``(seed, epoch)``, so there is no state to save.
 
     Without weights an epoch holds every sample once. With weights w_f of the files, an epoch has as many samples as
-    there are, and file f gives
+    there are, and file f contributes
 
         c_f = N * w_f / sum(w)        rounded so that they add up to N (largest remainder)
 
-    of them: each of its n_f samples ``c_f // n_f`` times, and ``r = c_f mod n_f`` of them once more. Those are the next
-    r of a fixed cyclic permutation of the file, going on where the epoch before ended: over any number of epochs, the
+    of them: each of its n_f samples ``c_f // n_f`` times, and ``r = c_f mod n_f`` of them once more. The latter are the
+    next r of a fixed cyclic permutation of the file, continued from the epoch before: over any number of epochs, the
     uses of two samples of one file differ by at most one.
 
-    With packing the epochs' numbers of rows differ, as other neighbors fill the bins; to find the row at a position,
+    With packing the epochs' numbers of rows differ, as the order changes how bins fill; to find the row at a position,
     the epochs before it are packed too, once (about a second per epoch and million samples).
 
     Args:
-        samples: what the ids number.
+        samples: list that the ids index.
         seed: of all permutations.
         weights: by `Sample.file`; None takes every sample once per epoch.
         packed_length: positions of a bin; None makes every sample a row.
@@ -270,27 +266,27 @@ class Order:
         if packed_length is not None:
             _check_lengths(samples, self._lengths, packed_length)
         self._files = None if weights is None else _files(samples, weights)
-        self._ends = [0]  # rows before epoch 0, 1, ...; grows as positions are asked for
-        # A step touches two epochs, rarely more; drawing one per row would cost all of its work each time.
+        self._ends = [0]  # rows before epoch 0, 1, ...; extended on demand
+        # A step touches two epochs, rarely more; drawing one per row would repeat all of the work each time.
         self._epoch = lru_cache(maxsize=2)(self._draw)
 
     def row(self, position: int) -> list[int]:
-        """The ids of the samples in a row of the stream; one without packing."""
+        """Return the ids of the samples in a row of the stream; one without packing."""
         epoch, index = self._locate(position)
         rows = self._epoch(epoch)
         return rows.ids[rows.starts[index] : rows.starts[index + 1]].tolist()
 
     def epoch_at(self, position: int) -> float:
-        """How many epochs lie before a position of the stream."""
+        """Return the number of epochs before a position of the stream, with fraction."""
         epoch, index = self._locate(position)
         return epoch + index / self.rows_in_epoch(epoch)
 
     def rows_in_epoch(self, epoch: int) -> int:
-        """How many rows an epoch has."""
+        """Return the number of rows in an epoch."""
         return len(self._lengths) if self._packed_length is None else len(self._epoch(epoch))
 
     def _locate(self, position: int) -> tuple[int, int]:
-        """Epoch, and index of the row in it."""
+        """Return the epoch of a row, and the row's index in it."""
         if self._packed_length is None:
             return divmod(position, len(self._lengths))
         while position >= self._ends[-1]:
@@ -305,12 +301,12 @@ class Order:
             return Epoch(ids, np.arange(len(ids) + 1))
         bins = pack(self._lengths[ids], self._packed_length)
         counts = np.bincount(bins)
-        # Best fit opens the bins of long samples first; shuffled, a bin's place says nothing about what is in it.
+        # Best fit opens the bins of long samples first: shuffle, so that the order of rows does not depend on it.
         places = np.random.default_rng((self._seed, epoch, BINS)).permutation(len(counts))[bins]
         return Epoch(ids[np.argsort(places, kind="stable")], np.append(0, np.cumsum(np.bincount(places))))
 
     def _entries(self, epoch: int) -> np.ndarray:
-        """The samples of an epoch, some more than once where files have weights, in no random order yet."""
+        """Return the samples of an epoch before shuffling, some more than once if files have weights."""
         if self._files is None:
             return np.arange(len(self._lengths))
         parts = []
@@ -331,7 +327,7 @@ def _check_lengths(samples: Sequence[Sample], lengths: np.ndarray, packed_length
 
 
 def _files(samples: Sequence[Sample], weights: Mapping[str, float]) -> list[tuple[np.ndarray, int]]:
-    """Ids of each file's samples, and how many of them an epoch takes."""
+    """Return the ids of each file's samples, and how many of them an epoch takes."""
     codes = {file: code for code, file in enumerate(weights)}
     files = np.fromiter((codes.get(sample.file, -1) for sample in samples), dtype=np.int64, count=len(samples))
     ids = [np.flatnonzero(files == code) for code in codes.values()]
@@ -360,7 +356,7 @@ WINDOW = 4096
 
 
 def pack(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """The bin of each sample, int64 [n], bins numbered from 0 without gaps; a pure function of its arguments.
+    """Assign each sample to a bin, int64 [n], bins numbered from 0 without gaps; a pure function of its arguments.
 
     Args:
         lengths: int [n], each from 1 to ``capacity``.
@@ -377,10 +373,10 @@ def pack(lengths: np.ndarray, capacity: int) -> np.ndarray:
 
 
 def _best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """The bin of each sample of one window."""
+    """Assign each sample of one window to a bin."""
     order = np.argsort(-lengths, kind="stable")
     bins = np.empty(len(lengths), dtype=np.int64)
-    rooms: list[int] = []  # sorted; room left * WINDOW + bin, so that the tightest bin is found by bisection
+    rooms: list[int] = []  # sorted; free positions * WINDOW + bin, so that bisection finds the tightest bin
     count = 0
     for sample, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
         index = bisect_left(rooms, length * WINDOW)
@@ -398,22 +394,22 @@ READ_BY_THE_HOST = ("sample_ids", "spans")
 
 
 def on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
-    """A micro-batch of a loader with its ``positions`` [N]: where there are labels, among all B * T, in their order.
+    """Move a loader's micro-batch to the device; add ``positions`` [N], flat indices (of B * T) with labels, in order.
 
-    What the host reads stays where it is. That there are as many positions as there are could be read from labels on a
-    GPU too; the host would wait for all that the GPU has to do before.
+    Tensors that the host reads stay on the host. Positions could also be computed from labels on a GPU, but their
+    number depends on the data, so the host would wait for all queued GPU work.
     """
     batch = {**batch, "positions": (batch["labels"].flatten() != IGNORE).nonzero().squeeze(-1)}
     return batch if device.type == "cpu" else _moved(batch, lambda flat: without_wait(flat, device))
 
 
 def without_wait(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device, for which the host waits neither now nor for what the device has to do before."""
+    """Copy to the device without blocking the host, now or on queued device work."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _moved(batch: MicroBatch, copy: Callable[[Tensor], Tensor]) -> MicroBatch:
-    """``batch`` with views of one ``copy`` of all its tensors, which are int64, one behind the other."""
+    """Replace the tensors of ``batch`` by views of one ``copy`` of all of them, concatenated (int64)."""
     tensors = {name: tensor for name, tensor in batch.items() if name not in READ_BY_THE_HOST}
     parts = copy(torch.cat([tensor.flatten() for tensor in tensors.values()])).split(
         [tensor.numel() for tensor in tensors.values()]

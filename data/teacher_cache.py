@@ -1,8 +1,8 @@
-"""What a teacher says of every target of a list of samples, on disk: written once, read by training without a teacher.
+"""Store a teacher's top-k log-probabilities for every target on disk, to train later without a teacher.
 
 Position p is the p-th target (label that is not -100) of the samples, in their order and in order inside each: those of
 sample i are ``offsets[i] .. offsets[i + 1]``. A directory holds flat arrays, little endian and memory-mapped, so that a
-rank reads the rows of its batch and nothing else; 8 K + 12 bytes per position:
+rank reads only the rows of its batch; 8 K + 12 bytes per position:
 
 =================== ============== =================================================================================
 file                type, shape    content
@@ -13,10 +13,10 @@ file                type, shape    content
 ``log_tail``        fp32 [P]       log of the probability of all other tokens
 ``logsumexp``       fp32 [P]       of the logits: a log-probability plus this is the logit
 ``label_log_probs`` fp32 [P]       log-probability of the target itself
-``manifest.json``                  sizes, checksums, and digests of what the arrays were made of
+``manifest.json``                  sizes, checksums, and digests of the inputs
 =================== ============== =================================================================================
 
-The manifest is written last and the directory renamed after it, so that what is there under its name is complete.
+The manifest is written last and the directory renamed after it, so a directory under its final name is complete.
 """
 
 import hashlib
@@ -45,23 +45,23 @@ DTYPES = {
     "logsumexp": "<f4",
     "label_log_probs": "<f4",
 }
-ROUNDING = 1e-3  # above 0: of a log-probability, which is the difference of two rounded numbers
-CHECKED_BYTES = 2**26  # per checksum, so that ranks can share out the checking
+ROUNDING = 1e-3  # tolerance above 0 of a log-probability, which is the difference of two rounded numbers
+CHECKED_BYTES = 2**26  # per checksum, so that ranks can share the checking
 
 
 class CacheError(ValueError):
-    """A cache cannot be used; the text names the directory, what is wrong and the remedy."""
+    """Error of an unusable cache; the text names the directory, the problem and the remedy."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a cache was made of.
+    """Sizes and inputs of a cache.
 
     Attributes:
         top_k: K.
-        vocabulary: token ids that the probabilities are of, from 0.
+        vocabulary: number of token ids that the probabilities cover, from 0.
         samples, positions: n and P.
-        samples_digest, tokenizer_digest, teacher_digest: fingerprints of what it was made of.
+        samples_digest, tokenizer_digest, teacher_digest: fingerprints of the inputs.
         teacher: directory of the teacher, as it was given.
         checksums: CRC-32 of each ``CHECKED_BYTES`` of each file.
     """
@@ -77,13 +77,13 @@ class Manifest:
     checksums: dict[str, list[int]]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the arrays."""
+        """Return the shapes of the arrays."""
         wide, flat = (self.positions, self.top_k), (self.positions,)
         shapes: dict[str, tuple[int, ...]] = dict.fromkeys(DTYPES, flat)
         return shapes | {"offsets": (self.samples + 1,), "indices": wide, "log_probs": wide}
 
     def bytes_of(self, name: str) -> int:
-        """Of a file."""
+        """Return the size of a file in bytes."""
         return math.prod(self.shapes()[name]) * np.dtype(DTYPES[name]).itemsize
 
 
@@ -91,13 +91,13 @@ class Manifest:
 
 
 def digest_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Of the meaning of each token id."""
+    """Digest the meaning of each token id."""
     vocabulary = sorted(tokenizer.get_vocab().items())
     return hashlib.blake2b(json.dumps(vocabulary).encode(), digest_size=16).hexdigest()
 
 
 def offsets_of(samples: Sequence[Sample]) -> np.ndarray:
-    """First position of each sample, and one past the last: int64 [n + 1]."""
+    """Return the first position of each sample, and one past the last: int64 [n + 1]."""
     counts = np.fromiter(((sample.labels != IGNORE).sum() for sample in samples), np.int64, len(samples))
     return np.concatenate([[0], np.cumsum(counts)])
 
@@ -106,10 +106,10 @@ def offsets_of(samples: Sequence[Sample]) -> np.ndarray:
 
 
 def create(directory: Path, manifest: Manifest) -> None:
-    """Empty files of their final size; one process does this. A full disk shows here.
+    """Create empty files of their final size, in one process. A full disk is detected here.
 
     Raises:
-        OSError: a directory of that name exists, or there is no room.
+        OSError: a directory of that name exists, or the disk is full.
     """
     directory.mkdir(parents=True)
     for name in DTYPES:
@@ -120,13 +120,13 @@ def create(directory: Path, manifest: Manifest) -> None:
 
 
 class Writer:
-    """Writes rows into the files that :func:`create` made; any number of processes at a time."""
+    """Writer of rows into the files of :func:`create`, for any number of processes at a time."""
 
     def __init__(self, directory: Path) -> None:
         self._files = {name: os.open(directory / name, os.O_WRONLY) for name in DTYPES}
 
     def write(self, start: int, arrays: Mapping[str, np.ndarray]) -> None:
-        """Rows from position ``start`` on, by name of the array."""
+        """Write rows from position ``start`` on, by name of the array."""
         for name, array in arrays.items():
             data = np.ascontiguousarray(array, dtype=DTYPES[name])
             row = data.itemsize * int(np.prod(data.shape[1:]))
@@ -136,14 +136,14 @@ class Writer:
                 view, at = view[written:], at + written
 
     def close(self) -> None:
-        """Wait until everything is on the disk."""
+        """Flush everything to disk."""
         for file in self._files.values():
             os.fsync(file)
             os.close(file)
 
 
 def checksums(directory: Path, manifest: Manifest, share: int, of: int) -> dict[str, dict[int, int]]:
-    """CRC-32 by file and index of the block, of every ``of``-th block from the ``share``-th on."""
+    """Compute CRC-32 by file and index of the block, of every ``of``-th block from the ``share``-th on."""
     blocks = [(name, index) for name in DTYPES for index in range(-(-manifest.bytes_of(name) // CHECKED_BYTES))]
     found: dict[str, dict[int, int]] = {name: {} for name in DTYPES}
     for name, index in blocks[share::of]:
@@ -154,7 +154,7 @@ def checksums(directory: Path, manifest: Manifest, share: int, of: int) -> dict[
 
 
 def finish(partial: Path, directory: Path, manifest: Manifest) -> None:
-    """Write the manifest and give the directory its name."""
+    """Write the manifest and rename the directory to its final name."""
     with open(partial / MANIFEST, "w", encoding="utf-8") as stream:
         json.dump({"format": FORMAT, **asdict(manifest)}, stream, indent=1)
         stream.flush()
@@ -166,13 +166,13 @@ def finish(partial: Path, directory: Path, manifest: Manifest) -> None:
 
 
 class TeacherCache:
-    """A cache that is open for reading.
+    """Cache opened for reading.
 
     Args:
-        directory: what ``launch/cache_teacher.py`` wrote.
+        directory: output of ``launch/cache_teacher.py``.
 
     Raises:
-        CacheError: it is incomplete, of another format, or a file has not the size that the manifest says.
+        CacheError: it is incomplete, of another format, or a file's size differs from the manifest's.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -192,10 +192,10 @@ class TeacherCache:
             )
 
     def verify(self, share: int, of: int) -> None:
-        """Compare this share of the checksums, and look at this share of the values.
+        """Check this rank's share of the checksums and of the values.
 
         Raises:
-            CacheError: names the first file that differs, or holds what no teacher says.
+            CacheError: names the first file that differs, or holds invalid values.
         """
         for name, blocks in checksums(self.directory, self.manifest, share, of).items():
             expected = self.manifest.checksums.get(name, [])
@@ -210,8 +210,8 @@ class TeacherCache:
             self._check_values(slice(start, start + step))
 
     def _check_values(self, rows: slice) -> None:
-        """Refuse tokens that are none, which would be read beside the logits, and values that are no log-probabilities.
-        Checksums say nothing of them: whoever makes a file makes its checksum."""
+        """Refuse invalid token ids, which would index out of the logits, and values that are no log-probabilities.
+        Checksums do not detect a wrong writer."""
         indices = self._arrays["indices"][rows]
         if ((indices < 0) | (indices >= self.manifest.vocabulary)).any():
             raise CacheError(
@@ -227,10 +227,10 @@ class TeacherCache:
                 )
 
     def check_quantized_on_load_of(self, samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase) -> None:
-        """Refuse a cache of other samples or tokens, and one that says to have targets elsewhere.
+        """Refuse a cache of other samples or another tokenizer, and one whose targets are elsewhere.
 
         Raises:
-            CacheError: says which.
+            CacheError: names the difference.
         """
         again = "write it again with launch/cache_teacher.py"
         if self.manifest.samples != len(samples):
@@ -257,20 +257,20 @@ class TeacherCache:
             )
 
     def rows(self, sample_ids: Sequence[int]) -> np.ndarray:
-        """Positions of the targets of some samples, one sample after the other, int64."""
+        """Return the positions of the targets of some samples, concatenated, int64."""
         offsets = self._arrays["offsets"]
         spans = [np.arange(offsets[i], offsets[i + 1]) for i in sample_ids]
         return np.concatenate(spans) if spans else np.empty(0, np.int64)
 
     def top_k(self, rows: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
-        """``log_probs`` fp32 [R, K], ``indices`` int64 [R, K] and ``log_tail`` fp32 [R] of some positions."""
+        """Read ``log_probs`` fp32 [R, K], ``indices`` int64 [R, K] and ``log_tail`` fp32 [R] of some positions."""
         log_probs, indices, log_tail = (
             torch.from_numpy(np.array(self._arrays[name][rows])) for name in ("log_probs", "indices", "log_tail")
         )
         return log_probs, indices.long(), log_tail
 
     def array(self, name: str) -> np.ndarray:
-        """A whole array, mapped."""
+        """Return a whole array, memory-mapped."""
         return self._arrays[name]
 
 

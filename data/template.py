@@ -1,23 +1,23 @@
-"""Where the assistant's turns stand in what a chat template writes.
+"""Locate the assistant's turns in the output of a chat template.
 
-The whole conversation is rendered once, and that text is what is learned from. The place of an assistant turn in it
-comes from the template's own output: it begins where the conversation before it, rendered with the generation prompt,
-ends, because that is what the model is given when it serves; and it ends where the conversation up to and with it,
-rendered by itself, ends. Both renderings must be the beginning of the whole one.
+The whole conversation is rendered once, and that text is trained on. The position of an assistant turn in it comes from
+the template's output: it begins at the end of the preceding conversation, rendered with the generation prompt, because
+that is the model's input in serving; and it ends at the end of the conversation up to and with the turn, rendered
+alone. Both renderings must be prefixes of the whole one.
 
-Where one is not, a template writes a turn otherwise once it is finished or once others follow: it opens ``<think>`` in
-the generation prompt and not in the turn, or strips the thinking of earlier turns. What counts then is the whole
-rendering. The turn's place in it is found by rendering everything once more with a marker in place of the turn's
-content: what stands between the template's own text before and after must be a part of the content. What the template
-writes behind the content (tool calls, the end-of-turn token) must be what it writes there when the turn is the last
-one. If any of this does not hold, the turn cannot be found exactly, and the line is an error.
+If one is not, the template writes a turn differently once it is finished or once others follow: it opens ``<think>`` in
+the generation prompt and not in the turn, or strips the thinking of earlier turns. The whole rendering is then
+authoritative. The turn is located in it by rendering everything once more with a marker in place of the turn's content:
+the text between the template's own text before and after must be a part of the content. The template's text after the
+content (tool calls, the end-of-turn token) must equal its text there when the turn is the last one. If any of this does
+not hold, the turn cannot be located exactly, and the line is an error.
 
-Special tokens that people spelled out: ``<|im_end|>`` in an answer, ``<s>`` in a question about HTML.
+Special tokens spelled out in contents: ``<|im_end|>`` in an answer, ``<s>`` in a question about HTML.
 
-What a chat template writes is one text, and a tokenizer makes a control token of every place in it that reads like one,
-whoever wrote that place. So a content can end a turn or begin another one. Here such places are found: every special
-token in the conversation is exchanged for a plain word, the template writes the conversation once more, and where the
-plain words stand is where people spelled a special token. All others are the template's own.
+A tokenizer makes a control token of every match in the rendered text, whether the template or a content wrote it, so a
+content can end a turn or begin another one. To find such matches, every special token in the conversation is replaced
+by a plain word, and the template renders the conversation once more: the positions of the plain words are those of
+spelled-out special tokens. All others are the template's own.
 """
 
 import json
@@ -33,7 +33,7 @@ from transformers import PreTrainedTokenizerBase
 from data.jsonl import BadLineError, Conversation, Turn
 
 SpecialTokens = Literal["keep", "text", "refuse"]
-"""What becomes of a special token that is spelled out: it stays one, it becomes plain text, or the line is an error."""
+"""Treatment of a spelled-out special token: it stays special, it becomes plain text, or the line is an error."""
 
 Span = tuple[int, int]
 """Characters ``[start, end)`` of a text."""
@@ -43,7 +43,7 @@ _WORDS = re.compile(_WORD.format("([0-9a-f]+)"))
 
 
 class SpecialTexts:
-    """The texts that a tokenizer takes for special tokens.
+    """Texts that a tokenizer matches as special tokens.
 
     Attributes:
         ids: of the special tokens.
@@ -52,20 +52,20 @@ class SpecialTexts:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         special = {index: token for index, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.ids = frozenset(special)
-        # Of two that begin alike the longer one is meant.
+        # Longest first: if two begin alike, the longer one is matched.
         texts = sorted({token.content for token in special.values() if token.content}, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
 
     def first_in(self, *values: Any) -> re.Match[str] | None:
-        """The first special token in the strings of some JSON values, its keys too."""
+        """Find the first special token in the strings of JSON values, keys included."""
         return next(filter(None, map(self._pattern.search, _strings(values))), None)
 
     def count_in(self, *values: Any) -> int:
-        """How many special tokens the strings of some JSON values spell."""
+        """Count the special tokens spelled in the strings of JSON values."""
         return sum(1 for text in _strings(values) for _ in self._pattern.finditer(text))
 
     def hidden(self, value: Any) -> Any:
-        """A JSON value with a plain word in place of each special token that its strings spell."""
+        """Replace each special token in the strings of a JSON value by a plain word."""
         if isinstance(value, str):
             return self._pattern.sub(lambda match: _WORD.format(match[0].encode().hex()), value)
         if isinstance(value, dict):
@@ -74,7 +74,7 @@ class SpecialTexts:
 
 
 def shown_again(text: str) -> tuple[str, list[Span]]:
-    """A text with the special tokens that `SpecialTexts.hidden` hid, and where these stand in it."""
+    """Restore the special tokens that `SpecialTexts.hidden` replaced; return the text and their positions."""
     parts: list[str] = []
     spans: list[Span] = []
     length = end = 0
@@ -87,7 +87,7 @@ def shown_again(text: str) -> tuple[str, list[Span]]:
 
 
 def _strings(values: Iterable[Any]) -> Iterator[str]:
-    """All strings of JSON values, keys of objects too. Not recursive: JSON from elsewhere may be nested deeply."""
+    """Yield all strings of JSON values, keys included. Not recursive: foreign JSON may be nested deeply."""
     waiting = list(values)[::-1]
     while waiting:
         value = waiting.pop()
@@ -107,7 +107,7 @@ LossOn = Literal["last", "all"]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An assistant turn: characters ``[start, end)`` of the text."""
+    """Assistant turn: characters ``[start, end)`` of the text."""
 
     start: int
     end: int
@@ -116,32 +116,32 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """The whole conversation as the template writes it, and the assistant turns to learn, in order."""
+    """Rendered conversation, and the assistant turns to train on, in order."""
 
     text: str
     answers: list[Answer]
     spelled: list[Span] = field(default_factory=list)
-    """Where people spelled special tokens out, in order; see `data.special`."""
+    """Positions of special tokens spelled out in contents, in order."""
     unplaced: int = 0
-    """So many more that they spelled, where a template writes a content otherwise without them."""
+    """Number of further spelled-out tokens, if the template renders a content differently without them."""
 
 
 class Template:
-    """A tokenizer's chat template."""
+    """Chat template of a tokenizer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._special = SpecialTexts(tokenizer)
 
     def render(self, conversation: Conversation, loss_on: LossOn) -> Rendering:
-        """Write a conversation that ends with an assistant turn, and find the turns to learn.
+        """Render a conversation that ends with an assistant turn, and locate the turns to train on.
 
-        These are the last assistant turn, or with ``all`` each one. A turn without text and tool calls has nothing to
-        learn, and one that opens the conversation answers nothing: neither is among them.
+        These are the last assistant turn, or each one with ``all``. A turn without text and tool calls has no content
+        to train on, and one that opens the conversation has no prompt: both are skipped.
 
         Raises:
-            BadLineError: the template refuses the conversation, leaves out what it was given, or a turn cannot be
-                located exactly.
+            BadLineError: the template refuses the conversation, omits a part of it, or a turn cannot be located
+                exactly.
         """
         turns = [self._formatted(turn) for turn in conversation.turns]
         chosen = [i for i, turn in enumerate(turns) if i and turn["role"] == "assistant" and not is_blank(turn)]
@@ -156,17 +156,17 @@ class Template:
         return Rendering(writing.text, answers, *writing.spelled(self._special))
 
     def special_token_in(self, conversation: Conversation) -> str | None:
-        """A special token that somebody spelled out in a conversation, the first one; None if nobody did."""
+        """Find the first special token that is spelled out in a conversation; None if there is none."""
         found = self._special.first_in(conversation.turns, conversation.tools)
         return found and found[0]
 
     def _formatted(self, turn: Turn) -> Turn:
-        """The turn with its content and the arguments of its calls in a form that the template writes."""
+        """Convert the turn's content and the arguments of its calls to a form that the template renders."""
         if "tool_calls" in turn and not self._takes_objects:
             turn = {**turn, "tool_calls": [_with_text_arguments(call) for call in turn["tool_calls"]]}
         content = turn["content"]
         if isinstance(content, list) and not self._takes_parts:
-            # A newline between parts, as vLLM has it for such templates.
+            # Join parts with newlines, as vLLM does for such templates.
             return {**turn, "content": "\n".join(part["text"] for part in content)}
         if isinstance(content, str) and not self._takes_strings and self._takes_parts:
             return {**turn, "content": [{"type": "text", "text": content}]}
@@ -178,14 +178,14 @@ class Template:
 
     @cached_property
     def _takes_parts(self) -> bool:
-        """Whether a list of text parts is written as text, and not as Python or JSON shows a list."""
+        """Tell if a list of text parts is rendered as text, and not as its Python or JSON form."""
         parts = [{"type": "text", "text": f"{MARKER}{i}"} for i in range(2)]
         written = self._tried({"role": "user", "content": parts})
         return all(f"{MARKER}{i}" in written for i in range(2)) and "'text'" not in written and '"text"' not in written
 
     @cached_property
     def _takes_objects(self) -> bool:
-        """Whether arguments of calls may be objects: some templates write them as they are, and want their JSON."""
+        """Tell if arguments of calls may be objects: some templates insert them verbatim, and need JSON strings."""
         call = {"id": "000000000", "type": "function", "function": {"name": MARKER, "arguments": {}}}
         question, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": None}
         objects = self._tried(question, {**answer, "tool_calls": [call]})
@@ -201,7 +201,7 @@ class Template:
 
 
 class _Writing:
-    """One conversation, rendered as often as it takes."""
+    """One conversation with its renderings."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, turns: list[Turn], tools: list[Any] | None) -> None:
         self.tokenizer = tokenizer
@@ -210,7 +210,7 @@ class _Writing:
         self.text = self._write(turns)
         try:
             self.text.encode("utf-8")
-        except UnicodeEncodeError as error:  # in tools or tool calls, whose strings nobody has looked at
+        except UnicodeEncodeError as error:  # in tools or tool calls, whose strings are not checked before
             raise BadLineError(
                 f"found half of a surrogate pair at character {error.start} of what the template writes, expected text"
             ) from error
@@ -219,24 +219,24 @@ class _Writing:
         return _write(self.tokenizer, turns, self.tools, add_generation_prompt=add_generation_prompt)
 
     def spelled(self, special: SpecialTexts) -> tuple[list[Span], int]:
-        """Where in the text people spelled special tokens out; or none, and how many they spelled."""
+        """Locate spelled-out special tokens in the text; return no positions but their number if that fails."""
         conversation = [self.turns, self.tools]
         if special.first_in(*conversation) is None:
             return [], 0
         try:
             turns, tools = special.hidden(conversation)
             text, spans = shown_again(_write(self.tokenizer, turns, tools))
-        except (BadLineError, RecursionError):  # a template may look for a special token, and miss it
+        except (BadLineError, RecursionError):  # a template may search for a special token that was replaced
             return [], special.count_in(*conversation)
         return (spans, 0) if text == self.text else ([], special.count_in(*conversation))
 
     def check_tools(self) -> None:
-        """A template without tools writes a prompt without them, and nobody would notice."""
+        """Refuse tools if the template does not support them: it would silently omit them from the prompt."""
         for tool in self.tools or ():
             self._check_written("the tool", tool.get("function", tool)["name"], 0, len(self.text))
 
     def answer(self, index: int) -> Answer:
-        """The place of one assistant turn."""
+        """Locate one assistant turn."""
         prompt = self._write(self.turns[:index], add_generation_prompt=True)
         finished = self.text if index == len(self.turns) - 1 else self._write(self.turns[: index + 1])
         begins, ends = self.text.startswith(prompt), self.text.startswith(finished)
@@ -259,7 +259,7 @@ class _Writing:
         return Answer(start, end, by_content=not (begins and ends))
 
     def _place(self, index: int, key: str) -> tuple[int, int] | None:
-        """From where to where the template writes what a turn has under ``key``; None if it does not write it."""
+        """Locate a turn's value of ``key`` in the rendering; None if the template does not write it."""
         value = plain(self.turns[index][key])
         marked = self._write(self._marked(index, key))
         before, _, after = marked.partition(MARKER)
@@ -278,7 +278,7 @@ class _Writing:
         return [*self.turns[:index], {**self.turns[index], key: marker}, *self.turns[index + 1 :]]
 
     def _behind_content(self, index: int, end: int) -> int:
-        """How many characters behind a turn's content belong to it: those that stand there when nothing follows."""
+        """Count characters behind a turn's content that belong to it: those that are there when nothing follows."""
         alone = self._write(self._marked(index, "content")[: index + 1])
         behind = alone.partition(MARKER)[2]
         if alone.count(MARKER) != 1 or not self.text.startswith(behind, end):
@@ -294,11 +294,11 @@ class _Writing:
         )
 
     def _check_answer(self, index: int, start: int, end: int) -> None:
-        """What the template leaves out of the turn would silently not be learned."""
+        """Refuse a turn of which the template omits a part: it would silently not be trained on."""
         turn = self.turns[index]
         for call in turn.get("tool_calls", ()):
             self._check_written(f"turn {index}'s call of", call.get("function", call)["name"], start, end)
-        # Of earlier turns templates strip the thinking on purpose.
+        # Templates strip the thinking of earlier turns on purpose.
         if index == len(self.turns) - 1 and "reasoning_content" in turn:
             self._check_written(f"turn {index}'s 'reasoning_content'", turn["reasoning_content"].strip(), start, end)
 
@@ -317,14 +317,14 @@ def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain(content: Any) -> str:
-    """The text of a content: a string, a list of text parts, or None."""
+    """Return the text of a content: a string, a list of text parts, or None."""
     if isinstance(content, list):
         return "".join(part["text"] for part in content)
     return content or ""
 
 
 def is_blank(turn: Turn) -> bool:
-    """Whether a turn says nothing and calls nothing."""
+    """Return True if a turn has neither text nor tool calls."""
     return not plain(turn["content"]).strip() and "tool_calls" not in turn and "reasoning_content" not in turn
 
 
@@ -341,6 +341,6 @@ def _write(
                 turns, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
             )
         )
-    except Exception as error:  # a template is a program: what it raises for a conversation is up to it
+    except Exception as error:  # a template is a program and may raise anything
         roles = [turn["role"] for turn in turns]
         raise BadLineError(f"found the roles {roles}, which the chat template refuses: {error}") from error

@@ -1,4 +1,4 @@
-"""Plain text for language modeling: every token of the files predicted once.
+"""Read plain text for language modeling: every token of the files is predicted once.
 
 The files are tokenized, joined with the EOS token, and cut into contiguous blocks of ``block_length`` inputs. Labels
 are the next tokens of the stream, so a block's last label is the next block's first input: of N tokens, N - 1 are
@@ -25,16 +25,16 @@ from data.tokens import named_errors
 
 PIECE = 1 << 17  # characters: a whole file in one call would use one core, and some 200 bytes of memory per character
 PIECES = 8  # tokenized in one call
-CHUNK = 1 << 20  # bytes of a file that are read at a time
-LONGEST = 1 << 26  # characters without a place to cut: some 13 GB of memory on every rank
-WINDOW = 1 << 12  # characters on both sides of a cut, at most, that are tokenized together and apart
-TRIES = 100  # cuts between words before the rest stays in one piece: a tokenizer may take none
+CHUNK = 1 << 20  # bytes of a file read at a time
+LONGEST = 1 << 26  # characters without a safe cut: some 13 GB of memory on every rank
+WINDOW = 1 << 12  # most characters on each side of a cut that are tokenized together and apart
+TRIES = 100  # cuts tried between words before the rest stays in one piece: a tokenizer may allow none
 LINE_ENDS = re.compile(r"(?<=\S\n)(?=[^\W_])")
 WORD_ENDS = re.compile(r"(?<=\S\n)(?=[^\W_])|(?<=[^\W_])(?= [^\W_])")
 
 
 class TogetherError(DataError):
-    """A text is too long to be tokenized as a whole, and cannot be cut."""
+    """Error of a text that is too long to be tokenized as a whole, and cannot be cut."""
 
 
 def read_text(
@@ -46,7 +46,7 @@ def read_text(
     progress: bool = False,
 ) -> list[Sample]:
     """Read UTF-8 text files into blocks of ``block_length`` positions, in order.
-    ``special_tokens`` says what becomes of those that the files spell out.
+    ``special_tokens``: treatment of special tokens that the files spell out.
 
     Raises:
         DataError: a file is missing, empty or not UTF-8, there is no EOS to join files with, or fewer than two tokens.
@@ -62,7 +62,7 @@ def read_text(
     if special_tokens == "refuse":
         for path in paths:
             _refuse_special_tokens(path, backend, SpecialTexts(tokenizer))
-    tokens, ends = array("i"), []  # grows where it lies: parts that are joined are in memory twice
+    tokens, ends = array("i"), []  # grows in place: concatenating parts would hold them in memory twice
     for index, path in enumerate(paths):
         if index:
             tokens.append(eos)
@@ -73,7 +73,7 @@ def read_text(
         raise DataError(
             f"{', '.join(map(str, paths))}: found {len(stream)} tokens, expected at least 2 (one to predict)"
         )
-    # A block belongs to the file of its first token; the EOS between two files counts for the first of them.
+    # A block belongs to the file of its first token; the EOS between two files belongs to the first of them.
     names = [str(path) for path in paths]
     return [
         Sample(
@@ -97,7 +97,7 @@ def _add_tokens(tokens: array, path: Path, backend: Tokenizer, progress: bool) -
 
 
 def _refuse_special_tokens(path: Path, backend: Tokenizer, special: SpecialTexts) -> None:
-    """Raise DataError if a file spells a special token out. No piece ends inside one."""
+    """Raise DataError if a file spells out a special token. No piece ends inside one."""
     line = 1
     for piece in _pieces(path, backend):
         if token := special.first_in(piece):
@@ -109,7 +109,7 @@ def _refuse_special_tokens(path: Path, backend: Tokenizer, special: SpecialTexts
 
 
 def _pieces(path: Path, backend: Tokenizer) -> Iterator[str]:
-    """The file's text in pieces, of which a few are in memory."""
+    """Yield the file's text in pieces, with only a few in memory."""
     try:
         yield from split(_texts(path), backend, PIECE)
     except TogetherError as error:
@@ -133,12 +133,12 @@ def _texts(path: Path) -> Iterator[str]:
 
 
 def split(texts: Iterable[str], backend: Tokenizer, size: int) -> Iterator[str]:
-    """Cut a text, which comes in parts, into pieces of at least ``size`` characters, whose tokens are its own.
+    """Cut a text, given in parts, into pieces of at least ``size`` characters that tokenize as the whole text does.
 
-    Cuts only where no common pre-tokenizer looks across: between a line's newline and a following letter or digit, or
-    where no line ends in twice ``size``, between a word and the space before the next. And only where what stands
-    around the cut comes out the same together and apart. A tokenizer that puts a prefix before every text it is given
-    never does: its text stays in one piece, and one of more than `LONGEST` characters is a TogetherError.
+    Cuts only where common pre-tokenizers do not look across: between a line's newline and a following letter or digit,
+    or if no line ends within twice ``size``, between a word and the space before the next. The text around the cut must
+    also tokenize the same together and apart. This never holds for a tokenizer that adds a prefix to every text: the
+    text stays in one piece, and one of more than `LONGEST` characters is a TogetherError.
     """
     held, start = "", 0
     for text in chain(texts, [None]):
@@ -155,7 +155,7 @@ def split(texts: Iterable[str], backend: Tokenizer, size: int) -> Iterator[str]:
 
 
 def _next_cut(text: str, start: int, size: int, backend: Tokenizer, *, last: bool) -> int | None:
-    """Where the piece that begins at ``start`` ends; None: at the end of the text, or unless ``last`` after it."""
+    """Find the end of the piece that begins at ``start``; None: at the end of the text, or after it unless ``last``."""
     known = len(text) if last else len(text) - WINDOW
     if known < start + 2 * size and not last:
         return None

@@ -1,8 +1,7 @@
-"""Texts to tokens with the characters that each stands for, a bounded number of characters at a time.
+"""Tokenize texts with character offsets, a bounded number of characters at a time.
 
-A tokenizer takes about 200 bytes of memory per character while it works, some 400 where its tokens are single
-characters. So what is tokenized together is bounded, and a text that is far too long to be a sample is found out from
-its beginning.
+A tokenizer takes about 200 bytes of memory per character while it works, some 400 if its tokens are single characters.
+So batches are bounded, and a text that is far too long for a sample is detected from its beginning.
 """
 
 from bisect import bisect_left
@@ -22,31 +21,31 @@ from data.template import Span, SpecialTexts
 T = TypeVar("T")
 
 TEXTS = 1024  # tokenized at a time: enough for all cores
-CHARACTERS = 2**20  # tokenized at a time, where not one text alone is longer
+CHARACTERS = 2**20  # tokenized at a time, unless a single text is longer
 
 
 class TokenizerError(DataError):
-    """A tokenizer does not take a text."""
+    """Error of a text that the tokenizer refuses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """A text's tokens, and the characters ``[left, right)`` of each; `Encoding` builds both anew at every access."""
+    """Tokens of a text, and the characters ``[left, right)`` of each; `Encoding` rebuilds both at every access."""
 
     ids: list[int]
     offsets: list[Span]
 
 
 class OffsetTokenizer:
-    """A fast tokenizer that adds nothing to a text.
+    """Fast tokenizer that adds nothing to a text.
 
     Args:
         tokenizer: the model's.
-        spelled_as_text: take special tokens that people spelled out as the text that they are.
+        spelled_as_text: treat special tokens that are spelled out in contents as plain text.
 
     Attributes:
-        special: ids of the special tokens. What may end a turn is among them: ``<|im_end|>`` is a special token in
-            Qwen's tokenizers even where EOS is another one.
+        special: ids of the special tokens, including end-of-turn tokens: ``<|im_end|>`` is a special token in Qwen's
+            tokenizers even if EOS is another one.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, spelled_as_text: bool = False) -> None:
@@ -58,35 +57,35 @@ class OffsetTokenizer:
             self._as_text.encode_special_tokens = True
 
     def batch(self, texts: list[str]) -> Iterator[Tokens]:
-        """The tokens of several texts, on all cores, special tokens that are spelled out kept.
+        """Tokenize several texts on all cores; spelled-out special tokens stay special.
 
         Raises:
-            TokenizerError: one of them is refused.
+            TokenizerError: the tokenizer refuses a text.
         """
         with named_errors():
             return map(_tokens, self._backend.encode_batch(texts, add_special_tokens=False))
 
     def is_longer(self, text: str, tokens: int) -> bool:
-        """Whether a text has more than ``tokens`` tokens for certain, seen without tokenizing all of a long one.
+        """Return True if a text certainly has more than ``tokens`` tokens, without tokenizing all of a long one.
 
-        The beginning of a text may have other tokens than the text, at its end, but not twice as many.
+        A prefix of the text may tokenize differently at its end, but never to twice as many tokens.
         """
         size = max(CHARACTERS, 8 * tokens)
         return len(text) > size and len(self.one(text[:size]).ids) > 2 * tokens
 
     def one(self, text: str, spelled: Sequence[Span] = ()) -> Tokens:
-        """The tokens of a text. Raises TokenizerError as above, and BadLineError as below."""
+        """Tokenize a text. Raises TokenizerError as `batch`, and BadLineError as `with_text`."""
         with named_errors():
             tokens = _tokens(self._backend.encode(text, add_special_tokens=False))
         return self.with_text(text, tokens, spelled)
 
     def with_text(self, text: str, tokens: Tokens, spelled: Sequence[Span]) -> Tokens:
-        """The tokens of a text with the special tokens at ``spelled`` taken as text, if that is wanted.
+        """Retokenize the special tokens at ``spelled`` as plain text, if ``spelled_as_text``.
 
-        Between two special tokens a text is tokenized by itself, so only there it is tokenized anew.
+        Text between two special tokens is tokenized independently, so only these ranges are tokenized again.
 
         Raises:
-            BadLineError: this tokenizer looks beyond special tokens.
+            BadLineError: this tokenizer merges across special tokens.
         """
         theirs = set(self.spelled_at(tokens, spelled)) if self._as_text is not None else set()
         if not theirs:
@@ -104,11 +103,11 @@ class OffsetTokenizer:
         return Tokens(ids, offsets)
 
     def spelled_at(self, tokens: Tokens, spelled: Sequence[Span]) -> list[int]:
-        """The indices of the special tokens that people spelled out: ``spelled`` says where, in order."""
+        """Return the indices of special tokens spelled out in contents, located by ``spelled`` in order."""
         starts = [start for start, _ in spelled]
 
         def spelled_out(left: int, right: int) -> bool:
-            before = bisect_left(starts, right)  # so many begin before this token ends
+            before = bisect_left(starts, right)  # number of spans that begin before this token ends
             return before > 0 and spelled[before - 1][1] > left
 
         return [
@@ -118,7 +117,7 @@ class OffsetTokenizer:
         ]
 
     def _as_text_alone(self, text: str, shift: int, expected: list[int]) -> Tokens:
-        """What stands between two special tokens of the template, as text; ``expected``: its ids as it is now."""
+        """Tokenize the text between two special tokens of the template; ``expected``: its current ids."""
         assert self._as_text is not None
         if self._backend.encode(text, add_special_tokens=False).ids != expected:
             raise BadLineError(
@@ -129,7 +128,7 @@ class OffsetTokenizer:
 
 
 def in_groups(texts: Iterable[T], count: int, characters: int, length: Callable[[Any], int] = len) -> Iterator[list[T]]:
-    """Texts in groups of at most ``count``, and of at most so many characters where not one alone has more."""
+    """Group texts into at most ``count``, and at most ``characters`` characters unless a single text is longer."""
     group: list[T] = []
     total = 0
     for text in texts:
@@ -144,10 +143,10 @@ def in_groups(texts: Iterable[T], count: int, characters: int, length: Callable[
 
 @contextmanager
 def named_errors(where: str = "") -> Iterator[None]:
-    """Turn what a tokenizer raises into `TokenizerError`."""
+    """Convert exceptions of a tokenizer to `TokenizerError`."""
     try:
         yield
-    except BaseException as error:  # where it panics, its error is no Exception
+    except BaseException as error:  # a panic is not an Exception
         if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
             raise
         what = str(error) or type(error).__name__

@@ -1,17 +1,17 @@
-"""Bits where they count: measure what each part of a model costs under several schemes, and write a mixed recipe.
+"""Allocate bits per part (mixed precision): measure each part's cost under several schemes, and write a mixed recipe.
 
     deepspeed --num_gpus 8 launch/allocate.py --config launch/recipes/qwen3_4b.yaml \
         --schemes w2a16_g32 w4a16_g32 --budget_bits 2.75 --out mixed.yaml
     deepspeed --num_gpus 8 launch/train.py --config launch/recipes/qwen3_4b.yaml --config mixed.yaml
 
-For each scheme the model of the recipe is read and quantized as ``launch/calibrate.py`` does, and each part (layers
-that serving runs as one, or the experts of a MoE layer) is quantized alone: what this does to the logits of
-``--batches`` micro-batches per rank is its cost. The parts get the schemes with which the costs add up to least, while
-the weights have at most ``--budget_bits`` bits on average, scales included. Then the recipe is measured as it is.
+For each scheme the model of the recipe is loaded and quantized as ``launch/calibrate.py`` does, and each part (layers
+that serving fuses, or the experts of a MoE layer) is quantized alone: its cost is the effect on the logits of
+``--batches`` micro-batches per rank. The schemes of the parts minimize the sum of the costs, while the weights have at
+most ``--budget_bits`` bits on average, scales included. Then the mixed recipe is measured as a whole.
 
-As many forwards per scheme and sample as there are parts, and a reading of the model for each scheme. All of it is with
-the nearest codes: ``quant.init: gptq`` moves weights, so that the original would not be there to compare with.
-It is for the run that the recipe is written for.
+Takes as many forwards per scheme and sample as there are parts, and one load of the model per scheme. Costs are always
+measured with round-to-nearest: ``quant.init: gptq`` changes weights, so that the original would not be there to compare
+with. GPTQ is for the training run with the written recipe.
 """
 
 import sys
@@ -43,8 +43,8 @@ from tools.allocation.allocation import Part, allocate, check_budget, rules_of
 from tools.allocation.sensitivity import divergences, parts_of
 from tools.memory.model import meta_student
 
-MIXED = "mixed"  # the row of the recipe that is written
-NEAREST = ["--quant.init", "rtn"]  # GPTQ moves the weights that costs are measured from
+MIXED = "mixed"  # table row of the written recipe
+NEAREST = ["--quant.init", "rtn"]  # GPTQ changes the weights that costs are measured from
 
 
 def main() -> None:
@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def options() -> tuple[argparse.Namespace, list[str]]:
-    """The options of this script, and the words that are the recipe's."""
+    """Parse the options of this script, and return the rest, which belong to the recipe."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -96,7 +96,7 @@ def options() -> tuple[argparse.Namespace, list[str]]:
 
 
 def check_options(recipes: Mapping[str, Recipe], budget_bits: float) -> None:
-    """Refuse schemes that do not suit each other or the budget, from shapes alone; a collective."""
+    """Refuse schemes that conflict with each other or the budget, from shapes alone; a collective."""
     parts: list[Part] = []
     for name, recipe in recipes.items():
         student = meta_student(recipe)
@@ -113,7 +113,7 @@ def check_options(recipes: Mapping[str, Recipe], budget_bits: float) -> None:
 
 
 def opened(recipe: Recipe, context: RunContext) -> tuple[Session, Loader]:
-    """The quantized model in its engine, with all scales in place; a collective."""
+    """Build the quantized model in its engine, with all scales in place; a collective."""
     loader, _ = build_loader(recipe, context.tokenizer)
     session = build_session(recipe, context, None, loader.first, optimizer=False)
     if session.uncalibrated:
@@ -123,13 +123,13 @@ def opened(recipe: Recipe, context: RunContext) -> tuple[Session, Loader]:
 
 
 def cost_of_all(session: Session, loader: Loader, batches: int) -> float:
-    """The cost of all layers quantized together; a collective."""
+    """Measure the cost of all layers quantized together; a collective."""
     layers = [*session.quantization.layers]
     return divergences(session.engine, session.quantization, [layers], loader.first(batches), session.device)[0]
 
 
 def measured(recipe: Recipe, context: RunContext, scheme: str, batches: int) -> tuple[list[Part], float]:
-    """The parts with their costs under a scheme, and the cost of all layers together; a collective."""
+    """Measure the parts' costs under a scheme, and the cost of all layers together; a collective."""
     session, loader = opened(recipe, context)
     quantization = session.quantization
     parts = parts_of(session.model, quantization, scheme, DTYPES[recipe.model.dtype])
@@ -139,14 +139,14 @@ def measured(recipe: Recipe, context: RunContext, scheme: str, batches: int) -> 
 
 
 def joined(parts: Sequence[Part], more: Sequence[Part]) -> list[Part]:
-    """The same parts, with the options of both."""
+    """Merge the options of the same parts."""
     if not parts:
         return [*more]
     return [replace(one, options={**one.options, **other.options}) for one, other in zip(parts, more, strict=True)]
 
 
 def table(parts: Sequence[Part], schemes: Sequence[str], costs: Mapping[str, float]) -> str:
-    """What was measured and chosen, as Markdown."""
+    """Format measurements and choice as Markdown."""
     names = [name for name in costs if name != MIXED]
     lines = ["| part | weights | " + " | ".join(names) + " | chosen |", "| --- " * (len(names) + 3) + "|"]
     for part, chosen in zip(parts, schemes, strict=True):

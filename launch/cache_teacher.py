@@ -3,7 +3,7 @@
     deepspeed --num_gpus 8 launch/cache_teacher.py --config R.yaml [--out DIR] [--section.field value ...]
 
 Reads ``model`` (for its tokenizer), ``data``, ``loss.teacher`` and ``loss.top_k`` of the recipe; under ZeRO stage 3
-the teacher is sharded. DIR is ``loss.teacher_cache`` unless it is given, and must lie on a disk that all ranks see.
+the teacher is sharded. DIR defaults to ``loss.teacher_cache``, and must be on a disk shared by all ranks.
 Training with the same recipe and ``loss.teacher_cache: DIR`` then reads it.
 """
 

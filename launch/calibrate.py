@@ -1,9 +1,9 @@
-"""Measure scales and write a PTQ checkpoint, without training: the recipe's model, scheme, data and export section.
+"""Measure scales and write a PTQ checkpoint, without training; reads the recipe's model, scheme, data and export.
 
     deepspeed --num_gpus 8 launch/calibrate.py --config launch/recipes/qwen3_4b.yaml --export.dir ptq/qwen3_4b
 
 Weight scales come from the partitions, activation scales from ``quant.calibration_batches`` micro-batches per rank, all
-in place under the recipe's ZeRO stage. The result is served as it is, and is what ``quant.scales`` reads.
+in place under the recipe's ZeRO stage. The result can be served directly, and read by ``quant.scales``.
 """
 
 import sys
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def calibrate(recipe: Recipe) -> None:
-    """Measure what the recipe's scheme needs and write the PTQ checkpoint."""
+    """Measure the scales that the recipe's scheme needs and write the PTQ checkpoint."""
     check_export(recipe)
     context = start_ranks(recipe)
     loader, _ = build_loader(recipe, context.tokenizer)

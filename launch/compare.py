@@ -1,12 +1,12 @@
-"""bf16, PTQ and QAT in one table: figures, the share of PTQ's loss that QAT recovered, sizes of the weights.
+"""Compare bf16, PTQ and QAT in one table: metrics, the share of PTQ's loss that QAT recovered, sizes of the weights.
 
     python launch/compare.py --bf16 FT --ptq w4=ptq/w4 --qat w4=runs/w4/export [--ptq w2=... --qat w2=...] --text FILE
     python launch/compare.py --bf16 FT --ptq w4=ptq/w4 --qat w4=runs/w4/export --results a.json --results b.json
 
 ``--bf16`` is the unquantized model that PTQ quantized; for a fair share it was trained for as long as QAT. Directories
 whose results are in a file of ``--results`` (of ``launch/evaluate.py --json``, or an earlier comparison) are not
-evaluated again and need not be on this machine; the others are asked ``--text`` and ``--tasks``, as by
-``launch/evaluate.py``, on as many ranks. Figures that were measured on different data are refused.
+evaluated again and need not be on this machine; the others are evaluated on ``--text`` and ``--tasks``, as by
+``launch/evaluate.py``, on as many ranks. Metrics that were measured on different data are refused.
 
 Written to ``--out``: compare.md, compare.png, and compare.json with all results.
 """
@@ -29,7 +29,7 @@ from tools.evaluation.results import Evaluation, read_evaluations
 
 
 def main() -> None:
-    """Evaluate what has no results yet; print and write the comparison."""
+    """Evaluate checkpoints without results; print and write the comparison."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bf16", required=True, metavar="DIR", help="the unquantized checkpoint")
     parser.add_argument("--ptq", type=named, action="append", default=[], metavar="NAME=DIR", help="repeatable")
@@ -56,7 +56,7 @@ def main() -> None:
             for directory in missing:
                 say(f"evaluate: {directory}")
                 known[directory] = evaluate_checkpoint(directory, questions, device)
-                # After each: what was measured is not lost with the next, or with figures that are not comparable.
+                # After each: a later failure, or metrics that cannot be compared, must not lose results.
                 done = [known[name] for name in missing if name in known]
                 write_results(arguments.out / "compare.json", done)
         comparison = Comparison(
@@ -73,10 +73,10 @@ def main() -> None:
 
 
 def named(text: str) -> tuple[str, str]:
-    """The two parts of an option like ``NAME=DIR``.
+    """Parse an option like ``NAME=DIR``.
 
     Raises:
-        argparse.ArgumentTypeError: one of them is missing.
+        argparse.ArgumentTypeError: name or directory is missing.
     """
     name, equals, directory = text.partition("=")
     if not (name and equals and directory):
@@ -85,7 +85,7 @@ def named(text: str) -> tuple[str, str]:
 
 
 def unique(parser: argparse.ArgumentParser, option: str, pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """The directories of an option by their names; ends the process if a name is given twice."""
+    """Map names of an option to directories; exits if a name is repeated."""
     found: dict[str, str] = {}
     for name, directory in pairs:
         if name in found:
@@ -95,10 +95,10 @@ def unique(parser: argparse.ArgumentParser, option: str, pairs: Sequence[tuple[s
 
 
 def read_results(files: Sequence[Path]) -> dict[str, Evaluation]:
-    """The evaluations in all files, by the directory of the checkpoint that was evaluated.
+    """Read the evaluations in all files, by the directory of the evaluated checkpoint.
 
     Raises:
-        ValueError: no such file or another kind of file, or two results of one directory that differ.
+        ValueError: a file is missing or of another kind, or two results of one directory differ.
     """
     found: dict[str, Evaluation] = {}
     for file in files:
@@ -109,7 +109,7 @@ def read_results(files: Sequence[Path]) -> dict[str, Evaluation]:
 
 
 def check_missing(directories: Sequence[str], *, asked: bool) -> None:
-    """Refuse what can neither be looked up nor evaluated.
+    """Refuse directories that have neither results nor can be evaluated.
 
     Raises:
         ValueError: names the directories.

@@ -1,8 +1,8 @@
-"""What a script does before it imports torch and DeepSpeed, which takes many seconds: a wrong ``model.path`` ends it,
-and Ctrl-C while it imports, or a transformers that is too old, is one line.
+"""Fail early, before the slow import of torch and DeepSpeed: check ``model.path``, and reduce Ctrl-C or a transformers
+that is too old to one line.
 
-A wrong path is the mistake that people make most. All else is found by reading the recipe
-(:mod:`engine.config.reading`), which knows every option; what cannot be understood here is left to that.
+A wrong path is the most frequent mistake. All other options are checked by reading the recipe
+(:mod:`engine.config.reading`); command lines that this module cannot parse are left to it.
 """
 
 import os
@@ -16,20 +16,19 @@ import yaml
 
 from engine.config.errors import checkpoint_problems
 
-GRACE_SECONDS = 1.0  # for the rank that prints, before another's end makes the launcher end them all
+GRACE_SECONDS = 1.0  # for the rank that prints, before another's exit makes the launcher end them all
 
 
 def end_quietly() -> None:
-    """From here on Ctrl-C, and a transformers that is too old, end the process with a line of local rank 0's, instead
-    of the traceback of an import.
+    """Install an excepthook: Ctrl-C, or a transformers that is too old, ends the process with one line on local rank 0.
 
-    Any other exception that nobody catches has its traceback.
+    Any other uncaught exception keeps its traceback.
     """
     sys.excepthook = _say
 
 
 def _say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    # A path says that transformers was found, and broke.
+    # A path means that transformers was found, but its import failed.
     too_old = isinstance(error, ImportError) and error.name == "transformers" and error.path is None
     if not too_old and not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
@@ -40,7 +39,7 @@ def _say(kind: type[BaseException], error: BaseException, trace: TracebackType |
 def check_model_path(argv: Sequence[str] | None = None) -> None:
     """Exit with code 2, and one line of local rank 0's, unless the last ``model.path`` is a directory with config.json.
 
-    Several machines are left to the reading of the recipe: what one of them lacks, the others must hear.
+    Launches on several machines are checked when the recipe is read: a file missing on one is reported to all ranks.
     """
     arguments = sys.argv[1:] if argv is None else argv
     world = os.environ.get("WORLD_SIZE", "1")
@@ -58,7 +57,7 @@ def check_model_path(argv: Sequence[str] | None = None) -> None:
 
 
 def _model_path(arguments: Sequence[str]) -> str | None:
-    """What the command line says of ``model.path``, the last that does; None where it is not plain."""
+    """Return the last ``model.path`` of the command line; None if it cannot be determined."""
     found = None
     words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--") else [word])]
     for option, value in pairwise(words):
@@ -67,7 +66,7 @@ def _model_path(arguments: Sequence[str]) -> str | None:
         if option == "--model.path":
             found = value
         elif option == "--config":
-            if not os.path.isfile(value):  # a pipe would be read for ever
+            if not os.path.isfile(value):  # reading a pipe would block or consume it
                 return None
             try:
                 with open(value, encoding="utf-8") as file:

@@ -1,15 +1,15 @@
-"""Perplexity of a text, and tasks of lm-evaluation-harness, of plain and compressed checkpoints.
+"""Evaluate plain and compressed checkpoints: perplexity of a text, and tasks of lm-evaluation-harness.
 
     python launch/evaluate.py --model DIR [--model DIR2 ...] --text FILE
     python launch/evaluate.py --model DIR --tasks hellaswag,arc_easy [--task_dir FOLDER] [--limit 200] [--num_fewshot 5]
     deepspeed --num_gpus 8 launch/evaluate.py --model DIR --text FILE --sharded
 
 A directory is a plain Hugging Face checkpoint or a compressed one (a PTQ or QAT export), which is computed with the
-arithmetic of training. With several ranks the work is shared out; with ``--sharded`` the weights of a plain checkpoint
-too (ZeRO-3). ``--json FILE`` keeps the results for ``launch/compare.py``.
+numerics of training. Several ranks share the work, and with ``--sharded`` also the weights of a plain checkpoint
+(ZeRO-3). ``--json FILE`` keeps the results for ``launch/compare.py``.
 
-Tasks need lm-evaluation-harness (pip install lm-eval==0.4.13), and those that compare log-likelihoods can be run. It
-fetches its data from the Hugging Face Hub; with --task_dir it is taken from task files and data in a folder.
+Tasks need lm-evaluation-harness (pip install lm-eval==0.4.13); only tasks that compare log-likelihoods are supported.
+Its data comes from the Hugging Face Hub; with --task_dir, from task files and data in a folder.
 """
 
 import sys
@@ -28,7 +28,7 @@ from tools.evaluation.results import Evaluation, check_writable, write_evaluatio
 
 
 def main() -> None:
-    """Evaluate every model and print a table row for each of them and each task."""
+    """Evaluate every model and print table rows per model and task."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, action="append", required=True, help="checkpoint directory; repeatable")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
@@ -48,11 +48,11 @@ def main() -> None:
             found.append(evaluate_checkpoint(directory, questions, device))
             say("\n".join(lines(found[-1], arguments.text is not None, first=len(found) == 1)))
             if arguments.json is not None:
-                write_results(arguments.json, found)  # after each: what was measured is not lost with the next
+                write_results(arguments.json, found)  # after each: a later failure must not lose results
 
 
 def add_questions(parser: argparse.ArgumentParser) -> None:
-    """The options that say what is measured, and how."""
+    """Add the options that select what is measured, and how."""
     parser.add_argument("--text", type=Path, metavar="FILE", help="perplexity of this UTF-8 text file")
     parser.add_argument("--tokens", type=int, help="only the first so many tokens of the text")
     parser.add_argument("--tasks", help="tasks or groups of lm-evaluation-harness, separated by commas")
@@ -73,7 +73,7 @@ def add_questions(parser: argparse.ArgumentParser) -> None:
 
 
 def check_questions(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    """End the process with a message if an option of :func:`add_questions` is out of bounds or without use."""
+    """Exit with a message if an option of :func:`add_questions` is out of bounds or without effect."""
     for name, least in (("tokens", 1), ("limit", 1), ("num_fewshot", 0), ("length", 1), ("batch_size", 1)):
         value = getattr(arguments, name)
         if value is not None and value < least:
@@ -84,10 +84,10 @@ def check_questions(parser: argparse.ArgumentParser, arguments: argparse.Namespa
 
 
 def read_questions(arguments: argparse.Namespace) -> Questions:
-    """The questions that the options ask. Tasks are looked up here, before any model is loaded.
+    """Convert the options to questions. Tasks are looked up here, before any model is loaded.
 
     Raises:
-        RankError: on every rank: no lm-evaluation-harness, or a task that cannot be run.
+        RankError: on every rank: lm-evaluation-harness is missing, or a task cannot be run.
     """
     tasks = None
     if arguments.tasks is not None:
@@ -112,7 +112,7 @@ def read_questions(arguments: argparse.Namespace) -> Questions:
 
 
 def check_results(path: Path, option: str) -> None:
-    """Refuse a file for results that rank 0 cannot write; a collective.
+    """Refuse a results file that rank 0 cannot write; a collective.
 
     Raises:
         RankError: on every rank: names the option and the file.
@@ -134,7 +134,7 @@ def write_results(path: Path, found: Sequence[Evaluation]) -> None:
 
 
 def lines(evaluation: Evaluation, text: bool, *, first: bool) -> list[str]:
-    """The table rows of one model: perplexities if a text was evaluated, and one row per metric of a task."""
+    """Format the table rows of one model: perplexities if a text was evaluated, and one row per metric of a task."""
     rows = []
     figures = dict(evaluation.measurements)
     if text:

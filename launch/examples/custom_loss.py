@@ -1,9 +1,9 @@
-"""A loss of one's own beside the recipe's: the z-loss, which keeps the softmax's normalizer near 1.
+"""Add a custom loss to the recipe's: the z-loss, which keeps the softmax's normalizer near 1.
 
     deepspeed --num_gpus 8 launch/examples/custom_loss.py --config my_recipe.yaml
 
 z = (log sum_v exp(logit_v))^2 per token (Chowdhery et al. 2022, PaLM, arXiv:2204.02311, section 5). It is computed
-where all losses are, on a few tokens' logits at a time; autograd gives its gradient. TensorBoard shows ``loss/z``.
+with the other losses, on a few tokens' logits at a time; autograd computes its gradient. TensorBoard shows ``loss/z``.
 """
 
 from engine.loop import Loop

@@ -1,9 +1,9 @@
-"""Train the plain model first: fake quant is off for a quarter of the run, then comes on for weights, then for all.
+"""Train the plain model first: fake quant is off for a quarter of the run, then on for weights, then for all.
 
     deepspeed --num_gpus 8 launch/examples/fake_quant_later.py --config my_recipe.yaml
 
-While it is off, the scales rest and observers watch the activations; what is switched on is measured first, from the
-weights and activations as they are then.
+While it is off, the scales are inactive and observers watch the activations; scales are measured when they are switched
+on, from the current weights and activations.
 """
 
 from engine.loop import Loop
@@ -16,19 +16,19 @@ steps = recipe.train.steps
 
 @loop.at(step=0)
 def off(state):
-    """The bf16 model trains."""
+    """Train the bf16 model."""
     state.quant.disable()
 
 
 @loop.at(step=steps // 4)
 def weights_on(state):
-    """Weights adapt to their grid, with activations still exact."""
+    """Fake-quantize weights; activations stay unquantized."""
     state.quant.enable(activations=False)
 
 
 @loop.at(step=steps // 2)
 def all_on(state):
-    """From here on the model trains as it will be served."""
+    """Train with serving numerics from here on."""
     state.quant.enable()
     state.set_peak_rates(weights=recipe.optim.lr / 2)
 

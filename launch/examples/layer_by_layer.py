@@ -1,9 +1,9 @@
-"""Progressive quantization: decoder layers are fake-quantized one after the other, the first one first.
+"""Quantize progressively: decoder layers are fake-quantized one after the other, the first one first.
 
     deepspeed --num_gpus 8 launch/examples/layer_by_layer.py --config my_recipe.yaml
 
-The layers that are still exact can make up for the error of those that are not. All of them are quantized after half of
-the run; the other half trains the whole. A layer's scales are measured when its turn comes.
+The layers that are still unquantized can compensate for the error of the others. All are quantized after half of the
+run; the other half trains the whole. A layer's scales are measured when it is switched on.
 """
 
 import re
@@ -19,13 +19,13 @@ loop = Loop(recipe)
 
 @loop.at(step=0)
 def off(state):
-    """Start from the exact model."""
+    """Start from the unquantized model."""
     state.quant.disable()
 
 
 @loop.every(1)
 def next_layers(state):
-    """Switch on what is due: after half of the run everything is."""
+    """Switch on the layers that are due: all of them after half of the run."""
     layers = state.session.quantization.layers
     found = sorted({(int(match[2]), match[1]) for name in layers if (match := LAYER.fullmatch(name))})
     due = min(len(found), len(found) * 2 * state.step // recipe.train.steps)
