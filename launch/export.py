@@ -2,10 +2,9 @@
 
     deepspeed --num_gpus 8 launch/export.py --checkpoint runs/qwen3_4b/checkpoints/step_00001000 --out served/qwen3_4b
 
-The run's recipe lies in the checkpoint. Any number of ranks will do that can hold it. ``--format`` names another layout
-than the recipe's ``export.format``: ``vllm_fp8``, ``dequantized`` for readers of plain checkpoints, ``mlx`` for
-mlx-lm, ``gguf`` for llama.cpp, with ``--template``, ``executorch`` for what is lowered to XNNPACK, or ``peft`` for an
-adapter without its base.
+The run's recipe is read from the checkpoint. Any number of ranks with enough memory will do. ``--format`` overrides the
+recipe's ``export.format``: ``vllm_fp8``, ``dequantized`` for readers of plain checkpoints, ``mlx`` for mlx-lm, ``gguf``
+for llama.cpp, with ``--template``, ``executorch`` for lowering to XNNPACK, or ``peft`` for an adapter without its base.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Where DeepSpeed's launcher is, and how a script starts another one."""
+"""Find DeepSpeed's launcher, and prepare starting other scripts."""
 
 import os
 import shutil
@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def find_launcher() -> str:
-    """The path of ``deepspeed``: beside the interpreter, whose environment need not be active, or in PATH.
+    """Find ``deepspeed``: beside the interpreter, whose environment need not be active, or in PATH.
 
     Raises:
         FileNotFoundError: it is in neither.
@@ -25,7 +25,7 @@ def find_launcher() -> str:
 
 
 def program(command: Sequence[str]) -> str:
-    """The path of what a command starts: that of ``deepspeed`` and ``python`` is of this environment.
+    """Return the path of a command's program; ``deepspeed`` and ``python`` are those of this environment.
 
     Raises:
         FileNotFoundError: there is no such program.
@@ -40,8 +40,8 @@ def program(command: Sequence[str]) -> str:
 
 
 def environment() -> dict[str, str]:
-    """The environment for another script of this project."""
+    """Make the environment for another script of this project."""
     found = {"OMP_NUM_THREADS": "1", **os.environ}
-    # A script's own folder is on Python's path, the project's root is not unless it is installed.
+    # Python's path has a script's own folder, but the project's root only if it is installed.
     found["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), found.get("PYTHONPATH")]))
     return found

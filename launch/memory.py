@@ -1,10 +1,10 @@
-"""Does it fit? Memory per rank and collectives per step of a recipe, for every ZeRO strategy, before anything runs.
+"""Predict memory per rank and collectives per step of a recipe, for every ZeRO strategy, before anything runs.
 
     python launch/memory.py --config launch/recipes/qwen3_30b_a3b.yaml --ranks 8 --gpu_gb 80
     python launch/memory.py --config runs/x/recipe.yaml --measured runs/x/memory.json
 
 Needs the config.json of model.path (and of the teacher); no weights, no data, no GPU. Any option of the recipe can
-follow, as for launch/train.py. With ``--measured`` what a run of it held stands beside the prediction, by item.
+follow, as for launch/train.py. ``--measured`` adds the memory that a run of the recipe measured, by item.
 """
 
 import sys
@@ -69,10 +69,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 def predict_all(
     planner: Planner, names: list[str], ranks: int, gpu_bytes: int | None
 ) -> tuple[list[Prediction], dict[str, str]]:
-    """A prediction for every strategy that this recipe can have, and by name why it cannot have the others.
+    """Predict every strategy that this recipe supports; return by name the reasons against the others.
 
     Raises:
-        DsConfigError: it can have none of them.
+        DsConfigError: it supports none.
     """
     predictions: list[Prediction] = []
     refused: dict[str, str] = {}
@@ -87,7 +87,7 @@ def predict_all(
 
 
 def read(file: Path) -> Measured:
-    """What a run measured.
+    """Read the measurements of a run.
 
     Raises:
         RecipeError: the file is not a memory.json of a run.
@@ -99,10 +99,10 @@ def read(file: Path) -> Measured:
 
 
 def positive(text: str) -> int:
-    """The number in an option that counts ranks.
+    """Parse the value of an option that counts ranks.
 
     Raises:
-        argparse.ArgumentTypeError: it is no number above 0.
+        argparse.ArgumentTypeError: it is not a number above 0.
     """
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}, expected 1 or more")

@@ -1,19 +1,19 @@
-"""From nothing but Python to a trained, quantized, exported and verified model, in a few minutes on two CPU cores.
+"""Train, quantize, export and verify a model from scratch, with only Python, in a few minutes on two CPU cores.
 
     make quickstart            (or: python launch/quickstart.py [--out runs/quickstart])
 
-1. A corpus from text that Python itself ships: the docstrings of its standard library and the language reference behind
-   ``help()``. A tokenizer is trained on it, and a small Qwen3 is made with random weights.
+1. A corpus is made of text that Python ships: the docstrings of its standard library and the language reference behind
+   ``help()``. A tokenizer is trained on it, and a small Qwen3 is created with random weights.
 2. The model is trained by this project's loop with fake quant off.
 3. FT: it is trained a little longer, still unquantized.
 4. For each scheme, PTQ: FT quantized without training. And QAT: the model of step 2 trained with fake quant for as long
    as FT, from its own scales, then exported.
 5. The exports are loaded in transformers and compared with our forward.
-6. One table: perplexity of them all on held-out text, by the served arithmetic.
+6. One table: perplexity of all of them on held-out text, with serving numerics.
 
-Steps 2 to 5 are commands that a user would run, training on two ranks (or all GPUs) under ZeRO-3. FT sees the same data
-in the same order for the same steps as QAT, so the recovered share (PTQ - QAT) / (PTQ - FT) credits nothing to longer
-training.
+Steps 2 to 5 are ordinary user commands, training on two ranks (or all GPUs) under ZeRO-3. FT sees the same data in the
+same order for the same steps as QAT, so longer training does not count in the recovered share
+(PTQ - QAT) / (PTQ - FT).
 """
 
 import sys
@@ -45,7 +45,7 @@ from transformers.utils import logging
 
 from launch.launcher import ROOT, environment, find_launcher, program
 
-SCHEMES = ("fp8_static", "w2a16_g32")  # one that costs nothing, and one where quantizing without training hurts
+SCHEMES = ("fp8_static", "w2a16_g32")  # one almost lossless without training, and one that degrades
 VOCABULARY = 512
 LENGTH = 128
 BASE_STEPS, TUNE_STEPS = 300, 60
@@ -64,7 +64,7 @@ def main() -> None:
     except FileNotFoundError as error:
         parser.exit(1, f"error: {error}\n")
     if not gpus():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else every process warns that it found no GPU
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else every process warns about a missing GPU
     logging.disable_progress_bar()
     began = time.perf_counter()
     shutil.rmtree(out, ignore_errors=True)
@@ -95,13 +95,13 @@ def main() -> None:
 
 
 def gpus() -> int:
-    """How many this machine has for the ranks; DS_ACCELERATOR=cpu leaves them alone."""
+    """Return the number of GPUs for the ranks; 0 with DS_ACCELERATOR=cpu."""
     return torch.cuda.device_count() if os.environ.get("DS_ACCELERATOR", "cuda") == "cuda" else 0
 
 
 @functools.cache
 def training_dtype() -> torch.dtype:
-    """bfloat16; float32 on a CPU without instructions for bfloat16, where a GEMM in it takes up to 50 times as long."""
+    """Return bfloat16; float32 on a CPU without bfloat16 instructions, where its GEMM is up to 50 times slower."""
     if gpus():
         return torch.bfloat16
     seconds = {}
@@ -112,7 +112,7 @@ def training_dtype() -> torch.dtype:
 
 
 def heading(step: int, text: str) -> None:
-    """Print which step begins."""
+    """Print the heading of a step."""
     print(f"\n[{step}/{STEPS}] {text}", flush=True)
 
 
@@ -128,7 +128,7 @@ def make_corpus(out: Path) -> None:
 
 
 def docstrings() -> Iterator[str]:
-    """For each module of the standard library one text, its docstrings; packages and their tests are left out."""
+    """Yield one text per module of the standard library, its docstrings; packages and their tests are skipped."""
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         nodes = ast.walk(ast.parse(path.read_bytes()))
         documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -214,7 +214,7 @@ def write_recipe(out: Path, name: str, *, model: Path, steps: int, lr: float, sc
 
 
 def port_options() -> list[str]:
-    """The launcher's options that choose another port; none unless its default one is in use on this machine."""
+    """Return launcher options for another port; empty unless the default port is in use on this machine."""
     with socket.socket() as default, socket.socket() as free:
         default.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -226,10 +226,10 @@ def port_options() -> list[str]:
 
 
 def call(shown: Sequence[str], log: Path, *, report: bool = False) -> None:
-    """Show a command and run it; if it fails, end this process with the last lines of its log.
+    """Print a command and run it; if it fails, exit with the last lines of its log.
 
-    Progress bars and errors, which are on standard error, go to the terminal and standard output to ``log``; with
-    ``report`` the other way round.
+    Progress bars and errors (standard error) go to the terminal and standard output to ``log``; reversed with
+    ``report``.
     """
     print(f"$ {shlex.join(shown)}", flush=True)
     command = [program(shown), *shown[1:]]
@@ -244,7 +244,7 @@ def call(shown: Sequence[str], log: Path, *, report: bool = False) -> None:
 
 def print_table(out: Path, began: float) -> None:
     """Print perplexity and size of every checkpoint, and the share of PTQ's loss that QAT recovered."""
-    # Not at the top: this imports DeepSpeed, which looks for a GPU (see main).
+    # Not at the top: this imports DeepSpeed, which probes for a GPU (see main).
     from tools.evaluation.compare import Comparison, table, write_comparison
     from tools.evaluation.perplexity import Questions, evaluate_checkpoint
 

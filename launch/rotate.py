@@ -1,11 +1,11 @@
-"""Rotate a checkpoint's weights: the same function, whose inputs have no outliers for a few bits to choke on.
+"""Rotate a checkpoint's weights: the same function, without outliers in the inputs of layers.
 
     python launch/rotate.py --model Qwen/Qwen3-8B --output rotated/qwen3_8b
     deepspeed --num_gpus 8 launch/train.py --config my.yaml --quant.scheme nvfp4_w4a4 --model.path rotated/qwen3_8b
 
-Hadamard matrices with random signs turn the residual stream and the values of each head, and are multiplied into the
-weights, after those of the norms. What comes out is an ordinary checkpoint, which everything reads as it is; nothing is
-computed in addition when the model runs. See docs/rotations.md. Needs no GPU, and the memory of one tensor.
+Hadamard matrices with random signs rotate the residual stream and the values of each head, and are folded into the
+weights, after those of the norms. The result is an ordinary checkpoint for every reader, at no extra cost when the
+model runs. See docs/rotations.md. Needs no GPU, and the memory of one tensor.
 """
 
 import sys
@@ -21,7 +21,7 @@ from tools.rotation.write import rotate_checkpoint
 
 
 def main() -> None:
-    """Rotate, and say what was done."""
+    """Rotate, and print a summary."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="checkpoint directory, not quantized")
     parser.add_argument("--output", type=Path, required=True, help="directory to make")

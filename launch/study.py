@@ -1,21 +1,21 @@
-"""What quantizing a model costs and training wins back, by one recipe: FT, PTQ and QAT, and the table of the three.
+"""Measure the loss from quantizing a model and its recovery by training, with one recipe: FT, PTQ, QAT and their table.
 
     python launch/study.py --text heldout.txt --config launch/recipes/qwen3_4b.yaml [--section.field value ...]
     python launch/study.py --launcher "deepspeed --num_gpus 8" --text heldout.txt --config ...
 
-All words but these are the recipe's. In its ``output_dir``, by commands that are printed and may be run by hand:
+All other options are the recipe's. In its ``output_dir``, by commands that are printed and can be run by hand:
 
 1. ``ft``: ``launch/train.py`` with fake quant off; data, losses, teacher, rates and steps are the recipe's.
 2. ``ptq``: ``launch/calibrate.py`` of FT's export, which quantizes it without training, from the recipe's
    ``quant.init``; ``ptq_gptq`` and so on from others (``--ptq_codes``).
-3. ``qat``: ``launch/train.py`` as the recipe says.
-4. ``compare.md``: ``launch/compare.py``, the perplexity of the exports on a text that none was trained on. Where there
-   are several PTQs, among them files of other tools (``--ptq``), QAT stands beside each of them: the share that counts
-   is that of the best.
+3. ``qat``: ``launch/train.py`` with the recipe.
+4. ``compare.md``: ``launch/compare.py``, the perplexity of the exports on a text that none was trained on. With several
+   PTQs, also from files of other tools (``--ptq``), QAT is compared with each of them: the share that counts is that
+   of the best PTQ.
 
-QAT is compared with a model that was trained with the same losses, on the same samples, for as long, and PTQ is of that
-model. So the recovered share credits QAT with nothing that training or distillation alone would have given. What is
-there from an earlier call is not made again, and training that was interrupted goes on from its checkpoint.
+QAT is compared with a model that was trained with the same losses, on the same samples, for as long, and PTQ quantizes
+that model. So the recovered share excludes gains from training or distillation alone. Results of an earlier call are
+reused, and interrupted training resumes from its checkpoint.
 """
 
 import sys
@@ -57,14 +57,14 @@ from model.ranks import errors_on_all_ranks
 FT, PTQ, QAT = "ft", "ptq", "qat"
 TRAIN, CALIBRATE, COMPARE = "launch/train.py", "launch/calibrate.py", "launch/compare.py"
 CODES = get_args(get_type_hints(QuantRecipe)["init"])
-# Keys of config.json that act in training alone, where they are above 0: attention_dropout, resid_pdrop, layerdrop,
+# Keys of config.json with an effect only in training, if above 0: attention_dropout, resid_pdrop, layerdrop,
 # router_jitter_noise, moe_jitter_eps, ...
 TRAINING = re.compile("drop|jitter|noise|altup_coef_clip")
-MADE_BY = "study.yaml"  # in the folder of a part: the recipe that it was made by
+MADE_BY = "study.yaml"  # in the folder of a part: its recipe
 
 
 def main() -> None:
-    """Check all parts, then make those that are missing, and compare them."""
+    """Check all parts, then run those that are missing, and compare them."""
     arguments, words = options()
     recipe = recipe_or_exit(words)
     out = Path(recipe.output_dir)
@@ -74,7 +74,7 @@ def main() -> None:
         changes = {part: changes_of(part, recipe) for part in scripts}
         recipes = {}
         for part, changed in changes.items():
-            # FT's export, which PTQ reads, is not there yet.
+            # FT's export, which PTQ reads, does not exist yet.
             recipes[part] = recipe_or_exit([*words, *changed], check_files=scripts[part] != CALIBRATE)
             check_part(out / part, recipes[part])
         ptqs = compared(recipe, scripts, arguments.ptq)
@@ -100,7 +100,7 @@ def main() -> None:
 
 
 def options() -> tuple[argparse.Namespace, list[str]]:
-    """The options of this script, and the words that are the recipe's."""
+    """Parse the options of this script, and return the rest, which belong to the recipe."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -131,17 +131,17 @@ def options() -> tuple[argparse.Namespace, list[str]]:
 
 
 def scripts_of(recipe: Recipe, ptq_codes: Sequence[str]) -> dict[str, str]:
-    """What makes each part, in their order."""
+    """Map each part to its script, in order."""
     others = [f"{PTQ}_{codes}" for codes in dict.fromkeys(ptq_codes) if codes != recipe.quant.init]
     scripts = {FT: TRAIN, **dict.fromkeys([PTQ, *others], CALIBRATE), QAT: TRAIN}
     return {part: script for part, script in scripts.items() if part != FT or not teaches_itself(recipe)}
 
 
 def compared(recipe: Recipe, scripts: Mapping[str, str], elsewhere: Mapping[str, str]) -> dict[str, str]:
-    """The exports of all PTQs by the names that they have in the table: the scheme's alone where there is one PTQ.
+    """Map table names to the exports of all PTQs; the name is the scheme's if there is one PTQ.
 
     Raises:
-        RecipeError: one from elsewhere is not there, or has the name of one that is made here.
+        RecipeError: an external PTQ is missing, or has the name of one made here.
     """
     out, scheme = Path(recipe.output_dir), recipe.quant.scheme
     made = {
@@ -158,7 +158,7 @@ def compared(recipe: Recipe, scripts: Mapping[str, str], elsewhere: Mapping[str,
 
 
 def check_recipe(recipe: Recipe) -> None:
-    """Refuse recipes of which this script makes no fair comparison. Raises RecipeError."""
+    """Refuse recipes that this script cannot compare fairly. Raises RecipeError."""
     quant, export = recipe.quant, recipe.export
     rules = [
         ("quant.scheme", quant.scheme, quant.scheme != SOURCE, "a scheme: FT, which PTQ reads, holds no codes"),
@@ -181,13 +181,12 @@ def check_recipe(recipe: Recipe) -> None:
 
 
 def teaches_itself(recipe: Recipe) -> bool:
-    """Whether the unquantized model learns its own logits alone, so that training it without fake quant would leave it
-    as it is."""
+    """Tell if the unquantized model only learns its own logits, so that training without fake quant has no effect."""
     return learns_itself(recipe) and not training_differs(recipe)
 
 
 def learns_itself(recipe: Recipe) -> bool:
-    """Whether the teacher of the unquantized model is that model, and nothing else trains it."""
+    """Tell if the teacher of the unquantized model is that model, and there is no other loss."""
     loss, path = recipe.loss, Path(recipe.model.path)
     itself = recipe.teacher_kind() == "model" and Path(str(loss.teacher)).resolve() == path.resolve()
     others = recipe.learnable.router or recipe.optim.weight_decay or any(event.loss for event in recipe.schedule)
@@ -195,8 +194,8 @@ def learns_itself(recipe: Recipe) -> bool:
 
 
 def training_differs(recipe: Recipe) -> list[str]:
-    """What makes a model in training give other logits than its teacher, which is not in training: dropout, noise that
-    spreads tokens over experts, clipped coefficients (``altup_coef_clip``), and compiled layers, which round otherwise.
+    """List the differences between logits in training and in eval mode (the teacher's): dropout, noise in expert
+    routing, clipped coefficients (``altup_coef_clip``), and compiled layers, which round differently.
     """
     with errors_on_all_ranks(ValueError):
         config = read_config(Path(recipe.model.path), recipe.model.trust_remote_code).get_text_config()
@@ -205,7 +204,7 @@ def training_differs(recipe: Recipe) -> list[str]:
 
 
 def shares(part: Mapping[str, object]) -> Iterator[tuple[str, float]]:
-    """The numbers above 0 in a configuration and the parts of it, by key."""
+    """Yield the numbers above 0 in a configuration and its nested parts, by key."""
     for key, value in part.items():
         if isinstance(value, dict):
             yield from shares(value)
@@ -214,12 +213,12 @@ def shares(part: Mapping[str, object]) -> Iterator[tuple[str, float]]:
 
 
 def reference(recipe: Recipe) -> Path:
-    """The model that PTQ quantizes, and that both are compared with."""
+    """Return the model that PTQ quantizes, and that both are compared with."""
     return Path(recipe.model.path) if teaches_itself(recipe) else Path(recipe.output_dir) / FT / "export"
 
 
 def changes_of(part: str, recipe: Recipe) -> list[str]:
-    """The words with which a part's recipe differs from ``recipe``."""
+    """Return the options by which a part's recipe differs from ``recipe``."""
     out = Path(recipe.output_dir)
     words = ["--output_dir", str(out / part)]
     if part.startswith(PTQ):
@@ -232,7 +231,7 @@ def changes_of(part: str, recipe: Recipe) -> list[str]:
 
 
 def changes_without_fake_quant(recipe: Recipe) -> list[str]:
-    """The words that switch fake quant off in ``recipe``, and reset what would have no effect or move weights then."""
+    """Return options that disable fake quant in ``recipe``, and reset others that become idle or move weights."""
     plain = copy.deepcopy(recipe)
     events = [
         replace(event, fake_quant=None, layers=None, observe=None, freeze_scales=None) for event in plain.schedule
@@ -243,7 +242,7 @@ def changes_without_fake_quant(recipe: Recipe) -> list[str]:
     if recipe.schedule:
         shown = [{key: value for key, value in asdict(event).items() if value is not None} for event in plain.schedule]
         words += ["--schedule", json.dumps(shown)]
-    while found := next(idle(plain), None):  # one that is reset may make another one idle
+    while found := next(idle(plain), None):  # resetting one may make another one idle
         key, default, _ = found
         section, _, name = key.rpartition(".")
         setattr(attrgetter(section)(plain), name, default)
@@ -252,7 +251,7 @@ def changes_without_fake_quant(recipe: Recipe) -> list[str]:
 
 
 def check_part(folder: Path, recipe: Recipe) -> None:
-    """Refuse a folder that holds another recipe's part, or an export that could not be written. Raises RecipeError."""
+    """Refuse a folder with another recipe's part, or an export that could not be written. Raises RecipeError."""
     made_by = folder / MADE_BY
     if made_by.is_file():
         if load_recipe(made_by) != recipe:
@@ -264,7 +263,7 @@ def check_part(folder: Path, recipe: Recipe) -> None:
 
 
 def call(shown: Sequence[str]) -> None:
-    """Print a command and run it; where it fails, this process ends with its exit code."""
+    """Print a command and run it; on failure exit with its exit code."""
     print(f"$ {shlex.join(shown)}", flush=True)
     command = [str(ROOT / word) if word in (TRAIN, CALIBRATE, COMPARE) else word for word in shown]
     command[0] = program(shown)

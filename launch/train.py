@@ -1,8 +1,8 @@
-"""Train a model as a recipe says, and export it.
+"""Train a model with a recipe, and export it.
 
     deepspeed --num_gpus 8 launch/train.py --config launch/recipes/qwen3_4b.yaml [--section.field value ...]
 
-``--help`` shows every option, ``--print_config`` the recipe that results.
+``--help`` shows every option, ``--print_config`` the resulting recipe.
 """
 
 import sys
@@ -25,7 +25,7 @@ def main() -> None:
     recipe = recipe_or_exit()
     with clean_exit():
         state = Loop(recipe).run()
-    del state  # not before: it takes a moment, in which a signal would end the process as if it had failed
+    del state  # not in the context: freeing takes a moment, in which a signal would look like a failure
 
 
 if __name__ == "__main__":

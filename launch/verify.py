@@ -1,16 +1,16 @@
-"""Does an exported checkpoint load in transformers, and compute there what training saw?
+"""Verify that an exported checkpoint loads in transformers, and has the same outputs as in training.
 
     python launch/verify.py --export served/qwen3_4b [--text heldout.txt] [--tokens 2048]
 
 Loads the directory with transformers and with our own forward, one process, fp32, on CPU, and compares the logits;
-checks the layout of the files too. Exits with 1 if anything is wrong. ``tools/verify/check.py`` says what is compared,
-and why.
+checks the layout of the files too. Exits with 1 if anything is wrong. ``tools/verify/check.py`` documents the checks
+and their reasons.
 
     python launch/verify.py --export served/qwen3_4b_gguf --against served/qwen3_4b
 
-Of an export for llama.cpp every tensor is read with llama.cpp's own Python package, and compared bit for bit with a
-compressed export of the same checkpoint; its logits are compared where llama-cpp-python is installed. So is one for
-MLX, with MLX, and one for ExecuTorch, with torchao; logits of these are compared too.
+Every tensor of an export for llama.cpp is read with llama.cpp's own Python package, and compared bit for bit with a
+compressed export of the same checkpoint; its logits are compared if llama-cpp-python is installed. The same for MLX,
+with MLX, and for ExecuTorch, with torchao, logits included.
 """
 
 import sys
@@ -25,7 +25,7 @@ import os
 
 from engine.config.errors import checkpoint_problems
 
-GGUF_FILE = "model.gguf"  # of model.save, which takes seconds to import
+GGUF_FILE = "model.gguf"  # copied from model.save, which takes seconds to import
 
 SAMPLE = """\
 The observatory stood at the top of the hill, where the road ended. Every evening, when the last visitors had gone, the
@@ -36,7 +36,7 @@ has traveled for 3 hours, so 3 * 60 = 180 miles. def mean(values): return sum(va
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the comparison; 0 if nothing is wrong."""
+    """Print the comparison; return 0 if nothing is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--export", type=Path, required=True, help="directory that training or launch/export.py wrote")
     parser.add_argument(
@@ -70,10 +70,12 @@ def main(argv: list[str] | None = None) -> int:
     from tools.verify.gguf import GGUF
     from tools.verify.mlx import MLX
 
-    logging.set_verbosity_error()  # what transformers says about the keys is in the report
+    logging.set_verbosity_error()  # transformers' messages about keys are in the report
     logging.disable_progress_bar()
     try:
-        find_quantization_config(arguments.export)  # what is no configuration at all; whether it is one is said later
+        find_quantization_config(
+            arguments.export
+        )  # refuses an unreadable configuration; a missing one is reported later
         tokenizer = load_tokenizer(arguments.export, trust_remote_code=arguments.trust_remote_code)
     except (DataError, ValueError) as error:
         print(f"NOT ok: {error}")
@@ -97,15 +99,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _engine(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> str | None:
-    """Which engine an export is for, where it is none that reads compressed-tensors; ends where --against does not go
-    with it."""
+    """Return the engine of an export that is not compressed-tensors; exits if --against does not fit it."""
     engine = None
     if (arguments.export / GGUF_FILE).is_file():
         engine = "llama.cpp"
     elif (file := arguments.export / "config.json").is_file():
-        for problem in checkpoint_problems("--export", str(arguments.export)):  # a file of gigabytes
+        for problem in checkpoint_problems("--export", str(arguments.export)):  # config.json may be a file of gigabytes
             parser.error(problem)
-        with contextlib.suppress(ValueError):  # which is said later
+        with contextlib.suppress(ValueError):  # reported later
             engine = _engine_of_config(json.loads(file.read_text(encoding="utf-8")))
     if engine and (arguments.against is None or not arguments.against.is_dir()):
         parser.error(
@@ -119,7 +120,7 @@ def _engine(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> s
 
 
 def _engine_of_config(config: object) -> str | None:
-    """Which of the engines with files of their own a config.json is for."""
+    """Return the engine that a config.json with a layout of its own is for."""
     if not isinstance(config, dict):
         return None
     method = config.get("quantization_config")
@@ -129,5 +130,5 @@ def _engine_of_config(config: object) -> str | None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("TQDM_DISABLE", "1")  # compressed-tensors draws four bars that say nothing here
+    os.environ.setdefault("TQDM_DISABLE", "1")  # hide four progress bars of compressed-tensors
     sys.exit(main())
