@@ -89,11 +89,11 @@ def write_measured(directory: Path, watch: MemoryWatch, device: torch.device) ->
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured on rank 0.
+    """Memory measured on rank 0.
 
     Attributes:
-        device: the type of its device.
-        ranks: how many ranks the run had.
+        device: its device type.
+        ranks: number of ranks of the run.
         peak: the most bytes that torch's allocator gave out before the export; None on a CPU, where the process holds
             memory of libraries and of its heap, too.
         items: bytes by item.

@@ -223,7 +223,7 @@ def teacher_events(student: MetaStudent, teacher: MetaTeacher | None, rows: int)
 
 
 def _inputs(recipe: Recipe, rows: int) -> dict[str, Any]:
-    """What the model's forward gets: rows of full length, with the mask that transformers would make for them.
+    """Inputs of the model's forward: rows of full length, with the mask that transformers would make for them.
 
     Rows without padding need no mask: fused attention is causal by itself. transformers makes masks from values, which
     meta tensors do not have, so the finished mask is passed, or positions where there is no mask. With the router's
@@ -258,8 +258,9 @@ def _balance_routing(model: nn.Module) -> None:
 
 
 class _Attention(torch.autograd.Function):
-    """What fused attention allocates and saves for backward: operands, output and one logsumexp per query (Dao et al.
-    2022, arXiv:2205.14135). torch has no fused kernel for meta tensors, and the unfused form makes [T, T] weights."""
+    """Memory that fused attention allocates and saves for backward: operands, output and one logsumexp per query (Dao
+    et al. 2022, arXiv:2205.14135). torch has no fused kernel for meta tensors, and the unfused form makes [T, T]
+    weights."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:

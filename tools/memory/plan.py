@@ -28,7 +28,7 @@ CUDA = torch.device("cuda")
 
 @dataclass(frozen=True)
 class Prediction:
-    """What is predicted for one strategy. Bytes are those of one rank.
+    """Prediction for one strategy. Bytes are those of one rank.
 
     Attributes:
         strategy: the recipe's ``deepspeed``.
@@ -193,7 +193,7 @@ class Planner:
 
 @dataclass(frozen=True)
 class _Teacher:
-    """What a teacher adds under stage 3; nothing on other stages.
+    """Memory and traffic that a teacher adds under stage 3; none on other stages.
 
     Attributes:
         gathered: the most bytes that its forward gathers at one time.

@@ -55,7 +55,7 @@ KEPT = 3  # bytes per element of a row that was chosen: its bf16 weight and its 
 
 @dataclass(frozen=True)
 class _Samples:
-    """Of one rank: how many tokens, and the most of a group that goes through a layer together."""
+    """Samples of one rank: number of tokens, and the largest group that runs through a layer together."""
 
     tokens: int
     together: int
@@ -114,7 +114,7 @@ class _Tokens:
     Attributes:
         of_feature: bytes of one feature of all its tokens.
         hidden: features of the hidden states.
-        experts: how many a token goes to; None where nobody knows, which counts all.
+        experts: how many a token goes to; None if unknown, which counts all.
     """
 
     of_feature: int

@@ -1,4 +1,4 @@
-"""What one optimizer step costs under a ZeRO stage: the bytes at its worst moments, and those of its collectives.
+"""Cost of one optimizer step under a ZeRO stage: the bytes at its worst moments, and those of its collectives.
 
 The events of a micro-batch (:mod:`tools.memory.trace`) give what the model itself holds at each moment. To that a stage
 adds gradients as they are made, buckets and copies of their reduction, as DeepSpeed 0.19 does. Stage 3 adds the
@@ -37,7 +37,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class StepCost:
-    """What one optimizer step costs.
+    """Cost of one optimizer step.
 
     Attributes:
         added: bytes by part in two places per event, as in :func:`tools.memory.trace.own_bytes`: ``held`` (parameters,
@@ -75,7 +75,7 @@ class StepCost:
 
 @dataclass(frozen=True)
 class Gathers:
-    """What stage 3 gathers of a model: the most bytes at a time, and bytes in one step by kind of collective."""
+    """Parameters that stage 3 gathers: the most bytes at a time, and bytes in one step by kind of collective."""
 
     most: int = 0
     traffic: dict[str, int] = field(default_factory=dict)

@@ -92,23 +92,23 @@ class Settings:
 
     @property
     def partitions(self) -> bool:
-        """Whether parameters are partitioned over several ranks."""
+        """Tell if parameters are partitioned over several ranks."""
         return self.stage == 3 and self.ranks > 1
 
     @property
     def bf16_optimizer(self) -> bool:
-        """Whether stage 1 is DeepSpeed's BF16_Optimizer, which keeps fp32 gradients of everything on every rank."""
+        """Tell if stage 1 is DeepSpeed's BF16_Optimizer, which keeps fp32 gradients of everything on every rank."""
         separate = self.bf16 and self.accumulated == FP32
         return self.stage == 1 and separate and self.offloads_optimizer is None
 
     @property
     def offloads_optimizer(self) -> str | None:
-        """Where the optimizer's states are offloaded to: ``cpu``, or None if they stay on the device."""
+        """Offload target of the optimizer states: ``cpu``, or None."""
         return _device(self.zero.offload_optimizer)
 
     @property
     def offloads_parameters(self) -> str | None:
-        """Where the parameters' partitions are offloaded to: ``cpu``, or None if they stay on the device."""
+        """Offload target of the parameter partitions: ``cpu``, or None."""
         return _device(self.zero.offload_param)
 
 
@@ -148,7 +148,7 @@ class ShardedParameter:
         return self.numel * self.size if self.whole else self.padded(ranks) // ranks
 
     def persists(self, zero: DeepSpeedZeroConfig) -> bool:
-        """Whether it is small enough to stay gathered between steps."""
+        """Tell if the parameter is small enough to stay gathered between steps."""
         return self.numel <= zero.param_persistence_threshold and not self.released
 
     def gathered(self, ranks: int, as_codes: bool) -> int:
