@@ -61,7 +61,7 @@ class StepCost:
     def moments(self, events: Sequence[Event]) -> dict[str, Moment]:
         """The worst moment of each phase."""
         parts = {**self.added, "activations": own_bytes(events)}
-        total = sum(parts.values())
+        total = np.sum(list(parts.values()), axis=0)
         found = {}
         for phase, inside in (("forward", ~self.backward), ("backward", self.backward)):
             index = int(np.where(inside, total, -1).argmax())

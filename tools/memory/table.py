@@ -70,7 +70,7 @@ def comparison_table(prediction: Prediction, measured: Measured) -> str:
         for item, size in measured.items.items()
     ]
     if measured.peak is not None:
-        predicted, found = (sum(row[column] for row in rows) for column in (1, 2))
+        predicted, found = sum(expected for _, expected, _ in rows), sum(size for _, _, size in rows)
         rows.append(("all else at the peak", prediction.peak - predicted, measured.peak - found))
         rows.append(("peak", prediction.peak, measured.peak))
     table = [["bytes on rank 0", "predicted", "measured", "difference", "of the prediction"]]
