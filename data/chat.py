@@ -76,7 +76,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A rendered line with its file and line number."""
+    """Rendered line with its file and line number."""
 
     rendering: Rendering
     file: str

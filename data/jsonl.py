@@ -22,7 +22,7 @@ from typing import Any
 from data.samples import DataError
 
 Turn = dict[str, Any]
-"""A chat template's message: ``role`` (system, developer, user, assistant or tool), ``content`` (str, list of text
+"""Message of a chat template: ``role`` (system, developer, user, assistant or tool), ``content`` (str, list of text
 parts, or None beside tool calls), and where given ``tool_calls``, ``tool_call_id``, ``name``, ``reasoning_content``."""
 
 ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")}

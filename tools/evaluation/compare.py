@@ -1,7 +1,7 @@
-"""bf16, PTQ and QAT side by side: tables in Markdown and a picture.
+"""Compare bf16, PTQ and QAT side by side: Markdown tables and a plot.
 
-The recovered share (PTQ - QAT) / (PTQ - bf16) is how much of what quantizing cost training has won back: 1 is the
-unquantized model, 0 is PTQ, below 0 training did harm. It is the same formula for perplexities and for accuracies.
+The recovered share (PTQ - QAT) / (PTQ - bf16) is the share of the loss from quantizing that training won back: 1 is the
+unquantized model, 0 is PTQ, below 0 training did harm. The formula is the same for perplexities and accuracies.
 """
 
 import math
@@ -11,17 +11,17 @@ from pathlib import Path
 
 from tools.evaluation.results import Evaluation, Measurement
 
-# Of the same text these order models as the perplexity per token does.
+# On the same text these rank models as the perplexity per token does.
 REDUNDANT = ("perplexity per word", "perplexity per byte", "bits per byte")
-# A loss below this share of a figure without a standard error is noise: a share of it would say nothing.
+# A loss below this share of a metric without a standard error is noise, so no recovered share is computed.
 NOISE = 0.005
-# Name of the unquantized model: by the type of weights and GEMMs in which all were measured.
+# Name of the unquantized model, by the dtype of weights and GEMMs in the evaluation.
 LEVELS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Figures of the unquantized model, which PTQ started from, and of PTQ and QAT by the name of the scheme."""
+    """Metrics of the unquantized model, from which PTQ started, and of PTQ and QAT by scheme name."""
 
     bf16: Evaluation
     ptq: dict[str, Evaluation] = field(default_factory=dict)
@@ -29,21 +29,21 @@ class Comparison:
 
     @property
     def schemes(self) -> list[str]:
-        """Names of the schemes, in the order in which they came."""
+        """Return the scheme names in insertion order."""
         return list(dict.fromkeys([*self.ptq, *self.qat]))
 
     @property
     def level(self) -> str:
-        """Name of the unquantized model in tables: the type in which it was measured, bf16 where none is named."""
+        """Return the name of the unquantized model in tables: the dtype of the evaluation, bf16 if none is given."""
         ends = (found.conditions.rpartition(", ")[2] for found in self.bf16.measurements.values())
         return next((LEVELS[end] for end in ends if end in LEVELS), "bf16")
 
     def measures(self) -> list[str]:
-        """Names of the figures that are compared: all of the unquantized model but the redundant ones."""
+        """Return the names of the compared metrics: all of the unquantized model but the redundant ones."""
         return [name for name in self.bf16.measurements if name not in REDUNDANT]
 
     def problems(self) -> list[str]:
-        """Say in a sentence each why figures cannot be compared: one is missing, or was measured in another way."""
+        """List the reasons against a comparison, a sentence each: a metric is missing or was measured differently."""
         found = []
         for other in (*self.ptq.values(), *self.qat.values()):
             for name in self.measures():
@@ -57,7 +57,7 @@ class Comparison:
         return found
 
     def rows(self, measure: str) -> list[tuple[str, ...]]:
-        """Cells of a table: the names of the columns, the unquantized model, then a row per scheme."""
+        """Return the cells of a table: column names, the unquantized model, then a row per scheme."""
         bf16, size = self.bf16.measurements[measure], self.bf16.weights_bytes
         rows: list[tuple[str, ...]] = [("", self.level, "PTQ", "QAT", "recovered", "file", f"of {self.level}")]
         rows.append((self.level, shown(bf16), "", "", "", shown_size(size), ""))
@@ -70,20 +70,20 @@ class Comparison:
         return rows
 
     def pair(self, scheme: str, measure: str) -> tuple[Measurement | None, Measurement | None]:
-        """Return a figure of PTQ and of QAT; None where there is no such model."""
+        """Return a metric of PTQ and of QAT; None for a missing model."""
         ptq, qat = (side[scheme].measurements[measure] if scheme in side else None for side in (self.ptq, self.qat))
         return ptq, qat
 
 
 def recovered(bf16: Measurement, ptq: Measurement, qat: Measurement) -> float | None:
-    """(PTQ - QAT) / (PTQ - bf16); None where PTQ lost no more than noise: see :data:`NOISE`."""
+    """Compute (PTQ - QAT) / (PTQ - bf16); None if PTQ lost no more than noise: see :data:`NOISE`."""
     lost = bf16.value - ptq.value if bf16.higher_is_better else ptq.value - bf16.value
     noise = bf16.stderr if bf16.stderr is not None else NOISE * abs(bf16.value)
     return None if lost <= noise else (ptq.value - qat.value) / (ptq.value - bf16.value)
 
 
 def shown(found: Measurement | None) -> str:
-    """Format a figure with four digits, and its standard error where there is one; nothing for None."""
+    """Format a metric with four digits, and its standard error if there is one; empty for None."""
     if found is None:
         return ""
     value = f"{found.value:,.0f}" if abs(found.value) >= 1000 else f"{found.value:#.4g}"
@@ -91,7 +91,7 @@ def shown(found: Measurement | None) -> str:
 
 
 def shown_share(bf16: Measurement, ptq: Measurement | None, qat: Measurement | None) -> str:
-    """Format the recovered share in percent, ``(no loss)`` where PTQ lost nothing to recover, nothing without both."""
+    """Format the recovered share in percent; ``(no loss)`` if PTQ lost nothing to recover, empty unless both exist."""
     if ptq is None or qat is None:
         return ""
     share = recovered(bf16, ptq, qat)
@@ -104,7 +104,7 @@ def shown_size(size: int) -> str:
 
 
 def table(comparison: Comparison) -> str:
-    """Markdown of the comparison: for each figure what was measured and how, and a table with aligned columns."""
+    """Format the comparison as Markdown: per metric a heading with the conditions, and a table with aligned columns."""
     blocks = []
     for measure in comparison.measures():
         cells = [[cell.replace("|", "\\|") for cell in row] for row in comparison.rows(measure)]
@@ -119,18 +119,18 @@ def table(comparison: Comparison) -> str:
 
 
 def heading(comparison: Comparison, measure: str) -> str:
-    """Line above a table: what was measured, and how."""
+    """Format the line above a table: the metric and its conditions."""
     found = comparison.bf16.measurements[measure]
     return f"{better(measure, found)}: {found.conditions}"
 
 
 def better(measure: str, found: Measurement) -> str:
-    """Format a figure's name, and which values are good."""
+    """Format a metric's name and whether higher or lower is better."""
     return f"{measure} ({'higher' if found.higher_is_better else 'lower'} is better)"
 
 
 def markdown(comparison: Comparison) -> str:
-    """Text of the file: the tables, what the columns mean, and the directories of the models."""
+    """Format the text of the file: the tables, the meaning of the columns, and the directories of the models."""
     level = comparison.level
     legend = (
         f"recovered = (PTQ - QAT) / (PTQ - {level}); (no loss): PTQ lost less than the standard error of {level}, or "
@@ -144,7 +144,7 @@ def markdown(comparison: Comparison) -> str:
 
 def plot(comparison: Comparison, path: Path) -> None:
     """Write a PNG with a panel per figure: PTQ and QAT of each scheme, joined by a line, and the unquantized level."""
-    from matplotlib.figure import Figure  # takes a second to import; without pyplot no window is needed
+    from matplotlib.figure import Figure  # takes a second to import; without pyplot no display is needed
 
     measures, schemes = comparison.measures(), comparison.schemes
     columns = min(3, len(measures))
@@ -154,14 +154,14 @@ def plot(comparison: Comparison, path: Path) -> None:
         axes, bf16 = figure.add_subplot(rows, columns, index), comparison.bf16.measurements[measure]
         axes.axhline(bf16.value, color="0.4", linestyle="--", label=comparison.level)
         pairs = [comparison.pair(name, measure) for name in schemes]
-        # Colors of a palette that color-blind readers tell apart.
+        # From a palette for color-blind readers.
         for side, (label, color, marker) in enumerate((("PTQ", "#d55e00", "o"), ("QAT", "#0072b2", "s"))):
             points = {at: found for at, pair in enumerate(pairs) if (found := pair[side]) is not None}
             values, errors = [one.value for one in points.values()], [one.stderr or 0.0 for one in points.values()]
             if points:
                 axes.errorbar(list(points), values, errors, color=color, marker=marker, linestyle="none", label=label)
             if not bf16.higher_is_better and max(values, default=0) > 10 * bf16.value > 0:
-                axes.set_yscale("log")  # a scheme that fails would press the others onto one line
+                axes.set_yscale("log")  # a scheme that fails would squeeze the others onto one line
         for at, (ptq, qat) in enumerate(pairs):
             if ptq is not None and qat is not None:
                 axes.plot([at, at], [ptq.value, qat.value], color="0.6", zorder=0)

@@ -1,4 +1,4 @@
-"""Perplexity of a text: per token, word and byte, and bits per byte.
+"""Measure the perplexity of a text: per token, word and byte, and bits per byte.
 
 The text is cut into windows of ``length`` tokens, see :func:`tools.evaluation.score.rolling_windows`: every token is
 predicted exactly once, from those before it in its window; the first one from the tokenizer's BOS or EOS. Windows and
@@ -6,7 +6,7 @@ definitions are those of lm-evaluation-harness: with L the sum of the log-likeli
 
     per token exp(-L / tokens), per word exp(-L / words), per byte exp(-L / bytes), bits per byte -L / bytes / ln 2
 
-where words are what white space separates (lm-evaluation-harness also counts the empty string before or after white
+where words are separated by white space (lm-evaluation-harness also counts the empty string before or after white
 space at the ends of a text) and bytes are those of the UTF-8 text.
 """
 
@@ -34,7 +34,7 @@ from tools.evaluation.score import ScoringModel, rolling_windows, score_windows,
 if TYPE_CHECKING:
     from tools.evaluation.tasks import Tasks  # needs lm-evaluation-harness, which is optional
 
-DEFAULT_LENGTH = 1024  # of windows of a text
+DEFAULT_LENGTH = 1024  # tokens per window of a text
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class EvalText:
 
     Attributes:
         token_ids: its tokens.
-        words, bytes: numbers of those that the tokens stand for.
+        words, bytes: numbers of words and bytes that the tokens cover.
         prefix: the token before the text.
-        digest: a checksum, which tells whether two models were evaluated on the same text.
+        digest: a checksum, to detect that two models were evaluated on different texts.
     """
 
     token_ids: list[int]
@@ -55,7 +55,7 @@ class EvalText:
     digest: str
 
     def perplexities(self, log_likelihood: float) -> dict[str, float]:
-        """Perplexities by name; ``log_likelihood``: sum over the tokens, in nats."""
+        """Compute perplexities by name; ``log_likelihood``: sum over the tokens, in nats."""
         return {
             "perplexity per token": math.exp(-log_likelihood / len(self.token_ids)),
             "perplexity per word": math.exp(-log_likelihood / self.words),
@@ -88,11 +88,11 @@ def read_eval_text(path: str | Path, tokenizer: PreTrainedTokenizerBase, max_tok
 
 
 def evaluate_text(model: ScoringModel, text: EvalText, *, length: int, batch_size: int = 1) -> float:
-    """Sum up the log-likelihoods of the tokens in nats; windows are shared out over the ranks; a collective.
+    """Sum the log-likelihoods of the tokens in nats; ranks share the windows; a collective.
 
     Args:
-        model: whose predictions.
-        text: what to predict.
+        model: model to evaluate.
+        text: text to predict.
         length: tokens per window.
         batch_size: windows per forward.
 
@@ -112,14 +112,14 @@ def load_for_evaluation(
     """Load a checkpoint, plain or compressed; a collective.
 
     Args:
-        directory: the checkpoint. A compressed one computes with codes and scales as in training; of GPTQ's, AWQ's
-            and AutoRound's files, and gpt-oss as published, the weights are what the codes stand for.
+        directory: the checkpoint. A compressed one computes with codes and scales as in training; files of GPTQ, AWQ
+            and AutoRound, and gpt-oss as published, are dequantized.
         dtype: of weights and computation.
         device: where the model or its partitions go.
         sharded: partition the weights over the ranks (ZeRO-3); plain checkpoints only.
 
     Raises:
-        RankError: on every rank: a damaged checkpoint, or a compressed one that is to be sharded.
+        RankError: on every rank: a damaged checkpoint, or a compressed one with ``sharded``.
     """
     say_left_out(directory)
     with errors_on_all_ranks(OSError, ValueError):
@@ -144,13 +144,13 @@ def load_for_evaluation(
 
 @dataclass(frozen=True)
 class Questions:
-    """Settings of an evaluation: a text, tasks, or both.
+    """Evaluation of each checkpoint: a text, tasks, or both.
 
     Attributes:
         text: UTF-8 file.
-        tokens: only the first so many of the text.
+        tokens: limit of the text's tokens.
         tasks: of lm-evaluation-harness.
-        length: tokens per window; ``DEFAULT_LENGTH`` of a text, the model's context in tasks, where None.
+        length: tokens per window; None is ``DEFAULT_LENGTH`` for a text, the model's context for tasks.
         batch_size: windows per forward.
         dtype: of weights and GEMMs.
         sharded: see :func:`load_for_evaluation`.
@@ -166,10 +166,10 @@ class Questions:
 
 
 def evaluate_checkpoint(directory: str | Path, questions: Questions, device: torch.device) -> Evaluation:
-    """Measure all that ``questions`` asks of one checkpoint, whose memory is free again afterwards; a collective.
+    """Measure all ``questions`` on one checkpoint, and free its memory; a collective.
 
     Raises:
-        RankError: on every rank: a checkpoint, text or task that cannot be read or does not fit together.
+        RankError: on every rank: a checkpoint, text or task cannot be read, or they do not fit together.
     """
     with errors_on_all_ranks(OSError, ValueError):
         tokenizer = load_tokenizer(directory)

@@ -1,10 +1,10 @@
-"""Figures of a checkpoint as a file: models on different machines are compared without evaluating again.
+"""Metrics of a checkpoint as a file, to compare models on different machines without evaluating again.
 
     {"evaluations": [{"model": "runs/qwen3_4b/export", "weights_bytes": 4411359232, "measurements": {
         "perplexity per token": {"value": 12.31, "higher_is_better": false, "stderr": null,
                                  "conditions": "60,000 tokens of text 7b0c..., windows of 1024, bfloat16"}}}]}
 
-``conditions`` names what else has to be equal for two values to be comparable.
+``conditions``: all else that has to be equal for two values to be comparable.
 """
 
 import json
@@ -18,7 +18,7 @@ from engine.checkpoint.files import replace_text
 
 @dataclass(frozen=True)
 class Measurement:
-    """Figure of a model. ``stderr``: standard error over the samples, where one is known."""
+    """One metric of one model. ``stderr``: standard error over the samples, if known."""
 
     value: float
     higher_is_better: bool
@@ -32,7 +32,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Figures of a checkpoint by name. ``model``: the directory, as it was given."""
+    """Metrics of one checkpoint, by name. ``model``: the directory, as it was given."""
 
     model: str
     weights_bytes: int
@@ -40,12 +40,12 @@ class Evaluation:
 
 
 def weights_size(directory: str | Path) -> int:
-    """Bytes of the safetensors files of a checkpoint."""
+    """Sum the bytes of a checkpoint's safetensors files."""
     return sum(file.stat().st_size for file in Path(directory).glob("*.safetensors"))
 
 
 def check_writable(path: Path, option: str) -> None:
-    """Refuse before hours of evaluation a file that could not be written after them. Its directories are made.
+    """Refuse an unwritable results file before hours of evaluation; creates its directories.
 
     Raises:
         ValueError: names the ``option`` of the command line, the file and the reason.
@@ -70,10 +70,10 @@ def write_evaluations(path: Path, evaluations: Sequence[Evaluation]) -> None:
 
 
 def read_evaluations(path: Path) -> list[Evaluation]:
-    """Read what :func:`write_evaluations` wrote.
+    """Read the file of :func:`write_evaluations`.
 
     Raises:
-        ValueError: the file is something else; names the file, what is wrong and where.
+        ValueError: the file has another content; names the file and the location of the error.
     """
     where = ""
     try:

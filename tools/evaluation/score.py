@@ -1,8 +1,8 @@
-"""Log-likelihoods of tokens, many windows at a time: what perplexities and multiple-choice tasks are made of.
+"""Score tokens by log-likelihood, many windows at a time: the basis of perplexities and multiple-choice tasks.
 
-lm_head is taken out of the model, and called on some positions' hidden states at a time. So no logits of a whole batch
-exist ([B, T, V] in bf16 are 1.2 GB for 4 windows of 1,024 tokens at V = 152k, and two copies of that in fp32 for a
-softmax), positions that predict nothing have none at all, and a head that is quantized is called as any other.
+lm_head is taken out of the model, and called on some positions' hidden states at a time. So the logits of a whole batch
+never exist ([B, T, V] in bf16 are 1.2 GB for 4 windows of 1,024 tokens at V = 152k, and two fp32 copies for a
+softmax), positions without targets have no logits at all, and a quantized head needs no special case.
 """
 
 import math
@@ -22,18 +22,18 @@ from model.head import HiddenStates, settle_function, take_out_head
 from model.ranks import RankError, errors_on_all_ranks, is_main, rank, reduce_over_ranks, world_size
 from model.zero import gathered
 
-CHUNK_TOKENS = 512  # of logits that exist at a time
+CHUNK_TOKENS = 512  # logits computed at a time
 
 
 class Window(NamedTuple):
-    """Tokens that the model sees; ``targets`` are predicted after the last ``len(targets)`` tokens of ``inputs``."""
+    """Input tokens; ``targets`` are predicted after the last ``len(targets)`` tokens of ``inputs``."""
 
     inputs: list[int]
     targets: list[int]
 
 
 class Score(NamedTuple):
-    """Sum of the targets' log-likelihoods in nats, and whether each target is the most likely token."""
+    """Sum of the targets' log-likelihoods in nats; per target, True if it is the most likely token."""
 
     log_likelihood: float
     greedy: bool
@@ -57,13 +57,13 @@ def rolling_windows(token_ids: list[int], prefix: int, length: int) -> list[Wind
 
 @dataclass
 class ScoringModel:
-    """Model for predictions alone.
+    """Model for scoring only.
 
     Attributes:
-        body: the model (an engine under stage 3), which returns what goes into ``head`` as its logits.
-        head: lm_head, which nothing gathers but this class.
-        device: where batches go.
-        context: tokens that the model was made for, None if its configuration does not say.
+        body: the model (an engine under stage 3), which returns the input of ``head`` as its logits.
+        head: lm_head, gathered only by this class.
+        device: device of the batches.
+        context: maximum length in tokens, None if the configuration has none.
         head_proxy: module of the body in place of ``head``.
     """
 
@@ -75,12 +75,12 @@ class ScoringModel:
 
     @torch.no_grad()
     def log_likelihoods(self, inputs: Tensor, labels: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """For each label but -100, row-major: its log-likelihood (fp32), and whether it is the most likely token.
+        """Compute per label but -100, row-major: log-likelihood (fp32), and whether it is the most likely token.
 
         Inputs, labels and mask are [B, T] int64. A collective under stage 3: ranks without labels call it too.
 
         Raises:
-            RankError: the model goes on from its logits in a way that its configuration does not show.
+            RankError: the model computes further on its logits, unknown to its configuration.
         """
         with self.head_proxy.catching():
             output = self.body(input_ids=inputs, attention_mask=mask, use_cache=False)
@@ -104,7 +104,7 @@ class ScoringModel:
 def scoring_model(
     model: PreTrainedModel, device: torch.device, ds_config: dict[str, Any] | None = None
 ) -> ScoringModel:
-    """Freeze ``model`` and take out its lm_head; shard it if ``ds_config`` says so (it was then built under it)."""
+    """Freeze ``model`` and take out its lm_head; shard it with ``ds_config`` (the model was then built under it)."""
     text = model.config.get_text_config()
     lengths = (getattr(text, name, None) for name in ("n_positions", "max_position_embeddings", "n_ctx"))
     context = next((int(length) for length in lengths if length is not None), None)
@@ -117,21 +117,21 @@ def scoring_model(
 
 
 def score_windows(model: ScoringModel, windows: Sequence[Window], *, batch_size: int, label: str) -> list[Score]:
-    """Score each window, on every rank; the work is shared out over the ranks, a collective.
+    """Score each window, on every rank; ranks share the work; a collective.
 
-    Every rank makes the same number of forward calls, as a ZeRO-3 forward is a collective itself: a rank that has run
-    out of windows repeats some whose tokens do not count.
+    Every rank makes the same number of forward calls, as a ZeRO-3 forward is a collective: a rank without further
+    windows repeats some whose tokens do not count.
 
     Args:
-        model: whose predictions.
-        windows: the same on every rank, none of them without targets or with more targets than inputs.
+        model: model to score with.
+        windows: the same on every rank, each with targets, but no more targets than inputs.
         batch_size: windows per forward.
         label: of the progress bar.
 
     Raises:
         RankError: a log-likelihood is NaN or infinite.
     """
-    # Windows of about the same length together, the longest first: what does not fit in memory fails at once.
+    # Batch windows of similar length, the longest first, so that running out of memory shows at once.
     order = sorted(range(len(windows)), key=lambda index: -len(windows[index].inputs))
     batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
     scores = torch.zeros(len(windows), 2, dtype=torch.float64, device=model.device)
@@ -155,7 +155,7 @@ def score_windows(model: ScoringModel, windows: Sequence[Window], *, batch_size:
 
 
 def _collate(windows: Sequence[Window]) -> list[Tensor]:
-    """Put windows into a batch: inputs, labels and attention mask, each [B, T] int64, padded on the right."""
+    """Collate windows into a batch: inputs, labels and attention mask, each [B, T] int64, padded on the right."""
     length = max(len(window.inputs) for window in windows)
     rows = []
     for ids, targets in windows:

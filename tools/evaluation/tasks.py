@@ -1,14 +1,14 @@
-"""Tasks of lm-evaluation-harness on our own forward, so that what is evaluated is the arithmetic that is served.
+"""Run tasks of lm-evaluation-harness on our own forward, with serving numerics.
 
-The harness builds the requests of a task and computes its metrics; :class:`ServedModel` is its view of a model. Its own
-Hugging Face class would load compressed checkpoints with transformers (which leaves the inputs of experts as they are)
-and make the logits of whole batches in fp32. Requests are tokenized and cut as that class does it, so results agree.
+The harness builds the requests of a task and computes its metrics; :class:`ServedModel` adapts a model to it. Its own
+Hugging Face class would load compressed checkpoints with transformers (which does not quantize the inputs of experts)
+and compute the logits of whole batches in fp32. Requests are tokenized and cut as in that class, so results agree.
 
 To the harness every rank is rank 0 of 1: each builds all requests, and :func:`tools.evaluation.score.score_windows`
-shares out the work, plain or under ZeRO-3, and gives all results to all ranks.
+distributes the work, plain or under ZeRO-3, and returns all results on all ranks.
 
-Tasks that compare log-likelihoods are run (output types loglikelihood, multiple_choice and loglikelihood_rolling);
-those in which the model writes text are refused.
+Supports tasks that compare log-likelihoods (output types loglikelihood, multiple_choice and loglikelihood_rolling);
+tasks that generate text are refused.
 """
 
 import contextlib
@@ -36,14 +36,14 @@ from tools.evaluation.results import Measurement
 from tools.evaluation.score import ScoringModel, Window, rolling_windows, score_windows
 
 OUTPUT_TYPES = ("loglikelihood", "multiple_choice", "loglikelihood_rolling")
-# Draws for the standard error of metrics that have no closed form; its own error is then about 2%.
+# Bootstrap draws for the standard error of metrics that have no closed form; its own error is then about 2%.
 BOOTSTRAP_DRAWS = 1000
 FEWSHOT_SEED = 1234  # lm-evaluation-harness' default
 
 
 @dataclass(frozen=True)
 class Tasks:
-    """Tasks and groups with their data, as ``TaskManager.load`` returns them; of each the first ``limit`` samples."""
+    """Tasks and groups with their data, as ``TaskManager.load`` returns them; with at most ``limit`` samples each."""
 
     loaded: Any
     limit: int | None
@@ -57,17 +57,17 @@ class Tasks:
         batch_size: int,
         dtype: str,
     ) -> dict[str, Measurement]:
-        """Measure each metric of each task, by ``task metric``; a group that has a mean gives that alone. A collective.
+        """Measure each metric of each task, by ``task metric``; only the mean of a group that has one. A collective.
 
         Args:
-            model, tokenizer: whose predictions.
-            length: tokens that the model sees at a time; its context if None.
+            model, tokenizer: model to evaluate.
+            length: tokens per window; the model's context if None.
             batch_size: windows per forward.
             dtype: named in the conditions.
 
         Raises:
-            RankError: no length and a model that does not say its context; a prediction that is not finite; requests
-                that are not the same on every rank.
+            RankError: no length and a model without a known context; a prediction is not finite; requests differ
+                between ranks.
         """
         length = length or model.context
         if length is None:
@@ -87,12 +87,12 @@ class Tasks:
         return measurements
 
     def _members(self, group: str) -> set[str]:
-        """Names of all tasks and groups below a group."""
+        """Return the names of all tasks and groups below a group."""
         children = set(self.loaded["group_map"].get(group, []))
         return children.union(*(self._members(child) for child in children))
 
     def _conditions(self, name: str, found: Any) -> str:
-        """Number of samples, and a digest of the requests to the model, which hold the data and the examples."""
+        """Return the number of samples, and a digest of the requests, which contain the data and the examples."""
         tasks = self.loaded["tasks"]
         members = [name] if name in tasks else sorted(self._members(name) & tasks.keys())
         requests = [request.args for member in members for request in tasks[member].instances]
@@ -103,7 +103,7 @@ class Tasks:
 
 
 def _metrics(name: str, found: Any, conditions: str) -> dict[str, Measurement]:
-    """Take the metrics of one task or group; a filter is named unless it is the one that does nothing."""
+    """Collect the metrics of one task or group; a filter is named unless it is the identity."""
     values, directions = found["results"][name], found["higher_is_better"].get(name, {})
     metrics: dict[str, Measurement] = {}
     for key, value in values.items():
@@ -113,7 +113,7 @@ def _metrics(name: str, found: Any, conditions: str) -> dict[str, Measurement]:
         error = values.get(f"{metric}_stderr,{filter}")
         metrics[f"{name} {metric}" if filter == "none" else f"{name} {metric} ({filter})"] = Measurement(
             float(value),
-            directions.get(metric) is not False,  # what the harness assumes where a task does not say
+            directions.get(metric) is not False,  # the harness' default
             conditions,
             float(error) if isinstance(error, int | float) else None,
         )
@@ -126,17 +126,17 @@ def load_tasks(
     """Find tasks, groups or tags by name and read their data, before any model is loaded; every rank calls it.
 
     Args:
-        names: what to find.
-        task_dir: folder with task files (YAML) that are taken instead of the harness' own. Data files that they name
-            are relative to it. Their ``!function`` entries are Python code that is run.
+        names: tasks, groups or tags.
+        task_dir: folder with task files (YAML) that replace the harness' own. Their data files are relative to it.
+            Their ``!function`` entries are Python code that is run.
         limit: only the first so many samples of each task.
-        num_fewshot: examples before each question, where a task leaves that open.
+        num_fewshot: examples before each question, if a task leaves that open.
 
     Raises:
-        RankError: names the task and says what to do: it is unknown, its data cannot be read or fetched, its prompts
-            cannot be made, or it is of a kind that is not run.
+        RankError: names the task and the remedy: it is unknown, its data cannot be read or fetched, its prompts
+            cannot be made, or it is not supported.
     """
-    # The warnings of other ranks would be the same again.
+    # Other ranks would repeat the same warnings.
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     # The standard error of a few metrics is bootstrapped, by a pool of forked processes unless told not to: a process
     # with CUDA and a process group must not be forked.
@@ -155,7 +155,7 @@ def load_tasks(
 
 
 def _manager(names: Sequence[str], task_dir: Path | None) -> TaskManager:
-    """Make a manager of the tasks in ``task_dir``, or of the harness' own (looking through these takes ten seconds)."""
+    """Create a manager of the tasks in ``task_dir``, or of the harness' own (scanning these takes ten seconds)."""
     if task_dir is None:
         manager, known = TaskManager(), "a task of lm-evaluation-harness; with --task_dir those of a folder are taken"
     elif task_dir.is_dir():
@@ -168,7 +168,7 @@ def _manager(names: Sequence[str], task_dir: Path | None) -> TaskManager:
         for file in sorted(task_dir.rglob("*.yaml")) if task_dir is not None else ():
             try:
                 load_yaml(file, resolve_func=False)
-            except Exception as error:  # whatever the files may hold: the harness passes over them in silence
+            except Exception as error:  # any content: the harness skips such files silently
                 lines.append(f"{file} cannot be read: {error}")
         raise ValueError("\n".join(lines))
     return manager
@@ -177,7 +177,7 @@ def _manager(names: Sequence[str], task_dir: Path | None) -> TaskManager:
 def _load(manager: TaskManager, name: str, task_dir: Path | None) -> Any:
     try:
         return manager.load([name])
-    except Exception as error:  # the harness, datasets and a task's own code raise anything
+    except Exception as error:  # the harness, datasets and a task's own code may raise anything
         file = manager.task_index[name].yaml_path
         local = f"Data files that it names are looked for from {task_dir} on. " if task_dir is not None else ""
         raise ValueError(
@@ -189,7 +189,7 @@ def _load(manager: TaskManager, name: str, task_dir: Path | None) -> Any:
 
 
 def _prepare(name: str, task: Task, limit: int | None, num_fewshot: int | None) -> None:
-    """Set the number of examples, and make the requests once, so that errors show before a model is loaded."""
+    """Set the number of examples, and build the requests once, so that errors show before a model is loaded."""
     if task.OUTPUT_TYPE not in OUTPUT_TYPES:
         raise ValueError(
             f"task {name} has output_type {task.OUTPUT_TYPE}, expected one of {', '.join(OUTPUT_TYPES)}: tasks in "
@@ -215,34 +215,34 @@ def _seed() -> None:
 
 
 class ServedModel(TemplateLM):
-    """A :class:`tools.evaluation.score.ScoringModel` as lm-evaluation-harness wants it."""
+    """Adapter of :class:`tools.evaluation.score.ScoringModel` to lm-evaluation-harness."""
 
     def __init__(
         self, model: ScoringModel, tokenizer: PreTrainedTokenizerBase, *, length: int, batch_size: int
     ) -> None:
-        """``length``: tokens that the model sees at a time."""
+        """``length``: tokens per window."""
         super().__init__()
         self.model, self.tokenizer, self.max_length, self.batch_size = model, tokenizer, length, batch_size
 
     @property
     def eot_token_id(self) -> int:
-        """Token that ends a text."""
+        """Return the token that ends a text."""
         return self.tokenizer.eos_token_id
 
     @property
     def prefix_token_id(self) -> int:
-        """Token before a text without context."""
+        """Return the token before a text without context."""
         bos = self.tokenizer.bos_token_id
         return bos if bos is not None else self.tokenizer.eos_token_id
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Tokens of ``string``, with those that the tokenizer adds unless it begins with BOS already."""
+        """Tokenize ``string``, with the tokenizer's special tokens unless it begins with BOS already."""
         if add_special_tokens is None:
             add_special_tokens = not string.startswith(str(self.tokenizer.decode([self.prefix_token_id])))
         return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Per (context, continuation): log-likelihood of the continuation, whether it is the greedy one."""
+        """Score each (context, continuation): log-likelihood of the continuation, and if it is the greedy one."""
         return super().loglikelihood(requests, disable_tqdm=disable_tqdm or not is_main())
 
     def _loglikelihood_tokens(self, requests: list[Any], **kwargs: Any) -> list[tuple[float, bool]]:
@@ -260,14 +260,14 @@ class ServedModel(TemplateLM):
         return [tuple(score) for score in self._score(windows, "log-likelihoods")]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Per text the sum of its tokens' log-likelihoods."""
+        """Sum the log-likelihoods of each text's tokens."""
         texts = (self.tok_encode(request.args[0]) for request in requests)
         windows = [rolling_windows(ids, self.prefix_token_id, self.max_length) for ids in texts]
         scores = iter(self._score(list(chain(*windows)), "rolling log-likelihoods"))
         return [sum((score.log_likelihood for score in islice(scores, len(own))), 0.0) for own in windows]
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Never called: :func:`load_tasks` refuses tasks in which the model writes text."""
+        """Not called: :func:`load_tasks` refuses tasks that generate text."""
         raise NotImplementedError("tasks in which the model writes text are not run")
 
     def _score(self, windows: list[Window], label: str) -> list[Any]:
