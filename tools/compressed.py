@@ -59,8 +59,8 @@ def load_compressed(
     """Build the model of a compressed checkpoint and fill it; in eval mode, all fake quantization on (but of 8-bit
     weights with zero points in bf16, which are as they come out of it), scales frozen.
 
-    Where layers share a scale and the file has several values (another writer's checkpoint), the largest is taken, and
-    the weights are quantized anew with it: what serving engines do when they fuse these layers.
+    If layers share a scale and the file has several values (another writer's checkpoint), the largest is used and the
+    weights are quantized again with it, as serving engines do when they fuse these layers.
 
     Args:
         directory: with config.json (and its ``quantization_config``) and the safetensors files.
@@ -110,7 +110,7 @@ def load_compressed(
 
 
 def _numerics(directory: Path) -> tuple[list[Rule], TensorSpec | None, list[RotatedInputs]]:
-    """What config.json says of layers, of keys and values, and of inputs that are turned."""
+    """Numerics in config.json: of layers, of keys and values, and of rotated inputs."""
     config = read_quantization_config(directory)
     try:
         rotations = rotations_from_config(config.get("transform_config"))
@@ -120,7 +120,7 @@ def _numerics(directory: Path) -> tuple[list[Rule], TensorSpec | None, list[Rota
 
 
 def is_ignored(names: list[str], ignore: list[str]) -> bool:
-    """Whether compressed-tensors leaves a module of these names out.
+    """Tell if compressed-tensors ignores a module of these names.
 
     An entry of ``ignore`` is equal to a name, or is ``re:`` and a pattern that matches the name from its start.
     """
@@ -214,7 +214,7 @@ def _cache_key(spellings: list[str], checkpoint: Checkpoint) -> str:
 def _plain_tensors(
     model: PreTrainedModel, quantization: Quantization, checkpoint: Checkpoint, packed: set[str]
 ) -> dict[str, list[tuple[Piece, torch.Tensor]]]:
-    """What is stored as it is, by key on disk: the parameters and buffers that it holds, or parts of them.
+    """Unquantized tensors by key on disk: the parameters and buffers of each, or slices of them.
 
     Args:
         model, quantization, checkpoint: of the directory.
