@@ -37,7 +37,7 @@ EXPECTED = {
     "no_tokenizer": ("{base}/no_tokenizer",),
     "export_not_empty": ("export.dir", "{base}/export_not_empty/export", "not empty"),
     "recipe_not_written": ("output_dir: [Errno 21] Is a directory: ", "{base}/recipe_not_written/recipe.yaml"),
-    "ds_config_key": ("{base}/ds_config_key.json", "zero_optimization", "zero_optimization"),
+    "ds_config_key": ("{base}/ds_config_key.json", "zero_optimizaton", "zero_optimization"),
     "ds_config_clash": ("{base}/ds_config_clash.json", "gradient_clipping", "optim.grad_clip"),
     "teacher_vocabulary": ("loss.teacher", "{base}/other", "300", "301", "290"),
     "damaged_weights": ("{base}/damaged_weights/model.safetensors",),
@@ -122,7 +122,7 @@ def write_what_is_wrong(base: Path, model: Path, chats: Path) -> None:
     scales = {"model.layers.1.mlp.down_proj.input_scale": torch.tensor(1e6)}
     save_file(scales, base / "input_scales" / "model.safetensors")
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
-    (base / "ds_config_key.json").write_text(json.dumps({"zero_optimization": zero}))
+    (base / "ds_config_key.json").write_text(json.dumps({"zero_optimizaton": zero}))
     (base / "ds_config_clash.json").write_text(json.dumps({"zero_optimization": zero, "gradient_clipping": 3.0}))
     other = tiny_checkpoint(base / "other")
     config = AutoConfig.from_pretrained(other)
