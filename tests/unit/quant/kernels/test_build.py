@@ -25,7 +25,8 @@ CHILD = """
 import json, sys, warnings
 import torch
 import quant
-from quant import kernels, packing, reference
+from quant import kernels, reference
+from quant.formats import packing
 from quant.spec import TensorSpec
 
 torch.set_num_threads(1)
