@@ -398,8 +398,9 @@ def _take_out_optimizer(config: dict[str, Any], recipe: Recipe) -> list[str]:
     """Remove ``optimizer`` and ``scheduler`` of published files; return problems of values other than the recipe's."""
     optim = recipe.optim
     optimizer, scheduler = config.pop("optimizer", {}), config.pop("scheduler", {})
-    if optimizer == "auto" or scheduler == "auto":
-        return []
+    for section, values in (("optimizer", optimizer), ("scheduler", scheduler)):
+        if not isinstance(values.get("params") or {}, dict):
+            return [f"{section}.params: {values['params']!r}, expected an object"]
     same: dict[str, Any] = {
         "type": ("Adam", "AdamW"),
         "torch_adam": (True, False),

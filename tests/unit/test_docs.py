@@ -108,7 +108,7 @@ def test_the_readme_is_short() -> None:
 
 
 def exists(dotted: str) -> bool:
-    """Whether a dotted name is a module, something in a module, or a option of a recipe."""
+    """Whether a dotted name is a module, something in a module, or an option of a recipe."""
     parts = dotted.split(".")
     section: object = Recipe
     for part in parts:

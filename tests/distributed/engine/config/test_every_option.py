@@ -4,7 +4,7 @@ neither.
 Every option of the recipe is given another value beside each situation. What is accepted and in no table here is run,
 and
 must make something else than the situation alone: losses, weights, files, TensorBoard. ``make test`` draws some of the
-pairs anew each time, ``make test-full`` runs all of them. A option that is added fails until it has a value here, or a
+pairs anew each time, ``make test-full`` runs all of them. An option that is added fails until it has a value here, or a
 line that says where it is tested.
 """
 
@@ -50,7 +50,7 @@ SITUATIONS: dict[str, dict[str, Any]] = {
     "text": {"data.kind": "text", "data.train": ["text.txt"], "data.held_out": 4},
     "no export": {"export.enabled": False, "optim.schedule": "wsd", "optim.decay_steps": 2},
 }
-# What lets a option act that is idle in all of these.
+# What lets an option act that is idle in all of these.
 COMPANY: dict[str, dict[str, Any]] = {
     "model.experts": {"model.path": "qwen3_moe"},
     "data.weights": {},
@@ -146,7 +146,7 @@ VALUES: dict[str, Any] = {
     "export.dir": "served",
     "export.max_shard_size": "100KB",
 }
-# Same results by another way: such a option is seen by what is called.
+# Same results by another way: such an option is seen by what is called.
 WAYS = {
     "model.load",
     "train.activation_checkpointing",
@@ -287,7 +287,7 @@ class Place:
 
 
 class Pair(NamedTuple):
-    """A option with another value in a situation, the recipe that says so, and that of the situation alone."""
+    """An option with another value in a situation, the recipe that says so, and that of the situation alone."""
 
     situation: str
     option: str
@@ -318,7 +318,7 @@ def options() -> Iterator[tuple[str, Field[Any]]]:
 
 
 def another(key: str, item: Field[Any]) -> Any:
-    """Another value of a option than its default."""
+    """Another value of an option than its default."""
     if key in VALUES:
         return VALUES[key]
     assert key in BY_TYPE, (

@@ -1,6 +1,6 @@
 """Recipes and DeepSpeed configurations that nobody would write, drawn from the options themselves (hypothesis).
 
-A option that is added to a dataclass of engine/config/ is drawn from then on, with values of its type, of other types,
+An option that is added to a dataclass of engine/config/ is drawn from then on, with values of its type, of other types,
 null, and numbers at and beyond what a computer holds.
 """
 
@@ -61,7 +61,7 @@ DS_WORDS = st.sampled_from(["cpu", "nvme", "none", "fp32", "bf16", "fp16", "int8
 
 
 def of_type(kind: Any) -> st.SearchStrategy[Any]:
-    """Values of a option's type, of any size; those that stand in a YAML file for it."""
+    """Values of an option's type, of any size; those that stand in a YAML file for it."""
     origin, parts = get_origin(kind), get_args(kind)
     if kind is Any:
         return st.one_of(ANY_JSON, SCALARS, DS_WORDS)
@@ -83,7 +83,7 @@ def of_type(kind: Any) -> st.SearchStrategy[Any]:
 
 
 def option(kind: Any) -> st.SearchStrategy[Any]:
-    """A value for a option: mostly of its type."""
+    """A value for an option: mostly of its type."""
     return st.one_of(of_type(kind), of_type(kind), of_type(kind), ANYTHING)
 
 

@@ -154,6 +154,10 @@ ZERO_VALUES: list[tuple[dict[str, Any], str]] = [
             ': optimizer.lr: 0.0003, expected "auto" or the recipe\'s value: the recipe owns the optimizer: set',
         ),
         (
+            {"zero_optimization": {"stage": 3}, "optimizer": {"params": "auto"}},
+            ": optimizer.params: 'auto', expected an obj",
+        ),
+        (
             {"zero_optimization": {"stage": 3}, "optimizer": {"type": "Lion", "params": {"lr": "auto"}}},
             ": optimizer.type: 'Lion', expected \"auto\" or the recipe's value",
         ),

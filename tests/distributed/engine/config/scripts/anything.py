@@ -155,7 +155,7 @@ def accepted(path: Path, contents: dict[str, Any], before: Recipe) -> Recipe | N
 
 
 def of(kind: Any, rng: random.Random) -> Any:
-    """A value of a option's type, of a size that a run of three steps reaches."""
+    """A value of an option's type, of a size that a run of three steps reaches."""
     origin, parts = get_origin(kind), get_args(kind)
     if is_dataclass(kind):
         return section(kind, rng)
