@@ -203,7 +203,7 @@ def rows(title: str, times: dict[str, list[float]]) -> list[list[str]]:
 
 def launched(kind: str, base: Path, rounds: int, quick: bool) -> tuple[list[list[str]], str]:
     """Rows of a checkpoint of this kind, loaded and exported by one rank and by two, and what else was seen."""
-    from tests.distributed.launcher import launch
+    from tests.lib.launcher import launch
 
     table: list[list[str]] = []
     seen: list[str] = []

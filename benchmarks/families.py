@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.distributed.launcher import run_waiting  # noqa: E402
 from tests.families.variants import COMPOSITE, DENSE, EXPERTS, HYBRIDS, VARIANTS  # noqa: E402
+from tests.lib.launcher import run_waiting  # noqa: E402
 
 SCRIPT = ROOT / "tests" / "families" / "scripts" / "family.py"
 PAGE = ROOT / "docs" / "models.md"

@@ -125,7 +125,7 @@ def rows_of(ways: dict[str, Way], timings: dict[str, timing.Timing], warmup: int
 
 def quick_inputs(folder: Path) -> list[str]:
     """Options that make the run tiny."""
-    from tests.tiny import tiny_checkpoint
+    from tests.lib.tiny import tiny_checkpoint
 
     rng = random.Random(0)
     rows = [{"input": "What? " * rng.randint(1, 6), "output": "42. " * rng.randint(1, 6)} for _ in range(60)]

@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from tests.distributed.launcher import free_port
-from tests.distributed.recipes import write_recipe
-from tests.patience import PATIENCE
-from tests.processes import CPU
-from tests.root import ROOT
-from tests.tiny import TEXT, tiny_checkpoint
+from tests.lib.launcher import free_port
+from tests.lib.patience import PATIENCE
+from tests.lib.processes import CPU
+from tests.lib.recipes import write_recipe
+from tests.lib.root import ROOT
+from tests.lib.tiny import TEXT, tiny_checkpoint
 
 PARTS = ("ft", "ptq", "ptq_gptq", "qat")
 pytestmark = pytest.mark.full  # five launches

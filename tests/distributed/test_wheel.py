@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.distributed.launcher import free_port
-from tests.distributed.recipes import write_chats
-from tests.root import ROOT
-from tests.tiny import tiny_checkpoint
+from tests.lib.launcher import free_port
+from tests.lib.recipes import write_chats
+from tests.lib.root import ROOT
+from tests.lib.tiny import tiny_checkpoint
 
 pytestmark = pytest.mark.full  # most of a minute; `make test-wheel` runs it by itself
 FOLDERS = ("data", "ds_configs", "engine", "launch", "model", "quant", "tools")

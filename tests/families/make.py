@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from tests.tiny import tiny_tokenizer
+from tests.lib.tiny import tiny_tokenizer
 
 VOCABULARY = 307
 # By the name of the option. Widths are multiples of 32 where groups of weights need it, and heads differ from key

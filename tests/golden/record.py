@@ -30,10 +30,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import yaml
 
-from tests.distributed.launcher import run_ranks
-from tests.distributed.recipes import write_chats
 from tests.golden.ranks import digest, exported
-from tests.tiny import tiny_checkpoint
+from tests.lib.launcher import run_ranks
+from tests.lib.recipes import write_chats
+from tests.lib.tiny import tiny_checkpoint
 
 HERE = Path(__file__).parent
 STEPS = 20

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.distributed.recipes import write_ds_config
-from tests.root import ROOT
-from tests.tiny import TEXT, tiny_checkpoint
+from tests.lib.recipes import write_ds_config
+from tests.lib.root import ROOT
+from tests.lib.tiny import TEXT, tiny_checkpoint
 
 STATIC = ("--learnable.weight_scale", "false")
 

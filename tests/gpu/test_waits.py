@@ -19,8 +19,8 @@ from engine.losses.chunked import chunked_losses
 from engine.losses.objective import Objective
 from model.head import install_head
 from quant import SCHEMES, Quantization, prepare
-from tests.counting import Counting
-from tests.tiny import tiny_config
+from tests.lib.counting import Counting
+from tests.lib.tiny import tiny_config
 from tests.unit.conftest import seed  # noqa: F401  (a fixture)
 
 # transformers makes no mask for an implementation that it has none for, and so asks the device nothing.

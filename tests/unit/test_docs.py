@@ -25,7 +25,7 @@ from engine.config.reading import load_recipe, parse_recipe
 from model.save import not_loaded
 from quant import PRESETS, Quantization
 from quant.formats.compressed_tensors import packed_shapes
-from tests.root import ROOT
+from tests.lib.root import ROOT
 
 README = ROOT / "README.md"
 PAGES = sorted((ROOT / "docs").glob("*.md"))

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.gpu.half_hour import MORE_TRAININGS, STAGES, TRAININGS, Place
 from benchmarks.gpu.train import recipe_of
 from engine.config.reading import parse_recipe
-from tests.root import ROOT
+from tests.lib.root import ROOT
 
 
 @pytest.mark.parametrize("dry", [True, False])

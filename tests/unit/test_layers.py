@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.root import ROOT
+from tests.lib.root import ROOT
 
 MAY_IMPORT = {
     "quant": set(),
@@ -136,7 +136,7 @@ def test_modules_do_not_import_in_circles() -> None:
         ("model.load", "if TYPE_CHECKING:\n    import data.chat"),
         ("quant.linear", "from ..model import zero"),
         ("engine.loop", "from launch import train"),
-        ("engine.loop", "import tests.tiny as tiny"),
+        ("engine.loop", "import tests.lib.tiny as tiny"),
         ("engine.losses.kd", "from engine.config.config import Recipe"),
         ("engine.config.reading", "def f():\n    from engine.cluster.job import connect"),
         ("engine.session.context", "from ..schedule import Schedule"),

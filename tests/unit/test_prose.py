@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests.root import ROOT
+from tests.lib.root import ROOT
 
 FOLDERS = ("launch", "tools", "engine", "model", "quant", "data")
 OPENING = re.compile(r"(What|Whether|Of|Those|Where|Who)\b")

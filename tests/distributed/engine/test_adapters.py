@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM
 
 from quant import SCHEMES
 from quant.lora import merge
-from tests.distributed.launcher import run_ranks
-from tests.distributed.plain import assert_equals_plain_loop, load_result
-from tests.distributed.recipes import write_chats, write_ds_config, write_recipe
-from tests.tiny import tiny_checkpoint
+from tests.lib.launcher import run_ranks
+from tests.lib.plain import assert_equals_plain_loop, load_result
+from tests.lib.recipes import write_chats, write_ds_config, write_recipe
+from tests.lib.tiny import tiny_checkpoint
 from tools.compressed import load_compressed
 
 SCRIPT = Path(__file__).parent / "scripts" / "variants.py"

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.engine.scripts.bad_days import RUNS
-from tests.distributed.launcher import run_ranks
-from tests.distributed.recipes import write_chats, write_recipe
-from tests.tiny import tiny_checkpoint
+from tests.lib.launcher import run_ranks
+from tests.lib.recipes import write_chats, write_recipe
+from tests.lib.tiny import tiny_checkpoint
 
 SCRIPT = Path(__file__).parent / "scripts" / "bad_days.py"
 RANKS, STEPS = 2, 3

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.moe import write_config
-from tests.distributed.launcher import run_ranks
+from tests.lib.launcher import run_ranks
 
 pytestmark = pytest.mark.full  # half a minute and more
 SCRIPT = Path(__file__).parent / "scripts" / "collectives.py"

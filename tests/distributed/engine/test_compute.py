@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed.launcher import run_ranks
-from tests.distributed.plain import load_result
-from tests.distributed.recipes import write_chats, write_recipe
-from tests.tiny import TEXT, tiny_checkpoint
+from tests.lib.launcher import run_ranks
+from tests.lib.plain import load_result
+from tests.lib.recipes import write_chats, write_recipe
+from tests.lib.tiny import TEXT, tiny_checkpoint
 
 SCRIPT = Path(__file__).parent / "scripts" / "compute.py"
 PLAIN = {"kd_weight": 0.0, "teacher": None}

@@ -8,8 +8,8 @@ import torch
 from data.loader import valid_tokens
 from engine.config.reading import load_recipe
 from engine.losses.kd import KD_KINDS
-from tests.definitions import kd_loss
-from tests.distributed.plain import (
+from tests.lib.definitions import kd_loss
+from tests.lib.plain import (
     assert_equals_plain_loop,
     inputs_of,
     load_result,
@@ -17,9 +17,9 @@ from tests.distributed.plain import (
     plain_model,
     plain_weights,
 )
-from tests.distributed.recipes import write_chats
-from tests.distributed.variants import NO_TEACHER, Variant, run_variants
-from tests.tiny import TEXT, tiny_checkpoint
+from tests.lib.recipes import write_chats
+from tests.lib.tiny import TEXT, tiny_checkpoint
+from tests.lib.variants import NO_TEACHER, Variant, run_variants
 
 
 def without_targets(stage: int) -> Variant:

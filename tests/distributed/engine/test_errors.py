@@ -11,13 +11,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, Lfm2Config, Lfm2ForCausalLM
 
 from engine.checkpoint.files import file_crc32
-from tests.distributed.launcher import run_ranks, run_waiting
-from tests.distributed.recipes import write_chats, write_recipe
-from tests.distributed.variants import NO_TEACHER
 from tests.families.make import Variant as Family
 from tests.families.variants import VARIANTS
-from tests.root import ROOT
-from tests.tiny import tiny_checkpoint, tiny_tokenizer
+from tests.lib.launcher import run_ranks, run_waiting
+from tests.lib.recipes import write_chats, write_recipe
+from tests.lib.root import ROOT
+from tests.lib.tiny import tiny_checkpoint, tiny_tokenizer
+from tests.lib.variants import NO_TEACHER
 
 SCRIPT = Path(__file__).parent / "scripts" / "errors.py"
 TRAIN = ROOT / "launch" / "train.py"

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.distributed.launcher import run_ranks
-from tests.distributed.recipes import write_chats, write_recipe
-from tests.processes import run_python
-from tests.root import ROOT
-from tests.tiny import tiny_checkpoint
+from tests.lib.launcher import run_ranks
+from tests.lib.processes import run_python
+from tests.lib.recipes import write_chats, write_recipe
+from tests.lib.root import ROOT
+from tests.lib.tiny import tiny_checkpoint
 
 EXAMPLES = sorted((ROOT / "launch" / "examples").glob("*.py"))
 STEPS = 8

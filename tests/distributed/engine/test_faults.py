@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from tests.distributed.engine.scripts.faults import STAGES, STEPS, STOP
-from tests.distributed.launcher import launch
-from tests.distributed.recipes import write_chats, write_recipe
-from tests.patience import until
-from tests.tiny import tiny_checkpoint
+from tests.lib.launcher import launch
+from tests.lib.patience import until
+from tests.lib.recipes import write_chats, write_recipe
+from tests.lib.tiny import tiny_checkpoint
 
 SCRIPT = Path(__file__).parent / "scripts" / "faults.py"
 RANKS = 2

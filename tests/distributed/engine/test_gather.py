@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from tests.distributed.engine.test_compute import CLIPS
-from tests.distributed.launcher import run_ranks
-from tests.distributed.plain import load_result
-from tests.distributed.recipes import write_chats, write_recipe
-from tests.root import ROOT
-from tests.tiny import tiny_checkpoint
+from tests.lib.launcher import run_ranks
+from tests.lib.plain import load_result
+from tests.lib.recipes import write_chats, write_recipe
+from tests.lib.root import ROOT
+from tests.lib.tiny import tiny_checkpoint
 
 pytestmark = pytest.mark.full
 

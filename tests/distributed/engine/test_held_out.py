@@ -9,9 +9,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from engine.checkpoint.find import best_checkpoint
 from engine.session.optimizer import SCALE_EPS
 from tests.distributed.engine.scripts.held_out import OPTIONS, STOP
-from tests.distributed.launcher import run_ranks
-from tests.distributed.recipes import write_chats, write_recipe
-from tests.tiny import tiny_checkpoint
+from tests.lib.launcher import run_ranks
+from tests.lib.recipes import write_chats, write_recipe
+from tests.lib.tiny import tiny_checkpoint
 
 SCRIPT = Path(__file__).parent / "scripts" / "held_out.py"
 STEPS, EVERY, START = 6, 2, 3

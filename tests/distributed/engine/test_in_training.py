@@ -12,9 +12,9 @@ from data.chat import read_chat
 from data.held_out import split
 from engine.checkpoint.find import best_checkpoint
 from engine.config.reading import load_recipe
-from tests.definitions import kd_loss
-from tests.distributed.plain import QUANTIZED_RTOL, load_result, plain_model, plain_weights
-from tests.distributed.variants import Variant, run_variants
+from tests.lib.definitions import kd_loss
+from tests.lib.plain import QUANTIZED_RTOL, load_result, plain_model, plain_weights
+from tests.lib.variants import Variant, run_variants
 
 HELD_OUT = {
     "data": {"held_out": 7, "max_length": 128, "micro_batch_size": 2},

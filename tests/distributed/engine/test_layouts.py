@@ -12,7 +12,7 @@ from safetensors.torch import load, load_file
 
 from engine.config.reading import load_recipe
 from quant.formats.packing import unpack_int32
-from tests.distributed.variants import NO_TEACHER, Variant, run_variants
+from tests.lib.variants import NO_TEACHER, Variant, run_variants
 from tools.verify.check import compare_with_transformers
 
 

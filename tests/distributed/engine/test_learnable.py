@@ -9,9 +9,9 @@ from transformers import AutoModelForCausalLM
 from data.loader import valid_tokens
 from engine.config.reading import load_recipe
 from launch import study
-from tests.distributed.plain import inputs_of, load_result, plain_loaders
-from tests.distributed.variants import DROPOUT, NO_TEACHER, Variant, changed, run_variants
-from tests.root import ROOT
+from tests.lib.plain import inputs_of, load_result, plain_loaders
+from tests.lib.root import ROOT
+from tests.lib.variants import DROPOUT, NO_TEACHER, Variant, changed, run_variants
 
 FIXED = {"weight": False, "weight_scale": False}
 # Scales that clip part of every input, or an fp8 input scale may have nothing to learn.

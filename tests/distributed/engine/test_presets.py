@@ -10,8 +10,8 @@ from transformers import AutoConfig
 from quant import PRESETS
 from quant.formats.compressed_tensors import input_suffix, unpack_scale, unpack_weight, unpack_zero
 from tests.distributed.engine.scripts.presets import MIXED, ROTATED
-from tests.distributed.launcher import run_ranks
-from tests.tiny import tiny_checkpoint
+from tests.lib.launcher import run_ranks
+from tests.lib.tiny import tiny_checkpoint
 from tools.compressed import load_compressed, quantized_keys
 from tools.verify.check import compare_with_transformers
 

@@ -10,9 +10,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from engine.config.reading import load_recipe
 from quant import SCHEMES
 from quant.reference import absmax_scale
-from tests.distributed.plain import load_result
-from tests.distributed.recipes import write_ds_config
-from tests.distributed.variants import NO_TEACHER, Variant, run_variants, start_of
+from tests.lib.plain import load_result
+from tests.lib.recipes import write_ds_config
+from tests.lib.variants import NO_TEACHER, Variant, run_variants, start_of
 
 FIRST_LAYER = r"model\.layers\.0\..*"
 EVENTS: dict[str, Any] = {

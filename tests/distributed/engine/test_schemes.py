@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from tests.distributed.engine.test_train import SCRIPT
-from tests.distributed.launcher import run_ranks
-from tests.distributed.plain import assert_equals_plain_loop, load_result
-from tests.distributed.recipes import write_chats, write_recipe
-from tests.tiny import tiny_checkpoint
+from tests.lib.launcher import run_ranks
+from tests.lib.plain import assert_equals_plain_loop, load_result
+from tests.lib.recipes import write_chats, write_recipe
+from tests.lib.tiny import tiny_checkpoint
 
 pytestmark = pytest.mark.full  # half a minute and more
 

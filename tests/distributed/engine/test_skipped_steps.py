@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.distributed.engine.scripts.variants import POISONED
-from tests.distributed.plain import load_result
-from tests.distributed.variants import NO_TEACHER, Variant, run_variants
+from tests.lib.plain import load_result
+from tests.lib.variants import NO_TEACHER, Variant, run_variants
 
 POISON = {"train": {"steps": 3, "gradient_accumulation_steps": 1}, "loss": NO_TEACHER, "optim": {"lr": 1e-2}}
 POISONED_RUNS = {

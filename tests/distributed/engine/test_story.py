@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.launcher import run_ranks
-from tests.distributed.recipes import write_ds_config
-from tests.root import ROOT
-from tests.tiny import TEXT, tiny_checkpoint
+from tests.lib.launcher import run_ranks
+from tests.lib.recipes import write_ds_config
+from tests.lib.root import ROOT
+from tests.lib.tiny import TEXT, tiny_checkpoint
 
 SCRIPT = Path(__file__).parent / "scripts" / "story.py"
 PAGE = ROOT / "docs" / "reading_the_code.md"

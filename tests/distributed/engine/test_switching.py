@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from engine.config.reading import load_recipe
 from quant import SCHEMES, Ranges
 from quant.reference import absmax_scale, fake_quant
-from tests.distributed.plain import assert_equals_plain_loop, load_result
-from tests.distributed.variants import EVEN, NO_TEACHER, SAID, Variant, run_variants
+from tests.lib.plain import assert_equals_plain_loop, load_result
+from tests.lib.variants import EVEN, NO_TEACHER, SAID, Variant, run_variants
 
 STAGES = (0, 2, 3)  # 1 is 2 without gradients in partitions, and comes with the large counts
 SWITCH: dict[str, Any] = {

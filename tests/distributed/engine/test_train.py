@@ -14,10 +14,10 @@ from engine.config.reading import load_recipe
 from engine.session.optimizer import LossScale
 from model.build import build_model
 from model.checkpoint.load import load_weights
-from tests.distributed.launcher import run_ranks
-from tests.distributed.plain import assert_equals_plain_loop, load_result, plain_weights
-from tests.distributed.recipes import write_chats, write_ds_config, write_recipe
-from tests.tiny import tiny_checkpoint
+from tests.lib.launcher import run_ranks
+from tests.lib.plain import assert_equals_plain_loop, load_result, plain_weights
+from tests.lib.recipes import write_chats, write_ds_config, write_recipe
+from tests.lib.tiny import tiny_checkpoint
 
 SCRIPT = Path(__file__).parent / "scripts" / "train.py"
 SHIPPED = ("zero3", "zero3_offload")  # as users name them; here small parameters stay gathered between steps

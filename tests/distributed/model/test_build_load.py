@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen3MoeForCausalLM
 
-from tests.distributed.launcher import run_ranks
-from tests.tiny import tiny_checkpoint, tiny_config
+from tests.lib.launcher import run_ranks
+from tests.lib.tiny import tiny_checkpoint, tiny_config
 
 SCRIPT = Path(__file__).parent / "scripts" / "build_load.py"
 INDEX = "model.safetensors.index.json"

@@ -1,6 +1,6 @@
-"""Every rank, with everything imported (see tests/processes.py): forks a process for each job that it is sent.
+"""Every rank, with everything imported (see tests/lib/processes.py): forks a process for each job that it is sent.
 
-Messages are lines of JSON. tests/distributed/waiting.py sends jobs, ``{"argv", "environment", "log"}``; the rank
+Messages are lines of JSON. tests/lib/waiting.py sends jobs, ``{"argv", "environment", "log"}``; the rank
 answers with ``{"pid"}`` of the process that runs one and, when it has ended, with ``{"code"}``. The rank ends when the
 other side of the socket does.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.distributed.forked import become
+from tests.lib.forked import become
 
 OF_THE_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "MASTER_ADDR")
 

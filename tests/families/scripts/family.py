@@ -34,11 +34,11 @@ from model.build import AUTO, attention_for, build_model
 from model.checkpoint.load import load_weights
 from model.ranks import RankError, gather_objects, is_main, raise_everywhere, rank
 from model.save import export_model, not_loaded
-from tests.distributed.garbage import collect
-from tests.distributed.recipes import write_chats, write_recipe
 from tests.families.make import Variant
 from tests.families.variants import VARIANTS
-from tests.root import ROOT
+from tests.lib.garbage import collect
+from tests.lib.recipes import write_chats, write_recipe
+from tests.lib.root import ROOT
 from tools.verify.check import compare_with_transformers
 
 REFUSALS = (RankError, RecipeError)

@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from data.samples import IGNORE, Sample
-from tests.tiny import TEXT, tiny_tokenizer
+from tests.lib.tiny import TEXT, tiny_tokenizer
 
 END = "<|im_end|>"
 GOOD = {"input": "What is 12 plus 30?", "output": "42"}

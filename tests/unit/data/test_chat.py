@@ -9,7 +9,7 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from data.chat import Counts, read_chat
 from data.samples import IGNORE, DataError, Sample
-from tests.tiny import tiny_tokenizer
+from tests.lib.tiny import tiny_tokenizer
 from tests.unit.data.chats import (
     END,
     GOOD,

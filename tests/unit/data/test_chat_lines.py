@@ -6,7 +6,7 @@ import pytest
 
 from data.chat import read_chat
 from data.samples import MAX_PROBLEMS, DataError
-from tests.tiny import tiny_tokenizer
+from tests.lib.tiny import tiny_tokenizer
 from tests.unit.data.chats import END, GOOD, learned, pair, turns, write
 
 BAD_LINES: list[tuple[object, str]] = [

@@ -10,7 +10,7 @@ import pytest
 
 from data.chat import read_chat
 from data.samples import MAX_PROBLEMS, DataError
-from tests.tiny import tiny_tokenizer
+from tests.lib.tiny import tiny_tokenizer
 
 MAX_LENGTH = 300
 

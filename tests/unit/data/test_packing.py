@@ -11,7 +11,7 @@ import torch
 
 from data.loader import WINDOW, Loader, MicroBatch, model_inputs, pack, pad, real_tokens, sample_inputs, valid_tokens
 from data.samples import IGNORE, DataError, Sample
-from tests.tiny import tiny_model
+from tests.lib.tiny import tiny_model
 
 PAD = 7  # a token like any other: what keeps padding apart must not be its id
 

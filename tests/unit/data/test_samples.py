@@ -5,7 +5,7 @@ import json
 import pytest
 
 from data.samples import DataError, load_tokenizer
-from tests.tiny import tiny_checkpoint, tiny_tokenizer
+from tests.lib.tiny import tiny_checkpoint, tiny_tokenizer
 
 
 def test_the_tokenizer_of_a_checkpoint(tmp_path):

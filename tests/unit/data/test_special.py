@@ -12,7 +12,7 @@ from data.chat import read_chat
 from data.samples import IGNORE, DataError
 from data.template import SpecialTexts, shown_again
 from data.text import read_text
-from tests.tiny import TEXT, tiny_tokenizer
+from tests.lib.tiny import TEXT, tiny_tokenizer
 from tests.unit.data.chats import END, GOOD, KINDS, learned, messages, text, turns, whole, write
 
 SPECIAL = ["<|im_end|>", "<|im_start|>", "<|endoftext|>"]

@@ -14,7 +14,7 @@ from data.teacher_cache import CacheError, Manifest, TeacherCache, Writer
 from engine.losses.objective import DIAGNOSTICS
 from engine.losses.teacher import common_vocabulary, first_difference
 from model.fingerprint import digest_of_checkpoint
-from tests.tiny import tiny_checkpoint, tiny_tokenizer
+from tests.lib.tiny import tiny_checkpoint, tiny_tokenizer
 
 K = 3
 

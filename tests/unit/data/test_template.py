@@ -6,7 +6,7 @@ import pytest
 
 from data.chat import Counts, read_chat
 from data.samples import DataError
-from tests.tiny import tiny_tokenizer
+from tests.lib.tiny import tiny_tokenizer
 from tests.unit.data.chats import END, GOOD, THINKING, learned_turns, messages, whole, words_tokenizer, write
 
 # Like Qwen 3's: thinking is written for the last turn (an empty block where there is none) and for those behind the

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors
 
 from data.samples import IGNORE, DataError, plain_backend
 from data.text import read_text, split
-from tests.tiny import TEXT, tiny_tokenizer
+from tests.lib.tiny import TEXT, tiny_tokenizer
 
 WORDS = [
     "the",

@@ -15,8 +15,8 @@ import pytest
 from data.chat import read_chat
 from data.samples import DataError, load_tokenizer
 from data.text import read_text
-from tests.patience import ends
-from tests.tiny import TEXT, tiny_checkpoint
+from tests.lib.patience import ends
+from tests.lib.tiny import TEXT, tiny_checkpoint
 
 FILES = ("tokenizer.json", "tokenizer_config.json")
 VALUES = [None, [], {}, "", 0, -1, 2**63, float("inf"), "x" * 10**5, [[[[]]]], True, {"a": {"b": 1}}, "../../x", "\0"]

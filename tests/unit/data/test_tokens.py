@@ -11,7 +11,7 @@ from data.chat import read_chat
 from data.samples import DataError
 from data.text import read_text, split
 from data.tokens import OffsetTokenizer, in_groups
-from tests.tiny import CHAT_TEMPLATE, tiny_tokenizer
+from tests.lib.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from tests.unit.data.chats import GOOD, text, write
 
 

@@ -17,8 +17,8 @@ from model.build import build_model
 from model.checkpoint.load import load_weights
 from model.head import install_head
 from quant.reference import absmax_scale
-from tests.root import ROOT
-from tests.tiny import tiny_checkpoint
+from tests.lib.root import ROOT
+from tests.lib.tiny import tiny_checkpoint
 
 BF16 = {"bf16": {"enabled": True}}
 

@@ -10,7 +10,7 @@ from model.ranks import RankError
 from model.scales import input_scales, renew_weight_scales, write_scales
 from quant import Quantization, prepare
 from quant.spec import PRESETS
-from tests.tiny import tiny_checkpoint
+from tests.lib.tiny import tiny_checkpoint
 from tests.unit.model.save.test_loadable import CPU, loaded
 
 LAYER = "model.layers.1"

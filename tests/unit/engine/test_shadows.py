@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.root import ROOT
+from tests.lib.root import ROOT
 
 SCRIPTS = sorted(
     path.name for path in (ROOT / "launch").glob("*.py") if path.stem not in ("__init__", "early", "exits", "launcher")

@@ -10,7 +10,7 @@ import pytest
 
 from launch.early import check_model_path
 from model import TRANSFORMERS, check_transformers
-from tests.root import ROOT
+from tests.lib.root import ROOT
 
 SCRIPT = """
 import runpy, sys

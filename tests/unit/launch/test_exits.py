@@ -7,7 +7,7 @@ import pytest
 
 from launch.exits import clean_exit, recipe_or_exit
 from model.ranks import RankError
-from tests.processes import run_python
+from tests.lib.processes import run_python
 
 RECIPE = """\
 model: {path: model}

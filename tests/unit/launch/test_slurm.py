@@ -4,7 +4,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from tests.root import ROOT
+from tests.lib.root import ROOT
 
 JOB = ROOT / "launch" / "slurm" / "job.sbatch"
 

@@ -22,7 +22,7 @@ from engine.config.sections import (
     TrainRecipe,
 )
 from launch import study
-from tests.tiny import tiny_config
+from tests.lib.tiny import tiny_config
 
 OF_FILES = SchemeRecipe(TensorRecipe("int", bits=4, granularity="channel"))
 EVENTS = [

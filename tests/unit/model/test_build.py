@@ -17,8 +17,8 @@ from model.build import build_model, may_hold_experts
 from model.moe.arrange import _looks_like_experts, _numbers_of_experts
 from model.ranks import RankError
 from tests.families.variants import VARIANTS
-from tests.root import ROOT
-from tests.tiny import tiny_checkpoint, tiny_config
+from tests.lib.root import ROOT
+from tests.lib.tiny import tiny_checkpoint, tiny_config
 
 CPU = torch.device("cpu")
 BF16 = {"bf16": {"enabled": True}}

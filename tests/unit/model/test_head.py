@@ -25,7 +25,7 @@ from model.head import (
 )
 from model.ranks import RankError
 from tests.families.variants import VARIANTS
-from tests.tiny import tiny_model
+from tests.lib.tiny import tiny_model
 
 KINDS = ("qwen3", "llama", "qwen3_moe")
 

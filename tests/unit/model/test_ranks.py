@@ -1,6 +1,6 @@
 """The end of a process: nobody leaves while one of gloo's threads still has something to do."""
 
-from tests.processes import run_python
+from tests.lib.processes import run_python
 
 # A thread of gloo's name that works without Python's lock, as one does that has told who waits for it and has not yet
 # dropped its tensors. The abort itself comes once in some twenty ends, and cannot be asked for.

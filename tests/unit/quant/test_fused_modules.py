@@ -10,7 +10,7 @@ import quant
 from quant import fused_reference, reference
 from quant.fused import Fused, FusedMLP, FusedRMSNorm, fuse, rms_norm
 from quant.inputs import QuantizedActivation
-from tests.tiny import tiny_model
+from tests.lib.tiny import tiny_model
 from tests.unit.quant.attention import fill_scales
 
 pytestmark = pytest.mark.usefixtures("prepared")

@@ -17,7 +17,7 @@ from model.scales import renew_weight_scales
 from quant.hadamard import rotate
 from quant.inputs import ATTENTION, kept_by_attention
 from quant.spec import get_scheme
-from tests.tiny import tiny_config
+from tests.lib.tiny import tiny_config
 
 BATCH, TOKENS, LAYERS = 2, 5, 2
 # Bytes per element of an input that are kept: codes, a byte of scale per group (four per token), of NVFP4 a mask.

@@ -13,7 +13,7 @@ from model.moe.arrange import arrange_experts
 from quant import SCHEMES, prepare
 from quant.fused import fuse
 from quant.packed_weight import placeholder
-from tests.counting import Counting
+from tests.lib.counting import Counting
 
 META, TOKENS = torch.device("meta"), 64
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_hidden_layers": 1, "vocab_size": 128}

@@ -5,7 +5,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from quant import get_scheme, prepare
-from tests.tiny import tiny_config
+from tests.lib.tiny import tiny_config
 
 FP8, INT4, INT2 = get_scheme("fp8_static"), get_scheme("w4a16_g32"), get_scheme("w2a16_g32")
 ATTENTION = ("q_proj", "k_proj", "v_proj")

@@ -14,9 +14,9 @@ import torch
 
 from engine.checkpoint.find import LATEST, read_checkpoint
 from tests.distributed.engine.checkpoint.scripts.checkpoint import KILLED, SPOILED, STOPS
-from tests.distributed.launcher import launch, run_ranks
-from tests.distributed.recipes import STEPS, write_chats, write_ds_config, write_recipe
-from tests.tiny import tiny_checkpoint
+from tests.lib.launcher import launch, run_ranks
+from tests.lib.recipes import STEPS, write_chats, write_ds_config, write_recipe
+from tests.lib.tiny import tiny_checkpoint
 
 SCRIPT = Path(__file__).parent / "scripts" / "checkpoint.py"
 RANKS = 2

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from tests.patience import PATIENCE
-from tests.processes import run_python
-from tests.root import ROOT
+from tests.lib.patience import PATIENCE
+from tests.lib.processes import run_python
+from tests.lib.root import ROOT
 
 # Each as users name it, and both kinds of 16-bit numbers.
 LADDER = (

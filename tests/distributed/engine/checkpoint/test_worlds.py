@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests.distributed.engine.checkpoint.scripts.worlds import AT, JOBS, STEPS, VARIANTS
-from tests.patience import PATIENCE
-from tests.root import ROOT
+from tests.lib.patience import PATIENCE
+from tests.lib.root import ROOT
 
 pytestmark = pytest.mark.full  # half a minute and more
 SCRIPT = Path(__file__).parent / "scripts" / "worlds.py"

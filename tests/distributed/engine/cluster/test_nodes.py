@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.hosts import Host, NoNamespaces, network
-from tests.distributed.recipes import write_chats, write_recipe
-from tests.patience import PATIENCE, until
-from tests.processes import run_python
-from tests.root import ROOT
-from tests.tiny import tiny_checkpoint
+from tests.lib.hosts import Host, NoNamespaces, network
+from tests.lib.patience import PATIENCE, until
+from tests.lib.processes import run_python
+from tests.lib.recipes import write_chats, write_recipe
+from tests.lib.root import ROOT
+from tests.lib.tiny import tiny_checkpoint
 
 STEPS = 6
 MINUTES = "3"  # that a rank waits for another, in the start too, where another may be that much slower

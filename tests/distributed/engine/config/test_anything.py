@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from tests.patience import PATIENCE
-from tests.processes import run_python
+from tests.lib.patience import PATIENCE
+from tests.lib.processes import run_python
 from tests.unit.engine.config.anything import options
 
 PROGRAM = "from tests.distributed.engine.config.scripts.anything import main; main()"

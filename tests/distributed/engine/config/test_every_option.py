@@ -24,12 +24,12 @@ from engine.config.config import Recipe
 from engine.config.errors import RecipeError
 from engine.config.reading import save_recipe
 from engine.config.sections import DataRecipe, EventRecipe, ModelRecipe, TrainRecipe
-from tests.distributed.launcher import free_port
-from tests.distributed.recipes import write_chats
-from tests.patience import PATIENCE
-from tests.processes import run_python
-from tests.root import ROOT
-from tests.tiny import TEXT, tiny_checkpoint
+from tests.lib.launcher import free_port
+from tests.lib.patience import PATIENCE
+from tests.lib.processes import run_python
+from tests.lib.recipes import write_chats
+from tests.lib.root import ROOT
+from tests.lib.tiny import TEXT, tiny_checkpoint
 
 PROGRAM = "from tests.distributed.engine.config.scripts.every_option import main; main()"
 LORA = {"adapter.kind": "lora", "learnable.weight": False, "learnable.weight_scale": False}

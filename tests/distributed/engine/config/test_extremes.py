@@ -16,9 +16,9 @@ from engine.config.quant import RuleRecipe, SchemeRecipe, TensorRecipe
 from engine.config.reading import save_recipe
 from engine.config.sections import EVENT_RATES, EventRecipe
 from tests.distributed.engine.config.test_every_option import COMPANY, KD, LORA, Place
-from tests.distributed.launcher import free_port
-from tests.patience import PATIENCE
-from tests.processes import run_python
+from tests.lib.launcher import free_port
+from tests.lib.patience import PATIENCE
+from tests.lib.processes import run_python
 from tests.unit.engine.config.anything import options
 
 PROGRAM = "from tests.distributed.engine.config.scripts.extremes import main; main()"

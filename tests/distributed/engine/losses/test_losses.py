@@ -22,11 +22,11 @@ from model.checkpoint.load import load_weights
 from model.save import export_model
 from model.scales import renew_weight_scales
 from quant import SCHEMES, prepare
-from tests.definitions import kd_loss, lm_loss
-from tests.distributed.launcher import run_ranks
-from tests.distributed.plain import inputs_of, load_result, plain_loaders, plain_weights
-from tests.distributed.recipes import write_chats, write_recipe
-from tests.tiny import tiny_checkpoint, tiny_config, tiny_tokenizer
+from tests.lib.definitions import kd_loss, lm_loss
+from tests.lib.launcher import run_ranks
+from tests.lib.plain import inputs_of, load_result, plain_loaders, plain_weights
+from tests.lib.recipes import write_chats, write_recipe
+from tests.lib.tiny import tiny_checkpoint, tiny_config, tiny_tokenizer
 
 SCRIPT = Path(__file__).parent / "scripts" / "losses.py"
 STILL = {"optim": {"lr": 0.0, "scale_lr": 0.0}, "quant": {"fake_quant_start": -1, "calibration_batches": 0}}

@@ -21,7 +21,7 @@ from engine.config.reading import load_recipe
 from engine.loop import Loop, LoopState
 from engine.losses.objective import LossChunk
 from model.ranks import RankError, barrier, is_main, rank, shut_down
-from tests.distributed.garbage import collect
+from tests.lib.garbage import collect
 
 
 def rates(loop: Loop) -> None:

@@ -22,7 +22,7 @@ from model.ranks import is_main
 from quant import QuantLinear
 from quant.inputs import kept_by_attention
 from tests.distributed.engine.scripts.train import run
-from tests.distributed.garbage import collect
+from tests.lib.garbage import collect
 
 
 class CountWeightPasses(TorchDispatchMode):

@@ -13,7 +13,7 @@ from engine.config.reading import load_recipe
 from engine.loop import Loop, LoopState
 from model.ranks import rank
 from model.zero import local_data
-from tests.distributed.garbage import collect
+from tests.lib.garbage import collect
 
 
 def main() -> None:

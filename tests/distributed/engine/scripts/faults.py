@@ -29,7 +29,7 @@ from engine.losses.objective import LossChunk
 from launch.exits import clean_exit
 from model.ranks import barrier, is_main, rank
 from tests.distributed.engine.scripts.train import run, whole_parameters
-from tests.distributed.garbage import collect
+from tests.lib.garbage import collect
 
 STAGES = {"0_fp32": (0, "float32"), "0": (0, "bfloat16"), "1": (1, "bfloat16"), "2": (2, "bfloat16")}
 STAGES |= {"3": (3, "bfloat16"), "3_fp32": (3, "float32")}

@@ -20,7 +20,7 @@ from engine.config.reading import load_recipe
 from engine.loop import Loop, LoopState
 from model.ranks import is_main
 from tests.distributed.engine.scripts.train import run
-from tests.distributed.garbage import collect
+from tests.lib.garbage import collect
 
 OPTIONS: dict[str, Any] = {"weight_decay": 0.25, "eps": 1e-6, "betas": (0.8, 0.9)}
 STOP = 3  # steps done when a signal stops the run, between two evaluations

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 from launch import train  # before the profiler, under which importing torch and transformers takes a minute
-from tests.root import ROOT
+from tests.lib.root import ROOT
 
 FOLDERS = ("data", "engine", "launch", "model", "quant")
 STEP = "deepspeed/runtime/engine.py"

@@ -17,8 +17,8 @@ from engine.config.reading import load_recipe
 from engine.loop import Loop, LoopState
 from model.ranks import is_main, reduce_over_ranks
 from model.zero import full_numel, full_shape, gathered, is_partitioned, is_whole, local_data, local_range
-from tests.distributed.fp16_cpu import allow_fp16_on_cpu
-from tests.distributed.garbage import collect
+from tests.lib.fp16_cpu import allow_fp16_on_cpu
+from tests.lib.garbage import collect
 
 
 def whole_parameters(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -22,8 +22,8 @@ from model.ranks import is_main, rank
 from model.zero import gathered
 from quant.linear import linears_of
 from tests.distributed.engine.scripts.train import run, whole_parameters
-from tests.distributed.garbage import collect
-from tests.distributed.host_waits import HostWaits
+from tests.lib.garbage import collect
+from tests.lib.host_waits import HostWaits
 
 POISONED = 1  # the step of which rank 1's gradients are NaN
 

@@ -16,11 +16,11 @@ from model.ptq_init import choose_initial_codes
 from quant import SCHEMES
 from quant.gptq import takes
 from tests.distributed.engine.test_adapters import MANY, every_scheme
-from tests.distributed.launcher import run_ranks
-from tests.distributed.recipes import write_chats, write_recipe
-from tests.patience import PATIENCE
-from tests.root import ROOT
-from tests.tiny import tiny_checkpoint
+from tests.lib.launcher import run_ranks
+from tests.lib.patience import PATIENCE
+from tests.lib.recipes import write_chats, write_recipe
+from tests.lib.root import ROOT
+from tests.lib.tiny import tiny_checkpoint
 from tests.unit.model.ptq_init.test_gptq import quantized
 
 GROUPS = Path(__file__).parent / "scripts" / "groups.py"

@@ -10,11 +10,11 @@ from safetensors.torch import load_file
 from model.quantized.quantize_on_load import can_quantize_on_load
 from quant import SCHEMES
 from tests.distributed.engine.test_adapters import MANY, MIXED, every_scheme
-from tests.distributed.launcher import run_ranks
 from tests.distributed.model.save.test_lora import BESIDE, RESTS, SCRIPT
-from tests.distributed.plain import load_result
-from tests.distributed.recipes import write_chats, write_ds_config, write_recipe
-from tests.tiny import tiny_checkpoint
+from tests.lib.launcher import run_ranks
+from tests.lib.plain import load_result
+from tests.lib.recipes import write_chats, write_ds_config, write_recipe
+from tests.lib.tiny import tiny_checkpoint
 
 TRAIN = {**BESIDE["train"], "quant_stats_every": 2}
 MAKE = {"train": {"steps": 2, "gradient_accumulation_steps": 1}}

@@ -17,8 +17,8 @@ from model.save import export_model
 from model.scales import renew_weight_scales, write_scales
 from quant import SCHEMES, prepare
 from quant.formats.packing import unpack_int32, unpack_zero_points
-from tests.distributed.launcher import run_ranks
-from tests.tiny import tiny_checkpoint
+from tests.lib.launcher import run_ranks
+from tests.lib.tiny import tiny_checkpoint
 from tests.unit.model.quantized import test_gptq_awq as test_columns
 from tests.unit.model.quantized import test_modelopt
 from tests.unit.model.quantized import test_mxfp4_experts as test_blocks

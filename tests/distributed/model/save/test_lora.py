@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM
 
 from model.peft import read_adapter
 from quant.lora import AdapterBeside
-from tests.distributed.launcher import run_ranks
-from tests.distributed.plain import assert_equals_plain_loop, load_result
-from tests.distributed.recipes import write_chats, write_recipe
-from tests.root import ROOT
-from tests.tiny import tiny_checkpoint
+from tests.lib.launcher import run_ranks
+from tests.lib.plain import assert_equals_plain_loop, load_result
+from tests.lib.recipes import write_chats, write_recipe
+from tests.lib.root import ROOT
+from tests.lib.tiny import tiny_checkpoint
 from tools.compressed import load_compressed
 from tools.evaluation.perplexity import load_for_evaluation
 

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 from model.checkpoint.safetensors import INDEX
 from quant import SCHEMES
 from quant.formats.packing import unpack_int32
-from tests.distributed.launcher import run_waiting
 from tests.distributed.model.save.scripts.save import CHANNEL, SHARD
-from tests.tiny import tiny_checkpoint
+from tests.lib.launcher import run_waiting
+from tests.lib.tiny import tiny_checkpoint
 from tools.verify.check import compare_with_transformers
 
 SCRIPT = Path(__file__).parent / "scripts" / "save.py"

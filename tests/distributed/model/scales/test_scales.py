@@ -13,11 +13,11 @@ from engine.config.reading import load_recipe
 from quant import SCHEMES, Quantization, prepare
 from quant.reference import absmax_scale, asymmetric_grid, fake_quant
 from quant.spec import PRESETS
-from tests.distributed.launcher import run_ranks
 from tests.distributed.model.scales.scripts.scales import MEASURED
-from tests.distributed.plain import plain_model, plain_weights
-from tests.distributed.recipes import write_chats, write_recipe
-from tests.tiny import tiny_checkpoint
+from tests.lib.launcher import run_ranks
+from tests.lib.plain import plain_model, plain_weights
+from tests.lib.recipes import write_chats, write_recipe
+from tests.lib.tiny import tiny_checkpoint
 
 SCRIPT = Path(__file__).parent / "scripts" / "scales.py"
 RANKS = 2

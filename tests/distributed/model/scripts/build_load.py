@@ -35,7 +35,7 @@ from model.zero import (
 )
 from tests.distributed.model.scripts.loading_costs import check_bytes_read, check_peak_bytes, coded, largest_linear
 from tests.distributed.model.scripts.models import built, ds_config, loaded, raises
-from tests.tiny import tiny_config
+from tests.lib.tiny import tiny_config
 
 
 def transformers_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:

@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import load_file
 
 from tests.distributed.engine.test_adapters import LORA
-from tests.distributed.launcher import run_ranks
 from tests.distributed.model.save.test_lora import SCRIPT
-from tests.distributed.plain import load_result
-from tests.distributed.recipes import write_chats, write_recipe
-from tests.tiny import tiny_checkpoint
+from tests.lib.launcher import run_ranks
+from tests.lib.plain import load_result
+from tests.lib.recipes import write_chats, write_recipe
+from tests.lib.tiny import tiny_checkpoint
 
 STAGES = (0, 1, 2, 3)
 # What the action of the runs changes in the first step, as a user's script may.

@@ -7,10 +7,10 @@ import torch
 from safetensors.torch import load_file
 
 from engine.config.reading import parse_recipe
-from tests.distributed.launcher import run_ranks, run_waiting
-from tests.distributed.recipes import write_chats, write_recipe
-from tests.root import ROOT
-from tests.tiny import tiny_checkpoint
+from tests.lib.launcher import run_ranks, run_waiting
+from tests.lib.recipes import write_chats, write_recipe
+from tests.lib.root import ROOT
+from tests.lib.tiny import tiny_checkpoint
 
 BUDGET = 3.1
 

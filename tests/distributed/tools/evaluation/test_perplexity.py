@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed.launcher import run_ranks, run_waiting
-from tests.root import ROOT
-from tests.tiny import TEXT, tiny_checkpoint, tiny_model, tiny_tokenizer
+from tests.lib.launcher import run_ranks, run_waiting
+from tests.lib.root import ROOT
+from tests.lib.tiny import TEXT, tiny_checkpoint, tiny_model, tiny_tokenizer
 from tools.evaluation.perplexity import read_eval_text
 from tools.evaluation.results import read_evaluations
 

@@ -7,9 +7,9 @@ import torch
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is optional: pip install lm-eval==0.4.13")
 
-from tests.distributed.launcher import run_ranks
-from tests.root import ROOT
-from tests.tiny import tiny_checkpoint, tiny_tokenizer
+from tests.lib.launcher import run_ranks
+from tests.lib.root import ROOT
+from tests.lib.tiny import tiny_checkpoint, tiny_tokenizer
 from tests.unit.tools.evaluation.test_tasks import write_tasks
 from tools.evaluation.perplexity import load_for_evaluation
 from tools.evaluation.results import read_evaluations

@@ -16,8 +16,8 @@ from model.checkpoint.load import load_weights
 from model.save import export_model
 from model.scales import renew_weight_scales
 from quant import SCHEMES, prepare
-from tests.distributed.launcher import launch, run_ranks
-from tests.tiny import TEXT, tiny_tokenizer
+from tests.lib.launcher import launch, run_ranks
+from tests.lib.tiny import TEXT, tiny_tokenizer
 from tools.memory.plan import Planner
 
 RANKS = 2

@@ -20,14 +20,14 @@ from engine.export import check_export
 from launch.verify import main as verify
 from model.save import executorch, mlx
 from quant import SCHEMES, prepare
-from tests.distributed.launcher import run_ranks
-from tests.distributed.recipes import write_chats, write_recipe
-from tests.distributed.variants import NO_TEACHER, SCRIPT
 from tests.families.variants import VARIANTS
-from tests.gguf_templates import gguf_template
-from tests.patience import ends
-from tests.root import ROOT
-from tests.tiny import tiny_checkpoint
+from tests.lib.gguf_templates import gguf_template
+from tests.lib.launcher import run_ranks
+from tests.lib.patience import ends
+from tests.lib.recipes import write_chats, write_recipe
+from tests.lib.root import ROOT
+from tests.lib.tiny import tiny_checkpoint
+from tests.lib.variants import NO_TEACHER, SCRIPT
 from tools.verify.comparison import Engine, Report, compare_with_compressed
 from tools.verify.executorch import ExecuTorch
 from tools.verify.gguf import GGUF, installed

@@ -19,7 +19,7 @@ from engine.checkpoint.find import (
 )
 from engine.config.errors import RecipeError
 from engine.report import best_line
-from tests.patience import ends
+from tests.lib.patience import ends
 from tests.unit.engine.checkpoint.steps import recipe, write_step
 
 

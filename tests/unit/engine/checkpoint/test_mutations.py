@@ -15,7 +15,7 @@ from engine.checkpoint.find import check_resumable, verify_checkpoint
 from engine.config.errors import RecipeError
 from model.ranks import RankError
 from model.zero import CHECKPOINT_CLASSES
-from tests.patience import ends
+from tests.lib.patience import ends
 from tests.unit.engine.checkpoint.steps import recipe, write_step
 from tests.unit.model.mutations import cut, flip, of_folder, value
 

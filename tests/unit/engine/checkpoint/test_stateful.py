@@ -25,7 +25,7 @@ from engine.schedule import Schedule
 from engine.session.optimizer import LossScale
 from engine.session.overrides import Overrides
 from quant import Quantization, get_scheme, prepare
-from tests.tiny import tiny_model
+from tests.lib.tiny import tiny_model
 
 INPUT = "model.layers.0.self_attn.q_proj"
 

@@ -14,7 +14,7 @@ import pytest
 from engine.cluster import job
 from engine.cluster.job import RUNNING, RunLock
 from model.ranks import RankError
-from tests.root import ROOT
+from tests.lib.root import ROOT
 
 HOLDS = """
 import sys, time

@@ -9,8 +9,8 @@ import time
 import pytest
 from torch.distributed import TCPStore
 
-from tests.patience import PATIENCE
-from tests.processes import CPU, run_python, start_python
+from tests.lib.patience import PATIENCE
+from tests.lib.processes import CPU, run_python, start_python
 
 PROGRAM = """
 from launch.exits import clean_exit

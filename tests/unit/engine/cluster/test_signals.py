@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from engine.cluster.job import StopRequests
-from tests.patience import PATIENCE
+from tests.lib.patience import PATIENCE
 
 # A dead peer is waited for without an end, as in a collective. The other one lives until this process ends.
 WAITS = """

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from engine.config.deepspeed import resolve
 from engine.config.errors import RecipeError
 from engine.config.reading import load_recipe, save_recipe
-from tests.patience import ends
+from tests.lib.patience import ends
 from tests.unit.engine.config.anything import Change, changed, changes, ds_changes, ds_keys, options
 from tests.unit.engine.config.ds_files import recipe
 

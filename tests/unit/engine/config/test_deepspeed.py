@@ -22,7 +22,7 @@ from engine.config.deepspeed import (
     resolve,
     teacher_config,
 )
-from tests.root import ROOT
+from tests.lib.root import ROOT
 from tests.unit.engine.config.ds_files import SHIPPED, recipe, resolve_file
 
 

@@ -17,7 +17,7 @@ from engine.config.reading import parse_recipe
 from engine.config.rules import options
 from engine.config.sections import EventRecipe
 from quant import PRESETS
-from tests.root import ROOT
+from tests.lib.root import ROOT
 from tests.unit.engine.config.recipes import MINIMAL, minimal
 
 # Values of the options whose type does not list them.

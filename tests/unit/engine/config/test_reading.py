@@ -17,7 +17,7 @@ from engine.config.errors import DERIVED, RecipeError
 from engine.config.reading import load_recipe, parse_recipe, save_recipe
 from engine.config.sections import EventRecipe, TrainRecipe
 from quant import DEFAULT_EXEMPT
-from tests.processes import run_python
+from tests.lib.processes import run_python
 from tests.unit.engine.config.recipes import MINIMAL, minimal, refusal, write
 
 

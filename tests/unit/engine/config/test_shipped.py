@@ -9,7 +9,7 @@ import yaml
 
 from engine.config.reading import load_recipe, parse_recipe
 from quant import PRESETS
-from tests.root import ROOT
+from tests.lib.root import ROOT
 
 SHIPPED = sorted((ROOT / "launch" / "recipes").glob("*.yaml"))
 OF_SCHEMES = sorted((ROOT / "launch" / "recipes" / "schemes").glob("*.yaml"))

@@ -9,7 +9,7 @@ from data.samples import IGNORE
 from engine.losses.chunked import TeacherHidden, chunked_losses
 from engine.losses.kd import TOP_K_KINDS, Distillation
 from model.head import UNCHANGED
-from tests.definitions import kd_loss, lm_loss
+from tests.lib.definitions import kd_loss, lm_loss
 
 
 def spec_of(kind, vocabulary):

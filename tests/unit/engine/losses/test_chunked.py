@@ -13,8 +13,8 @@ from engine.losses.chunked import TeacherHidden, TeacherTopK, chunked_losses
 from engine.losses.kd import KD_KINDS, TOP_K_KINDS, Distillation, TopK
 from engine.losses.objective import Objective, tokens_at_a_time
 from model.head import LogitFunction
-from tests.counting import Counting
-from tests.definitions import kd_loss, lm_loss
+from tests.lib.counting import Counting
+from tests.lib.definitions import kd_loss, lm_loss
 from tests.unit.engine.losses.cases import Case, assert_equal, spec_of
 
 

@@ -9,7 +9,7 @@ from engine.losses.objective import Objective
 from engine.losses.teacher import SelfTeacher
 from model.head import install_head
 from quant import get_scheme, prepare
-from tests.tiny import tiny_model
+from tests.lib.tiny import tiny_model
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from engine.losses.chunked import chunked_losses
 from engine.losses.kd import Distillation
 from engine.losses.objective import DIAGNOSTICS, NamedTokenLoss, Objective
-from tests.definitions import kd_loss
+from tests.lib.definitions import kd_loss
 from tests.unit.engine.losses.cases import Case
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny import tiny_checkpoint
+from tests.lib.tiny import tiny_checkpoint
 
 
 @pytest.fixture(scope="module")

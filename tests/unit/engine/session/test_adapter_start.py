@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.session.student import empty_student
 from model.ranks import RankError
-from tests.patience import ends
+from tests.lib.patience import ends
 from tests.unit.engine.session.adapted import CPU, DS_CONFIG, FROZEN, adapters, folder, recipe
 
 

@@ -8,7 +8,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from data.loader import MicroBatch, model_inputs
 from engine.session.probes import boundary_problem
-from tests.tiny import tiny_model
+from tests.lib.tiny import tiny_model
 
 SMALL: dict[str, Any] = {
     "vocab_size": 96,

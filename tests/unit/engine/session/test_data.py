@@ -16,7 +16,7 @@ from engine.config.config import Recipe
 from engine.config.sections import DataRecipe, EvalRecipe, ModelRecipe, TrainRecipe
 from engine.session.context import build_loader, samples_on_all_ranks
 from model.ranks import RankError
-from tests.tiny import TEXT, tiny_checkpoint
+from tests.lib.tiny import TEXT, tiny_checkpoint
 
 
 @pytest.fixture(scope="module")

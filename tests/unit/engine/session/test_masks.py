@@ -6,8 +6,8 @@ from torch import Tensor
 
 from data.loader import MicroBatch, model_inputs
 from engine.session.probes import mask_problem, stop_asking
-from tests.distributed.host_waits import HostWaits
-from tests.tiny import tiny_model
+from tests.lib.host_waits import HostWaits
+from tests.lib.tiny import tiny_model
 from tests.unit.engine.session.test_borders import APART, BIDIRECTIONAL, SEEN, random_model
 
 

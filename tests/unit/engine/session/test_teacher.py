@@ -9,7 +9,7 @@ from engine.config.config import Recipe
 from engine.config.sections import DataRecipe, ModelRecipe, TrainRecipe
 from engine.session.teacher import open_cached_teacher
 from model.ranks import RankError
-from tests.tiny import tiny_checkpoint, tiny_tokenizer
+from tests.lib.tiny import tiny_checkpoint, tiny_tokenizer
 from tests.unit.data.test_teacher_cache import edit_manifest, random_samples, write
 
 

@@ -21,8 +21,8 @@ from model.quantized.start import take_start
 from model.ranks import RankError
 from model.scales import load_scales
 from quant import SCHEMES, Scheme, prepare
-from tests.patience import ends
-from tests.tiny import tiny_checkpoint
+from tests.lib.patience import ends
+from tests.lib.tiny import tiny_checkpoint
 from tests.unit.engine.session.adapted import DS_CONFIG
 from tests.unit.engine.session.adapted import folder as adapter
 from tests.unit.engine.session.adapted import recipe as adapter_recipe

@@ -21,8 +21,8 @@ from model.scales import (
 )
 from quant import SCHEMES, Quantization, Ranges, Scheme, TensorSpec, prepare
 from quant.linear import linears_of
-from tests.thinned import thinned
-from tests.tiny import tiny_checkpoint
+from tests.lib.thinned import thinned
+from tests.lib.tiny import tiny_checkpoint
 
 CPU = torch.device("cpu")
 

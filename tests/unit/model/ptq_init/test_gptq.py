@@ -18,7 +18,7 @@ from quant.gptq import add_inputs, choose
 from quant.hadamard import rotate
 from quant.linear import linears_of
 from tests.families.variants import VARIANTS
-from tests.tiny import tiny_checkpoint
+from tests.lib.tiny import tiny_checkpoint
 from tests.unit.model.quantized.test_round_trip import ENGINE
 
 pytestmark = pytest.mark.usefixtures("seed")

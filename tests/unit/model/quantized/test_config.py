@@ -11,7 +11,7 @@ from model.quantized.config import check_readable, find_quantization_config, is_
 from quant import SCHEMES
 from quant.formats.config import quantization_config
 from quant.spec import FP8_TENSOR
-from tests.tiny import tiny_config
+from tests.lib.tiny import tiny_config
 from tests.unit.tools.memory.test_memory import recipe
 
 COMPRESSED = quantization_config({"model.layers.0.mlp.up_proj": SCHEMES["w4a16_g32"]}, ["lm_head"])

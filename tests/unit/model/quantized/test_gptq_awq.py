@@ -21,7 +21,7 @@ from model.ranks import RankError
 from model.scales import load_scales
 from quant import SCHEMES, prepare
 from quant.reference import fake_quant
-from tests.tiny import tiny_checkpoint
+from tests.lib.tiny import tiny_checkpoint
 
 pytestmark = pytest.mark.usefixtures("seed")
 

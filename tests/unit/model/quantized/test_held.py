@@ -15,7 +15,7 @@ from model.scales import renew_weight_scales
 from quant import SCHEMES, Quantization, prepare
 from quant.packed_weight import store_packed
 from quant.rules import schemes_of_layers
-from tests.tiny import tiny_checkpoint
+from tests.lib.tiny import tiny_checkpoint
 from tests.unit.model.quantized import test_gptq_awq as test_columns
 from tests.unit.model.quantized import test_modelopt
 from tests.unit.model.quantized import test_mxfp4_experts as test_blocks

@@ -18,7 +18,7 @@ from model.scales import renew_weight_scales
 from quant import SCHEMES, Quantization, Ranges, Scheme, TensorSpec, kernels, prepare
 from quant.packed_weight import store_packed
 from quant.rules import assign, schemes_of_layers
-from tests.tiny import tiny_checkpoint
+from tests.lib.tiny import tiny_checkpoint
 
 pytestmark = pytest.mark.usefixtures("seed")
 

@@ -22,7 +22,7 @@ from model.save import export_model
 from model.scales import load_scales, renew_weight_scales, write_scales
 from quant import prepare
 from quant.spec import PRESETS
-from tests.tiny import tiny_checkpoint
+from tests.lib.tiny import tiny_checkpoint
 from tests.unit.model.quantized.test_round_trip import ENGINE, loaded
 
 ATTENTION = "model.layers.1.self_attn"

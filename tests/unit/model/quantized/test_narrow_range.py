@@ -20,7 +20,7 @@ from quant import SCHEMES, Quantization, Scheme, prepare
 from quant.formats.packing import pack_int32, unpack_int32
 from quant.packed_weight import packed_codes, store_packed
 from quant.rules import schemes_of_layers
-from tests.tiny import tiny_checkpoint
+from tests.lib.tiny import tiny_checkpoint
 from tests.unit.model.quantized.test_round_trip import ENGINE, edited
 from tests.unit.tools.memory.test_memory import recipe
 

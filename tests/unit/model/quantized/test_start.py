@@ -17,7 +17,7 @@ from model.save import export_model
 from model.scales import renew_weight_scales, write_scales
 from quant import SCHEMES, Quantization, prepare
 from quant.formats.compressed_tensors import weight_codes
-from tests.tiny import tiny_checkpoint
+from tests.lib.tiny import tiny_checkpoint
 from tests.unit.model.quantized.test_round_trip import ENGINE
 
 pytestmark = pytest.mark.usefixtures("seed")

@@ -16,8 +16,8 @@ from model.scales import renew_weight_scales, write_scales
 from quant import SCHEMES, QuantLinear, prepare, weights_changed
 from quant.linear import linears_of
 from quant.lora import Adapter
-from tests.thinned import thinned
-from tests.tiny import tiny_checkpoint
+from tests.lib.thinned import thinned
+from tests.lib.tiny import tiny_checkpoint
 from tools.compressed import load_compressed
 
 KINDS = ("qwen3", "qwen3_moe")

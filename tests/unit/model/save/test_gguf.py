@@ -16,8 +16,8 @@ from quant.formats.gguf import blocks
 from quant.reference import dequantize, quantize
 from quant.rules import Rule
 from quant.spec import PRESETS, SCHEMES
-from tests.gguf_templates import gguf_template
-from tests.tiny import tiny_checkpoint
+from tests.lib.gguf_templates import gguf_template
+from tests.lib.tiny import tiny_checkpoint
 from tools.verify.comparison import Report, compare_with_compressed
 from tools.verify.gguf import GGUF, in_blocks
 

@@ -22,7 +22,7 @@ from model.scales import renew_weight_scales
 from quant import SCHEMES, prepare
 from quant.rules import DEFAULT_EXEMPT
 from tests.families.variants import VARIANTS
-from tests.tiny import tiny_checkpoint
+from tests.lib.tiny import tiny_checkpoint
 from tools.verify.check import compare_with_transformers
 
 CPU = torch.device("cpu")

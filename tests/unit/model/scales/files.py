@@ -21,7 +21,7 @@ from model.save import export_model
 from model.scales import load_scales, renew_weight_scales, write_scales
 from quant import Scheme, TensorSpec, prepare
 from quant.formats.packing import unpack_zero_points
-from tests.tiny import tiny_checkpoint
+from tests.lib.tiny import tiny_checkpoint
 
 LAYER = "model.layers.0"
 Tensors = dict[str, Tensor]

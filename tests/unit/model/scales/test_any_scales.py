@@ -20,7 +20,7 @@ from model.scales import load_scales
 from quant import SCHEMES, Quantization, QuantLayer, Scheme
 from quant.formats.packing import unpack_zero_points
 from quant.reference import fake_quant
-from tests.tiny import tiny_checkpoint
+from tests.lib.tiny import tiny_checkpoint
 from tests.unit.model.scales.files import ASYM, Files, alone, checkpoint, exported, quantized
 
 # What a layer may lose, as docs/schemes.md says it: so many times what it loses with its own scales, or a share of its

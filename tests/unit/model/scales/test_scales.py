@@ -9,7 +9,7 @@ from model.scales import follow_weights, load_scales, measure_weight_scales, ren
 from quant import Scheme, TensorSpec, get_scheme, prepare
 from quant.formats.packing import pack_zero_points
 from quant.reference import fake_quant, inside_range
-from tests.tiny import tiny_model
+from tests.lib.tiny import tiny_model
 
 # Exponents of powers of two, bf16 numbers of either sign.
 STORED = ("mxfp4", "w4a16_g32", "w8a16_channel", "w2a16_g32")

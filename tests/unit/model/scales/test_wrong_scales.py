@@ -16,9 +16,9 @@ from model.ranks import RankError
 from model.scales import load_scales
 from quant import SCHEMES, Rule, Scheme
 from quant.spec import PRESETS
-from tests.patience import ends
-from tests.thinned import thinned
-from tests.tiny import tiny_checkpoint
+from tests.lib.patience import ends
+from tests.lib.thinned import thinned
+from tests.lib.tiny import tiny_checkpoint
 from tests.unit.model.scales.files import (
     ASYM,
     LAYER,

@@ -17,8 +17,8 @@ import torch
 from torch.utils import cpp_extension
 
 from quant.kernels.build import CPP, _architectures, _cuda_runtime, _loaded, _move, build
-from tests.patience import PATIENCE, until
-from tests.processes import start_python
+from tests.lib.patience import PATIENCE, until
+from tests.lib.processes import start_python
 
 # Calls operators before and after an explicit prepare, and says what came of it.
 CHILD = """

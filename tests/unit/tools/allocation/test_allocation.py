@@ -8,7 +8,7 @@ import pytest
 
 from quant import SCHEMES, Rule
 from quant.rules import assign
-from tests.tiny import tiny_model
+from tests.lib.tiny import tiny_model
 from tools.allocation.allocation import Option, Part, allocate, rules_of
 
 

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from model.save import export_model
-from tests.tiny import tiny_checkpoint
+from tests.lib.tiny import tiny_checkpoint
 from tests.unit.engine.test_inputs import batch_of
 from tests.unit.model.save.test_loadable import CPU, loaded, quantized
 from tools.allocation.sensitivity import divergences, parts_of

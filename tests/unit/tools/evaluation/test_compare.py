@@ -13,8 +13,8 @@ from model.checkpoint.load import load_weights
 from model.save import export_model
 from model.scales import measure_weight_scales, write_scales
 from quant import get_scheme, prepare
-from tests.processes import run_python
-from tests.tiny import TEXT, tiny_checkpoint
+from tests.lib.processes import run_python
+from tests.lib.tiny import TEXT, tiny_checkpoint
 from tools.evaluation.compare import Comparison, markdown, plot, recovered, table
 from tools.evaluation.results import Evaluation, Measurement, read_evaluations, weights_size, write_evaluations
 

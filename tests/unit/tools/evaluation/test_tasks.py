@@ -17,8 +17,8 @@ lm_eval = pytest.importorskip("lm_eval", reason="lm-evaluation-harness is option
 from lm_eval.api.instance import Instance  # noqa: E402
 
 from model.ranks import RankError  # noqa: E402
-from tests.root import ROOT  # noqa: E402
-from tests.tiny import tiny_checkpoint, tiny_model, tiny_tokenizer  # noqa: E402
+from tests.lib.root import ROOT  # noqa: E402
+from tests.lib.tiny import tiny_checkpoint, tiny_model, tiny_tokenizer  # noqa: E402
 from tools.evaluation.score import scoring_model  # noqa: E402
 from tools.evaluation.tasks import ServedModel, load_tasks  # noqa: E402
 

@@ -16,7 +16,7 @@ from engine.config.reading import load_recipe
 from launch.memory import main
 from model.zero import WHOLE_ELEMENTS, WHOLE_ELEMENTS_IN_ALL, to_be_whole
 from quant import SCALE_PARAMETERS, SCHEMES, prepare
-from tests.tiny import tiny_config
+from tests.lib.tiny import tiny_config
 from tools.memory import trace
 from tools.memory.model import meta_student, student_events
 from tools.memory.plan import RESERVE, Planner

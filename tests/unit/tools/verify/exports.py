@@ -14,7 +14,7 @@ from model.save import export_model
 from model.scales import renew_weight_scales
 from quant import Quantization, Scheme, prepare
 from quant.scale import first_input_scale
-from tests.tiny import tiny_checkpoint
+from tests.lib.tiny import tiny_checkpoint
 
 
 class Export(NamedTuple):

@@ -15,7 +15,7 @@ from launch.verify import main
 from model.ranks import RankError
 from model.save import export_model
 from quant import DEFAULT_EXEMPT, SCHEMES, Scheme, TensorSpec
-from tests.tiny import tiny_checkpoint
+from tests.lib.tiny import tiny_checkpoint
 from tests.unit.tools.verify.exports import exported, quantized
 from tools.compressed import load_compressed
 from tools.verify.check import OUR_FORWARD_KL, compare_with_transformers

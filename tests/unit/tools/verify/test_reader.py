@@ -11,7 +11,7 @@ from torch import nn
 
 from quant.reference import fake_quantize_tokens
 from quant.spec import SCHEMES, TensorSpec
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.lib.tiny import tiny_model, tiny_tokenizer
 from tools.compressed import load_compressed
 from tools.verify.check import compare_with_transformers
 from tools.verify.reader import fake_quantizer

@@ -17,7 +17,7 @@ from model.scales import renew_weight_scales, write_scales
 from quant import SCHEMES, prepare
 from quant.rotation import KEY, rotate_inputs
 from quant.scale import first_input_scale
-from tests.tiny import tiny_checkpoint
+from tests.lib.tiny import tiny_checkpoint
 from tools.compressed import load_compressed
 from tools.verify.check import compare_with_transformers
 

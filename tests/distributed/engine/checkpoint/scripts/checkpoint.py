@@ -26,8 +26,8 @@ from engine.loop import Loop, LoopState
 from launch.export import export_checkpoint
 from model.ranks import barrier, is_main, rank
 from tests.distributed.engine.scripts.train import run
-from tests.distributed.fp16_cpu import allow_fp16_on_cpu
-from tests.distributed.garbage import collect
+from tests.lib.fp16_cpu import allow_fp16_on_cpu
+from tests.lib.garbage import collect
 
 STOPS = (1, 3)  # steps after which the resumed run is interrupted: before and after fake quant starts
 KILLED, KILLED_AT = "plain-3", 3

@@ -25,11 +25,11 @@ import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 from engine.checkpoint.find import BEST, LATEST
 from engine.checkpoint.find import STEPS as STEP_DIRECTORIES
 from launch.train import main as train
-from tests.distributed.forked import Job
-from tests.distributed.fp16_cpu import allow_fp16_on_cpu
-from tests.distributed.recipes import write_chats, write_ds_config, write_recipe
-from tests.patience import PATIENCE
-from tests.tiny import tiny_checkpoint
+from tests.lib.forked import Job
+from tests.lib.fp16_cpu import allow_fp16_on_cpu
+from tests.lib.patience import PATIENCE
+from tests.lib.recipes import write_chats, write_ds_config, write_recipe
+from tests.lib.tiny import tiny_checkpoint
 
 RANKS = 2
 STEPS = 6

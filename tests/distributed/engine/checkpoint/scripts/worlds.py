@@ -25,10 +25,10 @@ from engine.loop import Loop, LoopState
 from launch.export import export_checkpoint
 from model.ranks import gather_objects, is_main
 from model.zero import flat_masters, gathered, optimizer_pieces
-from tests.distributed.forked import Job
-from tests.distributed.garbage import collect
-from tests.distributed.recipes import write_chats, write_recipe
-from tests.tiny import tiny_checkpoint
+from tests.lib.forked import Job
+from tests.lib.garbage import collect
+from tests.lib.recipes import write_chats, write_recipe
+from tests.lib.tiny import tiny_checkpoint
 
 # name: stage, dtype, model, step at which fake quant starts. Stage 1 has two optimizers in DeepSpeed, by dtype. Where
 # fake quant starts before the checkpoint, theta's step count is another than the weights'; where it starts after it,

@@ -27,10 +27,10 @@ from engine.session.context import init_ranks
 from engine.state import LoopState
 from launch.exits import clean_exit
 from launch.train import main as train
-from tests.distributed.forked import Job
-from tests.distributed.recipes import write_chats, write_recipe
-from tests.patience import PATIENCE
-from tests.tiny import tiny_checkpoint
+from tests.lib.forked import Job
+from tests.lib.patience import PATIENCE
+from tests.lib.recipes import write_chats, write_recipe
+from tests.lib.tiny import tiny_checkpoint
 
 nodes.PATIENCE_SECONDS = 0.5
 

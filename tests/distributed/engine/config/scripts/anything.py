@@ -25,11 +25,11 @@ from engine.config.errors import RecipeError
 from engine.config.reading import load_recipe
 from launch.train import main as train
 from quant import PRESETS
-from tests.distributed.forked import Job
-from tests.distributed.fp16_cpu import allow_fp16_on_cpu
-from tests.distributed.recipes import write_chats, write_ds_config, write_recipe
-from tests.patience import PATIENCE
-from tests.tiny import tiny_checkpoint
+from tests.lib.forked import Job
+from tests.lib.fp16_cpu import allow_fp16_on_cpu
+from tests.lib.patience import PATIENCE
+from tests.lib.recipes import write_chats, write_ds_config, write_recipe
+from tests.lib.tiny import tiny_checkpoint
 from tests.unit.engine.config.anything import changed, options
 
 RANKS, STEPS = 2, 3

@@ -22,8 +22,8 @@ from engine.config.reading import load_recipe
 from engine.loop import Loop, LoopState
 from model.ranks import RankError
 from tests.distributed.engine.scripts.train import whole_parameters
-from tests.distributed.garbage import collect
-from tests.root import ROOT
+from tests.lib.garbage import collect
+from tests.lib.root import ROOT
 
 MEASURED = re.compile("time|second|memory|per_s|perf")  # of TensorBoard: what no two runs have the same of
 

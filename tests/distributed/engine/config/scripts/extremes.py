@@ -13,7 +13,7 @@ from pathlib import Path
 from engine.config.reading import load_recipe
 from engine.loop import Loop, LoopState
 from model.checkpoint.load import check_finite
-from tests.distributed.garbage import collect
+from tests.lib.garbage import collect
 
 STEPS = 2
 

@@ -22,7 +22,7 @@ from engine.losses.objective import LossChunk
 from model.ranks import RankError, gather_objects, is_main, rank
 from tests.distributed.engine.scripts.train import run
 from tests.distributed.engine.scripts.variants import OnlyRankZero
-from tests.distributed.garbage import collect
+from tests.lib.garbage import collect
 from tools.teacher_cache import check_recipe, write_cache
 
 

@@ -35,7 +35,7 @@ from quant import SCHEMES, Scheme, TensorSpec, prepare, weights_changed
 from quant.linear import linears_of
 from quant.packed_weight import codes_of_placeholder, is_placeholder
 from quant.reference import effective_scale, quantize
-from tests.linears import split_stacks
+from tests.lib.linears import split_stacks
 
 SHARD = 20_000
 CHANNEL = Scheme("w3a16_channel", TensorSpec("int", 3, "channel"))  # odd widths, which no group size divides

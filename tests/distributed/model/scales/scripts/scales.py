@@ -27,7 +27,7 @@ from model.ranks import RankError, rank
 from model.scales import load_scales, measure_weight_scales
 from model.zero import gathered, partition_new_parameters
 from quant import DEFAULT_EXEMPT, SCHEMES, Quantization, Scheme, TensorSpec, prepare
-from tests.distributed.garbage import collect
+from tests.lib.garbage import collect
 
 # Shapes that no preset has, whose scales two ranks do not share evenly.
 MEASURED = {

@@ -17,9 +17,9 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from tests.patience import PATIENCE
-from tests.processes import start_python
-from tests.root import ROOT
+from tests.lib.patience import PATIENCE
+from tests.lib.processes import start_python
+from tests.lib.root import ROOT
 
 PROGRAM = "from tests.distributed.scripts.waiting import main; main()"
 RANKS = 2

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.overrides import TorchFunctionMode
 
-from tests.root import ROOT
+from tests.lib.root import ROOT
 
 # What brings values to Python, or asks for a size that depends on them.
 WAITS = {

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import psutil
 
-from tests.distributed.launcher import free_port
-from tests.patience import PATIENCE
+from tests.lib.launcher import free_port
+from tests.lib.patience import PATIENCE
 
 PR_SET_CHILD_SUBREAPER = 36
 

@@ -16,8 +16,8 @@ from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 
-from tests.patience import PATIENCE
-from tests.root import ROOT
+from tests.lib.patience import PATIENCE
+from tests.lib.root import ROOT
 
 # What nearly every one of them imports, ranks of jobs too. Nothing here may compile the kernels, load them, start a
 # thread or touch an accelerator.
@@ -28,7 +28,7 @@ COMMON = (
     "launch.export",
     "launch.train",
     "tests.families.variants",
-    "tests.processes",
+    "tests.lib.processes",
     "torch.utils.cpp_extension",
     "torch.utils.tensorboard",
     "transformers.models.llama.modeling_llama",

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tests.patience import until
+from tests.lib.patience import until
 
 
 class NoNamespaces(Exception):

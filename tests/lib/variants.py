@@ -9,14 +9,15 @@ from typing import Any
 import torch
 
 from engine.config.reading import load_recipe
-from tests.distributed.launcher import run_ranks
-from tests.distributed.plain import load_result, plain_weights
-from tests.distributed.recipes import write_chats, write_recipe
 from tests.families.variants import VARIANTS
-from tests.tiny import tiny_checkpoint
+from tests.lib.launcher import run_ranks
+from tests.lib.plain import load_result, plain_weights
+from tests.lib.recipes import write_chats, write_recipe
+from tests.lib.root import ROOT
+from tests.lib.tiny import tiny_checkpoint
 
 SAID = "said.txt"  # what both ranks printed, beside the recipes
-SCRIPT = Path(__file__).parent / "engine" / "scripts" / "variants.py"
+SCRIPT = ROOT / "tests" / "distributed" / "engine" / "scripts" / "variants.py"
 TINY = ("qwen3", "llama", "qwen3_moe")
 EVEN = "even"  # a model whose sizes are multiples of 32
 DROPOUT = "dropout"  # a model whose attention drops in training

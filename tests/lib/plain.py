@@ -31,7 +31,7 @@ from quant.hadamard import rotate
 from quant.reference import absmax_scale
 from quant.rotation import rotate_inputs
 from quant.scale import first_input_scale
-from tests.definitions import kd_loss, lm_loss
+from tests.lib.definitions import kd_loss, lm_loss
 
 RANKS = 2
 

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import IO
 
 from launch.launcher import find_launcher
-from tests.distributed.waiting import WaitingRanks
-from tests.patience import PATIENCE
-from tests.processes import CPU
-from tests.root import ROOT
+from tests.lib.patience import PATIENCE
+from tests.lib.processes import CPU
+from tests.lib.root import ROOT
+from tests.lib.waiting import WaitingRanks
 
 _TAKEN: list[IO[str]] = []  # locks on the ports that this process has given away
 

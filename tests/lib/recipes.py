@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from tests.root import ROOT
+from tests.lib.root import ROOT
 
 STEPS = 5
 
