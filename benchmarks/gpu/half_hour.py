@@ -5,7 +5,7 @@
 Each stage ends within ``--limit`` seconds, so that a machine that is lent for minutes at a time runs one after the
 other. Its jobs are commands with limits of their own, the most telling first; one that fails does not stop the rest.
 Their output goes to ``OUT/logs``, tables to ``OUT``, and the lines that count to ``OUT/summary_<stage>.txt``. With
-``--dry`` all jobs run in tiny sizes on the CPU.
+``--dry`` all jobs run in tiny sizes on the CPU; with ``--only`` those that are named run, after a repair.
 """
 
 import argparse
@@ -271,11 +271,17 @@ def main() -> None:
     parser.add_argument("--work", type=Path, help="folder for models, 40 GB (default: in /dev/shm if it is that large)")
     parser.add_argument("--limit", type=int, default=570, help="seconds of the stage")
     parser.add_argument("--dry", action="store_true", help="tiny sizes, on the CPU")
+    parser.add_argument("--only", nargs="+", metavar="JOB", help="run these jobs of the stage")
     options = parser.parse_args()
     place = Place(options.out.resolve(), (options.work or _room()).resolve(), options.dry)
     for folder in (place.out / "logs", place.work):
         folder.mkdir(parents=True, exist_ok=True)
-    failed = Stage(options.stage, place, options.limit).run(STAGES[options.stage](place))
+    jobs = STAGES[options.stage](place)
+    unknown = sorted({*(options.only or ())} - {job.name for job in jobs})
+    if unknown:
+        parser.error(f"stage {options.stage} has {', '.join(job.name for job in jobs)}, not {', '.join(unknown)}")
+    chosen = [job for job in jobs if not options.only or job.name in options.only]
+    failed = Stage(options.stage, place, options.limit).run(chosen)
     sys.exit(1 if failed else 0)
 
 
