@@ -69,7 +69,7 @@ def stage_a(place: Place) -> list[Job]:
     step = [*_benchmark(place, "step"), "--rounds"]
     return [
         _build(place),
-        Job("tests", 200, _tests(place, "tests/gpu", "--ignore", "tests/gpu/test_compile.py"), PASSED),
+        Job("tests", 260, _tests(place, "tests/gpu", "--ignore", "tests/gpu/test_compile.py"), PASSED),
         Job("gemms", 80, _python("parts.py", "gemms", *_dry(place)), r".*TFLOP/s|copy"),
         Job("experts", 60, _python("parts.py", "experts", *_dry(place)), r".*TFLOP/s|.*: (yes|no)"),
         Job(
@@ -170,7 +170,7 @@ def _training(place: Place, name: str, limit: int, overrides: tuple[str, ...]) -
 def _tests(place: Place, *which: str) -> list[str]:
     """Tests of the GPU, in a few processes."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "not full", "--maxfail", "30"]
-    return [*command, "-n", "0" if place.dry else "4", *which]
+    return [*command, "-n", "0" if place.dry else "8", *which]
 
 
 def _python(script: str, *arguments: str) -> list[str]:
