@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from model.ranks import RankError
 from quant import SCHEMES
-from tests.unit.tools.verify.exports import exported
+from tests.lib.checkpoints import exported
 from tools.compressed import load_compressed
 
 BAD = {"zero": 0.0, "NaN": float("nan"), "infinite": float("inf"), "negative": -1.0}

@@ -26,9 +26,9 @@ from quant.formats.layouts import Layout
 from quant.lora import Adapter
 from quant.packed_weight import PackedCodes
 from quant.spec import PRESETS, Preset, Scheme
+from tests.lib.checkpoints import exported
 from tests.lib.tiny import tiny_checkpoint
 from tests.unit.model.quantized.test_round_trip import ENGINE
-from tests.unit.tools.verify.exports import exported
 from tools.compressed import load_compressed
 
 NOT_FINITE = (math.nan, math.inf, -math.inf)

@@ -21,6 +21,7 @@ from model.quantized.start import take_start
 from model.ranks import RankError
 from model.scales import load_scales
 from quant import SCHEMES, Scheme, prepare
+from tests.lib.checkpoints import exported
 from tests.lib.patience import ends
 from tests.lib.tiny import tiny_checkpoint
 from tests.unit.engine.session.adapted import DS_CONFIG
@@ -31,7 +32,6 @@ from tests.unit.model.quantized.test_gptq_awq import gptq_checkpoint
 from tests.unit.model.quantized.test_modelopt import written as modelopt
 from tests.unit.model.quantized.test_mxfp4_experts import published
 from tests.unit.model.quantized.test_round_trip import loaded
-from tests.unit.tools.verify.exports import exported
 from tools.compressed import load_compressed
 
 CPU = torch.device("cpu")

@@ -18,9 +18,9 @@ from model.save import export_model
 from model.scales.load import ScaleReport
 from quant import SCHEMES, Quantization, prepare
 from quant.formats.layouts import Layout
+from tests.lib.checkpoints import exported, quantized
 from tests.lib.tiny import tiny_checkpoint
 from tests.unit.tools.memory.test_memory import recipe
-from tests.unit.tools.verify.exports import exported, quantized
 
 pytestmark = pytest.mark.usefixtures("seed")
 

@@ -15,8 +15,8 @@ from launch.verify import main
 from model.ranks import RankError
 from model.save import export_model
 from quant import DEFAULT_EXEMPT, SCHEMES, Scheme, TensorSpec
+from tests.lib.checkpoints import exported, quantized
 from tests.lib.tiny import tiny_checkpoint
-from tests.unit.tools.verify.exports import exported, quantized
 from tools.compressed import load_compressed
 from tools.verify.check import OUR_FORWARD_KL, compare_with_transformers
 from tools.verify.comparison import Comparison, windows

@@ -17,7 +17,7 @@ from quant.formats.layouts import check_layout
 from quant.reference import fake_quant, quantize
 from quant.rules import Rule
 from quant.spec import PRESETS, SCHEMES, Scheme, TensorSpec
-from tests.unit.tools.verify.exports import Export, exported
+from tests.lib.checkpoints import Export, exported
 from tools.compressed import load_compressed, quantized_keys
 from tools.verify.check import compare_with_transformers
 from tools.verify.comparison import Report
