@@ -39,6 +39,9 @@ test test-full test-eval test-gguf test-mlx test-executorch test-peft test-oldes
 quickstart: $(STAMP)
 	$(VENV)/bin/python launch/quickstart.py
 
+# The large counts draw other random numbers in each run, and say how to repeat them: see tests/lib/seeds.py.
+test-full: export DEEPQAT_TEST_SEED ?= fresh
+
 # Two files of tests at a time: a launch of two ranks leaves the cores idle while it starts. In the order of their names,
 # so that the jobs of ranks come first: else those of few tests come last, the longest among them, and a core is idle.
 test: $(STAMP)

@@ -13,7 +13,6 @@ from quant.autograd import Plan, quant_linear
 from quant.reference import fake_quant, fake_quant_backward, inside_range
 from quant.scale import Scale
 from quant.spec import TensorSpec
-from tests.unit.conftest import seed  # noqa: F401  (a fixture)
 
 FP8, INT4 = TensorSpec("fp8_e4m3", 8, "tensor"), TensorSpec("int", 4, "channel")
 WAYS = {"fp8_gemm": (FP8, FP8, True), "simulate": (FP8, FP8, False), "w4": (INT4, None, False)}
@@ -51,7 +50,7 @@ def close(ours: Tensor, exact: Tensor, size: Tensor, what: str) -> None:
 @pytest.mark.parametrize("layout", ["whole", "columns", "transposed", "odd"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("way", WAYS)
-def test_gradients_against_fp64(way, shape, layout, device, fp8, seed):  # noqa: F811
+def test_gradients_against_fp64(way, shape, layout, device, fp8, seed):
     if device.type == "cpu" and shape not in SHAPES[:2]:
         pytest.skip("on a GPU")
     weight_spec, input_spec, fp8_gemm = WAYS[way]
@@ -100,7 +99,7 @@ def test_gradients_against_fp64(way, shape, layout, device, fp8, seed):  # noqa:
 
 @pytest.mark.parametrize("counts", [[0, 5, 16, 0], [300, 0, 77, 130], [0, 0, 0, 1]])
 @pytest.mark.parametrize("width", [64, 4096])
-def test_gradients_of_stacked_experts_against_fp64(counts, width, device, seed):  # noqa: F811
+def test_gradients_of_stacked_experts_against_fp64(counts, width, device, seed):
     """Experts without rows get zeros, whatever the memory held before."""
     if device.type == "cpu" and width > 64:
         pytest.skip("on a GPU")

@@ -13,7 +13,6 @@ from quant.kernels import eager
 from quant.kernels.build import build
 from quant.reference import absmax_scale, asymmetric_grid
 from quant.spec import TensorSpec
-from tests.unit.conftest import seed  # noqa: F401  (a fixture)
 from tests.unit.quant.kernels.cases import DTYPES, Case, random_case, rows_to_sum
 from tests.unit.quant.kernels.comparing import OPS, TOKEN_GRIDS, assert_same, check_theta_gradient
 from tests.unit.quant.kernels.test_fused import EPS, random_rows
@@ -97,20 +96,20 @@ def check(case: Case) -> None:
         assert_same(ours.cpu(), theirs, f"gradient of tokens in place, {what}")
 
 
-def test_random_tensors(seed):  # noqa: F811
+def test_random_tensors(seed):
     for _ in range(300):
         check(random_case())
     for _ in range(20):
         check(random_case(3_000_000))
 
 
-def test_sums_of_rows(seed):  # noqa: F811
+def test_sums_of_rows(seed):
     for _ in range(100):
         rows, places = rows_to_sum()
         assert_same(OPS.sum_rows(on_gpu(rows), places.cuda()).cpu(), OPS.sum_rows(rows, places), f"{rows.shape}")
 
 
-def test_norms_and_swiglu(seed):  # noqa: F811
+def test_norms_and_swiglu(seed):
     """With the quantization of their results: equal to the CPU's bit for bit."""
     for _ in range(60):
         dtype, wild = random.choice(DTYPES), random.random() < 0.3
@@ -144,7 +143,7 @@ def test_every_bf16_and_fp16_value():
                     assert_same(a.cpu(), b)
 
 
-def test_measured_scales_are_those_of_a_cpu(seed):  # noqa: F811
+def test_measured_scales_are_those_of_a_cpu(seed):
     """CUDA divides by a number of Python's by multiplying with its reciprocal, an ulp off in half the cases."""
     absmax = torch.rand(10_000)
     for spec in (TensorSpec("fp8_e4m3", 8, "tensor"), TensorSpec("int", 4, "channel"), TensorSpec("int", 8, "channel")):
@@ -155,7 +154,7 @@ def test_measured_scales_are_those_of_a_cpu(seed):  # noqa: F811
         assert_same(ours.cpu(), theirs)
 
 
-def test_theta_gradient_against_fp64(seed):  # noqa: F811
+def test_theta_gradient_against_fp64(seed):
     """A large bf16 weight with one scale: two stages of addition, within fp32 rounding of the exact sum."""
     x, grad = torch.randn(4096, 4099).bfloat16(), torch.randn(4096, 4099).bfloat16()
     case = Case(x, grad, torch.tensor([0.004]), torch.tensor([0.1]), 0, torch.float32, 1e-3)
@@ -184,7 +183,7 @@ def test_more_than_2_to_the_31_elements():
     assert grad_x[-3:].tolist() == [1, 1, 0] and grad_x.count_nonzero() == numel - 1
 
 
-def test_the_current_stream_and_cuda_graphs(seed):  # noqa: F811
+def test_the_current_stream_and_cuda_graphs(seed):
     """A captured graph computes again on what its inputs hold then; nothing waits for the device."""
     x, grad = (torch.randn(512, 1024, device="cuda").bfloat16() for _ in range(2))
     s0, theta = torch.tensor([0.01], device="cuda"), torch.tensor([0.1], device="cuda")

@@ -5,7 +5,6 @@ import torch
 
 from engine.losses.chunked import chunked_losses
 from engine.losses.objective import Objective
-from tests.unit.conftest import seed  # noqa: F401  (a fixture)
 
 EPS = 2.0**-8  # of bf16
 # Tokens, hidden size, vocabulary, tokens of a chunk. A CPU takes the first alone.
@@ -13,7 +12,7 @@ SHAPES = [(70, 48, 96, 16), (4100, 2048, 32000, 1024)]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_gradients_of_several_chunks_against_fp64(shape, device, seed):  # noqa: F811
+def test_gradients_of_several_chunks_against_fp64(shape, device, seed):
     tokens, width, vocabulary, chunk = shape
     if device.type == "cpu" and shape != SHAPES[0]:
         pytest.skip("on a GPU")

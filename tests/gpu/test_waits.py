@@ -21,7 +21,6 @@ from model.head import install_head
 from quant import SCHEMES, Quantization, prepare
 from tests.lib.counting import Counting
 from tests.lib.tiny import tiny_config
-from tests.unit.conftest import seed  # noqa: F401  (a fixture)
 
 # transformers makes no mask for an implementation that it has none for, and so asks the device nothing.
 AttentionInterface.register("sdpa_without_mask", sdpa_attention_forward)
@@ -53,7 +52,7 @@ def prepared(model: nn.Module, scheme: str) -> Quantization:
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])
 @pytest.mark.parametrize("scheme", ["fp8_static", "w4a16_g32", "8da4w"])
-def test_no_host_waits_inside_a_micro_batch(scheme, kind, device, seed):  # noqa: F811
+def test_no_host_waits_inside_a_micro_batch(scheme, kind, device, seed):
     config = tiny_config(kind, even=True)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa_without_mask")
     prepared(model.to(device), scheme)
@@ -83,7 +82,7 @@ def test_no_host_waits_inside_a_micro_batch(scheme, kind, device, seed):  # noqa
 
 
 @pytest.mark.parametrize("scheme", ["fp8_static", "w4a16_g32", "8da4w"])
-def test_a_layer_in_a_cuda_graph(scheme, device, seed):  # noqa: F811
+def test_a_layer_in_a_cuda_graph(scheme, device, seed):
     """A captured forward and backward compute again on what inputs hold then; on the CPU they are called again."""
     model = nn.ModuleDict({"up_proj": nn.Linear(64, 96, bias=False, device=device, dtype=torch.bfloat16)})
     prepared(model, scheme)

@@ -21,6 +21,7 @@ from tests.lib.processes import CPU
 from tests.lib.root import ROOT
 from tests.lib.waiting import WaitingRanks
 
+_PORTS = random.Random()  # fresh, or other runs of the same tests would want the same ports
 _TAKEN: list[IO[str]] = []  # locks on the ports that this process has given away
 
 
@@ -31,7 +32,7 @@ def free_port() -> int:
     keeps other processes of tests off it; the lock goes with this process.
     """
     while True:
-        port = random.randrange(20000, 32000)
+        port = _PORTS.randrange(20000, 32000)
         lock = open(Path(tempfile.gettempdir()) / f"deepqat_tests_port_{port}", "w")  # noqa: SIM115 (kept open)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

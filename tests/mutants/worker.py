@@ -6,7 +6,6 @@ import importlib
 import json
 import multiprocessing
 import os
-import random
 import resource
 import shutil
 import signal
@@ -35,7 +34,7 @@ PR_SET_CHILD_SUBREAPER = 36
 
 @dataclass(eq=False)
 class Plugin:
-    """pytest's hooks: keep the tests of ``wanted``, in its order, seed each, and tell the outcome of each."""
+    """pytest's hooks: keep the tests of ``wanted``, in its order, and tell the outcome of each."""
 
     tell: Callable[..., None]
     wanted: Sequence[str] = ()
@@ -50,14 +49,6 @@ class Plugin:
     def pytest_collectreport(self, report: Any) -> None:
         if report.failed:
             self.tell(test=report.nodeid, outcome="error", seconds=0.0)
-
-    def pytest_runtest_setup(self) -> None:
-        import numpy
-        import torch
-
-        random.seed(0)
-        numpy.random.seed(0)
-        torch.manual_seed(0)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         name = report.nodeid
@@ -122,7 +113,7 @@ def _teller(path: Path) -> Callable[..., None]:
 def _become(
     scratch: Path, arguments: Sequence[str], plugin: Plugin, log: Path, plugins: Sequence[Callable[..., Any]]
 ) -> None:
-    """In the fork: forget the modules of this tree, fix what is random, run pytest on the other one."""
+    """In the fork: forget the modules of this tree, run pytest on the other one."""
     code: int = 3
     try:
         with log.open("w") as file:
@@ -135,13 +126,9 @@ def _become(
         sys.path[:] = [str(scratch), *(path for path in sys.path if path not in ("", here))]
         for name in [name for name in sys.modules if name.split(".")[0] in ("tests", *FOLDERS)]:
             del sys.modules[name]
-        random.SystemRandom = lambda: random.Random(0)  # type: ignore[assignment, misc]
         _fork_instead()
-        import hypothesis
         import pytest
 
-        hypothesis.settings.register_profile("fixed", derandomize=True, database=None)
-        hypothesis.settings.load_profile("fixed")
         os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
         options = ["-q", "-x", "-m", "not full", "-p", "no:cacheprovider", "--tb=short"]
         options += [f"--rootdir={scratch}", f"--basetemp={scratch.parent / 'tmp'}"]

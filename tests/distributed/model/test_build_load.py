@@ -4,7 +4,6 @@ One launch for stage 3, one for the others; what is checked stands in scripts/bu
 """
 
 import json
-import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import Tensor
 from transformers import Qwen3MoeForCausalLM
 
 from tests.lib.launcher import run_ranks
+from tests.lib.seeds import seed_of
 from tests.lib.tiny import tiny_checkpoint, tiny_config
 
 SCRIPT = Path(__file__).parent / "scripts" / "build_load.py"
@@ -24,10 +24,8 @@ INDEX = "model.safetensors.index.json"
 
 @pytest.fixture(scope="module")
 def seed() -> int:
-    """A fresh seed for values and tokens, printed when a test fails."""
-    value = random.SystemRandom().randrange(2**31)
-    print(f"seed {value}")
-    return value
+    """One for values and tokens of all tests."""
+    return seed_of(__name__)
 
 
 @pytest.fixture(scope="module")

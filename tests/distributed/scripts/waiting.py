@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from tests.lib.forked import become
+from tests.lib.seeds import seed_of
 
 OF_THE_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "MASTER_ADDR")
 
@@ -45,9 +46,9 @@ def run(job: dict[str, Any]) -> None:
     mine = {name: os.environ[name] for name in OF_THE_RANK}
     os.environ.clear()
     os.environ.update(job["environment"] | mine)
-    random.seed()
-    np.random.seed()
     script, *arguments = job["argv"]
+    for seeder in (random.seed, np.random.seed):
+        seeder(seed_of(f"{Path(script).name} {mine['RANK']}"))
     sys.argv = [script, f"--local_rank={mine['LOCAL_RANK']}", *arguments]
     sys.path[0] = str(Path(script).parent)
     runpy.run_path(script, run_name="__main__")

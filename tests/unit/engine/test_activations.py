@@ -41,7 +41,7 @@ class Run:
         kind, scheme, learns, options = CASES[case]
         path = directory / f"{kind}{layers}"
         if not path.exists():
-            tiny_checkpoint(path, kind, seed=torch.initial_seed() % 2**31, layers=layers, even=True)
+            tiny_checkpoint(path, kind, seed=torch.initial_seed(), layers=layers, even=True)
         self.model = build_model(path, BF16, dtype=torch.bfloat16, device=torch.device("cpu")).train()
         load_weights(self.model, path, progress=False)
         self.quantization = quant.prepare(

@@ -26,10 +26,8 @@ def batch_of(rows: int, length: int) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def calibrated(tmp_path_factory):
-    seed = random.SystemRandom().randrange(2**31)
-    print(f"seed {seed}")
-    torch.manual_seed(seed)
-    model = loaded(tiny_checkpoint(tmp_path_factory.mktemp("source"), "qwen3", seed=seed, wide=True))
+    source = tmp_path_factory.mktemp("source")
+    model = loaded(tiny_checkpoint(source, "qwen3", seed=random.randrange(2**31), wide=True))
     preset = PRESETS["fp8_static_kv"]
     quantization = prepare(
         model, preset.linear, kv_cache=preset.kv_cache, learn_weight_scale=False, learn_input_scale=False

@@ -2,7 +2,6 @@
 checkpoint marked like there, and nothing left behind."""
 
 import json
-import random
 
 import pytest
 
@@ -24,8 +23,7 @@ LADDER = (
         pytest.param(60, LADDER, id="60", marks=pytest.mark.full),
     ],
 )
-def test_killed_at_random_moments_the_run_goes_on_to_the_same_export(tmp_path, kills, strategies):
-    seed = random.SystemRandom().randrange(2**31)
+def test_killed_at_random_moments_the_run_goes_on_to_the_same_export(tmp_path, seed, kills, strategies):
     program = "from tests.distributed.engine.checkpoint.scripts.kills import main; main()"
     result = run_python(program, tmp_path, kills, seed, *strategies, timeout=PATIENCE * kills)
     assert result.returncode == 0, f"seed {seed}\n{result.stderr[-8000:]}"

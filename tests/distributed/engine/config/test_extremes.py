@@ -101,10 +101,8 @@ def test_numbers_that_cannot_be_trained_with_are_refused(tmp_path):
 
 @pytest.mark.full
 @pytest.mark.parametrize(("dtype", "strategy"), [("bfloat16", "zero3"), ("float32", "zero1")])
-def test_numbers_that_are_accepted_are_trained_with(tmp_path, dtype, strategy, count=250):
+def test_numbers_that_are_accepted_are_trained_with(tmp_path, seed, dtype, strategy, count=250):
     """Weights stay numbers: a step is made, or left out. There are some 760 of them, half a second each."""
-    seed = random.SystemRandom().randrange(2**31)
-    print(f"seed {seed}")
     place = Place(tmp_path)
     place.make()
     runs = {}

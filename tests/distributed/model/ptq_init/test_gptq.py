@@ -109,12 +109,10 @@ def test_inputs_keys_and_values_are_measured_once_the_codes_are_there(made, name
     assert said.index("gptq: ") < said.index("calibrat")
 
 
-def test_ranks_whose_groups_differ_in_number_and_shape(tmp_path, monkeypatch, capfd):
+def test_ranks_whose_groups_differ_in_number_and_shape(tmp_path, seed, monkeypatch, capfd):
     """Three groups on one rank, five on the other, each of samples of equal length: what they say is what one process
     says of all samples one by one."""
     tiny_checkpoint(tmp_path / "model", "qwen3_moe", wide=True)
-    seed = random.SystemRandom().randrange(2**31)
-    print(f"seed {seed}")
     same, *others = random.Random(seed).sample(range(20, 50), 6)
     lengths = [[[same, same, same], [same, same, others[0]]], [[others[0], others[1]], others[2:]]]
     (tmp_path / "lengths.json").write_text(json.dumps(lengths))

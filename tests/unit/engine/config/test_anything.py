@@ -1,7 +1,4 @@
-"""Recipes and DeepSpeed files with anything in them: read, or refused in lines that open with the key. No traceback.
-
-The draws of the normal suite are the same every time; those of the large counts are new ones.
-"""
+"""Recipes and DeepSpeed files with anything in them: read, or refused in lines that open with the key. No traceback."""
 
 import json
 import re
@@ -10,26 +7,28 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, seed, settings
 
 from engine.config.deepspeed import resolve
 from engine.config.errors import RecipeError
 from engine.config.reading import load_recipe, save_recipe
 from tests.lib.patience import ends
+from tests.lib.seeds import seed_of
 from tests.unit.engine.config.anything import Change, changed, changes, ds_changes, ds_keys, options
 from tests.unit.engine.config.ds_files import recipe
 
 MINIMAL = {"model": {"path": "model"}, "data": {"train": ["a.jsonl"]}, "train": {"steps": 10}, "output_dir": "out"}
 # A file is written over by each example.
 HYGIENE = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
-FEW = settings(max_examples=40, derandomize=True, **HYGIENE)
-MANY = settings(max_examples=2000, print_blob=True, **HYGIENE)
+FEW, MANY = (settings(max_examples=count, **HYGIENE) for count in (40, 2000))
+SEED = seed(seed_of(__name__))
 SECTIONS = "|".join(sorted({path[0] for path in options()}))
 # optim.lr: or quant.rules[3].layers: or, of a key that no one would write, optim.'l r': or quant.schemes.'~'.weights:
 KEY = re.compile(rf"({SECTIONS})[\w.:\[\], -]*(('.*'|\".*\")[\w.\[\]]*)?: |('.*'|\".*\"|[\w.-]+): unknown key; ")
 DS_KEY = re.compile(r"(\w+).*?(: | is )")
 
 
+@SEED
 @FEW
 @given(changes(options()))
 def test_a_recipe(tmp_path_factory: pytest.TempPathFactory, drawn: list[Change]) -> None:
@@ -37,6 +36,7 @@ def test_a_recipe(tmp_path_factory: pytest.TempPathFactory, drawn: list[Change])
 
 
 @pytest.mark.full
+@SEED
 @MANY
 @given(changes(options()))
 def test_two_thousand_recipes(tmp_path_factory: pytest.TempPathFactory, drawn: list[Change]) -> None:
@@ -59,6 +59,7 @@ def read_or_refuse(directory: Path, drawn: list[Change]) -> None:
     assert load_recipe(back) == read
 
 
+@SEED
 @FEW
 @given(ds_changes())
 def test_a_deepspeed_file(tmp_path_factory: pytest.TempPathFactory, drawn: tuple[int, str, list[Change]]) -> None:
@@ -66,6 +67,7 @@ def test_a_deepspeed_file(tmp_path_factory: pytest.TempPathFactory, drawn: tuple
 
 
 @pytest.mark.full
+@SEED
 @MANY
 @given(ds_changes())
 def test_two_thousand_deepspeed_files(

@@ -41,7 +41,7 @@ def written(directory: Path, scheme: str, *, inside: bool) -> tuple[Path, Path]:
 
     ``inside``: whether config.json says it, as newer versions write it, or hf_quant_config.json alone.
     """
-    source = tiny_checkpoint(directory / "source", "qwen3", seed=random.SystemRandom().randrange(2**31), wide=True)
+    source = tiny_checkpoint(directory / "source", "qwen3", seed=random.randrange(2**31), wide=True)
     model, quantization = quantized(source, scheme)
     renew_weight_scales(quantization)
     values = {group.owner: torch.rand(1) / 100 + 0.01 for group in quantization.input_groups}

@@ -32,7 +32,7 @@ CASES = {
 
 def exported(directory: Path, scheme: str, patterns: list[str], block: int) -> tuple[Path, Path]:
     """A checkpoint of random weights with outliers before down_proj, and its quantized export."""
-    source = tiny_checkpoint(directory / "source", "qwen3", wide=True, seed=torch.seed() % 2**31)
+    source = tiny_checkpoint(directory / "source", "qwen3", wide=True, seed=torch.initial_seed())
     model = build_model(source, {"bf16": {"enabled": True}}, dtype=torch.bfloat16, device=torch.device("cpu")).eval()
     load_weights(model, source, progress=False)
     quantization = prepare(model, SCHEMES[scheme], learn_weight_scale=True, learn_input_scale=False)
