@@ -166,7 +166,7 @@ class FakeQuant:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the result of :meth:`state_dict`."""
-        self.forgets = state.get("forgets", False)  # checkpoints of earlier versions have none
+        self.forgets = state["forgets"]
         self.scale_steps = dict(state["scale_steps"])
         self.stale = {kind: set(owners) for kind, owners in state["stale"].items()}
 

@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +35,11 @@ class Checkpoint:
     stage: int
     files: dict[str, tuple[int, int]]
     """Bytes and CRC-32 of every file, by its name."""
-    samples: str | None = None
-    """Digest of the training samples; None in old checkpoints without it."""
-    base: str | None = None
+    samples: str
+    """Digest of the training samples."""
+    base: str | None
     """Digest of the files of model.path in a run with adapters; else None."""
-    left_out: Mapping[str, int] = field(default_factory=dict)
+    left_out: Mapping[str, int]
     """Fingerprints (:mod:`model.checkpoint.fingerprint`) of frozen weights that it does not contain, by name; they are
     read from model.path."""
 
@@ -121,8 +121,8 @@ def _read_manifest(path: Path) -> Checkpoint:
         state = json.loads((path / "state.json").read_text(encoding="utf-8"))
         step, ranks, stage = (int(state[key]) for key in ("step", "world_size", "stage"))
         files = {str(name): (int(size), int(crc32)) for name, (size, crc32) in state["files"].items()}
-        samples, base = state.get("samples"), state.get("base")
-        left_out = {str(name): int(value) for name, value in state.get("left_out", {}).items()}
+        samples, base = state["samples"], state["base"]
+        left_out = {str(name): int(value) for name, value in state["left_out"].items()}
         good = step >= 0 and 1 <= ranks <= len(files) and stage in range(4)
         if not good or any(
             Path(name).name != name or name == ".." for name in files
@@ -194,7 +194,7 @@ def check_samples(checkpoint: Checkpoint, samples: str) -> None:
         RankError: the digests differ.
     """
     with errors_on_all_ranks(ValueError):
-        if checkpoint.samples not in (None, samples):
+        if checkpoint.samples != samples:
             raise ValueError(
                 f"data.train: the samples are not those of the run that wrote {checkpoint.path} (digest {samples}, "
                 f"was {checkpoint.samples}): the files have other content, or the tokenizer has changed; bring them "

@@ -23,13 +23,7 @@ from torch import Tensor
 
 from engine.checkpoint.files import CheckedFiles, read_object
 from engine.checkpoint.find import Checkpoint
-from engine.checkpoint.stateful import (
-    StatefulStates,
-    check_stateful,
-    from_flat_layout,
-    load_stateful,
-    restore_random_states,
-)
+from engine.checkpoint.stateful import StatefulStates, check_stateful, load_stateful, restore_random_states
 from engine.session.session import Session
 from model.checkpoint.fingerprint import fingerprints, frozen_weights
 from model.checkpoint.load import check_finite
@@ -71,7 +65,7 @@ def load_checkpoint(session: Session, stateful: StatefulStates, checkpoint: Chec
                 f"{stage(session.ds_config)}: set deepspeed in the recipe to what it was"
             )
         files = [checkpoint.path / f"rank_{old}.pt" for old in ([rank()] if same else range(checkpoint.world_size))]
-        states = [from_flat_layout(read_object(file)) for file in files]
+        states = [read_object(file) for file in files]
         check_stateful(stateful, states[0])
         if not same and checkpoint.stage > 0:
             layouts = [[OptimizerPiece(*piece) for piece in state["pieces"]] for state in states]

@@ -73,30 +73,3 @@ def restore_random_states(state: Mapping[str, Any]) -> None:
     random.setstate(state["python"])
     name, keys, *position = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *position))
-
-
-def from_flat_layout(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a rank's file of the old flat layout to the current one; return a current one unchanged.
-
-    In the flat layout all states were on one level, and the overrides included the states of fake quant, the schedule,
-    the evaluations and the count of skipped steps.
-    """
-    if "stateful" in state:
-        return dict(state)
-    overrides = state["overrides"]
-    stateful = {
-        "overrides": {name: overrides[name] for name in ("loss_weights", "peak_rates", "frozen")},
-        "quantization": {name: state[name] for name in ("fake_quant", "observing", "observers")},
-        "fake_quant": {name: overrides[name] for name in ("scale_steps", "stale")},
-        "schedule": {"met": overrides["met"]},
-        "evaluations": {"last": overrides["evaluation"]},
-        "skipped_steps": {"in_a_row": overrides["left_out"]},
-    }
-    if state["loss_scale"] is not None:
-        stateful["loss_scale"] = state["loss_scale"]
-    names = {"torch": "rng", "cuda": "cuda_rng", "python": "python_rng", "numpy": "numpy_rng"}
-    return {
-        "stateful": stateful,
-        "random": {name: state[old] for name, old in names.items()},
-        "pieces": state["pieces"],
-    }

@@ -25,7 +25,7 @@ def recipe(directory: Path, *, resume: bool | str = True, **data) -> Recipe:
 
 
 def write_step(
-    directory: Path, step: int, *, keep: int = 10, world: int = 1, measured=None, samples=None, **data
+    directory: Path, step: int, *, keep: int = 10, world: int = 1, measured=None, samples="", **data
 ) -> Path:
     """A checkpoint of two small files and a recipe, made current as a run does."""
     name = f"step_{step:08d}"
@@ -36,7 +36,8 @@ def write_step(
         files.save({"tensor": torch.rand(1000), "file": file}, partial / file)
     assert files.failure is None
     save_recipe(recipe(directory, **data), partial / "recipe.yaml")
-    state = {"step": step, "world_size": world, "stage": 3, "files": files.written, "samples": samples}
+    state = {"step": step, "world_size": world, "stage": 3, "files": files.written}
+    state |= {"samples": samples, "base": None, "left_out": {}}
     (partial / "state.json").write_text(json.dumps(state))
     _make_current(directory, partial, directory / name, keep, measured)
     return directory / name

@@ -62,7 +62,6 @@ def test_other_samples_under_the_same_file_names_are_refused(tmp_path):
     check_samples(one, "abc")
     with pytest.raises(RankError, match=r"data\.train: the samples are not those of the run that .*step_00000001"):
         check_samples(one, "abd")
-    check_samples(read_checkpoint(write_step(tmp_path, 2)), "abd")  # written before there was a digest
 
 
 @pytest.mark.parametrize(

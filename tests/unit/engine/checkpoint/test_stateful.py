@@ -1,4 +1,4 @@
-"""What a rank keeps beside DeepSpeed's state: every owner gets back what it gave, and from the first layout too."""
+"""What a rank keeps beside DeepSpeed's state: every owner gets back what it gave."""
 
 import random
 from types import SimpleNamespace
@@ -12,7 +12,6 @@ from engine.checkpoint.load import merge_ranks
 from engine.checkpoint.stateful import (
     StatefulStates,
     check_stateful,
-    from_flat_layout,
     load_stateful,
     random_states,
     restore_random_states,
@@ -49,31 +48,30 @@ def stateful() -> dict[str, Any]:
     }
 
 
-def flat_state(first: Quantization, absmax: float, clipped: int) -> dict[str, Any]:
-    """A rank's file as it was written before states had stateful."""
+def saved_state(first: Quantization, absmax: float, clipped: int) -> dict[str, Any]:
+    """A rank's file, in the middle of a run."""
     seen = {"absmax": torch.tensor(absmax), "clipped": torch.tensor(clipped), "total": torch.tensor(10)}
     other = {"absmax": torch.tensor(0.0), "clipped": torch.tensor(0), "total": torch.tensor(0)}
-    name, keys, *position = np.random.get_state()
     return {
-        "rng": torch.get_rng_state(),
-        "cuda_rng": None,
-        "python_rng": random.getstate(),
-        "numpy_rng": (name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *position),
-        "fake_quant": {layer: (layer == INPUT, False) for layer in first.modules},
-        "observing": True,
-        "overrides": {
-            "loss_weights": {"lm": 0.5},
-            "peak_rates": {"weights": 1e-3},
-            "frozen": {"act_scales"},
-            "scale_steps": {"weight_scales": 3, "act_scales": 2},
-            "stale": {"weight": {"b"}, "input": set()},
-            "met": [1],
-            "evaluation": {"eval/lm": 2.5},
-            "left_out": 2,
+        "stateful": {
+            "overrides": {"loss_weights": {"lm": 0.5}, "peak_rates": {"weights": 1e-3}, "frozen": {"act_scales"}},
+            "quantization": {
+                "fake_quant": {layer: (layer == INPUT, False) for layer in first.modules},
+                "observing": True,
+                "observers": {group.owner: seen if group.owner == INPUT else other for group in first.input_groups},
+            },
+            "fake_quant": {
+                "forgets": True,
+                "scale_steps": {"weight_scales": 3, "act_scales": 2},
+                "stale": {"weight": {"b"}, "input": set()},
+            },
+            "schedule": {"met": [1]},
+            "evaluations": {"last": {"eval/lm": 2.5}},
+            "skipped_steps": {"in_a_row": 2},
+            "loss_scale": {"value": 4.0, "good_steps": 1},
         },
-        "loss_scale": {"value": 4.0, "good_steps": 1},
+        "random": {},
         "pieces": [("name", 0, 1, 2, 3)],
-        "observers": {g.owner: seen if g.owner == INPUT else other for g in first.input_groups},
     }
 
 
@@ -86,20 +84,19 @@ def check_loaded(found: StatefulStates, absmax: float, clipped: int) -> None:
     observer = next(group.observer for group in run.quantization.input_groups if group.owner == INPUT)
     assert (observer.absmax, observer.clipped) == (absmax, clipped)
     assert (run.loss_scale.value, run.loss_scale.good_steps) == (4.0, 1)
-    assert run.fake_quant.scale_steps == {"weight_scales": 3, "act_scales": 2}
+    assert run.fake_quant.forgets and run.fake_quant.scale_steps == {"weight_scales": 3, "act_scales": 2}
     assert run.fake_quant.stale == {"weight": {"b"}, "input": set()}
     assert run.schedule.met == [1] and run.skipped_steps.in_a_row == 2
     assert run.evaluations.last == {"eval/lm": 2.5} and run.evaluations.step is None
 
 
-def test_a_file_of_the_first_layout_gives_every_owner_its_state_and_today_s_gives_it_again():
+def test_every_owner_gets_its_state_and_gives_it_again():
     first, second = stateful(), stateful()
-    state = from_flat_layout(flat_state(first["quantization"], 2.0, 4))
+    state = saved_state(first["quantization"], 2.0, 4)
     check_stateful(first, state)
     load_stateful(first, state)
     check_loaded(first, 2.0, 4)
     again = {"stateful": {name: owner.state_dict() for name, owner in first.items()}, "random": {}, "pieces": []}
-    assert from_flat_layout(again) == again
     load_stateful(second, again)
     check_loaded(second, 2.0, 4)
     second["overrides"].frozen.clear()
@@ -109,13 +106,13 @@ def test_a_file_of_the_first_layout_gives_every_owner_its_state_and_today_s_give
 
 def test_another_number_of_ranks_gets_what_all_of_them_saw():
     first = stateful()
-    states = [from_flat_layout(flat_state(first["quantization"], *seen)) for seen in ((2.0, 4), (3.0, 1), (1.0, 0))]
+    states = [saved_state(first["quantization"], *seen) for seen in ((2.0, 4), (3.0, 1), (1.0, 0))]
     load_stateful(first, merge_ranks(states))
     check_loaded(first, 3.0, 5)  # outside of a process group this is rank 0
 
 
 def test_an_owner_whose_state_is_not_there_is_named():
-    state = from_flat_layout(flat_state(quantization(), 2.0, 4))
+    state = saved_state(quantization(), 2.0, 4)
     del state["stateful"]["schedule"]
     with pytest.raises(ValueError, match="keeps no state of schedule: another version has written it"):
         check_stateful(stateful(), state)
@@ -130,8 +127,4 @@ def test_random_numbers_go_on_where_they_were_saved():
     before = draw()
     assert draw() != before
     restore_random_states(state)
-    assert draw() == before
-    flat = flat_state(quantization(), 0.0, 0)
-    before = draw()
-    restore_random_states(from_flat_layout(flat)["random"])
     assert draw() == before
