@@ -1,5 +1,4 @@
-"""Norms and SwiGLU that hand codes to the layers behind them: in whole models, with every switch, and refused by name
-where somebody else reads them."""
+"""Norms and SwiGLU that hand codes to the layers behind them: in whole models, and with every switch."""
 
 import pytest
 import torch
@@ -7,11 +6,11 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 import quant
-from quant import fused_reference, reference
-from quant.fused import Fused, FusedMLP, FusedRMSNorm, fuse, rms_norm
+from quant import fused_reference
+from quant.fused import FusedMLP, fuse, rms_norm
 from quant.inputs import QuantizedActivation
 from tests.lib.tiny import tiny_model
-from tests.unit.quant.attention import fill_scales
+from tests.unit.quant.attention import bytes_saved, fill_scales
 
 pytestmark = pytest.mark.usefixtures("prepared")
 
@@ -52,12 +51,18 @@ def distance(ours: Tensor, theirs: Tensor) -> float:
     return float((ours.double() - theirs.double()).norm() / theirs.double().norm().clamp_min(1e-30))
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
-@pytest.mark.parametrize("fp8_gemm", [False, True])
-def test_a_model_computes_the_same_but_for_roundings(kind, fp8_gemm):
+@pytest.mark.parametrize(
+    ("kind", "scheme", "fp8_gemm"),
+    [
+        *((kind, "fp8_static", False) for kind in FAMILIES),
+        ("qwen3", "fp8_static", True),
+        ("qwen3", "w8a8_static", False),
+    ],
+)
+def test_a_model_computes_the_same_but_for_roundings(kind, scheme, fp8_gemm):
     """In fp32, where a code that differs is rare; and of the same Parameters, by the same names."""
     dtype = torch.bfloat16 if fp8_gemm else torch.float32
-    (plain, _), (model, _) = (quantized(kind, fp8_gemm=fp8_gemm, dtype=dtype) for _ in range(2))
+    (plain, _), (model, _) = (quantized(kind, scheme=scheme, fp8_gemm=fp8_gemm, dtype=dtype) for _ in range(2))
     parameters = dict(model.named_parameters())
     done = fuse(model)
     layers = model.config.num_hidden_layers
@@ -71,52 +76,9 @@ def test_a_model_computes_the_same_but_for_roundings(kind, fp8_gemm):
     assert distance(logits, expected) < (0.05 if fp8_gemm else 1e-3)
     assert gradients.keys() == theirs.keys()
     for name, gradient in gradients.items():
-        assert distance(gradient, theirs[name]) < (0.2 if fp8_gemm else 1e-2), name
-
-
-class Written(nn.Module):
-    """A norm, its readers, and an MLP in plain operators of fp64, whose quantization is straight-through."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.norm, self.mlp = layer.post_attention_layernorm, layer.mlp
-
-    def forward(self, x: Tensor, weight: Tensor, matrices: list[Tensor]) -> Tensor:
-        gate, up, down = matrices
-        n = weight * (x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt())
-        a, b = (self.quantized(n, self.mlp.gate_proj) @ one.t() for one in (gate, up))
-        return self.quantized(nn.functional.silu(a) * b, self.mlp.down_proj) @ down.t()
-
-    @staticmethod
-    def quantized(x: Tensor, reader: nn.Module) -> Tensor:
-        s, spec = reader.input_s0, reader.scheme.activations
-        wide = x.detach().float()
-        values = reference.fake_quant(wide, s, spec).double()
-        return torch.where(reference.inside_range(wide, s, spec), x + (values - x).detach(), values)
-
-
-def test_gradients_of_a_layer_in_fp64(seed):
-    """dx, the norm's weight and the matrices, through clipped elements, against autograd of the written-out formula."""
-    model, quantization = quantized(dtype=torch.float32)
-    quantization.set_fake_quant(weights=False, activations=True)
-    fuse(model)
-    layer = model.model.layers[0]
-    x = (2 * torch.randn(random_tokens(), 64)).requires_grad_()
-    out = layer.mlp(layer.post_attention_layernorm(x))
-    grad = torch.randn_like(out)
-    out.backward(grad)
-    names = ("gate_proj", "up_proj", "down_proj")
-    inputs = [x, layer.post_attention_layernorm.weight, *(getattr(layer.mlp, name).weight for name in names)]
-    wide = [one.detach().double().requires_grad_() for one in inputs]
-    exact = Written(layer)(wide[0], wide[1], wide[2:])
-    assert distance(out, exact) < 2e-3  # codes that roundings of fp32 move to a neighbor
-    expected = torch.autograd.grad(exact, wide, grad.double())
-    for ours, theirs in zip(inputs, expected, strict=True):
-        assert distance(ours.grad, theirs) < 5e-3
-
-
-def random_tokens() -> int:
-    return int(torch.randint(40, 120, ()))
+        assert distance(gradient, theirs[name]) < (0.2 if fp8_gemm else 1e-3), name
+    for one in (model.get_submodule(name) for name in ("model.layers.0.input_layernorm", "model.layers.0.mlp")):
+        assert type(one).__name__.startswith("Fused")
 
 
 def test_codes_are_those_of_the_definition():
@@ -125,13 +87,8 @@ def test_codes_are_those_of_the_definition():
     norm = model.model.layers[0].input_layernorm
     x = torch.randn(3, 7, 64).bfloat16()
     handed = norm(x)
-    codes, _, values, _ = fused_reference.rms_norm_quantize(
-        x,
-        norm.weight.detach(),
-        1e-6,
-        norm.input_s0,
-        quantization.layers["model.layers.0.self_attn.q_proj"].scheme.activations,
-    )
+    spec = quantization.layers["model.layers.0.self_attn.q_proj"].scheme.activations
+    codes, _, values, _ = fused_reference.rms_norm_quantize(x, norm.weight.detach(), 1e-6, norm.input_s0, spec)
     assert isinstance(handed, QuantizedActivation) and torch.equal(handed.quantized.codes.float(), codes.float())
     assert torch.equal(handed.quantized.values, values) and handed.shape == x.shape and handed.dtype == x.dtype
     assert "input_layernorm" in repr(handed)
@@ -162,43 +119,33 @@ def test_recomputed_evaluated_and_empty(fp8_gemm):
 
 
 def test_what_is_kept_for_backward_is_less():
-    def kept(fused: bool) -> int:
+    kept = []
+    for fused in (False, True):
         model, _ = quantized(fp8_gemm=True)
         if fused:
             fuse(model)
-        parameters, found = {p.data_ptr() for p in model.parameters()}, {}
-
-        def pack(tensor: Tensor) -> Tensor:
-            if tensor.data_ptr() not in parameters:
-                found[tensor.untyped_storage().data_ptr()] = tensor
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with bytes_saved(model) as found:
             model(input_ids=torch.zeros(4, 64, dtype=torch.int64), use_cache=False)
-        return sum(tensor.untyped_storage().nbytes() for tensor in found.values())
-
-    assert kept(True) < 0.9 * kept(False)
+        kept.append(sum(size for _, size in found.values()))
+    assert kept[1] < 0.9 * kept[0]
 
 
 def test_while_fake_quant_is_off_or_inputs_are_watched_it_is_the_plain_model_bit_for_bit():
     (plain, theirs), (model, ours) = quantized(), quantized()
     fuse(model)
     handed, _ = run(model)
-    for one in (theirs, ours):
-        one.set_fake_quant(weights=False, activations=False)
-        one.observe(True)
-    (logits, gradients), (expected, of_plain) = run(model), run(plain)
-    assert torch.equal(logits, expected) and all(torch.equal(one, of_plain[n]) for n, one in gradients.items())
-    assert [group.observer.absmax for group in ours.input_groups] == [g.observer.absmax for g in theirs.input_groups]
-    for one in (theirs, ours):  # observed while quantized, and one reader alone
-        one.set_fake_quant(weights=True, activations=True)
-    (logits, gradients), (expected, of_plain) = run(model), run(plain)
-    assert torch.equal(logits, expected) and all(torch.equal(one, of_plain[n]) for n, one in gradients.items())
-    for one in (theirs, ours):
-        one.observe(False)
-        one.set_fake_quant(True, False, r".*\.(k_proj|gate_proj|down_proj)")
-    (logits, gradients), (expected, of_plain) = run(model), run(plain)
-    assert torch.equal(logits, expected) and all(torch.equal(one, of_plain[n]) for n, one in gradients.items())
+    for observe, switches in (
+        (True, (False, False)),
+        (True, (True, True)),  # observed while quantized
+        (False, (True, False, r".*\.(k_proj|gate_proj|down_proj)")),  # some of the readers
+    ):
+        for one in (theirs, ours):
+            one.set_fake_quant(*switches)
+            one.observe(observe)
+        (logits, gradients), (expected, of_plain) = run(model), run(plain)
+        assert torch.equal(logits, expected) and all(torch.equal(one, of_plain[n]) for n, one in gradients.items())
+        seen = [[group.observer.absmax for group in one.input_groups] for one in (ours, theirs)]
+        assert seen[0] == seen[1]
     ours.set_fake_quant(weights=True, activations=True)
     assert torch.equal(run(model)[0], handed)
 
@@ -219,22 +166,17 @@ def test_a_scale_that_nothing_filled_shows_in_the_loss():
     assert run(model)[0].isnan().any()
 
 
-@pytest.mark.parametrize("reader", ["router", "hook", "residual"])
-def test_who_reads_values_that_are_not_there_is_told(reader):
+@pytest.mark.parametrize(
+    "read",
+    [lambda x: nn.functional.linear(x, torch.ones(3, 64).bfloat16()), lambda x: x.abs().max(), lambda x: x + x],
+    ids=["router", "hook", "residual"],
+)
+def test_reading_values_that_are_not_there_is_an_error(read):
     model, _ = quantized()
     fuse(model)
-    layer = model.model.layers[0]
-    if reader == "router":
-        layer.mlp.register_forward_pre_hook(
-            lambda module, given: nn.functional.linear(given[0], torch.ones(3, 64).bfloat16()) and None
-        )
-    elif reader == "hook":
-        layer.post_attention_layernorm.register_forward_hook(lambda module, given, output: print(output.abs().max()))
-    else:
-        layer.post_attention_layernorm.register_forward_hook(lambda module, given, output: output + given[0])
-    with pytest.raises(
-        RuntimeError, match=r"post_attention_layernorm hands .* has no values.* quant.fuse_norms: false"
-    ):
+    model.model.layers[0].post_attention_layernorm.register_forward_hook(lambda module, given, output: read(output))
+    said = r"post_attention_layernorm hands .* has no values.* quant.fuse_norms: false"
+    with pytest.raises(RuntimeError, match=said):
         run(model)
 
 
@@ -292,12 +234,6 @@ def test_classes_that_are_unknown_or_compute_something_else():
     assert done.norms == ["model.layers.0.post_attention_layernorm"]
     with pytest.raises(ValueError, match="the layers of Linear are none of LlamaDecoderLayer"):
         fuse(nn.Linear(2, 2))
-
-
-def test_int8_inputs_are_fused_too():
-    (plain, _), (model, _) = (quantized(scheme="w8a8_static", dtype=torch.float32) for _ in range(2))
-    assert isinstance(fuse(model), Fused) and isinstance(model.model.layers[0].input_layernorm, FusedRMSNorm)
-    assert distance(run(model)[0], run(plain)[0]) < 1e-2
 
 
 def test_the_plain_norm_is_transformers_bit_for_bit(seed):

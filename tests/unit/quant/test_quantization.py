@@ -9,10 +9,9 @@ from quant import prepare
 from tests.unit.quant.trees import ATTENTION, HIDDEN, INT4, fp8, moe_model
 
 
-def test_switches_and_observers(seed):
-    """By pattern or all; observers are shared by the members of a group, and watch only while switched on."""
-    model = moe_model()
-    quantization = fp8(model)
+def test_switches(seed):
+    """By pattern or all; what a scheme does not quantize stays off."""
+    quantization = fp8(moe_model())
     states = quantization.fake_quant_state()
     assert set(states.values()) == {(True, True)}
     quantization.set_fake_quant(weights=True, activations=False)
@@ -24,12 +23,18 @@ def test_switches_and_observers(seed):
         quantization.set_fake_quant(True, True, pattern="o_proj")
     quantization.restore_fake_quant(states)
     assert quantization.fake_quant_state() == states
+    weight_only = prepare(moe_model(), INT4, learn_weight_scale=True, learn_input_scale=False)
+    weight_only.set_fake_quant(weights=True, activations=True)
+    assert set(weight_only.fake_quant_state().values()) == {(True, False)}
 
+
+def test_observers(seed):
+    """Shared by the members of a group, and watching only while switched on; starting again forgets."""
+    quantization = fp8(model := moe_model())
     quantization.set_fake_quant(weights=False, activations=False)
     quantization.observe(True)
     assert quantization.observing
-    x = torch.randn(5, HIDDEN)
-    layer = model.model.layers.get_submodule("0")
+    x, layer = torch.randn(5, HIDDEN), model.model.layers.get_submodule("0")
     for name in ATTENTION:
         layer.self_attn.get_submodule(name)(x)
     layer.mlp.experts.get_submodule("0").gate_proj(x)
@@ -40,18 +45,13 @@ def test_switches_and_observers(seed):
     assert set(seen.values()) == {0.0}
     quantization.observe(False)
     layer.self_attn.q_proj(9 * x)
-    assert not quantization.observing
-    assert quantization.input_groups[0].observer.absmax.item() == x.abs().max().item()
+    observer = quantization.input_groups[0].observer
+    assert not quantization.observing and observer.absmax.item() == x.abs().max().item()
     quantization.observe(True)
-    assert quantization.input_groups[0].observer.absmax.item() == 0, "starting again forgets"
-
-    weight_only = prepare(moe_model(), INT4, learn_weight_scale=True, learn_input_scale=False)
-    weight_only.set_fake_quant(weights=True, activations=True)
-    assert set(weight_only.fake_quant_state().values()) == {(True, False)}
+    assert observer.absmax.item() == 0
 
 
-@pytest.mark.parametrize("raises", [False, True])
-@pytest.mark.parametrize("observing", [False, True])
+@pytest.mark.parametrize(("observing", "raises"), [(False, False), (True, True)])
 def test_after_a_pause_switches_and_observers_are_what_they_were(seed, observing, raises):
     quantization = fp8(moe_model())
     quantization.set_fake_quant(weights=True, activations=False, pattern=r".*o_proj")

@@ -1,10 +1,70 @@
-"""Which layer gets which scheme: exempt patterns, rules, and what serving could not follow."""
+"""Which layer gets which scheme: patterns, exempt layers, rules, and what serving could not follow."""
+
+import re
 
 import pytest
+import torch
+from compressed_tensors.utils.match import is_match
 from torch import nn
 
 from quant import DEFAULT_EXEMPT, QuantLinear, Rule, prepare
+from quant.rules import name_patterns, pattern_problem
 from tests.unit.quant.trees import ATTENTION, FP8, INT2, INT4, Tree, fp8, members, moe_model
+
+NAME = "model.language_model.layers.117.mlp.experts.127.shared_expert_gate_proj_weight!"
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        *DEFAULT_EXEMPT,
+        r".*layers\.(\d+)\..*mlp\.experts\.\d+\..*_proj",
+        r"model\.layers\.(0|1|2|17)\.self_attn\.(q|k|v)_proj",
+        r"(?:.*\.)?visual(?:\..*)?$",
+        r"(?!.*lm_head).*",
+        r"[a-z_.]{1,8}",
+        "",
+    ],
+)
+def test_what_people_write_is_taken(pattern):
+    assert pattern_problem(pattern) is None
+    re.fullmatch(pattern, NAME)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "said"),
+    [
+        ("(a+)+b", "repeats what holds a repetition"),
+        (r"(\w+\.?)*x", "repeats what holds a repetition"),
+        ("((.*)*)*", "repeats what holds a repetition"),
+        ("(.|_.)*x", "or alternatives"),
+        ("(?:a*){20}b", "repeats what holds a repetition"),
+        ("(?=(a+)+b)", "repeats what holds a repetition"),
+        (".*" * 5 + "x", "it has 5 repetitions like .*, at most 4 are allowed"),
+        ("a{0,65000}" * 9, "it has 9 repetitions"),
+        ("a" * 3000, "it has 3,000 characters"),
+        ("(" * 900 + ")" * 900, ""),
+        ("(", "missing ), unterminated subpattern"),
+    ],
+)
+def test_what_may_take_for_ever_is_refused(pattern, said):
+    problem = pattern_problem(pattern)
+    assert said == "" or (problem is not None and said in problem)
+
+
+def test_name_patterns_of_random_sets_match_those_and_no_others(seed):
+    """Any subset of the names of a model, with and without an end that follows them."""
+    names, linear = ["lm_head", "embed", *(f"m.{i}.a{leaf}" for i in range(4) for leaf in ("", "_b"))], nn.Linear(1, 1)
+    names += [f"m.{i}.experts.{e}.{leaf}" for i in range(4) for e in range(3) for leaf in ("up", "down")]
+    for _ in range(50):
+        chosen = torch.rand(len(names)) < torch.rand(())
+        mine = [name for name, is_mine in zip(names, chosen, strict=True) if is_mine]
+        others = [name for name in names if name not in mine]
+        entries = name_patterns(mine, others)
+        assert [name for name in names if is_match(name, linear, entries)] == mine
+        with_end = name_patterns(mine, others, r"\.end")
+        assert [name for name in names if is_match(f"{name}.end", linear, with_end)] == mine
+        assert all(entry.startswith("re:") and re.compile(entry[3:]) for entry in with_end)
 
 
 @pytest.mark.parametrize(
@@ -18,25 +78,21 @@ from tests.unit.quant.trees import ATTENTION, FP8, INT2, INT4, Tree, fp8, member
     ],
 )
 def test_an_incomplete_group_is_an_error(pattern, named):
-    """Named in full, with what is missing; nothing was replaced."""
-    model = moe_model()
-    with pytest.raises(ValueError, match="served as one layer") as error:
-        fp8(model, exempt=[*DEFAULT_EXEMPT, pattern])
-    assert all(text in str(error.value) for text in named), str(error.value)
-    assert not any(isinstance(module, QuantLinear) for module in model.modules())
+    """Named in full, with what is missing; nothing was replaced. Also where nothing is shared: serving has one scheme
+    for the fused layer."""
+    for scheme in (FP8, INT4):
+        model = moe_model()
+        with pytest.raises(ValueError, match="served as one layer") as error:
+            mixed(model, scheme=scheme, exempt=[*DEFAULT_EXEMPT, pattern])
+        assert all(text in str(error.value) for text in named), str(error.value)
+        assert not any(isinstance(module, QuantLinear) for module in model.modules())
 
 
 def test_a_whole_group_may_be_exempt():
-    """But not a part of what serving fuses, also where nothing is shared: it has one scheme for the fused layer."""
-    quantization = fp8(
-        moe_model(), exempt=[*DEFAULT_EXEMPT, r".*\.0\.self_attn\.[qkv]_proj", r".*\.1\.mlp\.experts\..*"]
-    )
+    spared = [r".*\.0\.self_attn\.[qkv]_proj", r".*\.1\.mlp\.experts\..*"]
+    quantization = fp8(moe_model(), exempt=[*DEFAULT_EXEMPT, *spared])
     assert "model.layers.0.self_attn.o_proj" in quantization.layers
     assert not any(".0.self_attn.q_proj" in name or ".1.mlp.experts." in name for name in quantization.layers)
-    with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.v_proj is exempt"):
-        prepare(
-            moe_model(), INT4, exempt=[*DEFAULT_EXEMPT, r".*v_proj"], learn_weight_scale=True, learn_input_scale=False
-        )
 
 
 def test_a_pattern_that_matches_nothing_is_an_error():
@@ -63,19 +119,18 @@ def test_the_first_rule_that_matches_decides():
         Rule(FP8, layers=r".*\.self_attn\..*"),
     )
     quantization = mixed(model, *rules)
-    assert "model.layers.1.self_attn.o_proj" not in quantization.layers
     assert type(model.model.layers.get_submodule("1.self_attn.o_proj")) is nn.Linear
+    assert "model.layers.1.self_attn.o_proj" not in quantization.layers
     for name, layer in quantization.layers.items():
         where = "self_attn" in name, ".0." in name.partition(".mlp")[0] + "."
         assert layer.scheme == {(True, True): INT4, (True, False): FP8}.get(where, INT2), name
-    assert not any("gate" in name.rpartition(".")[2] and "proj" not in name for name in quantization.layers)
+        assert not name.endswith(("gate", "shared_expert_gate"))
     # Weights of fp8 share a scale per fused set, integers none; stored input scales belong to fp8 alone.
     assert [group.spec for group in quantization.input_groups] == [FP8.activations]
     assert members(quantization.input_groups) == [[f"model.layers.1.self_attn.{name}" for name in ATTENTION]]
     shared = [group.members for group in quantization.weight_groups if len(group.members) > 1]
     assert shared == members(quantization.input_groups)
-    order = list(quantization.layers)
-    owners = [order.index(group.owner) for group in quantization.weight_groups]
+    owners = [list(quantization.layers).index(group.owner) for group in quantization.weight_groups]
     assert owners == sorted(owners)
 
 
@@ -85,23 +140,28 @@ def test_the_ends_of_a_model_and_single_layers_have_schemes_of_their_own():
     assert {layer.scheme for layer in quantization.layers.values()} == {INT4}  # it has two layers
     quantization = mixed(moe_model(), named={"lm_head": INT4})
     assert quantization.layers["lm_head"].scheme == INT4 and "lm_head" not in quantization.exempt
-    only = mixed(moe_model(), scheme=None, named={"lm_head": INT4})
-    assert list(only.layers) == ["lm_head"]
+    assert list(mixed(moe_model(), scheme=None, named={"lm_head": INT4}).layers) == ["lm_head"]
 
 
-def test_rules_that_serving_could_not_follow_are_errors():
+EXPERT = r"experts\.0\.gate_proj has w2a16_g32, \S+experts"
+
+
+@pytest.mark.parametrize(
+    ("rules", "named", "said"),
+    [
+        ([Rule(INT4, layers=r".*v_proj")], {}, r"one scheme, but \S+q_proj has w2a16_g32, \S+v_proj has w4a16_g32"),
+        ([Rule(INT4, layers=r".*experts\.2\..*")], {}, rf"{EXPERT}\.2\.gate_proj has"),
+        ([Rule(INT4, layers=r".*experts\..*down_proj")], {}, rf"{EXPERT}\.0\.down_proj has w4a16_g32"),
+        ([Rule(INT4, first=1), Rule(INT4, layers="lm_head")], {}, r"rule 1 \(layers: lm_head\) matches no layer"),
+        (
+            [Rule(INT4, first=1), Rule(FP8, first=1, layers=".*mlp.*")],
+            {},
+            r"rule 1 \(layers: \.\*mlp\.\*, first: 1\) matches no layer",
+        ),
+        ([], {"model.head": INT4}, r"model\.head: no such nn\.Linear"),
+    ],
+)
+def test_rules_that_serving_could_not_follow_are_errors(rules, named, said):
     """Half of a fused layer, some of the experts, a rule that decides nothing, a name that is no layer's."""
-    with pytest.raises(ValueError, match=r"need one scheme, but \S+q_proj has w2a16_g32, \S+v_proj has w4a16_g32"):
-        mixed(moe_model(), Rule(INT4, layers=r".*v_proj"))
-    with pytest.raises(ValueError, match=r"experts\.0\.gate_proj has w2a16_g32, \S+experts\.2\.gate_proj has"):
-        mixed(moe_model(), Rule(INT4, layers=r".*experts\.2\..*"))
-    with pytest.raises(
-        ValueError, match=r"experts\.0\.gate_proj has w2a16_g32, \S+experts\.0\.down_proj has w4a16_g32"
-    ):
-        mixed(moe_model(), Rule(INT4, layers=r".*experts\..*down_proj"))
-    with pytest.raises(ValueError, match=r"rule 1 \(layers: lm_head\) matches no layer"):
-        mixed(moe_model(), Rule(INT4, first=1), Rule(INT4, layers="lm_head"))
-    with pytest.raises(ValueError, match=r"rule 1 \(layers: \.\*mlp\.\*, first: 1\) matches no layer"):
-        mixed(moe_model(), Rule(INT4, first=1), Rule(FP8, first=1, layers=".*mlp.*"))
-    with pytest.raises(ValueError, match=r"model\.head: no such nn\.Linear"):
-        mixed(moe_model(), named={"model.head": INT4})
+    with pytest.raises(ValueError, match=said):
+        mixed(moe_model(), *rules, named=named)

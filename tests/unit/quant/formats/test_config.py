@@ -82,6 +82,7 @@ def test_arguments_are_those_of_compressed_tensors_presets():
         "w4a8_int8": "W4A8",
         "w4a8_fp8": "W4AFP8",
         "nvfp4": "NVFP4A16",
+        "nvfp4_w4a4": "NVFP4",
         "mxfp4": "MXFP4A16",
         "mxfp4_w4a4": "MXFP4",
         "mxfp8": "MXFP8",
