@@ -16,8 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-ROWS = 16  # the grouped GEMM of codes needs each expert's rows padded to a multiple of this
-
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, offsets: Tensor | None = None) -> Tensor:
     """Compute ``x @ weight.t() + bias``.
@@ -77,7 +75,8 @@ def scaled_linear(
     output_shape = (*x.shape[:-1], weight.shape[-2])
     if x.numel() == 0:
         return x_scale.new_zeros(output_shape, dtype=dtype)
-    weight = _aligned(weight)
+    weight, x_scale, weight_scale = _aligned(weight), _aligned(x_scale), _aligned(weight_scale)
+    bias = None if bias is None else _aligned(bias)
     if offsets is None:
         rows = x.reshape(-1, x.shape[-1])
         return _scaled_mm(rows, x_scale, weight, weight_scale, bias, dtype, fast_accum).reshape(output_shape)
@@ -131,33 +130,16 @@ def _scaled_grouped_mm(
     offsets: Tensor,
     fast_accum: bool,
 ) -> Tensor:
-    """Multiply with each expert's rows padded to a multiple of 16, as the kernel needs (pytorch#148531); no device
-    sync."""
-    (rows, width), (experts, out, _) = x.shape, weight.shape
-    ends, places = _moved_apart(rows, offsets)
-    capacity = -(-rows // ROWS) * ROWS + ROWS * experts  # upper bound of the last end
-    apart = torch.zeros((capacity, width // 8), dtype=torch.int64, device=x.device)  # codes of 0, eight per int64
-    apart[places] = x.view(torch.int64)
-    output = torch._scaled_grouped_mm(
-        apart.view(x.dtype),
+    """Multiply all experts in one call, without a device sync; the rows of an expert may begin anywhere."""
+    return torch._scaled_grouped_mm(
+        _aligned(x),
         weight.transpose(-2, -1),
-        x_scale.expand(capacity).contiguous(),
-        weight_scale[:, None].expand(experts, out).contiguous(),
-        offs=ends,
+        x_scale.expand(x.shape[0]).contiguous(),
+        weight_scale[:, None].expand(weight.shape[:2]).contiguous(),
+        offs=offsets,
         out_dtype=dtype,
         use_fast_accum=fast_accum,
     )
-    return output[places]
-
-
-def _moved_apart(rows: int, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """Row ends of the experts, int32 ``[E]``, padded to multiples of 16, and the padded index of each row."""
-    begins = F.pad(offsets[:-1], (1, 0))
-    sizes = (offsets - begins + ROWS - 1) // ROWS * ROWS
-    ends = sizes.cumsum(0, dtype=torch.int32)
-    row = torch.arange(rows, device=offsets.device, dtype=torch.int32)
-    expert = torch.searchsorted(offsets, row, right=True)
-    return ends, row + (ends - sizes - begins)[expert]
 
 
 def _product(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
@@ -218,9 +200,14 @@ def _grouped(rows: Tensor, other: Tensor) -> bool:
 
 
 def _aligned(tensor: Tensor) -> Tensor:
-    """Return the tensor, copied if not contiguous or (on CUDA) not aligned to 16 bytes."""
+    """Return the tensor, copied if not contiguous or (on CUDA) not aligned to 16 bytes.
+
+    A compiled graph has no addresses: there codes are new tensors and scales have their own memory, as without ZeRO-3.
+    """
     tensor = tensor.contiguous()
-    return tensor.clone() if tensor.is_cuda and tensor.data_ptr() % 16 else tensor
+    if torch.compiler.is_compiling() or not tensor.is_cuda:
+        return tensor
+    return tensor.clone() if tensor.data_ptr() % 16 else tensor
 
 
 def _skips_empty_experts(gradient: Tensor) -> bool:

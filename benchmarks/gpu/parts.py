@@ -4,9 +4,8 @@
 
 gemms    TFLOP/s of a Qwen3-8B layer's: bf16 in its three directions, fp8 with sums in fp32 and with fast ones, and the
          errors of both against fp64. Decides whether fast accumulation pays, and what it costs.
-experts  TFLOP/s of stacks: bf16, fp8 with each expert's rows moved apart to multiples of 16 (as quant/gemm.py does it),
-         and in place. Decides whether rows have to be moved, and whether stacks pay in fp8 at all. Then: is the weight
-         gradient of an expert without rows zero in memory that held NaN before?
+experts  TFLOP/s of stacks: bf16, fp8 with sums in fp32 and with fast ones. Decides whether stacks pay in fp8. Then: is
+         the weight gradient of an expert without rows zero in memory that held NaN before?
 host     Microseconds of the host for one layer, forward and backward, where the device has nothing to do. Decides below
          which size a step is bound by Python, autograd and launches.
 """
@@ -104,21 +103,13 @@ def experts(device: torch.device, dry: bool) -> None:
     codes, weight_codes = x.to(torch.float8_e4m3fn), weight.to(torch.float8_e4m3fn)
     scale, scales = torch.ones(1, device=device), torch.rand(count, device=device) + 0.5
 
-    def apart() -> Tensor:
-        return gemm.scaled_linear(codes, scale, weight_codes, scales, None, torch.bfloat16, offsets)
+    def fp8(fast: bool) -> Tensor:
+        return gemm.scaled_linear(codes, scale, weight_codes, scales, None, torch.bfloat16, offsets, fast_accum=fast)
 
-    def in_place(fast: bool = False) -> Tensor:
-        of_rows, of_weight = scale.expand(rows).contiguous(), scales[:, None].expand(count, out).contiguous()
-        options = {"offs": offsets, "out_dtype": torch.bfloat16, "use_fast_accum": fast}
-        return torch._scaled_grouped_mm(codes, weight_codes.transpose(-2, -1), of_rows, of_weight, **options)
-
-    ways = {"bf16": lambda: gemm.linear(x, weight, None, offsets), "fp8 moved apart": apart}
-    if not dry:
-        ways |= {"fp8 in place": in_place, "fp8 in place, fast": lambda: in_place(True)}
+    ways = {"bf16": lambda: gemm.linear(x, weight, None, offsets)}
+    ways |= {"fp8": lambda: fp8(False), "fp8 fast": lambda: fp8(True)}
     with torch.no_grad():
         print(rates(ways, 2 * rows * width * out, device))
-        if not dry:
-            print(f"in place gives the bits of moved apart: {'yes' if torch.equal(apart(), in_place()) else 'no'}")
         grad = torch.randn(rows, out, device=device).bfloat16()
         garbage = [torch.full_like(weight, torch.nan) for _ in range(2)]
         del garbage  # the gradient gets its memory

@@ -237,6 +237,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> keep_tokens(
     DEEPQAT_CALL(keep_tokens, x, x.const_data_ptr(), dtype_of(x.scalar_type(), "x"), tokens, values.mutable_data_ptr(),
                  static_cast<uint8_t*>(codes.mutable_data_ptr()), with_mask ? mask.mutable_data_ptr<uint8_t>() : nullptr,
                  scales.mutable_data_ptr());
+  } else {
+    scales.fill_(1);
   }
   return {values, codes, mask, scales};
 }

@@ -211,7 +211,8 @@ def keep_tokens(
         _, clipped = quantize(x, scale, None, grid, torch.float32, True)
     if grid == 1:
         codes = pack_nibbles(codes.view(-1, codes.shape[-1])).view(*codes.shape[:-1], -1)
-    return values, codes, clipped, (scale if above is None else scale * above).to(scale_dtype or torch.float32)
+    scale = scale if above is None or x.numel() == 0 else scale * above
+    return values, codes, clipped, scale.to(scale_dtype or torch.float32)
 
 
 def fake_quantize_tokens(

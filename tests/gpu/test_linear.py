@@ -1,9 +1,12 @@
 """A quantized Linear on a GPU: the fp8 GEMM and simulate against fp64."""
 
+import random
+
 import pytest
 import torch
 from torch import nn
 
+from quant import gemm
 from quant.autograd import Plan, quant_linear
 from quant.reference import fake_quant
 from quant.scale import Scale
@@ -78,6 +81,48 @@ def test_the_fp8_gemm_of_stacked_experts_against_fp64(counts, seed):  # noqa: F8
         gradients.append(torch.autograd.grad(output, [x, weight], grad))
     for simulated, ours in zip(*gradients, strict=True):
         assert torch.equal(simulated, ours), "backward is the same function in both"
+
+
+def at_an_odd_address(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, behind one element of a larger one: ZeRO-3 gathers Parameters anywhere."""
+    return torch.cat([tensor.flatten()[:1], tensor.flatten()])[1:].view(tensor.shape)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_the_fp8_gemm_takes_operands_at_any_address(fast, seed):  # noqa: F811
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("fp8 tensor cores begin with compute capability 8.9")
+    x, weight = (torch.randn(64, 64, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
+    bias, scales = torch.randn(64, device="cuda").bfloat16(), torch.rand(2, 1, device="cuda") + 0.5
+    operands = (x, scales[0], weight, scales[1].clone(), bias)
+    expected = gemm.scaled_linear(*operands, torch.bfloat16, fast_accum=fast)
+    for index, operand in enumerate(operands):
+        moved = (*operands[:index], at_an_odd_address(operand), *operands[index + 1 :])
+        assert torch.equal(gemm.scaled_linear(*moved, torch.bfloat16, fast_accum=fast), expected), index
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_the_fp8_gemm_of_random_stacks(fast, seed):  # noqa: F811
+    """Experts of any number of rows, also none, at the addresses that this gives; sums of fewer bits if ``fast``."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the grouped fp8 GEMM is for compute capability 9.0")
+    for _ in range(40):
+        experts, rows = random.randint(1, 40), random.choice([1, 15, 16, 17, 300, 5000])
+        width, out = (16 * random.randint(1, 40) for _ in range(2))
+        counts = torch.multinomial(torch.rand(experts) ** 4 + 1e-9, rows, replacement=True).bincount(minlength=experts)
+        x, weight = torch.randn(rows, width, device="cuda"), torch.randn(experts, out, width, device="cuda")
+        x, weight = x.to(torch.float8_e4m3fn), weight.to(torch.float8_e4m3fn)
+        scale, scales = torch.rand(1, device="cuda") + 0.5, torch.rand(experts, device="cuda") + 0.5
+        offsets = counts.cumsum(0).int().cuda()
+        garbage = torch.full((rows, out), torch.nan, device="cuda").bfloat16()
+        del garbage  # the result gets its memory
+        output = gemm.scaled_linear(x, scale, weight, scales, None, torch.bfloat16, offsets, fast_accum=fast)
+        parts = zip(x.double().split(counts.tolist()), weight.double(), scales.double(), strict=True)
+        exact = torch.cat([part @ one.t() * its for part, one, its in parts]) * scale.double()
+        parts = zip(x.double().abs().split(counts.tolist()), weight.double().abs(), scales.double(), strict=True)
+        size = torch.cat([part @ one.t() * its for part, one, its in parts]) * scale.double()
+        bound = 2.0**-8 * exact.abs() + (2.0**-13 if fast else width * 2.0**-24 + 2.0**-13) * size
+        assert ((output.double() - exact).abs() <= bound).all(), (experts, rows, width, out)
 
 
 def test_zero_tokens(seed):  # noqa: F811

@@ -116,20 +116,6 @@ def test_codes_of_a_stack_are_multiplied_expert_by_expert(rows, dtype, seed):
     assert ((output.double() - exact).abs() <= torch.finfo(dtype).eps * exact.abs() + 68 * 2.0**-24 * size).all()
 
 
-@pytest.mark.parametrize("rows", [1, 16, 333])
-def test_rows_moved_apart_for_the_grouped_gemm(rows, seed):
-    """Every expert's rows lie together in their order, from a multiple of 16 on; the last end is within the buffer."""
-    experts = 7
-    counts = torch.bincount(torch.randint(0, experts - 1, (rows,)), minlength=experts)
-    ends, places = gemm._moved_apart(rows, counts.cumsum(0).int())
-    expected = [-(-count // 16) * 16 for count in counts.tolist()]
-    assert ends.dtype == torch.int32 and ends.diff(prepend=ends.new_zeros(1)).tolist() == expected
-    begins = [end - size for end, size in zip(ends.tolist(), expected, strict=True)]
-    assert places.tolist() == [
-        begin + i for begin, count in zip(begins, counts.tolist(), strict=True) for i in range(count)
-    ]
-
-
 def test_the_grouped_gemm_of_codes_takes_what_it_is_given(seed):
     """Without a GPU: torch's own checks of shapes, strides and dtypes, which run on the meta device."""
     x, weight = codes(50, 64).to("meta"), codes(4, 32, 64).to("meta")
