@@ -1,11 +1,16 @@
-"""Recipes and data of the distributed tests."""
+"""Recipes: the smallest one and what is said of bad ones, and those of the distributed tests with their data."""
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
+from engine.config.config import Recipe
+from engine.config.errors import RecipeError
+from engine.config.reading import parse_recipe
 from tests.lib.root import ROOT
 
 STEPS = 5
@@ -68,3 +73,36 @@ def write_recipe(
     path = directory / f"{name}.yaml"
     path.write_text(yaml.safe_dump(contents))
     return path
+
+
+MINIMAL = """\
+model: {path: model}
+data: {train: [train.jsonl]}
+train: {steps: 10}
+output_dir: out
+"""
+
+
+def minimal(**sections: Any) -> Recipe:
+    """Build the smallest valid recipe; a dict changes options of a section, another value takes its place."""
+    contents = yaml.safe_load(MINIMAL)
+    kinds: dict[str, Any] = {item.name: item.type for item in fields(Recipe)}
+    for name, value in sections.items():
+        contents[name] = {**contents.get(name, {}), **value} if isinstance(value, dict) else value
+    return Recipe(**{name: kinds[name](**one) if isinstance(one, dict) else one for name, one in contents.items()})
+
+
+def write_minimal(directory: Path, more: str = "") -> Path:
+    """Write ``<directory>/recipe.yaml``: the smallest valid recipe, and more YAML below it."""
+    path = directory / "recipe.yaml"
+    path.write_text(MINIMAL + more, encoding="utf-8")
+    return path
+
+
+def refusal(*argv: str) -> list[str]:
+    """Return the lines of the error for a bad command line; reading it must only raise, with a line per problem."""
+    with pytest.raises(RecipeError) as refused:
+        parse_recipe(argv, check_files=False)
+    lines = str(refused.value).splitlines()
+    assert lines and all(lines), lines
+    return lines

@@ -1,16 +1,15 @@
-"""DeepSpeed's configuration: what the recipe fills in; DeepSpeed trains with every shipped file."""
+"""DeepSpeed's configuration: what the recipe fills in, what is refused, and training with every shipped file."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
+from engine.config.config import Recipe
 from engine.config.deepspeed import (
     BROKEN,
     BROKEN_ZERO,
@@ -22,8 +21,39 @@ from engine.config.deepspeed import (
     resolve,
     teacher_config,
 )
+from tests.lib.processes import run_python
+from tests.lib.recipes import minimal
 from tests.lib.root import ROOT
-from tests.unit.engine.config.ds_files import SHIPPED, recipe, resolve_file
+
+SHIPPED = sorted(path.stem for path in (ROOT / "ds_configs").glob("*.json"))
+
+
+def recipe(deepspeed: str = "zero3", dtype: str = "bfloat16", rows: int = 3, **sections: Any) -> Recipe:
+    return minimal(
+        model={"dtype": dtype},
+        data={"micro_batch_size": rows},
+        train={"gradient_accumulation_steps": 5},
+        optim={"grad_clip": 0.0},
+        deepspeed=deepspeed,
+        **sections,
+    )
+
+
+def resolve_file(tmp_path: Path, content: Any, *, dtype: str = "bfloat16", **sections: Any) -> dict[str, Any]:
+    """Complete a file with this content for two ranks: text as it is, anything else as JSON."""
+    path = tmp_path / "mine.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+    return resolve(recipe(str(path), dtype, **sections), 2)
+
+
+def refusal(tmp_path: Path, content: Any, **choices: Any) -> list[str]:
+    """Return the problems with such a file, without the file's name, which every line must open with."""
+    with pytest.raises(DsConfigError) as error:
+        resolve_file(tmp_path, content, **choices)
+    lines = str(error.value).splitlines()
+    path = str(tmp_path / "mine.json")
+    assert all(line.startswith(path) for line in lines), lines
+    return [line.removeprefix(path) for line in lines]
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -47,14 +77,10 @@ def test_shipped_files_take_the_recipes_values(name: str, dtype: str) -> None:
     assert "auto" not in json.dumps(config)
     # Otherwise DeepSpeed demands its own CPUAdam, which compiles at first use.
     assert config.get("zero_force_ds_cpu_optimizer") is (False if "offload" in name else None)
-
-
-def test_an_empty_section_and_a_missing_key_are_filled_too(tmp_path: Path) -> None:
-    bare = resolve_file(tmp_path, {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}})
-    assert bare["bf16"] == {"enabled": True}
-    assert bare["data_types"] == {"grad_accum_dtype": "fp32"}
-    assert bare["zero_force_ds_cpu_optimizer"] is False
-    assert bare["gradient_clipping"] == 0.0
+    # The loop does the printing; DeepSpeed prints only what a file asks for.
+    config.pop("train_batch_size")  # which DeepSpeed would compare with that of a single rank
+    read = DeepSpeedConfig(config)
+    assert read.steps_per_print is None and read.wall_clock_breakdown is False
 
 
 def test_equal_values_and_foreign_keys_are_kept(tmp_path: Path) -> None:
@@ -67,22 +93,18 @@ def test_equal_values_and_foreign_keys_are_kept(tmp_path: Path) -> None:
         "zero_optimization": {"stage": 3, "reduce_bucket_size": 12345, "stage3_prefetch_bucket_size": "auto"},
         "steps_per_print": 10,
         "wall_clock_breakdown": True,
+        "use_data_before_expert_parallelism": False,
     }
     config = resolve_file(tmp_path, given)
-    for key, value in given.items():
-        assert config[key] == value
-
-
-def test_deepspeed_is_silent_by_default() -> None:
-    """The loop does the printing; DeepSpeed prints only what a file asks for."""
-    config = DeepSpeedConfig(resolve(recipe("zero0"), world_size=1))
-    assert config.steps_per_print is None
-    assert config.wall_clock_breakdown is False
+    assert {key: config[key] for key in given} == given
+    (line,) = remarks(str(tmp_path / "mine.json"))
+    assert line.endswith("mine.json: use_data_before_expert_parallelism: handed on to DeepSpeed as it is, untried")
 
 
 def test_teacher(tmp_path: Path) -> None:
     zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
     student = resolve_file(tmp_path, {"zero_optimization": zero, "csv_monitor": {"enabled": True}})
+    assert student["zero_force_ds_cpu_optimizer"] is False
     before = json.dumps(student)
     teacher = teacher_config(student)
     assert teacher["zero_optimization"] == {"stage": 3, "offload_param": {"device": "cpu"}}
@@ -112,87 +134,47 @@ def test_lists_name_keys_of_deepspeed() -> None:
     assert BROKEN_ZERO.keys() - names == set()
 
 
+def test_names_and_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert config_path("zero3") == ROOT / "ds_configs" / "zero3.json"
+    with pytest.raises(DsConfigError, match=f"expected one of {', '.join(SHIPPED)}, or the path"):
+        config_path("zero4")
+    with pytest.raises(DsConfigError, match="there is no such file in "):
+        config_path("mine.json")
+    (tmp_path / "mine.json").write_text("{}")
+    assert config_path("mine.json") == Path("mine.json")
+
+
 # As published: the transformers documentation of DeepSpeed, and examples/deepspeed of LLaMA-Factory.
-FP16 = {
-    "enabled": "auto",
-    "loss_scale": 0,
-    "loss_scale_window": 1000,
-    "initial_scale_power": 16,
-    "hysteresis": 2,
-    "min_loss_scale": 1,
-}
-SIZES = {
-    "gradient_accumulation_steps": "auto",
-    "gradient_clipping": "auto",
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
-}
-STAGE_3 = {
-    "stage": 3,
-    "overlap_comm": True,
-    "contiguous_gradients": True,
-    "sub_group_size": 1e9,
-    "reduce_bucket_size": "auto",
-    "stage3_prefetch_bucket_size": "auto",
-    "stage3_param_persistence_threshold": "auto",
-    "stage3_max_live_parameters": 1e9,
-    "stage3_max_reuse_distance": 1e9,
-    "stage3_gather_16bit_weights_on_model_save": True,
-}
-CPU = {"device": "cpu", "pin_memory": True}
-ADAMW = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}
-WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}}
-PUBLISHED: dict[str, dict[str, Any]] = {
-    "transformers zero2": {
-        "fp16": {**FP16, "auto_cast": False},
-        "optimizer": ADAMW,
-        "scheduler": WARMUP,
-        "zero_optimization": {
-            "stage": 2,
-            "offload_optimizer": CPU,
-            "allgather_partitions": True,
-            "allgather_bucket_size": 2e8,
-            "overlap_comm": True,
-            "reduce_scatter": True,
-            "reduce_bucket_size": 2e8,
-            "contiguous_gradients": True,
-        },
-        **SIZES,
-    },
-    "transformers zero3": {
-        "fp16": FP16,
-        "bf16": {"enabled": "auto"},
-        "optimizer": ADAMW,
-        "scheduler": WARMUP,
-        "zero_optimization": {**STAGE_3, "offload_optimizer": CPU, "offload_param": CPU},
-        **SIZES,
-        "steps_per_print": 2000,
-        "wall_clock_breakdown": False,
-    },
-    "LLaMA-Factory z0": {
-        **SIZES,
-        "zero_allow_untested_optimizer": True,
-        "fp16": FP16,
-        "bf16": {"enabled": "auto"},
-        "zero_optimization": {
-            "stage": 0,
-            "allgather_partitions": True,
-            "allgather_bucket_size": 5e8,
-            "overlap_comm": False,
-            "reduce_scatter": True,
-            "reduce_bucket_size": 5e8,
-            "contiguous_gradients": True,
-            "round_robin_gradients": True,
-        },
-    },
-    "LLaMA-Factory z3": {
-        **SIZES,
-        "zero_allow_untested_optimizer": True,
-        "fp16": FP16,
-        "bf16": {"enabled": "auto"},
-        "zero_optimization": {**STAGE_3, "overlap_comm": False},
-    },
-}
+PUBLISHED = yaml.safe_load("""
+transformers: &transformers
+  gradient_accumulation_steps: auto
+  gradient_clipping: auto
+  train_batch_size: auto
+  train_micro_batch_size_per_gpu: auto
+  fp16: &fp16 {enabled: auto, loss_scale: 0, loss_scale_window: 1000, initial_scale_power: 16, hysteresis: 2,
+    min_loss_scale: 1}
+  bf16: {enabled: auto}
+  optimizer: {type: AdamW, params: {lr: auto, betas: auto, eps: auto, weight_decay: auto}}
+  scheduler: {type: WarmupLR, params: {warmup_min_lr: auto, warmup_max_lr: auto, warmup_num_steps: auto}}
+  zero_optimization: {stage: 3, overlap_comm: true, contiguous_gradients: true, sub_group_size: 1.0e+9,
+    reduce_bucket_size: auto, stage3_prefetch_bucket_size: auto, stage3_param_persistence_threshold: auto,
+    stage3_max_live_parameters: 1.0e+9, stage3_max_reuse_distance: 1.0e+9,
+    stage3_gather_16bit_weights_on_model_save: true, offload_optimizer: {device: cpu, pin_memory: true},
+    offload_param: {device: cpu, pin_memory: true}}
+  steps_per_print: 2000
+  wall_clock_breakdown: false
+LLaMA-Factory:
+  gradient_accumulation_steps: auto
+  gradient_clipping: auto
+  train_batch_size: auto
+  train_micro_batch_size_per_gpu: auto
+  zero_allow_untested_optimizer: true
+  fp16: {<<: *fp16, auto_cast: false}
+  bf16: {enabled: auto}
+  zero_optimization: {stage: 0, allgather_partitions: true, allgather_bucket_size: 5.0e+8, overlap_comm: false,
+    reduce_scatter: true, reduce_bucket_size: 5.0e+8, contiguous_gradients: true, round_robin_gradients: true}
+""")
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -206,13 +188,6 @@ def test_published_files_are_taken(tmp_path: Path, name: str, dtype: str) -> Non
     assert said == [*(owned if "optimizer" in PUBLISHED[name] else []), *hysteresis]
 
 
-def test_keys_that_are_handed_on_are_said(tmp_path: Path) -> None:
-    config = resolve_file(tmp_path, {"zero_optimization": {"stage": 1}, "use_data_before_expert_parallelism": False})
-    assert config["use_data_before_expert_parallelism"] is False
-    (line,) = remarks(str(tmp_path / "mine.json"))
-    assert line.endswith("mine.json: use_data_before_expert_parallelism: handed on to DeepSpeed as it is, untried")
-
-
 def test_the_recipes_own_values_may_stand_in_the_optimizer(tmp_path: Path) -> None:
     own = recipe().optim
     params = {"lr": own.lr, "betas": list(own.betas), "eps": own.eps, "weight_decay": own.weight_decay}
@@ -220,16 +195,132 @@ def test_the_recipes_own_values_may_stand_in_the_optimizer(tmp_path: Path) -> No
     assert "optimizer" not in resolve_file(tmp_path, given)
 
 
-def test_names_and_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert config_path("zero3") == ROOT / "ds_configs" / "zero3.json"
-    assert sorted(path.stem for path in (ROOT / "ds_configs").glob("*.json")) == sorted(SHIPPED)
-    with pytest.raises(DsConfigError, match=f"expected one of {', '.join(SHIPPED)}, or the path"):
-        config_path("zero4")
-    with pytest.raises(DsConfigError, match="there is no such file in "):
-        config_path("mine.json")
-    (tmp_path / "mine.json").write_text("{}")
-    assert config_path("mine.json") == Path("mine.json")
+# Refusals: what a file of stage 2 says beside its stage, and how the first line begins.
+REFUSED = r"""
+bf16: true                                      | bf16: True, expected an object
+fp16: 16                                        | fp16: 16, expected an object
+checkpoint: 3                                   | checkpoint: 3, expected an object
+timers: []                                      | timers: [], expected an object
+train_micro_batch_size_per_gpu: 4               | train_micro_batch_size_per_gpu is 4, but data.micro_batch_size is 3:
+gradient_accumulation_steps: 4                  | gradient_accumulation_steps is 4, but
+train_batch_size: 4                             | train_batch_size is 4, but data.micro_batch_size *
+gradient_clipping: 4                            | gradient_clipping is 4, but optim.grad_clip is 0.0: write "auto", or
+bf16: {enabled: false}                          | bf16.enabled is False, but model.dtype is 'bfloat16': write "auto",
+zero_optimizaton: {}                            | zero_optimizaton: unknown key, which DeepSpeed would ignore in
+gradient_cliping: {}                            | gradient_cliping: unknown key, which DeepSpeed would ignore in
+qqq: {}                                         | qqq: unknown key, which DeepSpeed would ignore in silence; expected
+activation_checkpointing: {}                    | activation_checkpointing: set train.activation_checkpointing in the
+gradient_allreduce_op: {}                       | gradient_allreduce_op: leave it out: the loop scales the loss for
+wandb: auto                                     | wandb: the recipe has no value for "auto"
+steps_per_print: abc                            | steps_per_print: 'abc', expected a number of steps, 1 or more, or
+steps_per_print: true                           | steps_per_print: True, expected a number
+wall_clock_breakdown: 'no'                      | wall_clock_breakdown: 'no', expected true or false
+zero_allow_untested_optimizer: 1                | zero_allow_untested_optimizer: 1, expected true or false
+log_level: loud                                 | log_level: 'loud', expected debug, info, warning, error or critical
+log_level: [info]                               | log_level: ['info'], expected debug
+communication_data_type: int8                   | communication_data_type: 'int8', expected fp16, bf16, fp32 or null
+data_types: {param_dtype: fp32}                 | data_types.param_dtype: leave it out; expected grad_accum_dtype at
+data_types: {grad_accum_dtype: int8}            | data_types.grad_accum_dtype is 'int8', expected fp32 (the default)
+data_types: {grad_accum_dtype: fp16}            | data_types.grad_accum_dtype is 'fp16', expected fp32 (the default)
+data_types: {grad_accum_dtype: null}            | data_types.grad_accum_dtype is None, expected fp32 (the default) or
+data_types: {grad_accum_dtype: 32}              | data_types.grad_accum_dtype is 32, expected fp32 (the default) or
+checkpoint: {load_universal: true}              | checkpoint.load_universal: leave it out; expected tag_validation at
+checkpoint: {tag_validation: x}                 | checkpoint.tag_validation: 'x', expected Ignore, Warn or Fail
+checkpoint: {tag_validation: false}             | checkpoint.tag_validation: False, expected Ignore, Warn or Fail
+timers: {throughput: 3}                         | timers.throughput: 3, expected an object with enabled and
+flops_profiler: {enabled: maybe}                | flops_profiler.enabled: 'maybe', expected true or false
+flops_profiler: {profile_steps: 3}              | flops_profiler.profile_steps: leave it out; expected enabled
+aio: {block_size: 1M}                           | aio.block_size: '1M', expected a whole number, 1 or more
+comms_logger: {enabled: true, prof_ops: 3}      | comms_logger.prof_ops: Input should be a valid list
+tensorboard: {enabled: x}                       | tensorboard.enabled: Input should be a valid boolean
+csv_monitor: {a: 1}                             | csv_monitor.a: Extra inputs are not permitted, found 1
+bf16: {'on': 1}                                 | bf16.on: Extra inputs are not permitted, found 1
+bf16: {bf16_master_weights_and_grads: true}     | bf16.bf16_master_weights_and_grads: leave it out: the opt
+bf16: {check_grad_overflow: false}              | bf16.check_grad_overflow: leave it out: without it a step whose
+fp16: {initial_scale_power: 5000}               | fp16.initial_scale_power: 5000, expected at most 32
+fp16: {loss_scale: .inf}                        | fp16.loss_scale: inf, expected at most 4.29497e+09
+fp16: {loss_scale: -1}                          | fp16.loss_scale: Value error, fp16.loss_scale must be >= 0
+optimizer: {type: AdamW, params: {lr: 3.0e-4}}  | optimizer.lr: 0.0003, expected "auto" or the recipe's value: the
+optimizer: {params: auto}                       | optimizer.params: 'auto', expected an object
+optimizer: {type: Lion, params: {lr: auto}}     | optimizer.type: 'Lion', expected "auto" or the recipe's value
+scheduler: {params: {warmup_num_steps: 9}}      | scheduler.warmup_num_steps: 9, expected "auto": the recipe owns the
+zero_optimization: {stage: auto}                | zero_optimization.stage: missing, expected 0, 1, 2 or 3
+zero_optimization: {stage: 7}                   | zero_optimization.stage: Input should be 0, 1, 2
+zero_optimization: {stage: true}                | zero_optimization.stage: True, expected 0, 1, 2 or 3
+zero_optimization: {stge: 1}                    | zero_optimization.stge: Extra inputs are not permitted
+zero_optimization: {load_from_fp32_weights: false} | zero_optimization.load_from_fp32_weights: leave it out: a
+zero_optimization: {zero_quantized_weights: true} | zero_optimization.zero_quantized_weights: leave it out: it rounds
+zero_optimization: {elastic_checkpoint: true}   | zero_optimization.elastic_checkpoint: leave it out: a resume reads
+zero_optimization: {zenflow: {}}                | zero_optimization.zenflow: leave it out: it updates weights with
+zero_optimization: {leaf_module: 3}             | zero_optimization.leaf_module: leave it out
+zero_optimization: {sub_group_size: 0}          | zero_optimization.sub_group_size: 0, expected 1 to 2^40 elements
+zero_optimization: {reduce_bucket_size: 9999999999999} | zero_optimization.reduce_bucket_size: 9999999999999, expected
+zero_optimization: {stage3_prefetch_bucket_size: -1} | zero_optimization.stage3_prefetch_bucket_size: -1, expected 0
+zero_optimization: {reduce_bucket_size: many}   | zero_optimization.reduce_bucket_size: Input should be a valid
+zero_optimization: {offload_param: {device: nvme, nvme_path: /}} | zero_optimization.offload_param.device: 'nvme',
+zero_optimization: {offload_optimizer: {device: nvme}} | zero_optimization.offload_optimizer.device: 'nvme', expected
+zero_optimization: {zero_hpz_partition_size: 3} | zero_optimization.zero_hpz_partition_size: 3, expected auto (the
+"""
+
+
+@pytest.mark.parametrize("row", REFUSED.strip().splitlines())
+def test_refused(tmp_path: Path, row: str) -> None:
+    """DeepSpeed would ignore these, fail after the process group has started, or train another model."""
+    text, said = row.split(" | ")
+    content = yaml.safe_load(text)
+    zero = content.pop("zero_optimization", {})
+    assert refusal(tmp_path, {**content, "zero_optimization": {"stage": 2, **zero}})[0].startswith(f": {said}")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{\n"bf16": {},\n"zero_optimization" {}\n}', ", line 3: not JSON"),
+        ("", ", line 1: not JSON"),
+        ("[" * 100_000, ": nested too deep for a configuration"),
+        ('{"steps_per_print": ' + "9" * 5000 + "}", ": not JSON (Exceeds the limit"),
+        ("[1]", ": expected an object with DeepSpeed's keys, found list"),
+        ('{"bf16": {}, "bf16": {}}', ": 'bf16' occurs twice in one object"),
+        ('{"zero_optimization": {"stage": 1, "stage": 3}}', ": 'stage' occurs twice in one object"),
+        ({}, ": zero_optimization.stage: missing, expected 0, 1, 2 or 3"),
+        ({"zero_optimization": 3}, ": zero_optimization: 3, expected an object"),
+    ],
+    ids=range(9),
+)
+def test_a_file_that_is_no_configuration(tmp_path: Path, content: Any, said: str) -> None:
+    assert refusal(tmp_path, content)[0].startswith(said)
+
+
+def test_a_number_that_no_float_holds_is_refused(tmp_path: Path) -> None:
+    lines = refusal(tmp_path, {"zero_optimization": {"stage": 1}, "fp16": {"loss_scale": 10**400}})
+    assert lines[-1] == ": fp16.loss_scale: expected numbers that 64 bits hold"
+
+
+def test_accumulation_of_gradients(tmp_path: Path) -> None:
+    """In fp32, or at stage 0 in the dtype of the parameters."""
+    fp32 = {"zero_optimization": {"stage": 0}, "data_types": {"grad_accum_dtype": "fp32"}}
+    (line,) = refusal(tmp_path, fp32)
+    assert line.startswith(": data_types.grad_accum_dtype is 'fp32': stage 0 accumulates in bf16 only")
+    assert resolve_file(tmp_path, fp32, dtype="float32")["data_types"] == {"grad_accum_dtype": "fp32"}
+    said = ": data_types.grad_accum_dtype is 'int8', expected fp32 (the default): DeepSpeed would add"
+    for stage in range(4):
+        given = {"zero_optimization": {"stage": stage}, "data_types": {"grad_accum_dtype": "int8"}}
+        (line,) = refusal(tmp_path, given, dtype="float32")
+        assert line.startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("zero", "said"),
+    [
+        ({"stage": 2}, "zero_optimization.stage is 2, but quant.quantized_all_gather is true"),
+        ({"stage": 3, "zero_hpz_partition_size": 2}, "zero_optimization.zero_hpz_partition_size is 2, but quant.quan"),
+    ],
+)
+def test_codes_are_gathered_by_stage_3_without_hpz(tmp_path: Path, zero: dict[str, Any], said: str) -> None:
+    gathers = {"quant": {"quantized_all_gather": True}}
+    (line,) = refusal(tmp_path, {"zero_optimization": zero}, **gathers)
+    assert line.startswith(f": {said}")
+    resolve_file(tmp_path, {"zero_optimization": {"stage": 3}}, **gathers)
 
 
 TRAIN = """
@@ -246,8 +337,7 @@ for name, config in json.loads(sys.argv[1]).items():
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     assert engine.gradient_clipping() == 0.0
     for _ in range(2 * config["gradient_accumulation_steps"]):
-        loss = engine(torch.ones(1, 8, dtype=torch.bfloat16)).float().sum()
-        engine.backward(loss)
+        engine.backward(engine(torch.ones(1, 8, dtype=torch.bfloat16)).float().sum())
         engine.step()
     assert engine.global_steps == 2
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
@@ -258,26 +348,8 @@ for name, config in json.loads(sys.argv[1]).items():
 
 
 def test_deepspeed_trains_with_every_shipped_file() -> None:
-    configs = {}
-    for name in SHIPPED:
-        made = recipe(name)
-        made.data.micro_batch_size = 1
-        configs[name] = resolve(made, world_size=1)
-    environment = {
-        "DS_ACCELERATOR": "cpu",
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "0",
-    }
-    run = subprocess.run(
-        [sys.executable, "-c", TRAIN, json.dumps(configs)],
-        cwd=ROOT,
-        env=os.environ | environment | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    configs = {name: resolve(recipe(name, rows=1), world_size=1) for name in SHIPPED}
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    run = run_python(TRAIN, json.dumps(configs), **rank)
     assert run.returncode == 0, run.stderr[-4000:]
-    assert [line.split()[-1] for line in run.stdout.splitlines() if line.startswith("trained with")] == list(SHIPPED)
+    assert [line.split()[-1] for line in run.stdout.splitlines() if line.startswith("trained with")] == SHIPPED

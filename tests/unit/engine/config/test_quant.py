@@ -1,6 +1,5 @@
 """Schemes of one's own, and rules that give them to layers."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -8,9 +7,9 @@ import pytest
 from engine.config.errors import RecipeError
 from engine.config.reading import load_recipe, save_recipe
 from quant import Preset, Rule, Scheme, TensorSpec, get_scheme
-from tests.unit.engine.config.recipes import write
+from tests.lib.recipes import write_minimal
 
-SCHEMES_OF_ONES_OWN = """\
+OWN_SCHEMES = """\
 quant:
   scheme: mine
   schemes:
@@ -25,7 +24,7 @@ quant:
 
 def test_schemes_are_composed_and_given_by_rules(tmp_path: Path) -> None:
     """And the file that a run keeps reads back equal."""
-    recipe = load_recipe(write(tmp_path, SCHEMES_OF_ONES_OWN))
+    recipe = load_recipe(write_minimal(tmp_path, OWN_SCHEMES))
     mine = Scheme("mine", TensorSpec("int", 4, "group", 64), TensorSpec("fp8_e4m3", 8, "token", dynamic=True))
     assert recipe.quant.preset() == Preset(mine)
     assert recipe.quant.chosen_rules() == [
@@ -55,7 +54,7 @@ def test_schemes_are_composed_and_given_by_rules(tmp_path: Path) -> None:
     ],
 )
 def test_a_scheme_that_cannot_be_is_named(tmp_path: Path, old: str, new: str, line: str) -> None:
-    text = SCHEMES_OF_ONES_OWN.replace(old, new)
-    assert text != SCHEMES_OF_ONES_OWN
-    with pytest.raises(RecipeError, match=re.escape(line)):
-        load_recipe(write(tmp_path, text))
+    assert old in OWN_SCHEMES
+    with pytest.raises(RecipeError) as refused:
+        load_recipe(write_minimal(tmp_path, OWN_SCHEMES.replace(old, new)))
+    assert line in str(refused.value)
