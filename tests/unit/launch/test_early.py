@@ -1,5 +1,4 @@
-"""A wrong model.path ends a script before anything heavy is imported. Ctrl-C while it imports, and a transformers that
-is too old, have no traceback."""
+"""Ends without a traceback before or while a script imports: a wrong model.path, Ctrl-C, an old transformers."""
 
 import os
 import signal
@@ -12,22 +11,27 @@ from launch.early import check_model_path
 from model import TRANSFORMERS, check_transformers
 from tests.lib.root import ROOT
 
-SCRIPT = """
+# The scripts that look at the path before they import anything heavy.
+of_each_script = pytest.mark.parametrize("script", ["train", "calibrate"])
+PATH = """
 import runpy, sys
 try:
-    runpy.run_path(sys.argv[1], run_name="__main__")
+    runpy.run_path(sys.argv.pop(1), run_name="__main__")
 except SystemExit as end:
     print("exit", end.code, "imported", sorted({"torch", "deepspeed", "transformers"} & sys.modules.keys()))
 """
 
 
-@pytest.mark.parametrize("script", ["train", "calibrate"])
+def run(*words: object, cwd) -> subprocess.CompletedProcess[str]:
+    """Run a new interpreter, whose modules may be those of ``cwd``."""
+    command, env = [sys.executable, *map(str, words)], {**os.environ, "PYTHONPATH": str(cwd)}
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
+
+
+@of_each_script
 def test_nothing_heavy_is_imported_for_a_wrong_path(tmp_path, script):
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("model: {path: models/Qwen3}\n")
-    code = SCRIPT.replace("sys.argv[1]", f"{str(ROOT / 'launch' / script)!r} + '.py'")
-    command = [sys.executable, "-c", code, "--config", str(recipe)]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    (tmp_path / "recipe.yaml").write_text("model: {path: models/Qwen3}\n")
+    ended = run("-c", PATH, ROOT / "launch" / f"{script}.py", "--config", "recipe.yaml", cwd=tmp_path)
     assert ended.stdout == "exit 2 imported []\n"
     assert ended.stderr == (
         f"error: model.path: 'models/Qwen3' (in {tmp_path}), expected a directory with config.json "
@@ -36,13 +40,12 @@ def test_nothing_heavy_is_imported_for_a_wrong_path(tmp_path, script):
 
 
 def test_the_last_path_counts_and_what_is_not_plain_is_left_to_the_recipe(tmp_path, monkeypatch, capsys):
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("model: {path: models/none}\n")
-    (tmp_path / "there").mkdir()
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipe.yaml").write_text("model: {path: models/none}\n")
     (tmp_path / "broken.yaml").write_text("model: [")
+    (tmp_path / "there").mkdir()
     (tmp_path / "there" / "config.json").touch()
-    config = ["--config", str(recipe)]
+    config = ["--config", "recipe.yaml"]
     for passing in (
         [*config, "--model.path", "there"],
         [*config, "--model.path=there"],
@@ -68,30 +71,24 @@ def test_the_last_path_counts_and_what_is_not_plain_is_left_to_the_recipe(tmp_pa
     check_model_path(["--model.path", "there"])
 
 
-@pytest.mark.parametrize("script", ["train", "calibrate"])
+@of_each_script
 def test_an_interrupt_while_a_script_imports_is_one_line(tmp_path, script):
     """A torch that is interrupted, in the place of the real one."""
     (tmp_path / "torch.py").write_text("raise KeyboardInterrupt\n")
-    command = [sys.executable, str(ROOT / "launch" / f"{script}.py")]
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    ended = run(ROOT / "launch" / f"{script}.py", cwd=tmp_path)
     assert ended.returncode == -signal.SIGINT and ended.stderr == "\ninterrupted\n", ended.stderr
 
 
-@pytest.mark.parametrize("script", ["train", "calibrate"])
+@of_each_script
 def test_a_transformers_that_is_too_old_is_one_line(tmp_path, script):
     """The metadata of another version lies before the installed one's."""
     metadata = tmp_path / "transformers-5.17.0.dist-info" / "METADATA"
     metadata.parent.mkdir()
     metadata.write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 5.17.0\n")
     (tmp_path / "config.json").touch()
-    command = [sys.executable, str(ROOT / "launch" / f"{script}.py"), "--model.path", str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert (ended.returncode, ended.stderr) == (
-        1,
-        "error: transformers 5.17.0 is installed, expected 5.23 or newer: pip install -r requirements.txt\n",
-    )
+    ended = run(ROOT / "launch" / f"{script}.py", "--model.path", tmp_path, cwd=tmp_path)
+    said = "error: transformers 5.17.0 is installed, expected 5.23 or newer: pip install -r requirements.txt\n"
+    assert (ended.returncode, ended.stderr) == (1, said)
 
 
 def test_the_version_that_is_needed_is_the_one_that_is_installed_by_the_requirements():

@@ -6,8 +6,6 @@ from pathlib import Path
 
 from tests.lib.root import ROOT
 
-JOB = ROOT / "launch" / "slurm" / "job.sbatch"
-
 # Two nodes of two tasks, as srun numbers them; its own options end where the command begins.
 SRUN = """#!/bin/bash
 while [[ $1 == --* ]]; do echo "srun $1"; shift; done
@@ -28,19 +26,19 @@ print(*(os.environ[name] for name in names), sys.argv[1:])
 """
 
 
-def submit(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+def submit(directory: Path, script: str | None, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the job on ``rank.py`` with this text; None: without a script."""
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("rank.py", script or "")):
         (directory / name).write_text(text)
         (directory / name).chmod(0o755)
     environment = {"PATH": f"{directory}:{os.environ['PATH']}", "HOME": str(directory)}
     environment |= {"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_ID": "1234567", "SLURM_CPUS_PER_TASK": "3"}
-    command = ["bash", str(JOB), *arguments]
+    command = ["bash", str(ROOT / "launch" / "slurm" / "job.sbatch"), *(["rank.py"] if script else []), *arguments]
     return subprocess.run(command, cwd=directory, env=environment, text=True, capture_output=True, check=False)
 
 
 def test_every_task_becomes_a_rank(tmp_path):
-    (tmp_path / "rank.py").write_text(RANK)
-    result = submit(tmp_path, "rank.py", "--config", "with a blank.yaml")
+    result = submit(tmp_path, RANK, "--config", "with a blank.yaml")
     assert result.returncode == 0, result.stderr
     lines = [line for line in result.stdout.splitlines() if not line.startswith("srun ")]
     rest = "node7 24567 3 ['--config', 'with a blank.yaml']"
@@ -50,11 +48,6 @@ def test_every_task_becomes_a_rank(tmp_path):
 
 
 def test_the_exit_code_of_a_rank_is_that_of_the_job(tmp_path):
-    (tmp_path / "rank.py").write_text("raise SystemExit(3)")
-    assert submit(tmp_path, "rank.py").returncode == 3
-
-
-def test_no_script_is_an_error(tmp_path):
-    result = submit(tmp_path)
-    assert result.returncode == 2
-    assert "usage: sbatch" in result.stderr
+    assert submit(tmp_path, "raise SystemExit(3)").returncode == 3
+    result = submit(tmp_path, None)
+    assert result.returncode == 2 and "usage: sbatch" in result.stderr
