@@ -1,10 +1,7 @@
 """Activation checkpointing and offload: the same losses and gradients bit for bit, and only blocks' inputs are kept."""
 
-import os
-import subprocess
-import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,14 +10,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import quant
 from engine.offload import OnHost
-from model.build import build_model
-from model.checkpoint.load import load_weights
 from model.head import install_head
-from quant.reference import absmax_scale
-from tests.lib.root import ROOT
+from model.scales import renew_weight_scales
+from tests.lib.checkpoints import load_model
 from tests.lib.tiny import tiny_checkpoint
-
-BF16 = {"bf16": {"enabled": True}}
 
 # kind, scheme, whether input scales learn, the rest of what quant.prepare takes
 CASES = {
@@ -42,16 +35,14 @@ class Run:
         path = directory / f"{kind}{layers}"
         if not path.exists():
             tiny_checkpoint(path, kind, seed=torch.initial_seed(), layers=layers, even=True)
-        self.model = build_model(path, BF16, dtype=torch.bfloat16, device=torch.device("cpu")).train()
-        load_weights(self.model, path, progress=False)
+        self.model = load_model(path).train()
         self.quantization = quant.prepare(
             self.model, quant.get_scheme(scheme), learn_weight_scale=True, learn_input_scale=learns, **options
         )
+        renew_weight_scales(self.quantization)
         with torch.no_grad():
             for group in self.quantization.weight_groups:
-                weights = torch.cat([self.quantization.layers[name].weight.flatten() for name in group.members]).float()
-                largest = weights.reshape(group.s0.numel(), -1).abs().amax(1).reshape(group.s0.shape)
-                group.s0.copy_(0.7 * absmax_scale(largest, group.spec))
+                group.s0.mul_(0.7)
             for group in self.quantization.input_groups:
                 group.s0.fill_(1 / 448)
         install_head(self.model)
@@ -63,13 +54,10 @@ class Run:
     def loss(self) -> Tensor:
         return self.model(input_ids=self.ids).logits.float().square().mean()
 
-    def results(self, around: Any = None) -> dict[str, Tensor]:
+    def results(self, around: AbstractContextManager | None = None) -> dict[str, Tensor]:
         """The loss and all gradients; ``around`` the forward."""
-        if around is None:
+        with around or nullcontext():
             loss = self.loss()
-        else:
-            with around:
-                loss = self.loss()
         with quant.recomputing():
             loss.backward()
         return {"loss": loss.detach()} | {
@@ -148,55 +136,3 @@ def test_observers_count_a_recomputed_forward_once(seed, tmp_path, case):
     assert seen[0] and all(int(state["total"]) > 0 for state in seen[0])
     for once, recomputed in zip(*seen, strict=True):
         assert all(torch.equal(once[key], recomputed[key]) for key in once)
-
-
-LONG = """
-import sys
-import torch
-from engine.losses.chunked import chunked_losses
-from model.head import install_head
-from tests.unit.engine.test_activations import Run
-from pathlib import Path
-
-tokens, directory = int(sys.argv[1]), Path(sys.argv[2])
-run = Run("fixed", directory, recompute=True)
-head = install_head(run.model)
-ids = torch.randint(0, 300, (1, tokens))
-
-
-def step(length):
-    task = lambda hidden, weight, bias: chunked_losses(hidden, weight, bias, ids[:, :length]).total
-    with head.computing(task):
-        run.model(input_ids=ids[:, :length]).logits.backward()
-
-
-def resident(field):
-    return next(int(line.split()[1]) for line in Path("/proc/self/status").open() if line.startswith(field))
-
-
-step(256)  # what is there once
-Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
-before = resident("VmRSS")
-step(tokens)
-print(resident("VmHWM") - before)
-assert all(p.grad.isfinite().all() for p in run.model.parameters() if p.grad is not None)
-"""
-
-
-@pytest.mark.full
-def test_32768_tokens_take_memory_in_proportion_to_their_number(tmp_path):
-    """Neither scores [T, T] (2 GB in bf16, of one head) nor logits [T, V] nor the activations of all blocks exist: four
-    times the tokens take about four times the memory, and of 32,768 tokens it is less than one matrix of scores."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    taken = {}
-    for tokens in (8192, 32768):
-        run = subprocess.run(
-            [sys.executable, "-c", LONG, str(tokens), str(tmp_path)],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert run.returncode == 0, run.stderr[-3000:]
-        taken[tokens] = int(run.stdout.split()[-1]) * 1024
-    assert 1e6 < taken[32768] < 6 * taken[8192] and taken[32768] < 5e8, taken

@@ -1,6 +1,7 @@
 """Scales of inputs, of keys and of values that a file has, against the inputs of the first samples."""
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,10 +9,10 @@ import torch
 from engine.fake_quant import calibrate_inputs, check_input_scales
 from model.ranks import RankError
 from model.scales import input_scales, renew_weight_scales, write_scales
-from quant import Quantization, prepare
+from quant import prepare
 from quant.spec import PRESETS
+from tests.lib.checkpoints import CPU, load_model
 from tests.lib.tiny import tiny_checkpoint
-from tests.unit.model.save.test_loadable import CPU, loaded
 
 LAYER = "model.layers.1"
 Q, DOWN, KEYS, VALUES = (
@@ -24,36 +25,32 @@ def batch_of(rows: int, length: int) -> dict[str, torch.Tensor]:
     return {"input_ids": torch.randint(0, 301, (rows, length)), "spans": spans}
 
 
+class Calibrated:
+    """A model whose scales of inputs were measured."""
+
+    def __init__(self, directory: Path, preset: str, **sizes: bool) -> None:
+        self.model = load_model(tiny_checkpoint(directory, "qwen3", seed=random.randrange(2**31), **sizes)).eval()
+        linear, cache = PRESETS[preset].linear, PRESETS[preset].kv_cache
+        options = {"learn_weight_scale": False, "learn_input_scale": False}
+        self.quantization = prepare(self.model, linear, kv_cache=cache, **options)
+        renew_weight_scales(self.quantization)
+        owners = {group.owner for group in self.quantization.input_groups}
+        calibrate_inputs(self.model, self.quantization, owners, [batch_of(3, 40), batch_of(2, 30)], CPU)
+        self.scales = input_scales(self.quantization)
+
+    def check(self, scales: dict[str, float]) -> None:
+        groups, switches = self.quantization.input_groups, self.quantization.fake_quant_state()
+        write_scales(groups, {name: torch.tensor([value]) for name, value in scales.items()})
+        try:
+            check_input_scales(self.model, self.quantization, set(scales), [batch_of(2, 50)], CPU, "the files")
+        finally:
+            assert self.quantization.fake_quant_state() == switches
+            assert not self.quantization.observing and not self.model.training
+
+
 @pytest.fixture(scope="module")
-def calibrated(tmp_path_factory):
-    source = tmp_path_factory.mktemp("source")
-    model = loaded(tiny_checkpoint(source, "qwen3", seed=random.randrange(2**31), wide=True))
-    preset = PRESETS["fp8_static_kv"]
-    quantization = prepare(
-        model, preset.linear, kv_cache=preset.kv_cache, learn_weight_scale=False, learn_input_scale=False
-    )
-    owners = {group.owner for group in quantization.input_groups}
-    write_scales(quantization.weight_groups, {g.owner: torch.tensor([0.01]) for g in quantization.weight_groups})
-    calibrate_inputs(model, quantization, owners, [batch_of(3, 40), batch_of(2, 30)], CPU)
-    return model, quantization, input_scales(quantization)
-
-
-def check(model, quantization: Quantization, scales: dict[str, float]) -> None:
-    write_scales(quantization.input_groups, {name: torch.tensor([value]) for name, value in scales.items()})
-    switches = quantization.fake_quant_state()
-    try:
-        check_input_scales(model, quantization, set(scales), [batch_of(2, 50)], CPU, "the files")
-    finally:
-        assert quantization.fake_quant_state() == switches
-        assert not quantization.observing
-        assert model.training is False
-
-
-@pytest.mark.parametrize("factor", [1, 0.5, 2, 30])
-def test_scales_of_other_samples_pass(calibrated, factor):
-    """Clipped ones, too, and those of samples with an outlier."""
-    model, quantization, good = calibrated
-    check(model.eval(), quantization, {name: value * factor for name, value in good.items()})
+def fp8(tmp_path_factory) -> Calibrated:
+    return Calibrated(tmp_path_factory.mktemp("fp8"), "fp8_static_kv", wide=True)
 
 
 WAYS = {
@@ -69,38 +66,30 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_scales_of_something_else_are_an_error(calibrated, way):
-    model, quantization, good = calibrated
-    scales = WAYS[way](good)
+def test_scales_of_something_else_are_an_error(fp8, way):
+    good, scales = fp8.scales, WAYS[way](fp8.scales)
     with pytest.raises(RankError, match=r"inputs in the files do not fit.* quant\.calibration_batches") as error:
-        check(model.eval(), quantization, scales)
+        fp8.check(scales)
     changed = [name for name in good if scales[name] != good[name]]
     assert any(f"\n{name}: the scale is {scales[name]:.3g}, absmax is" in str(error.value) for name in changed)
     assert len(str(error.value).splitlines()) <= 7
 
 
-def test_scales_of_the_weights_beside_them_are_an_error(calibrated):
-    model, quantization, good = calibrated
-    layers = quantization.layers
-    scales = {name: layers[name].weight.abs().max().item() / 448 if name in layers else good[name] for name in good}
+def test_scales_of_other_samples_pass_and_those_of_weights_do_not(fp8):
+    """Scales that clip pass, and those of samples with an outlier."""
+    for factor in (1, 0.5, 2, 30):
+        fp8.check({name: value * factor for name, value in fp8.scales.items()})
+    layers = fp8.quantization.layers
+    weights = {name: layers[name].weight.abs().max().item() / 448 for name in fp8.scales if name in layers}
     with pytest.raises(RankError, match=rf"{Q}: the scale is .* of its elements are beyond the range"):
-        check(model.eval(), quantization, scales)
+        fp8.check(fp8.scales | weights)
 
 
 def test_global_scales_of_inputs_are_not_their_reciprocals(tmp_path):
     """NVFP4's, which divides in compressed-tensors and multiplies in ModelOpt."""
-    model = loaded(tiny_checkpoint(tmp_path, "qwen3", seed=random.randrange(2**31), even=True))
-    scheme = PRESETS["nvfp4_w4a4"].linear
-    quantization = prepare(model, scheme, learn_weight_scale=False, learn_input_scale=False)
-    owners = {group.owner for group in quantization.input_groups}
-    renew_weight_scales(quantization)
-    calibrate_inputs(model, quantization, owners, [batch_of(3, 40)], CPU)
-    good = input_scales(quantization)
+    nvfp4 = Calibrated(tmp_path, "nvfp4_w4a4", even=True)
     for factor in (0.5, 1, 30):
-        check(model.eval(), quantization, {name: value * factor for name, value in good.items()})
-    for wrong in (
-        {name: 1 / value for name, value in good.items()},
-        {name: value * 1e3 for name, value in good.items()},
-    ):
+        nvfp4.check({name: value * factor for name, value in nvfp4.scales.items()})
+    for wrong in (lambda value: 1 / value, lambda value: value * 1e3):
         with pytest.raises(RankError, match="the scales below this one, which divides"):
-            check(model.eval(), quantization, wrong)
+            nvfp4.check({name: wrong(value) for name, value in nvfp4.scales.items()})

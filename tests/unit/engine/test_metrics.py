@@ -1,37 +1,39 @@
-"""TensorBoard files are no reason to end a run, wherever they lie."""
+"""What people are told: TensorBoard files that cannot end a run, the picture of the errors, and the summary."""
 
 import shutil
-from pathlib import Path
 
+import numpy as np
 import pytest
 from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from engine import metrics
-from engine.config.config import Recipe
-from engine.config.sections import DataRecipe, ModelRecipe, TrainRecipe
-from engine.metrics import Metrics
-
-RECIPE = Recipe(model=ModelRecipe("model"), data=DataRecipe(["a"]), train=TrainRecipe(steps=1), output_dir="run")
+from engine.metrics import Metrics, Summary
+from engine.report import decibels, error_picture
+from tests.lib.recipes import minimal
 
 
 def write_all(found: Metrics, step: int) -> None:
-    """Everything that a run writes in a step."""
+    """Write everything that a run writes in a step."""
     found.log({"loss/total": 1.0}, step)
     found.histogram("quant/scales", [1.0, 2.0], step)
     found.picture("quant/picture", Figure, step)
-    found.results(RECIPE, {"loss/total": 1.0})
+    found.results(minimal(), {"loss/total": 1.0})
     found.flush()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's own thread
-def test_a_directory_that_goes_costs_one_warning_and_a_few_points(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("full", [False, True])
+def test_a_directory_that_goes_or_never_was_costs_one_warning_and_a_few_points(tmp_path, monkeypatch, capsys, full):
     recipe, directory = tmp_path / "recipe.yaml", tmp_path / "tensorboard"
     recipe.write_text("a: 1")
+    if full:
+        directory.touch()
     found = Metrics(directory, recipe)
     write_all(found, 1)
-    shutil.rmtree(directory)
-    directory.touch()  # nor can it be made again
+    if not full:
+        shutil.rmtree(directory)
+        directory.touch()  # nor can it be made again
     for step in (2, 3, 4):
         write_all(found, step)
     monkeypatch.setattr(metrics, "RETRY_SECONDS", 0.0)
@@ -41,17 +43,39 @@ def test_a_directory_that_goes_costs_one_warning_and_a_few_points(tmp_path, monk
     found.close()
     said = capsys.readouterr().out
     assert said.count("warning: ") == 1 and f"warning: {directory} cannot be written (" in said
+    assert said.count("points are missing in TensorBoard") == 1
     curves = EventAccumulator(str(directory))
     curves.Reload()
     assert [point.step for point in curves.Scalars("loss/total")] == [6]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_disk_that_is_full_from_the_start(tmp_path, capsys):
-    recipe, directory = tmp_path / "recipe.yaml", tmp_path / "tensorboard"
-    recipe.write_text("a: 1")
-    directory.touch()
-    found = Metrics(Path(directory), recipe)
-    write_all(found, 1)
-    found.close()
-    assert capsys.readouterr().out.count("points are missing in TensorBoard") == 1
+def test_the_picture_has_a_square_for_each_place_and_layer_and_the_mean_of_experts():
+    errors = {
+        "model.layers.0.self_attn.q_proj": -30.0,
+        "model.layers.2.self_attn.q_proj": -20.0,
+        "model.layers.2.mlp.experts.0.up_proj": -10.0,
+        "model.layers.2.mlp.experts.1.up_proj": -12.0,
+        "lm_head": -1.0,
+    }
+    axes = error_picture(errors, 7).axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["self_attn.q_proj", "mlp.experts.*.up_proj"]
+    expected = np.array([[-30.0, np.nan, -20.0], [np.nan, np.nan, -11.0]])
+    np.testing.assert_array_equal(np.ma.filled(axes.images[0].get_array(), np.nan), expected)
+    assert "step 7" in axes.get_title()
+    assert decibels(0.01) == pytest.approx(-20) and decibels(0.0) == -100
+
+
+def test_the_summary_adds_up_and_says_where_losses_began_and_ended():
+    summary = Summary()
+    summary.step({"loss/total": 3.0, "loss/lm": 3.0}, tokens=100, valid_tokens=40)
+    summary.step({"loss/total": 2.0, "loss/lm": 1.5, "loss/kd/kl": 0.5}, tokens=50, valid_tokens=20)
+    text = summary.text(devices=2, skipped=1, peak_bytes=2**30, evaluations=({"eval/lm": 4.0}, {"eval/lm": 2.5}))
+    first, *rest = text.splitlines()
+    assert first.startswith("2 steps, 150 tokens (60 with a target) in 00:00:00, ")
+    assert first.endswith("at most 1.00 GiB on rank 0, 1 steps left out")
+    assert [" ".join(line.split()) for line in rest] == [
+        "loss/total 3.0000 -> 2.0000",
+        "loss/lm 3.0000 -> 1.5000",
+        "loss/kd/kl 0.5000 -> 0.5000",
+        "eval/lm 4.0000 -> 2.5000",
+    ]

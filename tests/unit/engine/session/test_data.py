@@ -12,10 +12,9 @@ from transformers import AutoTokenizer
 from data.held_out import HeldOut
 from data.loader import Loader, pack_rows, pad
 from data.samples import Sample
-from engine.config.config import Recipe
-from engine.config.sections import DataRecipe, EvalRecipe, ModelRecipe, TrainRecipe
 from engine.session.context import build_loader, samples_on_all_ranks
 from model.ranks import RankError
+from tests.lib.recipes import minimal
 from tests.lib.tiny import TEXT, tiny_checkpoint
 
 
@@ -31,15 +30,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def build(
-    folder: Path, files: tuple[str, ...] = ("a.jsonl", "b.jsonl"), model: dict[str, Any] | None = None, **data: Any
-) -> tuple[Loader, HeldOut | None]:
-    recipe = Recipe(
-        model=ModelRecipe(str(folder / "model"), **(model or {})),
-        data=DataRecipe([str(folder / file) for file in files], **({"max_length": 128} | data)),
-        train=TrainRecipe(steps=10),
-        output_dir="out",
-        eval=EvalRecipe(every=int("eval" in data)),
+def build(folder: Path, files=("a.jsonl", "b.jsonl"), **data: Any) -> tuple[Loader, HeldOut | None]:
+    recipe = minimal(
+        model={"path": str(folder / "model")},
+        data={"train": [str(folder / file) for file in files], "max_length": 128, **data},
+        eval={"every": int("eval" in data)},
     )
     return build_loader(recipe, AutoTokenizer.from_pretrained(folder / "model"))
 

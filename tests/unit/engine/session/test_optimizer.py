@@ -17,23 +17,13 @@ def test_an_overflow_halves_it_and_a_window_of_good_steps_doubles_it():
     scale = LossScale.from_config({"enabled": True, "initial_scale_power": 3, "loss_scale_window": 2})
     assert scale.value == 8
     assert values(scale, [True, False, True, False, False, False, False]) == [4, 4, 2, 2, 4, 4, 8]
-
-
-def test_it_says_whether_a_lower_one_is_left():
     scale = LossScale.from_config({"initial_scale_power": 2, "min_loss_scale": 2})
     assert [scale.stepped(overflow=True) for _ in range(3)] == [True, False, False]
-    assert scale.value == 2
-    assert not scale.stepped(overflow=False)
-
-
-def test_a_static_one_does_not_move():
-    scale = LossScale.from_config({"loss_scale": 128, "initial_scale_power": 3})
-    assert values(scale, [True, *[False] * 3000]) == [128.0] * 3001
-
-
-def test_deepspeeds_defaults():
-    scale = LossScale.from_config({"enabled": True})
-    assert (scale.value, scale.window, scale.least) == (2.0**16, 1000, 1.0)
+    assert scale.value == 2 and not scale.stepped(overflow=False)
+    static = LossScale.from_config({"loss_scale": 128, "initial_scale_power": 3})
+    assert values(static, [True, *[False] * 3000]) == [128.0] * 3001
+    default = LossScale.from_config({"enabled": True})
+    assert (default.value, default.window, default.least) == (2.0**16, 1000, 1.0)
 
 
 @pytest.mark.parametrize("stop", range(6))

@@ -7,31 +7,22 @@ import pytest
 import torch
 from deepspeed.utils import z3_leaf_module
 
-from engine.config.config import Recipe
-from engine.config.quant import QuantRecipe
-from engine.config.sections import DataRecipe, LearnableRecipe, ModelRecipe, TrainRecipe
 from engine.session.optimizer import classify
 from engine.session.student import quantized_share
 from model.ranks import RankError
 from tests.families.variants import VARIANTS
+from tests.lib.recipes import minimal
 from tools.memory.model import MetaStudent, meta_student
 
 
 def student_of(name: str, directory: Path, **sections: Any) -> MetaStudent:
     VARIANTS[name].config().save_pretrained(directory)
-    recipe = Recipe(
-        model=ModelRecipe(str(directory)),
-        data=DataRecipe(["unread"]),
-        train=TrainRecipe(steps=1),
-        output_dir="out",
-        **sections,
-    )
-    return meta_student(recipe)
+    return meta_student(minimal(model={"path": str(directory)}, **sections))
 
 
 @pytest.mark.parametrize("name", ("hunyuan_v1_moe", "afmoe", "qwen2_moe", "phimoe"))
 def test_routers_are_neither_quantized_nor_trained(name: str, tmp_path: Path):
-    student = student_of(name, tmp_path, learnable=LearnableRecipe(norm=True))
+    student = student_of(name, tmp_path, learnable={"norm": True})
     routers = {owned.name: owned.parameter for owned in classify(student.model) if owned.kind == "router"}
     assert any(parameter.dim() > 1 for parameter in routers.values())
     assert not any(parameter.requires_grad for parameter in routers.values())
@@ -43,7 +34,7 @@ def test_routers_are_neither_quantized_nor_trained(name: str, tmp_path: Path):
 
 
 def test_the_share_of_the_matrices_that_is_quantized(tmp_path: Path):
-    student = student_of("qwen3_moe", tmp_path, quant=QuantRecipe(exempt_more=[r".*\.o_proj"]))
+    student = student_of("qwen3_moe", tmp_path, quant={"exempt_more": [r".*\.o_proj"]})
     share = quantized_share(student.model, student.quantization)
     # Two layers, 64 wide: q 64 x 64, k and v 32 x 64; four experts of three matrices of 64 x 32.
     assert share.parameters == {
@@ -59,7 +50,7 @@ def test_the_share_of_the_matrices_that_is_quantized(tmp_path: Path):
 
 
 def test_a_small_share_names_what_was_left_out(tmp_path: Path):
-    student = student_of("qwen3", tmp_path, quant=QuantRecipe(exempt_more=[r".*\.mlp\..*"]))
+    student = student_of("qwen3", tmp_path, quant={"exempt_more": [r".*\.mlp\..*"]})
     _, warning = quantized_share(student.model, student.quantization).lines()
     assert "60.0% of the decoder's matrices are not quantized" in warning
     assert "model.layers.*.mlp.gate_proj.weight (12,288)" in warning
@@ -68,13 +59,13 @@ def test_a_small_share_names_what_was_left_out(tmp_path: Path):
 @pytest.mark.parametrize("scheme", ("fp8_static", "fp8_static_kv"))
 def test_a_scheme_for_linears_that_finds_none_is_refused(scheme: str, tmp_path: Path):
     """Keys and values alone would have been quantized."""
-    quant = QuantRecipe(scheme=scheme, exempt_more=[r".*_proj", r".*\.experts\..*"])
+    quant = {"scheme": scheme, "exempt_more": [r".*_proj", r".*\.experts\..*"]}
     with pytest.raises(RankError, match=r"nothing to quantize: .* Qwen3MoeForCausalLM is exempt.* lie in .*Router"):
         student_of("qwen3_moe", tmp_path, quant=quant)
 
 
 def test_the_output_layer_stays_as_it_is_whatever_it_is_called(tmp_path: Path):
-    student = student_of("rwkv", tmp_path, quant=QuantRecipe(exempt=[r".*\.key"]))
+    student = student_of("rwkv", tmp_path, quant={"exempt": [r".*\.key"]})
     assert "head" in student.quantization.exempt and "head" not in student.quantization.layers
 
 
@@ -91,7 +82,7 @@ def test_what_chooses_tokens_of_sparse_attention_is_exempt_and_does_not_train(tm
 
 def test_what_serving_runs_in_one_gemm_with_q_k_and_v_is_quantized_with_them(tmp_path: Path):
     """And its scales do not train: it is gathered whole, and ZeRO-3 would lose what reaches them from q, k and v."""
-    learnable = LearnableRecipe(weight_scale=True, act_scale=True)
+    learnable = {"weight_scale": True, "act_scale": True}
     student = student_of("qwen4_exp_text", tmp_path, learnable=learnable)
     quantized = student.quantization.layers
     chosen = {name: layer for name, layer in quantized.items() if name.endswith(".indexer.index_qk_proj")}
@@ -106,7 +97,7 @@ def test_what_serving_runs_in_one_gemm_with_q_k_and_v_is_quantized_with_them(tmp
 
 @pytest.mark.parametrize("name", ("granitemoehybrid, dense", "qwen3_moe"))
 def test_the_auxiliary_loss_is_asked_for_where_a_router_gives_logits(name: str, tmp_path: Path, capsys):
-    student = student_of(name, tmp_path, learnable=LearnableRecipe(router=True))
+    student = student_of(name, tmp_path, learnable={"router": True})
     asked = student.model.config.output_router_logits
     assert asked == (name == "qwen3_moe") != ("has no router that gives logits" in capsys.readouterr().out)
     model = VARIANTS[name].model()
@@ -125,7 +116,7 @@ def test_the_auxiliary_loss_is_asked_for_where_a_router_gives_logits(name: str, 
 )
 def test_what_the_class_has_frozen_stays_so_and_is_said(name: str, fixed: str, tmp_path: Path, capsys):
     """It gets no gradient: weight decay alone would move it."""
-    student = student_of(name, tmp_path, learnable=LearnableRecipe(norm=True, router=name != "hrm_text"))
+    student = student_of(name, tmp_path, learnable={"norm": True, "router": name != "hrm_text"})
     parameters = dict(student.model.named_parameters())
     assert not parameters[fixed].requires_grad
     assert sum(parameter.requires_grad for parameter in parameters.values()) > 20
@@ -134,7 +125,7 @@ def test_what_the_class_has_frozen_stays_so_and_is_said(name: str, fixed: str, t
 
 def test_parameters_are_frozen_by_name(tmp_path: Path):
     patterns = [r"model\.layers\.0\..*", r".*\.q_proj\.weight_theta"]
-    student = student_of("qwen3", tmp_path, learnable=LearnableRecipe(norm=True, freeze=patterns))
+    student = student_of("qwen3", tmp_path, learnable={"norm": True, "freeze": patterns})
     trained = {name for name, value in student.model.named_parameters() if value.requires_grad}
     assert "model.layers.1.self_attn.q_proj.weight" in trained and "model.embed_tokens.weight" in trained
     assert not any(".layers.0." in name or ".q_proj.weight_theta" in name for name in trained)
@@ -143,11 +134,11 @@ def test_parameters_are_frozen_by_name(tmp_path: Path):
 @pytest.mark.parametrize("pattern", (r"layers\.0\.mlp", r".*\.o_proj\.input_theta"))
 def test_a_name_to_freeze_must_be_one(pattern: str, tmp_path: Path):
     with pytest.raises(RankError, match=r"learnable\.freeze: .* matches no parameter.*model\.embed_tokens\.weight"):
-        student_of("qwen3", tmp_path, learnable=LearnableRecipe(freeze=[pattern]))
+        student_of("qwen3", tmp_path, learnable={"freeze": [pattern]})
 
 
 def test_a_turned_input_of_lm_head_is_refused(tmp_path):
     """Its losses are computed from its weight, and an input that no layer turns."""
-    quant = QuantRecipe(scheme="w4a16_channel", lm_head="w8a16_channel", rotate=["lm_head"], rotate_block=64)
+    quant = {"scheme": "w4a16_channel", "lm_head": "w8a16_channel", "rotate": ["lm_head"], "rotate_block": 64}
     with pytest.raises((RankError, ValueError), match=r"quant\.rotate: lm_head's input is not turned"):
         student_of("llama", tmp_path, quant=quant)

@@ -1,25 +1,19 @@
 """A teacher's cache is of the teacher that is named, and of as many tokens as the student or its tokenizer has."""
 
-import random
-
-import numpy as np
 import pytest
 
-from engine.config.config import Recipe
-from engine.config.sections import DataRecipe, ModelRecipe, TrainRecipe
 from engine.session.teacher import open_cached_teacher
 from model.ranks import RankError
+from tests.lib.recipes import minimal
 from tests.lib.tiny import tiny_checkpoint, tiny_tokenizer
 from tests.unit.data.test_teacher_cache import edit_manifest, random_samples, write
 
 
 def test_a_cache_of_another_teacher_or_number_of_tokens_is_refused(tmp_path):
     """301 logits, 300 tokens."""
-    random.seed(1)
-    np.random.seed(1)
     model, samples = tiny_checkpoint(tmp_path / "model"), random_samples(5)
     write(tmp_path / "cache", samples, model)
-    recipe = Recipe(ModelRecipe(str(model)), DataRecipe(["a"]), TrainRecipe(steps=1), "out")
+    recipe = minimal(model={"path": str(model)})
     recipe.loss.teacher_cache = str(tmp_path / "cache")
     for vocabulary, recipe.loss.teacher in ((300, str(model)), (301, "not/there/any/more")):
         edit_manifest(vocabulary=vocabulary)(tmp_path / "cache")
