@@ -63,36 +63,20 @@ class Case:
         """Sums and gradients by the definitions in fp64."""
         leaves = [leaf.detach().double().requires_grad_() for leaf in self.leaves()]
         student = logits_of(self.functions[0], F.linear(leaves[0][self.valid], *leaves[1:]))
-        bias = self.teacher.bias
-        teacher = F.linear(
-            self.teacher.hidden[self.valid].double(),
-            self.teacher.weight.double(),
-            None if bias is None else bias.double(),
-        )
+        bias = None if self.teacher.bias is None else self.teacher.bias.double()
+        teacher = F.linear(self.teacher.hidden[self.valid].double(), self.teacher.weight.double(), bias)
         teacher = logits_of(self.functions[1], teacher)
-        targets = self.labels[self.valid]
-        sums = {"lm": lm_loss(student, targets).sum()}
-        spec = objective.kd
-        values = kd_loss(
-            spec.kind,
-            student[:, :common],
-            teacher[:, :common],
-            targets,
-            temperature=spec.temperature,
-            top_k=spec.top_k,
-            tail=spec.tail,
-        )
-        sums["kd"] = values.sum()
+        targets, spec = self.labels[self.valid], objective.kd
+        options = {"temperature": spec.temperature, "top_k": spec.top_k, "tail": spec.tail}
+        kd = kd_loss(spec.kind, student[:, :common], teacher[:, :common], targets, **options)
+        sums = {"lm": lm_loss(student, targets).sum(), "kd": kd.sum()}
         total = scale * (objective.lm_weight * sums["lm"] + objective.kd_weight * sums["kd"])
         return sums, torch.autograd.grad(total, leaves, allow_unused=True)
 
     def found(self, objective, *, teacher=None, scale=1.0):
-        leaves = self.leaves()
-        bias = leaves[2] if self.bias_on else None
-        teacher, function = teacher or self.teacher, self.functions[0]
-        result = chunked_losses(
-            leaves[0], leaves[1], bias, self.labels, teacher, objective, scale=scale, function=function
-        )
+        leaves, options = self.leaves(), {"scale": scale, "function": self.functions[0]}
+        inputs = (*leaves[:2], leaves[2] if self.bias_on else None, self.labels, teacher or self.teacher)
+        result = chunked_losses(*inputs, objective, **options)
         return result, torch.autograd.grad(result.total, leaves)
 
 

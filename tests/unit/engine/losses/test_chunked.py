@@ -60,28 +60,6 @@ def test_blocks_cut_a_chunk_anywhere(seed, monkeypatch):
         assert_equal(case.found(objective), expected, rtol=1e-8, atol=1e-9)
 
 
-def test_sum_over_any_split_of_the_tokens(seed):
-    """Micro-batches and ranks: sums and gradients of the parts add up to those of the whole."""
-    case = Case(bias=True)
-    objective = Objective(0.5, 0.5, Distillation("cakld"), chunk_tokens=2)
-    whole, (_, *whole_gradients) = case.found(objective, scale=0.1)
-    length = case.labels.shape[1]
-    cut = random.randint(0, length)
-    total, gradients = 0.0, [0.0, 0.0]
-    for part in (slice(0, cut), slice(cut, length)):
-        teacher = TeacherHidden(case.teacher.hidden[:, part], case.teacher.weight, case.teacher.bias)
-        leaves = case.leaves()
-        result = chunked_losses(
-            leaves[0][:, part], leaves[1], leaves[2], case.labels[:, part], teacher, objective, scale=0.1
-        )
-        total = total + result.total.detach()
-        found = torch.autograd.grad(result.total, leaves[1:])
-        gradients = [a + b for a, b in zip(gradients, found, strict=True)]
-    torch.testing.assert_close(total, whole.total.detach())
-    for a, b in zip(gradients, whole_gradients, strict=True):
-        torch.testing.assert_close(a, b)
-
-
 @pytest.mark.parametrize("kind", KD_KINDS)
 def test_a_teacher_with_another_padding_is_compared_on_the_common_tokens(seed, kind):
     case = Case(vocabulary=random.randint(9, 20), teacher_vocabulary=random.randint(9, 20))
@@ -134,19 +112,11 @@ def test_a_power_of_two_as_gradient_scale_changes_no_bit(seed, dtype):
     objective = Objective(kd_weight=0.5, kd=spec_of("kl", case.vocabulary), chunk_tokens=random.randint(1, 9))
     gradients = []
     for power in (0, 20):
-        leaves = case.leaves()
-        total = chunked_losses(
-            leaves[0],
-            leaves[1],
-            leaves[2] if case.bias_on else None,
-            case.labels,
-            case.teacher,
-            objective,
-            scale=0.125,
-            gradient_scale=2.0**power,
-        ).total
-        (total * 2.0**power).backward()
-        gradients.append([total.detach(), *[leaf.grad / 2.0**power for leaf in leaves]])
+        leaves, factor = case.leaves(), 2.0**power
+        bias, scales = leaves[2] if case.bias_on else None, {"scale": 0.125, "gradient_scale": factor}
+        total = chunked_losses(*leaves[:2], bias, case.labels, case.teacher, objective, **scales).total
+        (total * factor).backward()
+        gradients.append([total.detach(), *(leaf.grad / factor for leaf in leaves)])
     assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
 
 
@@ -210,15 +180,9 @@ def test_nothing_of_the_size_of_all_logits_is_allocated(seed):
     labels = torch.randint(0, vocabulary, (tokens,))
     teacher = TeacherHidden(hidden.detach(), weight.detach())
     for kind in KD_KINDS:
+        objective = Objective(1.0, 1.0, Distillation(kind, top_k=5), chunk_tokens=chunk)
         with Largest() as largest:
-            chunked_losses(
-                hidden,
-                weight,
-                None,
-                labels,
-                teacher,
-                Objective(1.0, 1.0, Distillation(kind, top_k=5), chunk_tokens=chunk),
-            ).total.backward()
+            chunked_losses(hidden, weight, None, labels, teacher, objective).total.backward()
         assert largest.elements == chunk * vocabulary, kind
 
 
@@ -278,22 +242,23 @@ def test_nan_and_inf_in_hidden_states_show(seed, kind, poisoned):
 
 def test_bad_arguments_say_what_was_expected():
     hidden, weight, labels = torch.randn(2, 3, 4), torch.randn(7, 4), torch.randint(0, 7, (2, 3))
-    with pytest.raises(ValueError, match="leading dimensions"):
-        chunked_losses(hidden, weight, None, labels[:, :2])
-    with pytest.raises(ValueError, match="teacher's hidden states are"):
-        chunked_losses(hidden, weight, None, labels, TeacherHidden(hidden[:1], weight))
-    with pytest.raises(ValueError, match="vocabularies of 7 and 6"):
-        chunked_losses(hidden, weight, None, labels, TeacherHidden(hidden, weight[:6]))
-    with pytest.raises(ValueError, match="7 common tokens"):
-        chunked_losses(hidden, weight, None, labels, TeacherHidden(hidden, weight[:6], None, 7))
-    with pytest.raises(ValueError, match="has 4 rows"):
-        chunked_losses(
-            hidden, weight, None, labels, TeacherTopK(TopK(torch.zeros(4, 2), torch.zeros(4, 2).long(), torch.zeros(4)))
-        )
-    with pytest.raises(ValueError, match="one of kl, rkl"):
-        Distillation("kll")
-    with pytest.raises(ValueError, match="at least 1"):
-        Distillation("kl_top_k", top_k=0)
+    cached = TeacherTopK(TopK(torch.zeros(4, 2), torch.zeros(4, 2).long(), torch.zeros(4)))
+    for call, said in (
+        (lambda: chunked_losses(hidden, weight, None, labels[:, :2]), "leading dimensions"),
+        (lambda: chunked_losses(hidden, weight, None, labels, cached), "has 4 rows"),
+        (lambda: Distillation("kll"), "one of kl, rkl"),
+        (lambda: Distillation("kl_top_k", top_k=0), "at least 1"),
+        *(
+            (lambda teacher=teacher: chunked_losses(hidden, weight, None, labels, teacher), said)
+            for teacher, said in (
+                (TeacherHidden(hidden[:1], weight), "teacher's hidden states are"),
+                (TeacherHidden(hidden, weight[:6]), "vocabularies of 7 and 6"),
+                (TeacherHidden(hidden, weight[:6], None, 7), "7 common tokens"),
+            )
+        ),
+    ):
+        with pytest.raises(ValueError, match=said):
+            call()
 
 
 def test_every_kind_takes_every_shape(seed):

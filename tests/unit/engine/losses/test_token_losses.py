@@ -13,15 +13,9 @@ from tests.unit.engine.losses.cases import Case
 
 def test_diagnostics(seed):
     case = Case()
-    result = chunked_losses(
-        case.hidden,
-        case.weight,
-        case.bias,
-        case.labels,
-        case.teacher,
-        Objective(kd=Distillation("mse")),
-        diagnostics=True,
-    )
+    objective = Objective(kd=Distillation("mse"))
+    inputs = (case.hidden, case.weight, case.bias, case.labels, case.teacher)
+    result = chunked_losses(*inputs, objective, diagnostics=True)
     student = F.linear(case.hidden[case.valid], case.weight, case.bias)
     teacher = F.linear(case.teacher.hidden[case.valid], case.teacher.weight, case.teacher.bias)
     targets = case.labels[case.valid]
@@ -64,7 +58,6 @@ def test_a_users_loss_gets_value_and_gradient_by_autograd(seed):
 )
 def test_a_users_loss_of_the_wrong_kind_is_named(function, message):
     objective = Objective(token_losses=(NamedTokenLoss("mine", 1.0, function),))
+    hidden, weight, labels = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4), torch.tensor([1, 2, 3])
     with pytest.raises(ValueError, match=message):
-        chunked_losses(
-            torch.randn(3, 4, requires_grad=True), torch.randn(5, 4), None, torch.tensor([1, 2, 3]), None, objective
-        )
+        chunked_losses(hidden, weight, None, labels, None, objective)
