@@ -9,9 +9,11 @@ from torch import Tensor
 from model.scales.codes import Values, add_products, count_of_sums, other_weights
 from quant import SCHEMES, Ranges, partial_errors, partial_fit, partial_stats, scales_from_errors, scales_from_stats
 from quant.fit import CLIPPED, WORSE, Fit, scale_problem
+from quant.gptq import add_inputs, compensate
 from quant.linear import LinearPart
 from quant.observers import zero_points_from_stats
 from quant.reference import dequantize, fake_quant, inside_range, quantize, round_scale
+from quant.scale import Scale
 from quant.spec import TensorSpec
 
 TINY = 1e-12
@@ -41,22 +43,14 @@ class Case:
         self.half = (spec.qmax - spec.qmin) / 2
 
     def gptq(self, scale: Tensor) -> Tensor:
-        """Weights that lie on the grid: columns in turn, each one's error made good by those to come (Frantar et al.
-        2023), for inputs of which a few directions are large."""
+        """Weights that lie on the grid, each column's error made good by others, for inputs of which a few directions
+        are large."""
         columns = self.shape[1]
         inputs = torch.randn(2 * columns, 32) @ torch.randn(32, columns) + torch.randn(2 * columns, columns)
-        hessian = inputs.t() @ inputs / len(inputs)
-        hessian += 0.01 * hessian.diagonal().mean() * torch.eye(columns)
-        upper = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(hessian)), upper=True)
-        weight, result = self.weight.clone(), torch.empty_like(self.weight)
-        for column in range(columns):
-            group = column * scale.shape[1] // columns
-            its, zero = (None if each is None else each[:, [group]] for each in (scale, self.zero))
-            assert its is not None
-            result[:, column] = fake_quant(weight[:, [column]], its, self.spec, zero)[:, 0]
-            error = (weight[:, column] - result[:, column]) / upper[column, column]
-            weight[:, column:] -= error[:, None] * upper[column, column:]
-        return result
+        gram = torch.zeros(columns, columns, dtype=torch.float64)
+        add_inputs(gram, inputs)
+        chosen = compensate(self.weight, Scale(scale, zero=self.zero), self.spec, gram, dtype=torch.float32)
+        return fake_quant(chosen, scale, self.spec, self.zero)
 
     def stored(self, scale: Tensor) -> Tensor:
         """As a file of the scheme would hold it; negative ones of integers alone."""
@@ -96,7 +90,7 @@ class Case:
         return other_weights(sums, self.spec)
 
 
-Way = Callable[[Case], Tensor]
+Takes, Way = Callable[[TensorSpec], bool], Callable[[Case], Tensor]
 
 
 def strayed(by: float, down: float = 0.0) -> Way:
@@ -109,44 +103,7 @@ def signed(case: Case) -> Tensor:
     return case.absmax * (case.half / -case.spec.qmin) * torch.where(case.stats[0] > case.stats[1], -1.0, 1.0)
 
 
-def any_spec(spec: TensorSpec) -> bool:
-    return True
-
-
-def symmetric_integers(spec: TensorSpec) -> bool:
-    return spec.dtype == "int" and spec.symmetric
-
-
-def free(spec: TensorSpec) -> bool:
-    return spec.scale_format in ("float32", "model")
-
-
-def few_bits(spec: TensorSpec) -> bool:
-    return spec.bits < 8 and spec.scale_format != "e8m0"
-
-
-# Scales that must pass: of which specs, and how they are chosen.
-LEGITIMATE: dict[str, tuple[Callable[[TensorSpec], bool], Way]] = {
-    "largest magnitude": (any_spec, lambda case: case.absmax),
-    "smallest squared error": (any_spec, lambda case: case.best),
-    "clipped to 80%": (any_spec, lambda case: case.own * 0.8),
-    "clipped to 70% (AWQ, AutoRound)": (few_bits, lambda case: case.own * 0.7),
-    "absmax / qmax": (symmetric_integers, lambda case: case.absmax * (case.half / case.spec.qmax)),
-    "signed": (symmetric_integers, signed),
-    "trained, theta strayed by 0.1": (any_spec, strayed(0.1)),
-    "trained, theta strayed by 0.2": (any_spec, strayed(0.2)),
-    "trained, theta strayed by 0.3": (any_spec, strayed(0.3)),
-    "trained, theta -0.2 +- 0.2": (any_spec, strayed(0.2, 0.2)),
-    "OCP rule, absmax in [4, 8)": (
-        lambda spec: spec.scale_format == "e8m0",
-        lambda case: torch.exp2(case.largest.log2().floor() - 2),
-    ),
-    "powers of two, up": (free, lambda case: torch.exp2(case.own.log2().ceil())),
-    "powers of two, nearest": (free, lambda case: torch.exp2(case.own.log2().round())),
-}
-
-
-def of_int(bits: int) -> tuple[Callable[[TensorSpec], bool], Way]:
+def of_int(bits: int) -> tuple[Takes, Way]:
     """Scales of another number of bits."""
 
     def way(case: Case) -> Tensor:
@@ -156,26 +113,39 @@ def of_int(bits: int) -> tuple[Callable[[TensorSpec], bool], Way]:
     return lambda spec: spec.dtype == "int" and spec.bits != bits, way
 
 
-def several(spec: TensorSpec) -> bool:
-    return spec.granularity != "tensor"
+ANY: Takes = lambda spec: True  # noqa: E731
+INTEGERS: Takes = lambda spec: spec.dtype == "int" and spec.symmetric  # noqa: E731
+FREE: Takes = lambda spec: spec.scale_format in ("float32", "model")  # noqa: E731
+E8M0: Takes = lambda spec: spec.scale_format == "e8m0"  # noqa: E731
+SEVERAL: Takes = lambda spec: spec.granularity != "tensor"  # noqa: E731
+GROUPED: Takes = lambda spec: spec.granularity in ("group", "block")  # noqa: E731
 
-
-def grouped(spec: TensorSpec) -> bool:
-    return spec.granularity in ("group", "block")
-
-
+# Scales that must pass: of which specs, and how they are chosen.
+LEGITIMATE: dict[str, tuple[Takes, Way]] = {
+    "largest magnitude": (ANY, lambda case: case.absmax),
+    "smallest squared error": (ANY, lambda case: case.best),
+    "clipped to 80%": (ANY, lambda case: case.own * 0.8),
+    "clipped to 70% (AWQ, AutoRound)": (lambda spec: spec.bits < 8 and not E8M0(spec), lambda case: case.own * 0.7),
+    "absmax / qmax": (INTEGERS, lambda case: case.absmax * (case.half / case.spec.qmax)),
+    "signed": (INTEGERS, signed),
+    "trained, theta strayed by 0.3": (ANY, strayed(0.3)),
+    "trained, theta -0.2 +- 0.2": (ANY, strayed(0.2, 0.2)),
+    "OCP rule, absmax in [4, 8)": (E8M0, lambda case: torch.exp2(case.largest.log2().floor() - 2)),
+    "powers of two, up": (FREE, lambda case: torch.exp2(case.own.log2().ceil())),
+    "powers of two, nearest": (FREE, lambda case: torch.exp2(case.own.log2().round())),
+}
 # Scales of something else, beside codes that were made with the weight's own.
-WRONG: dict[str, tuple[Callable[[TensorSpec], bool], Way]] = {
-    "times 2": (any_spec, lambda case: case.own * 2),
-    "divided by 2": (any_spec, lambda case: case.own / 2),
-    "reciprocal": (any_spec, lambda case: 1 / case.own.clamp(min=TINY)),
-    "absmax, not divided": (any_spec, lambda case: case.largest),
+WRONG: dict[str, tuple[Takes, Way]] = {
+    "times 2": (ANY, lambda case: case.own * 2),
+    "divided by 2": (ANY, lambda case: case.own / 2),
+    "reciprocal": (ANY, lambda case: 1 / case.own.clamp(min=TINY)),
+    "absmax, not divided": (ANY, lambda case: case.largest),
     "divided by 57344 (e5m2)": (lambda spec: spec.dtype != "int", lambda case: case.largest / 57344),
-    "without e8m0's bias": (lambda spec: spec.scale_format == "e8m0", lambda case: case.own * 2.0**-100),
-    "permuted": (several, lambda case: case.own.flatten()[torch.randperm(case.own.numel())].view_as(case.own)),
-    "next row's": (several, lambda case: case.own.roll(1, 0)),
-    "transposed": (grouped, lambda case: case.own.t().reshape(case.own.shape)),
-    "next group's": (grouped, lambda case: case.own.roll(1, 1)),
+    "without e8m0's bias": (E8M0, lambda case: case.own * 2.0**-100),
+    "permuted": (SEVERAL, lambda case: case.own.flatten()[torch.randperm(case.own.numel())].view_as(case.own)),
+    "next row's": (SEVERAL, lambda case: case.own.roll(1, 0)),
+    "transposed": (GROUPED, lambda case: case.own.t().reshape(case.own.shape)),
+    "next group's": (GROUPED, lambda case: case.own.roll(1, 1)),
     **{f"of int{bits}": of_int(bits) for bits in (2, 3, 4, 8)},
 }
 # Those that are refused whatever the weight is like, alone and beside codes.
@@ -186,7 +156,7 @@ def case_of(name: str, kind: str) -> Case:
     return Case(WEIGHTS[kind](0.02 * torch.randn(SIZE, SIZE)).bfloat16().float(), SCHEMES[name].weights)
 
 
-def ways(table: dict[str, tuple[Callable[[TensorSpec], bool], Way]], case: Case) -> dict[str, Tensor]:
+def ways(table: dict[str, tuple[Takes, Way]], case: Case) -> dict[str, Tensor]:
     return {title: case.stored(way(case)) for title, (has, way) in table.items() if has(case.spec)}
 
 
@@ -234,7 +204,7 @@ def test_codes_of_other_weights_are_refused(name, kind, seed):
     assert case.refused_codes(scale, other, scale) is not None
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if several(SCHEMES[name].weights)])
+@pytest.mark.parametrize("name", [name for name in NAMES if SEVERAL(SCHEMES[name].weights)])
 def test_moved_scales_are_refused_alone_where_rows_differ(name, seed):
     """However little they lose."""
     case = case_of(name, "unequal rows")

@@ -7,9 +7,7 @@ output, which the loss is made of, or in a gradient, by which the step is left o
 import math
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -25,21 +23,7 @@ from quant.scale import lsq_factor
 
 OUT, IN, EXPERTS, TOKENS, RANK = 128, 256, 3, 9, 4
 NOT_FINITE = (math.nan, math.inf, -math.inf)
-
-
-@dataclass
-class Case:
-    """A layer in some way of computing.
-
-    Attributes:
-        layer: the layer.
-        run: what a step makes of it: its output, and gradients.
-        parts: what its weight is made of, by name.
-    """
-
-    layer: QuantLayer
-    run: Callable[[], list[Tensor]]
-    parts: dict[str, Tensor]
+Run = Callable[[], list[Tensor]]
 
 
 def layer_of(scheme: Scheme, *, learns: bool, stack: bool = False, adapter: bool = False, **how: object) -> QuantLinear:
@@ -74,77 +58,48 @@ def scales_of(layer: QuantLayer) -> None:
         layer.weight_global.fill_(448 * 6 / float(weight.abs().max()))
 
 
-def gradients(layer: QuantLayer, *inputs: Tensor) -> list[Tensor]:
-    return [one.grad for one in (*layer.parameters(), *inputs) if one.grad is not None]
-
-
-def forward_of(layer: nn.Module, stack: bool) -> Callable[[], list[Tensor]]:
-    x, grad = torch.randn(TOKENS, IN).bfloat16(), torch.randn(TOKENS, OUT).bfloat16()
-    offsets = (torch.tensor([3, 3 + TOKENS // 3, TOKENS], dtype=torch.int32),) if stack else ()
+def run_of(layer: nn.Module, compute: Callable[[Tensor], Tensor]) -> Run:
+    """What a step makes of the layer: an output, and gradients."""
+    x = torch.randn(TOKENS, IN).bfloat16()
 
     def run() -> list[Tensor]:
         leaf = x.clone().requires_grad_()
-        output = layer(leaf, *offsets)
-        output.backward(grad)
-        return [output.detach(), *gradients(layer, leaf)]
+        output = compute(leaf)
+        output.backward(torch.randn_like(output))
+        return [output.detach(), *(one.grad for one in (*layer.parameters(), leaf) if one.grad is not None)]
 
     return run
 
 
-def ways(scheme: Scheme, learns: bool) -> Iterator[tuple[str, Case]]:
-    """Every way in which a layer of that scheme may compute."""
-    gemms: list[dict[str, Any]] = [{}]
-    if scheme.has_fp8_gemm:
-        gemms.append({"fp8_gemm": True})
-    for gemm, stack, adapter, kept in product(gemms, (False, True), (False, True), (False, True)):
-        layer = layer_of(scheme, learns=learns, stack=stack, adapter=adapter, **gemm)
+def ways(scheme: Scheme, learns: bool) -> Iterator[tuple[str, QuantLayer, Run, dict[str, Tensor]]]:
+    """Every way in which a layer of that scheme may compute: the layer, a step, and what its weight is made of."""
+    gemms = (False, True) if scheme.has_fp8_gemm else (False,)
+    for fp8_gemm, stack, adapter, kept in product(gemms, *[(False, True)] * 3):
+        layer = layer_of(scheme, learns=learns, stack=stack, adapter=adapter, fp8_gemm=fp8_gemm)
         layer.keeps_weight_codes = layer.dynamic_codes = kept
+        offsets = (torch.tensor([3, 3 + TOKENS // 3, TOKENS], dtype=torch.int32),) if stack else ()
         parts = {UNSEEN: layer.weight, "A": layer.lora_a, "B": layer.lora_b} if adapter else {"weight": layer.weight}
-        yield f"{gemm}, {stack=}, {kept=}", Case(layer, forward_of(layer, stack), parts)
+        run = run_of(layer, lambda x, layer=layer, offsets=offsets: layer(x, *offsets))
+        yield f"{fp8_gemm=}, {stack=}, {kept=}", layer, run, parts
     layer = layer_of(scheme, learns=learns)
-    yield (
-        "compiled",
-        Case(layer, forward_of(torch.compile(layer, backend="aot_eager"), False), {"weight": layer.weight}),
-    )
-    layer = layer_of(scheme, learns=learns)
-    yield "used by lm_head", Case(layer, used(layer), {"weight": layer.weight})
+    parts = {"weight": layer.weight}
+    yield "compiled", layer, run_of(layer, torch.compile(layer, backend="aot_eager")), parts
+    yield "used by lm_head", layer, run_of(layer, lambda x: layer.used_weight()), parts
+    if can_gather_quantized(layer):
+        whole = layer.weight.detach().clone()
+        yield "gathered as codes", layer, gathered(layer, whole), {"weight": whole}
     if QuantEmbedding.takes(scheme):
         model = nn.Sequential(nn.Embedding(OUT, IN), nn.Linear(IN, OUT)).bfloat16()
         quant.prepare(model, scheme, named={"0": scheme}, exempt=(), learn_weight_scale=learns, learn_input_scale=False)
         with torch.no_grad():
             scales_of(model[0])
-        yield "embedding", Case(model[0], looked_up(model[0]), {"weight": model[0].weight})
-    layer = layer_of(scheme, learns=learns)
-    if can_gather_quantized(layer):
-        weight = layer.weight.detach().clone()
-        yield "gathered as codes", Case(layer, gathered(layer, weight), {"weight": weight})
+        run = run_of(model[0], lambda x: model[0](torch.arange(OUT)))
+        yield "embedding", model[0], run, {"weight": model[0].weight}
 
 
-def used(layer: QuantLinear) -> Callable[[], list[Tensor]]:
-    grad = torch.randn(OUT, IN).bfloat16()
-
-    def run() -> list[Tensor]:
-        weight = layer.used_weight()
-        weight.backward(grad)
-        return [weight.detach(), *gradients(layer)]
-
-    return run
-
-
-def looked_up(layer: QuantEmbedding) -> Callable[[], list[Tensor]]:
-    grad = torch.randn(OUT, IN).bfloat16()
-
-    def run() -> list[Tensor]:
-        rows = layer(torch.arange(OUT))
-        rows.backward(grad)
-        return [rows.detach(), *gradients(layer)]
-
-    return run
-
-
-def gathered(layer: QuantLinear, whole: Tensor) -> Callable[[], list[Tensor]]:
+def gathered(layer: QuantLinear, whole: Tensor) -> Run:
     """As stage 3 does: codes stand in for the weight, and the rank that holds it completes the gradients."""
-    forward = forward_of(layer, stack=False)
+    forward = run_of(layer, layer)
 
     def run() -> list[Tensor]:
         quantizer = Quantizer(layer.scale_of_weight, layer.scheme.weights, layer.weight.dtype)
@@ -171,17 +126,17 @@ UNSEEN = "base"
 @pytest.mark.parametrize("learns", (False, True))
 @pytest.mark.parametrize("name", SCHEMES)
 def test_a_step_shows_it(name, learns, seed):
-    for way, case in ways(SCHEMES[name], learns):
-        assert all(one.isfinite().all() for one in case.run()), way
-        for what, tensor in case.parts.items():
-            for value in NOT_FINITE:
-                element = tensor.data.view(-1)[random.randrange(tensor.numel())]
-                before = element.item()
-                element.fill_(value)
-                case.layer.zero_grad()
-                case.layer.forget_codes()
-                seen = not all(one.isfinite().all() for one in case.run())
-                element.fill_(before)
-                told = what != UNSEEN or (math.isnan(value) and "kept=False" in way)
-                assert seen or not told, f"{value} in {what} goes unseen: {way}"
-        case.layer.zero_grad()
+    for way, layer, run, parts in ways(SCHEMES[name], learns):
+        assert all(one.isfinite().all() for one in run()), way
+        for (what, tensor), value in product(parts.items(), NOT_FINITE):
+            element = tensor.data.view(-1)[random.randrange(tensor.numel())]
+            before = element.item()
+            element.fill_(value)
+            layer.zero_grad()
+            layer.forget_codes()
+            seen = not all(one.isfinite().all() for one in run())
+            element.fill_(before)
+            told = what != UNSEEN or (math.isnan(value) and "kept=False" in way)
+            assert seen or not told, f"{value} in {what} goes unseen: {way}"
+        layer.zero_grad()
+        layer.forget_codes()

@@ -19,16 +19,12 @@ from quant.packed_weight import (
 OUT, IN, EXPERTS = 128, 256, 3
 
 
-def integers(bits: int) -> TensorSpec:
-    return TensorSpec("int", bits, "channel")
-
-
 @pytest.mark.parametrize("bits", range(2, 9))
 @pytest.mark.parametrize("columns", [64, 37])
-def test_all_integers_come_back(bits, columns):
+def test_all_integers_come_back(bits, columns, seed):
     codes = torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), (5, columns), dtype=torch.int8)
     codes[0, :2] = torch.tensor([-(2 ** (bits - 1)), 2 ** (bits - 1) - 1])
-    held = PackedCodes(integers(bits), (5, columns))
+    held = PackedCodes(TensorSpec("int", bits, "channel"), (5, columns))
     packed = held.pack(codes)
     assert packed.dtype == torch.uint8 and packed.shape == (5, held.row_bytes)
     if columns == 64:
@@ -40,14 +36,11 @@ def test_all_integers_come_back(bits, columns):
 
 def test_all_bytes_of_floats_come_back():
     every = torch.arange(256, dtype=torch.uint8)
-    eight, four = (
-        PackedCodes(TensorSpec("fp8_e4m3", 8, "tensor"), (2, 4, 32)),
-        PackedCodes(SCHEMES["nvfp4"].weights, (4, 128)),
-    )
-    codes = every.view(torch.float8_e4m3fn)
-    packed = eight.pack(codes.view(8, 32)).view(torch.bfloat16)
+    eight = PackedCodes(TensorSpec("fp8_e4m3", 8, "tensor"), (2, 4, 32))
+    packed = eight.pack(every.view(torch.float8_e4m3fn).view(8, 32)).view(torch.bfloat16)
     assert torch.equal(eight.unpack(packed).view(torch.uint8), every.view(2, 4, 32))
-    nibbles = torch.stack((every & 15, every >> 4), dim=-1).view(4, 128)
+    four, nibbles = PackedCodes(SCHEMES["nvfp4"].weights, (4, 128)), torch.stack((every & 15, every >> 4), dim=-1)
+    nibbles = nibbles.view(4, 128)
     assert torch.equal(four.unpack(four.pack(nibbles).view(torch.bfloat16)), nibbles)
 
 
@@ -88,56 +81,47 @@ def pair(name: str, stacked: bool, dtype: torch.dtype) -> tuple[QuantLinear, Qua
     return plain, held
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("stacked", [False, True])
-@pytest.mark.parametrize("name", SCHEMES)
-def test_a_layer_computes_what_it_computes_from_the_weight(name, stacked, dtype):
-    """Forward, gradients of the input and of the bias, with and without fake quant, and the weight itself."""
+@pytest.mark.parametrize(
+    ("name", "stacked", "fp8_gemm", "dtype"),
+    [
+        *((name, stacked, False, torch.bfloat16) for name in SCHEMES for stacked in (False, True)),
+        *(("fp8_static", stacked, True, torch.bfloat16) for stacked in (False, True)),
+        *((name, False, False, torch.float32) for name in ("fp8_static", "w4a16_g32", "w4a16_asym", "nvfp4")),
+    ],
+)
+def test_a_layer_computes_what_it_computes_from_the_weight(name, stacked, fp8_gemm, dtype, seed):
+    """Forward, gradients of the input and of the bias, with and without fake quant, and the weight itself; codes are
+    multiplied as they are by the fp8 GEMM, and by its gradient."""
     plain, held = pair(name, stacked, dtype)
+    plain.fp8_gemm = held.fp8_gemm = fp8_gemm
     assert packed_codes(held.weight) is None and held.held is not None  # the test made a new Parameter
-    bytes_per_weight = SCHEMES[name].weights.bits / 8
-    assert held.weight.nbytes == plain.weight.numel() * bytes_per_weight
-    torch.manual_seed(1)
-    offsets = torch.tensor([4, 4, 11], dtype=torch.int32) if stacked else None
+    assert held.weight.nbytes == plain.weight.numel() * SCHEMES[name].weights.bits / 8
+    offsets = torch.tensor([16, 16, 32], dtype=torch.int32) if stacked else None
+    given, grad = (torch.randn(32, size, dtype=dtype) for size in (IN, OUT))
     for weights in (True, False):
         results = []
         for layer in (plain, held):
             layer.weight_fake_quant = weights
             layer.zero_grad()
-            torch.manual_seed(2)
-            x = torch.randn(11, IN, dtype=dtype, requires_grad=True)
+            x = given.clone().requires_grad_()
             output = layer(x, offsets)
-            output.backward(torch.randn_like(output))
+            output.backward(grad)
             bias = None if layer.bias is None else layer.bias.grad
             results.append((output, x.grad, bias, layer.merged_weight()))
         for own, expected in zip(*results, strict=True):
             assert (own is None and expected is None) or torch.equal(own, expected)
 
 
-@pytest.mark.parametrize("stacked", [False, True])
-def test_codes_are_multiplied_as_they_are(stacked):
-    """By the fp8 GEMM, and its gradient."""
-    outputs, offsets = [], torch.tensor([16, 16, 32], dtype=torch.int32) if stacked else None
-    for layer in pair("fp8_static", stacked, torch.bfloat16):
-        layer.fp8_gemm = True
-        torch.manual_seed(2)
-        x = torch.randn(32, IN, dtype=torch.bfloat16, requires_grad=True)
-        output = layer(x, offsets)
-        output.backward(torch.randn_like(output))
-        outputs += [output, x.grad]
-    assert torch.equal(outputs[0], outputs[2]) and torch.equal(outputs[1], outputs[3])
-
-
-STANDING_IN = [
-    ("fp8_static", False, True, torch.bfloat16),
-    ("fp8_static", True, True, torch.bfloat16),
-    ("fp8_static", True, False, torch.float32),
-    ("w4a16_channel", False, False, torch.bfloat16),
-    ("w8a8_static", False, False, torch.float32),
-]
-
-
-@pytest.mark.parametrize(("name", "stacked", "fp8_gemm", "dtype"), STANDING_IN)
+@pytest.mark.parametrize(
+    ("name", "stacked", "fp8_gemm", "dtype"),
+    [
+        ("fp8_static", False, True, torch.bfloat16),
+        ("fp8_static", True, True, torch.bfloat16),
+        ("fp8_static", True, False, torch.float32),
+        ("w4a16_channel", False, False, torch.bfloat16),
+        ("w8a8_static", False, False, torch.float32),
+    ],
+)
 def test_a_layer_computes_the_same_from_codes_that_stand_in_for_its_weight(name, stacked, fp8_gemm, dtype, seed):
     """The output and the input's gradient bit for bit. The weight gets the gradient of what was multiplied, clipped or
     not, and theta zeros: both are for whoever has the weight."""
@@ -186,14 +170,8 @@ def test_a_used_weight_comes_from_codes_that_stand_in_for_it(seed):
 
 def test_nothing_else_is_taken_for_codes():
     spec = TensorSpec("fp8_e4m3", 8, "tensor")
-    others = [
-        torch.zeros(4, 4),
-        torch.zeros(1).expand(4, 4),
-        torch.zeros(9)[1].expand(4),
-        torch.zeros(1),
-        torch.zeros(()),
-    ]
-    for one in others:
+    plain, expanded = [torch.zeros(size) for size in ((4, 4), (1,), ())], torch.zeros(1).expand(4, 4)
+    for one in (*plain, expanded, torch.zeros(9)[1].expand(4)):
         with pytest.raises(ValueError, match="holds no codes"):
             codes_of_placeholder(one, spec)
-    assert not any(map(is_placeholder, [others[0], *others[3:]]))
+    assert not any(map(is_placeholder, plain))

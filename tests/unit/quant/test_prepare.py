@@ -23,6 +23,10 @@ from tests.unit.quant.trees import (
 )
 
 
+def int4(model: nn.Module):
+    return prepare(model, INT4, learn_weight_scale=True, learn_input_scale=False)
+
+
 @pytest.mark.parametrize("kind", ("llama", "qwen3"))
 def test_a_dense_model_of_transformers(kind):
     """q/k/v and gate/up share both scales, o and down have their own, in module order; the rest is left alone."""
@@ -59,7 +63,8 @@ def test_a_dense_model_of_transformers(kind):
 
 
 def test_experts_share_input_scales_over_the_layer_and_weight_scales_within_each():
-    """One input scale for all gate/up of an MoE layer and one for all down; shared experts are dense."""
+    """One input scale for all gate/up of an MoE layer and one for all down; shared experts are dense. The LSQ factor
+    counts the elements of a group."""
     quantization = fp8(moe_model())
     block = "model.layers.1.mlp"
     experts = [f"{block}.experts.{index}" for index in range(EXPERTS)]
@@ -75,6 +80,10 @@ def test_experts_share_input_scales_over_the_layer_and_weight_scales_within_each
     for groups in (weight_groups, input_groups):
         assert sorted(itertools.chain(*groups)) == sorted(quantization.layers), "each layer in exactly one group"
     assert f"{block}.gate" in quantization.exempt and f"{block}.shared_expert_gate" in quantization.exempt
+    numel = {name: layer.weight_numel for name, layer in quantization.layers.items()}
+    assert all(numel[f"model.layers.0.self_attn.{name}"] == 3 * HIDDEN * HIDDEN for name in ATTENTION)
+    assert numel["model.layers.0.self_attn.o_proj"] == HIDDEN * HIDDEN
+    assert numel["model.layers.0.mlp.experts.2.up_proj"] == 2 * HIDDEN * INNER
 
 
 def test_the_routers_of_transformers_are_exempt_and_listed():
@@ -87,22 +96,13 @@ def test_the_routers_of_transformers_are_exempt_and_listed():
 
 def test_finer_weight_scales_are_not_shared():
     """A row belongs to one layer; without input quantization there are no input groups."""
-    quantization = prepare(moe_model(), INT4, learn_weight_scale=True, learn_input_scale=False)
+    quantization = int4(moe_model())
     assert members(quantization.weight_groups) == [[name] for name in quantization.layers]
     assert quantization.input_groups == []
     for group in quantization.weight_groups:
         layer = quantization.layers[group.owner]
         assert group.s0.shape == group.theta.shape == (layer.out_features, layer.in_features // 32)
         assert layer.weight_numel == 32 and layer.input_s0 is None and not layer.input_fake_quant
-
-
-def test_elements_that_share_a_scale_are_counted_over_the_group():
-    """numel of the LSQ factor."""
-    quantization = fp8(moe_model())
-    attention = "model.layers.0.self_attn"
-    assert all(quantization.layers[f"{attention}.{name}"].weight_numel == 3 * HIDDEN * HIDDEN for name in ATTENTION)
-    assert quantization.layers[f"{attention}.o_proj"].weight_numel == HIDDEN * HIDDEN
-    assert quantization.layers["model.layers.0.mlp.experts.2.up_proj"].weight_numel == 2 * HIDDEN * INNER
 
 
 def test_static_scales_have_no_theta():
@@ -114,10 +114,10 @@ def test_static_scales_have_no_theta():
         assert all((group.theta is not None) == input_ for group in quantization.input_groups)
         names = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
         assert ("weight_theta" in names, "input_theta" in names) == (weight, input_)
-    with pytest.raises(ValueError, match=r"learnable.act_scale: true, .* inputs \(w4a16_g32\)"):
-        prepare(moe_model(), INT4, learn_weight_scale=True, learn_input_scale=True)
-    with pytest.raises(ValueError, match=r"learnable.act_scale: true, expected false: .*inputs \(nvfp4_w4a4\)"):
-        prepare(moe_model(), SCHEMES["nvfp4_w4a4"], learn_weight_scale=True, learn_input_scale=True)
+    for scheme in (INT4, SCHEMES["nvfp4_w4a4"]):
+        said = rf"learnable.act_scale: true, expected false: .*inputs \({scheme.name}\)"
+        with pytest.raises(ValueError, match=said):
+            prepare(moe_model(), scheme, learn_weight_scale=True, learn_input_scale=True)
 
 
 def test_shared_gradients_add_up(seed):
@@ -147,8 +147,7 @@ def test_meta_and_partitioned_weights_will_do():
     model = moe_model()
     for parameter in model.parameters():
         parameter.data = torch.empty(0, dtype=torch.bfloat16)  # as ZeRO-3 leaves it
-    quantization = prepare(model, INT4, learn_weight_scale=True, learn_input_scale=False)
-    group = quantization.weight_groups[0]
+    group = int4(model).weight_groups[0]
     assert group.s0.shape == (HIDDEN, HIDDEN // 32) and group.theta.dtype == torch.bfloat16
 
 
@@ -161,35 +160,35 @@ def test_layers_without_their_fused_partners_stand_alone():
     assert members(fp8(model).weight_groups) == [["self_attn.q_proj", "self_attn.k_proj"], ["self_attn.o_proj"]]
 
 
+class Grouped(nn.Linear):
+    def forward(self, input):
+        return (input.unflatten(-1, (2, -1)) * self.weight).sum(-1)
+
+
 def test_layers_that_cannot_be_quantized_are_named():
     """Tied weights, subclasses of nn.Linear, and widths that a group size or a shared input does not fit."""
-    model = causal_lm("llama")
-    model.lm_head.weight = model.model.embed_tokens.weight
-    with pytest.raises(
-        ValueError, match=r"model\.embed_tokens and lm_head share one weight; leave lm_head unquantized"
-    ):
-        fp8(model, exempt=[])
-
-    class Grouped(nn.Linear):
-        def forward(self, input):
-            return (input.unflatten(-1, (2, -1)) * self.weight).sum(-1)
-
-    with pytest.raises(ValueError, match=r"mlp\.of is a Grouped, a subclass.*set quant\.exempt_more: \['mlp\\.of'\]"):
-        fp8(Tree(mlp=Tree(of=Grouped(4, 4), down_proj=nn.Linear(4, 4))))
-    with pytest.raises(ValueError, match=r"mlp\.odd: in_features 33 is not divisible by group_size 32"):
-        prepare(Tree(mlp=Tree(odd=nn.Linear(33, 4))), INT4, learn_weight_scale=True, learn_input_scale=False)
+    tied = causal_lm("llama")
+    tied.lm_head.weight = tied.model.embed_tokens.weight
+    subclass = Tree(mlp=Tree(of=Grouped(4, 4), down_proj=nn.Linear(4, 4)))
     crossed = Tree(**{name: nn.Linear(32 if name == "q_proj" else 64, 32) for name in ATTENTION})
-    with pytest.raises(ValueError, match=r"different widths: .*'q_proj': 32.*'k_proj': 64"):
-        fp8(crossed)
+    for model, options, said in (
+        (tied, {"exempt": []}, r"model\.embed_tokens and lm_head share one weight; leave lm_head unquantized"),
+        (subclass, {}, r"mlp\.of is a Grouped, a subclass.*set quant\.exempt_more: \['mlp\\.of'\]"),
+        (crossed, {}, r"different widths: .*'q_proj': 32.*'k_proj': 64"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            fp8(model, **options)
 
 
 def test_all_that_does_not_fit_is_named_at_once_with_what_is_fused_with_it():
     """Group sizes of 32; gate and up are served as one layer, so that both stay as they are."""
+    with pytest.raises(ValueError, match=r"mlp\.odd: in_features 33 is not divisible by group_size 32"):
+        int4(Tree(mlp=Tree(odd=nn.Linear(33, 4))))
     narrow = Tree(gate_proj=nn.Linear(64, 8), up_proj=nn.Linear(40, 8), down_proj=nn.Linear(64, 8))
     layers = nn.ModuleList(Tree(mlp=narrow, dt_proj=nn.Linear(8, 64)) for _ in range(2))
     line = r"quant.exempt_more: ['layers\.\d+\.mlp\.up_proj', 'layers\.\d+\.dt_proj', 'layers\.\d+\.mlp\.gate_proj']"
     with pytest.raises(ValueError, match=r"mlp\.up_proj: in_features 40 .*dt_proj: in_features 8 ") as caught:
-        prepare(Tree(layers=layers), INT4, learn_weight_scale=True, learn_input_scale=False)
+        int4(Tree(layers=layers))
     assert set(str(caught.value).partition("set ")[2][:-1].split(", ")) == set(line[:-1].split(", "))
 
 
@@ -203,10 +202,7 @@ def test_a_subclass_that_computes_what_a_linear_does_is_one(seed):
     torch.testing.assert_close(model(input_ids=ids, use_cache=False).logits, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("scheme", (FP8, INT4), ids=lambda scheme: scheme.name)
-def test_a_scale_that_nothing_filled_shows_in_the_output(scheme):
+def test_a_scale_that_nothing_filled_shows_in_the_output():
     """NaN, not a model that quietly computes with a scale of 1."""
-    linear = nn.Linear(32, 32)
-    model = Tree(only=linear)
-    prepare(model, scheme, learn_weight_scale=True, learn_input_scale=False)
+    int4(model := Tree(only=nn.Linear(32, 32)))
     assert model.only(torch.randn(2, 32)).isnan().all()
