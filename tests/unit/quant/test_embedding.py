@@ -73,22 +73,21 @@ def test_off_it_is_the_table_and_theta_gets_zeros():
 
 def test_it_is_prepared_by_name_only():
     """A rule is for Linears; what an embedding cannot have is refused by its name."""
-    model = nn.Sequential(nn.Embedding(ROWS, FEATURES), nn.Linear(FEATURES, 4))
-    learn = {"learn_weight_scale": True, "learn_input_scale": False}
-    quantization = prepare(model, None, rules=[Rule(get_scheme("w4a16_g32"), layers=".*")], **learn)
-    assert list(quantization.layers) == ["1"]
-    model = nn.Sequential(nn.Embedding(ROWS, FEATURES), nn.Linear(FEATURES, 4))
-    weight = model[0].weight
-    quantization = prepare(model, get_scheme("fp8_static"), named={"0": get_scheme("w8a16_channel")}, **learn)
-    assert (
-        list(quantization.layers) == ["0", "1"] and model[0] is quantization.layers["0"] and model[0].weight is weight
-    )
-    assert [group.owner for group in quantization.weight_groups] == ["0", "1"]
+
+    def prepared(scheme, table: nn.Embedding | None = None, **options):
+        model = nn.Sequential(table or nn.Embedding(ROWS, FEATURES), nn.Linear(FEATURES, 4))
+        return model, prepare(model, scheme, learn_weight_scale=True, learn_input_scale=False, **options)
+
+    int4 = get_scheme("w4a16_g32")
+    assert list(prepared(None, rules=[Rule(int4, layers=".*")])[1].layers) == ["1"]
+    table = nn.Embedding(ROWS, FEATURES)
+    model, quantization = prepared(get_scheme("fp8_static"), table, named={"0": get_scheme("w8a16_channel")})
+    assert list(quantization.layers) == [group.owner for group in quantization.weight_groups] == ["0", "1"]
+    assert model[0] is quantization.layers["0"] and model[0].weight is table.weight
     assert quantization.weight_groups[0].s0 is model[0].weight_s0
     per_tensor = Scheme("t", TensorSpec("int", 8, "tensor"))
     for scheme in (get_scheme("fp8_static"), get_scheme("nvfp4"), get_scheme("w8a16_asym"), per_tensor):
-        model = nn.Sequential(nn.Embedding(ROWS, FEATURES), nn.Linear(FEATURES, 4))
         with pytest.raises(ValueError, match=r"0: scheme .* embeddings can have symmetric integer weights"):
-            prepare(model, None, named={"0": scheme}, **learn)
+            prepared(None, named={"0": scheme})
     with pytest.raises(ValueError, match="does more than look up"):
-        prepare(nn.Sequential(nn.Embedding(4, 32, max_norm=1.0)), None, named={"0": get_scheme("w4a16_g32")}, **learn)
+        prepared(None, nn.Embedding(4, 32, max_norm=1.0), named={"0": int4})

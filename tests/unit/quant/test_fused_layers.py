@@ -1,4 +1,4 @@
-"""The table of layers that serving fuses, against what vLLM's source says."""
+"""The table of layers that serving fuses, against what vLLM's source says (vllm_groups.py reads it)."""
 
 import json
 from pathlib import Path
@@ -16,18 +16,14 @@ from tests.families.variants import VARIANTS
 
 RECORDED = json.loads((Path(__file__).parent / "vllm_groups.json").read_text())
 # How names on disk, which vLLM's are, differ from those of transformers' modules.
-RENAMED = {
-    ("q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj"): "forget_gate.f_a_proj",
-    ("q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj", "g_a_proj"): "forget_gate.f_a_proj",
-}
+FORGET = ("q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj")
+RENAMED = {FORGET: "forget_gate.f_a_proj", (*FORGET, "g_a_proj"): "forget_gate.f_a_proj"}
+MIX = ("input_mix_weight_down", "block_inject_weight")
 SAME = {
     ("q_proj", "k_proj", "v_proj", "index_qk_proj"): ("q_proj", "k_proj", "v_proj", "indexer.index_qk_proj"),
     ("q_proj", "k_proj", "v_proj", "o_gate_proj"): ("q_proj", "k_proj", "v_proj", "gate_proj"),
     ("q_proj", "k_proj", "v_proj", "output_gate_proj"): ("q_proj", "k_proj", "v_proj", "gate_proj"),
-    ("input_mix_weight_down", "block_inject_weight", "_input_mix_padding"): (
-        "input_mix_weight_down",
-        "block_inject_weight",
-    ),
+    (*MIX, "_input_mix_padding"): MIX,
     ("wq_a", "wkv"): ("q_a_proj", "kv_proj"),
     ("wkv", "wgate"): ("kv_proj", "gate_proj"),
     ("wq_du", "wk_dv", "wv_dv", "wr_du"): ("q_proj", "k_proj", "v_proj", "r_proj"),
@@ -44,11 +40,7 @@ NOT_HERE = {
     ("query", "key", "value"): "BERT and RoBERTa, which generate nothing",
     ("wq", "wk", "wv"): "a vision tower",
     ("q_conv1d", "k_conv1d", "v_conv1d"): "convolutions, which are not quantized",
-    (
-        "q_a_proj",
-        "kv_a_proj_with_mqa",
-        "g_proj",
-    ): "Kimi K3, whose g_proj transformers' KimiLinearAttention does not have",
+    ("q_a_proj", "kv_a_proj_with_mqa", "g_proj"): "Kimi K3, whose g_proj transformers' class does not have",
     ("wk", "weights_proj"): "the indexer of sparse attention, which vLLM does not quantize",
 }
 
@@ -71,74 +63,43 @@ def test_rows_of_a_class_come_before_those_of_any_class():
     assert general == list(range(general[0], len(FUSED)))
 
 
-def groups(name: str, keep=()) -> list[list[str]]:
-    """The weight groups of several layers that a variant of the zoo gets, by the last names of their members."""
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("qwen3", {"gate_proj up_proj", "q_proj k_proj v_proj"}),
+        ("deepseek_v3", {"gate_proj up_proj", "q_a_proj kv_a_proj_with_mqa"}),
+        ("glm4_moe_lite", {"gate_proj up_proj", "q_a_proj kv_a_proj_with_mqa"}),
+        ("lfm2", {"q_proj k_proj v_proj", "w1 w3"}),
+        (
+            "kimi_linear",
+            {"gate_proj up_proj", "q_a_proj kv_a_proj_with_mqa", "q_proj k_proj v_proj f_a_proj b_proj"},
+        ),
+        ("olmo_hybrid", {"gate_proj up_proj", "q_proj k_proj v_proj", "q_proj k_proj v_proj g_proj"}),
+        ("qwen3_5", {"gate_proj up_proj", "in_proj_b in_proj_a", "in_proj_qkv in_proj_z", "q_proj k_proj v_proj"}),
+    ],
+)
+def test_the_groups_of_a_family_are_those_that_serving_fuses(name: str, expected: set[str]):
+    """Those of several layers, by the last names of their members; no group reaches over several decoder layers."""
     config = VARIANTS[name].config()
     auto = AutoModelForImageTextToText if composite(config) else AutoModelForCausalLM
     with torch.device("meta"), no_init_weights():
         model = auto.from_config(config)
-    exempt = (*DEFAULT_EXEMPT, *keep)
+    exempt = (*DEFAULT_EXEMPT, *([r".*visual\..+"] if name == "qwen3_5" else []))
     quantization = prepare(
         model, SCHEMES["fp8_static"], exempt=exempt, learn_weight_scale=False, learn_input_scale=False
     )
-    for of in (quantization.weight_groups, quantization.input_groups):
-        for group in of:
-            assert len({member.partition(".layers.")[2].split(".")[0] for member in group.members}) == 1, group.members
-    found = {tuple(one.rpartition(".")[2] for one in group.members) for group in quantization.weight_groups}
-    return sorted(list(names) for names in found if len(names) > 1)
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("qwen3", [["gate_proj", "up_proj"], ["q_proj", "k_proj", "v_proj"]]),
-        ("deepseek_v3", [["gate_proj", "up_proj"], ["q_a_proj", "kv_a_proj_with_mqa"]]),
-        ("glm4_moe_lite", [["gate_proj", "up_proj"], ["q_a_proj", "kv_a_proj_with_mqa"]]),
-        ("lfm2", [["q_proj", "k_proj", "v_proj"], ["w1", "w3"]]),
-        (
-            "kimi_linear",
-            [
-                ["gate_proj", "up_proj"],
-                ["q_a_proj", "kv_a_proj_with_mqa"],
-                ["q_proj", "k_proj", "v_proj", "f_a_proj", "b_proj"],
-            ],
-        ),
-        (
-            "olmo_hybrid",
-            [
-                ["gate_proj", "up_proj"],
-                ["q_proj", "k_proj", "v_proj"],
-                ["q_proj", "k_proj", "v_proj", "g_proj"],
-            ],
-        ),
-        (
-            "qwen3_5",
-            [
-                ["gate_proj", "up_proj"],
-                ["in_proj_b", "in_proj_a"],
-                ["in_proj_qkv", "in_proj_z"],
-                ["q_proj", "k_proj", "v_proj"],
-            ],
-        ),
-    ],
-)
-def test_the_groups_of_a_family_are_those_that_serving_fuses(name: str, expected: list[list[str]]):
-    found = groups(name, (r".*visual\..+",) if name == "qwen3_5" else ())
-    assert sorted(found) == sorted(expected)
+    for group in (*quantization.weight_groups, *quantization.input_groups):
+        assert len({member.partition(".layers.")[2].split(".")[0] for member in group.members}) == 1, group.members
+    several = [group.members for group in quantization.weight_groups if len(group.members) > 1]
+    assert {" ".join(one.rpartition(".")[2] for one in members) for members in several} == expected
 
 
 def test_a_name_that_other_classes_have_does_not_join_their_groups():
     """An MLP's gate and an attention's gate have one name; only the classes named in the table fuse the latter."""
 
-    class BeamAttention(nn.Module):
-        pass
-
-    class Attention(nn.Module):
-        pass
-
     model = nn.Module()
-    for name, kind in (("beam", BeamAttention), ("other", Attention)):
-        parent = kind()
+    for name, kind in (("beam", "BeamAttention"), ("other", "Attention")):
+        parent = type(kind, (nn.Module,), {})()
         for leaf in ("q_proj", "k_proj", "v_proj", "gate_proj"):
             parent.add_module(leaf, nn.Linear(32, 32))
         model.add_module(name, parent)

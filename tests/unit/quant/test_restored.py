@@ -12,19 +12,9 @@ from torch.utils.checkpoint import checkpoint
 from quant.inputs import Restored
 from tests.unit.quant.attention import WIDTH, Attention, assert_equal, attention, results, unshared
 
-MAKERS = (
-    "dequantize",
-    "dequantize_and_mask_",
-    "fake_quantized",
-    "fake_quantized_tokens",
-    "fake_quantize_tokens_and_mask_",
-)
-WAYS = {
-    "fp8_static": {"fp8_gemm": True},
-    "learned": {"learn_input": True},
-    "fp8_dynamic": {},
-    "8da4w": {},
-}
+MAKERS = ("dequantize", "dequantize_and_mask_", "fake_quantized", "fake_quantized_tokens")
+MAKERS += ("fake_quantize_tokens_and_mask_",)
+WAYS = {"fp8_static": {"fp8_gemm": True}, "learned": {"learn_input": True}, "fp8_dynamic": {}, "8da4w": {}}
 
 
 class Made(TorchDispatchMode):
@@ -50,65 +40,62 @@ def model_of(way: str) -> tuple[Attention, object]:
     return attention("fp8_static" if way == "learned" else way, **WAYS[way])
 
 
-def branches(model: nn.Module, x: Tensor) -> list[Tensor]:
-    return [layer(x) for layer in (model.q_proj, model.k_proj, model.v_proj)]
+def readers(model: nn.Module) -> list[nn.Module]:
+    return [model.q_proj, model.k_proj, model.v_proj]
+
+
+def some(count: int = 2) -> list[Tensor]:
+    return [torch.randn(6, WIDTH).bfloat16() for _ in range(count)]
+
+
+def gradients(model: nn.Module, x: Tensor, grad: Tensor, recomputed: str) -> tuple[dict[str, Tensor], int]:
+    """Of the input and of the parameters, and how often an input was restored for them."""
+    model.zero_grad()
+    leaf = x.clone().requires_grad_()
+    output = model(leaf) if recomputed == "no" else checkpoint(model, leaf, use_reentrant=recomputed == "reentrant")
+    with Made(6, WIDTH) as made:
+        output.backward(grad)
+    assert not made.alive()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"x": leaf.grad, **found}, len(made.found)
 
 
 @pytest.mark.parametrize("recomputed", ("no", "reentrant", "not reentrant"))
 @pytest.mark.parametrize("way", WAYS)
 def test_restored_once_and_the_same(way, recomputed, seed):
     model, q = model_of(way)
-    x, grad = (torch.randn(6, WIDTH).bfloat16() for _ in range(2))
-
-    counts = []
-
-    def gradients() -> dict[str, Tensor]:
-        model.zero_grad()
-        leaf = x.clone().requires_grad_()
-        output = model(leaf) if recomputed == "no" else checkpoint(model, leaf, use_reentrant=recomputed == "reentrant")
-        with Made(6, WIDTH) as made:
-            output.backward(grad)
-        assert not made.alive()
-        counts.append(len(made.found))
-        return {"x": leaf.grad, **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
-
-    together = gradients()
+    x, grad = some()
+    together, once = gradients(model, x, grad, recomputed)
     unshared(q)
-    assert_equal(gradients(), together)
+    alone, apart = gradients(model, x, grad, recomputed)
+    assert_equal(alone, together)
     # Three layers restore where one did; and where the second forward fake-quantizes, three do so too.
-    once, apart = counts
     assert apart - once == (2 if recomputed == "no" or way == "fp8_static" else 4)
 
 
-@pytest.mark.parametrize("recomputed", (False, True))
+@pytest.mark.parametrize("recomputed", ("no", "not reentrant"))
 @pytest.mark.parametrize("scheme", ("fp8_dynamic", "mxfp4_w4a4"))
 def test_codes_that_are_kept_of_dynamic_inputs_give_the_same(scheme, recomputed, seed):
     """Whose gradient is masked already when their values are restored."""
     model, _ = attention(scheme)
-    x, grad = (torch.randn(6, WIDTH).bfloat16() for _ in range(2))
-
-    def gradients(kept: bool) -> dict[str, Tensor]:
+    (x, grad), found = some(), []
+    for kept in (True, False):
         for layer in model.children():
             layer.dynamic_codes = kept
-        model.zero_grad()
-        leaf = x.clone().requires_grad_()
-        (checkpoint(model, leaf, use_reentrant=False) if recomputed else model(leaf)).backward(grad)
-        return {"x": leaf.grad, **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
-
-    assert_equal(gradients(kept=True), gradients(kept=False))
+        found.append(gradients(model, x, grad, recomputed)[0])
+    assert_equal(*found)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_backward_of_some_of_the_layers_holds_nothing_after_it(way, seed):
     """One layer's backward with the graph kept, then all: each gives what it gives without sharing."""
     model, q = model_of(way)
-    x = torch.randn(6, WIDTH).bfloat16()
-    grads = [torch.randn_like(one) for one in branches(model, x)]
-    found = []
+    (x,), found = some(1), []
+    grads = [torch.randn_like(layer(x)) for layer in readers(model)]
     for _ in range(2):
         leaf = x.clone().requires_grad_()
-        outputs = branches(model, leaf)
-        parameters = [leaf, *(layer.weight for layer in (model.q_proj, model.k_proj, model.v_proj))]
+        outputs = [layer(leaf) for layer in readers(model)]
+        parameters = [leaf, *(layer.weight for layer in readers(model))]
         with Made(6, WIDTH) as made:
             one = torch.autograd.grad(outputs[1], (leaf, parameters[2]), grads[1], retain_graph=True)
         assert len(made.found) == 1 and not made.alive()
@@ -125,8 +112,8 @@ def test_a_backward_that_raises_leaves_nothing_to_the_next(seed):
     """It is raised behind the first of three backwards; what was restored goes with the graph, or when another group's
     input is restored."""
     model, _ = attention(fp8_gemm=True)
-    x = torch.randn(6, WIDTH).bfloat16()
-    outputs = branches(model, x.requires_grad_())
+    x, ones = some(1)[0], torch.ones(6, WIDTH).bfloat16()
+    outputs = [layer(x.requires_grad_()) for layer in readers(model)]
 
     def fail(grad: Tensor) -> None:
         raise RuntimeError("on purpose")
@@ -136,9 +123,9 @@ def test_a_backward_that_raises_leaves_nothing_to_the_next(seed):
         sum(one.sum() for one in outputs).backward()
     assert len(made.found) == 1
     other, _ = attention(fp8_gemm=True)
-    expected = results(other, x.detach(), torch.ones(6, WIDTH).bfloat16())
+    expected = results(other, x.detach(), ones)
     assert not made.alive()
-    assert_equal(results(other, x.detach(), torch.ones(6, WIDTH).bfloat16()), expected)
+    assert_equal(results(other, x.detach(), ones), expected)
     del outputs
     assert not made.alive()
 
@@ -146,7 +133,7 @@ def test_a_backward_that_raises_leaves_nothing_to_the_next(seed):
 def test_what_is_kept_may_be_moved(seed):
     """Hooks that give each layer a copy of its own of what it kept: restored for each, the same bits."""
     model, _ = attention(fp8_gemm=True)
-    x, grad = (torch.randn(6, WIDTH).bfloat16() for _ in range(2))
+    x, grad = some()
     expected = results(model, x, grad)
     with torch.autograd.graph.saved_tensors_hooks(lambda one: one.detach().clone(), lambda one: one.clone()):
         assert_equal(results(model, x, grad), expected)
@@ -154,21 +141,18 @@ def test_what_is_kept_may_be_moved(seed):
 
 def test_two_inputs_in_turn(seed):
     """Layers of two groups whose backwards alternate: one input is held at a time."""
-    models = [attention(fp8_gemm=True)[0] for _ in range(2)]
-    xs = [torch.randn(6, WIDTH).bfloat16().requires_grad_() for _ in range(2)]
-    leaves = [x.clone().detach().requires_grad_() for x in xs]
-    for model, leaf in zip(models, leaves, strict=True):
-        sum(one.float().sum() for one in branches(model, leaf)).backward()
-    alone = [layer.weight.grad.clone() for model in models for layer in (model.q_proj, model.k_proj, model.v_proj)]
+    models, xs = [attention(fp8_gemm=True)[0] for _ in range(2)], some()
+    for model, x in zip(models, xs, strict=True):
+        sum(layer(x.requires_grad_()).float().sum() for layer in readers(model)).backward()
+    alone = [layer.weight.grad.clone() for model in models for layer in readers(model)]
     for model in models:
         model.zero_grad()
     total = torch.zeros(())
-    for name in ("q_proj", "k_proj", "v_proj"):
-        for model, x in zip(models, xs, strict=True):
-            total = total + model.get_submodule(name)(x).float().sum()
+    for pair in zip(*map(readers, models), strict=True):
+        for layer, x in zip(pair, xs, strict=True):
+            total = total + layer(x).float().sum()
     with Made(6, WIDTH) as made:
         total.backward()
     assert len(made.found) == 6 and not made.alive()
-    together = [layer.weight.grad for model in models for layer in (model.q_proj, model.k_proj, model.v_proj)]
-    assert all(map(torch.equal, alone, together))
+    assert all(map(torch.equal, alone, [layer.weight.grad for model in models for layer in readers(model)]))
     assert Restored._filled is not None

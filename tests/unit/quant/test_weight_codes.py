@@ -4,69 +4,45 @@ import pytest
 import torch
 
 import quant
-from quant.spec import get_scheme
-from tests.unit.quant.attention import WIDTH, Attention, Count, assert_equal, attention, fill_scales, results
+from tests.unit.quant.attention import WIDTH, Count, assert_equal, attention, results
 
 pytestmark = pytest.mark.usefixtures("prepared")
 
 
-@pytest.mark.parametrize(
-    ("scheme", "fp8_gemm"),
-    [
-        ("fp8_static", False),
-        ("fp8_static", True),
-        ("w4a16_g32", False),
-        ("int8_dynamic", False),
-        ("nvfp4", False),
-        ("mxfp4", False),
-    ],
-)
-def test_kept_weight_codes(scheme, fp8_gemm, seed):
-    """The same bits, quantized once over forwards and backwards, until the weights change."""
-    model = Attention(bias=True).bfloat16()
-    q = quant.prepare(model, get_scheme(scheme), learn_weight_scale=True, learn_input_scale=False, fp8_gemm=fp8_gemm)
-    fill_scales(q)
+def keep(q: quant.Quantization, kept: bool = True) -> None:
+    for layer in q.layers.values():
+        layer.keeps_weight_codes = kept
+
+
+@pytest.mark.parametrize("scheme", ["fp8_static", "fp8_gemm", "w4a16_g32", "int8_dynamic", "nvfp4", "mxfp4"])
+def test_kept_weight_codes(scheme, seed):
+    """The same bits, quantized once over forwards and backwards, until the weights change, or theta alone."""
+    gemm = scheme == "fp8_gemm"
+    model, q = attention("fp8_static" if gemm else scheme, fp8_gemm=gemm, bias=True)
     x, grad = torch.randn(6, WIDTH).bfloat16(), torch.randn(6, WIDTH).bfloat16()
+    sizes = {tuple(layer.weight.shape) for layer in q.layers.values()}
     with Count() as count:
         expected = results(model, x, grad)
-    sizes = {tuple(layer.weight.shape) for layer in q.layers.values()}
-    often = sum(count.quantized(size) for size in sizes)
-    assert often == 2 * len(q.layers), "once in forward, once in backward"
-    for layer in q.layers.values():
-        layer.keeps_weight_codes = True
+    assert sum(map(count.quantized, sizes)) == 2 * len(q.layers), "once in forward, once in backward"
+    keep(q)
     with Count() as count:
         for _ in range(3):
             assert_equal(results(model, x, grad), expected)
-    assert sum(count.quantized(size) for size in sizes) == len(q.layers)
+    assert sum(map(count.quantized, sizes)) == len(q.layers)
 
-    with torch.no_grad():
-        for layer in q.layers.values():
-            layer.weight.mul_(-1)
-    stale = results(model, x, grad)
-    assert torch.equal(stale["output"], expected["output"]), "nothing said that they changed: the old codes"
-    quant.weights_changed(model)
-    changed = results(model, x, grad)
-    assert not torch.equal(changed["output"], stale["output"])
-    for layer in q.layers.values():
-        layer.keeps_weight_codes = False
-    assert_equal(results(model, x, grad), changed)
-
-
-def test_weight_codes_are_of_the_scale_too(seed):
-    """A step of theta alone changes the codes; weights_changed drops them."""
-    model, q = attention()
-    x, grad = torch.randn(6, WIDTH).bfloat16(), torch.randn(6, WIDTH).bfloat16()
-    for layer in q.layers.values():
-        layer.keeps_weight_codes = True
-    before = results(model, x, grad)
-    with torch.no_grad():
-        model.q_proj.weight_theta.add_(0.4)
-    quant.weights_changed(model)
-    after = results(model, x, grad)
-    for layer in q.layers.values():
-        layer.keeps_weight_codes = False
-    assert_equal(after, results(model, x, grad))
-    assert not torch.equal(before["output"], after["output"])
+    for name, change in (("weight", lambda one: one.mul_(-1)), ("weight_theta", lambda one: one.add_(0.8))):
+        with torch.no_grad():
+            change(getattr(model.q_proj, name))
+        stale = results(model, x, grad)
+        if name == "weight":
+            assert torch.equal(stale["output"], expected["output"]), "nothing said that it changed: the old codes"
+        quant.weights_changed(model)
+        changed = results(model, x, grad)
+        assert not torch.equal(changed["output"], expected["output"])
+        keep(q, False)
+        assert_equal(results(model, x, grad), changed)
+        keep(q)
+        expected = results(model, x, grad)
 
 
 def test_weight_codes_made_in_inference_mode(seed):
@@ -74,8 +50,7 @@ def test_weight_codes_made_in_inference_mode(seed):
     model, q = attention()
     x, grad = torch.randn(6, WIDTH).bfloat16(), torch.randn(6, WIDTH).bfloat16()
     expected = results(model, x, grad)
-    for layer in q.layers.values():
-        layer.keeps_weight_codes = True
+    keep(q)
     with torch.inference_mode():
         model(x)
     assert_equal(results(model, x, grad), expected)

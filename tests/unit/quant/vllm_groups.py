@@ -12,45 +12,37 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-Group = tuple[str, tuple[str, ...]]
+Group = list[str]
 
 
-def packed(tree: ast.Module) -> Iterator[Group]:
-    """What the classes of a file pack: the fused name, and those of its parts."""
+def texts(nodes: list[ast.expr]) -> Group:
+    return [node.value for node in nodes if isinstance(node, ast.Constant)]
+
+
+def fused(tree: ast.Module) -> Iterator[Group]:
+    """The names of the parts of each fused layer of a file."""
     for node in ast.walk(tree):
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
-        if isinstance(target, ast.Name) and target.id == "packed_modules_mapping" and isinstance(node.value, ast.Dict):
-            for key, value in zip(node.value.keys, node.value.values, strict=True):
-                if isinstance(key, ast.Constant) and isinstance(value, (ast.List, ast.Tuple)):
-                    yield key.value, tuple(part.value for part in value.elts if isinstance(part, ast.Constant))
-
-
-def stacked(tree: ast.Module) -> Iterator[Group]:
-    """What the loaders of a file stack."""
-    for node in ast.walk(tree):
-        rows: list[tuple[ast.expr | None, ast.expr | None]] = []
-        if isinstance(node, ast.Assign) and "stacked_params_mapping" in ast.unparse(node.targets[0]):
-            elements = getattr(node.value, "elts", [])
-            rows = [(row.elts[0], row.elts[1]) for row in elements if isinstance(row, ast.Tuple) and len(row.elts) == 3]
+        name = "" if target is None else ast.unparse(target)
+        if name == "packed_modules_mapping" and isinstance(node.value, ast.Dict):
+            yield from (texts(value.elts) for value in node.value.values if isinstance(value, ast.List | ast.Tuple))
+        rows: list[list[ast.expr]] = []
+        if isinstance(node, ast.Assign) and "stacked_params_mapping" in name:
+            rows = [row.elts[:2] for row in getattr(node.value, "elts", []) if len(getattr(row, "elts", ())) == 3]
         elif isinstance(node, ast.keyword) and node.arg == "orig_to_new_stacked" and isinstance(node.value, ast.Dict):
-            rows = [
-                (value.elts[0], key)
-                for key, value in zip(node.value.keys, node.value.values, strict=True)
-                if isinstance(value, ast.Tuple)
-            ]
-        groups: dict[str, list[str]] = defaultdict(list)
-        for whole, part in rows:
-            if isinstance(whole, ast.Constant) and isinstance(part, ast.Constant):
-                groups[whole.value.strip(".")].append(part.value.strip("."))
-        yield from ((whole, tuple(dict.fromkeys(parts))) for whole, parts in groups.items())
+            pairs = zip(node.value.keys, node.value.values, strict=True)
+            rows = [[value.elts[0], key] for key, value in pairs if isinstance(value, ast.Tuple)]
+        groups: dict[str, Group] = defaultdict(list)
+        for whole, part in (names for names in map(texts, rows) if len(names) == 2):
+            groups[whole.strip(".")].append(part.strip("."))
+        yield from (list(dict.fromkeys(parts)) for parts in groups.values())
 
 
 def groups_of(package: Path) -> dict[tuple[str, ...], list[str]]:
     """The files of vLLM that fuse each group of two layers or more, by the names that the layers have on disk."""
     found: dict[tuple[str, ...], set[str]] = defaultdict(set)
     for file in [*package.glob("model_executor/models/*.py"), *package.glob("models/**/*.py")]:
-        tree = ast.parse(file.read_text())
-        for _, parts in (*packed(tree), *stacked(tree)):
+        for parts in fused(ast.parse(file.read_text())):
             names = tuple(part.rpartition(".")[2] for part in parts if not part.endswith((".weight", ".bias")))
             if len(names) > 1:
                 found[names].add(str(file.relative_to(package)))
