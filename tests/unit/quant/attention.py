@@ -1,14 +1,13 @@
-"""Three layers that read one tensor and one that reads another: what they give, and how often operators run for it."""
+"""Three Linears that read one tensor and one that reads another: their results, and how often operators run."""
 
 from collections import Counter
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import quant
-from quant.reference import absmax_scale
+from model.scales import renew_weight_scales
 from quant.spec import get_scheme
 
 WIDTH, HEADS = 64, (64, 32, 32)
@@ -30,12 +29,8 @@ class Attention(nn.Module):
 
 def fill_scales(q: quant.Quantization, input_scale: float = 2.5 / 448) -> None:
     """Weight scales from the weights, input scales that clip some of a Gaussian, thetas that are not 0."""
+    renew_weight_scales(q)
     with torch.no_grad():
-        for group in q.weight_groups:
-            largest = max(q.layers[name].weight.abs().max().float() for name in group.members)
-            group.s0.copy_(absmax_scale(largest, group.spec).expand_as(group.s0))
-        for group in q.global_groups:
-            group.s0.fill_(448 / q.layers[group.owner].weight_s0.max().item())
         for group in q.input_groups:
             group.s0.fill_(input_scale)
         for group in (*q.weight_groups, *q.input_groups):
@@ -92,7 +87,7 @@ def unshared(q: quant.Quantization) -> None:
 
 
 def results(model: nn.Module, x: Tensor, grad: Tensor) -> dict[str, Tensor]:
-    """Output and gradients."""
+    """Output and gradients, by name."""
     model.zero_grad()
     leaf = x.clone().requires_grad_()
     output = model(leaf)
@@ -105,18 +100,3 @@ def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
         assert torch.equal(value, theirs[name]), name
-
-
-@contextmanager
-def bytes_saved(model: nn.Module):
-    """``{address: (dtype, bytes)}`` of what autograd keeps, Parameters aside."""
-    parameters = {p.data_ptr() for p in model.parameters()}
-    found: dict[int, tuple[torch.dtype, int]] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        if tensor.data_ptr() not in parameters:
-            found[tensor.data_ptr()] = (tensor.dtype, tensor.untyped_storage().nbytes())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield found

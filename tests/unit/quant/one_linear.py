@@ -1,7 +1,8 @@
-"""Random operands of one quantized Linear, its gradients, and what autograd keeps of it."""
+"""Random operands of one quantized Linear, and its gradients."""
 
 import math
 import random
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ FP8 = TensorSpec("fp8_e4m3", 8, "tensor")
 INT4 = TensorSpec("int", 4, "group", 16)
 BLOCKS, NVFP4 = TensorSpec("fp8_e4m3", 8, "block", 16), TensorSpec("fp4_e2m1", 4, "group", 16)
 FP8_GROUPS = TensorSpec("fp8_e4m3", 8, "group", 16, dynamic=True)
+MX8 = TensorSpec("fp8_e4m3", 8, "group", 32, dynamic=True, mx=True)
 ASYMMETRIC = TensorSpec("int", 8, "token", symmetric=False, dynamic=True)
 SCHEMES = [
     (FP8, FP8),
@@ -33,6 +35,8 @@ SCHEMES = [
     (None, ASYMMETRIC),
     (NVFP4, None),
     (TensorSpec("fp4_e2m1", 4, "group", 32), TensorSpec("int", 8, "token", dynamic=True)),
+    (replace(MX8, dynamic=False), MX8),
+    (TensorSpec("int", 4, "group", 32, ggml=True), None),
 ]
 
 
@@ -74,6 +78,11 @@ class Case:
         s0 = nn.Parameter(absmax_scale(absmax, spec), requires_grad=False)
         return s0, nn.Parameter(theta.to(dtype))
 
+    @property
+    def parameters(self):
+        every = (*self.tensors().values(), self.weight_global, self.weight_zero)
+        return [tensor for tensor in every if isinstance(tensor, nn.Parameter)]
+
     def tensors(self):
         names = ("x", "weight", "bias", "weight_s0", "weight_theta", "input_s0", "input_theta")
         return {name: getattr(self, name) for name in names}
@@ -113,26 +122,3 @@ def gradients(case, output=None):
     trained = case.trained()
     values = torch.autograd.grad(output, list(trained.values()), grad, allow_unused=True)
     return dict(zip(trained, values, strict=True)), grad
-
-
-class Saved:
-    """Records what autograd keeps, without the Parameters that live anyway: ``{storage address: bytes}``."""
-
-    def __init__(self, case):
-        tensors = (*case.tensors().values(), case.weight_global, case.weight_zero)
-        self.parameters = {t.data_ptr() for t in tensors if isinstance(t, nn.Parameter)}
-        self.bytes, self.count, self.dtypes = {}, 0, []
-
-    def __enter__(self):
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(self, *error):
-        self._hooks.__exit__(*error)
-
-    def _pack(self, tensor):
-        if tensor.data_ptr() not in self.parameters:
-            self.bytes[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
-            self.dtypes.append(tensor.dtype)
-        return tensor

@@ -9,8 +9,9 @@ import quant
 from quant import fused_reference
 from quant.fused import FusedMLP, fuse, rms_norm
 from quant.inputs import QuantizedActivation
+from tests.lib.saved import kept_for_backward, storages
 from tests.lib.tiny import tiny_model
-from tests.unit.quant.attention import bytes_saved, fill_scales
+from tests.unit.quant.attention import fill_scales
 
 pytestmark = pytest.mark.usefixtures("prepared")
 
@@ -124,9 +125,9 @@ def test_what_is_kept_for_backward_is_less():
         model, _ = quantized(fp8_gemm=True)
         if fused:
             fuse(model)
-        with bytes_saved(model) as found:
+        with kept_for_backward(model.parameters()) as found:
             model(input_ids=torch.zeros(4, 64, dtype=torch.int64), use_cache=False)
-        kept.append(sum(size for _, size in found.values()))
+        kept.append(sum(storages(found).values()))
     assert kept[1] < 0.9 * kept[0]
 
 

@@ -1,4 +1,4 @@
-"""What the autograd Function keeps for backward, in bytes; and that it needs no more, not even the weight."""
+"""Tensors that quant_linear keeps for backward, in bytes; and that it needs no more, not even the weight."""
 
 import math
 import random
@@ -10,65 +10,53 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from quant.spec import TensorSpec
-from tests.unit.quant.one_linear import ASYMMETRIC, FP8, INT4, NVFP4, SCHEMES, Case, Saved, gradients
+from tests.lib.saved import kept_for_backward, storages
+from tests.unit.quant.one_linear import ASYMMETRIC, FP8, INT4, MX8, NVFP4, SCHEMES, Case, gradients
+
+BYTES = {torch.float8_e4m3fn: lambda n: n, torch.uint8: lambda n: (n + 7) // 8}  # codes, and a mask of bits
+
+
+def kept(case: Case) -> dict[int, torch.Tensor]:
+    with kept_for_backward(case.parameters) as found:
+        case()
+    return found
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-def test_bytes_kept_for_backward(dtype, seed):
-    """The arithmetic: n inputs cost n bytes of codes and n/8 of mask with a fixed scale, nothing of their own
-    otherwise.
-
-    Counted in storage, so that a view of a bigger tensor would count as that tensor.
-    """
-
-    def kept(case):
-        with Saved(case) as saved:
-            case()
-        return saved
-
-    for _ in range(5):
-        case = Case(FP8, FP8, dtype, tokens=(random.randint(1, 9), random.randint(1, 9)))
-        n = case.x.numel()
-        own = case.x.data_ptr()
-        # Learned scale: the input itself.
-        assert kept(case).bytes == {own: case.x.untyped_storage().nbytes()}
-        # Fixed scale: codes and mask. Codes are for the weight's gradients, the mask is for the input's.
-        case.input_theta.requires_grad_(False)
-        saved = kept(case)
-        assert sum(saved.bytes.values()) == n + (n + 7) // 8 and own not in saved.bytes
-        assert set(saved.dtypes) == {torch.float8_e4m3fn, torch.uint8}
-        case.weight.requires_grad_(False)
-        assert sum(kept(case).bytes.values()) == n + (n + 7) // 8, "a learned weight scale needs the codes"
-        case.weight_theta.requires_grad_(False)
-        saved = kept(case)
-        assert sum(saved.bytes.values()) == (n + 7) // 8 and saved.dtypes == [torch.uint8]
-        # The input of the first layer needs no gradient, so no mask.
-        case.weight.requires_grad_(True)
-        case.x.requires_grad_(False)
-        saved = kept(case)
-        assert sum(saved.bytes.values()) == n and saved.dtypes == [torch.float8_e4m3fn]
-        # Weight-only: the input itself, and nothing where the weight is frozen.
-        case = Case(INT4, None, dtype)
-        assert kept(case).bytes == {case.x.data_ptr(): case.x.untyped_storage().nbytes()}
-        case.weight.requires_grad_(False)
-        case.weight_theta.requires_grad_(False)
-        assert kept(case).bytes == {}
-        # Dynamic: the input itself, also where only its own gradient is wanted. Scales that the kernels do not form are
-        # formed again in backward.
-        case = Case(NVFP4, ASYMMETRIC, dtype)
-        own = {case.x.data_ptr(): case.x.untyped_storage().nbytes()}
-        assert kept(case).bytes == own
-        for parameter in (case.weight, case.weight_theta, case.bias):
-            parameter.requires_grad_(False)
-        assert kept(case).bytes == own
-        case.x.requires_grad_(False)
-        assert kept(case).bytes == {}
-
-
-MX4, MX8 = (
-    TensorSpec("fp4_e2m1", 4, "group", 32, dynamic=True),
-    TensorSpec("fp8_e4m3", 8, "group", 32, dynamic=True, mx=True),
+@pytest.mark.parametrize(
+    ("schemes", "frozen", "expected"),
+    [
+        ((FP8, FP8), (), "input"),  # a learned scale
+        # A fixed scale: n bytes of codes for the weight's gradients, n/8 of mask for the input's.
+        ((FP8, FP8), ("input_theta",), {torch.float8_e4m3fn, torch.uint8}),
+        ((FP8, FP8), ("input_theta", "weight"), {torch.float8_e4m3fn, torch.uint8}),  # codes for theta
+        ((FP8, FP8), ("input_theta", "weight", "weight_theta"), {torch.uint8}),
+        ((FP8, FP8), ("input_theta", "x"), {torch.float8_e4m3fn}),  # a first layer
+        ((INT4, None), (), "input"),
+        ((INT4, None), ("weight", "weight_theta"), set()),
+        # Dynamic: also where only the input's own gradient is wanted. Scales that the kernels do not form are formed
+        # again in backward.
+        ((NVFP4, ASYMMETRIC), (), "input"),
+        ((NVFP4, ASYMMETRIC), ("weight", "weight_theta", "bias"), "input"),
+        ((NVFP4, ASYMMETRIC), ("weight", "weight_theta", "bias", "x"), set()),
+    ],
+    ids=str,
 )
+def test_bytes_kept_for_backward(schemes, frozen, expected, dtype, seed):
+    """Of n inputs. Counted in storage, so that a view of a bigger tensor would count as that tensor."""
+    for _ in range(5):
+        case = Case(*schemes, dtype, tokens=(random.randint(1, 9), random.randint(1, 9)))
+        for name in frozen:
+            getattr(case, name).requires_grad_(False)
+        found = kept(case)
+        if expected == "input":
+            assert storages(found) == {case.x.data_ptr(): case.x.untyped_storage().nbytes()}
+            continue
+        assert case.x.data_ptr() not in found and {one.dtype for one in found.values()} == expected
+        assert sum(storages(found).values()) == sum(BYTES[one](case.x.numel()) for one in expected)
+
+
+MX4 = TensorSpec("fp4_e2m1", 4, "group", 32, dynamic=True)
 NVFP4_INPUTS = TensorSpec("fp4_e2m1", 4, "group", 16, dynamic=True)
 # Bytes per element where both operands train: codes, a byte of scale per group, of NVFP4 a mask.
 KEPT = [(MX4, 1 / 2 + 1 / 32), (MX8, 1 + 1 / 32), (NVFP4_INPUTS, 1 / 2 + 1 / 16 + 1 / 8)]
@@ -88,21 +76,17 @@ def test_codes_of_dynamic_floats_are_kept_instead_of_the_input(spec, each, dtype
     grad = torch.randn_like(output)
     plain = torch.autograd.grad(output, list(case.trained().values()), grad)
     case.plan = replace(case.plan, dynamic_codes=True)
-    with Saved(case) as saved:
-        kept = case()
-    assert torch.equal(kept, output)
-    assert case.x.data_ptr() not in saved.bytes
-    assert sum(saved.bytes.values()) == each * case.x.numel()  # groups of 16 and 32: whole bytes
-    for name, ours, theirs in zip(
-        case.trained(), torch.autograd.grad(kept, list(case.trained().values()), grad), plain, strict=True
-    ):
+    with kept_for_backward(case.parameters) as saved:
+        again = case()
+    assert torch.equal(again, output) and case.x.data_ptr() not in saved
+    assert sum(storages(saved).values()) == each * case.x.numel()  # groups of 16 and 32: whole bytes
+    found = torch.autograd.grad(again, list(case.trained().values()), grad)
+    for name, ours, theirs in zip(case.trained(), found, plain, strict=True):
         assert torch.equal(ours, theirs), name
-    # Of an input that alone needs a gradient what says where it was clipped; of one that needs none the codes alone.
+    # Of an input that alone needs a gradient the mask of what is clipped; of one that needs none the codes alone.
     for parameter in (case.weight, case.weight_theta, case.bias):
         parameter.requires_grad_(False)
-    with Saved(case) as saved:
-        case()
-    assert sum(saved.bytes.values()) <= (each - spec.bits / 8) * case.x.numel() + 8
+    assert sum(storages(kept(case)).values()) <= (each - spec.bits / 8) * case.x.numel() + 8
     with torch.no_grad():
         case.x[0, 0, 1], case.x[-1, -1, 3] = math.inf, math.nan
     case.weight.requires_grad_()
@@ -116,56 +100,33 @@ def test_no_tokens_and_integers_keep_what_they_kept(seed):
     for spec, tokens in ((MX4, (0,)), (ASYMMETRIC, (3,))):
         case = Case(INT4, spec, tokens=tokens)
         case.plan = replace(case.plan, dynamic_codes=True)
-        with Saved(case) as saved:
+        with kept_for_backward(case.parameters) as saved:
             output = case()
-        assert set(saved.bytes) <= {case.x.data_ptr(), 0}
+        assert set(saved) <= {case.x.data_ptr(), 0}
         output.sum().backward()
         assert case.x.grad is not None and case.x.grad.shape == case.x.shape
 
 
-def test_layers_that_read_one_input_keep_it_once(seed):
-    """q, k and v with a learned input scale."""
-    first, second = Case(FP8, FP8), Case(FP8, FP8)
-    second.x, second.weight = first.x, nn.Parameter(torch.randn(5, first.x.shape[-1]))
-    second.bias = None
-    with Saved(first) as saved:
-        saved.parameters |= Saved(second).parameters
-        first(), second()
-    assert saved.bytes == {first.x.data_ptr(): first.x.untyped_storage().nbytes()}
-
-
 @pytest.mark.parametrize("schemes", SCHEMES, ids=str)
-def test_the_weight_may_be_gone_between_forward_and_backward(schemes, seed):
-    """As under ZeRO-3: released after forward (shape [0]), gathered into a new tensor before backward."""
-    case = Case(*schemes)
-    torch.manual_seed(1)
-    reference, _ = gradients(case)
-    output = case()
-    parameters = [
-        t for t in (*case.tensors().values(), case.weight_global, case.weight_zero) if isinstance(t, nn.Parameter)
-    ]
-    full = [p.data for p in parameters]
-    for p in parameters:
-        p.data = torch.empty(0)
-    for p, data in zip(parameters, full, strict=True):
-        p.data = data.clone()
-    torch.manual_seed(1)
-    ours, _ = gradients(case, output)
-    for name, gradient in ours.items():
-        assert torch.equal(gradient, reference[name]), name
-
-
-@pytest.mark.parametrize("schemes", SCHEMES, ids=str)
-def test_activation_checkpointing_changes_nothing(schemes, seed):
-    """Non-reentrant: bit for bit the gradients without it, with learned and with fixed scales."""
+def test_weights_that_are_gone_in_between_and_recomputation_change_nothing(schemes, seed):
+    """As under ZeRO-3: released after forward (shape [0]), gathered into a new tensor before backward. And as with
+    activation checkpointing. Bit for bit, with learned and with fixed scales."""
     for learn in (True, False):
         case = Case(*schemes)
         if case.input_theta is not None:
             case.input_theta.requires_grad_(learn)
-        torch.manual_seed(1)
-        reference, _ = gradients(case)
-        output = checkpoint(lambda x: case(), case.x, use_reentrant=False)  # noqa: B023 (called within this iteration)
-        torch.manual_seed(1)
-        ours, _ = gradients(case, output)
-        for name, gradient in ours.items():
-            assert torch.equal(gradient, reference[name]), name
+        output = case()
+        recomputed = checkpoint(lambda x: case(), case.x, use_reentrant=False)  # noqa: B023 (within this iteration)
+        found = []
+        for one in (case(), recomputed, output):
+            if one is output:
+                full = [(p, p.data) for p in case.parameters]
+                for p, _ in full:
+                    p.data = torch.empty(0)
+                for p, data in full:
+                    p.data = data.clone()
+            torch.manual_seed(1)
+            found.append(gradients(case, one)[0])
+        for other in found[1:]:
+            for name, gradient in other.items():
+                assert torch.equal(gradient, found[0][name]), name
