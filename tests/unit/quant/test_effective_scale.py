@@ -15,21 +15,7 @@ from quant.scale import Quantizer, Scale
 from quant.spec import TensorSpec
 from tests.unit.quant.oracle import DTYPES, FP8, MXFP4, NVFP4, round_oracle
 
-
-@pytest.mark.parametrize("model_dtype", DTYPES)
-def test_the_effective_scale(model_dtype, seed):
-    """s0 where theta is 0 or none; rounded to the model's dtype for integers, which the derivative ignores."""
-    s0 = torch.rand(5, 3) + 0.1
-    theta = torch.zeros(5, 3, dtype=model_dtype)
-    integer = TensorSpec("int", 4, "group", 16)
-    for scale in (effective_scale(s0, None, FP8, model_dtype), effective_scale(s0, theta, FP8, model_dtype)):
-        assert scale.dtype == torch.float32 and torch.equal(scale, s0)
-    theta = (0.3 * torch.randn(5, 3)).to(model_dtype).requires_grad_()
-    exact = s0 * theta.detach().double().exp().float()  # each fp32 exponential has its own last bit
-    scale = effective_scale(s0, theta, integer, model_dtype)
-    assert scale.dtype == torch.float32 and torch.equal(scale, exact.to(model_dtype).float())
-    (derivative,) = torch.autograd.grad(scale.sum(), theta)
-    torch.testing.assert_close(derivative, exact.to(model_dtype), rtol=torch.finfo(model_dtype).eps, atol=0)
+INT4 = TensorSpec("int", 4, "group", 16)
 
 
 def powers_of_two(scale: torch.Tensor) -> torch.Tensor:
@@ -39,25 +25,27 @@ def powers_of_two(scale: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("theta_dtype", (None, *DTYPES))
-def test_effective_scales_of_8_bits(theta_dtype, seed):
-    """e8m0 and e4m3, of scales in their range; the derivative is that of the scale before rounding."""
-    s0 = torch.exp(5 * torch.randn(2000))
+def test_the_effective_scale(theta_dtype, seed):
+    """``s0 * exp(theta)``, rounded to the format it is stored in; the derivative is that of the scale before it."""
+    wide, model_dtype = torch.exp(5 * torch.randn(2000)), theta_dtype or torch.bfloat16
     theta = None if theta_dtype is None else (0.3 * torch.randn(2000)).to(theta_dtype).requires_grad_()
-    unrounded = s0 if theta is None else s0 * theta.detach().double().exp().float()
-    scale = effective_scale(s0, theta, MXFP4, torch.bfloat16)
-    assert scale.dtype == torch.float32 and torch.equal(scale, powers_of_two(unrounded))
-
-    global_scale = torch.tensor([random.uniform(0.01, 100.0)])
-    product = (unrounded * global_scale).clamp(2.0**-9, 448).numpy()
-    stored = torch.from_numpy(round_oracle(product, FP8)).float()
-    nvfp4 = effective_scale(s0, theta, NVFP4, torch.bfloat16, global_scale)
-    assert torch.equal(nvfp4, stored / global_scale)
-    if theta is None:
-        return
-    for rounded in (scale, nvfp4):
-        (derivative,) = torch.autograd.grad(rounded.sum(), theta)
-        # One rounding to theta's dtype, or of the product in fp32.
-        torch.testing.assert_close(derivative, unrounded.to(theta_dtype), rtol=torch.finfo(theta_dtype).eps, atol=0)
+    above = torch.tensor([random.uniform(0.01, 100.0)])
+    for spec in (INT4, MXFP4, NVFP4):
+        s0 = wide if spec != INT4 else torch.rand(2000) + 0.1  # fp16 ends at 65504
+        exact = s0 if theta is None else s0 * theta.detach().double().exp().float()  # fp32 exp has its own last bit
+        expected = powers_of_two(exact) if spec == MXFP4 else exact.to(model_dtype).float()
+        if spec == NVFP4:
+            stored = round_oracle((exact * above).clamp(2.0**-9, 448).numpy(), FP8)
+            expected = torch.from_numpy(stored).float() / above
+        scale = effective_scale(s0, theta, spec, model_dtype, above if spec == NVFP4 else None)
+        assert scale.dtype == torch.float32 and torch.equal(scale, expected)
+        if theta is not None:
+            (derivative,) = torch.autograd.grad(scale.sum(), theta)
+            # One rounding to theta's dtype, or of the product in fp32.
+            eps = torch.finfo(theta_dtype).eps
+            torch.testing.assert_close(derivative, exact.to(theta_dtype), rtol=eps, atol=0)
+    for none in (None, torch.zeros(2000, dtype=model_dtype)):
+        assert torch.equal(effective_scale(wide, none, FP8, model_dtype), wide)
 
 
 def test_the_edges_of_scales_of_8_bits():
@@ -69,36 +57,28 @@ def test_the_edges_of_scales_of_8_bits():
     for side, expected in ((0.0, powers[:-1]), (torch.inf, powers[1:])):
         beside = torch.nextafter(middle, torch.tensor(side))
         assert torch.equal(effective_scale(beside, None, MXFP4, torch.float32), expected)
-    ends = torch.tensor([0.0, 1e-45, 2.0**-127, 1.4 * 2.0**127, 1.5 * 2.0**127, torch.inf, torch.nan])
-    for found in (
-        effective_scale(ends, None, MXFP4, torch.float32),
-        kernels.effective_scale(Quantizer(Scale(ends), MXFP4, torch.float32)),
-    ):
-        assert found[:5].tolist() == [2.0**-127] * 3 + [2.0**127] * 2 and found[5:].isnan().all()
-    ends = torch.tensor([0.0, 2.0**-10, 2.0**-9, 448.0, 500.0, torch.inf, torch.nan])
-    for found in (
-        effective_scale(ends / 4, None, NVFP4, torch.float32, torch.tensor([4.0])),
-        kernels.effective_scale(Quantizer(Scale(ends / 4, global_=torch.tensor([4.0])), NVFP4, torch.float32)),
-    ):
-        assert (4 * found)[:5].tolist() == [2.0**-9] * 3 + [448.0] * 2 and found[5:].isnan().all()
+    ends = {0.0: 2.0**-127, 1e-45: 2.0**-127, 2.0**-127: 2.0**-127, 1.4 * 2.0**127: 2.0**127, 1.5 * 2.0**127: 2.0**127}
+    below = {0.0: 2.0**-9, 2.0**-10: 2.0**-9, 2.0**-9: 2.0**-9, 448.0: 448.0, 500.0: 448.0}
+    for spec, table, above in ((MXFP4, ends, None), (NVFP4, below, torch.tensor([4.0]))):
+        factor = 1 if above is None else 4
+        s0 = torch.tensor([*table, torch.inf, torch.nan]) / factor
+        for found in (
+            effective_scale(s0, None, spec, torch.float32, above),
+            kernels.effective_scale(Quantizer(Scale(s0, global_=above), spec, torch.float32)),
+        ):
+            assert (factor * found)[:5].tolist() == list(table.values()) and found[5:].isnan().all()
 
 
 def test_the_absmax_scale(seed):
-    """The largest magnitude lands on the edge of the grid, and nothing divides by zero."""
-    absmax = torch.rand(7, 3) + 1e-3
-    assert torch.equal(absmax_scale(absmax, FP8), absmax / 448)
-    assert torch.equal(absmax_scale(absmax, NVFP4), absmax / 6)
-    assert torch.equal(absmax_scale(absmax, TensorSpec("int", 4, "group", 16)), absmax / 7.5)
-    assert torch.equal(absmax_scale(absmax, TensorSpec("int", 2, "group", 16)), absmax / 1.5)
-    assert torch.equal(absmax_scale(absmax, TensorSpec("int", 4, "group", 16, narrow=True)), absmax / 7)
+    """The largest magnitude lands on the edge of the grid, nothing divides by zero, and NaN stays NaN."""
+    absmax, narrow = torch.rand(7, 3) + 1e-3, TensorSpec("int", 4, "group", 16, narrow=True)
+    for spec, edge in ((FP8, 448), (NVFP4, 6), (INT4, 7.5), (TensorSpec("int", 2, "group", 16), 1.5), (narrow, 7)):
+        assert torch.equal(absmax_scale(absmax, spec), absmax / edge)
     # 1e-38 is a normal fp32 number, but the reciprocal of 1e-38 / 448 overflows.
     for spec in (FP8, NVFP4, MXFP4, TensorSpec("int", 4, "tensor")):
-        for absmax in (0.0, 1e-45, 1e-38):
-            assert torch.isfinite(1 / absmax_scale(torch.tensor([absmax]), spec)).all()
+        assert torch.isfinite(1 / absmax_scale(torch.tensor([0.0, 1e-45, 1e-38]), spec)).all()
         assert absmax_scale(torch.zeros(1), spec).item() == 1.0
-        assert absmax_scale(torch.tensor([torch.nan]), spec).isnan().all(), (
-            "a NaN weight must not get a scale in silence"
-        )
+        assert absmax_scale(torch.tensor([torch.nan]), spec).isnan().all()
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))

@@ -1,4 +1,4 @@
-"""Dynamic inputs: the definition against one that is written out token by token in numpy, and its gradient."""
+"""Dynamic inputs against the definition written out token by token in numpy, and their gradient."""
 
 import random
 
@@ -6,18 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from quant import kernels
+from quant import kernels, reference
 from quant.reference import fake_quantize_tokens, fake_quantize_tokens_backward, quantize_tokens
 from quant.spec import TensorSpec
-from tests.unit.quant.oracle import round_oracle
+from tests.unit.quant.oracle import DTYPES, round_oracle
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ASYMMETRIC = TensorSpec("int", 8, "token", symmetric=False, dynamic=True)
-INT8, FP8 = (TensorSpec(dtype, 8, "token", dynamic=True) for dtype in ("int", "fp8_e4m3"))
 SPECS = [
     ASYMMETRIC,
-    INT8,
-    FP8,
+    TensorSpec("int", 8, "token", dynamic=True),
+    TensorSpec("fp8_e4m3", 8, "token", dynamic=True),
     TensorSpec("fp8_e4m3", 8, "group", 16, dynamic=True),
     TensorSpec("int", 8, "group", 16, dynamic=True),
     TensorSpec("int", 4, "token", symmetric=False, dynamic=True),
@@ -68,19 +66,18 @@ def test_codes_values_and_gradients_against_the_oracle(spec, dtype, seed):
         def stack(name: str, shape: tuple[int, ...]) -> torch.Tensor:
             return torch.from_numpy(np.stack([getattr(one, name) for one in expected])).reshape(shape)  # noqa: B023
 
-        for module in (None, kernels):
-            codes, scale, zero_point = (module.quantize_tokens if module else quantize_tokens)(x, spec)
+        inside = stack("inside", x.shape)
+        clipped += int((~inside).sum())
+        for module in (reference, kernels):
+            codes, scale, zero_point = module.quantize_tokens(x, spec)
             assert codes.dtype == (torch.float8_e4m3fn if spec.dtype == "fp8_e4m3" else torch.int8)
             assert scale.dtype == torch.float32 and zero_point.dtype == torch.int8
             assert torch.equal(codes.double(), stack("codes", x.shape))
             assert torch.equal(scale, stack("scale", scale_shape))
             assert torch.equal(zero_point.double(), stack("zero_point", scale_shape).double())
-            values = (module.fake_quantize_tokens if module else fake_quantize_tokens)(x, spec)
+            values = module.fake_quantize_tokens(x, spec)
             assert values.dtype == dtype and torch.equal(values, stack("values", x.shape).to(dtype))
-            backward = module.fake_quantize_tokens_backward if module else fake_quantize_tokens_backward
-            inside = stack("inside", x.shape)
-            assert torch.equal(backward(grad, x, spec), torch.where(inside, grad, 0))
-            clipped += int((~inside).sum())
+            assert torch.equal(module.fake_quantize_tokens_backward(grad, x, spec), torch.where(inside, grad, 0))
     if spec.symmetric:  # integers have no code for absmax / scale = 127.5, e4m3 has one for 448
         assert (clipped > 0) == (spec.dtype == "int")
 
@@ -95,8 +92,8 @@ def test_a_tie_at_both_ends_clips():
 
 
 class TokenSurrogate:
-    """What the gradient is that of: ``s * (clamp(v + e, qmin - z, qmax - z))`` in fp64 with scale, zero point and
-    rounding error e held fixed at those of ``x``."""
+    """``s * clamp(v + e, qmin - z, qmax - z)`` in fp64 with scale, zero point and rounding error e held fixed at those
+    of ``x``: the gradient is that of this function."""
 
     def __init__(self, x: torch.Tensor, spec: TensorSpec) -> None:
         _, scale, zero_point = quantize_tokens(x, spec)
@@ -127,21 +124,6 @@ def test_the_gradient_against_finite_differences(spec, seed):
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_the_largest_magnitude_is_not_lost(spec, seed):
-    """Of every value, the error is at most half a step, and one whole step where the grid ends at 127 of 127.5."""
-    x = torch.randn(50, 64)
-    size = spec.group_size or 64
-    scale = quantize_tokens(x, spec)[1].repeat_interleave(size, -1)
-    error = (fake_quantize_tokens(x, spec) - x).abs()
-    if spec.dtype == "int":
-        # Asymmetric: v and the zero point are rounded apart, half a step each.
-        assert (error <= scale * (1.0 + 1e-5)).all()
-    else:
-        # 3 bits of mantissa, and subnormal numbers 2^-9 apart.
-        assert (error <= torch.maximum(x.abs() * 2.0**-4, scale * 2.0**-10) * (1 + 1e-5)).all()
-
-
-@pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_tokens_without_a_range(spec):
     """Zeros stay zeros under a scale of 1; what is not finite makes NaN of its token or group, and only of that."""
     x = torch.zeros(4, 32)
@@ -159,13 +141,3 @@ def test_tokens_without_a_range(spec):
         assert not grad[row, :size].any() and (size == 32 or grad[row, size:].any())
         bad = codes[row, :size].float()
         assert bad.isnan().all() if spec.dtype == "fp8_e4m3" else not bad.any()
-
-
-def test_an_empty_tensor():
-    """An expert that no token chose."""
-    for spec in SPECS:
-        x = torch.empty(0, 32)
-        for module in (kernels, None):
-            codes, scale, _ = (module.quantize_tokens if module else quantize_tokens)(x, spec)
-            assert codes.shape == (0, 32) and scale.shape == (0, 32 // (spec.group_size or 32))
-        assert fake_quantize_tokens(x, spec).shape == kernels.fake_quantize_tokens(x, spec).shape == (0, 32)
