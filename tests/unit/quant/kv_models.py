@@ -18,28 +18,26 @@ from transformers import (
 
 from quant.kv_cache import attach_kv_cache
 from quant.observers import Observer
-from quant.reference import effective_scale, fake_quant
+from quant.reference import fake_quant
 from quant.spec import PRESETS
 
 SPEC = PRESETS["fp8_kv"].kv_cache
-LAYERS, HEADS, KV_HEADS, SIZE = 2, 4, 2, 16
+LAYERS, KV_HEADS, SIZE = 2, 2, 16
 COMMON = {
     "vocab_size": 64,
     "hidden_size": 48,
     "intermediate_size": 32,
     "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
+    "num_attention_heads": 4,
     "num_key_value_heads": KV_HEADS,
     "head_dim": SIZE,
     "max_position_embeddings": 128,
     "pad_token_id": 0,
 }
-EXPERTS = {"experts_implementation": "eager"}  # grouped_mm knows no fp64
-MOE = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
 FAMILIES = {
     "qwen2": (Qwen2Config, {}),
     "qwen3": (Qwen3Config, {}),
-    "qwen3_moe": (Qwen3MoeConfig, MOE),
+    "qwen3_moe": (Qwen3MoeConfig, {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}),
     "llama": (LlamaConfig, {}),
     "mixtral": (MixtralConfig, {"num_local_experts": 4}),
     "phi3": (Phi3Config, {}),
@@ -48,11 +46,14 @@ FAMILIES = {
 }
 
 
-def build(family, attention="eager", dtype=torch.float32):
-    """A tiny random model whose attention is not close to uniform."""
+def build(family, attention="eager"):
+    """A tiny random fp32 model whose attention is not close to uniform."""
     kind, extra = FAMILIES[family]
     model = AutoModelForCausalLM.from_config(
-        kind(**COMMON, **extra), attn_implementation=attention, dtype=dtype, **EXPERTS
+        kind(**COMMON, **extra),
+        attn_implementation=attention,
+        dtype=torch.float32,
+        experts_implementation="eager",  # grouped_mm knows no fp64
     )
     with torch.no_grad():
         for parameter in model.parameters():
@@ -61,18 +62,19 @@ def build(family, attention="eager", dtype=torch.float32):
     return model.eval()
 
 
-def attach(model, *, learn=True):
-    """Quantized keys and values, with scales that clip some of what a first forward has shown, each its own."""
-    caches = attach_kv_cache(model, SPEC, learn=learn)
+def attach(model):
+    """Quantized keys and values, with learned scales that clip some of what a first forward has shown, each its own."""
+    caches = attach_kv_cache(model, SPEC, learn=True)
+    switch(caches, False)
     for cache in caches.values():
-        cache.input_fake_quant, cache.input_observer = False, Observer(SPEC)
+        cache.input_observer = Observer(SPEC)
     with torch.no_grad():
         model(tokens(), use_cache=False)
         for cache in caches.values():
             cache.input_s0.copy_(cache.input_observer.absmax / 448 * random.uniform(0.3, 0.6))
-            if learn:
-                cache.input_theta.normal_(std=0.1)
-            cache.input_fake_quant, cache.input_observer = True, None
+            cache.input_theta.normal_(std=0.1)
+            cache.input_observer = None
+    switch(caches, True)
     return caches
 
 
@@ -80,14 +82,13 @@ def tokens(rows=2, length=24):
     return torch.randint(1, 64, (rows, length))
 
 
-def scales(caches):
-    """Effective scales of keys and values, by layer."""
-    every = [effective_scale(c.input_s0, c.input_theta, SPEC, torch.float32).detach() for c in caches.values()]
-    return list(zip(every[::2], every[1::2], strict=True))
+def switch(caches, on):
+    for cache in caches.values():
+        cache.input_fake_quant = on
 
 
 class QuantizingCache(DynamicCache):
-    """transformers' cache, which hands out what it holds through ``functions[layer]``, one for keys, one for values."""
+    """transformers' cache, which hands out what it holds through ``functions``, for keys and values of each layer."""
 
     def __init__(self, config, functions):
         super().__init__(config=config)
@@ -95,19 +96,13 @@ class QuantizingCache(DynamicCache):
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         both = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        return tuple(function(x) for function, x in zip(self.functions[layer_idx], both, strict=True))
+        its = self.functions[2 * layer_idx : 2 * layer_idx + 2]
+        return tuple(function(x) for function, x in zip(its, both, strict=True))
 
 
 def reference_cache(model, caches):
-    return QuantizingCache(
-        model.config,
-        [[lambda x, s=scale: fake_quant(x, s, SPEC) for scale in pair] for pair in scales(caches)],
-    )
-
-
-def switch(caches, on):
-    for cache in caches.values():
-        cache.input_fake_quant = on
+    scales = [cache.input_scale() for cache in caches.values()]
+    return QuantizingCache(model.config, [lambda x, s=scale: fake_quant(x, s, SPEC) for scale in scales])
 
 
 def record_inputs(caches):
