@@ -58,8 +58,7 @@ test-full: $(STAMP)
 # The CUDA kernels, where there is a compiler: nvcc for every architecture that is promised, g++ for the emulation. Both
 # take a minute and more, so that `make test` leaves them out.
 test-nvcc: $(STAMP)
-	$(VENV)/bin/python -m pytest -n 2 tests/unit/quant/kernels/test_nvcc.py tests/unit/quant/kernels/test_cuda_emulation.py \
-	    -k "compile or few or 251"
+	$(VENV)/bin/python -m pytest -n 2 tests/unit/quant/kernels/test_cuda_sources.py -k "compile or few or 251"
 
 test-wheel: $(STAMP)
 	$(VENV)/bin/python -m pytest tests/distributed/test_wheel.py

@@ -14,7 +14,7 @@ from quant.spec import TensorSpec
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GRIDS = (0, 1, 2, 3, 4, 5, 6, 7, 8, -2, -4, -8)
 POSITIONS, SEGMENT = 2048, 16384  # of the order of addition in kernels.h
-# Loops over 8, 16 and 64 elements, 2048 accumulators and segments of 16384 end here, or one before, or one after.
+# Where loops over 8, 16 and 64 elements, 2048 accumulators and segments of 16384 end.
 EDGES = (1, 8, 16, 24, 64, 80, 128, POSITIONS, POSITIONS + 64, 2 * POSITIONS, SEGMENT, SEGMENT + POSITIONS, 3 * SEGMENT)
 
 
@@ -60,6 +60,11 @@ def random_shape(numel: int) -> tuple[int, ...]:
     return tuple(shape)
 
 
+def every_value(dtype: torch.dtype) -> Tensor:
+    """All 65,536 bit patterns of a 16-bit dtype, NaNs and denormals among them."""
+    return torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+
+
 def special_values(x: Tensor, scale: float) -> Tensor:
     """``x`` with some elements replaced by what rounds, overflows or compares in its own way."""
     info = torch.finfo(x.dtype)
@@ -71,6 +76,14 @@ def special_values(x: Tensor, scale: float) -> Tensor:
     chosen[1:3] = torch.tensor([math.inf, -math.inf])
     picked = chosen.to(x.dtype)[torch.randint(len(values), x.shape)]
     return torch.where(torch.rand(x.shape) < random.choice((0.01, 0.2)), picked, x)
+
+
+def with_odd(values: Tensor | None, odd: list[float]) -> Tensor | None:
+    """Rarely, some of the values replaced by odd ones."""
+    if values is None or random.random() >= 0.05:
+        return values
+    chosen = torch.tensor(odd).to(values.dtype)[torch.randint(len(odd), values.shape)]
+    return torch.where(torch.rand(values.shape) < 0.3, chosen, values)
 
 
 @dataclass
@@ -138,12 +151,8 @@ def random_case(largest: int = 60_000) -> Case:
     theta = None
     if random.random() < 0.7:
         theta = (random.choice((0.0, 0.3, 3.0)) * torch.randn(scale_shape)).to(theta_dtype)
-    if random.random() < 0.05:
-        odd = torch.tensor([0.0, math.nan, math.inf, 1e-45, 1e-38, 3e38])
-        s0 = torch.where(torch.rand(scale_shape) < 0.3, odd[torch.randint(len(odd), scale_shape)], s0)
-    if theta is not None and random.random() < 0.05:
-        odd = torch.tensor([-104.0, 88.0, 89.0, math.nan, math.inf, -math.inf]).to(theta_dtype)
-        theta = torch.where(torch.rand(scale_shape) < 0.3, odd[torch.randint(len(odd), scale_shape)], theta)
+    s0 = with_odd(s0, [0.0, math.nan, math.inf, 1e-45, 1e-38, 3e38])
+    theta = with_odd(theta, [-104.0, 88.0, 89.0, math.nan, math.inf, -math.inf])
     zero = None
     if grid >= 2 and random.random() < 0.5:
         zero = torch.randint(int(spec_of(grid).qmin), int(spec_of(grid).qmax) + 1, scale_shape).float()

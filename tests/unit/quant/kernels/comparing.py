@@ -1,34 +1,28 @@
-"""What an operator gives against what it must give: bit for bit, and theta's gradient in the order of its additions."""
+"""Compare results of operators bit for bit, and theta's gradient with the sum in the documented order."""
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from quant.fused_reference import sum_in_order
 from quant.kernels import eager
 from tests.unit.quant.kernels.cases import POSITIONS, SEGMENT, Case
 
 OPS = torch.ops.deepqat
 TOKEN_GRIDS = ((0, True), *((bits, symmetric) for bits in (2, 4, 8) for symmetric in (False, True)))
-BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def assert_same(ours: Tensor, theirs: Tensor, what: str = "") -> None:
     """Bit for bit, so that -0.0 is not 0.0; only which NaN a NaN is does not matter."""
     assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape), what
-    ours, theirs = ours.contiguous(), theirs.contiguous()
-    if ours.dtype == torch.float8_e4m3fn:
-        nan, equal = (theirs.float().isnan(), ours.float().isnan()), ours.view(torch.uint8) == theirs.view(torch.uint8)
-    elif ours.is_floating_point():
-        integer = BITS[ours.dtype]
-        nan, equal = (theirs.isnan(), ours.isnan()), ours.view(integer) == theirs.view(integer)
-    else:
-        assert torch.equal(ours, theirs), what
-        return
-    wrong = ~torch.where(nan[0], nan[1], equal)
+    bits = [one.contiguous().view(BITS[one.itemsize]) for one in (ours, theirs)]
+    wrong = (bits[0] != bits[1]) & ~(ours.float().isnan() & theirs.float().isnan())
     if wrong.any():
         first = wrong.nonzero()[0].tolist()
         pytest.fail(
@@ -36,33 +30,27 @@ def assert_same(ours: Tensor, theirs: Tensor, what: str = "") -> None:
         )
 
 
+def results(module: Any, name: str, *arguments: Any) -> list[Tensor]:
+    """Results of an operator; of one that writes in place a copy of its first argument, overwritten, comes last."""
+    written = [arguments[0].clone(memory_format=torch.contiguous_format)] if name.endswith("_") else []
+    found = getattr(module, name)(*(written or arguments[:1]), *arguments[1:])
+    return [one for one in (*(found if isinstance(found, tuple) else (found,)), *written) if one is not None]
+
+
+def check_same(name: str, *arguments: Any, what: str = "") -> list[Tensor]:
+    """Results of an operator, which are those of the reference."""
+    ours = results(OPS, name, *arguments)
+    for one, other in zip(ours, results(eager, name, *arguments), strict=True):
+        assert_same(one, other, f"{name}, {what}")
+    return ours
+
+
 def added_in_order(terms: Tensor) -> Tensor:
-    """The sum of each row of ``terms`` in the order that kernels.h documents, in numpy's fp32."""
-
-    def padded(values: np.ndarray, multiple: int) -> np.ndarray:
-        return np.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, -values.shape[-1] % multiple)])
-
-    def one_segment(values: np.ndarray) -> np.ndarray:
-        steps = padded(values, POSITIONS)
-        steps = steps.reshape(*values.shape[:-1], -1, POSITIONS)
-        accumulators = np.zeros((*values.shape[:-1], POSITIONS), np.float32)
-        for i in range(steps.shape[-2]):
-            accumulators = accumulators + steps[..., i, :]
-        sums = accumulators.reshape(*accumulators.shape[:-1], POSITIONS // 8, 8)
-        for half in (4, 2, 1):
-            sums = sums[..., :half] + sums[..., half : 2 * half]
-        sums = sums[..., 0]
-        while sums.shape[-1] > 1:
-            half = sums.shape[-1] // 2
-            sums = sums[..., :half] + sums[..., half:]
-        return sums[..., 0]
-
-    values = terms.numpy()
-    with np.errstate(all="ignore"):
-        if values.shape[-1] <= SEGMENT:
-            return torch.from_numpy(one_segment(values))
-        segments = padded(values, SEGMENT).reshape(len(values), -1, SEGMENT)
-        return torch.from_numpy(one_segment(one_segment(segments)))
+    """The sum of each row of ``terms`` in the order that kernels.h documents."""
+    if terms.shape[-1] <= SEGMENT:
+        return sum_in_order(terms).squeeze(-1)
+    segments = torch.nn.functional.pad(terms, (0, -terms.shape[-1] % SEGMENT)).unflatten(-1, (-1, SEGMENT))
+    return sum_in_order(sum_in_order(segments).squeeze(-1)).squeeze(-1)
 
 
 def additions(n: int) -> int:
@@ -102,15 +90,9 @@ def check_theta_gradient(case: Case, ours: Tensor) -> None:
 def check_tokens(x: Tensor, grad: Tensor, what: str, grids: Sequence[tuple[int, bool]] = TOKEN_GRIDS) -> None:
     """The operators of dynamic codes."""
     for grid in grids:
-        about = f"tokens of grid and symmetry {grid}, {what}"
-        for ours, theirs in zip(OPS.quantize_tokens(x, *grid), eager.quantize_tokens(x, *grid), strict=True):
-            assert_same(ours, theirs, f"codes, scale or zero point, {about}")
-        assert_same(OPS.fake_quantize_tokens(x, *grid), eager.fake_quantize_tokens(x, *grid), about)
-        grad_x = OPS.fake_quantize_tokens_backward(grad, x, *grid)
-        assert_same(grad_x, eager.fake_quantize_tokens_backward(grad, x, *grid), f"gradient, {about}")
-        for wanted in (True, False):
-            overwritten = grad.clone(memory_format=torch.contiguous_format)
-            values = OPS.fake_quantize_tokens_and_mask_(overwritten, x, *grid, wanted)
-            expected = eager.fake_quantize_tokens(x, *grid) if wanted else x.new_empty(0)
-            assert_same(values, expected, f"values while masking, {about}")
-            assert_same(overwritten, grad_x, f"masked, {about}")
+        about = f"grid and symmetry {grid}, {what}"
+        for name in ("quantize_tokens", "fake_quantize_tokens"):
+            check_same(name, x, *grid, what=about)
+        check_same("fake_quantize_tokens_backward", grad, x, *grid, what=about)
+        for values in (True, False):
+            check_same("fake_quantize_tokens_and_mask_", grad, x, *grid, values, what=about)

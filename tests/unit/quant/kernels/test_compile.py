@@ -5,14 +5,16 @@ from collections import Counter
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
 import quant
 from engine.session.student import COMPILE_OPTIONS
+from model.scales import renew_weight_scales
 from quant.kernels import prepare_kernels
 from quant.kernels.build import _AS_EAGER, build
-from quant.reference import absmax_scale
 from quant.spec import get_scheme
+from tests.lib.saved import kept_for_backward
+from tests.lib.tiny import tiny_config
 
 TRACED = "aot_eager_decomp_partition"
 WAYS = {
@@ -46,33 +48,19 @@ class Layer:
 
     def __init__(self, way: str, dtype: torch.dtype, *, mlp: bool, device: str = "cpu") -> None:
         scheme, learn_input, fp8_gemm = WAYS[way]
-        config = Qwen3Config(
-            vocab_size=64,
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=1,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=16,
-            attn_implementation="sdpa",
-        )
+        config = tiny_config("qwen3", layers=1, even=True)
+        config._attn_implementation, config.num_key_value_heads = "sdpa", 2
         model = Qwen3ForCausalLM(config).to(device, dtype)
-        q = quant.prepare(
-            model,
-            get_scheme(scheme),
-            learn_weight_scale=True,
-            learn_input_scale=learn_input,
-            fp8_gemm=fp8_gemm,
-        )
+        learn = {"learn_weight_scale": True, "learn_input_scale": learn_input}
+        q = quant.prepare(model, get_scheme(scheme), **learn, fp8_gemm=fp8_gemm)
+        renew_weight_scales(q)
         with torch.no_grad():  # all of them clip some, so that masks and thetas have something to do
             for group in q.weight_groups:
-                weights = torch.cat([q.layers[name].weight.flatten() for name in group.members]).float()
-                largest = weights.reshape(group.s0.numel(), -1).abs().amax(1).reshape(group.s0.shape)
-                group.s0.copy_(0.7 * absmax_scale(largest, group.spec))
-            for group in q.global_groups:
-                group.s0.fill_(448 / max(q.layers[name].weight_s0.max().item() for name in group.members))
+                group.s0.mul_(0.7)
             for group in q.input_groups:
-                largest = {"q_proj": 2.0, "o_proj": 0.1, "gate_proj": 2.0, "down_proj": 0.02}[leaf(group)]
+                largest = {"q_proj": 2.0, "o_proj": 0.1, "gate_proj": 2.0, "down_proj": 0.02}[
+                    group.owner.split(".")[-1]
+                ]
                 group.s0.fill_(448 * 6 / largest if group.spec.dynamic else largest / 448)
         for one in q.layers.values():
             one.dynamic_codes = way.endswith("codes kept")
@@ -104,22 +92,9 @@ class Layer:
 
     def kept(self, layer) -> list[tuple[tuple[int, ...], int]]:
         """Shape and bytes of what a forward keeps for backward, Parameters aside."""
-        parameters = {p.data_ptr() for p in self.layer.parameters()}
-        found = {}
-
-        def pack(tensor: Tensor) -> Tensor:
-            if tensor.data_ptr() not in parameters:
-                found[tensor.data_ptr()] = (tuple(tensor.shape), tensor.untyped_storage().nbytes())
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            output = layer(self.x.clone().requires_grad_(), **self.arguments)
-        del output
-        return list(found.values())
-
-
-def leaf(group: quant.ScaleGroup) -> str:
-    return group.owner.rpartition(".")[2]
+        with kept_for_backward(self.layer.parameters()) as found:
+            layer(self.x.clone().requires_grad_(), **self.arguments)
+        return [(tuple(tensor.shape), tensor.untyped_storage().nbytes()) for tensor in found.values()]
 
 
 def compiled(layer: Layer, backend: str):
@@ -206,7 +181,6 @@ def test_compiled_by_inductor(seed):
     ],
 )
 def test_traced_as_one_graph(way, dtype, seed):
-    """The other ways of computing; inductor's turn is among the large counts."""
     check(way, dtype, TRACED)
 
 

@@ -1,7 +1,7 @@
 """The compiled CPU kernels against the reference: every operator, bit for bit, whatever the shape, stride and value.
 
-The one result that need not equal the reference's is theta's gradient, a sum of which only the order differs: it must
-equal the sum in the order that kernels.h documents, bit for bit, and lie within fp32 rounding of the exact sum.
+Only theta's gradient, a sum, need not equal the reference's: it must equal the sum in the order that kernels.h
+documents, bit for bit, and lie within fp32 rounding of the exact sum.
 """
 
 import math
@@ -11,92 +11,71 @@ import pytest
 import torch
 from torch import Tensor
 
-from quant.kernels import eager
-from tests.unit.quant.kernels.cases import DTYPES, POSITIONS, SEGMENT, Case, random_case, random_layout
-from tests.unit.quant.kernels.comparing import OPS, TOKEN_GRIDS, assert_same, check_theta_gradient, check_tokens
+from quant import SCHEMES, kernels
+from quant.kernels import eager, ops
+from tests.unit.quant.kernels.cases import DTYPES, POSITIONS, SEGMENT, Case, random_case, random_layout, rows_to_sum
+from tests.unit.quant.kernels.comparing import (
+    OPS,
+    TOKEN_GRIDS,
+    assert_same,
+    check_same,
+    check_theta_gradient,
+    check_tokens,
+    results,
+)
 
 pytestmark = pytest.mark.usefixtures("compiled")
 
 
-def check_weight_gradient(case, arguments, grad_x, grad_theta):
-    """Of a weight NaN shows what is not finite, in theta's gradient if that is wanted; nothing else changes."""
-    ours_x, ours_theta = OPS.fake_quantize_backward(*arguments, True)
-    overwritten = case.grad.clone(memory_format=torch.contiguous_format)
-    assert_same(OPS.fake_quantize_backward_(overwritten, *arguments[1:], True), ours_theta, f"in place, {case}")
-    assert_same(overwritten, ours_x, f"gradient of a weight in place, {case}")
-    expected_x, expected_theta = eager.fake_quantize_backward(*arguments, True)
-    assert_same(ours_x, expected_x, f"gradient of a weight, {case}")
-    if expected_theta.numel() == 0:
-        wrong = ~(ours_x.isnan() | (ours_x == grad_x) | grad_x.isnan())
-        assert not wrong.any()
-        return
-    assert_same(ours_x, grad_x, f"gradient of a weight beside theta's, {case}")
-    scale = OPS.effective_scale(*case.scales, case.scale_dtype, None, case.above)
-    v = case.x.float().reshape(scale.numel(), -1) * (1.0 / scale.reshape(-1, 1))
-    broken = ~v.isfinite().all(1).view(ours_theta.shape)
-    assert ours_theta[broken].isnan().all()
-    assert_same(ours_theta[~broken], grad_theta[~broken], f"of theta, {case}")
-
-
 def check(case: Case) -> None:
-    """All operators on one case, against the reference."""
-    x, scales, grid, beside, what = case.x, case.scales, case.grid, (case.zero, case.above), str(case)
-    codes, mask = OPS.quantize(x, *scales, grid, case.scale_dtype, True, *beside)
-    expected_codes, expected_mask = eager.quantize(x, *scales, grid, case.scale_dtype, True, *beside)
-    assert_same(codes, expected_codes, f"codes, {what}")
-    assert_same(mask, expected_mask, f"mask, {what}")
-    alone, nothing = OPS.quantize(x, *scales, grid, case.scale_dtype, False, *beside)
-    assert_same(alone, expected_codes, f"codes without a mask, {what}")
-    assert nothing.shape == (0,) and nothing.dtype == torch.uint8
-    scale = OPS.effective_scale(*scales, case.scale_dtype, None, case.above)
-    assert_same(scale, eager.effective_scale(*scales, case.scale_dtype, None, case.above), f"scale, {what}")
+    """All operators on one case."""
+    x, what, beside = case.x, str(case), (case.zero, case.above)
+    stored = (*case.scales, case.scale_dtype)
+    quantizer = (*case.scales, case.grid, case.scale_dtype)
 
-    codes_too, scale_too = OPS.quantize_with_scale(x, *scales, grid, case.scale_dtype, *beside)
-    assert_same(codes_too, expected_codes, f"codes beside scales, {what}")
-    assert_same(scale_too, scale, f"scales beside codes, {what}")
-    expected_values = eager.fake_quantize(x, *scales, grid, case.scale_dtype, None, *beside)
-    for masked in (True, False):
-        codes_too, mask_too, values = OPS.quantize_with_values(x, *scales, grid, case.scale_dtype, masked, *beside)
-        assert_same(codes_too, expected_codes, f"codes beside values, {what}")
-        assert_same(mask_too, expected_mask if masked else nothing, f"mask beside values, {what}")
-        assert_same(values, expected_values, f"values beside codes, {what}")
-    values = OPS.fake_quantize(x, *scales, grid, case.scale_dtype, None, *beside)
-    assert_same(values, expected_values, f"fake quant, {what}")
+    def same(name: str, *arguments: object) -> list[Tensor]:
+        return check_same(name, *arguments, what=what)
+
+    same("effective_scale", *stored, None, case.above)
+    same("quantize_with_scale", x, *quantizer, *beside)
+    same("fake_quantize", x, *quantizer, None, *beside)
+    for mask in (False, True):
+        same("quantize_with_values", x, *quantizer, mask, *beside)
+        codes, inside = same("quantize", x, *quantizer, mask, *beside)
     any_codes = random_layout(torch.randint(256, (x.numel(),), dtype=torch.uint8).view(codes.dtype), tuple(x.shape))
-    out_dtype = random.choice(DTYPES)
     for some in (codes, any_codes):
-        values = OPS.dequantize(some, *scales, case.scale_dtype, out_dtype, None, *beside)
-        expected = eager.dequantize(some, *scales, case.scale_dtype, out_dtype, None, *beside)
-        assert_same(values, expected, f"dequantized to {out_dtype}, {what}")
-        if case.theta is not None:
-            values, zeros = OPS.dequantize_with_zeros(some, *scales, case.scale_dtype, out_dtype, None, *beside)
-            assert_same(values, expected, f"dequantized to {out_dtype} beside zeros, {what}")
-            assert_same(zeros, torch.zeros_like(case.theta), f"zeros, {what}")
-
-    for wanted in (False, True) if case.theta is not None else (False,):
-        arguments = (case.grad, x, *scales, grid, case.scale_dtype, case.factor, wanted, *beside)
-        grad_x, grad_theta = OPS.fake_quantize_backward(*arguments)
-        expected_x, _ = eager.fake_quantize_backward(*arguments)
-        assert_same(grad_x, expected_x, f"gradient of x, {what}")
-        assert grad_theta.shape == (case.theta.shape if wanted and case.theta is not None else (0,))
-        overwritten = case.grad.clone(memory_format=torch.contiguous_format)
-        assert_same(OPS.fake_quantize_backward_(overwritten, *arguments[1:]), grad_theta, f"in place, {what}")
-        assert_same(overwritten, expected_x, f"gradient of x in place, {what}")
-        check_weight_gradient(case, arguments, grad_x, grad_theta)
-    if case.theta is not None:
-        assert grad_theta.dtype == case.theta.dtype
-        check_theta_gradient(case, grad_theta)
-    assert_same(OPS.masked(case.grad, mask), eager.masked(case.grad, mask), f"masked, {what}")
-    overwritten = case.grad.clone(memory_format=torch.contiguous_format)
-    OPS.masked_(overwritten, mask)
-    assert_same(overwritten, eager.masked(case.grad, mask), f"masked in place, {what}")
-    overwritten = case.grad.clone(memory_format=torch.contiguous_format)
-    values = OPS.dequantize_and_mask_(overwritten, mask, codes, *scales, case.scale_dtype, *beside)
-    expected = eager.dequantize(codes, *scales, case.scale_dtype, case.grad.dtype, None, *beside)
-    assert_same(values, expected, f"dequantized while masking, {what}")
-    assert_same(overwritten, eager.masked(case.grad, mask), f"masked while dequantizing, {what}")
-    assert_same(OPS.amax(x, case.s0.numel()), eager.amax(x, case.s0.numel()), f"amax, {what}")
+        for name in ("dequantize", "dequantize_with_zeros") if case.theta is not None else ("dequantize",):
+            same(name, some, *stored, random.choice(DTYPES), None, *beside)
+    same("masked", case.grad, inside)
+    same("masked_", case.grad, inside)
+    same("dequantize_and_mask_", case.grad, inside, codes, *stored, *beside)
+    same("amax", x, case.s0.numel())
     check_tokens(x, case.grad, what, random.sample(TOKEN_GRIDS, 3))
+    check_gradients(case, (case.grad, x, *quantizer, case.factor), beside)
+
+
+def check_gradients(case: Case, arguments: tuple, beside: tuple) -> None:
+    """NaN in theta's gradient shows what is not finite in a weight; nothing else changes in it."""
+    for wanted in (False, True) if case.theta is not None else (False,):
+        for of_weight in (False, True):
+            given = (*arguments, wanted, *beside, of_weight)
+            grad_x, grad_theta = OPS.fake_quantize_backward(*given)
+            assert_same(grad_x, eager.fake_quantize_backward(*given)[0], f"gradient of x, {case}")
+            in_place = results(OPS, "fake_quantize_backward_", *given)
+            assert_same(in_place[0], grad_theta, f"theta's in place, {case}")
+            assert_same(in_place[1], grad_x, f"gradient of x in place, {case}")
+            assert grad_theta.shape == (case.theta.shape if wanted else (0,))
+            if not wanted:
+                continue
+            assert grad_theta.dtype == case.theta.dtype
+            if not of_weight:
+                check_theta_gradient(case, plain := grad_theta)
+                continue
+            scale = OPS.effective_scale(*case.scales, case.scale_dtype, None, case.above)
+            v = case.x.float().reshape(scale.numel(), -1) * (1.0 / scale.reshape(-1, 1))
+            broken = ~v.isfinite().all(1).view(grad_theta.shape)
+            assert grad_theta[broken].isnan().all()
+            assert_same(grad_theta[~broken], plain[~broken], f"of theta, {case}")
 
 
 def test_random_tensors(seed):
@@ -113,6 +92,37 @@ def test_many_random_tensors(seed):
         check(random_case(2_000_000))
 
 
+def test_sums_of_rows(seed):
+    """One addition at a time, each rounded: a CPU's sum over a dimension rounds once."""
+    for _ in range(200):
+        rows, places = rows_to_sum()
+        assert_same(kernels.sum_rows(rows, places), eager.sum_rows(rows, places), f"{rows.shape}, {places.shape}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scheme", ["nvfp4_w4a4", "mxfp4_w4a4", "mxfp4_mxfp8", "fp8_dynamic", "fp8_block"])
+def test_inputs_kept_as_codes(scheme, dtype, seed):
+    """In one pass what several operators make of them; with values that a global scale clips, zeros, NaN, infinity."""
+    spec = SCHEMES[scheme].activations
+    above = torch.empty(1).uniform_(300, 1000) if spec.has_global_scale else None
+    for shape in ((3, 5, 1024), (7, 128), (33, 384)):
+        tame, grad = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
+        x = (tame * torch.randn(shape).exp()).to(dtype)
+        flat = x.view(-1)
+        flat[3], flat[200], flat[32:64], flat[-16:] = float("inf"), float("nan"), 0, flat[-16:] * 1e3
+        groups = ops._token_groups(x, spec)
+        for mask in (False, True) if above is not None else (False,):
+            check_same("keep_tokens", groups, ops.grid_of(spec), mask, *ops._stored(spec, above))
+        values, codes, _, scales = kernels.keep_tokens(x, spec, above, mask=True)
+        assert_same(values, kernels.fake_quantize_tokens(x, spec, above))
+        restored = kernels.restore_tokens(codes, scales, spec, dtype, above, after=None)
+        assert torch.equal(torch.nan_to_num(restored), torch.nan_to_num(values))
+        for some in (x, tame):  # of the second no group is masked as a whole
+            _, _, mask, scales = kernels.keep_tokens(some, spec, above, mask=True)
+            expected = kernels.fake_quantize_tokens_backward(grad, some, spec, above)
+            assert torch.equal(kernels.kept_gradient_(grad.clone(), scales, mask), expected)
+
+
 @pytest.mark.full
 def test_a_run_of_more_segments_than_accumulators(seed):
     """Step 4 of the order of addition adds more than one segment per accumulator: beyond 33.5 million elements."""
@@ -121,6 +131,21 @@ def test_a_run_of_more_segments_than_accumulators(seed):
     case = Case(x, grad, torch.tensor([0.3]), torch.tensor([0.1]), 4, torch.bfloat16, 1.0)
     _, grad_theta = OPS.fake_quantize_backward(grad, x, *case.scales, 4, torch.bfloat16, 1.0, True)
     check_theta_gradient(case, grad_theta)
+
+
+@pytest.mark.full
+def test_more_than_2_to_31_elements():
+    """Offsets are 64-bit. 2 GiB of codes, 4 GiB of values."""
+    codes = torch.zeros(2**31 + 40, dtype=torch.int8)
+    codes[-40:] = torch.arange(-20, 20)
+    codes[2**31 - 1] = 7
+    values = OPS.dequantize(codes, torch.tensor([0.5]), None, torch.float32, torch.bfloat16)
+    assert torch.equal(values[-40:].float(), torch.arange(-20, 20) * 0.5)
+    assert values[2**31 - 1] == 3.5
+    for begin in range(0, 2**31 - 1, 2**28):
+        assert not values[begin : min(begin + 2**28, 2**31 - 1)].any()
+    values.zero_()[-1] = -3
+    assert OPS.amax(values, 1).item() == 3
 
 
 def test_the_metric_tells_values_apart():
@@ -139,41 +164,46 @@ def test_the_metric_tells_values_apart():
 
 @pytest.mark.parametrize(
     ("rows", "columns", "count"),
-    [(1, 40 * SEGMENT + 77, 1), (4096, 96, 4096), (70, SEGMENT + 3, 70), (300, 999, 900)],
+    [(1, 40 * SEGMENT + 77, 1), (4096, 96, 4096), (70, SEGMENT + 3, 70), (300, 1000, 600)],
 )
 def test_the_number_of_threads_changes_nothing(rows, columns, count, seed):
-    """Many segments of one run, short runs and long ones, tokens: bit for bit, and again the same."""
+    """Many segments of one run, short runs and long ones, tokens, layers: bit for bit, and again the same."""
     x, grad = torch.randn(rows, columns).bfloat16(), torch.randn(rows, columns).bfloat16()
-    s0, theta = torch.rand(count) * 0.2 + 0.1, 0.3 * torch.randn(count)
-
-    def everything() -> list[Tensor]:
-        codes, mask = OPS.quantize(x, s0, theta, 0, torch.float32, True)
-        return [
-            codes.view(torch.uint8),
-            mask,
-            OPS.dequantize(codes, s0, theta, torch.float32, torch.bfloat16),
-            *OPS.quantize_with_values(x, s0, theta, 5, torch.float16, True),
-            OPS.effective_scale(s0, theta, torch.bfloat16),
-            OPS.fake_quantize(x, s0, theta, 4, torch.bfloat16),
-            *OPS.fake_quantize_backward(grad, x, s0, theta, 4, torch.bfloat16, 0.3, True),
-            OPS.masked(grad, mask),
-            OPS.amax(x, count),
-            OPS.fake_quantize(x, s0, theta, 1, torch.float32),
-            *OPS.quantize_tokens(x, 8, False),
-            OPS.fake_quantize_tokens(x, 0, True),
-            OPS.fake_quantize_tokens_backward(grad, x, 8, False),
-            *OPS.quantize_with_scale(x, s0, theta, 4, torch.bfloat16),
-            *OPS.dequantize_with_zeros(codes, s0, theta, torch.float32, torch.bfloat16),
-            OPS.fake_quantize_tokens_and_mask_(grad.clone(memory_format=torch.contiguous_format), x, 8, False, True),
+    fp8 = (torch.rand(count) * 0.2 + 0.1, 0.3 * torch.randn(count), 0, torch.float32)
+    int4 = (*fp8[:2], 4, torch.bfloat16)
+    codes, mask = OPS.quantize(x, *fp8, True)
+    calls = [
+        ("quantize", x, *fp8, True),
+        ("quantize_with_values", x, *int4, True),
+        ("quantize_with_scale", x, *int4),
+        ("dequantize", codes, *fp8[:2], torch.float32, torch.bfloat16),
+        ("dequantize_with_zeros", codes, *fp8[:2], torch.float32, torch.bfloat16),
+        ("effective_scale", *fp8[:2], torch.bfloat16),
+        ("fake_quantize", x, *int4),
+        ("fake_quantize", x, *fp8[:2], 1, torch.float32),
+        ("fake_quantize_backward", grad, x, *int4, 0.3, True),
+        ("masked", grad, mask),
+        ("amax", x, count),
+        ("quantize_tokens", x, 8, False),
+        ("fake_quantize_tokens", x, 0, True),
+        ("fake_quantize_tokens_backward", grad, x, 8, False),
+        ("fake_quantize_tokens_and_mask_", grad, x, 8, False, True),
+    ]
+    if columns % 8 == 0:
+        weight, one = torch.randn(columns).bfloat16(), (torch.tensor([0.02]), 0, torch.float32)
+        rstd = OPS.rms_norm_quantize(x, weight, 1e-6, *one, True, False)[3]
+        calls += [
+            ("rms_norm_quantize", x, weight, 1e-6, *one, True, False),
+            ("rms_norm_backward", grad, x, weight, rstd, mask, True),
+            ("silu_mul_backward", grad, x, x, mask),
         ]
-
-    threads = torch.get_num_threads()
+    threads, found = torch.get_num_threads(), []
     try:
-        results = []
         for number in (1, 2, 3, 3):
             torch.set_num_threads(number)
-            results.append(everything())
+            found.append([one for call in calls for one in results(OPS, *call)])
     finally:
         torch.set_num_threads(threads)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+    for other in found[1:]:
+        for a, b in zip(found[0], other, strict=True):
+            assert_same(a, b)

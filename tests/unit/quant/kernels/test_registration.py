@@ -10,7 +10,7 @@ from torch.library import opcheck
 from quant.formats import packing
 from quant.kernels import eager
 from tests.unit.quant.kernels.cases import DTYPES, Case, spec_of
-from tests.unit.quant.kernels.comparing import OPS, TOKEN_GRIDS, assert_same, check_theta_gradient
+from tests.unit.quant.kernels.comparing import OPS, TOKEN_GRIDS, assert_same, check_theta_gradient, results
 
 pytestmark = pytest.mark.usefixtures("compiled")
 
@@ -87,40 +87,28 @@ def test_schemas_shapes_and_registrations():
             tests.append("test_schema")
         opcheck(getattr(OPS, name).default, arguments, test_utils=tests)
         called.add(name)
-    assert called == {
-        name.removeprefix("deepqat::") for name in torch._C._dispatch_get_all_op_names() if "deepqat::" in name
-    }
-
-
-def test_the_differentiable_operators_under_compilation():
-    """opcheck of what autograd is registered for, with gradients, traced with dynamic shapes."""
+    every = [name for name in torch._C._dispatch_get_all_op_names() if "deepqat::" in name]
+    assert called == {name.removeprefix("deepqat::") for name in every}
+    # Those with a gradient also traced, with dynamic shapes.
     x, theta = torch.randn(3, 8, requires_grad=True), torch.randn(3, requires_grad=True)
     opcheck(OPS.fake_quantize.default, (x, torch.full((3,), 0.1), theta, 4, torch.float32))
     opcheck(OPS.fake_quantize_tokens.default, (x, 8, False))
 
 
-def test_results_are_contiguous_and_new(seed):
+def test_results_are_contiguous_and_new_and_the_reference_can_stand_in(seed):
     """Whatever the strides: torch.compile relies on it, and a result that shared memory would change with x."""
     for name, arguments in samples():
+        theirs = getattr(eager, name)(*arguments)
+        assert all(one is None or one.is_contiguous() for one in (theirs if isinstance(theirs, tuple) else (theirs,)))
         if name.endswith("_"):
             continue
-        results = getattr(OPS, name)(*arguments)
         before = [a.clone() if isinstance(a, Tensor) else a for a in arguments]
-        for result in results if isinstance(results, tuple) else (results,):
-            assert result.is_contiguous(), name
-            inputs = [a for a in arguments if isinstance(a, Tensor) and a.numel()]
-            assert result.numel() == 0 or all(result.data_ptr() != a.data_ptr() for a in inputs), name
+        inputs = [a.data_ptr() for a in arguments if isinstance(a, Tensor) and a.numel()]
+        for result in results(OPS, name, *arguments):
+            assert result.is_contiguous() and (result.numel() == 0 or result.data_ptr() not in inputs), name
             result.zero_()
         for a, b in zip(arguments, before, strict=True):
             assert not isinstance(a, Tensor) or torch.equal(a.float(), b.float()), name
-
-
-def test_the_reference_can_stand_in(seed):
-    """Without a compiler: every operator with the same arguments, and results as contiguous."""
-    for name, arguments in samples():
-        results = getattr(eager, name)(*arguments)
-        results = results if isinstance(results, tuple) else (results,)
-        assert all(result is None or result.is_contiguous() for result in results), name
     x, s0 = torch.randn(4, 8), torch.full((1,), 0.1)
     codes, _ = eager.quantize(x, s0, None, 0, torch.float32, False)
     for module in (eager, OPS):  # the last argument is there for torch.compile
@@ -136,30 +124,29 @@ def test_the_reference_can_stand_in(seed):
 def test_gradients_of_fake_quantize(grid, shifted, dtype, seed):
     """Autograd through the operator is the reference's backward; only what needs a gradient gets one."""
     zero = torch.randint(-(2 ** (grid - 1)), 2 ** (grid - 1), (6, 5)).float() if shifted else None
-    x = torch.randn(6, 40).to(dtype).requires_grad_()
-    s0 = (torch.rand(6, 5) + 0.5) / spec_of(grid).qmax
-    theta = (0.3 * torch.randn(6, 5)).to(dtype).requires_grad_()
-    grad = torch.randn(6, 40).to(dtype)
-    grad_x, grad_theta = torch.autograd.grad(OPS.fake_quantize(x, s0, theta, grid, dtype, None, zero), [x, theta], grad)
-    case = Case(x.detach(), grad, s0, theta.detach(), grid, dtype, 1.0, zero)
-    expected, _ = eager.fake_quantize_backward(grad, x.detach(), s0, theta.detach(), grid, dtype, 1.0, False, zero)
-    assert_same(grad_x, expected)
+    x, grad, theta = torch.randn(6, 40).to(dtype), torch.randn(6, 40).to(dtype), (0.3 * torch.randn(6, 5)).to(dtype)
+    case = Case(x, grad, (torch.rand(6, 5) + 0.5) / spec_of(grid).qmax, theta, grid, dtype, 1.0, zero)
+
+    def gradients(*wanted: Tensor) -> tuple[Tensor, ...]:
+        for one in (x, theta):
+            one.requires_grad_(any(one is other for other in wanted))
+        return torch.autograd.grad(OPS.fake_quantize(x, case.s0, theta, grid, dtype, None, zero), wanted, grad)
+
+    grad_x, grad_theta = gradients(x, theta)
+    assert torch.equal(gradients(x)[0], grad_x) and torch.equal(gradients(theta)[0], grad_theta)
+    gradients_of = (grad, x.detach(), case.s0, theta.detach_(), grid, dtype, 1.0, False, zero)
+    assert_same(grad_x, eager.fake_quantize_backward(*gradients_of)[0])
     check_theta_gradient(case, grad_theta)
     assert (grad_x == 0).any() and grad_theta.any(), "some must be clipped"
-    for wanted in (x, theta):
-        x.requires_grad_(wanted is x), theta.requires_grad_(wanted is theta)
-        (alone,) = torch.autograd.grad(OPS.fake_quantize(x, s0, theta, grid, dtype, None, zero), [wanted], grad)
-        assert torch.equal(alone, grad_x if wanted is x else grad_theta)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_of_fake_quantize_tokens(dtype, seed):
     """Straight-through within the range of each token; of a token that is not finite nothing."""
-    x = torch.randn(50, 33).to(dtype)
+    x, grad = torch.randn(50, 33).to(dtype), torch.randn(50, 33).to(dtype)
     x[3, 5], x[4, 6] = math.nan, math.inf
-    x.requires_grad_()
-    grad = torch.randn(50, 33).to(dtype)
+    leaf = x.clone().requires_grad_()
     for tokens in TOKEN_GRIDS:
-        (ours,) = torch.autograd.grad(OPS.fake_quantize_tokens(x, *tokens), x, grad)
-        assert_same(ours, eager.fake_quantize_tokens_backward(grad, x.detach(), *tokens))
+        (ours,) = torch.autograd.grad(OPS.fake_quantize_tokens(leaf, *tokens), leaf, grad)
+        assert_same(ours, eager.fake_quantize_tokens_backward(grad, x, *tokens))
         assert not ours[3:5].any() and ours[:3].any()
