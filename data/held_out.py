@@ -14,7 +14,7 @@ from data.samples import IGNORE, DataError, Sample, digest_of_samples
 SPLIT = 3  # random stream separate from every epoch's, see data.loader
 
 
-def split(samples: Sequence[Sample], held_out: int | float, seed: int) -> tuple[list[Sample], list[Sample]]:
+def split_held_out(samples: Sequence[Sample], held_out: int | float, seed: int) -> tuple[list[Sample], list[Sample]]:
     """Split samples into training and held-out samples, each in their original order.
 
     Args:

@@ -37,7 +37,7 @@ from data.samples import IGNORE, Sample, digest_of_samples
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-DTYPES = {
+CACHE_DTYPES = {
     "offsets": "<i8",
     "indices": "<i4",
     "log_probs": "<f4",
@@ -45,7 +45,7 @@ DTYPES = {
     "logsumexp": "<f4",
     "label_log_probs": "<f4",
 }
-ROUNDING = 1e-3  # tolerance above 0 of a log-probability, which is the difference of two rounded numbers
+_TOLERANCE = 1e-3  # tolerance above 0 of a log-probability, which is the difference of two rounded numbers
 CHECKED_BYTES = 2**26  # per checksum, so that ranks can share the checking
 
 
@@ -79,12 +79,12 @@ class Manifest:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the arrays."""
         wide, flat = (self.positions, self.top_k), (self.positions,)
-        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(DTYPES, flat)
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(CACHE_DTYPES, flat)
         return shapes | {"offsets": (self.samples + 1,), "indices": wide, "log_probs": wide}
 
     def bytes_of(self, name: str) -> int:
         """Return the size of a file in bytes."""
-        return math.prod(self.shapes()[name]) * np.dtype(DTYPES[name]).itemsize
+        return math.prod(self.shapes()[name]) * np.dtype(CACHE_DTYPES[name]).itemsize
 
 
 # ---- digests
@@ -112,7 +112,7 @@ def create(directory: Path, manifest: Manifest) -> None:
         OSError: a directory of that name exists, or the disk is full.
     """
     directory.mkdir(parents=True)
-    for name in DTYPES:
+    for name in CACHE_DTYPES:
         size = manifest.bytes_of(name)
         with open(directory / name, "wb") as stream:
             if size:
@@ -123,12 +123,12 @@ class Writer:
     """Writer of rows into the files of :func:`create`, for any number of processes at a time."""
 
     def __init__(self, directory: Path) -> None:
-        self._files = {name: os.open(directory / name, os.O_WRONLY) for name in DTYPES}
+        self._files = {name: os.open(directory / name, os.O_WRONLY) for name in CACHE_DTYPES}
 
     def write(self, start: int, arrays: Mapping[str, np.ndarray]) -> None:
         """Write rows from position ``start`` on, by name of the array."""
         for name, array in arrays.items():
-            data = np.ascontiguousarray(array, dtype=DTYPES[name])
+            data = np.ascontiguousarray(array, dtype=CACHE_DTYPES[name])
             row = data.itemsize * int(np.prod(data.shape[1:]))
             view, at = memoryview(data.tobytes()), start * row
             while view:
@@ -144,8 +144,8 @@ class Writer:
 
 def checksums(directory: Path, manifest: Manifest, share: int, of: int) -> dict[str, dict[int, int]]:
     """Compute CRC-32 by file and index of the block, of every ``of``-th block from the ``share``-th on."""
-    blocks = [(name, index) for name in DTYPES for index in range(-(-manifest.bytes_of(name) // CHECKED_BYTES))]
-    found: dict[str, dict[int, int]] = {name: {} for name in DTYPES}
+    blocks = [(name, index) for name in CACHE_DTYPES for index in range(-(-manifest.bytes_of(name) // CHECKED_BYTES))]
+    found: dict[str, dict[int, int]] = {name: {} for name in CACHE_DTYPES}
     for name, index in blocks[share::of]:
         with open(directory / name, "rb") as stream:
             stream.seek(index * CHECKED_BYTES)
@@ -188,7 +188,7 @@ class TeacherCache:
                 raise CacheError(f"{path} {state}, expected {size:,} bytes: the cache is damaged, write it again")
             # An empty file cannot be mapped.
             self._arrays[name] = (
-                np.memmap(path, DTYPES[name], "r", shape=shape) if size else np.empty(shape, DTYPES[name])
+                np.memmap(path, CACHE_DTYPES[name], "r", shape=shape) if size else np.empty(shape, CACHE_DTYPES[name])
             )
 
     def verify(self, share: int, of: int) -> None:
@@ -220,9 +220,9 @@ class TeacherCache:
             )
         for name in ("log_probs", "log_tail"):
             values = self._arrays[name][rows]
-            if not (values <= ROUNDING).all():  # NaN is not
+            if not (values <= _TOLERANCE).all():  # NaN is not
                 raise CacheError(
-                    f"{self.directory / name} holds {values[~(values <= ROUNDING)][0]}, expected log-probabilities: "
+                    f"{self.directory / name} holds {values[~(values <= _TOLERANCE)][0]}, expected log-probabilities: "
                     "write the cache again"
                 )
 

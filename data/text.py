@@ -25,7 +25,7 @@ from data.tokens import named_errors
 
 PIECE = 1 << 17  # characters: a whole file in one call would use one core, and some 200 bytes of memory per character
 PIECES = 8  # tokenized in one call
-CHUNK = 1 << 20  # bytes of a file read at a time
+_CHUNK = 1 << 20  # bytes of a file read at a time
 LONGEST = 1 << 26  # characters without a safe cut: some 13 GB of memory on every rank
 WINDOW = 1 << 12  # most characters on each side of a cut that are tokenized together and apart
 TRIES = 100  # cuts tried between words before the rest stays in one piece: a tokenizer may allow none
@@ -111,7 +111,7 @@ def _refuse_special_tokens(path: Path, backend: Tokenizer, special: SpecialTexts
 def _pieces(path: Path, backend: Tokenizer) -> Iterator[str]:
     """Yield the file's text in pieces, with only a few in memory."""
     try:
-        yield from split(_texts(path), backend, PIECE)
+        yield from split_text(_texts(path), backend, PIECE)
     except TogetherError as error:
         raise DataError(f"{path}: {error}") from None
 
@@ -120,7 +120,7 @@ def _texts(path: Path) -> Iterator[str]:
     # utf-8-sig: a byte order mark is no text. Decoded from bytes: text mode would change the newlines.
     decoder, line = codecs.getincrementaldecoder("utf-8-sig")(), 1
     with path.open("rb") as file:
-        for raw in chain(iter(lambda: file.read(CHUNK), b""), [b""]):
+        for raw in chain(iter(lambda: file.read(_CHUNK), b""), [b""]):
             try:
                 text = decoder.decode(raw, final=not raw)
             except UnicodeDecodeError as error:
@@ -132,7 +132,7 @@ def _texts(path: Path) -> Iterator[str]:
             yield text
 
 
-def split(texts: Iterable[str], backend: Tokenizer, size: int) -> Iterator[str]:
+def split_text(texts: Iterable[str], backend: Tokenizer, size: int) -> Iterator[str]:
     """Cut a text, given in parts, into pieces of at least ``size`` characters that tokenize as the whole text does.
 
     Cuts only where common pre-tokenizers do not look across: between a line's newline and a following letter or digit,

@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from engine.checkpoint.save import CheckpointError
+from engine.checkpoint.save import SaveError
 from engine.checks import sum_where_ranks_agree
 from engine.cluster.job import RunLock
 from engine.config.config import Recipe
@@ -49,7 +49,7 @@ class Loop:
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
-        self.schedule: Schedule[LoopState] = Schedule()
+        self.schedule = Schedule()
         self.token_losses: list[NamedTokenLoss] = []
         add_recipe_events(self.schedule, recipe)
 
@@ -165,7 +165,7 @@ def _finish(state: LoopState) -> RankError | None:
     if state.step != state.saved_step and (asked_to_stop or recipe.train.checkpoint_every):
         try:
             save(state)
-        except CheckpointError as error:
+        except SaveError as error:
             if asked_to_stop or not recipe.export.enabled:
                 raise
             unsaved = error  # the export needs a fraction of the space

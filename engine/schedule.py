@@ -7,27 +7,22 @@ runs once, the first time. One line of YAML under ``schedule`` does what one lin
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Generic, TypeVar
 
-from engine.checkpoint.save import CheckpointError, mark_best, save_checkpoint
+from engine.checkpoint.save import SaveError, mark_best, save_checkpoint
 from engine.config.config import Recipe
 from engine.config.sections import EventRecipe, parse_condition
 from engine.held_out import evaluate
-from engine.state import LoopState
+from engine.state import Action, LoopState, StateCondition
 from engine.step import held_out_losses
 from model.ranks import say
 from quant import Quantization
 
-State = TypeVar("State")
-Action = Callable[[State], object]
-Condition = Callable[[State], bool]
-
 
 @dataclass
-class Schedule(Generic[State]):
+class Schedule:
     """Actions that run before a given step, after every N-th step, or once when a condition holds.
 
     After a step the periodic actions run first, then the conditional ones, then those added with ``last``; each kind in
@@ -37,7 +32,7 @@ class Schedule(Generic[State]):
     before: list[tuple[int, Action]] = field(default_factory=list)
     after: list[tuple[int, Action]] = field(default_factory=list)
     last: list[tuple[int, Action]] = field(default_factory=list)
-    conditional: list[tuple[Condition, Action]] = field(default_factory=list)
+    conditional: list[tuple[StateCondition, Action]] = field(default_factory=list)
     met: list[int] = field(default_factory=list)
     """Which of ``conditional`` have run, by position: a checkpoint keeps it, so that a resumed run does not repeat
     them."""
@@ -65,7 +60,7 @@ class Schedule(Generic[State]):
             raise ValueError(f"an event every {steps} steps: expected 1 or more")
         (self.last if last else self.after).append((steps, action))
 
-    def when(self, condition: Condition, action: Action) -> None:
+    def when(self, condition: StateCondition, action: Action) -> None:
         """Run ``action(state)`` once, after the first step at which ``condition(state)`` is true."""
         self.conditional.append((condition, action))
 
@@ -77,13 +72,13 @@ class Schedule(Generic[State]):
                 f"an event at step {late[0]}, but train.steps is {total}: the last step to begin is {total - 1}"
             )
 
-    def run_before(self, step: int, state: State) -> None:
+    def run_before(self, step: int, state: LoopState) -> None:
         """Run the events that are due before ``step``."""
         for due, action in self.before:
             if due == step:
                 action(state)
 
-    def run_after(self, done: int, state: State) -> None:
+    def run_after(self, done: int, state: LoopState) -> None:
         """Run the events due after ``done`` steps."""
         for interval, action in self.after:
             if done % interval == 0:
@@ -100,7 +95,7 @@ class Schedule(Generic[State]):
 RELATIONS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 
 
-def add_recipe_events(schedule: Schedule[LoopState], recipe: Recipe) -> None:
+def add_recipe_events(schedule: Schedule, recipe: Recipe) -> None:
     """Add all events of a recipe.
 
     An evaluation is the first event of its step, so that others see its results, and a checkpoint the last, so that it
@@ -169,7 +164,7 @@ def save(state: LoopState) -> None:
     """Save a training checkpoint, and mark it as the best if its evaluation is; a collective.
 
     Raises:
-        CheckpointError: on every rank: it could not be written.
+        SaveError: on every rank: it could not be written.
     """
     save_checkpoint(
         state.session,
@@ -199,12 +194,12 @@ def _try_to_save(state: LoopState) -> None:
         return  # the end of the run saves the last one
     try:
         save(state)
-    except CheckpointError as error:
+    except SaveError as error:
         at = state.step + train.checkpoint_every
         say(f"warning: {error}; training goes on, the next attempt is at step {min(at, train.steps)}")
 
 
-def add_event(schedule: Schedule[LoopState], event: EventRecipe) -> None:
+def add_event(schedule: Schedule, event: EventRecipe) -> None:
     """Add a recipe's event to the schedule."""
 
     def act(state: LoopState) -> None:

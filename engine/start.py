@@ -4,7 +4,14 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.checkpoint.find import LATEST, STEPS, Checkpoint, check_resumable, check_samples, verify_checkpoint
+from engine.checkpoint.find import (
+    LATEST,
+    STEP_DIRECTORIES,
+    TrainingCheckpoint,
+    check_resumable,
+    check_samples,
+    verify_checkpoint,
+)
 from engine.checkpoint.load import load_checkpoint
 from engine.checkpoint.stateful import StatefulStates
 from engine.cluster.job import RunLock
@@ -27,7 +34,7 @@ from model.ranks import errors_on_all_ranks, is_main, say
 
 
 def start_run(
-    recipe: Recipe, schedule: Schedule[LoopState], token_losses: Sequence[NamedTokenLoss], run_lock: RunLock
+    recipe: Recipe, schedule: Schedule, token_losses: Sequence[NamedTokenLoss], run_lock: RunLock
 ) -> LoopState:
     """Start ranks, read data, build the model and its scales, and load the checkpoint to resume; a collective.
 
@@ -93,7 +100,7 @@ def _check_schedule(session: Session, token_losses: Sequence[str]) -> None:
         check_events(session.recipe.schedule, session.quantization, groups, metrics)
 
 
-def _check_destinations(recipe: Recipe, checkpoints: Path) -> Checkpoint | None:
+def _check_destinations(recipe: Recipe, checkpoints: Path) -> TrainingCheckpoint | None:
     """Check the destinations before any work, so that none fails or overwrites after it. Raises RecipeError on every
     rank.
 
@@ -104,7 +111,7 @@ def _check_destinations(recipe: Recipe, checkpoints: Path) -> Checkpoint | None:
         check_export(recipe)
     if recipe.train.resume:
         return check_resumable(recipe, checkpoints)
-    if (checkpoints / LATEST).exists() or any(checkpoints.glob(STEPS)):
+    if (checkpoints / LATEST).exists() or any(checkpoints.glob(STEP_DIRECTORIES)):
         raise RecipeError(
             f"output_dir: {recipe.output_dir!r} has checkpoints of an earlier run; "
             "set train.resume to continue it, or name another one"

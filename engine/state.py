@@ -110,3 +110,4 @@ class LoopState:
 
 
 Action = Callable[[LoopState], object]
+StateCondition = Callable[[LoopState], bool]

@@ -35,11 +35,11 @@ import yaml
 from data.loader import Loader
 from engine.config.config import Recipe
 from engine.fake_quant import calibrate_inputs
-from engine.session.context import DTYPES, RunContext, build_loader, start_ranks
+from engine.session.context import TORCH_DTYPES, RunContext, build_loader, start_ranks
 from engine.session.session import Session, build_session
 from launch.exits import clean_exit, recipe_or_exit
 from model.ranks import errors_on_all_ranks, is_main, raise_everywhere, say
-from tools.allocation.allocation import Part, allocate, check_budget, rules_of
+from tools.allocation.allocation import Part, allocate, check_budget, rules_of_choice
 from tools.allocation.sensitivity import divergences, parts_of
 from tools.memory.model import meta_student
 
@@ -62,11 +62,11 @@ def main() -> None:
             parts = joined(parts, found)
         with errors_on_all_ranks(ValueError):
             schemes = allocate(parts, arguments.budget_bits)
-        most, rules = rules_of(parts, schemes)
+        most, rules = rules_of_choice(parts, schemes)
         say("measuring the recipe")
         mixed = recipe_or_exit([*rest, "--quant.scheme", most, "--quant.rules", yaml.safe_dump(rules), *NEAREST])
         costs[MIXED] = cost_of_all(*opened(mixed, context), arguments.batches)
-        text = table(parts, schemes, costs)
+        text = allocation_table(parts, schemes, costs)
         say(text)
         if is_main():
             recipe_text = yaml.safe_dump({"quant": {"scheme": most, "rules": rules}}, sort_keys=False, width=1000)
@@ -100,7 +100,7 @@ def check_options(recipes: Mapping[str, Recipe], budget_bits: float) -> None:
     parts: list[Part] = []
     for name, recipe in recipes.items():
         student = meta_student(recipe)
-        found = parts_of(student.model, student.quantization, name, DTYPES[recipe.model.dtype])
+        found = parts_of(student.model, student.quantization, name, TORCH_DTYPES[recipe.model.dtype])
         raise_everywhere(None if found else f"--schemes: {name} quantizes no weights, expected schemes of Linears")
         raise_everywhere(
             None
@@ -132,7 +132,7 @@ def measured(recipe: Recipe, context: RunContext, scheme: str, batches: int) -> 
     """Measure the parts' costs under a scheme, and the cost of all layers together; a collective."""
     session, loader = opened(recipe, context)
     quantization = session.quantization
-    parts = parts_of(session.model, quantization, scheme, DTYPES[recipe.model.dtype])
+    parts = parts_of(session.model, quantization, scheme, TORCH_DTYPES[recipe.model.dtype])
     sets = [*(part.layers for part in parts), [*quantization.layers]]
     *each, whole = divergences(session.engine, quantization, sets, loader.first(batches), session.device)
     return [part.costing(scheme, cost) for part, cost in zip(parts, each, strict=True)], whole
@@ -145,7 +145,7 @@ def joined(parts: Sequence[Part], more: Sequence[Part]) -> list[Part]:
     return [replace(one, options={**one.options, **other.options}) for one, other in zip(parts, more, strict=True)]
 
 
-def table(parts: Sequence[Part], schemes: Sequence[str], costs: Mapping[str, float]) -> str:
+def allocation_table(parts: Sequence[Part], schemes: Sequence[str], costs: Mapping[str, float]) -> str:
     """Format measurements and choice as Markdown."""
     names = [name for name in costs if name != MIXED]
     lines = ["| part | weights | " + " | ".join(names) + " | chosen |", "| --- " * (len(names) + 3) + "|"]

@@ -16,7 +16,7 @@ import yaml
 
 from engine.config.errors import checkpoint_problems
 
-GRACE_SECONDS = 1.0  # for the rank that prints, before another's exit makes the launcher end them all
+_GRACE_SECONDS = 1.0  # for the rank that prints, before another's exit makes the launcher end them all
 
 
 def end_quietly() -> None:
@@ -52,7 +52,7 @@ def check_model_path(argv: Sequence[str] | None = None) -> None:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print("\n".join(f"error: {problem}" for problem in problems), file=sys.stderr, flush=True)
         else:
-            time.sleep(GRACE_SECONDS)
+            time.sleep(_GRACE_SECONDS)
         raise SystemExit(2)
 
 

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not a model.py o
 import argparse
 from collections.abc import Sequence
 
-from engine.session.context import DTYPES, init_ranks
+from engine.session.context import TORCH_DTYPES, init_ranks
 from launch.exits import clean_exit
 from model.ranks import errors_on_all_ranks, is_main, say
 from tools.evaluation.perplexity import DEFAULT_LENGTH, Questions, evaluate_checkpoint
@@ -67,7 +67,9 @@ def add_questions(parser: argparse.ArgumentParser) -> None:
         help=f"tokens that the model sees at a time (default: {DEFAULT_LENGTH} of a text, the context in tasks)",
     )
     parser.add_argument("--batch_size", type=int, default=4, help="windows per forward (default 4)")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of weights and GEMMs (default bfloat16)")
+    parser.add_argument(
+        "--dtype", choices=TORCH_DTYPES, default="bfloat16", help="of weights and GEMMs (default bfloat16)"
+    )
     parser.add_argument("--sharded", action="store_true", help="partition plain checkpoints over the ranks (ZeRO-3)")
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher appends it
 
@@ -106,7 +108,7 @@ def read_questions(arguments: argparse.Namespace) -> Questions:
         tasks=tasks,
         length=arguments.length,
         batch_size=arguments.batch_size,
-        dtype=DTYPES[arguments.dtype],
+        dtype=TORCH_DTYPES[arguments.dtype],
         sharded=arguments.sharded,
     )
 

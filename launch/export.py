@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not a model.py o
 import argparse
 from typing import get_args
 
-from engine.checkpoint.find import read_checkpoint, verify_checkpoint
+from engine.checkpoint.find import read_step_directory, verify_checkpoint
 from engine.checkpoint.load import load_checkpoint
 from engine.config.config import Recipe
 from engine.config.errors import RecipeError
@@ -68,7 +68,7 @@ def export_checkpoint(recipe: Recipe, checkpoint: Path) -> None:
     check_export(recipe)
     context = start_ranks(recipe)
     with errors_on_all_ranks(OSError, ValueError):
-        found = read_checkpoint(checkpoint)
+        found = read_step_directory(checkpoint)
     verify_checkpoint(found)
     session = build_session(recipe, context, None, None)
     quant = FakeQuant(session)

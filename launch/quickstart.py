@@ -45,13 +45,13 @@ from transformers.utils import logging
 
 from launch.launcher import ROOT, environment, find_launcher, program
 
-SCHEMES = ("fp8_static", "w2a16_g32")  # one almost lossless without training, and one that degrades
+_SCHEMES = ("fp8_static", "w2a16_g32")  # one almost lossless without training, and one that degrades
 VOCABULARY = 512
 LENGTH = 128
 BASE_STEPS, TUNE_STEPS = 300, 60
 BASE_LR, TUNE_LR = 3e-3, 2e-3
 TRAIN_CHARACTERS, HELDOUT_CHARACTERS = 1_000_000, 40_000
-STEPS = 4 + 3 * len(SCHEMES)
+_STEPS = 4 + 3 * len(_SCHEMES)
 
 
 def main() -> None:
@@ -70,27 +70,27 @@ def main() -> None:
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
 
-    steps = iter(range(1, STEPS + 1))
+    steps = iter(range(1, _STEPS + 1))
     if training_dtype() == torch.float32:
         print(
             "A GEMM in bfloat16 takes several times as long as one in float32 on this CPU: all models are in float32."
         )
-    heading(next(steps), "a corpus from Python's own documentation, a tokenizer, a Qwen3 with random weights")
+    print_heading(next(steps), "a corpus from Python's own documentation, a tokenizer, a Qwen3 with random weights")
     make_corpus(out)
     make_model(out)
-    heading(next(steps), f"base: train it with fake quant off, {BASE_STEPS} steps")
+    print_heading(next(steps), f"base: train it with fake quant off, {BASE_STEPS} steps")
     train(out, "base", model=out / "init", steps=BASE_STEPS, lr=BASE_LR)
-    heading(next(steps), f"FT: {TUNE_STEPS} steps more with fake quant off, what QAT is compared with")
+    print_heading(next(steps), f"FT: {TUNE_STEPS} steps more with fake quant off, what QAT is compared with")
     train(out, "ft", model=out / "base", steps=TUNE_STEPS, lr=TUNE_LR)
-    for scheme in SCHEMES:
-        heading(next(steps), f"PTQ: quantize FT to {scheme}, without training")
-        calibrate(out, f"ptq_{scheme}", model=out / "ft", scheme=scheme)
-        heading(next(steps), f"QAT: {TUNE_STEPS} steps from base in {scheme}, then export")
+    for scheme in _SCHEMES:
+        print_heading(next(steps), f"PTQ: quantize FT to {scheme}, without training")
+        export_ptq(out, f"ptq_{scheme}", model=out / "ft", scheme=scheme)
+        print_heading(next(steps), f"QAT: {TUNE_STEPS} steps from base in {scheme}, then export")
         train(out, f"qat_{scheme}", model=out / "base", steps=TUNE_STEPS, lr=TUNE_LR, scheme=scheme)
-    for scheme in SCHEMES:
-        heading(next(steps), f"load the {scheme} export in transformers, compare its logits with our forward")
+    for scheme in _SCHEMES:
+        print_heading(next(steps), f"load the {scheme} export in transformers, compare its logits with our forward")
         verify(out, out / f"qat_{scheme}")
-    heading(next(steps), "perplexity of them all on text that none was trained on")
+    print_heading(next(steps), "perplexity of them all on text that none was trained on")
     print_table(out, began)
 
 
@@ -111,9 +111,9 @@ def training_dtype() -> torch.dtype:
     return torch.float32 if seconds[torch.bfloat16] > 4 * seconds[torch.float32] else torch.bfloat16
 
 
-def heading(step: int, text: str) -> None:
+def print_heading(step: int, text: str) -> None:
     """Print the heading of a step."""
-    print(f"\n[{step}/{STEPS}] {text}", flush=True)
+    print(f"\n[{step}/{_STEPS}] {text}", flush=True)
 
 
 def make_corpus(out: Path) -> None:
@@ -176,20 +176,20 @@ def train(out: Path, name: str, *, model: Path, steps: int, lr: float, scheme: s
     recipe = write_recipe(out, name, model=model, steps=steps, lr=lr, scheme=scheme)
     ranks = gpus() or 2
     launcher = ["deepspeed", "--num_gpus", str(ranks), *port_options()]
-    call([*launcher, "launch/train.py", "--config", str(recipe)], recipe.with_name("log.txt"))
+    run_logged([*launcher, "launch/train.py", "--config", str(recipe)], recipe.with_name("log.txt"))
 
 
-def calibrate(out: Path, name: str, *, model: Path, scheme: str) -> None:
+def export_ptq(out: Path, name: str, *, model: Path, scheme: str) -> None:
     """Run launch/calibrate.py in one process: so small a model needs no launcher."""
     recipe = write_recipe(out, name, model=model, steps=1, lr=0.0, scheme=scheme)
-    call(["python", "launch/calibrate.py", "--config", str(recipe)], recipe.with_name("log.txt"))
+    run_logged(["python", "launch/calibrate.py", "--config", str(recipe)], recipe.with_name("log.txt"))
 
 
 def verify(out: Path, export: Path) -> None:
     """Run launch/verify.py; its report goes to the terminal, the loading bars of other libraries to the log."""
     text = ["--text", str(out / "heldout.txt"), "--tokens", "1024"]
     command = ["python", "launch/verify.py", "--export", str(export), *text]
-    call(command, out / "runs" / export.name / "verify.txt", report=True)
+    run_logged(command, out / "runs" / export.name / "verify.txt", report=True)
 
 
 def write_recipe(out: Path, name: str, *, model: Path, steps: int, lr: float, scheme: str | None) -> Path:
@@ -200,7 +200,7 @@ def write_recipe(out: Path, name: str, *, model: Path, steps: int, lr: float, sc
     recipe = {
         "model": {"path": str(model), "attn_implementation": "eager", "dtype": dtype},
         "data": {"kind": "text", "train": [str(out / "train.txt")], "max_length": LENGTH, "micro_batch_size": 8},
-        "quant": {"scheme": scheme or SCHEMES[0], "fake_quant_start": 0 if scheme else -1},
+        "quant": {"scheme": scheme or _SCHEMES[0], "fake_quant_start": 0 if scheme else -1},
         "learnable": {"norm": True},
         "train": {"steps": steps, "quant_stats_every": 10},
         "optim": {"lr": lr, "scale_lr": 1e-2, "warmup_steps": min(10, steps)},
@@ -225,7 +225,7 @@ def port_options() -> list[str]:
             return ["--master_port", str(free.getsockname()[1])]
 
 
-def call(shown: Sequence[str], log: Path, *, report: bool = False) -> None:
+def run_logged(shown: Sequence[str], log: Path, *, report: bool = False) -> None:
     """Print a command and run it; if it fails, exit with the last lines of its log.
 
     Progress bars and errors (standard error) go to the terminal and standard output to ``log``; reversed with
@@ -250,11 +250,11 @@ def print_table(out: Path, began: float) -> None:
 
     device = torch.device("cuda" if gpus() else "cpu")
     questions = Questions(text=out / "heldout.txt", length=LENGTH, batch_size=16, dtype=training_dtype())
-    names = ["ft", *(f"{kind}_{scheme}" for scheme in SCHEMES for kind in ("ptq", "qat"))]
+    names = ["ft", *(f"{kind}_{scheme}" for scheme in _SCHEMES for kind in ("ptq", "qat"))]
     found = {
         name: evaluate_checkpoint(out / name, questions, device) for name in tqdm(names, desc="evaluate", unit="model")
     }
-    sides = ({scheme: found[f"{kind}_{scheme}"] for scheme in SCHEMES} for kind in ("ptq", "qat"))
+    sides = ({scheme: found[f"{kind}_{scheme}"] for scheme in _SCHEMES} for kind in ("ptq", "qat"))
     comparison = Comparison(found["ft"], *sides)
     written = write_comparison(comparison, out)
     print(f"\n{table(comparison)}\n\n{', '.join(map(str, written))}: the same to keep.")

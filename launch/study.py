@@ -65,11 +65,11 @@ MADE_BY = "study.yaml"  # in the folder of a part: its recipe
 
 def main() -> None:
     """Check all parts, then run those that are missing, and compare them."""
-    arguments, words = options()
+    arguments, words = parse_arguments()
     recipe = recipe_or_exit(words)
     out = Path(recipe.output_dir)
     with clean_exit():
-        check_recipe(recipe)
+        check_comparable(recipe)
         scripts = scripts_of(recipe, arguments.ptq_codes)
         changes = {part: changes_of(part, recipe) for part in scripts}
         recipes = {}
@@ -91,15 +91,15 @@ def main() -> None:
         save_recipe(recipes[part], out / part / MADE_BY)
         begun = (out / part / "checkpoints" / LATEST).is_file()
         resume = ["--train.resume", "true"] if begun and script == TRAIN else []
-        call([*arguments.launcher, script, *words, *changes[part], *resume])
+        run_command([*arguments.launcher, script, *words, *changes[part], *resume])
     sides = ["--bf16", str(reference(recipe))]
     for name, export in ptqs.items():
         sides += ["--ptq", f"{name}={export}", "--qat", f"{name}={out / QAT / 'export'}"]
     asked = ["--text", str(arguments.text), "--dtype", recipe.model.dtype, "--out", str(out)]
-    call([*arguments.launcher, COMPARE, *sides, *asked])
+    run_command([*arguments.launcher, COMPARE, *sides, *asked])
 
 
-def options() -> tuple[argparse.Namespace, list[str]]:
+def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     """Parse the options of this script, and return the rest, which belong to the recipe."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -157,7 +157,7 @@ def compared(recipe: Recipe, scripts: Mapping[str, str], elsewhere: Mapping[str,
     return {scheme if len(found) == 1 else f"{scheme} {name}": export for name, export in found.items()}
 
 
-def check_recipe(recipe: Recipe) -> None:
+def check_comparable(recipe: Recipe) -> None:
     """Refuse recipes that this script cannot compare fairly. Raises RecipeError."""
     quant, export = recipe.quant, recipe.export
     rules = [
@@ -262,7 +262,7 @@ def check_part(folder: Path, recipe: Recipe) -> None:
         check_export(recipe)
 
 
-def call(shown: Sequence[str]) -> None:
+def run_command(shown: Sequence[str]) -> None:
     """Print a command and run it; on failure exit with its exit code."""
     print(f"$ {shlex.join(shown)}", flush=True)
     command = [str(ROOT / word) if word in (TRAIN, CALIBRATE, COMPARE) else word for word in shown]

@@ -25,7 +25,7 @@ import os
 
 from engine.config.errors import checkpoint_problems
 
-GGUF_FILE = "model.gguf"  # copied from model.save, which takes seconds to import
+_GGUF_FILE = "model.gguf"  # copied from model.save, which takes seconds to import
 
 SAMPLE = """\
 The observatory stood at the top of the hill, where the road ended. Every evening, when the last visitors had gone, the
@@ -101,7 +101,7 @@ def main(argv: list[str] | None = None) -> int:
 def _engine(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> str | None:
     """Return the engine of an export that is not compressed-tensors; exits if --against does not fit it."""
     engine = None
-    if (arguments.export / GGUF_FILE).is_file():
+    if (arguments.export / _GGUF_FILE).is_file():
         engine = "llama.cpp"
     elif (file := arguments.export / "config.json").is_file():
         for problem in checkpoint_problems("--export", str(arguments.export)):  # config.json may be a file of gigabytes

@@ -27,8 +27,10 @@ MOST_FEATURES = 16384  # limit of a norm's rows, each one segment of the kernels
 # gate and up of mlp the second.
 LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer", "Qwen3MoeDecoderLayer")
 MLPS = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "Qwen3MoeMLP")
-NORMS: dict[str, tuple[str, ...]] = {"input_layernorm": ("self_attn", "q_proj", "k_proj", "v_proj")}
-NORMS |= {"post_attention_layernorm": ("mlp", "gate_proj", "up_proj")}
+NORMS: dict[str, tuple[str, ...]] = {
+    "input_layernorm": ("self_attn", "q_proj", "k_proj", "v_proj"),
+    "post_attention_layernorm": ("mlp", "gate_proj", "up_proj"),
+}
 
 
 class FusedModule(nn.Module):

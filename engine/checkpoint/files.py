@@ -21,7 +21,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointComm
 
 from model.zero import CHECKPOINT_GLOBALS, LeftOut
 
-CHUNK_BYTES = 1 << 24
+_CHUNK_BYTES = 1 << 24
 
 
 class _Stream:
@@ -174,6 +174,6 @@ def file_crc32(path: Path) -> int:
     """CRC-32 of a file. Raises OSError."""
     crc32 = 0
     with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
+        while chunk := file.read(_CHUNK_BYTES):
             crc32 = zlib.crc32(chunk, crc32)
     return crc32

@@ -6,26 +6,26 @@
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from engine.checkpoint.files import file_crc32, read_object
 from engine.config.config import Recipe
 from engine.config.errors import RecipeError
 from engine.config.reading import load_recipe
+from engine.config.rules import options
 from model.fingerprint import digest_of_checkpoint
 from model.ranks import errors_on_all_ranks, rank, world_size
 
 LATEST = "latest"
 BEST = "best.json"
-STEPS = "step_????????"
+STEP_DIRECTORIES = "step_????????"
 STEP_NAME = r"step_\d{8}"
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class TrainingCheckpoint:
     """Step directory with its manifest; all files exist with the right sizes."""
 
     path: Path
@@ -55,7 +55,7 @@ class Best:
     value: float
 
 
-def find_checkpoint(directory: Path, which: bool | str = True) -> Checkpoint:
+def find_checkpoint(directory: Path, which: bool | str = True) -> TrainingCheckpoint:
     """Find the checkpoint of ``train.resume``: True (the latest), ``best``, or a directory's name.
 
     Raises:
@@ -65,21 +65,21 @@ def find_checkpoint(directory: Path, which: bool | str = True) -> Checkpoint:
         best = best_checkpoint(directory)
         if best is None:
             raise ValueError(f"{directory} has no {BEST}: no checkpoint was marked as the best")
-        return read_checkpoint(directory / best.name)
+        return read_step_directory(directory / best.name)
     if isinstance(which, str):
-        return read_checkpoint(directory / which)
+        return read_step_directory(directory / which)
     pointer = directory / LATEST
     if not pointer.is_file():
         # A run killed before it wrote its first pointer may have a complete checkpoint.
         if (newest := _newest_whole(directory)) is not None:
-            return read_checkpoint(newest)
+            return read_step_directory(newest)
         raise ValueError(
             f"{directory} has no checkpoint to resume from (no file {LATEST}); set train.resume: false to start anew"
         )
     name = pointer.read_text(encoding="utf-8", errors="replace").strip()
     if not re.fullmatch(STEP_NAME, name):
         raise ValueError(f"{pointer} is damaged: {name[:40]!r}, expected a name like step_00001000")
-    return read_checkpoint(directory / name)
+    return read_step_directory(directory / name)
 
 
 def best_checkpoint(directory: Path) -> Best | None:
@@ -99,7 +99,7 @@ def best_checkpoint(directory: Path) -> Best | None:
         ) from error
 
 
-def read_checkpoint(path: Path) -> Checkpoint:
+def read_step_directory(path: Path) -> TrainingCheckpoint:
     """Read the manifest of a step directory, and compare the size of every file with it.
 
     Raises:
@@ -111,7 +111,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         raise ValueError(f"{path} {error}{_offer(path)}") from error
 
 
-def _read_manifest(path: Path) -> Checkpoint:
+def _read_manifest(path: Path) -> TrainingCheckpoint:
     """Read the manifest of a step directory. Raises ValueError if it, or a file's name or size, is wrong."""
     if not path.is_dir():
         raise ValueError("is not there")
@@ -138,7 +138,7 @@ def _read_manifest(path: Path) -> Checkpoint:
         found = (path / name).stat().st_size
         if found != size:
             raise ValueError(f"is damaged: {name} has {found:,} bytes, expected {size:,}")
-    return Checkpoint(path, step, ranks, stage, files, samples, base, left_out)
+    return TrainingCheckpoint(path, step, ranks, stage, files, samples, base, left_out)
 
 
 def _is_whole(path: Path) -> bool:
@@ -152,7 +152,7 @@ def _is_whole(path: Path) -> bool:
 
 def _newest_whole(directory: Path, *, before: str = "step_~") -> Path | None:
     """Newest complete step directory with a name before ``before``; None if there is none."""
-    names = (path for path in sorted(directory.glob(STEPS), reverse=True) if path.name < before)
+    names = (path for path in sorted(directory.glob(STEP_DIRECTORIES), reverse=True) if path.name < before)
     return next((path for path in names if _is_whole(path)), None)
 
 
@@ -163,7 +163,7 @@ def _offer(path: Path) -> str:
     return f"; the one before it is {whole.name}: set train.resume to {whole.name} to go on from there"
 
 
-def check_resumable(recipe: Recipe, directory: Path) -> Checkpoint:
+def check_resumable(recipe: Recipe, directory: Path) -> TrainingCheckpoint:
     """Find the checkpoint to resume from, and refuse it if the recipe changes options that must stay.
 
     Raises:
@@ -185,7 +185,7 @@ def check_resumable(recipe: Recipe, directory: Path) -> Checkpoint:
     return found
 
 
-def check_samples(checkpoint: Checkpoint, samples: str) -> None:
+def check_samples(checkpoint: TrainingCheckpoint, samples: str) -> None:
     """Refuse training samples other than those of the run that wrote the checkpoint; a collective.
 
     A step selects samples by index, so with others a resumed run would train on some twice and on some never.
@@ -218,7 +218,7 @@ def _rows_problem(before: Recipe, old_world: int, recipe: Recipe, world: int) ->
     return [f"{rows}: with {world} rank(s) set for example {expected}"]
 
 
-def verify_checkpoint(checkpoint: Checkpoint) -> None:
+def verify_checkpoint(checkpoint: TrainingCheckpoint) -> None:
     """Verify the CRC-32 of every file, and unpickle ``.pt`` files (tensors only mapped); a collective.
 
     A file that would run code is refused before DeepSpeed opens it. Files are sharded over ranks.
@@ -349,22 +349,13 @@ MAY_CHANGE = {
 }
 
 
-def options(recipe: Recipe) -> Iterator[tuple[str, str, Any]]:
-    """Yield section, name and value of every option; section "" for top-level options."""
-    for item in fields(recipe):
-        value = getattr(recipe, item.name)
-        if is_dataclass(value):
-            yield from ((item.name, inner.name, getattr(value, inner.name)) for inner in fields(value))
-        else:
-            yield "", item.name, value
-
-
 def changes(before: Recipe, recipe: Recipe) -> list[str]:
     """List changed options that must stay, like ``data.seed (was 0, is 3)``."""
     found = []
-    for (section, name, was), (_, _, now) in zip(options(before), options(recipe), strict=True):
-        if (section, name) == ("data", "train"):  # files may be moved, but not renamed, left out or added
+    for (key, old, item), (_, new, _) in zip(options(before), options(recipe), strict=True):
+        was, now = getattr(old, item.name), getattr(new, item.name)
+        if key == "data.train":  # files may be moved, but not renamed, left out or added
             was, now = ([Path(file).name for file in files] for files in (was, now))
-        if name in STAYS.get(section, ()) and was != now:
-            found.append(f"{section}.{name} (was {was!r}, is {now!r})")
+        if item.name in STAYS.get(key.partition(".")[0], ()) and was != now:
+            found.append(f"{key} (was {was!r}, is {now!r})")
     return found

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from engine.checkpoint.files import CheckedFiles, read_object
-from engine.checkpoint.find import Checkpoint
+from engine.checkpoint.find import TrainingCheckpoint
 from engine.checkpoint.stateful import StatefulStates, check_stateful, load_stateful, restore_random_states
 from engine.session.session import Session
 from model.checkpoint.fingerprint import fingerprints, frozen_weights
@@ -46,7 +46,7 @@ from quant import weights_changed
 OPTIMIZER_OPTIONS = ("weight_decay", "betas", "eps")
 
 
-def load_checkpoint(session: Session, stateful: StatefulStates, checkpoint: Checkpoint) -> int:
+def load_checkpoint(session: Session, stateful: StatefulStates, checkpoint: TrainingCheckpoint) -> int:
     """Load a verified checkpoint into the session and the stateful objects; return the steps done. A collective.
 
     At the number of ranks that wrote it, DeepSpeed loads it, and the whole state is restored. At another one masters,
@@ -89,7 +89,7 @@ def load_checkpoint(session: Session, stateful: StatefulStates, checkpoint: Chec
     return checkpoint.step
 
 
-def check_base(session: Session, checkpoint: Checkpoint) -> None:
+def check_base(session: Session, checkpoint: TrainingCheckpoint) -> None:
     """Refuse frozen weights that differ from those of the run whose checkpoint left them out; a collective.
 
     Raises:
@@ -107,7 +107,7 @@ def check_base(session: Session, checkpoint: Checkpoint) -> None:
             )
 
 
-def _load_engine(session: Session, checkpoint: Checkpoint, left_out: LeftOut) -> None:
+def _load_engine(session: Session, checkpoint: TrainingCheckpoint, left_out: LeftOut) -> None:
     """Load DeepSpeed's files of a checkpoint, and set the optimizer's options again.
 
     DeepSpeed loads the options of the old recipe, but a resumed run follows the new one.

@@ -24,7 +24,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from engine.checkpoint.files import CheckedFiles, file_crc32, replace_text, sync_directory, write_text
-from engine.checkpoint.find import BEST, LATEST, STEPS, Best, best_checkpoint
+from engine.checkpoint.find import BEST, LATEST, STEP_DIRECTORIES, Best, best_checkpoint
 from engine.checkpoint.stateful import StatefulStates, rank_state
 from engine.config.reading import save_recipe
 from engine.session.session import Session
@@ -37,7 +37,7 @@ from model.zero import LeftOut, stage
 SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")  # DeepSpeed copies them beside the checkpoints
 
 
-class CheckpointError(RankError):
+class SaveError(RankError):
     """Error on all ranks: a checkpoint could not be written. Earlier ones and the run's state are unchanged."""
 
 
@@ -66,7 +66,7 @@ def save_checkpoint(
             as the best.
 
     Raises:
-        CheckpointError: on every rank, if any could not write; with the directory, the bytes needed and those free.
+        SaveError: on every rank, if any could not write; with the directory, the bytes needed and those free.
             The partial checkpoint is removed.
         RankError: on every rank, with the parameters that are not finite; nothing is written or removed.
     """
@@ -94,7 +94,7 @@ def save_checkpoint(
                 _write_manifest(session, partial, step, samples, kept_elsewhere, manifest)
                 _make_current(directory, partial, final, keep, measured)
     except RankError as error:
-        raise CheckpointError(_not_written(directory, partial, files, error)) from error
+        raise SaveError(_not_written(directory, partial, files, error)) from error
     return final
 
 
@@ -197,7 +197,7 @@ def _mark(directory: Path, name: str, measured: tuple[str, float] | None) -> Bes
 
 def _remove_old(directory: Path, newest: str, keep: int, best: Best | None) -> None:
     """Remove all steps up to ``newest`` but the last ``keep`` of them and the best."""
-    older = [path for path in sorted(directory.glob(STEPS)) if path.name <= newest]
+    older = [path for path in sorted(directory.glob(STEP_DIRECTORIES)) if path.name <= newest]
     for old in older[:-keep]:
         if best is None or old.name != best.name:
             # Renamed first: an interruption must not leave an incomplete directory with a final name.

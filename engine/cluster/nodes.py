@@ -45,7 +45,7 @@ from model.ranks import (
 )
 
 PACKAGES = ("torch", "deepspeed", "transformers", "tokenizers", "numpy")
-SOURCES = ("data", "engine", "launch", "model", "quant", "tools")
+_SOURCES = ("data", "engine", "launch", "model", "quant", "tools")
 # A directory that another machine has just made appears late: NFS may cache its absence for a minute.
 PATIENCE_SECONDS = 75.0
 
@@ -188,7 +188,7 @@ def _digest_of_files(directory: str) -> str:
 def _digest_of_sources() -> str:
     """Digest of names and contents of this project's Python files."""
     root = Path(__file__).resolve().parents[2]
-    files: Iterable[Path] = sorted(path for folder in SOURCES for path in (root / folder).rglob("*.py"))
+    files: Iterable[Path] = sorted(path for folder in _SOURCES for path in (root / folder).rglob("*.py"))
     digest = hashlib.blake2b(digest_size=8)
     for path in files:
         digest.update(str(path.relative_to(root)).encode() + path.read_bytes())

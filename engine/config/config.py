@@ -10,11 +10,11 @@ the recipe's files. Paths in a YAML file are relative to the current directory, 
 
 import os
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.config.errors import RecipeError, checkpoint_problems, not_empty, not_there, value_problems
+from engine.config.errors import RecipeError, checkpoint_problems, default_of, not_empty, not_there, value_problems
 from engine.config.quant import QuantRecipe
 from engine.config.rules import contradictions, derive
 from engine.config.sections import (
@@ -126,11 +126,13 @@ class Recipe:
         Raises:
             RecipeError: all missing ones, one line each.
         """
-        problems = list(checkpoint_problems("model.path", self.model.path))
-        if self.teacher_kind() == "model":
-            problems += checkpoint_problems("loss.teacher", str(self.loss.teacher))
-        if problems:
+        if problems := list(self._model_problems()):
             raise RecipeError("\n".join(problems))
+
+    def _model_problems(self) -> Iterator[str]:
+        yield from checkpoint_problems("model.path", self.model.path)
+        if self.teacher_kind() == "model":  # with a cache, the teacher's checkpoint is not needed any more
+            yield from checkpoint_problems("loss.teacher", str(self.loss.teacher))
 
     def validate_files(self) -> None:
         """Check that the recipe's input files and directories exist, relative to the current directory.
@@ -138,15 +140,12 @@ class Recipe:
         Raises:
             RecipeError: all missing ones, one line each.
         """
-        problems = list(checkpoint_problems("model.path", self.model.path))
+        problems = list(self._model_problems())
         if self.teacher_kind() == "cache":
-            # The teacher's checkpoint is not needed any more.
             cache = str(self.loss.teacher_cache)
             if not os.path.isfile(os.path.join(cache, "manifest.json")):
                 said = "expected a directory that launch/cache_teacher.py wrote, with manifest.json"
                 problems.append(f"loss.teacher_cache: {not_there(cache)}, {said}")
-        elif self.teacher_kind() == "model":
-            problems += checkpoint_problems("loss.teacher", str(self.loss.teacher))
         for key in ("scales", "start"):
             if (path := getattr(self.quant, key)) is not None and not os.path.isdir(path):
                 problems.append(f"quant.{key}: {not_there(path)}, expected the directory of a PTQ checkpoint")
@@ -166,7 +165,7 @@ def _field_problems(section: Any, path: str) -> Iterator[str]:
     """Yield a line for each field of a section and its subsections with a bad value; defaults are not checked."""
     for item in fields(section):
         value, key = getattr(section, item.name), f"{path}.{item.name}".lstrip(".")
-        if value == (item.default if item.default_factory is MISSING else item.default_factory()):
+        if value == default_of(item):
             continue
         listed = isinstance(value, list) and ("each" in item.metadata or any(map(is_dataclass, value)))
         for at, one in ({f"{key}[{n}]": one for n, one in enumerate(value)} if listed else {key: value}).items():

@@ -8,7 +8,7 @@ neither torch nor DeepSpeed, so that a script can check ``model.path`` before it
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import field
+from dataclasses import MISSING, Field, field
 from typing import Any, NamedTuple
 
 LONGEST_PROBLEM = 1500  # characters; the longest that names every preset has some 600
@@ -58,6 +58,11 @@ def derived(default: Callable[[Any], Any], metadata: Mapping[str, Any] | None = 
     The field is None (null) until :meth:`engine.config.config.Recipe.validate` sets it.
     """
     return field(default=None, metadata={DERIVED: default, **(metadata or {})})
+
+
+def default_of(item: Field[Any]) -> Any:
+    """Return a field's own default; MISSING for a required option."""
+    return item.default if item.default_factory is MISSING else item.default_factory()
 
 
 def need(good: bool, key: str, value: object, expected: str) -> Iterator[str]:

@@ -80,17 +80,7 @@ class TensorRecipe:
 
     def spec(self) -> TensorSpec:
         """Convert to a :class:`quant.TensorSpec`. Raises ValueError for an invalid combination."""
-        return TensorSpec(
-            self.dtype,
-            self.bits,
-            self.granularity,
-            self.group_size,
-            self.symmetric,
-            self.dynamic,
-            self.ggml,
-            self.narrow,
-            self.mx,
-        )
+        return TensorSpec(**vars(self))
 
 
 @dataclass

@@ -5,19 +5,19 @@ nothing is learnable``) is printed unchanged.
 """
 
 from collections.abc import Iterator
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import Field, fields, is_dataclass
 from operator import attrgetter
 from typing import Any
 
 from data.jsonl import expected_fields
-from engine.config.errors import DERIVED, ONLY_WITH
+from engine.config.errors import DERIVED, ONLY_WITH, default_of
 from engine.config.quant import SOURCE
 from engine.config.sections import DECAYING
 from engine.losses.kd import CACHED_KINDS, TOP_K_KINDS
 from quant.gptq import takes
 
-Recipe = Any  # engine.config.config.Recipe, which imports this module
-Problems = Iterator[tuple[str, str]]
+_Recipe = Any  # engine.config.config.Recipe, which imports this module
+_Problems = Iterator[tuple[str, str]]
 
 TRAINED = ("weight", "weight_scale", "act_scale", "norm", "router")  # switches of learnable
 # Switches that are allowed with merged adapters.
@@ -26,7 +26,7 @@ SHARED = ("weight_scale", "act_scale", "norm", "router")
 BESIDE = ("compressed", "vllm_fp8", "dequantized", "peft")
 
 
-def contradictions(recipe: Recipe) -> Iterator[str]:
+def contradictions(recipe: _Recipe) -> Iterator[str]:
     """Yield one line per option without effect, and per broken rule."""
     for key, _, words in idle(recipe):
         yield f"{key}: {attrgetter(key)(recipe)!r} has no effect unless {words}; remove it or change that"
@@ -35,7 +35,7 @@ def contradictions(recipe: Recipe) -> Iterator[str]:
             yield f"{key if ': ' in key else f'{key}: {attrgetter(key)(recipe)!r}'}, expected {expected}"
 
 
-def options(recipe: Recipe) -> Iterator[tuple[str, Any, Field[Any]]]:
+def options(recipe: _Recipe) -> Iterator[tuple[str, Any, Field[Any]]]:
     """Key, section and field of every option."""
     for section in fields(recipe):
         if is_dataclass(value := getattr(recipe, section.name)):
@@ -44,7 +44,7 @@ def options(recipe: Recipe) -> Iterator[tuple[str, Any, Field[Any]]]:
             yield section.name, recipe, section
 
 
-def derive(recipe: Recipe, before: dict[str, Any]) -> None:
+def derive(recipe: _Recipe, before: dict[str, Any]) -> None:
     """Set each option that was not set and whose default follows from other options.
 
     ``before`` holds the defaults of the last call: an option that still has that value is set again.
@@ -55,7 +55,7 @@ def derive(recipe: Recipe, before: dict[str, Any]) -> None:
             setattr(section, item.name, before[key])
 
 
-def idle(recipe: Recipe) -> Iterator[tuple[str, Any, str]]:
+def idle(recipe: _Recipe) -> Iterator[tuple[str, Any, str]]:
     """Yield changed options without effect: key, default, and the condition of an effect."""
     for key, section, item in options(recipe):
         if ONLY_WITH in item.metadata and getattr(section, item.name) != (default := _default(recipe, item)):
@@ -65,13 +65,13 @@ def idle(recipe: Recipe) -> Iterator[tuple[str, Any, str]]:
                     break
 
 
-def _default(recipe: Recipe, item: Field[Any]) -> Any:
+def _default(recipe: _Recipe, item: Field[Any]) -> Any:
     if DERIVED in item.metadata:
         return item.metadata[DERIVED](recipe)
-    return item.default if item.default_factory is MISSING else item.default_factory()
+    return default_of(item)
 
 
-def _data(r: Recipe) -> Problems:
+def _data(r: _Recipe) -> _Problems:
     data = r.data
     if data.kind == "chat" and (expected := expected_fields(data.fields)):
         yield "data.fields", expected
@@ -82,7 +82,7 @@ def _data(r: Recipe) -> Problems:
         yield "data.micro_batch_size", f"1 with data.packing and {attention}, which reads borders in one row"
 
 
-def _steps(r: Recipe) -> Problems:
+def _steps(r: _Recipe) -> _Problems:
     optim, steps = r.optim, r.train.steps
     warmup, decay = optim.warmup_steps, optim.decay_steps
     if optim.schedule == "wsd" and decay < 1 and warmup < steps:
@@ -102,7 +102,7 @@ def _steps(r: Recipe) -> Problems:
         yield "optim.weight_decay", f"at most {1 / rate:g}: {taken}"
 
 
-def _learnable(r: Recipe) -> Problems:
+def _learnable(r: _Recipe) -> _Problems:
     learnable, quant = r.learnable, r.quant
     if not (r.adapter.on or any(getattr(learnable, name) for name in TRAINED)):
         expected = f"at least one of {', '.join(TRAINED)} to be true, or adapter.kind lora"
@@ -118,7 +118,7 @@ def _learnable(r: Recipe) -> Problems:
         yield "learnable: only weight_scale is true", expected
 
 
-def _losses(r: Recipe) -> Problems:
+def _losses(r: _Recipe) -> _Problems:
     loss = r.loss
     if loss.lm_weight == 0 and loss.kd_weight == 0:
         yield "loss.lm_weight, loss.kd_weight: both 0", "at least one above 0: there is no loss"
@@ -145,7 +145,7 @@ def _losses(r: Recipe) -> Problems:
             yield "loss.diagnostics_every", "0: loss.teacher_cache does not hold the distributions that are compared"
 
 
-def _evaluation(r: Recipe) -> Problems:
+def _evaluation(r: _Recipe) -> _Problems:
     every = r.eval.every
     if every > 0 and not (r.data.held_out or r.data.eval):
         yield "eval.every", "0, or samples to evaluate on (data.held_out, data.eval)"
@@ -156,7 +156,7 @@ def _evaluation(r: Recipe) -> Problems:
         yield "eval.best", "lm: loss.teacher_cache holds no held-out samples"
 
 
-def _fake_quant(r: Recipe) -> Problems:
+def _fake_quant(r: _Recipe) -> _Problems:
     quant, start = r.quant, r.quant.fake_quant_start
     if start > 0 and any(event.fake_quant is not None for event in r.schedule):
         yield "quant.fake_quant_start", "0 or -1, since events under schedule switch fake quant"
@@ -177,7 +177,7 @@ def _fake_quant(r: Recipe) -> Problems:
         yield "export.format", "compressed with quant.rotate: no reader of the others turns inputs"
 
 
-def _schemes(r: Recipe) -> Problems:
+def _schemes(r: _Recipe) -> _Problems:
     quant = r.quant
     if not quant.known():
         return
@@ -200,7 +200,7 @@ def _schemes(r: Recipe) -> Problems:
         yield "quant.calibration_batches", f"1 or more (or quant.scales, or quant.initial_input_scale): {nothing}"
 
 
-def _first_scales(r: Recipe) -> Problems:
+def _first_scales(r: _Recipe) -> _Problems:
     quant, start = r.quant, r.quant.fake_quant_start
     if quant.scales_follow_weights and quant.weight_range == "mse":
         yield "quant.weight_range", "absmax, since quant.scales_follow_weights measures in every step"
@@ -243,7 +243,7 @@ def _first_scales(r: Recipe) -> Problems:
         yield "quant.init", f"rtn with {scheme}: a scheme here has a scale for several rows of a weight"
 
 
-def _adapters(r: Recipe) -> Problems:
+def _adapters(r: _Recipe) -> _Problems:
     if not r.adapter.on:
         return
     kind = f"adapter.kind {r.adapter.kind}"
@@ -266,7 +266,7 @@ def _adapters(r: Recipe) -> Problems:
         yield "quant.rotate", f"nothing with {kind}: an adapter of a turned weight has no reader"
 
 
-def _adapters_beside(r: Recipe) -> Problems:
+def _adapters_beside(r: _Recipe) -> _Problems:
     adapter, quant = r.adapter, r.quant
     if not adapter.beside:
         return
@@ -292,7 +292,7 @@ def _adapters_beside(r: Recipe) -> Problems:
         yield "adapter.init", "zeros with adapter.base quantized: the weights are what the codes stand for"
 
 
-def _export(r: Recipe) -> Problems:
+def _export(r: _Recipe) -> _Problems:
     if r.export.format == "peft" and not r.adapter.beside:
         expected = "another format, or adapter.kind lora with adapter.merge false: there is no adapter to write"
         yield "export.format", expected
@@ -301,7 +301,7 @@ def _export(r: Recipe) -> Problems:
         yield "export.format", f"compressed or dequantized: {never}, the export is a plain checkpoint"
 
 
-def _events(r: Recipe) -> Problems:
+def _events(r: _Recipe) -> _Problems:
     steps, scheme = r.train.steps, r.quant.scheme
     known, weights = r.quant.known(), r.quant.linear_schemes()
     for index, event in enumerate(r.schedule):
@@ -318,7 +318,7 @@ def _events(r: Recipe) -> Problems:
             yield f"{key}.fake_quant: 'weights'", expected
 
 
-def _losses_of_events(r: Recipe) -> Problems:
+def _losses_of_events(r: _Recipe) -> _Problems:
     """Refuse events that may leave both losses with weight 0, whenever the events with a condition happen."""
     changes = {index: event for index, event in enumerate(r.schedule) if event.loss}
     fixed = sorted((event.at, index) for index, event in changes.items() if event.at is not None)

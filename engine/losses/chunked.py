@@ -63,7 +63,7 @@ class TeacherTopK(NamedTuple):
     vocabulary: int | None = None
 
 
-Teacher = TeacherHidden | TeacherTopK
+TeacherTargets = TeacherHidden | TeacherTopK
 
 
 class LossResult(NamedTuple):
@@ -78,7 +78,7 @@ def chunked_losses(
     weight: Tensor,
     bias: Tensor | None,
     labels: Tensor,
-    teacher: Teacher | None = None,
+    teacher: TeacherTargets | None = None,
     objective: Objective | None = None,
     *,
     scale: float = 1.0,
@@ -123,7 +123,7 @@ def chunked_losses(
     return LossResult(total, dict(zip(names, sums.unbind(), strict=True)))
 
 
-def _check(hidden: Tensor, weight: Tensor, labels: Tensor, teacher: Teacher | None) -> None:
+def _check(hidden: Tensor, weight: Tensor, labels: Tensor, teacher: TeacherTargets | None) -> None:
     if hidden.shape[:-1] != labels.shape:
         raise ValueError(
             f"hidden states {tuple(hidden.shape)} and labels {tuple(labels.shape)} differ in their leading dimensions"
@@ -153,7 +153,7 @@ class _Job(NamedTuple):
     """
 
     objective: Objective
-    teacher: Teacher | None
+    teacher: TeacherTargets | None
     scale: float
     gradient_scale: float
     diagnostics: bool
@@ -242,7 +242,7 @@ BlockTeacher = Callable[[slice], Tensor | TopK | None]
 _NO_TEACHER: Callable[[slice], BlockTeacher] = lambda chunk: lambda block: None  # noqa: E731
 
 
-def _teacher_rows(teacher: Teacher, positions: Tensor) -> Callable[[slice], BlockTeacher]:
+def _teacher_rows(teacher: TeacherTargets, positions: Tensor) -> Callable[[slice], BlockTeacher]:
     """Return a function of a chunk, whose result maps a block of its rows to the teacher's logits or top K."""
     if isinstance(teacher, TeacherTopK):
         top = teacher.top

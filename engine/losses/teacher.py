@@ -33,7 +33,7 @@ class TeacherOutput(NamedTuple):
         parameters: parameters to gather around that call, besides the student's lm_head.
     """
 
-    teacher: losses.Teacher
+    teacher: losses.TeacherTargets
     parameters: Sequence[Parameter] = ()
 
 

@@ -14,7 +14,7 @@ from deepspeed.accelerator import get_accelerator
 from transformers import PreTrainedTokenizerBase
 
 from data.chat import read_chat
-from data.held_out import HeldOut, seen_in_training, split
+from data.held_out import HeldOut, seen_in_training, split_held_out
 from data.loader import Loader, MicroBatch, sample_inputs
 from data.samples import Sample, load_tokenizer
 from data.template import SpecialTexts
@@ -36,7 +36,7 @@ from model.ranks import (
 )
 from quant import prepare_kernels
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 @dataclass
@@ -207,7 +207,7 @@ def _hold_out(
     settings, held_out = recipe.data, list[Sample]()
     if settings.held_out:
         with errors_on_all_ranks(ValueError):
-            training, chosen = split(training, settings.held_out, settings.seed)
+            training, chosen = split_held_out(training, settings.held_out, settings.seed)
             held_out = _without_copies(training, chosen)
     if settings.eval:
         given = read_samples(recipe, tokenizer, settings.eval)

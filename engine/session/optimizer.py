@@ -214,7 +214,7 @@ def peak_learning_rates(optim: OptimRecipe) -> dict[str, float]:
     }
 
 
-KINDS = ("constant", "linear", "cosine", "wsd")
+_KINDS = ("constant", "linear", "cosine", "wsd")
 
 
 def lr_factor(step: int, *, total: int, warmup: int, kind: str, min_ratio: float, decay: int = 0) -> float:
@@ -224,8 +224,8 @@ def lr_factor(step: int, *, total: int, warmup: int, kind: str, min_ratio: float
     decay from 1 to ``min_ratio`` at the last of ``total`` steps; or ``wsd`` (warm-up, stable, decay: Hu et al. 2024,
     MiniCPM, arXiv:2404.06395): 1 until the last ``decay`` steps, which decay linearly to ``min_ratio``.
     """
-    if kind not in KINDS:
-        raise ValueError(f"unknown learning-rate schedule {kind!r}, expected one of {', '.join(KINDS)}")
+    if kind not in _KINDS:
+        raise ValueError(f"unknown learning-rate schedule {kind!r}, expected one of {', '.join(_KINDS)}")
     if step < warmup:
         return (step + 1) / warmup
     if kind == "constant":

@@ -16,7 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from data.loader import MicroBatch
 from engine.config.config import Recipe
 from engine.config.quant import SOURCE
-from engine.session.context import DTYPES, samples_on_all_ranks
+from engine.session.context import TORCH_DTYPES, samples_on_all_ranks
 from engine.session.lora import add_adapters, check_adapters, pack_base
 from engine.session.optimizer import check_patterns, classify, set_learnable
 from model.build import build_model
@@ -74,7 +74,7 @@ def empty_student(
     model = build_model(
         recipe.model.path,
         ds_config,
-        dtype=DTYPES[recipe.model.dtype],
+        dtype=TORCH_DTYPES[recipe.model.dtype],
         device=device,
         trust_remote_code=recipe.model.trust_remote_code,
         attn_implementation=recipe.model.attn_implementation,

@@ -11,7 +11,7 @@ from data.teacher_cache import TeacherCache
 from engine.config.config import Recipe
 from engine.config.deepspeed import teacher_config
 from engine.losses.teacher import CachedTeacher, ModelTeacher, common_vocabulary, first_difference
-from engine.session.context import DTYPES, RunContext
+from engine.session.context import TORCH_DTYPES, RunContext
 from engine.session.optimizer import initialize_frozen
 from model.build import build_model
 from model.checkpoint.load import load_weights
@@ -41,7 +41,7 @@ def load_teacher(recipe: Recipe, context: RunContext, logits: int) -> ModelTeach
     model = build_model(
         path,
         teacher_config(context.ds_config),
-        dtype=DTYPES[recipe.model.dtype],
+        dtype=TORCH_DTYPES[recipe.model.dtype],
         device=context.device,
         trust_remote_code=recipe.model.trust_remote_code,
         attn_implementation=recipe.model.attn_implementation,

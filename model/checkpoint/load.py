@@ -34,7 +34,7 @@ from transformers.core_model_loading import dot_natural_key
 
 from model.checkpoint.names import Names, UnsupportedConversionError, own_tensors
 from model.checkpoint.safetensors import CheckpointError, DiskTensor, Reader, garbage_kept, warn_of_zero_tails
-from model.checkpoint.slices import Layout, Piece
+from model.checkpoint.slices import DiskLayout, Piece
 from model.quantized.checkpoint import read_checkpoint
 from model.quantized.quantize_on_load import in_codes
 from model.quantized.tensor import QuantizedTensor, chunks_of, fill
@@ -262,7 +262,7 @@ def _plan(model: PreTrainedModel, path: Path) -> list[_Read]:
     return reads
 
 
-def missing_keys(names: Names, tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout | None]) -> list[str]:
+def missing_keys(names: Names, tensors: Mapping[str, Tensor], layouts: Mapping[str, DiskLayout | None]) -> list[str]:
     """Keys of our tensors, or of slices of them, absent from the files. A tied tensor counts under its first name."""
     present: dict[int, dict[int, int]] = {}  # by identity: number of elements by start element
     for piece in (piece for layout in layouts.values() if layout for piece in layout.pieces):
@@ -276,12 +276,12 @@ def missing_keys(names: Names, tensors: Mapping[str, Tensor], layouts: Mapping[s
     return missing
 
 
-def _layouts(names: Names, keys: set[str], problems: _Problems) -> dict[str, Layout | None]:
+def _layouts(names: Names, keys: set[str], problems: _Problems) -> dict[str, DiskLayout | None]:
     """Layout of each key; an unsupported key becomes a problem.
 
     Keys are resolved in transformers' order, because some of its rules remember earlier ones.
     """
-    layouts: dict[str, Layout | None] = {}
+    layouts: dict[str, DiskLayout | None] = {}
     for key in sorted(keys, key=dot_natural_key):
         try:
             layouts[key] = names.layout(key)
@@ -291,7 +291,7 @@ def _layouts(names: Names, keys: set[str], problems: _Problems) -> dict[str, Lay
 
 
 def _fits(
-    source: DiskTensor | QuantizedTensor, layout: Layout, tensors: dict[str, Tensor], problems: _Problems
+    source: DiskTensor | QuantizedTensor, layout: DiskLayout, tensors: dict[str, Tensor], problems: _Problems
 ) -> bool:
     """Return True if the model can take shape and dtype on disk."""
     dtypes = {tensors[piece.name].dtype for piece in layout.pieces}

@@ -31,7 +31,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from model.checkpoint.slices import ExpertTensor, Layout, Piece, Shape, Stack, expert_tensors, fused_layouts, turned
+from model.checkpoint.slices import DiskLayout, ExpertTensor, Piece, Shape, Stack, expert_tensors, fused_layouts, turned
 from model.families import is_composite, left_out, transposed_weights
 from model.moe.experts import ExpertMLPs
 from model.zero import full_shape
@@ -107,7 +107,7 @@ class Names:
         concatenations = [rule for rule in self._converters if _is_concatenation(rule)]
         self._rows = self._concatenated(concatenations, self._on_disk) if concatenations else {}
 
-    def layout(self, key: str) -> Layout | None:
+    def layout(self, key: str) -> DiskLayout | None:
         """Layout of the tensor ``key`` of a checkpoint; None if the model has nothing of it.
 
         Raises:
@@ -122,7 +122,7 @@ class Names:
         if key not in self._experts:
             return None
         piece = self._experts[key].piece
-        return Layout(piece.shape, (piece._replace(offset=0, turned=0),))
+        return DiskLayout(piece.shape, (piece._replace(offset=0, turned=0),))
 
     def key(self, name: str) -> str:
         """Key under which ``save_pretrained`` writes our parameter ``name``.
@@ -220,20 +220,20 @@ class Names:
                     start += math.prod(on_disk[key])
         return rows
 
-    def _whole(self, name: str) -> Layout:
+    def _whole(self, name: str) -> DiskLayout:
         shape = self.own[name]
         if name in self.turned:
-            return Layout(shape[::-1], (Piece(name, 0, shape, turned=shape[0]),))
-        return Layout(shape, (Piece(name, 0, shape),))
+            return DiskLayout(shape[::-1], (Piece(name, 0, shape, turned=shape[0]),))
+        return DiskLayout(shape, (Piece(name, 0, shape),))
 
-    def _converted(self, key: str, renamed: str, name: str, pattern: str) -> Layout | None:
+    def _converted(self, key: str, renamed: str, name: str, pattern: str) -> DiskLayout | None:
         """Layout of ``key`` as a slice of the fused parameter ``name``, according to the matching converter.
 
         None for an expert that the model does not have.
         """
         if key in self._rows:
             _, start, shape = self._rows[key]
-            return Layout(shape, (Piece(name, 0, shape, start),))
+            return DiskLayout(shape, (Piece(name, 0, shape, start),))
         converter = self._by_pattern[pattern]
         if name in self._fused and _is_transposing(converter):
             return self._fused_at(key, name, pattern)
@@ -249,9 +249,9 @@ class Names:
         size = fused.pieces[0].numel
         inside = fused.pieces[start // size : (start + math.prod(shape)) // size]
         pieces = tuple(Piece(piece.name, piece.offset - start, piece.shape, piece.start) for piece in inside)
-        return Layout(shape, pieces) if pieces else None
+        return DiskLayout(shape, pieces) if pieces else None
 
-    def _fused_at(self, key: str, fused: str, pattern: str | None) -> Layout:
+    def _fused_at(self, key: str, fused: str, pattern: str | None) -> DiskLayout:
         """Layout of the tensor ``key`` that becomes transformers' parameter ``fused`` by the converter with the source
         ``pattern``, if any."""
         layout = self._fused[fused]

@@ -49,7 +49,7 @@ class Piece(NamedTuple):
         return span.as_strided(self.shape, (1, self.turned)).reshape(-1)
 
 
-class Layout(NamedTuple):
+class DiskLayout(NamedTuple):
     """Required shape of a tensor on disk, and the slices of our tensors in it."""
 
     shape: Shape
@@ -108,23 +108,23 @@ def expert_tensors(model: nn.Module) -> dict[str, ExpertTensor]:
     return found
 
 
-def fused_layouts(experts: dict[str, ExpertTensor]) -> dict[str, Layout]:
+def fused_layouts(experts: dict[str, ExpertTensor]) -> dict[str, DiskLayout]:
     """Map names of transformers' fused parameters to their shapes and the slices of our tensors in them."""
     shapes, pieces = {}, defaultdict(list)
     for expert in experts.values():
         shapes[expert.fused] = expert.shape
         pieces[expert.fused].append(expert.piece)
-    return {name: Layout(shape, _merged(pieces[name])) for name, shape in shapes.items()}
+    return {name: DiskLayout(shape, _merged(pieces[name])) for name, shape in shapes.items()}
 
 
-def turned(layout: Layout) -> Layout:
+def turned(layout: DiskLayout) -> DiskLayout:
     """Transpose a layout of experts ``[E, out, in]`` to ``[E, in, out]``."""
     experts, rows, columns = layout.shape
     pieces = []
     for piece in layout.pieces:
         expert, row = divmod(piece.offset // columns, rows)
         pieces.append(piece._replace(offset=expert * rows * columns + row, turned=rows))
-    return Layout((experts, columns, rows), _merged(pieces))
+    return DiskLayout((experts, columns, rows), _merged(pieces))
 
 
 def _merged(pieces: list[Piece]) -> tuple[Piece, ...]:

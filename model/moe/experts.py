@@ -133,7 +133,7 @@ Function = Callable[[Tensor], Tensor]
 _DBRX = (("w1", "gate"), ("v1", "up"))
 
 
-class Held(NamedTuple):
+class _Held(NamedTuple):
     """Contents of a parameter of transformers' experts module, in terms of our stacks.
 
     Attributes:
@@ -202,14 +202,14 @@ class Experts(NamedTuple):
         }
 
     @property
-    def held(self) -> tuple[Held, ...]:
+    def held(self) -> tuple[_Held, ...]:
         """Contents of transformers' parameters in terms of our stacks."""
         if self.apart:
-            gate_up = [Held(f"mlp.{name}", "gate_up_proj", (f"{to}_proj",), False, True) for name, to in _DBRX]
-            return (*gate_up, Held("mlp.w2", "down_proj", ("down_proj",), True, True))
-        return tuple(Held(name, name, projections, self.transposed) for name, (_, projections) in self.stacks.items())
+            gate_up = [_Held(f"mlp.{name}", "gate_up_proj", (f"{to}_proj",), False, True) for name, to in _DBRX]
+            return (*gate_up, _Held("mlp.w2", "down_proj", ("down_proj",), True, True))
+        return tuple(_Held(name, name, projections, self.transposed) for name, (_, projections) in self.stacks.items())
 
-    def shape_of(self, held: Held) -> tuple[int, ...]:
+    def shape_of(self, held: _Held) -> tuple[int, ...]:
         """Shape of a parameter of transformers."""
         (rows, columns), _ = self.stacks[held.stack]
         rows *= len(held.projections)

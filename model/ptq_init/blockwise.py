@@ -31,13 +31,13 @@ from quant.linear import linears_of
 from quant.scale import have_codes, snap_to_codes
 
 STEPS = 200
-RATE = 0.02  # of weights, in scales, decaying to 0
+WEIGHT_RATE = 0.02  # of weights, in scales, decaying to 0
 SCALE_RATE = 1e-3  # of the logarithm of a scale, decaying to 0
 BETAS = (0.9, 0.95)
 
 
 @dataclass
-class Errors:
+class LayerErrors:
     """Squared errors of decoder layers' outputs relative to the squared outputs, per token: sums over layers and all
     ranks' tokens."""
 
@@ -68,7 +68,7 @@ def tune(
     originals: Mapping[nn.Parameter, Tensor],
     rows: int,
     *,
-    errors: Errors,
+    errors: LayerErrors,
     progress: Callable[[], object],
 ) -> None:
     """Train the quantized weights of a decoder layer, and their scales if these are learned; a collective.
@@ -160,7 +160,7 @@ class _Tuned:
         self._masters = [weight.float() for weight in self._first]
         self._first_thetas = [theta.detach().clone() for theta in self._thetas]
         self._values = [theta.float() for theta in self._first_thetas]
-        rates = {layer.weight: RATE * float(_effective(layer).abs().mean()) for layer in layers.values()}
+        rates = {layer.weight: WEIGHT_RATE * float(_effective(layer).abs().mean()) for layer in layers.values()}
         groups = [
             {"params": [master], "lr": rates[weight]}
             for weight, master in zip(self._weights, self._masters, strict=True)

@@ -36,7 +36,7 @@ Sets = list[list[str]]  # names of quantized layers with the same input
 
 
 @dataclass
-class Errors:
+class CodeErrors:
     """Squared errors of outputs, and squared outputs, fp64 scalars of this rank's rows."""
 
     nearest: float = 0.0
@@ -53,7 +53,7 @@ class Errors:
 
 
 def choose_codes(
-    model: nn.Module, quantization: Quantization, block: nn.Module, name: str, samples: Samples, errors: Errors
+    model: nn.Module, quantization: Quantization, block: nn.Module, name: str, samples: Samples, errors: CodeErrors
 ) -> Iterator[list[str]]:
     """Choose the codes and scales of a decoder layer, some Linears at a time; a collective.
 
@@ -131,7 +131,7 @@ def _adding(layer: QuantLayer, total: Tensor, *, stop: bool) -> Callable[[nn.Mod
     return add
 
 
-def _choose(quantization: Quantization, block: nn.Module, grams: dict[str, Tensor], errors: Errors) -> None:
+def _choose(quantization: Quantization, block: nn.Module, grams: dict[str, Tensor], errors: CodeErrors) -> None:
     """Choose codes and scales of some layers by GPTQ, and update this rank's weights; a collective."""
     rows: dict[str, list[_Rows]] = {}
     with gathered(block.parameters()), errors_on_all_ranks(ValueError):
@@ -205,7 +205,7 @@ def _of_all_ranks(layer: QuantLayer, found: Sequence[_Rows]) -> Tensor:
     return whole if zero is None else torch.stack([whole, zero])
 
 
-def _moved(layer: QuantLayer, found: _Rows, scales: Tensor, gram: Tensor, errors: Errors) -> Tensor:
+def _moved(layer: QuantLayer, found: _Rows, scales: Tensor, gram: Tensor, errors: CodeErrors) -> Tensor:
     """Compute this rank's elements of a Linear, flat: weights that are rounded to the chosen codes."""
     spec, weight = layer.scheme.weights, found.weight
     scale = scales if found.before.scale.zero is None else scales[0]

@@ -57,7 +57,7 @@ def choose_initial_codes(
     model.eval()
     with quantization.paused():
         found = record(model, blocks, samples, device)
-        errors, of_layers = gptq.Errors(), tuning.Errors()
+        errors, of_layers = gptq.CodeErrors(), tuning.LayerErrors()
         done: list[str] = []
         original = list(found.hidden)
         with _bar(len(found.layers) * tuning.STEPS if tuned_rows else 0) as bar:
@@ -94,7 +94,7 @@ def _choose_in(
     block: nn.Module,
     name: str,
     samples: Samples,
-    errors: gptq.Errors,
+    errors: gptq.CodeErrors,
 ) -> list[str]:
     """Choose the codes of a decoder layer's Linears by GPTQ, and fake-quantize them; returns their names."""
     done: list[str] = []

@@ -21,8 +21,8 @@ Spellings = Callable[[str], Iterable[str]]  # all names that rules may use for a
 _CODES = (torch.float8_e4m3fn, torch.int8)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # Suffixes of the tensors beside codes, after the name of the Linear.
-INVERSE = "weight_scale_inv"
-_OF_WEIGHT = (INVERSE, "weight_scale", "weight_global_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
+_INVERSE = "weight_scale_inv"
+_OF_WEIGHT = (_INVERSE, "weight_scale", "weight_global_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
 _OF_INPUT = ("input_scale", "input_global_scale", "input_zero_point")
 _OF_CACHE = tuple(end for ends in CACHE_SCALES.values() for end in ends)
 
@@ -47,8 +47,8 @@ def read_quantized(
                 continue
             parts = {end: tensors[f"{name}.{end}"] for end in _OF_WEIGHT if f"{name}.{end}" in tensors}
             of_input = [f"{name}.{end}" for end in _OF_INPUT if f"{name}.{end}" in tensors]
-            if INVERSE in parts and "weight_scale" not in parts:
-                parts["weight_scale"] = parts.pop(INVERSE)
+            if _INVERSE in parts and "weight_scale" not in parts:
+                parts["weight_scale"] = parts.pop(_INVERSE)
             beside |= {key: codes, **{part.key: part for part in parts.values()}}
             beside |= {each: tensors[each] for each in of_input}
             try:

@@ -23,7 +23,7 @@ from quant.spec import FP8_TENSOR, SCHEMES
 def is_quantized(directory: Path) -> bool:
     """Return True if a checkpoint directory has a quantization_config; raises the errors of reading it."""
     file = directory / "config.json"
-    if not file.is_file() or not ((directory / FILE).is_file() or b"quantization_config" in file.read_bytes()):
+    if not file.is_file() or not ((directory / MODELOPT_FILE).is_file() or b"quantization_config" in file.read_bytes()):
         return False
     return find_quantization_config(directory) is not None
 
@@ -34,7 +34,7 @@ def find_quantization_config(directory: Path) -> dict[str, Any] | None:
     Raises:
         ValueError: no config.json, or an invalid pattern in it.
     """
-    file, own = directory / "config.json", directory / FILE
+    file, own = directory / "config.json", directory / MODELOPT_FILE
     if not file.is_file() and not own.is_file():
         raise ValueError(f"{file} does not exist: expected the directory of a checkpoint")
     whole = _object(file) if file.is_file() else {}
@@ -241,7 +241,7 @@ def _pattern_problems(config: dict[str, Any]) -> Iterator[str]:
                 yield f"{key}: {entry[:80]!r}, expected a regular expression that ends soon: {problem}"
 
 
-FILE = "hf_quant_config.json"
+MODELOPT_FILE = "hf_quant_config.json"
 
 _BLOCK = TensorSpec("fp8_e4m3", 8, "block", 128)
 # Algorithms whose scales match a scheme here; AWQ and SmoothQuant change the weights.

@@ -32,7 +32,7 @@ from quant.scale import snap_to_codes
 
 _MOST = 5  # Linears that an error describes
 
-Linears = dict[str, list[tuple[LinearPart, QuantizedTensor]]]  # by layer
+ReadLinears = dict[str, list[tuple[LinearPart, QuantizedTensor]]]  # by layer
 
 
 class _Chunk(NamedTuple):
@@ -104,13 +104,13 @@ def take_start(
 
 def _linears(
     model: PreTrainedModel, quantization: Quantization, coded: dict[str, QuantizedTensor], directory: str | Path
-) -> Linears:
+) -> ReadLinears:
     """Pair the Linears of every quantized layer with their codes.
 
     Raises:
         ValueError: codes are missing, of another shape, or quantized differently.
     """
-    found: Linears = {}
+    found: ReadLinears = {}
     for name, layer in quantization.layers.items():
         found[name] = []
         for part in linears_of(name, layer):
@@ -151,7 +151,7 @@ def _chunks(layer: QuantLayer, part: LinearPart, linear: QuantizedTensor, reader
         yield _Chunk(rows.start, mine, at, codes, quantizer, kernels.dequantize(codes, quantizer))
 
 
-def _check_codes(quantization: Quantization, linears: Linears, directory: Path) -> None:
+def _check_codes(quantization: Quantization, linears: ReadLinears, directory: Path) -> None:
     """Reject codes that do not belong to the loaded weights; a collective."""
     problems: list[str] = []
     failure: str | None = None
@@ -192,7 +192,7 @@ def _products(layer: QuantLayer, part: LinearPart, linear: QuantizedTensor, read
     return sums.cpu()
 
 
-def _move(quantization: Quantization, linears: Linears) -> tuple[int, int]:
+def _move(quantization: Quantization, linears: ReadLinears) -> tuple[int, int]:
     """Move this rank's weights into their rounding bins; returns moved and total counts of all ranks. A collective."""
     counts = torch.zeros(2, dtype=torch.int64)
     with Reader() as reader, torch.no_grad(), errors_on_all_ranks(OSError, CheckpointError):

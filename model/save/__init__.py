@@ -2,9 +2,7 @@
 
 from model.save.export import ExportReport, check_plan, export_model
 from model.save.finish import is_router
-from model.save.gguf_file import FILE as GGUF_FILE
-from model.save.gguf_file import Names as GGUFNames
-from model.save.gguf_file import interleaved
+from model.save.gguf_file import GGUF_FILE, GGUFNames, interleaved
 from model.save.gguf_template import open_template as open_gguf
 from model.save.loadable import fused_there, is_expert, not_loaded
 from model.save.mlx import mlx_place

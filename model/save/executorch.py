@@ -17,7 +17,7 @@ from quant.linear import QuantEmbedding
 
 # Model types that transformers loads with torchao's tensors, that torch.export traces and that XNNPACK computes:
 # tests/distributed/engine/test_executorch.py lowers each with ExecuTorch 1.5.1.
-MODELS = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2")
+EXECUTORCH_MODELS = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2")
 
 
 def check_executorch(model: PreTrainedModel, quantization: Quantization) -> None:
@@ -28,9 +28,9 @@ def check_executorch(model: PreTrainedModel, quantization: Quantization) -> None
             head.
     """
     kind = model.config.model_type
-    if kind not in MODELS:
+    if kind not in EXECUTORCH_MODELS:
         raise ValueError(
-            f"layout 'executorch' is known to be lowered for {', '.join(MODELS)}, and not for {kind}: set "
+            f"layout 'executorch' is known to be lowered for {', '.join(EXECUTORCH_MODELS)}, and not for {kind}: set "
             "export.format to dequantized and quantize it with torchao, which chooses codes of its own"
         )
     for name, layer in quantization.layers.items():

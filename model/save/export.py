@@ -31,7 +31,7 @@ from model.quantized.checkpoint import read_checkpoint
 from model.ranks import errors_on_all_ranks, is_main
 from model.save.executorch import check_executorch, torchao_files
 from model.save.finish import check_destination, configuration, copy_companions, publish, write_config, write_index
-from model.save.gguf_file import FILE, GGUFPlan, GGUFWriter, check_gguf_written, plan_gguf
+from model.save.gguf_file import GGUF_FILE, GGUFPlan, GGUFWriter, check_gguf_written, plan_gguf
 from model.save.loadable import check_loadable, check_written
 from model.save.lora import PeftFolder
 from model.save.plan import Item, copied_modules, plan_shards
@@ -175,13 +175,13 @@ def _written(shards: list[list[Item]], aside: Path, layout: Layout, gguf: GGUFPl
         assert gguf is not None
         return GGUFWriter(path, gguf)
 
-    return write_shards(shards, aside, FILE, writer)
+    return write_shards(shards, aside, GGUF_FILE, writer)
 
 
 def _check_files(shards: list[list[Item]], files: list[str], aside: Path, gguf: GGUFPlan | None) -> None:
     """Check the written files, and write the index of several files."""
     if gguf is not None:
-        check_gguf_written(aside / FILE, gguf)
+        check_gguf_written(aside / GGUF_FILE, gguf)
         return
     write_index(shards, files, aside)
     check_written(aside, shards)

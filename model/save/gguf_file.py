@@ -32,12 +32,12 @@ from model.save.shard_writer import ShardWriter
 from quant import QuantLayer
 from quant.formats.gguf import BLOCK, BYTES, block_type
 
-FILE = "model.gguf"
+GGUF_FILE = "model.gguf"
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _PLAIN = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 
-class Names:
+class GGUFNames:
     """Map keys of a checkpoint to tensors of a GGUF file.
 
     Args:
@@ -172,7 +172,7 @@ def _tensors(
     model: PreTrainedModel, items: Iterable[Item], architecture: str
 ) -> tuple[dict[str, GGUFTensor], dict[str, int]]:
     """Tensors by name, and the number of heads of those whose rows are interleaved."""
-    names = Names(model.config)
+    names = GGUFNames(model.config)
     found: dict[str, GGUFTensor] = {}
     heads: dict[str, int] = {}
     nowhere = []

@@ -40,7 +40,7 @@ from quant.formats.compressed_tensors import (
 from quant.kv_cache import QuantCache
 from quant.linear import QuantEmbedding, StackedLinear
 
-META = torch.device("meta")
+_META = torch.device("meta")
 UNPACKED = (FLOAT_QUANTIZED, INT_QUANTIZED, MXFP8_QUANTIZED)
 
 
@@ -61,7 +61,7 @@ def check_loadable(source: Path, shards: Sequence[Sequence[Item]], *, trust_remo
         return
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    with META, no_init_weights():
+    with _META, no_init_weights():
         model: PreTrainedModel = kind(config)
         if any(item.layout not in (None, "dequantized") for shard in shards for item in shard):
             _experts_to_linears(model)
@@ -114,9 +114,9 @@ def _unquantized(items: Iterable[Item]) -> Shapes:
 
 
 def _problems(model: PreTrainedModel, shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> list[str]:
-    state = {key: torch.empty(shape, dtype=dtype, device=META) for key, (dtype, shape) in shapes.items()}
+    state = {key: torch.empty(shape, dtype=dtype, device=_META) for key, (dtype, shape) in shapes.items()}
     rules: list[Any] = get_model_conversion_mapping(model)
-    options = LoadStateDictConfig(device_map={"": META}, weight_mapping=rules)
+    options = LoadStateDictConfig(device_map={"": _META}, weight_mapping=rules)
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -186,7 +186,6 @@ def _has_zero_points(quantization: Quantization) -> bool:
     return any(layer.weight_zero is not None for layer in quantization.layers.values())
 
 
-META = torch.device("meta")
 TOKENS = 8
 
 
@@ -202,7 +201,7 @@ def weights_read(model: PreTrainedModel, packed: Collection[str]) -> list[str]:
     """
     if not packed:
         return []
-    with META, no_init_weights():
+    with _META, no_init_weights():
         empty: PreTrainedModel = type(model)(model.config)
     linears = {name: module for name, module in empty.named_modules() if isinstance(module, nn.Linear)}
     here = sorted(linears.keys() & set(packed))
@@ -229,7 +228,7 @@ def _initialized(model: PreTrainedModel, name: str) -> bool:
 def _lacks(model: PreTrainedModel, modules: Iterable[nn.Module]) -> bool:
     """Return True if the class's initialization of these modules reads an attribute that does not exist."""
     try:
-        with META:
+        with _META:
             for module in modules:
                 model._init_weights(module)
     except AttributeError:
@@ -249,7 +248,7 @@ def _pack(linear: nn.Linear) -> None:
 
 @torch.no_grad()
 def _forward_lacks_a_weight(model: PreTrainedModel) -> bool:
-    ids = torch.zeros(1, TOKENS, dtype=torch.long, device=META)
+    ids = torch.zeros(1, TOKENS, dtype=torch.long, device=_META)
     try:
         model.eval()(input_ids=ids, use_cache=False)
     except AttributeError as error:

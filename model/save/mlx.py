@@ -13,7 +13,7 @@ from quant.linear import linears_of
 
 # Model types whose tensors mlx-lm reads under transformers' names, with the same numerics:
 # tests/distributed/engine/test_mlx.py runs each in mlx-lm 0.32.2.
-MODELS = ("llama", "qwen2", "qwen3", "qwen3_moe")
+MLX_MODELS = ("llama", "qwen2", "qwen3", "qwen3_moe")
 ROPE_TYPES = ("default", "llama3", "yarn")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
@@ -24,9 +24,9 @@ def check_mlx(model: PreTrainedModel, quantization: Quantization) -> None:
     Raises:
         ValueError: an untested model type or RoPE, sliding attention, experts quantized individually or in part.
     """
-    if model.config.model_type not in MODELS:
+    if model.config.model_type not in MLX_MODELS:
         raise ValueError(
-            f"layout 'mlx' is known to be read by mlx-lm for {', '.join(MODELS)}, and not for "
+            f"layout 'mlx' is known to be read by mlx-lm for {', '.join(MLX_MODELS)}, and not for "
             f"{model.config.model_type}: set export.format to dequantized and quantize it with mlx_lm.convert, which "
             "chooses codes of its own"
         )

@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 
 from model.checkpoint.safetensors import DTYPES
+from quant.formats.compressed_tensors import Shapes
 
 # In the library's order: wide elements first, so that each tensor begins at a multiple of its element's size.
 ORDER = ("I64", "F64", "F32", "U32", "I32", "BF16", "F16", "I16", "F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL")
 KINDS = {DTYPES[kind]: kind for kind in ORDER}
 SYNC_BYTES = 64 * 2**20
-
-Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 class ShardWriter:

@@ -21,7 +21,7 @@ from quant.formats.packing import packed_columns, unpack_zero_points
 from quant.linear import LinearPart, linears_of
 from quant.spec import TensorSpec
 
-Linears = dict[str, LinearPart]  # by name on disk
+LinearParts = dict[str, LinearPart]  # by name on disk
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class ArrangedScales:
     unused: list[str]
     none_used: bool
     expected: str
-    linears: dict[str, Linears]
+    linears: dict[str, LinearParts]
     caches: bool
 
 
@@ -131,7 +131,7 @@ def arrange(model: PreTrainedModel, quantization: Quantization, stored: StoredSc
     reached has no scale, so any Linear's scale is enough for a group of inputs. Of several global scales the smallest
     is taken, with which no scale of their layers exceeds e4m3.
     """
-    linears: dict[str, Linears] = {
+    linears: dict[str, LinearParts] = {
         name: {module_name_on_disk(model, part.name): part for part in linears_of(name, layer)}
         for name, layer in quantization.layers.items()
     }
@@ -161,7 +161,7 @@ def arrange(model: PreTrainedModel, quantization: Quantization, stored: StoredSc
 
 
 def _weight_scale(
-    group: ScaleGroup, quantization: Quantization, linears: Mapping[str, Linears], stored: StoredScales
+    group: ScaleGroup, quantization: Quantization, linears: Mapping[str, LinearParts], stored: StoredScales
 ) -> GroupScale:
     """Scales of a group of weights; a scale under a global one is divided by it, as NVFP4 stores it."""
     if any(disk + WEIGHT_SCALE not in stored.scales for name in group.members for disk in linears[name]):
@@ -179,7 +179,7 @@ def _weight_scale(
 
 
 def _global_scale(
-    group: ScaleGroup, quantization: Quantization, linears: Mapping[str, Linears], stored: StoredScales
+    group: ScaleGroup, quantization: Quantization, linears: Mapping[str, LinearParts], stored: StoredScales
 ) -> GroupScale:
     keys = [[disk + GLOBAL_SCALE for disk in linears[name]] for name in group.members]
     if any(key not in stored.scales for of_layer in keys for key in of_layer):
@@ -224,7 +224,7 @@ def _zero_points(key: str, part: LinearPart, spec: TensorSpec, stored: StoredSca
 
 
 def _not_symmetric(
-    quantization: Quantization, linears: Mapping[str, Linears], of_layers: Collection[str], stored: StoredScales
+    quantization: Quantization, linears: Mapping[str, LinearParts], of_layers: Collection[str], stored: StoredScales
 ) -> list[str]:
     groups = [group for group in quantization.weight_groups if group.zero is not None]
     expected = {disk + ZERO_POINT for group in groups for disk in linears[group.owner]}
@@ -235,6 +235,6 @@ def _not_symmetric(
     ]
 
 
-def _without_global(quantization: Quantization, linears: Mapping[str, Linears], stored: StoredScales) -> list[str]:
+def _without_global(quantization: Quantization, linears: Mapping[str, LinearParts], stored: StoredScales) -> list[str]:
     disks = (disk for group in quantization.global_groups for name in group.members for disk in linears[name])
     return [d for d in disks if d + WEIGHT_SCALE in stored.scales and d + GLOBAL_SCALE not in stored.scales]

@@ -6,7 +6,7 @@ import torch
 
 from model.ranks import listed
 from model.scales.arrange import ArrangedScales, ZeroPoints
-from model.scales.in_place import check_codes, check_scale
+from model.scales.in_place import check_scale, check_zero_points
 from model.scales.read import StoredScales
 from quant import Quantization
 from quant.spec import TensorSpec
@@ -112,4 +112,4 @@ def _check_zero_points(key: str, zero: ZeroPoints, spec: TensorSpec) -> None:
             f"{zero.key} is {zero.values.dtype} {tuple(zero.values.shape)}, expected {zero.shape}, or packed int32 "
             f"{zero.packed_shape}"
         )
-    check_codes(key, zero.values, spec)
+    check_zero_points(key, zero.values, spec)

@@ -223,7 +223,7 @@ def check_values(groups: Sequence[ScaleGroup], values: Mapping[str, Tensor]) -> 
                     f"{name} has shape {tuple(value.shape)}, expected scales and zero points {(2, *shape)}"
                 )
             value, zero = value
-            check_codes(name, zero, group.spec)
+            check_zero_points(name, zero, group.spec)
         check_scale(name, value, shape, group)
 
 
@@ -242,7 +242,7 @@ def check_scale(name: str, value: Tensor, shape: tuple[int, ...], group: ScaleGr
         raise ValueError(f"{name} must be {expected}, got {value[~usable].flatten()[:4].tolist()}")
 
 
-def check_codes(name: str, zero: Tensor, spec: TensorSpec) -> None:
+def check_zero_points(name: str, zero: Tensor, spec: TensorSpec) -> None:
     """Reject zero points that are no codes of ``spec``. Raises ValueError, naming the weight ``name``."""
     if problem := bad_zero_points(zero.float(), spec):
         raise ValueError(f"the zero point beside {name} {problem}")

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from model.quantized.config import FILE, find_quantization_config, fp8_rules, modelopt_kv_cache, modelopt_rules
+from model.quantized.config import MODELOPT_FILE, find_quantization_config, fp8_rules, modelopt_kv_cache, modelopt_rules
 from model.ranks import listed
-from model.scales.arrange import Linears
+from model.scales.arrange import LinearParts
 from model.scales.read import WEIGHT_SCALE, StoredScales, input_ending
 from quant import Quantization, Rule, Scheme, TensorSpec
 from quant.formats.config import kv_cache_from_config, rules_from_config
@@ -48,13 +48,13 @@ def read_source(directory: Path) -> Source | None:
     Raises:
         ValueError: a file that is no JSON object, an unsupported method, or numerics that no scheme here has.
     """
-    if not any((directory / name).is_file() for name in (CONFIG, FILE)):
+    if not any((directory / name).is_file() for name in (CONFIG, MODELOPT_FILE)):
         return None
     config = find_quantization_config(directory)
     if config is None:
         return None
     method = config.get("quant_method")
-    file = directory / (FILE if method == "modelopt" and (directory / FILE).is_file() else CONFIG)
+    file = directory / (MODELOPT_FILE if method == "modelopt" and (directory / MODELOPT_FILE).is_file() else CONFIG)
     try:
         if method == "compressed-tensors":
             return _compressed(file, config)
@@ -90,7 +90,7 @@ def _modelopt(file: Path, config: Mapping[str, Any]) -> Source:
 
 
 def check_source(
-    quantization: Quantization, linears: Mapping[str, Linears], stored: StoredScales, source: Source, caches: bool
+    quantization: Quantization, linears: Mapping[str, LinearParts], stored: StoredScales, source: Source, caches: bool
 ) -> None:
     """Compare the scheme of every layer with that of its scales.
 

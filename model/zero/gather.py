@@ -25,7 +25,7 @@ from model.zero.parameters import (
     partition_of,
 )
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 COALESCED_BYTES = 2**20  # parameters up to this size share a collective
 
@@ -136,7 +136,7 @@ def forward_only(module: nn.Module) -> Iterator[None]:
         coordinator._invalidate_trace()
 
 
-def batches(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+def batches(items: Iterable[_T], size: Callable[[_T], int], limit: int) -> Iterator[list[_T]]:
     """Split ``items``, to be gathered, sent or written together, into consecutive lists of at most ``limit`` in total.
 
     A larger item forms a list of one.
@@ -146,7 +146,7 @@ def batches(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterato
         size: returns the size of one item, in the unit of ``limit``.
         limit: largest sum of sizes in one list.
     """
-    batch: list[T] = []
+    batch: list[_T] = []
     total = 0
     for item in items:
         if batch and total + size(item) > limit:

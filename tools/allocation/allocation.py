@@ -101,7 +101,7 @@ def _saved_per_bit(smaller: tuple[str, Option], larger: tuple[str, Option]) -> f
     return (smaller[1].cost - larger[1].cost) / (larger[1].bits - smaller[1].bits)
 
 
-def rules_of(parts: Sequence[Part], schemes: Sequence[str]) -> tuple[str, list[dict[str, str]]]:
+def rules_of_choice(parts: Sequence[Part], schemes: Sequence[str]) -> tuple[str, list[dict[str, str]]]:
     """Convert the choice to ``quant.scheme``, which covers the most weights, and ``quant.rules`` for the others."""
     size: dict[str, int] = defaultdict(int)
     names: dict[str, list[str]] = defaultdict(list)

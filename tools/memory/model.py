@@ -19,9 +19,9 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.masking_utils import AttentionMaskInterface
 
 from engine.config.config import Recipe
-from engine.losses.chunked import Teacher, TeacherHidden, TeacherTopK, chunked_losses
+from engine.losses.chunked import TeacherHidden, TeacherTargets, TeacherTopK, chunked_losses
 from engine.losses.kd import CACHED_KINDS, TopK
-from engine.session.context import DTYPES
+from engine.session.context import TORCH_DTYPES
 from engine.session.student import empty_student, quantize_student
 from model.build import attention_for, build_model, read_config
 from model.head import LMHead, QuantHead, hidden_states, install_head, output_head, take_out_head
@@ -87,7 +87,7 @@ def meta_teacher(recipe: Recipe) -> MetaTeacher | None:
     model = build_model(
         str(recipe.loss.teacher),
         _stage_0(recipe),
-        dtype=DTYPES[recipe.model.dtype],
+        dtype=TORCH_DTYPES[recipe.model.dtype],
         device=META,
         trust_remote_code=recipe.model.trust_remote_code,
         attn_implementation=attention_on_meta(_attention(recipe, str(recipe.loss.teacher))),
@@ -142,7 +142,7 @@ def student_events(student: MetaStudent, teacher: MetaTeacher | None, rows: int)
         its_hidden = None
         if recipe.teacher_kind() in ("self", "model"):
             size = (teacher.head if teacher is not None else student.head).in_features
-            its_hidden = torch.empty(*labels.shape, size, dtype=DTYPES[recipe.model.dtype], device=META)
+            its_hidden = torch.empty(*labels.shape, size, dtype=TORCH_DTYPES[recipe.model.dtype], device=META)
 
         def task(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             its = _teacher_at_head(recipe, student, teacher, its_hidden, labels.numel())
@@ -184,7 +184,7 @@ def _on_host(recipe: Recipe, moved: list[int]) -> AbstractContextManager[Any]:
 
 def _teacher_at_head(
     recipe: Recipe, student: MetaStudent, teacher: MetaTeacher | None, hidden: Tensor | None, tokens: int
-) -> Teacher | None:
+) -> TeacherTargets | None:
     """The teacher as the losses get it; None if there is none."""
     kind = recipe.teacher_kind()
     if kind == "none":
@@ -237,7 +237,7 @@ def _inputs(recipe: Recipe, rows: int) -> dict[str, Any]:
         "use_cache": False,
     }
     if attention in MASKED and (padded or attention == "eager") and not recipe.learnable.router:
-        dtype = torch.bool if attention == "sdpa" else DTYPES[recipe.model.dtype]
+        dtype = torch.bool if attention == "sdpa" else TORCH_DTYPES[recipe.model.dtype]
         inputs["attention_mask"] = torch.empty(rows, 1, length, length, dtype=dtype, device=META)
     else:
         inputs["position_ids"] = torch.arange(length).expand(rows, -1)

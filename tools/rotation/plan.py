@@ -23,20 +23,20 @@ from model.checkpoint.safetensors import CheckpointError, DiskTensor
 
 FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
-LAYER = re.compile(r"model\.layers\.(?P<layer>\d+)\.(?P<name>.+)")
+_LAYER = re.compile(r"model\.layers\.(?P<layer>\d+)\.(?P<name>.+)")
 STREAM, VALUES = "stream", "values"  # the two rotations
 
 INPUT, MIDDLE = "input_layernorm.weight", "post_attention_layernorm.weight"
-NORMS = (INPUT, MIDDLE)
-BLOCK = r"(mlp|block_sparse_moe)\."
+_NORMS = (INPUT, MIDDLE)
+_BLOCK = r"(mlp|block_sparse_moe)\."
 READS = {
     r"self_attn\.[qk]_proj\.weight": INPUT,
-    rf"{BLOCK}((experts\.\d+|shared_expert)\.)?(gate_proj|up_proj|w1|w3)\.weight": MIDDLE,
-    rf"{BLOCK}(gate|shared_expert_gate)\.weight": MIDDLE,
+    rf"{_BLOCK}((experts\.\d+|shared_expert)\.)?(gate_proj|up_proj|w1|w3)\.weight": MIDDLE,
+    rf"{_BLOCK}(gate|shared_expert_gate)\.weight": MIDDLE,
 }
-WRITES = rf"{BLOCK}((experts\.\d+|shared_expert)\.)?(down_proj|w2)\.(weight|bias)|self_attn\.o_proj\.bias"
+WRITES = rf"{_BLOCK}((experts\.\d+|shared_expert)\.)?(down_proj|w2)\.(weight|bias)|self_attn\.o_proj\.bias"
 VALUE, OUTPUT = r"self_attn\.v_proj\.(weight|bias)", r"self_attn\.o_proj\.weight"
-KEPT = r"self_attn\.([qk]_proj\.bias|[qk]_norm\.weight|rotary_emb\.inv_freq)|mlp\.(gate|up)_proj\.bias"
+_KEPT = r"self_attn\.([qk]_proj\.bias|[qk]_norm\.weight|rotary_emb\.inv_freq)|mlp\.(gate|up)_proj\.bias"
 
 
 @dataclass(frozen=True)
@@ -95,9 +95,9 @@ def _change(key: str, where: str) -> Change:
     whole = {EMBEDDING: Change(columns=STREAM), HEAD: Change(norm=NORM, columns=STREAM), NORM: Change(ones=True)}
     if key in whole:
         return whole[key]
-    if (found := LAYER.fullmatch(key)) is not None:
+    if (found := _LAYER.fullmatch(key)) is not None:
         prefix, name = f"model.layers.{found['layer']}.", found["name"]
-        if name in NORMS:
+        if name in _NORMS:
             return Change(ones=True)
         for pattern, norm in READS.items():
             if re.fullmatch(pattern, name):
@@ -108,7 +108,7 @@ def _change(key: str, where: str) -> Change:
             return Change(prefix + INPUT, VALUES, STREAM) if value[1] == "weight" else Change(rows=VALUES)
         if re.fullmatch(OUTPUT, name):
             return Change(rows=STREAM, columns=VALUES)
-        if re.fullmatch(KEPT, name):
+        if re.fullmatch(_KEPT, name):
             return Change()
     raise CheckpointError(
         f"{where}: {key} has no place in {', '.join(FAMILIES)}: what a rotation makes of it is unknown"
@@ -120,7 +120,7 @@ def _needed(config: PretrainedConfig) -> Iterator[str]:
     yield from (EMBEDDING, NORM, *([] if config.tie_word_embeddings else [HEAD]))
     for layer in range(config.num_hidden_layers):
         linears = [f"self_attn.{part}_proj.weight" for part in "qkvo"]
-        yield from (f"model.layers.{layer}.{name}" for name in (*NORMS, *linears))
+        yield from (f"model.layers.{layer}.{name}" for name in (*_NORMS, *linears))
 
 
 def _check_tensor(tensor: DiskTensor, change: Change, config: PretrainedConfig) -> None:

@@ -25,7 +25,8 @@ from model.checkpoint.safetensors import (
 from model.quantized.config import is_quantized
 from model.rotation import CHUNK
 from model.save.finish import check_destination, copy_companions, publish, write_json
-from model.save.shard_writer import Shapes, ShardWriter
+from model.save.shard_writer import ShardWriter
+from quant.formats.compressed_tensors import Shapes
 from tools.rotation.hadamard import Rotation, rotation
 from tools.rotation.plan import EMBEDDING, HEAD, NORM, STREAM, VALUES, Change, check_family, head_dim, plan_rotation
 
@@ -168,7 +169,7 @@ def _files(checkpoint: Checkpoint, untied: bool) -> dict[str, Shapes]:
     if untied:
         embedding = checkpoint.tensors[EMBEDDING]
         files[max(files)][HEAD] = files[embedding.file.name][EMBEDDING]
-    return files  # type: ignore[return-value]
+    return files
 
 
 def _write(path: Path, shapes: Shapes, work: _Work, bar: "tqdm[None]") -> None:

@@ -31,8 +31,8 @@ from torch import Tensor
 from model.peft import say_left_out
 from model.save import fused_there, is_expert, not_loaded
 from tools.compressed import load_compressed
-from tools.verify.comparison import Comparison, Report, logits_of
-from tools.verify.files import check_files
+from tools.verify.comparison import LogitComparison, Report, logits_of
+from tools.verify.files import problems_of_files
 from tools.verify.reader import inputs_left, inputs_of_experts_left, load_theirs, their_arithmetic
 
 # Mean KL divergence under the same arithmetic, nats per token. Measured: 0 for dense models, where the same kernels see
@@ -70,7 +70,7 @@ def compare_with_transformers(directory: Path, batches: Iterable[Tensor], *, tru
     say_left_out(directory)
     model, quantization = load_compressed(directory, trust_remote_code=trust_remote_code)
     layers, is_fused = quantization.layers, fused_there(model)
-    problems = check_files(directory, model, quantization)
+    problems = problems_of_files(directory, model, quantization)
     theirs, loading = load_theirs(directory, model, quantization, trust_remote_code=trust_remote_code)
     schemes = [layer.scheme.name for layer in layers.values()] + ["fp8 KV cache"] * bool(quantization.caches)
     report = Report("transformers", ", ".join(dict.fromkeys(schemes)), len(layers), problems=problems + loading)
@@ -87,7 +87,7 @@ def compare_with_transformers(directory: Path, batches: Iterable[Tensor], *, tru
         ways["inputs as given"] = lambda: inputs_left(quantization)
     if True in fused:
         ways["full forward"] = nullcontext
-    report.logits = {name: Comparison() for name in ways}
+    report.logits = {name: LogitComparison() for name in ways}
     for ids in batches:
         expected = logits_of(theirs, ids)
         for name, way in ways.items():

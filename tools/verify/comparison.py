@@ -20,7 +20,7 @@ from tools.compressed import load_compressed
 
 
 @dataclass
-class Comparison:
+class LogitComparison:
     """Differences between two models' logits, accumulated over batches. The KL's reference is the other model."""
 
     max_abs: float = 0.0
@@ -100,7 +100,7 @@ class Report:
     contents: str
     layers: int = 0
     equal: int | None = None
-    logits: dict[str, Comparison] = field(default_factory=dict)
+    logits: dict[str, LogitComparison] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     note: str | None = None
 
@@ -243,9 +243,9 @@ def logits_of(model: PreTrainedModel, ids: Tensor) -> Tensor:
     return model(input_ids=ids, use_cache=False).logits.float()
 
 
-def compare(ours: Iterable[Tensor], theirs: Iterable[Tensor], batches: Sequence[Tensor]) -> Comparison:
+def compare(ours: Iterable[Tensor], theirs: Iterable[Tensor], batches: Sequence[Tensor]) -> LogitComparison:
     """Compare the logits of two models for ``batches`` of token ids."""
-    found = Comparison()
+    found = LogitComparison()
     for one, other, ids in zip(ours, theirs, batches, strict=True):
         found.add(one, other, ids)
     return found

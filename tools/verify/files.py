@@ -26,7 +26,7 @@ from tools.compressed import is_ignored, quantized_keys
 STORED = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def check_files(directory: Path, model: PreTrainedModel, quantization: Quantization) -> list[str]:
+def problems_of_files(directory: Path, model: PreTrainedModel, quantization: Quantization) -> list[str]:
     """Check the files of a checkpoint; return one sentence for everything that is wrong.
 
     Checks dtypes and shapes of all codes and scales, that layers which serving fuses have equal scales, that the codes

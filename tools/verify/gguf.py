@@ -20,7 +20,7 @@ from model.save import GGUF_FILE, GGUFNames, interleaved, is_expert, open_gguf
 from quant import QuantEmbedding, QuantLayer
 from quant.formats.gguf import BLOCK
 from tools.verify.check import OUR_FORWARD_KL, OUR_FORWARD_KL_ROUTED
-from tools.verify.comparison import Comparison, Engine, Report, logits_of
+from tools.verify.comparison import Engine, LogitComparison, Report, logits_of
 from tools.verify.files import dtype_on_disk
 
 MISSING = "the package llama-cpp-python is not installed: pip install -e '.[llama-cpp]' (docs/gguf.md)"
@@ -66,8 +66,8 @@ class GGUF(Engine):
             return
         routed = any(is_expert(name) for name, module in self.model.named_modules() if isinstance(module, QuantLayer))
         ours, rounded = self.report.logits["our forward"], self.report.logits["inputs rounded"] = (
-            Comparison(),
-            Comparison(),
+            LogitComparison(),
+            LogitComparison(),
         )
         dtype = dtype_on_disk(against, self.model)
         for ids, theirs in zip(batches, engine_logits(self.export / GGUF_FILE, batches), strict=True):

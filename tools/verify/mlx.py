@@ -17,7 +17,7 @@ from tools.verify.comparison import Engine, Report, compare, logits_of
 
 # Sums in another order, through all layers, relative to the standard deviation; another rope or a wrong factor gives
 # 1e-1 and more.
-ROUNDING = 1e-2
+_FP32_ROUNDING = 1e-2
 
 
 class MLX(Engine):
@@ -78,7 +78,7 @@ class MLX(Engine):
             self.mlx.set_dtype(mx.float32)
         figure = self.report.logits["in fp32"].relative_max
         self.report.require(
-            "in fp32", figure, ROUNDING, "the largest difference, in standard deviations of the logits,"
+            "in fp32", figure, _FP32_ROUNDING, "the largest difference, in standard deviations of the logits,"
         )
 
 

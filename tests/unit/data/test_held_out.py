@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from data.held_out import HeldOut, split
+from data.held_out import HeldOut, split_held_out
 from data.loader import model_inputs, valid_tokens
 from data.samples import IGNORE, DataError, Sample
 
@@ -22,15 +22,15 @@ def test_the_split(rng):
         samples = make(rng, rng.randint(2, 80))
         held_out = rng.choice([rng.randint(1, len(samples) - 1), rng.uniform(0.01, 0.49)])
         seed = rng.randrange(1000)
-        training, out = split(samples, held_out, seed)
+        training, out = split_held_out(samples, held_out, seed)
         assert len(out) == (max(1, round(held_out * len(samples))) if isinstance(held_out, float) else held_out)
         numbers = [[int(sample.input_ids[0]) for sample in part] for part in (training, out)]
         assert sorted([*numbers[0], *numbers[1]]) == list(range(len(samples)))
         assert all(part == sorted(part) for part in numbers)
-        again = [[int(sample.input_ids[0]) for sample in part] for part in split(samples, held_out, seed)]
+        again = [[int(sample.input_ids[0]) for sample in part] for part in split_held_out(samples, held_out, seed)]
         assert again == numbers
     samples = make(rng, 300)
-    chosen = [{int(sample.input_ids[0]) for sample in split(samples, 0.5, seed)[1]} for seed in range(3)]
+    chosen = [{int(sample.input_ids[0]) for sample in split_held_out(samples, 0.5, seed)[1]} for seed in range(3)]
     assert chosen[0] != chosen[1] != chosen[2]  # by chance once in 10^88
 
 
@@ -39,7 +39,7 @@ def test_something_must_be_left_to_train_on(rng):
         with pytest.raises(
             DataError, match=rf"data\.held_out: {held_out} is \d of 5 samples, expected some to be left"
         ):
-            split(make(rng, 5), held_out, 0)
+            split_held_out(make(rng, 5), held_out, 0)
     with pytest.raises(DataError, match="no samples to evaluate on"):
         HeldOut([], micro_batch_size=1, rank=0, world=1, pad_token_id=0)
 

@@ -9,7 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from data.loader import WINDOW, Loader, MicroBatch, model_inputs, pack, pad, real_tokens, sample_inputs, valid_tokens
+from data.loader import (
+    PACKING_WINDOW,
+    Loader,
+    MicroBatch,
+    model_inputs,
+    pack,
+    pad,
+    real_tokens,
+    sample_inputs,
+    valid_tokens,
+)
 from data.samples import IGNORE, DataError, Sample
 from tests.lib.tiny import tiny_model
 
@@ -38,12 +48,12 @@ def loaders(samples: list[Sample], world: int = 1, **args: Any) -> list[Loader]:
 def test_bins_hold_every_sample_and_no_more_than_fits(rng):
     for _ in range(20):
         capacity = rng.randint(1, 60)
-        lengths = np.array([rng.randint(1, capacity) for _ in range(rng.randint(1, 2 * WINDOW + 50))])
+        lengths = np.array([rng.randint(1, capacity) for _ in range(rng.randint(1, 2 * PACKING_WINDOW + 50))])
         bins = pack(lengths, capacity)
         filled = np.bincount(bins, weights=lengths)
         assert len(bins) == len(lengths) and filled.min() > 0 and filled.max() <= capacity
         # Two bins of one window that are both at most half full would have been one.
-        firsts = [bins[start : start + WINDOW] for start in range(0, len(lengths), WINDOW)]
+        firsts = [bins[start : start + PACKING_WINDOW] for start in range(0, len(lengths), PACKING_WINDOW)]
         assert all((filled[np.unique(window)] <= capacity / 2).sum() <= 1 for window in firsts)
         assert (bins == pack(lengths, capacity)).all()
 

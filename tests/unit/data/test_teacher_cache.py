@@ -47,7 +47,9 @@ def write(directory, samples, teacher, ranks=2):
     teacher_cache.create(partial, manifest)
     sign = {"log_probs": -1, "log_tail": -1}
     arrays = {name: np.random.rand(*shape) * 100 * sign.get(name, 1) for name, shape in manifest.shapes().items()}
-    arrays = {name: array.astype(teacher_cache.DTYPES[name]) for name, array in arrays.items()} | {"offsets": offsets}
+    arrays = {name: array.astype(teacher_cache.CACHE_DTYPES[name]) for name, array in arrays.items()} | {
+        "offsets": offsets
+    }
     writers = [Writer(partial) for _ in range(ranks)]
     for index in random.sample(range(len(samples)), len(samples)):
         start, stop = offsets[index], offsets[index + 1]
@@ -59,7 +61,7 @@ def write(directory, samples, teacher, ranks=2):
     shares = [teacher_cache.checksums(partial, manifest, rank, ranks) for rank in range(ranks)]
     sums = {
         name: [value for _, value in sorted((index, v) for share in shares for index, v in share[name].items())]
-        for name in teacher_cache.DTYPES
+        for name in teacher_cache.CACHE_DTYPES
     }
     teacher_cache.finish(partial, directory, Manifest(**{**vars(manifest), "checksums": sums}))
     return arrays

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors
 
 from data.samples import IGNORE, DataError, plain_backend
-from data.text import read_text, split
+from data.text import read_text, split_text
 from tests.lib.tiny import TEXT, tiny_tokenizer
 
 WORDS = [
@@ -89,10 +89,10 @@ def test_pieces_give_the_tokens_of_the_whole(backend, rng):
     for _ in range(30):
         content = text(rng, 300)
         size = rng.randint(1, 50)
-        pieces = list(split([content], backend, size))
+        pieces = list(split_text([content], backend, size))
         ends = sorted(rng.choices(range(len(content)), k=rng.randint(0, 5)))
         parts = [content[start:end] for start, end in pairwise([0, *ends, len(content)])]
-        assert list(split(parts, backend, size)) == pieces, "where a file's text is read in parts"
+        assert list(split_text(parts, backend, size)) == pieces, "where a file's text is read in parts"
         assert "".join(pieces) == content and all(len(piece) >= size for piece in pieces[:-1])
         apart = [token for piece in pieces for token in backend.encode(piece, add_special_tokens=False).ids]
         assert apart == backend.encode(content, add_special_tokens=False).ids
@@ -105,7 +105,7 @@ def test_large_files_are_read_in_pieces(tmp_path, rng, monkeypatch):
     path.write_text(text(rng, 3000), newline="")
     whole = read_text([path], tokenizer, 64)
     monkeypatch.setattr("data.text.PIECE", 20)
-    monkeypatch.setattr("data.text.CHUNK", 7)  # bytes: characters of several bytes are read in two parts
+    monkeypatch.setattr("data.text._CHUNK", 7)  # bytes: characters of several bytes are read in two parts
     monkeypatch.setattr("data.text.WINDOW", 100)
     pieces = read_text([path], tokenizer, 64)
     assert [s.labels.tolist() for s in whole] == [s.labels.tolist() for s in pieces]
@@ -119,11 +119,11 @@ def test_a_file_is_never_whole_in_memory(tmp_path, monkeypatch):
 
     def watched(texts, backend, size):
         nonlocal longest
-        for piece in split(texts, backend, size):
+        for piece in split_text(texts, backend, size):
             longest = max(longest, len(piece))
             yield piece[:10]  # not the minute that all of it takes
 
-    monkeypatch.setattr("data.text.split", watched)
+    monkeypatch.setattr("data.text.split_text", watched)
     tracemalloc.start()
     samples = read_text([path], tokenizer, 64)
     peak = tracemalloc.get_traced_memory()[1]
@@ -137,7 +137,7 @@ def test_a_long_text_that_cannot_be_cut_is_refused_by_name(tmp_path, monkeypatch
     path.write_text("one two\n" * 400)
     assert read_text([path], tokenizer, 64)
     monkeypatch.setattr("data.text.PIECE", 50)
-    monkeypatch.setattr("data.text.CHUNK", 1000)
+    monkeypatch.setattr("data.text._CHUNK", 1000)
     monkeypatch.setattr("data.text.LONGEST", 3000)
     with pytest.raises(DataError, match=r"/a\.txt: found 3,\d+ characters that can only be tokenized together"):
         read_text([path], tokenizer, 64)
@@ -185,7 +185,7 @@ def test_a_block_belongs_to_the_file_of_its_first_token(tmp_path):
 def test_the_tokens_are_in_memory_once(tmp_path, monkeypatch):
     """Four bytes each, and a few pieces beside them."""
     monkeypatch.setattr("data.text.PIECE", 1 << 13)
-    monkeypatch.setattr("data.text.CHUNK", 1 << 16)
+    monkeypatch.setattr("data.text._CHUNK", 1 << 16)
     (tmp_path / "large.txt").write_text(TEXT * 20_000)
     tokenizer = tiny_tokenizer()
     tracemalloc.start()

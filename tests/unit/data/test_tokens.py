@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from data import jsonl, tokens
 from data.chat import read_chat
 from data.samples import DataError
-from data.text import read_text, split
+from data.text import read_text, split_text
 from data.tokens import OffsetTokenizer, in_groups
 from tests.lib.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from tests.unit.data.chats import GOOD, text, write
@@ -98,7 +98,7 @@ def test_long_lines_of_text_are_cut_between_words():
     backend = OffsetTokenizer(tiny_tokenizer())._backend
     rng = random.Random(1)
     content = " ".join(rng.choice(["quick", "the", "12", "plus", "é", "fox."]) for _ in range(3000))
-    pieces = list(split([content], backend, 50))
+    pieces = list(split_text([content], backend, 50))
     assert "".join(pieces) == content and max(map(len, pieces)) < 2 * 50 + 100
     apart = [token for piece in pieces for token in backend.encode(piece, add_special_tokens=False).ids]
     assert apart == backend.encode(content, add_special_tokens=False).ids

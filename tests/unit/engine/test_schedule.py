@@ -43,7 +43,7 @@ def test_unknown_kind():
 
 
 def test_events_run_at_their_steps_in_order():
-    schedule: Schedule[list] = Schedule()
+    schedule = Schedule()
     schedule.at(2, lambda seen: seen.append("at 2"))
     schedule.at(2, lambda seen: seen.append("then"))
     schedule.every(4, lambda seen: seen.append("last"), last=True)
@@ -63,7 +63,7 @@ def test_events_run_at_their_steps_in_order():
 
 def test_a_condition_acts_once_when_it_holds_and_not_again_in_a_resumed_run():
     def schedule(met):
-        events: Schedule[list] = Schedule(met=met)
+        events = Schedule(met=met)
         events.when(lambda seen: len(seen) >= 2, lambda seen: seen.append("two"))
         events.when(lambda seen: "two" in seen, lambda seen: seen.append("after"))
         return events

@@ -48,7 +48,7 @@ def test_parts_differ_in_quantization_alone(tmp_path):
     quant = replace(recipe.quant, fake_quant_start=-1)
     assert parts["ft"] == replace(recipe, output_dir=str(out / "ft"), quant=quant, schedule=plain)
     assert parts["ft"].never_quantizes() and not recipe.never_quantizes()
-    study.check_recipe(recipe)
+    study.check_comparable(recipe)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_ft_leaves_out_what_never_acts_without_fake_quant(tmp_path, sections):
     kept = {key: getattr(recipe.quant, key) for key in ("scheme", "weight_range", "calibration_batches")}
     assert plain.quant == replace(default.quant, fake_quant_start=-1, **kept)
     assert (plain.learnable, plain.optim) == (default.learnable, default.optim)
-    study.check_recipe(recipe)
+    study.check_comparable(recipe)
 
 
 def test_ptqs_of_several_codes_stand_beside_one_qat(tmp_path):
@@ -151,7 +151,7 @@ def test_what_acts_in_training_alone_is_named(tmp_path, config, said):
 )
 def test_a_recipe_of_which_no_fair_table_is_made(tmp_path, sections, said):
     with pytest.raises(RecipeError) as caught:
-        study.check_recipe(recipe_of(tmp_path, **sections))
+        study.check_comparable(recipe_of(tmp_path, **sections))
     assert str(caught.value).startswith(said) and "\n" not in str(caught.value)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.checkpoint.find import LATEST, read_checkpoint
+from engine.checkpoint.find import LATEST, read_step_directory
 from tests.distributed.engine.checkpoint.scripts.checkpoint import KILLED, SPOILED, STOPS
 from tests.lib.launcher import launch, run_ranks
 from tests.lib.recipes import STEPS, write_chats, write_ds_config, write_recipe
@@ -248,7 +248,7 @@ def test_the_checkpoint_that_is_offered_leads_to_the_same_end(runs):
 def test_killed_in_the_middle_the_last_whole_checkpoint_stays(runs):
     checkpoints = runs / f"killed_{KILLED}" / "checkpoints"
     assert (checkpoints / LATEST).read_text() == "step_00000002"
-    assert read_checkpoint(checkpoints / "step_00000002").step == 2
+    assert read_step_directory(checkpoints / "step_00000002").step == 2
 
 
 def test_nothing_is_written_through_links_that_lie_ready(runs):

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from engine.checkpoint.save import CheckpointError
+from engine.checkpoint.save import SaveError
 from engine.config.config import Recipe
 from engine.config.reading import load_recipe
 from engine.loop import Loop, LoopState
@@ -71,7 +71,7 @@ def unsaved(directory: Path, recipe: Recipe) -> None:
     loop.schedule.at(last - 1, spoil)
     try:
         loop.run()
-    except CheckpointError as error:
+    except SaveError as error:
         found["error"] = str(error)
     if is_main():
         torch.save(found, directory / "unsaved.pt")

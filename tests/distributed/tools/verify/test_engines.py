@@ -348,7 +348,7 @@ def test_models_that_an_engine_does_not_compute_are_refused(check, kind, scheme,
 
 
 def test_every_variant_of_a_type_that_is_written_is_tried_or_refused():
-    known = {name for name, variant in VARIANTS.items() if variant.config().model_type in mlx.MODELS}
+    known = {name for name, variant in VARIANTS.items() if variant.config().model_type in mlx.MLX_MODELS}
     assert known - FORMATS["mlx"].kinds.keys() == {"qwen2, sliding window"}
     kinds = FORMATS["executorch"].kinds
-    assert {VARIANTS[kind].config().model_type for kind in kinds} == set(executorch.MODELS)
+    assert {VARIANTS[kind].config().model_type for kind in kinds} == set(executorch.EXECUTORCH_MODELS)

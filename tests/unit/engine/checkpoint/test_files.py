@@ -15,7 +15,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from engine.checkpoint.files import CheckedFiles, file_crc32, read_object, replace_text
-from engine.checkpoint.find import read_checkpoint, verify_checkpoint
+from engine.checkpoint.find import read_step_directory, verify_checkpoint
 from model.ranks import RankError
 from tests.unit.engine.checkpoint.steps import NOTHING, write_step
 
@@ -48,7 +48,7 @@ def test_one_bit_is_found_before_anything_is_loaded(tmp_path, seed):
     content = bytearray(file.read_bytes())
     content[random.randrange(len(content))] ^= 1 << random.randrange(8)
     file.write_bytes(content)
-    checkpoint = read_checkpoint(path)
+    checkpoint = read_step_directory(path)
     with pytest.raises(RankError, match=f"is damaged: the content of {file.name} is not what was written"):
         verify_checkpoint(checkpoint)
 
@@ -86,7 +86,7 @@ def test_a_file_that_would_run_code_is_refused_by_name_and_runs_nothing(tmp_path
     buffer = io.BytesIO()
     torch.save({"tensor": torch.rand(3), "more": Evil(mark)}, buffer)
     replace_file(path / "b.pt", buffer.getvalue())
-    checkpoint = read_checkpoint(path)
+    checkpoint = read_step_directory(path)
     asks = re.escape(f"{path}/b.pt asks for posix.mkdir: ") + ".*could run code, and is not loaded"
     for read in (
         lambda: verify_checkpoint(checkpoint),
@@ -97,7 +97,7 @@ def test_a_file_that_would_run_code_is_refused_by_name_and_runs_nothing(tmp_path
             read()
     replace_file(path / "b.pt", pickle.dumps(Evil(mark)))  # as torch wrote until 1.6
     with pytest.raises(RankError, match=r"b\.pt cannot be read"):
-        verify_checkpoint(read_checkpoint(path))
+        verify_checkpoint(read_step_directory(path))
     assert not mark.exists()
 
 
@@ -141,7 +141,7 @@ def test_mutated_files_are_refused_by_name(tmp_path, seed):
                 changed[random.randrange(min(len(changed), random.choice([600, 10**6])))] = random.randrange(256)
         replace_file(path / "b.pt", bytes(changed))
         try:
-            verify_checkpoint(read_checkpoint(path))
+            verify_checkpoint(read_step_directory(path))
         except RankError as error:
             assert f"{path}/b.pt" in str(error)
             refused += 1

@@ -14,7 +14,7 @@ from engine.checkpoint.find import (
     best_checkpoint,
     check_resumable,
     find_checkpoint,
-    read_checkpoint,
+    read_step_directory,
     verify_checkpoint,
 )
 from engine.config.errors import RecipeError
@@ -172,7 +172,7 @@ def test_a_manifest_says_only_what_was_written(tmp_path, values):
     state = json.loads((path / "state.json").read_text())
     (path / "state.json").write_text(json.dumps(state | values))
     with pytest.raises(ValueError, match=r"is damaged: state\.json is not what was written"):
-        read_checkpoint(path)
+        read_step_directory(path)
 
 
 @pytest.mark.parametrize("text", ["../../elsewhere", "", "/etc", "step_1"])
@@ -198,4 +198,4 @@ def test_what_never_ends_when_it_is_read_is_no_file_of_a_checkpoint(tmp_path, ma
         state["files"] = {**state["files"], name: [0, 0]}
         (step / "state.json").write_text(json.dumps(state))
     with ends(name), pytest.raises(ValueError, match=rf"{step.name} is (damaged: a.pt is missing|not a whole)"):
-        read_checkpoint(step)
+        read_step_directory(step)

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from engine.checkpoint.find import MAY_CHANGE, STAYS, check_resumable, options
+from engine.checkpoint.find import MAY_CHANGE, STAYS, check_resumable
 from engine.config.errors import RecipeError
+from engine.config.rules import options
 from tests.unit.engine.checkpoint.steps import recipe, write_step
 
 ROWS = {("data", "micro_batch_size"), ("train", "gradient_accumulation_steps")}  # compared together
@@ -17,8 +18,14 @@ def listed(lists: dict[str, list[str]]) -> list[tuple[str, str]]:
     return [(section, name) for section, names in lists.items() for name in names]
 
 
+def split(key: str) -> tuple[str, str]:
+    """Section and name of an option."""
+    section, _, name = key.rpartition(".")
+    return section, name
+
+
 def test_every_option_is_in_one_of_the_lists(tmp_path):
-    known = sorted((section, name) for section, name, _ in options(recipe(tmp_path)))
+    known = sorted(split(key) for key, _, _ in options(recipe(tmp_path)))
     assert sorted(listed(STAYS) + listed(MAY_CHANGE)) == known
 
 
@@ -43,7 +50,8 @@ def other(value: Any) -> Any:
 
 def test_what_must_stay_is_refused_by_name_and_all_else_may_change(checkpoints):
     before = recipe(checkpoints)
-    for section, name, value in options(before):
+    for key, owner, item in options(before):
+        (section, name), value = split(key), getattr(owner, item.name)
         if (section, name) in ROWS or (section, name) == RESUME:
             continue
         wanted = copy.deepcopy(before)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.checkpoint import load
-from engine.checkpoint.find import check_resumable, check_samples, read_checkpoint
+from engine.checkpoint.find import check_resumable, check_samples, read_step_directory
 from engine.config.errors import RecipeError
 from engine.config.quant import RuleRecipe, SchemeRecipe, TensorRecipe
 from engine.config.reading import save_recipe
@@ -58,7 +58,7 @@ def test_other_samples_or_another_dtype_are_refused(tmp_path, monkeypatch):
 
 
 def test_other_samples_under_the_same_file_names_are_refused(tmp_path):
-    one = read_checkpoint(write_step(tmp_path, 1, samples="abc"))
+    one = read_step_directory(write_step(tmp_path, 1, samples="abc"))
     check_samples(one, "abc")
     with pytest.raises(RankError, match=r"data\.train: the samples are not those of the run that .*step_00000001"):
         check_samples(one, "abd")
@@ -136,10 +136,10 @@ def test_frozen_weights_that_a_checkpoint_left_out_are_those_of_its_run(tmp_path
         if wrong == "bias":
             model.bias[3] += 1
         if wrong is None:
-            load.check_base(session, read_checkpoint(step))
+            load.check_base(session, read_step_directory(step))
         else:
             with pytest.raises(RankError, match=rf"does not hold the frozen weights, and {wrong} as read from"):
-                load.check_base(session, read_checkpoint(step))
+                load.check_base(session, read_step_directory(step))
     (step / "state.json").write_text(json.dumps({**state, "left_out": {"weight": "x"}}))
     with pytest.raises(ValueError, match=r"is damaged: state\.json is not what was written"):
-        read_checkpoint(step)
+        read_step_directory(step)

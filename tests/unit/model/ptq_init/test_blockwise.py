@@ -124,7 +124,7 @@ def test_scales_of_inputs_that_were_given_stay(tmp_path):
 
 
 def test_what_is_not_better_is_put_back(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(tuning, "RATE", 1e4)
+    monkeypatch.setattr(tuning, "WEIGHT_RATE", 1e4)
     model, _, tuned, _, _, _ = both(tmp_path, "qwen3", "w3a16_g32")
     theirs = dict(model.named_parameters())
     for name, parameter in tuned.named_parameters():

@@ -9,7 +9,7 @@ import pytest
 from quant import SCHEMES, Rule
 from quant.rules import assign
 from tests.lib.tiny import tiny_model
-from tools.allocation.allocation import Option, Part, allocate, rules_of
+from tools.allocation.allocation import Option, Part, allocate, rules_of_choice
 
 
 def part(*options: tuple[int, float], weights: int = 1) -> Part:
@@ -76,7 +76,7 @@ def test_rules_give_the_choice_back(kind, seed):
     for _ in range(20):
         parts = [Part(tuple(names), tuple(names), len(names), {}) for names in sets]
         chosen = [random.choice(schemes) for _ in sets]
-        most, rules = rules_of(parts, [scheme.name for scheme in chosen])
+        most, rules = rules_of_choice(parts, [scheme.name for scheme in chosen])
         found = assign(model, SCHEMES[most], [Rule(SCHEMES[rule["scheme"]], rule["layers"]) for rule in rules]).schemes
         expected = {name: scheme for names, scheme in zip(sets, chosen, strict=True) for name in names}
         assert found == expected

@@ -19,8 +19,8 @@ from tests.lib.checkpoints import exported, quantized
 from tests.lib.tiny import tiny_checkpoint
 from tools.compressed import load_compressed
 from tools.verify.check import OUR_FORWARD_KL, compare_with_transformers
-from tools.verify.comparison import Comparison, windows
-from tools.verify.files import check_files
+from tools.verify.comparison import LogitComparison, windows
+from tools.verify.files import problems_of_files
 
 FP8 = SCHEMES["fp8_static"]
 # The tiny models are 48 wide inside and odd elsewhere: groups of 16 fit all but the down projections.
@@ -29,7 +29,7 @@ INT3 = Scheme("w3a16_channel", TensorSpec("int", 3, "channel"))
 NO_DOWN = (*DEFAULT_EXEMPT, r".*\.down_proj")
 
 
-def only_rounding(comparison: Comparison, kind: str, scheme: Scheme) -> None:
+def only_rounding(comparison: LogitComparison, kind: str, scheme: Scheme) -> None:
     """Logits differ by rounding of matrix products and no more.
 
     Dense models run the same kernels on the same shapes (measured: no difference). Gate and up of an expert are one
@@ -180,7 +180,7 @@ def test_a_scale_of_another_shape_is_named(damaged, good, shape):
 
 def check_only(directory: Path) -> list[str]:
     """The checks of the files alone: transformers itself raises on these."""
-    return check_files(directory, *load_compressed(directory))
+    return problems_of_files(directory, *load_compressed(directory))
 
 
 @pytest.mark.parametrize(

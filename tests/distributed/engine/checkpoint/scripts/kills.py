@@ -23,7 +23,7 @@ import transformers.models.llama.modeling_llama
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
 from engine.checkpoint.find import BEST, LATEST
-from engine.checkpoint.find import STEPS as STEP_DIRECTORIES
+from engine.checkpoint.find import STEP_DIRECTORIES as STEP_DIRECTORIES
 from launch.train import main as train
 from tests.lib.forked import Job
 from tests.lib.fp16_cpu import allow_fp16_on_cpu
