@@ -38,7 +38,7 @@ COMPILED = (
     "module, which a compiled graph cannot hold; use stage 0, 1 or 2, or train.compile false"
 )
 # DeepSpeed's own models of sections.
-_MODELS: dict[str, type[BaseModel]] = {
+MODELS: dict[str, type[BaseModel]] = {
     "zero_optimization": DeepSpeedZeroConfig,
     "bf16": DeepSpeedBF16Config,
     "fp16": DeepSpeedFP16Config,
@@ -169,7 +169,7 @@ NESTED: dict[str, dict[str, Expected]] = {
     },
 }
 # Top-level keys whose values are checked, here or by DeepSpeed's own models.
-CHECKED = frozenset({*FROM_RECIPE, *_MODELS, *NESTED, *VALUES, "optimizer", "scheduler"})
+CHECKED = frozenset({*FROM_RECIPE, *MODELS, *NESTED, *VALUES, "optimizer", "scheduler"})
 # Values that pass DeepSpeed's own models, but fail long after the start, or change the training.
 _COPIES = "leave it out: the optimizer's copies are fp32"
 _NVME = "{!r}, expected cpu or none: "
@@ -330,7 +330,7 @@ def _key_problems(key: str, value: Any) -> list[str]:
         close = difflib.get_close_matches(key, sorted(keys_of_deepspeed() - BROKEN.keys()), n=1)
         hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(sorted(CHECKED))}"
         return [f"{key}: unknown key, which DeepSpeed would ignore in silence; {hint}"]
-    if key in {*_MODELS, *NESTED, "optimizer", "scheduler"} and value != "auto" and not isinstance(value, dict):
+    if key in {*MODELS, *NESTED, "optimizer", "scheduler"} and value != "auto" and not isinstance(value, dict):
         return [f"{key}: {value!r}, expected an object"]
     if key in NESTED and isinstance(value, dict):
         return [problem for name, inner in value.items() for problem in _nested_problems(key, name, inner)]
@@ -528,7 +528,7 @@ def _section_problems(config: dict[str, Any]) -> Iterator[str]:
             value = value.get(key) if isinstance(value, dict) else None
         if not good(value):
             yield f"{path}: {problem.format(value)}"
-    for section, model in _MODELS.items():
+    for section, model in MODELS.items():
         values = config.get(section, {})
         if section == "zero_optimization":  # without the refused keys, which may raise any exception
             broken = {key for key in values if key in BROKEN_ZERO and not _is_default(key, values[key])}
