@@ -114,6 +114,8 @@ class Surrogate:
         s = expand(scale, x, spec)
         v = x.float() * (1 / s)
         rounded = torch.from_numpy(round_oracle(v.numpy(), spec))
+        # Towards the middle of the grid: an element that rounds to an end of it is inside.
+        self.inwards = torch.where(rounded > sum(self.ends) / 2, -1.0, 1.0)
         self.error = rounded - x.double() / s.double()
         self.scale = s.double()
         self.follows_x = torch.zeros_like(v, dtype=torch.bool)

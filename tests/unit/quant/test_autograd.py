@@ -3,15 +3,15 @@
 import itertools
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from quant.reference import fake_quantize_tokens_backward, inside_range
+from quant.reference import fake_quantize_tokens_backward, inside_range, quantize_tokens
 from tests.unit.quant.one_linear import FP8, SCHEMES, Case, gradients
 from tests.unit.quant.oracle import Surrogate as reference_surrogate
-from tests.unit.quant.test_tokens import TokenSurrogate
 
 
 @pytest.mark.parametrize("schemes", SCHEMES, ids=str)
@@ -55,33 +55,33 @@ class Surrogate:
 
     def __init__(self, case, kind, tensor):
         self.spec = getattr(case.plan, kind)
-        self.tensor = tensor.detach()
+        self.inwards = torch.where(tensor > 0, -1.0, 1.0)
         if self.spec is None:
             return
-        if self.spec.dynamic:
-            self.tokens = TokenSurrogate(self.tensor, self.spec)
-            return
-        self.s0 = getattr(case, f"{kind}_s0").detach().double()
-        theta = getattr(case, f"{kind}_theta").detach().double()
-        rounded_scale = case.scale(kind)
-        self.rounding = rounded_scale.double() - self.s0 * theta.exp()
-        zero = case.weight_zero if kind == "weight" else None
-        self.of_scale = reference_surrogate(self._flat(self.tensor), rounded_scale, self.spec, zero)
+        rows = self._rows(tensor.detach())
+        if self.spec.dynamic:  # its scale does not depend on x for the gradient
+            _, scale, zero = quantize_tokens(rows, self.spec)
+            self.s0, self.offset = scale.double(), 0.0
+            spec = replace(self.spec, dynamic=False, granularity="group" if self.spec.group_size else "channel")
+            self.of_scale = reference_surrogate(rows, scale, spec, None if spec.symmetric else zero.float())
+        else:
+            self.s0, scale = getattr(case, f"{kind}_s0").detach().double(), case.scale(kind)
+            self.offset = scale.double() - self.s0 * getattr(case, f"{kind}_theta").detach().double().exp()
+            zero = case.weight_zero if kind == "weight" else None
+            self.of_scale = reference_surrogate(rows, scale, self.spec, zero)
+        self.inwards = self.of_scale.inwards
 
     def __call__(self, x, theta):
         if self.spec is None:
             return x
-        if self.spec.dynamic:
-            return self.tokens(x)
-        return self.of_scale(self._flat(x), self.s0 * theta.exp() + self.rounding).reshape(x.shape)
+        scale = self.s0 if theta is None else self.s0 * theta.exp() + self.offset
+        return self.of_scale(self._rows(x), scale).reshape(x.shape)
 
     def step(self, index):
         """Inwards: away from the kink that an element at the edge of the grid sits on."""
-        if self.spec is not None and self.spec.dynamic:
-            return 1e-6 * self.tokens.inwards.reshape(-1)[index].item()
-        return -1e-6 if self.tensor.reshape(-1)[index] > 0 else 1e-6
+        return 1e-6 * self.inwards.reshape(-1)[index].item()
 
-    def _flat(self, x):
+    def _rows(self, x):
         return x.reshape(-1, x.shape[-1])
 
 

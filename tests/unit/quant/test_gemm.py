@@ -111,13 +111,3 @@ def test_codes_of_a_stack_are_multiplied_expert_by_expert(rows, dtype, seed):
     exact, size = of_experts(exact_x, counts, exact_weight), of_experts(exact_x.abs(), counts, exact_weight.abs())
     assert output.shape == (rows, 32) and output.dtype == dtype
     assert ((output.double() - exact).abs() <= torch.finfo(dtype).eps * exact.abs() + 68 * 2.0**-24 * size).all()
-
-
-def test_the_grouped_gemm_of_codes_takes_what_it_is_given(seed):
-    """Without a GPU: torch's own checks of shapes, strides and dtypes, which run on the meta device."""
-    x, weight = codes(50, 64).to("meta"), codes(4, 32, 64).to("meta")
-    scales = torch.ones(1, device="meta"), torch.ones(4, device="meta")
-    offsets = torch.zeros(4, dtype=torch.int32, device="meta")
-    assert gemm.takes_codes_of_stacks(weight.to(torch.bfloat16))
-    output = gemm.scaled_linear(x, scales[0], weight, scales[1], None, torch.bfloat16, offsets)
-    assert output.shape == (50, 32) and output.dtype == torch.bfloat16

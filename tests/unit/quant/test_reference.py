@@ -122,14 +122,13 @@ def test_gradients_against_finite_differences(spec, seed):
         v = x.float() * (1 / expand(scale, x, spec))
         x64, scale64 = x.double(), scale.double()
         surrogate = Surrogate(x, scale, spec, zero)
-        inwards = torch.where(v > sum(ends(x, zero, spec)) / 2, -1.0, 1.0)
 
         # Steps of 1e-7 and 1e-9 codes: no element outside is carried back in.
-        step = 1e-7 * expand(scale64, x, spec) * inwards
+        step = 1e-7 * expand(scale64, x, spec) * surrogate.inwards
         by_x = (surrogate(x64 + step, scale64) - surrogate(x64, scale64)) / step * grad
         scale_step = 1e-9 * scale64
         up, down = (sign * (surrogate(x64, scale64 + sign * scale_step) - surrogate(x64, scale64)) for sign in (1, -1))
-        change = torch.where(x64.sign() == inwards, down, up) * grad
+        change = torch.where(x64.sign() == surrogate.inwards, down, up) * grad
         size = grad.double().abs() * (1 + v.double().abs())
         by_scale, size = (per_scale(one, tuple(scale.shape)).sum(-1) for one in (change, size))
         by_scale = by_scale / scale_step

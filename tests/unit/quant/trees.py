@@ -21,30 +21,24 @@ class Tree(nn.Module):
             self.add_module(name.removeprefix("_"), child)
 
 
+def linears(bias: bool = False, **sizes: tuple[int, int]) -> dict[str, nn.Module]:
+    return {name: nn.Linear(*size, bias=bias) for name, size in sizes.items()}
+
+
 def mlp() -> Tree:
-    return Tree(
-        gate_proj=nn.Linear(HIDDEN, INNER, bias=False),
-        up_proj=nn.Linear(HIDDEN, INNER, bias=False),
-        down_proj=nn.Linear(INNER, HIDDEN, bias=False),
-    )
-
-
-def moe_layer() -> Tree:
-    """Names as in a decomposed Qwen MoE: a router, experts, a shared expert with its own gate."""
-    attention = Tree(**{name: nn.Linear(HIDDEN, HIDDEN) for name in (*ATTENTION, "o_proj")})
-    block = Tree(
-        gate=nn.Linear(HIDDEN, EXPERTS, bias=False),
-        experts=Tree(**{f"_{index}": mlp() for index in range(EXPERTS)}),
-        shared_expert=mlp(),
-        shared_expert_gate=nn.Linear(HIDDEN, 1, bias=False),
-    )
-    return Tree(self_attn=attention, mlp=block)
+    return Tree(**linears(gate_proj=(HIDDEN, INNER), up_proj=(HIDDEN, INNER), down_proj=(INNER, HIDDEN)))
 
 
 def moe_model() -> Tree:
-    layers = Tree(_0=moe_layer(), _1=moe_layer())
-    model = Tree(embed_tokens=nn.Embedding(50, HIDDEN), layers=layers)
-    return Tree(model=model, lm_head=nn.Linear(HIDDEN, 50, bias=False))
+    """Names as in a decomposed Qwen MoE: a router, experts, a shared expert with its own gate."""
+    layers = {}
+    for name in ("_0", "_1"):
+        attention = Tree(**linears(True, **dict.fromkeys((*ATTENTION, "o_proj"), (HIDDEN, HIDDEN))))
+        experts = Tree(**{f"_{index}": mlp() for index in range(EXPERTS)})
+        gates = linears(gate=(HIDDEN, EXPERTS), shared_expert_gate=(HIDDEN, 1))
+        layers[name] = Tree(self_attn=attention, mlp=Tree(experts=experts, shared_expert=mlp(), **gates))
+    model = Tree(embed_tokens=nn.Embedding(50, HIDDEN), layers=Tree(**layers))
+    return Tree(model=model, **linears(lm_head=(HIDDEN, 50)))
 
 
 def causal_lm(kind: str) -> nn.Module:
