@@ -75,7 +75,7 @@ def scaled_linear(
     output_shape = (*x.shape[:-1], weight.shape[-2])
     if x.numel() == 0:
         return x_scale.new_zeros(output_shape, dtype=dtype)
-    weight, x_scale, weight_scale = _aligned(weight), _aligned(x_scale), _aligned(weight_scale)
+    x, x_scale, weight, weight_scale = (_aligned(one) for one in (x, x_scale, weight, weight_scale))
     bias = None if bias is None else _aligned(bias)
     if offsets is None:
         rows = x.reshape(-1, x.shape[-1])
@@ -132,7 +132,7 @@ def _scaled_grouped_mm(
 ) -> Tensor:
     """Multiply all experts in one call, without a device sync; the rows of an expert may begin anywhere."""
     return torch._scaled_grouped_mm(
-        _aligned(x),
+        x,
         weight.transpose(-2, -1),
         x_scale.expand(x.shape[0]).contiguous(),
         weight_scale[:, None].expand(weight.shape[:2]).contiguous(),

@@ -106,7 +106,7 @@ MORE_TRAININGS: dict[str, tuple[str, ...]] = {
 
 
 def stage_b(place: Place) -> list[Job]:
-    """Training of a model of 3.5e9 parameters under ZeRO-3, and where its time goes."""
+    """Training of a model of 2.8e9 parameters under ZeRO-3, and where its time goes."""
     limits = {"bf16": 80, "fp8": 100}
     return [
         _build(place),

@@ -3,7 +3,7 @@
     python benchmarks/gpu/train.py model --work DIRECTORY [--dry]
     python benchmarks/gpu/train.py NAME --work DIRECTORY [--profile] [--dry] [--section.field value ...]
 
-The first writes a Qwen3 with the widths of the 8B, 12 layers and random weights (3.5e9 parameters), unless it is there,
+The first writes a Qwen3 with the widths of the 8B, 8 layers and random weights (2.8e9 parameters), unless it is there,
 and the text of the quickstart: losses mean nothing, times and memory do. The others train it by one recipe and the
 overrides behind. ``--profile`` takes two of the steps below torch's profiler, which are left out of the times.
 """
@@ -34,7 +34,12 @@ from launch.quickstart import make_corpus, make_model
 
 STEPS, FIRST = 10, 2  # steps, and how many of them warm up
 PROFILED = range(5, 7)
-FULL = {"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 12}
+FULL = {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 8,
+}  # 64 GB in training
 FULL |= {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
 # Matrices above DeepSpeed's threshold, which are partitioned.
 TINY = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}

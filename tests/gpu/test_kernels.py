@@ -14,7 +14,7 @@ from quant.kernels.build import build
 from quant.reference import absmax_scale, asymmetric_grid
 from quant.spec import TensorSpec
 from tests.unit.quant.kernels.cases import DTYPES, Case, random_case, rows_to_sum
-from tests.unit.quant.kernels.comparing import OPS, TOKEN_GRIDS, assert_same, check_theta_gradient
+from tests.unit.quant.kernels.comparing import OPS, TOKEN_GRIDS, assert_same, check_theta_gradient, results
 from tests.unit.quant.kernels.test_fused import EPS, random_rows
 
 
@@ -38,62 +38,42 @@ def on_gpu(x: Tensor | None) -> Tensor | None:
 
 def check(case: Case) -> None:
     """Every operator: the GPU's result is the CPU's."""
-    what = str(case)
-    x, grad, s0, theta, zero = case.x, case.grad, case.s0, case.theta, case.zero
-    gx, gg, gs, gt, gz = (on_gpu(value) for value in (x, grad, s0, theta, zero))
+    what, beside = str(case), (case.zero, case.above)
+    stored = (*case.scales, case.scale_dtype)
+    quantizer = (*case.scales, case.grid, case.scale_dtype)
 
-    def same(name: str, on_cpu: tuple, on_device: tuple) -> None:
-        ours, theirs = getattr(OPS, name)(*on_device), getattr(OPS, name)(*on_cpu)
-        ours, theirs = (value if isinstance(value, tuple) else (value,) for value in (ours, theirs))
-        for a, b in zip(ours, theirs, strict=True):
-            assert a.is_cuda
-            assert_same(a.cpu(), b, f"{name}, {what}")
+    def same(name: str, *arguments: object) -> list[Tensor]:
+        on_device = [on_gpu(one) if isinstance(one, Tensor) else one for one in arguments]
+        theirs = results(OPS, name, *arguments)
+        for ours, other in zip(results(OPS, name, *on_device), theirs, strict=True):
+            assert ours.is_cuda
+            assert_same(ours.cpu(), other, f"{name}, {what}")
+        return theirs
 
-    grid, stored = case.grid, case.scale_dtype
-    same("effective_scale", (s0, theta, stored), (gs, gt, stored))
-    same("fake_quantize", (x, s0, theta, grid, stored, None, zero), (gx, gs, gt, grid, stored, None, gz))
-    for mask in (False, True):
-        arguments = (grid, stored, mask)
-        same("quantize", (x, s0, theta, *arguments, zero), (gx, gs, gt, *arguments, gz))
-        same("quantize_with_values", (x, s0, theta, *arguments, zero), (gx, gs, gt, *arguments, gz))
-    same("quantize_with_scale", (x, s0, theta, grid, stored, zero), (gx, gs, gt, grid, stored, gz))
-    codes, mask = OPS.quantize(x, s0, theta, grid, stored, True, zero)
-    overwritten = grad.cuda().contiguous().clone()
-    OPS.masked_(overwritten, mask.cuda())
-    assert_same(overwritten.cpu(), OPS.masked(grad, mask), f"masked in place, {what}")
-    overwritten = grad.cuda().contiguous().clone()
-    values = OPS.dequantize_and_mask_(overwritten, mask.cuda(), on_gpu(codes), gs, gt, stored, gz)
-    assert_same(overwritten.cpu(), OPS.masked(grad, mask), f"masked while dequantizing, {what}")
-    assert_same(values.cpu(), OPS.dequantize(codes, s0, theta, stored, grad.dtype, None, zero), f"and values, {what}")
+    same("effective_scale", *stored, None, case.above)
+    same("quantize_with_scale", case.x, *quantizer, *beside)
+    same("fake_quantize", case.x, *quantizer, None, *beside)
+    for with_mask in (False, True):
+        same("quantize_with_values", case.x, *quantizer, with_mask, *beside)
+        codes, mask = same("quantize", case.x, *quantizer, with_mask, *beside)
     for dtype in DTYPES:
-        last = (stored, dtype, None)
-        same("dequantize", (codes, s0, theta, *last, zero), (on_gpu(codes), gs, gt, *last, gz))
-        if theta is not None:
-            same("dequantize_with_zeros", (codes, s0, theta, *last, zero), (on_gpu(codes), gs, gt, *last, gz))
-    same("masked", (grad, mask), (gg, mask.cuda()))
-    same("amax", (x, s0.numel()), (gx, s0.numel()))
-    for wanted in (False, True) if theta is not None else (False,):
-        same(
-            "fake_quantize_backward",
-            (grad, x, s0, theta, grid, stored, case.factor, wanted, zero),
-            (gg, gx, gs, gt, grid, stored, case.factor, wanted, gz),
-        )
-        arguments = (grid, stored, case.factor, wanted)
-        in_place, expected = (g.contiguous().clone() for g in (grad.cuda(), grad))
-        ours = OPS.fake_quantize_backward_(in_place, gx, gs, gt, *arguments, gz)
-        theirs = OPS.fake_quantize_backward_(expected, x, s0, theta, *arguments, zero)
-        assert_same(ours.cpu(), theirs, f"gradient of theta in place, {what}")
-        assert_same(in_place.cpu(), expected, f"gradient of x in place, {what}")
-    same("keep_tokens", (x, 0, False), (gx, 0, False))
+        same("dequantize", codes, *stored, dtype, None, *beside)
+        if case.theta is not None:
+            same("dequantize_with_zeros", codes, *stored, dtype, None, *beside)
+    same("masked", case.grad, mask)
+    same("masked_", case.grad, mask)
+    same("dequantize_and_mask_", case.grad, mask, codes, *stored, *beside)
+    same("amax", case.x, case.s0.numel())
+    for wanted in (False, True) if case.theta is not None else (False,):
+        for of_weight in (False, True):
+            for name in ("fake_quantize_backward", "fake_quantize_backward_"):
+                same(name, case.grad, case.x, *quantizer, case.factor, wanted, *beside, of_weight)
+    same("keep_tokens", case.x, 0, False)
     for tokens in TOKEN_GRIDS:
-        same("quantize_tokens", (x, *tokens), (gx, *tokens))
-        same("fake_quantize_tokens", (x, *tokens), (gx, *tokens))
-        same("fake_quantize_tokens_backward", (grad, x, *tokens), (gg, gx, *tokens))
-        ours, theirs = (g.contiguous().clone() for g in (grad.cuda(), grad))
-        values = OPS.fake_quantize_tokens_and_mask_(ours, gx, *tokens, True)
-        expected = OPS.fake_quantize_tokens_and_mask_(theirs, x, *tokens, True)
-        assert_same(values.cpu(), expected, f"values of tokens while masking, {what}")
-        assert_same(ours.cpu(), theirs, f"gradient of tokens in place, {what}")
+        for name in ("quantize_tokens", "fake_quantize_tokens"):
+            same(name, case.x, *tokens)
+        same("fake_quantize_tokens_backward", case.grad, case.x, *tokens)
+        same("fake_quantize_tokens_and_mask_", case.grad, case.x, *tokens, True)
 
 
 def test_random_tensors(seed):

@@ -103,7 +103,10 @@ def test_the_fp8_gemm_takes_operands_at_any_address(fast, seed):  # noqa: F811
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_the_fp8_gemm_of_random_stacks(fast, seed):  # noqa: F811
-    """Experts of any number of rows, also none, at the addresses that this gives; sums of fewer bits if ``fast``."""
+    """Experts of any number of rows, also none, at the addresses that this gives.
+
+    If ``fast``, each step of 32 products may lose 2^-13 of the largest sum so far (benchmarks/results/fast_accum.md).
+    """
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the grouped fp8 GEMM is for compute capability 9.0")
     for _ in range(40):
@@ -121,7 +124,7 @@ def test_the_fp8_gemm_of_random_stacks(fast, seed):  # noqa: F811
         exact = torch.cat([part @ one.t() * its for part, one, its in parts]) * scale.double()
         parts = zip(x.double().abs().split(counts.tolist()), weight.double().abs(), scales.double(), strict=True)
         size = torch.cat([part @ one.t() * its for part, one, its in parts]) * scale.double()
-        bound = 2.0**-8 * exact.abs() + (2.0**-13 if fast else width * 2.0**-24 + 2.0**-13) * size
+        bound = 2.0**-8 * exact.abs() + (width / 32 * 2.0**-13 if fast else width * 2.0**-24 + 2.0**-13) * size
         assert ((output.double() - exact).abs() <= bound).all(), (experts, rows, width, out)
 
 
