@@ -44,7 +44,7 @@ from engine.loop import Loop
 from launch.calibrate import calibrate
 from model.build import build_model
 from model.checkpoint.load import load_weights
-from model.quantized.config import is_quantized, weights_alone
+from model.quantized.quantization_config import is_quantized, weights_alone
 from quant import SCHEMES
 from tools.compressed import load_compressed
 

@@ -11,10 +11,10 @@ from engine.config.errors import RecipeError, parse_size
 from engine.config.quant import SOURCE
 from engine.fake_quant import FakeQuant
 from engine.session.session import Session
-from model.fingerprint import digest_of_checkpoint
+from model.checkpoint.fingerprint import digest_of_checkpoint
 from model.ranks import listed, say
 from model.save import check_plan, export_model, not_loaded
-from model.save.lora import PeftFolder, collect_adapter
+from model.save.peft_adapter import PeftFolder, collect_adapter
 from quant.formats.layouts import Layout, check_layout
 
 

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 
 from data.loader import MicroBatch, sample_inputs
 from engine.session.session import Session
-from model.quantized.config import is_quantized
+from model.quantized.quantization_config import is_quantized
 from model.ranks import RankError, raise_everywhere, reduce_over_ranks, say
 from model.scales import (
     WeightStatistics,

@@ -14,7 +14,7 @@ from pathlib import Path
 from engine.checkpoint.save import SaveError, mark_best, save_checkpoint
 from engine.config.config import Recipe
 from engine.config.sections import EventRecipe, parse_condition
-from engine.held_out import evaluate
+from engine.evaluation import evaluate
 from engine.state import Action, LoopState, StateCondition
 from engine.step import held_out_losses
 from model.ranks import say

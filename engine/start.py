@@ -12,17 +12,17 @@ from engine.checkpoint.find import (
     check_samples,
     verify_checkpoint,
 )
-from engine.checkpoint.load import load_checkpoint
+from engine.checkpoint.resume import load_checkpoint
 from engine.checkpoint.stateful import StatefulStates
 from engine.cluster.job import RunLock
 from engine.cluster.nodes import check_shared, several_machines
 from engine.config.config import Recipe
 from engine.config.errors import RecipeError
 from engine.config.reading import save_recipe
+from engine.evaluation import HeldOutResults
 from engine.export import check_export, check_exportable
 from engine.fake_quant import FakeQuant, check_inputs
 from engine.faults import SkippedSteps
-from engine.held_out import HeldOutResults
 from engine.losses.objective import DIAGNOSTICS, NamedTokenLoss
 from engine.metrics import Metrics
 from engine.schedule import Schedule, check_events

@@ -10,9 +10,9 @@ from data.loader import Loader
 from engine.checkpoint.stateful import StatefulStates
 from engine.cluster.job import StopRequests
 from engine.config.config import Recipe
+from engine.evaluation import HeldOutResults
 from engine.fake_quant import FakeQuant, QuantStats
 from engine.faults import SkippedSteps
-from engine.held_out import HeldOutResults
 from engine.losses.objective import NamedTokenLoss, Objective
 from engine.metrics import Metrics
 from engine.session.session import Session

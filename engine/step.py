@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from data.loader import MicroBatch, model_inputs, on_device, real_tokens, valid_tokens
 from engine.checks import check_layers_ran, sum_where_ranks_agree, watch_gradients
@@ -15,7 +16,6 @@ from engine.faults import nan_unless_finite
 from engine.losses.chunked import LossResult, chunked_losses
 from engine.losses.objective import ROUTER_AUX, Objective, router_loss_factor
 from engine.losses.teacher import CachedTeacher, Teacher, TeacherOutput
-from engine.offload import OnHost
 from engine.session.optimizer import SCALE_GROUPS, lr_factor, trained_scales
 from engine.session.session import Session
 from engine.state import LoopState, StepResult
@@ -282,3 +282,37 @@ class _LossesAtHead:
                 positions=self.positions,
             )
         return self.result.total
+
+
+class OnHost(saved_tensors_hooks):
+    """Context around a forward that keeps tensors saved for backward in host memory; on a CPU nothing is copied.
+
+    With activation checkpointing (non-reentrant) a recomputed block keeps its input alone, through the saved-tensor
+    hooks active around it, so that the input waits in host memory, pinned on CUDA. What a block saves while it is
+    recomputed in backward is saved outside of this context and stays on the device.
+
+    ``torch.autograd.graph.save_on_cpu`` would move Parameters too: those of a final norm or of a quantized lm_head
+    would travel to the host and back, whole. transformers' ``offload=True`` wraps each block in ``save_on_cpu`` and
+    asks for pinned memory on a CPU too (5.23), where there is none.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(self.pack, self.unpack)
+
+    def pack(self, tensor: Tensor) -> tuple[torch.device, Tensor]:
+        """Device of a saved tensor, and its copy in host memory."""
+        if isinstance(tensor, nn.Parameter):
+            return tensor.device, tensor
+        return tensor.device, self.to_host(tensor)
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """Copy ``tensor`` to host memory, unless it is there already."""
+        if tensor.device.type == "cpu":
+            return tensor
+        kept = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        return kept.copy_(tensor, non_blocking=True)  # on the stream that wrote it, before backward's copy back
+
+    def unpack(self, packed: tuple[torch.device, Tensor]) -> Tensor:
+        """Copy the tensor back to its device."""
+        device, tensor = packed
+        return tensor.to(device, non_blocking=True)

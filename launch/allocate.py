@@ -39,9 +39,8 @@ from engine.session.context import TORCH_DTYPES, RunContext, build_loader, start
 from engine.session.session import Session, build_session
 from launch.exits import clean_exit, recipe_or_exit
 from model.ranks import errors_on_all_ranks, is_main, raise_everywhere, say
-from tools.allocation.allocation import Part, allocate, check_budget, rules_of_choice
-from tools.allocation.sensitivity import divergences, parts_of
 from tools.memory.model import meta_student
+from tools.mixed_precision import Part, allocate, check_budget, divergences, parts_of, rules_of_choice
 
 MIXED = "mixed"  # table row of the written recipe
 NEAREST = ["--quant.init", "rtn"]  # GPTQ changes the weights that costs are measured from

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not a model.py o
 import argparse
 
 from launch.exits import clean_exit, recipe_or_exit
-from tools.teacher_cache import check_recipe, write_cache
+from tools.write_teacher_cache import check_recipe, write_cache
 
 
 def main() -> None:

@@ -23,9 +23,8 @@ from engine.session.context import init_ranks
 from launch.evaluate import add_questions, check_questions, check_results, read_questions, write_results
 from launch.exits import clean_exit
 from model.ranks import errors_on_all_ranks, is_main, listed, say
-from tools.evaluation.compare import Comparison, table, write_comparison
 from tools.evaluation.perplexity import evaluate_checkpoint
-from tools.evaluation.results import Evaluation, read_evaluations
+from tools.evaluation.results import Comparison, Evaluation, read_evaluations, table, write_comparison
 
 
 def main() -> None:

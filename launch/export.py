@@ -16,7 +16,7 @@ import argparse
 from typing import get_args
 
 from engine.checkpoint.find import read_step_directory, verify_checkpoint
-from engine.checkpoint.load import load_checkpoint
+from engine.checkpoint.resume import load_checkpoint
 from engine.config.config import Recipe
 from engine.config.errors import RecipeError
 from engine.config.reading import load_recipe

@@ -245,8 +245,8 @@ def run_logged(shown: Sequence[str], log: Path, *, report: bool = False) -> None
 def print_table(out: Path, began: float) -> None:
     """Print perplexity and size of every checkpoint, and the share of PTQ's loss that QAT recovered."""
     # Not at the top: this imports DeepSpeed, which probes for a GPU (see main).
-    from tools.evaluation.compare import Comparison, table, write_comparison
     from tools.evaluation.perplexity import Questions, evaluate_checkpoint
+    from tools.evaluation.results import Comparison, table, write_comparison
 
     device = torch.device("cuda" if gpus() else "cpu")
     questions = Questions(text=out / "heldout.txt", length=LENGTH, batch_size=16, dtype=training_dtype())

@@ -17,7 +17,7 @@ import argparse
 
 from launch.exits import clean_exit
 from model.ranks import errors_on_all_ranks
-from tools.rotation.write import rotate_checkpoint
+from tools.rotate_checkpoint import rotate_checkpoint
 
 
 def main() -> None:

@@ -42,16 +42,16 @@ from typing import get_args, get_type_hints
 
 from engine.checkpoint.find import LATEST
 from engine.config.config import Recipe
+from engine.config.contradictions import idle
 from engine.config.errors import RecipeError
 from engine.config.quant import SOURCE, QuantRecipe
 from engine.config.reading import load_recipe, save_recipe
-from engine.config.rules import idle
 from engine.export import check_export
 from launch.compare import named, unique
 from launch.exits import clean_exit, recipe_or_exit
 from launch.launcher import ROOT, environment, program
 from model.build import read_config
-from model.quantized.config import is_quantized
+from model.quantized.quantization_config import is_quantized
 from model.ranks import errors_on_all_ranks
 
 FT, PTQ, QAT = "ft", "ptq", "qat"

@@ -62,13 +62,11 @@ def main(argv: list[str] | None = None) -> int:
     from transformers.utils import logging
 
     from data.samples import DataError, load_tokenizer
-    from model.quantized.config import find_quantization_config
+    from model.quantized.quantization_config import find_quantization_config
     from model.ranks import RankError
     from tools.verify.check import compare_with_transformers
     from tools.verify.comparison import compare_with_compressed, windows
-    from tools.verify.executorch import ExecuTorch
-    from tools.verify.gguf import GGUF
-    from tools.verify.mlx import MLX
+    from tools.verify.engines import GGUF, MLX, ExecuTorch
 
     logging.set_verbosity_error()  # transformers' messages about keys are in the report
     logging.disable_progress_bar()

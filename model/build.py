@@ -34,7 +34,7 @@ from model import zero
 from model.families import arrange_conv1d, class_names, is_composite, model_class, text_of_composite
 from model.moe.arrange import arrange_experts
 from model.moe.experts import Form
-from model.quantized.config import check_readable, is_quantized
+from model.quantized.quantization_config import check_readable, is_quantized
 from model.ranks import errors_on_all_ranks, raise_everywhere, say
 
 FP32_ALONE = ("xlstm",)  # its states stay in fp32, and are multiplied with other dtypes

@@ -1,4 +1,4 @@
-"""Scale of one tensor, and the quantizer of a scale and a format.
+"""Scale of one tensor, the quantizer of a scale and a format, and the check of loaded scales.
 
 A scale is passed as a :class:`Scale`, except where torch needs single tensors: arguments of an autograd function or an
 operator, and Parameters of a module.
@@ -8,6 +8,20 @@ The rounding bin of a code is the set of all numbers that round to it. If codes 
 code to the middle of the bin. On the edge of the bin, nearer to the original, the first training steps would move every
 other weight out again. Weights inside their bin keep their original value
 (benchmarks/results/recovery_start.md).
+
+The scale check judges the scales of a weight by their quantization error. Many scales are valid for one weight: absmax,
+smallest squared error, clipped, signed, rounded to a power of two, or trained over thousands of steps. So the check is
+one comparison: the squared error with the loaded scales may be at most :data:`WORSE` times that with scales measured
+from the weight (:func:`quant.observers.partial_fit`), or the share of the squared weights that clipping may cost
+(:data:`CLIPPED`). Three faults that change the total error little are checked separately:
+
+- **width**: scales above :data:`WIDEST` times the measured ones leave codes unused, at little cost for floating-point
+  grids; below :data:`NARROWEST` nearly all weights are clipped, which at 2 bits adds little error;
+- **order**: scales that vary, but not like the measured ones, belong to other rows or layers;
+- **single scales** that lose nearly all of their weights.
+
+The bounds come from valid and wrong scales of every kind, on Gaussian and heavy-tailed weights, with outlier columns
+and unequal rows, and on trained weights; see ``tests/unit/quant/test_fit.py``.
 """
 
 import math
@@ -75,3 +89,103 @@ def snap_to_codes(weight: Tensor, decoded: Tensor, codes: Tensor, quantizer: Qua
     """Replace each element of ``weight`` that does not round to its code in ``codes`` by ``decoded``, the codes' values
     in the dtype of ``weight``."""
     return torch.where(have_codes(weight, codes, quantizer), weight, decoded)
+
+
+# Largest error relative to that of the measured scales. absmax at 2 bits has up to 2.9 times the error of the best
+# scale, trained scales up to 2.5 times that of absmax.
+WORSE = 3.3
+# Accepted clipping error (a percentile, a trained scale), as a share of the squared weights: at 8 bits, and below.
+CLIPPED = {True: 0.04, False: 0.1}
+# Bounds of the geometric mean of scale / measured scale. It is up to 1.66 when rounding up to powers of two, 2 for
+# doubled scales; in fp8 several layers may share one scale. At 3 bits and fewer, where absmax is up to 3.2 times the
+# best scale, only the error bounds large scales.
+NARROWEST, WIDEST, WIDEST_FP8 = 0.4, 1.75, 16.0
+# Smallest correlation of the logarithms of scales and measured scales, for at least ENOUGH scales whose logarithms have
+# a standard deviation of DIFFER or more. Trained scales have 0.34 and more, permuted ones up to 0.1.
+FOLLOWING, ENOUGH, DIFFER = 0.25, 64, 0.12
+# A scale is damaged if its error exceeds LOST of its squares, and the measured scale has less than KEPT of that error.
+LOST, KEPT = 0.9, 0.2
+
+
+class Fit(NamedTuple):
+    """Loaded and measured scales of one Linear with their errors, each fp64 ``[scales]``.
+
+    Attributes:
+        scale: loaded scales, effective.
+        own: measured scales: absmax, at 3 bits and fewer those of the smallest error.
+        error, own_error: squared errors with ``scale`` and with ``own``.
+        squares: squared weights.
+    """
+
+    scale: Tensor
+    own: Tensor
+    error: Tensor
+    own_error: Tensor
+    squares: Tensor
+
+
+def scale_problem(fit: Fit, spec: TensorSpec) -> str | None:
+    """Describe the problem with a Linear's scales: both values and the likely cause; None if they pass the check."""
+    # Scales of nearly zero weights are arbitrary.
+    counts = fit.squares > 1e-6 * fit.squares.mean()
+    if not bool(counts.any()):
+        return None
+    fit = Fit(*[part[counts] for part in fit])
+    total = fit.squares.sum()
+    error, own_error = float(fit.error.sum() / total), float(fit.own_error.sum() / total)
+    width = math.exp(float((fit.scale / fit.own).abs().log().mean()))
+    widest = WIDEST_FP8 if spec.dtype == "fp8_e4m3" else WIDEST if spec.bits > 3 else math.inf
+    if error > max(WORSE * own_error, CLIPPED[spec.bits == 8]) or not NARROWEST <= width <= widest:
+        cause = _cause(width, fit, spec)
+    elif _follow(fit.scale, fit.own) < FOLLOWING:
+        cause = "they are of another layer or checkpoint, or in another order"
+    else:
+        return _lost(fit)
+    return (
+        f"scales are {_mean(fit.scale):.3g} in the geometric mean, those of the weights themselves are "
+        f"{_mean(fit.own):.3g}; the squared error would be {error:.2g} of the weights instead of {own_error:.2g}. "
+        f"Probably {cause}"
+    )
+
+
+def _follow(scale: Tensor, own: Tensor) -> float:
+    """Correlate the logarithms of loaded and measured scales; 1 if they are too few or too similar to judge."""
+    logs = torch.stack([scale, own]).abs().log()
+    if len(scale) < ENOUGH or bool((logs.std(1) < DIFFER).any()):
+        return 1.0
+    return float(logs.corrcoef()[0, 1])
+
+
+def _lost(fit: Fit) -> str | None:
+    """Describe single scales that lose nearly all of their weights, or return None."""
+    lost = (fit.error > LOST * fit.squares) & (fit.own_error < KEPT * fit.error)
+    if not bool(lost.any()):
+        return None
+    return (
+        f"{int(lost.sum())} of {lost.numel()} scales would lose their weights, one is {fit.scale[lost][0]:.3g} where "
+        f"that of the weights themselves is {fit.own[lost][0]:.3g}. Probably the file is damaged"
+    )
+
+
+def _mean(scale: Tensor) -> float:
+    return math.exp(float(scale.abs().log().mean()))
+
+
+def _cause(width: float, fit: Fit, spec: TensorSpec) -> str:
+    """Guess the likely cause from the ratio to the measured scales."""
+    half = (spec.qmax - spec.qmin) / 2
+    known = {f"they are of int{bits}": half / ((2**bits - 1) / 2) for bits in range(2, 9)}
+    known |= {"they are of e4m3": half / 448, "they are of e2m1": half / 6, "they are of e5m2": half / 57344}
+    known |= {
+        "they are largest magnitudes that were not divided by that of the codes": half,
+        "they were doubled": 2.0,
+        "they were halved": 0.5,
+        "exponents are stored without their bias": 2.0**-127,
+        "the bias of exponents was added twice": 2.0**127,
+    }
+    if abs(math.log(_mean(fit.scale) * _mean(fit.own))) < 0.2 and width > 4:
+        return "they are reciprocals"
+    good = {name: abs(math.log(width / ratio)) for name, ratio in known.items() if abs(math.log(ratio)) > 0.1}
+    name = min(good, key=lambda each: good[each])
+    rest = "they are of weights that were smoothed (AWQ, SmoothQuant), of other bits, or of another checkpoint"
+    return name if good[name] < 0.12 else rest

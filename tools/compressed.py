@@ -28,7 +28,7 @@ from model.checkpoint.safetensors import (
     warn_of_zero_tails,
 )
 from model.checkpoint.slices import Piece
-from model.quantized.config import read_quantization_config
+from model.quantized.quantization_config import read_quantization_config
 from model.ranks import errors_on_all_ranks, listed
 from model.scales import cache_keys
 from quant.formats.compressed_tensors import (
@@ -39,7 +39,7 @@ from quant.formats.compressed_tensors import (
     unpack_weight,
     unpack_zero,
 )
-from quant.formats.config import kv_cache_from_config, rules_from_config
+from quant.formats.config_groups import kv_cache_from_config, rules_from_config
 from quant.linear import QuantLayer, QuantLinear
 from quant.prepare import prepare
 from quant.quantization import Quantization, ScaleGroup

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from engine.checkpoint.files import file_crc32, read_object
 from engine.config.config import Recipe
+from engine.config.contradictions import options
 from engine.config.errors import RecipeError
 from engine.config.reading import load_recipe
-from engine.config.rules import options
-from model.fingerprint import digest_of_checkpoint
+from model.checkpoint.fingerprint import digest_of_checkpoint
 from model.ranks import errors_on_all_ranks, rank, world_size
 
 LATEST = "latest"

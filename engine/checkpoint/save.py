@@ -14,7 +14,7 @@ A run with adapters saves fingerprints of the frozen weights in the manifest ins
 ``model.path`` again. A frozen weight that a script has changed is saved.
 
 ZeRO's state has no partially accumulated gradients, so checkpoints are saved at optimizer steps. The data cursor is the
-step, of which the loader's batches are a function. Other numbers of ranks: see ``engine/checkpoint/load.py``.
+step, of which the loader's batches are a function. Other numbers of ranks: see ``engine/checkpoint/resume.py``.
 """
 
 import json
@@ -28,9 +28,8 @@ from engine.checkpoint.find import BEST, LATEST, STEP_DIRECTORIES, Best, best_ch
 from engine.checkpoint.stateful import StatefulStates, rank_state
 from engine.config.reading import save_recipe
 from engine.session.session import Session
-from model.checkpoint.fingerprint import fingerprints
+from model.checkpoint.fingerprint import digest_of_checkpoint, fingerprints
 from model.checkpoint.load import check_finite
-from model.fingerprint import digest_of_checkpoint
 from model.ranks import RankError, barrier, errors_on_all_ranks, gather_objects, is_main, rank, say, world_size
 from model.zero import LeftOut, stage
 

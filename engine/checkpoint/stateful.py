@@ -5,7 +5,7 @@ name. A rank's file contains::
 
     stateful  name of a stateful object -> its state: plain values and tensors on the CPU
     random    random states of the process
-    pieces    slices of every parameter in this rank's DeepSpeed file, see engine.checkpoint.load
+    pieces    slices of every parameter in this rank's DeepSpeed file, see engine.checkpoint.resume
 """
 
 import random

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from data.samples import Sample, digest_of_samples
 from engine.cluster.job import join_ranks
 from engine.config.config import Recipe
-from model.fingerprint import digest_of_checkpoint
+from model.checkpoint.fingerprint import digest_of_checkpoint
 from model.ranks import (
     RankError,
     barrier,

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.config.contradictions import contradictions, derive
 from engine.config.errors import RecipeError, checkpoint_problems, default_of, not_empty, not_there, value_problems
 from engine.config.quant import QuantRecipe
-from engine.config.rules import contradictions, derive
 from engine.config.sections import (
     AdapterRecipe,
     DataRecipe,

@@ -28,7 +28,7 @@ from engine.config.config import Recipe
 from engine.config.errors import DERIVED, RecipeError, not_there
 from engine.config.quant import SOURCE, QuantRecipe, SchemeRecipe, TensorRecipe
 from model.checkpoint.safetensors import CheckpointError
-from model.quantized.config import read_quantization_config, rules_of
+from model.quantized.quantization_config import read_quantization_config, rules_of
 from quant import TensorSpec
 
 # The text below each field is what --help shows; without this setting jsonargparse reads class docstrings only.

@@ -1,7 +1,7 @@
 """The recipe's sections except ``quant``: model, data, learnable, adapter, loss, optim, train, schedule, eval, export.
 
 One field is one option: ``--help`` shows the text below it, and its metadata declares allowed values and conditions of
-an effect. Checks of several options together are in engine/config/rules.py.
+an effect. Checks of several options together are in engine/config/contradictions.py.
 """
 
 import math

@@ -19,14 +19,14 @@ from data.loader import MicroBatch
 from data.samples import Sample
 from engine.config.config import Recipe
 from engine.losses.teacher import SelfTeacher, Teacher, unquantized_forward
+from engine.session.build_teacher import load_teacher, open_cached_teacher
 from engine.session.context import RunContext
 from engine.session.optimizer import LossScale, initialize_frozen, initialize_student
 from engine.session.overrides import Overrides
 from engine.session.student import build_student, initial_codes, initial_scales
-from engine.session.teacher import load_teacher, open_cached_teacher
 from model.checkpoint.fingerprint import fingerprints, frozen_weights
 from model.head import LMHead, QuantHead, install_head, output_head, settle_function
-from model.lora import start_from_error
+from model.peft import start_from_error
 from model.ranks import errors_on_all_ranks
 from model.scales import release_scales
 from model.zero.quantized_gather import gather_quantized

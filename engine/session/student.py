@@ -1,4 +1,4 @@
-"""The student: built empty, weights loaded, quantized, scales and codes initialized."""
+"""The student: built empty, weights loaded and rotated, quantized, scales and codes initialized."""
 
 import re
 from collections import Counter
@@ -16,27 +16,27 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from data.loader import MicroBatch
 from engine.config.config import Recipe
 from engine.config.quant import SOURCE
+from engine.session.adapter import add_adapters, check_adapters, pack_base
 from engine.session.context import TORCH_DTYPES, samples_on_all_ranks
-from engine.session.lora import add_adapters, check_adapters, pack_base
 from engine.session.optimizer import check_patterns, classify, set_learnable
 from model.build import build_model
 from model.checkpoint.load import load_weights
 from model.head import output_head
 from model.moe.experts import ExpertMLPs, router_names
 from model.ptq_init import choose_initial_codes
-from model.quantized.config import is_quantized
+from model.quantized.quantization_config import is_quantized
 from model.quantized.quantize_on_load import fill_quantize_on_load_scales
 from model.quantized.scales import take_scales
 from model.quantized.schemes import source_schemes
-from model.quantized.start import take_start
-from model.ranks import errors_on_all_ranks, listed, raise_everywhere, say
-from model.rotation import rotate_weights
+from model.quantized.start_scales import take_start
+from model.ranks import errors_on_all_ranks, is_main, listed, raise_everywhere, say
 from model.scales import load_scales, renew_weight_scales, write_scales
-from model.zero import INPUT_ALIASES, full_shape, partition_new_parameters, stage
+from model.zero import INPUT_ALIASES, forget_secondary_copies, full_shape, gathered, partition_new_parameters, stage
 from quant import Quantization, QuantLinear, Scheme, prepare
 from quant.fused import fuse
+from quant.hadamard import rotate
 from quant.packed_weight import as_weight
-from quant.rotation import rotate_inputs
+from quant.rotation import rotate_inputs, rotated_layers
 
 SIMULATED = (
     "simulated, for the fp8 GEMM takes sides that are multiples of 16 alone, and of stacked experts bf16 on compute "
@@ -362,3 +362,28 @@ def _summary(recipe: Recipe, quantization: Quantization) -> str:
     if quantization.caches:
         parts.append(f"keys and values of {len(quantization.caches) // 2} layers")
     return "; ".join(parts)
+
+
+_CHUNK = 2**25  # fp64 values at a time: 256 MB, and one or two copies
+
+
+@torch.no_grad()
+def rotate_weights(model: PreTrainedModel, quantization: Quantization) -> int:
+    """Rotate the weights of all layers that rotate their inputs, which preserves the function; a collective.
+
+    Each value is computed in fp64 and rounded once to the weight's dtype. One weight is gathered at a time. Call it
+    before ``deepspeed.initialize``, after the weights are loaded and before scales are measured from them.
+
+    Returns:
+        Number of these layers.
+    """
+    turned = rotated_layers(quantization)
+    for name, block in turned.items():
+        layer = quantization.layers[name]
+        with gathered([layer.weight], modifier_rank=0):
+            if is_main():
+                for rows in layer.weight.split(max(1, _CHUNK // layer.in_features)):
+                    rows.copy_(rotate(rows.double(), block))
+    if turned:
+        forget_secondary_copies(model)
+    return len(turned)

@@ -1,6 +1,8 @@
-"""Fingerprints of frozen weights, to detect if they still equal the model's files."""
+"""Fingerprints of frozen weights, to detect if they still equal the model's files, and of the files themselves."""
 
+import hashlib
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -47,3 +49,19 @@ def _local_sum(parameter: Tensor) -> Tensor:
         places = torch.arange(begin, begin + bits.numel(), device=bits.device)
         total = total.to(bits.device) + (bits.long() * (places * _FACTOR | 1)).sum()  # modulo 2**64
     return total
+
+
+DIGEST_BYTES = 2**20  # read at three offsets of each weight file
+
+
+def digest_of_checkpoint(path: str | Path) -> str:
+    """Hash config.json, and name, size, beginning, middle and end of every weight file."""
+    digest = hashlib.blake2b((Path(path) / "config.json").read_bytes(), digest_size=16)
+    for file in sorted(Path(path).glob("*.safetensors")):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}".encode())
+        with open(file, "rb") as stream:
+            for start in (0, size // 2, max(0, size - DIGEST_BYTES)):
+                stream.seek(start)
+                digest.update(stream.read(DIGEST_BYTES))
+    return digest.hexdigest()

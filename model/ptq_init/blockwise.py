@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from model.ptq_init.samples import Samples
+from model.ptq_init.layer_samples import Samples
 from model.ranks import reduce_over_ranks
 from model.scales import write_scales
 from model.zero import forget_secondary_copies, gathered, local_data, local_range

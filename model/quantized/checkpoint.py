@@ -9,11 +9,16 @@ from transformers import PreTrainedModel
 
 from model.checkpoint.names import module_name_on_disk
 from model.checkpoint.safetensors import Checkpoint, CheckpointError, DiskTensor, read_headers
-from model.quantized.compressed_tensors import read_quantized
-from model.quantized.config import is_quantized, kv_cache_of, packing_of, read_quantization_config, rules_of
-from model.quantized.gptq_awq import read_columns
-from model.quantized.mxfp4_experts import read_blocks
+from model.quantized.foreign_layouts import read_blocks, read_columns
+from model.quantized.linears import read_quantized
 from model.quantized.narrow_range import with_grids
+from model.quantized.quantization_config import (
+    is_quantized,
+    kv_cache_of,
+    packing_of,
+    read_quantization_config,
+    rules_of,
+)
 from model.quantized.tensor import QuantizedTensor
 from quant import SCHEMES, TensorSpec
 from quant.linear import linears_of

@@ -2,7 +2,7 @@
 
 No check is needed here: the weights are these codes times these scales, and :mod:`model.quantized.tensor` has checked
 that the codes come back. Scales finer than one per weight are read directly into each rank's own range; the few others
-are arranged as for a PTQ checkpoint (:mod:`model.scales.arrange`).
+are arranged as for a PTQ checkpoint (:mod:`model.scales.grouping`).
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,9 +19,9 @@ from model.quantized.checkpoint import SourceCheckpoint, read_checkpoint
 from model.quantized.narrow_range import check_weights
 from model.quantized.tensor import QuantizedTensor
 from model.ranks import errors_on_all_ranks, listed
-from model.scales.arrange import ArrangedScales, GroupScale, arrange, scales_per_head
+from model.scales.grouping import ArrangedScales, GroupScale, arrange, scales_per_head
 from model.scales.in_place import check_scale, check_values, fill_scales, measure_global_scales, measure_weight_scales
-from model.scales.load import ScaleReport, given_scales
+from model.scales.loading import ScaleReport, given_scales
 from model.scales.read import GLOBAL_SCALE, WEIGHT_SCALE, StoredScales, cache_keys, input_ending
 from model.zero import forget_secondary_copies, local_data, local_range
 from quant import Quantization, ScaleGroup, TensorSpec

@@ -8,8 +8,8 @@ from transformers import PreTrainedModel
 
 from model.checkpoint.names import module_name_on_disk
 from model.quantized.checkpoint import read_checkpoint
-from model.quantized.config import read_quantization_config, rules_of
 from model.quantized.narrow_range import on_other_grid
+from model.quantized.quantization_config import read_quantization_config, rules_of
 from model.ranks import listed, say
 from quant import DEFAULT_EXEMPT, Rule, Scheme, TensorSpec
 from quant.linear import LinearPart, StackedLinear, linears_of

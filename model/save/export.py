@@ -29,11 +29,11 @@ from model.checkpoint.safetensors import garbage_kept
 from model.peft import FOLDER
 from model.quantized.checkpoint import read_checkpoint
 from model.ranks import errors_on_all_ranks, is_main
-from model.save.executorch import check_executorch, torchao_files
 from model.save.finish import check_destination, configuration, copy_companions, publish, write_config, write_index
+from model.save.for_executorch import check_executorch, torchao_files
 from model.save.gguf_file import GGUF_FILE, GGUFPlan, GGUFWriter, check_gguf_written, plan_gguf
 from model.save.loadable import check_loadable, check_written
-from model.save.lora import PeftFolder
+from model.save.peft_adapter import PeftFolder
 from model.save.plan import Item, copied_modules, plan_shards
 from model.save.write import write_shards
 from quant import Quantization

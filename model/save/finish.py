@@ -16,7 +16,7 @@ from model.checkpoint.names import Names, module_name_on_disk
 from model.checkpoint.safetensors import INDEX
 from model.families import text_part
 from model.ranks import listed
-from model.save.mlx import write_for_mlx
+from model.save.for_mlx import write_for_mlx
 from model.save.plan import Item, copied_modules
 from model.zero import full_shape
 from quant import Quantization, QuantLayer

@@ -17,7 +17,7 @@ from model.checkpoint.safetensors import DiskTensor
 from model.checkpoint.slices import Stack
 from model.quantized.tensor import QuantizedTensor
 from model.ranks import listed
-from model.save.mlx import check_mlx, mlx_place
+from model.save.for_mlx import check_mlx, mlx_place
 from model.save.shard_writer import KINDS
 from model.scales import cache_keys
 from model.zero import batches, full_numel, is_partitioned, is_whole

@@ -20,7 +20,7 @@ from model.scales.in_place import (
     renew_weight_scales,
     write_scales,
 )
-from model.scales.load import ScaleReport, load_scales
+from model.scales.loading import ScaleReport, load_scales
 from model.scales.read import cache_keys
 from model.scales.statistics import WeightStatistics, input_scales, weight_statistics
 

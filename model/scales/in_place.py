@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from model.lora import local_weight
+from model.peft import local_weight
 from model.ranks import listed, raise_everywhere, reduce_over_ranks
 from model.zero import batches, full_numel, full_shape, gathered, release
 from quant import (

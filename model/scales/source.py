@@ -9,12 +9,18 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from model.quantized.config import MODELOPT_FILE, find_quantization_config, fp8_rules, modelopt_kv_cache, modelopt_rules
+from model.quantized.quantization_config import (
+    MODELOPT_FILE,
+    find_quantization_config,
+    fp8_rules,
+    modelopt_kv_cache,
+    modelopt_rules,
+)
 from model.ranks import listed
-from model.scales.arrange import LinearParts
+from model.scales.grouping import LinearParts
 from model.scales.read import WEIGHT_SCALE, StoredScales, input_ending
 from quant import Quantization, Rule, Scheme, TensorSpec
-from quant.formats.config import kv_cache_from_config, rules_from_config
+from quant.formats.config_groups import kv_cache_from_config, rules_from_config
 
 CONFIG = "config.json"
 _STARTS = ("gptq", "awq", "auto-round", "mxfp4")  # methods for quant.start: their scales are useless without the codes

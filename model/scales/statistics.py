@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from model.lora import local_weight
+from model.peft import local_weight
 from model.ranks import reduce_over_ranks
 from model.scales.in_place import scale_buckets
 from model.zero import gathered, is_partitioned

@@ -9,9 +9,8 @@ Filling a partition directly (:func:`local_data`) is allowed only before ``deeps
 copies the parameters into its fp32 masters, and the next step overwrites later changes to them.
 """
 
-from model.zero.frozen import LeftOut
 from model.zero.gather import ReceiveBuffer, batches, forward_only, gathered, gathered_on_main, whole_values
-from model.zero.optimizer import (
+from model.zero.optimizer_state import (
     CHECKPOINT_CLASSES,
     CHECKPOINT_GLOBALS,
     OptimizerPiece,
@@ -31,6 +30,7 @@ from model.zero.parameters import (
     INPUT_ALIASES,
     WHOLE_ELEMENTS,
     WHOLE_ELEMENTS_IN_ALL,
+    LeftOut,
     forget_secondary_copies,
     full_numel,
     full_shape,

@@ -26,7 +26,7 @@ from quant.formats.compressed_tensors import (
     unpack_weight,
     unpack_zero,
 )
-from quant.formats.config import ignore_patterns, quantization_config
+from quant.formats.config_groups import ignore_patterns, quantization_config
 from quant.formats.gguf import BLOCK, BYTES, block_type, blocks
 from quant.formats.mlx import affine_shapes, affine_tensors, check_affine
 from quant.formats.torchao import check_intx, intx_shapes, intx_tensors, torchao_config

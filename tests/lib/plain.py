@@ -21,7 +21,7 @@ from data.text import read_text
 from engine.config.config import Recipe
 from engine.config.reading import load_recipe
 from engine.config.sections import LossRecipe, OptimRecipe
-from engine.session.lora import add_adapters
+from engine.session.adapter import add_adapters
 from engine.session.optimizer import SCALE_GROUPS, lr_factor, parameter_groups, peak_learning_rates, set_learnable
 from model.build import build_model
 from model.checkpoint.load import load_weights

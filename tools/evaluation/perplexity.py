@@ -25,7 +25,7 @@ from data.samples import load_tokenizer
 from model.build import build_model
 from model.checkpoint.load import load_weights
 from model.peft import say_left_out
-from model.quantized.config import weights_alone
+from model.quantized.quantization_config import weights_alone
 from model.ranks import RankError, errors_on_all_ranks, is_main
 from tools.compressed import load_compressed
 from tools.evaluation.results import Evaluation, Measurement, weights_size

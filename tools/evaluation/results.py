@@ -1,16 +1,22 @@
-"""Metrics of a checkpoint as a file, to compare models on different machines without evaluating again.
+"""Metrics of checkpoints as files, and the comparison of bf16, PTQ and QAT side by side: Markdown tables and a plot.
+
+Models can be compared on different machines without evaluating again:
 
     {"evaluations": [{"model": "runs/qwen3_4b/export", "weights_bytes": 4411359232, "measurements": {
         "perplexity per token": {"value": 12.31, "higher_is_better": false, "stderr": null,
                                  "conditions": "60,000 tokens of text 7b0c..., windows of 1024, bfloat16"}}}]}
 
 ``conditions``: all else that has to be equal for two values to be comparable.
+
+The recovered share (PTQ - QAT) / (PTQ - bf16) is the share of the loss from quantizing that training won back: 1 is the
+unquantized model, 0 is PTQ, below 0 training did harm. The formula is the same for perplexities and accuracies.
 """
 
 import json
+import math
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from engine.checkpoint.files import replace_text
@@ -90,3 +96,175 @@ def read_evaluations(path: Path) -> list[Evaluation]:
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}{where}"
         raise ValueError(f"{path}: expected JSON that launch/evaluate.py --json wrote ({reason})") from error
+
+
+# On the same text these rank models as the perplexity per token does.
+REDUNDANT = ("perplexity per word", "perplexity per byte", "bits per byte")
+# A loss below this share of a metric without a standard error is noise, so no recovered share is computed.
+NOISE = 0.005
+# Name of the unquantized model, by the dtype of weights and GEMMs in the evaluation.
+LEVELS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Metrics of the unquantized model, from which PTQ started, and of PTQ and QAT by scheme name."""
+
+    bf16: Evaluation
+    ptq: dict[str, Evaluation] = field(default_factory=dict)
+    qat: dict[str, Evaluation] = field(default_factory=dict)
+
+    @property
+    def schemes(self) -> list[str]:
+        """Return the scheme names in insertion order."""
+        return list(dict.fromkeys([*self.ptq, *self.qat]))
+
+    @property
+    def level(self) -> str:
+        """Return the name of the unquantized model in tables: the dtype of the evaluation, bf16 if none is given."""
+        ends = (found.conditions.rpartition(", ")[2] for found in self.bf16.measurements.values())
+        return next((LEVELS[end] for end in ends if end in LEVELS), "bf16")
+
+    def measures(self) -> list[str]:
+        """Return the names of the compared metrics: all of the unquantized model but the redundant ones."""
+        return [name for name in self.bf16.measurements if name not in REDUNDANT]
+
+    def problems(self) -> list[str]:
+        """List the reasons against a comparison, a sentence each: a metric is missing or was measured differently."""
+        found = []
+        for other in (*self.ptq.values(), *self.qat.values()):
+            for name in self.measures():
+                ours, theirs = self.bf16.measurements[name], other.measurements.get(name)
+                if theirs is None:
+                    found.append(f"{other.model} has no {name}, {self.bf16.model} has")
+                elif ours.conditions != theirs.conditions:
+                    found.append(
+                        f"{name} of {self.bf16.model} is of {ours.conditions}; of {other.model} {theirs.conditions}"
+                    )
+        return found
+
+    def rows(self, measure: str) -> list[tuple[str, ...]]:
+        """Return the cells of a table: column names, the unquantized model, then a row per scheme."""
+        bf16, size = self.bf16.measurements[measure], self.bf16.weights_bytes
+        rows: list[tuple[str, ...]] = [("", self.level, "PTQ", "QAT", "recovered", "file", f"of {self.level}")]
+        rows.append((self.level, shown(bf16), "", "", "", shown_size(size), ""))
+        for scheme in self.schemes:
+            models = [side[scheme] for side in (self.ptq, self.qat) if scheme in side]
+            ptq, qat = self.pair(scheme, measure)
+            own = models[-1].weights_bytes
+            figures = (shown(bf16), shown(ptq), shown(qat), shown_share(bf16, ptq, qat))
+            rows.append((scheme, *figures, shown_size(own), f"{own / size:.0%}"))
+        return rows
+
+    def pair(self, scheme: str, measure: str) -> tuple[Measurement | None, Measurement | None]:
+        """Return a metric of PTQ and of QAT; None for a missing model."""
+        ptq, qat = (side[scheme].measurements[measure] if scheme in side else None for side in (self.ptq, self.qat))
+        return ptq, qat
+
+
+def recovered(bf16: Measurement, ptq: Measurement, qat: Measurement) -> float | None:
+    """Compute (PTQ - QAT) / (PTQ - bf16); None if PTQ lost no more than noise: see :data:`NOISE`."""
+    lost = bf16.value - ptq.value if bf16.higher_is_better else ptq.value - bf16.value
+    noise = bf16.stderr if bf16.stderr is not None else NOISE * abs(bf16.value)
+    return None if lost <= noise else (ptq.value - qat.value) / (ptq.value - bf16.value)
+
+
+def shown(found: Measurement | None) -> str:
+    """Format a metric with four digits, and its standard error if there is one; empty for None."""
+    if found is None:
+        return ""
+    value = f"{found.value:,.0f}" if abs(found.value) >= 1000 else f"{found.value:#.4g}"
+    return value if found.stderr is None else f"{value} ±{found.stderr:.2g}"
+
+
+def shown_share(bf16: Measurement, ptq: Measurement | None, qat: Measurement | None) -> str:
+    """Format the recovered share in percent; ``(no loss)`` if PTQ lost nothing to recover, empty unless both exist."""
+    if ptq is None or qat is None:
+        return ""
+    share = recovered(bf16, ptq, qat)
+    return "(no loss)" if share is None else f"{share:.0%}"
+
+
+def shown_size(size: int) -> str:
+    """Format a size in MB (10^6 bytes) or GB (10^9 bytes)."""
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"
+
+
+def table(comparison: Comparison) -> str:
+    """Format the comparison as Markdown: per metric a heading with the conditions, and a table with aligned columns."""
+    blocks = []
+    for measure in comparison.measures():
+        cells = [[cell.replace("|", "\\|") for cell in row] for row in comparison.rows(measure)]
+        first, *others = (max(map(len, column)) for column in zip(*cells, strict=True))
+        lines = [
+            " | ".join([row[0].ljust(first), *(cell.rjust(width) for cell, width in zip(row[1:], others, strict=True))])
+            for row in cells
+        ]
+        lines.insert(1, " | ".join(["-" * max(3, first), *("-" * (width - 1) + ":" for width in others)]))
+        blocks += [heading(comparison, measure), "\n".join(f"| {line} |" for line in lines)]
+    return "\n\n".join(blocks)
+
+
+def heading(comparison: Comparison, measure: str) -> str:
+    """Format the line above a table: the metric and its conditions."""
+    found = comparison.bf16.measurements[measure]
+    return f"{better(measure, found)}: {found.conditions}"
+
+
+def better(measure: str, found: Measurement) -> str:
+    """Format a metric's name and whether higher or lower is better."""
+    return f"{measure} ({'higher' if found.higher_is_better else 'lower'} is better)"
+
+
+def markdown(comparison: Comparison) -> str:
+    """Format the text of the file: the tables, the meaning of the columns, and the directories of the models."""
+    level = comparison.level
+    legend = (
+        f"recovered = (PTQ - QAT) / (PTQ - {level}); (no loss): PTQ lost less than the standard error of {level}, or "
+        f"than {NOISE:.1%} of a figure without one. file: the weights on disk."
+    )
+    models = [f"- {level}: `{comparison.bf16.model}`"]
+    for kind, side in (("PTQ", comparison.ptq), ("QAT", comparison.qat)):
+        models += [f"- {kind} {name}: `{model.model}`" for name, model in side.items()]
+    return "\n\n".join([f"# {level}, PTQ, QAT", table(comparison), legend, "\n".join(models)]) + "\n"
+
+
+def plot(comparison: Comparison, path: Path) -> None:
+    """Write a PNG with a panel per figure: PTQ and QAT of each scheme, joined by a line, and the unquantized level."""
+    from matplotlib.figure import Figure  # takes a second to import; without pyplot no display is needed
+
+    measures, schemes = comparison.measures(), comparison.schemes
+    columns = min(3, len(measures))
+    rows = math.ceil(len(measures) / columns)
+    figure = Figure(figsize=(max(4.0, 1.2 * len(schemes) + 2) * columns, 4.2 * rows), layout="constrained")
+    for index, measure in enumerate(measures, 1):
+        axes, bf16 = figure.add_subplot(rows, columns, index), comparison.bf16.measurements[measure]
+        axes.axhline(bf16.value, color="0.4", linestyle="--", label=comparison.level)
+        pairs = [comparison.pair(name, measure) for name in schemes]
+        # From a palette for color-blind readers.
+        for side, (label, color, marker) in enumerate((("PTQ", "#d55e00", "o"), ("QAT", "#0072b2", "s"))):
+            points = {at: found for at, pair in enumerate(pairs) if (found := pair[side]) is not None}
+            values, errors = [one.value for one in points.values()], [one.stderr or 0.0 for one in points.values()]
+            if points:
+                axes.errorbar(list(points), values, errors, color=color, marker=marker, linestyle="none", label=label)
+            if not bf16.higher_is_better and max(values, default=0) > 10 * bf16.value > 0:
+                axes.set_yscale("log")  # a scheme that fails would squeeze the others onto one line
+        for at, (ptq, qat) in enumerate(pairs):
+            if ptq is not None and qat is not None:
+                axes.plot([at, at], [ptq.value, qat.value], color="0.6", zorder=0)
+                middle, share = (at, (ptq.value + qat.value) / 2), shown_share(bf16, ptq, qat)
+                axes.annotate(share, middle, (6, 0), textcoords="offset points", va="center", fontsize=8)
+        axes.set_xticks(range(len(schemes)), schemes, rotation=20, ha="right")
+        axes.set(xlim=(-0.6, len(schemes) - 0.4), title=measure, ylabel=better(measure, bf16))
+        axes.grid(axis="y", alpha=0.3)
+        axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def write_comparison(comparison: Comparison, directory: Path) -> Sequence[Path]:
+    """Write ``compare.md`` and ``compare.png``, and return their paths."""
+    directory.mkdir(parents=True, exist_ok=True)
+    text, picture = directory / "compare.md", directory / "compare.png"
+    text.write_text(markdown(comparison), encoding="utf-8")
+    plot(comparison, picture)
+    return text, picture

@@ -32,7 +32,7 @@ from model.peft import say_left_out
 from model.save import fused_there, is_expert, not_loaded
 from tools.compressed import load_compressed
 from tools.verify.comparison import LogitComparison, Report, logits_of
-from tools.verify.files import problems_of_files
+from tools.verify.export_files import problems_of_files
 from tools.verify.reader import inputs_left, inputs_of_experts_left, load_theirs, their_arithmetic
 
 # Mean KL divergence under the same arithmetic, nats per token. Measured: 0 for dense models, where the same kernels see

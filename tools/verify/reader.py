@@ -49,18 +49,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConf
 from model.checkpoint.names import module_name_on_disk
 from model.checkpoint.safetensors import Reader, read_headers, read_tensor
 from model.families import model_class
-from model.quantized.config import read_quantization_config
+from model.quantized.quantization_config import read_quantization_config
 from model.ranks import RankError, listed
 from model.save import fused_there, is_expert, not_loaded
 from model.scales import cache_keys
 from quant import Quantization, QuantLayer, QuantLinear, Scheme, TensorSpec
 from quant.formats.compressed_tensors import export_format
-from quant.formats.config import quantization_args
+from quant.formats.config_groups import quantization_args
 from quant.hadamard import rotate
 from quant.kv_cache import QuantCache
 from quant.rotation import KEY
 from tools.compressed import quantized_keys
-from tools.verify.files import dtype_on_disk
+from tools.verify.export_files import dtype_on_disk
 
 
 def load_theirs(

@@ -146,7 +146,7 @@ def test_a_step_waits_for_its_counts_and_for_its_losses_alone(paths):
     found = {name: count for name, count in seen["plain"].items() if name not in ON_THE_HOST | ON_A_CPU}
     assert found == WAITS
     # A step that measures the quantization reads more, but of the scales' gradients one norm.
-    assert seen["measured"]["model/zero/optimizer.py: gradient_norm"] == 1
+    assert seen["measured"]["model/zero/optimizer_state.py: gradient_norm"] == 1
 
 
 @pytest.mark.parametrize("name", ("capped", "scaled"))

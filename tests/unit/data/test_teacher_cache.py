@@ -13,7 +13,7 @@ from data.samples import IGNORE, Sample, digest_of_samples
 from data.teacher_cache import CacheError, Manifest, TeacherCache, Writer
 from engine.losses.objective import DIAGNOSTICS
 from engine.losses.teacher import common_vocabulary, first_difference
-from model.fingerprint import digest_of_checkpoint
+from model.checkpoint.fingerprint import digest_of_checkpoint
 from tests.lib.tiny import tiny_checkpoint, tiny_tokenizer
 
 K = 3

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import quant
-from engine.offload import OnHost
+from engine.step import OnHost
 from model.head import install_head
 from model.scales import renew_weight_scales
 from tests.lib.checkpoints import load_model

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from model.quantized.config import read_quantization_config
-from quant.formats.config import rules_from_config
+from model.quantized.quantization_config import read_quantization_config
+from quant.formats.config_groups import rules_from_config
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import quant
-from model.lora import start_from_error
+from model.peft import start_from_error
 from model.ranks import RankError
 from model.scales import renew_weight_scales
 from quant import SCHEMES, Quantization, QuantLinear

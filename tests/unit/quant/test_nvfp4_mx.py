@@ -14,7 +14,7 @@ from compressed_tensors.quantization.utils import (
 )
 
 from quant import kernels, reference
-from quant.formats.config import quantization_args
+from quant.formats.config_groups import quantization_args
 from quant.observers import Observer
 from quant.reference import (
     absmax_scale,

@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 
 from engine.session.context import init_ranks
+from engine.session.student import rotate_weights
 from model.build import build_model
 from model.checkpoint.load import load_weights
 from model.quantized.scales import take_scales
 from model.ranks import RankError, is_main, raise_everywhere, rank
-from model.rotation import rotate_weights
 from model.save import export_model
 from model.scales import renew_weight_scales, write_scales
 from model.zero import keep_frozen_fp32, partition_new_parameters

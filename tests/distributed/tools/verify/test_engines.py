@@ -18,7 +18,8 @@ from engine.config.errors import RecipeError
 from engine.config.reading import load_recipe
 from engine.export import check_export
 from launch.verify import main as verify
-from model.save import executorch, mlx
+from model.save import for_executorch as executorch
+from model.save import for_mlx as mlx
 from quant import SCHEMES, prepare
 from tests.families.variants import VARIANTS
 from tests.lib.gguf_templates import gguf_template
@@ -29,9 +30,7 @@ from tests.lib.root import ROOT
 from tests.lib.tiny import tiny_checkpoint
 from tests.lib.variants import NO_TEACHER, SCRIPT
 from tools.verify.comparison import Engine, Report, compare_with_compressed
-from tools.verify.executorch import ExecuTorch
-from tools.verify.gguf import GGUF, installed
-from tools.verify.mlx import MLX
+from tools.verify.engines import GGUF, MLX, ExecuTorch, installed
 
 EIGHT = {"layers": r".*\.o_proj", "scheme": "w8a16_g32"}
 TOKENS = {"weights": {"dtype": "int", "bits": 8, "granularity": "channel"}}

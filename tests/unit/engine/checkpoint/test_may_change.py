@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from engine.checkpoint.find import MAY_CHANGE, STAYS, check_resumable
+from engine.config.contradictions import options
 from engine.config.errors import RecipeError
-from engine.config.rules import options
 from tests.unit.engine.checkpoint.steps import recipe, write_step
 
 ROWS = {("data", "micro_batch_size"), ("train", "gradient_accumulation_steps")}  # compared together

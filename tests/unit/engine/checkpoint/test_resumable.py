@@ -7,14 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine.checkpoint import load
+from engine.checkpoint import resume as load
 from engine.checkpoint.find import check_resumable, check_samples, read_step_directory
 from engine.config.errors import RecipeError
 from engine.config.quant import RuleRecipe, SchemeRecipe, TensorRecipe
 from engine.config.reading import save_recipe
 from engine.config.sections import AdapterRecipe
-from model.checkpoint.fingerprint import fingerprints
-from model.fingerprint import digest_of_checkpoint
+from model.checkpoint.fingerprint import digest_of_checkpoint, fingerprints
 from model.ranks import RankError
 from tests.unit.engine.checkpoint.steps import recipe, write_step
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.checkpoint.load import merge_ranks
+from engine.checkpoint.resume import merge_ranks
 from engine.checkpoint.stateful import (
     StatefulStates,
     check_stateful,
@@ -17,9 +17,9 @@ from engine.checkpoint.stateful import (
     restore_random_states,
 )
 from engine.config.config import DataRecipe, ModelRecipe, Recipe, TrainRecipe
+from engine.evaluation import HeldOutResults
 from engine.fake_quant import FakeQuant
 from engine.faults import SkippedSteps
-from engine.held_out import HeldOutResults
 from engine.schedule import Schedule
 from engine.session.optimizer import LossScale
 from engine.session.overrides import Overrides

@@ -9,10 +9,10 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 import yaml
 
+from engine.config.contradictions import options
 from engine.config.errors import RecipeError
 from engine.config.quant import RuleRecipe, SchemeRecipe, TensorRecipe
 from engine.config.reading import parse_recipe
-from engine.config.rules import options
 from engine.config.sections import EventRecipe
 from quant import PRESETS
 from tests.lib.recipes import MINIMAL, minimal

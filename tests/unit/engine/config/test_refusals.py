@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from engine.config import rules
+from engine.config import contradictions as rules
 from engine.config.config import Recipe
 from engine.config.errors import ONLY_WITH
 from engine.config.quant import QUANTIZES

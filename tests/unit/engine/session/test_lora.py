@@ -88,7 +88,7 @@ def test_ranks_drop_elements_of_their_own(tmp_path, checkpoints, monkeypatch):
     for dropout in (0.0, 0.1):
         settings = recipe(tmp_path, checkpoints["qwen3"], {**BESIDE, "dropout": dropout})
         for own in (0, 1):
-            monkeypatch.setattr("engine.session.lora.this_rank", lambda own=own: own)
+            monkeypatch.setattr("engine.session.adapter.this_rank", lambda own=own: own)
             torch.manual_seed(3)
             layers = adapters(settings)
             drawn[dropout, own] = torch.rand(8), {name: layer.lora_a for name, layer in layers.items()}

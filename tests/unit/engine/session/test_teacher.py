@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.session.teacher import open_cached_teacher
+from engine.session.build_teacher import open_cached_teacher
 from model.ranks import RankError
 from tests.lib.recipes import minimal
 from tests.lib.tiny import tiny_checkpoint, tiny_tokenizer

@@ -19,7 +19,7 @@ from model.quantized.scales import take_scales
 from model.quantized.schemes import source_schemes
 from model.ranks import RankError
 from model.save import export_model
-from model.save.lora import PeftFolder
+from model.save.peft_adapter import PeftFolder
 from model.scales import load_scales, renew_weight_scales
 from quant import SCHEMES
 from quant.formats.layouts import Layout

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from model.ptq_init import blockwise as tuning
 from model.ptq_init import choose_initial_codes, decoder_layers
-from model.ptq_init.samples import record
+from model.ptq_init.layer_samples import record
 from quant import Quantization
 from quant.scale import first_input_scale
 from tests.unit.model.ptq_init.test_gptq import CPU, inputs_of, quantized, samples

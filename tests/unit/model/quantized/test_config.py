@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from launch.memory import main
-from model.quantized.config import check_readable, find_quantization_config, is_quantized, kv_cache_of
+from model.quantized.quantization_config import check_readable, find_quantization_config, is_quantized, kv_cache_of
 from quant import SCHEMES
-from quant.formats.config import quantization_config
+from quant.formats.config_groups import quantization_config
 from quant.spec import FP8_TENSOR
 from tests.lib.tiny import tiny_config
 from tests.unit.tools.memory.test_memory import recipe

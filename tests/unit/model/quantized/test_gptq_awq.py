@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from model.build import build_model
 from model.checkpoint.load import load_weights
 from model.checkpoint.safetensors import CheckpointError, Reader, read_headers
-from model.quantized.config import packing_of, rules_of
-from model.quantized.gptq_awq import read_columns
+from model.quantized.foreign_layouts import read_columns
+from model.quantized.quantization_config import packing_of, rules_of
 from model.quantized.scales import take_scales
 from model.quantized.schemes import source_schemes
 from model.ranks import RankError

@@ -15,7 +15,7 @@ from engine.config.quant import QuantRecipe
 from engine.config.reading import resolve_source
 from model.build import build_model
 from model.checkpoint.load import load_weights
-from model.quantized.config import check_readable, is_quantized
+from model.quantized.quantization_config import check_readable, is_quantized
 from model.quantized.scales import take_scales
 from model.ranks import RankError
 from model.save import export_model

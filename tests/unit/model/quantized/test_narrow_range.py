@@ -12,7 +12,7 @@ from model.checkpoint.load import load_weights
 from model.quantized.checkpoint import read_checkpoint
 from model.quantized.scales import take_scales
 from model.quantized.schemes import source_schemes
-from model.quantized.start import take_start
+from model.quantized.start_scales import take_start
 from model.ranks import RankError
 from model.save import export_model
 from model.scales import load_scales, renew_weight_scales

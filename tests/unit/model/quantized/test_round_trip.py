@@ -15,7 +15,7 @@ from model.quantized.scales import take_scales
 from model.quantized.schemes import source_schemes
 from model.ranks import RankError
 from model.save import export_model
-from model.scales.load import ScaleReport
+from model.scales.loading import ScaleReport
 from quant import SCHEMES, Quantization, prepare
 from quant.formats.layouts import Layout
 from tests.lib.checkpoints import exported, quantized

@@ -11,12 +11,12 @@ from compressed_tensors.quantization import QuantizationScheme
 from safetensors.torch import load_file, save_file
 
 from model.checkpoint.safetensors import CheckpointError, Reader, read_headers
-from model.quantized.compressed_tensors import read_quantized
-from model.quantized.config import rules_of
+from model.quantized.linears import read_quantized
+from model.quantized.quantization_config import rules_of
 from model.quantized.tensor import QuantizedTensor
 from quant import SCHEMES, Scale, Scheme, TensorSpec
 from quant.formats.compressed_tensors import export_format, pack_linear
-from quant.formats.config import quantization_config
+from quant.formats.config_groups import quantization_config
 from quant.observers import partial_stats, scales_from_stats, zero_points_from_stats
 from quant.reference import effective_scale, quantize
 

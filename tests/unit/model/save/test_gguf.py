@@ -19,7 +19,7 @@ from quant.spec import PRESETS, SCHEMES
 from tests.lib.gguf_templates import gguf_template
 from tests.lib.tiny import tiny_checkpoint
 from tools.verify.comparison import Report, compare_with_compressed
-from tools.verify.gguf import GGUF, in_blocks
+from tools.verify.engines import GGUF, in_blocks
 
 gguf = pytest.importorskip("gguf", reason="pip install -e '.[gguf]'")
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from model.save.gguf_header import check_header
+from model.save.gguf_template import check_header
 
 HUGE = 2**60
 

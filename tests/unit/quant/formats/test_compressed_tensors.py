@@ -10,7 +10,7 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32,
 from compressed_tensors.quantization import QuantizationConfig
 
 from quant.formats import compressed_tensors as export
-from quant.formats.config import quantization_config
+from quant.formats.config_groups import quantization_config
 from quant.formats.packing import pack_int32, pack_nibbles, packed_columns, unpack_int32, unpack_nibbles
 from quant.reference import absmax_scale, dequantize, effective_scale, fake_quant, quantize
 from quant.scale import Scale

@@ -7,7 +7,7 @@ import torch
 from compressed_tensors.quantization import QuantizationConfig
 from compressed_tensors.utils.match import is_match, match_targets
 
-from quant.formats.config import ignore_patterns, kv_cache_from_config, quantization_config, rules_from_config
+from quant.formats.config_groups import ignore_patterns, kv_cache_from_config, quantization_config, rules_from_config
 from quant.spec import PRESETS, SCHEMES, Scheme, TensorSpec
 
 LINEAR = torch.nn.Linear(1, 1)

@@ -9,7 +9,7 @@ import pytest
 from quant import SCHEMES, Rule
 from quant.rules import assign
 from tests.lib.tiny import tiny_model
-from tools.allocation.allocation import Option, Part, allocate, rules_of_choice
+from tools.mixed_precision import Option, Part, allocate, rules_of_choice
 
 
 def part(*options: tuple[int, float], weights: int = 1) -> Part:

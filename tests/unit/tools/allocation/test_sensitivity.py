@@ -10,7 +10,7 @@ from model.save import export_model
 from tests.lib.tiny import tiny_checkpoint
 from tests.unit.engine.test_inputs import batch_of
 from tests.unit.model.save.test_loadable import CPU, loaded, quantized
-from tools.allocation.sensitivity import divergences, parts_of
+from tools.mixed_precision import divergences, parts_of
 
 
 @pytest.mark.parametrize("experts", ["stacked", "per_expert"])
@@ -39,7 +39,7 @@ def test_parts_are_all_layers_once_and_have_the_bytes_of_the_export(scheme, expe
 
 def test_divergences_are_those_of_the_logits(monkeypatch, tmp_path, seed):
     """Of sets of layers alone and together, over samples of several lengths, in fp64; nothing is changed by it."""
-    monkeypatch.setattr("tools.allocation.sensitivity._TOKENS", 7)
+    monkeypatch.setattr("tools.mixed_precision._TOKENS", 7)
     model = loaded(tiny_checkpoint(tmp_path, "qwen3", seed=seed, wide=True)).float()
     quantization = quantized(model, "w2a16_g32")
     layers = list(quantization.layers)

@@ -15,8 +15,18 @@ from model.scales import measure_weight_scales, write_scales
 from quant import get_scheme, prepare
 from tests.lib.processes import run_python
 from tests.lib.tiny import TEXT, tiny_checkpoint
-from tools.evaluation.compare import Comparison, markdown, plot, recovered, table
-from tools.evaluation.results import Evaluation, Measurement, read_evaluations, weights_size, write_evaluations
+from tools.evaluation.results import (
+    Comparison,
+    Evaluation,
+    Measurement,
+    markdown,
+    plot,
+    read_evaluations,
+    recovered,
+    table,
+    weights_size,
+    write_evaluations,
+)
 
 SCHEME = "w4a16_g32"
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tools.rotation.hadamard import paley, rotation
+from tools.rotate_checkpoint import paley, rotation
 
 # Hidden sizes and heads of published models, and orders of each construction; 52 has none here.
 ORDERS = {1: 1, 2: 2, 12: 12, 20: 20, 28: 28, 36: 36, 60: 60, 64: 64, 96: 96, 128: 128, 384: 384, 896: 896}

@@ -11,8 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tools.rotation.plan import FAMILIES
-from tools.rotation.write import rotate_checkpoint
+from tools.rotate_checkpoint import FAMILIES, rotate_checkpoint
 
 COMMON = {
     "vocab_size": 60,

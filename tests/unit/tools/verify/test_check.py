@@ -20,7 +20,7 @@ from tests.lib.tiny import tiny_checkpoint
 from tools.compressed import load_compressed
 from tools.verify.check import OUR_FORWARD_KL, compare_with_transformers
 from tools.verify.comparison import LogitComparison, windows
-from tools.verify.files import problems_of_files
+from tools.verify.export_files import problems_of_files
 
 FP8 = SCHEMES["fp8_static"]
 # The tiny models are 48 wide inside and odd elsewhere: groups of 16 fit all but the down projections.

@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from engine.session.student import rotate_weights
 from model.build import build_model
 from model.checkpoint.load import load_weights
 from model.ranks import RankError
-from model.rotation import rotate_weights
 from model.save import export_model
 from model.scales import renew_weight_scales, write_scales
 from quant import SCHEMES, prepare

@@ -23,7 +23,7 @@ from model.ranks import RankError, gather_objects, is_main, rank
 from tests.distributed.engine.scripts.train import run
 from tests.distributed.engine.scripts.variants import OnlyRankZero
 from tests.lib.garbage import collect
-from tools.teacher_cache import check_recipe, write_cache
+from tools.write_teacher_cache import check_recipe, write_cache
 
 
 class Gathers(TorchDispatchMode):

@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 
 from engine.config.config import Recipe
 from engine.config.sections import AdapterRecipe
-from model.fingerprint import digest_of_checkpoint
+from model.checkpoint.fingerprint import digest_of_checkpoint
 from model.moe.experts import PerExpertMLPs
 from model.peft import PeftSource, read_adapter
-from model.quantized.config import is_quantized
+from model.quantized.quantization_config import is_quantized
 from model.quantized.quantize_on_load import can_quantize_on_load
 from model.ranks import listed, say
 from model.ranks import rank as this_rank

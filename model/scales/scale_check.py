@@ -1,7 +1,7 @@
-"""Compare loaded scales with the loaded weights, without gathering weights.
+"""Check the scales of a checkpoint once, before any of them is written, and compare them with the loaded weights.
 
-Each rank checks its own range of every weight. This takes as many collectives as measuring the scales, and one more per
-bucket of scales, so that every rank has the same result for whole weights.
+No weight is gathered. Each rank checks its own range of every weight. This takes as many collectives as measuring the
+scales, and one more per bucket of scales, so that every rank has the same result for whole weights.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,14 +12,120 @@ import torch
 from torch import Tensor
 
 from model.checkpoint.safetensors import CheckpointError, Reader
-from model.ranks import raise_everywhere, reduce_over_ranks
-from model.scales.arrange import GroupScale
+from model.ranks import listed, raise_everywhere, reduce_over_ranks
 from model.scales.codes import FileWeight, count_of_sums, local_products, other_weights
-from model.scales.in_place import measure_weight_scales, scale_buckets
+from model.scales.grouping import ArrangedScales, GroupScale, ZeroPoints
+from model.scales.in_place import check_scale, check_zero_points, measure_weight_scales, scale_buckets
+from model.scales.read import StoredScales
 from model.zero import is_partitioned, local_data, local_range
 from quant import Quantization, Quantizer, QuantLayer, Ranges, Scale, ScaleGroup, kernels, partial_fit
-from quant.fit import Fit, scale_problem
 from quant.linear import LinearPart, linears_of
+from quant.scale import Fit, scale_problem
+from quant.spec import TensorSpec
+
+
+def check_kind(stored: StoredScales, directory: Path) -> None:
+    """Reject formats whose scales are useless without their codes, which quant.start reads."""
+    if any(key.endswith(".qweight") for key in stored.tensors):
+        raise ValueError(
+            f"{directory} has qweight, as GPTQ, AWQ and AutoRound write codes: give it, with its config.json, as "
+            "quant.start instead of quant.scales"
+        )
+
+
+def check_stored(arranged: ArrangedScales, directory: Path) -> None:
+    """Check the scales of a checkpoint.
+
+    Raises:
+        ValueError: no scale for any layer that is quantized here (for example a wrong prefix); a scale without its
+            global scale or zero points; one of another shape, not finite, zero or negative (integer weights: zero);
+            zero points that are no codes, or not 0 for a symmetric scheme.
+    """
+    if arranged.none_used:
+        raise ValueError(
+            f"{directory} has no scale of a quantized layer: expected keys like {arranged.expected}, "
+            f"found {listed(arranged.unused) or 'no weight_scale and no input_scale'}"
+        )
+    if arranged.without_global:  # other writers use another name
+        raise ValueError(
+            f"{directory} has no weight_global_scale beside the weight_scale of {listed(arranged.without_global)}: "
+            "expected both, as compressed-tensors writes NVFP4"
+        )
+    for key in arranged.not_symmetric[:1]:
+        raise ValueError(f"{key} is not 0, but what it belongs to has a symmetric scheme here")
+    for scale in (*arranged.weights, *arranged.globals, *arranged.inputs):
+        for stored in (one for of_layer in scale.layers for one in of_layer):
+            check_scale(stored.key, stored.value, stored.shape, scale.group)
+            if stored.zero_points is not None:
+                _check_zero_points(stored.key, stored.zero_points, scale.group.spec)
+
+
+# Known tensors beside the scale of a Linear. ``input_global_scale`` is for inputs whose other scales are dynamic.
+_BESIDE = {
+    "weight",
+    "bias",
+    "weight_packed",
+    "weight_shape",
+    "weight_scale",
+    "weight_scale_inv",
+    "weight_scale_2",
+    "weight_global_scale",
+    "weight_zero_point",
+    "input_scale",
+    "input_zero_point",
+    "input_global_scale",
+    *("k_scale", "v_scale", "output_scale"),  # of keys and values, see model.scales.read.CACHE_SCALES
+}
+_MEANING = {
+    "pre_quant_scale": "its weights were smoothed (AWQ, SmoothQuant)",
+    "smooth_scale": "its weights were smoothed",
+    "weight_g_idx": "its columns were quantized in another order (actorder: group), which no scheme here has",
+    "g_idx": "its columns were quantized in another order, which no scheme here has",
+    "qweight": "it is a file of GPTQ or AWQ",
+    "qzeros": "it is a file of GPTQ or AWQ",
+    "scales": "it is a file of GPTQ or AWQ",
+}
+
+
+def check_beside(quantization: Quantization, arranged: ArrangedScales, stored: StoredScales) -> None:
+    """Check that no tensor beside the scales changes their meaning.
+
+    Raises:
+        ValueError: an unknown tensor of a quantized Linear, or groups of columns in another order.
+    """
+    specs = {
+        disk: (part, quantization.layers[layer].scheme.weights)
+        for layer, parts in arranged.linears.items()
+        for disk, part in parts.items()
+    }
+    unknown: dict[str, list[str]] = {}
+    for key in stored.tensors:
+        disk, _, suffix = key.rpartition(".")
+        if disk not in specs or suffix in _BESIDE:
+            continue
+        part, spec = specs[disk]
+        index = stored.group_indices.get(key)
+        if index is not None and spec.granularity in ("channel", "group"):
+            in_order = torch.arange(part.in_features) // spec.run_length((part.out_features, part.in_features))
+            if torch.equal(index.long().flatten(), in_order):
+                continue
+        unknown.setdefault(suffix, []).append(key)
+    for suffix, keys in unknown.items():
+        meaning = _MEANING.get(suffix, "what it means for the scales is not known here")
+        raise ValueError(f"{stored.tensors[keys[0]].file} has {suffix} beside a scale: {meaning} ({listed(keys, 3)})")
+
+
+def _check_zero_points(key: str, zero: ZeroPoints, spec: TensorSpec) -> None:
+    """Reject zero points that are missing, of another shape or no codes; ``key`` is that of the scale."""
+    if zero.values is None:
+        raise ValueError(f"there is {key} without {zero.key}: expected both")
+    if tuple(zero.values.shape) != zero.shape:
+        raise ValueError(
+            f"{zero.key} is {zero.values.dtype} {tuple(zero.values.shape)}, expected {zero.shape}, or packed int32 "
+            f"{zero.packed_shape}"
+        )
+    check_zero_points(key, zero.values, spec)
+
 
 _MOST = 5  # layers in an error
 
@@ -74,7 +180,7 @@ def check_fit(
         directory: of the files, for the error.
 
     Raises:
-        RankError: on every rank: scales that do not fit (:mod:`quant.fit`) or whose codes belong to other weights
+        RankError: on every rank: scales that do not fit (:mod:`quant.scale`) or whose codes belong to other weights
             (:mod:`model.scales.codes`). The text names the layers, both values, and the probable cause.
     """
     members: dict[str, list[_Member]] = {scale.group.owner: [] for scale in loaded}

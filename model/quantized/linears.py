@@ -30,7 +30,7 @@ _OF_CACHE = tuple(end for ends in CACHE_SCALES.values() for end in ends)
 def read_quantized(
     checkpoint: Checkpoint, rules: Sequence[Rule], spellings: Spellings
 ) -> tuple[dict[str, QuantizedTensor], dict[str, DiskTensor], list[str]]:
-    """Find the quantized weights of a checkpoint with these rules, see :func:`model.quantized.config.rules_of`.
+    """Find the quantized weights of a checkpoint with the rules of its configuration.
 
     Returns:
         Quantized weights by the key that the plain weight would have; tensors that belong to them or to the keys and

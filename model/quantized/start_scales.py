@@ -23,7 +23,7 @@ from model.quantized.scales import take_scales
 from model.quantized.tensor import QuantizedTensor, row_chunks
 from model.ranks import errors_on_all_ranks, listed, raise_everywhere, reduce_over_ranks, say
 from model.scales.codes import Values, add_products, count_of_sums, other_weights
-from model.scales.load import ScaleReport
+from model.scales.loading import ScaleReport
 from model.zero import forget_secondary_copies, is_partitioned, local_data, local_range
 from quant import Quantization, Quantizer, QuantLayer, kernels
 from quant.linear import LinearPart, linears_of

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from model.quantized.gptq_awq import Packing
+from model.quantized.foreign_layouts import Packing
 from quant import Rule, Scheme, TensorSpec
-from quant.formats.config import kv_cache_from_config, rules_from_config
+from quant.formats.config_groups import kv_cache_from_config, rules_from_config
 from quant.rules import pattern_problem
 from quant.spec import FP8_TENSOR, SCHEMES
 
@@ -137,7 +137,7 @@ def kv_cache_of(config: Mapping[str, Any]) -> TensorSpec | None:
 
 
 def packing_of(config: Mapping[str, Any]) -> Packing | None:
-    """Layout of the codes, if it belongs to :mod:`model.quantized.gptq_awq`; else None.
+    """Layout of the codes, if it belongs to :mod:`model.quantized.foreign_layouts`; else None.
 
     Raises:
         ValueError: an unsupported layout of GPTQ, AWQ or AutoRound.

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from model.checkpoint.names import Names, module_name_on_disk, own_tensors
 from model.checkpoint.safetensors import Checkpoint, Reader, read_headers, read_tensor
-from model.quantized.config import read_quantization_config
+from model.quantized.quantization_config import read_quantization_config
 from model.ranks import listed
 from model.save import is_router
 from model.scales import cache_keys

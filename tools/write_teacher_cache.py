@@ -23,9 +23,9 @@ from engine.losses.chunked import TeacherHidden, row_blocks
 from engine.losses.kd import take_top_k
 from engine.losses.objective import tokens_at_a_time
 from engine.losses.teacher import ModelTeacher
+from engine.session.build_teacher import load_teacher
 from engine.session.context import build_loader, start_ranks
-from engine.session.teacher import load_teacher
-from model.fingerprint import digest_of_checkpoint
+from model.checkpoint.fingerprint import digest_of_checkpoint
 from model.ranks import barrier, errors_on_all_ranks, gather_objects, is_main, rank, say, world_size
 from model.zero import gathered
 

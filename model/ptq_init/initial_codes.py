@@ -2,7 +2,7 @@
 the layers before it, which are quantized already.
 
 Runs before ``deepspeed.initialize``, with one decoder layer gathered at a time. Each layer's codes are chosen by GPTQ
-(:mod:`model.ptq_init.gptq`), and optionally trained afterwards (:mod:`model.ptq_init.blockwise`).
+(:mod:`model.ptq_init.layerwise`), and optionally trained afterwards (:mod:`model.ptq_init.blockwise`).
 """
 
 import re
@@ -14,8 +14,8 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from model.ptq_init import blockwise as tuning
-from model.ptq_init import gptq
-from model.ptq_init.samples import Samples, decoder_layers, measure_inputs, record
+from model.ptq_init import layerwise as gptq
+from model.ptq_init.layer_samples import Samples, decoder_layers, measure_inputs, record
 from model.ranks import is_main, listed, raise_everywhere, reduce_over_ranks, say
 from model.zero import forget_secondary_copies
 from quant import Quantization

@@ -9,12 +9,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from model.ranks import errors_on_all_ranks, listed
-from model.scales.arrange import ArrangedScales, GroupScale, arrange, scales_per_head
-from model.scales.check import check_beside, check_kind, check_stored
 from model.scales.codes import FileWeight, file_weight
-from model.scales.fit import check_fit
+from model.scales.grouping import ArrangedScales, GroupScale, arrange, scales_per_head
 from model.scales.in_place import check_values, fill_scales, measure_global_scales, measure_weight_scales
 from model.scales.read import WEIGHT_SCALE, StoredScales, read_scales
+from model.scales.scale_check import check_beside, check_fit, check_kind, check_stored
 from model.scales.source import check_source, read_source
 from quant import Quantization, ScaleGroup
 

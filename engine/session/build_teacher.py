@@ -14,10 +14,10 @@ from engine.losses.teacher import CachedTeacher, ModelTeacher, common_vocabulary
 from engine.session.context import TORCH_DTYPES, RunContext
 from engine.session.optimizer import initialize_frozen
 from model.build import build_model
+from model.checkpoint.fingerprint import digest_of_checkpoint
 from model.checkpoint.load import load_weights
-from model.fingerprint import digest_of_checkpoint
 from model.head import output_head, settle_function, take_out_head
-from model.quantized.config import is_quantized
+from model.quantized.quantization_config import is_quantized
 from model.ranks import errors_on_all_ranks, rank, say, world_size
 
 

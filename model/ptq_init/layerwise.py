@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from model.ptq_init.samples import Samples, Stop
+from model.ptq_init.layer_samples import Samples, Stop
 from model.ranks import errors_on_all_ranks, reduce_over_ranks
 from model.scales import write_scales
 from model.zero import full_shape, gathered, is_partitioned, local_data, local_range, whole_values

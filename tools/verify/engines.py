@@ -1,0 +1,307 @@
+"""Exports in the engines that read them: llama.cpp (GGUF), MLX and ExecuTorch.
+
+GGUF files are dequantized by llama.cpp's own Python package; logits are compared where llama.cpp is installed. On a CPU
+llama.cpp rounds what a layer of Q4_0 or Q8_0 reads to 8 bits in blocks of 32 (ggml's ``block_q8_0``), and what one of
+BF16 or F16 reads to that dtype. So its logits are not ours. They are compared twice: with our forward as it is, which
+shows what that rounding costs, and with our forward whose inputs are rounded in the same way, from which they may not
+differ by more than products in another order do.
+
+Exports for MLX: weights are dequantized by ``mlx.core`` with their scales in fp32. mlx-lm loads the directory and
+computes logits, in fp32 and as a user does. In fp32 they must be ours. In the dtype of the checkpoint MLX rounds
+products of scales and codes, and activations; the report shows what that costs.
+
+Exports for ExecuTorch: transformers loads the directory with torchao, which dequantizes its weights in fp32. Then the
+model is exported with torch.export, lowered to XNNPACK and run by ExecuTorch's runtime on the CPU. Nothing is quantized
+on that way, but inputs are by XNNPACK's own kernels: a value that is within a rounding of a boundary between two codes
+may come to the other one, so logits are near ours and not equal.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from model.save import GGUF_FILE, GGUFNames, interleaved, is_expert, mlx_place, open_gguf
+from quant import QuantEmbedding, QuantLayer
+from quant.formats.gguf import BLOCK
+from tools.verify.check import OUR_FORWARD_KL, OUR_FORWARD_KL_ROUTED
+from tools.verify.comparison import Engine, LogitComparison, Report, compare, logits_of
+from tools.verify.export_files import dtype_on_disk
+
+MISSING = "the package llama-cpp-python is not installed: pip install -e '.[llama-cpp]' (docs/gguf.md)"
+
+
+class GGUF(Engine):
+    """Reader of GGUF files."""
+
+    unused = frozenset({"rope_freqs.weight"})
+
+    def __init__(self, export: Path) -> None:
+        """Open ``export``/model.gguf.
+
+        Raises:
+            ValueError: it is no GGUF file, or the package gguf is missing.
+        """
+        self.export = export
+        self.found = {tensor.name: tensor for tensor in open_gguf(export / GGUF_FILE).tensors}
+        kinds = Counter(tensor.tensor_type.name for tensor in self.found.values())
+        contents = f"{GGUF_FILE}, {', '.join(f'{count} {kind}' for kind, count in kinds.items())}"
+        self.report = Report("llama.cpp", contents, sum(n for kind, n in kinds.items() if kind.startswith("Q")))
+
+    @cached_property
+    def _names(self) -> GGUFNames:
+        return GGUFNames(self.model.config)
+
+    def names(self, key: str) -> list[str]:
+        return [self._names.place(key)[0] or key]
+
+    def equals(self, key: str, names: list[str], expected: Tensor) -> bool:
+        from gguf.quants import dequantize
+
+        if heads := self._names.heads(key):
+            expected = interleaved(expected, heads)
+        tensor, expert = self.found[names[0]], self._names.place(key)[1]
+        data = tensor.data[expert] if ".experts." in key else tensor.data
+        values = torch.from_numpy(dequantize(data, tensor.tensor_type).copy())
+        return torch.equal(values.view(-1), expected.reshape(-1))
+
+    def compare_logits(self, against: Path, batches: Sequence[Tensor]) -> None:
+        if not installed():
+            self.report.note = f"logits: skipped: {MISSING}"
+            return
+        routed = any(is_expert(name) for name, module in self.model.named_modules() if isinstance(module, QuantLayer))
+        ours, rounded = self.report.logits["our forward"], self.report.logits["inputs rounded"] = (
+            LogitComparison(),
+            LogitComparison(),
+        )
+        dtype = dtype_on_disk(against, self.model)
+        for ids, theirs in zip(batches, engine_logits(self.export / GGUF_FILE, batches), strict=True):
+            ours.add(logits_of(self.model, ids), theirs, ids)
+            with rounded_inputs(self.model, dtype):
+                rounded.add(logits_of(self.model, ids), theirs, ids)
+        bound = OUR_FORWARD_KL_ROUTED if routed else OUR_FORWARD_KL
+        self.report.require_kl("inputs rounded", bound)
+
+
+def installed() -> bool:
+    """Tell if llama.cpp can be run here."""
+    try:
+        import llama_cpp  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def engine_logits(file: Path, batches: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Logits [1, T, V] of llama.cpp for each row ``ids [1, T]``, on the CPU with keys and values in fp32.
+
+    Raises:
+        ValueError: it does not load the file.
+    """
+    import llama_cpp
+
+    longest = max(ids.shape[1] for ids in batches)
+    fp32 = 0  # GGML_TYPE_F32
+    options = {"n_ctx": longest, "n_batch": longest, "n_ubatch": longest, "type_k": fp32, "type_v": fp32}
+    try:
+        model = llama_cpp.Llama(str(file), logits_all=True, n_gpu_layers=0, verbose=False, **options)
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(f"llama.cpp does not load {file}: {error}") from error
+    try:
+        for ids in batches:
+            model.reset()
+            model.eval(ids[0].tolist())
+            yield torch.from_numpy(model.scores[: ids.shape[1]].copy()).unsqueeze(0)
+    finally:
+        model.close()
+
+
+@contextmanager
+def rounded_inputs(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
+    """Round what linear layers read as llama.cpp does, inside the block; ``dtype``: of what is not quantized."""
+    with ExitStack() as stack:
+        for module in model.modules():
+            if isinstance(module, QuantLayer | nn.Linear) and not isinstance(module, QuantEmbedding):
+                quantized = isinstance(module, QuantLayer)
+
+                def hook(_: nn.Module, arguments: tuple, quantized: bool = quantized) -> tuple:
+                    x, *others = arguments
+                    return (in_blocks(x) if quantized else x.to(dtype).float(), *others)
+
+                stack.callback(module.register_forward_pre_hook(hook).remove)
+        yield
+
+
+def in_blocks(x: Tensor) -> Tensor:
+    """Round ``x [..., features]`` in fp32 to ggml's Q8_0 and back: ``d = absmax / 127``, codes by ``1 / d``, the scale
+    stored in fp16."""
+    groups = x.float().unflatten(-1, (-1, BLOCK))
+    largest = groups.abs().amax(-1, keepdim=True)
+    inverse = torch.where(largest == 0, 0.0, 127.0 / largest)
+    return ((groups * inverse).round() * (largest / 127.0).half().float()).flatten(-2)
+
+
+# Sums in another order, through all layers, relative to the standard deviation; another rope or a wrong factor gives
+# 1e-1 and more.
+_FP32_ROUNDING = 1e-2
+
+
+class MLX(Engine):
+    """Reader of exports for MLX."""
+
+    def __init__(self, export: Path) -> None:
+        """Load ``export`` with mlx-lm.
+
+        Raises:
+            ValueError: mlx-lm is missing, or does not load it.
+        """
+        try:
+            import mlx.core as mx
+            from mlx_lm.utils import load_model
+        except ImportError as error:
+            raise ValueError(f"{error}: pip install -e '.[mlx]'") from error
+        for path in export.iterdir():  # mlx-lm would read a pipe or a device for ever
+            if not path.is_file() and not path.is_dir():
+                raise ValueError(f"{path} is neither a file nor a folder")
+        try:
+            self.mlx, _ = load_model(export)
+        except Exception as error:  # of whatever kind: shapes and keys are checked in many places
+            raise ValueError(f"mlx-lm does not load {export}: {type(error).__name__}: {error}") from error
+        self.export, self.found = export, {}
+        for file in sorted(export.glob("model*.safetensors")):
+            self.found |= mx.load(str(file))
+        self.report = Report("MLX", "MLX", sum(name.endswith(".scales") for name in self.found))
+
+    def names(self, key: str) -> list[str]:
+        module, _ = mlx_place(key.removesuffix(".weight"))
+        parts = [f"{module}.{suffix}" for suffix in ("weight", "scales", "biases")]
+        return parts if parts[1] in self.found else [key]
+
+    def equals(self, key: str, names: list[str], expected: Tensor) -> bool:
+        import mlx.core as mx
+
+        arrays = [self.found[name] for name in names]
+        if len(arrays) == 1:
+            return torch.equal(_tensor(arrays[0]), expected)
+        _, expert = mlx_place(key.removesuffix(".weight"))
+        weight, scales, biases = arrays if expert is None else (array[expert] for array in arrays)
+        columns = expected.shape[-1]
+        size, bits = columns // scales.shape[-1], weight.shape[-1] * 32 // columns
+        wide = (array.astype(mx.float32) for array in (scales, biases))
+        return torch.equal(_tensor(mx.dequantize(weight, *wide, group_size=size, bits=bits)), expected)
+
+    def compare_logits(self, against: Path, batches: Sequence[Tensor]) -> None:
+        import mlx.core as mx
+
+        ours = [logits_of(self.model, ids) for ids in batches]
+        for name in ("dtype of the file", "in fp32"):
+            theirs = (_tensor(self.mlx(mx.array(ids.numpy()))) for ids in batches)
+            try:
+                self.report.logits[name] = compare(ours, theirs, batches)
+            except ValueError as error:
+                self.report.problems.append(f"MLX does not compute with {self.export}: {error}")
+                return
+            self.mlx.set_dtype(mx.float32)
+        figure = self.report.logits["in fp32"].relative_max
+        self.report.require(
+            "in fp32", figure, _FP32_ROUNDING, "the largest difference, in standard deviations of the logits,"
+        )
+
+
+def _tensor(array: Any) -> Tensor:
+    """Convert an array of MLX to fp32."""
+    import mlx.core as mx
+    import numpy as np
+
+    return torch.from_numpy(np.array(array.astype(mx.float32)))
+
+
+# Of tokens whose likeliest successor is another one; of random weights, where many are about as likely, too.
+OTHER_TOP = 0.02
+# Of the perplexity in XNNPACK relative to ours. Measured: 1e-6 and less. Wrong scales or inputs give 1e-2 and more.
+PERPLEXITY = 5e-3
+
+
+class ExecuTorch(Engine):
+    """Reader of exports for ExecuTorch."""
+
+    def __init__(self, export: Path) -> None:
+        """Load ``export`` with transformers and torchao; see :func:`loaded`."""
+        self.export, self.theirs = export, loaded(export)
+        self.found = self.theirs.state_dict()
+        self.unused = frozenset(self.theirs.all_tied_weights_keys)
+        self.report = Report("XNNPACK", "torchao", sum(hasattr(weight, "qdata") for weight in self.found.values()))
+
+    def equals(self, key: str, names: list[str], expected: Tensor) -> bool:
+        found = self.found[key]
+        return torch.equal(found.dequantize() if hasattr(found, "qdata") else found, expected)
+
+    def compare_logits(self, against: Path, batches: Sequence[Tensor]) -> None:
+        same = [ids for ids in batches if ids.shape == batches[0].shape]  # the lowered program takes no other
+        ours = (logits_of(self.model, ids) for ids in same)
+        found = self.report.logits["our forward"] = compare(ours, computed(self.theirs, same), same)
+        self.report.require("our forward", 1 - found.top1, OTHER_TOP, "the share of other likeliest tokens")
+        change = abs(found.perplexity("theirs") / found.perplexity("ours") - 1)
+        self.report.require("our forward", change, PERPLEXITY, "the relative difference of the perplexities")
+
+
+def loaded(export: Path) -> PreTrainedModel:
+    """Load a model with transformers and torchao, computing in fp32 as XNNPACK does.
+
+    Raises:
+        ValueError: ExecuTorch is missing, or transformers does not load ``export`` with torchao.
+    """
+    try:
+        import executorch  # noqa: F401
+        import torchao  # noqa: F401
+    except ImportError as error:
+        raise ValueError(f"{error}: pip install -e '.[executorch]'") from error
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(export, local_files_only=True)
+    except Exception as error:  # of whatever kind: metadata, shapes and keys are checked in many places
+        raise ValueError(f"transformers does not load {export}: {type(error).__name__}: {error}") from error
+    return lowerable(model)
+
+
+def lowerable(model: PreTrainedModel) -> PreTrainedModel:
+    """Make a model whose weights are torchao's tensors ready for :func:`computed`: in fp32, as XNNPACK computes."""
+    model.requires_grad_(False)
+    embedding = model.get_input_embeddings()
+    assert isinstance(embedding, nn.Embedding), "of the model types that are written"
+    embedding.padding_idx = None  # a lookup with one is another operator, and there is none for codes
+    model.to(torch.float32)  # type: ignore[arg-type]
+    return model.eval()
+
+
+class _Logits(nn.Module):
+    """Module to lower: token ids [B, T] to logits [B, T, V], without a cache."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.model(input_ids=ids, use_cache=False).logits
+
+
+def computed(model: PreTrainedModel, batches: Sequence[Tensor]) -> list[Tensor]:
+    """Compute the logits of batches of one shape in ExecuTorch's runtime."""
+    import executorch.kernels.quantized  # noqa: F401  registers the lookups in tables of codes
+    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+    from executorch.exir import ExecutorchBackendConfig, to_edge_transform_and_lower
+    from executorch.runtime import Runtime
+
+    exported = torch.export.export(_Logits(model), (batches[0],), strict=False)
+    edge = to_edge_transform_and_lower(exported, partitioner=[XnnpackPartitioner()])
+    # Lookups in tables of codes become one operator here.
+    lowered = edge.to_executorch(ExecutorchBackendConfig(do_quant_fusion_and_const_prop=True))
+    buffer = lowered.buffer
+    program = Runtime.get().load_program(buffer)  # a method does not keep it alive, nor it the bytes
+    method = program.load_method("forward")
+    return [method.execute([ids])[0].clone() for ids in batches]
