@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from torch import nn
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -134,42 +135,39 @@ def test_observers_see_keys_after_their_rotation_and_count_what_is_clipped(seed)
     assert clipped > 0
 
 
-def test_prepare_switches_and_watches_keys_and_values_as_inputs(seed):
+@pytest.mark.parametrize("name", ["fp8_kv", "fp8_static_kv"])
+def test_prepare_switches_and_watches_keys_and_values_as_inputs(name, seed):
     """Alone, and beside layers: their scale groups are the last of the inputs', their switch is that of activations."""
+    model, preset = build("qwen3"), PRESETS[name]
     learn = {"learn_weight_scale": False, "learn_input_scale": True}
-    for preset in (PRESETS["fp8_kv"], PRESETS["fp8_static_kv"]):
-        model = build("qwen3")
-        quantization = prepare(model, preset.linear, kv_cache=preset.kv_cache, **learn)
-        caches = quantization.caches
-        assert [group.owner for group in quantization.input_groups][-len(caches) :] == list(caches)
-        assert len(caches) == 2 * LAYERS and bool(quantization.layers) == (preset.linear is not None)
-        for group in quantization.input_groups[-len(caches) :]:
-            assert group.members == [group.owner] and group.spec == SPEC
-            assert group.s0 is caches[group.owner].input_s0 and group.theta is caches[group.owner].input_theta
+    quantization = prepare(model, preset.linear, kv_cache=preset.kv_cache, **learn)
+    caches = quantization.caches
+    groups = quantization.input_groups[-2 * LAYERS :]
+    assert [group.owner for group in groups] == list(caches) and bool(quantization.layers) == (name != "fp8_kv")
+    for group, cache in zip(groups, caches.values(), strict=True):
+        assert group.members == [group.owner] and group.spec == SPEC
+        assert group.s0 is cache.input_s0 and group.theta is cache.input_theta
+    kinds = {owned.name: owned.kind for owned in classify(model) if "_cache." in owned.name}
+    expected = {"input_s0": "frozen", "input_theta": "act_scale"}
+    assert kinds == {f"{name}.{part}": kind for name in caches for part, kind in expected.items()}
 
-        def on(caches=caches):
-            return [cache.input_fake_quant for cache in caches.values()]
+    def on():
+        return [cache.input_fake_quant for cache in caches.values()]
 
-        quantization.set_fake_quant(True, False)
-        assert on() == [False] * 4
-        quantization.set_fake_quant(False, True, r".*\.1\.self_attn\.(k|v)_cache")
-        state = quantization.fake_quant_state()
-        assert on() == [False, False, True, True] and [state[name] for name in caches] == [(False, one) for one in on()]
-        quantization.set_fake_quant(True, True)
-        quantization.restore_fake_quant(state)
-        assert quantization.fake_quant_state() == state
-        quantization.observe(True)
-        assert quantization.observing and all(cache.input_observer is not None for cache in caches.values())
-        quantization.set_fake_quant(False, False)
-        model(tokens(), use_cache=False)
-        assert all(group.observer.absmax > 0 for group in quantization.input_groups)
-        quantization.observe(False)
-        assert not quantization.observing
-        kinds = {owned.name: owned.kind for owned in classify(model) if "_cache." in owned.name}
-        expected = {"input_s0": "frozen", "input_theta": "act_scale"}
-        assert kinds == {f"{name}.{part}": kind for name in caches for part, kind in expected.items()}
-    with pytest.raises(ValueError, match="nothing to quantize"):
-        prepare(build("qwen3"), None, **learn)
+    quantization.set_fake_quant(True, False)
+    assert on() == [False] * 4
+    quantization.set_fake_quant(False, True, r".*\.1\.self_attn\.(k|v)_cache")
+    state = quantization.fake_quant_state()
+    assert on() == [False, False, True, True] and [state[name] for name in caches] == [(False, one) for one in on()]
+    quantization.set_fake_quant(True, True)
+    quantization.restore_fake_quant(state)
+    assert quantization.fake_quant_state() == state
+    quantization.set_fake_quant(False, False)
+    quantization.observe(True)
+    model(tokens(), use_cache=False)
+    assert quantization.observing and all(group.observer.absmax > 0 for group in quantization.input_groups)
+    quantization.observe(False)
+    assert not quantization.observing
 
 
 def test_flash_attention_finds_its_kernel_by_the_name_it_was_asked_for(seed):
@@ -198,6 +196,8 @@ def test_models_whose_cache_is_another_are_refused_by_name(config, extra, named)
     with pytest.raises(ValueError, match=re.escape(named)):
         attach_kv_cache(model, SPEC, learn=False)
     assert model.config._attn_implementation == "eager"
+    with pytest.raises(ValueError, match="nothing to quantize"):
+        prepare(nn.Linear(8, 8), None, learn_weight_scale=False, learn_input_scale=False)
 
 
 # ---- gradients

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from quant import reference
+from quant.formats import packing
 from quant.kernels import eager
 from quant.spec import TensorSpec
 
@@ -172,3 +173,52 @@ def rows_to_sum() -> tuple[Tensor, Tensor]:
     values = torch.randn(count * width).to(random.choice(DTYPES))
     rows = random_layout(special_values(values, 1.0) if random.random() < 0.3 else values, (count, width))
     return rows, torch.randint(count, (sums, per_sum))
+
+
+def calls_with_scales(x: Tensor, s0: Tensor) -> list[tuple[str, tuple]]:
+    """Calls of the quantizers, and of the operators on their codes and masks: names and arguments."""
+    found: list[tuple[str, tuple]] = []
+    theta, grad = (0.1 * torch.randn(s0.shape)).to(x.dtype), torch.randn_like(x)
+    for t, grid, wanted in ((theta, 0, True), (theta, 4, False), (None, 0, False), (theta, 1, True)):
+        stored = x.dtype if grid > 1 else torch.float32
+        codes = eager.quantize(x, s0, t, grid, stored, False)[0]
+        found += [
+            ("effective_scale", (s0, t, stored)),
+            ("quantize", (x, s0, t, grid, stored, wanted)),
+            ("quantize_with_values", (x, s0, t, grid, stored, wanted)),
+            ("quantize_with_scale", (x, s0, t, grid, stored)),
+            ("dequantize", (codes, s0, t, stored, x.dtype)),
+            ("dequantize_with_zeros", (codes, s0, theta, stored, x.dtype)),
+            ("fake_quantize", (x, s0, t, grid, stored)),
+            ("fake_quantized", (x, s0, t, grid, stored)),
+            ("fake_quantize_backward", (grad, x, s0, t, grid, stored, 0.5, wanted)),
+            ("fake_quantize_backward_", (grad.contiguous(), x, s0, t, grid, stored, 0.5, wanted)),
+        ]
+    mask = packing.pack_bits(torch.rand(x.shape) < 0.5)
+    found += [("masked", (grad, mask)), ("masked_", (grad.contiguous(), mask)), ("amax", (x, s0.numel()))]
+    found.append(("dequantize_and_mask_", (grad.contiguous(), mask, codes, s0, None, torch.float32)))
+    found.append(("keep_tokens", (x, 0, False)))
+    for tokens in ((0, True), (8, False)):
+        found += [
+            ("quantize_tokens", (x, *tokens)),
+            ("fake_quantize_tokens", (x, *tokens)),
+            ("fake_quantized_tokens", (x, *tokens)),
+            ("fake_quantize_tokens_backward", (grad, x, *tokens)),
+            ("fake_quantize_tokens_and_mask_", (grad.contiguous(), x, *tokens, tokens[1])),
+        ]
+    return found
+
+
+def calls_of_layers(x: Tensor) -> list[tuple[str, tuple]]:
+    """Calls of norms and SwiGLU, with features that 8 divides."""
+    found: list[tuple[str, tuple]] = []
+    how, other, mask = (torch.ones(1), 0, torch.float32), torch.randn_like(x), packing.pack_bits(x < 0.5)
+    weight, rstd = torch.randn(x.shape[-1]).to(x.dtype), torch.rand(x.shape[:-1].numel())
+    for wanted in (False, True):
+        found += [
+            ("rms_norm_quantize", (x, weight, 1e-6, *how, wanted, not wanted)),
+            ("rms_norm_backward", (other, x, weight, rstd, mask, wanted)),
+            ("silu_mul_quantize", (x, other, *how, wanted, wanted)),
+            ("silu_mul_backward", (other, x, x.clone(), mask)),
+        ]
+    return found

@@ -13,7 +13,7 @@ from model.scales import renew_weight_scales
 from quant.kernels import prepare_kernels
 from quant.kernels.build import _AS_EAGER, build
 from quant.spec import get_scheme
-from tests.lib.saved import kept_for_backward
+from tests.lib.saved import kept_for_backward, storages
 from tests.lib.tiny import tiny_config
 
 TRACED = "aot_eager_decomp_partition"
@@ -44,9 +44,9 @@ def fresh(tmp_path_factory):
 
 
 class Layer:
-    """A Qwen3 decoder layer after prepare, or its MLP alone, with the rest of what it takes."""
+    """A Qwen3 decoder layer after prepare, with the rest of what it takes."""
 
-    def __init__(self, way: str, dtype: torch.dtype, *, mlp: bool, device: str = "cpu") -> None:
+    def __init__(self, way: str, dtype: torch.dtype, device: str) -> None:
         scheme, learn_input, fp8_gemm = WAYS[way]
         config = tiny_config("qwen3", layers=1, even=True)
         config._attn_implementation, config.num_key_value_heads = "sdpa", 2
@@ -54,58 +54,44 @@ class Layer:
         learn = {"learn_weight_scale": True, "learn_input_scale": learn_input}
         q = quant.prepare(model, get_scheme(scheme), **learn, fp8_gemm=fp8_gemm)
         renew_weight_scales(q)
+        sizes = {"q_proj": 2.0, "o_proj": 0.1, "gate_proj": 2.0, "down_proj": 0.02}
         with torch.no_grad():  # all of them clip some, so that masks and thetas have something to do
             for group in q.weight_groups:
                 group.s0.mul_(0.7)
             for group in q.input_groups:
-                largest = {"q_proj": 2.0, "o_proj": 0.1, "gate_proj": 2.0, "down_proj": 0.02}[
-                    group.owner.split(".")[-1]
-                ]
+                largest = sizes[group.owner.split(".")[-1]]
                 group.s0.fill_(448 * 6 / largest if group.spec.dynamic else largest / 448)
         for one in q.layers.values():
             one.dynamic_codes = way.endswith("codes kept")
-        self.layer: nn.Module = model.model.layers[0].mlp if mlp else model.model.layers[0]
-        self.x, self.grad = torch.randn(2, 8, 64).to(device, dtype), torch.randn(2, 8, 64).to(device, dtype)
-        positions = torch.arange(8, device=device)[None]
-        self.arguments = {} if mlp else {"position_embeddings": model.model.rotary_emb(self.x, positions)}
-        # q/k/v, o, gate/up, down
-        self.inputs = (2 if mlp else 4) if get_scheme(scheme).activations is not None else 0
-        self.weights = 3 if mlp else 7
-        assert len(q.layers) == 7
+        self.layer = model.model.layers[0]
+        self.x, self.grad = (torch.randn(2, 8, 64).to(device, dtype) for _ in range(2))
+        self.angles = model.model.rotary_emb(self.x, torch.arange(8, device=device)[None])
 
-    def run(self, layer) -> dict[str, Tensor]:
+    def forward(self, layer: nn.Module) -> tuple[Tensor, Tensor]:
+        """Input and output of the layer, compiled or not."""
+        x = self.x.clone().requires_grad_()
+        return x, layer(x, position_embeddings=self.angles)
+
+    def run(self, layer: nn.Module) -> dict[str, Tensor]:
         """Output and all gradients."""
         self.layer.zero_grad()
-        x = self.x.clone().requires_grad_()
-        output = layer(x, **self.arguments)
-        output = output[0] if isinstance(output, tuple) else output
+        x, output = self.forward(layer)
         output.backward(self.grad)
         gradients = {name: p.grad for name, p in self.layer.named_parameters() if p.grad is not None}
         return {"output": output.detach(), "x": x.grad, **gradients}
 
-    def forward_calls(self, layer) -> Counter[str]:
+    def calls(self, layer: nn.Module) -> Counter[str]:
         """How often a forward that trains calls each operator."""
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            layer(self.x.clone().requires_grad_(), **self.arguments)
+            self.forward(layer)
         names = (event.name for event in profile.events())
         return Counter(name.removeprefix("deepqat::") for name in names if name.startswith("deepqat::"))
 
-    def kept(self, layer) -> list[tuple[tuple[int, ...], int]]:
-        """Shape and bytes of what a forward keeps for backward, Parameters aside."""
+    def kept(self, layer: nn.Module) -> dict[int, Tensor]:
+        """Tensors that a forward keeps for backward."""
         with kept_for_backward(self.layer.parameters()) as found:
-            layer(self.x.clone().requires_grad_(), **self.arguments)
-        return [(tuple(tensor.shape), tensor.untyped_storage().nbytes()) for tensor in found.values()]
-
-
-def compiled(layer: Layer, backend: str):
-    """Compiled as a whole, rounding where eager mode rounds: fused chains of bf16 operations would stay in fp32.
-
-    Inductor takes ten seconds and more for the C++ of one layer; ``aot_eager_decomp_partition`` traces and partitions
-    the same graphs, and runs them operator by operator.
-    """
-    torch._dynamo.reset()
-    options = COMPILE_OPTIONS if backend == "inductor" else None
-    return torch.compile(layer.layer, fullgraph=True, backend=backend, options=options)
+            self.forward(layer)
+        return found
 
 
 def assert_like_eager(ours: dict[str, Tensor], theirs: dict[str, Tensor], dtype: torch.dtype) -> None:
@@ -131,42 +117,36 @@ def assert_like_eager(ours: dict[str, Tensor], theirs: dict[str, Tensor], dtype:
     assert typical <= (1e-4 if dtype == torch.float32 else 4e-3), off
 
 
-def check(way: str, dtype: torch.dtype, backend: str, *, mlp: bool = False, device: str = "cpu") -> None:
-    """Forward and backward of one way of computing."""
-    layer = Layer(way, dtype, mlp=mlp, device=device)
-    eager = layer.run(layer.layer)
+def check(way: str, dtype: torch.dtype, backend: str, *, device: str = "cpu") -> None:
+    """Forward and backward of one way of computing, compiled as a whole.
+
+    Inductor rounds where eager mode rounds: fused chains of bf16 operations would stay in fp32. It takes ten seconds
+    and more for the C++ of one layer; ``aot_eager_decomp_partition`` traces and partitions the same graphs, and runs
+    them operator by operator.
+    """
+    layer = Layer(way, dtype, device)
+    plain = layer.layer
+    eager = layer.run(plain)
     assert all(value.any() for value in eager.values()), [name for name, value in eager.items() if not value.any()]
-    graph = compiled(layer, backend)
+    torch._dynamo.reset()
+    options = COMPILE_OPTIONS if backend == "inductor" else None
+    graph = torch.compile(plain, fullgraph=True, backend=backend, options=options)
     assert_like_eager(layer.run(graph), eager, dtype)
     assert_like_eager(layer.run(graph), eager, dtype)  # nothing is left over from the first time
-    check_calls(way, layer, graph)
-    check_kept(layer, graph)
 
-
-def check_kept(layer: Layer, graph) -> None:
-    """No fake-quantized copy of a weight, and not more than eager mode keeps: fewer, as norms are computed again."""
-    weights = {tuple(shape) for p in layer.layer.parameters() if p.dim() == 2 for shape in (p.shape, p.shape[::-1])}
-    kept, eager = layer.kept(graph), layer.kept(layer.layer)
-    assert eager and not weights & {shape for shape, _ in kept}, kept
-    assert sum(size for _, size in kept) <= sum(size for _, size in eager), (kept, eager)
-
-
-def check_calls(way: str, layer: Layer, graph) -> None:
-    """q, k and v, and gate and up, make one quantized input, although no layer hands it to the other there."""
-    wanted = layer.inputs + layer.weights
-    for run in (graph, layer.layer):
-        calls = layer.forward_calls(run)
+    # q, k and v, and gate and up, make one quantized input, although no layer hands it to the other there.
+    wanted = 7 + (4 if get_scheme(WAYS[way][0]).activations is not None else 0)
+    for run in (graph, plain):
+        calls = layer.calls(run)
         codes = calls["quantize"] + calls["quantize_with_scale"]
         weights = codes + calls["quantize_with_values"] + calls["fake_quantized"]
         assert weights + calls["fake_quantized_tokens"] + calls["keep_tokens"] == wanted, calls
-        if WAYS[way][2]:
-            assert codes == wanted, f"inputs and weights as codes: {calls}"
-
-
-@pytest.mark.full
-def test_compiled_by_inductor(seed):
-    """The default backend, on the part of a layer that takes it less than the minute of all: gate, up and down."""
-    check("fixed", torch.bfloat16, "inductor", mlp=True)
+        assert not WAYS[way][2] or codes == wanted, f"inputs and weights as codes: {calls}"
+    # No fake-quantized copy of a weight is kept, and not more than in eager mode: fewer, as norms are computed again.
+    shapes = {tuple(shape) for p in plain.parameters() if p.dim() == 2 for shape in (p.shape, p.shape[::-1])}
+    kept, of_eager = layer.kept(graph), layer.kept(plain)
+    assert of_eager and not shapes & {tuple(tensor.shape) for tensor in kept.values()}
+    assert sum(storages(kept).values()) <= sum(storages(of_eager).values())
 
 
 @pytest.mark.parametrize(

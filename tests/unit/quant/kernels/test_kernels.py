@@ -13,7 +13,17 @@ from torch import Tensor
 
 from quant import SCHEMES, kernels
 from quant.kernels import eager, ops
-from tests.unit.quant.kernels.cases import DTYPES, POSITIONS, SEGMENT, Case, random_case, random_layout, rows_to_sum
+from tests.unit.quant.kernels.cases import (
+    DTYPES,
+    POSITIONS,
+    SEGMENT,
+    Case,
+    calls_of_layers,
+    calls_with_scales,
+    random_case,
+    random_layout,
+    rows_to_sum,
+)
 from tests.unit.quant.kernels.comparing import (
     OPS,
     TOKEN_GRIDS,
@@ -168,40 +178,13 @@ def test_the_metric_tells_values_apart():
 )
 def test_the_number_of_threads_changes_nothing(rows, columns, count, seed):
     """Many segments of one run, short runs and long ones, tokens, layers: bit for bit, and again the same."""
-    x, grad = torch.randn(rows, columns).bfloat16(), torch.randn(rows, columns).bfloat16()
-    fp8 = (torch.rand(count) * 0.2 + 0.1, 0.3 * torch.randn(count), 0, torch.float32)
-    int4 = (*fp8[:2], 4, torch.bfloat16)
-    codes, mask = OPS.quantize(x, *fp8, True)
-    calls = [
-        ("quantize", x, *fp8, True),
-        ("quantize_with_values", x, *int4, True),
-        ("quantize_with_scale", x, *int4),
-        ("dequantize", codes, *fp8[:2], torch.float32, torch.bfloat16),
-        ("dequantize_with_zeros", codes, *fp8[:2], torch.float32, torch.bfloat16),
-        ("effective_scale", *fp8[:2], torch.bfloat16),
-        ("fake_quantize", x, *int4),
-        ("fake_quantize", x, *fp8[:2], 1, torch.float32),
-        ("fake_quantize_backward", grad, x, *int4, 0.3, True),
-        ("masked", grad, mask),
-        ("amax", x, count),
-        ("quantize_tokens", x, 8, False),
-        ("fake_quantize_tokens", x, 0, True),
-        ("fake_quantize_tokens_backward", grad, x, 8, False),
-        ("fake_quantize_tokens_and_mask_", grad, x, 8, False, True),
-    ]
-    if columns % 8 == 0:
-        weight, one = torch.randn(columns).bfloat16(), (torch.tensor([0.02]), 0, torch.float32)
-        rstd = OPS.rms_norm_quantize(x, weight, 1e-6, *one, True, False)[3]
-        calls += [
-            ("rms_norm_quantize", x, weight, 1e-6, *one, True, False),
-            ("rms_norm_backward", grad, x, weight, rstd, mask, True),
-            ("silu_mul_backward", grad, x, x, mask),
-        ]
+    x = torch.randn(rows, columns).bfloat16()
+    calls = calls_with_scales(x, torch.rand(count) * 0.2 + 0.1) + (calls_of_layers(x) if columns % 8 == 0 else [])
     threads, found = torch.get_num_threads(), []
     try:
         for number in (1, 2, 3, 3):
             torch.set_num_threads(number)
-            found.append([one for call in calls for one in results(OPS, *call)])
+            found.append([one for name, arguments in calls for one in results(OPS, name, *arguments)])
     finally:
         torch.set_num_threads(threads)
     for other in found[1:]:

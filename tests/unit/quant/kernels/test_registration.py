@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
-from quant.formats import packing
 from quant.kernels import eager
-from tests.unit.quant.kernels.cases import DTYPES, Case, spec_of
+from tests.unit.quant.kernels.cases import DTYPES, Case, calls_of_layers, calls_with_scales, spec_of
 from tests.unit.quant.kernels.comparing import OPS, TOKEN_GRIDS, assert_same, check_theta_gradient, results
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -17,62 +16,16 @@ pytestmark = pytest.mark.usefixtures("compiled")
 
 def samples() -> list[tuple[str, tuple]]:
     """Arguments of every operator, with one scale and several, not contiguous and empty."""
-    return [*samples_with_scales(), *samples_of_layers()]
-
-
-def samples_with_scales() -> list[tuple[str, tuple]]:
-    """Of the quantizers, and of what works on their codes and masks."""
-    found: list[tuple[str, tuple]] = []
+    found = []
     for x, s0 in (
         (torch.randn(6, 16), torch.full((1,), 0.1)),
         (torch.randn(2, 16, 5).bfloat16().transpose(0, 2), torch.full((5, 4), 0.1)),
         (torch.randn(16, 5).t(), torch.full((5, 1), 0.1)),
         (torch.randn(0, 8).half(), torch.full((3,), 0.1)),
     ):
-        theta, grad = (0.1 * torch.randn(s0.shape)).to(x.dtype), torch.randn_like(x)
-        for t, grid, wanted in ((theta, 0, True), (theta, 4, False), (None, 0, False), (theta, 1, True)):
-            stored = x.dtype if grid > 1 else torch.float32
-            codes = eager.quantize(x, s0, t, grid, stored, False)[0]
-            found += [
-                ("effective_scale", (s0, t, stored)),
-                ("quantize", (x, s0, t, grid, stored, wanted)),
-                ("quantize_with_values", (x, s0, t, grid, stored, wanted)),
-                ("quantize_with_scale", (x, s0, t, grid, stored)),
-                ("dequantize", (codes, s0, t, stored, x.dtype)),
-                ("dequantize_with_zeros", (codes, s0, theta, stored, x.dtype)),
-                ("fake_quantize", (x, s0, t, grid, stored)),
-                ("fake_quantized", (x, s0, t, grid, stored)),
-                ("fake_quantize_backward", (grad, x, s0, t, grid, stored, 0.5, wanted)),
-                ("fake_quantize_backward_", (grad.contiguous(), x, s0, t, grid, stored, 0.5, wanted)),
-            ]
-        mask = packing.pack_bits(torch.rand(x.shape) < 0.5)
-        found += [("masked", (grad, mask)), ("masked_", (grad.contiguous(), mask)), ("amax", (x, s0.numel()))]
-        found.append(("dequantize_and_mask_", (grad.contiguous(), mask, codes, s0, None, torch.float32)))
-        found.append(("keep_tokens", (x, 0, False)))
-        for tokens in ((0, True), (8, False)):
-            found += [
-                ("quantize_tokens", (x, *tokens)),
-                ("fake_quantize_tokens", (x, *tokens)),
-                ("fake_quantized_tokens", (x, *tokens)),
-                ("fake_quantize_tokens_backward", (grad, x, *tokens)),
-                ("fake_quantize_tokens_and_mask_", (grad.contiguous(), x, *tokens, tokens[1])),
-            ]
-    return found
-
-
-def samples_of_layers() -> list[tuple[str, tuple]]:
-    """Of the fused layers and what their backward needs: norms, SwiGLU, sums of rows."""
-    found: list[tuple[str, tuple]] = []
+        found += calls_with_scales(x, s0)
     for x in (torch.randn(16, 5).t(), torch.randn(2, 16, 5).bfloat16().transpose(1, 2), torch.randn(0, 8).half()):
-        how, other, mask = (torch.ones(1), 0, torch.float32), torch.randn_like(x), packing.pack_bits(x < 0.5)
-        weight, rstd = torch.randn(x.shape[-1]).to(x.dtype), torch.rand(x.shape[:-1].numel())
-        for wanted in (False, True):
-            found += [
-                ("rms_norm_quantize", (x, weight, 1e-6, *how, wanted, not wanted)),
-                ("rms_norm_backward", (other, x, weight, rstd, mask, wanted)),
-                ("silu_mul_quantize", (x, other, *how, wanted, wanted)),
-                ("silu_mul_backward", (other, x, x.clone(), mask)),
-            ]
+        found += calls_of_layers(x)
     for places in (torch.tensor([[0, 2], [1, 1], [2, 0]]), torch.zeros(4, 0, dtype=torch.int64)):
         found.append(("sum_rows", (torch.randn(5, 3).t(), places.t().contiguous().t())))
     return found
