@@ -32,15 +32,9 @@ class Host:
         self.interface = interface
         self._started: list[subprocess.Popen[bytes]] = []
 
-    def start(
-        self, command: Sequence[str], log: Path, *, cwd: Path, env: dict[str, str], empty: Sequence[Path] = ()
-    ) -> subprocess.Popen[bytes]:
-        """Run a command there; what it and its children print goes to the end of ``log``.
-
-        ``empty``: directories in whose place it sees an empty disk of its own.
-        """
-        setup = [f"hostname {self.name}", *(f"mount -t tmpfs none {path}" for path in empty)]
-        shell = ["sh", "-ec", "; ".join([*setup, 'exec "$@"']), "sh", *command]
+    def start(self, command: Sequence[str], log: Path, *, cwd: Path, env: dict[str, str]) -> subprocess.Popen[bytes]:
+        """Run a command there; what it and its children print goes to the end of ``log``."""
+        shell = ["sh", "-ec", f'hostname {self.name}; exec "$@"', "sh", *command]
         with log.open("ab") as file:
             process = subprocess.Popen(
                 ["ip", "netns", "exec", self.name, "unshare", "--uts", "--mount", *shell],

@@ -1,25 +1,31 @@
 """Run a script on two real ranks, on CPU with gloo.
 
 `launch` does it as a user would, through the ``deepspeed`` launcher. `run_ranks` takes ranks that wait for jobs, in the
-environment that the launcher gives (see waiting.py).
+environment that the launcher gives (see waiting.py). `on_ranks` calls a function of a test file on these.
 """
 
 import fcntl
 import functools
 import os
+import pickle
 import random
 import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+
+import torch
 
 from launch.launcher import find_launcher
 from tests.lib.patience import PATIENCE
 from tests.lib.processes import CPU
 from tests.lib.root import ROOT
-from tests.lib.waiting import WaitingRanks
+from tests.lib.waiting import RANKS, WaitingRanks
+
+CALL = ROOT / "tests" / "distributed" / "scripts" / "call.py"
 
 _PORTS = random.Random()  # fresh, or other runs of the same tests would want the same ports
 _TAKEN: list[IO[str]] = []  # locks on the ports that this process has given away
@@ -66,6 +72,15 @@ def run_ranks(script: Path | str, *args: object, timeout: float = PATIENCE) -> s
     code, output = run_waiting(script, *args, timeout=timeout)
     assert code == 0, f"{script} {' '.join(map(str, args))} failed with {code}:\n{output[-8000:]}"
     return output
+
+
+def on_ranks(function: Callable[..., Any], *args: Any, timeout: float = PATIENCE) -> tuple[list[Any], str]:
+    """Call a function of a module on two waiting ranks; what each of them returns, and the output of both."""
+    with tempfile.TemporaryDirectory() as directory:
+        call = Path(directory) / "call"
+        call.write_bytes(pickle.dumps((function, args)))
+        output = run_ranks(CALL, call, timeout=timeout)
+        return [torch.load(call.with_suffix(f".{rank}"), weights_only=False) for rank in range(RANKS)], output
 
 
 def run_waiting(script: Path | str, *args: object, timeout: float = PATIENCE) -> tuple[int, str]:

@@ -1,103 +1,116 @@
-"""What a user can get wrong ends the run on every rank, before its first step, with the name of the thing: no hang."""
+"""Runs that cannot work, and ranks that do not do the same: every rank says what is wrong, and none hangs."""
 
 import json
+import pickle
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, Lfm2Config, Lfm2ForCausalLM
+from torch import Tensor
+from transformers import AutoConfig
 
+from data.loader import Loader, MicroBatch
 from engine.checkpoint.files import file_crc32
+from engine.config.reading import load_recipe
+from engine.loop import Loop, LoopState
+from engine.losses.objective import LossChunk
+from launch.exits import clean_exit
+from model.ranks import is_main, rank, shut_down
+from model.zero import local_data
+from tests.distributed.engine.scripts.train import End, end_of, ends_of
 from tests.families.make import Variant as Family
 from tests.families.variants import VARIANTS
-from tests.lib.launcher import run_ranks, run_waiting
+from tests.lib.launcher import CALL, launch, on_ranks, run_waiting
 from tests.lib.recipes import write_chats, write_recipe
 from tests.lib.root import ROOT
-from tests.lib.tiny import tiny_checkpoint, tiny_tokenizer
+from tests.lib.tiny import tiny_checkpoint
 from tests.lib.variants import NO_TEACHER
 
-SCRIPT = Path(__file__).parent / "scripts" / "errors.py"
 TRAIN = ROOT / "launch" / "train.py"
-RANKS = 2
+STEPS = 3
 RAW_WEIGHT = r"quant.exempt_more: ['model\.layers\.\d+\.mamba\.dt_proj']"
-# Whole windows of 128 tokens are compressed, and these samples have none.
-NO_GRADIENT = (
-    "model.layers.0.self_attn.compressor.position_bias, model.layers.0.self_attn.compressor.kv_proj.weight",
-    "the loss of the first step did not depend on them",
-    r"set learnable.freeze: ['model\.layers\.\d+\.self_attn\.compressor\.position_bias$', ",
-)
 AFTER_THE_START = ("raw_weight", "no_gradient", "diverges")
-# name: what the text must hold. Paths are filled in with the test's directory.
-EXPECTED = {
-    "bad_line": ("{base}/bad_line.jsonl:31",),
-    "few_samples": ("3 samples", "8"),
-    "no_tokenizer": ("{base}/no_tokenizer",),
-    "export_not_empty": ("export.dir", "{base}/export_not_empty/export", "not empty"),
-    "recipe_not_written": ("output_dir: [Errno 21] Is a directory: ", "{base}/recipe_not_written/recipe.yaml"),
-    "ds_config_key": ("{base}/ds_config_key.json", "zero_optimizaton", "zero_optimization"),
-    "ds_config_clash": ("{base}/ds_config_clash.json", "gradient_clipping", "optim.grad_clip"),
-    "teacher_vocabulary": ("loss.teacher", "{base}/other", "300", "301", "290"),
-    "damaged_weights": ("{base}/damaged_weights/model.safetensors",),
-    "not_numbers": ("{base}/not_numbers are not all numbers: NaN or Inf in model.embed_tokens.weight",),
-    "diverges": (
-        "checkpoints/step_00000002 was not written: the model diverged",
-        "NaN or Inf in model.layers.0.self_at",
-    ),
-    "no_scales": ("{base}/empty", "safetensors"),
-    "input_scales": (
-        "scales of inputs in {base}/input_scales do not fit the inputs of the first samples",
-        "model.layers.1.mlp.down_proj: the scale is 1e+06, absmax is",
-        "nearly all codes are unused",
-    ),
-    "raw_weight": ("layers.0.mamba.dt_proj: the model's forward did not call them", RAW_WEIGHT),
-    "no_gradient": NO_GRADIENT,
-    "unseen_input": ("inputs that no batch reached", "layers.0.mamba.dt_proj", RAW_WEIGHT),
-    "fused_experts": ("block_sparse_moe.experts", "input_linear.weight", "no quantized form", "quant.exempt"),
-    # Of weights that cannot be read, so that what is said was found before they are.
-    "adapter_of_nothing": ("adapter.targets: '.*no_proj' matches no linear layer",),
-    "adapter_of_head": ("adapter.targets: lm_head: lm_head and embeddings get no adapter",),
-    "adapter_of_embeddings": ("adapter.targets: model.embed_tokens: lm_head and embeddings get no adapter",),
-    "adapter_too_large": ("q_proj: rank 49, expected at most 48, the layer's smaller side",),
-    "adapter_of_another": ("adapter.start", "{base}/adapter", "it was trained on another checkpoint than model.path"),
-    "codes_not_made": (
-        "model.layers.0.self_attn.q_proj: adapter.base: quantized: scheme 'fp8_static' has a scale that a",
-    ),
-    "samples_seen": ("data.packing: true, expected false: model.path", "{base}/state", "the one before them in a row"),
-    "samples_seen_by_teacher": ("data.packing: true, expected false: loss.teacher", "{base}/state", "in a row"),
-}
 
 
-def tiny_state_checkpoint(directory: Path) -> Path:
-    """An LFM2, whose convolutions carry a state from token to token, with the tokenizer of the other models."""
-    config = Lfm2Config(
-        vocab_size=301,
-        hidden_size=48,
-        intermediate_size=83,
-        num_hidden_layers=2,
-        num_attention_heads=3,
-        num_key_value_heads=1,
-        layer_types=["conv", "full_attention"],
-        block_auto_adjust_ff_dim=False,
-        tie_word_embeddings=False,
-        pad_token_id=0,
-        eos_token_id=2,
-    )
-    Lfm2ForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
-    tiny_tokenizer().save_pretrained(directory)
-    return directory
-
-
-def write_adapter(directory: Path) -> None:
-    """A folder as our export writes it beside another checkpoint."""
-    directory.mkdir()
-    tensors = {"lora_A": torch.randn(4, 48), "lora_B": torch.randn(48, 4)}
-    keys = {f"base_model.model.model.layers.0.self_attn.q_proj.{key}.weight": one for key, one in tensors.items()}
-    save_file(keys, directory / "adapter_model.safetensors", metadata={"format": "pt", "base": "of another"})
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 32, "target_modules": ["q_proj"], "bias": "none"}
-    (directory / "adapter_config.json").write_text(json.dumps(config))
+def cases(base: Path) -> dict[str, tuple[dict[str, Any], list[str]]]:
+    """Sections of a recipe that cannot work, and what the error must hold, by name."""
+    raw_weight = {"model": {"path": f"{base}/raw", "attn_implementation": "eager"}, "loss": NO_TEACHER}
+    damaged = {"model": {"path": f"{base}/damaged_weights"}, "loss": NO_TEACHER}
+    return {
+        "bad_line": ({"data": {"train": [f"{base}/bad_line.jsonl"]}}, [f"{base}/bad_line.jsonl:31"]),
+        "few_samples": ({"data": {"train": [f"{base}/few.jsonl"]}}, ["3 samples", "8"]),
+        "no_tokenizer": ({"model": {"path": f"{base}/no_tokenizer"}}, [f"{base}/no_tokenizer"]),
+        "export_not_empty": (
+            {"export": {"enabled": True}},
+            ["export.dir", f"{base}/export_not_empty/export", "not empty"],
+        ),
+        "recipe_not_written": (
+            {},
+            ["output_dir: [Errno 21] Is a directory: ", f"{base}/recipe_not_written/recipe.yaml"],
+        ),
+        "teacher_vocabulary": (
+            {"loss": {"teacher": f"{base}/other"}},
+            ["loss.teacher", f"{base}/other", "300", "301", "290"],
+        ),
+        "teacher_tokens": ({"loss": {"teacher": f"{base}/strange"}}, ["has another tokenizer: token 290 is"]),
+        "damaged_weights": (
+            {"model": {"path": f"{base}/damaged_weights"}},
+            [f"{base}/damaged_weights/model.safetensors"],
+        ),
+        "not_numbers": (
+            {"model": {"path": f"{base}/not_numbers"}, "loss": NO_TEACHER},
+            [f"{base}/not_numbers are not all numbers: NaN or Inf in model.embed_tokens.weight"],
+        ),
+        "diverges": (
+            {"loss": NO_TEACHER, "train": {"steps": STEPS, "checkpoint_every": 1, "keep_checkpoints": 1}},
+            [
+                "checkpoints/step_00000002 was not written: the model diverged",
+                "NaN or Inf in model.layers.0.self_at",
+            ],
+        ),
+        "no_scales": ({"quant": {"scales": f"{base}/empty"}}, [f"{base}/empty", "safetensors"]),
+        "input_scales": (
+            {"quant": {"scales": f"{base}/input_scales"}},
+            [
+                f"scales of inputs in {base}/input_scales do not fit the inputs of the first samples",
+                "model.layers.1.mlp.down_proj: the scale is 1e+06, absmax is",
+                "nearly all codes are unused",
+            ],
+        ),
+        "raw_weight": (
+            {**raw_weight, "quant": {"scheme": "w8a16_channel"}},
+            ["layers.0.mamba.dt_proj: the model's forward did not call them", RAW_WEIGHT],
+        ),
+        "unseen_input": (raw_weight, ["inputs that no batch reached", "layers.0.mamba.dt_proj", RAW_WEIGHT]),
+        # Whole windows of 128 tokens are compressed, and these samples have none.
+        "no_gradient": (
+            {
+                "model": {"path": f"{base}/windows"},
+                "loss": NO_TEACHER,
+                "quant": {"exempt_more": [r".*\.o_a_proj"]},
+            },
+            [
+                "model.layers.0.self_attn.compressor.position_bias, model.layers.0.self_attn.compressor.kv_proj.weight",
+                "the loss of the first step did not depend on them",
+                r"set learnable.freeze: ['model\.layers\.\d+\.self_attn\.compressor\.position_bias$', ",
+            ],
+        ),
+        # Found before the weights, which cannot be read.
+        "late_event": (damaged, ["an event at step 1000, but train.steps is 5: the last step to begin is 4"]),
+        "adapter_of_head": (
+            {
+                **damaged,
+                "learnable": {"weight": False, "weight_scale": False},
+                "adapter": {"kind": "lora", "targets": ["lm_head"]},
+            },
+            ["adapter.targets: lm_head: lm_head and embeddings get no adapter"],
+        ),
+    }
 
 
 def write_what_is_wrong(base: Path, model: Path, chats: Path) -> None:
@@ -107,115 +120,76 @@ def write_what_is_wrong(base: Path, model: Path, chats: Path) -> None:
     (base / "bad_line.jsonl").write_text("\n".join(lines))
     (base / "few.jsonl").write_text("\n".join(lines[:3]))
     shutil.copytree(model, base / "no_tokenizer", ignore=shutil.ignore_patterns("tokenizer*", "*chat_template*"))
-    shutil.copytree(model, base / "damaged_weights")
+    for name in ("damaged_weights", "not_numbers"):
+        shutil.copytree(model, base / name)
     weights = base / "damaged_weights" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    shutil.copytree(model, base / "not_numbers")
     tensors = load_file(base / "not_numbers" / "model.safetensors")
     tensors["model.embed_tokens.weight"][-1, -1] = torch.nan  # which one rank holds, and no sample looks up
     save_file(tensors, base / "not_numbers" / "model.safetensors", metadata={"format": "pt"})
-    (base / "export_not_empty" / "export").mkdir(parents=True)
-    (base / "export_not_empty" / "export" / "precious").touch()
-    (base / "recipe_not_written" / "recipe.yaml").mkdir(parents=True)
-    (base / "empty").mkdir()
-    (base / "input_scales").mkdir()
+    for directory in ("export_not_empty/export/precious", "recipe_not_written/recipe.yaml", "empty", "input_scales"):
+        (base / directory).mkdir(parents=True)
     scales = {"model.layers.1.mlp.down_proj.input_scale": torch.tensor(1e6)}
     save_file(scales, base / "input_scales" / "model.safetensors")
-    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
-    (base / "ds_config_key.json").write_text(json.dumps({"zero_optimizaton": zero}))
-    (base / "ds_config_clash.json").write_text(json.dumps({"zero_optimization": zero, "gradient_clipping": 3.0}))
-    other = tiny_checkpoint(base / "other")
-    config = AutoConfig.from_pretrained(other)
+    config = AutoConfig.from_pretrained(tiny_checkpoint(base / "other"))
     config.vocab_size = 290
-    config.save_pretrained(other)
-    tiny_state_checkpoint(base / "state")
-    VARIANTS["granitemoe"].checkpoint(base / "granite")
+    config.save_pretrained(base / "other")
+    tokenizer = json.loads((tiny_checkpoint(base / "strange", "llama") / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    by_id = {id: token for token, id in vocabulary.items()}
+    vocabulary[by_id[290]], vocabulary[by_id[295]] = 295, 290
+    (base / "strange" / "tokenizer.json").write_text(json.dumps(tokenizer))
     VARIANTS["jamba"].checkpoint(base / "raw")  # it multiplies by the weight of a Linear, which it does not call
     Family("deepseek_v4", "deepseek_v4").checkpoint(base / "windows")
-    write_adapter(base / "adapter")
+
+
+def late_event(loop: Loop) -> None:
+    loop.at(1000)(print)
+
+
+def spoil(loop: Loop) -> None:
+    """Make a weight infinite after two steps, as a run that diverges does."""
+
+    @loop.every(2)
+    def fill(state: LoopState) -> None:
+        weight = next(weight for name, weight in state.model.named_parameters() if ".0.self_attn." in name)
+        local_data(weight).fill_(float("inf"))
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    """Recipes of runs that cannot work."""
+def base(tmp_path_factory) -> Path:
+    """The recipes."""
     base = tmp_path_factory.mktemp("errors")
-    model = tiny_checkpoint(base / "model")
-    chats = write_chats(base / "chats.jsonl")
+    model, chats = tiny_checkpoint(base / "model"), write_chats(base / "chats.jsonl")
     write_what_is_wrong(base, model, chats)
-    packed = {"data": {"packing": True}}
-    raw_weight = {"model": {"path": str(base / "raw"), "attn_implementation": "eager"}, "loss": NO_TEACHER}
-    sections = {
-        "bad_line": {"data": {"train": [str(base / "bad_line.jsonl")]}},
-        "few_samples": {"data": {"train": [str(base / "few.jsonl")]}},
-        "no_tokenizer": {"model": {"path": str(base / "no_tokenizer")}},
-        "export_not_empty": {"export": {"enabled": True}},
-        "recipe_not_written": {},
-        "ds_config_key": {"deepspeed": str(base / "ds_config_key.json")},
-        "ds_config_clash": {"deepspeed": str(base / "ds_config_clash.json")},
-        "teacher_vocabulary": {"loss": {"teacher": str(base / "other")}},
-        "damaged_weights": {"model": {"path": str(base / "damaged_weights")}},
-        "not_numbers": {"model": {"path": str(base / "not_numbers")}, "loss": NO_TEACHER},
-        "diverges": {
-            "loss": NO_TEACHER,
-            "train": {"steps": 3, "checkpoint_every": 1, "keep_checkpoints": 1},
-        },
-        "no_scales": {"quant": {"scales": str(base / "empty")}},
-        "input_scales": {"quant": {"scales": str(base / "input_scales")}},
-        "raw_weight": {**raw_weight, "quant": {"scheme": "w8a16_channel"}},
-        "no_gradient": {
-            "model": {"path": str(base / "windows")},
-            "loss": NO_TEACHER,
-            "quant": {"exempt_more": [r".*\.o_a_proj"]},
-        },
-        "unseen_input": raw_weight,
-        "fused_experts": {"model": {"path": str(base / "granite")}, "export": {"enabled": True}, "loss": NO_TEACHER},
-        "samples_seen": {"model": {"path": str(base / "state")}, "loss": NO_TEACHER, **packed},
-        "samples_seen_by_teacher": {"loss": {"teacher": str(base / "state")}, **packed},
-    }
-    damaged = sections["damaged_weights"] | {"loss": NO_TEACHER, "learnable": {"weight": False, "weight_scale": False}}
-    beside = {"merge": False, "base": "quantized"}
-    given = {"initial_input_scale": 1.0, "calibration_batches": 0}
-    for name, choice in {
-        "adapter_of_nothing": {"targets": [".*no_proj"]},
-        "adapter_of_head": {"targets": ["lm_head"]},
-        "adapter_of_embeddings": {"targets": [".*embed_tokens"]},
-        "adapter_too_large": {"rank": 49},
-        "adapter_of_another": {"rank": 4, "start": str(base / "adapter")},
-        "codes_not_made": beside,
-    }.items():
-        sections[name] = damaged | {"adapter": {"kind": "lora", **choice}, "quant": given}
-    assert sections.keys() == EXPECTED.keys()
-    for name, values in sections.items():
-        write_recipe(base, name, model, chats, stage=3, dtype="bfloat16", **values)
+    for name, (sections, _) in cases(base).items():
+        write_recipe(base, name, model, chats, stage=3, dtype="bfloat16", **sections)
+    write_recipe(base, "raises", model, chats, stage=3, dtype="bfloat16", loss=NO_TEACHER)
     return base
 
 
 @pytest.fixture(scope="module")
-def ended(base):
-    """One launch for all of them."""
-    run_ranks(SCRIPT, *(str(base / f"{name}.yaml") for name in EXPECTED))
-    return base
+def ended(base) -> list[dict[str, End]]:
+    """How they ended on each rank, in one job."""
+    return on_ranks(ends_of, base, {**dict.fromkeys(cases(base)), "diverges": spoil, "late_event": late_event})[0]
 
 
-@pytest.mark.parametrize("name", EXPECTED)
-def test_every_rank_says_what_is_wrong(ended, name):
-    found = [json.loads((ended / f"{name}_{rank}.json").read_text()) for rank in range(RANKS)]
-    assert found[0]["type"] in ("RankError", "RecipeError", "DsConfigError") and found[0]["text"] == found[1]["text"]
-    for part in EXPECTED[name]:
-        assert part.replace("{base}", str(ended)) in found[0]["text"]
-    assert [one["steps"] for one in found] == [int(name in AFTER_THE_START)] * RANKS
-    assert list((ended / "export_not_empty").iterdir()) == [ended / "export_not_empty" / "export"]
+@pytest.mark.parametrize("name", cases(Path()))
+def test_every_rank_says_what_is_wrong(base, ended, name):
+    first, second = (ends[name] for ends in ended)
+    assert first.text.startswith(("RankError", "RecipeError", "DsConfigError")) and first == second
+    assert not [part for part in cases(base)[name][1] if part not in first.text], first.text
+    assert first.began == (name in AFTER_THE_START)
+    assert list((base / "export_not_empty" / "export").iterdir()) == [base / "export_not_empty" / "export" / "precious"]
 
 
-def test_a_checkpoint_that_is_not_written_costs_none_before(ended):
-    directory = ended / "diverges" / "checkpoints"
+def test_a_checkpoint_of_a_run_that_diverged_is_neither_written_nor_continued(base, ended):
+    """The one before it stays. One with NaN, as an earlier version would have written it, is refused."""
+    directory = base / "diverges" / "checkpoints"
     assert [path.name for path in directory.glob("step_*")] == ["step_00000001"]
     assert (directory / "latest").read_text() == "step_00000001"
 
-
-def test_a_checkpoint_that_holds_nan_is_not_continued(ended):
-    """As an earlier version would have written it: everything but the numbers is in order."""
-    checkpoint = ended / "diverges" / "checkpoints" / "step_00000001"
+    checkpoint = directory / "step_00000001"
     file = next(checkpoint.glob("*zero_pp_rank_1_*optim_states.pt"))
     state = torch.load(file, weights_only=False)
     state["optimizer_state_dict"]["fp32_flat_groups"][0].data[0] = torch.nan
@@ -223,24 +197,188 @@ def test_a_checkpoint_that_holds_nan_is_not_continued(ended):
     manifest = json.loads((checkpoint / "state.json").read_text())
     manifest["files"][file.name] = [file.stat().st_size, file_crc32(file)]
     (checkpoint / "state.json").write_text(json.dumps(manifest))
-    recipe = yaml.safe_load((ended / "diverges.yaml").read_text())
+    recipe = yaml.safe_load((base / "diverges.yaml").read_text())
     recipe["train"]["resume"] = True
-    (ended / "continues.yaml").write_text(yaml.safe_dump(recipe))
-    run_ranks(SCRIPT, str(ended / "continues.yaml"))
-    for rank in range(RANKS):
-        text = json.loads((ended / f"continues_{rank}.json").read_text())["text"]
-        assert text.startswith(f"{checkpoint} cannot be continued: its run had diverged")
-        assert "NaN or Inf in model.layers.0.self_attn." in text
+    (base / "continues.yaml").write_text(yaml.safe_dump(recipe))
+    for end in on_ranks(end_of, base / "continues.yaml")[0]:
+        assert f": {checkpoint} cannot be continued: its run had diverged" in end.text
+        assert "NaN or Inf in model.layers.0.self_attn." in end.text
 
 
-def test_a_run_ends_with_an_exit_code_and_the_text_once(base):
-    """The latest of them: the student is in its partitions, and only then the teacher's config is compared."""
-    code, output = run_waiting(TRAIN, "--config", base / "teacher_vocabulary.yaml")
-    assert code == 1
-    assert output.count("the teacher 290") == 1 and "Traceback" not in output
+@pytest.mark.parametrize(
+    ("options", "expected", "said"),
+    [((), 1, "the teacher 290"), (("--optim.lr", "-1"), 2, "error: optim.lr: -1")],
+    ids=["when ranks have met", "before"],
+)
+def test_a_run_ends_with_an_exit_code_and_the_text_once(base, options, expected, said):
+    code, output = run_waiting(TRAIN, "--config", base / "teacher_vocabulary.yaml", *options)
+    assert code == expected and output.count(said) == 1 and "Traceback" not in output, output
 
 
-def test_a_bad_recipe_is_said_once_before_ranks_meet(base):
-    code, output = run_waiting(TRAIN, "--config", base / "teacher_vocabulary.yaml", "--optim.lr", "-1")
-    assert code == 2
-    assert output.count("error: optim.lr: -1") == 1 and "Traceback" not in output, output
+class Defect(dict):
+    """A micro-batch that cannot be brought to the device."""
+
+    def __getitem__(self, name: str) -> Any:
+        raise ZeroDivisionError("planted in the middle of a step")
+
+
+class WithDefect(Loader):
+    """The batches of a loader, the second of which is a defect in each step on rank 1."""
+
+    def __init__(self, loader: Loader) -> None:
+        self.__dict__ = loader.__dict__
+
+    def step(self, k: int) -> list[MicroBatch]:
+        batches = super().step(k)
+        return [batches[0], Defect(batches[1])] if rank() == 1 else batches
+
+
+def raise_on_rank_1(path: Path) -> None:
+    with clean_exit():
+        loop = Loop(load_recipe(path))
+
+        @loop.at(1)
+        def plant(state: LoopState) -> None:
+            state.loader = WithDefect(state.loader)
+
+        loop.run()
+
+
+def test_a_rank_that_raises_ends_the_job_with_its_error_first(base):
+    """The launcher ends at all: the other rank waits in a collective, which would give up after half an hour."""
+    (base / "call").write_bytes(pickle.dumps((raise_on_rank_1, [base / "raises.yaml"])))
+    result = launch(CALL, base / "call")
+    assert result.returncode == 1
+    errors = [line for line in result.stdout.splitlines() if line.startswith("error on rank")]
+    assert errors[0] == "error on rank 1:" and "ZeroDivisionError: planted in the middle of a step" in result.stdout
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ranks that do not do the same
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def rates(loop: Loop) -> None:
+    """A condition that holds on rank 1 alone changes a rate, which no collective shows."""
+    loop.when(lambda state: rank() == 1)(lambda state: state.set_peak_rates(weights=0.5))
+
+
+def weights(loop: Loop) -> None:
+    """An action sets another loss weight on each rank."""
+    loop.at(1)(lambda state: state.set_loss_weights(lm=1.0 + rank()))
+
+
+def layers(loop: Loop) -> None:
+    """An action switches fake quant off on rank 0 alone."""
+    loop.at(1)(lambda state: state.session.quantization.set_fake_quant(False, False) if is_main() else None)
+
+
+def stops(loop: Loop) -> None:
+    """Rank 0 ends its run after the first step, rank 1 does not."""
+    loop.every(1)(lambda state: state.stop() if is_main() else None)
+
+
+def last(loop: Loop) -> None:
+    """The ranks part after the last step: there is no other to find it."""
+    loop.every(loop.recipe.train.steps)(lambda state: state.set_peak_rates(weights=float(rank())))
+
+
+def same(loop: Loop) -> None:
+    """Both ranks do the same, and a condition is met: nothing is wrong. Counts the reductions of a step."""
+    loop.when(lambda state: True)(lambda state: state.set_peak_rates(weights=1e-4))
+    counted = dist.all_reduce
+
+    def count(tensor: Tensor, *arguments: object, **options: object) -> object:
+        REDUCTIONS.append(f"{tensor.dtype} {tensor.numel()}")
+        return counted(tensor, *arguments, **options)
+
+    # The very function that model.ranks looks up.
+    loop.at(1)(lambda state: setattr(dist, "all_reduce", count))
+    loop.every(2)(lambda state: setattr(dist, "all_reduce", counted))
+
+
+def skipped(loop: Loop) -> None:
+    """Every loss is infinite, in fewer steps than end a run by themselves."""
+
+    @loop.token_loss("bad", weight=1.0)
+    def bad(chunk: LossChunk) -> Tensor:
+        return 0.0 * chunk.student.sum(-1) + torch.inf
+
+
+PLANTS = {plant.__name__: plant for plant in (rates, weights, layers, stops, last, same, skipped)}
+REDUCTIONS: list[str] = []
+
+
+def run_differing(base: Path) -> tuple[dict[str, End], list[str], str]:
+    """How the runs ended, the reductions of a step, and the error of a run behind the end of the process group."""
+    ends = ends_of(base, PLANTS)
+    shut_down()
+    return ends, REDUCTIONS, end_of(base / "same.yaml").text
+
+
+@pytest.fixture(scope="module")
+def differing(tmp_path_factory):
+    """Directory of the runs, what the ranks found, what they printed."""
+    base = tmp_path_factory.mktemp("differing")
+    model, chats = tiny_checkpoint(base / "model", layers=1), write_chats(base / "chats.jsonl")
+    for index, name in enumerate(PLANTS):
+        write_recipe(
+            base,
+            name,
+            model,
+            chats,
+            stage=index % 4,
+            dtype="bfloat16",
+            train={"steps": STEPS, "gradient_accumulation_steps": 1},
+            loss=NO_TEACHER,
+            quant={"scheme": "w4a16_channel"} if name == "layers" else {"calibration_batches": 1},
+            export={"enabled": name == "skipped"},
+        )
+    (base / "skipped" / "export.tmp-0123abcd").mkdir(parents=True)  # of an export that was killed
+    (first, second), output = on_ranks(run_differing, base)
+    assert first[0] == second[0]
+    return base, first, output
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "expected"),
+    [
+        ("rates", 1, 'peak rates is {} on rank 0 and {"weights": 0.5} on rank 1'),
+        ("weights", 1, 'loss weights is {"lm": 1.0} on rank 0 and {"lm": 2.0} on rank 1'),
+        ("layers", 1, "fake quant is {"),
+        ("stops", 1, "stopped is true on rank 0 and false on rank 1"),
+        ("last", STEPS, 'peak rates is {"weights": 0.0} on rank 0 and {"weights": 1.0} on rank 1'),
+    ],
+)
+def test_ranks_that_do_not_do_the_same_are_told_apart(differing, name, steps, expected):
+    end = differing[1][0][name]
+    assert end.text.startswith(f"RankError: step {steps}: the ranks differ in what events have set: ")
+    assert expected in end.text and "Conditions and actions must do the same on every rank" in end.text
+    assert end.steps == steps
+
+
+def test_ranks_that_do_the_same_train_on_with_two_reductions_a_step(differing):
+    """What they agree on travels with the counts of the tokens."""
+    _, (ends, reductions, again), _ = differing
+    assert ends["same"] == End("", True, STEPS)
+    ours = [one for one in reductions if one in ("torch.float32 2", "torch.int64 4")]
+    assert sorted(ours) == ["torch.float32 2", "torch.int64 4"], reductions
+    assert sum(one.startswith("torch.int64") for one in reductions) == 1
+    assert again.startswith("RankError: this process has closed its process group and cannot start another")
+
+
+def test_a_run_in_which_no_step_trained_fails_and_exports_nothing(differing):
+    """And removes what an export left that was killed."""
+    base, (ends, *_), _ = differing
+    assert ends["skipped"].steps == STEPS
+    expected = f"RankError: all {STEPS} steps were left out: their loss or gradients were not finite"
+    assert ends["skipped"].text.startswith(expected)
+    assert not list((base / "skipped").glob("export*"))
+
+
+def test_a_run_that_would_write_nothing_says_so_before_it_trains(differing):
+    """All but the one that exports; and none leaves the mark of a job that runs."""
+    base, _, output = differing
+    said = "warning: this run writes neither an export (export.enabled is false) nor a checkpoint"
+    assert output.count(said) == len(PLANTS) - 1
+    assert not list(base.glob("*/.running*"))

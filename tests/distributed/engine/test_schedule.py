@@ -1,19 +1,93 @@
-"""Schedules: events of a recipe on every stage and under hpZ, and the actions of a user's own script."""
+"""When fake quant comes on, goes off or never comes; events of a recipe, and the actions of a user's own script."""
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from engine.config.reading import load_recipe
-from quant import SCHEMES
-from quant.reference import absmax_scale
-from tests.lib.plain import load_result
-from tests.lib.recipes import write_ds_config
-from tests.lib.variants import NO_TEACHER, Variant, run_variants, start_of
+from engine.loop import Loop, LoopState
+from quant import SCHEMES, Ranges
+from quant.reference import absmax_scale, fake_quant
+from tests.distributed.engine.scripts.train import whole_parameters
+from tests.lib.plain import assert_equals_plain_loop, load_result
+from tests.lib.variants import EVEN, NO_TEACHER, SAID, Variant, run_variants, start_of
 
+# ---------------------------------------------------------------------------------------------------------------------
+# What loops get beside their recipes
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def watch_start(loop: Loop, seen: dict[str, Any]) -> None:
+    """Parameters before the step that precedes fake quant, and when it has come on: the loop does it first."""
+    start = loop.recipe.quant.fake_quant_start
+    loop.at(start - 1)(lambda state: seen.update(before=whole_parameters(state.model)))
+    loop.at(start)(lambda state: seen.update(after=whole_parameters(state.model)))
+
+
+def off_and_on(loop: Loop, seen: dict[str, Any]) -> None:
+    """Fake quant is switched off in the middle, and on again."""
+
+    @loop.at(2)
+    def disable(state: LoopState) -> None:
+        state.quant.disable()
+        seen["off"] = whole_parameters(state.model)
+
+    @loop.at(4)
+    def enable(state: LoopState) -> None:
+        seen["on"] = whole_parameters(state.model)
+        state.quant.enable()
+
+
+def user(loop: Loop, seen: dict[str, Any]) -> None:
+    """What the README shows: an action at a step, one every few steps, values of one's own, an early end."""
+
+    @loop.at(step=1)
+    def weights_only(state: LoopState) -> None:
+        state.quant.enable(activations=False)
+
+    @loop.every(2)
+    def probe(state: LoopState) -> None:
+        state.log({"my/step": state.step})
+
+    @loop.every(3)
+    def stop(state: LoopState) -> None:
+        seen["fake_quant"] = set(state.session.quantization.fake_quant_state().values())
+        state.stop()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The runs
+# ---------------------------------------------------------------------------------------------------------------------
+
+SWITCH: dict[str, Any] = {
+    "quant": {"fake_quant_start": 2, "calibration_batches": 0},
+    "learnable": {"act_scale": True},
+    "loss": NO_TEACHER,
+}
+INTEGER = {"loss": NO_TEACHER, "train": {"steps": 3, "quant_stats_every": 1}, "optim": {"lr": 1e-2}}
+KV = {**SWITCH, "quant": {**SWITCH["quant"], "scheme": "fp8_static_kv"}, "train": {"steps": 4}}
+# Keys and values alone, clipped.
+ONLY_KV = {
+    "stage": 3,
+    "quant": {"scheme": "fp8_kv", "calibration_batches": 0, "initial_input_scale": 1e-3},
+    "learnable": {"weight_scale": False, "act_scale": True},
+    "data": {"packing": True},
+    "train": {"steps": 2, "activation_checkpointing": True},
+    "loss": NO_TEACHER,
+}
+CONSTANT = {"loss": NO_TEACHER, "optim": {"schedule": "constant"}}
+EXPORT = {"export": {"enabled": True}}
+EVENTUALLY = {
+    "quant": {"fake_quant_start": -1},
+    "train": {"steps": 3, "quant_stats_every": 0},
+    "schedule": [{"at": 2, "fake_quant": True}],
+}
 FIRST_LAYER = r"model\.layers\.0\..*"
 EVENTS: dict[str, Any] = {
     "quant": {"calibration_batches": 0, "fake_quant_start": 0, "initial_input_scale": 2e-4},
@@ -32,35 +106,179 @@ EVENTS: dict[str, Any] = {
         {"at": 8, "fake_quant": True},
     ],
 }
+OBSERVED: dict[str, Any] = {
+    "stage": 2,
+    "quant": {"calibration_batches": 0, "fake_quant_start": 2},
+    "loss": NO_TEACHER,
+    "train": {"steps": 3, "gradient_accumulation_steps": 1},
+}
+
+
+def switch(stage: int) -> Variant:
+    return Variant({**SWITCH, "stage": stage})
+
+
+def off(stage: int, model: str = "qwen3", dtype: str = "float32", **sections: Any) -> Variant:
+    return Variant({**CONSTANT, "stage": stage, **sections}, model, dtype, off_and_on)
+
+
+def integer(bits: int) -> Variant:
+    quant = {"fake_quant_start": 2, "scheme": f"w{bits}a16_g32"}
+    return Variant({**INTEGER, "stage": 3, "quant": quant}, EVEN, "bfloat16", watch_start)
+
+
 RUNS = {
-    **{f"events_{stage}": Variant({**EVENTS, "stage": stage}) for stage in range(3)},
+    "switch_2": switch(2),
+    "switch_3": switch(3),
+    "switch_w4": integer(4),
+    "switch_w2": integer(2),
+    "kv_3": Variant({**KV, "stage": 3}),
+    "onlykv": Variant(ONLY_KV, "qwen3_moe"),
+    "off_0": off(0),
+    "off_3": off(3),
+    "off_bf16": off(0, dtype="bfloat16"),
+    "off_gptq": off(3, EVEN, quant={"scheme": "w4a16_g32", "init": "gptq"}),
+    "eventually": Variant({"stage": 3, "loss": NO_TEACHER, **EVENTUALLY, **EXPORT}, dtype="bfloat16"),
+    "never": Variant(
+        {"stage": 3, "quant": {"fake_quant_start": -1}, "train": {"steps": 2}, **EXPORT}, dtype="bfloat16"
+    ),
+    "user": Variant({"stage": 3, "train": {"quant_stats_every": 1}, **EXPORT}, dtype="bfloat16", action=user),
+    **{f"watched_{kind}": Variant({**OBSERVED, "schedule": [{kind: 1, "observe": True}]}) for kind in ("at", "every")},
+    "events_0": Variant({**EVENTS, "stage": 0}),
+    "events_2": Variant({**EVENTS, "stage": 2}),
     # Looks at the quantization in every state that it can be in.
     "events_3": Variant({**EVENTS, "stage": 3, "train": {**EVENTS["train"], "quant_stats_every": 1}}),
-    "user": Variant(
-        {"stage": 3, "train": {"quant_stats_every": 1}, "export": {"enabled": True}}, dtype="bfloat16", action="user"
-    ),
-    **{
-        f"watched_{kind}": Variant(
-            {
-                "stage": 2,
-                "quant": {"calibration_batches": 0, "fake_quant_start": 2},
-                "loss": NO_TEACHER,
-                "train": {"steps": 3, "gradient_accumulation_steps": 1},
-                "schedule": [{kind: 1, "observe": True}],
-            }
-        )
-        for kind in ("at", "every")
-    },
+    "events_hpz": Variant({**EVENTS, "stage": 3}, shipped="zero3_hpz"),
+}
+# They come with the large counts.
+MORE = {
+    "switch_0": switch(0),
+    "switch_1": switch(1),
+    "off_1": off(1),
+    "off_2": off(2),
+    "kv_2": Variant({**KV, "stage": 2}),
+    "events_1": Variant({**EVENTS, "stage": 1}),
 }
 
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory):
-    """One launch for all runs."""
-    directory = tmp_path_factory.mktemp("events")
-    hpz = Variant({**EVENTS, "stage": 3, "deepspeed": write_ds_config(directory, "events_hpz", "zero3_hpz")})
-    # The last: its groups of ranks are there until the process ends.
-    return run_variants(directory, {**RUNS, "events_hpz": hpz})
+    """One job for all runs."""
+    return run_variants(tmp_path_factory.mktemp("schedule"), RUNS)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Fake quant that starts later, is switched off and on, or never comes; of keys and values, too
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+def test_the_rest_of_the_stages_are_alike(tmp_path):
+    paths = run_variants(tmp_path, MORE)
+    for stage in (0, 1):
+        assert_equals_plain_loop(paths[f"switch_{stage}"])
+    assert_keys_and_values_train(paths["kv_2"])
+    for stage in (1, 2):
+        assert_theta_rested(paths[f"off_{stage}"])
+    assert_events_move_what_they_name(paths["events_1"])
+
+
+@pytest.mark.parametrize("name", ["switch_2", "switch_3"])
+def test_fake_quant_that_starts_later_equals_a_plain_loop(paths, name):
+    """Theta's first step is its first, with Adam's state fresh, though the optimizer has taken two before."""
+    assert_equals_plain_loop(paths[name])
+
+
+@pytest.mark.parametrize("name", ["kv_3", "onlykv"])
+def test_quantized_keys_and_values_train_like_a_plain_loop(paths, name):
+    assert_keys_and_values_train(paths[name])
+    found = load_result(paths[name])["weights"]
+    assert name != "onlykv" or all(value.any() for key, value in found.items() if "_cache." in key)
+
+
+def assert_keys_and_values_train(path: Path) -> None:
+    """Their scales are measured in the middle from what observers saw on both ranks, and learned."""
+    assert_equals_plain_loop(path)
+    found = load_result(path)
+    scales = {key: value for key, value in found["weights"].items() if "_cache." in key}
+    assert len(scales) == 2 * 4 and all(bool(value.isfinite().all()) for value in scales.values())
+    assert {key for key in found["requires_grad"] if "_cache." in key} == {key for key in scales if "theta" in key}
+
+
+@pytest.mark.parametrize("bits", [4, 2])
+def test_scales_of_groups_are_measured_at_the_start_and_take_little_of_the_norm_that_clips(paths, bits):
+    """Under 1% of it with a scale for each 32 weights too; ``test_train`` has scales of whole tensors, and the plain
+    loop those that are measured without a search."""
+    found, spec = load_result(paths[f"switch_w{bits}"]), SCHEMES[f"w{bits}a16_g32"].weights
+    assert 0 < found["scale_norms"][-1] < 0.01 * found["norms"][-1]
+    seen, moved = found["seen"], 0
+    for name in (name for name in seen["after"] if name.endswith("weight_theta")):
+        assert not seen["after"][name].any() and found["weights"][name].any(), "trained from then on"
+        layer, scale = name.removesuffix(".weight_theta"), seen["after"][name.replace("theta", "s0")]
+        moved += not torch.equal(scale, seen["before"][name.replace("theta", "s0")])
+        weight = seen["after"][f"{layer}.weight"].float()
+        largest = absmax_scale(weight.unflatten(-1, (-1, 32)).abs().amax(-1), spec)
+        if not Ranges().searches(spec):
+            assert torch.equal(scale, largest), name
+            continue
+        errors = [
+            (fake_quant(weight, s, spec) - weight).square().unflatten(-1, (-1, 32)).sum(-1) for s in (scale, largest)
+        ]
+        assert (errors[0] <= errors[1] * (1 + 1e-6)).all() and errors[0].sum() < 0.8 * errors[1].sum()
+    assert moved > 0
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_fake_quant_switched_off_and_on_equals_a_plain_loop(paths, stage):
+    assert_theta_rested(paths[f"off_{stage}"])
+
+
+def assert_theta_rested(path):
+    """No update while fake quant is off, though Adam has moments of the steps before."""
+    assert_equals_plain_loop(path, off=range(2, 4))
+    seen = load_result(path)["seen"]
+    thetas = [name for name in seen["off"] if name.endswith("_theta")]
+    assert thetas and all(seen["off"][name].any() for name in thetas)
+    for name in thetas:
+        assert torch.equal(seen["on"][name], seen["off"][name]), name
+    assert any(not torch.equal(seen["on"][name], seen["off"][name]) for name in seen["off"])
+
+
+def test_theta_begins_anew_where_each_parameter_has_an_fp32_copy_of_its_own(paths):
+    """Stage 0 under bf16. In the one step since, Adam with fresh moments takes the warm-up's half of the rate, where
+    thetas had gone further before."""
+    trained = load_result(paths["off_bf16"])
+    before = [float(value) for name, value in trained["seen"]["on"].items() if name.endswith("_theta")]
+    after = [float(value) for name, value in trained["weights"].items() if name.endswith("_theta")]
+    assert max(map(abs, before)) > 1e-2 and max(map(abs, after)) == pytest.approx(5e-3, rel=1e-2)
+
+
+def test_scales_that_were_brought_are_not_lost_without_a_line(paths):
+    """One line, of the one run that had any."""
+    lines = [line for line in (paths["off_gptq"].parent / SAID).read_text().splitlines() if "are lost" in line]
+    assert len(lines) == 1, lines
+    assert re.search(r"warning: weight scales that quant.init gave are lost: (\d+) of \1 are measured again", *lines)
+
+
+def test_fake_quant_that_only_an_event_starts_is_observed_for_and_exported(paths):
+    export = load_recipe(paths["eventually"]).export_dir()
+    assert "quantization_config" in json.loads((export / "config.json").read_text())
+
+
+def test_without_fake_quant_the_export_is_the_trained_model(paths):
+    found = load_result(paths["never"])
+    export = load_recipe(paths["never"]).export_dir()
+    disk = load_file(export / "model.safetensors")
+    names = {name for name in found["weights"] if not name.endswith(("_s0", "_theta"))}
+    assert disk.keys() == names
+    assert all(torch.equal(disk[name], found["weights"][name]) for name in names)
+    assert "quantization_config" not in json.loads((export / "config.json").read_text())
+    assert not any(found["weights"][name].any() for name in found["weights"] if name.endswith("_theta"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Events and actions
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def test_what_was_seen_is_forgotten_when_the_next_step_begins(paths):
@@ -71,11 +289,15 @@ def test_what_was_seen_is_forgotten_when_the_next_step_begins(paths):
     assert all(torch.equal(value, at["weights"][name]) for name, value in every["weights"].items())
 
 
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_events_of_a_recipe_move_what_they_name_and_nothing_else(paths, stage):
+    assert_events_move_what_they_name(paths[f"events_{stage}"])
+
+
+def assert_events_move_what_they_name(path: Path) -> None:
     """Step by step which parameters moved; a scale that rests stays where it is although it has trained before."""
-    found = load_result(paths[f"events_{stage}"])
-    first = start_of(paths[f"events_{stage}"])
+    found = load_result(path)
+    first = start_of(path)
     before = {name: first.get(name, torch.zeros_like(value)) for name, value in found["after"][0].items()}
     moves: list[set[str]] = []
     for after in found["after"]:
@@ -97,6 +319,17 @@ def test_events_of_a_recipe_move_what_they_name_and_nothing_else(paths, stage):
     ]
     total = [step["loss/total"] / step["loss/lm"] for step in found["losses"]]
     assert total == pytest.approx([1.0] * 5 + [0.5] * 4)
+    # Scales that are used again are measured from the weights as they are.
+    steps, spec = found["after"], SCHEMES["fp8_static"].weights
+    for name, value in steps[3].items():
+        layer, _, leaf = name.rpartition(".")
+        if leaf == "weight_s0" and layer.endswith("down_proj"):  # which shares its scale with no other
+            absmax = steps[2][f"{layer}.weight"].abs().amax()
+            assert torch.equal(value, absmax_scale(absmax.view(1), spec)), name
+        if leaf == "input_s0":
+            assert torch.equal(value, steps[1][name]), name  # inputs are not in use yet
+            assert torch.equal(steps[4][name], value) == (".layers.0." not in name), name
+            assert torch.equal(steps[7][name], steps[4][name]) and not torch.equal(steps[8][name], steps[7][name]), name
 
 
 def test_hpz_uses_the_scales_that_events_write(paths):
@@ -119,20 +352,6 @@ def kind_of(name: str) -> str | None:
     return "norm" if "norm" in name else "embedding" if "embed" in name or "lm_head" in name else "weight"
 
 
-@pytest.mark.parametrize("stage", range(4))
-def test_scales_that_begin_anew_are_measured_from_the_weights_as_they_are(paths, stage):
-    found, spec = load_result(paths[f"events_{stage}"])["after"], SCHEMES["fp8_static"].weights
-    for name, value in found[3].items():
-        layer, _, leaf = name.rpartition(".")
-        if leaf == "weight_s0" and layer.endswith("down_proj"):  # which shares its scale with no other
-            absmax = found[2][f"{layer}.weight"].abs().amax()
-            assert torch.equal(value, absmax_scale(absmax.view(1), spec)), name
-        if leaf == "input_s0":
-            assert torch.equal(value, found[1][name]), name  # inputs are not in use yet
-            assert torch.equal(found[4][name], value) == (".layers.0." not in name), name
-            assert torch.equal(found[7][name], found[4][name]) and not torch.equal(found[8][name], found[7][name]), name
-
-
 def test_a_users_schedule_acts_logs_and_stops(paths):
     found, settings = load_result(paths["user"]), load_recipe(paths["user"])
     assert len(found["losses"]) == 3 < settings.train.steps
@@ -148,16 +367,9 @@ def test_a_users_schedule_acts_logs_and_stops(paths):
     assert {"loss/lm", "loss/kd/cakld", "lr/weights", "lr/weight_scales"} <= tags
     assert {"train/grad_norm", "train/grad_norm_scales", "train/skipped_steps"} <= tags
     assert {"quant/weight_error_db_worst", "quant/clipped_weights_most", "quant/clipped_inputs_most"} <= tags
-    histograms = {
-        "quant/weight_scales_log2",
-        "quant/input_scales_log2",
-        "quant/clipped_weights",
-        "quant/clipped_inputs",
-    }
-    assert histograms | {"quant/weight_error_db"} <= set(events.Tags()["histograms"])
+    histograms = {f"quant/{name}" for name in ("weight_scales_log2", "input_scales_log2", "weight_error_db")}
+    assert histograms | {"quant/clipped_weights", "quant/clipped_inputs"} <= set(events.Tags()["histograms"])
     assert [event.step for event in events.Images("quant/weight_error_by_layer")] == [1, 2, 3]
     (recipe,) = events.Tensors("recipe/text_summary")
-    assert (
-        recipe.tensor_proto.string_val[0].decode()
-        == f"```yaml\n{(Path(settings.output_dir) / 'recipe.yaml').read_text()}\n```"
-    )
+    written = (Path(settings.output_dir) / "recipe.yaml").read_text()
+    assert recipe.tensor_proto.string_val[0].decode() == f"```yaml\n{written}\n```"

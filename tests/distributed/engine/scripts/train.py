@@ -1,13 +1,8 @@
-"""Launched on every rank: run the loop on each recipe named, and keep what came of it for the test to compare.
+"""Runs of the loop on every rank, and what is kept of them for a test to compare."""
 
-For each recipe, rank 0 writes ``<output_dir>/result.pt``: losses and grad norms of every step, the whole Parameters by
-name after the last step (in fp32 and fp16 after every step too), the scales that the last forward used, and which
-Parameters the optimizer held.
-"""
-
-import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import deepspeed
 import torch
@@ -19,6 +14,56 @@ from model.ranks import is_main, reduce_over_ranks
 from model.zero import full_numel, full_shape, gathered, is_partitioned, is_whole, local_data, local_range
 from tests.lib.fp16_cpu import allow_fp16_on_cpu
 from tests.lib.garbage import collect
+
+# Gives a loop what it has beside its recipe. What it puts into the dictionary is in the result, as ``seen``.
+Action = Callable[[Loop, dict[str, Any]], None]
+
+
+class End(NamedTuple):
+    """How a run ended: the error ("" without one), whether its first step began, and how many steps were done."""
+
+    text: str
+    began: bool
+    steps: int
+
+
+def run_all(jobs: Sequence[tuple[Action | None, Path]]) -> None:
+    """Run loops of recipes in one process group; rank 0 writes what came of each to ``<output_dir>/result.pt``."""
+    allow_fp16_on_cpu()
+    for action, path in jobs:
+        loop, seen = Loop(load_recipe(path)), {}
+        if action is not None:
+            action(loop, seen)
+        result = run(loop)
+        if is_main():
+            torch.save({**result, "seen": seen}, Path(loop.recipe.output_dir) / "result.pt")
+        collect()
+
+
+def ends_of(directory: Path, plants: Mapping[str, Callable[[Loop], None] | None]) -> dict[str, End]:
+    """Run recipes by their names, with what a test does to their loops; the process group outlives an error."""
+    ends = {}
+    for name, plant in plants.items():
+        ends[name] = end_of(directory / f"{name}.yaml", plant)
+        collect()
+    return ends
+
+
+def end_of(path: Path, plant: Callable[[Loop], None] | None = None) -> End:
+    """Run a recipe to its end or to its error."""
+    began: list[LoopState] = []
+    done: list[int] = []
+    text = ""
+    try:
+        loop = Loop(load_recipe(path))
+        loop.at(0)(began.append)
+        loop.every(1)(lambda state: done.append(state.step))
+        if plant is not None:
+            plant(loop)
+        loop.run()
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+    return End(text, bool(began), len(done))
 
 
 def whole_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -40,7 +85,11 @@ def whole_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def run(loop: Loop) -> dict[str, Any]:
-    """Run the loop and return what came of it, the same on every rank; its engine is destroyed then."""
+    """Run the loop and return what came of it, the same on every rank; its engine is destroyed then.
+
+    Losses and grad norms of every step, the whole Parameters by name after the last step (in fp32 and fp16 after every
+    step too), the scales that the last forward used, and which Parameters the optimizer held.
+    """
     losses, norms, scale_norms, skipped, loss_scales, after = [], [], [], [], [], []
 
     @loop.every(1)
@@ -87,18 +136,3 @@ def optimized(engine: deepspeed.DeepSpeedEngine) -> set[int]:
         if hasattr(optimizer, attribute):
             return {id(parameter) for group in getattr(optimizer, attribute) for parameter in group}
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-
-
-def main() -> None:
-    """Recipes in the order given, one process group for all of them."""
-    allow_fp16_on_cpu()
-    for path in (argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")):
-        recipe = load_recipe(path)
-        result = run(Loop(recipe))
-        if is_main():
-            torch.save(result, Path(recipe.output_dir) / "result.pt")
-        collect()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,298 @@
+"""Training checkpoints on two ranks: a run that is interrupted and resumed is the run that was not, bit for bit.
+
+The runs switch fake quant on in the middle, so that a checkpoint holds what its start must not lose: what the observers
+saw (interrupted before), the scales that were measured then (interrupted after), and which layers are quantized.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.checkpoint.find import LATEST
+from engine.config.config import Recipe
+from engine.config.reading import load_recipe
+from engine.loop import Loop
+from launch.export import export_checkpoint
+from model.ranks import barrier, is_main
+from tests.distributed.engine.scripts.train import run
+from tests.lib.fp16_cpu import allow_fp16_on_cpu
+from tests.lib.garbage import collect
+from tests.lib.launcher import on_ranks
+from tests.lib.recipes import STEPS, write_chats, write_ds_config, write_recipe
+from tests.lib.tiny import tiny_checkpoint
+from tests.lib.variants import NO_TEACHER, assert_same_weights
+
+START = 2
+STOPS = (1, 3, STEPS)  # steps after which the resumed run is interrupted: before and after fake quant starts
+SPOILED = "plain-3"  # the case whose checkpoints are spoiled
+# Everything that a checkpoint keeps for quantization, in one run: histograms of inputs, keys and values, global scales
+# of NVFP4, scales that follow the weights beside thetas that learn (LWC), lm_head and embeddings.
+MIXED = {
+    "quant": {
+        "scheme": "fp8_static_kv",
+        "rules": [{"first": 1, "scheme": "nvfp4"}, {"layers": ".*o_proj", "scheme": "w2a16_g32"}],
+        "lm_head": "w8a16_channel",
+        "embedding": "w4a16_g32",
+        "weight_range": "absmax",
+        "scales_follow_weights": True,
+        "input_range": "mse",
+    }
+}
+NVFP4 = {"quant": {"scheme": "nvfp4", "embedding": "w4a16_g32"}, "learnable": {"act_scale": False}}
+ABSMAX = {
+    "quant": {"scheme": "w4a16_g32", "weight_range": "absmax", "scales_follow_weights": True, "signed_scales": True},
+    "learnable": {"weight_scale": False, "act_scale": False},
+}
+# Zero points that follow the weights, of channels and of groups.
+GROUPS = {"dtype": "int", "bits": 4, "granularity": "group", "group_size": 32, "symmetric": False}
+ASYM = {
+    "quant": {
+        "scheme": "w8a16_asym",
+        "schemes": {"groups": {"weights": GROUPS}},
+        "rules": [{"layers": ".*(q|k|v)_proj", "scheme": "groups"}],
+        "weight_range": "absmax",
+        "scales_follow_weights": True,
+    },
+    "learnable": {"act_scale": False},
+}
+PACKED = {"data": {"packing": True}}
+# name: stage, kind of checkpoint, dtype, what differs in the recipe. Stage 3 with experts; the others are plain modules
+# to it. Stage 0 keeps its optimizer in fp32 here, which is the case where DeepSpeed wraps nothing.
+Case = tuple[int, str, str, dict[str, Any]]
+CASES: dict[str, Case] = {
+    "packed-0": (0, "qwen3", "float32", PACKED),
+    "mixed-2": (2, "llama", "bfloat16", MIXED),
+    "plain-3": (3, "qwen3_moe", "bfloat16", {}),
+}
+MORE: dict[str, Case] = {
+    "plain-0": (0, "qwen3", "float32", {}),
+    "packed-1": (1, "qwen3", "bfloat16", PACKED),
+    "mixed-0": (0, "qwen3", "float32", MIXED),
+    "mixed-1": (1, "llama", "bfloat16", MIXED),
+    "mixed-3": (3, "qwen3_moe", "bfloat16", MIXED),
+    "nvfp4-3": (3, "qwen3", "bfloat16", NVFP4),
+    "absmax-2": (2, "qwen3_moe", "bfloat16", ABSMAX),
+    "absmax-3": (3, "qwen3", "bfloat16", ABSMAX),
+    "asym-2": (2, "llama", "bfloat16", ASYM),
+    "asym-3": (3, "qwen3_moe", "bfloat16", ASYM),
+    "fp16-2": (2, "llama", "float16", {}),
+}
+# Ends of the names of scales that move in a run.
+SCALES = {
+    "absmax": ["weight_s0"],
+    "asym": ["weight_s0", "weight_zero", "weight_theta"],
+    "nvfp4": ["weight_s0", "weight_global", "proj.weight_theta", "embed_tokens.weight_theta"],
+    "plain": ["weight_s0", "weight_theta", "input_s0", "input_theta"],
+    "mixed": ["weight_global", "lm_head.weight_theta", "embed_tokens.weight_theta", "cache.input_s0"],
+}
+# Where links lie when a run begins, and what lies there at its end.
+LINKED = {
+    "recipe.yaml": "file",
+    "recipe.yaml.partial": "nothing",
+    "memory.json": "file",
+    "checkpoints/latest.partial": "nothing",
+    "checkpoints/step_00000005.partial": "nothing",
+    "checkpoints/zero_to_fp32.py": "file",
+    "checkpoints/zero_to_torch.py": "file",
+}
+# Some steps overflow, and the loss scale moves from checkpoint to checkpoint.
+FP16 = {"initial_scale_power": 15, "loss_scale_window": 2}
+# What they set before the first stop holds after it, and a condition that was met is not met again.
+EVENTS = [
+    {"at": 0, "lr": {"weights": 5e-3}},
+    {"when": "loss/total < 1e9", "loss": {"lm": 0.7}, "lr": {"embeddings": 0.0}},
+    {"at": STEPS - 1, "freeze_scales": True},
+]
+
+
+def write_cases(directory: Path, cases: dict[str, Case]) -> None:
+    """Recipes of straight and resumed runs."""
+    data = write_chats(directory / "chats.jsonl")
+    for case, (stage, kind, dtype, changes) in cases.items():
+        # Groups of 32 where there are any.
+        model = tiny_checkpoint(directory / f"{kind}_{case}", kind, even="quant" in changes)
+        fp16 = {"deepspeed": write_ds_config(directory, case, f"zero{stage}", fp16=FP16)} if dtype == "float16" else {}
+        for name, every in (("straight", STEPS), ("resumed", 1)):
+            write_recipe(
+                directory,
+                f"{name}_{case}",
+                model,
+                data,
+                stage=stage,
+                dtype=dtype,
+                train={"steps": STEPS, "gradient_accumulation_steps": 2, "checkpoint_every": every},
+                quant={"fake_quant_start": START, "calibration_batches": 0, **changes.get("quant", {})},
+                optim={"lr": 1e-2},  # one step must show in bf16 weights, and in their maxima
+                learnable={"act_scale": True, "norm": True, **changes.get("learnable", {})},
+                loss=NO_TEACHER,
+                export={"enabled": True},
+                schedule=EVENTS,
+                data=changes.get("data", {}),
+                **fp16,
+            )
+
+
+def run_cases(directory: Path, cases: Iterable[str]) -> dict[str, Any]:
+    """Of each case a run straight through, and one in parts, whose last checkpoint is exported."""
+    allow_fp16_on_cpu()
+    found: dict[str, Any] = {}
+    for case in cases:
+        straight = keep(Loop(load_recipe(directory / f"straight_{case}.yaml")))
+        recipe, parts = load_recipe(directory / f"resumed_{case}.yaml"), []
+        checkpoints = Path(recipe.output_dir) / "checkpoints"
+        for stop in STOPS:
+            train = replace(recipe.train, resume=stop > STOPS[0])
+            loop = Loop(replace(recipe, train=train, export=replace(recipe.export, enabled=stop == STEPS)))
+            loop.every(stop)(lambda state: state.stop())
+            parts.append(keep(loop))
+            if stop == STOPS[0] and is_main():
+                os.link(checkpoints / LATEST, checkpoints / "first_latest")  # another name of the very file
+            barrier()
+        trained = load_recipe(checkpoints / "step_00000005" / "recipe.yaml")
+        trained.export.dir = f"{directory}/out_{case}"
+        export_checkpoint(trained, checkpoints / "step_00000005")
+        found[case] = {"straight": straight, "parts": parts}
+        if case == SPOILED:
+            found |= resume_spoiled(directory, recipe, checkpoints)
+    return found
+
+
+def keep(loop: Loop) -> dict[str, Any]:
+    result = run(loop)
+    collect()
+    return result
+
+
+def resume_spoiled(directory: Path, recipe: Recipe, checkpoints: Path) -> dict[str, Any]:
+    """Errors of runs to be resumed from spoiled checkpoints, and the run from the one that such an error offers."""
+    if is_main():
+        for name in ("other_ranks", "cut", "gone", "flipped", "dangling"):
+            shutil.copytree(checkpoints, directory / name / "checkpoints")
+            spoil(name, directory / name / "checkpoints" / "step_00000005")
+    barrier()
+    recipe = replace(recipe, export=replace(recipe.export, enabled=False))
+
+    def resumed(name: str, which: bool | str = True) -> Recipe:
+        train = replace(recipe.train, resume=which)
+        return replace(recipe, output_dir=str(directory / name), train=train)
+
+    errors = {}
+    tries = {name: resumed(name) for name in ("nothing", "other_ranks", "cut", "gone", "flipped", "dangling")}
+    for name, tried in {**tries, "not resumed": resumed(Path(recipe.output_dir).name, False)}.items():
+        try:
+            Loop(tried).run()
+        except Exception as error:
+            errors[name] = f"{type(error).__name__}: {error}"
+        collect()
+    return {"errors": errors, "offered": keep(Loop(resumed("flipped", "step_00000004")))}
+
+
+def spoil(name: str, checkpoint: Path) -> None:
+    state, cut = checkpoint / "state.json", checkpoint / "rank_1.pt"
+    if name == "other_ranks":
+        state.write_text(json.dumps({**json.loads(state.read_text()), "world_size": 3}))
+    elif name == "cut":
+        cut.write_bytes(cut.read_bytes()[:-1])
+    elif name == "gone":
+        state.unlink()
+    elif name == "flipped":
+        flipped = next(checkpoint.glob("*zero_pp_rank_1_mp_rank_00_optim_states.pt"))  # bf16_ may stand before it
+        content = bytearray(flipped.read_bytes())
+        content[len(content) // 2] ^= 4
+        flipped.write_bytes(content)
+    else:
+        (checkpoint.parent / LATEST).write_text("step_00000009")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """One job: its directory, and what both ranks found. Links to another file are at every name that a run writes."""
+    directory = tmp_path_factory.mktemp("checkpoint")
+    write_cases(directory, CASES)
+    (directory / "precious").write_text("another's")
+    for name in LINKED:
+        link = directory / f"straight_{SPOILED}" / name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(directory / "precious")
+    return directory, on_ranks(run_cases, directory, list(CASES))[0]
+
+
+@pytest.fixture(scope="module")
+def more_runs(tmp_path_factory):
+    """One job."""
+    directory = tmp_path_factory.mktemp("more")
+    write_cases(directory, MORE)
+    return directory, on_ranks(run_cases, directory, list(MORE))[0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_resumed_equals_straight_bit_for_bit(runs, case):
+    assert_resumed_equals_straight(runs, case)
+    checkpoints = runs[0] / f"resumed_{case}" / "checkpoints"
+    assert [path.name for path in sorted(checkpoints.glob("step*"))] == ["step_00000004", "step_00000005"]
+    assert (checkpoints / LATEST).read_text() == "step_00000005"
+    # Written in place, the file's other name would show the new text too.
+    assert (checkpoints / "first_latest").read_text() == "step_00000001"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", MORE)
+def test_resumed_equals_straight_on_every_stage(more_runs, case):
+    assert_resumed_equals_straight(more_runs, case)
+
+
+def assert_resumed_equals_straight(runs, case):
+    """Losses, norms, Parameters; and the exports of both and of the last checkpoint."""
+    directory, (found, _) = runs
+    straight, parts = found[case]["straight"], found[case]["parts"]
+    assert [len(part["losses"]) for part in parts] == [1, 2, 2]
+    for what in ("losses", "norms", "loss_scales"):
+        assert [value for part in parts for value in part[what]] == straight[what], what
+    assert not case.startswith("fp16") or len(set(straight["loss_scales"])) > 1
+    assert_same_weights(parts[-1], straight)
+    # What would make the comparison empty: nothing measured at START, or nothing learned since.
+    first, kind = parts[0]["weights"], case.partition("-")[0]
+    for end in [*SCALES.get(kind, SCALES["plain"]), *(SCALES["plain"] if kind == "mixed" else [])]:
+        scales = [name for name in first if name.endswith(end)]
+        assert any(not torch.equal(first[name], straight["weights"][name]) for name in scales), end
+    for name in ("model.safetensors", "config.json"):
+        expected = (directory / f"straight_{case}" / "export" / name).read_bytes()
+        assert (directory / f"out_{case}" / name).read_bytes() == expected
+        assert (directory / f"resumed_{case}" / "export" / name).read_bytes() == expected
+
+
+def test_what_cannot_be_resumed_is_refused_on_every_rank(runs):
+    directory, (found, second) = runs
+    errors = found["errors"]
+    assert errors == second["errors"]
+    latest = {name: f"{directory}/{name}/checkpoints/step_00000005" for name in errors}
+    offer = "the one before it is step_00000004: set train.resume to step_00000004 to go on from there"
+    assert f"{directory}/nothing/checkpoints" in errors["nothing"] and "train.resume: false" in errors["nothing"]
+    # 2 x 2 x 3 ranks were 12 rows per step: 2 ranks need 6 each.
+    assert latest["other_ranks"] in errors["other_ranks"] and "rows per step (were 12, are 8" in errors["other_ranks"]
+    assert "data.micro_batch_size 2 and train.gradient_accumulation_steps 3" in errors["other_ranks"]
+    assert f"{latest['cut']} is damaged: rank_1.pt has " in errors["cut"] and offer in errors["cut"]
+    assert f"{latest['gone']} is not a whole checkpoint: it has no state.json; {offer}" in errors["gone"]
+    assert errors["flipped"].startswith("RankError: rank ") and "CRC-32" in errors["flipped"]
+    assert f"{latest['flipped']} is damaged: the content of " in errors["flipped"] and offer in errors["flipped"]
+    assert "step_00000009 is not there; the one before it is step_00000005" in errors["dangling"]
+    again = errors["not resumed"]
+    assert again.startswith("RecipeError") and "output_dir" in again and "train.resume" in again
+    # What is offered leads to the same end.
+    assert found["offered"]["losses"] == found[SPOILED]["straight"]["losses"][4:]
+    assert_same_weights(found["offered"], found[SPOILED]["straight"])
+
+
+def test_nothing_is_written_through_links_that_lie_ready(runs):
+    directory, _ = runs
+    assert (directory / "precious").read_text() == "another's"
+    for name, left in LINKED.items():
+        path = directory / f"straight_{SPOILED}" / name
+        assert not path.is_symlink() and path.is_file() == (left == "file"), name

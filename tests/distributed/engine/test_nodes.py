@@ -1,0 +1,324 @@
+"""Several machines: what may not differ between them, what ends a job of two ranks, and a machine that dies."""
+
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.cluster import nodes
+from engine.config.reading import load_recipe
+from engine.loop import Loop
+from engine.session.context import init_ranks
+from engine.state import LoopState
+from launch.exits import clean_exit
+from launch.train import main as train
+from tests.lib.forked import Job
+from tests.lib.hosts import Host, NoNamespaces, network
+from tests.lib.patience import PATIENCE, until
+from tests.lib.processes import run_python
+from tests.lib.recipes import write_chats, write_recipe
+from tests.lib.root import ROOT
+from tests.lib.tiny import tiny_checkpoint
+from tests.lib.variants import NO_TEACHER
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Jobs forked from one process: two ranks in directories of their own, to which a recipe's paths are relative
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def run_jobs(directory: Path) -> None:
+    """Jobs on machines that differ, then jobs on one machine that end early; of each the exit codes, what was printed
+    and the files that it left."""
+    nodes.PATIENCE_SECONDS = 0.5
+    template = directory / "template"
+    Job(1, lambda: write_machine(template), directory / "setup.log").finish()
+    found: dict[str, dict[str, Any]] = {}
+    for case in (
+        nothing,
+        output,
+        data_missing,
+        data,
+        recipe,
+        weights,
+        interrupted,
+        interrupted_early,
+        peer_lost,
+        orphaned,
+    ):
+        name, ends_early = case.__name__, case in (interrupted, interrupted_early, peer_lost, orphaned)
+        machines = [directory / name / f"machine{number}" for number in range(1 if ends_early else 2)]
+        for machine in machines:
+            shutil.copytree(template, machine)
+        if case is not output:
+            (directory / name / "out").mkdir()
+            for machine in machines:
+                (machine / "out").symlink_to(directory / name / "out")
+        if ends_early:
+            job = Job(2, lambda machine=machines[0], case=case: end_early(machine, case), directory / f"{name}.log")
+        else:
+            case(machines[1])
+            job = Job(2, lambda machines=machines: rank(machines), directory / f"{name}.log")
+        codes = job.wait(PATIENCE)
+        if codes is None:
+            job.kill()
+        left = sorted(str(path.relative_to(machine)) for machine in machines for path in (machine / "out").glob(".*"))
+        found[name] = {"codes": codes, "said": job.log.read_text(), "left": left}
+    (directory / "jobs.json").write_text(json.dumps(found))
+
+
+def write_machine(machine: Path) -> None:
+    """What each has: model, data and recipe."""
+    machine.mkdir()
+    os.chdir(machine)
+    write_recipe(
+        Path(),
+        "out",
+        tiny_checkpoint(Path("model")),
+        write_chats(Path("chats.jsonl")),
+        stage=3,
+        dtype="bfloat16",
+        train={"steps": 1, "checkpoint_every": 1, "gradient_accumulation_steps": 1},
+        optim={"warmup_steps": 0},
+        quant={"fake_quant_start": -1},
+        loss=NO_TEACHER,
+    )
+
+
+def rank(machines: list[Path]) -> None:
+    """What torchrun starts on each machine."""
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    os.chdir(machines[int(os.environ["RANK"])])
+    sys.argv = ["train.py", "--config", "out.yaml"]
+    train()
+
+
+def nothing(machine: Path) -> None:
+    """The machines agree, and share the output directory."""
+
+
+def output(machine: Path) -> None:
+    """The output directory is one of each machine's own."""
+
+
+def data_missing(machine: Path) -> None:
+    (machine / "chats.jsonl").unlink()
+
+
+def data(machine: Path) -> None:
+    lines = (machine / "chats.jsonl").read_text().splitlines()
+    (machine / "chats.jsonl").write_text("\n".join([*lines[1:], lines[0]]) + "\n")
+
+
+def recipe(machine: Path) -> None:
+    text = (machine / "out.yaml").read_text()
+    assert "lr: 0.001\n" in text
+    (machine / "out.yaml").write_text(text.replace("lr: 0.001\n", "lr: 0.002\n"))
+
+
+def weights(machine: Path) -> None:
+    file = machine / "model" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"] = torch.full_like(tensors["model.norm.weight"], 0.5)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def end_early(machine: Path, end: Callable[[Loop], None]) -> None:
+    """A rank of a run of three steps; behind its end comes a signal, which is too late to change anything."""
+    os.chdir(machine)
+    recipe = load_recipe("out.yaml")
+    loop = Loop(replace(recipe, train=replace(recipe.train, steps=3, checkpoint_every=0)))
+    with clean_exit():
+        end(loop)
+        loop.run()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def interrupted(loop: Loop) -> None:
+    """Ctrl-C in the second step, and once more when the run has ended."""
+
+    @loop.at(1)
+    def interrupt(state: LoopState) -> None:
+        for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+
+
+def interrupted_early(loop: Loop) -> None:
+    """Ctrl-C before there is a model."""
+    init_ranks()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has what runs in its background ignore it
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def peer_lost(loop: Loop) -> None:
+    """Rank 1 is gone in the second step, without a word."""
+    loop.at(1)(lambda state: os._exit(3) if os.environ["RANK"] == "1" else None)
+
+
+def orphaned(loop: Loop) -> None:
+    """The launcher is gone in the second step; the ranks run on without it."""
+    launcher = os.getppid()
+
+    @loop.at(1)
+    def kill(state: LoopState) -> None:
+        if os.environ["RANK"] == "1":
+            os.kill(launcher, signal.SIGKILL)
+        while os.getppid() == launcher:
+            time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    """The directory of the jobs."""
+    base = tmp_path_factory.mktemp("nodes")
+    program = f"from pathlib import Path; from {__name__} import run_jobs; run_jobs(Path({str(base)!r}))"
+    result = run_python(program)
+    assert result.returncode == 0, result.stderr[-8000:]
+    return base
+
+
+@pytest.fixture(scope="module")
+def found(base) -> dict[str, dict[str, Any]]:
+    return json.loads((base / "jobs.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("case", "codes", "said"),
+    [
+        ("nothing", [0, 0], ""),
+        ("output", [1, 1], "error: output_dir: 'out' of {host} (rank 1) is not that of {host} (rank 0), expected a"),
+        ("data_missing", [1, 2], "error: rank 1: on {host}: data.train[0]: 'chats.jsonl' (in "),
+        ("data", [1, 1], "data (tokens and labels): 48 samples, digest "),
+        ("recipe", [1, 1], "optim.lr: 0.001 on {host} (rank 0), 0.002 on {host} (rank 1)"),
+        ("weights", [1, 1], "model.path model (files): "),
+    ],
+)
+def test_machines_that_differ_end_with_the_difference_on_every_rank(found, case, codes, said):
+    result = found[case]
+    assert sorted(result["codes"]) == codes, result["said"]
+    assert said.format(host=os.uname().nodename) in result["said"]
+    assert "Traceback" not in result["said"]
+    assert case == "nothing" or "weights:" not in result["said"], "before weights are read"
+    assert result["left"] == []
+
+
+@pytest.mark.parametrize(
+    ("case", "codes", "said"),
+    [
+        ("interrupted", [0, 0], "asked to stop: step 2 is saved"),
+        ("interrupted_early", [130, 130], "interrupted\n"),
+        ("peer_lost", [1, 3], "error on rank 0: another rank has ended, and its connection is closed"),
+        ("orphaned", [0, 0], "step 2 is saved"),
+    ],
+)
+def test_a_job_that_ends_early_says_in_one_line_why(base, found, case, codes, said):
+    """A second signal changes nothing, nor does one behind the end."""
+    end = found[case]
+    assert sorted(end["codes"]) == codes, end["said"]
+    assert end["said"].count(said) == 1 and "Traceback" not in end["said"], end["said"]
+    latest = base / case / "out" / "checkpoints" / "latest"
+    assert latest.exists() == ("is saved" in said) and (not latest.exists() or latest.read_text() == "step_00000002")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Two hosts in network namespaces, and torchrun
+# ---------------------------------------------------------------------------------------------------------------------
+
+MINUTES = "3"  # that a rank waits for another, in the start too, where another may be that much slower
+
+
+class Cluster:
+    """Two hosts that share a disk, and one job of torchrun at a time on them: one agent and one rank on each."""
+
+    def __init__(self, hosts: list[Host], directory: Path) -> None:
+        self.hosts, self.directory = hosts, directory
+        self.port = 29500
+        self.model, self.chats = (
+            tiny_checkpoint(directory / "model", "qwen3_moe"),
+            write_chats(directory / "chats.jsonl"),
+        )
+
+    def start(self, name: str, *options: str, **environment: str) -> Path:
+        """``launch/train.py`` on both; the output directory."""
+        train = {"steps": 6, "checkpoint_every": 2, "gradient_accumulation_steps": 1}
+        sections = {"train": train, "loss": NO_TEACHER, "export": {"enabled": True}}
+        recipe = write_recipe(self.directory, name, self.model, self.chats, stage=3, dtype="bfloat16", **sections)
+        self.port += 1  # a port that was in use stays taken for a while
+        self.logs = [self.directory / f"{name}.{number}.log" for number in range(2)]
+        self.processes = []
+        for number, host in enumerate(self.hosts):
+            torchrun = [str(Path(sys.executable).parent / "torchrun"), "--nnodes", "2", "--nproc_per_node", "1"]
+            torchrun += ["--node_rank", str(number), "--master_addr", self.hosts[0].address]
+            torchrun += ["--master_port", str(self.port), "launch/train.py", "--config", str(recipe), *options]
+            env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
+            # gloo takes the interface that the host's name resolves to, and these names resolve to nothing.
+            env |= {"GLOO_SOCKET_IFNAME": host.interface, **environment}
+            self.processes.append(host.start(torchrun, self.logs[number], cwd=ROOT, env=env))
+        return self.directory / name
+
+    def end(self) -> tuple[list[int], list[str]]:
+        """Exit codes of the agents, which end, and what they printed."""
+        codes = [process.wait(PATIENCE) for process in self.processes]
+        return codes, [log.read_text() for log in self.logs]
+
+    def wait_for_checkpoint(self, output: Path) -> None:
+        latest = output / "checkpoints" / "latest"
+
+        def is_there() -> bool:
+            assert self.processes[0].poll() is None, self.logs[0].read_text()[-6000:]
+            return latest.is_file() and "step_0000000" in latest.read_text()
+
+        until(is_there, lambda: self.logs[0].read_text()[-6000:])
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    try:
+        with network(2) as hosts:
+            yield Cluster(hosts, tmp_path)
+    except NoNamespaces as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dies", [1, 0])
+def test_a_host_dies_and_the_run_goes_on_to_the_same_export(cluster, dies):
+    straight = cluster.start("straight")
+    codes, said = cluster.end()
+    assert codes == [0, 0], said
+
+    killed = cluster.start("killed")
+    cluster.wait_for_checkpoint(killed)
+    cluster.hosts[dies].kill()
+    # Its connections are closed, so that the other rank's collective fails at once; torchrun gives it 30 s to end.
+    codes, said = cluster.end()
+    assert all(codes) and f"error on rank {1 - dies}" in said[1 - dies], said
+    assert not (killed / "export").exists()
+    saved = (killed / "checkpoints" / "latest").read_text()
+
+    cluster.start("killed", "--train.resume", "true")
+    codes, said = cluster.end()
+    assert codes == [0, 0] and f"resumed: {killed}/checkpoints/{saved}" in said[0], said
+    exports = [
+        {file.name: file.read_bytes() for file in (run / "export").glob("*.[sj]*")} for run in (straight, killed)
+    ]
+    assert exports[0] == exports[1] and "model.safetensors" in exports[0]
+
+
+@pytest.mark.full
+def test_a_host_that_falls_silent_is_noticed_when_a_collective_times_out(cluster):
+    run = cluster.start("silent", "--train.steps", "100000", DEEPSPEED_TIMEOUT=MINUTES)
+    cluster.wait_for_checkpoint(run)
+    cluster.hosts[1].unplug()
+    codes, said = cluster.end()
+    assert all(codes) and f"{int(MINUTES) * 60_000}ms" in said[0], said
+    assert "error on rank 0" in said[0] and "error on rank 1" in said[1]
