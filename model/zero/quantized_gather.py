@@ -18,7 +18,7 @@ The rest of the project has only general hooks for this feature, which work with
 when weights, scales or switches have changed. To delete the feature:
 
 * delete this file, ``model/zero/as_bytes.py``, the tests in ``tests/unit/model/zero/test_quantized_gather.py`` and
-  ``tests/distributed/engine/test_gather.py``, and mentions of ``quantized_all_gather`` in other tests and ``docs/``;
+  ``tests/distributed/engine/test_compute.py``, and mentions of ``quantized_all_gather`` in other tests and ``docs/``;
 * ``quant``: the functions of placeholders in ``packed_weight.py``, and their use in ``autograd.py``;
 * ``engine/config``: the field ``quantized_all_gather`` in ``quant.py``, and ``_gather_problems`` in ``deepspeed.py``;
 * ``engine/session/session.py``: the import and the construction;

@@ -11,6 +11,7 @@ import torch
 from engine.config.reading import load_recipe
 from tests.distributed.engine.scripts.train import Action, run_all
 from tests.families.variants import VARIANTS
+from tests.lib.checkpoints import edit_json
 from tests.lib.launcher import on_ranks
 from tests.lib.plain import load_result, plain_weights
 from tests.lib.recipes import write_chats, write_ds_config, write_recipe
@@ -74,8 +75,7 @@ def checkpoint(directory: Path, model: str) -> Path:
     options = {name: json.loads(value or "true") for name, _, value in (word.partition("=") for word in words)}
     changes = {name.removeprefix("config."): options.pop(name) for name in list(options) if name.startswith("config.")}
     tiny_checkpoint(path, kind, **options)
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, **changes}))
+    edit_json(path / "config.json", **changes)
     return path
 
 

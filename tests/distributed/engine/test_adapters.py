@@ -17,7 +17,6 @@ from tests.lib.variants import (
     NO_TEACHER,
     Variant,
     assert_same_run,
-    assert_same_weights,
     run_variants,
     start_of,
 )
@@ -91,14 +90,12 @@ def adapted(stage: int, kind: str = EVEN, dtype: str = "bfloat16", shipped: str 
 
 EXPORT = {"export": {"enabled": True}}
 INT4 = {"quant": {"scheme": "w4a16_g32"}}
-FOUR = {"steps": 4, "checkpoint_every": 2}
 SELF = {"kd_weight": 1.0, "kd": "kl"}
 LATER = {**FOLLOWED, "scales_follow_weights": False, "fake_quant_start": 2}
 PER_EXPERT = {"model": {"experts": "per_expert"}}
 
 
 def runs(directory: Path) -> dict[str, Variant]:
-    parts = {"output_dir": f"{directory}/parts"}
     return {
         "plain_0": adapted(0, dtype="float32"),
         "plain_3": adapted(3, dtype="float32"),
@@ -111,10 +108,8 @@ def runs(directory: Path) -> dict[str, Variant]:
         "experts": adapted(3, MOE, **INT4, **PER_EXPERT, **EXPORT),
         "self": adapted(2, dtype="float32", **INT4, loss={**SELF, "teacher": "self"}),
         "teacher": adapted(2, dtype="float32", **INT4, loss={**SELF, "teacher": f"{directory}/model-qwen3-even"}),
-        "straight": adapted(3, **INT4, train={"steps": 4}),
-        "recomputed": adapted(3, **INT4, train={"steps": 4, "activation_checkpointing": True}),
-        "begun": adapted(3, **INT4, **parts, train={**FOUR, "steps": 2}),
-        "resumed": adapted(3, **INT4, **parts, train={**FOUR, "resume": True}),
+        "stored": adapted(3, **INT4),
+        "recomputed": adapted(3, **INT4, train={"activation_checkpointing": True}),
     }
 
 
@@ -221,11 +216,8 @@ def assert_scales_are_those_of_the_sum(path):
         assert not torch.equal(s0, of_base), layer
 
 
-def test_recomputed_and_resumed_runs_train_bit_for_bit_alike(paths):
-    straight, recomputed, resumed = (load_result(paths[name]) for name in ("straight", "recomputed", "resumed"))
-    assert_same_run(recomputed, straight)
-    assert resumed["losses"] == straight["losses"][2:]
-    assert_same_weights(resumed, straight)
+def test_recomputed_runs_train_bit_for_bit_alike(paths):
+    assert_same_run(load_result(paths["recomputed"]), load_result(paths["stored"]))
 
 
 def test_the_student_without_adapter_is_the_teacher_that_it_was(paths):

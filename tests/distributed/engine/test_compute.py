@@ -272,13 +272,13 @@ ARRANGEMENTS: dict[str, tuple[str, str, dict[str, Any]]] = {
 CHANGES = {1: True, 2: False, 4: True}  # steps of a run that is resumed: whether it gathers codes until then
 
 
-def gathering(coded: bool, model: str = "qwen3", dtype: str = "bfloat16", name: str = "", **sections: Any) -> Variant:
+def gathering(coded: bool, kind: str = "qwen3", dtype: str = "bfloat16", name: str = "", **sections: Any) -> Variant:
     shared = {"stage": 3, "learnable": {"weight_scale": False}, "optim": LARGE, "train": FEW, "loss": NO_TEACHER}
     quant = {"calibration_batches": 2, **sections.get("quant", {}), "quantized_all_gather": coded}
     # As shipped, but norms and the smaller weights alone stay gathered between steps.
     ds = {"zero_optimization": {"stage3_param_persistence_threshold": 2000}}
     offload = {"shipped": "zero3_offload", "ds": ds} if name == "offload" else {}
-    return Variant({**shared, **sections, "quant": quant}, model, dtype, watch, **offload)
+    return Variant({**shared, **sections, "quant": quant}, kind, dtype, watch, **offload)
 
 
 def arranged(directory: Path) -> dict[str, Variant]:

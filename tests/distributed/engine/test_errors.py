@@ -1,6 +1,5 @@
 """Runs that cannot work, and ranks that do not do the same: every rank says what is wrong, and none hangs."""
 
-import json
 import pickle
 import shutil
 from pathlib import Path
@@ -10,9 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig
 
 from data.loader import Loader, MicroBatch
 from engine.checkpoint.files import file_crc32
@@ -25,6 +23,7 @@ from model.zero import local_data
 from tests.distributed.engine.scripts.train import End, end_of, ends_of
 from tests.families.make import Variant as Family
 from tests.families.variants import VARIANTS
+from tests.lib.checkpoints import edit_json, edit_tensors
 from tests.lib.launcher import CALL, launch, on_ranks, run_waiting
 from tests.lib.recipes import write_chats, write_recipe
 from tests.lib.root import ROOT
@@ -39,12 +38,20 @@ AFTER_THE_START = ("raw_weight", "no_gradient", "diverges")
 
 def cases(base: Path) -> dict[str, tuple[dict[str, Any], list[str]]]:
     """Sections of a recipe that cannot work, and what the error must hold, by name."""
-    raw_weight = {"model": {"path": f"{base}/raw", "attn_implementation": "eager"}, "loss": NO_TEACHER}
-    damaged = {"model": {"path": f"{base}/damaged_weights"}, "loss": NO_TEACHER}
+
+    def model(name: str, **options: str) -> dict[str, Any]:
+        return {"model": {"path": f"{base}/{name}", **options}, "loss": NO_TEACHER}
+
+    # Found before the weights, which cannot be read.
+    raw = model("raw", attn_implementation="eager")
+    early = model("damaged_weights")
+    fixed = {"learnable": {"weight": False, "weight_scale": False}}
+    adapter = {"adapter": {"kind": "lora", "targets": ["lm_head"]}, **fixed}
+    often = {"steps": STEPS, "checkpoint_every": 1, "keep_checkpoints": 1}
     return {
         "bad_line": ({"data": {"train": [f"{base}/bad_line.jsonl"]}}, [f"{base}/bad_line.jsonl:31"]),
         "few_samples": ({"data": {"train": [f"{base}/few.jsonl"]}}, ["3 samples", "8"]),
-        "no_tokenizer": ({"model": {"path": f"{base}/no_tokenizer"}}, [f"{base}/no_tokenizer"]),
+        "no_tokenizer": (model("no_tokenizer"), [f"{base}/no_tokenizer"]),
         "export_not_empty": (
             {"export": {"enabled": True}},
             ["export.dir", f"{base}/export_not_empty/export", "not empty"],
@@ -58,20 +65,14 @@ def cases(base: Path) -> dict[str, tuple[dict[str, Any], list[str]]]:
             ["loss.teacher", f"{base}/other", "300", "301", "290"],
         ),
         "teacher_tokens": ({"loss": {"teacher": f"{base}/strange"}}, ["has another tokenizer: token 290 is"]),
-        "damaged_weights": (
-            {"model": {"path": f"{base}/damaged_weights"}},
-            [f"{base}/damaged_weights/model.safetensors"],
-        ),
+        "damaged_weights": (model("damaged_weights"), [f"{base}/damaged_weights/model.safetensors"]),
         "not_numbers": (
-            {"model": {"path": f"{base}/not_numbers"}, "loss": NO_TEACHER},
+            model("not_numbers"),
             [f"{base}/not_numbers are not all numbers: NaN or Inf in model.embed_tokens.weight"],
         ),
         "diverges": (
-            {"loss": NO_TEACHER, "train": {"steps": STEPS, "checkpoint_every": 1, "keep_checkpoints": 1}},
-            [
-                "checkpoints/step_00000002 was not written: the model diverged",
-                "NaN or Inf in model.layers.0.self_at",
-            ],
+            {"loss": NO_TEACHER, "train": often},
+            ["step_00000002 was not written: the model diverged", "NaN or Inf in model.layers.0.self_at"],
         ),
         "no_scales": ({"quant": {"scales": f"{base}/empty"}}, [f"{base}/empty", "safetensors"]),
         "input_scales": (
@@ -83,33 +84,21 @@ def cases(base: Path) -> dict[str, tuple[dict[str, Any], list[str]]]:
             ],
         ),
         "raw_weight": (
-            {**raw_weight, "quant": {"scheme": "w8a16_channel"}},
+            {**raw, "quant": {"scheme": "w8a16_channel"}},
             ["layers.0.mamba.dt_proj: the model's forward did not call them", RAW_WEIGHT],
         ),
-        "unseen_input": (raw_weight, ["inputs that no batch reached", "layers.0.mamba.dt_proj", RAW_WEIGHT]),
+        "unseen_input": (raw, ["inputs that no batch reached", "layers.0.mamba.dt_proj", RAW_WEIGHT]),
         # Whole windows of 128 tokens are compressed, and these samples have none.
         "no_gradient": (
-            {
-                "model": {"path": f"{base}/windows"},
-                "loss": NO_TEACHER,
-                "quant": {"exempt_more": [r".*\.o_a_proj"]},
-            },
+            {**model("windows"), "quant": {"exempt_more": [r".*\.o_a_proj"]}},
             [
                 "model.layers.0.self_attn.compressor.position_bias, model.layers.0.self_attn.compressor.kv_proj.weight",
                 "the loss of the first step did not depend on them",
                 r"set learnable.freeze: ['model\.layers\.\d+\.self_attn\.compressor\.position_bias$', ",
             ],
         ),
-        # Found before the weights, which cannot be read.
-        "late_event": (damaged, ["an event at step 1000, but train.steps is 5: the last step to begin is 4"]),
-        "adapter_of_head": (
-            {
-                **damaged,
-                "learnable": {"weight": False, "weight_scale": False},
-                "adapter": {"kind": "lora", "targets": ["lm_head"]},
-            },
-            ["adapter.targets: lm_head: lm_head and embeddings get no adapter"],
-        ),
+        "late_event": (early, ["an event at step 1000, but train.steps is 5: the last step to begin is 4"]),
+        "adapter_of_head": ({**early, **adapter}, ["adapter.targets: lm_head: lm_head and embeddings get no adapter"]),
     }
 
 
@@ -124,23 +113,22 @@ def write_what_is_wrong(base: Path, model: Path, chats: Path) -> None:
         shutil.copytree(model, base / name)
     weights = base / "damaged_weights" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    tensors = load_file(base / "not_numbers" / "model.safetensors")
-    tensors["model.embed_tokens.weight"][-1, -1] = torch.nan  # which one rank holds, and no sample looks up
-    save_file(tensors, base / "not_numbers" / "model.safetensors", metadata={"format": "pt"})
+    embedding = "model.embed_tokens.weight"  # one rank holds its last value, and no sample looks it up
+    edit_tensors(base / "not_numbers", embedding, lambda tensors: tensors[embedding][-1, -1].fill_(torch.nan))
     for directory in ("export_not_empty/export/precious", "recipe_not_written/recipe.yaml", "empty", "input_scales"):
         (base / directory).mkdir(parents=True)
     scales = {"model.layers.1.mlp.down_proj.input_scale": torch.tensor(1e6)}
     save_file(scales, base / "input_scales" / "model.safetensors")
-    config = AutoConfig.from_pretrained(tiny_checkpoint(base / "other"))
-    config.vocab_size = 290
-    config.save_pretrained(base / "other")
-    tokenizer = json.loads((tiny_checkpoint(base / "strange", "llama") / "tokenizer.json").read_text())
+    edit_json(tiny_checkpoint(base / "other") / "config.json", vocab_size=290)
+    edit_json(tiny_checkpoint(base / "strange", "llama") / "tokenizer.json", exchange_two_tokens)
+    VARIANTS["jamba"].checkpoint(base / "raw")  # it multiplies by the weight of a Linear, which it does not call
+    Family("deepseek_v4", "deepseek_v4").checkpoint(base / "windows")
+
+
+def exchange_two_tokens(tokenizer: dict[str, Any]) -> None:
     vocabulary = tokenizer["model"]["vocab"]
     by_id = {id: token for token, id in vocabulary.items()}
     vocabulary[by_id[290]], vocabulary[by_id[295]] = 295, 290
-    (base / "strange" / "tokenizer.json").write_text(json.dumps(tokenizer))
-    VARIANTS["jamba"].checkpoint(base / "raw")  # it multiplies by the weight of a Linear, which it does not call
-    Family("deepseek_v4", "deepseek_v4").checkpoint(base / "windows")
 
 
 def late_event(loop: Loop) -> None:
@@ -194,9 +182,8 @@ def test_a_checkpoint_of_a_run_that_diverged_is_neither_written_nor_continued(ba
     state = torch.load(file, weights_only=False)
     state["optimizer_state_dict"]["fp32_flat_groups"][0].data[0] = torch.nan
     torch.save(state, file)
-    manifest = json.loads((checkpoint / "state.json").read_text())
-    manifest["files"][file.name] = [file.stat().st_size, file_crc32(file)]
-    (checkpoint / "state.json").write_text(json.dumps(manifest))
+    whole = {file.name: [file.stat().st_size, file_crc32(file)]}
+    edit_json(checkpoint / "state.json", lambda manifest: manifest["files"].update(whole))
     recipe = yaml.safe_load((base / "diverges.yaml").read_text())
     recipe["train"]["resume"] = True
     (base / "continues.yaml").write_text(yaml.safe_dump(recipe))

@@ -8,6 +8,7 @@ says where it is tested.
 
 import hashlib
 import json
+import math
 import random
 import re
 import sys
@@ -20,12 +21,14 @@ from types import FrameType
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 import pytest
+import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from engine.config.config import Recipe
-from engine.config.errors import RecipeError
+from engine.config.errors import FP32_MAX, RecipeError
+from engine.config.quant import RuleRecipe, SchemeRecipe, TensorRecipe
 from engine.config.reading import load_recipe, save_recipe
-from engine.config.sections import DataRecipe, EventRecipe, ModelRecipe, TrainRecipe
+from engine.config.sections import EVENT_RATES, DataRecipe, EventRecipe, ModelRecipe, TrainRecipe
 from engine.loop import Loop, LoopState
 from model.ranks import RankError
 from tests.distributed.engine.scripts.train import whole_parameters
@@ -47,10 +50,8 @@ SITUATIONS: dict[str, dict[str, Any]] = {
     "merged adapters": LORA,
     "teacher at rest": {"loss.teacher": "other"},
     "norms alone": {
-        "learnable.weight": False,
-        "learnable.weight_scale": False,
-        "learnable.norm": True,
-        "optim.lr": 0.03,
+        **dict.fromkeys(("learnable.weight", "learnable.weight_scale"), False),
+        **{"learnable.norm": True, "optim.lr": 0.03},
     },
     "text": {"data.kind": "text", "data.train": ["text.txt"], "data.held_out": 4},
     "no export": {"export.enabled": False, "optim.schedule": "wsd", "optim.decay_steps": 2},
@@ -85,68 +86,33 @@ COMPANY: dict[str, dict[str, Any]] = {
 }
 # Another value of options whose type does not say one (the other truth, another choice, one more).
 VALUES: dict[str, Any] = {
-    "model.path": "other",
-    "model.attn_implementation": "eager",
-    "data.train": ["more.jsonl"],
-    "data.weights": [3.0, 1.0],
-    "data.held_out": 3,
-    "data.eval": ["held.jsonl"],
-    "data.max_length": 100,
-    "train.steps": 3,
-    "train.quant_stats_every": 1,
-    "train.resume": "best",
-    "output_dir": "elsewhere",
-    "deepspeed": "zero1",
-    "quant.scheme": "w8a8_static",
-    "quant.rules": [],
-    "quant.lm_head": "w8a16_channel",
-    "quant.embedding": "w8a16_channel",
-    "quant.exempt": [r".*\.down_proj"],
-    "quant.exempt_more": [r".*\.down_proj"],
-    "quant.weight_range": "mse",
-    "quant.percentile": 90.0,
-    "quant.calibration_batches": 17,
-    "quant.initial_input_scale": 0.05,
-    "quant.compute": "fp8_gemm",
-    "quant.rotate": [r".*\.[qkvo]_proj"],
-    "quant.fake_quant_start": 1,
-    "learnable.weight": False,
-    "learnable.weight_scale": False,
-    "learnable.freeze": [r".*down_proj.weight"],
-    "adapter.targets": [r".*\.q_proj"],
-    "adapter.ranks": {r".*\.q_proj": 2},
-    "adapter.dropout": 0.5,
-    "optim.lr": 3e-3,
-    "optim.embedding_lr": 1e-2,
-    "optim.norm_lr": 1e-2,
-    "optim.scale_lr": 3e-2,
-    "optim.act_scale_lr": 3e-2,
-    "optim.adapter_lr": 2e-2,
-    "optim.min_lr_ratio": 0.7,
-    "optim.decay_steps": 1,
-    "optim.weight_decay": 0.3,
-    "optim.betas": (0.5, 0.6),
-    "optim.eps": 1e-2,
-    "optim.grad_clip": 1e-3,
-    "loss.lm_weight": 0.5,
-    "loss.temperature": 2.0,
-    "loss.top_k": 3,
-    "loss.teacher": "qwen3",
-    "loss.chunk_tokens": 3,
-    "schedule": [EventRecipe(at=0, lr={"weights": 2e-3})],
-    "export.dir": "served",
-    "export.max_shard_size": "100KB",
+    f"{section}.{name}": value
+    for section, values in yaml.safe_load(
+        r"""
+        model: {path: other, attn_implementation: eager}
+        data: {train: [more.jsonl], weights: [3.0, 1.0], held_out: 3, eval: [held.jsonl], max_length: 100}
+        train: {steps: 3, quant_stats_every: 1, resume: best}
+        quant:
+          {scheme: w8a8_static, rules: [], lm_head: w8a16_channel, embedding: w8a16_channel, weight_range: mse,
+           exempt: ['.*\.down_proj'], exempt_more: ['.*\.down_proj'], percentile: 90.0, calibration_batches: 17,
+           initial_input_scale: 0.05, compute: fp8_gemm, rotate: ['.*\.[qkvo]_proj'], fake_quant_start: 1}
+        learnable: {weight: false, weight_scale: false, freeze: ['.*down_proj.weight']}
+        adapter: {targets: ['.*\.q_proj'], ranks: {'.*\.q_proj': 2}, dropout: 0.5}
+        optim:
+          {lr: 0.003, embedding_lr: 0.01, norm_lr: 0.01, scale_lr: 0.03, act_scale_lr: 0.03, adapter_lr: 0.02,
+           min_lr_ratio: 0.7, decay_steps: 1, weight_decay: 0.3, eps: 0.01, grad_clip: 0.001}
+        loss: {lm_weight: 0.5, temperature: 2.0, top_k: 3, teacher: qwen3, chunk_tokens: 3}
+        export: {dir: served, max_shard_size: 100KB}
+        """
+    ).items()
+    for name, value in values.items()
 }
+VALUES |= {"output_dir": "elsewhere", "deepspeed": "zero1", "optim.betas": (0.5, 0.6)}
+VALUES |= {"schedule": [EventRecipe(at=0, lr={"weights": 2e-3})]}
 # Same results by another way: such an option is seen by what is called.
 WAYS = {
-    "model.load",
-    "train.activation_checkpointing",
-    "train.activation_offload",
-    "loss.chunk_tokens",
-    "quant.compute",
-    "quant.keep_codes",
-    "quant.fuse_norms",
-    "quant.quantized_all_gather",
+    *("model.load", "train.activation_checkpointing", "train.activation_offload", "loss.chunk_tokens"),
+    *("quant.compute", "quant.keep_codes", "quant.fuse_norms", "quant.quantized_all_gather"),
 }
 # Options that no run like these can show, and where they act.
 ELSEWHERE = {
@@ -454,3 +420,83 @@ def test_many_options_at_once_are_trained_with_or_named(tmp_path, seed, count=10
     names = {key.rpartition(".")[2] for key in known}
     for name, seen in run(tmp_path, runs, ()).items():
         assert "results" in seen or any(option in seen["refused"] for option in names), (name, seen)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Every number at the ends of what a computer holds: what cannot be trained with is refused by its key. The options are
+# found by their types, so that one that is added is tried from then on.
+# ---------------------------------------------------------------------------------------------------------------------
+
+INTEGERS = (-1, 0, 2**31 - 1, 2**31, 2**63 - 1, 2**63)
+HUGE = (1e4, 1e10, 1e15, 1e30, 1e38, 2e38, FP32_MAX, 3.5e38, 1e300, 2.0**63)
+TINY = (-0.0, 5e-324, 1e-45, 2**-149, 2**-126, 1e-30, 1e-15)
+FLOATS = (math.nan, math.inf, -math.inf, -1.0, *HUGE, *TINY, 1 - 2**-53, 1.0)
+WITH: dict[str, dict[str, Any]] = {
+    **COMPANY,
+    "optim.norm_lr": {"learnable.norm": True},
+    "optim.adapter_lr": LORA,
+    "optim.decay_steps": {"optim.schedule": "wsd"},
+    "adapter.rank": LORA,
+    "adapter.alpha": {**LORA, "adapter.merge": False, "adapter.init": "error", "quant.scheme": "w4a16_g32"},
+    "adapter.ranks": LORA,
+    "data.held_out": {"eval.every": 1},
+    "eval.every": {"data.held_out": 4},
+    "quant.rotate_block": {"quant.rotate": [r".*\.o_proj"]},
+    "quant.schemes": {"quant.scheme": "mine"},
+    "loss.kd_weight": {"loss.teacher": "other"},
+    "loss.top_k": {**KD, "loss.kd": "kl_top_k"},
+}
+# Numbers of things that are all done: they take as long as they are many.
+ENDLESS = {"quant.calibration_batches": 2**31 - 1, "data.max_length": 2**20}
+
+
+def cases() -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """Options with values, and what lets them act."""
+    of_scheme = {"dtype": "int", "bits": 4, "granularity": "group", "group_size": 32}
+    shapes: dict[str, list[Any]] = {
+        "data.weights": [[one, 1.0] for one in FLOATS],
+        "optim.betas": [pair for one in FLOATS for pair in ((one, 0.95), (0.9, one), (one, one))],
+        "adapter.ranks": [{".*q_proj": one} for one in INTEGERS],
+        "quant.schemes": [
+            {"mine": SchemeRecipe(TensorRecipe(**{**of_scheme, key: one}))}  # type: ignore[arg-type]
+            for key in ("bits", "group_size")
+            for one in INTEGERS
+        ],
+        "quant.rules": [[RuleRecipe("w4a16_g32", **{key: one})] for key in ("first", "last") for one in INTEGERS],
+        "schedule": [
+            *([EventRecipe(at=0, lr={group: one})] for group in EVENT_RATES for one in FLOATS),
+            *([EventRecipe(at=0, loss={"lm": one})] for one in FLOATS),
+            *([EventRecipe(observe=True, **{key: one})] for key in ("at", "every") for one in INTEGERS),
+        ],
+    }
+    for key, item in options():
+        types = {item.type, *get_args(item.type)}
+        values = [*(FLOATS if float in types else ()), *(INTEGERS if int in types else ())]
+        for value in shapes.get(key, values):
+            yield key, value, WITH.get(key, {})
+
+
+def accepted(directory: Path) -> list[tuple[str, Any, Any]]:
+    """Those whose recipes are read; the others name the key, each in one line."""
+    found = []
+    for key, value, company in cases():
+        if isinstance(value, int) and value > ENDLESS.get(key, value):
+            continue
+        try:
+            found.append((key, value, recipe_of(directory, {**company, key: value})))
+        except RecipeError as error:
+            assert all(key.partition(".")[0] in line for line in str(error).split("\n")), (key, value, str(error))
+            assert key in str(error) or "quant.scheme" in str(error) or "schedule" in str(error), (key, value)
+    return found
+
+
+def test_numbers_that_cannot_be_trained_with_are_refused(tmp_path):
+    """And every number of a recipe is tried."""
+    found = accepted(tmp_path)
+    tried = {key for key, _, _ in cases()}
+    assert {"optim.lr", "optim.eps", "adapter.alpha", "loss.temperature", "quant.percentile", "train.seed"} <= tried
+    for key, value, recipe in found:
+        if key.endswith("lr"):
+            assert 0 <= value / (1 - recipe.optim.betas[0]) < FP32_MAX, "AdamW divides by it, as fp32"
+        numbers = [one for one in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(one, float)]
+        assert all(map(math.isfinite, numbers)), (key, value)

@@ -41,8 +41,7 @@ WHEN = ("some time", "calibrate", "save", "mark", "evaluate", "export")
         pytest.param(60, LADDER, id="60", marks=pytest.mark.full),
     ],
 )
-def test_killed_at_random_moments_the_run_goes_on_to_the_same_export(tmp_path, kills, strategies):
-    seed = random.SystemRandom().randrange(2**31)
+def test_killed_at_random_moments_the_run_goes_on_to_the_same_export(tmp_path, seed, kills, strategies):
     program = f"from {__name__} import main; main()"
     result = run_python(program, tmp_path, kills, seed, *strategies, timeout=PATIENCE * kills)
     assert result.returncode == 0, f"seed {seed}\n{result.stderr[-8000:]}"

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -23,14 +24,11 @@ from engine.loop import Loop, LoopState
 from engine.losses.kd import KD_KINDS
 from engine.losses.objective import LossChunk
 from engine.session.probes import needs_mask
-from model.build import build_model
-from model.checkpoint.load import load_weights
-from model.ranks import rank
 from model.save import export_model
-from model.scales import renew_weight_scales
-from quant import SCHEMES, prepare
+from quant import SCHEMES
 from tests.distributed.engine.scripts.train import end_of
 from tests.distributed.engine.scripts.variants import rank_1_without_targets
+from tests.lib.checkpoints import load_model, quantized
 from tests.lib.definitions import kd_loss, lm_loss
 from tests.lib.host_waits import HostWaits
 from tests.lib.launcher import on_ranks
@@ -158,20 +156,13 @@ def other_padding(directory: Path) -> Path:
     return directory
 
 
-def quantized(directory: Path) -> tuple[Path, Path]:
+def coded_and_decoded(directory: Path) -> tuple[Path, Path]:
     """A checkpoint in int4, and the plain one of the weights that its codes stand for, in fp32."""
     source, coded, decoded = (directory / name for name in ("even", "coded", "decoded"))
     tiny_checkpoint(source, "llama", even=True)
-    options = {"dtype": torch.float32, "device": torch.device("cpu")}
-    model = build_model(source, {}, **options)
-    load_weights(model, source, progress=False)
-    quantization = prepare(model, SCHEMES["w4a16_g32"], learn_weight_scale=False, learn_input_scale=False)
-    renew_weight_scales(quantization)
-    export_model(model, quantization, source, coded)
-    model = build_model(coded, {}, **options)
-    load_weights(model, coded, progress=False)
+    export_model(*quantized(source, SCHEMES["w4a16_g32"]), source, coded)
     shutil.copytree(source, decoded)
-    weights = {key: tensor.contiguous() for key, tensor in model.state_dict().items()}
+    weights = {key: value.contiguous() for key, value in load_model(coded, torch.float32).state_dict().items()}
     save_file(weights, decoded / "model.safetensors", metadata={"format": "pt"})
     return coded, decoded
 
@@ -185,7 +176,7 @@ def runs(base: Path) -> dict[str, Variant]:
     """All runs; those on the cache behind the one that writes it."""
     text = base / "text.txt"
     text.write_text(TEXT * 20)
-    wide, (coded, decoded) = other_padding(base / "wide"), quantized(base)
+    wide, (coded, decoded) = other_padding(base / "wide"), coded_and_decoded(base)
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0}
     (base / "unfetched.json").write_text(json.dumps({"zero_optimization": zero}))
     gathering = {"stage": 3, "deepspeed": f"{base}/unfetched.json", "train": {"steps": 4, "quant_stats_every": 0}}
@@ -388,7 +379,7 @@ def test_a_cache_holds_what_the_teacher_says(paths):
 
 def hide_on_rank_1(loop: Loop) -> None:
     """The cache is on the disk of rank 0 alone."""
-    if rank() == 1:
+    if os.environ["RANK"] == "1":  # the ranks have not met yet
         loop.recipe.loss.teacher_cache = f"{loop.recipe.loss.teacher_cache}_elsewhere"
 
 

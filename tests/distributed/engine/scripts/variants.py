@@ -55,9 +55,9 @@ def used_weights(loop: Loop, seen: dict[str, Any]) -> None:
             with gathered(layer.parameters(recurse=False)), torch.no_grad():
                 quantizes, layer.input_fake_quant = layer.input_fake_quant, False
                 experts, units = layer.num_experts, torch.eye(layer.in_features, dtype=layer.weight.dtype)
-                ends = torch.arange(1, experts + 1, dtype=torch.int32) * layer.in_features if experts else None
+                ends = [torch.arange(1, experts + 1, dtype=torch.int32) * layer.in_features] if experts else []
                 # Not the module's call, which would gather for a step of ZeRO-3's.
-                columns = layer.forward(units.repeat(experts or 1, 1), ends)
+                columns = layer.forward(units.repeat(experts or 1, 1), *ends)
                 layer.input_fake_quant = quantizes
                 whole = columns.view(*layer.weight_shape[:-2], layer.in_features, -1).transpose(-2, -1)
                 for part in linears_of(name, layer):
