@@ -206,7 +206,7 @@ def test_a_save_that_fails_loses_neither_the_run_nor_the_checkpoint_before(ran):
 
 def test_at_the_end_of_a_run_a_save_that_fails_is_an_error(ran):
     error, latest = ran[1]["last"]
-    assert error.startswith("CheckpointError: ") and f"step_{STEPS + 1:08d} was not written" in error
+    assert error.startswith("SaveError: ") and f"step_{STEPS + 1:08d} was not written" in error
     assert latest == f"step_{STEPS:08d}"
 
 

@@ -17,9 +17,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoTokenizer
 
 from data.chat import read_chat
-from data.held_out import split
+from data.held_out import split_held_out
 from engine.checkpoint.find import best_checkpoint
-from engine.checkpoint.save import CheckpointError
+from engine.checkpoint.save import SaveError
 from engine.config.reading import load_recipe
 from engine.loop import Loop, LoopState
 from engine.session.optimizer import SCALE_EPS
@@ -77,7 +77,7 @@ def test_evaluation_is_of_the_held_out_samples_as_the_model_would_be_served(path
     assert len(evaluations) == 5
     tokenizer = AutoTokenizer.from_pretrained(settings.model.path)
     samples, _ = read_chat(settings.data.train, tokenizer, max_length=settings.data.max_length)
-    training, held_out = split(samples, settings.data.held_out, settings.data.seed)
+    training, held_out = split_held_out(samples, settings.data.held_out, settings.data.seed)
     assert len(held_out) == 7 and len(training) == len(samples) - 7
     model, _ = plain_model(settings)
     teacher = plain_weights(settings.loss.teacher)
@@ -170,7 +170,7 @@ def unsaved(recipe: Any) -> dict[str, Any]:
 
     try:
         loop.run()
-    except CheckpointError as error:
+    except SaveError as error:
         found["error"] = str(error)
     return found
 

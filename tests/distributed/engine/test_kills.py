@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.checkpoint.find import BEST, LATEST
-from engine.checkpoint.find import STEP_DIRECTORIES as STEP_DIRECTORIES
+from engine.checkpoint.find import BEST, LATEST, STEP_DIRECTORIES
 from launch.train import main as train
 from tests.lib.forked import Job
 from tests.lib.fp16_cpu import allow_fp16_on_cpu
