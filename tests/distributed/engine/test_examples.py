@@ -9,53 +9,38 @@ from tests.lib.root import ROOT
 from tests.lib.tiny import tiny_checkpoint
 from tests.lib.variants import NO_TEACHER
 
-EXAMPLES = sorted((ROOT / "launch" / "examples").glob("*.py"))
 STEPS = 8
+QUARTER = STEPS // 4
 
 
-@pytest.fixture(scope="module")
-def pages(tmp_path_factory) -> dict[str, EventAccumulator]:
-    """What each script wrote for TensorBoard."""
-    directory = tmp_path_factory.mktemp("examples")
-    model, chats = tiny_checkpoint(directory / "model"), write_chats(directory / "chats.jsonl")
-    found = {}
-    for script in EXAMPLES:
-        recipe = write_recipe(
-            directory,
-            script.stem,
-            model,
-            chats,
-            stage=1,
-            dtype="bfloat16",
-            train={"steps": STEPS, "gradient_accumulation_steps": 1},
-            loss=NO_TEACHER,
-            export={"enabled": True},
-        )
-        output = run_ranks(script, "--config", recipe)
-        assert (directory / script.stem / "export" / "config.json").is_file(), output[-4000:]
-        found[script.stem] = EventAccumulator(str(directory / script.stem / "tensorboard"))
-        found[script.stem].Reload()
-    return found
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "launch" / "examples").glob("*.py")))
+def test_an_example_runs_and_does_what_it_says(tmp_path, name):
+    recipe = write_recipe(
+        tmp_path,
+        "run",
+        tiny_checkpoint(tmp_path / "model"),
+        write_chats(tmp_path / "chats.jsonl"),
+        stage=1,
+        dtype="bfloat16",
+        train={"steps": STEPS, "gradient_accumulation_steps": 1},
+        loss=NO_TEACHER,
+        export={"enabled": True},
+    )
+    output = run_ranks(ROOT / "launch" / "examples" / f"{name}.py", "--config", recipe)
+    assert (tmp_path / "run" / "export" / "config.json").is_file(), output[-4000:]
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
 
+    def curve(tag: str) -> list[float]:
+        return [event.value for event in events.Scalars(tag)]
 
-def curve(page: EventAccumulator, tag: str) -> list[float]:
-    return [event.value for event in page.Scalars(tag)]
-
-
-def test_every_example_is_here(pages):
-    assert pages.keys() == {"custom_loss", "fake_quant_later", "layer_by_layer"}
-
-
-def test_fake_quant_later_trains_scales_from_when_it_comes_on(pages):
-    rates = curve(pages["fake_quant_later"], "lr/weight_scales")
-    assert rates[: STEPS // 4] == [0.0] * (STEPS // 4) and all(rate > 0 for rate in rates[STEPS // 4 :])
-
-
-def test_layer_by_layer_quantizes_all_by_half_of_the_run(pages):
-    assert curve(pages["layer_by_layer"], "quant/layers_quantized") == [0, 1, 1, 2, 2, 2, 2, 2]
-
-
-def test_a_custom_loss_is_shown_and_is_a_part_of_the_total(pages):
-    total, lm, z = (curve(pages["custom_loss"], f"loss/{name}") for name in ("total", "lm", "z"))
-    assert all(value > 1 for value in z)  # (log 301)^2 and more
-    assert total == pytest.approx([a + 1e-4 * b for a, b in zip(lm, z, strict=True)], rel=1e-5)
+    if name == "fake_quant_later":  # scales train from when it comes on
+        rates = curve("lr/weight_scales")
+        assert rates[:QUARTER] == [0.0] * QUARTER and all(rate > 0 for rate in rates[QUARTER:])
+    elif name == "layer_by_layer":  # all are quantized by half of the run
+        assert curve("quant/layers_quantized") == [0, 1, 1, 2, 2, 2, 2, 2]
+    else:
+        assert name == "custom_loss", "a new example"
+        total, lm, z = (curve(f"loss/{loss}") for loss in ("total", "lm", "z"))
+        assert all(value > 1 for value in z)  # (log 301)^2 and more
+        assert total == pytest.approx([a + 1e-4 * b for a, b in zip(lm, z, strict=True)], rel=1e-5)

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from engine.cluster import nodes
 from engine.config.reading import load_recipe
@@ -22,6 +20,7 @@ from engine.session.context import init_ranks
 from engine.state import LoopState
 from launch.exits import clean_exit
 from launch.train import main as train
+from tests.lib.checkpoints import edit_tensors
 from tests.lib.forked import Job
 from tests.lib.hosts import Host, NoNamespaces, network
 from tests.lib.patience import PATIENCE, until
@@ -126,10 +125,7 @@ def recipe(machine: Path) -> None:
 
 
 def weights(machine: Path) -> None:
-    file = machine / "model" / "model.safetensors"
-    tensors = load_file(file)
-    tensors["model.norm.weight"] = torch.full_like(tensors["model.norm.weight"], 0.5)
-    save_file(tensors, file, metadata={"format": "pt"})
+    edit_tensors(machine / "model", "model.norm.weight", lambda tensors: tensors["model.norm.weight"].fill_(0.5))
 
 
 def end_early(machine: Path, end: Callable[[Loop], None]) -> None:
