@@ -41,7 +41,7 @@ from tests.lib.plain import (
 )
 from tests.lib.tiny import TEXT, tiny_checkpoint, tiny_config, tiny_tokenizer
 from tests.lib.variants import NO_TEACHER, Variant, run_variants
-from tools.teacher_cache import check_recipe, write_cache
+from tools.write_teacher_cache import check_recipe, write_cache
 
 TEACHER_VOCABULARY = 320
 
@@ -302,7 +302,7 @@ def test_a_step_waits_for_its_counts_and_for_its_losses_alone(paths):
     found = {name: count for name, count in seen["plain"].items() if name not in ON_THE_HOST | ON_A_CPU}
     assert found == WAITS
     # A step that measures the quantization reads more, but of the scales' gradients one norm.
-    assert seen["measured"]["model/zero/optimizer.py: gradient_norm"] == 1
+    assert seen["measured"]["model/zero/optimizer_state.py: gradient_norm"] == 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------
