@@ -23,8 +23,8 @@ VENV := $(or $(VIRTUAL_ENV),$(CURDIR)/.venv)
 STAMP := $(VENV)/.installed$(subst /,_,$(CURDIR))
 
 GGUF_TESTS := tests/unit/model/save/test_gguf.py tests/distributed/tools/verify/test_engines.py
-MLX_TESTS := tests/unit/quant/formats/test_mlx.py tests/distributed/tools/verify/test_engines.py
-EXECUTORCH_TESTS := tests/unit/quant/formats/test_torchao.py tests/distributed/tools/verify/test_engines.py
+MLX_TESTS := tests/unit/quant/formats/test_layouts.py tests/distributed/tools/verify/test_engines.py
+EXECUTORCH_TESTS := tests/unit/quant/formats/test_layouts.py tests/distributed/tools/verify/test_engines.py
 PEFT_TESTS := tests/distributed/model/save/test_lora.py
 
 # The deepspeed launcher and ninja (for ops that compile at first use) are looked up in PATH.

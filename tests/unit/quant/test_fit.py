@@ -188,6 +188,8 @@ def test_what_passes_of_wrong_scales_does_little_harm(name, kind, seed):
     for title, scale in ways(WRONG, case).items():
         alone = case.refused(scale)
         beside = alone or case.refused_codes(scale, case.weight, own)
+        if kind == "unequal rows" and title in ("permuted", "next row's") and case.own.numel() >= 64:
+            assert alone, title  # however little they lose
         if not (name == "w2a16_g32" and title.startswith("absmax")):  # that is the grid -1..1
             assert alone or (title not in ALWAYS and harmless(case, case.loss(scale))), title
         assert beside or (title not in {*ALWAYS, "times 2"} and harmless(case, case.loss(scale))), title
@@ -201,12 +203,3 @@ def test_codes_of_other_weights_are_refused(name, kind, seed):
     other = torch.randn_like(case.weight) * case.weight.std()
     scale = case.stored(Case(other, case.spec).own)
     assert case.refused_codes(scale, other, scale) is not None
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if SEVERAL(SCHEMES[name].weights)])
-def test_moved_scales_are_refused_alone_where_rows_differ(name, seed):
-    """However little they lose."""
-    case = case_of(name, "unequal rows")
-    moved = ways({title: WRONG[title] for title in ("permuted", "next row's")}, case)
-    if case.own.numel() >= 64:
-        assert all(case.refused(scale) for scale in moved.values())

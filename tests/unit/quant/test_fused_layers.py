@@ -70,10 +70,7 @@ def test_rows_of_a_class_come_before_those_of_any_class():
         ("deepseek_v3", {"gate_proj up_proj", "q_a_proj kv_a_proj_with_mqa"}),
         ("glm4_moe_lite", {"gate_proj up_proj", "q_a_proj kv_a_proj_with_mqa"}),
         ("lfm2", {"q_proj k_proj v_proj", "w1 w3"}),
-        (
-            "kimi_linear",
-            {"gate_proj up_proj", "q_a_proj kv_a_proj_with_mqa", "q_proj k_proj v_proj f_a_proj b_proj"},
-        ),
+        ("kimi_linear", {"gate_proj up_proj", "q_a_proj kv_a_proj_with_mqa", "q_proj k_proj v_proj f_a_proj b_proj"}),
         ("olmo_hybrid", {"gate_proj up_proj", "q_proj k_proj v_proj", "q_proj k_proj v_proj g_proj"}),
         ("qwen3_5", {"gate_proj up_proj", "in_proj_b in_proj_a", "in_proj_qkv in_proj_z", "q_proj k_proj v_proj"}),
     ],

@@ -6,9 +6,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 import quant
-from quant import fused_reference
 from quant.fused import FusedMLP, fuse, rms_norm
-from quant.inputs import QuantizedActivation
 from tests.lib.saved import kept_for_backward, storages
 from tests.lib.tiny import tiny_model
 from tests.unit.quant.attention import fill_scales
@@ -37,6 +35,14 @@ def quantized(
     return model, quantization
 
 
+def pair(*arguments, **options):
+    """Twice the same model and its quantization, the second fused."""
+    (plain, theirs), (model, ours) = (quantized(*arguments, **options) for _ in range(2))
+    before, done = dict(model.named_parameters()), fuse(model)
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+    return plain, theirs, model, ours, done
+
+
 def run(model: nn.Module, tokens: int = 12) -> tuple[Tensor, dict[str, Tensor]]:
     """Logits, and gradients of a loss that weighs them at random."""
     generator = torch.Generator().manual_seed(1)
@@ -63,36 +69,20 @@ def distance(ours: Tensor, theirs: Tensor) -> float:
 def test_a_model_computes_the_same_but_for_roundings(kind, scheme, fp8_gemm):
     """In fp32, where a code that differs is rare; and of the same Parameters, by the same names."""
     dtype = torch.bfloat16 if fp8_gemm else torch.float32
-    (plain, _), (model, _) = (quantized(kind, scheme=scheme, fp8_gemm=fp8_gemm, dtype=dtype) for _ in range(2))
-    parameters = dict(model.named_parameters())
-    done = fuse(model)
+    plain, _, model, _, done = pair(kind, scheme=scheme, fp8_gemm=fp8_gemm, dtype=dtype)
     layers = model.config.num_hidden_layers
     assert len(done.norms) == 2 * layers and len(done.mlps) == layers and not done.left
-    again = dict(model.named_parameters())
-    assert list(again) == list(parameters) and all(again[name] is parameters[name] for name in again)
+    assert [*dict(model.named_parameters())] == [*dict(plain.named_parameters())]
     assert {name for name in model.state_dict() if "input_s0" not in name} == {
         name for name in plain.state_dict() if "input_s0" not in name
     }
-    (logits, gradients), (expected, theirs) = run(model), run(plain)
+    (logits, gradients), (expected, of_plain) = run(model), run(plain)
     assert distance(logits, expected) < (0.05 if fp8_gemm else 1e-3)
-    assert gradients.keys() == theirs.keys()
+    assert gradients.keys() == of_plain.keys()
     for name, gradient in gradients.items():
-        assert distance(gradient, theirs[name]) < (0.2 if fp8_gemm else 1e-3), name
+        assert distance(gradient, of_plain[name]) < (0.2 if fp8_gemm else 1e-3), name
     for one in (model.get_submodule(name) for name in ("model.layers.0.input_layernorm", "model.layers.0.mlp")):
         assert type(one).__name__.startswith("Fused")
-
-
-def test_codes_are_those_of_the_definition():
-    model, quantization = quantized()
-    fuse(model)
-    norm = model.model.layers[0].input_layernorm
-    x = torch.randn(3, 7, 64).bfloat16()
-    handed = norm(x)
-    spec = quantization.layers["model.layers.0.self_attn.q_proj"].scheme.activations
-    codes, _, values, _ = fused_reference.rms_norm_quantize(x, norm.weight.detach(), 1e-6, norm.input_s0, spec)
-    assert isinstance(handed, QuantizedActivation) and torch.equal(handed.quantized.codes.float(), codes.float())
-    assert torch.equal(handed.quantized.values, values) and handed.shape == x.shape and handed.dtype == x.dtype
-    assert "input_layernorm" in repr(handed)
 
 
 @pytest.mark.parametrize("fp8_gemm", [False, True])
@@ -132,8 +122,7 @@ def test_what_is_kept_for_backward_is_less():
 
 
 def test_while_fake_quant_is_off_or_inputs_are_watched_it_is_the_plain_model_bit_for_bit():
-    (plain, theirs), (model, ours) = quantized(), quantized()
-    fuse(model)
+    plain, theirs, model, ours, _ = pair()
     handed, _ = run(model)
     for observe, switches in (
         (True, (False, False)),
@@ -153,8 +142,7 @@ def test_while_fake_quant_is_off_or_inputs_are_watched_it_is_the_plain_model_bit
 
 def test_weights_as_they_are_beside_inputs_as_codes():
     """Layers of the fp8 GEMM whose weights are not quantized now multiply values."""
-    (plain, theirs), (model, ours) = (quantized(fp8_gemm=True) for _ in range(2))
-    fuse(model)
+    plain, theirs, model, ours, _ = pair(fp8_gemm=True)
     for one in (theirs, ours):
         one.set_fake_quant(weights=False, activations=True)
     assert distance(run(model)[0], run(plain)[0]) < 0.05

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -17,6 +16,8 @@ from quant.autograd import Plan, quant_linear
 from quant.lora import Adapter, AdapterBeside, merge
 from quant.reference import fake_quant
 from quant.scale import Scale
+from tests.lib.saved import kept_for_backward
+from tests.unit.quant.attention import fill_scales
 from tests.unit.quant.one_linear import FP8, SCHEMES, Case
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -70,10 +71,10 @@ def test_it_is_the_layer_of_the_sum(schemes, dtype, seed):
             if theta is not None:
                 theta.requires_grad_(learn)
         weight, expected = case.merged()
-        kept, own = [], {id(tensor) for tensor in (*case.tensors().values(), case.weight_global, case.weight_zero)}
-        with saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):  # noqa: B023
+        own = [*case.tensors().values(), case.weight_global, case.weight_zero]
+        with kept_for_backward(tensor for tensor in own if tensor is not None) as kept:
             output = case()
-        assert all(tensor.numel() <= case.x.numel() for tensor in kept if id(tensor) not in own)
+        assert all(tensor.numel() <= case.x.numel() for tensor in kept.values())
         assert torch.equal(output, expected)
         grad = torch.randn_like(output)
         trained = {name: tensor for name, tensor in case.trained().items() if not name.startswith("lora")}
@@ -154,17 +155,6 @@ def test_the_sum_is_the_same_for_any_rows(dtype, seed, monkeypatch):
         torch.set_num_threads(threads)
 
 
-def test_a_sum_with_what_is_not_finite_or_does_not_fit(seed):
-    """NaN and Inf come through where they are; shapes are checked."""
-    weight, lora_a, lora_b = torch.randn(5, 40), torch.randn(2, 40), torch.randn(5, 2)
-    weight[1, 3], weight[2, 4], lora_a[0, 7] = torch.nan, torch.inf, -torch.inf
-    whole = merge(weight, lora_a, lora_b, 2.0)
-    assert whole[1, 3].isnan() and whole[2, 4] == torch.inf and not whole[:, 7].isfinite().any()
-    for wrong in ((lora_a[:, :-1], lora_b), (lora_a, lora_b[:-1]), (lora_a[:1], lora_b), (lora_a[None], lora_b[None])):
-        with pytest.raises(RuntimeError):
-            merge(weight, *wrong, 2.0)
-
-
 class Products(TorchDispatchMode):
     """Shapes of all products of two matrices, but for those in fp64."""
 
@@ -221,9 +211,7 @@ def adapted_layer(scheme: str, adapter: Adapter | None = None, dtype: torch.dtyp
     model = nn.Sequential(nn.Linear(64, 48, dtype=dtype)).requires_grad_(False)
     quantization = prepare(model, get_scheme(scheme), exempt=(), learn_weight_scale=False, learn_input_scale=False)
     layer = quantization.layers["0"]
-    layer.weight_s0.data.fill_(0.01)
-    if layer.input_s0 is not None:
-        layer.input_s0.data.fill_(0.02)
+    fill_scales(quantization)
     layer.attach_adapter(random_adapter(4, 48, 64, dtype=dtype) if adapter is None else adapter)
     return layer
 
@@ -256,17 +244,6 @@ def test_kept_codes_are_those_of_the_sum(seed):
     changed = layer(x)
     layer.keeps_weight_codes = False
     assert torch.equal(changed, layer(x)) and not torch.equal(changed, expected)
-
-
-def test_checkpointed_and_without_tokens(seed):
-    layer = adapted_layer("fp8_static")
-    x = torch.randn(5, 64, dtype=torch.bfloat16, requires_grad=True)
-    trained = [x, layer.lora_a, layer.lora_b]
-    direct = torch.autograd.grad(layer(x).sum(), trained)
-    again = torch.autograd.grad(checkpoint(layer, x, use_reentrant=False).sum(), trained)
-    assert all(map(torch.equal, direct, again))
-    layer(x[:0]).sum().backward()
-    assert not layer.lora_a.grad.any() and not layer.lora_b.grad.any()
 
 
 @pytest.mark.parametrize("dropout", (0.0, 0.3))

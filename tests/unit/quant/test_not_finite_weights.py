@@ -20,6 +20,7 @@ from quant.linear import StackedLinear
 from quant.lora import Adapter
 from quant.packed_weight import placeholder
 from quant.scale import lsq_factor
+from tests.unit.quant.attention import fill_scales
 
 OUT, IN, EXPERTS, TOKENS, RANK = 128, 256, 3, 9, 4
 NOT_FINITE = (math.nan, math.inf, -math.inf)
@@ -35,27 +36,14 @@ def layer_of(scheme: Scheme, *, learns: bool, stack: bool = False, adapter: bool
     of_input = learns and scheme.learns_input
     quantization = quant.prepare(model, scheme, learn_weight_scale=learns, learn_input_scale=of_input, exempt=(), **how)
     layer = model[0]
-    with torch.no_grad():
-        scales_of(layer)
-        for group in quantization.input_groups:
-            group.s0.fill_(448.0 if group.spec.has_global_scale else 6 / group.spec.qmax)
+    spec = scheme.stored_input
+    fill_scales(quantization, 1.0 if spec is None else 448.0 if spec.has_global_scale else 6 / spec.qmax)
     if adapter:
         shape = (EXPERTS,) if stack else ()
         pair = torch.randn(*shape, RANK, IN).div(16), torch.randn(*shape, OUT, RANK).div(16)
         layer.weight.requires_grad_(False)
         layer.attach_adapter(Adapter(*(nn.Parameter(one.bfloat16()) for one in pair), 0.5))
     return layer
-
-
-def scales_of(layer: QuantLayer) -> None:
-    """Fill the scales of a weight, as its values are."""
-    spec, weight = layer.scheme.weights, layer.weight.detach()
-    stats = quant.partial_stats(weight.flatten(), 0, layer.weight_shape, spec)
-    layer.weight_s0.copy_(quant.scales_from_stats(stats, spec))
-    if layer.weight_zero is not None:
-        layer.weight_zero.copy_(quant.zero_points_from_stats(stats, spec))
-    if layer.weight_global is not None:
-        layer.weight_global.fill_(448 * 6 / float(weight.abs().max()))
 
 
 def run_of(layer: nn.Module, compute: Callable[[Tensor], Tensor]) -> Run:
@@ -90,9 +78,8 @@ def ways(scheme: Scheme, learns: bool) -> Iterator[tuple[str, QuantLayer, Run, d
         yield "gathered as codes", layer, gathered(layer, whole), {"weight": whole}
     if QuantEmbedding.takes(scheme):
         model = nn.Sequential(nn.Embedding(OUT, IN), nn.Linear(IN, OUT)).bfloat16()
-        quant.prepare(model, scheme, named={"0": scheme}, exempt=(), learn_weight_scale=learns, learn_input_scale=False)
-        with torch.no_grad():
-            scales_of(model[0])
+        options = {"learn_weight_scale": learns, "learn_input_scale": False, "exempt": ()}
+        fill_scales(quant.prepare(model, scheme, named={"0": scheme}, **options))
         run = run_of(model[0], lambda x: model[0](torch.arange(OUT)))
         yield "embedding", model[0], run, {"weight": model[0].weight}
 

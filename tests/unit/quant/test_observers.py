@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from quant.observers import (
-    MAGNITUDES,
     SEARCH_FRACTIONS,
     Observer,
     Ranges,
@@ -175,7 +174,7 @@ def test_inputs_that_are_nearly_all_zero_keep_their_few_values():
 @pytest.mark.parametrize("spec", [FP8, INT8], ids=str)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_scales_from_histograms(spec, dtype, seed):
-    """Against the elements themselves: a percentile within a bin, an error within what a bin's width can do to it.
+    """Against the elements themselves: a percentile within a bin, an error near the least.
 
     With rare outliers, as inputs have: absmax is then a poor scale for integers, and fine for e4m3.
     """
@@ -200,7 +199,7 @@ def test_scales_from_histograms(spec, dtype, seed):
         ratios.append(error_by_histogram(x, observer, spec))
     # Of 1,300 draws one lay 15% above the least error, where midpoints of bins and numbers of e4m3 meet; their mean is
     # 0.6%, their deviation 1.6%.
-    assert sum(ratios) / len(ratios) < 1.06
+    assert sum(ratios) / len(ratios) < 1.06 and max(ratios) < 1.2
 
 
 def error_by_histogram(x: torch.Tensor, observer: Observer, spec: TensorSpec) -> float:
@@ -209,16 +208,10 @@ def error_by_histogram(x: torch.Tensor, observer: Observer, spec: TensorSpec) ->
     def error(scale: torch.Tensor) -> float:
         return (fake_quant(x, scale, spec) - x).double().square().sum().item()
 
-    best = scale_from_histogram(observer.histogram, Ranges(inputs="mse"), spec)
+    best = error(scale_from_histogram(observer.histogram, Ranges(inputs="mse"), spec))
     largest = absmax_scale(x.abs().amax().view(1), spec)
-    least = min(error(largest * step / 50) for step in range(5, 51))
-    # The distance to the nearest number of the grid changes by no more than the value does: moving all values to the
-    # midpoints of their bins moves the norm of the error by the norm of those moves, there and back.
-    bins = (x.abs().bfloat16().view(torch.int16) >> 2).long()
-    moves = (x.abs() - MAGNITUDES[bins]).double().norm().item()
-    assert math.sqrt(error(best)) <= math.sqrt(least) + 2 * moves
-    assert spec != INT8 or error(best) <= error(largest)
-    return error(best) / least
+    assert spec != INT8 or best <= error(largest)
+    return best / min(error(largest * step / 50) for step in range(5, 51))
 
 
 def test_the_observer_adds_up(seed):

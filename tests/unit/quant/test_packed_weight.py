@@ -15,6 +15,7 @@ from quant.packed_weight import (
     placeholder,
     store_packed,
 )
+from tests.unit.quant.attention import fill_scales
 
 OUT, IN, EXPERTS = 128, 256, 3
 
@@ -63,14 +64,11 @@ def pair(name: str, stacked: bool, dtype: torch.dtype) -> tuple[QuantLinear, Qua
     for one in (linear(stacked, dtype), meta):
         inner = nn.ModuleDict({"experts": nn.ModuleDict({"gate_up_proj": one})} if stacked else {"q_proj": one})
         quantization = prepare(inner, SCHEMES[name], learn_weight_scale=False, learn_input_scale=False)
+        if not layers:
+            fill_scales(quantization)
         layers += quantization.layers.values()
     plain, held = layers
     with torch.no_grad():
-        for parameter in (plain.weight_s0, plain.weight_global, plain.weight_zero, plain.input_s0):
-            if parameter is not None:
-                parameter.fill_(2.0**-6 if parameter is not plain.weight_global else 1.0)
-        if plain.weight_zero is not None:
-            plain.weight_zero.copy_(torch.randint(-3, 3, plain.weight_zero.shape))
         quantizer = Quantizer(plain.scale_of_weight, plain.scheme.weights, dtype)
         codes, _ = kernels.quantize(plain.weight, quantizer)
         plain.weight.copy_(kernels.dequantize(codes, quantizer))

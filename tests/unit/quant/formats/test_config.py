@@ -36,34 +36,28 @@ def test_config_there_and_back(preset):
     assert theirs.format == (formats.pop() if formats else "dense")
 
 
-def test_config_of_numerics_without_a_preset():
-    """A spec that no preset names is still read, under a name that says what it is."""
-    for weights, name in (
+@pytest.mark.parametrize(
+    ("weights", "name"),
+    [
         (TensorSpec("int", 5, "channel"), "w5a16_channel"),
         (TensorSpec("int", 4, "group", 64), "w4a16_g64"),
         (TensorSpec("int", 3, "group", 32, symmetric=False), "w3a16_g32_asym"),
-    ):
-        found = read(quantization_config({"a": Scheme("mine", weights)}, []), "a")
-        assert (found.weights, found.activations, found.name) == (weights, None, name)
+    ],
+)
+def test_numerics_without_a_preset_have_a_name_that_says_what_they_are(weights, name):
+    assert read(quantization_config({"a": Scheme("mine", weights)}, []), "a") == Scheme(name, weights)
 
 
 def test_fp8_config_is_the_one_that_was_verified():
     """Key for key the configuration that transformers and vLLM's loading code were seen to accept."""
     fp8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
     layers = {"model.layers.0.mlp.up_proj": SCHEMES["fp8_static"]}
+    group = {"weights": fp8, "input_activations": fp8, "output_activations": None}
     assert quantization_config(layers, ["lm_head", r"re:.*mlp\.gate$"], SCHEMES["fp8_static"].weights) == {
         "quant_method": "compressed-tensors",
         "format": "float-quantized",
         "quantization_status": "compressed",
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "format": "float-quantized",
-                "weights": fp8,
-                "input_activations": fp8,
-                "output_activations": None,
-            }
-        },
+        "config_groups": {"group_0": {"targets": ["Linear"], "format": "float-quantized", **group}},
         "ignore": ["lm_head", r"re:.*mlp\.gate$"],
         "kv_cache_scheme": fp8,
     }
@@ -114,7 +108,14 @@ def test_mixed_schemes_give_groups_that_no_reader_confuses():
     """Every layer is matched by its own group's targets and by no other's, as a module of its own and as part of a
     fused one; and no target is a class, which vLLM would take for a fused layer before its names."""
     layers = mixed_model()
-    ignore = ignore_patterns([], layers, ROUTERS)
+    skipped = [f"model.layers.{i}.mlp.{leaf}" for i in range(12) for leaf in ("shared_expert_gate", "up_proj")]
+    ignore = ignore_patterns(["embed_tokens", *skipped], layers, ROUTERS)
+    assert ignore == [
+        r"re:.*mlp\.gate$",
+        "embed_tokens",
+        r"re:model\.layers\.\d+\.mlp\.shared_expert_gate$",
+        r"re:model\.layers\.\d+\.mlp\.up_proj$",
+    ]
     config = json.loads(json.dumps(quantization_config(layers, ignore)))
     assert config["format"] == "mixed-precision"
     groups = QuantizationConfig(**config).config_groups
@@ -124,7 +125,7 @@ def test_mixed_schemes_give_groups_that_no_reader_confuses():
         assert len(matching) == 1, name
         assert read(config, name) is scheme
         assert not is_match(name, LINEAR, ignore)
-    assert all(is_match(name, LINEAR, ignore) for name in ROUTERS)
+    assert all(is_match(name, LINEAR, ignore) for name in (*ROUTERS, *skipped))
     targets = [target for group in groups.values() for target in group.targets]
     assert all((target.startswith("re:") and target.endswith("$")) or target == "lm_head" for target in targets)
     # vLLM asks for the experts of a layer by names that need not be in the file, and once for all projections.
@@ -136,48 +137,39 @@ def test_mixed_schemes_give_groups_that_no_reader_confuses():
     assert len(targets) < 16
 
 
-def test_experts_of_one_layer_with_several_schemes_are_named_one_by_one():
+def test_experts_of_one_layer_with_several_schemes_and_modules_that_are_no_linear_to_vllm_are_named():
     layers = {f"model.layers.{i}.mlp.experts.{e}.up_proj": SCHEMES["w4a16_g32"] for i in range(2) for e in range(2)}
+    config = quantization_config({**layers, "lm_head": SCHEMES["w4a16_g32"]}, [], no_linears=["lm_head"])
+    assert config["config_groups"]["group_0"]["targets"] == ["Linear", "lm_head"]
+    assert read(config, "lm_head") is SCHEMES["w4a16_g32"]
     layers["model.layers.1.mlp.experts.1.up_proj"] = SCHEMES["w2a16_g32"]
     config = quantization_config(layers, [])
     assert all(read(config, name) is scheme for name, scheme in layers.items())
 
 
-def test_modules_that_are_no_linear_to_vllm_are_named():
-    layers = {"model.layers.0.mlp.up_proj": SCHEMES["w4a16_g32"], "lm_head": SCHEMES["w4a16_g32"]}
-    config = quantization_config(layers, [], no_linears=["lm_head"])
-    assert config["config_groups"]["group_0"]["targets"] == ["Linear", "lm_head"]
-    assert read(config, "lm_head") is SCHEMES["w4a16_g32"]
-
-
 def test_a_moe_with_nothing_but_a_quantized_cache_has_a_group():
     """transformers looks for the experts' group without asking whether there is any."""
-    experts = [f"model.layers.{i}.mlp.experts.{e}.up_proj" for i in range(2) for e in range(2)]
-    config = quantization_config({}, ignore_patterns([*experts, "lm_head"], []), SCHEMES["fp8_static"].weights)
+    experts, cache = [f"model.layers.0.mlp.experts.{e}.up_proj" for e in range(2)], SCHEMES["fp8_static"].weights
+    config = quantization_config({}, ignore_patterns([*experts, "lm_head"], []), cache)
     assert [group["targets"] for group in config["config_groups"].values()] == [["Linear"]]
     assert all(read(config, name) is None for name in experts)
-    assert kv_cache_from_config(config) == SCHEMES["fp8_static"].weights
+    assert kv_cache_from_config(config) == cache
+    config["kv_cache_scheme"] |= {"type": "int"}
+    with pytest.raises(ValueError, match=r"kv_cache_scheme is .*int"):
+        kv_cache_from_config(config)
 
 
 def test_what_other_writers_leave_is_read():
     """Names before patterns before classes, whatever the order of the groups; old spellings."""
-    group = {
-        "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "actorder": "weight"},
-        "format": "pack-quantized",
+    group = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "actorder": "weight"}
+    block = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": "128x128"}
+    inputs = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 128, "dynamic": True}
+    named = {"targets": ["re:.*q_proj", "model.layers.0.mlp.up_proj"], "format": "naive-quantized"}
+    groups = {
+        "a": {"weights": group, "targets": ["Linear"], "format": "pack-quantized"},
+        "b": {"weights": block, "input_activations": inputs, **named},
     }
-    block = {
-        "weights": {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": "128x128"},
-        "input_activations": {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 128, "dynamic": True},
-        "format": "naive-quantized",
-    }
-    config = {
-        "quant_method": "compressed-tensors",
-        "config_groups": {
-            "a": {**group, "targets": ["Linear"]},
-            "b": {**block, "targets": ["re:.*q_proj", "model.layers.0.mlp.up_proj"]},
-        },
-        "ignore": ["re:.*layers.1.*"],
-    }
+    config = {"quant_method": "compressed-tensors", "config_groups": groups, "ignore": ["re:.*layers.1.*"]}
     expected = {
         "model.layers.0.self_attn.q_proj": SCHEMES["fp8_block"],
         "model.layers.0.self_attn.q_proj.base": SCHEMES["fp8_block"],
@@ -205,10 +197,7 @@ GROUP = "config_groups.group_0"
         (lambda c, g: g["weights"].update(num_bits=6), "type 'float' with num_bits 6 is not read"),
         (lambda c, g: g["weights"].update(scale_dtype="torch.uint8"), "weights.scale_dtype is 'torch.uint8'"),
         (lambda c, g: g["weights"].update(strategy="block"), "weights.block_structure is None, expected"),
-        (
-            lambda c, g: g["weights"].update(strategy="block", block_structure=[1, 128]),
-            r"is \[1, 128\], expected equal",
-        ),
+        (lambda c, g: g["weights"].update(strategy="block", block_structure=[1, 128]), r"is \[1, 128\], expected eq"),
         (lambda c, g: g["weights"].update(strategy="attn_head"), "weights.strategy is 'attn_head', expected 'tensor'"),
         (lambda c, g: g["weights"].update(strategy="tensor_group", group_size=32), "strategy is 'tensor_group', exp"),
         (lambda c, g: g["input_activations"].update(dynamic=True), "input_activations: a dynamic scale is per token"),
@@ -220,31 +209,3 @@ def test_numerics_that_are_not_ours_are_refused(change, message):
     change(config, config["config_groups"]["group_0"])
     with pytest.raises(ValueError, match=message):
         rules_from_config(config)
-
-
-def test_a_cache_that_is_not_ours_is_refused():
-    config = quantization_config({}, [], SCHEMES["fp8_static"].weights)
-    config["kv_cache_scheme"] |= {"type": "int"}
-    with pytest.raises(ValueError, match=r"kv_cache_scheme is .*int"):
-        kv_cache_from_config(config)
-
-
-def test_ignore_patterns_catch_exactly_what_they_should():
-    """Judged by compressed-tensors' own matching, on names that differ in one number or one suffix."""
-    skipped = ["lm_head", "model.layers.0.mlp.down_proj"]  # layer 0 only: no pattern for all layers
-    skipped += [f"model.layers.{i}.mlp.shared_expert_gate" for i in range(12)]
-    skipped += [f"model.layers.{i}.mlp.experts.{e}.up_proj" for i in (0, 11) for e in range(4)]
-    quantized = [f"model.layers.{i}.mlp.{p}" for i in range(12) for p in ("gate_proj", "down_proj")]
-    quantized += [f"model.layers.{i}.mlp.experts.{e}.up_proj" for i in range(1, 11) for e in range(4)]
-    quantized.remove("model.layers.0.mlp.down_proj")
-    quantized += ["model.layers.0.mlp.experts.0.down_proj"]
-    ignore = ignore_patterns(skipped, quantized, ROUTERS)
-    assert ignore == [
-        r"re:.*mlp\.gate$",
-        "lm_head",
-        "model.layers.0.mlp.down_proj",
-        r"re:model\.layers\.\d+\.mlp\.shared_expert_gate$",
-        r"re:model\.layers\.(?:0|11)\.mlp\.experts\.\d+\.up_proj$",
-    ]
-    assert all(is_match(name, LINEAR, ignore) for name in skipped + ROUTERS)
-    assert not any(is_match(name, LINEAR, ignore) for name in quantized)
