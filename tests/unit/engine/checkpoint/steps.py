@@ -5,29 +5,26 @@ from pathlib import Path
 
 import torch
 
-from engine.checkpoint.files import CheckedFiles
+from engine.checkpoint.files import CheckedFiles, file_crc32
 from engine.checkpoint.save import _make_current
 from engine.config.config import Recipe
 from engine.config.reading import save_recipe
-from engine.config.sections import DataRecipe, ModelRecipe, TrainRecipe
 from model.zero import LeftOut
+from tests.lib.checkpoints import edit_json
+from tests.lib.recipes import minimal
 
 NOTHING = LeftOut(torch.nn.Module(), ())
 
 
 def recipe(directory: Path, *, resume: bool | str = True, **data) -> Recipe:
-    return Recipe(
-        model=ModelRecipe(path="model"),
-        data=DataRecipe(train=["train.jsonl"], **data),
-        train=TrainRecipe(steps=10, gradient_accumulation_steps=6, resume=resume),
-        output_dir=str(directory),
-    )
+    train = {"gradient_accumulation_steps": 6, "resume": resume}
+    return minimal(data=data, train=train, output_dir=str(directory))
 
 
 def write_step(
     directory: Path, step: int, *, keep: int = 10, world: int = 1, measured=None, samples="", **data
 ) -> Path:
-    """A checkpoint of two small files and a recipe, made current as a run does."""
+    """Write a checkpoint of two small files and a recipe, and make it current as a run does."""
     name = f"step_{step:08d}"
     partial = directory / f"{name}.partial"
     partial.mkdir(parents=True)
@@ -41,3 +38,10 @@ def write_step(
     (partial / "state.json").write_text(json.dumps(state))
     _make_current(directory, partial, directory / name, keep, measured)
     return directory / name
+
+
+def refit(checkpoint: Path) -> None:
+    """Make size and checksum of b.pt in the manifest fit again, as the sender of a changed file would."""
+    path = checkpoint / "b.pt"
+    written = {"b.pt": [path.stat().st_size, file_crc32(path)]}
+    edit_json(checkpoint / "state.json", lambda state: state["files"].update(written))

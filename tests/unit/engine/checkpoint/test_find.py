@@ -19,32 +19,45 @@ from engine.checkpoint.find import (
 )
 from engine.config.errors import RecipeError
 from engine.report import best_line
+from tests.lib.checkpoints import edit_json
 from tests.lib.patience import ends
 from tests.unit.engine.checkpoint.steps import recipe, write_step
 
 
-def names(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.glob("step_*"))
+def steps(directory: Path) -> list[int]:
+    return sorted(int(path.name[-8:]) for path in directory.glob("step_*"))
 
 
 def test_latest_and_best_and_names_are_found(tmp_path):
+    assert best_checkpoint(tmp_path) is None and best_line(tmp_path) is None
+    with pytest.raises(ValueError, match=r"has no best\.json"):
+        find_checkpoint(tmp_path, "best")
     for step in (1, 2, 3):
         write_step(tmp_path, step, measured=("eval/perplexity", 5.5 if step == 2 else 6.0))
     assert best_checkpoint(tmp_path) == Best("step_00000002", 2, "eval/perplexity", 5.5)
     assert best_line(tmp_path) == f"best checkpoint: {tmp_path}/step_00000002, eval/perplexity 5.5000"
-    found = {which: find_checkpoint(tmp_path, which) for which in (True, "best", "step_00000001")}
-    assert [checkpoint.step for checkpoint in found.values()] == [3, 2, 1]
-    for checkpoint in found.values():
+    found = [find_checkpoint(tmp_path, which) for which in (True, "best", "step_00000001")]
+    assert [checkpoint.step for checkpoint in found] == [3, 2, 1]
+    for checkpoint in found:
         verify_checkpoint(checkpoint)
+    (tmp_path / "latest").unlink()  # as if killed before the first pointer
+    assert find_checkpoint(tmp_path).step == 3
 
 
 def test_the_last_ones_and_the_best_are_kept(tmp_path):
     kept, losses = {}, {2: 1.0, 4: 1.5, 5: 0.5}
     for step in range(1, 7):
         write_step(tmp_path, step, keep=2, measured=("loss", losses[step]) if step in losses else None)
-        kept[step] = [int(name[-8:]) for name in names(tmp_path)]
+        kept[step] = steps(tmp_path)
     assert kept == {1: [1], 2: [1, 2], 3: [2, 3], 4: [2, 3, 4], 5: [4, 5], 6: [5, 6]}
     assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_run_that_goes_on_from_an_older_step_does_not_lose_it_to_later_ones(tmp_path):
+    for step in (1, 2, 3, 4):
+        write_step(tmp_path, step, keep=4)
+    write_step(tmp_path, 2, keep=1)  # resumed from step 1
+    assert steps(tmp_path) == [2, 3, 4] and find_checkpoint(tmp_path).step == 2
 
 
 def test_the_best_is_the_one_of_the_smallest_value_that_is_still_there(tmp_path, capsys):
@@ -94,13 +107,6 @@ def test_killed_before_a_mark_or_a_pointer_the_step_is_done_again(tmp_path, monk
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best.json", "latest", "step_00000002"]
 
 
-def test_killed_before_the_first_pointer_the_checkpoint_is_found(tmp_path):
-    for step in (1, 2):
-        write_step(tmp_path, step)
-    (tmp_path / "latest").unlink()
-    assert find_checkpoint(tmp_path).step == 2
-
-
 @pytest.mark.parametrize("text", ["{", "[]", '{"name": "a"}', '{"name": "a", "step": 1, "metric": "b", "value": "c"}'])
 def test_a_damaged_mark_of_the_best_is_refused_before_a_run_goes_on(tmp_path, text):
     write_step(tmp_path, 1)
@@ -110,20 +116,6 @@ def test_a_damaged_mark_of_the_best_is_refused_before_a_run_goes_on(tmp_path, te
         check_resumable(recipe(tmp_path), tmp_path)
     # Damaged while it runs, it does not end a run whose work is done.
     assert (best_line(tmp_path) or "").startswith(f"warning: {tmp_path}/best.json is damaged")
-
-
-def test_a_run_that_goes_on_from_an_older_step_does_not_lose_it_to_later_ones(tmp_path):
-    for step in (1, 2, 3, 4):
-        write_step(tmp_path, step, keep=4)
-    write_step(tmp_path, 2, keep=1)  # resumed from step 1
-    assert names(tmp_path) == ["step_00000002", "step_00000003", "step_00000004"]
-    assert find_checkpoint(tmp_path).step == 2
-
-
-def test_a_checkpoint_that_is_not_there_is_no_best_one(tmp_path):
-    assert best_checkpoint(tmp_path) is None and best_line(tmp_path) is None
-    with pytest.raises(ValueError, match=r"has no best\.json"):
-        find_checkpoint(tmp_path, "best")
 
 
 @pytest.mark.parametrize(
@@ -156,21 +148,15 @@ def test_what_is_damaged_is_named_and_the_one_before_it_offered(tmp_path, spoil,
 @pytest.mark.parametrize(
     "values",
     [
-        {"files": {"../../a.pt": [3, 4]}},
-        {"files": {"/etc/passwd": [3, 4]}},
-        {"files": {"a.pt": 3}},
-        {"files": []},
-        {"world_size": 10**12},
-        {"world_size": 0},
+        *({"files": files} for files in ({"../../a.pt": [3, 4]}, {"/etc/passwd": [3, 4]}, {"a.pt": 3}, [])),
+        *({"world_size": size} for size in (10**12, 0)),
+        *({"step": step} for step in (None, float("inf"))),
         {"stage": "weights"},
-        {"step": None},
-        {"step": float("inf")},
     ],
 )
 def test_a_manifest_says_only_what_was_written(tmp_path, values):
     path = write_step(tmp_path, 1)
-    state = json.loads((path / "state.json").read_text())
-    (path / "state.json").write_text(json.dumps(state | values))
+    edit_json(path / "state.json", **values)
     with pytest.raises(ValueError, match=r"is damaged: state\.json is not what was written"):
         read_step_directory(path)
 
@@ -190,12 +176,9 @@ def test_a_pointer_leads_to_a_step_of_its_directory(tmp_path, text):
 @pytest.mark.parametrize("name", ["a.pt", "state.json"])
 def test_what_never_ends_when_it_is_read_is_no_file_of_a_checkpoint(tmp_path, make, name):
     step = write_step(tmp_path, 1)
-    state = json.loads((step / "state.json").read_text())
-    path = step / name
-    path.unlink()
-    make(path)
-    if name != "state.json":
-        state["files"] = {**state["files"], name: [0, 0]}
-        (step / "state.json").write_text(json.dumps(state))
+    (step / name).unlink()
+    make(step / name)
+    if name == "a.pt":
+        edit_json(step / "state.json", lambda state: state["files"].update({name: [0, 0]}))
     with ends(name), pytest.raises(ValueError, match=rf"{step.name} is (damaged: a.pt is missing|not a whole)"):
         read_step_directory(step)

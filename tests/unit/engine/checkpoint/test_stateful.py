@@ -16,7 +16,6 @@ from engine.checkpoint.stateful import (
     random_states,
     restore_random_states,
 )
-from engine.config.config import DataRecipe, ModelRecipe, Recipe, TrainRecipe
 from engine.evaluation import HeldOutResults
 from engine.fake_quant import FakeQuant
 from engine.faults import SkippedSteps
@@ -24,6 +23,7 @@ from engine.schedule import Schedule
 from engine.session.optimizer import LossScale
 from engine.session.overrides import Overrides
 from quant import Quantization, get_scheme, prepare
+from tests.lib.recipes import minimal
 from tests.lib.tiny import tiny_model
 
 INPUT = "model.layers.0.self_attn.q_proj"
@@ -35,8 +35,8 @@ def quantization() -> Quantization:
 
 def stateful() -> dict[str, Any]:
     """All that a run in fp16 has, as it is built."""
-    recipe = Recipe(ModelRecipe("m"), DataRecipe(["d"]), TrainRecipe(steps=9), output_dir="o")
-    session = SimpleNamespace(quantization=quantization(), overrides=Overrides(recipe), uncalibrated=frozenset({"a"}))
+    overrides = Overrides(minimal())
+    session = SimpleNamespace(quantization=quantization(), overrides=overrides, uncalibrated=frozenset({"a"}))
     return {
         "overrides": session.overrides,
         "quantization": session.quantization,
