@@ -1,69 +1,25 @@
 """Models that keep packed samples apart or need a mask: tried on real ones of transformers, tiny and random."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from data.loader import MicroBatch, model_inputs
 from engine.session.probes import boundary_problem, mask_problem, stop_asking
+from tests.families.make import Variant
+from tests.families.variants import VARIANTS
 from tests.lib.host_waits import HostWaits
 from tests.lib.tiny import tiny_model
 
-SMALL: dict[str, Any] = {
-    **{"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4},
-    **{"num_key_value_heads": 4, "max_position_embeddings": 256},
-    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
-}
-EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-SMALL_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
-HEADS = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
-APART: dict[str, dict[str, Any]] = {
-    "qwen3": {"head_dim": 16},
-    "llama": {},
-    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4},  # positions that are learned
-    "gpt_neox": {},  # the mask of an older kind
-    "gemma3_text": {"head_dim": 16, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2},
-    "llama4_text": {**EXPERTS, "head_dim": 16, "intermediate_size_mlp": 96},
-    "granitemoe": EXPERTS,
-    "mixtral": EXPERTS,
-    "qwen3_moe": SMALL_EXPERTS,
-}
-SEEN: dict[str, dict[str, Any]] = {
-    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
-    "bloom": {"n_layer": 2, "n_head": 4},
-    "mpt": {"d_model": 64, "n_layers": 2, "n_heads": 4},
-    "falcon": {},
-    "gpt_oss": {**EXPERTS, "head_dim": 16, "sliding_window": 8},
-    "afmoe": SMALL_EXPERTS,
-    "granitemoehybrid": {"num_local_experts": 0, "shared_intermediate_size": 96, "layer_types": ["attention"] * 4},
-    "lfm2": {"layer_types": ["full_attention", "conv"] * 2},
-    "qwen3_5_text": {**HEADS, "head_dim": 16, "layer_types": ["linear_attention", "full_attention"] * 2},
-    "mamba": {"state_size": 8, "num_hidden_layers": 2},
-}
-BIDIRECTIONAL: dict[str, dict[str, Any]] = {"bert": {}, "roberta": {}}
-CONFIGS = {**APART, **SEEN, **BIDIRECTIONAL}
+APART = ("qwen3", "llama", "gpt2", "gpt_neox", "gemma3_text", "llama4_text", "granitemoe", "mixtral", "qwen3_moe")
+SEEN = ("opt", "bloom", "mpt", "falcon", "gpt_oss", "afmoe", "granitemoehybrid, dense", "lfm2", "qwen3_5_text", "mamba")
+BIDIRECTIONAL = {kind: Variant(kind, kind) for kind in ("bert", "roberta")}
 
 
 def random_model(kind: str, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
-    """Make a model whose weights keep the size of what they multiply, so that attention moves hidden states."""
-    config = CONFIG_MAPPING[kind](**{**SMALL, **CONFIGS[kind]})
     attention = "eager" if kind in ("bloom", "mpt", "gpt_oss", "mamba") else "sdpa"
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() > 1:
-                size = 1 if "embed" in name else parameter.shape[-1] ** -0.5
-                parameter.copy_(size * torch.randn(parameter.shape, generator=generator))
-    frequencies = {name: buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq")}
-    model = model.to(dtype).eval()
-    for name, buffer in frequencies.items():
-        module, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(module), leaf, buffer)
-    return model
+    return {**VARIANTS, **BIDIRECTIONAL}[kind].model(dtype=dtype, attention=attention)
 
 
 def forward_of(model):
@@ -82,10 +38,7 @@ def test_causal_models_need_no_mask_and_some_may_pack(kind, dtype):
     model = random_model(kind, dtype)
     assert probe(mask_problem, model, rows=3) is None and probe(mask_problem, model, rows=1) is None
     problem = probe(boundary_problem, model, rows=2)
-    if kind in APART:
-        assert problem is None
-    else:
-        assert dtype == torch.float32 or "see the one before them in a row" in str(problem)
+    assert problem is None if kind in APART else "see the one before them in a row" in str(problem)
 
 
 @pytest.mark.parametrize("kind", BIDIRECTIONAL)

@@ -28,9 +28,8 @@ def test_routers_are_neither_quantized_nor_trained(name: str, tmp_path: Path):
     assert not any(parameter.requires_grad for parameter in routers.values())
     below = {router.rpartition(".")[0] for router in routers}
     assert below.isdisjoint(student.quantization.layers)
-    assert not any(
-        ".gate" in layer or "router" in layer for layer in student.quantization.layers if "_proj" not in layer
-    )
+    others = [layer for layer in student.quantization.layers if "_proj" not in layer]
+    assert not any(".gate" in layer or "router" in layer for layer in others)
 
 
 def test_the_share_of_the_matrices_that_is_quantized(tmp_path: Path):
@@ -47,21 +46,33 @@ def test_the_share_of_the_matrices_that_is_quantized(tmp_path: Path):
         "quantized: 88.9% of the 73,728 parameters in the decoder's matrices "
         "(attention 16,384 of 24,576, experts 49,152 of 49,152)"
     ]
-
-
-def test_a_small_share_names_what_was_left_out(tmp_path: Path):
     student = student_of("qwen3", tmp_path, quant={"exempt_more": [r".*\.mlp\..*"]})
     _, warning = quantized_share(student.model, student.quantization).lines()
     assert "60.0% of the decoder's matrices are not quantized" in warning
     assert "model.layers.*.mlp.gate_proj.weight (12,288)" in warning
 
 
-@pytest.mark.parametrize("scheme", ("fp8_static", "fp8_static_kv"))
-def test_a_scheme_for_linears_that_finds_none_is_refused(scheme: str, tmp_path: Path):
-    """Keys and values alone would have been quantized."""
-    quant = {"scheme": scheme, "exempt_more": [r".*_proj", r".*\.experts\..*"]}
-    with pytest.raises(RankError, match=r"nothing to quantize: .* Qwen3MoeForCausalLM is exempt.* lie in .*Router"):
-        student_of("qwen3_moe", tmp_path, quant=quant)
+NO_LINEARS = {"exempt_more": [r".*_proj", r".*\.experts\..*"]}
+TURNED = {"scheme": "w4a16_channel", "lm_head": "w8a16_channel", "rotate": ["lm_head"], "rotate_block": 64}
+NOTHING = r"nothing to quantize: .* Qwen3MoeForCausalLM is exempt.* lie in .*Router"
+NO_NAME = r"learnable\.freeze: .* matches no parameter.*model\.embed_tokens\.weight"
+
+
+@pytest.mark.parametrize(
+    ("name", "sections", "said"),
+    [
+        ("qwen3_moe", {"quant": {"scheme": "fp8_static", **NO_LINEARS}}, NOTHING),
+        # Keys and values alone would be quantized.
+        ("qwen3_moe", {"quant": {"scheme": "fp8_static_kv", **NO_LINEARS}}, NOTHING),
+        ("qwen3", {"learnable": {"freeze": [r"layers\.0\.mlp"]}}, NO_NAME),
+        ("qwen3", {"learnable": {"freeze": [r".*\.o_proj\.input_theta"]}}, NO_NAME),
+        # Its losses are computed from its weight, and an input that no layer turns.
+        ("llama", {"quant": TURNED}, r"quant\.rotate: lm_head's input is not turned"),
+    ],
+)
+def test_refused(name: str, sections: dict[str, Any], said: str, tmp_path: Path):
+    with pytest.raises((RankError, ValueError), match=said):
+        student_of(name, tmp_path, **sections)
 
 
 def test_the_output_layer_stays_as_it_is_whatever_it_is_called(tmp_path: Path):
@@ -129,16 +140,3 @@ def test_parameters_are_frozen_by_name(tmp_path: Path):
     trained = {name for name, value in student.model.named_parameters() if value.requires_grad}
     assert "model.layers.1.self_attn.q_proj.weight" in trained and "model.embed_tokens.weight" in trained
     assert not any(".layers.0." in name or ".q_proj.weight_theta" in name for name in trained)
-
-
-@pytest.mark.parametrize("pattern", (r"layers\.0\.mlp", r".*\.o_proj\.input_theta"))
-def test_a_name_to_freeze_must_be_one(pattern: str, tmp_path: Path):
-    with pytest.raises(RankError, match=r"learnable\.freeze: .* matches no parameter.*model\.embed_tokens\.weight"):
-        student_of("qwen3", tmp_path, learnable={"freeze": [pattern]})
-
-
-def test_a_turned_input_of_lm_head_is_refused(tmp_path):
-    """Its losses are computed from its weight, and an input that no layer turns."""
-    quant = {"scheme": "w4a16_channel", "lm_head": "w8a16_channel", "rotate": ["lm_head"], "rotate_block": 64}
-    with pytest.raises((RankError, ValueError), match=r"quant\.rotate: lm_head's input is not turned"):
-        student_of("llama", tmp_path, quant=quant)
