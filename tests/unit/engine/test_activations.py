@@ -11,8 +11,8 @@ from torch.autograd.graph import saved_tensors_hooks
 import quant
 from engine.step import OnHost
 from model.head import install_head
-from model.scales import renew_weight_scales
 from tests.lib.checkpoints import load_model
+from tests.lib.scales import fill_scales
 from tests.lib.tiny import tiny_checkpoint
 
 # kind, scheme, whether input scales learn, the rest of what quant.prepare takes
@@ -39,12 +39,7 @@ class Run:
         self.quantization = quant.prepare(
             self.model, quant.get_scheme(scheme), learn_weight_scale=True, learn_input_scale=learns, **options
         )
-        renew_weight_scales(self.quantization)
-        with torch.no_grad():
-            for group in self.quantization.weight_groups:
-                group.s0.mul_(0.7)
-            for group in self.quantization.input_groups:
-                group.s0.fill_(1 / 448)
+        fill_scales(self.quantization, 1.0, clip=0.7, theta=0.0)
         install_head(self.model)
         self.model.config.use_cache = False
         if recompute:

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import quant
-from model.scales import renew_weight_scales
 from quant.spec import get_scheme
+from tests.lib.scales import fill_scales
 
 WIDTH, HEADS = 64, (64, 32, 32)
 DTYPES = (torch.float32, torch.bfloat16)
@@ -25,17 +25,6 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.o_proj(torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1))
-
-
-def fill_scales(q: quant.Quantization, input_scale: float = 2.5 / 448) -> None:
-    """Weight scales from the weights, input scales that clip some of a Gaussian, thetas that are not 0."""
-    renew_weight_scales(q)
-    with torch.no_grad():
-        for group in q.input_groups:
-            group.s0.fill_(input_scale)
-        for group in (*q.weight_groups, *q.input_groups):
-            if group.theta is not None:
-                group.theta.fill_(-0.125)
 
 
 def attention(

@@ -8,12 +8,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 import quant
 from quant.fused import FusedMLP, fuse, rms_norm
 from tests.lib.saved import kept_for_backward, storages
+from tests.lib.scales import fill_scales
 from tests.lib.tiny import tiny_model
-from tests.unit.quant.attention import fill_scales
 
 pytestmark = pytest.mark.usefixtures("prepared")
 
-CLIPS = 2.0 / 448  # of norms' outputs a few in a hundred lie beyond
+CLIPS = 2.0  # of norms' outputs a few in a hundred lie beyond
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 50}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
 FAMILIES = {
@@ -31,7 +31,7 @@ def quantized(
     model = (FAMILIES[kind]() if kind in FAMILIES else tiny_model(kind, even=True)).to(dtype)
     others = {"learn_weight_scale": False, "learn_input_scale": False, **others}
     quantization = quant.prepare(model, quant.SCHEMES[scheme], fp8_gemm=fp8_gemm, **others)
-    fill_scales(quantization, CLIPS if scheme == "fp8_static" else 0.02)
+    fill_scales(quantization, CLIPS if scheme == "fp8_static" else 0.02 * 127.5)
     return model, quantization
 
 

@@ -1,22 +1,14 @@
 """Fake quant of keys and values against a cache that quantizes by the reference, and its gradients against fp64."""
 
 import copy
+import random
 import re
 
 import pytest
 import torch
+import transformers as hf
 from torch import nn
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    AutoModelForCausalLM,
-    BloomConfig,
-    DeepseekV3Config,
-    DynamicCache,
-    FalconConfig,
-    Gemma3nTextConfig,
-    MambaConfig,
-)
+from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache
 
 from engine.session.optimizer import classify
 from quant import prepare
@@ -25,32 +17,107 @@ from quant.observers import Observer
 from quant.reference import fake_quant, inside_range
 from quant.spec import PRESETS
 from tests.lib.saved import kept_for_backward
-from tests.unit.quant.kv_models import (
-    FAMILIES,
-    KV_HEADS,
-    LAYERS,
-    SIZE,
-    SPEC,
-    QuantizingCache,
-    attach,
-    build,
-    record_inputs,
-    reference_cache,
-    switch,
-    tokens,
-)
 from tests.unit.quant.oracle import DTYPES, Surrogate
 
-CPU = torch.device("cpu")
+SPEC = PRESETS["fp8_kv"].kv_cache
+LAYERS, KV_HEADS, SIZE = 2, 2, 16
+COMMON = {
+    "vocab_size": 64,
+    "hidden_size": 48,
+    "intermediate_size": 32,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": SIZE,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+}
+FAMILIES = {
+    "qwen2": (hf.Qwen2Config, {}),
+    "qwen3": (hf.Qwen3Config, {}),
+    "qwen3_moe": (hf.Qwen3MoeConfig, {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}),
+    "llama": (hf.LlamaConfig, {}),
+    "mixtral": (hf.MixtralConfig, {"num_local_experts": 4}),
+    "phi3": (hf.Phi3Config, {}),
+    "gemma2": (hf.Gemma2Config, {"sliding_window": 8}),
+    "gemma3": (hf.Gemma3TextConfig, {"sliding_window": 8}),
+}
 SMALL = {"vocab_size": 64, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "pad_token_id": 0}
 SHARING = {"num_kv_shared_layers": 1, "layer_types": ["full_attention"] * 2, "intermediate_size": 32}
 REFUSED = [
-    (FalconConfig, {}, "self_attention (FalconAttention)"),
-    (BloomConfig, {}, "self_attention (BloomAttention)"),
-    (MambaConfig, {}, "MambaForCausalLM"),
-    (DeepseekV3Config, {"kv_lora_rank": 16, "q_lora_rank": 16}, "latent"),
-    (Gemma3nTextConfig, {**SHARING, "vocab_size_per_layer_input": 64}, "another layer"),
+    (hf.FalconConfig, {}, "self_attention (FalconAttention)"),
+    (hf.BloomConfig, {}, "self_attention (BloomAttention)"),
+    (hf.MambaConfig, {}, "MambaForCausalLM"),
+    (hf.DeepseekV3Config, {"kv_lora_rank": 16, "q_lora_rank": 16}, "latent"),
+    (hf.Gemma3nTextConfig, {**SHARING, "vocab_size_per_layer_input": 64}, "another layer"),
 ]
+
+
+def build(family, attention="eager"):
+    """A tiny random fp32 model whose attention is not close to uniform."""
+    kind, extra = FAMILIES[family]
+    model = AutoModelForCausalLM.from_config(
+        kind(**COMMON, **extra),
+        attn_implementation=attention,
+        dtype=torch.float32,
+        experts_implementation="eager",  # grouped_mm knows no fp64
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.2)
+    return model.eval()
+
+
+def attach(model):
+    """Quantized keys and values, with learned scales that clip some of what a first forward has shown, each its own."""
+    caches = attach_kv_cache(model, SPEC, learn=True)
+    switch(caches, False)
+    for cache in caches.values():
+        cache.input_observer = Observer(SPEC)
+    with torch.no_grad():
+        model(tokens(), use_cache=False)
+        for cache in caches.values():
+            cache.input_s0.copy_(cache.input_observer.absmax / 448 * random.uniform(0.3, 0.6))
+            cache.input_theta.normal_(std=0.1)
+            cache.input_observer = None
+    switch(caches, True)
+    return caches
+
+
+def tokens(rows=2, length=24):
+    return torch.randint(1, 64, (rows, length))
+
+
+def switch(caches, on):
+    for cache in caches.values():
+        cache.input_fake_quant = on
+
+
+class QuantizingCache(DynamicCache):
+    """transformers' cache, which hands out what it holds through ``functions``, for keys and values of each layer."""
+
+    def __init__(self, config, functions):
+        super().__init__(config=config)
+        self.functions = functions
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        both = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        its = self.functions[2 * layer_idx : 2 * layer_idx + 2]
+        return tuple(function(x) for function, x in zip(its, both, strict=True))
+
+
+def reference_cache(model, caches):
+    scales = [cache.input_scale() for cache in caches.values()]
+    return QuantizingCache(model.config, [lambda x, s=scale: fake_quant(x, s, SPEC) for scale in scales])
+
+
+def record_inputs(caches):
+    """Inputs of each quantizer in the next forward, by name."""
+    seen = {}
+    for name, cache in caches.items():
+        cache.register_forward_pre_hook(lambda _, args, name=name: seen.__setitem__(name, args[0].detach()))
+    return seen
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -179,7 +246,7 @@ def test_flash_attention_finds_its_kernel_by_the_name_it_was_asked_for(seed):
         return AttentionInterface()["sdpa"](module, query, key, value, attention_mask, **kwargs)
 
     AttentionInterface.register("flash_attention_9", head_proxy)
-    AttentionMaskInterface.register("flash_attention_9", AttentionMaskInterface()["flash_attention_2"])
+    hf.AttentionMaskInterface.register("flash_attention_9", hf.AttentionMaskInterface()["flash_attention_2"])
     model, ids = build("qwen3", "sdpa"), tokens()
     same = copy.deepcopy(model)
     model.config._attn_implementation = "flash_attention_9"
@@ -251,7 +318,7 @@ def test_a_quantizer_is_the_reference_and_keeps_no_second_copy(dtype, seed):
     """Bit for bit, in any stride. With a fixed scale a bit of each element is kept for backward, with a learned one the
     element itself, and nothing where nothing trains."""
     x = torch.randn(2, 7, 3, 16).to(dtype).transpose(1, 2)
-    cache = QuantCache(SPEC, dtype=dtype, device=CPU, learn=True)
+    cache = QuantCache(SPEC, dtype=dtype, device=torch.device("cpu"), learn=True)
     with torch.no_grad():
         cache.input_s0.fill_(0.7 * x.abs().max() / 448)
     for learns, kept in ((False, x.numel() // 8), (True, x.nbytes)):

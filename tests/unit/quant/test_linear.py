@@ -1,19 +1,23 @@
-"""QuantLinear: what its switches do, and that it is F.linear when they are off."""
+"""QuantLinear: its switches, F.linear bit for bit when they are off, and the gradients of several layers."""
 
 import itertools
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
-from model.scales import renew_weight_scales
+import quant
 from quant import prepare
 from quant.autograd import Plan, quant_linear
 from quant.linear import SCALE_PARAMETERS, QuantLinear
 from quant.observers import Observer
-from quant.reference import effective_scale, fake_quant, fake_quantize_tokens
+from quant.reference import effective_scale, fake_quant, fake_quantize_tokens, inside_range
 from quant.spec import SCHEMES, Scheme, TensorSpec, get_scheme
+from tests.lib.scales import fill_scales
+
+pytestmark = pytest.mark.usefixtures("prepared")
+
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -30,10 +34,8 @@ def make(scheme: Scheme, dtype: torch.dtype, *, learn=True, bias=True) -> tuple[
     linear = nn.Linear(in_features, out_features, bias=bias).to(dtype)
     model = nn.ModuleDict({"up_proj": linear})
     q = prepare(model, scheme, learn_weight_scale=learn, learn_input_scale=learn and scheme.learns_input)
-    renew_weight_scales(q)
+    fill_scales(q, 2.0)
     with torch.no_grad():
-        for group in q.input_groups:
-            group.s0.fill_(448 * 6 / 2.0 if group.spec.has_global_scale else 2.0 / group.spec.qmax)
         for group in (*q.weight_groups, *q.input_groups):
             if group.theta is not None:
                 group.theta.normal_(std=0.2)
@@ -83,8 +85,10 @@ def test_off_is_exactly_the_linear_with_its_gradients(dtype, seed):
         output = module(x)
         results.append((output, *torch.autograd.grad(output.square().sum(), [x, linear.weight, linear.bias])))
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*results, strict=True))
-    layer(x).sum().backward()
-    assert not layer.weight_theta.grad.any() and not layer.input_theta.grad.any()
+    for tokens in (7, 0):
+        layer.zero_grad()
+        layer(x[:tokens]).sum().backward()
+        assert not layer.weight_theta.grad.any() and not layer.input_theta.grad.any()
 
 
 def test_one_operand_at_a_time_trains_only_its_theta(seed):
@@ -139,21 +143,6 @@ def test_partitioned_parameters_are_not_looked_at_outside_forward():
     assert "in_features=96, out_features=20" in repr(layer) and "fp8_static" in repr(layer)
 
 
-@pytest.mark.parametrize("scheme", ["fp8_static", "w4a16_g32", "8da4w"])
-def test_no_tokens(scheme, seed):
-    """An expert that no token chose: zero gradients for everything that trains, in both states."""
-    for on in (True, False):
-        layer, _ = make(get_scheme(scheme), torch.bfloat16)
-        layer.weight_fake_quant, layer.input_fake_quant = on, on and layer.scheme.activations is not None
-        static = layer.scheme.stored_input
-        layer.input_observer = observer = None if static is None else Observer(static)
-        layer(torch.empty(0, layer.in_features, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
-        for name, parameter in layer.named_parameters():
-            assert (parameter.grad is not None) == name.endswith(("weight", "bias", "theta")), name
-            assert parameter.grad is None or not parameter.grad.any()
-        assert observer is None or observer.absmax == observer.total == 0
-
-
 def test_what_does_not_fit_is_refused():
     """Scales that a cast of the module rounded by up to 0.4%; scales that a scheme would never use, or lacks."""
     layer, linear = make(get_scheme("fp8_static"), torch.float32)
@@ -188,3 +177,82 @@ def test_the_input_observer_sees_what_the_forward_sees(seed):
     with torch.no_grad():
         layer(100 * first)
     assert observer.total == second.numel()
+
+
+# ---- several layers
+
+
+WIDTHS = (128, 160, 96, 64)
+ROWS = 2048  # of 256, a few masks that differ by chance move a cosine by 1e-3 in one model of 400
+
+
+class StraightThrough(torch.autograd.Function):
+    """Fake quant in fp64 whose gradient passes where the reference says inside."""
+
+    @staticmethod
+    def forward(ctx, x, scale, spec):
+        rounded = x.float()  # exact where x holds bf16 values
+        ctx.save_for_backward(inside_range(rounded, scale, spec))
+        return fake_quant(rounded, scale.float(), spec).double()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (inside,) = ctx.saved_tensors
+        return grad * inside, None, None
+
+
+def mlp(scheme: str, *, learn: bool, fp8_gemm: bool) -> nn.Sequential:
+    """Three QuantLinears in bf16 with measured weight scales, and inputs of which some are clipped."""
+    linears = [nn.Linear(in_, out) for in_, out in itertools.pairwise(WIDTHS)]
+    model = nn.Sequential(linears[0], nn.SiLU(), linears[1], nn.SiLU(), linears[2]).bfloat16()
+    learn_input = learn and scheme == "fp8_static"
+    q = quant.prepare(
+        model, get_scheme(scheme), learn_weight_scale=learn, learn_input_scale=learn_input, fp8_gemm=fp8_gemm
+    )
+    fill_scales(q, {"0": 2.5, "2": 1.0, "4": 0.3}, clip=0.8, theta=0.0)
+    return model
+
+
+def exact_gradients(model: nn.Sequential, x: Tensor, grad: Tensor) -> list[Tensor]:
+    """Gradients of the MLP in fp64, straight-through: of the input, then of the weights."""
+    leaves = [x.double().requires_grad_()]
+    y = leaves[0]
+    for layer in model:
+        if not isinstance(layer, QuantLinear):
+            y = layer(y)
+            continue
+        leaves.append(layer.weight.detach().double().requires_grad_())
+        if layer.scheme.activations is not None:
+            y = StraightThrough.apply(y, layer.input_scale(), layer.scheme.activations)
+        weight = StraightThrough.apply(leaves[-1], layer.weight_scale(), layer.scheme.weights)
+        y = F.linear(y, weight, layer.bias.detach().double())
+    return list(torch.autograd.grad(y, leaves, grad.double()))
+
+
+def cosine(a: Tensor, b: Tensor) -> float:
+    return F.cosine_similarity(a.double().flatten(), b.double().flatten(), dim=0).item()
+
+
+@pytest.mark.parametrize("learn", (False, True))
+@pytest.mark.parametrize(("scheme", "fp8_gemm"), [("fp8_static", False), ("fp8_static", True), ("w4a16_g32", False)])
+def test_cosine_to_the_exact_straight_through_gradient(scheme, fp8_gemm, learn, seed):
+    """Above 0.999 for the input and every weight.
+
+    The bf16 chain rounds activations and gradients at some ten places, by 2^-9 / sqrt(3) of each at random: an angle of
+    sqrt(10) 2^-9 / sqrt(3), a cosine of 0.99999, which the weight-only scheme has. With fp8 inputs some activations are
+    rounded across the edge of the range or a boundary of the grid: an element's mask, or its value by one step, differs
+    in about one of a thousand. The lowest of 400 models was 0.9995.
+    """
+    for _ in range(3):
+        model = mlp(scheme, learn=learn, fp8_gemm=fp8_gemm)
+        x = torch.randn(ROWS, WIDTHS[0]).bfloat16()
+        grad = (torch.randn(ROWS, WIDTHS[-1]) / (ROWS * WIDTHS[-1])).bfloat16()  # as of a mean
+        leaf = x.clone().requires_grad_()
+        model(leaf).backward(grad)
+        ours = [leaf.grad, *(layer.weight.grad for layer in model if isinstance(layer, QuantLinear))]
+        assert all(gradient.dtype == torch.bfloat16 for gradient in ours)
+        exact = exact_gradients(model, x, grad)
+        cosines = [cosine(a, b) for a, b in zip(ours, exact, strict=True)]
+        assert min(cosines) > 0.999, cosines
+        if scheme == "fp8_static":
+            assert 0.001 < (exact[0] == 0).double().mean() < 0.2, "some inputs must be clipped"

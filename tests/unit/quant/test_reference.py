@@ -1,13 +1,33 @@
-"""The definition of the quantizers against an independent oracle, and its gradients against finite differences."""
+"""The definition of the quantizers against independent oracles, and its gradients against finite differences."""
+
+import math
+import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
-from compressed_tensors.quantization.utils import calculate_qparams
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from compressed_tensors.quantization.utils.fp4_utils import cast_to_fp4
+from compressed_tensors.quantization.utils.mxfp_utils import generate_mx_scales
+from torch import Tensor
 
-from quant.reference import asymmetric_grid, dequantize, fake_quant, fake_quant_backward, inside_range, quantize
+from quant import kernels, reference
+from quant.reference import (
+    absmax_scale,
+    asymmetric_grid,
+    dequantize,
+    effective_scale,
+    fake_quant,
+    fake_quant_backward,
+    fake_quantize_tokens,
+    fake_quantize_tokens_backward,
+    inside_range,
+    quantize,
+    quantize_tokens,
+)
+from quant.scale import Quantizer, Scale
 from quant.spec import TensorSpec
 from tests.unit.quant.oracle import (
     DTYPES,
@@ -158,3 +178,240 @@ def test_e2m1_rounds_as_compressed_tensors_does(seed):
     v = torch.cat([3 * torch.randn(100_000), ties, *beside, positive])
     v = torch.cat([v, -v]).view(1, -1)
     assert torch.equal(fake_quant(v, torch.ones(1, 1), NVFP4), cast_to_fp4(v.clone()))
+
+
+# ---- scales
+
+INT4 = TensorSpec("int", 4, "group", 16)
+
+
+def powers_of_two(scale: torch.Tensor) -> torch.Tensor:
+    """The nearest in the logarithm, one by one: the fraction of frexp against the square root of a half, squared."""
+    parts = [math.frexp(value) for value in scale.tolist()]  # value = fraction * 2^exponent, fraction in [0.5, 1)
+    return torch.tensor([2.0 ** (exponent - (fraction * fraction < 0.5)) for fraction, exponent in parts])
+
+
+@pytest.mark.parametrize("theta_dtype", (None, *DTYPES))
+def test_the_effective_scale(theta_dtype, seed):
+    """``s0 * exp(theta)``, rounded to the format it is stored in; the derivative is that of the scale before it."""
+    wide, model_dtype = torch.exp(5 * torch.randn(2000)), theta_dtype or torch.bfloat16
+    theta = None if theta_dtype is None else (0.3 * torch.randn(2000)).to(theta_dtype).requires_grad_()
+    above = torch.tensor([random.uniform(0.01, 100.0)])
+    for spec in (INT4, MXFP4, NVFP4):
+        s0 = wide if spec != INT4 else torch.rand(2000) + 0.1  # fp16 ends at 65504
+        exact = s0 if theta is None else s0 * theta.detach().double().exp().float()  # fp32 exp has its own last bit
+        expected = powers_of_two(exact) if spec == MXFP4 else exact.to(model_dtype).float()
+        if spec == NVFP4:
+            stored = round_oracle((exact * above).clamp(2.0**-9, 448).numpy(), FP8)
+            expected = torch.from_numpy(stored).float() / above
+        scale = effective_scale(s0, theta, spec, model_dtype, above if spec == NVFP4 else None)
+        assert scale.dtype == torch.float32 and torch.equal(scale, expected)
+        if theta is not None:
+            (derivative,) = torch.autograd.grad(scale.sum(), theta)
+            # One rounding to theta's dtype, or of the product in fp32.
+            eps = torch.finfo(theta_dtype).eps
+            torch.testing.assert_close(derivative, exact.to(theta_dtype), rtol=eps, atol=0)
+    for none in (None, torch.zeros(2000, dtype=model_dtype)):
+        assert torch.equal(effective_scale(wide, none, FP8, model_dtype), wide)
+
+
+def test_the_edges_of_scales_of_8_bits():
+    """Powers of two stay, the middle between two in the logarithm is no fp32 number, and both formats have ends."""
+    exponents = torch.arange(-126.0, 128.0)
+    powers = torch.exp2(exponents.double()).float()
+    assert torch.equal(effective_scale(powers, None, MXFP4, torch.float32), powers)
+    middle = torch.exp2(exponents[:-1].double() + 0.5).float()  # rounded, to one side or the other
+    for side, expected in ((0.0, powers[:-1]), (torch.inf, powers[1:])):
+        beside = torch.nextafter(middle, torch.tensor(side))
+        assert torch.equal(effective_scale(beside, None, MXFP4, torch.float32), expected)
+    ends = {0.0: 2.0**-127, 1e-45: 2.0**-127, 2.0**-127: 2.0**-127, 1.4 * 2.0**127: 2.0**127, 1.5 * 2.0**127: 2.0**127}
+    below = {0.0: 2.0**-9, 2.0**-10: 2.0**-9, 2.0**-9: 2.0**-9, 448.0: 448.0, 500.0: 448.0}
+    for spec, table, above in ((MXFP4, ends, None), (NVFP4, below, torch.tensor([4.0]))):
+        factor = 1 if above is None else 4
+        s0 = torch.tensor([*table, torch.inf, torch.nan]) / factor
+        for found in (
+            effective_scale(s0, None, spec, torch.float32, above),
+            kernels.effective_scale(Quantizer(Scale(s0, global_=above), spec, torch.float32)),
+        ):
+            assert (factor * found)[:5].tolist() == list(table.values()) and found[5:].isnan().all()
+
+
+def test_the_absmax_scale(seed):
+    """The largest magnitude lands on the edge of the grid, nothing divides by zero, and NaN stays NaN."""
+    absmax, narrow = torch.rand(7, 3) + 1e-3, TensorSpec("int", 4, "group", 16, narrow=True)
+    for spec, edge in ((FP8, 448), (NVFP4, 6), (INT4, 7.5), (TensorSpec("int", 2, "group", 16), 1.5), (narrow, 7)):
+        assert torch.equal(absmax_scale(absmax, spec), absmax / edge)
+    # 1e-38 is a normal fp32 number, but the reciprocal of 1e-38 / 448 overflows.
+    for spec in (FP8, NVFP4, MXFP4, TensorSpec("int", 4, "tensor")):
+        assert torch.isfinite(1 / absmax_scale(torch.tensor([0.0, 1e-45, 1e-38]), spec)).all()
+        assert absmax_scale(torch.zeros(1), spec).item() == 1.0
+        assert absmax_scale(torch.tensor([torch.nan]), spec).isnan().all()
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_power_of_two_scales_are_those_of_compressed_tensors(dtype, seed):
+    """absmax / scale in [3.5, 7), so that nothing is clipped; rounding such a scale again changes nothing."""
+    absmax = torch.exp(10 * torch.randn(10_000)).to(dtype)
+    edges = 1.75 * torch.exp2(torch.arange(-20.0, 20.0)).to(dtype)
+    absmax = torch.cat([absmax, edges, *(torch.nextafter(edges, torch.tensor(to, dtype=dtype)) for to in (0.0, 9e9))])
+    scale = absmax_scale(absmax, MXFP4)
+    assert torch.equal(scale, torch.exp2(generate_mx_scales(absmax).float() - 127))
+    assert torch.equal(effective_scale(scale, None, MXFP4, dtype), scale)
+    ratio = absmax.float() / scale
+    assert ((ratio >= 3.5) & (ratio < 7)).all()
+    assert inside_range(absmax.view(-1, 1), scale.view(-1, 1), MXFP4).all()
+
+
+def test_scales_with_a_global_scale_are_those_of_compressed_tensors(seed):
+    """absmax / 6 times the global scale, as e4m3."""
+    args = QuantizationArgs(
+        num_bits=4, type="float", strategy="tensor_group", group_size=16, scale_dtype=torch.float8_e4m3fn
+    )
+    absmax = torch.exp(torch.randn(1000, 1))
+    global_scale = generate_gparam(-absmax.amax(), absmax.amax())
+    stored, _ = calculate_qparams(-absmax, absmax, args, global_scale=global_scale)
+    ours = effective_scale(absmax_scale(absmax, NVFP4), None, NVFP4, torch.float32, global_scale)
+    assert torch.equal(ours, stored.float() / global_scale)
+
+
+# ---- learning a scale
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape", "most"),
+    [
+        # Straight-through takes no notice of values that cross a border of the grid when the scale moves. Where the
+        # largest value lies between two powers of two then decides how much more error the fixed point has: 0% to 1.2%
+        # over 13 draws, one of which a bound of 1% had refused. With LSQ's term for integers it is 19%.
+        (FP8, (8192, 128), 1.02),
+        (TensorSpec("int", 4, "tensor"), (512, 256), 1.01),
+        # 32 elements are too few for the mean error that straight-through reckons with: the best scale of a group owes
+        # to luck with its values, and the fixed point of 64 groups has 4% to 10% more error.
+        (TensorSpec("int", 4, "group", 32), (32, 64), 1.15),
+        (NVFP4, (1, 32 * 1024), 1.06),  # 1.18 with the gradient of integers
+        # This is what absmax scales have; if elements between 6 and 7 had the gradient of normal numbers, the largest
+        # of every group would settle at 7, with 1.6.
+        (NVFP4, (1024, 32), 1.35),
+    ],
+    ids=str,
+)
+def test_scale_learning_converges(spec, shape, most, seed):
+    """Minimizing the squared quantization error of a tensor. Scales are not rounded to a format, and of e2m1 one per
+    row."""
+    x = torch.randn(shape)
+    scale_shape = (shape[0], 1) if spec == NVFP4 else spec.scale_shape(shape)
+    absmax = x.reshape(*scale_shape, -1).abs().amax(-1)
+
+    def errors(scale: torch.Tensor) -> torch.Tensor:
+        return (fake_quant(x, scale, spec) - x).square().reshape(*scale_shape, -1).sum(-1)
+
+    # Not beyond absmax: a larger e4m3 scale gives the same errors again, octave by octave.
+    candidates = torch.linspace(0.3, 1.05 if spec == NVFP4 else 1.0, 100).view(-1, *[1] * absmax.dim())
+    candidates = candidates * absmax_scale(absmax, spec)
+    best = candidates.gather(0, torch.stack([errors(c) for c in candidates]).argmin(0, keepdim=True))[0]
+    if spec != NVFP4:
+        assert errors(best / 2).sum() > 3 * errors(best).sum(), "half the best scale must hurt, or nothing is tested"
+    found, steps = [], 120
+    for beginning in (0.5, 2.0):
+        scale = beginning * best
+        for step in range(steps):
+            grad = fake_quant(x, scale, spec) - x
+            _, gradient = fake_quant_backward(grad, x, scale, spec, scale_gradient=True)
+            # Only its sign: the gradient of clipping is thousands of times that of rounding.
+            scale = scale * torch.exp(-0.05 * (1 - step / steps) * gradient.sign())
+        assert errors(scale).sum() < most * errors(best).sum()
+        found.append(scale)
+    if spec != NVFP4:
+        # Both ends meet (single groups may have two fixed points): the difference is that of the last steps.
+        assert (found[0] / found[1]).log().abs().median() < 0.02
+
+
+# ---- dynamic inputs
+
+ASYMMETRIC = TensorSpec("int", 8, "token", symmetric=False, dynamic=True)
+DYNAMIC = [
+    ASYMMETRIC,
+    TensorSpec("int", 8, "token", dynamic=True),
+    TensorSpec("fp8_e4m3", 8, "token", dynamic=True),
+    TensorSpec("fp8_e4m3", 8, "group", 16, dynamic=True),
+    TensorSpec("int", 8, "group", 16, dynamic=True),
+    TensorSpec("int", 4, "token", symmetric=False, dynamic=True),
+]
+
+
+def random_input(dtype: torch.dtype) -> Tensor:
+    """Tokens of many sizes, some of one sign, in one to three dimensions and any layout."""
+    shape = (*random.choice(((7,), (2, 5), ())), 16 * random.randint(1, 8))
+    x = torch.randn(shape) * 10 ** torch.empty(*shape[:-1], 1).uniform_(-4, 3) + random.choice((0.0, 0.0, 3.0, -3.0))
+    if random.random() < 0.3:
+        x = torch.cat([x, x], dim=-1)[..., ::2]
+    return x.to(dtype)
+
+
+def expected_grid(groups: np.ndarray, spec: TensorSpec) -> tuple[np.ndarray, np.ndarray]:
+    """Scale, in fp32, and zero point of each row by the formulas of the definition."""
+    low, high = np.minimum(groups.min(1), np.float32(0)), np.maximum(groups.max(1), np.float32(0))
+    if spec.symmetric:
+        half_range = 448 if spec.dtype == "fp8_e4m3" else (2**spec.bits - 1) / 2
+        return np.maximum(-low, high) / np.float32(half_range), np.zeros_like(low)
+    scale = (high - low) / np.float32(2**spec.bits - 1)
+    zero = spec.qmin - np.rint((low * (np.float32(1) / scale)).astype(np.float64))
+    return scale, zero.clip(spec.qmin, spec.qmax)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("spec", DYNAMIC, ids=str)
+def test_codes_values_and_gradients(spec, dtype, seed):
+    """Exact, by the reference and by the kernels: codes, scales, zero points, values and gradients. Those of stored
+    scales are tested against an oracle and finite differences."""
+    clipped, stored = 0, replace(spec, dynamic=False, granularity="group" if spec.group_size else "channel")
+    for _ in range(10):
+        x = random_input(dtype)
+        grad = torch.randn_like(x)
+        rows = x.reshape(-1, x.shape[-1])
+        scale, zero = expected_grid(x.float().reshape(-1, spec.group_size or x.shape[-1]).numpy(), spec)
+        scale, zero = (torch.from_numpy(one).float().reshape(len(rows), -1) for one in (scale, zero))
+        grid = (scale, stored, None if spec.symmetric else zero)
+        masked, _ = reference.fake_quant_backward(grad.view_as(rows), rows, *grid, scale_gradient=False)
+        clipped += int((masked == 0).sum())
+        # One scale per token, or one for every group of it.
+        scale_shape = (*x.shape[:-1], x.shape[-1] // spec.group_size if spec.group_size else 1)
+        for module in (reference, kernels):
+            codes, its_scale, zero_point = module.quantize_tokens(x, spec)
+            assert its_scale.dtype == torch.float32 and torch.equal(its_scale, scale.reshape(scale_shape))
+            assert zero_point.dtype == torch.int8 and torch.equal(zero_point.float(), zero.reshape(scale_shape))
+            assert codes.dtype == (torch.float8_e4m3fn if spec.dtype == "fp8_e4m3" else torch.int8)
+            assert torch.equal(codes.float(), reference.quantize(rows, *grid).float().view(x.shape))
+            assert torch.equal(module.fake_quantize_tokens(x, spec), reference.fake_quant(rows, *grid).view(x.shape))
+            assert torch.equal(module.fake_quantize_tokens_backward(grad, x, spec), masked.view(x.shape))
+    if spec.symmetric:  # integers have no code for absmax / scale = 127.5, e4m3 has one for 448
+        assert (clipped > 0) == (spec.dtype == "int")
+
+
+def test_a_tie_at_both_ends_clips():
+    """-127.5 and 127.5 are rounded apart, to 257 codes: one element of an asymmetric token is outside after all."""
+    x = torch.tensor([[-127.5, 0.3, 127.5]])
+    codes, scale, zero_point = quantize_tokens(x, ASYMMETRIC)
+    assert (codes.tolist(), scale.item(), zero_point.item()) == ([[-128, 0, 127]], 1.0, 0)
+    assert fake_quantize_tokens(x, ASYMMETRIC).tolist() == [[-128, 0, 127]]
+    assert fake_quantize_tokens_backward(torch.ones(1, 3), x, ASYMMETRIC).tolist() == [[1, 1, 0]]
+
+
+@pytest.mark.parametrize("spec", DYNAMIC, ids=str)
+def test_tokens_without_a_range(spec):
+    """Zeros stay zeros under a scale of 1; what is not finite makes NaN of its token or group, and only of that."""
+    x = torch.zeros(4, 32)
+    x[1:] = torch.linspace(-1, 2, 32)
+    x[2, 3], x[3, 4] = torch.nan, torch.inf
+    codes, scale, zero_point = quantize_tokens(x, spec)
+    assert (scale[0] == 1).all() and torch.equal(codes[0].float(), zero_point[0, 0].float().expand(32))
+    size = spec.group_size or 32
+    values, grad = fake_quantize_tokens(x, spec), fake_quantize_tokens_backward(torch.ones(4, 32), x, spec)
+    assert not values[0].any() and (grad[0] == 1).all()
+    assert values[1].isfinite().all()
+    for row in (2, 3):
+        assert values[row, :size].isnan().all() and values[row, size:].isfinite().all()
+        assert scale[row, 0].isnan() and zero_point[row, 0] == 0
+        assert not grad[row, :size].any() and (size == 32 or grad[row, size:].any())
+        bad = codes[row, :size].float()
+        assert bad.isnan().all() if spec.dtype == "fp8_e4m3" else not bad.any()

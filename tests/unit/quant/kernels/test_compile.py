@@ -9,11 +9,11 @@ from transformers import Qwen3ForCausalLM
 
 import quant
 from engine.session.student import COMPILE_OPTIONS
-from model.scales import renew_weight_scales
 from quant.kernels import prepare_kernels
 from quant.kernels.build import _AS_EAGER, build
 from quant.spec import get_scheme
 from tests.lib.saved import kept_for_backward, storages
+from tests.lib.scales import fill_scales
 from tests.lib.tiny import tiny_config
 
 TRACED = "aot_eager_decomp_partition"
@@ -53,14 +53,9 @@ class Layer:
         model = Qwen3ForCausalLM(config).to(device, dtype)
         learn = {"learn_weight_scale": True, "learn_input_scale": learn_input}
         q = quant.prepare(model, get_scheme(scheme), **learn, fp8_gemm=fp8_gemm)
-        renew_weight_scales(q)
+        # All of them clip some, so that masks and thetas have something to do.
         sizes = {"q_proj": 2.0, "o_proj": 0.1, "gate_proj": 2.0, "down_proj": 0.02}
-        with torch.no_grad():  # all of them clip some, so that masks and thetas have something to do
-            for group in q.weight_groups:
-                group.s0.mul_(0.7)
-            for group in q.input_groups:
-                largest = sizes[group.owner.split(".")[-1]]
-                group.s0.fill_(448 * 6 / largest if group.spec.dynamic else largest / 448)
+        fill_scales(q, sizes, clip=0.7, theta=0.0)
         for one in q.layers.values():
             one.dynamic_codes = way.endswith("codes kept")
         self.layer = model.model.layers[0]

@@ -103,3 +103,104 @@ def test_gradients_of_fake_quantize_tokens(dtype, seed):
         (ours,) = torch.autograd.grad(OPS.fake_quantize_tokens(leaf, *tokens), leaf, grad)
         assert_same(ours, eager.fake_quantize_tokens_backward(grad, x, *tokens))
         assert not ours[3:5].any() and ours[:3].any()
+
+
+# ---- refusals
+
+
+X, S0, THETA, ONE = torch.randn(4, 6), torch.ones(4), torch.zeros(4), torch.ones(1)
+ROWS, WEIGHT = torch.randn(4, 16), torch.ones(16)
+BYTES, FP32, E8M0, E4M3 = torch.zeros(8, dtype=torch.uint8), torch.float32, torch.float8_e8m0fnu, torch.float8_e4m3fn
+FLOATS = "expected float32, bfloat16 or float16"
+# Arguments that are right. A case changes one of them, by its position, or gives all.
+RIGHT = {
+    "fake_quantize": (X, S0, THETA, 0, FP32),
+    "quantize_with_values": (X, S0, THETA, 0, FP32, True),
+    "fake_quantize_backward": (X, X, S0, THETA, 0, FP32, 1.0, True),
+    "fake_quantize_backward_": (X, X, S0, THETA, 0, FP32, 1.0, True),
+    "dequantize": (X.char(), S0, None, FP32, FP32),
+    "effective_scale": (S0, None, FP32),
+    "masked": (X, BYTES[:3]),
+    "masked_": (X, BYTES[:3]),
+    "amax": (X, 1),
+    "quantize_tokens": (X, 8, True),
+    "rms_norm_quantize": (ROWS, WEIGHT, 1e-6, ONE, 0, FP32, True, True),
+    "rms_norm_backward": (ROWS, ROWS, WEIGHT, S0, BYTES, True),
+    "silu_mul_quantize": (ROWS, ROWS, ONE, 0, FP32, True, True),
+    "silu_mul_backward": (ROWS, ROWS, ROWS, BYTES),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "message"),
+    [
+        ("fake_quantize", (1, torch.ones(5)), "5 scales do not divide 24 elements"),
+        ("fake_quantize", (1, torch.ones(0)), "0 scales do not divide 24 elements"),
+        ("fake_quantize", (1, S0.double()), "s0 is Double, expected float32"),
+        ("fake_quantize", (1, torch.ones(8)[::2]), "s0 must be contiguous"),
+        ("fake_quantize", (2, torch.zeros(3)), "theta has 3 elements, s0 has 4"),
+        ("fake_quantize", (2, THETA.double()), f"theta is Double, {FLOATS}"),
+        ("fake_quantize", (2, torch.ones(8)[::2]), "theta must be contiguous"),
+        ("fake_quantize", (0, X.double()), f"x is Double, {FLOATS}"),
+        ("fake_quantize", (0, X.int()), f"x is Int, {FLOATS}"),
+        ("fake_quantize", (3, -1), "grid -1 is neither 0 .e4m3., 1 .e2m1. nor 2 to 8 bits"),
+        ("fake_quantize", (3, -9), "grid -9 is neither"),
+        ("fake_quantize", (3, 9), "grid 9 is neither"),
+        ("fake_quantize", (4, torch.float64), "scale_dtype is Double, expected float32"),
+        ("fake_quantize", (X, S0, None, -4, FP32, None, S0), "a narrow grid has no zero points"),
+        ("fake_quantize", (X, ONE, None, 1, E4M3), "scales in e4m3, and no others, lie below a global"),
+        ("fake_quantize", (X, ONE, None, 1, FP32, None, None, ONE), "scales in e4m3, and no others, lie"),
+        ("quantize", (torch.randn(7), S0, None, 4, FP32, True), "4 scales do not divide 7 elements"),
+        ("quantize_with_values", (1, torch.ones(5)), "5 scales do not divide"),
+        ("quantize_with_scale", (X, ONE.double(), None, 8, FP32), "s0 is Double, expected float32"),
+        ("dequantize", (0, X.short()), "codes are Short, expected float8_e4m3fn, uint8 .e2m1. or int8"),
+        ("dequantize", (4, torch.float64), "dtype is Double, expected float32"),
+        ("fake_quantize_backward", (0, X[:2]), r"grad is \[2, 6\] Float, x is \[4, 6\] Float"),
+        ("fake_quantize_backward", (0, X.half()), r"grad is \[4, 6\] Half, x is \[4, 6\] Float"),
+        ("fake_quantize_backward", (3, None), "there is no theta"),
+        ("fake_quantize_backward_", (0, torch.randn(6, 4).t()), "grad has strides"),
+        ("fake_quantize_backward_", (0, X[:2].clone()), r"grad is \[2, 6\] Float, x is \[4, 6\] Float"),
+        ("masked", (1, BYTES[:2]), r"a mask of 2 bytes \(Byte\) does not belong to 24 elements"),
+        ("masked", (1, torch.zeros(24, dtype=torch.bool)), r"a mask of 24 bytes \(Bool\) does not belong"),
+        ("masked_", (0, torch.randn(6, 4).t()), "grad has strides"),
+        ("masked_", (1, BYTES[:2]), r"a mask of 2 bytes \(Byte\) does not belong to 24"),
+        ("effective_scale", (0, S0.double()), "s0 is Double, expected float32"),
+        ("effective_scale", (1, torch.zeros(5)), "theta has 5 elements, s0 has 4"),
+        ("amax", (1, 5), "5 parts do not divide 24 elements"),
+        ("amax", (1, 0), "0 parts do not divide 24 elements"),
+        ("amax", (0, X.double()), f"x is Double, {FLOATS}"),
+        ("sum_rows", (X, torch.zeros(2, 2, dtype=torch.int32)), "places are Int on cpu, expected int64 on cpu"),
+        ("quantize_tokens", (0, torch.tensor(1.0)), "at least one dimension"),
+        ("quantize_tokens", (1, 9), "grid 9 of tokens is neither 0 .e4m3., 1 .e2m1. nor 2 to 8 bits"),
+        ("quantize_tokens", (1, 1), "scales of tokens are float32, of floats powers of two, of e2m1 also e4m3"),
+        ("quantize_tokens", (X, 8, True, E8M0), "scales of tokens are float32, of floats powers"),
+        ("quantize_tokens", (X.view(1, 24).repeat(1, 2), 1, True, E8M0), "at most 32 features, got 48"),
+        ("quantize_tokens", (X, 1, True, E4M3), "scales in e4m3, and no others, lie below a global one"),
+        ("quantize_tokens", (X, 1, True, E8M0, ONE), "scales in e4m3, and no others, lie below"),
+        ("quantize_tokens", (X, 1, True, E4M3, ONE.expand(2)), "tokens have one global scale, got 2"),
+        ("fake_quantize_tokens", (X, 0, False), "codes of tokens that are floats are symmetric"),
+        ("fake_quantize_tokens_backward", (X[:, :3], X, 8, True), r"grad is \[4, 3\] Float, x is \[4, 6\] Float"),
+        ("fake_quantize_tokens_and_mask_", (X[:3], X, 8, True, True), r"grad is \[3, 6\] Float on cpu, x is \[4, 6\]"),
+        ("fake_quantize_tokens_and_mask_", (X.t(), X.t(), 8, True, True), "must be contiguous, grad has strides"),
+        # Integers, and codes or masks that end inside a byte.
+        ("keep_tokens", (torch.randn(3, 12), 1, False, E8M0), "floats are kept, e2m1 and masks in eights"),
+        ("keep_tokens", (torch.randn(3, 16), 8, False), "floats are kept, e2m1 and masks in eights"),
+        ("keep_tokens", (torch.randn(3, 12), 0, True), "floats are kept, e2m1 and masks in eights"),
+        ("rms_norm_quantize", (ROWS[:, :12], WEIGHT[:12], 1e-6, ONE, 0, FP32, True, True), "a multiple of 8 and"),
+        ("rms_norm_quantize", (1, WEIGHT[:8]), r"weight is \[8\] Float on cpu"),
+        ("rms_norm_quantize", (1, WEIGHT.half()), r"expected \[16\] Float on"),
+        ("rms_norm_quantize", (3, S0), "one scale, got 4"),
+        ("rms_norm_quantize", (3, ONE.half()), "s0 is Half, expected float"),
+        ("rms_norm_backward", (0, ROWS[:2]), r"grad is \[2, 16\] Float on cpu, expected"),
+        ("rms_norm_backward", (3, S0[:2]), "rstd must be float32, contiguous and one per row"),
+        ("rms_norm_backward", (4, BYTES[:2]), "a mask of 2 bytes"),
+        ("silu_mul_quantize", (1, ROWS[:2]), r"up is \[2, 16\] Float on cpu"),
+        ("silu_mul_backward", (0, ROWS.half()), r"grad is \[4, 16\] Half on cpu, expected \[4, 16\] Float"),
+    ],
+)
+def test_errors_name_what_is_wrong(name, wrong, message):
+    arguments = wrong
+    if name in RIGHT and len(wrong) == 2:
+        arguments = (*RIGHT[name][: wrong[0]], wrong[1], *RIGHT[name][wrong[0] + 1 :])
+    with pytest.raises((RuntimeError, TypeError), match=message):
+        getattr(OPS, name)(*arguments)
