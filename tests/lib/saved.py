@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -24,3 +25,8 @@ def kept_for_backward(living: Iterable[Tensor]) -> Iterator[dict[int, Tensor]]:
 def storages(found: dict[int, Tensor]) -> dict[int, int]:
     """Bytes of their storage, by address: a view of a larger tensor counts as that tensor."""
     return {address: tensor.untyped_storage().nbytes() for address, tensor in found.items()}
+
+
+def kinds(found: dict[int, Tensor]) -> list[tuple[torch.dtype, int]]:
+    """Dtype and bytes of each storage, sorted."""
+    return sorted(((found[address].dtype, size) for address, size in storages(found).items()), key=str)

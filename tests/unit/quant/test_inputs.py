@@ -18,7 +18,7 @@ from benchmarks.timing import kept_bytes
 from quant.hadamard import rotate
 from quant.inputs import ATTENTION, kept_by_attention
 from quant.spec import get_scheme
-from tests.lib.saved import kept_for_backward, storages
+from tests.lib.saved import kept_for_backward, kinds
 from tests.lib.scales import fill_scales
 from tests.lib.tiny import tiny_config
 from tests.unit.quant.attention import (
@@ -53,7 +53,7 @@ def kept(model: nn.Module, x: Tensor) -> list[tuple[torch.dtype, int]]:
     with kept_for_backward(model.parameters()) as found:
         outputs = [layer(x) for layer in (model.q_proj, model.k_proj, model.v_proj)]
     assert len(outputs) == 3
-    return sorted(((found[at].dtype, size) for at, size in storages(found).items()), key=str)
+    return kinds(found)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
