@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from data.held_out import HeldOut
-from data.loader import MicroBatch, on_device, valid_tokens
+from data.loader import HeldOut, MicroBatch, on_device, valid_tokens
 from engine.fake_quant import FakeQuant
 from engine.session.session import Session
 from model.ranks import reduce_over_ranks

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from data.held_out import HeldOut
-from data.loader import Loader
+from data.loader import HeldOut, Loader
 from engine.checkpoint.stateful import StatefulStates
 from engine.cluster.job import StopRequests
 from engine.config.config import Recipe

@@ -13,8 +13,7 @@ from tqdm import tqdm
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from data import teacher_cache
-from data.held_out import HeldOut
-from data.loader import MicroBatch, model_inputs, on_device
+from data.loader import HeldOut, MicroBatch, model_inputs, on_device
 from data.samples import Sample, digest_of_samples
 from data.teacher_cache import Manifest, Writer
 from engine.config.config import Recipe

@@ -14,8 +14,7 @@ from deepspeed.accelerator import get_accelerator
 from transformers import PreTrainedTokenizerBase
 
 from data.chat import read_chat
-from data.held_out import HeldOut, seen_in_training, split_held_out
-from data.loader import Loader, MicroBatch, sample_inputs
+from data.loader import HeldOut, Loader, MicroBatch, sample_inputs, seen_in_training, split_held_out
 from data.samples import Sample, load_tokenizer
 from data.template import SpecialTexts
 from data.text import read_text

@@ -24,11 +24,10 @@ from model.checkpoint.load import load_weights
 from model.head import output_head
 from model.moe.experts import ExpertMLPs, router_names
 from model.ptq_init import choose_initial_codes
+from model.quantized.checkpoint import source_schemes
 from model.quantized.quantization_config import is_quantized
 from model.quantized.quantize_on_load import fill_quantize_on_load_scales
-from model.quantized.scales import take_scales
-from model.quantized.schemes import source_schemes
-from model.quantized.start_scales import take_start
+from model.quantized.scales import take_scales, take_start
 from model.ranks import errors_on_all_ranks, is_main, listed, raise_everywhere, say
 from model.scales import load_scales, renew_weight_scales, write_scales
 from model.zero import INPUT_ALIASES, forget_secondary_copies, full_shape, gathered, partition_new_parameters, stage

@@ -7,10 +7,9 @@ computes the PTQ model. Under ZeRO-3 ``s0`` is partitioned like any Parameter an
 The values of an asymmetric weight are ``[2, *scale shape]`` everywhere in this package: scales, then zero points, so
 that neither changes without the other.
 
-A checkpoint goes through ``read.py`` (files to tensors by key), ``arrange.py`` (tensors of Linears to scale groups),
-``source.py`` (the scheme they were made for), ``check.py`` (shapes and values), ``fit.py`` and ``codes.py`` (comparison
-with the weights) and ``in_place.py`` (writing into partitions, and measuring from the weights), each called once by
-``load.py``. ``statistics.py`` is for monitoring.
+A checkpoint goes through ``read.py`` (files to tensors by key), ``grouping.py`` (tensors of Linears to scale groups),
+``scale_check.py`` and ``codes.py`` (shapes, values, comparison with the weights) and ``in_place.py`` (writing into
+partitions, and measuring from the weights), each called once by ``loading.py``. ``statistics.py`` is for monitoring.
 """
 
 from model.scales.in_place import (

@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoTokenizer
 
 from data.chat import read_chat
-from data.held_out import split_held_out
+from data.loader import split_held_out
 from engine.checkpoint.find import best_checkpoint
 from engine.checkpoint.save import SaveError
 from engine.config.reading import load_recipe

@@ -7,8 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from data.held_out import HeldOut, split_held_out
-from data.loader import model_inputs, valid_tokens
+from data.loader import HeldOut, model_inputs, split_held_out, valid_tokens
 from data.samples import IGNORE, DataError, Sample
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from engine.config.sections import EVENT_RATES, EventRecipe
 from engine.schedule import Schedule, check_events
 from engine.session.optimizer import lr_factor, peak_learning_rates
-from engine.session.overrides import Overrides
+from engine.session.session import Overrides
 from quant import get_scheme, prepare
 from tests.lib.recipes import minimal
 

@@ -21,7 +21,7 @@ from engine.fake_quant import FakeQuant
 from engine.faults import SkippedSteps
 from engine.schedule import Schedule
 from engine.session.optimizer import LossScale
-from engine.session.overrides import Overrides
+from engine.session.session import Overrides
 from quant import Quantization, get_scheme, prepare
 from tests.lib.recipes import minimal
 from tests.lib.tiny import tiny_model

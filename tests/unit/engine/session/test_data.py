@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from data.held_out import HeldOut
-from data.loader import Loader, pack_rows, pad
+from data.loader import HeldOut, Loader, pack_rows, pad
 from data.samples import Sample
 from engine.session.context import build_loader, samples_on_all_ranks
 from model.ranks import RankError

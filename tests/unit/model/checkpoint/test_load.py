@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import quant
 from model.build import build_model
 from model.checkpoint.load import check_finite, load_weights
+from model.quantized.checkpoint import source_schemes
 from model.quantized.scales import take_scales
-from model.quantized.schemes import source_schemes
 from model.ranks import RankError
 from model.save import export_model
 from model.save.peft_adapter import PeftFolder

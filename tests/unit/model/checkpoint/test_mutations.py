@@ -17,7 +17,7 @@ from engine.config.errors import RecipeError, checkpoint_problems
 from engine.session.student import build_student
 from model.build import build_model
 from model.checkpoint.load import load_weights
-from model.quantized.start_scales import take_start
+from model.quantized.scales import take_start
 from model.ranks import RankError
 from model.scales import load_scales
 from quant import SCHEMES, Scheme, prepare

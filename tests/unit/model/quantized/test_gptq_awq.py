@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from model.build import build_model
 from model.checkpoint.load import load_weights
 from model.checkpoint.safetensors import CheckpointError, Reader, read_headers
+from model.quantized.checkpoint import source_schemes
 from model.quantized.foreign_layouts import read_columns
 from model.quantized.quantization_config import packing_of, rules_of
 from model.quantized.scales import take_scales
-from model.quantized.schemes import source_schemes
 from model.ranks import RankError
 from model.scales import load_scales
 from quant import SCHEMES, prepare

@@ -8,8 +8,8 @@ import torch
 
 from model.build import build_model
 from model.checkpoint.load import load_weights
+from model.quantized.checkpoint import source_schemes
 from model.quantized.scales import take_scales
-from model.quantized.schemes import source_schemes
 from model.save import export_model
 from model.scales import renew_weight_scales
 from quant import SCHEMES, Quantization, prepare

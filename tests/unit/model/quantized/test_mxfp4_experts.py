@@ -12,9 +12,8 @@ from transformers import AutoModelForCausalLM, Mxfp4Config
 from model.build import build_model
 from model.checkpoint.load import load_weights
 from model.checkpoint.safetensors import Reader
-from model.quantized.checkpoint import read_checkpoint
+from model.quantized.checkpoint import read_checkpoint, source_schemes
 from model.quantized.scales import take_scales
-from model.quantized.schemes import source_schemes
 from model.ranks import RankError
 from model.save import check_plan, export_model
 from model.scales import renew_weight_scales

@@ -9,10 +9,8 @@ import torch
 
 from model.build import build_model
 from model.checkpoint.load import load_weights
-from model.quantized.checkpoint import read_checkpoint
-from model.quantized.scales import take_scales
-from model.quantized.schemes import source_schemes
-from model.quantized.start_scales import take_start
+from model.quantized.checkpoint import read_checkpoint, source_schemes
+from model.quantized.scales import take_scales, take_start
 from model.ranks import RankError
 from model.save import export_model
 from model.scales import load_scales, renew_weight_scales

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from engine.config.errors import RecipeError
 from model.build import build_model
 from model.checkpoint.load import load_weights
+from model.quantized.checkpoint import source_schemes
 from model.quantized.scales import take_scales
-from model.quantized.schemes import source_schemes
 from model.ranks import RankError
 from model.save import export_model
 from model.scales.loading import ScaleReport

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from model.build import build_model
 from model.checkpoint.load import load_weights
-from model.quantized.schemes import source_schemes
-from model.quantized.start_scales import take_start
+from model.quantized.checkpoint import source_schemes
+from model.quantized.scales import take_start
 from model.ranks import RankError
 from model.save import export_model
 from model.scales import renew_weight_scales, write_scales

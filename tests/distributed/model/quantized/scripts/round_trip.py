@@ -14,8 +14,8 @@ from transformers import logging
 
 from model.build import build_model
 from model.checkpoint.load import load_weights
+from model.quantized.checkpoint import source_schemes
 from model.quantized.scales import take_scales
-from model.quantized.schemes import source_schemes
 from model.ranks import shut_down
 from model.save import export_model
 from model.zero import full_numel, init_process_group, is_partitioned, local_range, partition_new_parameters
