@@ -164,7 +164,7 @@ def _model(place: Place) -> Job:
 
 def _training(place: Place, name: str, limit: int, overrides: tuple[str, ...]) -> Job:
     command = _python("train.py", name, "--work", str(place.work), *_dry(place), *overrides)
-    return Job(name, limit, command, "step |profile|  [a-z]")
+    return Job(name, limit, command, r"step |profile|  \w[\w ]*: .* calls")
 
 
 def _tests(place: Place, *which: str) -> list[str]:
