@@ -185,8 +185,8 @@ class QuantRecipe:
     fused attention keeps anyway (o_proj's) stay as they are."""
     fuse_norms: bool = field(default=False, metadata=only_with(QUANTIZES, _STATIC_INPUTS))
     """true: norms and SwiGLU write the codes of the layers behind them, in one operator, where these have static scales
-    that do not learn; of Llama, Mistral, Qwen2 and Qwen3. 4 to 15% less time on an H100, and less memory; other roundings
-    than torch's norm has. See docs/how_a_layer_computes.md."""
+    that do not learn; of Llama, Mistral, Qwen2 and Qwen3. Less time and memory, other roundings than torch's norm has.
+    See docs/how_a_layer_computes.md."""
     quantized_all_gather: bool = field(default=False, metadata=only_with(QUANTIZES, _GATHERED_CODES))
     """true: ZeRO-3 gathers the weights of quantized layers as codes, one byte each instead of two or four, where a
     layer has one scale per tensor or row and 8 bits or fewer; with scales that do not learn the same training bit for
