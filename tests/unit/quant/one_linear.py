@@ -90,13 +90,13 @@ class Case:
     def trained(self):
         return {name: t for name, t in self.tensors().items() if t is not None and t.requires_grad}
 
-    def __call__(self):
-        weight = input_ = None
-        if self.weight_s0 is not None:
-            weight = Scale(self.weight_s0, self.weight_theta, self.weight_global, self.weight_zero)
-        if self.input_s0 is not None:
-            input_ = Scale(self.input_s0, self.input_theta)
-        return quant_linear(self.x, self.weight, self.bias, weight, input_, self.plan)
+    def scales(self):
+        weight = Scale(self.weight_s0, self.weight_theta, self.weight_global, self.weight_zero)
+        input_ = Scale(self.input_s0, self.input_theta)
+        return [None if one.s0 is None else one for one in (weight, input_)]
+
+    def __call__(self, **options):
+        return quant_linear(self.x, self.weight, self.bias, *self.scales(), self.plan, **options)
 
     def scale(self, kind):
         spec = getattr(self.plan, kind)

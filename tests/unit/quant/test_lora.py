@@ -43,15 +43,8 @@ class AdaptedCase(Case):
     def tensors(self):
         return {**super().tensors(), "lora_a": self.adapter.lora_a, "lora_b": self.adapter.lora_b}
 
-    def scales(self):
-        weight = None
-        if self.weight_s0 is not None:
-            weight = Scale(self.weight_s0, self.weight_theta, self.weight_global, self.weight_zero)
-        return weight, None if self.input_s0 is None else Scale(self.input_s0, self.input_theta)
-
     def __call__(self):
-        apply = partial(self.adapter.apply, True)
-        return quant_linear(self.x, self.weight, self.bias, *self.scales(), self.plan, apply=apply)
+        return super().__call__(apply=partial(self.adapter.apply, True))
 
     def merged(self):
         """The same Linear with the sum as the weight, which trains."""
@@ -71,8 +64,7 @@ def test_it_is_the_layer_of_the_sum(schemes, dtype, seed):
             if theta is not None:
                 theta.requires_grad_(learn)
         weight, expected = case.merged()
-        own = [*case.tensors().values(), case.weight_global, case.weight_zero]
-        with kept_for_backward(tensor for tensor in own if tensor is not None) as kept:
+        with kept_for_backward([*case.parameters, case.x]) as kept:
             output = case()
         assert all(tensor.numel() <= case.x.numel() for tensor in kept.values())
         assert torch.equal(output, expected)

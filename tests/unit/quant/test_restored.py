@@ -142,17 +142,12 @@ def test_what_is_kept_may_be_moved(seed):
 def test_two_inputs_in_turn(seed):
     """Layers of two groups whose backwards alternate: one input is held at a time."""
     models, xs = [attention(fp8_gemm=True)[0] for _ in range(2)], some()
-    for model, x in zip(models, xs, strict=True):
-        sum(layer(x.requires_grad_()).float().sum() for layer in readers(model)).backward()
-    alone = [layer.weight.grad.clone() for model in models for layer in readers(model)]
-    for model in models:
-        model.zero_grad()
-    total = torch.zeros(())
-    for pair in zip(*map(readers, models), strict=True):
-        for layer, x in zip(pair, xs, strict=True):
-            total = total + layer(x).float().sum()
+    pairs = [[(layer, x.requires_grad_()) for layer in readers(model)] for model, x in zip(models, xs, strict=True)]
+    alternating = [reader for both in zip(*pairs, strict=True) for reader in both]
+    weights = [layer.weight for layer, _ in alternating]
+    losses = [sum(layer(x).float().sum() for layer, x in one) for one in (*pairs, alternating)]
+    alone = torch.autograd.grad(losses[0] + losses[1], weights)
     with Made(6, WIDTH) as made:
-        total.backward()
-    assert len(made.found) == 6 and not made.alive()
-    assert all(map(torch.equal, alone, [layer.weight.grad for model in models for layer in readers(model)]))
+        together = torch.autograd.grad(losses[2], weights)
+    assert len(made.found) == 6 and not made.alive() and all(map(torch.equal, alone, together))
     assert Restored._filled is not None
