@@ -1,6 +1,7 @@
 """Scales that were chosen in any legitimate way pass, on weights of every kind; those of something else do not."""
 
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from quant.observers import zero_points_from_stats
 from quant.reference import dequantize, fake_quant, inside_range, quantize, round_scale
 from quant.scale import CLIPPED, WORSE, Fit, Scale, scale_problem
 from quant.spec import TensorSpec
+from tests.lib.thinned import thinned
 
 TINY = 1e-12
 SIZE = 256
@@ -151,6 +153,9 @@ WRONG: dict[str, tuple[Takes, Way]] = {
 ALWAYS = {"reciprocal", "divided by 57344 (e5m2)", "without e8m0's bias"}
 
 
+PAIRS = pytest.mark.parametrize(("name", "kind"), thinned(product(NAMES, WEIGHTS)))
+
+
 def case_of(name: str, kind: str) -> Case:
     return Case(WEIGHTS[kind](0.02 * torch.randn(SIZE, SIZE)).bfloat16().float(), SCHEMES[name].weights)
 
@@ -163,9 +168,9 @@ def harmless(case: Case, error: float) -> bool:
     return error <= max(CLIPPED[case.spec.bits == 8], WORSE * case.loss(case.stored(case.own)) * 1.001)
 
 
-@pytest.mark.parametrize("kind", WEIGHTS)
-@pytest.mark.parametrize("name", NAMES)
+@PAIRS
 def test_legitimate_scales_pass_alone_and_beside_their_codes(name, kind, seed):
+    """Beside codes of a random weight of this size, whose scales may do as well, they are refused."""
     case = case_of(name, kind)
     for title, scale in ways(LEGITIMATE, case).items():
         # 30% off an outlier that is all of its group are 0.09 of its squares, and the others round: with enough of them
@@ -177,10 +182,12 @@ def test_legitimate_scales_pass_alone_and_beside_their_codes(name, kind, seed):
     assert case.refused_codes(own, trained, own) is None
     if kind == "outlier columns" and case.spec.granularity in ("group", "channel"):
         assert case.refused_codes(best, case.gptq(best), best) is None
+    other = torch.randn_like(case.weight) * case.weight.std()
+    its = case.stored(Case(other, case.spec).own)
+    assert case.refused_codes(its, other, its) is not None
 
 
-@pytest.mark.parametrize("kind", WEIGHTS)
-@pytest.mark.parametrize("name", NAMES)
+@PAIRS
 def test_what_passes_of_wrong_scales_does_little_harm(name, kind, seed):
     """By the scales alone, and beside codes that were made with the right ones."""
     case = case_of(name, kind)
@@ -193,13 +200,3 @@ def test_what_passes_of_wrong_scales_does_little_harm(name, kind, seed):
         if not (name == "w2a16_g32" and title.startswith("absmax")):  # that is the grid -1..1
             assert alone or (title not in ALWAYS and harmless(case, case.loss(scale))), title
         assert beside or (title not in {*ALWAYS, "times 2"} and harmless(case, case.loss(scale))), title
-
-
-@pytest.mark.parametrize("kind", WEIGHTS)
-@pytest.mark.parametrize("name", NAMES)
-def test_codes_of_other_weights_are_refused(name, kind, seed):
-    """Of a random weight of this size, whose scales may do as well."""
-    case = case_of(name, kind)
-    other = torch.randn_like(case.weight) * case.weight.std()
-    scale = case.stored(Case(other, case.spec).own)
-    assert case.refused_codes(scale, other, scale) is not None
