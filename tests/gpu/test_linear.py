@@ -11,7 +11,6 @@ from quant.autograd import Plan, quant_linear
 from quant.reference import fake_quant
 from quant.scale import Scale
 from quant.spec import TensorSpec
-from tests.unit.conftest import seed  # noqa: F401  (a fixture)
 
 FP8 = TensorSpec("fp8_e4m3", 8, "tensor")
 
@@ -28,7 +27,7 @@ def make(tokens: int, in_: int, out: int):
 
 @pytest.mark.parametrize("learned", [True, False])
 @pytest.mark.parametrize("shape", [(64, 256, 128), (1, 16, 16), (777, 1024, 3072)])
-def test_the_fp8_gemm_and_simulate_against_fp64(shape, learned, seed):  # noqa: F811
+def test_the_fp8_gemm_and_simulate_against_fp64(shape, learned, seed):
     """Codes are exact; simulate rounds each operand to bf16 (2^-9 relative), both add up in fp32 and round once."""
     capability = torch.cuda.get_device_capability()
     if capability < (8, 9):
@@ -53,7 +52,7 @@ def test_the_fp8_gemm_and_simulate_against_fp64(shape, learned, seed):  # noqa: 
 
 
 @pytest.mark.parametrize("counts", [[0, 5, 16, 0], [300, 1, 77, 130], [1, 0, 0, 0]])
-def test_the_fp8_gemm_of_stacked_experts_against_fp64(counts, seed):  # noqa: F811
+def test_the_fp8_gemm_of_stacked_experts_against_fp64(counts, seed):
     """Bounds as above; experts without rows, and rows that no 16 divides."""
     capability = torch.cuda.get_device_capability()
     if capability != (9, 0):
@@ -89,7 +88,7 @@ def at_an_odd_address(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("fast", [True, False])
-def test_the_fp8_gemm_takes_operands_at_any_address(fast, seed):  # noqa: F811
+def test_the_fp8_gemm_takes_operands_at_any_address(fast, seed):
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("fp8 tensor cores begin with compute capability 8.9")
     x, weight = (torch.randn(64, 64, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
@@ -102,7 +101,7 @@ def test_the_fp8_gemm_takes_operands_at_any_address(fast, seed):  # noqa: F811
 
 
 @pytest.mark.parametrize("fast", [True, False])
-def test_the_fp8_gemm_of_random_stacks(fast, seed):  # noqa: F811
+def test_the_fp8_gemm_of_random_stacks(fast, seed):
     """Experts of any number of rows, also none, at the addresses that this gives.
 
     If ``fast``, each step of 32 products may lose 2^-13 of the largest sum so far (benchmarks/results/fast_accum.md).
@@ -128,7 +127,7 @@ def test_the_fp8_gemm_of_random_stacks(fast, seed):  # noqa: F811
         assert ((output.double() - exact).abs() <= bound).all(), (experts, rows, width, out)
 
 
-def test_zero_tokens(seed):  # noqa: F811
+def test_zero_tokens(seed):
     x, weight, bias, (weight_s0, input_s0), (weight_theta, _) = make(0, 64, 32)
     plan = Plan(FP8, FP8, weight.numel(), 64, True)
     output = quant_linear(x, weight, bias, Scale(weight_s0, weight_theta), Scale(input_s0), plan)
