@@ -197,7 +197,7 @@ def assert_export_is_of_the_last_forward(path):
 
 @pytest.mark.parametrize("name", ["followed", "stacked", "later"])
 def test_scales_are_measured_from_the_sum(paths, name):
-    """Where they follow the weights, and where fake quant starts after steps in which the adapters moved."""
+    """If scales follow the weights, and if fake quant starts after steps in which the adapters moved."""
     assert_scales_are_those_of_the_sum(paths[name])
 
 

@@ -92,7 +92,7 @@ SCALES = {
     "plain": ["weight_s0", "weight_theta", "input_s0", "input_theta"],
     "mixed": ["weight_global", "lm_head.weight_theta", "embed_tokens.weight_theta", "cache.input_s0"],
 }
-# Where links lie when a run begins, and what lies there at its end.
+# Links that are there when a run begins, and what is in their place at its end.
 LINKED = {
     "recipe.yaml": "file",
     "recipe.yaml.partial": "nothing",
@@ -140,7 +140,7 @@ def write_cases(directory: Path, cases: dict[str, Case]) -> None:
 
 
 def run_cases(directory: Path, cases: Iterable[str]) -> dict[str, Any]:
-    """Of each case a run straight through, and one in parts, whose last checkpoint is exported."""
+    """Run each case straight through, and in parts, whose last checkpoint is exported."""
     allow_fp16_on_cpu()
     found: dict[str, Any] = {}
     for case in cases:

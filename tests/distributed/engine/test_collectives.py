@@ -1,4 +1,4 @@
-"""What a step of QAT sends, against a step of the same model without quantization, on two ranks under ZeRO-3."""
+"""Collectives of a step of QAT and of the same model without quantization, on two ranks under ZeRO-3."""
 
 from pathlib import Path
 from typing import Any

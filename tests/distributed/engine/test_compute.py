@@ -61,7 +61,7 @@ class CountWeightPasses(TorchDispatchMode):
 
 
 def note_shown(shown: dict[str, bool], name: str, layer: QuantLinear, inputs: tuple[Tensor, ...]) -> None:
-    """Whether a layer's rule says that attention saved its input; tests/unit/quant has the rule."""
+    """Note if a layer's rule says that attention saved its input; tests/unit/quant has the rule."""
     shown[name] = torch.is_grad_enabled() and kept_by_attention(inputs[0], layer.aliases)
 
 
@@ -154,7 +154,7 @@ def test_kept_weight_codes_change_nothing_but_the_number_of_passes(results, name
 
 
 def test_kept_codes_of_inputs_change_nothing_and_spare_what_attention_keeps(results):
-    """On stage 3 a Function of DeepSpeed's lies between o_proj and attention, in the same memory. Bit for bit the same
+    """On stage 3 a Function of DeepSpeed's is between o_proj and attention, in the same memory. Bit for bit the same
     training as without kept codes, where layers are recomputed too."""
     shown = results["codes"]["seen"]["shown"]
     assert len(shown) == LAYERS and all(shown[layer] == layer.endswith("o_proj") for layer in shown)
@@ -223,7 +223,7 @@ def test_layers_that_the_fp8_gemm_cannot_take_simulate_and_are_listed_once(resul
     assert len(said) == 1 and "model.layers.1.mlp.down_proj" in said[0]
 
 
-@pytest.mark.full  # inductor takes a minute; tests/unit/quant/kernels/test_compile.py has a layer by itself
+@pytest.mark.full  # inductor takes a minute; tests/unit/quant/kernels/test_compile.py has a single layer
 def test_compiled_layers_train_like_eager_ones(tmp_path):
     """fp32, the first step on the same weights: what differs is the order of sums in fused norms and attention."""
     (text := tmp_path / "text.txt").write_text(TEXT * 20)

@@ -116,7 +116,7 @@ def full_disk(base: Path) -> dict[str, Any]:
 
 
 def replaced(loop: Loop) -> None:
-    """After the first step the output directory is somewhere else, and a file stands in its place."""
+    """After the first step the output directory is somewhere else, and a file is in its place."""
     output = Path(loop.recipe.output_dir)
 
     @loop.at(1)

@@ -345,7 +345,7 @@ def test_ranks_that_do_not_do_the_same_are_told_apart(differing, name, steps, ex
 
 
 def test_ranks_that_do_the_same_train_on_with_two_reductions_a_step(differing):
-    """What they agree on travels with the counts of the tokens."""
+    """Events are compared in the reduction of the token counts."""
     _, (ends, reductions, again), _ = differing
     assert ends["same"] == End("", True, STEPS)
     ours = [one for one in reductions if one in ("torch.float32 2", "torch.int64 4")]

@@ -45,7 +45,7 @@ UNSEEN = {"eval": {"every": 0}, "train": {"steps": 5}}
 
 
 def keep_evaluations(loop: Loop, seen: dict[str, Any]) -> None:
-    """What each evaluation found; it comes before the actions of its step."""
+    """Keep the results of each evaluation, which comes before the actions of its step."""
     seen["evaluations"] = []
     loop.every(1)(lambda state: seen["evaluations"].append(dict(state.evaluation)))
 
@@ -119,7 +119,7 @@ OPTIONS: dict[str, Any] = {"weight_decay": 0.25, "eps": 1e-6, "betas": (0.8, 0.9
 
 
 def keep(loop: Loop) -> dict[str, Any]:
-    """What came of a run, and the evaluation that each step began with."""
+    """Run a loop; keep the evaluation that each step began with."""
     evaluations: list[dict[str, Any]] = []
     for step in range(loop.recipe.train.steps):
         loop.at(step)(lambda state: evaluations.append(dict(state.evaluation)))

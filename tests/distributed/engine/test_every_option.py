@@ -117,7 +117,7 @@ WAYS = {
 ELSEWHERE = {
     "model.trust_remote_code": "checkpoints that bring code: tests/unit/model/test_build.py",
     "data.fields": "files with keys of their own: tests/unit/data/test_jsonl.py",
-    "output_dir": "where everything here lies",
+    "output_dir": "the directory of everything here",
     "train.compile": "takes a minute: tests/gpu/test_compile.py, tests/distributed/engine/test_compute.py",
     "train.resume": "a run before this one: tests/distributed/engine/test_checkpoint.py",
     "train.keep_checkpoints": "checkpoints, of which a signal and a failed export leave some, too",
@@ -277,7 +277,7 @@ def run(directory: Path, runs: dict[str, Recipe], counted: Collection[str]) -> d
 
 
 def unseen(directory: Path, chosen: list[Pair]) -> list[str]:
-    """Those whose runs end in no line that names them, and make what the situation alone makes."""
+    """Return options whose runs end in no line that names them, and make what the situation alone makes."""
     runs = {f"alone {pair.situation}": pair.alone for pair in chosen}
     runs |= {f"{pair.option} {pair.situation}": pair.recipe for pair in chosen}
     found = run(directory, runs, {*WAYS, "alone"})
@@ -360,7 +360,7 @@ def digest(data: bytes) -> str:
 
 
 def logged(directory: Path) -> dict[str, list[tuple[int, float]]]:
-    """What TensorBoard has: steps and values by tag, and of what is measured the steps."""
+    """Read steps and values from TensorBoard by tag; of measured times and sizes the steps alone."""
     events = EventAccumulator(str(directory))
     events.Reload()
     scalars = {tag: [(point.step, point.value) for point in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
@@ -388,7 +388,7 @@ def test_every_option_has_another_value_and_a_place(tmp_path):
 
 
 def test_some_pairs_are_seen(tmp_path, count=6):
-    """Of one situation, so that few runs show many options."""
+    """All in one situation, so that few runs show many options."""
     situation = random.choice(list(SITUATIONS))
     chosen = [pair for pair in pairs(tmp_path) if pair.situation == situation]
     chosen = [pair for pair in chosen if pair.option not in ANYWAY[situation]]

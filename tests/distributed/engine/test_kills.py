@@ -118,7 +118,7 @@ def write_recipes(directory: Path, strategies: list[str], kills: int) -> None:
 
 
 def has_checkpoint(output: Path) -> bool:
-    """Whether there is something to go on from."""
+    """Return if there is something to go on from."""
     checkpoints = output / "checkpoints"
     return (checkpoints / LATEST).exists() or any(checkpoints.glob(STEP_DIRECTORIES))
 
@@ -147,7 +147,7 @@ def moments(output: Path, log: Path, rng: random.Random, duration: float) -> dic
     saves = rng.randrange(1, STEPS)
 
     def saved() -> bool:
-        """Whether a checkpoint was written a moment ago: then comes a step, and its evaluation."""
+        """Return if a checkpoint was written a moment ago: then comes a step, and its evaluation."""
         now = stamp(checkpoints / LATEST)
         return now != before[LATEST] and time.time() > now + later
 
@@ -184,7 +184,7 @@ def run_and_kill(job: Job, who: str, now: Callable[[], bool]) -> bool:
         job.finish()
     else:
         job.kill_one()
-        if job.wait(PATIENCE) is None:  # the other rank finds out by itself
+        if job.wait(PATIENCE) is None:  # the other rank must notice
             job.kill()
             raise RuntimeError(f"a rank did not notice that the other one was gone:\n{job.log.read_text()[-6000:]}")
     return True

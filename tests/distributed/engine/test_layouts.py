@@ -162,7 +162,7 @@ def test_the_original_in_the_cells_of_an_export_has_its_codes(recipes):
 
 
 def test_experts_of_gpt_oss_in_blocks_are_the_values_of_the_last_forward(recipes):
-    """What transformers decodes is what the same training writes as plain weights; training goes on from the blocks."""
+    """transformers decodes what the same training writes as plain weights; training goes on from the blocks."""
     kind = transformers.GptOssForCausalLM
     decoding = transformers.Mxfp4Config(dequantize=True)
     exports = {name: load_recipe(recipes[name]).export_dir() for name in ("blocks", "values", "trained")}

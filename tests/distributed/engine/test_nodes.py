@@ -76,7 +76,7 @@ def run_jobs(directory: Path) -> None:
 
 
 def write_machine(machine: Path) -> None:
-    """What each has: model, data and recipe."""
+    """Write model, data and recipe, which each machine has."""
     machine.mkdir()
     os.chdir(machine)
     write_recipe(
@@ -94,7 +94,7 @@ def write_machine(machine: Path) -> None:
 
 
 def rank(machines: list[Path]) -> None:
-    """What torchrun starts on each machine."""
+    """Run launch/train.py as torchrun starts it on each machine."""
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     os.chdir(machines[int(os.environ["RANK"])])
     sys.argv = ["train.py", "--config", "out.yaml"]

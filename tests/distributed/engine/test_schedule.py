@@ -45,7 +45,7 @@ def off_and_on(loop: Loop, seen: dict[str, Any]) -> None:
 
 
 def user(loop: Loop, seen: dict[str, Any]) -> None:
-    """What the README shows: an action at a step, one every few steps, values of one's own, an early end."""
+    """Do what the README shows: an action at a step, one every few steps, values of one's own, an early end."""
 
     @loop.at(step=1)
     def weights_only(state: LoopState) -> None:
@@ -282,7 +282,7 @@ def test_without_fake_quant_the_export_is_the_trained_model(paths):
 
 
 def test_what_was_seen_is_forgotten_when_the_next_step_begins(paths):
-    """Observers that begin anew after every step have seen a step when fake quant starts, the one before it."""
+    """Observers that are emptied after every step have seen a step when fake quant starts, the one before it."""
     every, at = (load_result(paths[f"watched_{kind}"]) for kind in ("every", "at"))
     inputs = [name for name in every["weights"] if name.endswith("input_s0")]
     assert inputs and all(every["weights"][name] > 0 for name in inputs)
@@ -310,7 +310,7 @@ def assert_events_move_what_they_name(path: Path) -> None:
         weights | embedding | theta | inputs,  # the condition holds after this step: embeddings stop
         weights | theta | inputs,
         weights,  # off
-        weights | theta,  # of weights alone; all weight scales begin anew
+        weights | theta,  # of weights alone; all weight scales are measured again
         weights | theta | first_inputs,
         norms,  # scales frozen, weights at a learning rate of 0
         norms | theta | first_inputs,
@@ -333,7 +333,7 @@ def assert_events_move_what_they_name(path: Path) -> None:
 
 
 def test_hpz_uses_the_scales_that_events_write(paths):
-    """The second copies of the weights that hpZ gathers from hold scales too, which are measured anew three times."""
+    """The second copies of the weights that hpZ gathers from hold scales too, which are measured again three times."""
     found, expected = (load_result(paths[f"events_{name}"]) for name in ("hpz", 3))
     assert found["losses"] == expected["losses"] and found["norms"] == expected["norms"]
     for step, (after, plain) in enumerate(zip(found["after"], expected["after"], strict=True)):
@@ -341,7 +341,7 @@ def test_hpz_uses_the_scales_that_events_write(paths):
 
 
 def kind_of(name: str) -> str | None:
-    """What the name of a parameter says that it is; theta of an input with the first layer apart."""
+    """Return the kind of a parameter by its name; thetas of inputs of the first layer are a kind of their own."""
     leaf = name.rpartition(".")[2]
     if leaf.endswith("_s0"):
         return None

@@ -45,7 +45,7 @@ def rank_1_without_targets(loop: Loop, seen: dict[str, Any]) -> None:
 
 
 def used_weights(loop: Loop, seen: dict[str, Any]) -> None:
-    """What each quantized Linear multiplies its input with after the last step, its output for the unit matrix; and
+    """Keep the weight that each quantized Linear uses after the last step, its output for the unit matrix; and
     the scales of weights, inputs, keys and values."""
 
     @loop.every(1)
@@ -71,7 +71,7 @@ def used_weights(loop: Loop, seen: dict[str, Any]) -> None:
 
 
 def held(loop: Loop, seen: dict[str, Any]) -> None:
-    """What each Linear multiplies with, the bytes that this rank holds of each Parameter, and the bits of codes."""
+    """Keep the weight that each Linear uses, the bytes of each Parameter on this rank, and the bits of codes."""
     used_weights(loop, seen)
 
     @loop.every(1)
