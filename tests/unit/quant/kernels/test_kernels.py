@@ -99,6 +99,12 @@ def test_random_tensors(seed):
         check(random_case())
 
 
+def test_theta_of_nothing_has_a_gradient_of_0_whatever_the_scale():
+    x, s0 = torch.empty(0, 8), torch.tensor([math.nan, math.inf, 1.0])
+    _, grad_theta = check_same("fake_quantize_backward", x, x, s0, torch.zeros(3), 4, torch.float32, 1.0, True)
+    assert grad_theta.tolist() == [0, 0, 0]
+
+
 @pytest.mark.full
 def test_many_random_tensors(seed):
     for _ in range(4000):
