@@ -8,14 +8,19 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 from model.build import build_model
 from model.checkpoint.load import load_weights
+from model.quantized.checkpoint import source_schemes
+from model.quantized.scales import take_scales
 from model.save import export_model
-from model.scales import renew_weight_scales
-from quant import Quantization, Scheme, prepare
+from model.scales import renew_weight_scales, write_scales
+from model.scales.loading import ScaleReport
+from quant import SCHEMES, Quantization, Scheme, prepare
+from quant.packed_weight import store_packed
+from quant.rules import schemes_of_layers
 from quant.scale import first_input_scale
 from tests.lib.tiny import tiny_checkpoint
 
@@ -23,11 +28,67 @@ CPU = torch.device("cpu")
 ENGINES = {torch.bfloat16: {"bf16": {"enabled": True}}, torch.float16: {"fp16": {"enabled": True}}, torch.float32: {}}
 
 
-def load_model(source: Path, dtype: torch.dtype = torch.bfloat16, **options: Any) -> PreTrainedModel:
-    """Build the project's model of a checkpoint and read its weights; ``options`` are those of build_model."""
-    model = build_model(source, ENGINES[dtype], dtype=dtype, device=CPU, **options)
-    load_weights(model, source, progress=False)
+def build(path: Path | str, dtype: torch.dtype = torch.bfloat16, **options: Any) -> PreTrainedModel:
+    """Build the model of ``path/config.json`` on the CPU, without its weights; ``options`` of ``build_model``."""
+    return build_model(path, ENGINES[dtype], dtype=dtype, device=CPU, **options)
+
+
+def load_model(path: Path | str, dtype: torch.dtype = torch.bfloat16, **options: Any) -> PreTrainedModel:
+    """Build the model of a checkpoint and load its weights."""
+    model = build(path, dtype, **options)
+    load_weights(model, path, progress=False)
     return model
+
+
+def quantize(
+    model: nn.Module,
+    scheme: Scheme | str | None = None,
+    *,
+    learn: bool = True,
+    measure: bool = True,
+    input_scale: float = 0.01,
+    **options: Any,
+) -> Quantization:
+    """Prepare ``model`` with a scheme, or the preset of that name.
+
+    Args:
+        model: with its weights.
+        scheme: of every Linear.
+        learn: learn the scales of weights.
+        measure: fill all scales: those of weights are measured.
+        input_scale: the value of the others; a global scale gets 6 / ``input_scale``.
+        options: of ``quant.prepare``.
+    """
+    scheme = SCHEMES[scheme] if isinstance(scheme, str) else scheme
+    quantization = prepare(model, scheme, **{"learn_weight_scale": learn, "learn_input_scale": False, **options})
+    if measure:
+        renew_weight_scales(quantization)
+        values = {
+            group.owner: torch.tensor([6 / input_scale if group.spec.has_global_scale else input_scale])
+            for group in quantization.input_groups
+        }
+        write_scales(quantization.input_groups, values)
+    return quantization
+
+
+def load_quantized(
+    path: Path | str, dtype: torch.dtype = torch.bfloat16, *, learn: bool = True, **options: Any
+) -> tuple[PreTrainedModel, Quantization, ScaleReport]:
+    """Load a quantized checkpoint with its own schemes and scales; ``options`` of ``build_model``."""
+    model = load_model(path, dtype, **options)
+    quantization = quantize(model, measure=False, learn=learn, named=source_schemes(model, Path(path)))
+    return model, quantization, take_scales(model, quantization, Path(path), inputs_calibrated_later=True)
+
+
+def hold_packed(path: Path | str) -> Callable[[nn.Module], None]:
+    """Return the option ``hold`` of ``build_model`` that keeps all weights of a quantized checkpoint packed."""
+
+    def hold(model: nn.Module) -> None:
+        modules = dict(model.named_modules())
+        for name, scheme in schemes_of_layers(source_schemes(model, Path(path)), modules).items():
+            store_packed(modules[name], scheme.weights, tuple(modules[name].weight.shape))
+
+    return hold
 
 
 @torch.no_grad()
@@ -36,12 +97,10 @@ def quantized(
 ) -> tuple[PreTrainedModel, Quantization]:
     """Load a checkpoint in bf16 and quantize it with measured scales, those of inputs from ``batches`` of tokens.
 
-    ``powers_of_two`` rounds the scales up. ``options`` are those of prepare, by which weight scales are learned.
+    ``powers_of_two`` rounds the scales up. ``options`` are those of :func:`quantize`.
     """
     model = load_model(source, experts=experts).eval()
-    options = {"learn_weight_scale": True, "learn_input_scale": False, **options}
-    quantization = prepare(model, scheme, **options)
-    renew_weight_scales(quantization)
+    quantization = quantize(model, scheme, **options)
     if quantization.input_groups:
         quantization.set_fake_quant(weights=False, activations=False)
         quantization.observe(True)
@@ -106,11 +165,41 @@ def edit_tensors(directory: Path, key: str, edit: Callable[[dict[str, Tensor]], 
     save_file(tensors, path, metadata={"format": "pt"})
 
 
+def edit_checkpoint(directory: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
+    """Change the tensors of a checkpoint, file by file, and its index."""
+    weight_map = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        tensors = load_file(file)
+        edit(tensors)
+        save_file({key: value.contiguous() for key, value in tensors.items()}, file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, file.name)
+    for index in directory.glob("*.index.json"):
+        edit_json(index, weight_map=weight_map)
+
+
 def edit_json(path: Path, edit: Callable[[Any], object] | None = None, /, **values: Any) -> Any:
-    """Change a JSON file in place, by a function or with values of its keys, and return its contents."""
+    """Change a JSON file in place, by a function or with values of its keys, and return its contents.
+
+    It is laid out as transformers writes config.json.
+    """
     contents = json.loads(path.read_text(encoding="utf-8"))
     if edit is not None:
         edit(contents)
     contents.update(values)
-    path.write_text(json.dumps(contents), encoding="utf-8")
+    path.write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
     return contents
+
+
+def assert_same_tensors(one: Path, other: Path) -> None:
+    """Check that two checkpoints hold the same tensors, bit for bit."""
+    found, expected = read_tensors(one), read_tensors(other)
+    assert found.keys() == expected.keys()
+    different = [key for key, value in expected.items() if not same_bits(value, found[key])]
+    assert not different, different
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Compare dtype, shape and bits, also those of NaN."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))

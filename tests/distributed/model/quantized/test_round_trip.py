@@ -18,10 +18,8 @@ from model.scales import renew_weight_scales, write_scales
 from quant import SCHEMES, prepare
 from quant.formats.packing import unpack_int32, unpack_zero_points
 from tests.lib.launcher import run_ranks
+from tests.lib.published import gpt_oss, gptq_checkpoint, modelopt
 from tests.lib.tiny import tiny_checkpoint
-from tests.unit.model.quantized import test_gptq_awq as test_columns
-from tests.unit.model.quantized import test_modelopt
-from tests.unit.model.quantized import test_mxfp4_experts as test_blocks
 
 SCRIPT = Path(__file__).parent / "scripts" / "round_trip.py"
 NARROW = "w4a16_g32, -7..7"  # absmax / 7, as Kimi-K2 has it, in the place of absmax / 7.5
@@ -76,16 +74,16 @@ def other_writers(directory: Path) -> None:
     """Files of GPTQ and AWQ, the weights that these are, gpt-oss as it is published, and two files of ModelOpt, beside
     those of the cases."""
     cases = json.loads((directory / "cases.json").read_text())
-    test_blocks.published(directory / "gpt_oss", random.randrange(2**31)).rename(directory / "files" / "gpt_oss")
+    gpt_oss(directory / "gpt_oss", random.randrange(2**31)).rename(directory / "files" / "gpt_oss")
     cases["gpt_oss"] = ("stacked", "gpt_oss", "bf16")
     for kind in COLUMNS:
-        path, weights = test_columns.gptq_checkpoint(directory / kind, kind)
+        path, weights = gptq_checkpoint(directory / kind, kind)
         path.rename(directory / "files" / kind)
         save_file(weights, directory / kind / "weights.safetensors")
         cases[kind] = ("per_expert", "compressed", "fp16")  # in which their scales are stored
     for name, inside in MODELOPT.items():
         (directory / name).mkdir()
-        _, theirs = test_modelopt.written(directory / name, "fp8_static", inside=inside)
+        _, theirs = modelopt(directory / name, "fp8_static", inside=inside)
         theirs.rename(directory / "files" / name)
         cases[name] = ("per_expert", "compressed", "bf16")
     (directory / "cases.json").write_text(json.dumps(cases))

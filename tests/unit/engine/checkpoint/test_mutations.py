@@ -13,9 +13,9 @@ from engine.checkpoint.find import check_resumable, verify_checkpoint
 from engine.config.errors import RecipeError
 from model.ranks import RankError
 from model.zero import CHECKPOINT_CLASSES
+from tests.lib.mutations import cut, flip, of_folder, value
 from tests.lib.patience import ends
 from tests.unit.engine.checkpoint.steps import recipe, refit, write_step
-from tests.unit.model.mutations import cut, flip, of_folder, value
 
 STATE = {"stage": CHECKPOINT_CLASSES[0](3), "tensor": torch.arange(300.0), "plain": [1, 2.0, "x", None, (3,)]}
 

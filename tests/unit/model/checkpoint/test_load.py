@@ -4,58 +4,44 @@ import math
 import random
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-import quant
-from model.build import build_model
-from model.checkpoint.load import check_finite, load_weights
+from model.checkpoint.load import check_finite
 from model.quantized.checkpoint import source_schemes
 from model.quantized.scales import take_scales
 from model.ranks import RankError
 from model.save import export_model
 from model.save.peft_adapter import PeftFolder
-from model.scales import load_scales, renew_weight_scales
+from model.scales import load_scales
 from quant import SCHEMES
 from quant.formats.layouts import Layout
 from quant.lora import Adapter
 from quant.packed_weight import PackedCodes
-from quant.spec import PRESETS, Preset, Scheme
-from tests.lib.checkpoints import exported
+from quant.spec import PRESETS
+from tests.lib.checkpoints import CPU, edit_checkpoint, load_model, quantize, read_tensors
 from tests.lib.tiny import tiny_checkpoint
-from tests.unit.model.quantized.test_round_trip import ENGINE
 from tools.compressed import load_compressed
-
-NOT_FINITE = (math.nan, math.inf, -math.inf)
-CPU = torch.device("cpu")
-
-
-def plain(source: Path) -> nn.Module:
-    model = build_model(source, ENGINE, dtype=torch.bfloat16, device=CPU, experts="per_expert")
-    load_weights(model, source, progress=False)
-    return model
 
 
 @torch.no_grad()
-def broken(tensor: Tensor) -> None:
+def damage(tensor: Tensor) -> None:
     """Make one element of it NaN or infinite; of bytes that are no floats of torch, what their format has for NaN."""
     place = random.randrange(tensor.numel())
     if tensor.itemsize == 1:
         tensor.view(torch.uint8).view(-1)[place] = 255 if tensor.dtype == torch.uint8 else random.choice((127, 255))
     else:
-        tensor.view(-1)[place] = random.choice(NOT_FINITE)
+        tensor.view(-1)[place] = random.choice((math.nan, math.inf, -math.inf))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_each_parameter_is_looked_at_and_no_scale_that_nobody_has_filled(dtype, seed):
+def test_each_parameter_is_checked_and_no_scale_that_is_not_filled(dtype, seed):
     """Weights, quantized or not, biases, learned scales and adapters; frozen ones too."""
     model = nn.Sequential(nn.Embedding(7, 48), nn.Linear(48, 16), nn.LayerNorm(16), nn.Linear(16, 5)).to(dtype)
-    quant.prepare(model, SCHEMES["fp8_static"], exempt=("3",), learn_weight_scale=True, learn_input_scale=True)
+    quantize(model, "fp8_static", exempt=("3",), learn_input_scale=True, measure=False)
     pair = (nn.Parameter(torch.randn(shape).to(dtype)) for shape in ((2, 48), (16, 2)))
     model[1].attach_adapter(Adapter(*pair, 1.0))
     model[1].weight.requires_grad_(False)
@@ -65,13 +51,12 @@ def test_each_parameter_is_looked_at_and_no_scale_that_nobody_has_filled(dtype, 
         if name.endswith("_s0"):
             continue
         kept = parameter.detach().clone()
-        broken(parameter)
+        damage(parameter)
         with pytest.raises(RankError) as found:
             check_finite(model, "it is so")
         assert str(found.value) == f"it is so: NaN or Inf in {name}"
         parameter.data.copy_(kept)
-    largest = torch.finfo(dtype).max
-    model[1].weight.data.fill_(largest)  # their sum is infinite
+    model[1].weight.data.fill_(torch.finfo(dtype).max)  # their sum is infinite
     check_finite(model, "nothing is wrong")
 
 
@@ -82,86 +67,74 @@ def test_bytes_of_codes_are_no_numbers():
     check_finite(model, "nothing is wrong")
 
 
-def tensors_of(directory: Path) -> Iterator[tuple[Path, dict[str, Tensor]]]:
-    for file in directory.glob("*.safetensors"):
-        yield file, load_file(file)
-
-
-def break_on_disk(directory: Path, chosen) -> str:
-    """Break one tensor whose key is chosen; returns its key."""
-    keys = [(file, key) for file, tensors in tensors_of(directory) for key in tensors if chosen(key, tensors[key])]
-    file, key = random.choice(sorted(keys))
-    tensors = load_file(file)
-    broken(tensors[key])
-    save_file(tensors, file, metadata={"format": "pt"})
+def damage_on_disk(directory: Path, keys: list[str]) -> str:
+    """Damage one of these tensors; returns its key."""
+    key = random.choice(sorted(keys))
+    edit_checkpoint(directory, lambda tensors: damage(tensors[key]) if key in tensors else None)
     return key
 
 
 def test_a_plain_checkpoint_that_holds_one_is_not_read(tmp_path, seed):
     """Also where the tensor would not be quantized, like a row of the embeddings that no sample looks up."""
     source = tiny_checkpoint(tmp_path / "source", random.choice(("qwen3", "qwen3_moe")), even=True)
-    key = break_on_disk(source, lambda key, tensor: True)
+    key = damage_on_disk(source, list(read_tensors(source)))
     with pytest.raises(RankError, match="are not all numbers: NaN or Inf in") as found:
-        plain(source)
+        load_model(source, experts="per_expert")
     assert key in str(found.value) and str(source) in str(found.value)
 
 
-def representatives() -> list:
-    """Every preset, of which one for each kind of code and stored scale is tested always."""
-    seen, cases = set(), []
-    for name, preset in PRESETS.items():
-        scheme = preset.linear
-        weights, stored = (None, None) if scheme is None else (scheme.weights, scheme.stored_input)
-        kind = (weights and (weights.dtype, weights.scale_format, weights.symmetric), stored and stored.dtype)
-        known = (*kind, preset.kv_cache) in seen
-        seen.add((*kind, preset.kv_cache))
-        cases.append(pytest.param(name, marks=[pytest.mark.full] if known else []))
-    return cases
+# One of each kind of code and stored scale; the others come with the large counts.
+ALWAYS = {
+    "fp8_static",
+    "fp8_dynamic",
+    "int8_dynamic",
+    "w8a8_static",
+    "q4_0",
+    "w4a16_asym",
+    "nvfp4",
+    "nvfp4_w4a4",
+    "mxfp4",
+}
+ALWAYS |= {"mxfp8", "fp8_kv", "fp8_static_kv", "nvfp4_w4a4_kv"}
 
 
-@pytest.mark.parametrize("name", representatives())
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * (n not in ALWAYS)) for n in PRESETS])
 def test_a_quantized_checkpoint_that_holds_one_is_not_read(name, tmp_path, seed):
     """In codes, in scales of any kind, or in what is not quantized: neither by the reader of exports, nor as
     model.path, nor, where it is a scale, as quant.scales of the model that it was made from."""
-    preset = PRESETS[name]
-    exported(tmp_path, "qwen3", preset.linear, kv_cache=preset.kv_cache, wide=True)
-    export, work = tmp_path / "export", tmp_path / "work"
+    source = tiny_checkpoint(tmp_path / "source", "qwen3", seed=seed, wide=True)
+    scheme, export, work = PRESETS[name].linear, tmp_path / "export", tmp_path / "work"
+    options = {"kv_cache": PRESETS[name].kv_cache}
+
+    def as_export() -> None:
+        load_compressed(work, dtype=torch.float32, device=CPU)
+
+    def as_source() -> None:
+        """Weights, and then scales, of keys and values too; in fp32, which holds what any codes stand for."""
+        model = load_model(work, torch.float32)
+        take_scales(model, quantize(model, named=source_schemes(model, work), measure=False, **options), work)
+
+    def as_scales() -> None:
+        model = load_model(source)
+        load_scales(model, quantize(model, scheme, measure=False, **options), work)
+
+    model = load_model(source)
+    export_model(model, quantize(model, scheme, **options), source, export, max_shard_size=200_000)
     able = {
         key: key.rpartition(".")[2]
-        for _, tensors in tensors_of(export)
-        for key, tensor in tensors.items()
+        for key, tensor in read_tensors(export).items()
         if tensor.is_floating_point() or (tensor.dtype == torch.uint8 and key.endswith("_scale"))
     }
     for kind in sorted(set(able.values())):
         shutil.copytree(export, work)
-        key = break_on_disk(work, lambda key, tensor, kind=kind: able.get(key) == kind)
-        for reader in (as_export, as_source, as_scales):
-            if reader is as_export or (preset.linear is not None and (reader is as_source or kind.endswith("_scale"))):
-                with pytest.raises(RankError) as found:
-                    reader(work, tmp_path / "source", preset)
-                assert key.rpartition(".")[0] in str(found.value), (reader, key, str(found.value))
+        key = damage_on_disk(work, [key for key in able if able[key] == kind])
+        readers = [as_export, *([as_source] * (scheme is not None))]
+        readers += [as_scales] * (scheme is not None and kind.endswith("_scale"))
+        for reader in readers:
+            with pytest.raises(RankError) as found:
+                reader()
+            assert key.rpartition(".")[0] in str(found.value), (reader, key, str(found.value))
         shutil.rmtree(work)
-
-
-def as_export(directory: Path, source: Path, preset: Preset) -> None:
-    load_compressed(directory, dtype=torch.float32, device=CPU)
-
-
-def as_source(directory: Path, source: Path, preset: Preset) -> None:
-    """Weights, and then scales, of keys and values too; in fp32, which holds what any codes stand for."""
-    model = build_model(directory, {}, dtype=torch.float32, device=CPU)
-    load_weights(model, directory, progress=False)
-    take_scales(model, prepared(model, preset, named=source_schemes(model, directory)), directory)
-
-
-def as_scales(directory: Path, source: Path, preset: Preset) -> None:
-    model = plain(source)
-    load_scales(model, prepared(model, preset), directory)
-
-
-def prepared(model: nn.Module, preset: Preset, named: dict[str, Scheme] | None = None) -> quant.Quantization:
-    options = {"learn_weight_scale": True, "learn_input_scale": False, "kv_cache": preset.kv_cache}
-    return quant.prepare(model, preset.linear if named is None else None, named=named, **options)
 
 
 LAYOUTS: dict[Layout, str] = {
@@ -177,14 +150,12 @@ LAYOUTS: dict[Layout, str] = {
 def test_a_model_that_holds_one_is_not_written(layout, tmp_path, seed):
     """Quantized weights, embeddings, norms or lm_head: named, and nothing is left of the export."""
     source = tiny_checkpoint(tmp_path / "source", "qwen3", even=True, wide=True)
-    model = plain(source)
-    scheme = SCHEMES[LAYOUTS[layout]]
-    quantization = quant.prepare(model, scheme, learn_weight_scale=True, learn_input_scale=False)
-    renew_weight_scales(quantization)
+    model = load_model(source)
+    quantization = quantize(model, LAYOUTS[layout])
     named = {name: one for name, one in model.named_parameters() if one.requires_grad}
     for name in random.sample(sorted(named), 3):
         kept = named[name].detach().clone()
-        broken(named[name])
+        damage(named[name])
         with pytest.raises(RankError, match=rf"the model diverged.*NaN or Inf in {re.escape(name)}"):
             export_model(model, quantization, source, tmp_path / "export", layout=layout)
         named[name].data.copy_(kept)
@@ -194,7 +165,7 @@ def test_a_model_that_holds_one_is_not_written(layout, tmp_path, seed):
 
 def test_an_adapter_alone_that_holds_one_is_not_written(tmp_path, seed):
     tensors = {f"layer.lora_{part}.weight": torch.randn(4, 4).bfloat16() for part in "AB"}
-    broken(tensors["layer.lora_B.weight"])
+    damage(tensors["layer.lora_B.weight"])
     with pytest.raises(RankError, match=r"the model diverged.*NaN or Inf in layer\.lora_B\.weight"):
         PeftFolder(tensors, {}, "base").publish(tmp_path / "adapter")
     assert not list(tmp_path.iterdir())

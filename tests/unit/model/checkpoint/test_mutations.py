@@ -11,30 +11,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 
 from engine.config.errors import RecipeError, checkpoint_problems
 from engine.session.student import build_student
-from model.build import build_model
-from model.checkpoint.load import load_weights
 from model.quantized.scales import take_start
 from model.ranks import RankError
 from model.scales import load_scales
-from quant import SCHEMES, Scheme, prepare
-from tests.lib.checkpoints import exported
+from quant import SCHEMES
+from tests.lib.checkpoints import CPU, exported, load_model, load_quantized, quantize, read_tensors, same_bits
+from tests.lib.mutations import of_folder
 from tests.lib.patience import ends
+from tests.lib.published import gpt_oss, gptq_checkpoint, modelopt
 from tests.lib.tiny import tiny_checkpoint
 from tests.unit.engine.session.adapted import DS_CONFIG
 from tests.unit.engine.session.adapted import folder as adapter
 from tests.unit.engine.session.adapted import recipe as adapter_recipe
-from tests.unit.model.mutations import of_folder
-from tests.unit.model.quantized.test_gptq_awq import gptq_checkpoint
-from tests.unit.model.quantized.test_modelopt import written as modelopt
-from tests.unit.model.quantized.test_mxfp4_experts import published
-from tests.unit.model.quantized.test_round_trip import loaded
 from tools.compressed import load_compressed
 
-CPU = torch.device("cpu")
 OPENED: list[str] = []
 BASES: dict[str, Path] = {}  # the models that folders of scales, codes to start from, or adapters are of
 NAMED = re.compile(r"\.json|\.safetensors|model\.\w|lm_head")
@@ -47,7 +40,7 @@ def _watch(event: str, arguments: tuple[object, ...]) -> None:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    """A plain model of several files, exports of codes of each kind, and beside them what nobody may open."""
+    """A plain model of several files, exports of codes of each kind, and beside them what must not be opened."""
     base = tmp_path_factory.mktemp("mutations")
     plain = tiny_checkpoint(base / "plain", layers=1, even=True, max_shard_size="100KB")
     found = {"plain": plain, "adapter": adapter(base / "adapter", plain)}
@@ -55,69 +48,47 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     BASES["adapter"] = plain
     for scheme in ("fp8_static", "w4a16_g32"):
         exported(base / scheme, "qwen3", SCHEMES[scheme], wide=True)
-        found[scheme] = base / scheme / "export"
-        for use in ("source", "scales", "start"):
-            found[f"{use} {scheme}"] = found[scheme]
+        for use in ("export", "source", "scales", "start"):
+            found[f"{use} {scheme}"] = base / scheme / "export"
             BASES[f"{use} {scheme}"] = base / scheme / "source"
-    (base / "columns").mkdir()
-    found["source gptq"] = gptq_checkpoint(base / "columns")[0]
-    found["source awq"] = gptq_checkpoint(base / "columns", "awq")[0]
-    (base / "modelopt").mkdir()
-    found["source modelopt"] = modelopt(base / "modelopt", "fp8_static", inside=False)[1]
-    found["scales modelopt"] = found["source modelopt"]
+    for kind in ("gptq", "awq"):
+        found[f"source {kind}"] = gptq_checkpoint(base / f"of {kind}", kind)[0]
+    found["source modelopt"] = found["scales modelopt"] = modelopt(base / "modelopt", "fp8_static", inside=False)[1]
     BASES["scales modelopt"] = base / "modelopt" / "source"
-    (base / "blocks").mkdir()
-    found["source gpt_oss"] = published(base / "blocks", seed=0)
-    shutil.copytree(found["plain"], base / "outside")
+    found["source gpt_oss"] = gpt_oss(base / "blocks", seed=0)
+    shutil.copytree(plain, base / "outside")
     sys.addaudithook(_watch)  # for the rest of the process
     return found
 
 
-def load(kind: str, folder: Path):
+def load(kind: str, folder: Path) -> torch.nn.Module:
+    """Load a folder as a model.path, quantized or not, or as the other parts of a recipe that name one."""
     use, _, scheme = kind.partition(" ")
-    if use == "source":
-        return load_source(folder)
-    if use in ("scales", "start"):
-        return load_beside(use, folder, BASES[kind], SCHEMES.get(scheme, SCHEMES["fp8_static"]))
-    if use == "adapter":
-        return load_adapter(folder, BASES[kind])
-    if kind != "plain":
+    if use == "export":
         return load_compressed(folder, dtype=torch.float32, device=CPU)[0]
-    model = build_model(folder, {"bf16": {"enabled": True}}, dtype=torch.bfloat16, device=CPU)
-    load_weights(model, folder, progress=False)
-    return model
-
-
-def load_source(folder: Path):
-    """As a model.path: its configuration before anything else, then weights, and scales in the schemes of the files."""
-    if problems := list(checkpoint_problems("model.path", str(folder))):
-        raise RankError("\n".join(problems))
-    return loaded(folder)[0]
-
-
-def load_beside(use: str, folder: Path, base: Path, scheme: Scheme):
-    """As quant.scales or quant.start of the model in ``base``."""
-    model = build_model(base, {"bf16": {"enabled": True}}, dtype=torch.bfloat16, device=CPU)
-    load_weights(model, base, progress=False)
-    quantization = prepare(model, scheme, learn_weight_scale=True, learn_input_scale=False)
-    if use == "start":
-        take_start(model, quantization, folder, inside=True, inputs_calibrated_later=True)
+    if use == "plain":
+        return load_model(folder)
+    if use == "source":  # its configuration before anything else
+        if problems := list(checkpoint_problems("model.path", str(folder))):
+            raise RankError("\n".join(problems))
+        return load_quantized(folder)[0]
+    if use == "adapter":
+        try:
+            settings = adapter_recipe(folder.parent, BASES[kind], {"start": str(folder), "targets": [".*_proj"]})
+            model, _ = build_student(settings, DS_CONFIG, CPU)
+        except RecipeError as error:
+            raise RankError(str(error)) from error
+        values = [value for name, value in model.named_parameters() if "lora" in name]
     else:
-        load_scales(model, quantization, folder, inputs_calibrated_later=True)
-    scales = [value for group in quantization.weight_groups for value in (group.s0, group.zero) if value is not None]
-    assert all(bool(torch.isfinite(value).all()) for value in scales)
-    return model
-
-
-def load_adapter(folder: Path, base: Path):
-    """As adapter.start."""
-    try:
-        settings = adapter_recipe(folder.parent, base, {"start": str(folder), "targets": [".*_proj"]})
-        model, _ = build_student(settings, DS_CONFIG, CPU)
-    except RecipeError as error:
-        raise RankError(str(error)) from error
-    trained = [value for name, value in model.named_parameters() if "lora" in name]
-    assert trained and all(bool(torch.isfinite(value).all()) for value in trained)
+        model = load_model(BASES[kind])
+        quantization = quantize(model, scheme if scheme in SCHEMES else "fp8_static", measure=False)
+        if use == "start":
+            take_start(model, quantization, folder, inside=True, inputs_calibrated_later=True)
+        else:
+            load_scales(model, quantization, folder, inputs_calibrated_later=True)
+        groups = quantization.weight_groups
+        values = [value for group in groups for value in (group.s0, group.zero) if value is not None]
+    assert values and all(bool(torch.isfinite(value).all()) for value in values)
     return model
 
 
@@ -139,12 +110,9 @@ def mutate_and_load(rng: random.Random, folders: dict[str, Path], work: Path) ->
         assert "EVIL" not in os.environ, said
         assert not OPENED, (said, OPENED)
     if kind == "plain":
-        held = model.state_dict()
-        for file in work.glob("*.safetensors"):
-            with safe_open(file, "pt") as tensors:
-                for key in tensors.keys() & held.keys():
-                    expected = tensors.get_tensor(key).to(torch.bfloat16)
-                    assert torch.equal(held[key].view(torch.int16), expected.view(torch.int16)), (said, key)
+        loaded, files = model.state_dict(), read_tensors(work)
+        for key in files.keys() & loaded.keys():
+            assert same_bits(loaded[key], files[key].to(torch.bfloat16)), (said, key)
     return "loaded"
 
 
@@ -160,16 +128,17 @@ def test_five_hundred_folders(folders, tmp_path, seed):
         mutate_and_load(rng, folders, tmp_path / "work")
 
 
-@pytest.mark.parametrize(("suffix", "dtype"), [("weight", torch.uint8), ("weight_scale", torch.int32)])
-def test_bytes_under_another_dtype_are_not_read_as_other_numbers(folders, tmp_path, suffix, dtype):
-    shutil.copytree(folders["fp8_static"], work := tmp_path / "work")
+@pytest.mark.parametrize(
+    ("suffix", "dtype", "was", "becomes"),
+    [("weight", torch.uint8, b'"F8_E4M3"', b'"U8"     '), ("weight_scale", torch.int32, b'"F32"', b'"I32"')],
+)
+def test_bytes_under_another_dtype_are_not_read_as_other_numbers(folders, tmp_path, suffix, dtype, was, becomes):
+    shutil.copytree(folders["export fp8_static"], work := tmp_path / "work")
     key = f"model.layers.0.self_attn.k_proj.{suffix}"
-    names = {torch.uint8: (b'"F8_E4M3"', b'"U8"'), torch.int32: (b'"F32"', b'"I32"')}[dtype]
     for file in work.glob("*.safetensors"):
         data = file.read_bytes()
         at = data.find(f'"{key}":'.encode())
         if at >= 0:
-            padded = names[1].ljust(len(names[0]))
-            file.write_bytes(data[:at] + data[at:].replace(names[0], padded, 1))
+            file.write_bytes(data[:at] + data[at:].replace(was, becomes, 1))
     with pytest.raises(RankError, match=rf"{re.escape(key)} is {dtype}, expected"):
-        load("fp8_static", work)
+        load("export fp8_static", work)

@@ -1,6 +1,7 @@
 """Reading safetensors by byte ranges, against the format's own library; and files that are not what they should be."""
 
 import json
+import random
 import struct
 from pathlib import Path
 
@@ -21,36 +22,27 @@ from model.checkpoint.safetensors import (
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.int64, torch.uint8, torch.float8_e4m3fn]
 
 
-@pytest.fixture
-def generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def integer(generator: torch.Generator, low: int, high: int) -> int:
-    return int(torch.randint(low, high + 1, (), generator=generator))
-
-
-def some_tensors(generator: torch.Generator) -> dict[str, torch.Tensor]:
+def some_tensors() -> dict[str, torch.Tensor]:
     """One of each dtype, of 0 to 3 dimensions, one of them empty."""
     tensors = {"empty": torch.empty(0, 3)}
     for number, dtype in enumerate(DTYPES):
-        shape = [integer(generator, 1, 9) for _ in range(number % 4)]
-        tensors[f"t{number}"] = (50 * torch.randn(shape, generator=generator)).abs().to(dtype)
+        shape = [random.randint(1, 9) for _ in range(number % 4)]
+        tensors[f"t{number}"] = (50 * torch.randn(shape)).abs().to(dtype)
     return tensors
 
 
-def test_headers_and_ranges_equal_the_library(tmp_path: Path, generator: torch.Generator):
+def test_headers_and_ranges_equal_the_library(tmp_path: Path, seed: int):
     file = tmp_path / "model.safetensors"
-    save_file(some_tensors(generator), file, metadata={"format": "pt"})
+    save_file(some_tensors(), file, metadata={"format": "pt"})
     found = {tensor.key: tensor for tensor in read_header(file)}
-    with safe_open(file, "pt") as reference, Reader(chunk_bytes=integer(generator, 1, 40)) as reader:
+    with safe_open(file, "pt") as reference, Reader(chunk_bytes=random.randint(1, 40)) as reader:
         assert set(found) == set(reference.keys())
         expected_bytes = 0
         for key, tensor in found.items():
             whole = reference.get_tensor(key)
             assert tensor.shape == tuple(whole.shape) and tensor.dtype == whole.dtype
-            start = integer(generator, 0, whole.numel())
-            stop = integer(generator, start, whole.numel())
+            start = random.randint(0, whole.numel())
+            stop = random.randint(start, whole.numel())
             expected = whole.flatten()[start:stop]
             for dtype in (whole.dtype, torch.float32):
                 into = torch.zeros(stop - start, dtype=dtype)
@@ -74,7 +66,11 @@ def damaged(header: dict | bytes, data: bytes = b"") -> bytes:
     return struct.pack("<Q", len(text)) + text + data
 
 
-ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+def entry(**changes) -> dict:
+    """The header of a file with two fp32 numbers."""
+    return {"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **changes}}
+
+
 FILES = {
     "nothing in it": (b"", "truncated or not a safetensors file"),
     "a length and no header": (struct.pack("<Q", 100), "truncated or not a safetensors file"),
@@ -83,20 +79,17 @@ FILES = {
     "no JSON": (damaged(b"{oops"), "damaged header"),
     "a list": (damaged(b"[1, 2]"), "damaged header"),
     "no offsets": (damaged({"w": {"dtype": "F32", "shape": [2]}}, b"x" * 8), "damaged header"),
-    "a shape of another size": (damaged({"w": {**ENTRY, "shape": [3]}}, b"x" * 8), "damaged header.*w of shape"),
-    "a negative shape": (damaged({"w": {**ENTRY, "shape": [-2]}}, b"x" * 8), "damaged header"),
-    "a gap": (damaged({"w": {**ENTRY, "data_offsets": [4, 12]}}, b"x" * 12), "damaged header.*gap"),
-    "an overlap": (
-        damaged({"v": ENTRY, "w": {**ENTRY, "data_offsets": [4, 12]}}, b"x" * 12),
-        "damaged header.*overlap",
-    ),
-    "offsets that are no integers": (damaged({"w": {**ENTRY, "data_offsets": [0.0, 8.0]}}, b"x" * 8), "damaged.*w of"),
-    "a shape that is no integer": (damaged({"w": {**ENTRY, "shape": [2.5]}}, b"x" * 8), "damaged header.*w of shape"),
-    "two negative sizes": (damaged({"w": {**ENTRY, "shape": [-1, -2]}}, b"x" * 8), "damaged header.*w of shape"),
-    "metadata that the library refuses": (damaged({"__metadata__": {"a": 3}, "w": ENTRY}, b"x" * 8), "__metadata__"),
-    "metadata that are a list": (damaged({"__metadata__": [], "w": ENTRY}, b"x" * 8), "damaged header"),
-    "data cut short": (damaged({"w": ENTRY}, b"x" * 5), "truncated: .* bytes, while its header says"),
-    "data too long": (damaged({"w": ENTRY}, b"x" * 9), "longer than it should be"),
+    "a shape of another size": (damaged(entry(shape=[3]), b"x" * 8), "damaged header.*w of shape"),
+    "a negative shape": (damaged(entry(shape=[-2]), b"x" * 8), "damaged header"),
+    "two negative sizes": (damaged(entry(shape=[-1, -2]), b"x" * 8), "damaged header.*w of shape"),
+    "a shape that is no integer": (damaged(entry(shape=[2.5]), b"x" * 8), "damaged header.*w of shape"),
+    "offsets that are no integers": (damaged(entry(data_offsets=[0.0, 8.0]), b"x" * 8), "damaged.*w of"),
+    "a gap": (damaged(entry(data_offsets=[4, 12]), b"x" * 12), "damaged header.*gap"),
+    "an overlap": (damaged({**entry(data_offsets=[4, 12]), "v": entry()["w"]}, b"x" * 12), "damaged header.*overlap"),
+    "metadata that the library refuses": (damaged({"__metadata__": {"a": 3}, **entry()}, b"x" * 8), "__metadata__"),
+    "metadata that are a list": (damaged({"__metadata__": [], **entry()}, b"x" * 8), "damaged header"),
+    "data cut short": (damaged(entry(), b"x" * 5), "truncated: .* bytes, while its header says"),
+    "data too long": (damaged(entry(), b"x" * 9), "longer than it should be"),
 }
 
 
@@ -138,20 +131,15 @@ def test_no_checkpoint(tmp_path: Path):
         read_headers(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "index",
-    [
-        b"{",
-        b"[]",
-        b"{}",
-        b'{"weight_map": 3}',
-        b'{"weight_map": {"w": "../../other.safetensors"}}',
-        b'{"weight_map": {"w": ".."}}',
-    ],
-)
+NO_INDEX = [b"{", b"[]", b"{}", b'{"weight_map": 3}']
+OUTSIDE = [b'{"weight_map": {"w": "../../other.safetensors"}}', b'{"weight_map": {"w": ".."}}']
+
+
+@pytest.mark.parametrize("index", NO_INDEX + OUTSIDE)
 def test_an_index_that_is_none(index: bytes, tmp_path: Path):
     (tmp_path / "model.safetensors.index.json").write_bytes(index)
-    with pytest.raises(CheckpointError, match=r"index\.json (is no index|names files outside)"):
+    said = "names files outside" if index in OUTSIDE else "is no index"
+    with pytest.raises(CheckpointError, match=rf"index\.json {said}"):
         read_headers(tmp_path)
 
 

@@ -1,38 +1,30 @@
 """GPTQ through a model of one process: which inputs the codes are chosen by, and what becomes of the weights."""
 
 import random
-import re
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from model.build import build_model
-from model.checkpoint.load import load_weights
 from model.ptq_init import choose_initial_codes
 from model.ranks import RankError
 from model.scales import renew_weight_scales
-from quant import SCHEMES, Quantization, Quantizer, Scale, kernels, prepare
+from quant import Quantization, Quantizer, Scale, kernels
 from quant.gptq import add_inputs, choose
 from quant.hadamard import rotate
 from quant.linear import linears_of
 from tests.families.variants import VARIANTS
+from tests.lib.checkpoints import CPU, load_model, quantize
 from tests.lib.tiny import tiny_checkpoint
-from tests.unit.model.quantized.test_round_trip import ENGINE
-
-pytestmark = pytest.mark.usefixtures("seed")
-
-CPU = torch.device("cpu")
 
 
 def quantized(directory: Path, kind: str, scheme: str, **options: object) -> tuple[nn.Module, Quantization]:
     source = directory / kind
     if not source.exists():
         tiny_checkpoint(source, kind, seed=random.randrange(2**31), wide=True)
-    model = build_model(source, ENGINE, dtype=torch.bfloat16, device=CPU, **options)
-    load_weights(model, source, progress=False)
-    quantization = prepare(model, SCHEMES[scheme], learn_weight_scale=True, learn_input_scale=False)
+    model = load_model(source, **options)
+    quantization = quantize(model, scheme, measure=False)
     renew_weight_scales(quantization)
     return model, quantization
 
@@ -43,7 +35,7 @@ def samples(model: nn.Module, count: int = 6) -> list[tuple[Tensor, bool]]:
 
 
 def by_hand(quantization: Quantization, name: str, inputs: list[tuple[Tensor, ...]]) -> Tensor:
-    """What the codes of a layer for these inputs stand for."""
+    """The values of a layer's codes for these inputs."""
     layer = quantization.layers[name]
     moved = torch.empty_like(layer.weight)
     for part in linears_of(name, layer):
@@ -63,7 +55,7 @@ def by_hand(quantization: Quantization, name: str, inputs: list[tuple[Tensor, ..
 
 @torch.no_grad()
 def inputs_of(model: nn.Module, layer: nn.Module, given: list[tuple[Tensor, bool]]) -> list[tuple[Tensor, ...]]:
-    """What goes into a layer when the samples go through the whole model as it is now."""
+    """The inputs of a layer in forwards of the whole model as it is now."""
     seen: list[tuple[Tensor, ...]] = []
     hook = layer.register_forward_pre_hook(lambda module, args: seen.append(args))
     for ids, _ in given:
@@ -112,22 +104,6 @@ def test_each_layer_is_chosen_by_what_the_quantized_ones_before_it_give(tmp_path
         expected.set_fake_quant(True, scheme != "w8a8_static", "|".join(done))
 
 
-def test_the_first_step_computes_with_weights_that_keep_the_outputs(tmp_path):
-    model, quantization = quantized(tmp_path, "qwen3", "w2a16_g32")
-    given = samples(model, 8)
-    with torch.no_grad(), quantization.paused():
-        expected = [model(input_ids=ids, use_cache=False).logits.float() for ids, _ in given]
-
-    def error() -> float:
-        with torch.no_grad():
-            found = [model(input_ids=ids, use_cache=False).logits.float() for ids, _ in given]
-        return sum(float((one - other).square().sum()) for one, other in zip(found, expected, strict=True))
-
-    before = error()
-    choose_initial_codes(model, quantization, given, CPU)
-    assert error() < 0.8 * before
-
-
 @pytest.mark.parametrize("scheme", ["w4a16_asym", "nvfp4", "int8_dynamic", "mxfp4"])
 def test_other_formats_go_too(tmp_path, scheme):
     """Scales of floats stay; weights that are moved are numbers of their own grids."""
@@ -169,54 +145,30 @@ def test_experts_as_modules_are_the_same_as_stacked_ones(tmp_path):
     assert sum(same) / len(same) > 0.95
 
 
-@pytest.mark.parametrize(("kind", "scheme"), [("qwen3", "w2a16_g32"), ("qwen3_moe", "w4a16_channel")])
-def test_samples_that_go_together_are_the_same_as_one_by_one(tmp_path, capfd, kind, scheme):
-    """But for the order of sums, of which what comes later in a chain of codes makes more than there was: a code that
-    flips moves all those behind it. Experts, which see the tokens of all samples of a group, are stacked."""
-    model, quantization = quantized(tmp_path, kind, scheme)
-    other, expected = quantized(tmp_path, kind, scheme)
-    groups = [torch.randint(300, (n, length)) for n, length in ((5, 160), (3, 160), (2, 200), (1, 120))]
-    choose_initial_codes(model.float(), quantization, [(ids, True) for ids in groups], CPU)
-    choose_initial_codes(other.float(), expected, [(one[None], True) for ids in groups for one in ids], CPU)
-    pattern = r", 11 samples, squared error of outputs (\S+), with nearest codes (\S+)"
-    ours, theirs = (list(map(float, found)) for found in re.findall(pattern, capfd.readouterr().out))
-    assert ours == pytest.approx(theirs, rel=0.02)
-    alike = {}
-    for name, layer in quantization.layers.items():
-        codes, same = (
-            kernels.quantize(one.weight.detach(), one._weight_quantizer())[0] for one in (layer, expected.layers[name])
-        )
-        alike[name] = float((codes == same).float().mean())
-    assert all(share > 0.99 for name, share in alike.items() if "layers.0.self_attn" in name), alike
-    assert sum(alike.values()) / len(alike) > 0.9, alike
+class Wrapped(nn.Module):
+    """Runs a decoder layer in another way."""
 
-
-class Twice(nn.Module):
-    """Runs a decoder layer two times."""
-
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, run) -> None:
         super().__init__()
-        self.layer = layer
-
-    def forward(self, *args: object, **kwargs: object) -> Tensor:
-        return self.layer(self.layer(*args, **kwargs), *args[1:], **kwargs)
-
-
-class Changed(Twice):
-    """Changes the hidden states before a decoder layer."""
+        self.layer, self.run = layer, run
 
     def forward(self, hidden: Tensor, *args: object, **kwargs: object) -> Tensor:
-        return self.layer(2 * hidden, *args, **kwargs)
+        return self.run(lambda hidden: self.layer(hidden, *args, **kwargs), hidden)
 
 
-@pytest.mark.parametrize(("wrapper", "text"), [(Twice, "runs more than once"), (Changed, "does not get what")])
-def test_layers_that_are_no_chain_are_refused(tmp_path, wrapper, text):
+@pytest.mark.parametrize(
+    ("run", "text"),
+    [
+        (lambda layer, hidden: layer(layer(hidden)), "runs more than once"),
+        (lambda layer, hidden: layer(2 * hidden), "does not get what"),
+    ],
+)
+def test_layers_that_are_no_chain_are_refused(tmp_path, run, text):
     model, quantization = quantized(tmp_path, "qwen3", "w2a16_g32")
     before = [layer.weight.clone() for layer in quantization.layers.values()]
-    model.model.layers[1] = wrapper(model.model.layers[1])
-    quantization = Quantization(
-        {name.replace("layers.1.", "layers.1.layer."): layer for name, layer in quantization.layers.items()}, []
-    )
+    model.model.layers[1] = Wrapped(model.model.layers[1], run)
+    renamed = {name.replace("layers.1.", "layers.1.layer."): layer for name, layer in quantization.layers.items()}
+    quantization = Quantization(renamed, [])
     with pytest.raises(RankError, match=f"expected rtn for this model: .*{text}"):
         choose_initial_codes(model, quantization, samples(model), CPU)
     assert all(map(torch.equal, before, (layer.weight for layer in quantization.layers.values())))
@@ -225,9 +177,7 @@ def test_layers_that_are_no_chain_are_refused(tmp_path, wrapper, text):
 def test_a_model_without_decoder_layers_is_refused(tmp_path):
     """OpenAI GPT's layers are plain modules."""
     source = next(one for one in VARIANTS.values() if one.model_type == "openai-gpt").checkpoint(tmp_path / "model")
-    model = build_model(source, ENGINE, dtype=torch.bfloat16, device=CPU)
-    load_weights(model, source, progress=False)
-    quantization = prepare(model, SCHEMES["w4a16_g32"], learn_weight_scale=True, learn_input_scale=False)
-    renew_weight_scales(quantization)
+    model = load_model(source)
+    quantization = quantize(model, "w4a16_g32")
     with pytest.raises(RankError, match="expected rtn for this model: none of its quantized layers lies in a decoder"):
         choose_initial_codes(model, quantization, samples(model), CPU)

@@ -1,8 +1,7 @@
-"""A quantized checkpoint whose codes are not read is refused from its config.json alone, in one line."""
+"""Configurations of quantized checkpoints: read, or refused by name from config.json alone."""
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 
@@ -11,40 +10,71 @@ from model.quantized.quantization_config import check_readable, find_quantizatio
 from quant import SCHEMES
 from quant.formats.config_groups import quantization_config
 from quant.spec import FP8_TENSOR
+from tests.lib.checkpoints import edit_json
 from tests.lib.tiny import tiny_config
 from tests.unit.tools.memory.test_memory import recipe
 
 COMPRESSED = quantization_config({"model.layers.0.mlp.up_proj": SCHEMES["w4a16_g32"]}, ["lm_head"])
+FP8 = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+GPTQ = {"quant_method": "gptq", "bits": 4}
+ROUND = {"quant_method": "auto-round", "bits": 4}
 
 
-def changed(**weights: object) -> dict:
-    """An int4 configuration with other weights."""
+def group(**values) -> dict:
+    """A configuration with one group of static fp8 and other values in it."""
+    whole = {"targets": ["Linear"], "weights": FP8, "input_activations": FP8, **values}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": whole}}
+
+
+def int4(**weights) -> dict:
+    """The int4 configuration with other values of its weights."""
     config = json.loads(json.dumps(COMPRESSED))
     config["config_groups"]["group_0"]["weights"].update(weights)
     return config
 
 
 REFUSED = {
+    "no object": (3, "has a quantization_config that is a int, expected an object"),
+    # Patterns and lists, of any method.
+    "ignore without end": ({"ignore": ["re:(a+)+b"]}, "quantization_config.ignore: 're:(a+)+b', expected a regular"),
+    "ignore of no regex": ({"ignore": ["lm_head", "re:("]}, "quantization_config.ignore: 're:(', expected a regular"),
+    "targets without end": (group(targets=["Linear", "re:(.|_.)*x"]), "group_0.targets: 're:(.|_.)*x', expected"),
+    "ignore, a text": ({"ignore": "re:a"}, "quantization_config.ignore: re:a, expected a list"),
+    "ignore of numbers": ({"quant_method": "modelopt", "ignore": [3]}, "ignore: [3], expected a list of names"),
+    "list of groups": ({"config_groups": [1]}, "config_groups: [1], expected groups by name"),
+    "targets, a number": (group(targets=7), "targets: 7, expected a list"),
+    # Types of what a quantizer is made of.
+    "weights of NaN": (group(weights=float("nan")), "group_0.weights is nan, expected an object"),
+    "inputs of a list": (group(input_activations=[1]), "group_0.input_activations is [1], expected an object"),
+    "bits of None": (group(weights={"num_bits": None}), "num_bits is None, expected an integer"),
+    "bits of bool": (group(input_activations={"num_bits": True}), "num_bits is True, expected an integer"),
+    "bits of text": (group(weights={"num_bits": "4"}), "num_bits is '4', expected an integer"),
+    "symmetric of 3": (group(weights=FP8 | {"symmetric": 3}), "symmetric is 3, expected true or false"),
+    "half a group": (group(weights=FP8 | {"group_size": 1.5}), "group_size is 1.5, expected an integer or null"),
+    # Methods and numerics that are not read.
+    "none": ({"bits": 4}, "quant_method is None"),
     "hqq": ({"quant_method": "hqq", "bits": 4}, "quant_method is 'hqq', whose codes are not read"),
-    "bitsandbytes": ({"quant_method": "bitsandbytes"}, "quant_method is 'bitsandbytes'"),
     "modelopt": ({"quant_method": "modelopt"}, "quant_algo is None"),
-    "modelopt's NVFP4": (
+    "NVFP4": (
         {"quant_method": "modelopt", "quant_algo": "NVFP4"},
         "quant_algo is 'NVFP4', whose codes are not read: expected 'FP8'",
     ),
-    "modelopt's names": (
-        {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": [3]},
-        "ignore: [3], expected a list of names",
-    ),
-    "none": ({"bits": 4}, "quant_method is None"),
-    "no object": (3, "has a quantization_config that is a int, expected an object"),
-    "order": (changed(actorder="group"), "weights.actorder is 'group'"),
-    "bits": (changed(num_bits=9), "config_groups.group_0.weights: int codes have 2 to 8 bits, got bits=9"),
+    "order": (int4(actorder="group"), "weights.actorder is 'group'"),
+    "9 bits": (int4(num_bits=9), "config_groups.group_0.weights: int codes have 2 to 8 bits, got bits=9"),
     "rotated": ({**COMPRESSED, "transform_config": {"u": 1}}, "transform_config is set"),
-    "format": (
-        json.loads(json.dumps(COMPRESSED).replace("pack-quantized", "marlin-24")),
-        "format is 'marlin-24', expected 'pack-quantized'",
-    ),
+    "format": (group(format="marlin-24"), "format is 'marlin-24', expected '"),
+    "marlin": ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),
+    "desc_act": ({**GPTQ, "desc_act": True}, "desc_act is true"),
+    "gemv": ({"quant_method": "awq", "version": "gemv"}, "version is 'gemv'"),
+    "awq 8": ({"quant_method": "awq", "bits": 8}, "bits is 8, expected 4"),
+    "mixed": ({**GPTQ, "dynamic": {"+:.*down": {"bits": 8}}}, "has a scheme of its own"),
+    "mixed, auto-round": ({**ROUND, "extra_config": {"a": {"bits": 8}}}, "has a scheme of its own"),
+    "groups of text": ({**GPTQ, "group_size": "x"}, "group_size is 'x', expected a number"),
+    "groups of 0": ({**GPTQ, "group_size": 0}, "group_size is 0, expected a number"),
+    "float bits": ({**GPTQ, "bits": 4.0}, "bits is 4.0, expected 2 or 3"),
+    "list of layers": ({**GPTQ, "dynamic": [1]}, "not of the kind that 'gptq' has"),
+    "text of input bits": ({**ROUND, "act_bits": "x"}, "not of the kind that 'auto-round' has"),
+    "inputs": ({**ROUND, "act_bits": 8}, "data_type or act_bits"),
 }
 
 
@@ -58,39 +88,42 @@ def test_what_is_not_read_is_named(tmp_path, case):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("text", ["[]", "{", "\x00"])
+def test_a_configuration_that_is_none_is_named(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"config\.json is"):
+        find_quantization_config(tmp_path)
+
+
 def test_plain_ones_and_compressed_ones_are_read(tmp_path):
     for config in ({}, {"quantization_config": None}):
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert not is_quantized(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": COMPRESSED}))
+    edit_json(tmp_path / "config.json", quantization_config=COMPRESSED)
     assert is_quantized(tmp_path)
     check_readable(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"quantization_config": COMPRESSED}}))
     assert find_quantization_config(tmp_path) == COMPRESSED
 
 
-def memory_of(tmp_path: Path, config: dict, scheme: str = "w4a16_channel") -> None:
-    """``launch/memory.py`` of a model with this quantization_config."""
-    recipe(tmp_path)
-    tiny_config("qwen3").save_pretrained(tmp_path / "model")
-    file = tmp_path / "model" / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": config}))
-    main(["--config", str(tmp_path / "recipe.yaml"), "--ranks", "2", "--strategies", "zero3", "--quant.scheme", scheme])
+def test_memory_of_a_quantized_checkpoint_is_predicted_from_its_configuration(tmp_path, capsys):
+    """As of the same scheme by its name, where another one has other scales; or the method is refused."""
 
+    def predicted(config: dict, scheme: str) -> str:
+        recipe(tmp_path)
+        tiny_config("qwen3").save_pretrained(tmp_path / "model")
+        edit_json(tmp_path / "model" / "config.json", quantization_config=config)
+        options = ["--config", str(tmp_path / "recipe.yaml"), "--ranks", "2", "--strategies", "zero3"]
+        main([*options, "--quant.scheme", scheme])
+        return capsys.readouterr().out.partition("|")[2]
 
-def test_memory_is_predicted_from_a_quantized_checkpoint(tmp_path, capsys):
-    memory_of(tmp_path, COMPRESSED)
-    assert "zero3" in capsys.readouterr().out
-
-
-def test_memory_knows_the_schemes_of_a_quantized_checkpoint(tmp_path, capsys):
-    """From config.json alone: as of the same scheme by its name, where another one has other scales."""
-    config = quantization_config({"Linear": SCHEMES["fp8_static"]}, ["lm_head"])
-    tables = {}
-    for scheme in ("source", "fp8_static", "w4a16_channel"):
-        memory_of(tmp_path, config, scheme)
-        tables[scheme] = capsys.readouterr().out.partition("|")[2]
-    assert tables["source"] == tables["fp8_static"] != tables["w4a16_channel"]
+    fp8 = quantization_config({"Linear": SCHEMES["fp8_static"]}, ["lm_head"])
+    source, same, other = (predicted(fp8, scheme) for scheme in ("source", "fp8_static", "w4a16_channel"))
+    assert "zero3" in source
+    assert source == same != other
+    with pytest.raises(SystemExit):
+        predicted({"quant_method": "hqq", "bits": 4}, "w4a16_channel")
+    assert "whose codes are not read" in capsys.readouterr().err
 
 
 KV = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
@@ -116,9 +149,3 @@ def test_quantized_keys_and_values_are_read_or_named(case):
             kv_cache_of(config)
     else:
         assert kv_cache_of(config) == expected
-
-
-def test_memory_of_what_is_not_read_is_refused_by_name(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        memory_of(tmp_path, {"quant_method": "hqq", "bits": 4})
-    assert "whose codes are not read" in capsys.readouterr().err

@@ -1,161 +1,188 @@
-"""In one process: what is loaded from codes is exported as the same codes, of formats that are not our default."""
+"""Quantized checkpoints: codes that stay codes in memory, or are of other schemes than the model has."""
 
-import json
 import random
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from engine.config.errors import RecipeError
-from model.build import build_model
-from model.checkpoint.load import load_weights
-from model.quantized.checkpoint import source_schemes
+from engine.config.quant import QuantRecipe
+from engine.config.reading import resolve_source
+from model.quantized.quantization_config import check_readable, is_quantized
 from model.quantized.scales import take_scales
 from model.ranks import RankError
 from model.save import export_model
-from model.scales.loading import ScaleReport
-from quant import SCHEMES, Quantization, prepare
-from quant.formats.layouts import Layout
-from tests.lib.checkpoints import exported, quantized
+from model.scales import load_scales
+from quant import SCHEMES
+from quant.spec import PRESETS
+from tests.lib.checkpoints import (
+    assert_same_tensors,
+    edit_checkpoint,
+    hold_packed,
+    load_model,
+    load_quantized,
+    quantize,
+    read_tensors,
+)
+from tests.lib.published import gpt_oss, gptq_checkpoint, modelopt
 from tests.lib.tiny import tiny_checkpoint
 from tests.unit.tools.memory.test_memory import recipe
 
-pytestmark = pytest.mark.usefixtures("seed")
-
-ENGINE = {"bf16": {"enabled": True}, "fp16": {"enabled": False}}
+Q, OUT, UP = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.o_proj", "model.layers.1.mlp.up_proj"
 
 
-def loaded(directory: Path, scheme: str = "source") -> tuple[torch.nn.Module, Quantization, ScaleReport]:
-    """The model of a quantized checkpoint, with its own schemes, or with one for all layers."""
-    model = build_model(directory, ENGINE, dtype=torch.bfloat16, device=torch.device("cpu"))
-    load_weights(model, directory, progress=False)
-    source = scheme == "source"
-    quantization = prepare(
-        model,
-        None if source else SCHEMES[scheme],
-        named=source_schemes(model, directory) if source else {},
-        learn_weight_scale=True,
-        learn_input_scale=False,
-    )
-    return model, quantization, take_scales(model, quantization, directory, inputs_calibrated_later=True)
-
-
-def files(directory: Path) -> dict[str, bytes]:
-    """What the weight files and config.json hold."""
-    return {file.name: file.read_bytes() for file in directory.iterdir() if file.suffix in (".json", ".safetensors")}
-
-
-@pytest.mark.parametrize("scheme", ["fp8_static", "fp8_block"])
-def test_fp8_as_vllm_and_deepseek_have_it_comes_back(tmp_path, scheme):
-    """With ``weight_scale_inv`` for blocks; byte for byte, config.json too."""
-    source = tiny_checkpoint(tmp_path / "source", "qwen3_moe", seed=random.randrange(2**31), wide=True)
-    batches = [torch.randint(0, 301, (2, 64))]
-    model, quantization = quantized(source, SCHEMES[scheme], batches)
-    layout: Layout = "vllm_fp8"
-    export_model(model, quantization, source, tmp_path / "first", layout=layout)
-    again, its, report = loaded(tmp_path / "first")
-    assert not report.weights_measured
-    assert not report.inputs_missing
-    assert not report.merged
-    export_model(again, its, tmp_path / "first", tmp_path / "second", layout=layout)
-    assert files(tmp_path / "first") == files(tmp_path / "second")
-
-
-def edited(directory: Path, edit) -> None:
-    """Change the tensors of a checkpoint, file by file."""
-    for file in directory.glob("*.safetensors"):
-        tensors = load_file(file)
-        edit(tensors)
-        save_file(tensors, file, metadata={"format": "pt"})
+def exported(directory: Path, scheme: str, kind: str = "qwen3", **options) -> Path:
+    """An export of random weights, in several files."""
+    source = tiny_checkpoint(directory / "source", kind, seed=random.randrange(2**31), wide=True)
+    model = load_model(source)
+    export_model(model, quantize(model, scheme), source, directory / "export", max_shard_size=200_000, **options)
+    return directory / "export"
 
 
 def test_layers_in_other_schemes_keep_the_weights_and_are_measured(tmp_path):
     """fp8 to int4: the weights are the codes times the scales, the scales are those of the weights."""
-    export, *_ = exported(tmp_path, "qwen3", SCHEMES["fp8_static"])
-    model, _, report = loaded(export, "w4a16_channel")
-    assert not report.weights_loaded
-    assert not report.inputs_loaded
-    tensors = {key: tensor for file in export.glob("*.safetensors") for key, tensor in load_file(file).items()}
-    name = "model.layers.1.mlp.down_proj"
-    expected = (tensors[f"{name}.weight"].float() * tensors[f"{name}.weight_scale"]).bfloat16()
-    assert torch.equal(model.get_submodule(name).weight, expected)
+    export = exported(tmp_path, "fp8_static")
+    model = load_model(export)
+    report = take_scales(model, quantize(model, "w4a16_channel", measure=False), export, inputs_calibrated_later=True)
+    assert not report.weights_loaded and not report.inputs_loaded
+    tensors = read_tensors(export)
+    expected = (tensors[f"{UP}.weight"].float() * tensors[f"{UP}.weight_scale"]).bfloat16()
+    assert torch.equal(model.get_submodule(UP).weight, expected)
 
 
 def test_what_is_not_quantized_stays_so_and_what_shares_a_scale_is_said(tmp_path):
     """Another writer's file: one layer plain, the scales of q, k and v each their own."""
-    export, *_ = exported(tmp_path, "qwen3", SCHEMES["fp8_static"])
-    plain, q = "model.layers.0.self_attn.o_proj", "model.layers.0.self_attn.q_proj"
+    export = exported(tmp_path, "fp8_static")
 
     def edit(tensors: dict[str, torch.Tensor]) -> None:
-        if f"{plain}.weight" in tensors:
-            tensors[f"{plain}.weight"] = tensors[f"{plain}.weight"].bfloat16()
-            del tensors[f"{plain}.weight_scale"], tensors[f"{plain}.input_scale"]
-        if f"{q}.weight_scale" in tensors:
-            tensors[f"{q}.weight_scale"] *= 2
+        if f"{OUT}.weight" in tensors:
+            tensors[f"{OUT}.weight"] = tensors[f"{OUT}.weight"].bfloat16()
+            del tensors[f"{OUT}.weight_scale"], tensors[f"{OUT}.input_scale"]
+        if f"{Q}.weight_scale" in tensors:
+            tensors[f"{Q}.weight_scale"] *= 2
 
-    edited(export, edit)
-    for file in export.glob("*.index.json"):
-        index = json.loads(file.read_text())
-        for kind in ("weight_scale", "input_scale"):
-            del index["weight_map"][f"{plain}.{kind}"]
-        file.write_text(json.dumps(index))
-    _, quantization, report = loaded(export)
-    assert plain not in quantization.layers
-    assert q in quantization.layers
-    assert report.merged == [q]
-    assert "their codes are made anew (model.layers.0.self_attn.q_proj)" in report.summary()
+    edit_checkpoint(export, edit)
+    _, quantization, report = load_quantized(export)
+    assert OUT not in quantization.layers and Q in quantization.layers
+    assert report.merged == [Q] and f"their codes are made anew ({Q})" in report.summary()
     assert "model.layers.0.mlp.gate_proj" in report.weights_loaded
 
 
 def test_scales_that_the_models_dtype_rounds_are_said(tmp_path):
-    export, *_ = exported(tmp_path, "qwen3", SCHEMES["w4a16_channel"])
-
-    def edit(tensors: dict[str, torch.Tensor]) -> None:
-        for key in tensors:
-            if key.endswith("weight_scale"):
-                tensors[key] = tensors[key].half()
-
-    edited(export, edit)
-    _, _, report = loaded(export)
+    export = exported(tmp_path, "w4a16_channel")
+    edit_checkpoint(export, lambda t: t.update({key: t[key].half() for key in t if key.endswith("weight_scale")}))
+    _, _, report = load_quantized(export)
     assert not report.weights_measured
     assert "those of the files are torch.float16, and are rounded" in report.summary()
 
 
 def test_a_tensor_beside_the_codes_that_is_not_known_is_named(tmp_path):
-    export, *_ = exported(tmp_path, "qwen3", SCHEMES["w4a16_channel"])
-    name = "model.layers.1.mlp.up_proj"
-
-    def edit(tensors: dict[str, torch.Tensor]) -> None:
-        if f"{name}.weight_packed" in tensors:
-            tensors[f"{name}.pre_quant_scale"] = torch.ones(48)
-
-    edited(export, edit)
-    for file in export.glob("*.index.json"):
-        index = json.loads(file.read_text())
-        index["weight_map"][f"{name}.pre_quant_scale"] = index["weight_map"][f"{name}.weight_packed"]
-        file.write_text(json.dumps(index))
-    with pytest.raises(RankError, match=rf"unexpected: {name}\.pre_quant_scale$"):
-        loaded(export)
+    export = exported(tmp_path, "w4a16_channel")
+    unknown = {f"{UP}.pre_quant_scale": torch.ones(48)}
+    edit_checkpoint(export, lambda tensors: tensors.update(unknown if f"{UP}.weight_packed" in tensors else {}))
+    with pytest.raises(RankError, match=rf"unexpected: {UP}\.pre_quant_scale$"):
+        load_quantized(export)
 
 
 def test_the_scheme_source_is_written_into_the_recipe(tmp_path):
     """So that a run's own recipe says what it did; and of a plain checkpoint there is none."""
-    export, *_ = exported(tmp_path, "qwen3", SCHEMES["fp8_static"])
-    (tmp_path / "recipe").mkdir()
-    found = recipe(tmp_path / "recipe", quant={"scheme": "source"}, model={"path": str(export)}).quant
-    assert found.default_scheme() is None
+    model = {"path": str(exported(tmp_path, "fp8_static"))}
+    found = recipe(tmp_path, quant={"scheme": "source"}, model=model).quant
+    assert found.default_scheme() is None and found.stores_input_scales()
     (scheme,) = found.linear_schemes()
     assert (scheme.weights, scheme.activations) == (SCHEMES["fp8_static"].weights, SCHEMES["fp8_static"].activations)
-    assert found.stores_input_scales()
-    with pytest.raises(RecipeError, match=r"quant\.rules: .*, expected nothing beside quant\.scheme source"):
-        recipe(
-            tmp_path / "recipe",
-            quant={"scheme": "source", "rules": [{"scheme": "none", "first": 1}]},
-            model={"path": str(export)},
-        )
-    with pytest.raises(RecipeError, match=r"quant\.fake_quant_start: 3, expected 0: with quant\.scheme source"):
-        recipe(tmp_path / "recipe", quant={"scheme": "source", "fake_quant_start": 3}, model={"path": str(export)})
+    for more, message in (
+        (
+            {"rules": [{"scheme": "none", "first": 1}]},
+            r"quant\.rules: .*, expected nothing beside quant\.scheme source",
+        ),
+        ({"fake_quant_start": 3}, r"quant\.fake_quant_start: 3, expected 0: with quant\.scheme source"),
+    ):
+        with pytest.raises(RecipeError, match=message):
+            recipe(tmp_path, quant={"scheme": "source", **more}, model=model)
     with pytest.raises(RecipeError, match=r"quant\.scheme: 'source'.* has no quantization_config"):
-        recipe(tmp_path / "recipe", quant={"scheme": "source"})
+        recipe(tmp_path, quant={"scheme": "source"})
+
+
+FORMATS = {
+    "mxfp4 of gpt-oss": lambda path: gpt_oss(path, random.randrange(2**31)),
+    "fp8 of ModelOpt": lambda path: modelopt(path, "fp8_static", inside=True)[1],
+    "fp8 of vLLM": lambda path: exported(path, "fp8_static", "qwen3_moe", layout="vllm_fp8"),
+    "blocks of DeepSeek": lambda path: exported(path, "fp8_block", "qwen3_moe", layout="vllm_fp8"),
+    "GPTQ": lambda path: gptq_checkpoint(path)[0],  # transposed, with zero points
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "experts", "dtype"),
+    [
+        *((kind, experts, torch.bfloat16) for kind in [*FORMATS][:4] for experts in ("stacked", "per_expert")),
+        ("GPTQ", "stacked", torch.float16),
+        ("GPTQ", "stacked", torch.float32),
+    ],
+)
+def test_packed_weights_are_those_that_are_decoded(tmp_path, kind, experts, dtype):
+    """Every layer's weight and output, bit for bit, also of a stack of experts."""
+    source = FORMATS[kind](tmp_path)
+    plain, packed = (
+        load_quantized(source, dtype, learn=False, hold=hold, experts=experts)[1]
+        for hold in (None, hold_packed(source))
+    )
+    assert plain.layers.keys() == packed.layers.keys()
+    for name, layer in packed.layers.items():
+        own = plain.layers[name]
+        assert layer.held is not None and layer.weight.nbytes < own.weight.nbytes, name
+        assert torch.equal(own.weight, layer.merged_weight()), name
+        assert torch.equal(own.quantized_weight(), layer.quantized_weight()), name
+        rows = torch.randn(4, layer.in_features, dtype=layer.weight.dtype)
+        many = layer.num_experts
+        offsets = torch.arange(4 - many + 1, 5, dtype=torch.int32).clamp(min=0) if many else None
+        with torch.no_grad():
+            assert torch.equal(own(rows, offsets), layer(rows, offsets)), name
+
+
+def with_caches(directory: Path):
+    model, preset = load_model(directory), PRESETS["fp8_static_kv"]
+    return model, quantize(model, preset.linear, kv_cache=preset.kv_cache, measure=False)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_modelopts_fp8_with_keys_and_values_comes_back(tmp_path, inside):
+    """As our own export, bit for bit, scales of inputs, keys and values too."""
+    export, theirs = modelopt(tmp_path, "fp8_static_kv", inside=inside)
+    assert is_quantized(theirs)
+    check_readable(theirs)
+    model, quantization = with_caches(theirs)
+    report = take_scales(model, quantization, theirs)
+    assert not report.inputs_missing and not report.weights_measured and not report.merged
+    export_model(model, quantization, theirs, tmp_path / "again")
+    assert_same_tensors(tmp_path / "again", export)
+    assert (tmp_path / "again" / "config.json").read_text() == (export / "config.json").read_text()
+    with pytest.raises(RecipeError, match=r"\(or kv_cache_quant_algo\) is set, which 'source' does"):
+        resolve_source(QuantRecipe(scheme="source"), str(theirs))
+
+
+@pytest.mark.parametrize("read", [take_scales, load_scales])
+def test_of_scales_per_head_the_largest_is_taken(tmp_path, seed, read):
+    """And a line says so; those of another number of heads are an error."""
+    _, theirs = modelopt(tmp_path, "fp8_static_kv", inside=False)
+    key = "model.layers.1.self_attn.k_proj.k_scale"
+    edit_checkpoint(theirs, lambda tensors: tensors.update({key: torch.tensor([0.01, 0.04, 0.02, 0.03]).view(4, 1, 1)}))
+    model, quantization = with_caches(theirs)
+    report = read(model, quantization, theirs)
+    assert report.per_head == [key]
+    assert "1 of keys and values have one for each head in the files, of which the largest is" in report.summary()
+    assert quantization.caches["model.layers.1.self_attn.k_cache"].input_scale().item() == torch.tensor(0.04).item()
+
+    edit_checkpoint(theirs, lambda tensors: tensors.update({key: torch.ones(3)}))
+    model, quantization = with_caches(theirs)
+    with pytest.raises(RankError, match=rf"{key} has shape \(3,\), but this scheme has 1 scale"):
+        read(model, quantization, theirs)
+
+
+def test_a_file_of_modelopt_that_says_nothing_is_named(tmp_path):
+    for name in ("config.json", "hf_quant_config.json"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(ValueError, match=r"hf_quant_config.json has no quantization, expected what ModelOpt says"):
+        check_readable(tmp_path)

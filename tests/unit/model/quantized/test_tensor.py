@@ -19,8 +19,7 @@ from quant.formats.compressed_tensors import export_format, pack_linear
 from quant.formats.config_groups import quantization_config
 from quant.observers import partial_stats, scales_from_stats, zero_points_from_stats
 from quant.reference import effective_scale, quantize
-
-pytestmark = pytest.mark.usefixtures("seed")
+from tests.lib.checkpoints import CPU
 
 # Widths that no preset has, and codes of a whole byte that are far from 0.
 OTHERS = [Scheme(f"w{bits}a16_g16", TensorSpec("int", bits, "group", 16)) for bits in (5, 6, 7)]
@@ -29,7 +28,7 @@ NAME = "model.layers.0.mlp.up_proj"
 
 
 def packed(scheme: Scheme, rows: int, columns: int, dtype: torch.dtype) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The codes of a random weight, and what stands for it on disk."""
+    """The codes of a random weight, and its tensors on disk."""
     weight, spec = (torch.randn(rows, columns) * 0.03).to(dtype), scheme.weights
     stats = partial_stats(weight.view(-1), 0, (rows, columns), spec)
     scale, zero = scales_from_stats(stats, spec), zero_points_from_stats(stats, spec)
@@ -63,7 +62,7 @@ def values(tensor: QuantizedTensor, start: int, count: int, dtype: torch.dtype) 
     """A range of the weight."""
     found = torch.full((count,), torch.nan, dtype=dtype)
     with Reader() as reader:
-        for offset, chunk in tensor.values(reader, start, count, dtype, torch.device("cpu")):
+        for offset, chunk in tensor.values(reader, start, count, dtype, CPU):
             found[offset : offset + chunk.numel()] = chunk
     return found
 
@@ -91,22 +90,18 @@ def test_any_range_is_what_compressed_tensors_decompresses(tmp_path, monkeypatch
 @pytest.mark.parametrize("name", [name for name in ALL if name != "w8a16_asym"])
 def test_codes_come_back_in_the_models_dtype(tmp_path, name, dtype):
     """Every code is among them at 8 bits and fewer; of 255 codes on one side of 0 bf16 cannot tell neighbors apart."""
-    scheme = ALL[name]
-    codes, tensors = packed(scheme, 128, 256, dtype)
-    again = quantize_like(written(tmp_path, scheme, tensors), dtype)
-    assert torch.equal(again.view(torch.uint8), codes.view(torch.uint8))
-
-
-def quantize_like(tensor: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
-    """The codes of the decoded weight, with the scales as read."""
-    spec, whole = tensor.scheme.weights, slice(0, tensor.shape[0])
+    codes, tensors = packed(ALL[name], 128, 256, dtype)
+    tensor = written(tmp_path, ALL[name], tensors)
+    spec = tensor.scheme.weights
+    shape = torch.Size(spec.scale_shape(tensor.shape))
     with Reader() as reader:
-        scale = tensor.scales(reader, 0, torch.Size(spec.scale_shape(tensor.shape)).numel())
+        scale = tensor.scales(reader, 0, shape.numel()).view(shape)
         above = None if tensor.above is None else tensor.read_above(reader)
-        zero = tensor.zero_of_rows(reader, whole)
-    effective = effective_scale(scale.view(spec.scale_shape(tensor.shape)), None, spec, dtype, above)
-    decoded = values(tensor, 0, tensor.shape[0] * tensor.shape[1], dtype).view(tensor.shape)
-    return quantize(decoded, effective, spec, zero)
+        zero = tensor.zero_of_rows(reader, slice(0, tensor.shape[0]))
+    again = quantize(
+        values(tensor, 0, 128 * 256, dtype).view(128, 256), effective_scale(scale, None, spec, dtype, above), spec, zero
+    )
+    assert torch.equal(again.view(torch.uint8), codes.view(torch.uint8))
 
 
 def test_codes_that_a_dtype_cannot_hold_are_refused_by_name(tmp_path):
@@ -124,26 +119,16 @@ def test_codes_that_a_dtype_cannot_hold_are_refused_by_name(tmp_path):
         values(tensor, 0, 1024, torch.bfloat16)
 
 
-@pytest.mark.parametrize("bad", [0.0, float("nan"), float("inf")])
-def test_scales_that_cannot_be_are_refused_by_name(tmp_path, bad):
-    scheme = SCHEMES["w4a16_g32"]
-    _, tensors = packed(scheme, 16, 64, torch.bfloat16)
-    tensors[f"{NAME}.weight_scale"][3, 1] = bad
-    tensor = written(tmp_path, scheme, tensors)
-    with pytest.raises(CheckpointError, match=rf"{NAME}\.weight_scale must be finite and not 0, got \["):
-        values(tensor, 0, 1024, torch.bfloat16)
-
-
 WRONG = {
     "a scale is missing": ("w4a16_g32", {"weight_scale": None}, "weight_scale is missing"),
     "zero points are missing": ("w4a16_asym", {"weight_zero_point": None}, "weight_zero_point is missing"),
     "the shape is missing": ("w4a16_g32", {"weight_shape": None}, "weight_shape is missing"),
     "the global scale is missing": ("nvfp4", {"weight_global_scale": None}, "weight_global_scale is missing"),
-    "scales of other groups": ("w4a16_g32", {"weight_scale": torch.ones(16, 4)}, r"weight_scale is F32 \[16, 4\]"),
+    "scales of other groups": ("w4a16_g32", {"weight_scale": torch.ones(16, 4)}, "weight_scale is F32 [16, 4]"),
     "codes of other bits": (
         "w4a16_g32",
         {"weight_packed": torch.zeros(16, 64, dtype=torch.int32)},
-        r"weight_packed is I32 \[16, 64\], but w4a16_g32 has",
+        "weight_packed is I32 [16, 64], but w4a16_g32 has",
     ),
     "columns in another order": (
         "w4a16_g32",
@@ -160,21 +145,13 @@ WRONG = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_what_does_not_fit_together_is_a_problem(tmp_path, case):
-    name, changes, problem = WRONG[case]
+    name, changes, expected = WRONG[case]
     _, tensors = packed(SCHEMES[name], 16, 256, torch.bfloat16)
-    for suffix, value in changes.items():
-        if value is None:
-            del tensors[f"{NAME}.{suffix}"]
-        else:
-            tensors[f"{NAME}.{suffix}"] = value
-    save_file(tensors, tmp_path / "model.safetensors")
-    config = quantization_config({NAME: SCHEMES[name]}, [])
-    coded, _, problems = read_quantized(read_headers(tmp_path), rules_of(config), lambda name: [name])
-    assert not coded
-    assert len(problems) == 1
-    assert NAME in problems[0]
-    with pytest.raises(AssertionError, match=problem):
-        raise AssertionError(problems[0])
+    tensors |= {f"{NAME}.{suffix}": value for suffix, value in changes.items()}
+    save_file({key: value for key, value in tensors.items() if value is not None}, tmp_path / "model.safetensors")
+    rules = rules_of(quantization_config({NAME: SCHEMES[name]}, []))
+    coded, _, (problem,) = read_quantized(read_headers(tmp_path), rules, lambda name: [name])
+    assert not coded and NAME in problem and expected in problem
 
 
 def test_columns_in_their_order_and_zero_points_of_zero_change_nothing(tmp_path):

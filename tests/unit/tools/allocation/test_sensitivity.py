@@ -7,9 +7,9 @@ import torch
 from safetensors.torch import load_file
 
 from model.save import export_model
+from tests.lib.checkpoints import CPU, load_model, quantize
 from tests.lib.tiny import tiny_checkpoint
 from tests.unit.engine.test_inputs import batch_of
-from tests.unit.model.save.test_loadable import CPU, loaded, quantized
 from tools.mixed_precision import divergences, parts_of
 
 
@@ -17,8 +17,8 @@ from tools.mixed_precision import divergences, parts_of
 @pytest.mark.parametrize("scheme", ["w4a16_g32", "w3a16_g32", "w8a16_asym", "fp8_dynamic", "nvfp4"])
 def test_parts_are_all_layers_once_and_have_the_bytes_of_the_export(scheme, experts, tmp_path, seed):
     source = tiny_checkpoint(tmp_path / "source", "qwen3_moe", seed=seed, wide=True)
-    model = loaded(source, experts)
-    quantization = quantized(model, scheme)
+    model = load_model(source, experts=experts)
+    quantization = quantize(model, scheme, learn=False)
     parts = parts_of(model, quantization, scheme, torch.bfloat16)
     assert sorted(name for part in parts for name in part.layers) == sorted(quantization.layers)
     # q, k and v; o; all experts: of each of two layers.
@@ -40,8 +40,8 @@ def test_parts_are_all_layers_once_and_have_the_bytes_of_the_export(scheme, expe
 def test_divergences_are_those_of_the_logits(monkeypatch, tmp_path, seed):
     """Of sets of layers alone and together, over samples of several lengths, in fp64; nothing is changed by it."""
     monkeypatch.setattr("tools.mixed_precision._TOKENS", 7)
-    model = loaded(tiny_checkpoint(tmp_path, "qwen3", seed=seed, wide=True)).float()
-    quantization = quantized(model, "w2a16_g32")
+    model = load_model(tiny_checkpoint(tmp_path, "qwen3", seed=seed, wide=True)).float()
+    quantization = quantize(model, "w2a16_g32", learn=False)
     layers = list(quantization.layers)
     sets = [layers[:1], random.sample(layers, 3), layers]
     batches = [batch_of(2, 33), batch_of(1, 8)]

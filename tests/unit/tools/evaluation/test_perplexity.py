@@ -15,8 +15,8 @@ from model.save import export_model
 from model.scales import measure_weight_scales, write_scales
 from quant import get_scheme, prepare
 from quant.linear import QuantLinear
+from tests.lib.published import gptq_checkpoint
 from tests.lib.tiny import tiny_checkpoint, tiny_config, tiny_model, tiny_tokenizer
-from tests.unit.model.quantized.test_gptq_awq import gptq_checkpoint
 from tools.compressed import load_compressed
 from tools.evaluation.perplexity import EvalText, evaluate_text, load_for_evaluation, read_eval_text
 from tools.evaluation.score import CHUNK_TOKENS, Window, rolling_windows, score_windows, scoring_model

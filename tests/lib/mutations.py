@@ -4,11 +4,11 @@ import json
 import os
 import random
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-OUTSIDE = "../outside"  # a folder with files of the same names, which nobody may open
+OUTSIDE = "../outside"  # a folder with files of the same names, which must not be opened
 VALUES: tuple[Any, ...] = (
     None,
     True,
@@ -27,7 +27,6 @@ VALUES: tuple[Any, ...] = (
     {},
     [[]],
 )
-
 WIDTHS = (3, 4, 5, 8, 16, 32, 64, 128, 2**20, -128, 4.0, "4")
 METHODS = ("gptq", "awq", "auto-round", "fp8", "mxfp4", "compressed-tensors", "gptq_v2", "gemm", "re:(a+)+$", ["re:("])
 
@@ -45,7 +44,7 @@ def of_folder(rng: random.Random, folder: Path) -> str:
 
 
 def flip(rng: random.Random, path: Path) -> str:
-    """One to three bits, more often near the beginning, where a file says what it holds."""
+    """Flip one to three bits, more often near the beginning, where a file says what it holds."""
     data = bytearray(path.read_bytes())
     places = [int(len(data) * rng.random() ** 3) for _ in range(rng.choice([1, 3]))] if data else []
     for place in places:
@@ -91,43 +90,38 @@ def value(rng: random.Random, path: Path) -> str:
 
 
 def quantization(rng: random.Random, path: Path) -> str:
-    """One value of what config.json says of the quantization: widths, groups, methods, patterns."""
-    target = path.parent / "config.json"
-    whole = json.loads(target.read_text()) if target.is_file() else {}
-    if not isinstance(whole, dict) or "quantization_config" not in whole:
+    """One value of the quantization_config is another one: widths, groups, methods, patterns."""
+    whole = _beside(path, "config.json")
+    if "quantization_config" not in whole:
         return "no quantization"
     place, key = rng.choice([*_places({"quantization_config": whole["quantization_config"]})][1:])
-    was = place[key]
-    place[key] = rng.choice([*VALUES, *WIDTHS, *METHODS, _near(rng, was)])
-    target.write_text(json.dumps(whole))
-    return f"{key!r}: {was!r} -> {place[key]!r}"[:200]
+    place[key] = rng.choice([*VALUES, *WIDTHS, *METHODS, _near(rng, place[key])])
+    (path.parent / "config.json").write_text(json.dumps(whole))
+    return f"{key!r} -> {place[key]!r}"[:200]
 
 
 def index(rng: random.Random, path: Path) -> str:
-    """The index of the weights, or a file's own names, point elsewhere."""
-    target = path.parent / "model.safetensors.index.json"
-    if not target.is_file():
+    """One entry of the weights' index is elsewhere."""
+    name = "model.safetensors.index.json"
+    if not (whole := _beside(path, name)):
         return "no index"
-    whole = json.loads(target.read_text())
     key = rng.choice(list(whole["weight_map"]))
     file = whole["weight_map"][key]
     absolute = str((path.parent / OUTSIDE / file).absolute())
     whole["weight_map"][key] = rng.choice([f"{OUTSIDE}/{file}", absolute, "..", ".", "config.json", "", 3, f"./{file}"])
-    target.write_text(json.dumps(whole))
+    (path.parent / name).write_text(json.dumps(whole))
     return f"{key} -> {whole['weight_map'][key]!r}"
 
 
 def code(rng: random.Random, path: Path) -> str:
-    """A JSON file asks for Python code, which lies beside it."""
-    target = path.parent / "config.json"
-    if not target.is_file():
+    """config.json asks for Python code, which is beside it."""
+    if not (whole := _beside(path, "config.json")):
         return "no configuration"
-    whole = json.loads(target.read_text())
-    names = dict.fromkeys(("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer", "AutoModel"), "evil.Evil")
-    whole["auto_map"] = names if rng.random() < 0.5 else dict.fromkeys(names, f"{OUTSIDE}--evil.Evil")
+    names = ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer", "AutoModel")
+    whole["auto_map"] = dict.fromkeys(names, rng.choice(["evil.Evil", f"{OUTSIDE}--evil.Evil"]))
     if rng.random() < 0.5:
         whole["model_type"] = "evil"
-    target.write_text(json.dumps(whole))
+    (path.parent / "config.json").write_text(json.dumps(whole))
     (path.parent / "evil.py").write_text("import os\nos.environ['EVIL'] = 'ran'\nclass Evil: pass\n")
     return str(whole["auto_map"])[:60]
 
@@ -137,17 +131,16 @@ def header(rng: random.Random, path: Path) -> str:
     data = path.read_bytes()
     length = struct.unpack("<Q", data[:8])[0]
     whole, rest = json.loads(data[8 : 8 + length]), data[8 + length :]
-    key = rng.choice([name for name in whole if name != "__metadata__"])
-    entry, other = whole[key], rng.choice([name for name in whole if name != "__metadata__"])
+    key, other = (rng.choice([name for name in whole if name != "__metadata__"]) for _ in range(2))
+    entry, shape = whole[key], whole[key]["shape"]
+    offsets = [[0, 2**62], [-8, 8], [0.0, 8.0], [8, 0], [], None, whole[other]["data_offsets"]]
     kind = rng.randrange(8)
     if kind == 0:
         entry["dtype"] = rng.choice(["F32", "F16", "F8_E4M3", "I8", "U8", "I32", "BOOL", "C64", 3])
     elif kind == 1:
-        entry["shape"] = rng.choice([entry["shape"][::-1], [*entry["shape"], 1], [], [-1], [10**30], [0.5], "x", None])
+        entry["shape"] = rng.choice([shape[::-1], [*shape, 1], [], [-1], [10**30], [0.5], "x", None])
     elif kind == 2:
-        entry["data_offsets"] = rng.choice(
-            [[0, 2**62], [-8, 8], [0.0, 8.0], [8, 0], [], None, whole[other]["data_offsets"]]
-        )
+        entry["data_offsets"] = rng.choice(offsets)
     elif kind == 3:
         whole[key[:-1] + "x"] = whole.pop(key)
     elif kind == 4:
@@ -162,7 +155,14 @@ def header(rng: random.Random, path: Path) -> str:
     return f"{kind} at {key}"
 
 
-def _places(whole: Any) -> Any:
+def _beside(path: Path, name: str) -> dict[str, Any]:
+    """A JSON object in the same folder; empty if there is none."""
+    target = path.parent / name
+    whole = json.loads(target.read_text()) if target.is_file() else {}
+    return whole if isinstance(whole, dict) else {}
+
+
+def _places(whole: Any) -> Iterator[tuple[Any, Any]]:
     """Every container of a JSON value with each of its keys."""
     if isinstance(whole, dict | list):
         for key in whole if isinstance(whole, dict) else range(len(whole)):
