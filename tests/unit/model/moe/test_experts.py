@@ -2,139 +2,137 @@
 
 import copy
 import random
-from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import DeepseekV4Config, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig
+from transformers import DeepseekV4Config, LlamaConfig, LlamaForCausalLM, PretrainedConfig, Qwen3MoeConfig
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from model.build import build_model
 from model.moe.arrange import _gated_of, arrange_experts
-from model.moe.experts import Experts, Form, PerExpertMLPs, StackedMLPs
+from model.moe.experts import ExpertRows, Experts, Form, PerExpertMLPs, StackedMLPs
 from model.ranks import RankError
 from tests.families.variants import VARIANTS
-
-
-def clamped_experts(e: int, h: int, i: int, limit: float) -> DeepseekV4Experts:
-    """Of a class that clamps gate and up, by a limit that random values exceed."""
-    config = DeepseekV4Config(hidden_size=h, moe_intermediate_size=i, n_routed_experts=e, swiglu_limit=limit)
-    config._experts_implementation = "eager"
-    experts = DeepseekV4Experts(config)
-    assert experts.limit == limit
-    return experts
-
-
-class Case:
-    """Fused experts of random sizes with random routing, some experts unhit, and the same ones in one of our forms.
-
-    With ``exact_products`` every matrix product is exact in any order, by any kernel: sums of at most 90 integers below
-    2^13, which fit in fp32. The weights of the chosen experts stay random, so that the order in which experts are added
-    up shows in the last bit.
-    """
-
-    def __init__(self, form: Form, dtype: torch.dtype, exact_products: bool = False, clamped: bool = False):
-        self.generator = torch.Generator().manual_seed(random.randrange(2**31))
-        e, h, i, t = self.integer(2, 9), self.integer(1, 70), self.integer(1, 90), self.integer(1, 60)
-        if self.integer(0, 1):  # sides of whole 16 bytes, which the grouped product takes
-            h, i = -h % 8 + h, -i % 8 + i
-        used = self.integer(1, e)
-        k = self.integer(1, used)
-        print(f"{e} experts of which {used} can be hit, hidden {h}, intermediate {i}, {t} tokens, top {k}, {dtype}")
-        config = Qwen3MoeConfig(hidden_size=h, moe_intermediate_size=i, num_experts=e)
-        config._experts_implementation = "eager"
-        if clamped:
-            self.fused = clamped_experts(e, h, i, limit=0.2).to(dtype)
-        else:
-            self.fused = Qwen3MoeExperts(config).to(dtype)
-        if exact_products:
-            self.fused.act_fn = nn.ReLU()
-        with torch.no_grad():
-            for parameter in self.fused.parameters():
-                parameter.copy_(self.values(parameter.shape, exact_products) * (1.0 if exact_products else 0.3))
-            of = Experts(e, h, i, self.fused.act_fn, _gated_of(self.fused))
-            if form == "stacked":
-                stacks = (nn.Parameter(self.fused.gate_up_proj.clone()), nn.Parameter(self.fused.down_proj.clone()))
-                self.ours = StackedMLPs(of, stacks)
-            else:
-                self.ours = PerExpertMLPs(of).to(dtype)
-                for expert, mlp in enumerate(self.ours.experts()):
-                    mlp.gate_proj.weight.copy_(self.fused.gate_up_proj[expert, :i])
-                    mlp.up_proj.weight.copy_(self.fused.gate_up_proj[expert, i:])
-                    mlp.down_proj.weight.copy_(self.fused.down_proj[expert])
-        hit = torch.randperm(e, generator=self.generator)[:used]
-        choose = [hit[torch.randperm(used, generator=self.generator)[:k]] for _ in range(t)]
-        self.inputs = self.values((t, h), exact_products).to(dtype)
-        self.index, self.weights = torch.stack(choose), torch.rand(t, k, generator=self.generator).to(dtype)
-
-    def gradients(self) -> tuple[Tensor, Tensor]:
-        """Of our weights, as those of the fused module."""
-        if isinstance(self.ours, StackedMLPs):
-            return self.ours.gate_up_proj.weight.grad, self.ours.down_proj.weight.grad
-        pairs = [
-            (torch.cat([m.gate_proj.weight.grad, m.up_proj.weight.grad]), m.down_proj.weight.grad)
-            for m in self.ours.experts()
-        ]
-        return torch.stack([gate_up for gate_up, _ in pairs]), torch.stack([down for _, down in pairs])
-
-    def integer(self, low: int, high: int) -> int:
-        return int(torch.randint(low, high + 1, (), generator=self.generator))
-
-    def values(self, shape: Sequence[int], exact_products: bool) -> Tensor:
-        """Gaussian, or -1, 0 and 1."""
-        if exact_products:
-            return torch.randint(-1, 2, tuple(shape), generator=self.generator).float()
-        return torch.randn(tuple(shape), generator=self.generator)
-
+from tests.lib.checkpoints import build
+from tests.lib.counting import Counting
 
 FORMS = pytest.mark.parametrize("form", get_args(Form))
 
 
-@FORMS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("_", range(10))
-def test_bit_equal_to_transformers_where_matrix_products_are(form: Form, dtype: torch.dtype, _: int):
-    """Which is all that can be asked: the rows of an expert lie elsewhere in memory there, and gate and up are one
-    product. For either, fp32 products of MKL differ in the last bit, in one of ten random cases on some CPUs."""
-    case = Case(form, dtype, exact_products=True)
-    with torch.no_grad():
-        ours, theirs = (module(case.inputs, case.index, case.weights) for module in (case.ours, case.fused))
-    assert torch.equal(ours, theirs)
+class Case(NamedTuple):
+    """Fused experts of transformers, the same ones in one of our forms, and what goes into both."""
+
+    ours: StackedMLPs | PerExpertMLPs
+    fused: nn.Module
+    hidden: Tensor
+    chosen: Tensor
+    weights: Tensor
+
+    def outputs(self, chosen: Tensor | None = None) -> list[Tensor]:
+        chosen = self.chosen if chosen is None else chosen
+        with torch.no_grad():
+            return [module(self.hidden, chosen, self.weights) for module in (self.ours, self.fused)]
+
+    def gradients(self) -> tuple[Tensor, Tensor]:
+        """Gradients of our weights, in the layout of the fused module."""
+        if isinstance(self.ours, StackedMLPs):
+            return self.ours.gate_up_proj.weight.grad, self.ours.down_proj.weight.grad
+        mlps = list(self.ours.experts())
+        gate_up = [torch.cat([mlp.gate_proj.weight.grad, mlp.up_proj.weight.grad]) for mlp in mlps]
+        return torch.stack(gate_up), torch.stack([mlp.down_proj.weight.grad for mlp in mlps])
 
 
-@FORMS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("_", range(10))
-def test_equal_to_transformers_fused_experts(form: Form, dtype: torch.dtype, _: int):
-    """Gate and up are one product there, which may add up in another order: fp32 sums of 90 terms differ a little,
-    by up to 1.6e-6 of the largest output where they cancel (7,000 draws); swapped experts differ in the first digit.
+@torch.no_grad()
+def case(form: Form, dtype: torch.dtype, *, exact: bool = False, clamped: bool = False) -> Case:
+    """Experts of random sizes with random routing, some of them unhit.
 
-    In bf16 such a sum is rounded to the next of two values once in a while, 2^-8 apart, and a token adds up several.
+    With ``exact`` every matrix product is exact in any order, by any kernel: sums of at most 90 integers below 2^13,
+    which fit in fp32. The weights of the chosen experts stay random, so that the order in which experts are added up
+    shows in the last bit. ``clamped``: gate and up, by a limit that random values exceed.
     """
-    case = Case(form, dtype)
-    with torch.no_grad():
-        ours, theirs = (module(case.inputs, case.index, case.weights) for module in (case.ours, case.fused))
-    tolerance = {torch.float32: 4e-6, torch.bfloat16: 2**-7}[dtype]
-    assert (ours - theirs).abs().max() <= tolerance * max(1.0, float(theirs.abs().max()))
+    e, h, i, t = (random.randint(*bounds) for bounds in ((2, 9), (1, 70), (1, 90), (1, 60)))
+    if random.random() < 0.5:  # sides of whole 16 bytes, which the grouped product takes
+        h, i = -h % 8 + h, -i % 8 + i
+    used = random.randint(1, e)
+    k = random.randint(1, used)
+    print(f"{e} experts of which {used} can be hit, hidden {h}, intermediate {i}, {t} tokens, top {k}, {dtype}")
+    config: PretrainedConfig = Qwen3MoeConfig(hidden_size=h, moe_intermediate_size=i, num_experts=e)
+    if clamped:
+        config = DeepseekV4Config(hidden_size=h, moe_intermediate_size=i, n_routed_experts=e, swiglu_limit=0.2)
+    config._experts_implementation = "eager"
+    fused = (DeepseekV4Experts if clamped else Qwen3MoeExperts)(config).to(dtype)
+    assert not clamped or fused.limit == 0.2
+
+    def values(*shape: int) -> Tensor:
+        return torch.randint(-1, 2, shape).float() if exact else torch.randn(shape)
+
+    if exact:
+        fused.act_fn = nn.ReLU()
+    for parameter in fused.parameters():
+        parameter.copy_(values(*parameter.shape) * (1.0 if exact else 0.3))
+    of = Experts(e, h, i, fused.act_fn, _gated_of(fused))
+    if form == "stacked":
+        stacks = (nn.Parameter(fused.gate_up_proj.clone()), nn.Parameter(fused.down_proj.clone()))
+        ours: StackedMLPs | PerExpertMLPs = StackedMLPs(of, stacks)
+    else:
+        ours = PerExpertMLPs(of).to(dtype)
+        for expert, mlp in enumerate(ours.experts()):
+            mlp.gate_proj.weight.copy_(fused.gate_up_proj[expert, :i])
+            mlp.up_proj.weight.copy_(fused.gate_up_proj[expert, i:])
+            mlp.down_proj.weight.copy_(fused.down_proj[expert])
+    hit = torch.randperm(e)[:used]
+    chosen = torch.stack([hit[torch.randperm(used)[:k]] for _ in range(t)])
+    return Case(ours, fused, values(t, h).to(dtype), chosen, torch.rand(t, k).to(dtype))
+
+
+@FORMS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equal_to_transformers_fused_experts(form: Form, dtype: torch.dtype):
+    """Bit-equal where matrix products are, which is all that can be asked: the rows of an expert have other addresses
+    there, and gate and up are one product. For either, fp32 products of MKL differ in the last bit, in one of ten
+    random cases on some CPUs.
+
+    Where they are not, fp32 sums of 90 terms differ a little, by up to 1.6e-6 of the largest output where they cancel
+    (7,000 draws); swapped experts differ in the first digit. In bf16 such a sum is rounded to the next of two values
+    once in a while, 2^-8 apart, and a token adds up several.
+    """
+    for _ in range(10):
+        ours, theirs = case(form, dtype, exact=True).outputs()
+        assert torch.equal(ours, theirs)
+        ours, theirs = case(form, dtype).outputs()
+        tolerance = {torch.float32: 4e-6, torch.bfloat16: 2**-7}[dtype]
+        assert (ours - theirs).abs().max() <= tolerance * max(1.0, float(theirs.abs().max()))
 
 
 @FORMS
 @pytest.mark.parametrize("clamped", [False, True])
 def test_every_expert_gets_a_gradient_and_it_is_the_fused_one(form: Form, clamped: bool):
     """Zeros where no token chose it: without a gradient ranks would disagree."""
-    case = Case(form, torch.float64, clamped=clamped)
-    target = torch.randn(case.inputs.shape, generator=case.generator, dtype=torch.float64)
-    inputs = [case.inputs.clone().requires_grad_() for _ in range(2)]
-    for module, value in zip((case.ours, case.fused), inputs, strict=True):
-        (module(value, case.index, case.weights) * target).sum().backward()
-    for ours, theirs in zip(case.gradients(), (case.fused.gate_up_proj.grad, case.fused.down_proj.grad), strict=True):
+    one = case(form, torch.float64, clamped=clamped)
+    target = torch.randn(one.hidden.shape, dtype=torch.float64)
+    inputs = [one.hidden.clone().requires_grad_() for _ in range(2)]
+    for module, value in zip((one.ours, one.fused), inputs, strict=True):
+        (module(value, one.chosen, one.weights) * target).sum().backward()
+    for ours, theirs in zip(one.gradients(), (one.fused.gate_up_proj.grad, one.fused.down_proj.grad), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(inputs[0].grad, inputs[1].grad, rtol=1e-10, atol=1e-12)
+
+
+@FORMS
+def test_no_tokens_and_choices_of_no_expert(form: Form):
+    """transformers uses the number of experts as "none"."""
+    one = case(form, torch.float32)
+    output = one.ours(one.hidden[:0], one.chosen[:0], one.weights[:0])
+    assert output.shape == one.hidden[:0].shape
+    output.sum().backward()
+    assert not any(gradient.any() for gradient in one.gradients())
+    one = case(form, torch.bfloat16, exact=True)
+    none = torch.rand(one.chosen.shape) < 0.5
+    assert torch.equal(*one.outputs(torch.where(none, one.ours.num_experts, one.chosen)))
 
 
 WHOLE = ["deepseek_v4", "lfm2_moe", "granitemoe", "nemotron_h", "gpt_oss", "aria_text", "dbrx", "llama4_text"]
@@ -163,115 +161,77 @@ def test_experts_without_a_gate_are_added_up_in_the_dtype_of_their_weights(seed,
     model = VARIANTS["nemotron_h"].model(seed=seed)
     model.config._experts_implementation = "eager"
     theirs = next(module for module in model.modules() if isinstance(module, NemotronHExperts)).bfloat16()
-    e, h, i = theirs.num_experts, theirs.hidden_dim, theirs.intermediate_dim
-    with torch.no_grad():
-        for parameter in theirs.parameters():
-            parameter.copy_(torch.randint(-1, 2, parameter.shape))
     arranged = copy.deepcopy(model)
-    assert arrange_experts(arranged, "stacked") == 1
-    ours = next(module for module in arranged.modules() if isinstance(module, StackedMLPs))
+    assert arrange_experts(arranged, form) == 1
+    ours = next(module for module in arranged.modules() if isinstance(module, StackedMLPs | PerExpertMLPs)).bfloat16()
     assert ours.of.sums_of_weights and not ours.of.has_gate
-    if form == "per_expert":
-        ours = PerExpertMLPs(ours.of).bfloat16()
-        with torch.no_grad():
-            for expert, mlp in enumerate(ours.experts()):
-                mlp.up_proj.weight.copy_(theirs.up_proj[expert])
-                mlp.down_proj.weight.copy_(theirs.down_proj[expert])
-    inputs = torch.randint(-1, 2, (19, h)).bfloat16()
-    chosen = torch.stack([torch.randperm(e)[:3] for _ in range(19)])
-    weights = torch.rand(19, 3)
     with torch.no_grad():
-        assert torch.equal(ours(inputs, chosen, weights), theirs(inputs, chosen, weights)), (e, h, i)
+        for stack in ("up_proj", "down_proj"):
+            value = getattr(theirs, stack).copy_(torch.randint(-1, 2, getattr(theirs, stack).shape))
+            if form == "stacked":
+                getattr(ours, stack).weight.copy_(value)
+            else:
+                for mlp, matrix in zip(ours.experts(), value, strict=True):
+                    getattr(mlp, stack).weight.copy_(matrix)
+        inputs = torch.randint(-1, 2, (19, theirs.hidden_dim)).bfloat16()
+        chosen = torch.stack([torch.randperm(theirs.num_experts)[:3] for _ in range(19)])
+        weights = torch.rand(19, 3)
+        assert torch.equal(ours(inputs, chosen, weights), theirs(inputs, chosen, weights))
 
 
-@FORMS
-def test_no_tokens_at_all(form: Form):
-    case = Case(form, torch.float32)
-    output = case.ours(case.inputs[:0], case.index[:0], case.weights[:0])
-    assert output.shape == case.inputs[:0].shape
-    output.sum().backward()
-    assert not any(gradient.any() for gradient in case.gradients())
-
-
-@FORMS
-def test_choices_of_no_expert_are_left_out(form: Form):
-    """transformers uses the number of experts as "none"."""
-    case = Case(form, torch.bfloat16, exact_products=True)
-    index = torch.where(torch.rand(case.index.shape, generator=case.generator) < 0.5, case.ours.num_experts, case.index)
-    with torch.no_grad():
-        ours, theirs = (module(case.inputs, index, case.weights) for module in (case.ours, case.fused))
-    assert torch.equal(ours, theirs)
-
-
-REFUSED = {"longcat_flash": "LongcatFlashExperts", "jetmoe": "JetMoeParallelExperts"}
-
-
-@pytest.mark.parametrize("kind", REFUSED)
-def test_other_layouts_are_refused_by_class_name(kind: str, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("kind", "named"), [("longcat_flash", "LongcatFlashExperts"), ("jetmoe", "JetMoeParallelExperts")]
+)
+def test_other_layouts_are_refused_by_class_name(kind: str, named: str, tmp_path: Path):
     VARIANTS[kind].config().save_pretrained(tmp_path)
-    with pytest.raises(RankError, match=rf"\({REFUSED[kind]}\) is a mixture of experts .*not supported"):
-        build_model(tmp_path, {}, dtype=torch.float32, device=torch.device("cpu"), attn_implementation="eager")
-
-
-def test_experts_in_a_module_list_are_refused():
-    """Their own caller runs the hit ones only, which is silently wrong when ranks route differently."""
-    model = nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])})
-    with pytest.raises(ValueError, match=r"experts \(ModuleList\) is a mixture of experts"):
-        arrange_experts(model, "stacked")
+    with pytest.raises(RankError, match=rf"\({named}\) is a mixture of experts .*not supported"):
+        build(tmp_path, torch.float32, attn_implementation="eager")
 
 
 EXPERTS, WIDTH, INNER = 6, 16, 10
+FORMS_OF_BANKS = ("list", "dict", "parameters", "stack", "stack_transposed", "rows")
 
 
-class Bank(nn.Module):
-    """The weights of all experts in a form of its own, below a name that says nothing."""
-
-    def __init__(self, form: str) -> None:
-        super().__init__()
-        one = [nn.Linear(WIDTH, INNER, bias=False) for _ in range(EXPERTS)]
-        forms = {
-            "list": nn.ModuleList(one),
-            "dict": nn.ModuleDict({f"e{index}": linear for index, linear in enumerate(one)}),
-            "parameters": nn.ParameterList([linear.weight for linear in one]),
-            "stack": nn.Parameter(torch.empty(EXPERTS, INNER, WIDTH)),
-            "stack_turned": nn.Parameter(torch.empty(EXPERTS, WIDTH, INNER)),
-            "rows": nn.Parameter(torch.empty(EXPERTS * INNER, WIDTH)),
-        }
-        self.w = forms[form]
-
-
-class Chosen(nn.Module):
-    """A block whose picker scores the members of a bank."""
-
-    def __init__(self, form: str) -> None:
-        super().__init__()
-        self.pick, self.bank = nn.Linear(WIDTH, EXPERTS), Bank(form)
+class Own(nn.Module):
+    """A class that is not torch's."""
 
 
 def odd_model(form: str, *, says: bool) -> LlamaForCausalLM:
-    """A Llama in whose second layer stands such a block; ``says``: its configuration knows of the experts."""
-    config = LlamaConfig(
-        vocab_size=32, hidden_size=WIDTH, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2
-    )
+    """A Llama whose second layer has a block whose picker scores the members of a bank: the weights of all experts in a
+    form of its own, below a name that says nothing. ``says``: its configuration knows of the experts."""
+    sizes = {"vocab_size": 32, "hidden_size": WIDTH, "intermediate_size": 24, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes, num_attention_heads=2)
     if says:
         config.ffn_config = {"moe_num_experts": EXPERTS, "experts_per_tok": 2}
     model = LlamaForCausalLM(config)
-    model.model.layers[1].add_module("odd", Chosen(form))
+    one = [nn.Linear(WIDTH, INNER, bias=False) for _ in range(EXPERTS)]
+    bank, odd = Own(), Own()
+    bank.w = {
+        "list": nn.ModuleList(one),
+        "dict": nn.ModuleDict({f"e{index}": linear for index, linear in enumerate(one)}),
+        "parameters": nn.ParameterList([linear.weight for linear in one]),
+        "stack": nn.Parameter(torch.empty(EXPERTS, INNER, WIDTH)),
+        "stack_transposed": nn.Parameter(torch.empty(EXPERTS, WIDTH, INNER)),
+        "rows": nn.Parameter(torch.empty(EXPERTS * INNER, WIDTH)),
+    }[form]
+    odd.pick, odd.bank = nn.Linear(WIDTH, EXPERTS), bank
+    model.model.layers[1].add_module("odd", odd)
     return model
 
 
-@pytest.mark.parametrize("says", (True, False), ids=("named", "unnamed"))
-@pytest.mark.parametrize("form", ("list", "dict", "parameters", "stack", "stack_turned", "rows"))
+@pytest.mark.parametrize(
+    ("form", "says"),
+    # Rows of experts one below the other look like any matrix without their number.
+    [(form, says) for form in FORMS_OF_BANKS for says in (True, False) if says or form != "rows"],
+)
 def test_several_experts_in_an_unknown_form_are_refused_by_name(form: str, says: bool):
     """Ranks would run other experts each, and their collectives would not meet."""
-    if form == "rows" and not says:
-        pytest.skip("rows of experts one below the other look like any matrix without their number")
     model = odd_model(form, says=says)
     with pytest.raises(ValueError, match=r"model\.layers\.1\.odd\.bank(\.w)? \(\w+\) is a mixture of experts"):
         arrange_experts(model, "stacked")
 
 
-def test_several_parts_that_nobody_chooses_from_are_left_alone():
+def test_several_parts_without_a_choice_are_left_alone():
     """Two attentions and two MLPs in a layer, a norm per head, a matrix per head: they run for every token."""
     model = odd_model("list", says=False)
     odd = model.model.layers[1].odd
@@ -280,8 +240,58 @@ def test_several_parts_that_nobody_chooses_from_are_left_alone():
     assert arrange_experts(model, "stacked") == 0
 
 
-def test_other_modules_are_left_alone():
+def test_lists_named_experts_are_refused_and_other_modules_left_alone():
+    """Their own caller runs the hit ones only, which is silently wrong when ranks route differently."""
     model = nn.Sequential(nn.Conv1d(4, 4, 3), nn.Linear(4, 4), nn.ModuleList([nn.Linear(2, 2)]))
     before = list(model)
     assert arrange_experts(model, "per_expert") == 0
     assert list(model) == before
+    model = nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])})
+    with pytest.raises(ValueError, match=r"experts \(ModuleList\) is a mixture of experts"):
+        arrange_experts(model, "stacked")
+
+
+def test_rows_are_grouped_by_expert_and_moves_are_those_of_indexing():
+    """Values and gradients, bit for bit: autograd adds up in the order of the rows here, since torch works with one
+    thread on tensors of this size. Some experts are not chosen, some tokens choose one twice, or there are none."""
+    for dtype in (torch.float64, torch.float32, torch.bfloat16) * 10:
+        tokens, experts, width = random.randint(0, 40), random.randint(1, 9), random.randint(1, 33)
+        chosen = torch.randint(random.randint(1, experts), (tokens, random.randint(1, 4)))
+        where = ExpertRows.of(chosen, experts)
+        assert where.expert.equal(chosen.t().reshape(-1).sort().values)
+        assert where.offsets.equal(torch.bincount(where.expert, minlength=experts).cumsum(0).int())
+        assert where.choice[where.row].equal(torch.arange(chosen.numel()))
+        assert where.arranged(chosen).equal(where.expert)
+        assert where.token[where.of_token].equal(torch.arange(tokens)[:, None].expand_as(chosen))
+        assert where.expert[where.of_token].equal(chosen.sort(dim=-1).values)
+
+        numbers = torch.randn(chosen.shape, dtype=torch.float64, requires_grad=True)
+        assert torch.autograd.gradcheck(where.arranged, (numbers,))
+        hidden, factors = torch.randn(tokens, width).to(dtype), torch.randn(chosen.numel(), 1).to(dtype)
+        target = torch.randn(width, tokens).to(dtype).t()  # gradients come as views too
+        ours, theirs = (hidden.clone().requires_grad_() for _ in range(2))
+        found, rows = where.summed(where.spread(ours) * factors), theirs[where.token] * factors
+        expected = torch.zeros_like(hidden)
+        for column in where.of_token.unbind(1):
+            expected = expected + rows[column]
+        for result in (found, expected):
+            result.backward(target)
+        assert torch.equal(found, expected) and torch.equal(ours.grad, theirs.grad)
+
+
+def test_nothing_is_accumulated_at_indices():
+    """Which sorts on a GPU, or adds in any order; but for the integers that count rows. The host waits for nothing: on
+    the meta device it would find no value."""
+    of = Experts(4, 16, 8, nn.functional.silu)
+    weights = (nn.Parameter(torch.empty(shape, device="meta")) for shape in of.shapes().values())
+    experts = StackedMLPs(of, weights)
+    hidden, factors = (torch.empty(6, size, device="meta", requires_grad=True) for size in (16, 2))
+    chosen = torch.zeros(6, 2, dtype=torch.int64, device="meta")
+    with Counting() as called:
+        experts(hidden, chosen, factors).sum().backward()
+    assert hidden.grad is not None and factors.grad is not None
+    assert not any("scatter_add" in name for name in called.launches)
+    # Numbers of rows are put at indices; autograd of indexing would accumulate gradients by a second such call.
+    assert sum(count for name, count in called.launches.items() if "index_put" in name) == 1
+    # Rows are gathered once there and once back, and so are the weights; sums are one pass.
+    assert called.launches["sum_rows"] == 2 and called.launches["index_select"] == 4
