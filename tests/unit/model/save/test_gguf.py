@@ -6,16 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.build import build_model
-from model.checkpoint.load import load_weights
 from model.ranks import RankError
 from model.save import check_plan, export_model
-from model.scales import renew_weight_scales
-from quant import Ranges, prepare
+from quant import Ranges, reference
 from quant.formats.gguf import blocks
-from quant.reference import dequantize, quantize
+from quant.formats.layouts import check_layout
 from quant.rules import Rule
 from quant.spec import PRESETS, SCHEMES
+from tests.lib.checkpoints import load_model, quantize
 from tests.lib.gguf_templates import gguf_template
 from tests.lib.tiny import tiny_checkpoint
 from tools.verify.comparison import Report, compare_with_compressed
@@ -26,24 +24,22 @@ gguf = pytest.importorskip("gguf", reason="pip install -e '.[gguf]'")
 Q4, Q8 = SCHEMES["w4a16_g32"], SCHEMES["w8a16_g32"]
 
 
-def quantized(directory: Path, kind: str, scheme=Q4, rules=(), **options):
+def quantized(directory: Path, kind: str = "qwen3", scheme=Q4, **options):
     """A tiny model with measured, signed scales, and the checkpoint that it is of."""
     source = directory / "source"
     if not source.is_dir():
         tiny_checkpoint(source, kind, wide=True, tied=kind == "qwen3")
-    model = build_model(source, {"bf16": {"enabled": True}}, dtype=torch.bfloat16, device=torch.device("cpu"))
-    load_weights(model, source, progress=False)
-    quantization = prepare(
-        model,
-        scheme,
-        rules=rules,
-        learn_weight_scale=False,
-        learn_input_scale=False,
-        ranges=Ranges("absmax", True),
-        **options,
-    )
-    renew_weight_scales(quantization)
-    return source, model.eval(), quantization
+    model = load_model(source).eval()
+    return source, model, quantize(model, scheme, learn=False, ranges=Ranges("absmax", True), **options)
+
+
+def written(directory: Path, source: Path, model, quantization) -> Path:
+    """Export with the template of the model itself."""
+    options = {"layout": "gguf", "template": gguf_template(source, directory / "base.gguf")}
+    if quantization is not None:
+        check_plan(model, quantization, source, **options)
+    assert export_model(model, quantization, source, directory / "out", **options).files == ["model.gguf"]
+    return directory / "out" / "model.gguf"
 
 
 def compared(directory: Path) -> Report:
@@ -69,7 +65,7 @@ def rotated(weight: torch.Tensor, heads: int) -> torch.Tensor:
 
 @torch.no_grad()
 def forward_weights(model, quantization) -> dict[str, torch.Tensor]:
-    """What the last forward multiplied with, by llama.cpp's names, in fp32 (a bf16 forward rounds it)."""
+    """The weights of the last forward, by llama.cpp's names, in fp32 (a bf16 forward rounds them)."""
     found = {}
     names = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output"}
     names |= {"gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down"}
@@ -78,7 +74,9 @@ def forward_weights(model, quantization) -> dict[str, torch.Tensor]:
         spec, scale = layer.scheme.weights, layer.weight_scale()
         stacked = layer.weight.dim() == 3
         parts = zip(layer.weight, scale, strict=True) if stacked else [(layer.weight, scale)]
-        values = [dequantize(quantize(weight, s, spec), s, spec, torch.float32) for weight, s in parts]
+        values = [
+            reference.dequantize(reference.quantize(weight, s, spec), s, spec, torch.float32) for weight, s in parts
+        ]
         number, leaf = re.search(r"layers\.(\d+)\..*?(\w+)$", name).groups() if "layers" in name else ("", name)
         if stacked and leaf == "gate_up_proj":
             gate, up = torch.stack(values).chunk(2, dim=1)
@@ -99,82 +97,71 @@ def forward_weights(model, quantization) -> dict[str, torch.Tensor]:
 def test_the_file_holds_the_weights_of_the_last_forward(tmp_path, kind):
     options = {"named": {"lm_head": Q8}} if kind == "llama" else {}
     source, model, quantization = quantized(tmp_path, kind, rules=[Rule(Q8, r".*\.o_proj")], **options)
-    template = gguf_template(source, tmp_path / "base.gguf")
-    check_plan(model, quantization, source, layout="gguf", template=template)
-    report = export_model(model, quantization, source, tmp_path / "out", layout="gguf", template=template)
-    assert report.files == ["model.gguf"] and (tmp_path / "out" / "tokenizer.json").is_file()
+    out = written(tmp_path, source, model, quantization)
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base.gguf", "out", "source"]
 
-    reader, base = gguf.GGUFReader(tmp_path / "out" / "model.gguf"), gguf.GGUFReader(template)
+    reader, base = gguf.GGUFReader(out), gguf.GGUFReader(tmp_path / "base.gguf")
     kinds = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
-    assert kinds["blk.0.attn_output.weight"] == "Q8_0" and kinds["blk.0.attn_v.weight"] == "Q4_0"
-    assert kinds["token_embd.weight"] == "BF16" and kinds["output_norm.weight"] == "F32"
-    assert kind != "llama" or kinds["output.weight"] == "Q8_0"
-    assert kind != "qwen3_moe" or (kinds["blk.1.ffn_gate_inp.weight"], kinds["blk.1.ffn_up_exps.weight"]) == (
-        "F32",
-        "Q4_0",
-    )
+    expected_kinds = {"attn_output": "Q8_0", "attn_v": "Q4_0"}
+    expected_kinds |= {"ffn_gate_inp": "F32", "ffn_up_exps": "Q4_0"} if kind == "qwen3_moe" else {}
+    expected_kinds = {f"blk.1.{name}.weight": found for name, found in expected_kinds.items()}
+    expected_kinds |= {"token_embd.weight": "BF16", "output_norm.weight": "F32"}
+    expected_kinds |= {"output.weight": "Q8_0"} if kind == "llama" else {}
+    assert expected_kinds.items() <= kinds.items()
     assert {t.name: list(t.shape) for t in base.tensors} == {t.name: list(t.shape) for t in reader.tensors}
     for name, field in base.fields.items():  # the number of tensors is the same, too
-        assert name in ("general.file_type", "GGUF.kv_count") or reader.fields[name].contents() == field.contents(), (
-            name
-        )
+        if name not in ("general.file_type", "GGUF.kv_count"):
+            assert reader.fields[name].contents() == field.contents(), name
     assert reader.fields["general.file_type"].contents() == gguf.LlamaFileType.MOSTLY_Q4_0
 
-    tensors, expected = read(tmp_path / "out" / "model.gguf"), forward_weights(model, quantization)
+    tensors, expected = read(out), forward_weights(model, quantization)
     assert len(expected) == sum(kind[0] == "Q" for kind in kinds.values())
     for name, weight in expected.items():
         assert torch.equal(tensors[name], weight), name
-    # So says the comparison with a compressed export, and finds a byte that differs.
+    state = model.state_dict()  # what is not quantized is as it was
+    for name, own in (
+        ("token_embd.weight", "model.embed_tokens.weight"),
+        ("blk.1.ffn_norm.weight", "model.layers.1.post_attention_layernorm.weight"),
+    ):
+        assert torch.equal(tensors[name], state[own].float())
+
+
+def test_a_byte_type_or_size_that_differs_from_the_compressed_export_is_found(tmp_path):
+    source, model, quantization = quantized(tmp_path)
+    out = written(tmp_path, source, model, quantization)
     export_model(model, quantization, source, tmp_path / "compressed")
-    report = compared(tmp_path)
-    assert report.ok and report.layers == len(expected) and len(kinds) <= report.equal, report.table()
-    with (tmp_path / "out" / "model.gguf").open("r+b") as file:
-        file.seek(next(int(t.data_offset) for t in reader.tensors if t.name == "blk.1.attn_k.weight") + 7)
-        byte = file.read(1)[0]
-        file.seek(-1, 1)
-        file.write(bytes([byte ^ 3]))
-    report = compared(tmp_path)
-    assert [line.split()[0] for line in report.problems] == ["blk.1.attn_k.weight"]
+    report, tensors = compared(tmp_path), gguf.GGUFReader(out).tensors
+    assert report.ok and report.layers == len(quantization.layers) and len(tensors) <= report.equal, report.table()
+    good = out.read_bytes()
+    at = next(int(t.data_offset) for t in tensors if t.name == "blk.1.attn_k.weight") + 7
+    out.write_bytes(good[:at] + bytes([good[at] ^ 3]) + good[at + 1 :])
+    assert [line.split()[0] for line in compared(tmp_path).problems] == ["blk.1.attn_k.weight"]
     # Types and sizes that nothing dequantizes, or has so many experts, are tensors that differ.
-    good = (tmp_path / "out" / "model.gguf").read_bytes()
-    at = good.index(b"blk.1.attn_q.weight") + len("blk.1.attn_q.weight")
-    columns, rows, kind_of_it = at + 4, at + 12, at + 20
-    for place, value in ((columns, bytes(8)), (rows, bytes(8)), (kind_of_it, b"\x10\0\0\0"), (kind_of_it, b"\x1e")):
-        changed = good[:place] + value + good[place + len(value) :]
-        (tmp_path / "out" / "model.gguf").write_bytes(changed)
+    name = b"blk.1.attn_q.weight"
+    at = good.index(name) + len(name)
+    columns, rows, kind = at + 4, at + 12, at + 20
+    for place, value in ((columns, bytes(8)), (rows, bytes(8)), (kind, b"\x10\0\0\0"), (kind, b"\x1e")):
+        out.write_bytes(good[:place] + value + good[place + len(value) :])
         try:
             found = compared(tmp_path).problems
         except ValueError as error:  # where the package does not open it
             found = [str(error)]
         assert re.search("^blk.1.attn_q.weight is not|model.gguf is no GGUF", "\n".join(found), re.MULTILINE), found
-    # What is not quantized is as it was.
-    state = model.state_dict()
-    assert torch.equal(tensors["token_embd.weight"], state["model.embed_tokens.weight"].float())
-    assert torch.equal(
-        tensors["blk.1.ffn_norm.weight"], state["model.layers.1.post_attention_layernorm.weight"].float()
-    )
 
 
 def test_a_model_that_never_was_quantized_is_written_as_it_is(tmp_path):
-    source, model, _ = quantized(tmp_path, "qwen3")
-    template = gguf_template(source, tmp_path / "base.gguf")
-    export_model(model, None, source, tmp_path / "out", layout="gguf", template=template)
-    tensors, state = read(tmp_path / "out" / "model.gguf"), model.state_dict()
+    source, model, _ = quantized(tmp_path)
+    tensors, state = read(written(tmp_path, source, model, None)), model.state_dict()
     assert torch.equal(tensors["blk.0.ffn_up.weight"], state["model.layers.0.mlp.up_proj.weight"].float())
 
 
 def test_scales_that_are_trained_as_fp16_always_fit(tmp_path):
-    """Of a model in fp32, whose scales have 24 bits before they are rounded, and some of which fp16 does not reach."""
+    """A model in fp32 has scales of 24 bits before they are rounded, and some that fp16 does not reach."""
     source = tiny_checkpoint(tmp_path / "source", "qwen3", wide=True)
-    model = build_model(source, {}, dtype=torch.float32, device=torch.device("cpu"))
-    load_weights(model, source, progress=False)
+    model = load_model(source, torch.float32).eval()
     rules = [Rule(SCHEMES["q8_0"], r".*\.o_proj")]
-    quantization = prepare(
-        model, SCHEMES["q4_0"], rules=rules, learn_weight_scale=True, learn_input_scale=False, ranges=Ranges("absmax")
-    )
-    renew_weight_scales(quantization)
-    template = gguf_template(source, tmp_path / "base.gguf")
+    quantization = quantize(model, "q4_0", rules=rules, ranges=Ranges("absmax"))
     negative = 0
     with torch.no_grad():
         for layer in quantization.layers.values():
@@ -182,38 +169,33 @@ def test_scales_that_are_trained_as_fp16_always_fit(tmp_path):
             layer.scale_of_weight.s0[3, :3] = torch.tensor([1e-9, -1e-7, 1e6])
             negative += int((layer.scale_of_weight.s0 < 0).sum())
     assert negative > 100, "of groups whose largest weight is positive"
-    export_model(model.eval(), quantization, source, tmp_path / "out", layout="gguf", template=template)
-    tensors, expected = read(tmp_path / "out" / "model.gguf"), forward_weights(model, quantization)
-    for name, weight in expected.items():
+    tensors = read(written(tmp_path, source, model, quantization))
+    for name, weight in forward_weights(model, quantization).items():
         assert torch.equal(tensors[name], weight), name
     export_model(model, quantization, source, tmp_path / "compressed")
     report = compared(tmp_path)
     assert report.ok and "12 Q4_0" in report.contents and "2 Q8_0" in report.contents, report.table()
 
 
-WRONG = {
-    "another size": ({"attention__head_count": 2}, "qwen3.attention.head_count is 2, expected 4"),
-    "another base": ({"rope__freq_base": 5e5}, "qwen3.rope.freq_base is 500000.0, expected"),
-    "a base that is no number": ({"rope__freq_base": float("nan")}, "qwen3.rope.freq_base is nan, expected"),
-    "a size that is no number": (
-        {"attention__layer_norm_rms_epsilon": float("nan")},
-        "qwen3.*epsilon is nan, expected",
-    ),
-    "a tensor too few": ({"without": "blk.1.attn_k_norm.weight"}, "it lacks blk.1.attn_k_norm.weight"),
-}
+OF_ANOTHER_MODEL = [
+    ({"attention__head_count": 2}, "qwen3.attention.head_count is 2, expected 4"),
+    ({"rope__freq_base": 5e5}, "qwen3.rope.freq_base is 500000.0, expected"),
+    ({"rope__freq_base": float("nan")}, "qwen3.rope.freq_base is nan, expected"),
+    ({"attention__layer_norm_rms_epsilon": float("nan")}, "qwen3.*epsilon is nan, expected"),
+    ({"without": "blk.1.attn_k_norm.weight"}, "it lacks blk.1.attn_k_norm.weight"),
+]
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_the_template_of_another_model_is_refused(tmp_path, case):
-    source, model, quantization = quantized(tmp_path, "qwen3")
-    changes, message = WRONG[case]
-    template = gguf_template(source, tmp_path / "base.gguf", **changes)
-    with pytest.raises(RankError, match=f"is the template of another model: {message}"):
-        check_plan(model, quantization, source, layout="gguf", template=template)
+def test_the_template_of_another_model_is_refused(tmp_path):
+    source, model, quantization = quantized(tmp_path)
+    for changes, message in OF_ANOTHER_MODEL:
+        template = gguf_template(source, tmp_path / "base.gguf", **changes)
+        with pytest.raises(RankError, match=f"is the template of another model: {message}"):
+            check_plan(model, quantization, source, layout="gguf", template=template)
 
 
 def test_what_is_missing_or_unknown_is_refused_by_name(tmp_path):
-    source, model, quantization = quantized(tmp_path, "qwen3")
+    source, model, quantization = quantized(tmp_path)
 
     def refused(message: str, template: Path | None, **changes) -> None:
         for key, value in changes.items():
@@ -238,8 +220,6 @@ def test_what_is_missing_or_unknown_is_refused_by_name(tmp_path):
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_other_schemes_are_refused_with_the_nearest(name):
-    from quant.formats.layouts import check_layout
-
     scheme = PRESETS[name].linear
     if scheme in (Q4, Q8, SCHEMES["q4_0"], SCHEMES["q8_0"], None):
         check_layout("gguf", [scheme] if scheme else [])

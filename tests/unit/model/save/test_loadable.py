@@ -8,38 +8,29 @@ import pytest
 import torch
 import transformers
 import yaml
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from model.build import build_model
-from model.checkpoint.load import load_weights
 from model.checkpoint.safetensors import read_headers
 from model.ranks import RankError
 from model.save import check_plan, export_model, not_loaded
 from model.save.loadable import check_written
 from model.save.plan import plan_shards
-from model.scales import renew_weight_scales
-from quant import SCHEMES, prepare
+from quant import Quantization
 from quant.rules import DEFAULT_EXEMPT
 from tests.families.variants import VARIANTS
+from tests.lib.checkpoints import assert_same_tensors, edit_checkpoint, load_model, quantize, read_tensors
 from tests.lib.tiny import tiny_checkpoint
 from tools.verify.check import compare_with_transformers
 
-CPU = torch.device("cpu")
 # Their experts are one tensor on disk.
 FUSED = ["granitemoe", "granitemoeshared", "granitemoehybrid"]
 
 
-def loaded(source: Path, experts="stacked"):
-    model = build_model(source, {"bf16": {"enabled": True}}, dtype=torch.bfloat16, device=CPU, experts=experts)
-    load_weights(model, source, progress=False)
-    return model
-
-
-def quantized(model, scheme: str = "w4a16_g32", **options):
-    quantization = prepare(model, SCHEMES[scheme], learn_weight_scale=False, learn_input_scale=False, **options)
-    renew_weight_scales(quantization)
-    return quantization
+def quantized(source: Path, scheme: str = "w4a16_g32", exempt=(), **options):
+    """The model of a checkpoint, quantized but for more layers."""
+    model = load_model(source, **options)
+    return model, quantize(model, scheme, learn=False, exempt=(*DEFAULT_EXEMPT, *exempt))
 
 
 def loads(directory: Path):
@@ -48,74 +39,57 @@ def loads(directory: Path):
     return model.eval()
 
 
+def check_export(model, quantization: Quantization, source: Path, out: Path) -> None:
+    """Export, and compare with transformers' model of the export."""
+    export_model(model, quantization, source, out)
+    report = compare_with_transformers(out, [torch.arange(10, 60)[None]])
+    assert report.ok, report.table()
+
+
 @pytest.mark.parametrize("kind", FUSED)
 def test_experts_that_are_one_tensor_on_disk_stay_one(kind: str, tmp_path: Path, seed: int):
+    """If they are exempt, they go beside quantized layers."""
     source = VARIANTS[kind].checkpoint(tmp_path / "source", seed=seed)
-    model = loaded(source)
+    model = load_model(source)
     export_model(model, None, source, tmp_path / "plain")
-    before, after = (load_file(directory / "model.safetensors") for directory in (source, tmp_path / "plain"))
-    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+    assert_same_tensors(tmp_path / "plain", source)
 
-    quantization = quantized(model)
+    model, quantization = quantized(source)
     refusal = r"block_sparse_moe\.experts.*one tensor, .*input_linear\.weight, which has no quantized.*quant\.exempt"
     with pytest.raises(RankError, match=refusal):
         check_plan(model, quantization, source)
-    export_model(model, quantization, source, tmp_path / "dequantized", layout="dequantized")
-    after = load_file(tmp_path / "dequantized" / "model.safetensors")
-    assert before.keys() == after.keys()
+    with pytest.raises(RankError, match=r"experts\.0\.gate_proj.*one tensor.*set model\.experts to stacked"):
+        check_plan(load_model(source, experts="per_expert"), None, source)
+    export_model(model, quantization, source, tmp_path / "values", layout="dequantized")
+    assert read_tensors(tmp_path / "values").keys() == read_tensors(source).keys()
     quantization.set_fake_quant(weights=True, activations=False)
     ids = torch.arange(10, 60)[None]
     with torch.no_grad():
-        expected = loads(tmp_path / "dequantized")(ids).logits
+        expected = loads(tmp_path / "values")(ids).logits
         # Sums of bf16 products in another order. An expert in another's place changes logits in the first digit.
         torch.testing.assert_close(model.eval()(ids).logits, expected, rtol=0.05, atol=0.05)
-
-
-@pytest.mark.parametrize("kind", FUSED)
-def test_fused_experts_that_are_exempt_are_exported_beside_quantized_layers(kind: str, tmp_path: Path, seed: int):
-    source = VARIANTS[kind].checkpoint(tmp_path / "source", seed=seed)
-    model = loaded(source)
-    quantization = quantized(model, exempt=(*DEFAULT_EXEMPT, r".*\.experts\..+"))
-    export_model(model, quantization, source, tmp_path / "export")
-    report = compare_with_transformers(tmp_path / "export", [torch.arange(10, 60)[None]])
-    assert report.ok, report.table()
+    check_export(*quantized(source, exempt=[r".*\.experts\..+"]), source, tmp_path / "attention")
 
 
 @pytest.mark.parametrize("kind", ["gpt_oss", "dbrx"])
 def test_quantized_experts_that_no_class_reads_are_refused_with_what_to_do(kind: str, tmp_path: Path, seed: int):
     source = VARIANTS[kind].checkpoint(tmp_path / "source", seed=seed)
-    model = loaded(source)
-    with pytest.raises(
-        RankError, match=r"experts\.gate_up_proj: .*no quantized.* set quant\.exempt_more: \[.*\]"
-    ) as error:
-        check_plan(model, quantized(model), source)
+    message = r"experts\.gate_up_proj: .*no quantized.* set quant\.exempt_more: \[.*\]"
+    with pytest.raises(RankError, match=message) as error:
+        check_plan(*quantized(source), source)
     advised = yaml.safe_load(re.search(r"exempt_more: (\[.*\])", str(error.value))[1])
-    model = loaded(source)
-    quantization = quantized(model, exempt=(*DEFAULT_EXEMPT, *advised))
-    export_model(model, quantization, source, tmp_path / "export")
-    report = compare_with_transformers(tmp_path / "export", [torch.arange(10, 60)[None]])
-    assert report.ok, report.table()
+    check_export(*quantized(source, exempt=advised), source, tmp_path / "export")
 
 
-@pytest.mark.parametrize("exempt", [(), (r".*\.experts\..+",)], ids=("all", "attention"))
-def test_llama_4_has_linears_for_experts_where_it_is_quantized(exempt: tuple[str, ...], tmp_path: Path, seed: int):
+@pytest.mark.parametrize("exempt", [[], [r".*\.experts\..+"]], ids=("all", "attention"))
+def test_llama_4_has_linears_for_experts_where_it_is_quantized(exempt: list[str], tmp_path: Path, seed: int):
     """transformers puts them in the place of its experts then, whether these are quantized or not."""
     source = VARIANTS["llama4_text"].checkpoint(tmp_path / "source", seed=seed)
-    model = loaded(source)
-    quantization = quantized(model, exempt=(*DEFAULT_EXEMPT, *exempt))
+    model, quantization = quantized(source, exempt=exempt)
     check_plan(model, quantization, source)
-    export_model(model, quantization, source, tmp_path / "export")
-    after = load_file(tmp_path / "export" / "model.safetensors")
+    check_export(model, quantization, source, tmp_path / "export")
     suffix = "weight" if exempt else "weight_packed"
-    assert f"model.layers.0.feed_forward.experts.3.gate_proj.{suffix}" in after
-    report = compare_with_transformers(tmp_path / "export", [torch.arange(10, 60)[None]])
-    assert report.ok, report.table()
-
-
-def test_the_other_form_of_experts_is_refused_where_disk_has_one_tensor(tmp_path: Path, seed: int):
-    source = VARIANTS["granitemoe"].checkpoint(tmp_path / "source", seed=seed)
-    with pytest.raises(RankError, match=r"experts\.0\.gate_proj.*one tensor.*set model\.experts to stacked"):
-        check_plan(loaded(source, "per_expert"), None, source)
+    assert f"model.layers.0.feed_forward.experts.3.gate_proj.{suffix}" in read_tensors(tmp_path / "export")
 
 
 def test_the_source_decides_how_experts_are_written_where_transformers_reads_both(tmp_path: Path, seed: int):
@@ -123,20 +97,17 @@ def test_the_source_decides_how_experts_are_written_where_transformers_reads_bot
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "each", dtype=torch.bfloat16)
     theirs.config.save_pretrained(tmp_path / "fused")
     save_file({k: v.contiguous() for k, v in theirs.state_dict().items()}, tmp_path / "fused" / "model.safetensors")
-    for name in ("each", "fused"):
-        model = loaded(tmp_path / name)
-        export_model(model, None, tmp_path / name, tmp_path / f"{name} export")
-        before, after = (load_file(tmp_path / d / "model.safetensors") for d in (name, f"{name} export"))
-        assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
-        export_model(model, quantized(model, "w8a16_channel"), tmp_path / name, tmp_path / f"{name} int8")
-        loads(tmp_path / f"{name} int8")
+    for source in (tmp_path / "each", tmp_path / "fused"):
+        export_model(load_model(source), None, source, tmp_path / f"{source.name} export")
+        assert_same_tensors(tmp_path / f"{source.name} export", source)
+        export_model(*quantized(source, "w8a16_channel"), source, tmp_path / f"{source.name} int8")
+        loads(tmp_path / f"{source.name} int8")
 
 
 def test_a_class_that_would_not_find_its_weights_is_named(tmp_path: Path, seed: int):
-    """A family that nobody listed: config.json names a class with other keys than the export has."""
+    """A family that no list has: config.json names a class with other keys than the export has."""
     source = tiny_checkpoint(tmp_path / "source", "llama", seed=seed)
-    model = loaded(source)
-    config = source / "config.json"
+    model, config = load_model(source), source / "config.json"
     config.write_text(config.read_text().replace("LlamaForCausalLM", "LlamaForSequenceClassification"))
     with pytest.raises(RankError, match=r"names LlamaForSequenceCl.*missing: score\.weight; unknown: lm_head"):
         check_plan(model, None, source)
@@ -153,32 +124,26 @@ def test_a_class_that_would_not_find_its_weights_is_named(tmp_path: Path, seed: 
 )
 def test_classes_that_read_packed_weights_are_known_not_to_load(family: str, first: str, tmp_path: Path, seed: int):
     source = VARIANTS[family].checkpoint(tmp_path / "source", seed=seed)
-    model = loaded(source)
-    quantization = quantized(model)
+    model, quantization = quantized(source)
     reason = not_loaded(model, quantization)
     assert reason is not None and first in reason
     export_model(model, quantization, source, tmp_path / "int4")
     with pytest.raises(AttributeError, match="weight"):
         loads(tmp_path / "int4")(torch.zeros(1, 4, dtype=torch.long))
 
-    exempt = re.search(r"quant\.exempt_more: (\[.*\])", reason)
-    assert exempt is not None
-    for name, scheme, more in (("fp8", "fp8_dynamic", []), ("mended", "w4a16_g32", yaml.safe_load(exempt[1]))):
-        model = loaded(source)
-        if more and family in ("falcon", "rwkv"):
-            continue  # nothing would be left
-        quantization = quantized(model, scheme, exempt=(*DEFAULT_EXEMPT, *more))
+    if family not in ("falcon", "rwkv"):  # of which nothing would be left
+        exempt = yaml.safe_load(re.search(r"quant\.exempt_more: (\[.*\])", reason)[1])
+        model, quantization = quantized(source, exempt=exempt)
         assert not_loaded(model, quantization) is None
-        export_model(model, quantization, source, tmp_path / name)
-        loads(tmp_path / name)(torch.zeros(1, 4, dtype=torch.long))
+        export_model(model, quantization, source, tmp_path / "mended")
+        loads(tmp_path / "mended")(torch.zeros(1, 4, dtype=torch.long))
 
 
 @pytest.mark.parametrize(("scheme", "read"), [("fp8_dynamic", True), ("w4a16_channel", False)])
 def test_parts_of_a_tensor_beside_packed_layers_are_known_not_to_load(scheme: str, read: bool, tmp_path: Path):
     """transformers decodes whatever it puts together as if it were packed, also convolutions."""
     source = VARIANTS["olmo_hybrid"].checkpoint(tmp_path / "source")
-    model = loaded(source)
-    quantization = quantized(model, scheme)
+    model, quantization = quantized(source, scheme)
     assert (not_loaded(model, quantization) is None) == read
     export_model(model, quantization, source, tmp_path / "export")
     if read:
@@ -196,8 +161,7 @@ def test_experts_beside_layers_of_another_kind_load_where_that_is_said(
 ):
     """Some of the layers quantized and the rest not: transformers reads each weight, or it is known not to."""
     source = tiny_checkpoint(tmp_path / "source", "qwen3_moe", seed=seed, even=True)
-    model = loaded(source, experts)
-    quantization = quantized(model, scheme, exempt=(*DEFAULT_EXEMPT, exempt))
+    model, quantization = quantized(source, scheme, [exempt], experts=experts)
     reason = not_loaded(model, quantization)
     export_model(model, quantization, source, tmp_path / "export")
     export_model(model, quantization, source, tmp_path / "weights", layout="dequantized")
@@ -211,7 +175,7 @@ def test_experts_beside_layers_of_another_kind_load_where_that_is_said(
 
 
 def same(found: dict[str, torch.Tensor], key: str, value: torch.Tensor) -> bool:
-    """Whether a model that was loaded has a weight, or codes and scales of it."""
+    """Tell if a model that was loaded has a weight, or codes and scales of it."""
     if key not in found:
         return False
     weight = found[key].float()
@@ -222,11 +186,9 @@ def same(found: dict[str, torch.Tensor], key: str, value: torch.Tensor) -> bool:
 
 def test_files_that_are_not_as_planned_are_an_error(tmp_path: Path, seed: int):
     source = tiny_checkpoint(tmp_path / "source", "llama", seed=seed)
-    model = loaded(source)
-    shards = plan_shards(model, None, "compressed", 10**9, read_headers(source).tensors)
+    shards = plan_shards(load_model(source), None, "compressed", 10**9, read_headers(source).tensors)
     check_written(source, shards)
-    disk = load_file(source / "model.safetensors")
-    save_file({key: value for key, value in disk.items() if "norm" not in key}, source / "model.safetensors")
+    edit_checkpoint(source, lambda tensors: [tensors.pop(key) for key in list(tensors) if "norm" in key])
     with pytest.raises(ValueError, match=r"not as planned: model\.layers\.0\.input_layernorm\.weight"):
         check_written(source, shards)
 
@@ -243,8 +205,7 @@ def test_files_that_are_not_as_planned_are_an_error(tmp_path: Path, seed: int):
 )
 def test_what_is_not_quantized_is_named_as_every_reader_has_it(family: str, entries: set[str], tmp_path: Path):
     source = VARIANTS[family].checkpoint(tmp_path / "source")
-    model = loaded(source)
-    quantization = quantized(model, "fp8_dynamic")
+    model, quantization = quantized(source, "fp8_dynamic")
     check_plan(model, quantization, source)
     export_model(model, quantization, source, tmp_path / "export")
     config = json.loads((tmp_path / "export" / "config.json").read_text())

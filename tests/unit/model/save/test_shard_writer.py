@@ -23,16 +23,12 @@ def some_tensors() -> dict[str, torch.Tensor]:
     return tensors
 
 
-def shapes_of(tensors: dict[str, torch.Tensor]) -> dict:
-    return {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
-
-
 def test_the_file_is_that_of_the_library(tmp_path, seed, monkeypatch):
     monkeypatch.setattr(shard_writer, "SYNC_BYTES", 64)  # several times on the way
     stacked = [f"experts.{index}.weight" for index in range(11)]
     tensors = some_tensors() | {key: torch.randn(3, 5).bfloat16() for key in stacked}
     save_file(tensors, tmp_path / "theirs", metadata={"format": "pt"})
-    writer = ShardWriter(tmp_path / "ours", shapes_of(tensors))
+    writer = ShardWriter(tmp_path / "ours", {key: (one.dtype, tuple(one.shape)) for key, one in tensors.items()})
     for key in random.sample(sorted(tensors.keys() - stacked), len(tensors) - len(stacked)):
         lent = tensors[key].clone()
         writer.write(key, lent)
