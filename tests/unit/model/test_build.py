@@ -1,10 +1,7 @@
-"""What build_model refuses, and what must not depend on how it builds. Stages and values: tests/distributed."""
+"""Models that build_model refuses, and what must not depend on how it builds. Stages and values: tests/distributed."""
 
 import json
-import os
 import random
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,59 +10,66 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from model.build import build_model, may_hold_experts
+from model.build import may_hold_experts
 from model.moe.arrange import _looks_like_experts, _numbers_of_experts
 from model.ranks import RankError
 from tests.families.variants import VARIANTS
-from tests.lib.root import ROOT
-from tests.lib.tiny import tiny_checkpoint, tiny_config
-
-CPU = torch.device("cpu")
-BF16 = {"bf16": {"enabled": True}}
-
-
-def build(path: Path, **options):
-    return build_model(path, BF16, dtype=torch.bfloat16, device=CPU, **options)
+from tests.lib.checkpoints import build
+from tests.lib.processes import run_python
+from tests.lib.tiny import tiny_config
 
 
 def write_config(path: Path, **changes) -> Path:
     """config.json of a tiny Llama with changes; its path."""
-    values = {**tiny_config("llama").to_dict(), **changes}
     path.mkdir(exist_ok=True)
-    (path / "config.json").write_text(json.dumps(values))
+    (path / "config.json").write_text(json.dumps({**tiny_config("llama").to_dict(), **changes}))
     return path
 
 
-@pytest.mark.parametrize("text", ["{", "[1]"])
-def test_config_that_is_no_json_object(text: str, tmp_path: Path):
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(RankError, match=r"config\.json"):
-        build(tmp_path)
+def config_of(kind: str, path: Path, architectures=None) -> Path:
+    """The default configuration of a class of transformers, without weights."""
+    config = AutoConfig.for_model(kind)
+    config.architectures = architectures
+    config.save_pretrained(path)
+    return path
 
 
-@pytest.mark.parametrize("names", [[10**30], [None], [["x"]], {"a": 1}, 3, "x"])
-def test_architectures_that_are_no_names(names: object, tmp_path: Path):
-    path = tiny_checkpoint(tmp_path / "model")
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, "architectures": names}))
-    with pytest.raises(RankError, match=r"config\.json: architectures is .*, expected a list of names"):
+CAUSAL = r"describes {} \(model_type {}\), expected a causal"
+REFUSED = {
+    "no file": (lambda path: path / "nowhere", r"nowhere/config\.json does not exist"),
+    "no JSON": (lambda path: (path / "config.json").write_text("{") and path, r"config\.json"),
+    "a list": (lambda path: (path / "config.json").write_text("[1]") and path, r"config\.json"),
+    **{
+        f"architectures {names}": (
+            lambda path, names=names: write_config(path, architectures=names),
+            r"config\.json: architectures is .*, expected a list of names",
+        )
+        for names in ([10**30], [None], [["x"]], {"a": 1}, 3, "x")
+    },
+    "unknown codes": (
+        lambda path: write_config(path, quantization_config={"quant_method": "bitsandbytes"}),
+        r"config\.json: quantization_config: .*whose codes are not read",
+    ),
+    "unknown type": (lambda path: write_config(path, model_type="marvellous"), "marvellous"),
+    "images": (lambda path: config_of("vit", path, ["ViTForImageClassification"]), CAUSAL.format("ViTFor.*", "vit")),
+    "encoder": (lambda path: config_of("t5", path), CAUSAL.format("T5Config", "t5")),
+    "fp32 alone": (
+        lambda path: VARIANTS["xlstm"].config().save_pretrained(path) or path,
+        r"transformers runs xlstm in fp32 alone: set model\.dtype to float32$",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_no_model_of_ours_is_refused_in_a_few_words(case: str, tmp_path: Path):
+    make, message = REFUSED[case]
+    path = make(tmp_path)
+    with pytest.raises(RankError, match=message) as error:
         build(path)
-
-
-def test_no_config(tmp_path: Path):
-    with pytest.raises(RankError, match=r"nowhere/config\.json does not exist"):
-        build(tmp_path / "nowhere")
-
-
-def test_a_quantized_checkpoint_that_is_not_read_is_refused(tmp_path: Path):
-    write_config(tmp_path, quantization_config={"quant_method": "bitsandbytes"})
-    with pytest.raises(RankError, match=r"config\.json: quantization_config: .*whose codes are not read"):
-        build(tmp_path)
-
-
-def test_an_architecture_that_transformers_does_not_have(tmp_path: Path):
-    with pytest.raises(RankError, match="marvellous"):
-        build(write_config(tmp_path, model_type="marvellous"))
+    # Without the names of all classes that transformers has.
+    assert len(str(error.value)) < 300 or "expected a causal" not in message
+    if case == "fp32 alone":
+        build(path, torch.float32)
 
 
 def test_a_failed_build_leaves_no_hook_behind(tmp_path: Path):
@@ -81,24 +85,19 @@ def test_parameters_are_uninitialized_but_complete(tmp_path: Path):
     """Shapes, dtypes, names and buffers are those of a plain build of the same configuration."""
     model = build(write_config(tmp_path))
     reference = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path), dtype=torch.bfloat16)
-    ours, theirs = model.state_dict(), reference.state_dict()
-    assert {name: (value.shape, value.dtype) for name, value in ours.items()} == {
-        name: (value.shape, value.dtype) for name, value in theirs.items()
-    }
+    ours, theirs = (
+        {name: (value.shape, value.dtype) for name, value in one.state_dict().items()} for one in (model, reference)
+    )
+    assert ours == theirs
     assert not any(parameter.is_meta for parameter in model.parameters())
     assert model.config._attn_implementation == "sdpa" and model.dtype == torch.bfloat16
 
 
 def test_buffers_that_the_model_lists_for_fp32_are_fp32_before_loading(tmp_path: Path):
     """A routing bias in bf16 would be rounded when it is loaded, and send tokens to other experts."""
-    config = AutoConfig.for_model(
-        "glm4_moe", vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
-        intermediate_size=48, moe_intermediate_size=12, n_routed_experts=4, first_k_dense_replace=1,
-    )  # fmt: skip
-    config.save_pretrained(tmp_path)
-    model = build(tmp_path)
-    assert model.model.layers[1].mlp.gate.e_score_correction_bias.dtype == torch.float32
-    assert model.model.layers[1].mlp.gate.weight.dtype == torch.bfloat16
+    VARIANTS["glm4_moe"].config().save_pretrained(tmp_path)
+    gate = build(tmp_path).model.layers[1].mlp.gate
+    assert gate.e_score_correction_bias.dtype == torch.float32 and gate.weight.dtype == torch.bfloat16
 
 
 REMOTE_CODE = """
@@ -109,6 +108,16 @@ class MarvellousConfig(LlamaConfig):
     model_type = "marvellous"
 class MarvellousForCausalLM(LlamaForCausalLM):
     config_class = MarvellousConfig
+"""
+PROGRAM = """
+import sys
+from pathlib import Path
+import torch
+import transformers.dynamic_module_utils
+from tests.lib.checkpoints import build
+transformers.dynamic_module_utils.HF_MODULES_CACHE = sys.argv[2]
+model = build(Path(sys.argv[1]), torch.float32, trust_remote_code=True)
+assert type(model).__name__ == "MarvellousForCausalLM"
 """
 
 
@@ -121,30 +130,9 @@ def test_remote_code_runs_only_when_asked(tmp_path: Path):
     with pytest.raises(RankError, match=r"needs Python code .*set model\.trust_remote_code to true"):
         build(path)
     assert not marker.exists()
-    script = (
-        "import torch; from pathlib import Path; from model.build import build_model\n"
-        f"model = build_model(Path({str(path)!r}), {{}}, dtype=torch.float32, device=torch.device('cpu'), "
-        "trust_remote_code=True)\nassert type(model).__name__ == 'MarvellousForCausalLM'"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_MODULES_CACHE": str(tmp_path / "cache")}
-    result = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
-    )
+    result = run_python(PROGRAM, path, tmp_path / "cache")
     assert result.returncode == 0, result.stderr
     assert marker.read_text() == "ran"
-
-
-@pytest.mark.parametrize(("kind", "named"), [("vit", "ViTForImageClassification"), ("t5", None)])
-def test_other_models_than_causal_ones_are_named_in_one_line(kind: str, named: str | None, tmp_path: Path):
-    """Without the names of all classes that transformers has."""
-    config = AutoConfig.for_model(kind)
-    config.architectures = named and [named]
-    config.save_pretrained(tmp_path)
-    with pytest.raises(
-        RankError, match=rf"describes {named or 'T5Config'} \(model_type {kind}\), expected a causal"
-    ) as error:
-        build(tmp_path)
-    assert len(str(error.value)) < 300
 
 
 def test_native_architectures_ignore_the_code_that_a_checkpoint_brings(tmp_path: Path):
@@ -170,16 +158,8 @@ def test_an_attention_that_cannot_be_used_is_one_line_with_its_key(tmp_path: Pat
     """Before weights are read: the directory has none."""
     VARIANTS[kind].config().save_pretrained(tmp_path)
     with pytest.raises(RankError, match=rf"^model\.attn_implementation: '{attention}', expected auto.*{why}") as caught:
-        build_model(tmp_path, {}, dtype=torch.float32, device=torch.device("cpu"), attn_implementation=attention)
+        build(tmp_path, torch.float32, attn_implementation=attention)
     assert "\n" not in str(caught.value)
-
-
-def test_a_model_that_transformers_runs_in_fp32_alone_is_refused_in_bf16(tmp_path: Path):
-    """It would fail in the first forward."""
-    VARIANTS["xlstm"].config().save_pretrained(tmp_path)
-    with pytest.raises(RankError, match=r"transformers runs xlstm in fp32 alone: set model\.dtype to float32$"):
-        build(tmp_path)
-    build_model(tmp_path, {}, dtype=torch.float32, device=CPU)
 
 
 def test_models_that_are_passed_over_have_no_experts(seed):

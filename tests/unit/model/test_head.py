@@ -37,9 +37,8 @@ def tiny(kind, **options):
     return model
 
 
-def batch_of(model, seed):
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, model.config.vocab_size, (2, 7), generator=generator)
+def batch_of(model):
+    ids = torch.randint(0, model.config.vocab_size, (2, 7))
     labels = ids.roll(-1, 1)
     labels[:, -1], labels[0, :3] = -100, -100
     return ids, labels
@@ -47,29 +46,21 @@ def batch_of(model, seed):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tied", [False, True])
-def test_parameters_and_logits_stay_what_they_were(seed, kind, tied):
-    model = tiny(kind, tied=tied, seed=seed)
-    ids, _ = batch_of(model, seed)
+def test_parameters_logits_and_losses_stay_what_they_were(seed, kind, tied):
+    """Losses against torch's cross entropy of the model's logits, with the gradient of every parameter; fp64."""
+    model = tiny(kind, tied=tied, seed=seed, dtype=torch.float64)
+    ids, labels = batch_of(model)
     before, weight, names = model(ids).logits, model.lm_head.weight, [name for name, _ in model.named_parameters()]
+    loss = F.cross_entropy(before.flatten(0, 1), labels.flatten(), reduction="sum")
+    loss.backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
     head = install_head(model)
     assert model.get_output_embeddings() is head and type(head) is PlainHead
     assert head.weight is weight and (head.weight is model.model.embed_tokens.weight) == tied
     assert [name for name, _ in model.named_parameters()] == names
     assert torch.equal(model(ids).logits, before)
     assert install_head(model) is head, "a second call changes nothing"
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tied", [False, True])
-def test_losses_through_the_head_equal_those_of_the_logits(seed, kind, tied):
-    """Against torch's cross entropy of the model's logits, with the gradient of every parameter; fp64."""
-    model = tiny(kind, tied=tied, seed=seed, dtype=torch.float64)
-    ids, labels = batch_of(model, seed)
-    loss = F.cross_entropy(model(ids).logits.flatten(0, 1), labels.flatten(), reduction="sum")
-    loss.backward()
-    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
-    model.zero_grad()
-    head = install_head(model)
 
     def task(hidden, weight, bias):
         return chunked_losses(hidden, weight, bias, labels, objective=Objective(chunk_tokens=3)).total
@@ -80,15 +71,14 @@ def test_losses_through_the_head_equal_those_of_the_logits(seed, kind, tied):
     torch.testing.assert_close(total, loss.detach())
     for name, parameter in model.named_parameters():
         # An expert that no token chose has None in one and zeros in the other.
-        reference = torch.zeros_like(parameter) if expected[name] is None else expected[name]
-        found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        reference, found = (torch.zeros_like(parameter) if x is None else x for x in (expected[name], parameter.grad))
         torch.testing.assert_close(found, reference, rtol=1e-7, atol=1e-9, msg=name)
 
 
 def test_the_moe_forward_keeps_its_auxiliary_loss(seed):
     model = tiny("qwen3_moe", seed=seed, dtype=torch.float32)
     model.config.output_router_logits = True
-    ids, labels = batch_of(model, seed)
+    ids, labels = batch_of(model)
     expected = model(ids).aux_loss
     with install_head(model).computing(lambda *given: chunked_losses(*given, labels).total):
         assert torch.equal(model(ids).aux_loss, expected)
@@ -97,7 +87,7 @@ def test_the_moe_forward_keeps_its_auxiliary_loss(seed):
 def test_a_task_lasts_as_long_as_its_block(seed):
     model = tiny("qwen3", seed=seed)
     head = install_head(model)
-    ids, _ = batch_of(model, seed)
+    ids, _ = batch_of(model)
     logits = model(ids).logits
     with pytest.raises(ZeroDivisionError), head.computing(hidden_states):
         with pytest.raises(RuntimeError, match="must not nest"), head.computing(hidden_states):
@@ -109,7 +99,7 @@ def test_a_task_lasts_as_long_as_its_block(seed):
 
 def test_a_model_without_its_head_returns_hidden_states(seed):
     model = tiny("llama", tied=True, seed=seed)
-    ids, labels = batch_of(model, seed)
+    ids, labels = batch_of(model)
     logits = model(ids).logits
     head, head_proxy = take_out_head(model)
     assert type(head_proxy) is HiddenStates and model.get_output_embeddings() is head_proxy
@@ -119,12 +109,17 @@ def test_a_model_without_its_head_returns_hidden_states(seed):
     assert chunked_losses(hidden, head.weight, None, labels, teacher).sums["kd"] == 0
 
 
+def settled(model, head_proxy, factor=1.0):
+    """The function of logits that the model's forward shows, whose result is multiplied by a factor."""
+    settle_function(head_proxy, lambda ids: model(input_ids=ids, use_cache=False).logits * factor, model.config)
+    return head_proxy.function
+
+
 @pytest.mark.parametrize("name", ["gemma2", "cohere2", "granite", "falcon_h1", "recurrent_gemma", "minicpm3", "llama"])
 @pytest.mark.parametrize("taken_out", [False, True])
 def test_the_function_of_logits_is_found_and_hidden_states_come_back(seed, name, taken_out):
     """minicpm3's configuration has a factor that its class applies before lm_head; llama's says nothing."""
-    variant = VARIANTS[name]
-    model = variant.model(seed=seed, dtype=torch.float64)
+    model = VARIANTS[name].model(seed=seed, dtype=torch.float64)
     # Random weights give logits near 0, where a soft cap is linear.
     model.get_output_embeddings().weight.data *= 50
     ids = torch.randint(3, 300, (2, 9))
@@ -135,13 +130,8 @@ def test_the_function_of_logits_is_found_and_hidden_states_come_back(seed, name,
     else:
         head = head_proxy = install_head(model)
         block = partial(head_proxy.computing, hidden_states)
-
-    def forward(ids):
-        with block():
-            return model(input_ids=ids, use_cache=False).logits
-
-    settle_function(head_proxy, forward, model.config)
-    assert (head_proxy.function == UNCHANGED) == (name in ("minicpm3", "llama"))
+    with block():
+        assert (settled(model, head_proxy) == UNCHANGED) == (name in ("minicpm3", "llama"))
     with block():
         logits = model(input_ids=ids, use_cache=False).logits
     hidden = head_proxy.collect(logits, name)
@@ -154,27 +144,17 @@ def test_a_configuration_that_says_something_else_than_its_class_does_is_refused
     model = VARIANTS["granite"].model(seed=seed)
     head_proxy = take_out_head(model)[1]
     model.config.logits_scaling = 8.5
-
-    def other(ids):
-        return model(input_ids=ids, use_cache=False).logits * 0.9
-
     with pytest.raises(RankError, match=r"GraniteConfig \(granite\) changes its logits after lm_head in another way"):
-        settle_function(head_proxy, other, model.config)
+        settled(model, head_proxy, 0.9)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("factor", [0.99, 1.004, 1.015])
 def test_a_factor_near_1_is_told_from_none(seed, dtype, factor):
-    for name, applied in (("cohere", True), ("llama", False)):
+    for name, expected in (("cohere", LogitFunction(factor)), ("llama", UNCHANGED)):
         model = VARIANTS[name].model(seed=seed, dtype=dtype)
         model.config.logit_scale = model.logit_scale = factor  # Llama has no such setting, and ignores it
-        head_proxy = take_out_head(model)[1]
-
-        def forward(ids, model=model):
-            return model(input_ids=ids, use_cache=False).logits
-
-        settle_function(head_proxy, forward, model.config)
-        assert head_proxy.function == (LogitFunction(factor) if applied else UNCHANGED)
+        assert settled(model, take_out_head(model)[1]) == expected
 
 
 def test_neutral_values_propose_nothing():
@@ -196,26 +176,25 @@ def test_output_head_takes_plain_linears_alone():
 
 @pytest.mark.parametrize("taken_out", [False, True])
 def test_a_model_that_goes_on_from_its_logits_is_refused_once_it_has_run(seed, taken_out):
-    """Whichever module stands in lm_head's place, its check sees what the model made of what it gave."""
+    """Either module in lm_head's place checks what the model made of its output."""
     model = tiny("llama", seed=seed)
-    ids, _ = batch_of(model, seed)
+    ids, _ = batch_of(model)
     head_proxy = take_out_head(model)[1] if taken_out else install_head(model)
-    with nullcontext() if taken_out else head_proxy.computing(hidden_states):
-        logits = model(ids).logits
+
+    def logits():
+        with nullcontext() if taken_out else head_proxy.computing(hidden_states):
+            return model(ids).logits
+
     with pytest.raises(RankError, match="Llama changes its logits after lm_head in a way"):
-        head_proxy.check(0.5 * logits, "Llama")
-    with nullcontext() if taken_out else head_proxy.computing(hidden_states):
-        logits = model(ids).logits
-    head_proxy.check(logits, "Llama")
-    head_proxy.check(0.5 * logits, "Llama")  # the first forward has shown it
-
-
-def test_a_forward_that_passes_by_its_head_is_refused_and_one_that_is_not_finite_proves_nothing(seed):
-    model = tiny("llama", seed=seed)
-    ids, _ = batch_of(model, seed)
-    head_proxy = take_out_head(model)[1]
-    with pytest.raises(RankError, match="changes its logits"):
+        head_proxy.check(0.5 * logits(), "Llama")
+    with pytest.raises(RankError, match="changes its logits"):  # of a forward that passes by
         head_proxy.check(torch.zeros(2, 7, 48), "Llama")
-    with torch.no_grad():
-        model.model.norm.weight.fill_(torch.nan)
-    head_proxy.check(model(ids).logits, "Llama")
+    head_proxy.check(logits(), "Llama")
+    head_proxy.check(0.5 * logits(), "Llama")  # the first forward has shown it
+
+
+def test_logits_that_are_not_finite_prove_nothing(seed):
+    model = tiny("llama", seed=seed)
+    head_proxy = take_out_head(model)[1]
+    model.model.norm.weight.data.fill_(torch.nan)
+    head_proxy.check(model(batch_of(model)[0]).logits, "Llama")

@@ -1,25 +1,25 @@
-"""Adapters that start from the error of quantization: the best of their rank, or a line that names the layer."""
+"""Adapters: those that start from the error of quantization, and those beside products of codes."""
 
+import copy
 import re
 
 import pytest
 import torch
 from torch import nn
 
-import quant
 from model.peft import start_from_error
 from model.ranks import RankError
-from model.scales import renew_weight_scales
-from quant import SCHEMES, Quantization, QuantLinear
-from quant.lora import AdapterBeside
+from quant import Quantization, QuantLinear, weights_changed
+from quant.lora import Adapter, AdapterBeside
+from tests.lib.checkpoints import load_model, quantize
+from tests.lib.tiny import tiny_checkpoint
 
 RANK = 4
 
 
 def with_adapter(dtype: torch.dtype, scaling: float) -> tuple[Quantization, QuantLinear]:
     model = nn.Sequential(nn.Linear(96, 40)).to(dtype)
-    quantization = quant.prepare(model, SCHEMES["w2a16_g32"], learn_weight_scale=False, learn_input_scale=False)
-    renew_weight_scales(quantization)
+    quantization = quantize(model, "w2a16_g32", learn=False)
     layer = quantization.layers["0"]
     pair = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((RANK, 96), (40, RANK))]
     layer.adapter = AdapterBeside(*pair, scaling)
@@ -45,3 +45,33 @@ def test_an_adapter_that_its_dtype_cannot_hold_is_refused(dtype, scaling, seed):
     quantization, _ = with_adapter(dtype, scaling)
     with pytest.raises(RankError, match=re.escape(f"init error: 0: {dtype} cannot hold") + ".* adapter.alpha"):
         start_from_error(quantization)
+
+
+@pytest.mark.parametrize("kind", ("qwen3", "qwen3_moe"))
+@pytest.mark.parametrize(
+    ("scheme", "way"), [("fp8_static", "fp8_gemm"), ("nvfp4_w4a4", "dynamic_codes"), ("mxfp4_mxfp8", "dynamic_codes")]
+)
+def test_other_ways_to_multiply_have_the_gradients_of_the_sum(tmp_path, scheme, way, kind):
+    """Products of codes, and codes that are kept of inputs: bit for bit the outputs of the layer that has the sum as
+    its weight, and gradients within what bf16 rounds. Of a Linear, and of a stack of experts."""
+    model = load_model(tiny_checkpoint(tmp_path, kind, wide=True, layers=1)).requires_grad_(False)
+    quantization = quantize(model, scheme, input_scale=0.02)
+    ending = "o_proj" if kind == "qwen3" else "gate_up_proj"
+    layer = next(one for name, one in quantization.layers.items() if name.endswith(ending))
+    *stack, out, in_ = layer.weight_shape
+    lora_a, lora_b = torch.randn(*stack, 3, in_), torch.randn(*stack, out, 3) * float(layer.weight.float().std()) / 4
+    layer.attach_adapter(Adapter(nn.Parameter(lora_a.bfloat16()), nn.Parameter(lora_b.bfloat16()), 0.75))
+    weights_changed(model)
+    setattr(layer, way, True)
+    plain = copy.deepcopy(layer)
+    plain.adapter, plain.weight = None, nn.Parameter(layer.merged_weight())
+    ends = torch.tensor([3, 3, 7, 11, 16], dtype=torch.int32) if layer.num_experts else None
+    x = torch.randn(16, in_).bfloat16().requires_grad_()
+    direction = torch.randn(16, out).bfloat16()
+    outputs = layer(x, ends), plain(x, ends)
+    assert torch.equal(*outputs)
+    of_x, of_a, of_b = torch.autograd.grad(outputs[0], [x, layer.lora_a, layer.lora_b], direction)
+    expected_x, of_sum = torch.autograd.grad(outputs[1], [x, plain.weight], direction)
+    a, b, whole = layer.lora_a.double(), layer.lora_b.double(), of_sum.double()
+    for own, other in ((of_x, expected_x), (of_a, 0.75 * b.mT @ whole), (of_b, 0.75 * whole @ a.mT)):
+        assert (own.double() - other).norm() <= 0.01 * other.double().norm()

@@ -1,4 +1,4 @@
-"""What the holder of part of a weight computes alone, against what one who has all of it does."""
+"""Codes and gradients of parts of a weight against those of the whole one."""
 
 import pytest
 import torch
@@ -13,11 +13,11 @@ SPECS["int3"] = TensorSpec("int", 3, "channel")
 SHAPE = (7, 13)
 
 
-def random_quantizer(spec, dtype, generator, *, stack=0, theta=True):
+def random_quantizer(spec, dtype, *, stack=0, theta=True):
     """Scales that clip some elements of a unit Gaussian."""
     shape = ((stack,) if stack else (1,)) if spec.granularity == "tensor" else (SHAPE[0], 1)
-    s0 = (1 + torch.rand(shape, generator=generator)) / spec.qmax
-    learned = (torch.randn(shape, generator=generator) / 10).to(dtype) if theta else None
+    s0 = (1 + torch.rand(shape)) / spec.qmax
+    learned = (torch.randn(shape) / 10).to(dtype) if theta else None
     return Quantizer(Scale(s0, learned), spec, dtype)
 
 
@@ -30,11 +30,10 @@ def parts_of(flat, ranks):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 40])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", SPECS)
-def test_the_codes_of_all_parts_are_those_of_the_whole(name, dtype, ranks, seed):
+def test_the_codes_of_all_parts_are_those_of_the_whole(name, dtype, ranks):
     """With what follows the last part where the ranks do not divide the weight, they stand in for it."""
-    generator = torch.Generator().manual_seed(seed)
-    scale = random_quantizer(SPECS[name], dtype, generator)
-    weight = torch.randn(SHAPE, generator=generator).to(dtype)
+    scale = random_quantizer(SPECS[name], dtype)
+    weight = torch.randn(SHAPE).to(dtype)
     codes = torch.cat([quantize_part(p, s, weight.numel(), scale) for s, p in parts_of(weight.flatten(), ranks)])
     assert torch.equal(codes.view(SHAPE), kernels.quantize(weight, scale)[0].view(torch.uint8))
     size = -(-weight.numel() // ranks)
@@ -43,12 +42,11 @@ def test_the_codes_of_all_parts_are_those_of_the_whole(name, dtype, ranks, seed)
     assert torch.equal(kernels.dequantize(found, scale), kernels.fake_quantize(weight, scale))
 
 
-def test_every_code_is_its_own_value_s_code_at_every_scale(seed):
-    """bf16 rounds what a code stands for by 2^-9 of it, which must not take it over to another code."""
-    generator = torch.Generator().manual_seed(seed)
+def test_every_code_is_its_own_value_s_code_at_every_scale():
+    """bf16 rounds the value of a code by 2^-9 of it, which must not change the code."""
     every = torch.arange(256, dtype=torch.uint8)
     for exponent in range(-40, 10):
-        s0 = (1 + torch.rand(1, generator=generator)) * 2.0**exponent
+        s0 = (1 + torch.rand(1)) * 2.0**exponent
         for spec, codes in ((FP8["tensor"], every[(every & 127) != 127]), (TensorSpec("int", 8, "tensor"), every)):
             scale = Quantizer(Scale(s0), spec, torch.bfloat16)
             dtype = torch.int8 if spec.dtype == "int" else torch.float8_e4m3fn
@@ -57,14 +55,13 @@ def test_every_code_is_its_own_value_s_code_at_every_scale(seed):
 
 
 @pytest.mark.parametrize(("name", "stack"), [*((name, 0) for name in SPECS), ("fp8_tensor", 7)])
-def test_gradients_of_parts_of_a_sum_are_the_sums_of_gradients(name, stack, seed):
+def test_gradients_of_parts_of_a_sum_are_the_sums_of_gradients(name, stack):
     """The mask bit for bit. A theta's gradient: the same fp32 terms, added up in another order. ``stack``: scales of so
     many experts, of which a part may hold one and a half."""
-    generator = torch.Generator().manual_seed(seed)
-    scale = random_quantizer(SPECS[name], torch.bfloat16, generator, stack=stack)
-    weight = torch.randn(SHAPE, generator=generator).to(torch.bfloat16)
+    scale = random_quantizer(SPECS[name], torch.bfloat16, stack=stack)
+    weight = torch.randn(SHAPE).to(torch.bfloat16)
     weight[3, 5], weight[3, 6] = 9.0, 0.0  # one that every scale clips, and one that none does
-    grads = torch.randn(2, *SHAPE, generator=generator)
+    grads = torch.randn(2, *SHAPE)
     exact = scale._replace(scale=Scale(scale.scale.s0, scale.scale.theta.float()))
     each = [grad.clone() for grad in grads]
     thetas = sum(
@@ -94,5 +91,5 @@ def test_a_nan_in_the_weight_is_one_in_its_gradient(name):
 
 
 def test_a_part_without_a_learned_scale_has_no_share():
-    scale = random_quantizer(FP8["tensor"], torch.float32, torch.Generator().manual_seed(0), theta=False)
+    scale = random_quantizer(FP8["tensor"], torch.float32, theta=False)
     assert part_gradients_(torch.ones(3), torch.ones(3), 2, 91, scale, factor=1.0) is None
