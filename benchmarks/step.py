@@ -79,7 +79,7 @@ class Size:
 
 SIZES = {
     "cpu": Size(512, 1536, 8, 2, 64, samples=4, tokens=256),
-    "cuda": Size(4096, 12288, 32, 8, 128, samples=4, tokens=2048, layers=2),
+    "cuda": Size(4096, 12288, 32, 8, 128, samples=4, tokens=2048),
     "quick": Size(64, 96, 4, 2, 16, samples=2, tokens=16, layers=2, vocabulary=128),
 }
 

@@ -101,6 +101,7 @@ def kept_bytes(forward: Callable[[], Tensor], module: nn.Module) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         forward()
+    alive.clear()  # `note` refers to itself: without this its storages would live until the garbage collector finds it
     return sum(storages.values())
 
 
