@@ -14,6 +14,7 @@ import torch
 
 from engine.config.config import Recipe
 from engine.config.deepspeed import DsConfigError, resolve, teacher_config
+from engine.losses.chunked import BLOCK_ELEMENTS
 from engine.losses.objective import tokens_at_a_time
 from model.zero.quantized_gather import NONE_GATHERED_QUANTIZED, can_gather_quantized
 from tools.memory.model import Step, meta_student, meta_teacher, student_events, teacher_events
@@ -86,6 +87,7 @@ class Planner:
         self.recipe = recipe = replace(recipe, loss=replace(recipe.loss, chunk_tokens=chunk))
         self.ranks_per_node = ranks_per_node
         self.fused_optimizer = device.type == "cuda"
+        self.block_elements = BLOCK_ELEMENTS[device.type]
         self.student, self.teacher = meta_student(recipe), meta_teacher(recipe)
         layers = list(self.student.quantization.layers.values())
         coded = [layer for layer in layers if recipe.quant.quantized_all_gather and can_gather_quantized(layer)]
@@ -100,8 +102,12 @@ class Planner:
     def events(self, rows: int) -> tuple[list[Event], Step]:
         """The events of the teacher's forward, and the step of the student, for a micro-batch of ``rows`` rows."""
         if rows not in self._events:
-            before = teacher_events(self.student, self.teacher, rows)
-            self._events[rows] = before, student_events(self.student, self.teacher, rows)
+            BLOCK_ELEMENTS["meta"] = self.block_elements
+            try:
+                before = teacher_events(self.student, self.teacher, rows)
+                self._events[rows] = before, student_events(self.student, self.teacher, rows)
+            finally:
+                del BLOCK_ELEMENTS["meta"]
         return self._events[rows]
 
     def predict(self, strategy: str, ranks: int, *, gpu_bytes: int | None = None) -> Prediction:

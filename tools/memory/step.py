@@ -99,6 +99,7 @@ def gathers(
     zero, ranks = settings.zero, settings.ranks
     parameters = inventory.gathered(zero)
     sizes = {codes: sum(one.gathered(ranks, codes) for one in parameters) for codes in set(passes)}
+    once = sum(one.padded(ranks) for one in parameters if one.forward_only)
     first, *others = (sizes[codes] for codes in passes)
     whole = sizes[passes[-1]]
     if checkpointing:  # frozen parameters are gathered for the forward that is repeated, and again for backward
@@ -108,11 +109,13 @@ def gathers(
     live = zero.max_live_parameters * settings.size if ahead else 0
     reused = zero.max_reuse_distance // reads * settings.size
     kept = min(whole, max(live, reused and reused + calls.largest)) if others else 0
-    sent = round(first + sum(others) * (1 - kept / max(1, whole))) * settings.accumulation
+    # A student's own teacher reads in the order of a step: what backward does not read is released, and gathered again.
+    again = sum(size - once for size in others) * (1 - kept / max(1, whole)) + once * max(0, len(passes) - 2)
+    sent = round(first + again) * settings.accumulation
     buffer = 0 if zero.allgather_sequential else min(whole, max(calls.listed, ahead))
     read = min(whole, calls.largest + ahead) + buffer
     stays = kept * (len(passes) - 1)  # a student's own teacher leaves as much again, which DeepSpeed does not count
-    most = whole if kept == whole else max(read, kept and min(whole, stays + ahead))
+    most = first - once if kept == whole else max(read, kept and min(whole, stays + ahead))
     # hpZ's second partitions are made when a parameter is released; those of trained ones are gone with the step.
     trained, hpz = sum(one.padded(ranks) for one in parameters if one.trains), zero.zero_hpz_partition_size
     if hpz > 1 and settings.accumulation == 1:

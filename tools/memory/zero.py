@@ -23,6 +23,7 @@ from typing import Any
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from torch import nn
+from transformers import PreTrainedModel
 
 from engine.config.sections import OptimRecipe
 from engine.session.optimizer import classify, parameter_groups
@@ -129,6 +130,7 @@ class ShardedParameter:
         released: whether it is a scale or of an adapter, which are not kept whole between steps (model.zero.release).
         whole: whether every rank holds all of it: a scale that is frozen and small is not partitioned.
         as_codes: whether its codes, of a byte each, are gathered (:mod:`model.zero.quantized_gather`).
+        forward_only: whether backward does not read it: a frozen embedding that is not the lm_head, too.
     """
 
     name: str
@@ -138,6 +140,7 @@ class ShardedParameter:
     released: bool = False
     whole: bool = False
     as_codes: bool = False
+    forward_only: bool = False
 
     def padded(self, ranks: int) -> int:
         """Bytes of all partitions together. They are equally long, so the last one may be padded."""
@@ -188,7 +191,9 @@ class Inventory:
         return [math.ceil(elements(group) / (2 * ranks)) * 2 * ranks for group in self.groups.values()]
 
 
-def take_inventory(model: nn.Module, optim: OptimRecipe | None, as_codes: Iterable[nn.Parameter] = ()) -> Inventory:
+def take_inventory(
+    model: PreTrainedModel, optim: OptimRecipe | None, as_codes: Iterable[nn.Parameter] = ()
+) -> Inventory:
     """List the Parameters of a model on the meta device.
 
     Args:
@@ -199,6 +204,7 @@ def take_inventory(model: nn.Module, optim: OptimRecipe | None, as_codes: Iterab
     made = sorted(classify(model), key=lambda owned: owned.kind in ADDED)
     whole = {id(parameter) for parameter in to_be_whole(one.parameter for one in made if one.kind in SCALES)}
     coded = {id(parameter) for parameter in as_codes}
+    embedding = None if model.config.get_text_config().tie_word_embeddings else model.get_input_embeddings().weight
     known = {
         id(owned.parameter): ShardedParameter(
             owned.name,
@@ -208,6 +214,7 @@ def take_inventory(model: nn.Module, optim: OptimRecipe | None, as_codes: Iterab
             released=owned.kind in ADDED,
             whole=id(owned.parameter) in whole,
             as_codes=id(owned.parameter) in coded,
+            forward_only=owned.parameter is embedding and not owned.parameter.requires_grad,
         )
         for owned in made
     }

@@ -1,21 +1,21 @@
 """Predicted memory and collectives against those of real steps on two ranks."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from engine.config.reading import load_recipe
 from launch.memory import main
-from model.build import build_model
-from model.checkpoint.load import load_weights
 from model.save import export_model
-from model.scales import renew_weight_scales
-from quant import SCHEMES, prepare
+from quant import SCHEMES
+from tests.lib.checkpoints import quantized
 from tests.lib.launcher import launch, run_ranks
 from tests.lib.tiny import TEXT, tiny_tokenizer
 from tools.memory.plan import Planner
@@ -38,6 +38,7 @@ OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 SHORT = {"data": {"max_length": 16, "micro_batch_size": 1}}  # so that activations hide nothing
 LONG = {"data": {"max_length": 512, "micro_batch_size": 8}}  # more tokens than have logits at a time
 TWICE = {"train": {"gradient_accumulation_steps": 2}}
+CHECKPOINTING = {"train": {"activation_checkpointing": True}}
 FP32 = {"model": {"dtype": "float32"}, **SHORT}
 NORMS = {"learnable": {"weight": False, "norm": True}, **SHORT}  # at the peak most is what is gathered
 CODES = {"quant": {"quantized_all_gather": True}}
@@ -50,7 +51,15 @@ OWN_TEACHER = {"loss": {"teacher": "self", "kd_weight": 1.0}, "learnable": {"wei
 # Its own forward is not quantized: codes travel for the student's alone.
 OWN_TEACHER_CODES = {**OWN_TEACHER, **CODES, "learnable": {**OWN_TEACHER["learnable"], "weight_scale": False}}
 SOURCE = {"quant": {"scheme": "source", "initial_input_scale": None}}
+CODED = {"learnable": {"weight": False, "weight_scale": False}, "export": {"format": "peft"}}
 LORA = {"adapter": {"kind": "lora", "rank": 8}, "learnable": {"weight": False}}
+
+
+def base(held: str, scheme: str) -> dict[str, dict]:
+    """An adapter that has nothing else to update: an optimizer that hides nothing."""
+    adapter = {"kind": "lora", "rank": 8, "merge": False, "base": held}
+    return {**CODED, "adapter": adapter, "quant": {"scheme": scheme, "initial_input_scale": None}}
+
 
 # name: ranks, model, stage, sections of the recipe, zero_optimization. Zero of one rank has buckets as two have.
 CASES: dict[str, tuple[int, str, int, dict[str, dict], dict[str, Any]]] = {
@@ -69,7 +78,7 @@ CASES: dict[str, tuple[int, str, int, dict[str, dict], dict[str, Any]]] = {
     "limits": (2, "dense", 3, {}, LIMITS),
     "moe, limits": (2, "moe", 3, {}, LIMITS),
     "nothing kept": (2, "dense", 3, NORMS, NO_PREFETCH),
-    "checkpointing, limits": (2, "dense", 3, {"train": {"activation_checkpointing": True}}, LIMITS),
+    "checkpointing, limits": (2, "dense", 3, CHECKPOINTING, LIMITS),
     "hpZ": (2, "dense", 3, {}, HPZ),
     "moe, hpZ": (2, "moe", 3, {}, HPZ),
     "hpZ, frozen weights": (2, "dense", 3, NORMS, {**HPZ, **NO_PREFETCH}),
@@ -83,7 +92,28 @@ CASES: dict[str, tuple[int, str, int, dict[str, dict], dict[str, Any]]] = {
     "its own teacher, codes": (2, "dense", 3, OWN_TEACHER_CODES, EVERYTHING),
     "a teacher": (2, "dense", 3, {"loss": {"teacher": "moe", "kd_weight": 1.0}}, {}),
     **{f"LoRA, stage {stage}": (2, "dense", stage, LORA, {}) for stage in range(4)},
+    **{
+        f"base as {held}, stage {stage}": (2, "quantized", stage, base(held, "source"), {})
+        for held in ("weights", "quantized")
+        for stage in (1, 3)
+    },
+    "base made of weights": (2, "dense", 3, {**base("quantized", "w4a16_g32"), "export": {}}, {}),
     "LoRA, parameters that stay whole": (2, "dense", 3, LORA, {"stage3_param_persistence_threshold": 100_000}),
+}
+
+# Where the prediction misses by more than 1.5% of the peak or 0.1% of the gathered bytes: the miss of each, measured.
+MISSES = {
+    "stage 0, moe": (-0.021, 0.0),
+    "stage 1 on one rank": (-0.072, 0.0),
+    "stage 2, optimizer offloaded": (-0.027, 0.0),
+    "limits": (0.016, -0.049),
+    "moe, limits": (0.0, 0.009),
+    "nothing kept": (0.034, 0.0),
+    "checkpointing, limits": (0.0, -0.013),
+    "hpZ, frozen weights": (0.023, 0.0),
+    "hpZ, two micro-batches": (-0.029, -0.049),
+    "codes on their way": (-0.053, -0.021),
+    "its own teacher, moe": (-0.014, 0.0),
 }
 
 
@@ -102,13 +132,9 @@ def checkpoint(directory: Path, kind: str) -> Path:
     return directory
 
 
-def quantized(source: Path, directory: Path) -> None:
+def write_quantized(source: Path, directory: Path) -> None:
     """The checkpoint in int4."""
-    options = {"dtype": torch.bfloat16, "device": torch.device("cpu")}
-    model = build_model(source, {"bf16": {"enabled": True}}, **options)
-    load_weights(model, source, progress=False)
-    quantization = prepare(model, SCHEMES["w4a16_g32"], learn_weight_scale=False, learn_input_scale=False)
-    renew_weight_scales(quantization)
+    model, quantization = quantized(source, SCHEMES["w4a16_g32"], learn_weight_scale=False)
     export_model(model, quantization, source, directory)
 
 
@@ -124,16 +150,13 @@ def recipe(directory: Path, name: str, kind: str, stage: int, sections: dict[str
     else:
         options = {key: value for key, value in options.items() if not key.startswith("stage3")}
     ds_config = directory / f"{name}.json"
-    ds_config.write_text(
-        json.dumps(
-            {"zero_optimization": options, "zero_force_ds_cpu_optimizer": False, "comms_logger": {"enabled": True}}
-        )
-    )
+    whole = {"zero_optimization": options, "zero_force_ds_cpu_optimizer": False, "comms_logger": {"enabled": True}}
+    ds_config.write_text(json.dumps(whole))
     path = directory / f"{name}.yaml"
     contents = {
         "model": {"path": str(directory / kind)},
         "data": {"train": [str(text)], "kind": "text", "max_length": 128, "micro_batch_size": 2},
-        "train": {"steps": 4, "quant_stats_every": 0, "gradient_accumulation_steps": 1},
+        "train": {"steps": 11, "quant_stats_every": 0, "gradient_accumulation_steps": 1},
         "quant": {"initial_input_scale": 0.05, "calibration_batches": 0},
         "export": {"enabled": False},
         "deepspeed": str(ds_config),
@@ -151,35 +174,36 @@ def measured(path: Path) -> dict:
     return json.loads(Path(load_recipe(path).output_dir, "measured.json").read_text())
 
 
-def compare(path: Path, ranks: int = 2) -> None:
+def compare(path: Path, ranks: int = 2, case: str = "") -> None:
     """The prediction against the step that was measured."""
     recipe, found = load_recipe(path), measured(path)
     predicted = Planner(recipe, device=torch.device("cpu")).predict(recipe.deepspeed, ranks)
-    # Partitions, flat buffers and their padding are arithmetic.
     items = {item: predicted.held.device[item] + predicted.held.host[item] for item in found["items"]}
-    assert items == pytest.approx(found["items"], rel=0.005)
-    # Measured: 9% too much to 5% too little.
-    peak = predicted.together
-    print(f"{path.stem}: peak predicted {peak:,}, measured {found['peak']:,}, {peak / found['peak'] - 1:+.1%}")
-    assert peak == pytest.approx(found["peak"], rel=0.1), predicted.moments
+    assert items == found["items"]
+    of_peak, of_gathered = MISSES.get(case, (0.0, 0.0))
+    assert_near(predicted.together, found["peak"], of_peak, 0.015)
     if ranks > 1:
-        sizes = sent(found["collectives"])[1]
+        sizes = sent(found["collectives"])
         traffic = predicted.cost.traffic
-        traffic["all_gather"] += traffic.pop("all_gather in the hpZ group", 0)
-        # Beside them are flags and norms of some bytes. What is gathered again is less exact: by limits, not by order.
-        assert traffic.pop("all_gather", 0) == pytest.approx(sizes.pop("all_gather", 0), rel=0.12)
-        assert traffic == pytest.approx({kind: sizes.get(kind, 0) for kind in traffic}, rel=1e-4)
+        gathered = traffic.pop("all_gather", 0) + traffic.pop("all_gather in the hpZ group", 0)
+        assert_near(gathered, sizes["all_gather"], of_gathered, 0.001)
+        # Beside them are flags and norms of some bytes.
+        assert traffic == pytest.approx({kind: sizes[kind] for kind in traffic}, rel=1e-4)
 
 
-def sent(log: dict[str, list[list[int]]]) -> tuple[dict[str, int], dict[str, int]]:
-    """Calls and bytes by kind from DeepSpeed's log, which has the size of what a rank puts into an all-gather."""
-    calls: dict[str, int] = {}
-    sizes: dict[str, int] = {}
+def assert_near(predicted: int, found: int, miss: float, slack: float) -> None:
+    """The prediction is off by the known ``miss`` or less, give or take ``slack``."""
+    deviation = predicted / found - 1 if found else float(predicted)
+    assert min(miss, 0) - slack <= deviation <= max(miss, 0) + slack, f"{predicted:,} for {found:,}, {deviation:+.2%}"
+
+
+def sent(log: dict[str, list[list[int]]]) -> Counter[str]:
+    """Bytes by kind from DeepSpeed's log, which has the size of what a rank puts into an all-gather."""
+    sizes: Counter[str] = Counter()
     for name, entries in log.items():
         kind = name.removesuffix("_into_tensor").removesuffix("_tensor")
-        calls[kind] = sum(count for _, count in entries)
-        sizes[kind] = sum(size * count for size, count in entries) * (RANKS if kind == "all_gather" else 1)
-    return calls, sizes
+        sizes[kind] += sum(size * count for size, count in entries) * (RANKS if kind == "all_gather" else 1)
+    return sizes
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +212,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     directory = tmp_path_factory.mktemp("memory")
     for kind in ("dense", "moe"):
         checkpoint(directory / kind, kind)
-    quantized(directory / "dense", directory / "quantized")
+    write_quantized(directory / "dense", directory / "quantized")
     paths = {
         name: recipe(directory, name.replace(" ", "_").replace(",", ""), kind, stage, sections, **zero)
         for name, (_, kind, stage, sections, zero) in CASES.items()
@@ -202,7 +226,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
 def test_prediction(runs: dict[str, Path], case: str) -> None:
-    compare(runs[case], CASES[case][0])
+    compare(runs[case], CASES[case][0], case)
 
 
 @pytest.mark.full
@@ -219,35 +243,15 @@ def test_what_was_measured_is_printed_beside_the_prediction(
 
 
 @pytest.mark.full
-def test_a_base_that_is_held_as_codes(tmp_path: Path) -> None:
-    """On stages 1 and 3, of int4 in groups of 32: half a byte per weight and four for each scale; and as many
-    collectives as of the same base in bf16, or fewer. An optimizer that has nothing to update hides nothing. Codes that
-    are made of the original take what those of its export take."""
-    checkpoint(tmp_path / "dense", "dense")
-    sections = {
-        "quant": {"scheme": "source", "initial_input_scale": None},
-        "learnable": {"weight": False, "weight_scale": False},
-        "export": {"format": "peft"},
-    }
-    paths = {}
-    for base in ("weights", "quantized"):
-        adapter = {"kind": "lora", "rank": 8, "merge": False, "base": base}
-        quantized(tmp_path / "dense", tmp_path / base / "coded")
-        for stage in (1, 3):
-            paths[base, stage] = recipe(tmp_path / base, f"{stage}", "coded", stage, {**sections, "adapter": adapter})
-    made = {"adapter": adapter, "quant": {"scheme": "w4a16_g32", "initial_input_scale": None}}
-    paths["made", 3] = recipe(tmp_path, "made", "dense", 3, {**made, "learnable": sections["learnable"]})
-    run_ranks(SCRIPT, *map(str, paths.values()))
-    for path in paths.values():
-        compare(path)
-    assert measured(paths["made", 3])["items"] == measured(paths["quantized", 3])["items"]
-    config = Qwen3Config(intermediate_size=416, **SIZES)
-    attention, hidden = config.num_attention_heads * config.head_dim, config.hidden_size
-    pairs = config.num_key_value_heads * config.head_dim
-    elements = 4 * hidden * (2 * attention + 2 * pairs + 3 * config.intermediate_size)
+def test_a_base_that_is_held_as_codes(runs: dict[str, Path]) -> None:
+    """Of int4 in groups of 32: half a byte per weight and four for each scale, in no more collectives than in bf16.
+    Codes that are made of the original take what those of its export take."""
+    assert measured(runs["base made of weights"])["items"] == measured(runs["base as quantized, stage 3"])["items"]
+    tensors = load_file(runs["stage 0, dense"].parent / "dense" / "model.safetensors")
+    elements = sum(tensor.numel() for name, tensor in tensors.items() if name.endswith("_proj.weight"))
     for stage, ranks in ((1, 1), (3, 2)):
-        weights, codes = (measured(paths[base, stage]) for base in ("weights", "quantized"))
+        weights, codes = (measured(runs[f"base as {held}, stage {stage}"]) for held in ("weights", "quantized"))
         saved = weights["items"]["parameters"] - codes["items"]["parameters"]
         assert saved == pytest.approx(1.5 * elements / ranks, rel=0.001)
-        for kind, count in sent(codes["collectives"])[0].items():
-            assert count <= sent(weights["collectives"])[0][kind], kind
+        for kind, entries in codes["collectives"].items():
+            assert sum(count for _, count in entries) <= sum(count for _, count in weights["collectives"][kind]), kind

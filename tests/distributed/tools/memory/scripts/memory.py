@@ -1,7 +1,8 @@
-"""Launched on every rank: train as each recipe says, and keep what one step really held and sent.
+"""Launched on every rank: train as each recipe says, and keep what steps really held and sent.
 
 For each recipe, rank 0 writes ``<output_dir>/measured.json``: bytes of parameters, gradients and optimizer, the most
-that torch's allocator gave out during a step, and the collectives of that step by DeepSpeed's own log.
+that torch's allocator gave out during a step, and the collectives of a step by DeepSpeed's own log. Gloo's threads may
+free late what a finished collective held, so the peak is that of the step which held least.
 """
 
 import gc
@@ -18,7 +19,7 @@ from engine.loop import Loop, LoopState
 from engine.memory import MEASURED, read_measured
 from model.ranks import is_main
 
-MEASURED_STEP = 3  # the first whose gathers follow a complete trace
+MEASURED_STEPS = range(3, 11)  # from the first whose gathers follow a complete trace
 
 
 def live_bytes() -> int:
@@ -43,35 +44,32 @@ def most_bytes(profile: Any) -> int:
 
 
 def run(loop: Loop) -> dict[str, Any]:
-    """Four steps, of which the last is measured."""
-    found: dict[str, Any] = {}
+    """Steps of which all are measured from the fourth on."""
+    peaks: list[int] = []
+    sent: dict[str, list[list[int]]] = {}
     earlier = live_bytes()  # DeepSpeed keeps an engine of stage 3 in a global list, so that runs before leave theirs
-    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+    before, profile = 0, None
 
     @loop.every(1)
     def measure(state: LoopState) -> None:
-        if state.step == MEASURED_STEP:
-            found["before"] = live_bytes()
-            comm.comm.comms_logger.comms_dict.clear()
-            profile.start()
-        if state.step == MEASURED_STEP + 1:
+        nonlocal before, profile
+        log = comm.comm.comms_logger.comms_dict
+        if profile is not None:
             profile.stop()
-            log = comm.comm.comms_logger.comms_dict
-            found["collectives"] = {
-                kind: [[size, of_size[0]] for size, of_size in sizes.items()] for kind, sizes in log.items()
-            }
+            peaks.append(before - earlier + most_bytes(profile))
+            for kind, sizes in log.items():
+                sent[kind] = [[size, of_size[0]] for size, of_size in sizes.items()]
+        if state.step in MEASURED_STEPS:
+            before = live_bytes()
+            log.clear()
+            profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+            profile.start()
 
     state = loop.run()
     items = read_measured(Path(loop.recipe.output_dir, MEASURED)).items if is_main() else {}
     state.session.engine.destroy()
-    peak = found["before"] - earlier + most_bytes(profile)
-    return {
-        "peak": peak,
-        "before": found["before"],
-        "earlier": earlier,
-        "items": items,
-        "collectives": found["collectives"],
-    }
+    assert len(peaks) == len(MEASURED_STEPS)
+    return {"peak": min(peaks), "peaks": peaks, "items": items, "collectives": sent}
 
 
 def main() -> None:
