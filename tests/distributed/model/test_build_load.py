@@ -7,13 +7,15 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import Qwen3MoeForCausalLM
 
+from tests.lib.checkpoints import read_tensors
 from tests.lib.launcher import run_ranks
 from tests.lib.seeds import seed_of
 from tests.lib.tiny import tiny_checkpoint, tiny_config
@@ -43,7 +45,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory, seed: int) -> Path:
     save_file(odd.state_dict(), directory / "moe-fused" / "model.safetensors")
     moe(seed, layers=12, num_experts=16).save_pretrained(directory / "moe-large", max_shard_size="700KB")
     assert len(list((directory / "moe-large").glob("*.safetensors"))) > 2
-    manifest = [damage(directory) for damage in DAMAGES]
+    manifest = [damaged(directory, name, damage) for name, damage in DAMAGES.items()]
     (directory / "manifest.json").write_text(json.dumps(manifest))
     return directory
 
@@ -61,176 +63,108 @@ def moe(seed: int, layers: int = 2, **sizes: int) -> Qwen3MoeForCausalLM:
     return model.bfloat16()
 
 
-def test_stages_0_to_2(checkpoints: Path, seed: int):
-    output = run_ranks(SCRIPT, str(checkpoints), str(seed), "0", "1", "2")
+@pytest.mark.parametrize("stages", [("0", "1", "2"), ("3",)])
+def test_stages(checkpoints: Path, seed: int, stages: tuple[str, ...]):
+    output = run_ranks(SCRIPT, str(checkpoints), str(seed), *stages)
     assert output.count("all checks passed") == 2
 
 
-def test_stage_3(checkpoints: Path, seed: int):
-    output = run_ranks(SCRIPT, str(checkpoints), str(seed), "3")
-    assert output.count("all checks passed") == 2
+K_PROJ, V_PROJ = (f"model.layers.1.self_attn.{name}_proj.weight" for name in "kv")
+NORM = "model.layers.0.input_layernorm.weight"
+EMBEDDING = "model.embed_tokens.weight"
+EXPERT = "model.layers.{}.mlp.experts.{}.{}_proj.weight"
+Tensors = dict[str, Tensor]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Damaged checkpoints
-# ----------------------------------------------------------------------------------------------------------------------
+class Damage(NamedTuple):
+    """An edit of the tensors of a copy of ``base`` (None: a shard is cut), what every rank must say (None: nothing is
+    wrong), whether headers tell it, and whether rank 1 alone sees it."""
 
-Edit = Callable[[Path], None]
-DAMAGES: list[Callable[[Path], dict]] = []
-
-
-def damaged(
-    name: str, error: str | None, *, base: str = "qwen3-tied", in_headers: bool = True, only_rank_1: bool = False
-):
-    """Register an edit of a copy of ``base``: what every rank must say (None: nothing is wrong), and from what on."""
-
-    def register(edit: Edit) -> Edit:
-        def make(directory: Path) -> dict:
-            shutil.copytree(directory / base, directory / name)
-            edit(directory / name)
-            return {"path": name, "base": base, "error": error, "in_headers": in_headers, "only_rank_1": only_rank_1}
-
-        DAMAGES.append(make)
-        return edit
-
-    return register
+    edit: Callable[[Tensors], object] | None
+    error: str | None
+    base: str = "qwen3-tied"
+    in_headers: bool = True
+    only_rank_1: bool = False
 
 
-def edit_tensors(path: Path, edit: Callable[[dict[str, Tensor]], None]) -> None:
+def all_at_once(tensors: Tensors) -> None:
+    tensors[V_PROJ] = tensors[V_PROJ].t().contiguous()
+    tensors[K_PROJ] = tensors[K_PROJ].to(torch.float8_e4m3fn)
+    tensors["y"] = tensors.pop(NORM)
+
+
+def stack(tensors: Tensors) -> None:
+    down = [tensors[EXPERT.format(1, expert, "down")] for expert in range(5)]
+    tensors["model.layers.1.mlp.experts.down_proj"] = torch.stack(down)
+
+
+def change_tied(tensors: Tensors) -> None:
+    tensors["lm_head.weight"] = tensors[EMBEDDING].clone()
+    tensors["lm_head.weight"][300, 47] += 1
+
+
+DAMAGES = {
+    "missing": Damage(
+        lambda tensors: [tensors.pop(NORM), tensors.pop(K_PROJ)],
+        rf"do not fill Qwen3ForCausalLM: missing: {NORM}, {K_PROJ}$",
+    ),
+    "many-unexpected": Damage(
+        lambda tensors: tensors.update({f"x.{i}": torch.zeros(1) for i in range(27)}),
+        r"unexpected: (x\.\d+, ){19}x\.\d+ and 7 more$",
+    ),
+    "quantized": Damage(
+        lambda tensors: tensors.update({NORM: tensors[NORM].int()}),
+        rf"no codes that its quantization_config explains: {NORM} \(I32\)$",
+    ),
+    "all-at-once": Damage(
+        all_at_once,
+        rf"{K_PROJ} \(F8_E4M3\)\nmissing: {NORM}\nunexpected: y\n"
+        rf"of another shape: {V_PROJ} is \[48, 16\], the model has \[16, 48\]$",
+    ),
+    "truncated-on-one-rank": Damage(None, r"^rank 1: .*model-00002-of-\d+\.safetensors is truncated", only_rank_1=True),
+    "twice": Damage(
+        stack, r"there twice: model\.layers\.1\.mlp\.experts\.0\.down_proj\.weight \(in .* and in ", base="moe"
+    ),
+    "an-expert-too-many": Damage(
+        lambda tensors: tensors.update({EXPERT.format(0, 5, "up"): tensors[EXPERT.format(0, 4, "up")].clone()}),
+        r"unexpected: model\.layers\.0\.mlp\.experts\.5\.up_proj\.weight$",
+        base="moe",
+    ),
+    "tied-and-different": Damage(
+        change_tied, rf"{EMBEDDING} and lm_head\.weight are tied .* but differ on disk", in_headers=False
+    ),
+    "tied-and-equal": Damage(lambda tensors: tensors.update({"lm_head.weight": tensors[EMBEDDING].clone()}), None),
+    "tied-under-the-other-name": Damage(
+        lambda tensors: tensors.update({"lm_head.weight": tensors.pop(EMBEDDING)}), None
+    ),
+    # Old checkpoints hold the rotary frequencies of every layer.
+    "leftover-buffers": Damage(
+        lambda tensors: tensors.update(
+            {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.zeros(8) for i in (0, 1)}
+        ),
+        None,
+    ),
+}
+
+
+def damaged(directory: Path, name: str, damage: Damage) -> dict:
+    """Make the damaged copy; what the script must know of it."""
+    path = shutil.copytree(directory / damage.base, directory / name)
+    if damage.edit is None:
+        shard = sorted(path.glob("model-*.safetensors"))[1]
+        shard.write_bytes(shard.read_bytes()[:-1])
+    else:
+        edit_tensors(path, damage.edit)
+    return {"path": name, **{key: value for key, value in damage._asdict().items() if key != "edit"}}
+
+
+def edit_tensors(path: Path, edit: Callable[[Tensors], object]) -> None:
     """Change the tensors of a sharded checkpoint: what is gone leaves its shard, what is new goes into the first."""
     index = json.loads((path / INDEX).read_text())
-    placed = index["weight_map"]
-    tensors = {key: tensor for file in set(placed.values()) for key, tensor in load_file(path / file).items()}
+    placed, tensors = index["weight_map"], read_tensors(path)
     edit(tensors)
     first = min(placed.values())
     index["weight_map"] = {key: placed.get(key, first) for key in tensors}
     (path / INDEX).write_text(json.dumps(index))
     for file in set(placed.values()):
         save_file({key: tensors[key] for key, where in index["weight_map"].items() if where == file}, path / file)
-
-
-K_PROJ = "model.layers.1.self_attn.k_proj.weight"
-NORM = "model.layers.0.input_layernorm.weight"
-EMBEDDING = "model.embed_tokens.weight"
-
-
-@damaged("missing", rf"do not fill Qwen3ForCausalLM: missing: {NORM}, {K_PROJ}$")
-def _(path: Path) -> None:
-    edit_tensors(path, lambda tensors: [tensors.pop(NORM), tensors.pop(K_PROJ)])
-
-
-@damaged("unexpected", r"unexpected: model\.layers\.0\.mlp\.gate_proj\.bias$")
-def _(path: Path) -> None:
-    edit_tensors(path, lambda tensors: tensors.update({"model.layers.0.mlp.gate_proj.bias": torch.zeros(83)}))
-
-
-@damaged("many-unexpected", r"unexpected: (x\.\d+, ){19}x\.\d+ and 7 more$")
-def _(path: Path) -> None:
-    edit_tensors(path, lambda tensors: tensors.update({f"x.{i}": torch.zeros(1) for i in range(27)}))
-
-
-@damaged("misshapen", rf"of another shape: {K_PROJ} is \[48, 16\], the model has \[16, 48\]$")
-def _(path: Path) -> None:
-    edit_tensors(path, lambda tensors: tensors.update({K_PROJ: tensors[K_PROJ].t().contiguous()}))
-
-
-@damaged("quantized", rf"no codes that its quantization_config explains: {NORM} \(I32\), {K_PROJ} \(F8_E4M3\)$")
-def _(path: Path) -> None:
-    edit_tensors(
-        path,
-        lambda tensors: tensors.update({K_PROJ: tensors[K_PROJ].to(torch.float8_e4m3fn), NORM: tensors[NORM].int()}),
-    )
-
-
-@damaged("all-at-once", rf"F8_E4M3\)\nmissing: {NORM}\nunexpected: y\nof another shape: {EMBEDDING} is \[300, 48\]")
-def _(path: Path) -> None:
-    def edit(tensors: dict[str, Tensor]) -> None:
-        tensors[EMBEDDING] = tensors[EMBEDDING][:-1].clone()
-        tensors[K_PROJ] = tensors[K_PROJ].to(torch.float8_e4m3fn)
-        tensors["y"] = tensors.pop(NORM)
-
-    edit_tensors(path, edit)
-
-
-def shards(path: Path) -> list[Path]:
-    return sorted(path.glob("model-*.safetensors"))
-
-
-def truncate(path: Path) -> None:
-    shard = shards(path)[1]
-    shard.write_bytes(shard.read_bytes()[:-1])
-
-
-@damaged("truncated", r"fill Qwen3ForCausalLM: file: .*model-00002-of-\d+\.safetensors is truncated: [^\n]*$")
-def _(path: Path) -> None:
-    truncate(path)
-
-
-@damaged("truncated-on-one-rank", r"^rank 1: .*model-00002-of-\d+\.safetensors is truncated", only_rank_1=True)
-def _(path: Path) -> None:
-    truncate(path)
-
-
-@damaged("shard-gone", r"fill Qwen3ForCausalLM: file: [^\n]*model-00002-of-\d+\.safetensors does not exist$")
-def _(path: Path) -> None:
-    shards(path)[1].unlink()
-
-
-@damaged("not-in-its-shard", rf"{INDEX} places {NORM} in model-\d+-of-\d+\.safetensors, which does not hold it$")
-def _(path: Path) -> None:
-    index = (path / INDEX).read_text()
-    edit_tensors(path, lambda tensors: tensors.pop(NORM))
-    (path / INDEX).write_text(index)
-
-
-@damaged("pickled", r"only pytorch_model\.bin: pickled weights can run code")
-def _(path: Path) -> None:
-    for file in [*shards(path), path / INDEX]:
-        file.unlink()
-    torch.save({}, path / "pytorch_model.bin")
-
-
-@damaged("twice", r"there twice: model\.layers\.1\.mlp\.experts\.0\.down_proj\.weight \(in .* and in ", base="moe")
-def _(path: Path) -> None:
-    def edit(tensors: dict[str, Tensor]) -> None:
-        down = [tensors[f"model.layers.1.mlp.experts.{e}.down_proj.weight"] for e in range(5)]
-        tensors["model.layers.1.mlp.experts.down_proj"] = torch.stack(down)
-
-    edit_tensors(path, edit)
-
-
-@damaged("an-expert-missing", r"missing: model\.layers\.0\.mlp\.experts\.4\.up_proj\.weight$", base="moe")
-def _(path: Path) -> None:
-    edit_tensors(path, lambda tensors: tensors.pop("model.layers.0.mlp.experts.4.up_proj.weight"))
-
-
-@damaged("an-expert-too-many", r"unexpected: model\.layers\.0\.mlp\.experts\.5\.up_proj\.weight$", base="moe")
-def _(path: Path) -> None:
-    up = "model.layers.0.mlp.experts.{}.up_proj.weight"
-    edit_tensors(path, lambda tensors: tensors.update({up.format(5): tensors[up.format(4)].clone()}))
-
-
-@damaged("tied-and-different", rf"{EMBEDDING} and lm_head\.weight are tied .* but differ on disk", in_headers=False)
-def _(path: Path) -> None:
-    def edit(tensors: dict[str, Tensor]) -> None:
-        tensors["lm_head.weight"] = tensors[EMBEDDING].clone()
-        tensors["lm_head.weight"][300, 47] += 1
-
-    edit_tensors(path, edit)
-
-
-@damaged("tied-and-equal", None)
-def _(path: Path) -> None:
-    edit_tensors(path, lambda tensors: tensors.update({"lm_head.weight": tensors[EMBEDDING].clone()}))
-
-
-@damaged("tied-under-the-other-name", None)
-def _(path: Path) -> None:
-    edit_tensors(path, lambda tensors: tensors.update({"lm_head.weight": tensors.pop(EMBEDDING)}))
-
-
-@damaged("leftover-buffers", None)
-def _(path: Path) -> None:
-    """Old checkpoints hold the rotary frequencies of every layer."""
-    leftover = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.zeros(8) for i in range(2)}
-    edit_tensors(path, lambda tensors: tensors.update(leftover))

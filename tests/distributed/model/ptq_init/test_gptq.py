@@ -3,8 +3,6 @@
 import json
 import random
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,54 +14,53 @@ from model.ptq_init import choose_initial_codes
 from quant import SCHEMES
 from quant.gptq import takes
 from tests.distributed.engine.test_adapters import MANY, every_scheme
+from tests.lib.checkpoints import quantized
 from tests.lib.launcher import run_ranks
-from tests.lib.patience import PATIENCE
+from tests.lib.processes import run_python
 from tests.lib.recipes import write_chats, write_recipe
 from tests.lib.root import ROOT
 from tests.lib.tiny import tiny_checkpoint
-from tests.unit.model.ptq_init.test_gptq import quantized
 
 GROUPS = Path(__file__).parent / "scripts" / "groups.py"
 
 
+COMMON = {"loss": {"kd_weight": 0.0, "teacher": None}, "export": {"enabled": True}}
+# One rank takes as many rows in a micro-batch as two take together.
+ONE, TWO = {"data": {"micro_batch_size": 2}, "stage": 0}, {"data": {"micro_batch_size": 1}, "stage": 3}
+
+
+def exported(directory: Path, name: str, model: Path, sections: dict, script: str = "calibrate.py", **quant: object):
+    """The tensors of an export, and what the script said; run on one rank if the sections are those of ONE."""
+    recipe = write_recipe(directory, name, model, directory / "chats.jsonl", **COMMON, **sections, quant=quant)
+    if sections["stage"] == 0:
+        done = run_python("from launch.calibrate import main; main()", "--config", recipe)
+        assert done.returncode == 0, done.stderr[-8000:]
+        said = done.stdout
+    else:
+        said = run_ranks(ROOT / "launch" / script, "--config", str(recipe))
+    return load_file(directory / name / "export" / "model.safetensors"), said
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """By name: the tensors of an export, and what the script said. A MoE, experts stacked."""
+    """Exports by name. A MoE, experts stacked."""
     directory = tmp_path_factory.mktemp("gptq")
     model = tiny_checkpoint(directory / "model", "qwen3_moe", wide=True)
-    chats = write_chats(directory / "chats.jsonl")
-    quant = {"scheme": "w2a16_g32", "init": "gptq", "calibration_batches": 3}
-    common = {"dtype": "bfloat16", "loss": {"kd_weight": 0.0, "teacher": None}, "export": {"enabled": True}}
-    # One rank takes as many rows in a micro-batch as two take together.
-    one = {"data": {"micro_batch_size": 2}, "stage": 0, "quant": quant}
-    two = {"data": {"micro_batch_size": 1}, "stage": 3, "quant": quant}
+    write_chats(directory / "chats.jsonl")
+    one, two = ({**sections, "dtype": "bfloat16"} for sections in (ONE, TWO))
     # Rates that change no weight: the export has what the first step computed with.
-    still = {"lr": 1e-20, "scale_lr": 1e-20, "weight_decay": 0.0}
-    scripts = {
-        "one": ("calibrate.py", one),
-        "two": ("calibrate.py", two),
-        "trained": ("train.py", two | {"optim": still, "train": {"steps": 2}}),
-        "nearest": ("calibrate.py", two | {"quant": {"scheme": "w2a16_g32"}}),
-        "inputs": ("calibrate.py", two | {"quant": quant | {"scheme": "nvfp4_w4a4_kv"}}),
-        "inputs tuned": (
-            "calibrate.py",
-            two | {"quant": quant | {"scheme": "nvfp4_w4a4_kv", "init": "blockwise", "calibration_batches": 1}},
-        ),
-        # One micro-batch on each rank: every step sees all samples, on one rank as on two.
-        "one tuned": ("calibrate.py", one | {"quant": quant | {"init": "blockwise", "calibration_batches": 1}}),
-        "two tuned": ("calibrate.py", two | {"quant": quant | {"init": "blockwise", "calibration_batches": 1}}),
+    still = {"optim": {"lr": 1e-20, "scale_lr": 1e-20, "weight_decay": 0.0}, "train": {"steps": 2}}
+    gptq = {"scheme": "w2a16_g32", "init": "gptq", "calibration_batches": 3}
+    # One micro-batch on each rank: every step sees all samples, on one rank as on two.
+    tuned = {"scheme": "w2a16_g32", "init": "blockwise", "calibration_batches": 1}
+    return {
+        "one": exported(directory, "one", model, one, **gptq),
+        "two": exported(directory, "two", model, two, **gptq),
+        "trained": exported(directory, "trained", model, {**two, **still}, "train.py", **gptq),
+        "one tuned": exported(directory, "one_tuned", model, one, **tuned),
+        "two tuned": exported(directory, "two_tuned", model, two, **tuned),
+        "inputs tuned": exported(directory, "inputs", model, two, **{**tuned, "scheme": "nvfp4_w4a4_kv"}),
     }
-    found = {}
-    for name, (script, sections) in scripts.items():
-        words = ["--config", str(write_recipe(directory, name, model, chats, **common, **sections))]
-        path = ROOT / "launch" / script
-        if name.startswith("one"):
-            command = [sys.executable, str(path), *words]
-            said = subprocess.run(command, check=True, text=True, capture_output=True, timeout=PATIENCE).stdout
-        else:
-            said = run_ranks(path, *words)
-        found[name] = load_file(directory / name / "export" / "model.safetensors"), said
-    return found
 
 
 def test_two_ranks_choose_what_one_process_chooses(made):
@@ -95,15 +92,8 @@ def test_the_first_step_computes_with_the_codes(made):
     assert [key for key in ours if not torch.equal(ours[key], trained[key])] == []
 
 
-def test_codes_and_scales_are_others_than_the_nearest(made):
-    ours, nearest = made["two"][0], made["nearest"][0]
-    kinds = {key.rpartition(".")[2] for key in ours if not torch.equal(ours[key], nearest[key])}
-    assert kinds == {"weight_packed", "weight_scale"}
-
-
-@pytest.mark.parametrize("name", ["inputs", "inputs tuned"])
-def test_inputs_keys_and_values_are_measured_once_the_codes_are_there(made, name):
-    tensors, said = made[name]
+def test_inputs_keys_and_values_are_measured_once_the_codes_are_there(made):
+    tensors, said = made["inputs tuned"]
     scales = [key for key in tensors if key.endswith(("input_global_scale", "k_scale", "v_scale"))]
     assert len(scales) > 8 and all(0 < float(tensors[key]) < float("inf") for key in scales)
     assert said.index("gptq: ") < said.index("calibrat")
@@ -126,7 +116,7 @@ def test_ranks_whose_groups_differ_in_number_and_shape(tmp_path, seed, monkeypat
 
     monkeypatch.setattr(tuning, "STEPS", 20)
     capfd.readouterr()
-    alone, quantization = quantized(tmp_path, "model", "w2a16_g32")
+    alone, quantization = quantized(tmp_path / "model", SCHEMES["w2a16_g32"])
     singles = [(ids[None], True) for group in given[0] + given[1] for ids in group]
     choose_initial_codes(alone, quantization, singles, torch.device("cpu"), tuned_rows=8)
     pattern = (
@@ -143,20 +133,12 @@ def test_ranks_whose_groups_differ_in_number_and_shape(tmp_path, seed, monkeypat
 def test_every_scheme_is_the_same_on_two_ranks(tmp_path, kind, codes, batches, least):
     """Each has a decoder layer of its own. In bfloat16 asymmetric codes of 8 bits are refused."""
     model = tiny_checkpoint(tmp_path / "model", kind, wide=True, layers=MANY)
-    chats = write_chats(tmp_path / "chats.jsonl")
-    common = {"dtype": "float32", "loss": {"kd_weight": 0.0, "teacher": None}, "export": {"enabled": True}}
-    sizes = {"one": {"data": {"micro_batch_size": 2}, "stage": 0}, "two": {"data": {"micro_batch_size": 1}, "stage": 3}}
+    write_chats(tmp_path / "chats.jsonl")
     for part, quant in enumerate(every_scheme(name for name, one in SCHEMES.items() if takes(one.weights))):
-        for name, sections in sizes.items():
-            sections = sections | {"quant": quant | {"init": codes, "calibration_batches": batches}}
-            words = ["--config", str(write_recipe(tmp_path, f"{name}{part}", model, chats, **common, **sections))]
-            if name == "one":
-                command = [sys.executable, str(ROOT / "launch" / "calibrate.py"), *words]
-                subprocess.run(command, check=True, text=True, capture_output=True, timeout=PATIENCE)
-            else:
-                run_ranks(ROOT / "launch" / "calibrate.py", *words)
-        ours, theirs = (
-            load_file(tmp_path / f"{name}{part}" / "export" / "model.safetensors") for name in ("two", "one")
+        quant |= {"init": codes, "calibration_batches": batches}
+        (ours, _), (theirs, _) = (
+            exported(tmp_path, f"{name}{part}", model, {**sections, "dtype": "float32"}, **quant)
+            for name, sections in (("two", TWO), ("one", ONE))
         )
         assert ours.keys() == theirs.keys()
         measured = [key for key in ours if key.endswith(("input_scale", "input_global_scale", "k_scale", "v_scale"))]

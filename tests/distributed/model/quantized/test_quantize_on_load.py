@@ -5,24 +5,25 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load
 
 from model.quantized.quantize_on_load import can_quantize_on_load
 from quant import SCHEMES
 from tests.distributed.engine.test_adapters import MANY, MIXED, every_scheme
-from tests.distributed.model.save.test_lora import BESIDE, RESTS, SCRIPT
-from tests.lib.launcher import run_ranks
+from tests.distributed.model.save.test_lora import NO_EXPORT, RESTS, Runs, train_all
 from tests.lib.plain import load_result
-from tests.lib.recipes import write_chats, write_ds_config, write_recipe
+from tests.lib.recipes import write_ds_config
 from tests.lib.tiny import tiny_checkpoint
 
-TRAIN = {**BESIDE["train"], "quant_stats_every": 2}
+TRAIN = {"quant_stats_every": 2}
 MAKE = {"train": {"steps": 2, "gradient_accumulation_steps": 1}}
 ATTENTION = {"targets": [".*self_attn.*"]}
+BASES = {"weights": "weights", "codes": "quantized"}  # how it is held
 CODES = {"adapter": {"base": "quantized"}}
 SOURCE = {"quant": {"scheme": "source"}}
 SELF = {"loss": {"kd_weight": 1.0, "kd": "kl", "teacher": "self"}}
-TWO = {"train": {**TRAIN, "steps": 2, "checkpoint_every": 2}}
+BEGUN = {"train": {**TRAIN, "steps": 2, "checkpoint_every": 2}, **NO_EXPORT}
+RESUMED = {"train": {**TRAIN, "checkpoint_every": 2, "resume": True}, **NO_EXPORT}
 # A scheme of each kind that can be made of rows.
 MADE = {
     "quant": {
@@ -36,14 +37,20 @@ MADE_EXPERTS = {"quant": {"scheme": "w3a16_g32", "rules": [{"layers": ".*self_at
 RUNS = {
     "mixed": ("qwen3", 3, "bfloat16", {"quant": MIXED, **MAKE}),
     "experts": ("qwen3_moe", 3, "bfloat16", {"adapter": ATTENTION, **MAKE}),
-    "mixed_weights_3": ("mixed", 3, "bfloat16", {**SOURCE, **SELF}),
-    "mixed_codes_3": ("mixed", 3, "bfloat16", {**SOURCE, **SELF, **CODES}),
-    "mixed_begun_3": ("mixed", 3, "bfloat16", {**SOURCE, **SELF, **CODES, **TWO}),
-    "mixed_weights_2": ("mixed", 2, "float32", {**SOURCE, **RESTS}),
-    "mixed_codes_2": ("mixed", 2, "float32", {**SOURCE, **RESTS, **CODES}),
-    "experts_weights_3": ("experts", 3, "bfloat16", {**SOURCE, "adapter": ATTENTION}),
+    "mixed_weights_3": ("{mixed}", 3, "bfloat16", {**SOURCE, **SELF}),
+    "mixed_codes_3": ("{mixed}", 3, "bfloat16", {**SOURCE, **SELF, **CODES}),
+    "mixed_begun_3": ("{mixed}", 3, "bfloat16", {**SOURCE, **SELF, **CODES, **BEGUN}),
+    "mixed_resumed_3": (
+        "{mixed}",
+        3,
+        "bfloat16",
+        {**SOURCE, **SELF, **CODES, **RESUMED, "output_dir": "mixed_begun_3"},
+    ),
+    "mixed_weights_2": ("{mixed}", 2, "float32", {**SOURCE, **RESTS}),
+    "mixed_codes_2": ("{mixed}", 2, "float32", {**SOURCE, **RESTS, **CODES}),
+    "experts_weights_3": ("{experts}", 3, "bfloat16", {**SOURCE, "adapter": ATTENTION}),
     "experts_codes_3": (
-        "experts",
+        "{experts}",
         3,
         "bfloat16",
         {
@@ -55,8 +62,9 @@ RUNS = {
     ),
     "made_weights_3": ("qwen3", 3, "bfloat16", MADE),
     "made_codes_3": ("qwen3", 3, "bfloat16", {**MADE, **CODES}),
-    "made_begun_3": ("qwen3", 3, "bfloat16", {**MADE, **CODES, **TWO}),
-    "made_read_3": ("made_weights_3", 3, "bfloat16", {**SOURCE, **CODES}),
+    "made_begun_3": ("qwen3", 3, "bfloat16", {**MADE, **CODES, **BEGUN}),
+    "made_resumed_3": ("qwen3", 3, "bfloat16", {**MADE, **CODES, **RESUMED, "output_dir": "made_begun_3"}),
+    "made_read_3": ("{made_weights_3}", 3, "bfloat16", {**SOURCE, **CODES}),
     "made_weights_2": ("qwen3_moe", 2, "float32", {**MADE_EXPERTS, "adapter": ATTENTION}),
     "made_codes_2": ("qwen3_moe", 2, "float32", {**MADE_EXPERTS, "adapter": {**ATTENTION, **CODES["adapter"]}}),
     "made_rank0_3": (
@@ -71,28 +79,8 @@ PAIRS = ("mixed_{}_3", "mixed_{}_2", "experts_{}_3", "made_{}_3", "made_{}_2")
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory) -> dict[str, Path]:
-    """One job for all of them."""
-    directory = tmp_path_factory.mktemp("held")
-    models = {kind: tiny_checkpoint(directory / kind, kind, even=True) for kind in ("qwen3", "qwen3_moe")}
-    models |= {name: directory / name / "export" for name in RUNS}
-    chats = write_chats(directory / "chats.jsonl")
-    written = {}
-
-    def write(name: str, source: str, stage: int, dtype: str, sections: dict, **others: str) -> None:
-        whole = {**BESIDE, "train": TRAIN, **sections, **others}
-        for section in ("adapter", "quant"):
-            whole[section] = {**BESIDE[section], **sections.get(section, {})}
-        written[name] = write_recipe(directory, name, models[source], chats, stage=stage, dtype=dtype, **whole)
-
-    for name, (source, stage, dtype, sections) in RUNS.items():
-        write(name, source, stage, dtype, sections)
-    train = {**TRAIN, "checkpoint_every": 2, "resume": True}
-    for kind in ("mixed", "made"):
-        source, stage, dtype, sections = RUNS[f"{kind}_codes_3"]
-        goes_on = {**sections, "train": train, "export": {"enabled": True, "dir": str(directory / f"{kind}_resumed")}}
-        write(f"{kind}_resumed", source, stage, dtype, goes_on, output_dir=str(directory / f"{kind}_begun_3"))
-    run_ranks(SCRIPT, *(f"held:{path}" for path in written.values()))
-    return written
+    runs = {name: (*run, {"train": TRAIN, **sections}) for name, (*run, sections) in RUNS.items()}
+    return train_all(tmp_path_factory.mktemp("held"), runs, "held")
 
 
 def both(paths: dict[str, Path], pair: str) -> tuple[dict, dict]:
@@ -101,10 +89,8 @@ def both(paths: dict[str, Path], pair: str) -> tuple[dict, dict]:
     return weights, codes
 
 
-@pytest.mark.parametrize("pair", PAIRS)
-def test_training_is_that_beside_the_base_in_the_models_dtype(paths, pair):
+def assert_same_training(weights: dict, codes: dict) -> None:
     """Every loss, every adapter and scale, and what each layer multiplies, bit for bit."""
-    weights, codes = both(paths, pair)
     assert weights["losses"] == codes["losses"] and weights["norms"] == codes["norms"]
     assert weights["weights"].keys() == codes["weights"].keys()
     held = [name for name, value in codes["weights"].items() if value.shape != weights["weights"][name].shape]
@@ -117,16 +103,18 @@ def test_training_is_that_beside_the_base_in_the_models_dtype(paths, pair):
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_the_export_is_that_of_the_base_in_the_models_dtype(paths, pair):
-    """Byte for byte, and the base of it is the checkpoint that was read."""
+def test_training_and_export_are_those_beside_the_base_in_the_models_dtype(paths, pair):
+    """Files are equal byte for byte, and the base in them is the checkpoint that was read."""
+    assert_same_training(*both(paths, pair))
     weights, codes = (paths[pair.format(base)].with_suffix("") / "export" for base in ("weights", "codes"))
-    assert (weights / "model.safetensors").read_bytes() == (codes / "model.safetensors").read_bytes()
-    source = paths.get(pair.partition("_")[0], weights).with_suffix("") / "export"
+    names = ("model.safetensors", "adapter/adapter_model.safetensors")
+    (base, adapter), (again, same) = ([(one / name).read_bytes() for name in names] for one in (weights, codes))
+    assert base == again
+    assert load(adapter).keys() == load(same).keys()
+    assert all(torch.equal(value, load(same)[key]) for key, value in load(adapter).items())
     if "2" not in pair and "made" not in pair:  # in fp32 what is not quantized there is written in fp32
-        assert (source / "model.safetensors").read_bytes() == (codes / "model.safetensors").read_bytes()
-    adapters = [load_file(one / "adapter" / "adapter_model.safetensors") for one in (weights, codes)]
-    assert adapters[0].keys() == adapters[1].keys()
-    assert all(torch.equal(value, adapters[1][key]) for key, value in adapters[0].items())
+        source = paths[pair.partition("_")[0]].with_suffix("") / "export"
+        assert (source / "model.safetensors").read_bytes() == again
 
 
 @pytest.mark.parametrize("pair", PAIRS)
@@ -172,48 +160,39 @@ def test_a_resumed_run_goes_on_bit_for_bit(paths, kind):
 @pytest.mark.full
 def test_other_configurations_train_as_beside_weights(tmp_path, paths):
     """Offload of the optimizer and of parameters, and hpZ, whose copies of codes must be those of now."""
-    source = paths["mixed"].with_suffix("") / "export"
-    chats = write_chats(tmp_path / "chats.jsonl")
+    models = {"mixed": paths["mixed"].with_suffix("") / "export"}
     configurations = ("zero2_offload", "zero3_offload", "zero3_offload_param", "zero3_hpz")  # hpZ last
-    written = {}
+    runs: Runs = {}
     for shipped in configurations:
-        ds_config = write_ds_config(tmp_path, f"every_{shipped}", shipped)
+        common = {**SOURCE, **NO_EXPORT, "train": TRAIN}
+        common["deepspeed"] = write_ds_config(tmp_path, f"every_{shipped}", shipped)
         for base in ("weights", "codes"):
-            sections = {**BESIDE, "train": TRAIN, "deepspeed": ds_config, "export": {"enabled": False}}
-            sections |= {"adapter": {**BESIDE["adapter"], "base": base}, "quant": {"scheme": "source"}}
-            name = f"{base}_{shipped}"
-            written[name] = write_recipe(tmp_path, name, source, chats, stage=3, dtype="bfloat16", **sections)
-    run_ranks(SCRIPT, *(f"held:{path}" for path in written.values()))
+            runs[f"{base}_{shipped}"] = ("mixed", 3, "bfloat16", {**common, "adapter": {"base": BASES[base]}})
+    written = train_all(tmp_path, runs, "held", models)
     for shipped in configurations:
-        weights, codes = (load_result(written[f"{base}_{shipped}"]) for base in ("weights", "codes"))
-        assert weights["losses"] == codes["losses"] and codes["seen"]["bits"], shipped
-        for name, used in weights["seen"]["used"].items():
-            assert torch.equal(used, codes["seen"]["used"][name]), (shipped, name)
-        for name, value in codes["weights"].items():
-            assert "lora" not in name or torch.equal(weights["weights"][name], value), (shipped, name)
+        weights, codes = both(written, f"{{}}_{shipped}")
+        assert codes["seen"]["bits"], shipped
+        assert_same_training(weights, codes)
 
 
 @pytest.mark.full
 def test_codes_of_every_scheme_are_made_on_every_stage(tmp_path):
-    """Of whichever can be made of rows, without a scale of inputs that is measured; dense layers and experts."""
+    """All that can be made of rows without a scale of inputs that is measured; dense layers and experts."""
     names = [name for name, one in SCHEMES.items() if can_quantize_on_load(one.weights) and one.stored_input is None]
-    kinds = {kind: tiny_checkpoint(tmp_path / kind, kind, wide=True, layers=MANY) for kind in ("qwen3", "qwen3_moe")}
-    chats, written = write_chats(tmp_path / "chats.jsonl"), {}
+    kinds = ("qwen3", "qwen3_moe")
+    models = {kind: tiny_checkpoint(tmp_path / kind, kind, wide=True, layers=MANY) for kind in kinds}
+    runs: Runs = {}
     for part, quant in enumerate(every_scheme(names)):
         # Of eight bits and a zero point bf16 does not give all codes back, which is refused.
         dtype = "float32" if any(rule["scheme"] == "w8a16_asym" for rule in quant["rules"]) else "bfloat16"
         for stage in range(4):
-            kind = ("qwen3", "qwen3_moe")[(part + stage) % 2]
+            kind = kinds[(part + stage) % 2]
             for base in ("weights", "codes"):
-                adapter = {**BESIDE["adapter"], "base": base, **(ATTENTION if "moe" in kind else {})}
-                sections = {**BESIDE, "adapter": adapter, "quant": {**quant, "calibration_batches": 0}, **MAKE}
-                name = f"{base}_{part}_{stage}"
-                written[name] = write_recipe(tmp_path, name, kinds[kind], chats, stage=stage, dtype=dtype, **sections)
-    run_ranks(SCRIPT, *(f"held:{path}" for path in written.values()))
+                adapter = {"base": BASES[base], **(ATTENTION if kind == "qwen3_moe" else {})}
+                sections = {"adapter": adapter, "quant": {**quant, "calibration_batches": 0}, **MAKE}
+                runs[f"{base}_{part}_{stage}"] = (kind, stage, dtype, sections)
+    written = train_all(tmp_path, runs, "held", models)
     for name in [name for name in written if name.startswith("codes")]:
         weights, codes = both(written, name.replace("codes", "{}"))
-        assert weights["losses"] == codes["losses"] and len(codes["seen"]["bits"]) > MANY, name
-        for layer, used in weights["seen"]["used"].items():
-            assert torch.equal(used, codes["seen"]["used"][layer]), (name, layer)
-        for key, value in codes["weights"].items():
-            assert "lora" not in key or torch.equal(weights["weights"][key], value), (name, key)
+        assert len(codes["seen"]["bits"]) > MANY, name
+        assert_same_training(weights, codes)

@@ -3,6 +3,7 @@
 import json
 import math
 import signal
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from model.checkpoint.safetensors import INDEX
 from quant import SCHEMES
 from quant.formats.packing import unpack_int32
 from tests.distributed.model.save.scripts.save import CHANNEL, SHARD
+from tests.lib.checkpoints import read_tensors
 from tests.lib.launcher import run_waiting
 from tests.lib.tiny import tiny_checkpoint
 from tools.verify.check import compare_with_transformers
@@ -57,12 +59,7 @@ class Exported:
 
     def tensors(self, export: str) -> dict[str, torch.Tensor]:
         """Everything in the weight files of one export."""
-        found: dict[str, torch.Tensor] = {}
-        for path in sorted((self.directory / export).glob("*.safetensors")):
-            tensors = load_file(path)
-            assert not found.keys() & tensors.keys()
-            found |= tensors
-        return found
+        return read_tensors(self.directory / export)
 
 
 @pytest.fixture(params=RUNS)
@@ -92,21 +89,12 @@ def test_codes_and_scales_are_those_of_the_last_forward(case):
             codes = tensors.pop(f"{name}.weight")
         assert codes.dtype == used["codes"].dtype
         assert torch.equal(codes.view(torch.int8), used["codes"].view(torch.int8)), name
-    quantized = {f"{name}.weight" for name in case.used}
-    plain = {
-        key: tensor
-        for key, tensor in case.whole.items()
-        if key not in quantized and not key.endswith(("_s0", "_theta"))
-    }
-    assert same(tensors, plain)
-
-
-def test_training_moved_what_is_exported(case):
-    """Else the comparison above would hold for a model that exports what it loaded."""
+    ours = (*(f"{name}.weight" for name in case.used), "_s0", "_theta")
+    assert same(tensors, {key: tensor for key, tensor in case.whole.items() if not key.endswith(ours)})
+    # Training has moved all of it.
     trained = [tensor for key, tensor in case.whole.items() if key.endswith("_theta")]
-    assert trained
-    assert all(tensor.any() for tensor in trained if tensor.numel() > 8)
-    assert not same(load_file(case.source / "model.safetensors"), case.tensors("plain"))
+    assert trained and all(tensor.any() for tensor in trained if tensor.numel() > 8)
+    assert not same(read_tensors(case.source), case.tensors("plain"))
 
 
 def test_many_shards_hold_the_same_as_one(case):
@@ -125,7 +113,7 @@ def test_many_shards_hold_the_same_as_one(case):
 
 def test_sizes_are_those_of_the_arithmetic(case):
     """In all, from numbers of weights alone; and no shard beyond its limit unless it is one module that is larger."""
-    layers = {name: case.used[name]["codes"].shape for name in case.used}
+    layers = {name: used["codes"].shape for name, used in case.used.items()}
     weights = sum(shape.numel() for shape in layers.values())
     plain = sum(t.numel() for key, t in case.whole.items() if "_s0" not in key and "_theta" not in key) - weights
     if case.scheme.weights.dtype == "int":
@@ -140,26 +128,25 @@ def test_sizes_are_those_of_the_arithmetic(case):
         assert sum(tensor.nbytes for tensor in tensors.values()) <= SHARD or len(modules) == 1
 
 
+def largest_module(tensors: dict[str, torch.Tensor]) -> int:
+    """Bytes of the module that has most."""
+    sizes: Counter[str] = Counter()
+    for key, tensor in tensors.items():
+        sizes[key.rpartition(".")[0]] += tensor.nbytes
+    return max(sizes.values())
+
+
 def test_rank_0_holds_one_module_packed_and_two_gathered(case):
     """At most, counted: the largest module gathered, as much coming, and the largest on disk; rank 1 holds nothing."""
-    modules: dict[str, int] = {}
-    for key, tensor in case.whole.items():
-        modules[key.rpartition(".")[0]] = modules.get(key.rpartition(".")[0], 0) + tensor.nbytes
-    largest_module = max(modules.values()) + 16  # scales that the module shares are listed under another one's name
-    gathered = 2 * largest_module if case.stage == 3 else 0
+    # Scales that the module shares are listed under another one's name.
+    gathered = 2 * (largest_module(case.whole) + 16) if case.stage == 3 else 0
     for export in ("one", "many"):
-        packed: dict[str, int] = {}
-        for key, tensor in case.tensors(export).items():
-            packed[key.rpartition(".")[0]] = packed.get(key.rpartition(".")[0], 0) + tensor.nbytes
-        assert min(gathered, 1) <= case.ranks[0][export]["peak"] <= gathered + max(packed.values())
+        assert min(gathered, 1) <= case.ranks[0][export]["peak"] <= gathered + largest_module(case.tensors(export))
         assert case.ranks[1][export]["peak"] == 0
     for rank in case.ranks:
         assert rank["wrong inside"] == rank["changed after"] == []
-
-
-def test_forwards_alone_leave_the_order_of_a_step_known(case):
-    """Where stage 3 takes one for a step it gathers module by module from then on, and twice."""
-    assert case.ranks[0]["trace"] == [True, True]
+        # Where stage 3 takes a forward alone for a step it gathers module by module from then on, and twice.
+        assert rank["trace"] == [True, True]
 
 
 def test_the_rest_of_the_directory(case):
@@ -199,37 +186,29 @@ def test_a_plain_export_is_the_trained_model(case):
         else:
             prefix, kind = key.rsplit(".", 1)
             for expert in range(5):
-                parts = [
-                    f"{prefix}.{expert}.{part}.weight"
-                    for part in kind.removesuffix("_proj").split("_")
-                    for part in [f"{part}_proj"]
-                ]
+                names = kind.removesuffix("_proj").split("_")
+                parts = [f"{prefix}.{expert}.{name}_proj.weight" for name in names]
                 assert torch.equal(parameter[expert], torch.cat([case.whole[part] for part in parts])), key
 
 
-@pytest.mark.parametrize(
-    ("attempt", "message"),
-    [
-        ("refused", "is not empty"),
-        ("no source", "has no config.json"),
-        ("disk full", "export failed in model-0000"),
-        ("disk full, replacing", "export failed in model-0000"),
-        ("no memory", "out of memory"),
-        ("lost scale", "weight_scale has a value that is not finite"),
-    ],
-)
-def test_a_failure_on_rank_0_is_raised_on_both(case, attempt, message):
-    errors = [results[attempt]["raised"] for results in case.ranks]
-    assert errors[0] == errors[1]
-    assert message in errors[0]
-    if attempt == "lost scale":
-        layer, _, leaf = case.ranks[0][attempt]["owner"].rpartition(".")
-        # Of stacked experts the first one that has no scale.
-        assert (f"{layer}.0." if layer.endswith(".experts") else f"{layer}.{leaf}") in errors[0]
+FAILURES = {
+    "refused": "is not empty",
+    "no source": "has no config.json",
+    "disk full": "export failed in model-0000",
+    "disk full, replacing": "export failed in model-0000",
+    "no memory": "out of memory",
+    "lost scale": "weight_scale has a value that is not finite",
+}
 
 
-def test_failures_leave_nothing_behind(case):
+def test_a_failure_on_rank_0_is_raised_on_both_and_leaves_nothing_behind(case):
     """No directory of a failed export, and nothing beside; what one failed to replace is as it was (compared above)."""
+    for attempt, message in FAILURES.items():
+        first, second = (results[attempt]["raised"] for results in case.ranks)
+        assert first == second and message in first, attempt
+    layer, _, leaf = case.ranks[0]["lost scale"]["owner"].rpartition(".")
+    # Of stacked experts the first one that has no scale.
+    assert (f"{layer}.0." if layer.endswith(".experts") else f"{layer}.{leaf}") in first
     left = {path.name for path in case.directory.iterdir() if path.is_dir()}
     killed = {name for name in left if name.startswith("killed.tmp-")}
     assert left - killed == {"one", "many", "plain", "plain_then_one"}

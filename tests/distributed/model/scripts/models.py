@@ -17,12 +17,13 @@ CPU = torch.device("cpu")
 
 
 def ds_config(stage: int, dtype: torch.dtype = torch.bfloat16, **zero: Any) -> dict[str, Any]:
-    # Threshold 0: with the default of 1e5 elements no parameter of a tiny model would stay partitioned.
+    """Micro-batches of one row; unless ``zero`` says else, stage 3 partitions even the parameters of a tiny model."""
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0, **zero}
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": 0.0,
         "bf16": {"enabled": dtype == torch.bfloat16},
+        "fp16": {"enabled": dtype == torch.float16},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": zero,
@@ -33,9 +34,9 @@ def built(path: Path, config: dict[str, Any], dtype: torch.dtype = torch.bfloat1
     return build_model(path, config, dtype=dtype, device=CPU, **options)
 
 
-def loaded(path: Path, config: dict[str, Any], dtype: torch.dtype = torch.bfloat16, method: str = "direct"):
-    model = built(path, config, dtype)
-    load_weights(model, path, method=method, progress=False)
+def loaded(path: Path, config: dict[str, Any], dtype: torch.dtype = torch.bfloat16, **options: Any) -> PreTrainedModel:
+    model = built(path, config, dtype, **options)
+    load_weights(model, path, progress=False)
     return model
 
 

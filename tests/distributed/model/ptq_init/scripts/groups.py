@@ -14,20 +14,14 @@ import torch
 
 from data.loader import MicroBatch
 from engine.session.context import init_ranks, samples_on_all_ranks
-from model.build import build_model
-from model.checkpoint.load import load_weights
 from model.ptq_init import blockwise as tuning
 from model.ptq_init import choose_initial_codes
 from model.ranks import rank
 from model.scales import renew_weight_scales
 from model.zero import gathered, partition_new_parameters
 from quant import SCHEMES, prepare
+from tests.distributed.model.scripts.models import ds_config, loaded
 
-ZERO3 = {
-    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-    "train_batch_size": 2,
-    "bf16": {"enabled": True},
-}
 ROWS, STEPS = 4, 20
 
 
@@ -46,10 +40,9 @@ def main() -> None:
     generator = torch.Generator().manual_seed(rank())
     lengths = json.loads((directory / "lengths.json").read_text())[rank()]
     given = list(samples_on_all_ranks([micro_batch(each, generator) for each in lengths], together=ROWS))
-    model = build_model(directory / "model", ZERO3, dtype=torch.bfloat16, device=device)
-    load_weights(model, directory / "model", progress=False)
+    model = loaded(directory / "model", ds_config(3))
     quantization = prepare(model, SCHEMES["w2a16_g32"], learn_weight_scale=True, learn_input_scale=False)
-    partition_new_parameters(model, ZERO3)
+    partition_new_parameters(model, ds_config(3))
     renew_weight_scales(quantization)
     tuning.STEPS = STEPS
     choose_initial_codes(model, quantization, given, device, tuned_rows=ROWS)

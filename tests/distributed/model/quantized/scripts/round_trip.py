@@ -12,16 +12,14 @@ import deepspeed
 import torch
 from transformers import logging
 
-from model.build import build_model
-from model.checkpoint.load import load_weights
 from model.quantized.checkpoint import source_schemes
 from model.quantized.scales import take_scales
 from model.ranks import shut_down
 from model.save import export_model
 from model.zero import full_numel, init_process_group, is_partitioned, local_range, partition_new_parameters
 from quant import prepare
+from tests.distributed.model.scripts.models import ds_config, loaded
 
-ZERO = {"stage": 3, "stage3_param_persistence_threshold": 0}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -33,9 +31,8 @@ def main() -> None:
     deepspeed.utils.logger.setLevel("WARNING")
     for name, (form, layout, dtype) in json.loads((directory / "cases.json").read_text()).items():
         path, again = directory / "files" / name, directory / "again" / name
-        config = {"train_micro_batch_size_per_gpu": 1, dtype: {"enabled": True}, "zero_optimization": ZERO}
-        model = build_model(path, config, dtype=DTYPES[dtype], device=torch.device("cpu"), experts=form)
-        load_weights(model, path, progress=False)
+        config = ds_config(3, DTYPES[dtype])
+        model = loaded(path, config, DTYPES[dtype], experts=form)
         schemes = source_schemes(model, path)
         quantization = prepare(model, None, named=schemes, learn_weight_scale=True, learn_input_scale=False)
         partition_new_parameters(model, config)

@@ -9,6 +9,7 @@ import json
 import resource
 import signal
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from unittest import mock
 
@@ -16,8 +17,6 @@ import deepspeed
 import torch
 
 from engine.session.context import init_ranks
-from model.build import build_model
-from model.checkpoint.load import load_weights
 from model.ranks import RankError, barrier, is_main, raise_everywhere, rank
 from model.save import export_model
 from model.scales import measure_weight_scales, write_scales
@@ -35,41 +34,27 @@ from quant import SCHEMES, Scheme, TensorSpec, prepare, weights_changed
 from quant.linear import linears_of
 from quant.packed_weight import codes_of_placeholder, is_placeholder
 from quant.reference import effective_scale, quantize
+from tests.distributed.model.scripts.models import ds_config, loaded
 from tests.lib.linears import split_stacks
 
 SHARD = 20_000
 CHANNEL = Scheme("w3a16_channel", TensorSpec("int", 3, "channel"))  # odd widths, which no group size divides
 
 
-def config(stage: int, way: str) -> dict:
-    """bf16 under ``stage``; stage 3 keeps norms and scales whole on every rank, and partitions the rest."""
-    zero = {"stage": stage, **({"stage3_param_persistence_threshold": 1000} if stage == 3 else {})}
-    if way == "offload":
-        zero |= {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
-    return {
-        "train_batch_size": 2,
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": True},
-        "zero_optimization": zero,
-        "gradient_clipping": 0.0,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-    }
-
-
 def trained(stage: int, scheme: Scheme, way: str, checkpoint: str, device: torch.device):
     """A model after one real optimizer step: weights and thetas are no longer what was loaded."""
-    ds_config = config(stage, way)
-    model = build_model(checkpoint, ds_config, dtype=torch.bfloat16, device=device)
-    load_weights(model, checkpoint, progress=False)
+    offload = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}} if way == "offload" else {}
+    # Norms and scales stay whole on every rank, the rest is partitioned.
+    config = ds_config(stage, stage3_param_persistence_threshold=1000, **offload)
+    model = loaded(Path(checkpoint), config)
     quantization = prepare(model, scheme, learn_weight_scale=True, learn_input_scale=scheme.activations is not None)
-    partition_new_parameters(model, ds_config)
+    partition_new_parameters(model, config)
     write_scales(quantization.weight_groups, measure_weight_scales(quantization))
     inputs = quantization.input_groups
     write_scales(inputs, {group.owner: torch.tensor([0.011 + 0.001 * i]) for i, group in enumerate(inputs)})
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
     with keep_frozen_fp32(model):
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     after_backward = [gather_quantized(model, quantization)] if way == "codes" else []
     generator = torch.Generator().manual_seed(rank())
     ids = torch.randint(0, 301, (1, 40), generator=generator).to(device)
@@ -105,11 +90,10 @@ def last_forward(engine, quantization, ids) -> dict[str, dict]:
 
         return hook
 
-    hooks = [layer.register_forward_pre_hook(keep(name, layer)) for name, layer in quantization.layers.items()]
-    with torch.no_grad():
+    with ExitStack() as hooks, torch.no_grad():
+        for name, layer in quantization.layers.items():
+            hooks.callback(layer.register_forward_pre_hook(keep(name, layer)).remove)
         engine(input_ids=ids)
-    for hook in hooks:
-        hook.remove()
     return used
 
 
@@ -124,34 +108,34 @@ def attempt(*arguments, **options) -> dict:
 
 def exports(model, quantization, checkpoint: str, out: Path) -> dict[str, dict]:
     """Every way to export that must work, and every way that must fail on all ranks and leave nothing behind."""
-    results = {
-        "one": attempt(model, quantization, checkpoint, out / "one"),
-        "many": attempt(model, quantization, checkpoint, out / "many", max_shard_size=SHARD),
-        "plain": attempt(model, None, checkpoint, out / "plain", max_shard_size=SHARD),
-        "refused": attempt(model, quantization, checkpoint, out / "many"),
-        "no source": attempt(model, quantization, out / "absent", out / "fresh"),
-        "replaced": attempt(model, quantization, checkpoint, out / "plain_then_one", overwrite=True),
-    }
-    results["replaced"] = attempt(model, quantization, checkpoint, out / "plain_then_one", overwrite=True)
+    results = {"plain": attempt(model, None, checkpoint, out / "plain", max_shard_size=SHARD)}
+
+    def export(name: str, directory: str, source: Path | str = checkpoint, **options) -> None:
+        results[name] = attempt(model, quantization, source, out / directory, **options)
+
+    export("one", "one")
+    export("many", "many", max_shard_size=SHARD)
+    export("refused", "many")
+    export("no source", "fresh", out / "absent")
+    for _ in range(2):
+        export("replaced", "plain_then_one", overwrite=True)
     # A write that really fails, in the middle of a file: the kernel refuses to let a file of this process grow further.
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     if is_main():
         resource.setrlimit(resource.RLIMIT_FSIZE, (SHARD // 2, limit[1]))
-    results["disk full"] = attempt(model, quantization, checkpoint, out / "full", max_shard_size=SHARD)
-    results["disk full, replacing"] = attempt(
-        model, quantization, checkpoint, out / "many", max_shard_size=SHARD, overwrite=True
-    )
+    export("disk full", "full", max_shard_size=SHARD)
+    export("disk full, replacing", "many", max_shard_size=SHARD, overwrite=True)
     if is_main():
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     # No device here runs out of memory for a model of this size.
     with mock.patch.object(ReceiveBuffer, "reserve", side_effect=torch.OutOfMemoryError("out of memory")):
-        results["no memory"] = attempt(model, quantization, checkpoint, out / "unheld")
+        export("no memory", "unheld")
     # Packing that fails: a scale in the last third of the model is lost.
     group = quantization.weight_groups[2 * len(quantization.weight_groups) // 3]
     with gathered([group.s0], modifier_rank=0), torch.no_grad():
         kept = group.s0.clone()
         group.s0.fill_(torch.nan)
-    results["lost scale"] = attempt(model, quantization, checkpoint, out / "lost", max_shard_size=SHARD)
+    export("lost scale", "lost", max_shard_size=SHARD)
     results["lost scale"]["owner"] = group.owner
     with gathered([group.s0], modifier_rank=0), torch.no_grad():
         group.s0.copy_(kept)

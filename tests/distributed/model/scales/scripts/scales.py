@@ -21,12 +21,11 @@ from engine.config.reading import load_recipe
 from engine.session.context import init_ranks, start_ranks
 from engine.session.session import build_session
 from launch.calibrate import calibrate
-from model.build import build_model
-from model.checkpoint.load import load_weights
 from model.ranks import RankError, rank
 from model.scales import load_scales, measure_weight_scales
 from model.zero import gathered, partition_new_parameters
 from quant import DEFAULT_EXEMPT, SCHEMES, Quantization, Scheme, TensorSpec, prepare
+from tests.distributed.model.scripts.models import ds_config, loaded
 from tests.lib.garbage import collect
 
 # Shapes that no preset has, whose scales two ranks do not share evenly.
@@ -36,11 +35,6 @@ MEASURED = {
     "searched": Scheme("w2a16_g3", TensorSpec("int", 2, "group", 3)),
     "shifted": Scheme("w4a16_g3_asym", TensorSpec("int", 4, "group", 3, symmetric=False)),
     "tensor": SCHEMES["fp8_static"],
-}
-ZERO3 = {
-    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-    "train_batch_size": 2,
-    "bf16": {"enabled": True},
 }
 
 
@@ -70,13 +64,12 @@ def read_cases(directory: Path, model: nn.Module, quantization: Quantization) ->
 
 def measure(directory: Path, name: str, scheme: Scheme, source: Path) -> None:
     """Scales measured from the partitions, beside the whole weights of each group."""
-    model = build_model(source, ZERO3, dtype=torch.bfloat16, device=torch.device("cpu"))
-    load_weights(model, source, progress=False)
+    model = loaded(source, ds_config(3))
     # The intermediate sizes are primes, which no group size divides; experts are quantized whole or not at all.
     odd = r".*\.(down_proj|experts\.\d+\.\w+)"
     exempt = [*DEFAULT_EXEMPT, odd] if scheme.weights.granularity == "group" else DEFAULT_EXEMPT
     quantization = prepare(model, scheme, exempt=exempt, learn_weight_scale=True, learn_input_scale=False)
-    partition_new_parameters(model, ZERO3)
+    partition_new_parameters(model, ds_config(3))
     scales = measure_weight_scales(quantization)
     result = {}
     for group in quantization.weight_groups:

@@ -1,5 +1,6 @@
 """launch/evaluate.py on two ranks, with and without sharding, against a direct computation in one process."""
 
+import os
 import re
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 from tests.lib.launcher import run_ranks, run_waiting
 from tests.lib.root import ROOT
 from tests.lib.tiny import TEXT, tiny_checkpoint, tiny_model, tiny_tokenizer
-from tools.evaluation.perplexity import read_eval_text
+from tools.evaluation.perplexity import load_for_evaluation, read_eval_text
 from tools.evaluation.results import read_evaluations
 
 SCRIPT = ROOT / "launch" / "evaluate.py"
@@ -63,19 +64,39 @@ def test_two_ranks_equal_one_process(files, sharded, tmp_path):
         )
 
 
-def test_errors_are_one_line_and_exit_code_1(files, tmp_path):
-    path, _ = files
-    code, output = run_waiting(SCRIPT, "--model", tmp_path, "--text", path)
-    assert code == 1
-    assert "error: " in output and str(tmp_path) in output and "Traceback" not in output, output
-
-
-def test_a_file_for_results_that_cannot_be_written_is_an_error_before_the_models(files, tmp_path):
-    path, models = files
-    (tmp_path / "file").write_text("")
-    no = tmp_path / "file"
-    for script, option, wrong in ((SCRIPT, "--json", no / "a.json"), (COMPARE, "--out", no)):
-        named = ("--model", models[0]) if script == SCRIPT else ("--bf16", models[0], "--ptq", f"a={models[1]}")
-        code, output = run_waiting(script, *named, "--text", path, option, wrong)
-        assert code == 1 and f"error: rank 0: {option} '{wrong}" in output and "cannot be written (" in output, output
+def test_errors_are_one_line_and_exit_code_1_before_models_are_read(files, tmp_path):
+    path, (dense, moe) = files
+    (no := tmp_path / "file").write_text("")
+    both = ("--bf16", dense, "--ptq", f"a={moe}")
+    for script, arguments, said in (
+        (SCRIPT, ("--model", tmp_path), f"{tmp_path}"),
+        (SCRIPT, ("--model", dense, "--json", no / "a.json"), f"rank 0: --json '{no}/a.json': cannot be written ("),
+        (COMPARE, (*both, "--out", no), f"rank 0: --out '{no}': cannot be written ("),
+    ):
+        code, output = run_waiting(script, *arguments, "--text", path)
+        assert code == 1 and re.search(rf"error: .*{re.escape(said)}", output), output
         assert not any(text in output for text in ("Traceback", "ppl/token", "evaluate: ")), output
+
+
+def test_tasks_of_lm_evaluation_harness_equal_one_process(tmp_path, monkeypatch):
+    pytest.importorskip("lm_eval", reason="lm-evaluation-harness is optional: pip install lm-eval==0.4.13")
+    from tests.unit.tools.evaluation.test_tasks import write_tasks
+    from tools.evaluation.tasks import load_tasks
+
+    folder = write_tasks(tmp_path)
+    model = tiny_checkpoint(tmp_path / "model", "qwen3_moe", dtype=torch.float32)
+    monkeypatch.setitem(os.environ, "HF_HOME", str(tmp_path))
+    # 4 batches of choices and 3 of text for 2 ranks: one of them runs out.
+    run_ranks(
+        SCRIPT, "--model", model, "--tasks", "tiny_choice,tiny_text", "--task_dir", folder, "--num_fewshot", 1,
+        "--length", 32, "--batch_size", 4, "--dtype", "float32", "--sharded", "--json", tmp_path / "found.json",
+    )  # fmt: skip
+    expected = load_tasks(["tiny_choice", "tiny_text"], folder, num_fewshot=1).measure(
+        load_for_evaluation(model, torch.float32, torch.device("cpu")),
+        tiny_tokenizer(), length=32, batch_size=7, dtype="float32",
+    )  # fmt: skip
+    (found,) = read_evaluations(tmp_path / "found.json")
+    assert found.measurements.keys() == expected.keys()
+    for name, measured in found.measurements.items():
+        assert measured.conditions == expected[name].conditions
+        assert measured.value == pytest.approx(expected[name].value, rel=1e-5)
