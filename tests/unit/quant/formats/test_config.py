@@ -66,21 +66,9 @@ def test_fp8_config_is_the_one_that_was_verified():
 def test_arguments_are_those_of_compressed_tensors_presets():
     """Weights and inputs of the schemes that compressed-tensors has under a name of its own, but for what steers
     calibration only."""
-    for ours, theirs in {
-        "fp8_static": "FP8",
-        "fp8_dynamic": "FP8_DYNAMIC",
-        "fp8_block": "FP8_BLOCK",
-        "int8_dynamic": "W8A8",
-        "w4a16_g128": "W4A16",
-        "w2a16_g128": "W2A16",
-        "w4a8_int8": "W4A8",
-        "w4a8_fp8": "W4AFP8",
-        "nvfp4": "NVFP4A16",
-        "nvfp4_w4a4": "NVFP4",
-        "mxfp4": "MXFP4A16",
-        "mxfp4_w4a4": "MXFP4",
-        "mxfp8": "MXFP8",
-    }.items():
+    names = "fp8_static=FP8 fp8_dynamic=FP8_DYNAMIC fp8_block=FP8_BLOCK int8_dynamic=W8A8 w4a16_g128=W4A16 "
+    names += "w2a16_g128=W2A16 w4a8_int8=W4A8 w4a8_fp8=W4AFP8 nvfp4=NVFP4A16 nvfp4_w4a4=NVFP4 mxfp4=MXFP4A16 "
+    for ours, theirs in (pair.split("=") for pair in (names + "mxfp4_w4a4=MXFP4 mxfp8=MXFP8").split()):
         named = QuantizationConfig(config_groups={theirs: ["Linear"]}).config_groups[theirs]
         written = QuantizationConfig(**quantization_config({"a": SCHEMES[ours]}, [])).config_groups["group_0"]
         for side in ("weights", "input_activations"):
