@@ -12,15 +12,6 @@ from compressed_tensors.quantization.utils import calculate_qparams, compute_dyn
 from quant import kernels, reference
 from quant.formats.config_groups import quantization_args
 from quant.observers import Observer
-from quant.reference import (
-    absmax_scale,
-    fake_quant,
-    fake_quantize_tokens_backward,
-    global_scale,
-    quantize_tokens,
-    round_scale,
-    tokens_inside,
-)
 from quant.scale import Quantizer, Scale
 from quant.spec import SCHEMES, TensorSpec
 
@@ -65,8 +56,8 @@ def test_a_million_mx_weights_are_those_of_compressed_tensors(spec, seed):
     """Scales and values bit for bit."""
     x = million(32, -30, 30)
     expected, scale = theirs(x, WEIGHTS[spec])
-    ours = absmax_scale(x.unflatten(-1, (-1, 32)).abs().amax(-1), WEIGHTS[spec])
-    assert torch.equal(ours, scale) and torch.equal(fake_quant(x, ours, WEIGHTS[spec]), expected)
+    ours = reference.absmax_scale(x.unflatten(-1, (-1, 32)).abs().amax(-1), WEIGHTS[spec])
+    assert torch.equal(ours, scale) and torch.equal(reference.fake_quant(x, ours, WEIGHTS[spec]), expected)
 
 
 def test_a_million_nvfp4_weights_are_those_of_compressed_tensors(seed):
@@ -74,14 +65,14 @@ def test_a_million_nvfp4_weights_are_those_of_compressed_tensors(seed):
     spec, w = WEIGHTS[NVFP4], million(16, -3, 0)
     w[5, :16] = 0
     groups = w.unflatten(-1, (-1, 16))
-    above = global_scale(w.abs().max(), spec).view(1)
+    above = reference.global_scale(w.abs().max(), spec).view(1)
     assert torch.equal(above, generate_gparam(w.min(), w.max()))
     codes, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), args_of(spec), global_scale=above)
-    ours = round_scale(absmax_scale(groups.abs().amax(-1), spec), spec, above)
+    ours = reference.round_scale(reference.absmax_scale(groups.abs().amax(-1), spec), spec, above)
     filled = groups.abs().amax(-1) > 0
     assert filled.sum() == filled.numel() - 1
     assert torch.equal(ours[filled], (codes.float() / above)[filled])
-    expected, found = fake_quantize(w, codes, zero, args_of(spec), above), fake_quant(w, ours, spec)
+    expected, found = fake_quantize(w, codes, zero, args_of(spec), above), reference.fake_quant(w, ours, spec)
     far = far_from_ties(w, ours)
     assert torch.equal(found[far], expected[far]) and not found[5, :16].any()
     assert torch.equal(kernels.fake_quantize(w, Quantizer(Scale(ours, None, above), spec, torch.float32)), found)
@@ -91,7 +82,7 @@ def test_a_million_nvfp4_inputs_are_those_of_compressed_tensors(seed):
     """Scales bit for bit, and values but near ties; some groups are larger than calibration saw."""
     x = million(16, -5, 1)
     seen = x[: len(x) // 2]
-    above = global_scale(seen.abs().max(), NVFP4).view(1)
+    above = reference.global_scale(seen.abs().max(), NVFP4).view(1)
     assert torch.equal(above, generate_gparam(seen.min(), seen.max()))
     expected, scale = theirs(x, NVFP4, above)
     far = far_from_ties(x, scale)
@@ -114,7 +105,7 @@ def test_a_million_mx_inputs_have_the_scales_of_vllm_and_the_values_of_compresse
         codes, ours, _ = module.quantize_tokens(x, spec)
         assert torch.equal(ours, scale) and codes.dtype == (torch.float8_e4m3fn if spec is MXFP8 else torch.uint8)
         assert torch.equal(module.fake_quantize_tokens(x, spec), expected)
-    assert tokens_inside(x, spec).all(), "nothing is clipped"
+    assert reference.tokens_inside(x, spec).all(), "nothing is clipped"
 
 
 @MX
@@ -123,7 +114,7 @@ def test_mx_scales_in_exact_numbers(spec, seed):
     edge = Fraction(448 if spec is MXFP8 else 7)
     sizes = [1.5, 1.75, math.nextafter(1.5, 2), 1.75 - 2.0**-23, 1.75 + 2.0**-23, 1.0, 2 - 2.0**-23]
     absmax = torch.tensor([m * 2.0**e for m in sizes for e in (-100, -7, 0, 8, 120)] + torch.rand(200).tolist())
-    inputs, weights = absmax_scale(absmax, spec), absmax_scale(absmax, WEIGHTS[spec])
+    inputs, weights = reference.absmax_scale(absmax, spec), reference.absmax_scale(absmax, WEIGHTS[spec])
     for size, of_input, of_weight in zip(absmax.tolist(), inputs.tolist(), weights.tolist(), strict=True):
         assert Fraction(size) / Fraction(of_input) <= Fraction(spec.qmax) < 2 * Fraction(size) / Fraction(of_input)
         assert edge / 2 <= Fraction(size) / Fraction(of_weight) < edge
@@ -147,9 +138,9 @@ def test_mx_groups_at_the_edges(spec):
         assert values[4, :6].tolist() == [spec.qmax, -spec.qmax, *expected] and values[4, 5].signbit()
         assert values[5, 0] == spec.qmax
         assert values[6, 0].isfinite() and values[6, 1] == 0
-    inside = tokens_inside(x, spec)
+    inside = reference.tokens_inside(x, spec)
     assert not inside[[1, 2]].any() and inside[[0, 3, 4, 5, 6]].all()
-    scale = quantize_tokens(x, spec)[1].flatten()
+    scale = reference.quantize_tokens(x, spec)[1].flatten()
     assert scale[[0, 3, 4, 5]].tolist() == [1, 1, 1, 2] and scale[[1, 2]].isnan().all()
 
 
@@ -172,7 +163,7 @@ def test_nvfp4_groups_at_the_edges():
         assert values[2].isnan().all() and not values[[0, 3, 4]].any()
         assert values[5].tolist() == [6, 0, 1, 1, 2, 2, 4, 4, 0, -1, -1, -2, -2, -4, -4, 0]
         assert values[7].abs().max() == 448 * 6
-    inside = tokens_inside(x, NVFP4, ONE)
+    inside = reference.tokens_inside(x, NVFP4, ONE)
     assert not inside[1, 0] and inside[1, 1:].all() and not inside[2].any()
     assert inside[[0, 3, 4, 5, 6]].all(), "a group that becomes 0 has a gradient"
     assert torch.equal(inside[7], x[7].abs() < 448 * 7)
@@ -197,7 +188,7 @@ def test_the_kernels_are_the_reference(spec, dtype, seed):
             assert mine.dtype == other.dtype and mine.shape == other.shape
         values, expected = (module.fake_quantize_tokens(x, spec, above) for module in (kernels, reference))
         assert torch.equal(values.nan_to_num(7.0), expected.nan_to_num(7.0))
-        masked = fake_quantize_tokens_backward(grad, x, spec, above)
+        masked = reference.fake_quantize_tokens_backward(grad, x, spec, above)
         assert torch.equal(kernels.fake_quantize_tokens_backward(grad, x, spec, above), masked)
         leaf = x.clone().requires_grad_()
         (found,) = torch.autograd.grad(kernels.fake_quantize_tokens(leaf, spec, above), leaf, grad)
@@ -207,9 +198,9 @@ def test_the_kernels_are_the_reference(spec, dtype, seed):
 def test_nothing_clips_between_the_smallest_nvfp4_scales_and_the_largest(seed):
     """Where the scale is a normal number of e4m3, rounding it leaves every value inside the range."""
     x = torch.randn(4096, 16)
-    above = global_scale(x.abs().max(), NVFP4).view(1)
-    assert tokens_inside(x, NVFP4, above).all()
+    above = reference.global_scale(x.abs().max(), NVFP4).view(1)
+    assert reference.tokens_inside(x, NVFP4, above).all()
     small = x / x.abs().amax(-1, keepdim=True) * 6 * 1.45 * 2.0**-9  # scales of 1.45 steps become 1
     observer = Observer(NVFP4)
     observer.update(small, ONE)
-    assert observer.clipped == (~tokens_inside(small, NVFP4, ONE)).sum() > 0
+    assert observer.clipped == (~reference.tokens_inside(small, NVFP4, ONE)).sum() > 0
