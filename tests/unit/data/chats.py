@@ -1,116 +1,49 @@
-"""Conversations, tokenizers of several kinds, and what of a sample is learned: for the tests of chat data."""
+"""Conversations, tokenizers of several kinds, and the learned parts of a sample, for the tests of chat data."""
 
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from data.chat import Counts, read_chat
 from data.samples import IGNORE, Sample
 from tests.lib.tiny import TEXT, tiny_tokenizer
 
 END = "<|im_end|>"
 GOOD = {"input": "What is 12 plus 30?", "output": "42"}
-WORDS = [
-    "quick",
-    " the",
-    "12",
-    "\n",
-    "\n\n",
-    "  ",
-    "é",
-    "e\u0301",
-    "日本語",
-    "😀",
-    "👩‍👩‍👧",
-    "\u2028",
-    "<think>",
-    "?",
-    "\t",
-    "assistant\n",
-]
+WORDS = ["quick", " the", "12", "\n", "\n\n", "  ", "é", "e\u0301", "日本語", "😀", "👩‍👩‍👧", "\u2028", "<think>"]
+WORDS += ["?", "\t", "assistant\n"]
+THINKING = (
+    "{% for m in messages %}{{'<|im_start|>' + m['role'] + '\n' + CONTENT + '<|im_end|>\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{'<|im_start|>assistant\n<think>\n'}}{% endif %}"
+)
 
 
 def write(path: Path, *rows: object) -> Path:
+    """Write JSONL; a string is a line as it is."""
     path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows), encoding="utf-8")
     return path
 
 
-def learned(sample: Sample, tokenizer: PreTrainedTokenizerFast) -> str:
-    """The text of the targets, after checking that they are one run at the end and agree with the inputs."""
-    valid = sample.labels != IGNORE
-    first = int(valid.argmax())
-    assert valid[first:].all() and not valid[:first].any()
-    assert (sample.labels[first:-1] == sample.input_ids[first + 1 :]).all()
-    return tokenizer.decode(sample.labels[first:], skip_special_tokens=False)
+def read(
+    directory: Path, tokenizer: PreTrainedTokenizerFast, *rows: object, **options: Any
+) -> tuple[list[Sample], Counts]:
+    """Write the rows to ``a.jsonl`` and read them, of any length unless ``max_length`` is given."""
+    return read_chat([write(directory / "a.jsonl", *rows)], tokenizer, **{"max_length": 10_000, **options})
 
 
-def whole(sample: Sample, tokenizer: PreTrainedTokenizerFast) -> str:
-    return tokenizer.decode([*sample.input_ids, sample.labels[-1]], skip_special_tokens=False)
-
-
-def text(rng: random.Random, least: int = 0) -> str:
-    return "".join(rng.choices(WORDS, k=rng.randint(least, 12)))
-
-
-def conversation(rng: random.Random) -> list[dict[str, str]]:
-    system = [{"role": "system", "content": text(rng)}] if rng.random() < 0.5 else []
-    turns = [
-        {"role": role, "content": text(rng, 1) + "."}
-        for _ in range(rng.randint(1, 4))
-        for role in ("user", "assistant")
-    ]
-    return system + turns
-
-
-def chatml(rng: random.Random) -> tuple[PreTrainedTokenizerFast, str]:
-    return tiny_tokenizer(), END
-
-
-def trimmed_offsets(rng: random.Random) -> tuple[PreTrainedTokenizerFast, str]:
+def templated(template: str | None) -> PreTrainedTokenizerFast:
+    """The tiny tokenizer with another chat template."""
     tokenizer = tiny_tokenizer()
-    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
-    return tokenizer, END
-
-
-def writes_bos(rng: random.Random) -> tuple[PreTrainedTokenizerFast, str]:
-    """As Llama 3: the template writes BOS, and so would the tokenizer; the header of a turn ends with two newlines."""
-    tokenizer = tiny_tokenizer()
-    tokenizer.bos_token = "<|endoftext|>"
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
-    )
-    tokenizer.chat_template = (
-        "{{ bos_token }}{% for m in messages %}{{'<|im_start|>' + m['role'] + '\n\n' + m['content'] + '<|im_end|>'}}"
-        "{% endfor %}{% if add_generation_prompt %}{{'<|im_start|>assistant\n\n'}}{% endif %}"
-    )
-    return tokenizer, END
-
-
-def swallows_whitespace(rng: random.Random) -> tuple[PreTrainedTokenizerFast, str]:
-    """As Phi 3: the tokens of the template take the whitespace behind them along."""
-    tokenizer = tiny_tokenizer()
-    tokenizer.add_tokens([AddedToken("<|a|>", rstrip=True), AddedToken("<|e|>", rstrip=True)], special_tokens=True)
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{('<|a|>' if m['role'] == 'assistant' else '<|im_start|>') + '\n' + m['content'] + "
-        "'<|e|>\n'}}{% endfor %}{% if add_generation_prompt %}{{'<|a|>\n'}}{% endif %}"
-    )
-    return tokenizer, "<|e|>"
-
-
-def normalizing(rng: random.Random) -> tuple[PreTrainedTokenizerFast, str]:
-    """As Qwen: text is composed (NFC) before it is tokenized, so tokens have fewer characters than the text."""
-    tokenizer = tiny_tokenizer()
-    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
-    return tokenizer, END
-
-
-KINDS = [chatml, trimmed_offsets, writes_bos, swallows_whitespace, normalizing]
+    tokenizer.chat_template = template
+    return tokenizer
 
 
 def learned_turns(sample: Sample, tokenizer: PreTrainedTokenizerFast) -> list[str]:
-    """The text of each run of targets, after checking that they agree with the inputs."""
+    """Decode each run of targets, after checking that they agree with the inputs."""
     valid = (sample.labels != IGNORE).tolist()
     assert valid[-1]
     runs: list[list[int]] = []
@@ -124,12 +57,83 @@ def learned_turns(sample: Sample, tokenizer: PreTrainedTokenizerFast) -> list[st
     return [tokenizer.decode(run, skip_special_tokens=False) for run in runs]
 
 
-def messages(*pairs: tuple[str, str]) -> list[dict[str, str]]:
+def learned(sample: Sample, tokenizer: PreTrainedTokenizerFast) -> str:
+    """Decode the targets, which must be one run."""
+    (run,) = learned_turns(sample, tokenizer)
+    return run
+
+
+def whole(sample: Sample, tokenizer: PreTrainedTokenizerFast) -> str:
+    """Decode the inputs and the last target."""
+    return tokenizer.decode([*sample.input_ids, sample.labels[-1]], skip_special_tokens=False)
+
+
+def text(rng: random.Random, least: int = 0) -> str:
+    """Draw a text of at most 12 words."""
+    return "".join(rng.choices(WORDS, k=rng.randint(least, 12)))
+
+
+def conversation(rng: random.Random) -> list[dict[str, str]]:
+    """Draw the messages of a conversation."""
+    system = [("system", text(rng))] if rng.random() < 0.5 else []
+    turns = [(role, text(rng, 1) + ".") for _ in range(rng.randint(1, 4)) for role in ("user", "assistant")]
+    return messages(*system, *turns)
+
+
+def messages(*pairs: tuple[Any, Any]) -> list[dict[str, Any]]:
+    """Messages from pairs of role and content."""
     return [{"role": role, "content": content} for role, content in pairs]
 
 
-def shared(*pairs: tuple[str, str]) -> list[dict[str, str]]:
-    return [{"from": speaker, "value": value} for speaker, value in pairs]
+def turns(*pairs: tuple[Any, Any]) -> dict[str, Any]:
+    """A row with such messages."""
+    return {"messages": messages(*pairs)}
+
+
+# Kinds of tokenizers: each is returned with the token that ends a turn.
+
+
+def chatml() -> tuple[PreTrainedTokenizerFast, str]:
+    return tiny_tokenizer(), END
+
+
+def trimmed_offsets() -> tuple[PreTrainedTokenizerFast, str]:
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    return tokenizer, END
+
+
+def writes_bos() -> tuple[PreTrainedTokenizerFast, str]:
+    """As Llama 3: the template writes BOS, and so would the tokenizer; the header of a turn ends with two newlines."""
+    tokenizer = templated(
+        "{{ bos_token }}{% for m in messages %}{{'<|im_start|>' + m['role'] + '\n\n' + m['content'] + '<|im_end|>'}}"
+        "{% endfor %}{% if add_generation_prompt %}{{'<|im_start|>assistant\n\n'}}{% endif %}"
+    )
+    tokenizer.bos_token = "<|endoftext|>"
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    return tokenizer, END
+
+
+def swallows_whitespace() -> tuple[PreTrainedTokenizerFast, str]:
+    """As Phi 3: the tokens of the template take the whitespace behind them along."""
+    tokenizer = templated(
+        "{% for m in messages %}{{('<|a|>' if m['role'] == 'assistant' else '<|im_start|>') + '\n' + m['content'] + "
+        "'<|e|>\n'}}{% endfor %}{% if add_generation_prompt %}{{'<|a|>\n'}}{% endif %}"
+    )
+    tokenizer.add_tokens([AddedToken("<|a|>", rstrip=True), AddedToken("<|e|>", rstrip=True)], special_tokens=True)
+    return tokenizer, "<|e|>"
+
+
+def normalizing() -> tuple[PreTrainedTokenizerFast, str]:
+    """As Qwen: text is composed (NFC) before it is tokenized, so tokens have fewer characters than the text."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    return tokenizer, END
+
+
+KINDS = [chatml, trimmed_offsets, writes_bos, swallows_whitespace, normalizing]
 
 
 def words_tokenizer(template: str) -> PreTrainedTokenizerFast:
@@ -145,17 +149,3 @@ def words_tokenizer(template: str) -> PreTrainedTokenizerFast:
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END)
     wrapped.chat_template = template
     return wrapped
-
-
-THINKING = (
-    "{% for m in messages %}{{'<|im_start|>' + m['role'] + '\n' + CONTENT + '<|im_end|>\n'}}{% endfor %}"
-    "{% if add_generation_prompt %}{{'<|im_start|>assistant\n<think>\n'}}{% endif %}"
-)
-
-
-def pair(**changes: object) -> dict[str, object]:
-    return {key: value for key, value in {**GOOD, **changes}.items() if value is not ...}
-
-
-def turns(*roles_and_texts: tuple[object, object]) -> dict[str, object]:
-    return {"messages": [{"role": role, "content": content} for role, content in roles_and_texts]}

@@ -16,6 +16,10 @@ def make(rng: random.Random, n: int) -> list[Sample]:
     return [Sample(np.full(length, i, np.int32), np.full(length, i, np.int32)) for i, length in enumerate(lengths)]
 
 
+def numbers_of(samples: list[Sample]) -> list[int]:
+    return [int(sample.input_ids[0]) for sample in samples]
+
+
 def test_the_split(rng):
     for _ in range(10):
         samples = make(rng, rng.randint(2, 80))
@@ -23,13 +27,12 @@ def test_the_split(rng):
         seed = rng.randrange(1000)
         training, out = split_held_out(samples, held_out, seed)
         assert len(out) == (max(1, round(held_out * len(samples))) if isinstance(held_out, float) else held_out)
-        numbers = [[int(sample.input_ids[0]) for sample in part] for part in (training, out)]
+        numbers = [numbers_of(part) for part in (training, out)]
         assert sorted([*numbers[0], *numbers[1]]) == list(range(len(samples)))
         assert all(part == sorted(part) for part in numbers)
-        again = [[int(sample.input_ids[0]) for sample in part] for part in split_held_out(samples, held_out, seed)]
-        assert again == numbers
+        assert [numbers_of(part) for part in split_held_out(samples, held_out, seed)] == numbers
     samples = make(rng, 300)
-    chosen = [{int(sample.input_ids[0]) for sample in split_held_out(samples, 0.5, seed)[1]} for seed in range(3)]
+    chosen = [set(numbers_of(split_held_out(samples, 0.5, seed)[1])) for seed in range(3)]
     assert chosen[0] != chosen[1] != chosen[2]  # by chance once in 10^88
 
 

@@ -1,165 +1,200 @@
-"""Malformed lines, by the thousand: each is named with file and line, or counted; nothing else ever comes out."""
+"""Lines and files of chats that are bad: every one is named, or counted; nothing else ever comes out."""
 
 import json
-import random
 import re
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
+from data import jsonl
 from data.chat import read_chat
 from data.samples import MAX_PROBLEMS, DataError
 from tests.lib.tiny import tiny_tokenizer
-
-MAX_LENGTH = 300
-
-
-def text(rng: random.Random) -> str:
-    words = ["quick", " fox", "12", "\n", "é", "日本", "😀", '"', "\\", "{", "<|im_end|>"]
-    return "".join(rng.choices(words, k=5)) + "."
+from tests.unit.data.chats import END, GOOD, conversation, learned, messages, read, turns, write
 
 
-def chat(rng: random.Random) -> dict[str, Any]:
-    """A good row with messages."""
-    turns = [{"role": role, "content": text(rng)} for _ in range(rng.randint(1, 3)) for role in ("user", "assistant")]
-    return {"messages": turns, "id": rng.randrange(99)}
+def pair(**changes: object) -> dict[str, object]:
+    return {key: value for key, value in {**GOOD, **changes}.items() if value is not ...}
 
 
-def pair(rng: random.Random) -> dict[str, Any]:
-    return {rng.choice(["input", "instruction"]): text(rng), "output": text(rng)}
+def asked(content: object = "a", **more: object) -> dict[str, object]:
+    """A row whose user says ``content``."""
+    return {"messages": [{"role": "user", "content": content, **more}, {"role": "assistant", "content": "b"}]}
 
 
-def good(rng: random.Random) -> dict[str, Any]:
-    return rng.choice([chat, pair])(rng)
+def answered(**more: object) -> dict[str, object]:
+    """A row whose answer has other keys."""
+    return {"messages": [*messages(("user", "a")), {"role": "assistant", "content": "b", **more}]}
 
 
-def dumped(row: object) -> bytes:
-    return json.dumps(row).encode()
+def called(call: object, **more: object) -> dict[str, object]:
+    return answered(content=None, tool_calls=[call], **more)
 
 
-def other(rng: random.Random, *but: type) -> object:
-    """A JSON value of a type that is not expected."""
-    values = [None, True, 3, -0.5, "text", ["a"], [], {"a": 1}, {}]
-    return rng.choice([value for value in values if type(value) not in but])
-
-
-def changed(rng: random.Random, index: int, **values: object) -> bytes:
-    """A chat with keys of one turn set, or removed where the value is ``...``."""
-    row = chat(rng)
-    turn = row["messages"][index]
-    turn.update(values)
-    row["messages"][index] = {key: value for key, value in turn.items() if value is not ...}
-    return dumped(row)
-
-
-def with_call(rng: random.Random, call: object) -> bytes:
-    return changed(rng, -1, content=None, tool_calls=[call])
-
-
+DEEP = "[" * 100_000
 NAMELESS = [{}, 3, "f", {"function": {}}, {"function": "f"}, {"function": {"name": ""}}, {"name": 1}]
+SAID = r"messages\[0\]\.content"
+FUNCTION = "found .*, expected an object with 'function' and its 'name'"
+# A line, and what the error says of it.
+BAD_LINES: list[tuple[object, str]] = [
+    ("{'input': 1}", "found invalid JSON .*expected one object per line"),
+    ('{"input": "a", "output": "b"', "found invalid JSON"),
+    ('{"input": "a", "output": "b"} {}', "found invalid JSON .*Extra data"),
+    ('{"input": "a", "output": "b"} # checked', "found invalid JSON .*Extra data"),
+    ("NaN,", "found invalid JSON"),
+    ('{"input": "a\x01b", "output": "c"}', "found invalid JSON"),
+    (DEEP, "found invalid JSON .*expected one object"),
+    ('{"input": ' + DEEP, "found invalid JSON"),
+    ('{"input": ' + "9" * 5000 + ', "output": "b"}', "found invalid JSON"),
+    ('["a", "b"]', r'found a list \["a", "b"\], expected an object'),
+    ("null", "found null, expected an object"),
+    ("-0.5", "found a number -0.5, expected an object"),
+    ('{"input": "a", "output": "b", "output": "c"}', 'found the key a string "output" twice in one object'),
+    (json.dumps(asked()).replace('{"role"', '{"role": "tool", "role"', 1), 'found the key a string "role" twice'),
+    ({}, r"found the keys \[\], expected exactly one of 'messages'.*data\.fields"),
+    ({"question": "a", "answer": "b"}, r"found the keys \['question', 'answer'\], expected exactly one of"),
+    (pair(output=...), r"found the keys \['input'\]"),
+    (pair(input=...), r"found the keys \['output'\]"),
+    ({**asked(), **GOOD}, "found the keys .*expected exactly one of"),
+    ({"messages": [], "conversations": []}, "found the keys .*expected exactly one of"),
+    (pair(output=42), "'output': found a number 42, expected a string"),
+    (pair(input=["a"]), r"'input': found a list \[\"a\"\], expected a string"),
+    (pair(instruction=None), "'instruction': found null, expected a string"),
+    (pair(system=False), "'system': found a boolean false, expected a string"),
+    (pair(output="\ud83d"), "'output': found half of a surrogate pair at character 0"),
+    ({"messages": []}, r"'messages': found a list \[\], expected a list of at least"),
+    ({"messages": {"role": "user"}}, "'messages': found an object .*expected a list"),
+    ({"messages": ["hello"]}, r"messages\[0\]: found a string \"hello\", expected an object with 'role' and 'content'"),
+    ({"messages": [*messages(("user", "a")), 3]}, r"messages\[1\]: found a number 3, expected an object"),
+    ({"messages": [{"role": "user"}]}, r"messages\[0\]: found the keys \['role'\], expected 'role' and 'content'"),
+    ({"messages": [{"from": "human", "value": "a"}]}, r"messages\[0\]: found the keys \['from', 'value'\]"),
+    (turns(("user", "a"), ("asistant", "b")), r"messages\[1\]\.role: found a string \"asistant\", expected one of"),
+    (turns(("human", "a"), ("assistant", "b")), r"messages\[0\]\.role: found a string \"human\""),
+    (turns((["user"], "a"), ("assistant", "b")), r"messages\[0\]\.role: found a list"),
+    (answered(content=None), r"messages\[1\]\.content: found null, expected a string, or tool_calls"),
+    (asked(None), rf"{SAID}: found null, expected a string"),
+    (asked(3), rf"{SAID}: found a number 3, expected a string"),
+    (asked("a\ud83d"), rf"{SAID}: found half of a surrogate pair at character 1"),
+    (asked([]), rf"{SAID}: found an empty list"),
+    (asked([{"type": "text"}]), rf"{SAID}\[0\]: found an object"),
+    (asked([{"type": "image_url", "image_url": {"url": "data:"}}]), rf"{SAID}\[0\]: found an object"),
+    (asked([{"type": "thinking", "text": "a"}]), rf"{SAID}\[0\]: found an object .*, expected a text part"),
+    (asked(["a"]), rf"{SAID}\[0\]: found a string"),
+    (asked([{"type": "text", "text": 3}]), rf"{SAID}\[0\]\.text: found a number 3, expected a string"),
+    (turns(("user", "a"), ("user", "b")), r"found the roles \['user', 'user'\], expected an assistant turn"),
+    (turns(("assistant", "a"), ("user", "b")), "found nothing before the last assistant turn"),
+    ({**turns(("system", "a"), ("user", "b"), ("assistant", "c")), "system": "d"}, "found a system turn and"),
+    ({"conversations": [{"from": "robot", "value": "a"}]}, r"conversations\[0\]\.from: found a string \"robot\""),
+    ({"conversations": messages(("user", "a"))}, r"conversations\[0\]: found the keys \['role', 'content'\]"),
+    ({"conversations": "hello"}, "'conversations': found a string \"hello\", expected a list"),
+    (asked() | {"tools": "[]"}, r"'tools': found a string \"\[\]\", expected a list of function schemas"),
+    *((asked() | {"tools": [tool]}, rf"'tools'\[0\]: {FUNCTION}") for tool in NAMELESS),
+    (asked() | {"tools": [{"name": "add"}]}, "found the tool 'add', which the chat template does not write"),
+    (asked(tool_calls=[{"name": "f"}]), r"messages\[0\]: found 'tool_calls' in a turn of role 'user'"),
+    *((answered(content=None, tool_calls=bad), r"messages\[1\]") for bad in ([], {}, "f", 3)),
+    *((called(call), rf"messages\[1\]\.tool_calls\[0\]: {FUNCTION}") for call in NAMELESS),
+    *(
+        (called({"name": "f", "arguments": bad}), r"messages\[1\]\.tool_calls\[0\]\.arguments: found .*an object, or")
+        for bad in ("{a", "[1]", 3)
+    ),
+    (answered(tool_calls=[{"name": "add"}]), "found turn 1's call of 'add', which the chat template does not write"),
+    *(
+        (answered(reasoning_content=bad), r"messages\[1\]\.reasoning_content: found .*expected a string")
+        for bad in (3, ["a"], True)
+    ),
+    (answered(reasoning_content="Well."), "found turn 1's 'reasoning_content' 'Well.', which the chat template does"),
+]
+NOT_UTF8 = [b'{"input": "caf\xe9", "output": "b"}', json.dumps(GOOD).encode("utf-16")]
 
-BAD: dict[str, Callable[[random.Random], bytes]] = {
-    "cut off": lambda rng: (line := dumped(good(rng)))[: rng.randrange(1, len(line))],
-    "two rows on a line": lambda rng: dumped(good(rng)) + rng.choice([b"", b" ", b","]) + dumped(good(rng)),
-    "words behind the row": lambda rng: dumped(good(rng)) + b" # checked",
-    "Python instead of JSON": lambda rng: repr(pair(rng) | {"x": None}).replace("'", "`").encode(),
-    "not JSON at all": lambda rng: rng.choice([b"hello", b"question\tanswer", b"---", b"\x00", b"<row/>", b"NaN,"]),
-    "a control character in a string": lambda rng: b'{"input": "a\tb", "output": "c"}'.replace(b"\t", b"\x01"),
-    "no UTF-8": lambda rng: b'{"input": "caf' + bytes([rng.randrange(0x80, 0xC0)]) + b'", "output": "b"}',
-    "UTF-16": lambda rng: json.dumps(pair(rng)).encode("utf-16").replace(b"\n", b""),
-    "nested too deep": lambda rng: b'{"input": ' + b"[" * 100_000,
-    "a number of 5,000 digits": lambda rng: b'{"input": ' + b"9" * 5000 + b', "output": "b"}',
-    "not an object": lambda rng: dumped(other(rng, dict)),
-    "a key twice": lambda rng: dumped(pair(rng))[:-1] + b', "output": "another"}',
-    "a key twice in a turn": lambda rng: dumped(chat(rng)).replace(b'{"role"', b'{"role": "tool", "role"', 1),
-    "no form": lambda rng: dumped({f"key{rng.randrange(9)}": text(rng) for _ in range(rng.randint(0, 3))}),
-    "two forms": lambda rng: dumped(chat(rng) | pair(rng)),
-    "half a pair": lambda rng: dumped({rng.choice(["input", "instruction", "output"]): text(rng)}),
-    "a pair of something else": lambda rng: dumped(pair(rng) | {"output": other(rng, str)}),
-    "messages of another type": lambda rng: dumped({"messages": other(rng, list)}),
-    "no messages": lambda rng: dumped({rng.choice(["messages", "conversations"]): []}),
-    "a message of another type": lambda rng: dumped({"messages": [*chat(rng)["messages"], other(rng, dict)]}),
-    "no role": lambda rng: changed(rng, rng.choice([0, -1]), role=...),
-    "an unknown role": lambda rng: changed(rng, 0, role=rng.choice(["bot", "User", "", "human"])),
-    "a role of another type": lambda rng: changed(rng, -1, role=other(rng, str)),
-    "no content": lambda rng: changed(rng, rng.choice([0, -1]), content=...),
-    "null content": lambda rng: changed(rng, rng.choice([0, -1]), content=None),
-    "content of another type": lambda rng: changed(rng, 0, content=other(rng, str, list)),
-    "an empty list of parts": lambda rng: changed(rng, 0, content=[]),
-    "an image": lambda rng: changed(rng, 0, content=[{"type": "image_url", "image_url": {"url": "data:"}}]),
-    "a part of another kind": lambda rng: changed(rng, 0, content=[{"type": "thinking", "text": text(rng)}]),
-    "a part without text": lambda rng: changed(rng, 0, content=[{"type": "text"}]),
-    "a part of another type": lambda rng: changed(rng, 0, content=[other(rng, dict)]),
-    "a part's text of another type": lambda rng: changed(rng, 0, content=[{"type": "text", "text": other(rng, str)}]),
-    "half a surrogate pair": lambda rng: changed(rng, 0, content="a\ud83d"),
-    "no assistant": lambda rng: dumped({"messages": [{"role": "user", "content": text(rng)}] * rng.randint(1, 3)}),
-    "nothing to answer": lambda rng: dumped({"messages": [{"role": "assistant", "content": text(rng)}]}),
-    "two systems": lambda rng: changed(rng, 0, role="system").replace(b'{"messages', b'{"system": "b", "messages'),
-    "a system of another type": lambda rng: dumped(pair(rng) | {"system": rng.choice([3, True, ["a"], {"a": 1}])}),
-    "tools of another type": lambda rng: dumped(chat(rng) | {"tools": rng.choice(["[]", 3, {"a": 1}])}),
-    "a tool without a name": lambda rng: dumped(chat(rng) | {"tools": [rng.choice(NAMELESS)]}),
-    "tools that the template leaves out": lambda rng: dumped(chat(rng) | {"tools": [{"name": "add_numbers"}]}),
-    "a user's tool call": lambda rng: changed(rng, 0, tool_calls=[{"name": "f"}]),
-    "no tool calls": lambda rng: changed(rng, -1, content=None, tool_calls=rng.choice([[], {}, "f", 3])),
-    "a call of nothing": lambda rng: with_call(rng, rng.choice(NAMELESS)),
-    "a call with bad arguments": lambda rng: with_call(rng, {"name": "f", "arguments": rng.choice(["{a", "[1]", 3])}),
-    "a call that the template leaves out": lambda rng: changed(rng, -1, tool_calls=[{"name": "add_numbers"}]),
-    "reasoning of another type": lambda rng: changed(rng, -1, reasoning_content=rng.choice([3, ["a"], {"a": 1}, True])),
-    "reasoning that the template leaves out": lambda rng: changed(rng, -1, reasoning_content="Well, let me see."),
-    "a speaker of another form": lambda rng: dumped({"conversations": chat(rng)["messages"]}),
-}  # fmt: skip
 
-
-def test_a_thousand_bad_lines_are_named(rng, tmp_path):
-    """Fifty files of twenty bad lines, as many as one error names, among good lines and blank ones."""
+def test_bad_lines_are_named_with_what_was_found(tmp_path):
+    """As many as one error names at a time, among good lines and blank ones."""
     tokenizer = tiny_tokenizer()
-    kinds = list(BAD) * (1000 // len(BAD) + 1)
-    rng.shuffle(kinds)
-    for number in range(1000 // MAX_PROBLEMS):
-        path, lines, bad = tmp_path / f"{number}.jsonl", [], {}
-        for kind in kinds[number * MAX_PROBLEMS : (number + 1) * MAX_PROBLEMS]:
-            lines += [rng.choice([dumped(good(rng)), b"", b" \t"]) for _ in range(rng.randrange(3))]
-            lines.append(BAD[kind](rng))
-            bad[len(lines)] = kind
-        path.write_bytes(b"".join(line + rng.choice([b"\n", b"\r\n"]) for line in lines))
+    for start in range(0, len(BAD_LINES), MAX_PROBLEMS):
+        bad = BAD_LINES[start : start + MAX_PROBLEMS]
+        rows = [row for line, _ in bad for row in (GOOD, "", line)]
         with pytest.raises(DataError) as caught:
-            read_chat([path], tokenizer, max_length=MAX_LENGTH, loss_on=rng.choice(["last", "all"]))
-        named = re.findall(rf"^{re.escape(str(path))}:(\d+): (.*)", str(caught.value), re.M)
-        found = {int(n): what for n, what in named}
-        assert found.keys() == bad.keys(), {n: bad.get(n) or lines[n - 1] for n in found.keys() ^ bad.keys()}
-        for n, what in found.items():
-            assert "found" in what and ("expected" in what or "refuses" in what), (bad[n], what)
-            assert len(what) < 600, (bad[n], what)
+            read(tmp_path, tokenizer, *rows, " \t", GOOD)
+        first, *named = str(caught.value).split(f"\n{tmp_path}/a.jsonl:")
+        assert first == f"{len(bad)} bad lines in the data:" and len(named) == len(bad)
+        for number, ((_, message), said) in enumerate(zip(bad, named, strict=True)):
+            assert re.match(f"{3 * number + 3}: {message}", said) and len(said) < 600, said
 
 
-def test_lines_that_the_recipe_counts(rng, tmp_path):
-    kinds: dict[str, Callable[[], bytes]] = {
-        "samples": lambda: dumped(good(rng)),
-        "without_target": lambda: changed(rng, -1, content=rng.choice(["", " ", "\n"])),
-        "too_long": lambda: dumped(pair(rng) | {"output": "word " * MAX_LENGTH}),
-    }
-    chosen = rng.choices(list(kinds), k=200)
+def test_bad_lines_of_several_files_are_reported_together(tmp_path):
+    path = write(tmp_path / "bad.jsonl", *(line for line, _ in BAD_LINES))
+    other = write(tmp_path / "other.jsonl", GOOD, "{")
+    with pytest.raises(DataError) as caught:
+        read_chat([path, other], tiny_tokenizer(), max_length=100)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == f"{len(BAD_LINES) + 1} bad lines in the data:"
+    assert [line.split(": ")[0] for line in lines[1:-1]] == [f"{path}:{n}" for n in range(1, MAX_PROBLEMS + 1)]
+    assert lines[-1] == f"... and {len(BAD_LINES) + 1 - MAX_PROBLEMS} more bad lines"
+    with pytest.raises(DataError, match=rf"^1 bad line in the data:\n{other}:2: "):
+        read_chat([other], tiny_tokenizer(), max_length=100)
+
+
+def test_bytes_that_are_not_utf8_are_named(tmp_path):
     path = tmp_path / "a.jsonl"
-    path.write_bytes(b"\n".join(kinds[kind]() for kind in chosen))
-    _, counts = read_chat([path], tiny_tokenizer(), max_length=MAX_LENGTH)
-    assert {kind: getattr(counts, kind) for kind in kinds} == {kind: chosen.count(kind) for kind in kinds}
-    assert counts.lines == 200
+    path.write_bytes(b"\n".join([json.dumps(GOOD).encode(), *NOT_UTF8]))
+    with pytest.raises(
+        DataError, match=r"a\.jsonl:2: found bytes that are not UTF-8 .* at byte 14.*\n.*:3: found byte"
+    ):
+        read_chat([path], tiny_tokenizer(), max_length=100)
 
 
 def test_damaged_bytes_give_samples_or_a_named_line(rng, tmp_path):
     tokenizer, path = tiny_tokenizer(), tmp_path / "a.jsonl"
     outcomes = set()
     for _ in range(200):
-        line = bytearray(json.dumps(good(rng), ensure_ascii=rng.random() < 0.5).encode())
+        row = rng.choice([{"messages": conversation(rng)}, GOOD])
+        line = bytearray(json.dumps(row, ensure_ascii=rng.random() < 0.5).encode())
         for _ in range(rng.randint(1, 3)):
             place = rng.randrange(len(line))
             line[place : place + rng.randrange(3)] = bytes(b for b in rng.randbytes(rng.randrange(3)) if b != 10)
         path.write_bytes(bytes(line) + b"\n")
         try:
-            read_chat([path], tokenizer, max_length=MAX_LENGTH, loss_on="all")
+            read_chat([path], tokenizer, max_length=300, loss_on="all")
             outcomes.add("samples")
         except DataError as error:
             assert f"{path}:1: " in str(error) or "no sample is left" in str(error)
             outcomes.add("named")
     assert outcomes == {"samples", "named"}
+
+
+def test_lines_end_at_newlines_only(tmp_path):
+    path = tmp_path / "a.jsonl"
+    rows = [json.dumps({"input": "a\u2028b\u0085c", "output": "d\u2029e"}, ensure_ascii=False), json.dumps(GOOD)]
+    path.write_bytes(b"\xef\xbb\xbf" + "\r\n\r\n".join(rows).encode())
+    tokenizer = tiny_tokenizer()
+    samples, counts = read_chat([path], tokenizer, max_length=100)
+    assert counts.lines == 2
+    assert [learned(sample, tokenizer) for sample in samples] == [f"d\u2029e{END}", f"42{END}"]
+
+
+def test_a_line_without_end_is_refused_by_name(tmp_path, monkeypatch):
+    """As a file that is one JSON list. The lines behind it have their numbers."""
+    monkeypatch.setattr(jsonl, "LINE_BYTES", 1 << 10)
+    with pytest.raises(DataError) as caught:
+        read(tmp_path, tiny_tokenizer(), GOOD, "[" + "1, " * 2000 + "1]", GOOD, "{", '"' + "x" * 3000 + '"')
+    lines = str(caught.value).splitlines()
+    path = tmp_path / "a.jsonl"
+    assert [line.split(": ")[0] for line in lines[1:]] == [f"{path}:{number}" for number in (2, 4, 5)]
+    assert "in one line, expected one conversation per line" in lines[1] and "in one line" in lines[3]
+
+
+def test_files_that_are_not_there(tmp_path):
+    empty, blank = write(tmp_path / "empty.jsonl"), write(tmp_path / "blank.jsonl", "", " ")
+    good, tokenizer = write(tmp_path / "good.jsonl", GOOD), tiny_tokenizer()
+    with pytest.raises(DataError) as caught:
+        read_chat([good, empty, tmp_path / "none.jsonl", tmp_path], tokenizer, max_length=100)
+    assert [line.split(": ")[0] for line in str(caught.value).splitlines()] == [
+        str(path) for path in (empty, tmp_path / "none.jsonl", tmp_path)
+    ]
+    no_answer = write(tmp_path / "a.jsonl", GOOD | {"output": ""})
+    for files, message in (
+        ([good, blank], r"blank\.jsonl: found only blank lines"),
+        ([], "no data files given"),
+        ([no_answer], r"no sample is left of .*1 without target"),
+    ):
+        with pytest.raises(DataError, match=message):
+            read_chat(files, tokenizer, max_length=100)

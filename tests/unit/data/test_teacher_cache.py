@@ -11,9 +11,13 @@ import torch
 from data import teacher_cache
 from data.samples import IGNORE, Sample, digest_of_samples
 from data.teacher_cache import CacheError, Manifest, TeacherCache, Writer
+from engine.config.config import Recipe
+from engine.config.sections import DataRecipe, ModelRecipe, TrainRecipe
+from engine.loop import Loop
 from engine.losses.objective import DIAGNOSTICS
 from engine.losses.teacher import common_vocabulary, first_difference
 from model.checkpoint.fingerprint import digest_of_checkpoint
+from tests.lib.checkpoints import edit_json
 from tests.lib.tiny import tiny_checkpoint, tiny_tokenizer
 
 K = 3
@@ -79,11 +83,21 @@ def made(seed, tmp_path, monkeypatch):
     return samples, teacher, arrays, tmp_path / "cache"
 
 
+def found_by_ranks(directory):
+    """The errors of three ranks that verify a cache."""
+    found = []
+    for rank in range(3):
+        try:
+            TeacherCache(directory).verify(rank, 3)
+        except CacheError as error:
+            found.append(str(error))
+    return found
+
+
 def test_what_was_written_is_read_back(made):
     samples, teacher, arrays, directory = made
+    assert not found_by_ranks(directory)
     cache = TeacherCache(directory)
-    for rank in range(3):
-        cache.verify(rank, 3)
     cache.check_quantized_on_load_of(samples, tiny_tokenizer())
     cache.check_teacher(str(teacher), digest_of_checkpoint(teacher))
     for name, array in arrays.items():
@@ -106,40 +120,19 @@ def test_a_changed_byte_is_found_by_one_of_the_ranks(made):
     contents = bytearray((directory / name).read_bytes())
     contents[random.randrange(len(contents))] ^= 1 << random.randrange(8)
     (directory / name).write_bytes(contents)
-    cache = TeacherCache(directory)
-    found = []
-    for rank in range(3):
-        try:
-            cache.verify(rank, 3)
-        except CacheError as error:
-            found.append(str(error))
+    found = found_by_ranks(directory)
     assert sum(f"{directory / name}: bytes" in text and "write it again" in text for text in found) == 1
     # Another rank may see it, too, if the byte turned a token or a log-probability into what is none.
     assert all(str(directory / name) in text and "write" in text for text in found)
 
 
-def cut(directory):
-    (directory / "log_probs").write_bytes(b"1234")
-
-
-def remove(directory):
-    (directory / "indices").unlink()
-
-
-def forget_manifest(directory):
-    (directory / "manifest.json").unlink()
-
-
-def half_manifest(directory):
-    path = directory / "manifest.json"
-    path.write_text(path.read_text()[:50])
-
-
 def edit_manifest(**values):
+    """A change of the manifest; None removes a key."""
+
     def edit(directory):
-        path = directory / "manifest.json"
-        contents = {**json.loads(path.read_text()), **values}
-        path.write_text(json.dumps({key: value for key, value in contents.items() if value is not None}))
+        contents = edit_json(directory / "manifest.json", **values)
+        kept = {key: value for key, value in contents.items() if value is not None}
+        (directory / "manifest.json").write_text(json.dumps(kept))
 
     return edit
 
@@ -147,10 +140,10 @@ def edit_manifest(**values):
 @pytest.mark.parametrize(
     "damage, said",
     [
-        (cut, "log_probs has 4 bytes, expected"),
-        (remove, "indices is not there, expected"),
-        (forget_manifest, "has no manifest.json"),
-        (half_manifest, "manifest.json is damaged"),
+        (lambda d: (d / "log_probs").write_bytes(b"1234"), "log_probs has 4 bytes, expected"),
+        (lambda d: (d / "indices").unlink(), "indices is not there, expected"),
+        (lambda d: (d / "manifest.json").unlink(), "has no manifest.json"),
+        (lambda d: (d / "manifest.json").write_text('{"format": 1,'), "manifest.json is damaged"),
         (edit_manifest(format=2), "is of format 2, expected 1"),
         (edit_manifest(format=None), "manifest.json is damaged"),
         (edit_manifest(top_k=None), "manifest.json is damaged"),
@@ -181,13 +174,7 @@ def test_values_that_no_teacher_says_are_refused_whatever_their_checksum(made, n
     changed.reshape(-1)[random.randrange(changed.size)] = value
     (directory / name).write_bytes(changed.tobytes())
     refit(directory)
-    cache = TeacherCache(directory)
-    found = []
-    for rank in range(3):
-        try:
-            cache.verify(rank, 3)
-        except CacheError as error:
-            found.append(str(error))
+    found = found_by_ranks(directory)
     assert len(found) == 1 and str(directory / name) in found[0] and "again" in found[0]
 
 
@@ -202,29 +189,27 @@ def test_offsets_of_other_samples_are_refused(made):
 
 
 def refit(directory):
-    """Make the checksums fit again, as whoever sends a cache of theirs would."""
-    path = directory / "manifest.json"
-    contents = json.loads(path.read_text())
+    """Make the checksums fit again, as those of a forged cache do."""
+    contents = json.loads((directory / "manifest.json").read_text())
     manifest = Manifest(**{key: value for key, value in contents.items() if key != "format"})
     sums = teacher_cache.checksums(directory, manifest, 0, 1)
-    contents["checksums"] = {name: [found[index] for index in sorted(found)] for name, found in sums.items()}
-    path.write_text(json.dumps(contents))
+    sums = {name: [found[index] for index in sorted(found)] for name, found in sums.items()}
+    edit_json(directory / "manifest.json", checksums=sums)
 
 
 def test_a_cache_of_something_else_is_refused(made, tmp_path):
     samples, _, _, directory = made
-    cache = TeacherCache(directory)
-    with pytest.raises(CacheError, match="is of 20 samples, the recipe's data of 19"):
-        cache.check_quantized_on_load_of(samples[1:], tiny_tokenizer())
-    with pytest.raises(CacheError, match="is of other samples"):
-        cache.check_quantized_on_load_of([*samples[1:], samples[0]], tiny_tokenizer())
-    masked = Sample(samples[0].input_ids, np.full_like(samples[0].labels, IGNORE))
-    with pytest.raises(CacheError, match=r"is of other samples .*data\.loss_on"):
-        cache.check_quantized_on_load_of([masked, *samples[1:]], tiny_tokenizer())
-    tokenizer = tiny_tokenizer()
+    cache, tokenizer = TeacherCache(directory), tiny_tokenizer()
     tokenizer.add_tokens("new")
-    with pytest.raises(CacheError, match="another tokenizer"):
-        cache.check_quantized_on_load_of(samples, tokenizer)
+    masked = Sample(samples[0].input_ids, np.full_like(samples[0].labels, IGNORE))
+    for others, theirs, said in (
+        (samples[1:], tiny_tokenizer(), "is of 20 samples, the recipe's data of 19"),
+        ([*samples[1:], samples[0]], tiny_tokenizer(), "is of other samples"),
+        ([masked, *samples[1:]], tiny_tokenizer(), r"is of other samples .*data\.loss_on"),
+        (samples, tokenizer, "another tokenizer"),
+    ):
+        with pytest.raises(CacheError, match=said):
+            cache.check_quantized_on_load_of(others, theirs)
     other = tiny_checkpoint(tmp_path / "other", "llama", seed=5)
     with pytest.raises(CacheError, match="another teacher"):
         cache.check_teacher(str(other), digest_of_checkpoint(other))
@@ -264,10 +249,6 @@ def test_common_tokens():
 
 
 def test_names_of_losses_are_taken():
-    from engine.config.config import Recipe
-    from engine.config.sections import DataRecipe, ModelRecipe, TrainRecipe
-    from engine.loop import Loop
-
     loop = Loop(Recipe(ModelRecipe("m"), DataRecipe(["d"]), TrainRecipe(steps=1), "out"))
     loop.token_loss("mine", weight=0.5)(lambda chunk: chunk.student.sum(-1))
     for name in ("mine", "lm", "kd", "total", "router_aux", *DIAGNOSTICS):

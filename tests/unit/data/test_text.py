@@ -6,7 +6,8 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
 
 from data.samples import IGNORE, DataError, plain_backend
 from data.text import read_text, split_text
@@ -58,10 +59,10 @@ def test_every_token_is_predicted_once(tmp_path, rng):
         assert np.concatenate([sample.labels for sample in samples]).tolist() == stream[1:]
         lengths = [len(sample.input_ids) for sample in samples]
         assert lengths[:-1] == [block] * (len(lengths) - 1) and 1 <= lengths[-1] <= block
-        assert all(sample.labels.dtype == sample.input_ids.dtype == np.int32 for sample in samples)
         assert all(
-            len(sample.labels) == len(sample.input_ids) and (sample.labels != IGNORE).all() for sample in samples
+            len(s.labels) == len(s.input_ids) and s.labels.dtype == s.input_ids.dtype == np.int32 for s in samples
         )
+        assert all((sample.labels != IGNORE).all() for sample in samples)
 
 
 def byte_level() -> Tokenizer:
@@ -98,6 +99,15 @@ def test_pieces_give_the_tokens_of_the_whole(backend, rng):
         assert apart == backend.encode(content, add_special_tokens=False).ids
         count += len(pieces)
     assert (count == 30) == (backend.normalizer is not None), "only the tokenizer with a prefix cannot be cut"
+
+
+def test_long_lines_are_cut_between_words(rng):
+    backend = byte_level()
+    content = " ".join(rng.choice(["quick", "the", "12", "plus", "é", "fox."]) for _ in range(3000))
+    pieces = list(split([content], backend, 50))
+    assert "".join(pieces) == content and max(map(len, pieces)) < 2 * 50 + 100
+    apart = [token for piece in pieces for token in backend.encode(piece, add_special_tokens=False).ids]
+    assert apart == backend.encode(content, add_special_tokens=False).ids
 
 
 def test_large_files_are_read_in_pieces(tmp_path, rng, monkeypatch):
@@ -151,23 +161,29 @@ def test_newlines_stay_and_a_byte_order_mark_goes(tmp_path):
 
 
 def test_errors(tmp_path):
-    tokenizer, good, bad, empty, one = tiny_tokenizer(), *(tmp_path / name for name in ("good", "bad", "empty", "one"))
+    good, bad, empty, none, one = (tmp_path / name for name in ("good", "bad", "empty", "none", "one"))
     good.write_text("some text\n")
     bad.write_bytes(b"one\ntwo\ncaf\xe9\n")
     empty.write_bytes(b"")
     one.write_text("x")
-    with pytest.raises(DataError, match=r"/bad:3: found bytes that are not UTF-8"):
-        read_text([good, bad], tokenizer, 8)
-    with pytest.raises(DataError, match=r"/empty: the file is empty\n.*/none: no such file"):
-        read_text([good, empty, tmp_path / "none"], tokenizer, 8)
-    with pytest.raises(DataError, match=r"/one: found 1 tokens, expected at least 2"):
-        read_text([one], tokenizer, 8)
-    with pytest.raises(DataError, match="block length of 0"):
-        read_text([good], tokenizer, 0)
-    tokenizer.eos_token = None
-    assert read_text([good], tokenizer, 8)
-    with pytest.raises(DataError, match="no EOS token to join 2 files"):
-        read_text([good, good], tokenizer, 8)
+    no_eos, words = tiny_tokenizer(), Tokenizer(models.WordLevel({"some": 0}, unk_token="?"))
+    no_eos.eos_token = None
+    assert read_text([good], no_eos, 8)
+    for files, tokenizer, block, message in (
+        ([good, bad], tiny_tokenizer(), 8, r"/bad:3: found bytes that are not UTF-8"),
+        ([good, empty, none], tiny_tokenizer(), 8, r"/empty: the file is empty\n.*/none: no such file"),
+        ([one], tiny_tokenizer(), 8, r"/one: found 1 tokens, expected at least 2"),
+        ([good], tiny_tokenizer(), 0, "block length of 0"),
+        ([good, good], no_eos, 8, "no EOS token to join 2 files"),
+        (
+            [good],
+            PreTrainedTokenizerFast(tokenizer_object=words),
+            8,
+            "/good: found text that the tokenizer does not take: .*UNK",
+        ),
+    ):
+        with pytest.raises(DataError, match=message):
+            read_text(files, tokenizer, block)
 
 
 def test_a_block_belongs_to_the_file_of_its_first_token(tmp_path):
