@@ -3,14 +3,8 @@
 from tests.families.make import Variant
 
 MLA = {"head_dim": 8, "num_key_value_heads": 4}  # the rotary part alone is what these call the size of a head
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0}
+LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 LONGROPE = {
     "rope_type": "longrope",
@@ -21,18 +15,24 @@ LONGROPE = {
 }
 HYBRID = {"num_hidden_layers": 4}
 LINEAR_AND_FULL = {"layer_types": ["linear_attention", "full_attention"]}
-QWEN4 = {
-    "indexer_n_heads": 2,
-    "indexer_kv_heads": 1,
-    "indexer_head_dim": 16,
-    "indexer_budget": 16,
-    "indexer_compress_ratio": 4,
-}
+QWEN4 = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16}
+QWEN4 |= {"indexer_budget": 16, "indexer_compress_ratio": 4}
 SLIDING_AND_FULL = {"layer_types": ["sliding_attention", "full_attention"]}
 
 
 def _v(name: str, model_type: str | None = None, parts: dict | None = None, **options) -> Variant:
     return Variant(name, model_type or name, options, parts or {})
+
+
+def _named(names: str) -> list[Variant]:
+    """Families without a quirk."""
+    return [_v(name) for name in names.split()]
+
+
+def _seeing(name: str, text: str | dict, vision: str, token: str = "image_token_index", **options) -> Variant:
+    """A composite family by the types of its language model, or that and more of its options, and of its eyes."""
+    language = {"model_type": text} if isinstance(text, str) else text
+    return _v(name, None, {"text_config": language, "vision_config": {"model_type": vision}}, **{token: 3}, **options)
 
 
 DENSE = (
@@ -43,9 +43,7 @@ DENSE = (
     _v("llama, heads wider than hidden", "llama", head_dim=32),
     _v("mistral", sliding_window=None),
     _v("mistral, sliding window", "mistral"),
-    _v("ministral"),
-    _v("ministral3"),
-    _v("qwen2"),
+    *_named("ministral ministral3 qwen2"),
     _v("qwen2, tied", "qwen2", tie_word_embeddings=True),
     _v("qwen2, sliding window", "qwen2", use_sliding_window=True, max_window_layers=1),
     _v("qwen3"),
@@ -74,21 +72,16 @@ DENSE = (
     _v("olmo", clip_qkv=0.5),
     _v("olmo2"),
     _v("olmo3", **SLIDING_AND_FULL),
-    _v("starcoder2"),
-    _v("stablelm"),
+    *_named("starcoder2 stablelm"),
     _v("stablelm, parallel", "stablelm", use_parallel_residual=True, qk_layernorm=True, use_qkv_bias=True),
-    _v("gpt2"),
-    _v("gpt_bigcode"),
+    *_named("gpt2 gpt_bigcode"),
     _v("gpt_bigcode, heads apart", "gpt_bigcode", multi_query=False),
     _v("gpt_neo", attention_types=[[["global", "local"], 1]]),
     _v("gpt_neox"),
     _v("gpt_neox, sequential", "gpt_neox", use_parallel_residual=False),
-    _v("gptj"),
-    _v("codegen"),
-    _v("opt"),
+    *_named("gptj codegen opt"),
     _v("opt, 350m", "opt", word_embed_proj_dim=32, do_layer_norm_before=False),
-    _v("bloom"),
-    _v("mpt"),
+    *_named("bloom mpt"),
     _v("falcon", multi_query=True, parallel_attn=True),
     _v("falcon, 40b", "falcon", new_decoder_architecture=True, num_kv_heads=2),
     _v("falcon, alibi", "falcon", alibi=True, parallel_attn=False, multi_query=False, bias=True),
@@ -97,35 +90,20 @@ DENSE = (
     _v("cohere2", logit_scale=0.25, **SLIDING_AND_FULL),
     _v("granite", logits_scaling=8.0, embedding_multiplier=12.0, residual_multiplier=0.22, attention_multiplier=0.1),
     _v("granite_swa", logits_scaling=8.0),
-    _v("glm"),
-    _v("glm4"),
-    _v("helium"),
+    *_named("glm glm4 helium"),
     _v("smollm3", no_rope_layers=[1, 0]),
     _v("seed_oss"),
     _v("exaone4", **SLIDING_AND_FULL),
-    _v("nemotron"),
-    _v("persimmon"),
-    _v("arcee"),
-    _v("apertus"),
-    _v("ernie4_5"),
-    _v("hunyuan_v1_dense"),
-    _v("diffllama"),
-    _v("doge"),
-    _v("bitnet"),
+    *_named("nemotron persimmon arcee apertus ernie4_5 hunyuan_v1_dense diffllama doge bitnet"),
     _v("cwm", bos_token_id=1),
-    _v("jais2"),
-    _v("mellum"),
-    _v("hyperclovax"),
+    *_named("jais2 mellum hyperclovax"),
     _v("nanochat", final_logit_softcapping=15.0),
     _v("minicpm3", **MLA, dim_model_base=32),
     _v("youtu", **MLA),
     _v("xglm", attention_heads=4),
-    _v("biogpt"),
-    _v("openai-gpt"),
+    *_named("biogpt openai-gpt"),
     _v("modernbert-decoder", bos_token_id=1),
-    _v("hrm_text"),
-    _v("gpt_neox_japanese"),
-    _v("ctrl"),
+    *_named("hrm_text gpt_neox_japanese ctrl"),
     _v("cpmant", dim_head=16, dim_ff=96, prompt_length=4, prompt_types=4, segment_types=4),
     _v("gemma4_unified_text", **SLIDING_AND_FULL),
     _v("flint", **SLIDING_AND_FULL),
@@ -137,9 +115,7 @@ EXPERTS = (
     _v("qwen2_moe, mixed layers", "qwen2_moe", mlp_only_layers=[0]),
     _v("qwen3_moe", norm_topk_prob=True),
     _v("qwen3_moe, mixed layers", "qwen3_moe", mlp_only_layers=[0], norm_topk_prob=False),
-    _v("olmoe"),
-    _v("flex_olmo"),
-    _v("phimoe"),
+    *_named("olmoe flex_olmo phimoe"),
     _v("deepseek_v2", **MLA, q_lora_rank=None),
     _v("deepseek_v2, groups", "deepseek_v2", **MLA, topk_method="group_limited_greedy"),
     _v("deepseek_v3", **MLA),
@@ -149,17 +125,10 @@ EXPERTS = (
     _v("glm4_moe", use_qk_norm=True),
     _v("glm4_moe_lite", **MLA),
     _v("glm_moe_dsa", **MLA),
-    _v("dots1"),
-    _v("ernie4_5_moe"),
-    _v("exaone_moe"),
-    _v("solar_open"),
+    *_named("dots1 ernie4_5_moe exaone_moe solar_open"),
     _v("cohere2_moe", logit_scale=0.25),
     _v("hunyuan_v1_moe", moe_topk=[2, 2]),
-    _v("jetmoe"),
-    _v("minimax"),
-    _v("minimax_m2"),
-    _v("mimo_v2_flash"),
-    _v("laguna"),
+    *_named("jetmoe minimax minimax_m2 mimo_v2_flash laguna"),
     _v("gpt_oss", **SLIDING_AND_FULL),
     _v("llama4_text", intermediate_size_mlp=96, num_experts_per_tok=1, **HYBRID),
     _v("granitemoe", logits_scaling=8.0),
@@ -175,8 +144,7 @@ EXPERTS = (
             "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
         },
     ),
-    _v("afmoe"),
-    _v("aria_text"),
+    *_named("afmoe aria_text"),
     _v("longcat_flash", **MLA, qk_head_dim=24, zero_expert_num=2),
     _v("axk1", **MLA),
     _v("hy_v3"),
@@ -209,8 +177,7 @@ HYBRIDS = (
     _v("recurrent_gemma", num_hidden_layers=3, intermediate_size=192),
     _v("zamba", num_hidden_layers=4, layers_block_type=["mamba", "hybrid"] * 2),
     _v("zamba2", num_hidden_layers=4, layers_block_type=["mamba", "hybrid"] * 2, n_mamba_heads=8),
-    _v("rwkv"),
-    _v("xlstm"),
+    *_named("rwkv xlstm"),
     _v("lfm3", layer_types=["conv", "full_attention"]),
     _v("qwen4_exp_text", **LINEAR_AND_FULL, **QWEN4),
 )
@@ -218,86 +185,32 @@ HYBRIDS = (
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
 _QWEN_EYES = {"image_token_id": 3, "video_token_id": 4, "vision_start_token_id": 5, "vision_end_token_id": 6}
 _QWEN_MROPE = {"text_config": {"rope_parameters": _MROPE}}
+_DEEP_EYES = {**_QWEN_MROPE, "vision_config": {"deepstack_visual_indexes": [0]}}
+_SHORT_MROPE = {"text_config": {"rope_parameters": {**_MROPE, "mrope_section": [2, 1, 1]}}}
+_LLAMA4 = {"intermediate_size_mlp": 96, "num_experts_per_tok": 1, **HYBRID}
 COMPOSITE = (
     _v("qwen3_5", **_QWEN_EYES, parts={"text_config": LINEAR_AND_FULL}),
     _v("qwen3_5_moe", **_QWEN_EYES, parts={"text_config": LINEAR_AND_FULL}),
-    _v("qwen3_vl", **_QWEN_EYES, parts={**_QWEN_MROPE, "vision_config": {"deepstack_visual_indexes": [0]}}),
-    _v("qwen3_vl_moe", **_QWEN_EYES, parts={**_QWEN_MROPE, "vision_config": {"deepstack_visual_indexes": [0]}}),
+    _v("qwen3_vl", **_QWEN_EYES, parts=_DEEP_EYES),
+    _v("qwen3_vl_moe", **_QWEN_EYES, parts=_DEEP_EYES),
     _v("qwen2_vl", **_QWEN_EYES, parts=_QWEN_MROPE),
     _v("qwen2_5_vl", **_QWEN_EYES, parts={**_QWEN_MROPE, "vision_config": {"fullatt_block_indexes": [0]}}),
-    _v(
-        "gemma3",
-        image_token_index=3,
-        parts={"text_config": {"num_hidden_layers": 6}, "vision_config": {"model_type": "siglip_vision_model"}},
-    ),
+    _seeing("gemma3", {"num_hidden_layers": 6}, "siglip_vision_model"),
     _v("gemma4", image_token_id=3, parts={"text_config": SLIDING_AND_FULL}, audio_config=None),
-    _v(
-        "mistral3",
-        image_token_index=3,
-        parts={"text_config": {"model_type": "mistral"}, "vision_config": {"model_type": "pixtral"}},
-    ),
-    _v(
-        "llava",
-        image_token_index=3,
-        parts={"text_config": {"model_type": "llama"}, "vision_config": {"model_type": "clip_vision_model"}},
-    ),
-    _v(
-        "llava_next",
-        image_token_index=3,
-        parts={"text_config": {"model_type": "mistral"}, "vision_config": {"model_type": "clip_vision_model"}},
-    ),
-    _v(
-        "internvl",
-        image_token_id=3,
-        parts={"text_config": {"model_type": "qwen2"}, "vision_config": {"model_type": "internvl_vision"}},
-    ),
-    _v(
-        "aya_vision",
-        image_token_index=3,
-        parts={
-            "text_config": {"model_type": "cohere2", "logit_scale": 0.25},
-            "vision_config": {"model_type": "siglip_vision_model"},
-        },
-    ),
-    _v(
-        "llama4",
-        image_token_index=3,
-        parts={"text_config": {"intermediate_size_mlp": 96, "num_experts_per_tok": 1, "num_hidden_layers": 4}},
-    ),
+    _seeing("mistral3", "mistral", "pixtral"),
+    _seeing("llava", "llama", "clip_vision_model"),
+    _seeing("llava_next", "mistral", "clip_vision_model"),
+    _seeing("internvl", "qwen2", "internvl_vision", "image_token_id"),
+    _seeing("aya_vision", {"model_type": "cohere2", "logit_scale": 0.25}, "siglip_vision_model"),
+    _v("llama4", image_token_index=3, parts={"text_config": _LLAMA4}),
     _v("glm4v", image_token_id=3, video_token_id=4, parts=_QWEN_MROPE),
-    _v(
-        "glm4v_moe",
-        image_token_id=3,
-        video_token_id=4,
-        parts={"text_config": {"rope_parameters": {**_MROPE, "mrope_section": [2, 1, 1]}}},
-    ),
+    _v("glm4v_moe", image_token_id=3, video_token_id=4, parts=_SHORT_MROPE),
     _v("kimi_k25", parts={"text_config": {"model_type": "deepseek_v3", **MLA}}),
-    _v(
-        "lfm2_vl",
-        image_token_id=3,
-        parts={"text_config": {"model_type": "lfm2"}, "vision_config": {"model_type": "siglip2_vision_model"}},
-    ),
-    _v(
-        "smolvlm",
-        image_token_id=3,
-        parts={"text_config": {"model_type": "llama"}, "vision_config": {"model_type": "smolvlm_vision"}},
-    ),
-    _v(
-        "idefics3",
-        image_token_id=3,
-        parts={"text_config": {"model_type": "llama"}, "vision_config": {"model_type": "idefics3_vision"}},
-    ),
-    _v(
-        "paligemma",
-        image_token_index=3,
-        parts={"text_config": {"model_type": "gemma"}, "vision_config": {"model_type": "siglip_vision_model"}},
-    ),
-    _v(
-        "llava_onevision",
-        image_token_index=3,
-        video_token_index=4,
-        parts={"text_config": {"model_type": "qwen2"}, "vision_config": {"model_type": "siglip_vision_model"}},
-    ),
+    _seeing("lfm2_vl", "lfm2", "siglip2_vision_model", "image_token_id"),
+    _seeing("smolvlm", "llama", "smolvlm_vision", "image_token_id"),
+    _seeing("idefics3", "llama", "idefics3_vision", "image_token_id"),
+    _seeing("paligemma", "gemma", "siglip_vision_model"),
+    _seeing("llava_onevision", "qwen2", "siglip_vision_model", video_token_index=4),
     _v("exaone4_5", parts={"text_config": {"model_type": "exaone4", **SLIDING_AND_FULL}}),
     _v("gemma4_unified", parts={"text_config": SLIDING_AND_FULL}),
     _v("minimax_m3_vl"),

@@ -28,11 +28,10 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-import yaml
 
 from tests.golden.ranks import digest, exported
 from tests.lib.launcher import run_ranks
-from tests.lib.recipes import write_chats
+from tests.lib.recipes import write_chats, write_recipe
 from tests.lib.tiny import tiny_checkpoint
 
 HERE = Path(__file__).parent
@@ -45,7 +44,7 @@ BESIDE = {
     "optim": {"lr": 1e-2},
     "adapter": {"kind": "lora", "rank": 4, "merge": False, "base": "quantized", "targets": [".*self_attn.*"]},
 }
-# The sections of each run, merged into those that `write_recipe` gives all of them.
+# The sections of each run, merged into those of `write_run` and of tests/lib/recipes.py.
 RECIPES: dict[str, dict[str, Any]] = {
     "fp8_static": {"quant": {"scheme": "fp8_static"}, "learnable": {"act_scale": True}},
     "w4a16_g32": {"quant": {"scheme": "w4a16_g32"}},
@@ -55,39 +54,22 @@ RECIPES: dict[str, dict[str, Any]] = {
     # Codes that are made while the weights are read.
     "lora_quantized": {**BESIDE, "quant": {"scheme": "w4a16_g32", "calibration_batches": 0}},
     # Codes of a checkpoint, the export of another run.
-    "lora_source": {
-        **BESIDE,
-        "model": {"path": "w4a16_g32"},
-        "quant": {"scheme": "source"},
-        "export": {"format": "peft"},
-    },
+    "lora_source": {**BESIDE, "quant": {"scheme": "source"}, "export": {"format": "peft"}},
 }
+SOURCE = "w4a16_g32"
 
 
-def write_recipe(directory: Path, kind: str, stage: int, name: str) -> Path:
+def write_run(directory: Path, kind: str, stage: int, name: str) -> Path:
     """Write the recipe of one run, whose output goes to a directory beside it."""
-    run = directory / f"{kind}-{stage}-{name}"
-    ds_config = directory / f"zero{stage}.json"
-    # Without persistence stage 3 partitions even the smallest parameters.
-    zero = {"stage": stage, **({"stage3_param_persistence_threshold": 0} if stage == 3 else {})}
-    ds_config.write_text(json.dumps({"zero_optimization": zero}))
-    contents: dict[str, Any] = {
-        "model": {"path": str(directory / kind)},
-        "data": {"train": [str(directory / "chats.jsonl")], "max_length": 128, "micro_batch_size": 2},
+    sections: dict[str, Any] = {
         "train": {"steps": STEPS, "gradient_accumulation_steps": 2, "checkpoint_every": STEPS, "quant_stats_every": 0},
-        "optim": {"lr": 1e-3, "scale_lr": 1e-2, "weight_decay": 0.1, "warmup_steps": 2, "grad_clip": 0.5},
-        "loss": {"kd_weight": 0.5, "kd": "cakld", "teacher": str(directory / kind)},
-        "quant": {"calibration_batches": 2},
-        "deepspeed": str(ds_config),
-        "output_dir": str(run),
+        **RECIPES[name],
     }
-    for section, values in RECIPES[name].items():
-        contents[section] = {**contents.get(section, {}), **values}
-    if name == "lora_source":
-        contents["model"]["path"] = str(directory / f"{kind}-{stage}-{contents['model']['path']}" / "export")
-    path = run.with_suffix(".yaml")
-    path.write_text(yaml.safe_dump(contents))
-    return path
+    sections["export"] = {"enabled": True, **sections.get("export", {})}
+    model = directory / f"{kind}-{stage}-{SOURCE}" / "export" if name == "lora_source" else directory / kind
+    loss = {"teacher": str(directory / kind)}
+    chats, run = directory / "chats.jsonl", f"{kind}-{stage}-{name}"
+    return write_recipe(directory, run, model, chats, stage=stage, dtype="bfloat16", loss=loss, **sections)
 
 
 def train(directory: Path, kind: str, stage: int, name: str) -> dict[str, Any]:
@@ -95,8 +77,8 @@ def train(directory: Path, kind: str, stage: int, name: str) -> dict[str, Any]:
     found = directory / f"{kind}-{stage}-{name}" / "found.json"
     if not found.exists():
         if name == "lora_source":
-            train(directory, kind, stage, RECIPES[name]["model"]["path"])
-        run_ranks(HERE / "ranks.py", write_recipe(directory, kind, stage, name))
+            train(directory, kind, stage, SOURCE)
+        run_ranks(HERE / "ranks.py", write_run(directory, kind, stage, name))
     return json.loads(found.read_text())
 
 

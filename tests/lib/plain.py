@@ -23,14 +23,13 @@ from engine.config.reading import load_recipe
 from engine.config.sections import LossRecipe, OptimRecipe
 from engine.session.adapter import add_adapters
 from engine.session.optimizer import SCALE_GROUPS, lr_factor, parameter_groups, peak_learning_rates, set_learnable
-from model.build import build_model
-from model.checkpoint.load import load_weights
 from model.moe.experts import Form
 from quant import Quantization, prepare
 from quant.hadamard import rotate
 from quant.reference import absmax_scale
 from quant.rotation import rotate_inputs
 from quant.scale import first_input_scale
+from tests.lib.checkpoints import load_model
 from tests.lib.definitions import kd_loss, lm_loss
 
 RANKS = 2
@@ -97,9 +96,7 @@ def plain_loaders(settings: Recipe) -> list[Loader]:
 
 def plain_weights(path: str, experts: Form = "stacked") -> nn.Module:
     """The checkpoint as our model, fp32, not quantized."""
-    model = build_model(path, {}, dtype=torch.float32, device=torch.device("cpu"), experts=experts)
-    load_weights(model, path, progress=False)
-    return model
+    return load_model(Path(path), torch.float32, experts=experts)
 
 
 def plain_model(settings: Recipe) -> tuple[nn.Module, Quantization]:

@@ -1,4 +1,4 @@
-"""Recipes: the smallest one and what is said of bad ones, and those of the distributed tests with their data."""
+"""Recipes: the smallest ones and what is said of bad ones, and those of the distributed tests with their data."""
 
 import json
 from dataclasses import fields
@@ -10,8 +10,9 @@ import yaml
 
 from engine.config.config import Recipe
 from engine.config.errors import RecipeError
-from engine.config.reading import parse_recipe
+from engine.config.reading import load_recipe, parse_recipe
 from tests.lib.root import ROOT
+from tests.lib.tiny import tiny_config
 
 STEPS = 5
 
@@ -30,6 +31,33 @@ def write_chats(path: Path, *, question: str = "input", answer: str = "output") 
     return path
 
 
+def merged(contents: dict[str, Any], sections: dict[str, Any]) -> dict[str, Any]:
+    """The contents of a recipe with other values in its sections."""
+    return contents | {
+        name: {**contents.get(name, {}), **values} if isinstance(values, dict) else values
+        for name, values in sections.items()
+    }
+
+
+def bare_recipe(directory: Path, kind: str | Path = "qwen3", **sections: Any) -> Recipe:
+    """Read a recipe of a model that is nothing but a config.json: of a kind of tiny model, or a file."""
+    model = directory / "model"
+    model.mkdir(exist_ok=True)
+    if isinstance(kind, Path):
+        (model / "config.json").write_text(kind.read_text())
+    else:
+        tiny_config(kind, layers=6).save_pretrained(model)
+    contents = {
+        "model": {"path": str(model)},
+        "data": {"train": ["none"], "kind": "text", "max_length": 64},
+        "train": {"steps": 5},
+        "output_dir": str(directory / "out"),
+    }
+    path = directory / "recipe.yaml"
+    path.write_text(yaml.safe_dump(merged(contents, sections)))
+    return load_recipe(path)
+
+
 def write_ds_config(directory: Path, name: str, shipped: str, /, **sections: Any) -> str:
     """``<directory>/<name>.json``: the ``shipped`` configuration, with ``sections`` merged into it.
 
@@ -38,10 +66,8 @@ def write_ds_config(directory: Path, name: str, shipped: str, /, **sections: Any
     config = json.loads((ROOT / "ds_configs" / f"{shipped}.json").read_text())
     if config["zero_optimization"]["stage"] == 3:
         config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
-    for section, values in sections.items():
-        config[section] = {**config.get(section, {}), **values}
     path = directory / f"{name}.json"
-    path.write_text(json.dumps(config))
+    path.write_text(json.dumps(merged(config, sections)))
     return str(path)
 
 
@@ -66,8 +92,7 @@ def write_recipe(
         "deepspeed": str(ds_config),
         "output_dir": str(directory / name),
     }
-    for section, values in sections.items():
-        contents[section] = {**contents.get(section, {}), **values} if isinstance(values, dict) else values
+    contents = merged(contents, sections)
     # One look at the quantization is enough, unless a test counts them: it draws a picture, which costs several steps.
     contents["train"].setdefault("quant_stats_every", min(contents["train"]["steps"], 4))
     path = directory / f"{name}.yaml"
@@ -85,10 +110,8 @@ output_dir: out
 
 def minimal(**sections: Any) -> Recipe:
     """Build the smallest valid recipe; a dict changes options of a section, another value takes its place."""
-    contents = yaml.safe_load(MINIMAL)
+    contents = merged(yaml.safe_load(MINIMAL), sections)
     kinds: dict[str, Any] = {item.name: item.type for item in fields(Recipe)}
-    for name, value in sections.items():
-        contents[name] = {**contents.get(name, {}), **value} if isinstance(value, dict) else value
     return Recipe(**{name: kinds[name](**one) if isinstance(one, dict) else one for name, one in contents.items()})
 
 

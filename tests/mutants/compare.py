@@ -46,9 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)
-    parser.add_argument(
-        "--pack", action="store_true", help="put the verdicts of the first run into the second, a packed one"
-    )
+    parser.add_argument("--pack", action="store_true", help="put the first run's verdicts into the second, packed one")
     args = parser.parse_args()
     if args.pack:
         pack(args.before, args.after)

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 import transformers
 import yaml
-from safetensors import safe_open
 from torch import Tensor
 
 from engine.cluster.job import join_ranks
@@ -36,6 +35,7 @@ from model.ranks import RankError, gather_objects, is_main, raise_everywhere, ra
 from model.save import export_model, not_loaded
 from tests.families.make import Variant
 from tests.families.variants import VARIANTS
+from tests.lib.checkpoints import read_tensors
 from tests.lib.garbage import collect
 from tests.lib.recipes import write_chats, write_recipe
 from tests.lib.root import ROOT
@@ -43,11 +43,8 @@ from tools.verify.check import compare_with_transformers
 
 REFUSALS = (RankError, RecipeError)
 STEPS = 12
-ZERO_3 = {
-    "train_micro_batch_size_per_gpu": 1,
-    "bf16": {"enabled": True},
-    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-}
+ZERO_3: dict[str, Any] = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+ZERO_3 |= {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}}
 ZERO_0: dict[str, Any] = {"zero_optimization": {"stage": 0}}
 NO_TEACHER = {"kd_weight": 0.0, "teacher": None}
 # fp32 sums in another order, through two to six layers; a wrong factor, mask or position gives 1e-2 and more.
@@ -65,13 +62,9 @@ class Wrong(AssertionError):
     """Something is not as transformers has it, and nobody said so."""
 
 
-def tensors_of(directory: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, by key."""
-    found: dict[str, Tensor] = {}
-    for file in sorted(directory.glob("*.safetensors")):
-        with safe_open(file, "pt") as opened:
-            found.update({key: opened.get_tensor(key) for key in opened.keys()})  # noqa: SIM118 (it cannot be iterated)
-    return found
+def apart(one: Tensor, two: Tensor) -> float:
+    """Return the largest difference, in standard deviations of the second."""
+    return ((one - two).abs().max() / two.std()).item()
 
 
 def same_keys(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
@@ -85,12 +78,11 @@ def same_keys(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
 
 
 def same_values(ours: Tensor, theirs: Tensor) -> bool:
-    """Bit for bit; a buffer that classes keep in fp32 may have become wider than this source has it."""
+    """Compare bit for bit; a buffer that classes keep in fp32 may have become wider than this source has it."""
     if ours.dtype == torch.float32 and theirs.dtype == torch.bfloat16:
         theirs = theirs.float()
-    return ours.dtype == theirs.dtype and torch.equal(
-        ours.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8)
-    )
+    one, two = (tensor.reshape(-1).view(torch.uint8) for tensor in (ours, theirs))
+    return ours.dtype == theirs.dtype and torch.equal(one, two)
 
 
 def plain(source: Path, out: Path) -> None:
@@ -98,7 +90,7 @@ def plain(source: Path, out: Path) -> None:
     model = build_model(source, ZERO_3, dtype=torch.bfloat16, device=torch.device("cpu"))
     load_weights(model, source, progress=False)
     export_model(model, None, source, out)
-    ours, theirs = tensors_of(out), tensors_of(source)
+    ours, theirs = read_tensors(out), read_tensors(source)
     same_keys(ours, theirs)
     other = [key for key in theirs if not same_values(ours[key], theirs[key])]
     if other:
@@ -122,8 +114,7 @@ def exact(variant: Variant, source: Path, out: Path) -> None:
         result = one(input_ids=ids, use_cache=False).logits.float()
         torch.nn.functional.cross_entropy(result[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
         logits.append(result.detach())
-    error = ((logits[0] - logits[1]).abs().max() / logits[0].std()).item()
-    if not error < ROUNDING:
+    if not (error := apart(logits[1], logits[0])) < ROUNDING:
         raise Wrong(f"logits differ by {error:.2g} of their standard deviation")
     for one in (theirs, model):
         for parameter in one.parameters():
@@ -134,7 +125,7 @@ def exact(variant: Variant, source: Path, out: Path) -> None:
     if is_main():
         theirs.save_pretrained(out.with_name(f"{out.name}-theirs"))
     raise_everywhere(None)
-    ours, expected = tensors_of(out), tensors_of(out.with_name(f"{out.name}-theirs"))
+    ours, expected = read_tensors(out), read_tensors(out.with_name(f"{out.name}-theirs"))
     for key in expected.keys() & ours.keys():
         given = ~expected[key].isnan()
         if not expected[key].is_floating_point() or not given.any():
@@ -152,24 +143,19 @@ def leaks(variant: Variant) -> float:
     generator = torch.Generator().manual_seed(2)
     first, other, second = (torch.randint(7, 300, (1, length), generator=generator) for length in LENGTHS)
 
-    def logits(*samples: Tensor) -> dict[int, Tensor]:
-        """Of each sample of a row."""
+    def logits(*samples: Tensor) -> list[Tensor]:
+        """Compute the logits of each sample of a row."""
         positions = torch.cat([torch.arange(sample.shape[1]) for sample in samples])[None]
         row = torch.cat(samples, 1)
         try:
             found = model(input_ids=row, position_ids=positions, use_cache=False).logits[0].float()
         except TypeError:  # a class that knows no position_ids
             found = model(input_ids=row, use_cache=False).logits[0].float()
-        pieces = found.split([sample.shape[1] for sample in samples])
-        return {id(sample): piece for sample, piece in zip(samples, pieces, strict=True)}
+        return list(found.split([sample.shape[1] for sample in samples]))
 
-    def apart(one: Tensor, two: Tensor) -> float:
-        return ((one - two).abs().max() / two.std()).item()
-
-    alone = logits(second)[id(second)]
-    behind, behind_other = logits(first, second)[id(second)], logits(other, second)[id(second)]
+    (alone,), (_, behind), (_, behind_other) = logits(second), logits(first, second), logits(other, second)
     # Sparse attention chooses among equal scores by how long the row is, also where nothing stands before.
-    length = apart(logits(second, first)[id(second)], alone)
+    length = apart(logits(second, first)[0], alone)
     return max(apart(behind, behind_other), apart(behind, alone) - 4 * length)
 
 
@@ -202,7 +188,7 @@ def train(recipe: Path) -> str | None:
             seen = state.session.model.eval()(input_ids=batches[0], use_cache=False).logits.float()
             found = load(export).bfloat16()(input_ids=batches[0], use_cache=False).logits.float()
         state.session.engine.destroy()
-        if not (error := ((found - seen).abs().max() / seen.std()).item()) < ROUNDING_BF16:
+        if not (error := apart(found, seen)) < ROUNDING_BF16:
             raise Wrong(f"logits of the weights differ by {error:.2g} of their standard deviation")
         return None
     reason = not_loaded(state.session.model, state.session.quantization)

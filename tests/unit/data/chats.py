@@ -97,12 +97,6 @@ def chatml() -> tuple[PreTrainedTokenizerFast, str]:
     return tiny_tokenizer(), END
 
 
-def trimmed_offsets() -> tuple[PreTrainedTokenizerFast, str]:
-    tokenizer = tiny_tokenizer()
-    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
-    return tokenizer, END
-
-
 def writes_bos() -> tuple[PreTrainedTokenizerFast, str]:
     """As Llama 3: the template writes BOS, and so would the tokenizer; the header of a turn ends with two newlines."""
     tokenizer = templated(
@@ -133,7 +127,7 @@ def normalizing() -> tuple[PreTrainedTokenizerFast, str]:
     return tokenizer, END
 
 
-KINDS = [chatml, trimmed_offsets, writes_bos, swallows_whitespace, normalizing]
+KINDS = [chatml, writes_bos, swallows_whitespace, normalizing]
 
 
 def words_tokenizer(template: str) -> PreTrainedTokenizerFast:

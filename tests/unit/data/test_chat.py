@@ -1,13 +1,14 @@
 """Chat JSONL: exactly the answer is learned."""
 
 import re
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from data import tokens
-from data.chat import Counts, read_chat
+from data.chat import read_chat
 from data.samples import IGNORE, DataError, Sample
 from data.tokens import OffsetTokenizer, in_groups
 from tests.lib.tiny import CHAT_TEMPLATE, tiny_tokenizer
@@ -59,6 +60,7 @@ def test_exactly_the_answers_are_learned(kind, tmp_path, rng):
         ids = tokenizer(rendered, add_special_tokens=False).input_ids
         assert ids[: len(sample.input_ids) + 1] == [*sample.input_ids, sample.labels[-1]]
         assert not tokenizer.decode(ids[len(sample.input_ids) + 1 :]).strip()
+    assert tokenizer("x").input_ids == kind()[0]("x").input_ids, "the caller's tokenizer was changed"
 
 
 def test_blank_and_opening_answers_are_context(tmp_path):
@@ -79,30 +81,23 @@ def test_blank_and_opening_answers_are_context(tmp_path):
     assert (counts.samples, counts.without_target) == (2, 2)
 
 
-def test_bos_stands_once(tmp_path):
-    tokenizer, _ = writes_bos()
-    (sample,), _ = read(tmp_path, tokenizer, GOOD)
-    assert sample.input_ids[0] == tokenizer.bos_token_id
-    assert (sample.input_ids == tokenizer.bos_token_id).sum() == 1
-    assert tokenizer("x").input_ids[0] == tokenizer.bos_token_id, "the caller's tokenizer was changed"
-
-
 def test_three_forms_give_the_same_sample(tmp_path):
-    def shared(*pairs: tuple[str, str]) -> list[dict[str, str]]:
-        return [{"from": speaker, "value": value} for speaker, value in pairs]
+    def shared(*pairs: tuple[str, str]) -> dict[str, Any]:
+        return {"conversations": [{"from": speaker, "value": value} for speaker, value in pairs]}
 
     system, user, answer = "Be brief.", "Is it\nso?", "It is."
+    beside = {"system": system}
     rows = [
         turns(("system", system), ("user", user), ("assistant", answer)),
-        {"system": system, **turns(("user", user), ("assistant", answer))},
-        {"conversations": shared(("system", system), ("human", user), ("gpt", answer))},
-        {"system": system, "conversations": shared(("user", user), ("assistant", answer))},
-        {"system": system, "input": user, "output": answer, "id": 7},
-        {"system": system, "instruction": "Is it", "input": "so?", "output": answer},
-        {"system": system, "instruction": user, "input": "", "output": answer},
-        {"system": system, "instruction": user, "output": answer},
+        beside | turns(("user", user), ("assistant", answer)),
+        shared(("system", system), ("human", user), ("gpt", answer)),
+        beside | shared(("user", user), ("assistant", answer)),
+        beside | {"input": user, "output": answer, "id": 7},
+        beside | {"instruction": "Is it", "input": "so?", "output": answer},
+        beside | {"instruction": user, "input": "", "output": answer},
+        beside | {"instruction": user, "output": answer},
         # Turns after the last answer have nothing to say about it.
-        {"system": system, "conversations": shared(("human", user), ("gpt", answer), ("human", "?"))},
+        beside | shared(("human", user), ("gpt", answer), ("human", "?")),
     ]
     tokenizer = tiny_tokenizer()
     samples, _ = read(tmp_path, tokenizer, *rows)
@@ -201,75 +196,53 @@ def test_answer_without_end_token_keeps_its_own_whitespace(tmp_path):
     assert counts.without_end == 1 and "1 answers without an end-of-turn token" in counts.summary()
 
 
+def cut(sample: Sample, limit: int, bos: int | None) -> tuple[list[int], list[int]] | None:
+    """Inputs and labels that are left where the beginning is cut off; None where the last answer has no room.
+
+    The last answer stays whole; an earlier one stays a target if its first token's predecessor is still there.
+    """
+    ids, labels = sample.input_ids.tolist(), sample.labels.tolist()
+    excess = len(ids) - limit
+    if excess <= 0:
+        return ids, labels
+    last = max(i for i, label in enumerate(labels) if label != IGNORE and (not i or labels[i - 1] == IGNORE))
+    if excess > last:
+        return None
+    keeps_bos = int(ids[0] == bos and excess < last)
+    begin = end = excess + keeps_bos
+    if labels[begin - 1] != IGNORE:  # the cut goes through an answer, which is lost whole
+        while labels[end] != IGNORE:
+            end += 1
+    left = [IGNORE] * (end - begin) + labels[end:]
+    return ids[:1] * keeps_bos + ids[begin:], [IGNORE] * keeps_bos + left
+
+
+@pytest.mark.parametrize("loss_on", ["last", "all"])
 @pytest.mark.parametrize("kind", [chatml, writes_bos])
-def test_too_long(kind, tmp_path, rng):
-    tokenizer, _ = kind()
-    bos = kind is writes_bos
-    rows = [{"input": text(rng, 3), "output": text(rng) + "x"} for _ in range(40)] + [{"input": "x", "output": " "}]
-    full, counts = read(tmp_path, tokenizer, *rows)
-    assert (counts.lines, counts.samples, counts.without_target, counts.too_long) == (41, 40, 1, 0)
-    limit = sorted(len(sample.input_ids) for sample in full)[rng.randrange(5, 35)]
-    kept, counts = read(tmp_path, tokenizer, *rows, max_length=limit)
-    fitting = [sample for sample in full if len(sample.input_ids) <= limit]
-    assert [s.labels.tolist() for s in kept] == [s.labels.tolist() for s in fitting]
-    assert counts.too_long == 40 - len(fitting) and counts.samples == len(kept)
-
-    cut, counts = read(tmp_path, tokenizer, *rows, max_length=limit, too_long="truncate")
-    answerable = [s for s in full if (s.labels != IGNORE).sum() <= limit]
-    assert counts.too_long == 40 - len(answerable) and counts.truncated == len(answerable) - len(fitting)
-    for sample, original in zip(cut, answerable, strict=True):
-        length = len(sample.input_ids)
-        assert length == min(limit, len(original.input_ids))
-        assert learned(sample, tokenizer) == learned(original, tokenizer)
-        prompt = length - int((sample.labels != IGNORE).sum()) + 1
-        keeps_bos = int(bos and prompt > 1)
-        tail = original.input_ids[len(original.input_ids) - (length - keeps_bos) :]
-        assert sample.input_ids[keeps_bos:].tolist() == tail.tolist()
-        assert not keeps_bos or sample.input_ids[0] == tokenizer.bos_token_id
-    with pytest.raises(DataError, match=r"no sample is left of .*a\.jsonl: 0 samples of 41 lines.* dropped 40 too lon"):
-        read(tmp_path, tokenizer, *rows, max_length=1, too_long="truncate")
-
-
-@pytest.mark.parametrize("kind", [chatml, writes_bos])
-def test_too_long_with_all_answers(kind, tmp_path, rng):
-    """The last answer stays whole; an earlier one stays a target if its first token's predecessor is still there."""
+def test_too_long(kind, loss_on, tmp_path, rng):
+    """At every length, dropped and truncated."""
     tokenizer, _ = kind()
     short = messages(("user", "a"), ("assistant", "b"))
-    rows = [{"messages": short}, {"messages": [*short, *conversation(rng)[-2:], *short]}]
-    full, _ = read(tmp_path, tokenizer, *rows, loss_on="all")
-    originals = {sample.line: sample for sample in full}
-    for limit in range(len(full[0].input_ids), len(full[1].input_ids)):  # a cut at every place
-        options = {"max_length": limit, "too_long": "truncate"}
-        only_last, last_counts = read(tmp_path, tokenizer, *rows, **options)
-        samples, counts = read(tmp_path, tokenizer, *rows, **options, loss_on="all")
-        for name in ("samples", "too_long", "truncated"):
-            assert getattr(counts, name) == getattr(last_counts, name)
-        lost = 0
-        for sample, last in zip(samples, only_last, strict=True):
-            original = originals[sample.line]
-            assert sample.input_ids.tolist() == last.input_ids.tolist()
-            assert sample.labels.tolist() == cut_labels(original, sample, limit, kind is writes_bos, tokenizer)
-            lost += int((original.labels != IGNORE).sum() - (sample.labels != IGNORE).sum())
-        assert counts.targets_cut == lost
-        assert not lost or f"{lost:,} targets cut away with it" in counts.summary()
-        dropped, counts = read(tmp_path, tokenizer, *rows, max_length=limit, loss_on="all")
-        assert len(dropped) == sum(len(sample.input_ids) <= limit for sample in full)
-        assert counts.targets_cut == 0 and counts.too_long == len(full) - len(dropped)
-
-
-def cut_labels(original: Sample, sample: Sample, limit: int, bos: bool, tokenizer) -> list[int]:
-    """The labels that are left of a sample when its beginning is cut off."""
-    length = len(original.input_ids)
-    if length <= limit:
-        return original.labels.tolist()
-    keeps_bos = bos and bool(sample.input_ids[0] == tokenizer.bos_token_id)
-    cut = end = length - len(sample.labels) + keeps_bos
-    labels = original.labels.copy()
-    if cut and labels[cut - 1] != IGNORE:  # the cut goes through an answer, which is lost whole
-        while original.labels[end] != IGNORE:
-            end += 1
-    labels[:end] = IGNORE
-    return [IGNORE] * keeps_bos + labels[cut:].tolist()
+    rows = [{"messages": [*short, *conversation(rng)[-2:], *short]}, {"messages": short}]
+    rows += [{"messages": conversation(rng)[-4:]} for _ in range(2)] + [{"input": "x", "output": " "}]
+    full, counts = read(tmp_path, tokenizer, *rows, loss_on=loss_on)
+    assert (counts.lines, counts.samples, counts.without_target, counts.too_long) == (5, 4, 1, 0)
+    for limit in range(len(full[1].input_ids), max(len(sample.input_ids) for sample in full)):
+        fitting = [sample for sample in full if len(sample.input_ids) <= limit]
+        for mode, expected in (
+            ("drop", [(sample.input_ids.tolist(), sample.labels.tolist()) for sample in fitting]),
+            ("truncate", [left for sample in full if (left := cut(sample, limit, tokenizer.bos_token_id))]),
+        ):
+            samples, counts = read(tmp_path, tokenizer, *rows, loss_on=loss_on, max_length=limit, too_long=mode)
+            assert [(sample.input_ids.tolist(), sample.labels.tolist()) for sample in samples] == expected
+            assert (counts.samples, counts.too_long) == (len(expected), 4 - len(expected))
+            assert counts.truncated == len(expected) - len(fitting)
+            kept = [sample for sample in full if mode == "truncate" and cut(sample, limit, tokenizer.bos_token_id)]
+            targets = [sum(int((s.labels != IGNORE).sum()) for s in some) for some in (kept or fitting, samples)]
+            assert counts.targets_cut == targets[0] - targets[1]
+            assert not counts.targets_cut or f"{counts.targets_cut:,} targets cut away with it" in counts.summary()
+    with pytest.raises(DataError, match=r"no sample is left of .*a\.jsonl: 0 samples of 5 lines.* dropped 4 too long"):
+        read(tmp_path, tokenizer, *rows, loss_on=loss_on, max_length=1, too_long="truncate")
 
 
 def test_a_slow_tokenizer_and_bad_parameters_are_refused(tmp_path):
@@ -294,14 +267,6 @@ def test_order_over_files_and_batches(tmp_path, monkeypatch):
     assert counts.files == 2
 
 
-def test_summary_is_one_line():
-    counts = Counts(files=1, lines=1200, samples=1000, tokens=4000, targets=1000, too_long=150, without_target=50)
-    assert counts.summary() == (
-        "1,000 samples of 1,200 lines in 1 file, 4,000 tokens, 1,000 of them targets (25.0%); "
-        "dropped 150 too long, 50 without target"
-    )
-
-
 # ---- bounded memory
 
 
@@ -314,41 +279,30 @@ def test_groups_are_bounded_by_number_and_characters(rng):
     assert all(sum(map(len, group)) <= characters or len(group) == 1 for group in groups)
 
 
-@pytest.fixture
-def tokenized(monkeypatch) -> dict[str, list[list[int]]]:
-    """Lengths of the texts that are tokenized in each call, by method; 2,000 characters are the most in one."""
-    calls: dict[str, list[list[int]]] = {"one": [], "batch": []}
+def test_little_is_tokenized_at_a_time(tmp_path, rng, monkeypatch):
+    """A thousand lines of 64 KB took 3 GB in one call. Of a line that is far too long only the beginning is tokenized;
+    what is not certainly too long is tokenized whole, and kept."""
+    calls: list[int] = []
 
     class Counting(OffsetTokenizer):
         def one(self, text, spelled=()):
-            calls["one"].append([len(text)])
+            calls.append(len(text))
             return super().one(text, spelled)
 
         def batch(self, texts):
-            calls["batch"].append([len(text) for text in texts])
+            calls.append(sum(map(len, texts)))
             return super().batch(texts)
 
     monkeypatch.setattr("data.chat.OffsetTokenizer", Counting)
     monkeypatch.setattr("data.chat.CHARACTERS", 2000)
     monkeypatch.setattr(tokens, "CHARACTERS", 2000)
-    return calls
-
-
-def test_lines_are_tokenized_together_up_to_a_number_of_characters(tmp_path, tokenized):
-    """A thousand lines of 64 KB took 3 GB in one call."""
-    samples, _ = read(tmp_path, tiny_tokenizer(), *[{"input": "x" * 300, "output": "42"}] * 20)
-    together = [sum(lengths) for lengths in tokenized["batch"]]
-    assert len(samples) == 20 and 1600 < max(together) <= 2000 and sum(together) > 20 * 300
-
-
-@pytest.mark.parametrize("too_long", ["drop", "truncate"])
-def test_a_line_that_is_far_too_long_is_not_tokenized(too_long, tmp_path, rng, tokenized):
-    """Only its beginning is. What is not certainly too long is tokenized whole, and kept as before."""
     tokenizer = tiny_tokenizer()
+    samples, _ = read(tmp_path, tokenizer, *[{"input": "x" * 300, "output": "42"}] * 20)
+    assert len(samples) == 20 and 1600 < max(calls) <= 2000 and sum(calls) > 20 * 300
     rows = [GOOD, {"input": text(rng, 5) * 500, "output": "42"}, {"input": "x" * 2100, "output": "42"}]
-    samples, counts = read(tmp_path, tokenizer, *rows, max_length=100, too_long=too_long)
-    assert (counts.too_long, len(samples)) == (2, 1)
-    assert max(max(lengths) for lengths in (*tokenized["one"], *tokenized["batch"])) == 2000
+    for too_long in ("drop", "truncate"):
+        samples, counts = read(tmp_path, tokenizer, *rows, max_length=100, too_long=too_long)
+        assert (counts.too_long, len(samples)) == (2, 1) and max(calls) == 2000
     (_, long), counts = read(tmp_path, tokenizer, rows[0], rows[2], max_length=5000)
     assert counts.too_long == 0 and len(long.input_ids) > 2000
 

@@ -12,8 +12,8 @@ from data.samples import IGNORE, DataError, Sample
 
 
 def make(rng: random.Random, n: int) -> list[Sample]:
-    lengths = [rng.randint(1, 12) for _ in range(n)]
-    return [Sample(np.full(length, i, np.int32), np.full(length, i, np.int32)) for i, length in enumerate(lengths)]
+    """Samples of random lengths whose tokens are their numbers."""
+    return [Sample(*(np.full(rng.randint(1, 12), i, np.int32),) * 2) for i in range(n)]
 
 
 def numbers_of(samples: list[Sample]) -> list[int]:

@@ -4,7 +4,6 @@ code, raise nothing else and do not hang."""
 import json
 import os
 import pickle
-import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -114,36 +113,26 @@ def test_files_that_are_made_to_do_harm(source, tmp_path):
         assert not mark.exists(), index
 
 
-def mutations(content: Any, rng: random.Random) -> Iterator[Any]:
-    """A value of a JSON file replaced or removed, again and again."""
-    places: list[list[Any]] = []
-
-    def walk(value: Any, path: list[Any]) -> None:
-        places.append(path)
-        if isinstance(value, dict | list):
-            for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-                walk(inner, [*path, key])
-
-    walk(content, [])
-    while True:
-        changed, path = json.loads(json.dumps(content)), rng.choice(places[1:])
-        *above, last = path
-        place = changed
-        for key in above:
-            place = place[key]
-        if rng.random() < 0.3:
-            del place[last]
-        else:
-            place[last] = rng.choice(VALUES)
-        yield changed
+def places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Container and key of every value inside a JSON value."""
+    if isinstance(value, dict | list):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield value, key
+            yield from places(inner)
 
 
 @pytest.mark.parametrize("count", (30, pytest.param(500, marks=pytest.mark.full)))
 def test_mutated_files_are_errors_or_tokenizers(source, tmp_path, count, rng):
-    drawn = {name: mutations(json.loads((source / name).read_text()), rng) for name in FILES}
+    """A value of one of them is replaced or removed."""
     for index in range(count):
         name = rng.choice(FILES)
-        folder = damaged(source, tmp_path / str(index), {name: json.dumps(next(drawn[name])).encode()})
+        content = json.loads((source / name).read_text())
+        container, key = rng.choice(list(places(content)))
+        if rng.random() < 0.3:
+            del container[key]
+        else:
+            container[key] = rng.choice(VALUES)
+        folder = damaged(source, tmp_path / str(index), {name: json.dumps(content).encode()})
         with ends(f"{name} {index}"):
             reads(folder)
         shutil.rmtree(folder)

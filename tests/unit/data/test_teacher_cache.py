@@ -72,9 +72,8 @@ def write(directory, samples, teacher, ranks=2):
 
 
 @pytest.fixture
-def made(seed, tmp_path, monkeypatch):
+def made(tmp_path, monkeypatch):
     """samples, teacher, arrays, directory of a cache; checksums are of a few bytes, so that there are many."""
-    np.random.seed(seed % 2**32)
     monkeypatch.setattr(teacher_cache, "CHECKED_BYTES", 40)
     teacher = tiny_checkpoint(tmp_path / "teacher", "llama")
     samples = random_samples(20)
@@ -221,7 +220,7 @@ def test_a_full_disk_shows_when_the_files_are_made(made, tmp_path):
         teacher_cache.create(tmp_path / "huge", manifest)
 
 
-def test_samples_without_targets_make_an_empty_cache(seed, tmp_path):
+def test_samples_without_targets_make_an_empty_cache(tmp_path):
     teacher = tiny_checkpoint(tmp_path / "teacher", "llama")
     samples = [Sample(np.array([1, 2], np.int32), np.full(2, IGNORE, np.int32))]
     write(tmp_path / "cache", samples, teacher)

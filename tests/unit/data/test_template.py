@@ -1,6 +1,5 @@
 """Chat templates that write a turn in more than one way, and special tokens that are spelled out in chats."""
 
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from data.chat import Counts
 from data.samples import IGNORE, DataError
-from data.template import SpecialTexts, shown_again
+from data.template import SpecialTexts
 from data.text import read_text
 from tests.lib.tiny import TEXT, tiny_tokenizer
 from tests.unit.data.chats import (
@@ -210,18 +209,6 @@ def spelled(rng: random.Random) -> str:
     return "".join(rng.choice([text(rng, 1), rng.choice(SPECIAL)]) for _ in range(rng.randint(1, 5)))
 
 
-def test_special_tokens_are_hidden_and_shown_again(rng):
-    special = SpecialTexts(tiny_tokenizer())
-    for _ in range(50):
-        value = {spelled(rng): [spelled(rng), {"a": spelled(rng)}, 3, None]}
-        hidden = special.hidden(value)
-        assert special.first_in(hidden) is None
-        content = json.dumps(value, ensure_ascii=False)
-        shown, spans = shown_again(json.dumps(hidden, ensure_ascii=False))
-        assert shown == content and len(spans) == special.count_in(value)
-        assert all(content[start:end] in SPECIAL for start, end in spans)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("loss_on", ["last", "all"])
 def test_as_text_nothing_but_the_template_writes_special_tokens(kind, loss_on, tmp_path, rng):
@@ -340,17 +327,6 @@ def test_a_tokenizer_that_looks_beyond_special_tokens_cannot_read_them_as_text(t
     assert read(tmp_path, tokenizer, row)[1].spelled == 1
     with pytest.raises(DataError, match=r"a\.jsonl:1: .*does not tokenize by itself what stands between"):
         read(tmp_path, tokenizer, row, special_tokens="text")
-
-
-def test_html_is_not_the_beginning_of_a_document(tmp_path):
-    tokenizer = tiny_tokenizer()
-    tokenizer.add_special_tokens({"bos_token": "<s>"})
-    row = {"input": "What does <s>this</s> do?", "output": "It <s>strikes</s> out."}
-    _, counts = read(tmp_path, tokenizer, row)
-    assert (counts.spelled, counts.spelled_targets) == (2, 1)
-    (sample,), _ = read(tmp_path, tokenizer, row, special_tokens="text")
-    assert tokenizer.bos_token_id not in sample.input_ids
-    assert learned(sample, tokenizer) == f"It <s>strikes</s> out.{END}"
 
 
 def test_deeply_nested_tools(tmp_path):

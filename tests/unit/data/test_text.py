@@ -104,7 +104,7 @@ def test_pieces_give_the_tokens_of_the_whole(backend, rng):
 def test_long_lines_are_cut_between_words(rng):
     backend = byte_level()
     content = " ".join(rng.choice(["quick", "the", "12", "plus", "é", "fox."]) for _ in range(3000))
-    pieces = list(split([content], backend, 50))
+    pieces = list(split_text([content], backend, 50))
     assert "".join(pieces) == content and max(map(len, pieces)) < 2 * 50 + 100
     apart = [token for piece in pieces for token in backend.encode(piece, add_special_tokens=False).ids]
     assert apart == backend.encode(content, add_special_tokens=False).ids
@@ -119,26 +119,6 @@ def test_large_files_are_read_in_pieces(tmp_path, rng, monkeypatch):
     monkeypatch.setattr("data.text.WINDOW", 100)
     pieces = read_text([path], tokenizer, 64)
     assert [s.labels.tolist() for s in whole] == [s.labels.tolist() for s in pieces]
-
-
-def test_a_file_is_never_whole_in_memory(tmp_path, monkeypatch):
-    """Text whose characters have four bytes: of it only the tokens stay."""
-    path, tokenizer = tmp_path / "a.txt", tiny_tokenizer()
-    path.write_text("the quick brown fox 😀 jumps\n" * 2**20, encoding="utf-8")
-    longest = 0
-
-    def watched(texts, backend, size):
-        nonlocal longest
-        for piece in split_text(texts, backend, size):
-            longest = max(longest, len(piece))
-            yield piece[:10]  # not the minute that all of it takes
-
-    monkeypatch.setattr("data.text.split_text", watched)
-    tracemalloc.start()
-    samples = read_text([path], tokenizer, 64)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert samples and longest < 3 * 2**17 and peak < path.stat().st_size
 
 
 def test_a_long_text_that_cannot_be_cut_is_refused_by_name(tmp_path, monkeypatch):
@@ -198,11 +178,11 @@ def test_a_block_belongs_to_the_file_of_its_first_token(tmp_path):
     assert [sample.where() for sample in samples] == expected[:-1]
 
 
-def test_the_tokens_are_in_memory_once(tmp_path, monkeypatch):
-    """Four bytes each, and a few pieces beside them."""
+def test_the_tokens_are_in_memory_once_and_a_file_never_whole(tmp_path, monkeypatch):
+    """Four bytes a token, and a few pieces beside them, of a text whose characters have four bytes."""
     monkeypatch.setattr("data.text.PIECE", 1 << 13)
     monkeypatch.setattr("data.text._CHUNK", 1 << 16)
-    (tmp_path / "large.txt").write_text(TEXT * 20_000)
+    (tmp_path / "large.txt").write_text(f"😀 {TEXT}" * 20_000, encoding="utf-8")
     tokenizer = tiny_tokenizer()
     tracemalloc.start()
     try:

@@ -11,8 +11,8 @@ from quant import SCHEMES
 from quant.formats.config_groups import quantization_config
 from quant.spec import FP8_TENSOR
 from tests.lib.checkpoints import edit_json
+from tests.lib.recipes import bare_recipe as recipe
 from tests.lib.tiny import tiny_config
-from tests.unit.tools.memory.test_memory import recipe
 
 COMPRESSED = quantization_config({"model.layers.0.mlp.up_proj": SCHEMES["w4a16_g32"]}, ["lm_head"])
 FP8 = {"num_bits": 8, "type": "float", "strategy": "tensor"}

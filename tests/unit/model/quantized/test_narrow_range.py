@@ -16,8 +16,8 @@ from quant import SCHEMES, Quantization, Scheme
 from quant.formats.packing import pack_int32, unpack_int32
 from quant.packed_weight import packed_codes
 from tests.lib.checkpoints import edit_checkpoint, hold_packed, load_model, quantize
+from tests.lib.recipes import bare_recipe as recipe
 from tests.lib.tiny import tiny_checkpoint
-from tests.unit.tools.memory.test_memory import recipe
 
 GATE = "model.layers.1.mlp.gate_proj"
 

@@ -26,8 +26,8 @@ from tests.lib.checkpoints import (
     read_tensors,
 )
 from tests.lib.published import gpt_oss, gptq_checkpoint, modelopt
+from tests.lib.recipes import bare_recipe as recipe
 from tests.lib.tiny import tiny_checkpoint
-from tests.unit.tools.memory.test_memory import recipe
 
 Q, OUT, UP = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.o_proj", "model.layers.1.mlp.up_proj"
 

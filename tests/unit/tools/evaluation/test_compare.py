@@ -2,17 +2,13 @@
 
 import subprocess
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-import torch
-from matplotlib.image import imread
 
-from model.build import build_model
-from model.checkpoint.load import load_weights
+from launch.compare import check_missing, named, read_results
 from model.save import export_model
-from model.scales import measure_weight_scales, write_scales
-from quant import get_scheme, prepare
+from quant import SCHEMES
+from tests.lib.checkpoints import quantized
 from tests.lib.processes import run_python
 from tests.lib.tiny import TEXT, tiny_checkpoint
 from tools.evaluation.results import (
@@ -20,7 +16,6 @@ from tools.evaluation.results import (
     Evaluation,
     Measurement,
     markdown,
-    plot,
     read_evaluations,
     recovered,
     table,
@@ -53,21 +48,24 @@ def comparison():
     )
 
 
-def test_recovered_share():
-    assert recovered(perplexity(45.44), perplexity(52.28), perplexity(47.18)) == pytest.approx(5.10 / 6.84)
-    assert recovered(perplexity(10), perplexity(20), perplexity(10)) == 1
-    assert recovered(perplexity(10), perplexity(20), perplexity(25)) == -0.5, "training did harm"
-    assert recovered(perplexity(10), perplexity(20), perplexity(9)) == 1.1
-    # Accuracies fall; the share is the same formula.
-    assert recovered(accuracy(0.5), accuracy(0.3), accuracy(0.45)) == pytest.approx(0.75)
-    assert recovered(accuracy(0.5), accuracy(0.3), accuracy(0.2)) == pytest.approx(-0.5)
-
-
-def test_a_share_of_noise_is_not_shown():
-    assert recovered(perplexity(45.44), perplexity(45.62), perplexity(45.53)) is None, "0.4% of the perplexity"
-    assert recovered(perplexity(45.44), perplexity(45.0), perplexity(44.0)) is None, "PTQ was better"
-    assert recovered(accuracy(0.5), accuracy(0.495), accuracy(0.5)) is None, "less than a standard error"
-    assert recovered(accuracy(0.5), accuracy(0.52), accuracy(0.54)) is None, "PTQ was better"
+@pytest.mark.parametrize(
+    ("figure", "bf16", "ptq", "qat", "share"),
+    [
+        (perplexity, 45.44, 52.28, 47.18, 5.10 / 6.84),
+        (perplexity, 10, 20, 10, 1),
+        (perplexity, 10, 20, 25, -0.5),  # training did harm
+        (perplexity, 10, 20, 9, 1.1),
+        (accuracy, 0.5, 0.3, 0.45, 0.75),  # accuracies fall; the share is the same formula
+        (accuracy, 0.5, 0.3, 0.2, -0.5),
+        (perplexity, 45.44, 45.62, 45.53, None),  # 0.4% of the perplexity is noise
+        (perplexity, 45.44, 45.0, 44.0, None),  # PTQ was better
+        (accuracy, 0.5, 0.495, 0.5, None),  # less than a standard error
+        (accuracy, 0.5, 0.52, 0.54, None),
+    ],
+)
+def test_recovered_share(figure, bf16, ptq, qat, share):
+    found = recovered(figure(bf16), figure(ptq), figure(qat))
+    assert found == (share if share is None else pytest.approx(share))
 
 
 def test_table(comparison):
@@ -95,22 +93,7 @@ def test_what_was_measured_in_fp32_is_not_called_bf16(comparison):
             for name, found in model.measurements.items():
                 model.measurements[name] = replace(found, conditions=found.conditions.replace("bfloat16", "float32"))
     assert comparison.problems() == []
-    assert "of fp32" in table(comparison).splitlines()[2] and "- fp32: `ft`" in markdown(comparison)
-    assert "bf16" not in markdown(comparison)
-
-
-def test_markdown_holds_the_tables_and_the_directories(comparison):
-    comparison.ptq["a|b"] = comparison.ptq.pop("int4")
-    text = markdown(comparison)
-    assert table(comparison) in text and "| a\\|b" in text
-    for line in ("- bf16: `ft`", "- PTQ int2: `ptq2`", "- PTQ a|b: `ptq4`", "- QAT int3: `qat3`"):
-        assert line in text.splitlines()
-
-
-def test_picture(comparison, tmp_path):
-    plot(comparison, tmp_path / "compare.png")
-    height, width, _ = imread(tmp_path / "compare.png").shape
-    assert width > 1.5 * height, "two panels side by side"
+    assert "- fp32: `ft`" in markdown(comparison) and "bf16" not in markdown(comparison)
 
 
 def test_what_was_measured_in_another_way_is_not_comparable(comparison):
@@ -133,6 +116,10 @@ def test_results_there_and_back(comparison, tmp_path):
     assert [file.name for file in (tmp_path / "new").iterdir()] == ["found.json"]
 
 
+FIGURE = '{"evaluations": [{"model": "a", "weights_bytes": 1, "measurements": {"x": %s}}]}'
+STRING = '{"value": "1", "higher_is_better": true, "conditions": "", "stderr": null}'
+
+
 @pytest.mark.parametrize(
     "content, message",
     [
@@ -140,32 +127,16 @@ def test_results_there_and_back(comparison, tmp_path):
         ("[]", "TypeError: list indices"),
         ('{"evaluations": [{"model": "a"}]}', r"KeyError: 'measurements' in evaluations\[0\]\)"),
         ('{"evaluations": [{"model": "a", "measurements": {}}]}', r"'weights_bytes' in evaluations\[0\]\)"),
-        (
-            '{"evaluations": [{"model": "a", "weights_bytes": 1, "measurements": {"x": {"value": 1}}}]}',
-            r"'conditions' in evaluations\[0\]\.measurements\['x'\]\)",
-        ),
-        (
-            '{"evaluations": [{"model": "a", "weights_bytes": 1, "measurements": {"x": '
-            '{"value": "1", "higher_is_better": true, "conditions": "", "stderr": null}}}]}',
-            r"value: '1', expected a number in evaluations\[0\]\.measurements\['x'\]\)",
-        ),
+        (FIGURE % '{"value": 1}', r"'conditions' in evaluations\[0\]\.measurements\['x'\]\)"),
+        (FIGURE % STRING, r"value: '1', expected a number in evaluations\[0\]\.measurements\['x'\]\)"),
     ],
 )
 def test_damaged_results_are_named(tmp_path, content, message):
     (tmp_path / "found.json").write_text(content, encoding="utf-8")
-    expected = "expected JSON that launch/evaluate.py --json wrote "
-    with pytest.raises(ValueError, match=rf"found\.json: {expected}.*{message}"):
+    with pytest.raises(
+        ValueError, match=rf"found\.json: expected JSON that launch/evaluate.py --json wrote .*{message}"
+    ):
         read_evaluations(tmp_path / "found.json")
-
-
-def quantized(source: Path, directory: Path) -> Path:
-    """An export of ``source`` with measured scales."""
-    model = build_model(source, {"bf16": {"enabled": True}}, dtype=torch.bfloat16, device=torch.device("cpu"))
-    load_weights(model, source, progress=False)
-    quantization = prepare(model, get_scheme(SCHEME), learn_weight_scale=False, learn_input_scale=False)
-    write_scales(quantization.weight_groups, measure_weight_scales(quantization))
-    export_model(model, quantization, source, directory)
-    return directory
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -175,11 +146,11 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
 def test_script(tmp_path):
     """Two checkpoints are evaluated; a third, which is not there, has its results in a file."""
     source = tiny_checkpoint(tmp_path / "bf16", even=True)
-    export = quantized(source, tmp_path / "ptq")
+    export = tmp_path / "ptq"
+    export_model(*quantized(source, SCHEMES[SCHEME]), source, export)
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
     other, out = tmp_path / "other.json", tmp_path / "out"
-    measured = {"perplexity per token": Measurement(3.0, False, "of another text")}
-    write_evaluations(other, [Evaluation("elsewhere/qat", 7, measured)])
+    write_evaluations(other, [evaluation("elsewhere/qat", 3.0, 0.5)])
     options = ["--bf16", source, "--ptq", f"{SCHEME}={export}", "--qat", f"{SCHEME}=elsewhere/qat"]
     options += ["--results", other, "--out", out]
 
@@ -205,15 +176,13 @@ def test_script(tmp_path):
 
 
 def test_what_is_neither_known_nor_there_is_named(tmp_path):
-    from launch.compare import check_missing, named, read_results
-
     with pytest.raises(ValueError, match="no results of a, b: expected --text, --tasks or --results"):
         check_missing(["a", "b"], asked=False)
     with pytest.raises(ValueError, match=r"absent: neither a checkpoint directory nor a model in a file of --results"):
         check_missing([str(tmp_path / "absent")], asked=True)
     assert named("w4=a=b") == ("w4", "a=b")
-    write_evaluations(tmp_path / "a.json", [evaluation("m", 1, 1)])
-    write_evaluations(tmp_path / "b.json", [evaluation("m", 2, 1)])
+    for name, value in (("a", 1), ("b", 2)):
+        write_evaluations(tmp_path / f"{name}.json", [evaluation("m", value, 1)])
     assert list(read_results([tmp_path / "a.json", tmp_path / "a.json"])) == ["m"]
     with pytest.raises(ValueError, match=r"b\.json: m has other results in an earlier file"):
         read_results([tmp_path / "a.json", tmp_path / "b.json"])

@@ -1,4 +1,4 @@
-"""Perplexity of a text: against a direct computation token by token and lm-evaluation-harness, and its definitions."""
+"""Perplexity of a text against a direct computation token by token."""
 
 import math
 
@@ -6,15 +6,14 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
-from model.build import build_model
-from model.checkpoint.load import load_weights
 from model.ranks import RankError
 from model.save import export_model
-from model.scales import measure_weight_scales, write_scales
-from quant import get_scheme, prepare
+from quant import SCHEMES
 from quant.linear import QuantLinear
+from tests.families.variants import VARIANTS
+from tests.lib.checkpoints import CPU, load_model, quantized
 from tests.lib.published import gptq_checkpoint
 from tests.lib.tiny import tiny_checkpoint, tiny_config, tiny_model, tiny_tokenizer
 from tools.compressed import load_compressed
@@ -22,7 +21,6 @@ from tools.evaluation.perplexity import EvalText, evaluate_text, load_for_evalua
 from tools.evaluation.score import CHUNK_TOKENS, Window, rolling_windows, score_windows, scoring_model
 
 TEXT = "The quick brown fox.\n  It jumps — twice!  Then 12 plus 30\tis 42.\n"
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -78,68 +76,35 @@ def test_every_token_is_predicted_once_with_full_windows(count):
         assert window.inputs == list(range(window.targets[-1] - last, window.targets[-1]))
 
 
-@pytest.mark.parametrize("count", [1, 7, 8, 9, 16, 23])
-def test_windows_are_those_of_lm_evaluation_harness(count):
-    utils = pytest.importorskip("lm_eval.utils", reason="lm-evaluation-harness is optional: pip install lm-eval")
-    token_ids = torch.randint(0, 1000, (count,)).tolist()
-    theirs = [
-        utils.make_disjoint_window(pair)
-        for pair in utils.get_rolling_token_windows(token_ids, prefix_token=-1, max_seq_len=8, context_len=1)
-    ]
-    # Their models are given context and continuation, and shown all but the last token.
-    assert rolling_windows(token_ids, -1, 8) == [Window((a + b)[:-1], b) for a, b in theirs]
-
-
-def test_definitions_are_those_of_lm_evaluation_harness():
-    metrics = pytest.importorskip("lm_eval.api.metrics", reason="lm-evaluation-harness is optional")
-    found = EvalText([0] * 31, words=7, bytes=53, prefix=0, digest="").perplexities(-61.7).values()
-    expected = [metrics.weighted_perplexity([(-61.7, count)]) for count in (31, 7, 53)]
-    assert list(found) == pytest.approx([*expected, metrics.bits_per_byte([(-61.7, 53)])])
-
-
 def test_definitions():
     # 8 tokens with probability 1/2 each, 4 words, 16 bytes
     found = EvalText([0] * 8, words=4, bytes=16, prefix=0, digest="").perplexities(-8 * math.log(2))
-    assert found == pytest.approx(
-        {
-            "perplexity per token": 2,
-            "perplexity per word": 4,
-            "perplexity per byte": math.sqrt(2),
-            "bits per byte": 0.5,
-        }
-    )
-
-
-class RecordLogits(TorchDispatchMode):
-    """Rows of the largest tensor whose last dimension is the vocabulary."""
-
-    def __init__(self, vocabulary: int) -> None:
-        super().__init__()
-        self.vocabulary, self.rows = vocabulary, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor) and out.dim() and out.shape[-1] == self.vocabulary:
-            self.rows = max(self.rows, out.numel() // self.vocabulary)
-        return out
+    per = {"perplexity per token": 2, "perplexity per word": 4, "perplexity per byte": math.sqrt(2)}
+    assert found == pytest.approx({**per, "bits per byte": 0.5})
 
 
 def test_logits_of_a_whole_batch_never_exist(seed):
-    model = scoring(seed=seed)
-    ids = torch.randint(0, 300, (3, 401)).tolist()
-    windows = [Window(row[:-1], row[1:]) for row in ids]
-    with RecordLogits(301) as record:
-        score_windows(model, windows, batch_size=3, label="")
-    assert record.rows == CHUNK_TOKENS < 3 * 400
-    # And only of positions that predict something.
-    with RecordLogits(301) as record:
-        score_windows(model, [Window(row[:-1], row[-40:]) for row in ids], batch_size=3, label="")
-    assert record.rows == 3 * 40  # more than the 48 of the transposed weight
+    """Nor those of positions that predict nothing."""
+    rows = 0
+
+    class RecordLogits(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal rows
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.dim() and out.shape[-1] == 301:
+                rows = max(rows, out.numel() // 301)
+            return out
+
+    model, ids = scoring(seed=seed), torch.randint(0, 300, (3, 401)).tolist()
+    for targets, expected in ((400, CHUNK_TOKENS), (40, 3 * 40)):  # more than the 48 of the transposed weight
+        rows = 0
+        with RecordLogits():
+            score_windows(model, [Window(row[:-1], row[-targets:]) for row in ids], batch_size=3, label="")
+        assert rows == expected < 3 * 400
 
 
 def test_greedy_says_whether_each_target_is_the_most_likely(model, seed):
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, 300, (6,), generator=generator).tolist()
+    ids = torch.randint(0, 300, (6,)).tolist()
     with torch.no_grad():
         best = model(torch.tensor([ids])).logits[0].argmax(-1).tolist()
     other = [(best[-1] + 1) % 301]
@@ -170,12 +135,7 @@ def test_any_module_can_be_the_head(text, tied):
 
 
 def test_a_model_that_changes_its_logits_keeps_its_head(text):
-    config = Gemma2Config(
-        vocab_size=301, hidden_size=48, intermediate_size=83, num_hidden_layers=1, num_attention_heads=3,
-        num_key_value_heads=1, head_dim=16, final_logit_softcapping=0.5, attn_implementation="eager",
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = Gemma2ForCausalLM(config).float().eval()
+    model = VARIANTS["gemma2"].model()  # its logits are capped
     expected = one_at_a_time(model, text, 16)
     result = evaluate_text(scoring_model(model, CPU), text, length=16, batch_size=2)
     assert result == pytest.approx(expected, rel=1e-5)
@@ -196,35 +156,20 @@ def test_a_model_that_changes_its_logits_in_secret_is_refused(text):
         evaluate_text(model, text, length=16)
 
 
-def test_predictions_that_are_not_finite_are_an_error(text):
+def test_predictions_that_are_not_finite_and_windows_beyond_the_context_are_refused(text):
     model = scoring()
     with torch.no_grad():
         model.head.weight[5] = math.nan
+    with pytest.raises(RankError, match="windows of 513 tokens, expected at most 512"):
+        evaluate_text(model, text, length=513)
     with pytest.raises(RankError, match=r"of 4 windows have a log-likelihood that is NaN or infinite"):
         evaluate_text(model, text, length=math.ceil(len(text.token_ids) / 4))
 
 
-def test_windows_longer_than_the_context_are_refused(text):
-    with pytest.raises(RankError, match="windows of 513 tokens, expected at most 512"):
-        evaluate_text(scoring(), text, length=513)
-
-
-def test_the_same_from_disk(tmp_path, text):
-    directory = tiny_checkpoint(tmp_path / "model", "qwen3", dtype=torch.float32)
-    loaded = load_for_evaluation(directory, torch.float32, CPU)
-    expected = evaluate_text(scoring(), text, length=16)
-    assert evaluate_text(loaded, text, length=16) == pytest.approx(expected, rel=1e-6)
-
-
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
 def test_an_export_with_a_quantized_head(tmp_path, text, kind):
-    source = tiny_checkpoint(tmp_path / "source", kind, even=True)
-    model = build_model(source, {"bf16": {"enabled": True}}, dtype=torch.bfloat16, device=CPU)
-    load_weights(model, source, progress=False)
-    int2 = get_scheme("w2a16_g32")
-    quantization = prepare(model, int2, named={"lm_head": int2}, learn_weight_scale=False, learn_input_scale=False)
-    write_scales(quantization.weight_groups, measure_weight_scales(quantization))
-    export_model(model, quantization, source, tmp_path / "export")
+    source, int2 = tiny_checkpoint(tmp_path / "source", kind, even=True), SCHEMES["w2a16_g32"]
+    export_model(*quantized(source, int2, named={"lm_head": int2}), source, tmp_path / "export")
     whole, _ = load_compressed(tmp_path / "export")
     assert isinstance(whole.get_output_embeddings(), QuantLinear)
     result = evaluate_text(load_for_evaluation(tmp_path / "export", torch.float32, CPU), text, length=16, batch_size=2)
@@ -238,11 +183,9 @@ def test_an_export_with_a_quantized_head(tmp_path, text, kind):
 def test_a_file_of_another_writer_is_what_its_codes_stand_for(tmp_path, text, kind):
     """In fp32, which holds every product of a code and an fp16 scale."""
     directory, weights = gptq_checkpoint(tmp_path, kind)
-    plain = build_model(tmp_path / "source", {}, dtype=torch.float32, device=CPU)
-    load_weights(plain, tmp_path / "source", progress=False)
-    before = evaluate_text(scoring_model(plain, CPU), text, length=16)
-    plain = build_model(tmp_path / "source", {}, dtype=torch.float32, device=CPU)
-    load_weights(plain, tmp_path / "source", progress=False)
+    before = evaluate_text(load_for_evaluation(tmp_path / "source", torch.float32, CPU), text, length=16)
+    plain = load_model(tmp_path / "source", torch.float32)
+    assert before == pytest.approx(one_at_a_time(plain, text, 16), rel=1e-5)
     with torch.no_grad():
         for name, weight in weights.items():
             plain.get_submodule(name).weight.copy_(weight)
@@ -252,19 +195,14 @@ def test_a_file_of_another_writer_is_what_its_codes_stand_for(tmp_path, text, ki
 
 
 def test_first_tokens_only(tmp_path, text):
-    path = tmp_path / "text.txt"
-    path.write_text(TEXT, encoding="utf-8")
-    first = read_eval_text(path, tiny_tokenizer(), max_tokens=7)
+    first = read_eval_text(tmp_path / "text.txt", tiny_tokenizer(), max_tokens=7)
     assert first.token_ids == text.token_ids[:7]
     assert first.bytes == len(tiny_tokenizer().decode(first.token_ids).encode())
     assert first.digest != text.digest
 
 
 def test_bad_files(tmp_path):
-    empty, binary = tmp_path / "empty.txt", tmp_path / "binary.txt"
-    empty.write_text(" \n")
-    binary.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match=r"empty\.txt: no text"):
-        read_eval_text(empty, tiny_tokenizer())
-    with pytest.raises(ValueError, match=r"binary\.txt: not a UTF-8"):
-        read_eval_text(binary, tiny_tokenizer())
+    for content, message in ((b" \n", r"text\.txt: no text"), (b"\xff\xfe\x00", r"text\.txt: not a UTF-8")):
+        (tmp_path / "text.txt").write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            read_eval_text(tmp_path / "text.txt", tiny_tokenizer())

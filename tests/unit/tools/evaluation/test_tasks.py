@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,8 @@ from lm_eval.api.instance import Instance  # noqa: E402
 from model.ranks import RankError  # noqa: E402
 from tests.lib.root import ROOT  # noqa: E402
 from tests.lib.tiny import tiny_checkpoint, tiny_model, tiny_tokenizer  # noqa: E402
+from tests.unit.tools.evaluation.test_perplexity import one_at_a_time  # noqa: E402
+from tools.evaluation.perplexity import read_eval_text  # noqa: E402
 from tools.evaluation.score import scoring_model  # noqa: E402
 from tools.evaluation.tasks import ServedModel, load_tasks  # noqa: E402
 
@@ -44,46 +47,43 @@ def folder(tmp_path_factory) -> Path:
 
 def write_tasks(directory: Path) -> Path:
     """Two tasks and a group with a mean, their data beside them."""
-    common = {"dataset_path": "json", "metadata": {"version": 1.0}}
-    choice = {
-        **common,
-        "task": "tiny_choice",
-        "dataset_kwargs": {"data_files": {"test": "choice.jsonl"}, "cache_dir": str(directory / "cache")},
-        "test_split": "test",
-        "fewshot_split": "test",
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{question}}",
-        "doc_to_choice": "{{choices}}",
-        "doc_to_target": "answer",
-        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
-    }
-    text = {
-        **common,
-        "task": "tiny_text",
-        "dataset_kwargs": {"data_files": {"test": "text.jsonl"}, "cache_dir": str(directory / "cache")},
-        "test_split": "test",
-        "output_type": "loglikelihood_rolling",
-        "doc_to_text": "",
-        "doc_to_target": "{{page}}",
-        "metric_list": [{"metric": "word_perplexity"}, {"metric": "byte_perplexity"}, {"metric": "bits_per_byte"}],
-    }
-    group = {
-        "group": "tiny_group",
-        "task": ["tiny_choice"],
-        "aggregate_metric_list": [{"metric": "acc", "aggregation": "mean", "weight_by_size": True}],
-    }
+
+    def task(name: str, kind: str, rows: list[dict], metrics: tuple[str, ...], **more: object) -> dict:
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (directory / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+        return {
+            "task": f"tiny_{name}",
+            "dataset_path": "json",
+            "dataset_kwargs": {"data_files": {"test": f"{name}.jsonl"}, "cache_dir": str(directory / "cache")},
+            "test_split": "test",
+            "output_type": kind,
+            "metric_list": [{"metric": metric} for metric in metrics],
+            "metadata": {"version": 1.0},
+            **more,
+        }
+
+    texts = {"doc_to_text": "{{question}}", "doc_to_choice": "{{choices}}", "doc_to_target": "answer"}
+    choice = task("choice", "multiple_choice", QUESTIONS, ("acc", "acc_norm"), fewshot_split="test", **texts)
+    perplexities = ("word_perplexity", "byte_perplexity", "bits_per_byte")
+    page = {"doc_to_text": "", "doc_to_target": "{{page}}"}
+    text = task("text", "loglikelihood_rolling", DOCUMENTS, perplexities, **page)
+    mean = {"metric": "acc", "aggregation": "mean", "weight_by_size": True}
+    group = {"group": "tiny_group", "task": ["tiny_choice"], "aggregate_metric_list": [mean]}
     for content in (choice, text, group):
         path = directory / f"{content.get('group') or content['task']}.yaml"
         path.write_text(yaml.safe_dump(content), encoding="utf-8")
-    for name, rows in (("choice", QUESTIONS), ("text", DOCUMENTS)):
-        (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return directory
 
 
+def scored(seed: int):
+    """The tiny model, ready to score."""
+    return scoring_model(tiny_model("qwen3", dtype=torch.float32, seed=seed), torch.device("cpu"))
+
+
 def measured(folder: Path, *names: str, seed: int = 0, length: int | None = LENGTH, **options):
-    model = scoring_model(tiny_model("qwen3", dtype=torch.float32, seed=seed), torch.device("cpu"))
+    """The metrics of tasks."""
     tasks = load_tasks(names, folder, **options)
-    return tasks.measure(model, tiny_tokenizer(), length=length, batch_size=4, dtype="float32")
+    return tasks.measure(scored(seed), tiny_tokenizer(), length=length, batch_size=4, dtype="float32")
 
 
 def by_hand(seed: int, context: str, continuation: str) -> float:
@@ -119,30 +119,21 @@ def test_accuracy_is_that_of_the_highest_log_likelihood(folder, seed, offset):
 def test_log_likelihoods_of_continuations(seed):
     assert len(tiny_tokenizer().encode(QUESTIONS[-1]["question"])) > LENGTH, "one that has to be cut"
     pairs = [(row["question"], " " + choice) for row in QUESTIONS for choice in row["choices"]]
-    model = scoring_model(tiny_model("qwen3", dtype=torch.float32, seed=seed), torch.device("cpu"))
-    served = ServedModel(model, tiny_tokenizer(), length=LENGTH, batch_size=4)
+    served = ServedModel(scored(seed), tiny_tokenizer(), length=LENGTH, batch_size=4)
     requests = [Instance("loglikelihood", {}, pair, index) for index, pair in enumerate(pairs)]
     found = [value for value, _ in served.loglikelihood(requests)]
     assert found == pytest.approx([by_hand(seed, *pair) for pair in pairs], rel=1e-5)
 
 
 def test_perplexity_of_documents(folder, seed):
-    tokenizer, model = tiny_tokenizer(), tiny_model("qwen3", dtype=torch.float32, seed=seed).eval()
-    total, lengths = 0.0, []
+    model, texts = tiny_model("qwen3", dtype=torch.float32, seed=seed).eval(), []
     for row in DOCUMENTS:
-        ids = tokenizer.encode(row["page"])
-        stream = [tokenizer.eos_token_id, *ids]
-        lengths.append(len(ids))
-        for index, token in enumerate(ids):
-            start = index - index % LENGTH
-            if start + LENGTH > len(ids):
-                start = max(0, len(ids) - LENGTH)
-            with torch.no_grad():
-                logits = model(torch.tensor([stream[start : index + 1]])).logits[0, -1]
-            total += logits.double().log_softmax(-1)[token].item()
-    assert lengths[0] < LENGTH < lengths[1] and lengths[1] % LENGTH, "one window, and several with a shorter last one"
-    words = sum(len(row["page"].split()) for row in DOCUMENTS)
-    size = sum(len(row["page"].encode()) for row in DOCUMENTS)
+        (folder / "page.txt").write_text(row["page"], encoding="utf-8")
+        texts.append(read_eval_text(folder / "page.txt", tiny_tokenizer()))
+    total = sum(one_at_a_time(model, text, LENGTH) for text in texts)
+    one, several = (len(text.token_ids) for text in texts)
+    assert one < LENGTH < several and several % LENGTH, "one window, and several with a shorter last one"
+    words, size = sum(text.words for text in texts), sum(text.bytes for text in texts)
     metrics = measured(folder, "tiny_text", seed=seed)
     assert metrics["tiny_text word_perplexity"].value == pytest.approx(math.exp(-total / words), rel=1e-4)
     assert metrics["tiny_text byte_perplexity"].value == pytest.approx(math.exp(-total / size), rel=1e-5)
@@ -152,14 +143,14 @@ def test_perplexity_of_documents(folder, seed):
 
 def test_models_get_the_same_requests_examples_included(folder):
     tasks = load_tasks(["tiny_choice"], folder, limit=3, num_fewshot=2)
-    found = []
-    for seed in (0, 1):
-        model = scoring_model(tiny_model("qwen3", dtype=torch.float32, seed=seed), torch.device("cpu"))
-        found.append(tasks.measure(model, tiny_tokenizer(), length=None, batch_size=4, dtype="float32"))
-    first, second = (metrics["tiny_choice acc"].conditions for metrics in found)
-    assert first == second and first.startswith("3 samples, 2-shot, ") and "at most 512 tokens" in first
+    first, second = (
+        tasks.measure(scored(seed), tiny_tokenizer(), length=None, batch_size=4, dtype="float32")["tiny_choice acc"]
+        for seed in (0, 1)
+    )
+    assert first.conditions == second.conditions
+    assert first.conditions.startswith("3 samples, 2-shot, ") and "at most 512 tokens" in first.conditions
     other = measured(folder, "tiny_choice", limit=3, num_fewshot=1)["tiny_choice acc"].conditions
-    assert other.split("requests")[1] != first.split("requests")[1]
+    assert other.split("requests")[1] != first.conditions.split("requests")[1]
 
 
 def test_a_group_with_a_mean_stands_for_its_tasks(folder):
@@ -186,8 +177,8 @@ def test_agrees_with_the_harness_own_model(folder, seed):
 def altered(folder: Path, into: Path, **changes) -> Path:
     """A folder with a changed ``tiny_choice``."""
     into.mkdir()
+    shutil.copy(folder / "choice.jsonl", into)
     content = yaml.safe_load((folder / "tiny_choice.yaml").read_text(encoding="utf-8"))
-    (into / "choice.jsonl").write_text((folder / "choice.jsonl").read_text(encoding="utf-8"), encoding="utf-8")
     (into / "tiny_choice.yaml").write_text(yaml.safe_dump(content | changes), encoding="utf-8")
     return into
 

@@ -6,16 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.timing import kept_bytes
-from engine.config.config import Recipe
 from engine.config.deepspeed import DsConfigError
-from engine.config.reading import load_recipe
 from launch.memory import main
 from model.zero import WHOLE_ELEMENTS, WHOLE_ELEMENTS_IN_ALL, to_be_whole
 from quant import SCALE_PARAMETERS, SCHEMES, prepare
+from tests.lib.recipes import bare_recipe as recipe
 from tests.lib.tiny import tiny_config
 from tools.memory import trace
 from tools.memory.model import meta_student, student_events
@@ -24,27 +22,6 @@ from tools.memory.trace import own_bytes
 from tools.memory.zero import Inventory, Settings, ShardedParameter, held_by
 
 REAL = Path(__file__).parent / "configs" / "qwen3_30b_a3b.json"
-
-
-def recipe(directory: Path, kind: str | Path = "qwen3", **sections) -> Recipe:
-    """Of a model whose directory holds config.json and nothing else."""
-    model = directory / "model"
-    model.mkdir(exist_ok=True)
-    if isinstance(kind, Path):
-        (model / "config.json").write_text(kind.read_text())
-    else:
-        tiny_config(kind, layers=6).save_pretrained(model)
-    contents = {
-        "model": {"path": str(model)},
-        "data": {"train": ["none"], "kind": "text", "max_length": 64},
-        "train": {"steps": 5},
-        "output_dir": str(directory / "out"),
-    }
-    for section, values in sections.items():
-        contents[section] = {**contents.get(section, {}), **values} if isinstance(values, dict) else values
-    path = directory / "recipe.yaml"
-    path.write_text(yaml.safe_dump(contents))
-    return load_recipe(path)
 
 
 # ---- bytes held
@@ -75,61 +52,35 @@ PART = 1000 + 251  # of each matrix a quarter, padded
 SECOND = 2000 + 502  # of each matrix a half, padded for 4 ranks
 RELEASED = {"stage3_param_persistence_threshold": 0}
 OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
-NOTHING = [0, 0, 0, 0, 0]
+ALL_OFFLOADED = OFFLOADED | {"offload_param": {"device": "cpu"}}
+PERSISTS = {"stage3_param_persistence_threshold": 1002}
+HPZ = {"zero_hpz_partition_size": 2}
+ITEMS = ("parameters", "gradients", "master weights", "moments", "buckets")
+NOTHING = (0, 0, 0, 0, 0)
+WHOLE, SPLIT = 2 * FLAT + 40, 2 * PART + 40  # bytes of bf16 parameters and of the scale
 
 
 @pytest.mark.parametrize(
     ("stage", "dtype", "zero", "device", "host"),
     [
-        (0, "bf16", {}, [2 * ALL + 40, 2 * ALL, 4 * ALL, 8 * ALL, 0], NOTHING),
-        (0, "fp32", {}, [4 * ALL + 40, 4 * ALL, 0, 8 * ALL, 0], NOTHING),
-        (1, "bf16", {}, [2 * FLAT + 40, 4 * FLAT + 2 * ALL, 4 * SHARE, 8 * SHARE, 0], NOTHING),
-        (1, "fp32", {}, [4 * FLAT + 40, 4 * SHARE, 4 * SHARE, 8 * SHARE, 4000], NOTHING),
-        (2, "bf16", {}, [2 * FLAT + 40, 4 * SHARE, 4 * SHARE, 8 * SHARE, 2000], NOTHING),
-        (2, "bf16", {"overlap_comm": True}, [2 * FLAT + 40, 4 * SHARE, 4 * SHARE, 8 * SHARE, 4000], NOTHING),
-        (
-            2,
-            "bf16",
-            OFFLOADED,
-            [2 * FLAT + 40, 4 * SHARE, 0, 0, 2000 + 2 * 4000],
-            [0, 4 * SHARE, 4 * SHARE, 8 * SHARE, 2 * SHARE],
-        ),
-        (3, "bf16", RELEASED, [2 * PART + 40, 4 * PART, 4 * PART, 8 * PART, 2000], NOTHING),
-        (3, "fp32", RELEASED, [4 * PART + 40, 4 * PART, 4 * PART, 8 * PART, 4000], NOTHING),
-        (
-            3,
-            "bf16",
-            {"stage3_param_persistence_threshold": 1002},
-            [2 * PART + 40 + 2 * 1002, 4 * PART, 4 * PART, 8 * PART, 2000],
-            NOTHING,
-        ),
-        (
-            3,
-            "bf16",
-            {**RELEASED, "zero_hpz_partition_size": 2},
-            [2 * PART + 40 + 2 * SECOND, 4 * PART, 4 * PART, 8 * PART, 2000],
-            NOTHING,
-        ),
-        (
-            3,
-            "bf16",
-            {**RELEASED, **OFFLOADED},
-            [2 * PART + 40, 0, 0, 0, 2000],
-            [0, 8 * PART, 4 * PART, 8 * PART, 0],
-        ),
-        (
-            3,
-            "bf16",
-            {**RELEASED, **OFFLOADED, "offload_param": {"device": "cpu"}},
-            [0, 0, 0, 0, 2000],
-            [2 * PART + 40, 8 * PART, 4 * PART, 8 * PART, 0],
-        ),
+        (0, "bf16", {}, (2 * ALL + 40, 2 * ALL, 4 * ALL, 8 * ALL, 0), NOTHING),
+        (0, "fp32", {}, (4 * ALL + 40, 4 * ALL, 0, 8 * ALL, 0), NOTHING),
+        (1, "bf16", {}, (WHOLE, 4 * FLAT + 2 * ALL, 4 * SHARE, 8 * SHARE, 0), NOTHING),
+        (1, "fp32", {}, (4 * FLAT + 40, 4 * SHARE, 4 * SHARE, 8 * SHARE, 4000), NOTHING),
+        (2, "bf16", {}, (WHOLE, 4 * SHARE, 4 * SHARE, 8 * SHARE, 2000), NOTHING),
+        (2, "bf16", {"overlap_comm": True}, (WHOLE, 4 * SHARE, 4 * SHARE, 8 * SHARE, 4000), NOTHING),
+        (2, "bf16", OFFLOADED, (WHOLE, 4 * SHARE, 0, 0, 10_000), (0, 4 * SHARE, 4 * SHARE, 8 * SHARE, 2 * SHARE)),
+        (3, "bf16", RELEASED, (SPLIT, 4 * PART, 4 * PART, 8 * PART, 2000), NOTHING),
+        (3, "fp32", RELEASED, (4 * PART + 40, 4 * PART, 4 * PART, 8 * PART, 4000), NOTHING),
+        (3, "bf16", PERSISTS, (SPLIT + 2004, 4 * PART, 4 * PART, 8 * PART, 2000), NOTHING),
+        (3, "bf16", RELEASED | HPZ, (SPLIT + 2 * SECOND, 4 * PART, 4 * PART, 8 * PART, 2000), NOTHING),
+        (3, "bf16", RELEASED | OFFLOADED, (SPLIT, 0, 0, 0, 2000), (0, 8 * PART, 4 * PART, 8 * PART, 0)),
+        (3, "bf16", RELEASED | ALL_OFFLOADED, (0, 0, 0, 0, 2000), (SPLIT, 8 * PART, 4 * PART, 8 * PART, 0)),
     ],
 )
 def test_bytes_held_are_those_of_the_papers_formulas_and_what_deepspeed_adds(stage, dtype, zero, device, host):
     held = held_by(settings(stage, dtype=dtype, **zero), inventory(4 if dtype == "fp32" else 2))
-    items = ("parameters", "gradients", "master weights", "moments", "buckets")
-    assert [[place[item] for item in items] for place in (held.device, held.host)] == [device, host]
+    assert [tuple(place[item] for item in ITEMS) for place in (held.device, held.host)] == [device, host]
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -154,26 +105,27 @@ def test_equal_layers_are_run_twice_and_counted_as_often_as_they_are(tmp_path, m
     torch.testing.assert_close(own_bytes(short), own_bytes(whole), rtol=0, atol=0)
 
 
+def peak(directory: Path, kind: str = "qwen3", **sections) -> int:
+    """The most bytes of a step of the student of two rows."""
+    return int(own_bytes(student_events(meta_student(recipe(directory, kind, **sections)), None, 2).events).max())
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_experts_in_every_dtype_take_the_memory_that_their_size_says(tmp_path, dtype):
     """On the meta device torch multiplies groups in bf16 alone."""
-
-    def peak(dtype: str) -> int:
-        settings = recipe(tmp_path, "qwen3_moe", model={"path": str(tmp_path / "model"), "dtype": dtype})
-        settings.quant.scheme = "w8a16_channel"
-        return int(own_bytes(student_events(meta_student(settings), None, 2).events).max())
-
-    assert (1 if dtype == "float16" else 1.3) * 0.9 < peak(dtype) / peak("bfloat16") < 2.2
+    quant = {"scheme": "w8a16_channel"}
+    other, bf16 = (
+        peak(tmp_path, "qwen3_moe", model={"path": str(tmp_path / "model"), "dtype": one}, quant=quant)
+        for one in (dtype, "bfloat16")
+    )
+    assert (1 if dtype == "float16" else 1.3) * 0.9 < other / bf16 < 2.2
 
 
 def test_checkpointing_keeps_less_and_masks_take_their_bytes(tmp_path):
-    def peak(**sections) -> int:
-        return int(own_bytes(student_events(meta_student(recipe(tmp_path, **sections)), None, 2).events).max())
-
-    plain = peak(data={"max_length": 256})
-    assert peak(data={"max_length": 256}, train={"activation_checkpointing": True}) < plain
+    plain = peak(tmp_path, data={"max_length": 256})
+    assert peak(tmp_path, data={"max_length": 256}, train={"activation_checkpointing": True}) < plain
     # A mask that is added, in bf16, is kept by each of 6 layers.
-    padded = peak(data={"max_length": 256, "kind": "chat"})
+    padded = peak(tmp_path, data={"max_length": 256, "kind": "chat"})
     assert padded - plain >= 2 * 256 * 256 * 6 * 2
 
 
@@ -185,16 +137,11 @@ def test_scales_over_the_limit_are_shared_out_as_in_a_run(tmp_path):
     sides = {"hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
     config = Qwen3Config(num_hidden_layers=36, intermediate_size=3072, vocab_size=300, **sides)
     config.save_pretrained(tmp_path / "large")
-    quant = {"scheme": "w4a16_g32"}
-    planner = Planner(recipe(tmp_path, tmp_path / "large" / "config.json", quant=quant))
-    model = planner.student.model
-    scales = [
-        parameter
-        for module in planner.student.quantization.modules.values()
-        for name, parameter in module.named_parameters(recurse=False)
-        if name in SCALE_PARAMETERS
-    ]
-    ids = {id(parameter) for parameter in to_be_whole(p for p in model.parameters() if id(p) in set(map(id, scales)))}
+    planner = Planner(recipe(tmp_path, tmp_path / "large" / "config.json", quant={"scheme": "w4a16_g32"}))
+    model, modules = planner.student.model, planner.student.quantization.modules.values()
+    named = [pair for module in modules for pair in module.named_parameters(recurse=False)]
+    scales = {id(parameter) for name, parameter in named if name in SCALE_PARAMETERS}
+    ids = {id(parameter) for parameter in to_be_whole(p for p in model.parameters() if id(p) in scales)}
     whole = [p for p in planner.inventory.parameters if p.whole]
     assert {p.name for p in whole} == {name for name, parameter in model.named_parameters() if id(parameter) in ids}
     assert 0 <= WHOLE_ELEMENTS_IN_ALL - sum(p.numel for p in whole) < WHOLE_ELEMENTS
@@ -203,21 +150,23 @@ def test_scales_over_the_limit_are_shared_out_as_in_a_run(tmp_path):
     assert {p.share(8) * 8 for p in shared} == {4 * p.numel for p in shared}
 
 
+def zero3(directory: Path, **options) -> str:
+    """A configuration of stage 3 in which nothing persists."""
+    path = directory / "zero3.json"
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, **options}
+    path.write_text(json.dumps({"zero_optimization": zero}))
+    return str(path)
+
+
 def test_codes_travel_as_bytes(tmp_path):
     """Weights of quantized layers take half, each in forward and in backward, and nothing else does."""
-    zero3 = tmp_path / "zero3.json"
-    keys = ("param_persistence_threshold", "prefetch_bucket_size", "max_reuse_distance")
-    options = {f"stage3_{key}": 0 for key in keys}
-    zero3.write_text(json.dumps({"zero_optimization": {"stage": 3, **options}}))
-
-    def planner(codes: bool) -> Planner:
-        return Planner(recipe(tmp_path, quant={"quantized_all_gather": codes}))
-
-    as_they_are, as_codes = (planner(codes).predict(str(zero3), 2).cost.traffic for codes in (False, True))
-    weights = sum(layer.weight.numel() for layer in planner(True).student.quantization.layers.values())
+    config = zero3(tmp_path, stage3_prefetch_bucket_size=0, stage3_max_reuse_distance=0)
+    planners = [Planner(recipe(tmp_path, quant={"quantized_all_gather": codes})) for codes in (False, True)]
+    as_they_are, as_codes = (planner.predict(config, 2).cost.traffic for planner in planners)
+    weights = sum(layer.weight.numel() for layer in planners[1].student.quantization.layers.values())
     assert as_codes == {**as_they_are, "all_gather": as_they_are["all_gather"] - 2 * weights}
     with pytest.raises(DsConfigError, match=r"zero3: quant\.quantized_all_gather: true, expected false: no layer"):
-        planner(True).predict("zero3", 2)  # all persist
+        planners[1].predict("zero3", 2)  # all persist
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -227,9 +176,8 @@ def test_codes_of_inputs_are_kept_instead_of_these(tmp_path, attention):
     predicted, counted = [], []
     for kept in (False, True):
         own = {"path": str(tmp_path / "model"), "attn_implementation": attention}
-        settings = recipe(tmp_path, "qwen3", model=own, quant={"scheme": "fp8_dynamic", "keep_codes": kept})
-        student = meta_student(settings)
-        events = student_events(student, None, 2).events
+        quant = {"scheme": "fp8_dynamic", "keep_codes": kept}
+        events = student_events(meta_student(recipe(tmp_path, model=own, quant=quant)), None, 2).events
         predicted.append(events[[event.kind for event in events].index("loss")].live)
         config = tiny_config("qwen3", layers=6)
         config._attn_implementation = attention
@@ -242,22 +190,19 @@ def test_codes_of_inputs_are_kept_instead_of_these(tmp_path, attention):
 
 def test_attention_whose_node_nobody_knows_is_not_looked_for(tmp_path):
     """flex_attention's, as its output is a graph of its own in a run: the codes of o_proj's inputs are counted."""
-    own = {"path": str(tmp_path / "model")}
     quant = {"scheme": "fp8_dynamic", "keep_codes": True}
-
-    def most(attention: str) -> int:
-        settings = recipe(tmp_path, "qwen3", model={**own, "attn_implementation": attention}, quant=quant)
-        return int(own_bytes(student_events(meta_student(settings), None, 2).events).max())
-
-    assert most("flex_attention") > most("flash_attention_2") == most("sdpa")
+    flex, flash, sdpa = (
+        peak(tmp_path, model={"path": str(tmp_path / "model"), "attn_implementation": attention}, quant=quant)
+        for attention in ("flex_attention", "flash_attention_2", "sdpa")
+    )
+    assert flex > flash == sdpa
 
 
 def test_norms_that_write_codes_keep_less(tmp_path):
-    peaks = [
-        Planner(recipe(tmp_path, "qwen3", quant={"fuse_norms": fused})).predict("zero0", 1).peak
-        for fused in (False, True)
-    ]
-    assert peaks[1] < peaks[0]
+    plain, fused = (
+        Planner(recipe(tmp_path, quant={"fuse_norms": on})).predict("zero0", 1).peak for on in (False, True)
+    )
+    assert fused < plain
 
 
 # ---- the whole
@@ -284,9 +229,7 @@ def test_a_teacher_is_held_and_gathered(tmp_path):
     size = sum(p.numel() * p.element_size() for p in planner.teacher.model.parameters())
     size += planner.teacher.head.weight.numel() * 2
     assert planner.predict("zero0", 2).held.device["teacher"] == size
-    path = tmp_path / "zero3.json"
-    path.write_text(json.dumps({"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}))
-    share = planner.predict(str(path), 2).held.device["teacher"]
+    share = planner.predict(zero3(tmp_path), 2).held.device["teacher"]
     assert size / 2 <= share <= size / 2 + 2 * len(list(planner.teacher.model.parameters()))
 
 

@@ -1,28 +1,19 @@
 """A rotated checkpoint is the same function, of every family that is not refused, in transformers' own forward."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.lib.checkpoints import edit_json, edit_tensors, read_tensors
 from tools.rotate_checkpoint import FAMILIES, rotate_checkpoint
 
-COMMON = {
-    "vocab_size": 60,
-    "hidden_size": 48,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-}
+COMMON = {"vocab_size": 60, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 2, "head_dim": 8}
+COMMON |= {"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 64}
 MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 SHARED = {"shared_expert_intermediate_size": 24, "mlp_only_layers": [1]}
 CLOSE = 1e-4  # transformers computes norms and positions in fp32, whatever the dtype
@@ -71,7 +62,7 @@ def test_same_function(variant: str, tmp_path: Path) -> None:
     expected = logits(source)
     assert expected.std() > 0.1
     assert (logits(tmp_path / "rotated") - expected).abs().max() < CLOSE * expected.std()
-    before, after = (load_file(path / "model.safetensors") for path in (source, tmp_path / "rotated"))
+    before, after = read_tensors(source), read_tensors(tmp_path / "rotated")
     same = {key for key in before if torch.equal(before[key], after[key])}
     kept = ("q_norm.weight", "k_norm.weight", "q_proj.bias", "k_proj.bias", "gate_proj.bias", "up_proj.bias")
     assert all(key.endswith(kept) for key in same), same
@@ -87,14 +78,11 @@ def test_several_files_in_bf16(tmp_path: Path) -> None:
     (source / "tokenizer.json").write_text("{}")
     names = sorted(path.name for path in source.glob("*.safetensors"))
     assert len(names) > 2
-    loud = next(path for path in source.glob("*.safetensors") if "model.embed_tokens.weight" in load_file(path))
-    tensors = load_file(loud)
-    tensors["model.embed_tokens.weight"][:, 5] *= 40
-    save_file(tensors, loud, metadata={"format": "pt"})
+    change(source, lambda tensors: tensors["model.embed_tokens.weight"][:, 5].mul_(40))
     rotate_checkpoint(source, tmp_path / "rotated", seed=3, progress=False)
     assert sorted(path.name for path in (tmp_path / "rotated").glob("*.safetensors")) == names
     assert (tmp_path / "rotated" / "tokenizer.json").is_file()
-    before = tensors["model.embed_tokens.weight"].double()
+    before = read_tensors(source)["model.embed_tokens.weight"].double()
     after = AutoModelForCausalLM.from_pretrained(tmp_path / "rotated").get_input_embeddings().weight.detach()
     assert after.dtype == torch.bfloat16
     assert torch.allclose(after.double().norm(dim=1), before.norm(dim=1), rtol=2**-8)
@@ -104,47 +92,31 @@ def test_several_files_in_bf16(tmp_path: Path) -> None:
     assert (logits(tmp_path / "rotated") - expected).abs().max() < 0.2 * expected.std()  # bf16, in every weight
 
 
-def drop(directory: Path, key: str) -> None:
-    change(directory, lambda tensors: tensors.pop(key))
-
-
 def change(directory: Path, work: Callable[[dict[str, Tensor]], object]) -> None:
-    tensors = load_file(directory / "model.safetensors")
-    work(tensors)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-
-
-def configure(directory: Path, **values: object) -> None:
-    file = directory / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+    edit_tensors(directory, "model.embed_tokens.weight", work)
 
 
 LAYER = "model.layers.1."
-BAD: dict[str, tuple[Callable[[Path], object], str]] = {
-    "family": (lambda d: configure(d, model_type="gemma"), "a rotation of gemma is not known; expected one of llama"),
-    "quantized": (lambda d: configure(d, quantization_config={"quant_method": "fp8"}), "is quantized"),
-    "missing": (lambda d: drop(d, LAYER + "self_attn.o_proj.weight"), "lacks model.layers.1.self_attn.o_proj.weight"),
-    "no norm": (lambda d: drop(d, "model.norm.weight"), "lacks model.norm.weight"),
-    "no head": (lambda d: drop(d, "lm_head.weight"), "lacks lm_head.weight"),
-    "layers": (lambda d: configure(d, num_hidden_layers=3), "lacks model.layers.2.input_layernorm.weight"),
-    "unknown": (
-        lambda d: change(d, lambda t: t.update({LAYER + "mlp.post_norm.weight": torch.ones(48)})),
-        "mlp.post_norm.weight has no place",
-    ),
+UP = LAYER + "mlp.up_proj.weight"
+CODES = torch.ones(40, 48, dtype=torch.int8)
+FP8 = {"quant_method": "fp8"}
+# Values of config.json, or a change of the tensors, and the words of the error.
+BAD: dict[str, tuple[dict[str, Any] | Callable[[dict[str, Tensor]], object], str]] = {
+    "family": ({"model_type": "gemma"}, "a rotation of gemma is not known; expected one of llama"),
+    "quantized": ({"quantization_config": FP8}, "is quantized"),
+    "layers": ({"num_hidden_layers": 3}, "lacks model.layers.2.input_layernorm.weight"),
+    "heads": ({"num_key_value_heads": 3}, "v_proj.weight has the shape"),
+    "missing": (lambda t: t.pop(LAYER + "self_attn.o_proj.weight"), "lacks model.layers.1.self_attn.o_proj.weight"),
+    "no norm": (lambda t: t.pop("model.norm.weight"), "lacks model.norm.weight"),
+    "no head": (lambda t: t.pop("lm_head.weight"), "lacks lm_head.weight"),
+    "unknown": (lambda t: t.update({LAYER + "mlp.norm.weight": torch.ones(48)}), "mlp.norm.weight has no place"),
     "shape": (
-        lambda d: change(d, lambda t: t.update({LAYER + "mlp.up_proj.weight": torch.ones(40, 44)})),
+        lambda t: t.update({UP: torch.ones(40, 44)}),
         r"up_proj.weight has the shape \[40, 44\], expected 48 in columns",
     ),
-    "codes": (
-        lambda d: change(d, lambda t: t.update({LAYER + "mlp.up_proj.weight": torch.ones(40, 48, dtype=torch.int8)})),
-        "up_proj.weight is I8, expected floats",
-    ),
-    "nan": (
-        lambda d: change(d, lambda t: t[LAYER + "mlp.down_proj.weight"].view(-1)[7:8].fill_(float("nan"))),
-        "down_proj.weight holds NaN",
-    ),
-    "heads": (lambda d: configure(d, num_key_value_heads=3), "v_proj.weight has the shape"),
-    "destination": (lambda d: (d.parent / "out").write_text("here"), "is a file, expected a directory"),
+    "codes": (lambda t: t.update({UP: CODES}), "up_proj.weight is I8, expected floats"),
+    "nan": (lambda t: t[UP].view(-1)[7:8].fill_(float("nan")), "up_proj.weight holds NaN"),
+    "destination": ({}, "is a file, expected a directory"),
 }
 
 
@@ -153,7 +125,9 @@ def test_bad_input(case: str, tmp_path: Path) -> None:
     """One line that names it, and nothing written."""
     source = made(tmp_path / "plain", "llama")
     work, text = BAD[case]
-    work(source)
+    edit_json(source / "config.json", **work) if isinstance(work, dict) else change(source, work)
+    if case == "destination":
+        (tmp_path / "out").write_text("here")
     before = sorted(tmp_path.iterdir())
     with pytest.raises((ValueError, OSError), match=text):
         rotate_checkpoint(source, tmp_path / "out", progress=False)

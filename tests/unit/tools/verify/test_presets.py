@@ -1,12 +1,10 @@
 """Every preset, dense and MoE: quantized, exported, read back by transformers and by us; and the other layouts."""
 
 import json
-import math
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from model.ranks import RankError
@@ -17,13 +15,25 @@ from quant.formats.layouts import check_layout
 from quant.reference import fake_quant, quantize
 from quant.rules import Rule
 from quant.spec import PRESETS, SCHEMES, Scheme, TensorSpec
-from tests.lib.checkpoints import Export, exported
+from tests.lib.checkpoints import Export, exported, read_tensors
 from tools.compressed import load_compressed, quantized_keys
 from tools.verify.check import compare_with_transformers
 from tools.verify.comparison import Report
 from tools.verify.reader import decompress
 
 KINDS = ("qwen3", "qwen3_moe")
+# One of each format and kind of input, of a MoE of every second; the others differ in a number.
+OTHERS = ("q4_0", "q8_0", "w8a16_g128", "w8a16_g32", "w4a16_g32", "w4a16_channel", "w3a16_g128", "w3a16_g32")
+OTHERS += ("w2a16_g128", "w2a16_channel", "w4a8_int8", "w8a16_asym")
+SOME = [scheme for scheme in SCHEMES if scheme not in OTHERS]
+TAKEN = {*(("qwen3", name) for name in SOME), *(("qwen3_moe", name) for name in SOME[::2])}
+CASES = [
+    pytest.param(kind, scheme, id=f"{kind}-{name}", marks=[] if (kind, name) in TAKEN else [pytest.mark.full])
+    for kind in KINDS
+    for name, scheme in SCHEMES.items()
+]
+# Experts that transformers does not load (tools/verify/reader.py).
+NOT_LOADED = {"fp8_block", "int8_dynamic", "w8a8_static", "nvfp4", "nvfp4_w4a4", "mxfp8", "w4a16_asym", "w8a16_asym"}
 
 
 def made(directory: Path, kind: str, scheme: Scheme | None, rules=(), **options) -> Export:
@@ -46,57 +56,8 @@ def served(export: Export) -> tuple[Report, Quantization]:
     return report, read
 
 
-def config_of(export: Export) -> dict:
-    return json.loads((export.directory / "config.json").read_text())
-
-
-# One of each format and kind of input, of a MoE of every second; the others differ in a number.
-OTHERS = (
-    "q4_0",
-    "q8_0",
-    "w8a16_g128",
-    "w8a16_g32",
-    "w4a16_g32",
-    "w4a16_channel",
-    "w3a16_g128",
-    "w3a16_g32",
-    "w2a16_g128",
-)
-OTHERS += ("w2a16_channel", "w4a8_int8", "w8a16_asym")
-SOME = [scheme for scheme in SCHEMES if scheme not in OTHERS]
-TAKEN = {*(("qwen3", name) for name in SOME), *(("qwen3_moe", name) for name in SOME[::2])}
-CASES = [
-    pytest.param(kind, scheme, id=f"{kind}-{name}", marks=[] if (kind, name) in TAKEN else [pytest.mark.full])
-    for kind in KINDS
-    for name, scheme in SCHEMES.items()
-]
-# Experts that transformers does not load (tools/verify/reader.py).
-NOT_LOADED = {"fp8_block", "int8_dynamic", "w8a8_static", "nvfp4", "nvfp4_w4a4", "mxfp8", "w4a16_asym", "w8a16_asym"}
-INPUT_SCALES = ("input_scale", "input_global_scale")
-
-
-def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
-    """Everything in the weight files."""
-    return {key: tensor for path in directory.glob("*.safetensors") for key, tensor in load_file(path).items()}
-
-
-def served_as_one(tensors: dict[str, torch.Tensor]) -> None:
-    """Serving fuses q/k/v, gate/up and the experts of a layer and keeps one of these scales for all."""
-    for key, tensor in tensors.items():
-        layer, _, suffix = key.rpartition(".")
-        parent, _, leaf = layer.rpartition(".")
-        fused = next(
-            (names for names in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")) if leaf in names), ()
-        )
-        if (
-            suffix in INPUT_SCALES
-            or suffix == "weight_global_scale"
-            or (suffix == "weight_scale" and tensor.shape == (1,))
-        ):
-            assert all(torch.equal(tensors[f"{parent}.{other}.{suffix}"], tensor) for other in fused), key
-        experts, _, expert = parent.rpartition(".")
-        if suffix in INPUT_SCALES and expert.isdigit():
-            assert torch.equal(tensors[f"{experts}.0.{leaf}.{suffix}"], tensor), key
+def config_of(directory: Path) -> dict:
+    return json.loads((directory / "config.json").read_text())
 
 
 @pytest.mark.parametrize(("kind", "scheme"), CASES)
@@ -104,13 +65,10 @@ def test_what_is_served_is_what_was_trained(kind, scheme, tmp_path, seed):
     """Codes and scales on disk are those of the forward; compressed-tensors decompresses them to the weights that it
     multiplied with; transformers and our reader compute its logits."""
     export = made(tmp_path, kind, scheme)
-    _, _, model, quantization = export
-    tensors = tensors_of(export.directory)
-    served_as_one(tensors)
-    size = weights = 0
+    directory, _, model, quantization = export
+    tensors = read_tensors(directory)
     for name, layer in quantization.layers.items():
-        keys = quantized_keys(model, name, layer)
-        state = {suffix: tensors[key] for suffix, key in keys.items()}
+        state = {suffix: tensors[key] for suffix, key in quantized_keys(model, name, layer).items()}
         scale = layer.weight_scale()
         assert torch.equal(unpack_scale(state["weight_scale"], scheme.weights, state.get("weight_global_scale")), scale)
         expected = quantize(layer.weight, scale, scheme.weights, layer.weight_zero)
@@ -123,39 +81,19 @@ def test_what_is_served_is_what_was_trained(kind, scheme, tmp_path, seed):
         if scheme.stored_input is not None:
             stored = state[input_suffix(scheme.stored_input)]
             assert torch.equal(unpack_scale(stored, scheme.stored_input), layer.input_scale())
-        size += sum(tensor.nbytes for suffix, tensor in state.items() if suffix not in (*INPUT_SCALES, "weight_shape"))
-        weights += layer.weight.numel()
     assert len(quantization.layers) == (14 if kind == "qwen3" else 38)
-    assert 8 * size / weights == pytest.approx(bits_on_disk(scheme, quantization), rel=1e-9)
-
     report, _ = served(export)
     assert (report.note is not None) == (kind == "qwen3_moe" and scheme.name in NOT_LOADED)
 
 
-def bits_on_disk(scheme: Scheme, quantization: Quantization) -> float:
-    """Bits per weight of the quantized layers: those of a code, and of the scales' share."""
-    spec, scales = scheme.weights, 0.0
-    bits = {"float32": 32, "model": 16, "float16": 32, "e4m3": 8, "e8m0": 8}[spec.scale_format]
-    for layer in quantization.layers.values():
-        count = {
-            "tensor": 1,
-            "channel": layer.out_features,
-            "group": layer.weight.numel() // (spec.group_size or 1),
-            "block": layer.weight.numel() // (spec.group_size or 1) ** 2,
-        }[spec.granularity]
-        scales += count * bits + (32 if spec.scale_format == "e4m3" else 0)
-        if not spec.symmetric:  # a column of zero points fills whole words
-            scales += 32 * math.ceil(layer.out_features * spec.bits / 32) * count / layer.out_features
-    return spec.bits + scales / sum(layer.weight.numel() for layer in quantization.layers.values())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("preset", ["fp8_kv", "fp8_static_kv", "nvfp4_w4a4_kv"])
+@pytest.mark.parametrize(
+    ("kind", "preset"), [("qwen3", "fp8_kv"), ("qwen3_moe", "fp8_static_kv"), ("qwen3", "nvfp4_w4a4_kv")]
+)
 def test_a_quantized_cache(kind, preset, tmp_path, seed):
     """Scales of keys and values on disk are those of the forward, and transformers uses them."""
     scheme, cache = PRESETS[preset].linear, PRESETS[preset].kv_cache
     export = made(tmp_path, kind, scheme, kv_cache=cache)
-    tensors, caches = tensors_of(export.directory), export.quantization.caches
+    tensors, caches = read_tensors(export.directory), export.quantization.caches
     for name, module in caches.items():
         stored = tensors[name.replace("_cache", "_scale")]
         assert (stored.dtype, stored.shape) == (torch.float32, (1,))
@@ -169,27 +107,16 @@ def test_a_quantized_cache(kind, preset, tmp_path, seed):
     assert report.logits["inputs as given"].kl > (1 if coarse else 10) * report.logits["our forward"].kl, report.table()
 
 
-FP8, INT4 = SCHEMES["fp8_dynamic"], SCHEMES["w4a16_g32"]
+FP8, INT4, INT8 = SCHEMES["fp8_dynamic"], SCHEMES["w4a16_g32"], SCHEMES["int8_dynamic"]
 OUTER = [Rule(FP8, first=1), Rule(None, r".*\.1\.self_attn\..*")]
-INT8, TABLES = SCHEMES["int8_dynamic"], {"model.embed_tokens": INT4, "lm_head": INT4}
+TABLES = {"model.embed_tokens": INT4, "lm_head": INT4}
+ONE_SCHEME = "transformers decodes all experts with one scheme"
 # What transformers does not load, or decodes in another way; vLLM reads all of it.
 NOTED = {
     "experts, and a cache": ("qwen3_moe", INT8, (), {"kv_cache": PRESETS["fp8_kv"].kv_cache}, ""),
     "embeddings": ("qwen3", INT4, (), {"named": TABLES}, "transformers does not load quantized embeddings"),
-    "experts of several schemes": (
-        "qwen3_moe",
-        INT4,
-        [Rule(SCHEMES["w2a16_g32"], last=1)],
-        {},
-        "transformers decodes all experts with one scheme",
-    ),
-    "experts that are left": (
-        "qwen3_moe",
-        INT4,
-        [Rule(None, first=1)],
-        {},
-        "transformers decodes all experts with one scheme",
-    ),
+    "experts of several schemes": ("qwen3_moe", INT4, [Rule(SCHEMES["w2a16_g32"], last=1)], {}, ONE_SCHEME),
+    "experts that are left": ("qwen3_moe", INT4, [Rule(None, first=1)], {}, ONE_SCHEME),
 }
 
 
@@ -201,7 +128,7 @@ def test_what_transformers_does_not_load_is_noted_and_compared_with_its_plain_mo
     report, _ = served(export)
     assert report.note is not None and report.note.startswith(note)
     if case == "embeddings":
-        config = config_of(export)["quantization_config"]
+        config = config_of(export.directory)["quantization_config"]
         assert config["ignore"] == []
         assert config["config_groups"]["group_0"]["targets"] == ["Linear", *TABLES]
 
@@ -211,9 +138,8 @@ def test_mixed_schemes(kind, tmp_path, seed):
     """The first layer in fp8, of the last one attention as it is, lm_head in int8, int4 elsewhere. Of a MoE the experts
     of both layers have one scheme, which is what transformers can read."""
     rules = OUTER if kind == "qwen3" else [Rule(INT4, r".*\.experts\..*"), *OUTER]
-    head = {"lm_head": SCHEMES["w8a16_channel"]}
-    export = made(tmp_path, kind, INT4, rules, named=head)
-    config = config_of(export)["quantization_config"]
+    export = made(tmp_path, kind, INT4, rules, named={"lm_head": SCHEMES["w8a16_channel"]})
+    config = config_of(export.directory)["quantization_config"]
     assert config["format"] == "mixed-precision"
     assert [group["weights"]["num_bits"] for group in config["config_groups"].values()] == [8, 4, 8]
     assert (r"re:.*mlp\.gate$" in config["ignore"]) == (kind == "qwen3_moe")
@@ -224,12 +150,10 @@ def test_mixed_schemes(kind, tmp_path, seed):
     assert {name: layer.scheme for name, layer in read.layers.items()} == mine
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("scheme", [SCHEMES["nvfp4"], SCHEMES["w8a8_static"]], ids=lambda scheme: scheme.name)
-def test_a_dequantized_export_is_a_plain_checkpoint_of_the_fake_quantized_weights(kind, scheme, tmp_path, seed):
-    export = made(tmp_path, kind, scheme, layout="dequantized")
-    directory, batches, model, quantization = export
-    assert "quantization_config" not in config_of(export)
+@pytest.mark.parametrize(("kind", "name"), [("qwen3", "w8a8_static"), ("qwen3_moe", "nvfp4")])
+def test_a_dequantized_export_is_a_plain_checkpoint_of_the_fake_quantized_weights(kind, name, tmp_path, seed):
+    directory, batches, model, quantization = made(tmp_path, kind, SCHEMES[name], layout="dequantized")
+    assert "quantization_config" not in config_of(directory)
     options = {"experts_implementation": "eager"} if kind == "qwen3_moe" else {}
     theirs, info = AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.bfloat16, output_loading_info=True, **options
@@ -237,36 +161,26 @@ def test_a_dequantized_export_is_a_plain_checkpoint_of_the_fake_quantized_weight
     assert not any(info.values()), info
     quantization.set_fake_quant(weights=True, activations=False)
     with torch.no_grad():
-        logits = model(input_ids=batches[0]).logits
-        assert torch.equal(theirs(input_ids=batches[0]).logits, logits)
+        assert torch.equal(theirs(input_ids=batches[0]).logits, model(input_ids=batches[0]).logits)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["fp8_static", "fp8_block"])
+@pytest.mark.parametrize(("kind", "name"), [("qwen3", "fp8_static"), ("qwen3_moe", "fp8_block")])
 def test_vllm_fp8_holds_the_tensors_of_the_compressed_export(kind, name, tmp_path, seed):
     """Under the names of vLLM's own fp8 loader; blocks load in transformers too, which has that configuration."""
-    _, _, model, quantization = made(tmp_path, kind, SCHEMES[name])
+    directory, _, model, quantization = made(tmp_path, kind, SCHEMES[name])
     export_model(model, quantization, tmp_path / "source", tmp_path / "native", layout="vllm_fp8")
-    compressed, native = tensors_of(tmp_path / "export"), tensors_of(tmp_path / "native")
+    compressed, native = read_tensors(directory), read_tensors(tmp_path / "native")
     if name == "fp8_block":
         compressed = {key.replace("weight_scale", "weight_scale_inv"): tensor for key, tensor in compressed.items()}
     assert native.keys() == compressed.keys()
     assert all(torch.equal(native[key].view(torch.uint8), compressed[key].view(torch.uint8)) for key in native)
     routers = [f"model.layers.{i}.mlp.gate" for i in range(2)] if kind == "qwen3_moe" else []
-    config = json.loads((tmp_path / "native" / "config.json").read_text())["quantization_config"]
-    assert config == {
+    assert config_of(tmp_path / "native")["quantization_config"] == {
         "quant_method": "fp8",
         "activation_scheme": "static" if name == "fp8_static" else "dynamic",
         **({} if name == "fp8_static" else {"weight_block_size": [128, 128]}),
         "ignored_layers": [*routers, "lm_head"],
     }
-
-
-def test_a_scheme_without_a_format_is_refused_in_every_layout():
-    scheme = Scheme("int8-per-block", TensorSpec("int", 8, "block", 128))
-    for layout in ("compressed", "dequantized"):
-        with pytest.raises(ValueError, match="'int8-per-block' has no export format"):
-            check_layout(layout, [INT4, scheme])
 
 
 @pytest.mark.parametrize(
@@ -281,3 +195,10 @@ def test_a_layout_that_cannot_hold_the_model_is_refused(layout, message, tmp_pat
     with pytest.raises(RankError, match=message):
         made(tmp_path, "qwen3", INT4, layout=layout)
     assert not (tmp_path / "export").exists()
+
+
+def test_a_scheme_without_a_format_is_refused_in_every_layout():
+    scheme = Scheme("int8-per-block", TensorSpec("int", 8, "block", 128))
+    for layout in ("compressed", "dequantized"):
+        with pytest.raises(ValueError, match="'int8-per-block' has no export format"):
+            check_layout(layout, [INT4, scheme])

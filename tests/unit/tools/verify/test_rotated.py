@@ -5,18 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from engine.session.student import rotate_weights
-from model.build import build_model
-from model.checkpoint.load import load_weights
 from model.ranks import RankError
 from model.save import export_model
 from model.scales import renew_weight_scales, write_scales
 from quant import SCHEMES, prepare
 from quant.rotation import KEY, rotate_inputs
 from quant.scale import first_input_scale
+from tests.lib.checkpoints import edit_json, edit_tensors, load_model, read_tensors
 from tests.lib.tiny import tiny_checkpoint
 from tools.compressed import load_compressed
 from tools.verify.check import compare_with_transformers
@@ -30,15 +28,14 @@ CASES = {
 }
 
 
-def exported(directory: Path, scheme: str, patterns: list[str], block: int) -> tuple[Path, Path]:
-    """A checkpoint of random weights with outliers before down_proj, and its quantized export."""
+def exported(directory: Path, case: str) -> Path:
+    """A quantized export of random weights, after checking that turning them does not change the function."""
+    scheme, patterns, block = CASES[case]
     source = tiny_checkpoint(directory / "source", "qwen3", wide=True, seed=torch.initial_seed())
-    model = build_model(source, {"bf16": {"enabled": True}}, dtype=torch.bfloat16, device=torch.device("cpu")).eval()
-    load_weights(model, source, progress=False)
+    model = load_model(source).eval()
     quantization = prepare(model, SCHEMES[scheme], learn_weight_scale=True, learn_input_scale=False)
     rotate_inputs(quantization, patterns, block)
-    turned = rotate_weights(model, quantization)
-    assert turned == sum(layer.rotation is not None for layer in quantization.layers.values())
+    assert rotate_weights(model, quantization) == sum(one.rotation is not None for one in quantization.layers.values())
     plain = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
     ids = torch.randint(0, 301, (2, 40))
     quantization.set_fake_quant(weights=False, activations=False)
@@ -51,40 +48,29 @@ def exported(directory: Path, scheme: str, patterns: list[str], block: int) -> t
     scale = {g.owner: first_input_scale(torch.tensor([4.0]), g.spec) for g in quantization.input_groups}
     write_scales(quantization.input_groups, scale)
     export_model(model, quantization, source, directory / "export")
-    return source, directory / "export"
+    return directory / "export"
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_compressed_tensors_computes_the_logits_of_our_forward(case, tmp_path, seed):
-    scheme, patterns, block = CASES[case]
-    _, export = exported(tmp_path, scheme, patterns, block)
+    export, block = exported(tmp_path, case), CASES[case][2]
     report = compare_with_transformers(export, [torch.randint(0, 301, (2, 64))])
     assert report.ok, report.table()
-    tensors = load_file(export / "model.safetensors")
-    matrices = [tensor for key, tensor in tensors.items() if key.endswith(KEY)]
+    matrices = [tensor for key, tensor in read_tensors(export).items() if key.endswith(KEY)]
     assert matrices and all(tensor.shape == (block, block) and tensor.dtype == torch.bfloat16 for tensor in matrices)
     _, quantization = load_compressed(export)
     config = json.loads((export / "config.json").read_text())["quantization_config"]["transform_config"]
     assert [group["head_dim"] for group in config["config_groups"].values()] == [block]
-    turned = [name for name, layer in quantization.layers.items() if layer.rotation is not None]
-    assert len(turned) == len(matrices)
+    assert sum(layer.rotation is not None for layer in quantization.layers.values()) == len(matrices)
 
 
-def test_files_that_lost_their_transforms_are_refused(tmp_path, seed):
+def test_lost_transforms_are_refused_and_another_matrix_is_a_problem(tmp_path, seed):
     """Without the entry a reader would compute noise: the matrices beside the layers say that there was one."""
-    _, export = exported(tmp_path, *CASES["nvfp4"])
-    config = json.loads((export / "config.json").read_text())
-    del config["quantization_config"]["transform_config"]
-    (export / "config.json").write_text(json.dumps(config))
-    with pytest.raises(RankError, match=f"unexpected: .*{KEY}"):
-        load_compressed(export)
-
-
-def test_another_matrix_is_a_problem(tmp_path, seed):
-    _, export = exported(tmp_path, *CASES["nvfp4"])
-    tensors = load_file(export / "model.safetensors")
-    key = next(key for key in tensors if key.endswith(KEY))
-    tensors[key] = tensors[key].flip(0).contiguous()
-    save_file(tensors, export / "model.safetensors", metadata={"format": "pt"})
+    export = exported(tmp_path, "nvfp4")
+    key = next(key for key in read_tensors(export) if key.endswith(KEY))
+    edit_tensors(export, key, lambda tensors: tensors.update({key: tensors[key].flip(0).contiguous()}))
     report = compare_with_transformers(export, [torch.randint(0, 301, (1, 8))])
     assert any("is not the matrix" in problem for problem in report.problems)
+    edit_json(export / "config.json", lambda config: config["quantization_config"].pop("transform_config"))
+    with pytest.raises(RankError, match=f"unexpected: .*{KEY}"):
+        load_compressed(export)
