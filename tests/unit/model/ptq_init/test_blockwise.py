@@ -38,15 +38,11 @@ def tuned(directory: Path, kind: str, scheme: str, rows: int = 2, count: int = 4
     return *found[0][:2], *found[1]
 
 
+DENSE, EXPERTS = ("w2a16_g32", "w4a16_asym", "int8_dynamic"), ("w2a16_channel", "nvfp4")
+
+
 @pytest.mark.parametrize(
-    ("kind", "scheme"),
-    [
-        ("qwen3", "w2a16_g32"),
-        ("qwen3_moe", "w2a16_channel"),
-        ("qwen3", "w4a16_asym"),
-        ("qwen3_moe", "nvfp4"),
-        ("qwen3", "int8_dynamic"),
-    ],
+    ("kind", "scheme"), [*(("qwen3", scheme) for scheme in DENSE), *(("qwen3_moe", scheme) for scheme in EXPERTS)]
 )
 def test_outputs_come_nearer_and_nothing_else_moves(tmp_path, monkeypatch, capfd, kind, scheme):
     """The trained values are multiplied afterwards, bit for bit, and as many weights as possible stay original."""

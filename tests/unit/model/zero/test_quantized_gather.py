@@ -1,8 +1,10 @@
-"""Codes and gradients of parts of a weight against those of the whole one."""
+"""Codes and gradients of parts of a weight against those of the whole one, and moments of the optimizer."""
 
 import pytest
 import torch
+from torch.nn import Parameter
 
+from model.zero import reset_moments
 from model.zero.quantized_gather import part_gradients_, quantize_part
 from quant import Quantizer, Scale, TensorSpec, get_scheme, kernels
 from quant.packed_weight import codes_of_placeholder, placeholder
@@ -93,3 +95,17 @@ def test_a_nan_in_the_weight_is_one_in_its_gradient(name):
 def test_a_part_without_a_learned_scale_has_no_share():
     scale = random_quantizer(FP8["tensor"], torch.float32, theta=False)
     assert part_gradients_(torch.ones(3), torch.ones(3), 2, 91, scale, factor=1.0) is None
+
+
+def test_a_parameter_without_a_gradient_yet_has_no_moments():
+    """As the scale of a frozen embedding, while fake quant is off."""
+    seen, unseen = Parameter(torch.rand(3)), Parameter(torch.rand(2))
+    optimizer = torch.optim.AdamW([seen, unseen])
+    seen.grad = torch.rand(3)
+    optimizer.step()
+    reset_moments(optimizer, [unseen, seen])
+    assert not optimizer.state[seen]["exp_avg"].any() and not optimizer.state[seen]["exp_avg_sq"].any()
+    assert not optimizer.state.get(unseen)
+    unseen.grad = torch.ones(2)
+    optimizer.step()
+    assert optimizer.state[unseen]["exp_avg"].all()
