@@ -155,6 +155,17 @@ def test_a_scale_that_nothing_filled_shows_in_the_loss():
     assert run(model)[0].isnan().any()
 
 
+def test_codes_survive_a_detach():
+    """As in the Function that ZeRO-3 puts around the outputs of modules."""
+    model, _ = quantized()
+    fuse(model)
+    ids = torch.arange(6)[None]
+    with torch.no_grad():
+        expected = model(ids).logits
+        model.model.layers[0].input_layernorm.register_forward_hook(lambda module, given, output: output.detach())
+        assert torch.equal(model(ids).logits, expected)
+
+
 @pytest.mark.parametrize(
     "read",
     [lambda x: nn.functional.linear(x, torch.ones(3, 64).bfloat16()), lambda x: x.abs().max(), lambda x: x + x],
