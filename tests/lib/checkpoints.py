@@ -157,14 +157,6 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
     return {key: tensor for path in sorted(directory.glob("*.safetensors")) for key, tensor in load_file(path).items()}
 
 
-def edit_tensors(directory: Path, key: str, edit: Callable[[dict[str, Tensor]], object]) -> None:
-    """Change the tensors of the file that holds ``key``, in place."""
-    path = next(path for path in directory.glob("*.safetensors") if key in load_file(path))
-    tensors = load_file(path)
-    edit(tensors)
-    save_file(tensors, path, metadata={"format": "pt"})
-
-
 def edit_checkpoint(directory: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
     """Change the tensors of a checkpoint, file by file, and its index."""
     weight_map = {}
@@ -175,6 +167,11 @@ def edit_checkpoint(directory: Path, edit: Callable[[dict[str, Tensor]], object]
         weight_map |= dict.fromkeys(tensors, file.name)
     for index in directory.glob("*.index.json"):
         edit_json(index, weight_map=weight_map)
+
+
+def edit_tensors(directory: Path, key: str, edit: Callable[[dict[str, Tensor]], object]) -> None:
+    """Change the tensors of the file that holds ``key``."""
+    edit_checkpoint(directory, lambda tensors: edit(tensors) if key in tensors else None)
 
 
 def edit_json(path: Path, edit: Callable[[Any], object] | None = None, /, **values: Any) -> Any:
