@@ -71,7 +71,7 @@ def test_errors_are_one_line_and_exit_code_1_before_models_are_read(files, tmp_p
     for script, arguments, said in (
         (SCRIPT, ("--model", tmp_path), f"{tmp_path}"),
         (SCRIPT, ("--model", dense, "--json", no / "a.json"), f"rank 0: --json '{no}/a.json': cannot be written ("),
-        (COMPARE, (*both, "--out", no), f"rank 0: --out '{no}': cannot be written ("),
+        (COMPARE, (*both, "--out", no), f"rank 0: --out '{no}/compare.json': cannot be written ("),
     ):
         code, output = run_waiting(script, *arguments, "--text", path)
         assert code == 1 and re.search(rf"error: .*{re.escape(said)}", output), output
