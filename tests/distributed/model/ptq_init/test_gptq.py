@@ -22,22 +22,28 @@ from tests.lib.root import ROOT
 from tests.lib.tiny import tiny_checkpoint
 
 GROUPS = Path(__file__).parent / "scripts" / "groups.py"
-
-
+# launch/calibrate.py with fewer steps of tuning.
+CALIBRATE = """
+from launch import calibrate
+from model.ptq_init import blockwise
+blockwise.STEPS = 60
+calibrate.main()
+"""
 COMMON = {"loss": {"kd_weight": 0.0, "teacher": None}, "export": {"enabled": True}}
 # One rank takes as many rows in a micro-batch as two take together.
 ONE, TWO = {"data": {"micro_batch_size": 2}, "stage": 0}, {"data": {"micro_batch_size": 1}, "stage": 3}
 
 
-def exported(directory: Path, name: str, model: Path, sections: dict, script: str = "calibrate.py", **quant: object):
+def exported(directory: Path, name: str, model: Path, sections: dict, script: Path | None = None, **quant: object):
     """The tensors of an export, and what the script said; run on one rank if the sections are those of ONE."""
     recipe = write_recipe(directory, name, model, directory / "chats.jsonl", **COMMON, **sections, quant=quant)
     if sections["stage"] == 0:
-        done = run_python("from launch.calibrate import main; main()", "--config", recipe)
+        done = run_python(CALIBRATE, "--config", recipe)
         assert done.returncode == 0, done.stderr[-8000:]
         said = done.stdout
     else:
-        said = run_ranks(ROOT / "launch" / script, "--config", str(recipe))
+        (directory / "calibrate.py").write_text(CALIBRATE)
+        said = run_ranks(script or directory / "calibrate.py", "--config", str(recipe))
     return load_file(directory / name / "export" / "model.safetensors"), said
 
 
@@ -56,7 +62,7 @@ def made(tmp_path_factory):
     return {
         "one": exported(directory, "one", model, one, **gptq),
         "two": exported(directory, "two", model, two, **gptq),
-        "trained": exported(directory, "trained", model, {**two, **still}, "train.py", **gptq),
+        "trained": exported(directory, "trained", model, {**two, **still}, ROOT / "launch" / "train.py", **gptq),
         "one tuned": exported(directory, "one_tuned", model, one, **tuned),
         "two tuned": exported(directory, "two_tuned", model, two, **tuned),
         "inputs tuned": exported(directory, "inputs", model, two, **{**tuned, "scheme": "nvfp4_w4a4_kv"}),

@@ -8,34 +8,31 @@ import torch
 from safetensors.torch import load_file
 
 from tests.distributed.engine.test_adapters import LORA
-from tests.distributed.model.save.test_lora import SCRIPT
-from tests.lib.launcher import run_ranks
+from tests.distributed.model.save.test_lora import NO_EXPORT, Runs, train_all
 from tests.lib.plain import load_result
-from tests.lib.recipes import write_chats, write_recipe
 from tests.lib.tiny import tiny_checkpoint
 
 STAGES = (0, 1, 2, 3)
 # What the action of the runs changes in the first step, as a user's script may.
 CHANGED = "model.layers.1.input_layernorm.weight"
 TRAIN = {"gradient_accumulation_steps": 2, "checkpoint_every": 2, "quant_stats_every": 4}
+ADAPTER, QUANT = {**LORA["adapter"], "merge": True}, {"scheme": "fp8_static", "calibration_batches": 1}
+STEPS = {"straight": 3, "begun": 2, "resumed": 3}
 
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory) -> dict[str, Path]:
     """For each stage a run of three steps, one of two, and one that goes on from it; in one job."""
     directory = tmp_path_factory.mktemp("frozen")
-    model = tiny_checkpoint(directory / "tied", "qwen3", tied=True, even=True)
-    chats = write_chats(directory / "chats.jsonl")
-    written = {}
+    models = {"tied": tiny_checkpoint(directory / "tied", "qwen3", tied=True, even=True)}
+    runs: Runs = {}
     for stage in STAGES:
-        for name, steps, output in (("straight", 3, "straight"), ("begun", 2, "begun"), ("resumed", 3, "begun")):
-            train = {**TRAIN, "steps": steps, "resume": name == "resumed"}
-            sections = {**LORA, "quant": {"scheme": "fp8_static", "calibration_batches": 1}, "train": train}
-            sections |= {"output_dir": str(directory / f"{output}_{stage}")}
-            full = f"{name}_{stage}"
-            written[full] = write_recipe(directory, full, model, chats, stage=stage, dtype="bfloat16", **sections)
-    run_ranks(SCRIPT, *(f"changes_frozen:{path}" for path in written.values()))
-    return written
+        for name, steps in STEPS.items():
+            sections = {**LORA, **NO_EXPORT, "adapter": ADAPTER, "quant": QUANT}
+            sections["train"] = {**TRAIN, "steps": steps, "resume": name == "resumed"}
+            sections["output_dir"] = f"{name.replace('resumed', 'begun')}_{stage}"
+            runs[f"{name}_{stage}"] = ("tied", stage, "bfloat16", sections)
+    return train_all(directory, runs, "changes_frozen", models)
 
 
 def step_of(paths: dict[str, Path], stage: int) -> Path:
