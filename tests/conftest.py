@@ -1,4 +1,4 @@
-"""What every process of tests does before anything is imported, and the seeds."""
+"""Settings of every process of tests before anything is imported, and the seeds of tests."""
 
 import os
 

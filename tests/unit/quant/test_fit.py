@@ -73,13 +73,13 @@ class Case:
         return float(error.sum() / squares.sum())
 
     def refused(self, scale: Tensor) -> str | None:
-        """What is said of scales alone."""
+        """Return the problem of scales alone."""
         error, squares = self.error(scale)
         scales = (each.flatten().double() for each in (scale, self.own))
         return scale_problem(Fit(*scales, error, self.error(self.own)[0], squares), self.spec)
 
     def refused_codes(self, scale: Tensor, source: Tensor, of_source: Tensor) -> str | None:
-        """What is said of codes that were made of ``source`` with the scales ``of_source``, beside ``scale``."""
+        """Return the problem of codes that were made of ``source`` with the scales ``of_source``, beside ``scale``."""
         decoded = dequantize(
             quantize(source, of_source, self.spec, self.zero), scale, self.spec, torch.float32, self.zero
         )

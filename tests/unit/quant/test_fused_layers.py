@@ -76,7 +76,7 @@ def test_rows_of_a_class_come_before_those_of_any_class():
     ],
 )
 def test_the_groups_of_a_family_are_those_that_serving_fuses(name: str, expected: set[str]):
-    """Those of several layers, by the last names of their members; no group reaches over several decoder layers."""
+    """Compare groups of several layers, by the last names of their members; none reaches over decoder layers."""
     config = VARIANTS[name].config()
     auto = AutoModelForImageTextToText if composite(config) else AutoModelForCausalLM
     with torch.device("meta"), no_init_weights():

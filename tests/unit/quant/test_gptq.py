@@ -1,4 +1,4 @@
-"""GPTQ against what it is defined by, in fp64: after each column the best rest, found by solving for it anew."""
+"""GPTQ against what it is defined by, in fp64: after each column the best rest, found by solving for it again."""
 
 import random
 
@@ -60,7 +60,7 @@ def test_codes_are_those_of_the_definition(spec, signed):
     chosen = compensate(weight, scale, spec, gram, dtype=torch.float32, damping=damping)
     found = fake_quant(chosen, scale.s0, spec, scale.zero).double()
     expected = by_definition(weight, scale, spec, gram, damping)
-    # A weight that lies on the border of two cells but for a rounding, and the columns behind it, may differ.
+    # A weight on the border of two cells but for a rounding, and the columns behind it, may differ.
     rows = (found == expected).all(1)
     assert rows.float().mean() >= 0.8 or int((~rows).sum()) == 1
 

@@ -47,7 +47,7 @@ def layer_of(scheme: Scheme, *, learns: bool, stack: bool = False, adapter: bool
 
 
 def run_of(layer: nn.Module, compute: Callable[[Tensor], Tensor]) -> Run:
-    """What a step makes of the layer: an output, and gradients."""
+    """Make a step of the layer that returns its output and gradients."""
     x = torch.randn(TOKENS, IN).bfloat16()
 
     def run() -> list[Tensor]:

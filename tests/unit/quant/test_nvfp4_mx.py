@@ -18,14 +18,14 @@ from quant.spec import SCHEMES, TensorSpec
 NVFP4, MXFP8, MXFP4 = (SCHEMES[name].activations for name in ("nvfp4_w4a4", "mxfp8", "mxfp4_w4a4"))
 WEIGHTS = {MXFP8: SCHEMES["mxfp8"].weights, MXFP4: SCHEMES["mxfp4"].weights, NVFP4: SCHEMES["nvfp4_w4a4"].weights}
 MX = pytest.mark.parametrize("spec", [MXFP8, MXFP4], ids=["mxfp8", "mxfp4"])
-# Values of e2m1, and what lies halfway between neighbors.
+# Values of e2m1, and the midpoints of neighbors.
 STEPS = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 TIES = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
 ONE = torch.ones(1)
 
 
 def million(size: int, least: float, most: float, rows: int = 4096) -> torch.Tensor:
-    """Groups of all sizes between powers of ten, a third of the rows bf16 numbers, whose largest often lies on the edge
+    """Groups of all sizes between powers of ten, a third of the rows bf16 numbers, whose largest is often on the edge
     between two scales."""
     x = torch.randn(rows, 256) * 10 ** torch.empty(rows, 256 // size).uniform_(least, most).repeat_interleave(size, -1)
     x[::3] = x[::3].bfloat16().float()
@@ -43,7 +43,7 @@ def theirs(x: torch.Tensor, spec: TensorSpec, above: torch.Tensor | None = None)
 
 
 def far_from_ties(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Where ``x / s`` lies further than a rounding from a tie: compressed-tensors divides by ``s``, training and vLLM
+    """Find ``x / s`` further than a rounding from a tie: compressed-tensors divides by ``s``, training and vLLM
     multiply with the reciprocal. Ties are rare but where bf16 holds the largest value."""
     v = (x / scale.repeat_interleave(16, -1)).abs()
     near = ((v.unsqueeze(-1) - TIES).abs() <= 2**-22 * TIES).any(-1)
@@ -95,8 +95,8 @@ def test_a_million_nvfp4_inputs_are_those_of_compressed_tensors(seed):
 
 @MX
 def test_a_million_mx_inputs_have_the_scales_of_vllm_and_the_values_of_compressed_tensors_for_them(spec, seed):
-    """Those of vLLM 0.33's ``_mxfp8_e4m3_quantize_torch`` (model_executor/layers/quantization/utils/mxfp8_utils.py),
-    which are those of FlashInfer 0.7.2 for either format, but in fp64."""
+    """As vLLM 0.33's ``_mxfp8_e4m3_quantize_torch`` (model_executor/layers/quantization/utils/mxfp8_utils.py),
+    which FlashInfer 0.7.2 agrees with for either format, in fp64."""
     x = million(32, -30, 30)
     absmax = x.unflatten(-1, (-1, 32)).abs().amax(-1).double().clamp(min=torch.finfo(torch.float32).tiny)
     scale = torch.exp2(torch.ceil(torch.log2(absmax / spec.qmax)).clamp(-127, 127)).float()
@@ -196,7 +196,7 @@ def test_the_kernels_are_the_reference(spec, dtype, seed):
 
 
 def test_nothing_clips_between_the_smallest_nvfp4_scales_and_the_largest(seed):
-    """Where the scale is a normal number of e4m3, rounding it leaves every value inside the range."""
+    """Rounding a scale that is a normal number of e4m3 leaves every value inside the range."""
     x = torch.randn(4096, 16)
     above = reference.global_scale(x.abs().max(), NVFP4).view(1)
     assert reference.tokens_inside(x, NVFP4, above).all()

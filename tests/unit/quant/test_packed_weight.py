@@ -122,7 +122,7 @@ def test_a_layer_computes_what_it_computes_from_the_weight(name, stacked, fp8_ge
 )
 def test_a_layer_computes_the_same_from_codes_that_stand_in_for_its_weight(name, stacked, fp8_gemm, dtype, seed):
     """The output and the input's gradient bit for bit. The weight gets the gradient of what was multiplied, clipped or
-    not, and theta zeros: both are for whoever has the weight."""
+    not, and theta zeros: the rank that has the weight completes both."""
     layer = linear(stacked, dtype)
     model = nn.ModuleDict({"gate_up_proj" if stacked else "up_proj": layer})
     scales = {"learn_weight_scale": True, "learn_input_scale": False, "fp8_gemm": fp8_gemm}
@@ -139,7 +139,7 @@ def test_a_layer_computes_the_same_from_codes_that_stand_in_for_its_weight(name,
             codes = kernels.quantize(whole, layer._weight_quantizer())[0]
             layer.weight.data = placeholder(codes.view(torch.uint8), layer.weight_shape, dtype)
             assert torch.equal(codes_of_placeholder(layer.weight, layer.scheme.weights), codes)
-            assert layer.weight.isnan().all(), "whoever reads it as a weight must notice"
+            assert layer.weight.isnan().all(), "reading it as a weight must show"
         inputs.append(x.clone().requires_grad_())
         outputs.append(layer(inputs[-1], offsets))
         outputs[-1].backward(grad)

@@ -1,4 +1,4 @@
-"""What q, k and v multiply their gradients with in backward: restored once for all three, and held no longer."""
+"""The input of q, k and v is restored in backward once for all three, and held no longer."""
 
 import weakref
 
@@ -47,7 +47,7 @@ def some(count: int = 2) -> list[Tensor]:
 
 
 def gradients(model: nn.Module, x: Tensor, grad: Tensor, recomputed: str) -> tuple[dict[str, Tensor], int]:
-    """Of the input and of the parameters, and how often an input was restored for them."""
+    """Return those of the input and the parameters, and how often an input was restored for them."""
     model.zero_grad()
     leaf = x.clone().requires_grad_()
     output = model(leaf) if recomputed == "no" else checkpoint(model, leaf, use_reentrant=recomputed == "reentrant")
@@ -74,7 +74,7 @@ def test_restored_once_and_the_same(way, recomputed, seed):
 @pytest.mark.parametrize("recomputed", ("no", "not reentrant"))
 @pytest.mark.parametrize("scheme", ("fp8_dynamic", "mxfp4_w4a4"))
 def test_codes_that_are_kept_of_dynamic_inputs_give_the_same(scheme, recomputed, seed):
-    """Whose gradient is masked already when their values are restored."""
+    """Their gradient is masked already when their values are restored."""
     model, _ = attention(scheme)
     (x, grad), found = some(), []
     for kept in (True, False):
