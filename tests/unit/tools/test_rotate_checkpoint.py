@@ -1,5 +1,6 @@
 """A rotated checkpoint is the same function, of every family that is not refused, in transformers' own forward."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.lib.checkpoints import edit_json, edit_tensors, read_tensors
-from tools.rotate_checkpoint import FAMILIES, rotate_checkpoint
+from tools.rotate_checkpoint import FAMILIES, paley, rotate_checkpoint, rotation
 
 COMMON = {"vocab_size": 60, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 2, "head_dim": 8}
 COMMON |= {"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 64}
@@ -144,3 +145,40 @@ def test_a_tied_head_in_the_file(tmp_path: Path) -> None:
     change(source, lambda tensors: tensors["lm_head.weight"].view(-1)[3:4].add_(1))
     with pytest.raises(ValueError, match=r"lm_head.weight differs from model.embed_tokens.weight"):
         rotate_checkpoint(source, tmp_path / "again", progress=False)
+
+
+# ---- the matrices
+
+
+# Hidden sizes and heads of published models, and orders of each construction; 52 has none here.
+ORDERS = {1: 1, 2: 2, 12: 12, 20: 20, 28: 28, 36: 36, 60: 60, 64: 64, 96: 96, 128: 128, 384: 384, 896: 896}
+ORDERS |= {1536: 1536, 2560: 2560, 2880: 2880, 52: 4, 13: 1, 50: 2, 208: 208}
+
+
+@pytest.mark.parametrize(("size", "order"), ORDERS.items())
+def test_rotation_is_hadamard(size: int, order: int) -> None:
+    found = rotation(size, seed=size)
+    assert (found.size, found.order) == (size, order)
+    whole = found.turn(torch.eye(size, dtype=torch.float64), 1)
+    assert torch.allclose(whole @ whole.T, torch.eye(size, dtype=torch.float64), atol=1e-12)
+    for start in range(0, size, order):
+        block = whole[start : start + order, start : start + order]
+        assert torch.allclose(block.abs(), torch.full_like(block, 1 / math.sqrt(order)), atol=1e-12)
+
+
+def test_turns_runs_along_an_axis() -> None:
+    found, other = rotation(24, seed=3), rotation(24, seed=4)
+    whole = found.turn(torch.eye(24, dtype=torch.float64), 1)
+    values = torch.randn(72, 5, dtype=torch.float64)
+    expected = torch.cat([whole.T @ part for part in values.split(24)])
+    assert torch.allclose(found.turn(values, 0), expected, atol=1e-12)
+    assert torch.allclose(found.turn(values.T, 1), expected.T, atol=1e-12)
+    assert not torch.equal(found.signs, other.signs)
+
+
+def test_orders_of_paley() -> None:
+    """Those without a construction are none, not a matrix that is not orthogonal."""
+    for order in range(1, 150):
+        if (matrix := paley(order)) is not None:
+            assert torch.equal(matrix @ matrix.T, order * torch.eye(order, dtype=torch.float64)), order
+    assert [order for order in (4, 8, 12, 20, 24, 28, 36, 92, 52) if paley(order) is None] == [92, 52]
