@@ -21,6 +21,10 @@ MAX_PROBLEMS = 20
 """Limit of the bad lines that one error names; the rest are only counted."""
 
 
+MAX_TOKEN_ID = 2**22
+"""Limit of a tokenizer's ids: copying one takes time and memory for every id up to the highest, used or not."""
+
+
 class DataError(ValueError):
     """Error in the files or in their description; the text names file, line and remedy."""
 
@@ -129,6 +133,8 @@ def plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
             f"{type(tokenizer).__name__} reports no character offsets of its tokens, expected a fast tokenizer "
             "(a model directory with a tokenizer.json)"
         )
+    if (highest := max(backend.get_vocab().values(), default=0)) > MAX_TOKEN_ID:
+        raise DataError(f"{tokenizer.name_or_path}: found the token id {highest:,}, expected at most {MAX_TOKEN_ID:,}")
     try:
         copy = Tokenizer.from_str(backend.to_str())
     except BaseException as error:  # an added token may have replaced a token that a merge names
