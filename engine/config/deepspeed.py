@@ -82,6 +82,10 @@ BROKEN_ZERO = {
         "it rounds what is gathered for the forward, scales too (by way of fp16), but not what is gathered for the "
         "export, so that another model would be exported than the one that was trained"
     ),
+    "zero_quantized_gradients": (
+        "across nodes DeepSpeed 0.19.8 reads bf16 gradients as fp16, thousands of times too large, and divides their "
+        "sum by the nodes, not by the ranks; on one node it does nothing"
+    ),
     "elastic_checkpoint": "a resume reads shards of the ordinary layout",
     "legacy_stage1": "it is gone from DeepSpeed",
     "zenflow": "it updates weights with gradients of earlier steps",

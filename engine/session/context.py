@@ -55,7 +55,7 @@ def start_ranks(recipe: Recipe) -> RunContext:
         RankError: there is no tokenizer, or the machines differ (:mod:`engine.cluster.nodes`).
     """
     ds_config = resolve(recipe, int(os.environ.get("WORLD_SIZE", "1")))
-    if missing := list(_not_on_this_machine(recipe, ds_config)):
+    if missing := list(_not_on_this_machine(recipe)):
         raise RecipeError("\n".join(missing))
     device = init_ranks()
     if several_machines():
@@ -84,20 +84,13 @@ def init_ranks() -> torch.device:
     return device
 
 
-def _not_on_this_machine(recipe: Recipe, ds_config: dict[str, Any]) -> Iterator[str]:
+def _not_on_this_machine(recipe: Recipe) -> Iterator[str]:
     """Yield an error text for each option that DeepSpeed does not support on this machine."""
     accelerator = get_accelerator()
     if recipe.model.dtype == "float16" and not accelerator.is_fp16_supported():
         yield (
             f"model.dtype: 'float16', expected bfloat16 or float32: DeepSpeed has no fp16 on this machine's "
             f"{accelerator.device_name()}"
-        )
-    several_nodes = int(os.environ.get("WORLD_SIZE", "1")) > accelerator.device_count()  # as DeepSpeed counts them
-    quantized = ds_config["zero_optimization"].get("zero_quantized_gradients")
-    if quantized and several_nodes and accelerator.device_name() == "cpu":
-        yield (
-            f"{recipe.deepspeed}: zero_optimization.zero_quantized_gradients: true, expected false: across nodes it "
-            "runs an operator for GPUs"
         )
 
 

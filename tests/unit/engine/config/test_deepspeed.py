@@ -250,6 +250,7 @@ zero_optimization: {stage: true}                | zero_optimization.stage: True,
 zero_optimization: {stge: 1}                    | zero_optimization.stge: Extra inputs are not permitted
 zero_optimization: {load_from_fp32_weights: false} | zero_optimization.load_from_fp32_weights: leave it out: a
 zero_optimization: {zero_quantized_weights: true} | zero_optimization.zero_quantized_weights: leave it out: it rounds
+zero_optimization: {zero_quantized_gradients: true} | zero_optimization.zero_quantized_gradients: leave it out: across
 zero_optimization: {elastic_checkpoint: true}   | zero_optimization.elastic_checkpoint: leave it out: a resume reads
 zero_optimization: {zenflow: {}}                | zero_optimization.zenflow: leave it out: it updates weights with
 zero_optimization: {leaf_module: 3}             | zero_optimization.leaf_module: leave it out
