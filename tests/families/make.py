@@ -112,7 +112,7 @@ class Variant:
 
 
 def composite(config: PretrainedConfig) -> bool:
-    """Whether ``config`` is made of parts, of which one is the language model."""
+    """Return True if ``config`` has parts, of which one is the language model."""
     return config.get_text_config() is not config
 
 

@@ -9,7 +9,7 @@ from tests.families.variants import VARIANTS
 
 LEAST_WORKING = 100
 WORKS = ("works", "works without packing", "works with layers exempt", "works dequantized")
-# One with a softcap and an attention of two kinds, and one whose experts are made anew.
+# One with a softcap and an attention of two kinds, and one whose experts are arranged in another way.
 FEW = ("gemma2", "qwen3_moe")
 
 

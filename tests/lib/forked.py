@@ -1,7 +1,7 @@
 """Jobs of several ranks, forked from one process that has imported everything: a second each instead of ten.
 
-What the deepspeed launcher does for a job: an environment for each rank, one process each. A process stands between,
-as the launcher's does, and can be killed like it.
+As by the deepspeed launcher, each rank has an environment and a process. Between the test and the ranks is a process
+that can be killed, as the launcher can.
 """
 
 import ctypes
@@ -47,11 +47,11 @@ class Job:
         self._codes: list[int] = []
 
     def text(self) -> str:
-        """What the ranks have printed so far."""
+        """Return the output of the ranks so far."""
         return self.log.read_bytes()[self._said :].decode(errors="replace") if self.log.exists() else ""
 
     def over(self) -> bool:
-        """Whether every rank has ended."""
+        """Return True if every rank has ended."""
         return all(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE for pid in self._running)
 
     def wait(self, seconds: float) -> list[int] | None:

@@ -1,4 +1,4 @@
-"""What a training step would make the host wait for on a GPU, counted on the CPU: by the function that asks."""
+"""Count on the CPU what a training step would make the host wait for on a GPU, by the function that asks."""
 
 import traceback
 from collections import Counter
@@ -34,7 +34,7 @@ class HostWaits(TorchFunctionMode):
 
     Attributes:
         by_function: calls that bring values to the host, by ``file: function`` of the innermost one that is the
-            project's, DeepSpeed's or transformers'. What it reads may lie on the host already: the reader of the counts
+            project's, DeepSpeed's or transformers'. Its operand may be on the host already: the reader of the counts
             must know.
     """
 

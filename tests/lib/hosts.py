@@ -51,7 +51,7 @@ class Host:
         until(self._is_dead, lambda: f"processes of {self.name} do not end: {_ip('netns', 'pids', self.name)}")
 
     def _is_dead(self) -> bool:
-        """Whether no process is left there; kills those that are."""
+        """Return True if no process is left there; kill those that are."""
         pids = _ip("netns", "pids", self.name).split()
         for pid in map(int, pids):
             with suppress(ProcessLookupError):
@@ -61,7 +61,7 @@ class Host:
         return not pids
 
     def unplug(self) -> None:
-        """Cut it off the network without a word to anybody."""
+        """Cut it off the network; no other host is told."""
         _ip("-n", self.name, "link", "set", self.interface, "down")
 
 

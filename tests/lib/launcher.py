@@ -32,9 +32,9 @@ _TAKEN: list[IO[str]] = []  # locks on the ports that this process has given awa
 
 
 def free_port() -> int:
-    """A port that nothing listens on now, and that nobody else takes before the ranks do, which come seconds later.
+    """Reserve a port that nothing listens on, for ranks that start seconds later.
 
-    The system hands out ports from 32768 on to whoever connects anywhere, so this one lies below. A lock on a file
+    The system gives ports from 32768 on to outgoing connections, so this one is lower. A lock on a file
     keeps other processes of tests off it; the lock goes with this process.
     """
     while True:

@@ -1,4 +1,4 @@
-"""What layers of the model hold, by the names of the Linears that a checkpoint has in their place."""
+"""Parts of a model's layers by the names that a checkpoint has for the Linears."""
 
 from collections.abc import Iterator, Mapping
 

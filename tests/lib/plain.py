@@ -39,7 +39,7 @@ RANKS = 2
 # No BLAS promises the last bit of an fp32 matrix product: MKL's depends on the CPU, on the number of rows, and on
 # whether an operand is aligned to 16 bytes, which in ZeRO's flat buffers it may not be. And ranks add gradients up in
 # another order than one process. Without fake quant that stays rounding. But a code is discontinuous: of the half a
-# million values that such a step quantizes, about one lies so near to the middle between two codes that the last bit
+# million values that such a step quantizes, about one is so near to the middle between two codes that the last bit
 # decides, and then an activation jumps by up to 1/8, which all later layers and tokens of its sequence see.
 #
 # From step to step this grows: a scale that moved by 3e-4 sends one code in 300 elsewhere, so that two correct loops of
@@ -59,7 +59,7 @@ THETA, THETAS_APART = 0.1, {"weight": 1, "input": 2}
 
 
 def inputs_of(batch: MicroBatch) -> dict[str, torch.Tensor]:
-    """What a model's forward takes of a micro-batch; of a packed one with the mask written out."""
+    """Select the inputs of a model's forward from a micro-batch; for a packed one the mask is written out."""
     inputs = model_inputs(batch)
     if "position_ids" in batch:
         rows, length = batch["input_ids"].shape
@@ -272,7 +272,7 @@ def plain_loop(
 
 
 def load_result(path: Path) -> dict[str, Any]:
-    """What ``scripts/train.py`` left of the recipe's run."""
+    """Load the result that ``scripts/train.py`` wrote in the recipe's run."""
     return torch.load(Path(load_recipe(path).output_dir) / "result.pt", weights_only=True)
 
 

@@ -76,7 +76,7 @@ def write_recipe(
 ) -> Path:
     """``<directory>/<name>.yaml``, whose output goes to ``<directory>/<name>``.
 
-    Persistence is off, so that ZeRO-3 partitions even tiny parameters. ``sections`` are merged into what stands here.
+    Persistence is off, so that ZeRO-3 partitions even tiny parameters. ``sections`` are merged into its contents.
     """
     ds_config = directory / f"zero{stage}.json"
     zero = {"stage": stage, **({"stage3_param_persistence_threshold": 0} if stage == 3 else {})}

@@ -1,4 +1,4 @@
-"""Of the cases of a test those that take part in `make test`; the others come with the large counts."""
+"""Select the cases of a test for `make test`; the others come with the large counts."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -23,7 +23,7 @@ from tests.lib.root import ROOT
 
 PROGRAM = "from tests.distributed.scripts.waiting import main; main()"
 RANKS = 2
-GRACE = 60.0  # seconds that a rank has to end by itself when the other has failed
+GRACE = 60.0  # seconds that a rank has to end when the other has failed
 
 
 class WaitingRanks:

@@ -17,7 +17,7 @@ ALIKE = 0.7  # of a statement's text that must have stayed, where the rest was r
 
 
 class Names:
-    """What the table of names makes of old texts and paths."""
+    """Rename old texts and paths by the table of names."""
 
     def __init__(self, path: Path | None = None) -> None:
         table = json.loads(path.read_text(encoding="utf-8")) if path else {}

@@ -2,7 +2,7 @@
 
     scripts/family.py DIRECTORY VARIANT...
 
-Rank 0 writes ``DIRECTORY/<variant>.json``, after every stage anew, so that a run that ends in the middle shows where:
+Rank 0 writes ``DIRECTORY/<variant>.json``, again after every stage, so that a run that ends in the middle shows where:
 ``{"stages": {stage: outcome}, "finished": bool}``. An outcome is "ok", "refused: <the project's own error>" or
 "wrong: <what>"; what no error of the project's names is wrong too.
 """
@@ -59,7 +59,7 @@ LENGTHS = (7, 7, 11)  # of samples that share packed rows, the first two in turn
 
 
 class Wrong(AssertionError):
-    """Something is not as transformers has it, and nobody said so."""
+    """A result differs from transformers', and no error said so."""
 
 
 def apart(one: Tensor, two: Tensor) -> float:
@@ -100,7 +100,7 @@ def plain(source: Path, out: Path) -> None:
 def exact(variant: Variant, source: Path, out: Path) -> None:
     """Logits and gradients in fp32 against transformers' own model, read from the same file.
 
-    The attention is the one that a run takes by itself: of some classes eager and sdpa disagree (Falcon with alibi,
+    The attention is a run's default: of some classes eager and sdpa disagree (Falcon with alibi,
     whose eager form adds it twice in transformers 5.23).
     """
     theirs = variant.model(dtype=torch.float32, attention=attention_for(variant.config(), AUTO))
@@ -138,7 +138,7 @@ def exact(variant: Variant, source: Path, out: Path) -> None:
 
 @torch.no_grad()
 def leaks(variant: Variant) -> float:
-    """How much the logits of a sample change with what stands before it in a packed row, in standard deviations."""
+    """Return how much a sample's logits change with the samples before it in a packed row, in standard deviations."""
     model = variant.model()
     generator = torch.Generator().manual_seed(2)
     first, other, second = (torch.randint(7, 300, (1, length), generator=generator) for length in LENGTHS)
@@ -154,7 +154,7 @@ def leaks(variant: Variant) -> float:
         return list(found.split([sample.shape[1] for sample in samples]))
 
     (alone,), (_, behind), (_, behind_other) = logits(second), logits(first, second), logits(other, second)
-    # Sparse attention chooses among equal scores by how long the row is, also where nothing stands before.
+    # Sparse attention chooses among equal scores by how long the row is, also where nothing is before.
     length = apart(logits(second, first)[0], alone)
     return max(apart(behind, behind_other), apart(behind, alone) - 4 * length)
 
@@ -272,7 +272,7 @@ class Progress:
 
 @functools.cache
 def commit() -> str:
-    """What is tried: the commit of this repository, with a + where tracked files differ from it."""
+    """Return the commit that is tried, with a + if tracked files differ from it."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()

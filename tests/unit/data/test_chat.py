@@ -148,7 +148,7 @@ def test_answer_is_found_by_content_where_the_prompt_is_no_prefix(tmp_path):
     tokenizer = templated(THINKING.replace("CONTENT", "m['content'].split('</think>')[-1].strip()"))
     rows = [
         {"input": "user", "output": "<think>user, 42?</think> 42 \n"},
-        {"input": "42", "output": "42"},  # the same text stands in the prompt
+        {"input": "42", "output": "42"},  # the prompt has the same text
         {"input": "12", "output": "<think>\nso</think>12"},
     ]
     samples, counts = read(tmp_path, tokenizer, *rows)

@@ -45,7 +45,7 @@ def damaged(source: Path, folder: Path, files: dict[str, bytes | None]) -> Path:
 
 
 def reads(folder: Path) -> bool:
-    """Whether data is read with a tokenizer; False where it is an error by name."""
+    """Read data with a tokenizer; return False if that is an error by name."""
     text, chats = folder / "text.txt", folder / "chats.jsonl"
     text.write_text(TEXT)
     chats.write_text(json.dumps({"input": "What is this?", "output": "That is that."}) + "\n")

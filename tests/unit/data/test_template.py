@@ -127,7 +127,7 @@ def test_tools(call, content, tmp_path):
     }
     final = f"<think>\n\n</think>\n\nIt is 42.{END}"
     assert read_rows(tmp_path, QWEN, row)[0] == [[final]]
-    # The call is behind the last question: by itself it would open with an empty thought.
+    # The call is behind the last question: alone it would open with an empty thought.
     assert read_rows(tmp_path, QWEN, row, loss_on="all")[0] == [[f"{CALLED}{END}", final]]
     row["messages"] = row["messages"][:2]
     expected = [[f"<think>\n\n</think>\n\n{CALLED}{END}"]]
@@ -212,7 +212,7 @@ def spelled(rng: random.Random) -> str:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("loss_on", ["last", "all"])
 def test_as_text_nothing_but_the_template_writes_special_tokens(kind, loss_on, tmp_path, rng):
-    """What is learned has the same characters, and its special tokens are those of chats without spelled ones."""
+    """Targets have the same characters, and the special tokens of chats without spelled ones."""
     tokenizer, _ = kind()
     chats = [messages(("user", spelled(rng)), ("assistant", spelled(rng) + ".")) * rng.randint(1, 3) for _ in range(40)]
     rows = [{"messages": chat} for chat in chats]
@@ -330,7 +330,7 @@ def test_a_tokenizer_that_looks_beyond_special_tokens_cannot_read_them_as_text(t
 
 
 def test_deeply_nested_tools(tmp_path):
-    """No traceback: the special token is counted, wherever it stands."""
+    """There is no traceback."""
     deep: object = END
     for _ in range(400):
         deep = [deep]

@@ -120,7 +120,7 @@ def test_parts_are_all_layers_once_and_have_the_bytes_of_the_export(scheme, expe
 
 
 def test_divergences_are_those_of_the_logits(monkeypatch, tmp_path, seed):
-    """Of sets of layers alone and together, over samples of several lengths, in fp64; nothing is changed by it."""
+    """Sets of layers alone and together, over samples of several lengths, in fp64; nothing is changed by it."""
     monkeypatch.setattr("tools.mixed_precision._TOKENS", 7)
     model, quantization = quantized(tiny_checkpoint(tmp_path, "qwen3", seed=seed, wide=True), SCHEMES["w2a16_g32"])
     model.float()

@@ -177,7 +177,7 @@ def test_turns_runs_along_an_axis() -> None:
 
 
 def test_orders_of_paley() -> None:
-    """Those without a construction are none, not a matrix that is not orthogonal."""
+    """Orders without a construction give None, not a matrix that is not orthogonal."""
     for order in range(1, 150):
         if (matrix := paley(order)) is not None:
             assert torch.equal(matrix @ matrix.T, order * torch.eye(order, dtype=torch.float64)), order

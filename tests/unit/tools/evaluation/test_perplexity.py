@@ -71,7 +71,7 @@ def test_every_token_is_predicted_once_with_full_windows(count):
     assert [token for window in windows for token in window.targets] == list(range(count))
     for window in windows:
         assert len(window.inputs) == min(count, 8)
-        # The inputs are the predecessors of the targets, and what stands before these.
+        # The inputs are the predecessors of the targets, and the tokens before these.
         last = len(window.inputs)
         assert window.inputs == list(range(window.targets[-1] - last, window.targets[-1]))
 

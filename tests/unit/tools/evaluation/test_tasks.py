@@ -160,7 +160,7 @@ def test_a_group_with_a_mean_stands_for_its_tasks(folder):
 
 
 def test_agrees_with_the_harness_own_model(folder, seed):
-    """Its class needs accelerate; in fp32, which it does not take log-softmaxes in by itself."""
+    """In fp32, in which its class, which needs accelerate, does not compute log-softmaxes unasked."""
     pytest.importorskip("accelerate", reason="lm-evaluation-harness' own Hugging Face model needs accelerate")
     from lm_eval.evaluator import evaluate
     from lm_eval.models.huggingface import HFLM

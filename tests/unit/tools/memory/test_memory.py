@@ -172,7 +172,7 @@ def test_codes_travel_as_bytes(tmp_path):
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_codes_of_inputs_are_kept_instead_of_these(tmp_path, attention):
     """quant.keep_codes saves what it saves in a model that computes: of o_proj nothing where attention keeps its input
-    anyway, which it does behind the Functions that stand around modules here and on stage 3, too."""
+    anyway, which it does behind the Functions around modules here and on stage 3, too."""
     predicted, counted = [], []
     for kept in (False, True):
         own = {"path": str(tmp_path / "model"), "attn_implementation": attention}

@@ -27,7 +27,7 @@ def only_rounding(comparison: LogitComparison, kind: str, scheme: Scheme) -> Non
     """Logits differ by rounding of matrix products and no more.
 
     Dense models run the same kernels on the same shapes (measured: no difference). Gate and up of an expert are one
-    product in transformers and two here: 1.3e-6 of a standard deviation. One input in some millions lies so close to a
+    product in transformers and two here: 1.3e-6 of a standard deviation. One input in some millions is so close to a
     boundary that its fp8 code flips then, which moves that token's logits by some 1e-3: one run in 200, so there the
     KL is bounded. One flip makes 1e-6 of it in most places and 3e-5 at most of 939; a wrong scale 1e-3 and more.
     """

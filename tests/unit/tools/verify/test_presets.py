@@ -77,7 +77,7 @@ def test_what_is_served_is_what_was_trained(kind, scheme, tmp_path, seed):
         assert torch.equal(decompress(state, scheme).bfloat16(), values), name
         if not scheme.weights.symmetric:
             assert torch.equal(unpack_zero(state, scheme), layer.weight_zero), name
-            assert layer.weight_zero.unique().numel() > 1, "of weights that lie off the center"
+            assert layer.weight_zero.unique().numel() > 1, "of weights that are off the center"
         if scheme.stored_input is not None:
             stored = state[input_suffix(scheme.stored_input)]
             assert torch.equal(unpack_scale(stored, scheme.stored_input), layer.input_scale())

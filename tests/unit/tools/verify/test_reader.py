@@ -1,4 +1,4 @@
-"""What transformers' side computes with inputs, and checkpoints that compressed-tensors itself writes."""
+"""Inputs as transformers quantizes them, and checkpoints that compressed-tensors itself writes."""
 
 from pathlib import Path
 
@@ -19,8 +19,10 @@ from tools.verify.reader import fake_quantizer
 
 @pytest.mark.parametrize("name", ["fp8_dynamic", "fp8_block", "int8_dynamic", "8da4w"])
 def test_dynamic_inputs_are_the_same_but_for_boundaries(name, seed):
-    """All but a few in ten thousand values are equal, and those lie one code apart. (Measured over 200 seeds: at most
-    7e-4, of symmetric int8, where the largest value of a token stands on a boundary.)"""
+    """All but a few in ten thousand values are equal, and the others are one code apart.
+
+    Measured over 200 seeds: at most 7e-4, of symmetric int8, where the largest value of a token is on a boundary.
+    """
     spec = SCHEMES[name].activations
     x = torch.randn(2, 64, 256)
     ours = fake_quantize_tokens(x, spec)
