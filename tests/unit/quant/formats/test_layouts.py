@@ -140,6 +140,18 @@ def test_other_schemes_are_refused_and_the_nearest_is_named(layout, nearest, sch
             check_layout(layout, [SCHEMES["w4a16_g32" if layout == "mlx" else "8da4w"], scheme])
 
 
+def test_layouts_of_one_scheme_and_schemes_without_a_format_are_refused():
+    bad = Scheme("bad", TensorSpec("int", 8, "tensor"))
+    for layout, schemes, said in (
+        ("nothing", [SCHEMES["fp8_static"]], "unknown layout 'nothing'"),
+        ("compressed", [bad], "bad.* has no export format"),
+        ("vllm_fp8", [SCHEMES["fp8_static"], SCHEMES["fp8_block"]], "got fp8_static, fp8_block; use"),
+        ("gpt_oss", [SCHEMES["fp8_static"]], "got fp8_static; use layout 'compressed'"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            check_layout(layout, schemes)
+
+
 def test_a_linear_for_torchao_without_quantized_inputs_is_refused():
     with pytest.raises(ValueError, match=r"lm_head: layout 'executorch' has no Linear whose inputs are not quantized"):
         check_intx_of("lm_head", SCHEMES["w8a16_channel"], embedding=False)
