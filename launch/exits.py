@@ -29,7 +29,7 @@ INTERRUPTED = 130  # exit code of a shell for SIGINT
 
 LOST_PEER = (
     "another rank has ended, and its connection is closed; that rank says why, unless it was killed (the kernel's log "
-    "says whether for want of memory)"
+    "says if it ran out of memory)"
 )
 
 

@@ -57,7 +57,9 @@ _STEPS = 4 + 3 * len(_SCHEMES)
 def main() -> None:
     """Run all steps and print one table at the end."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("runs/quickstart"), help="made anew (default runs/quickstart)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/quickstart"), help="made again (default runs/quickstart)"
+    )
     out: Path = parser.parse_args().out
     try:
         find_launcher()

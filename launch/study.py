@@ -174,7 +174,7 @@ def check_comparable(recipe: Recipe) -> None:
         ("train.resume", recipe.train.resume, not recipe.train.resume, "false: a part that was interrupted is resumed"),
         ("export.enabled", export.enabled, export.enabled, "true: exports are compared"),
         ("export.format", export.format, export.format == "compressed", "compressed, computed as it is served"),
-        ("export.dir", export.dir, export.dir is None, "null: the export of each part lies in its folder"),
+        ("export.dir", export.dir, export.dir is None, "null: the export of each part is in its folder"),
     ]
     if problems := [f"{key}: {found!r}, expected {expected}" for key, found, good, expected in rules if not good]:
         raise RecipeError("\n".join(problems))

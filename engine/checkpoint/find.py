@@ -74,7 +74,7 @@ def find_checkpoint(directory: Path, which: bool | str = True) -> TrainingCheckp
         if (newest := _newest_whole(directory)) is not None:
             return read_step_directory(newest)
         raise ValueError(
-            f"{directory} has no checkpoint to resume from (no file {LATEST}); set train.resume: false to start anew"
+            f"{directory} has no checkpoint to resume from (no file {LATEST}); set train.resume: false to start over"
         )
     name = pointer.read_text(encoding="utf-8", errors="replace").strip()
     if not re.fullmatch(STEP_NAME, name):
@@ -198,7 +198,7 @@ def check_samples(checkpoint: TrainingCheckpoint, samples: str) -> None:
             raise ValueError(
                 f"data.train: the samples are not those of the run that wrote {checkpoint.path} (digest {samples}, "
                 f"was {checkpoint.samples}): the files have other content, or the tokenizer has changed; bring them "
-                "back, or start anew in another output_dir"
+                "back, or start over in another output_dir"
             )
 
 

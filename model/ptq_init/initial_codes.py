@@ -21,7 +21,7 @@ from model.zero import forget_secondary_copies
 from quant import Quantization
 
 NO_LAYERS = (
-    "quant.init, expected rtn for this model: none of its quantized layers lies in a decoder layer of the "
+    "quant.init, expected rtn for this model: none of its quantized layers is in a decoder layer of the "
     "kind that transformers checkpoints"
 )
 

@@ -194,7 +194,7 @@ class ScaleReport:
         if self.merged:
             parts.append(
                 f"{len(self.merged)} of layers that are served as one and have several in the files, of which the "
-                f"largest is taken: their codes are made anew ({listed(self.merged)})"
+                f"largest is taken: their codes are computed again ({listed(self.merged)})"
             )
         if self.rounded:
             parts.append(f"those of the files are {self.rounded}, and are rounded to the model's dtype")

@@ -1,4 +1,4 @@
-"""launch/study.py as a user starts it: parts on two ranks, the table; a second call makes nothing anew."""
+"""launch/study.py as a user starts it: parts on two ranks, the table; a second call makes nothing again."""
 
 import os
 import subprocess

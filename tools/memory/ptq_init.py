@@ -3,7 +3,7 @@
 For each decoder layer in turn (:mod:`model.ptq_init`) these live at a time:
 
 - the hidden states of all samples of the rank, and the position embeddings that each is called with;
-- under stage 3 the layer, gathered, or what lies outside the layers while the samples are recorded;
+- under stage 3 the layer, gathered, or what is outside the layers while the samples are recorded;
 - of Linears that are quantized together a Gram matrix in fp64 for each tensor that they read, of stacked experts for
   each expert: ``8 in^2`` bytes;
 - of the rows that were chosen their weights, codes and scales;

@@ -26,7 +26,7 @@ def test_an_export_is_not_renamed_to_a_link(tmp_path) -> None:
     for name, target in (("to", "there"), ("dangling", "nowhere"), ("loop", "loop")):
         (tmp_path / name).symlink_to(tmp_path / target)
     for name in ("to", "dangling", "loop", "loop/export"):
-        with pytest.raises(RecipeError, match=rf"^export\.dir: '.*{name}': it is a link, or lies behind one"):
+        with pytest.raises(RecipeError, match=rf"^export\.dir: '.*{name}': it is a link, or behind one"):
             check_export(minimal(output_dir=str(tmp_path / "out"), export={"dir": str(tmp_path / name)}))
     check_export(minimal(output_dir=str(tmp_path / "out"), export={"dir": str(tmp_path / "to" / "export")}))
 

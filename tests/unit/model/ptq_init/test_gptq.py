@@ -179,5 +179,5 @@ def test_a_model_without_decoder_layers_is_refused(tmp_path):
     source = next(one for one in VARIANTS.values() if one.model_type == "openai-gpt").checkpoint(tmp_path / "model")
     model = load_model(source)
     quantization = quantize(model, "w4a16_g32")
-    with pytest.raises(RankError, match="expected rtn for this model: none of its quantized layers lies in a decoder"):
+    with pytest.raises(RankError, match="expected rtn for this model: none of its quantized layers is in a decoder"):
         choose_initial_codes(model, quantization, samples(model), CPU)

@@ -65,7 +65,7 @@ def test_what_is_not_quantized_stays_so_and_what_shares_a_scale_is_said(tmp_path
     edit_checkpoint(export, edit)
     _, quantization, report = load_quantized(export)
     assert OUT not in quantization.layers and Q in quantization.layers
-    assert report.merged == [Q] and f"their codes are made anew ({Q})" in report.summary()
+    assert report.merged == [Q] and f"their codes are computed again ({Q})" in report.summary()
     assert "model.layers.0.mlp.gate_proj" in report.weights_loaded
 
 
