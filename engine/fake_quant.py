@@ -20,7 +20,7 @@ from torch.nn import Parameter
 from data.loader import MicroBatch, sample_inputs
 from engine.session.session import Session
 from model.quantized.quantization_config import is_quantized
-from model.ranks import RankError, raise_everywhere, reduce_over_ranks, say
+from model.ranks import RankError, raise_problems, reduce_over_ranks, say
 from model.scales import (
     WeightStatistics,
     follow_weights,
@@ -102,14 +102,22 @@ def calibrate_inputs(
         batches: the same number on every rank.
         device: where the batches go.
     """
+    with _observing(forward, quantization):
+        for batch in batches:
+            watch_inputs(forward, quantization, batch, device)
+        write_scales(quantization.input_groups, observed_input_scales(quantization, owners))
+
+
+@contextmanager
+def _observing(forward: nn.Module, quantization: Quantization, *, quantized: bool = False) -> Iterator[None]:
+    """Context in evaluation mode with observers on, and with ``quantized`` inputs; all is restored afterwards."""
     was_training = forward.training
     try:
         forward.eval()
         with quantization.paused():
+            quantization.set_fake_quant(weights=False, activations=quantized)
             quantization.observe(True)
-            for batch in batches:
-                watch_inputs(forward, quantization, batch, device)
-            write_scales(quantization.input_groups, observed_input_scales(quantization, owners))
+            yield
     finally:
         forward.train(was_training)
 
@@ -359,7 +367,6 @@ class FakeQuant:
 # how many times it may be the absmax scale of a few samples. One token with a massive activation, which these may lack,
 # makes it some hundred times; an absmax that was not divided, 448 at e4m3.
 MOST_CLIPPED, TOO_LARGE = 0.1, 256.0
-_MOST_NAMED = 5
 
 
 def check_inputs(session: Session, first: Callable[[int], Iterable[MicroBatch]]) -> None:
@@ -408,19 +415,13 @@ def check_input_scales(
     groups = [group for group in quantization.input_groups if group.owner in owners]
     if not groups:
         return
-    scales, was_training = input_scales(quantization), forward.training
-    try:
-        forward.eval()
-        with quantization.paused():
-            quantization.set_fake_quant(weights=False, activations=True)
-            quantization.observe(True)
-            for batch in batches:
-                watch_inputs(forward, quantization, batch, device)
-            seen = [group.observer for group in groups if group.observer is not None]
-            counts = torch.tensor([[each.clipped.item(), each.total] for each in seen], dtype=torch.float64)
-            largest = torch.tensor([each.absmax.item() for each in seen])
-    finally:
-        forward.train(was_training)
+    scales = input_scales(quantization)
+    with _observing(forward, quantization, quantized=True):
+        for batch in batches:
+            watch_inputs(forward, quantization, batch, device)
+        seen = [group.observer for group in groups if group.observer is not None]
+        counts = torch.tensor([[each.clipped.item(), each.total] for each in seen], dtype=torch.float64)
+        largest = torch.tensor([each.absmax.item() for each in seen])
     counts, largest = reduce_over_ranks(counts), reduce_over_ranks(largest, dist.ReduceOp.MAX)
     problems = []
     for group, (clipped, total), most in zip(groups, counts.tolist(), largest.tolist(), strict=True):
@@ -436,13 +437,11 @@ def check_input_scales(
         else:
             continue
         problems.append(f"{group.owner}: the scale is {scales[group.owner]:.3g}, absmax is {wanted:.3g}: {beyond}")
-    if problems:
-        more = [f"and {len(problems) - _MOST_NAMED} more"] if len(problems) > _MOST_NAMED else []
-        head = (
-            f"scales of inputs in {source} do not fit the inputs of the first samples. Leave them out of the files, "
-            "and set quant.calibration_batches to measure them"
-        )
-        raise_everywhere("\n".join([head, *problems[:_MOST_NAMED], *more]))
+    head = (
+        f"scales of inputs in {source} do not fit the inputs of the first samples. Leave them out of the files, and "
+        "set quant.calibration_batches to measure them"
+    )
+    raise_problems(head, problems)
 
 
 @dataclass(frozen=True)

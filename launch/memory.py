@@ -23,7 +23,7 @@ from engine.config.errors import RecipeError
 from engine.memory import Measured, read_measured
 from engine.session.student import quantized_share
 from launch.exits import clean_exit, recipe_or_exit
-from tools.memory.plan import RESERVE, Planner, Prediction
+from tools.memory.planner import RESERVE, Planner, Prediction
 from tools.memory.table import GB, as_json, comparison_table, headline, memory_table, traffic_table
 
 

@@ -163,6 +163,13 @@ def raise_everywhere(error: str | None) -> None:
     raise RankError("\n".join(f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in found.items()))
 
 
+def raise_problems(head: str, problems: Sequence[str], most: int = 5) -> None:
+    """Raise :class:`RankError` with the first ``most`` problems, unless there are none; every rank has the same."""
+    if problems:
+        more = [f"and {len(problems) - most} more"] if len(problems) > most else []
+        raise_everywhere("\n".join([head, *problems[:most], *more]))
+
+
 @contextmanager
 def errors_on_all_ranks(*kinds: type[Exception], key: str = "") -> Iterator[None]:
     """Convert an exception of ``kinds`` inside the block to a :class:`RankError` on every rank.

@@ -58,9 +58,8 @@ class PackedCodes:
         """
         if self.row_bytes % dtype.itemsize:
             raise ValueError(
-                f"adapter.base: quantized: the {self.row_bytes} bytes of codes in a row of {list(self.shape)} do "
-                "not fill "
-                f"whole elements of {dtype}: set adapter.base to weights"
+                f"adapter.base: quantized: the {self.row_bytes} bytes of codes in a row of {list(self.shape)} do not "
+                f"fill whole elements of {dtype}: set adapter.base to weights"
             )
         return (*self.shape[:-1], self.row_bytes // dtype.itemsize)
 

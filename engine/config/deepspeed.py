@@ -435,20 +435,18 @@ def _gather_problems(config: dict[str, Any], recipe: Recipe) -> list[str]:
     if recipe.model.dtype == "float16":
         return [
             "fp16 is on (model.dtype: float16), but quant.quantized_all_gather is true: codes are gathered in "
-            "bfloat16 and "
-            "float32 only; use one of the two"
+            "bfloat16 and float32 only; use one of the two"
         ]
     if zero.get("stage") != 3:
         return [
-            f"zero_optimization.stage is {zero.get('stage', 0)}, but quant.quantized_all_gather is true: only "
-            "stage 3 gathers "
-            "weights for every layer; use stage 3, or quant.quantized_all_gather false"
+            f"zero_optimization.stage is {zero.get('stage', 0)}, but quant.quantized_all_gather is true: only stage 3 "
+            "gathers weights for every layer; use stage 3, or quant.quantized_all_gather false"
         ]
     if zero.get("zero_hpz_partition_size", 1) != 1:
         return [
             f"zero_optimization.zero_hpz_partition_size is {zero['zero_hpz_partition_size']}, but "
-            "quant.quantized_all_gather "
-            "is true: hpZ would keep what the codes stand for in place of the weights; use one of the two"
+            "quant.quantized_all_gather is true: hpZ would keep what the codes stand for in place of the weights; use "
+            "one of the two"
         ]
     return []
 

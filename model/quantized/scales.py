@@ -25,7 +25,7 @@ from model.checkpoint.safetensors import CheckpointError, Reader
 from model.quantized.checkpoint import SourceCheckpoint, read_checkpoint
 from model.quantized.narrow_range import check_codes, check_weights
 from model.quantized.tensor import QuantizedTensor, row_chunks
-from model.ranks import errors_on_all_ranks, listed, raise_everywhere, reduce_over_ranks, say
+from model.ranks import errors_on_all_ranks, listed, raise_everywhere, raise_problems, reduce_over_ranks, say
 from model.scales.codes import Values, add_products, count_of_sums, other_weights
 from model.scales.grouping import ArrangedScales, GroupScale, arrange, scales_per_head
 from model.scales.in_place import check_scale, check_values, fill_scales, measure_global_scales, measure_weight_scales
@@ -401,10 +401,7 @@ def _check_codes(quantization: Quantization, linears: ReadLinears, directory: Pa
                 problem = other_weights(own, layer.scheme.weights)
                 problems += [f"{linear.codes.key}: {problem}"] if problem is not None else []
     raise_everywhere(failure)
-    if problems:
-        more = [f"and {len(problems) - _MOST} more"] if len(problems) > _MOST else []
-        head = f"quant.start: {directory} is not a quantized form of model.path"
-        raise_everywhere("\n".join([head, *problems[:_MOST], *more]))
+    raise_problems(f"quant.start: {directory} is not a quantized form of model.path", problems)
 
 
 def _products(layer: QuantLayer, part: LinearPart, linear: QuantizedTensor, reader: Reader) -> Tensor:

@@ -16,7 +16,7 @@ from model.save.plan import Item
 from model.save.shard_writer import ShardWriter
 from model.zero import ReceiveBuffer, batches, gathered_on_main
 from quant import QuantLayer, QuantLinear
-from quant.formats.compressed_tensors import cache_scale
+from quant.formats.compressed_tensors import TrainedLinear, cache_scale
 from quant.formats.layouts import BLOCK_ENDS, linear_tensors
 from quant.kv_cache import QuantCache
 from quant.rotation import KEY, stored_matrix
@@ -245,8 +245,7 @@ def _weights(item: Item) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
     scale = layer.scale_of_weight._replace(s0=layer.weight_scale(), theta=None)
     input_scale, weight = layer.input_scale(), layer.merged_weight()
     for name, part in item.linears.items():
-        tensors = linear_tensors(
-            item.layout,
+        linear = TrainedLinear(
             name,
             part.weight(weight),
             part.of_scale(scale, layer.scheme.weights),
@@ -255,4 +254,4 @@ def _weights(item: Item) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
             layer.scheme,
             layer.weight.dtype,
         )
-        yield name, {key.removeprefix(f"{name}."): tensor for key, tensor in tensors.items()}
+        yield name, linear_tensors(item.layout, linear)

@@ -6,7 +6,7 @@ ModelOpt's own ``hf_quant_config.json``. Other methods are rejected by name. Wit
 checked against the weights (``scale_check.py``).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -73,11 +73,11 @@ def read_source(directory: Path) -> Source | None:
     file = directory / (MODELOPT_FILE if method == "modelopt" and (directory / MODELOPT_FILE).is_file() else CONFIG)
     try:
         if method == "compressed-tensors":
-            return _compressed(file, config)
+            return _with_cache(file, rules_from_config(config, scales_only=True), kv_cache_from_config, config)
         if method == "fp8":
             return Source(file, fp8_rules(config))
         if method == "modelopt":
-            return _modelopt(file, config)
+            return _with_cache(file, modelopt_rules(config, scales_only=True), modelopt_kv_cache, config)
         start = "; give this directory as quant.start instead" if method in _STARTS else ""
         raise ValueError(
             f"quant_method is {method!r}, whose scales are not read: expected 'compressed-tensors', 'fp8' or 'modelopt'"
@@ -89,19 +89,15 @@ def read_source(directory: Path) -> Source | None:
         raise ValueError(f"{file}: a value is not of the kind that {method!r} has ({error})") from None
 
 
-def _compressed(file: Path, config: Mapping[str, Any]) -> Source:
-    rules = rules_from_config(config, scales_only=True)
+def _with_cache(
+    file: Path,
+    rules: list[Rule],
+    read_cache: Callable[[Mapping[str, Any]], TensorSpec | None],
+    config: Mapping[str, Any],
+) -> Source:
     try:
-        return Source(file, rules, kv_cache_from_config(config))
+        return Source(file, rules, read_cache(config))
     except ValueError as error:  # matters to models whose cache is quantized here
-        return Source(file, rules, kv_problem=str(error))
-
-
-def _modelopt(file: Path, config: Mapping[str, Any]) -> Source:
-    rules = modelopt_rules(config, scales_only=True)
-    try:
-        return Source(file, rules, modelopt_kv_cache(config))
-    except ValueError as error:
         return Source(file, rules, kv_problem=str(error))
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from model.checkpoint.safetensors import CheckpointError, Reader
-from model.ranks import listed, raise_everywhere, reduce_over_ranks
+from model.ranks import listed, raise_everywhere, raise_problems, reduce_over_ranks
 from model.scales.codes import FileWeight, count_of_sums, local_products, other_weights
 from model.scales.grouping import ArrangedScales, GroupScale, ZeroPoints
 from model.scales.in_place import check_scale, check_zero_points, measure_weight_scales, scale_buckets
@@ -127,9 +127,6 @@ def _check_zero_points(key: str, zero: ZeroPoints, spec: TensorSpec) -> None:
     check_zero_points(key, zero.values, spec)
 
 
-_MOST = 5  # layers in an error
-
-
 @dataclass
 class _Member:
     """Layer of a scale group, with loaded and measured scales, each fp32 in the scheme's shape.
@@ -205,10 +202,7 @@ def check_fit(
             for member, part in zip(of_bucket, sums.split([sum(member.sizes) for member in of_bucket]), strict=True):
                 problems += _judged(member, part)
     raise_everywhere(failure)
-    if problems:
-        more = [f"and {len(problems) - _MOST} more"] if len(problems) > _MOST else []
-        head = f"the scales in {directory} do not fit the weights of this model"
-        raise_everywhere("\n".join([head, *problems[:_MOST], *more]))
+    raise_problems(f"the scales in {directory} do not fit the weights of this model", problems)
 
 
 def _members(

@@ -22,6 +22,7 @@ Functions here handle one module's tensors; ``model.save`` selects the tensors.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 
@@ -179,51 +180,58 @@ def _rows_of(zero: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
     return None if zero is None else zero[rows]
 
 
-@torch.no_grad()
-def pack_linear(
-    name: str,
-    weight: torch.Tensor,
-    scale: Scale,
-    input_scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    scheme: Scheme,
-    model_dtype: torch.dtype,
-) -> dict[str, torch.Tensor]:
-    """Tensors of one Linear on disk, in CPU memory, sharing no storage with the arguments.
+@dataclass(frozen=True)
+class TrainedLinear:
+    """A Linear as trained, to be written.
 
-    Args:
-        name: the Linear's name on disk, the prefix of every key.
-        weight: [out, in], as trained; may be on a GPU.
+    Attributes:
+        name: the Linear's name on disk, for messages.
+        weight: [out, in]; may be on a GPU.
         scale: of the weight, without theta: s0 is the *effective* fp32 scale of the forward,
             ``spec.scale_shape(weight.shape)``, already rounded to the stored format, so that storing is lossless.
         input_scale: effective fp32 scale [1] of the inputs, None if the scheme stores none.
         bias: [out] or None.
         scheme: the numerics.
-        model_dtype: dtype of all unquantized tensors.
+        dtype: dtype of all unquantized tensors, the model's.
+    """
+
+    name: str
+    weight: torch.Tensor
+    scale: Scale
+    input_scale: torch.Tensor | None
+    bias: torch.Tensor | None
+    scheme: Scheme
+    dtype: torch.dtype
+
+
+@torch.no_grad()
+def pack_linear(linear: TrainedLinear) -> dict[str, torch.Tensor]:
+    """Tensors of one Linear on disk by suffix, in CPU memory, sharing no storage with the argument.
 
     Raises:
         ValueError: a scale is missing, misshapen, not finite, 0, negative for a non-integer weight, or not
             representable in its stored format; a zero point is missing, misshapen or not a code.
     """
+    name, scheme, scale = linear.name, linear.scheme, linear.scale
     assert scale.theta is None
     spec, layout = scheme.weights, export_format(scheme)
-    shapes = packed_shapes(weight.shape[1], weight.shape[0], scheme, model_dtype)
-    packed = _pack_scales(name, scale, shapes["weight_scale"][1], scheme, model_dtype)
+    shapes = packed_shapes(linear.weight.shape[1], linear.weight.shape[0], scheme, linear.dtype)
+    packed = _pack_scales(linear, shapes["weight_scale"][1])
     static = scheme.stored_input
     if static is not None:
-        if input_scale is None:
+        if linear.input_scale is None:
             raise ValueError(
                 f"{name} has no input scale, and scheme {scheme.name!r} needs one: calibrate or load a PTQ checkpoint"
             )
         suffix = input_suffix(static)
-        _check_scale(f"{name}.{suffix}", input_scale, (1,), signed=False)
+        _check_scale(f"{name}.{suffix}", linear.input_scale, (1,), signed=False)
         packed[suffix] = (
-            stored(input_scale, torch.float32)
+            stored(linear.input_scale, torch.float32)
             if static.has_global_scale
-            else _pack_scale(f"{name}.{suffix}", input_scale, static, model_dtype)
+            else _pack_scale(f"{name}.{suffix}", linear.input_scale, static, linear.dtype)
         )
     try:
-        codes = weight_codes(weight, scale.s0, spec, scale.zero)
+        codes = weight_codes(linear.weight, scale.s0, spec, scale.zero)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     if layout in _WHOLE_CODES:
@@ -235,15 +243,14 @@ def pack_linear(
         packed |= {"weight_packed": words, "weight_shape": torch.tensor(codes.shape, dtype=torch.int64)}
     else:
         packed["weight_packed"] = pack_nibbles(codes)
-    tensors = {f"{name}.{suffix}": packed[suffix] for suffix in shapes}
-    return tensors | ({} if bias is None else {f"{name}.bias": stored(bias, model_dtype)})
+    tensors = {suffix: packed[suffix] for suffix in shapes}
+    return tensors if linear.bias is None else {**tensors, "bias": stored(linear.bias, linear.dtype)}
 
 
-def _pack_scales(
-    name: str, scale: Scale, shape: tuple[int, ...], scheme: Scheme, model_dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
+def _pack_scales(linear: TrainedLinear, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
     """Stored scales, global scale and zero points of the weight, by suffix."""
-    spec, packed = scheme.weights, {}
+    name, scheme, scale, spec = linear.name, linear.scheme, linear.scale, linear.scheme.weights
+    packed: dict[str, torch.Tensor] = {}
     if spec.scale_format == "e4m3":
         if scale.global_ is None:
             raise ValueError(f"{name} has no global scale, and scheme {scheme.name!r} needs one")
@@ -251,7 +258,7 @@ def _pack_scales(
         packed["weight_global_scale"] = stored(scale.global_, torch.float32)
     key = f"{name}.weight_scale"
     _check_scale(key, scale.s0, shape, signed=spec.dtype == "int")
-    packed["weight_scale"] = _pack_scale(key, scale.s0, spec, model_dtype, packed.get("weight_global_scale"))
+    packed["weight_scale"] = _pack_scale(key, scale.s0, spec, linear.dtype, packed.get("weight_global_scale"))
     if spec.has_zero_points:
         packed["weight_zero_point"] = _pack_zero_points(f"{name}.weight_zero_point", scale.zero, scale.s0, spec)
     return packed

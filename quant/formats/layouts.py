@@ -1,15 +1,15 @@
 """Checkpoint layouts for export, one Linear at a time.
 
-- ``compressed``: compressed-tensors (``quant.export``, ``quant.config``), for transformers, vLLM and SGLang.
+- ``compressed``: compressed-tensors (``compressed_tensors.py``), for transformers, vLLM and SGLang.
 - ``vllm_fp8``: the same codes and scales under vLLM's own ``fp8`` configuration, for fp8 with one scale per weight and
   input, or with blocks of 128 x 128 (``weight_scale_inv`` as in DeepSeek-V3; also read by transformers).
 - ``gpt_oss``: experts in MXFP4 as published, those of a layer in one tensor (``_blocks``, ``_scales``).
 - ``dequantized``: fake-quantized weights in the model's dtype, for every reader of plain checkpoints; inputs are not
   quantized there.
-- ``gguf``: llama.cpp's blocks (``quant.gguf``), for weights of 4 or 8 bits in groups of 32; ``model.save`` writes them
+- ``gguf``: llama.cpp's blocks (``gguf.py``), for weights of 4 or 8 bits in groups of 32; ``model.save`` writes them
   into one file.
-- ``mlx``: for mlx-lm (``quant.mlx``), integers in groups of 32, 64 or 128.
-- ``executorch``: torchao's tensors (``quant.torchao``), which ExecuTorch lowers to XNNPACK, for ``8da4w``.
+- ``mlx``: for mlx-lm (``mlx.py``), integers in groups of 32, 64 or 128.
+- ``executorch``: torchao's tensors (``torchao.py``), which ExecuTorch lowers to XNNPACK, for ``8da4w``.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,6 +19,7 @@ import torch
 
 from quant.formats.compressed_tensors import (
     Shapes,
+    TrainedLinear,
     dequantized_weight,
     export_format,
     pack_linear,
@@ -30,7 +31,6 @@ from quant.formats.config_groups import ignore_patterns, quantization_config
 from quant.formats.gguf import BLOCK, BYTES, block_type, blocks
 from quant.formats.mlx import affine_shapes, affine_tensors, check_affine
 from quant.formats.torchao import check_intx, intx_shapes, intx_tensors, torchao_config
-from quant.scale import Scale
 from quant.spec import SCHEMES, Scheme, TensorSpec
 
 Layout = Literal["compressed", "vllm_fp8", "gpt_oss", "dequantized", "gguf", "mlx", "executorch"]
@@ -102,37 +102,25 @@ def linear_shapes(layout: Layout, in_features: int, out_features: int, scheme: S
 
 
 @torch.no_grad()
-def linear_tensors(
-    layout: Layout,
-    name: str,
-    weight: torch.Tensor,
-    scale: Scale,
-    input_scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    scheme: Scheme,
-    dtype: torch.dtype,
-) -> dict[str, torch.Tensor]:
-    """Tensors of one Linear on disk, in CPU memory.
+def linear_tensors(layout: Layout, linear: TrainedLinear) -> dict[str, torch.Tensor]:
+    """Tensors of one Linear on disk by suffix, in CPU memory.
 
-    Parameters and errors as in :func:`quant.formats.compressed_tensors.pack_linear`, whose result is rearranged.
+    Errors as in :func:`quant.formats.compressed_tensors.pack_linear`, whose result is rearranged.
     """
-    packed = pack_linear(name, weight, scale, input_scale, bias, scheme, dtype)
+    packed, scheme, scale = pack_linear(linear), linear.scheme, linear.scale
     if layout not in ("dequantized", "gguf", "mlx", "executorch"):
-        return {f"{name}.{_suffix(layout, scheme, key.removeprefix(f'{name}.'))}": t for key, t in packed.items()}
-    by_suffix = {key.removeprefix(f"{name}."): tensor for key, tensor in packed.items()}
-    zero, biased = unpack_zero(by_suffix, scheme), {} if bias is None else {f"{name}.bias": packed[f"{name}.bias"]}
+        return {_suffix(layout, scheme, suffix): tensor for suffix, tensor in packed.items()}
+    zero, bias = unpack_zero(packed, scheme), {"bias": packed["bias"]} if "bias" in packed else {}
     if layout == "mlx":
-        made = affine_tensors(by_suffix["weight_packed"], scale.s0, zero, scheme, dtype)
-        return {f"{name}.{suffix}": tensor for suffix, tensor in made.items()} | biased
-    codes = unpack_weight(by_suffix, scheme)
+        return affine_tensors(packed["weight_packed"], scale.s0, zero, scheme, linear.dtype) | bias
+    codes = unpack_weight(packed, scheme)
     if layout == "executorch":
-        made = intx_tensors(name, codes, scale, dtype)
-        return {f"{name}.{suffix}": tensor for suffix, tensor in made.items()} | biased
+        return intx_tensors(linear.name, codes, scale, linear.dtype) | bias
     if layout == "gguf":
-        weight = blocks(f"{name}.weight_scale", codes, scale.s0, block_type(scheme))
+        weight = blocks(f"{linear.name}.weight_scale", codes, scale.s0, block_type(scheme))
     else:
-        weight = dequantized_weight(codes, scale.s0.cpu(), scheme.weights, dtype, zero)
-    return {f"{name}.weight": weight} | biased
+        weight = dequantized_weight(codes, scale.s0.cpu(), scheme.weights, linear.dtype, zero)
+    return {"weight": weight} | bias
 
 
 def _suffix(layout: Layout, scheme: Scheme, suffix: str) -> str:

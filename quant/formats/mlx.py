@@ -28,8 +28,7 @@ def check_affine(scheme: Scheme) -> None:
     nearest = next(name for name in (f"w{bits}a16_g{size}", f"w{bits}a16_g128") if name in SCHEMES)
     raise ValueError(
         "layout 'mlx' holds integers in groups of 32, 64 or 128 with scales in model.dtype, whose inputs are not "
-        "quantized, got "
-        f"{scheme.name}; the nearest is {nearest}"
+        f"quantized, got {scheme.name}; the nearest is {nearest}"
     )
 
 

@@ -38,9 +38,8 @@ from model.ptq_init import decoder_layers, quantized_together
 from quant import QuantLayer
 from quant.linear import linears_of
 from tools.memory.model import MetaStudent
-from tools.memory.zero import FP32, Settings
+from tools.memory.zero import FP32, FP64, Settings
 
-FP64 = 8
 MATRICES = 5  # of the size of a Gram matrix, in which codes are chosen
 ADDING = FP32 + FP64  # bytes per element of a Gram matrix to which some inputs are added
 CHOOSING, ERRORS = 6, 26  # bytes per element of a Linear that are chosen at once, whose errors are measured

@@ -6,7 +6,7 @@ from typing import Any
 
 from engine.config.config import Recipe
 from engine.memory import Measured
-from tools.memory.plan import RESERVE, Prediction
+from tools.memory.planner import RESERVE, Prediction
 from tools.memory.zero import ITEMS
 
 GB = 10**9

@@ -29,7 +29,7 @@ from engine.config.sections import OptimRecipe
 from engine.session.optimizer import classify, parameter_groups
 from model.zero import leaves_of_stage_3, to_be_whole
 
-FP32 = 4
+FP32, FP64 = 4, 8
 ITEMS = (
     "parameters",
     "gradients",

@@ -18,7 +18,7 @@ from quant import SCHEMES
 from tests.lib.checkpoints import quantized
 from tests.lib.launcher import launch, run_ranks
 from tests.lib.tiny import TEXT, tiny_tokenizer
-from tools.memory.plan import Planner
+from tools.memory.planner import Planner
 
 RANKS = 2
 SCRIPT = Path(__file__).parent / "scripts" / "memory.py"

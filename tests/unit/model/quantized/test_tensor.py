@@ -15,7 +15,7 @@ from model.quantized.linears import read_quantized
 from model.quantized.quantization_config import rules_of
 from model.quantized.tensor import QuantizedTensor
 from quant import SCHEMES, Scale, Scheme, TensorSpec
-from quant.formats.compressed_tensors import export_format, pack_linear
+from quant.formats.compressed_tensors import TrainedLinear, export_format, pack_linear
 from quant.formats.config_groups import quantization_config
 from quant.observers import partial_stats, scales_from_stats, zero_points_from_stats
 from quant.reference import effective_scale, quantize
@@ -35,7 +35,8 @@ def packed(scheme: Scheme, rows: int, columns: int, dtype: torch.dtype) -> tuple
     above = 448 * 6 / weight.float().abs().max().view(1) if spec.scale_format == "e4m3" else None
     effective = effective_scale(scale, None, spec, dtype, above)
     static = None if scheme.stored_input is None else torch.tensor([0.125])
-    tensors = pack_linear(NAME, weight, Scale(effective, None, above, zero), static, None, scheme, dtype)
+    linear = TrainedLinear(NAME, weight, Scale(effective, None, above, zero), static, None, scheme, dtype)
+    tensors = {f"{NAME}.{suffix}": tensor for suffix, tensor in pack_linear(linear).items()}
     return quantize(weight, effective, spec, zero), tensors
 
 

@@ -67,18 +67,19 @@ def test_a_packed_linear_decompresses_to_the_fake_quantized_weight(scheme, seed,
     weight[:, : columns // 3] *= random.choice([0, 1])
     input_scale, bias = input_scale_of(scheme), random.choice([None, weight[:, 0]])
     stored = Scale(scale, global_=global_scale, zero=zero)
-    tensors = export.pack_linear("a.b", weight, stored, input_scale, bias, scheme, weight.dtype)
+    linear = export.TrainedLinear("a.b", weight, stored, input_scale, bias, scheme, weight.dtype)
+    tensors = export.pack_linear(linear)
 
-    planned = {f"a.b.{key}": value for key, value in export.packed_shapes(columns, rows, scheme, weight.dtype).items()}
-    planned |= {} if bias is None else {"a.b.bias": (torch.bfloat16, (rows,))}
+    planned = export.packed_shapes(columns, rows, scheme, weight.dtype)
+    planned |= {} if bias is None else {"bias": (torch.bfloat16, (rows,))}
     assert {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()} == planned
-    if "a.b.weight_shape" in tensors:
-        assert tensors["a.b.weight_shape"].tolist() == [rows, columns]
+    if "weight_shape" in tensors:
+        assert tensors["weight_shape"].tolist() == [rows, columns]
     sources = [weight, scale, *(each for each in (input_scale, global_scale, zero) if each is not None)]
     storages = [tensor.untyped_storage().data_ptr() for tensor in [*tensors.values(), *sources]]
     assert len({*storages}) == len(tensors) + len(sources)
 
-    state = {key.removeprefix("a.b."): tensor for key, tensor in tensors.items()}
+    state = dict(tensors)
     codes = export.unpack_weight(state, scheme)
     expected = quantize(weight, scale, scheme.weights, zero)
     assert codes.dtype == expected.dtype and torch.equal(codes.view(torch.int8), expected.view(torch.int8))
@@ -154,14 +155,14 @@ def test_scales_at_the_ends_of_their_formats():
     mxfp4, nvfp4 = SCHEMES["mxfp4"], SCHEMES["nvfp4"]
     weight = torch.zeros(1, 128)
     ends = torch.tensor([[2.0**-127, 2.0**-126, 1.0, 2.0**127]])
-    tensors = export.pack_linear("a", weight, Scale(ends), None, None, mxfp4, torch.bfloat16)
-    assert tensors["a.weight_scale"].tolist() == [[0, 1, 127, 254]]
-    assert torch.equal(export.unpack_scale(tensors["a.weight_scale"], mxfp4.weights), ends)
+    tensors = export.pack_linear(export.TrainedLinear("a", weight, Scale(ends), None, None, mxfp4, torch.bfloat16))
+    assert tensors["weight_scale"].tolist() == [[0, 1, 127, 254]]
+    assert torch.equal(export.unpack_scale(tensors["weight_scale"], mxfp4.weights), ends)
     global_scale = torch.tensor([1234.567])
     codes = torch.tensor([[2.0**-9, 2.0**-6, 1.0, 448.0]]).to(torch.float8_e4m3fn)
     scale = Scale(codes.float() / global_scale, global_=global_scale)
-    tensors = export.pack_linear("a", weight[:, :64], scale, None, None, nvfp4, torch.bfloat16)
-    assert torch.equal(tensors["a.weight_scale"].float(), codes.float())
+    tensors = export.pack_linear(export.TrainedLinear("a", weight[:, :64], scale, None, None, nvfp4, torch.bfloat16))
+    assert torch.equal(tensors["weight_scale"].float(), codes.float())
 
 
 PARTS = {name: (scheme.weights, scheme.activations) for name, scheme in SCHEMES.items()}
@@ -214,8 +215,9 @@ def test_unusable_scales_weights_and_zero_points_are_named(scheme, scale, input_
     own = Scheme("own", TensorSpec("int", 3, "group", 32, symmetric=False))
     weight = torch.ones(4, 64)
     weight[2] = torch.inf if "weight holds" in said else 1
+    linear = export.TrainedLinear("x.q", weight, scale, input_scale, None, SCHEMES.get(scheme, own), torch.bfloat16)
     with pytest.raises(ValueError, match=rf"x\.q.*{said}"):
-        export.pack_linear("x.q", weight, scale, input_scale, None, SCHEMES.get(scheme, own), torch.bfloat16)
+        export.pack_linear(linear)
 
 
 def test_packed_tensors_that_contradict_the_shape_are_refused():

@@ -3,12 +3,14 @@ by the definition alone, too, where they are not installed."""
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from quant import SCHEMES
+from quant.formats.compressed_tensors import TrainedLinear
 from quant.formats.layouts import check_layout, layout_config, linear_shapes, linear_tensors
 from quant.formats.mlx import affine_config
 from quant.formats.torchao import PLAIN, TENSOR_NAMES, check_intx_of, intx_metadata
@@ -42,11 +44,11 @@ def linear(layout: str, scheme: Scheme, dtype: torch.dtype) -> tuple[dict[str, T
     if spec.symmetric and layout == "mlx":
         scale *= torch.where(torch.rand(shape) < 0.5, -1.0, 1.0)
     forward = Scale(s0=scale, zero=None if spec.symmetric else torch.randint(-8, 8, shape).float())
-    tensors = linear_tensors(layout, "a", weight, forward, None, None, scheme, dtype)
-    made = {key.removeprefix("a."): tensor for key, tensor in tensors.items()}
+    trained = TrainedLinear("a", weight, forward, None, None, scheme, dtype)
+    made = linear_tensors(layout, trained)
     shapes = linear_shapes(layout, columns, rows, scheme, dtype)
     assert {suffix: (tensor.dtype, tuple(tensor.shape)) for suffix, tensor in made.items()} == shapes
-    return made, linear_tensors("dequantized", "a", weight, forward, None, None, scheme, torch.float32)["a.weight"]
+    return made, linear_tensors("dequantized", replace(trained, dtype=torch.float32))["weight"]
 
 
 @MLX
@@ -161,5 +163,6 @@ def test_a_linear_for_torchao_without_quantized_inputs_is_refused():
 @pytest.mark.parametrize("value", [-0.01, 1e-39])
 def test_scales_that_xnnpack_does_not_take_are_refused(value):
     scale, weight = torch.tensor([[0.5], [value]]).bfloat16().float(), torch.zeros(2, 32).bfloat16()
+    linear = TrainedLinear("a", weight, Scale(s0=scale), None, None, SCHEMES["8da4w"], torch.bfloat16)
     with pytest.raises(ValueError, match=r"^a.*(not finite|XNNPACK takes no scales below 1\.18e-38)"):
-        linear_tensors("executorch", "a", weight, Scale(s0=scale), None, None, SCHEMES["8da4w"], torch.bfloat16)
+        linear_tensors("executorch", linear)

@@ -17,7 +17,7 @@ from tests.lib.recipes import bare_recipe as recipe
 from tests.lib.tiny import tiny_config
 from tools.memory import trace
 from tools.memory.model import meta_student, student_events
-from tools.memory.plan import RESERVE, Planner
+from tools.memory.planner import RESERVE, Planner
 from tools.memory.trace import own_bytes
 from tools.memory.zero import Inventory, Settings, ShardedParameter, held_by
 

@@ -15,7 +15,7 @@ from model.ptq_init import choose_initial_codes
 from quant import SCHEMES
 from tests.distributed.tools.memory.scripts.memory import most_bytes
 from tests.lib.checkpoints import CPU, quantized
-from tools.memory.plan import RESERVE, Planner
+from tools.memory.planner import RESERVE, Planner
 
 SIZES = {"hidden_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 40}
 SIZES |= {"vocab_size": 1201, "tie_word_embeddings": False, "bos_token_id": None}

@@ -19,7 +19,7 @@ from engine.losses.objective import tokens_at_a_time
 from model.zero.quantized_gather import NONE_GATHERED_QUANTIZED, can_gather_quantized
 from tools.memory.model import Step, meta_student, meta_teacher, student_events, teacher_events
 from tools.memory.ptq_init import bytes_of_ptq_init
-from tools.memory.step import STEP_COPIES, TEACHER, Moment, StepCost, cost_of_step, gathers
+from tools.memory.step_cost import STEP_COPIES, TEACHER, Moment, StepCost, cost_of_step, gathers
 from tools.memory.trace import Event, own_bytes
 from tools.memory.zero import FP32, Held, Settings, bytes_of, held_by, held_partitions, module_calls, take_inventory
 

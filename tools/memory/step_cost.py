@@ -18,9 +18,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tools.memory.trace import Event, own_bytes
-from tools.memory.zero import FP32, Calls, Held, Inventory, Settings, elements
+from tools.memory.zero import FP32, FP64, Calls, Held, Inventory, Settings, elements
 
-FP64 = 8
 STEP_COPIES = "copies in the step"  # the item of host memory that an offloaded optimizer takes for its step
 # DeepSpeed's engine reduces gradients in buffers of so many elements where its optimizer does not reduce them.
 FALLBACK_BUCKET = 500_000_000
