@@ -34,7 +34,7 @@ from model import zero
 from model.families import arrange_conv1d, class_names, is_composite, model_class, text_of_composite
 from model.moe.arrange import arrange_experts
 from model.moe.experts import Form
-from model.quantized.quantization_config import check_readable, is_quantized
+from model.quantized.quantization_config import check_readable, is_quantized, read_json_object
 from model.ranks import errors_on_all_ranks, raise_everywhere, say
 
 FP32_ALONE = ("xlstm",)  # its states stay in fp32, and are multiplied with other dtypes
@@ -181,12 +181,7 @@ def read_config(path: Path, trust_remote_code: bool, *, rotated: bool = False) -
     file = path / "config.json"
     if not file.is_file():
         raise ValueError(f"{file} does not exist: model.path must be the directory of a Hugging Face checkpoint")
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise ValueError(f"{file} is a JSON {type(raw).__name__}, expected an object")
+    raw = read_json_object(file)
     if is_quantized(path):
         check_readable(path, rotated=rotated)
     if not trust_remote_code and _needs_remote_code(raw):

@@ -8,7 +8,6 @@ The format is that of peft 0.21.2 (``tuners/lora``): a Linear's output is increa
 and alpha for modules.
 """
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from model.checkpoint.names import module_name_on_disk
+from model.quantized.quantization_config import read_json_object
 from model.ranks import errors_on_all_ranks, is_main, say
 from model.zero import full_shape, gathered, local_data, local_range, whole_values
 from quant import Quantization, QuantLayer
@@ -124,12 +124,7 @@ def _pickled(directory: Path) -> str:
 def _read_config(file: Path) -> dict[str, Any]:
     if not file.is_file():
         raise ValueError(f"{file} is not there, expected the folder of an adapter")
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{file} cannot be read as JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{file} is a JSON {type(config).__name__}, expected an object")
+    config = read_json_object(file)
     if problem := next(_problems(config), None):
         raise ValueError(f"{file}: {problem}")
     return config

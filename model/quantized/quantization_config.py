@@ -37,12 +37,12 @@ def find_quantization_config(directory: Path) -> dict[str, Any] | None:
     file, own = directory / "config.json", directory / MODELOPT_FILE
     if not file.is_file() and not own.is_file():
         raise ValueError(f"{file} does not exist: expected the directory of a checkpoint")
-    whole = _object(file) if file.is_file() else {}
+    whole = read_json_object(file) if file.is_file() else {}
     text = whole.get("text_config")  # composite models may have it there
     inside = text.get("quantization_config") if isinstance(text, dict) else None
     config = whole.get("quantization_config") or inside
     if own.is_file() and (not config or (isinstance(config, dict) and config.get("quant_method") == "modelopt")):
-        said = _object(own).get("quantization")
+        said = read_json_object(own).get("quantization")
         if not isinstance(said, dict):
             raise ValueError(f"{own} has no quantization, expected what ModelOpt says of the layers")
         return {**said, "quant_method": "modelopt"}
@@ -55,12 +55,12 @@ def find_quantization_config(directory: Path) -> dict[str, Any] | None:
     return config
 
 
-def _object(file: Path) -> dict[str, Any]:
-    """Read a JSON object from a file."""
+def read_json_object(file: Path) -> dict[str, Any]:
+    """Read a file with a JSON object. Raises ValueError if it has something else."""
     try:
         whole = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not JSON: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{file} cannot be read as JSON: {error}") from error
     if not isinstance(whole, dict):
         raise ValueError(f"{file} is a JSON {type(whole).__name__}, expected an object")
     return whole
