@@ -9,7 +9,7 @@ stored scale:
 
 - ``float-quantized``: ``weight`` float8_e4m3fn [out, in], ``weight_scale``.
 - ``int-quantized``, 8-bit weights with 8-bit integer inputs: ``weight`` int8 [out, in], ``weight_scale``.
-- ``pack-quantized``, all other integers: ``weight_packed`` int32 [out, ceil(in * bits / 32)] (see ``quant.packing``),
+- ``pack-quantized``, all other integers: ``weight_packed`` int32 [out, ceil(in * bits / 32)] (see ``packing.py``),
   ``weight_scale`` (fp32 for ggml's blocks), ``weight_shape`` int64 [2]; for asymmetric weights also
   ``weight_zero_point`` int32 [ceil(out * bits / 32), in / size].
 - ``nvfp4-pack-quantized``: ``weight_packed`` uint8 [out, in / 2], ``weight_scale`` float8_e4m3fn [out, in / 16],
