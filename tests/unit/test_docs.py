@@ -222,6 +222,26 @@ def test_python_runs(block: Block) -> None:
 # The table of presets, and the picture
 
 
+FOREIGN = ("unrecognized arguments",)  # of argparse
+
+
+def test_error_texts_are_those_of_the_code() -> None:
+    """The first cell of every table of errors, and the start of every line of a list below "What goes wrong"."""
+    texts = [(ROOT / "Makefile").read_text(encoding="utf-8")]
+    for path in (path for folder in SOURCES for path in (ROOT / folder).rglob("*.py")):
+        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))  # an f-string's parts are constants of their own
+        texts += [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    code, quoted = "\n".join(texts), []
+    for page in PAGES:
+        tables = re.findall(r"^\| error text \|.*\n\|.*\n((?:\|.*\n?)+)", prose(page), re.MULTILINE)
+        cells = [line.split(" | ")[0] for table in tables for line in table.splitlines()]
+        cells += re.findall(r"^- (`[^`]+`)", prose(page).partition("## What goes wrong")[2], re.MULTILINE)
+        quoted += [(page.name, text) for cell in cells for text in re.findall(r"`([^`]+)`", cell)]
+    assert len(quoted) > 60
+    pieces = [(page, piece.strip()) for page, text in quoted for piece in text.split("...")]
+    assert [one for one in pieces if len(one[1]) > 6 and one[1] not in FOREIGN and one[1] not in code] == []
+
+
 def test_every_preset_has_its_row_with_the_bits_of_its_files() -> None:
     size, expected = 4096, {}
     for name, preset in PRESETS.items():
