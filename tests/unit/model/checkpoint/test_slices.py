@@ -20,9 +20,9 @@ from tests.lib.checkpoints import assert_same_tensors, build, edit_checkpoint, l
 
 
 def checkpoint(kind: str, directory: Path, seed: int, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """As transformers saves it; of Qwen3-VL as it was published_gpt2, which transformers transposes as it loads."""
-    variant = VARIANTS[kind]
-    if kind != "qwen3_vl_moe":
+    """As transformers saves it; or Qwen3-VL as it was published, which transformers transposes as it loads."""
+    variant = VARIANTS[kind.partition(",")[0]]
+    if "published" not in kind:
         return variant.checkpoint(directory, seed=seed, dtype=dtype)
     # Gate and up are square else, and never transposed.
     text = {**variant.parts["text_config"], "moe_intermediate_size": 40}
