@@ -1,4 +1,4 @@
-"""Checks around the optimizer step: once after the first forward and backward, and in each step that ranks agree."""
+"""Checks around the optimizer step: which gradients arrive, once; and that ranks agree, in each step."""
 
 import json
 import re

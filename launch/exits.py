@@ -1,7 +1,7 @@
 """Exit scripts on errors: the message is printed once, and every rank has an exit code.
 
-An error that a user can fix has no traceback. Any other exception is a defect and keeps its own. Library code only
-raises; the exception is a rank whose peers are dead (engine/cluster/job.py).
+An error that a user can fix is printed without a traceback. Any other exception is a defect and keeps its traceback.
+Library code raises errors and does not exit, except on a rank whose peers are dead (engine/cluster/job.py).
 """
 
 import os

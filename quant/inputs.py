@@ -134,8 +134,10 @@ class Restored:
 
 
 def _quantize_dynamic(x: Tensor, above: Tensor | None, spec: TensorSpec, wanted: Wanted) -> QuantizedInput:
-    """:func:`quantize_input` of a dynamic input, below the global scale ``above``. Nothing is kept for integers, which
-    clip at one end of every token and may have zero points."""
+    """Run :func:`quantize_input` for a dynamic input; ``above`` is the global scale or None.
+
+    For integers no codes or mask are kept for backward: they clip at one end of every token and may have zero points.
+    """
     if not any(wanted) or spec.dtype == "int" or x.numel() == 0:
         return QuantizedInput(kernels.fake_quantize_tokens(x, spec, above))
     kept = QuantizedInput(*kernels.keep_tokens(x, spec, above, mask=wanted.mask))

@@ -152,7 +152,7 @@ class QuantLayer(nn.Module):
 
     @property
     def scale_of_input(self) -> Scale | None:
-        """Current Parameters of the input's scale, likewise; None if none is stored."""
+        """Current Parameters of the input's scale, under ZeRO-3 possibly partitions; None if none is stored."""
         return None if self.input_s0 is None else Scale(self.input_s0, self.input_theta)
 
     def attach_adapter(self, adapter: Adapter) -> None:

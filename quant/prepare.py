@@ -107,7 +107,10 @@ def _check_schemes_allow(schemes: Mapping[str, Scheme], *, learn_input_scale: bo
     if learn_input_scale and not any(one.learns_input for one in schemes.values()):
         raise ValueError(f"learnable.act_scale: true, expected false: no scheme stores a scale of inputs ({names})")
     if fp8_gemm and not any(one.has_fp8_gemm for one in schemes.values()):
-        raise ValueError(f"quant.compute: the fp8 GEMM needs fp8 codes per tensor on both sides, and there is {names}")
+        raise ValueError(
+            "quant.compute: the fp8 GEMM needs fp8 codes with one scale per tensor for weights and inputs; none of "
+            f"{names} has them: set auto"
+        )
 
 
 def _check_layers(

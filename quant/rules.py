@@ -199,7 +199,7 @@ def fused_sets(schemes: dict[str, Scheme], modules: dict[str, nn.Module], *, acr
 
 
 def schemes_of_layers(schemes: Mapping[str, Scheme], modules: Mapping[str, nn.Module]) -> dict[str, Scheme]:
-    """Map schemes by name of the Linear in a checkpoint to schemes by name of the layer, in module order.
+    """Convert schemes by names of a checkpoint's Linears to schemes by names of layers, in module order.
 
     Raises:
         ValueError: the Linears of one layer's stacked experts have different schemes, or only some have one.

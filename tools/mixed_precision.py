@@ -131,8 +131,11 @@ def rules_of_choice(parts: Sequence[Part], schemes: Sequence[str]) -> tuple[str,
 
 
 def patterns(names: Iterable[str]) -> list[str]:
-    """Make regexes that match these names, but none in other decoder layers. Names that differ only in numbers share
-    one: the first number is the layer's, and any others match (all experts of a layer are present)."""
+    """Make regexes that match these names, but no names in other decoder layers.
+
+    Names that differ only in numbers share a regex. It lists their first numbers, which are the layers', and accepts
+    any number in later places, as all experts of a layer are present.
+    """
     numbers: dict[str, list[str]] = {}
     for name in names:
         first, *rest = [index for index, word in enumerate(name.split(".")) if word.isdigit()] or [-1]

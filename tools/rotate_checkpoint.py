@@ -396,7 +396,7 @@ def _turned(values: Tensor, change: Change, rotations: Mapping[str, Rotation], n
 
 
 def _files(checkpoint: Checkpoint, untied: bool) -> dict[str, Shapes]:
-    """Dtypes and shapes of the tensors of each file to write, equal to the source's; the last file has lm_head."""
+    """Dtypes and shapes of the tensors of each file to write: the source's, and of lm_head if ``untied``."""
     files: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {}
     for tensor in checkpoint.tensors.values():
         if tensor.dtype is None:

@@ -249,7 +249,9 @@ def _load_frozen_partitions(session: Session, states: list[dict[str, Any]], left
         parts = ((index * fragment.numel(), fragment) for index, fragment in enumerate(fragments))
         found = _copy(target, start, parts)  # padding of the old run is after the parameter's end
         if found != target.numel():
-            raise ValueError(f"the checkpoint holds {found:,} of {target.numel():,} elements of {name} (frozen)")
+            raise ValueError(
+                f"the checkpoint holds only {found:,} of {target.numel():,} elements of the frozen {name}: take another"
+            )
 
 
 def reseed(seed: int, step: int) -> None:

@@ -289,7 +289,7 @@ def _adapters_beside(r: _Recipe) -> _Problems:
         start = "quantized with quant.fake_quant_start 0 and quant.scales_follow_weights false"
         yield "adapter.base", f"weights; or {start}: weights that scales could be measured from are not there"
     if adapter.init == "error":
-        yield "adapter.init", "zeros with adapter.base quantized: the weights are what the codes stand for"
+        yield "adapter.init", "zeros with adapter.base quantized: the weights are the decoded codes"
 
 
 def _export(r: _Recipe) -> _Problems:

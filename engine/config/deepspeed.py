@@ -445,7 +445,7 @@ def _gather_problems(config: dict[str, Any], recipe: Recipe) -> list[str]:
     if zero.get("zero_hpz_partition_size", 1) != 1:
         return [
             f"zero_optimization.zero_hpz_partition_size is {zero['zero_hpz_partition_size']}, but "
-            "quant.quantized_all_gather is true: hpZ would keep what the codes stand for in place of the weights; use "
+            "quant.quantized_all_gather is true: hpZ would keep the decoded codes in place of the weights; use "
             "one of the two"
         ]
     return []
@@ -560,7 +560,7 @@ def _is_default(key: str, value: Any) -> bool:
 
 
 def _refused_by_deepspeed(config: dict[str, Any]) -> Iterator[str]:
-    """Yield problems that DeepSpeed itself finds in the configuration, else raised only after the process group."""
+    """Yield problems that DeepSpeed finds in the configuration; it would raise them after the process group starts."""
     # Without process group DeepSpeed would compare train_batch_size with that of a single rank.
     given = {key: copy.deepcopy(value) for key, value in config.items() if key != "train_batch_size"}
     try:

@@ -167,7 +167,8 @@ def forward_kl(log_p: Tensor, log_q: Tensor, gradient: Tensor | None = None, wei
 
 
 def reverse_kl(log_p: Tensor, log_q: Tensor, gradient: Tensor | None = None, weight: float | Tensor = 1.0) -> Tensor:
-    """Return KL(q || p) per row; add ``weight`` (a number, or [R, 1]) times its gradient to ``gradient``."""
+    """Return KL(q || p) per row; add ``weight`` (a number, or [R, 1]) times its gradient by q's logits
+    to ``gradient``."""
     q = log_q.exp()
     ratio = _log_ratio(q, log_q, log_p)
     value = (ratio * q).sum(-1)

@@ -121,9 +121,8 @@ def _check_packed(quantization: Quantization, taken: Iterable[str], merged: Sequ
     other = [group for group in groups if group.owner in merged or group.owner in weights - {*taken}]
     if names := [name for group in other for name in group.members if layers[name].held is not None]:
         raise ValueError(
-            f"adapter.base: quantized: {listed(names, 3)} do not have the scales of the checkpoint here, which "
-            "are several "
-            "where there is one, or are missing: set adapter.base to weights"
+            f"adapter.base: quantized: {listed(names, 3)} cannot use the checkpoint's scales: it has several "
+            "where this model has one, or has none: set adapter.base to weights"
         )
 
 

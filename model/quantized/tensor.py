@@ -144,10 +144,10 @@ class QuantizedTensor:
         return scale
 
     def read_above(self, reader: Reader) -> Tensor:
-        """Read the fp32 global scale ``(1,)``, which divides.
+        """Read the fp32 global scale ``(1,)``, by which stored scales are divided.
 
         Raises:
-            CheckpointError: it is not finite and positive.
+            CheckpointError: the global scale is not finite and positive.
         """
         assert self.above is not None
         above = torch.empty(1, dtype=torch.float32)

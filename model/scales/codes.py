@@ -3,7 +3,7 @@
 Scales belong to one weight, which the codes usually identify: codes times scales equal that weight up to rounding. So
 each rank decodes its own range of a weight, a few rows at a time, and sums products (:func:`local_products`). From
 their sums over all ranks :func:`other_weights` compares the distance between the decoded and the loaded weight with
-that of rounding with the same scales, and with that of the same codes with the scales that fit them best.
+two others: the error of rounding with the same scales, and the distance if the codes had the scales that fit them best.
 """
 
 import math

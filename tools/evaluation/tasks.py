@@ -57,7 +57,7 @@ class Tasks:
         batch_size: int,
         dtype: str,
     ) -> dict[str, Measurement]:
-        """Measure each metric of each task, by ``task metric``; only the mean of a group that has one. A collective.
+        """Measure each metric of each task, by ``task metric``; of a group with a mean only that. A collective.
 
         Args:
             model, tokenizer: model to evaluate.

@@ -61,12 +61,12 @@ class _Samples:
 
 
 def bytes_of_ptq_init(student: MetaStudent, settings: Settings, rows: int) -> int:
-    """The most bytes that a rank holds beside its parameters while codes are chosen; 0 where nothing asks for it.
+    """Return the most bytes that a rank holds besides its parameters while codes are chosen; 0 for ``rtn``.
 
     Args:
         student: the model and its quantized layers, on the meta device.
-        settings: of ZeRO.
-        rows: of a micro-batch, of which ``quant.calibration_batches`` are the samples.
+        settings: the ZeRO settings.
+        rows: rows of a micro-batch; ``quant.calibration_batches`` micro-batches are the samples.
     """
     recipe = student.recipe
     if recipe.quant.init == "rtn":
