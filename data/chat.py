@@ -319,7 +319,7 @@ def last_target(tokens: Tokens, text: str, first: int, stop: int, special: Colle
     """Return the index of the last target token, and whether it is a special token, which ends the turn.
 
     Args:
-        tokens: of the whole text.
+        tokens: tokens of the whole text.
         text: the conversation.
         first: index of the first target.
         stop: character at which the turn ends.

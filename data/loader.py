@@ -65,7 +65,7 @@ class Loader:
         micro_batch_size: rows per rank and micro-batch.
         gradient_accumulation_steps: micro-batches per rank and step.
         rank, world: this rank's index in the data-parallel group, and the group's size.
-        seed: of the order.
+        seed: seed of the order.
         pad_token_id: pads ``input_ids`` on the right (masked, never predicted).
         packed_length: positions of a packed row; None pads each sample to the longest of its micro-batch.
         weights: each file's share of an epoch, by `Sample.file` (see `Order`); None takes every sample once.
@@ -248,7 +248,7 @@ class Order:
 
     Args:
         samples: list that the ids index.
-        seed: of all permutations.
+        seed: seed of all permutations.
         weights: by `Sample.file`; None takes every sample once per epoch.
         packed_length: positions of a bin; None makes every sample a row.
 
@@ -431,7 +431,7 @@ def split_held_out(samples: Sequence[Sample], held_out: int | float, seed: int) 
     Args:
         samples: all of them.
         held_out: number of samples to hold out, or, between 0 and 1, their fraction (at least one sample).
-        seed: of the random choice.
+        seed: seed of the random choice.
 
     Raises:
         DataError: no sample would be left to train on.

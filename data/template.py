@@ -46,7 +46,7 @@ class SpecialTexts:
     """Texts that a tokenizer matches as special tokens.
 
     Attributes:
-        ids: of the special tokens.
+        ids: ids of the special tokens.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:

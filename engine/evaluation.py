@@ -19,8 +19,8 @@ class HeldOutResults:
     """Results of a run's evaluations: means over the held-out tokens, by logged name.
 
     Attributes:
-        last: of the last evaluation, also of one before a resume; used by conditions of a schedule.
-        first: of the first evaluation of this process.
+        last: losses of the last evaluation, also of one before a resume; used by conditions of a schedule.
+        first: losses of the first evaluation of this process.
         step: optimizer steps done at the last evaluation of this process; None before the first.
     """
 

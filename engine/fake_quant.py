@@ -97,8 +97,8 @@ def calibrate_inputs(
 
     Args:
         forward: the engine (or the plain model); called with input_ids alone.
-        quantization: of the model; paused during the passes. Its switches and observers are restored afterwards.
-        owners: of the input groups to write; other groups keep their scales.
+        quantization: quantization of the model; paused during the passes. Switches and observers are restored after.
+        owners: owners of the input groups to write; other groups keep their scales.
         batches: the same number on every rank.
         device: where the batches go.
     """
@@ -406,7 +406,7 @@ def check_input_scales(
 
     Args:
         forward, quantization, batches, device: as of :func:`engine.fake_quant.calibrate_inputs`.
-        owners: of the input groups whose scales are checked.
+        owners: owners of the input groups whose scales are checked.
         source: origin of the scales, for the error.
 
     Raises:

@@ -219,7 +219,7 @@ def check_events(
     """Refuse, before the first step, events that would fail or have no effect later.
 
     Args:
-        events: of the recipe.
+        events: events of the recipe.
         quantization: the quantized layers.
         groups: names of the optimizer's parameter groups.
         metrics: names that conditions may use.

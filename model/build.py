@@ -65,8 +65,8 @@ def build_model(
     Args:
         path: directory of a Hugging Face checkpoint, maybe quantized; only ``config.json`` (and its code) is read.
         ds_config: resolved DeepSpeed configuration; its stage and dtype are used.
-        dtype: of all parameters.
-        device: of the buffers, and on stages 0-2 of the parameters.
+        dtype: dtype of all parameters.
+        device: device of the buffers, and on stages 0-2 of the parameters.
         trust_remote_code: allow running Python code in ``path``.
         attn_implementation: transformers' name ("eager", "flash_attention_2", ...), or "auto": :func:`attention_for`.
         experts: the form of MoE layers, see :mod:`model.moe.experts`.

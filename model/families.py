@@ -78,7 +78,7 @@ def text_of_composite(config: PretrainedConfig, **options: Any) -> PreTrainedMod
 
     Args:
         config: the checkpoint's.
-        options: of ``from_config``: ``dtype``, ``attn_implementation``.
+        options: options of ``from_config``: ``dtype``, ``attn_implementation``.
 
     Raises:
         ValueError: transformers has no class for it.

@@ -190,7 +190,7 @@ class LMHead(HeadProxy):
     The weight of a quantized output layer is fake-quantized once for the whole task.
 
     Attributes:
-        in_features, out_features: of the layer.
+        in_features, out_features: sizes of the layer.
         weight, bias: its Parameters, under the usual names, so that checkpoints do not change.
     """
 

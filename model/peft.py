@@ -48,9 +48,9 @@ class PeftSource:
 
     Attributes:
         directory: its folder.
-        shapes: of A and B, by module name in the model.
+        shapes: shapes of A and B, by module name in the model.
         scalings: factors of the products of B and A.
-        keys: of A and B in the file.
+        keys: keys of A and B in the file.
         base: digest of the checkpoint that it was trained on; None if peft wrote it.
     """
 

@@ -65,7 +65,7 @@ def scaled_linear(
         x, weight, bias, offsets: as in :func:`linear`, the former two as codes; both sides of a weight are multiples of
             16. A stack needs :func:`takes_codes_of_stacks`.
         x_scale, weight_scale: fp32 ``[1]``; for a stack the latter is ``[E]``.
-        dtype: of the result.
+        dtype: dtype of the result.
         fast_accum: accumulate in Hopper's tensor cores, in fewer bits than fp32, as vLLM does (see
             docs/how_a_layer_computes.md); otherwise partial sums are moved to fp32 regularly. CPUs always add in fp32.
 

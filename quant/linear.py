@@ -411,7 +411,7 @@ class StackedLinear(nn.Module):
 
     Attributes:
         weight: ``[E, out, in]``; a ZeRO-3 partition (shape ``[0]``) outside forward.
-        in_features, out_features: of one expert.
+        in_features, out_features: sizes of one expert.
         num_experts: E.
         projections: names of the Linears of one expert, of equal size, concatenated along ``out``.
     """

@@ -116,7 +116,7 @@ def placeholder(parts: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Te
 
     Args:
         parts: bytes of the codes, uint8 in any shape; may be padded at the end.
-        shape, dtype: of the weight.
+        shape, dtype: shape and dtype of the weight.
     """
     size = -(-parts.numel() // dtype.itemsize) * dtype.itemsize
     memory = torch.empty(size + dtype.itemsize, dtype=torch.uint8, device=parts.device)

@@ -31,7 +31,7 @@ def rotate_inputs(quantization: Quantization, patterns: Sequence[str], block: in
     """Switch on input rotation in blocks of ``block``; the caller must then rotate the layers' weights.
 
     Args:
-        quantization: of the model.
+        quantization: quantization of the model.
         patterns: regexes on full names of quantized layers; each must match at least one layer.
         block: an element of :data:`quant.hadamard.BLOCKS`.
 

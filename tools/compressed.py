@@ -64,7 +64,7 @@ def load_compressed(
 
     Args:
         directory: with config.json (and its ``quantization_config``) and the safetensors files.
-        dtype: of the weights and of the computation. In bf16 dequantized weights are rounded as in training.
+        dtype: dtype of the weights and of the computation. In bf16 dequantized weights are rounded as in training.
         device: where the model goes, CPU by default.
         trust_remote_code: whether Python code in ``directory`` may be run.
         attn_implementation: as of :func:`model.build.build_model`.
@@ -217,7 +217,7 @@ def _plain_tensors(
     """Unquantized tensors by key on disk: the parameters and buffers of each, or slices of them.
 
     Args:
-        model, quantization, checkpoint: of the directory.
+        model, quantization, checkpoint: contents of the directory.
         packed: keys of codes and scales, which must be there too.
 
     Raises:

@@ -166,7 +166,7 @@ def parts_of(model: nn.Module, quantization: Quantization, scheme: str, dtype: t
         model: quantized by ``quant.prepare``.
         quantization: result of ``quant.prepare``.
         scheme: name of the scheme.
-        dtype: of the model, possibly of the scales too.
+        dtype: dtype of the model, possibly of the scales too.
     """
     schemes = {name: layer.scheme for name, layer in quantization.layers.items() if layer.scheme.name == scheme}
     members: dict[str, list[str]] = {}

@@ -57,7 +57,7 @@ class Rotation:
 
     Attributes:
         size: rows and columns.
-        order: of the Hadamard matrix H; less than ``size`` if no H of that size is known: the rotation is then
+        order: order of the Hadamard matrix H; less than ``size`` if no H of that size is known: the rotation is then
             block-diagonal.
         signs: ``[size]`` fp64 of 1 and -1, which keep a row of equal values from becoming a single large one.
         factors: fp64 orthogonal matrices whose Kronecker product is H / sqrt(order).
@@ -288,7 +288,7 @@ def rotate_checkpoint(source: Path, out: Path, *, seed: int = 0, progress: bool 
     Args:
         source: a plain Hugging Face checkpoint of one of ``plan.FAMILIES``.
         out: directory to create.
-        seed: of the signs of both rotations.
+        seed: seed of the signs of both rotations.
         progress: show a progress bar.
 
     Raises:

@@ -57,7 +57,7 @@ def save_checkpoint(
 
     Args:
         session, stateful: the state to save.
-        directory: of all checkpoints of the run.
+        directory: directory of all checkpoints of the run.
         step: optimizer steps done.
         keep: number of checkpoints to keep.
         samples: digest of the training samples, see :func:`engine.checkpoint.find.check_samples`.

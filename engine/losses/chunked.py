@@ -148,7 +148,7 @@ class _Job(NamedTuple):
     """Non-tensor arguments of the autograd Function; see :func:`chunked_losses`.
 
     Attributes:
-        names: of the computed losses, in their order.
+        names: names of the computed losses, in their order.
         wanted: True if a gradient is needed, for hidden states, weight and bias.
     """
 
@@ -286,7 +286,7 @@ class _Gradients:
     several chunks add to them, else in the model's dtype: rounded once either way.
 
     Attributes:
-        shape: of the caller's hidden states.
+        shape: shape of the caller's hidden states.
         dtype: the model's.
     """
 

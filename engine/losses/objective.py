@@ -79,8 +79,8 @@ class Objective:
     """total = lm_weight * lm + kd_weight * kd + the user's own losses with their weights + the router's auxiliary loss.
 
     Attributes:
-        lm_weight: of the language modeling loss.
-        kd_weight: of the distillation loss.
+        lm_weight: weight of the language modeling loss.
+        kd_weight: weight of the distillation loss.
         kd: kind and options of the distillation loss.
         token_losses: the user's own.
         chunk_tokens: tokens per chunk of logits; None: see :func:`tokens_at_a_time`.

@@ -28,7 +28,7 @@ def routers_of(block: nn.Module, experts: nn.Module, *, num_experts: int, hidden
     Args:
         block: parent of ``experts``; its parameters may be on the meta device.
         experts: called with hidden states, the chosen experts and their weights.
-        num_experts, hidden_dim: of the experts.
+        num_experts, hidden_dim: sizes of the experts.
 
     Raises:
         ValueError: no router in the block.

@@ -65,7 +65,7 @@ def check_weights(quantization: Quantization, owners: Iterable[str]) -> None:
 
     Args:
         quantization: returned by ``quant.prepare``; weights and scales are loaded.
-        owners: of the groups whose scales are those of the files.
+        owners: owners of the groups whose scales are those of the files.
 
     Raises:
         RankError: on every rank, with the layers.

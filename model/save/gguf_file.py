@@ -147,7 +147,7 @@ def plan_gguf(model: PreTrainedModel, items: Iterable[Item], template: Path | No
 
     Args:
         model: determines the architecture.
-        items: of the plan.
+        items: items of the plan.
         template: a GGUF file of the base model.
 
     Raises:

@@ -51,7 +51,7 @@ def write_shards(
     """Gather everything in order; rank 0 packs and writes. A collective.
 
     Args:
-        shards: of the plan.
+        shards: shards of the plan.
         directory: output directory.
         single: file name if there is one file only.
         writer: opens a file.

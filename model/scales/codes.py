@@ -99,7 +99,7 @@ def local_products(
         local: this rank's range of the layer's weight, flat.
         start: first element of the range in the row-major weight.
         rows: rows of one expert of a stack, or of the weight.
-        reader: of the files.
+        reader: reader of the files.
 
     Returns:
         The sums of :func:`add_products`, to be added over ranks.
@@ -150,7 +150,7 @@ def add_products(sums: Tensor, part: LinearPart, spec: TensorSpec, row: int, ins
         part, spec: the Linear, and its quantization.
         row: the first row.
         inside: range of the flattened elements that count; rows may begin or end on another rank.
-        values: of these rows.
+        values: values of these rows.
     """
     beside = torch.ones_like(values.fits)
     beside.view(-1)[inside] = False

@@ -38,7 +38,7 @@ def renew_weight_scales(quantization: Quantization, owners: set[str] | None = No
 
     Args:
         quantization: returned by ``quant.prepare``.
-        owners: of the weight groups to measure; all by default.
+        owners: owners of the weight groups to measure; all by default.
 
     Raises:
         RankError: a weight has NaN or Inf (on every rank, naming the layers).

@@ -174,7 +174,7 @@ def check_fit(
         loaded: scales from the files, checked before.
         global_scales: their global scales, by owner of the group.
         codes: weights in the files, by the key of the scale.
-        directory: of the files, for the error.
+        directory: directory of the files, for the error.
 
     Raises:
         RankError: on every rank: scales that do not fit (:mod:`quant.scale`) or whose codes belong to other weights

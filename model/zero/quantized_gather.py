@@ -239,7 +239,7 @@ def quantize_part(flat: Tensor, start: int, numel: int, quantizer: Quantizer) ->
         flat: elements ``[start, start + len(flat))`` of the weight, 1-D, in its dtype.
         start: first element of the slice in the row-major weight.
         numel: number of elements of the whole weight.
-        quantizer: of the whole weight; all of its scales belong to equally many consecutive elements.
+        quantizer: quantizer of the whole weight; all of its scales belong to equally many consecutive elements.
 
     Returns:
         Bytes of the codes (``float8_e4m3fn`` or ``int8``) as uint8, one per element.

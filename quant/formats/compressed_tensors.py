@@ -187,7 +187,7 @@ class TrainedLinear:
     Attributes:
         name: the Linear's name on disk, for messages.
         weight: [out, in]; may be on a GPU.
-        scale: of the weight, without theta: s0 is the *effective* fp32 scale of the forward,
+        scale: scale of the weight, without theta: s0 is the *effective* fp32 scale of the forward,
             ``spec.scale_shape(weight.shape)``, already rounded to the stored format, so that storing is lossless.
         input_scale: effective fp32 scale [1] of the inputs, None if the scheme stores none.
         bias: [out] or None.
@@ -321,7 +321,7 @@ def unpack_scale(packed: torch.Tensor, spec: TensorSpec, global_scale: torch.Ten
 
     Args:
         packed: ``weight_scale`` or ``input_scale`` of a file.
-        spec: of the weight or the input.
+        spec: format of the weight or the input.
         global_scale: ``weight_global_scale``, if the format has it.
     """
     if spec.scale_format == "e8m0":

@@ -165,7 +165,7 @@ def rules_from_config(config: Mapping[str, Any], *, scales_only: bool = False) -
     matches every name.
 
     Args:
-        config: of config.json.
+        config: contents of config.json.
         scales_only: only read stored scales: the format of the codes is not checked, and schemes have no inputs with
             dynamic scales per token.
 

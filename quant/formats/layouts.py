@@ -141,7 +141,7 @@ def layout_config(
     """Build the ``quantization_config`` of config.json, or None for a plain checkpoint.
 
     Args:
-        layout: of the checkpoint.
+        layout: layout of the checkpoint.
         layers: schemes of the quantized layers by module name; if names on disk differ from transformers', both.
         skipped: module names of the unquantized Linears.
         routers: module names of the MoE routers.

@@ -54,7 +54,7 @@ def affine_tensors(
         packed: ``weight_packed`` of compressed-tensors.
         scale: effective scale of the forward, ``[out, groups]``, exact in ``dtype``.
         zero: fp32 zero points ``[out, groups]``, or None.
-        scheme: of the Linear.
+        scheme: scheme of the Linear.
         dtype: the model's.
     """
     scale = scale.cpu().float()

@@ -70,9 +70,9 @@ def intx_tensors(name: str, codes: torch.Tensor, scale: Scale, dtype: torch.dtyp
     """Tensors of a layer by suffix, in CPU memory.
 
     Args:
-        name: of the layer, for the error.
+        name: name of the layer, for the error.
         codes: int8 [out, in].
-        scale: of the weight, without theta: s0 is the effective scale of the forward, exact in ``dtype``.
+        scale: scale of the weight, without theta: s0 is the effective scale of the forward, exact in ``dtype``.
         dtype: the model's.
 
     Raises:

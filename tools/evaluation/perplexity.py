@@ -114,7 +114,7 @@ def load_for_evaluation(
     Args:
         directory: the checkpoint. A compressed one computes with codes and scales as in training; files of GPTQ, AWQ
             and AutoRound, and gpt-oss as published, are dequantized.
-        dtype: of weights and computation.
+        dtype: dtype of weights and computation.
         device: where the model or its partitions go.
         sharded: partition the weights over the ranks (ZeRO-3); plain checkpoints only.
 
@@ -149,10 +149,10 @@ class Questions:
     Attributes:
         text: UTF-8 file.
         tokens: limit of the text's tokens.
-        tasks: of lm-evaluation-harness.
+        tasks: tasks of lm-evaluation-harness.
         length: tokens per window; None is ``DEFAULT_LENGTH`` for a text, the model's context for tasks.
         batch_size: windows per forward.
-        dtype: of weights and GEMMs.
+        dtype: dtype of weights and GEMMs.
         sharded: see :func:`load_for_evaluation`.
     """
 

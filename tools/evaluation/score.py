@@ -126,7 +126,7 @@ def score_windows(model: ScoringModel, windows: Sequence[Window], *, batch_size:
         model: model to score with.
         windows: the same on every rank, each with targets, but no more targets than inputs.
         batch_size: windows per forward.
-        label: of the progress bar.
+        label: label of the progress bar.
 
     Raises:
         RankError: a log-likelihood is NaN or infinite.

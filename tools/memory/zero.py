@@ -231,7 +231,7 @@ class Calls:
     """The parameters that one call of a module gathers under stage 3.
 
     Attributes:
-        largest: of all modules the most bytes.
+        largest: the most bytes of a module.
         listed: the same, of modules with several parameters, which are gathered into one buffer and copied from it.
         leaves: bytes of the trained parameters of the leaf that a parameter is in, by the parameter's name. A leaf is a
             module that DeepSpeed gathers with all that is below it.
