@@ -60,7 +60,7 @@ def read_json_object(file: Path) -> dict[str, Any]:
     try:
         whole = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{file} cannot be read as JSON: {error}") from error
+        raise ValueError(f"{file} is not readable JSON: {error}") from error
     if not isinstance(whole, dict):
         raise ValueError(f"{file} is a JSON {type(whole).__name__}, expected an object")
     return whole
