@@ -103,23 +103,24 @@ def table(results: dict[str, Outcome]) -> str:
     lines = [
         "# Which models work",
         "",
-        f"This page is written by `python benchmarks/families.py --write`. Of {len(verdicts)} variants: "
+        f"This page is written by `python benchmarks/families.py --write`. Results of {len(verdicts)} variants: "
         + ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
         + ".",
         f"torch {torch.__version__.partition('+')[0]}, transformers {transformers.__version__}, two CPU ranks under "
         "ZeRO-3.",
         "",
-        "Each variant is a tiny random checkpoint, made from transformers' own configuration class with a quirk of the",
-        "published models. *Works* means that loading and exporting it changes no byte, that logits and gradients in",
-        "fp32 are those of transformers, that 12 steps of `fp8_static` and of `w4a16_g32` run, and that both exports",
-        "load without a missing or an unexpected key as the class that their `config.json` names and compute what",
+        "Each variant is a tiny random checkpoint, made from transformers' own configuration class with a quirk of",
+        "the published models. *Works* means that loading and exporting it changes no byte, that logits and gradients",
+        "in fp32 are those of transformers, and that 12 steps of `fp8_static` and of `w4a16_g32` run. Both exports",
+        "load as the class that their `config.json` names, without a missing or an unexpected key, and compute what",
         "training saw. *Works without packing* means that transformers' code of this family lets packed samples see",
-        "each other, so that `data.packing` is refused. *Works with layers exempt* means that a run is refused with",
-        "the `quant.exempt_more` that it needs, and works with it; *works dequantized*, that it is refused unless the",
-        "export holds weights (`export.format: dequantized`). Where transformers cannot load an export in a scheme,",
-        "which a run says before it trains, the reason stands behind; it was compared with what",
-        "compressed-tensors decompresses. *At* is the commit that was tried, with a + where files had changed since.",
-        "To try a model that is not listed, see [adding a model](adding_a_model.md).",
+        "each other, so that `data.packing` is refused. *Works with layers exempt* means that a run is refused, that",
+        "the message names the `quant.exempt_more` that it needs, and that it works with that option. *Works",
+        "dequantized* means that a run is refused unless the export has unquantized weights (`export.format:",
+        "dequantized`). If transformers cannot load an export in a scheme, a run says so before it trains, the column",
+        "*why* gives the reason, and the export was compared with the weights that compressed-tensors decompresses.",
+        "*At* is the commit that was tried, with a + if files had changed since. To try a model that is not listed,",
+        "see [adding a model](adding_a_model.md).",
     ]
     for title, variants in SECTIONS:
         rows = [variant.name for variant in variants if variant.name in verdicts]
