@@ -225,10 +225,9 @@ def kept(case: Case) -> dict[int, torch.Tensor]:
         ((NVFP4, ASYMMETRIC), ("weight", "weight_theta", "bias"), "input"),
         ((NVFP4, ASYMMETRIC), ("weight", "weight_theta", "bias", "x"), set()),
     ],
-    ids=str,
 )
 def test_bytes_kept_for_backward(schemes, frozen, expected, dtype, seed):
-    """Of n inputs. Counted in storage, so that a view of a bigger tensor would count as that tensor."""
+    """Bytes of n inputs, counted in storage: a view of a larger tensor counts as that tensor."""
     for _ in range(5):
         case = Case(*schemes, dtype, tokens=(random.randint(1, 9), random.randint(1, 9)))
         for name in frozen:
