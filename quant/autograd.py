@@ -10,9 +10,10 @@ This function therefore saves
 * the weight **Parameter** (ZeRO-3 gathers it again in backward), and quantizes it again unless its codes are kept
   because the weight stays resident,
 * the scale Parameters, a few bytes,
-* for an input with a stored scale that does not learn: the 1-byte codes and a 1-bit mask of the unclipped elements; for
-  dynamic floats with ``dynamic_codes``: packed codes and scales (:func:`quant.kernels.keep_tokens`); otherwise, and if
-  attention keeps it anyway (:mod:`quant.inputs`), the input itself. Layers that read the same tensor share one copy.
+* the input, in one of three forms: 1-byte codes and a 1-bit mask of the unclipped elements if its scale is stored and
+  does not learn; packed codes and scales (:func:`quant.kernels.keep_tokens`) for floats with dynamic scales and
+  ``dynamic_codes``; otherwise, and if attention keeps the input anyway (:mod:`quant.inputs`), the input itself. Layers
+  that read the same tensor share one copy.
 
 Nothing is saved or computed for an operand that needs no gradient.
 
@@ -43,15 +44,16 @@ class Plan:
 
     Attributes:
         weight: format of the weight; None leaves it unquantized.
-        input: format of the input, likewise.
+        input: format of the input; None leaves it unquantized.
         weight_numel: number of weights that share one scale, over all modules that share its Parameter.
         input_numel: features of the input. LSQ counts features, not tokens, so that the gradient of a batch is the sum
             of the gradients of its parts.
         fp8_gemm: multiply the codes. Both operands must be e4m3 per tensor, both sides of the weight multiples of 16.
         fast_accum: option of the fp8 GEMM, as in :func:`quant.gemm.scaled_linear`.
-        held: layout of the codes in ``weight``, if it holds codes; the weight is then quantized and frozen.
+        held: layout of the codes if ``weight`` is a packed weight, which is frozen and always quantized; else None.
         restored: cache, for backward, of the input as the forward multiplied it, shared by layers with the same input.
-        dynamic_codes: save codes for backward also of floats with dynamic scales: less memory, decoded in backward.
+        dynamic_codes: for floats with dynamic scales, too, save the input's codes for backward. They need less memory
+            and are decoded in backward.
         weight_scale: precomputed effective scale of the weight for the fp8 GEMM, or None.
     """
 
@@ -123,7 +125,7 @@ def quant_linear(
 
 
 def apply_function(plan: Plan, *tensors: Tensor | None) -> Tensor:
-    """Product of :func:`quant_linear` for a quantized input, with its gradients; ``tensors`` are :class:`Arguments`.
+    """Compute the product of :func:`quant_linear`, differentiable; ``tensors`` are :class:`Arguments`.
 
     Tensors are saved for backward before the product is computed: with activation checkpointing, the last layer is then
     not multiplied again, as torch stops the recomputation when all saved tensors are back.
@@ -179,7 +181,7 @@ class Saved(NamedTuple):
 
     @classmethod
     def of(cls, given: Arguments) -> "Saved":
-        """All arguments that may be saved, with the input itself."""
+        """Collect all arguments that may be saved, with the input itself instead of its codes."""
         scale = (given.weight_s0, given.weight_theta, given.weight_global, given.weight_zero)
         inputs = (given.input_s0, given.input_theta, given.x, given.mask, given.scales)
         return cls(given.weight, *scale, given.weight_codes, *inputs, given.offsets)
@@ -231,7 +233,7 @@ class QuantLinearFunction(torch.autograd.Function):
         elif unmasked is not None:
             mask_(ctx, saved, unmasked)
         # A theta whose operand is not quantized now gets zeros: under ZeRO-3 a Parameter without a gradient would get
-        # that of its last step again, in every step.
+        # its last gradient again, in every step.
         if saved.input_theta is not None and needs.input_theta and grad_input_theta is None:
             grad_input_theta = torch.zeros_like(saved.input_theta)
         if saved.weight_theta is not None and needs.weight_theta and grad_weight_theta is None:
@@ -291,7 +293,7 @@ def product(plan: Plan, given: Arguments) -> Tensor:
 
 
 def _product_of_codes(plan: Plan, saved: Saved, given: Arguments) -> Tensor:
-    """GEMM of the codes of both operands, scaled."""
+    """Multiply the codes of both operands on fp8 tensor cores, and the result by both scales."""
     assert plan.weight is not None and plan.input is not None
     quantizer, codes, bias = saved.weight_quantizer(plan.weight), given.codes, given.bias
     input_scale = kernels.effective_scale(saved.input_quantizer(plan.input))
@@ -308,7 +310,8 @@ def _product_of_codes(plan: Plan, saved: Saved, given: Arguments) -> Tensor:
 def used_weight(
     weight: Tensor, quantizer: Quantizer | None, codes: Tensor | None, *, after: Tensor | None = None
 ) -> Tensor:
-    """Weight as the GEMM in the model's dtype multiplies it."""
+    """Return the weight that the GEMM in the model's dtype multiplies: fake-quantized, or unchanged without a
+    quantizer."""
     if quantizer is None:
         return weight
     if codes is None:
@@ -317,8 +320,9 @@ def used_weight(
 
 
 def _input_gradients(ctx: Any, saved: Saved, grad: Tensor, wanted: bool) -> tuple[Tensor | None, ...]:
-    """Gradients of the input ``[..., in]`` (still unmasked if :func:`mask_` follows) and of its theta, from ``grad
-    [tokens, out]``; and zeros like the weight's theta, if ``wanted`` and computed in the same launch."""
+    """Compute the gradients of the input ``[..., in]`` (still unmasked if :func:`mask_` follows) and of its theta, from
+    ``grad [tokens, out]``. The third tensor is zeros like the weight's theta if ``wanted`` and written in the same
+    launch, else None."""
     plan, zeros = ctx.plan, None
     quantizer = None if plan.weight is None else saved.weight_quantizer(plan.weight)
     if quantizer is not None and wanted and saved.weight_codes is not None and is_placeholder(saved.weight):
@@ -338,7 +342,8 @@ def _input_gradients(ctx: Any, saved: Saved, grad: Tensor, wanted: bool) -> tupl
 def _weight_gradients(
     ctx: Any, saved: Saved, grad: Tensor, used_x: Tensor, theta_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of the weight, in its shape, and if ``theta_gradient`` of its theta, from ``grad [tokens, out]``."""
+    """Compute the gradient of the weight, in its shape, and if ``theta_gradient`` the gradient of its theta, from
+    ``grad [tokens, out]``."""
     plan: Plan = ctx.plan
     grad_used = gemm.weight_gradient(grad, used_x.reshape(-1, used_x.shape[-1]), saved.offsets)
     if plan.weight is None or is_placeholder(saved.weight):
@@ -368,7 +373,7 @@ class UsedWeightFunction(torch.autograd.Function):
         _, _, needs_weight, _, needs_theta, *_ = ctx.needs_input_grad
         weight, *scale = ctx.saved_tensors
         grad_weight = grad.clone(memory_format=torch.contiguous_format)
-        if is_placeholder(weight):  # as above
+        if is_placeholder(weight):  # the owner of the weight computes the theta's gradient
             grad_theta = torch.zeros_like(scale[1]) if needs_theta else None
             return None, None, grad_weight if needs_weight else None, None, grad_theta, None, None
         quantizer = Quantizer(Scale(*scale), ctx.spec, weight.dtype)

@@ -1,10 +1,10 @@
 """RMSNorm and SwiGLU modules whose only output is the quantized input of the layers that read it.
 
-With a static scale, the input of q, k and v, and of gate and up, is an RMSNorm's output, and that of down is
-``silu(gate) * up``: otherwise written in the model's dtype, then read again to be quantized. These modules replace the
-model's own, keep their Parameters and children under the same names, and return codes instead (:mod:`quant.inputs`),
-with the arithmetic of :mod:`quant.fused_reference`. While a reader does not quantize its input, or observes it, they
-compute the replaced module bit for bit.
+The input of q, k and v, and of gate and up, is the output of an RMSNorm; the input of down is ``silu(gate) * up``. The
+model's own modules write these tensors in the model's dtype, and the layers read them again to quantize them. The
+modules here replace the model's own, keep their Parameters and children under the same names, and return codes
+(:mod:`quant.inputs`), with the arithmetic of :mod:`quant.fused_reference`. They need layers with a static input scale.
+While a reader does not quantize its input, or observes it, they compute the same bits as the replaced module.
 """
 
 from collections.abc import Sequence
@@ -72,7 +72,7 @@ class FusedModule(nn.Module):
         return Quantizer(Scale(self.input_s0), spec, dtype)
 
     def handed(self, like: Tensor, values: Tensor, codes: Tensor) -> QuantizedActivation:
-        """Output tensor from the values and codes of an operator."""
+        """Build the output tensor from the values and codes of an operator."""
         quantized = QuantizedInput(values if values.numel() == codes.numel() else None, codes)
         return QuantizedActivation(like, quantized, Restored(), self.source)
 
@@ -90,8 +90,8 @@ class FusedRMSNorm(FusedModule):
         self.train(norm.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize ``x [..., features]``; the result has its shape, and values only if it is not handed over
-        quantized."""
+        """Normalize ``x [..., features]``; the result has the same shape, and has no values if it is passed on as
+        codes."""
         if x.dtype != self.weight.dtype or not self.hands_over():
             return rms_norm(x, self.weight, self.variance_epsilon)
         trains = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
@@ -144,8 +144,8 @@ class FusedSwiGLU(FusedModule):
         self.train(act.training)
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Compute from two tensors of one shape; the result has it too, and values only if it is not handed over
-        quantized."""
+        """Compute ``silu(gate) * up`` of two tensors of one shape; the result has the same shape, and has no values if
+        it is passed on as codes."""
         if gate.dtype != up.dtype or not self.hands_over():
             product: Tensor = self.act(gate) * up
             return product
@@ -194,7 +194,7 @@ class Fused(NamedTuple):
 
     Attributes:
         norms, mlps: names of the replaced modules.
-        left: reasons by name for modules not replaced, in layers of a known class.
+        left: reasons by name for modules that were not replaced, although their layers have a known class.
     """
 
     norms: list[str]
@@ -202,7 +202,7 @@ class Fused(NamedTuple):
     left: dict[str, str]
 
     def summary(self) -> str:
-        """Summary in one line."""
+        """Summarize the result in one line."""
         done = f"{len(self.norms)} norms and {len(self.mlps)} MLPs hand codes to the layers behind them"
         left = [f"{name} ({why})" for name, why in self.left.items()]
         return done + (f"; {len(left)} stay: {examples(left, 2)}" if left else "")
@@ -211,7 +211,8 @@ class Fused(NamedTuple):
 def fuse(model: nn.Module) -> Fused:
     """Replace the norms and MLPs of ``model`` whose readers can take codes, in place.
 
-    Call it after rotations and adapters are attached, since such layers read values. Parameters may be partitions.
+    Call it after rotations and adapters are attached, since layers with a rotation or an adapter need values instead of
+    codes. Parameters may be partitions.
 
     Raises:
         ValueError: nothing can be fused.
@@ -279,21 +280,21 @@ def _problem_of_readers(layers: Sequence[nn.Module | None]) -> str | None:
     if any(one.input_s0 is not readers[0].input_s0 or one.scheme.activations != spec for one in readers):
         return "the layers that read it have several scales"
     if any(one.input_theta is not None for one in readers):
-        return "the scale of what it gives learns"
+        return "the scale of its output learns"
     if any(one.rotation is not None or one.adapter is not None for one in readers):
         return "a layer that reads it turns its input, or has an adapter"
     return None
 
 
 def _with_small_weights(module: nn.Module, parameters: dict[str, Any], modules: dict[str, Any]) -> Any:
-    """Copy of a module with the same attributes but other, small Parameters and children."""
+    """Copy a module with the same attributes, but with the given small Parameters and children."""
     small = object.__new__(type(module))
     small.__dict__ = {**module.__dict__, "_parameters": parameters, "_modules": modules}
     return small
 
 
 def _computes_rms_norm(norm: nn.Module) -> bool:
-    """Return True if a norm computes :func:`rms_norm`, tried on a small weight."""
+    """Return True if a norm computes :func:`rms_norm`; tested with a small weight."""
     eps = getattr(norm, "variance_epsilon", None)
     if set(norm._parameters) != {"weight"} or norm._modules or not isinstance(eps, float):
         return False
@@ -308,7 +309,7 @@ def _computes_rms_norm(norm: nn.Module) -> bool:
 
 
 def _computes_swiglu(mlp: nn.Module) -> bool:
-    """Return True if an MLP computes ``down(silu(gate(x)) * up(x))``, tried on small children."""
+    """Return True if an MLP computes ``down(silu(gate(x)) * up(x))``; tested with small children."""
     children = dict(mlp.named_children())
     if set(children) != {"gate_proj", "up_proj", "down_proj", "act_fn"} or mlp._parameters:
         return False

@@ -5,10 +5,10 @@ RMSNorm of a row ``x`` of ``n`` features in the model's dtype T, in fp32 where T
     rstd = 1 / sqrt(sum(x^2) / n + eps)        each operation rounded once
     h = T(x * rstd)      y = T(weight * h)      codes, mask = quantize(y)
 
-Same rounding steps as LlamaRMSNorm and its variants in transformers, but not the same bits: the sum has a fixed order
-(:func:`sum_in_order`, as in quant/kernels/kernels.h, equal on every device), and the root is not torch's rsqrt. vLLM's
-``rms_norm_static_fp8_quant_kernel`` (csrc/layernorm_quant_kernels.cu, commit 0112cf2) rounds in the same places and
-also multiplies by ``1 / scale``; its sum is a block reduction, its root CUDA's approximate rsqrt.
+The rounding steps are the same as in LlamaRMSNorm and its variants in transformers, but the bits are not: the sum has a
+fixed order, equal on every device (:func:`sum_in_order` and quant/kernels/kernels.h), and the root is not torch's
+rsqrt. vLLM's ``rms_norm_static_fp8_quant_kernel`` (csrc/layernorm_quant_kernels.cu, commit 0112cf2) rounds in the same
+places and also multiplies by ``1 / scale``; its sum is a block reduction, its root CUDA's approximate rsqrt.
 
 Gradients, straight-through with ``dy`` the gradient of ``y``, set to 0 outside of the mask::
 
@@ -20,9 +20,9 @@ SwiGLU of gate ``a`` and up ``b``::
     s = T(a / (1 + exp(-a)))      y = T(s * b)      codes, mask = quantize(y)
     db = T(dy * s)      d = T(dy * b)      sigma = 1 / (1 + exp(-a))      da = T((d * sigma) * (1 + a * (1 - sigma)))
 
-Same as torch's ``silu(a) * b`` except for the exponential (:func:`exponential`), which differs between devices in
-torch. This one uses additions and multiplications only and is within 2 ulp of fp32. After rounding to bf16, a few
-elements of a million differ.
+This equals torch's ``silu(a) * b`` except for the exponential, which in torch differs between devices.
+:func:`exponential` uses only additions and multiplications and is within 2 ulp of the exact value in fp32. After
+rounding to bf16, a few elements of a million differ from torch's.
 """
 
 import torch
@@ -36,8 +36,8 @@ POSITIONS, NEIGHBOURS, ROWS_PER_SUM = 2048, 8, 32
 
 def sum_in_order(terms: Tensor) -> Tensor:
     """Sum the last dimension in a fixed order: fp32 ``[..., n]`` to ``[..., 1]``, n at most 16,384. Accumulator p of
-    2,048 adds the terms p, p + 2048, ...; each 8 neighboring accumulators are added by halves, then the 256 sums
-    likewise."""
+    2,048 adds the terms p, p + 2048, ...; each 8 neighboring accumulators are added by halves, then their 256 sums are
+    also added by halves."""
     padded = torch.nn.functional.pad(terms, (0, -terms.shape[-1] % POSITIONS))
     sums = torch.zeros_like(padded[..., :POSITIONS])
     for step in padded.split(POSITIONS, dim=-1):
@@ -56,8 +56,8 @@ def _sum_by_halves(sums: Tensor, size: int) -> Tensor:
 def rms_norm_quantize(
     x: Tensor, weight: Tensor, eps: float, scale: Tensor, spec: TensorSpec
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Codes, bool mask and fake-quantized values of RMSNorm's result, in the shape of ``x [..., n]``, and ``rstd``,
-    fp32 ``[rows]``. ``scale`` is the effective scale, fp32 ``(1,)``, here and below."""
+    """Compute codes, bool mask and fake-quantized values of RMSNorm's result, in the shape of ``x [..., n]``, and
+    ``rstd``, fp32 ``[rows]``. ``scale`` is the effective scale, fp32 ``(1,)``."""
     rows = x.float()
     mean = sum_in_order(rows * rows) / torch.tensor(float(x.shape[-1]), device=x.device)
     root = (mean + torch.tensor(eps, device=x.device)).double().sqrt().float()  # torch's fp32 root may be off by a bit
@@ -67,7 +67,7 @@ def rms_norm_quantize(
 
 
 def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of ``x`` and of the weight, in their dtypes, from the gradient of the quantized result."""
+    """Compute the gradients of ``x`` and of the weight, in their dtypes, from the gradient of the quantized result."""
     n = x.shape[-1]
     dy = grad.masked_fill(~mask, 0).reshape(-1, n)
     rows, w = x.reshape(-1, n).float(), weight.float()
@@ -81,7 +81,7 @@ def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, mas
 
 
 def _sum_rows(rows: Tensor) -> Tensor:
-    """Sum of rows in their order, ``[1, n]``."""
+    """Sum the rows in their order to ``[1, n]``."""
     total = rows.new_zeros(1, rows.shape[-1])
     for row in rows:
         total = total + row
@@ -89,12 +89,13 @@ def _sum_rows(rows: Tensor) -> Tensor:
 
 
 def silu_mul_quantize(gate: Tensor, up: Tensor, scale: Tensor, spec: TensorSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, bool mask and fake-quantized values of ``silu(gate) * up``, in its shape."""
+    """Compute codes, bool mask and fake-quantized values of ``silu(gate) * up``, in the shape of ``gate``. ``scale`` is
+    the effective scale, fp32 ``(1,)``."""
     return _quantized(_silu(gate) * up, scale, spec)
 
 
 def silu_mul_backward(grad: Tensor, gate: Tensor, up: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of gate and up, in their dtype, from the gradient of the quantized result."""
+    """Compute the gradients of gate and up, in their dtype, from the gradient of the quantized result."""
     dy = grad.masked_fill(~mask, 0)
     a, d = gate.float(), (dy * up).float()
     sigma = 1.0 / (1.0 + exponential(-a))
@@ -107,8 +108,8 @@ def _silu(x: Tensor) -> Tensor:
 
 
 def exponential(x: Tensor) -> Tensor:
-    """Compute ``e^x`` in fp32, one rounding per operation: ``x = k ln2 + r``, the polynomial of Cephes' expf
-    (single/expf.c), then 2^k in two factors."""
+    """Compute ``e^x`` in fp32, one rounding per operation: with ``x = k ln2 + r``, the polynomial of Cephes' expf
+    (single/expf.c) in ``r``, multiplied by 2^k in two factors."""
     x = torch.where(x > 104, 104.0, torch.where(x < -104, -104.0, x))
     magic = torch.tensor(12582912.0, device=x.device)
     shifted = x * 1.44269504088896341 + magic

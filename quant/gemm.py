@@ -3,9 +3,10 @@
 For a stack ``[E, out, in]`` the input rows are sorted by expert, and ``offsets`` are the row ends: expert ``e`` has the
 rows ``[offsets[e - 1], offsets[e])``. The weight of an expert without rows has a gradient of zeros.
 
-``torch.nn.functional.grouped_mm`` multiplies all experts in one call where supported, ``torch._scaled_grouped_mm``
-their fp8 codes. Elsewhere experts are multiplied one by one, and the host waits for the offsets; on a GPU this warns.
-The kernels need addresses divisible by 16, but a Parameter gathered by DeepSpeed may begin anywhere.
+Where supported, ``torch.nn.functional.grouped_mm`` multiplies all experts in one call, and ``torch._scaled_grouped_mm``
+does so with fp8 codes. Elsewhere experts are multiplied one by one, and the host waits for the offsets; on a GPU this
+warns. The kernels need addresses divisible by 16, but a Parameter gathered by DeepSpeed may begin at any address: it is
+then copied.
 """
 
 import warnings
@@ -62,8 +63,8 @@ def scaled_linear(
     """Compute ``(x @ weight.t()) * x_scale * weight_scale + bias`` of e4m3 codes, on fp8 tensor cores if available.
 
     Args:
-        x, weight, bias, offsets: as in :func:`linear`, the former two as codes; both sides of a weight are multiples of
-            16. A stack needs :func:`takes_codes_of_stacks`.
+        x, weight, bias, offsets: as in :func:`linear`, with ``x`` and ``weight`` as codes; both sides of a weight are
+            multiples of 16. Stacks are only supported if :func:`takes_codes_of_stacks` is True.
         x_scale, weight_scale: fp32 ``[1]``; for a stack the latter is ``[E]``.
         dtype: dtype of the result.
         fast_accum: accumulate in Hopper's tensor cores, in fewer bits than fp32, as vLLM does (see
@@ -151,7 +152,7 @@ def _product(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 
 def input_gradient(grad: Tensor, weight: Tensor, offsets: Tensor | None) -> Tensor:
-    """Compute ``grad @ weight``: ``[rows, out]`` to ``[rows, in]``; ``offsets`` as above."""
+    """Compute ``grad @ weight``: ``[rows, out]`` to ``[rows, in]``; ``offsets`` as in :func:`linear`."""
     if offsets is None:
         return grad @ weight
     if _only_shapes(grad):
@@ -162,7 +163,8 @@ def input_gradient(grad: Tensor, weight: Tensor, offsets: Tensor | None) -> Tens
 
 
 def weight_gradient(grad: Tensor, x: Tensor, offsets: Tensor | None) -> Tensor:
-    """Compute ``grad.t() @ x`` of ``[rows, out]`` and ``[rows, in]``, in the weight's shape; ``offsets`` as above."""
+    """Compute ``grad.t() @ x`` of ``[rows, out]`` and ``[rows, in]``, in the weight's shape; ``offsets`` as in
+    :func:`linear`."""
     if offsets is None:
         return grad.t() @ x
     if _only_shapes(grad):
@@ -175,7 +177,7 @@ def weight_gradient(grad: Tensor, x: Tensor, offsets: Tensor | None) -> Tensor:
 
 
 def _only_shapes(rows: Tensor) -> bool:
-    """Return True on the meta device without ``grouped_mm``, which torch has there for bf16 only."""
+    """Return True for meta tensors in another dtype than bf16, for which torch's ``grouped_mm`` has no meta kernel."""
     return rows.is_meta and rows.dtype != torch.bfloat16
 
 
@@ -186,8 +188,8 @@ def _split(rows: Tensor, offsets: Tensor) -> tuple[Tensor, ...]:
 
 
 def _grouped(rows: Tensor, other: Tensor) -> bool:
-    """Return True if ``grouped_mm`` takes the operands: bf16 (on the CPU also fp32 and fp16), row strides of whole 16
-    bytes."""
+    """Return True if ``grouped_mm`` takes the operands: bf16 (on the CPU also fp32 and fp16), with row strides that are
+    multiples of 16 bytes."""
     dtypes = (torch.bfloat16,) if rows.is_cuda else (torch.bfloat16, torch.float32, torch.float16)
     whole = all(side * rows.itemsize % 16 == 0 for side in (rows.shape[-1], other.shape[-1]))
     if rows.is_cuda and not (whole and rows.dtype in dtypes):
@@ -202,7 +204,8 @@ def _grouped(rows: Tensor, other: Tensor) -> bool:
 def _aligned(tensor: Tensor) -> Tensor:
     """Return the tensor, copied if not contiguous or (on CUDA) not aligned to 16 bytes.
 
-    A compiled graph has no addresses: there codes are new tensors and scales have their own memory, as without ZeRO-3.
+    In a compiled graph, addresses are unknown: codes are new tensors there, and scales have their
+    own memory, as without ZeRO-3.
     """
     tensor = tensor.contiguous()
     if torch.compiler.is_compiling() or not tensor.is_cuda:

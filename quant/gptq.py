@@ -1,16 +1,16 @@
 """GPTQ (Frantar et al. 2022, arXiv 2210.17323): choose codes that minimize the error of a Linear's outputs.
 
-With ``w`` a row of the weight and ``X [tokens, in]`` the inputs, rounding to nearest minimizes ``|w - q|``. The error
-of the output is ``|X w - X q|^2 = (w - q) H (w - q)`` with the Gram matrix ``H = X'X``. As inputs are correlated, other
-columns can compensate for the rounding error of one: columns are rounded one after the other, and each error is spread
-over the remaining columns. With ``U`` upper triangular and ``inverse(H) = U'U``, for each column ``j`` and the rest
-behind it::
+Let ``w`` be a row of the weight, ``q`` its quantized values and ``X [tokens, in]`` the inputs. Rounding to nearest
+minimizes ``|w - q|``, but the error of the output is ``|X w - X q|^2 = (w - q) H (w - q)`` with the Gram matrix ``H =
+X'X``. As inputs are correlated, other columns can compensate for the rounding error of a column: columns are rounded
+one after the other, and each error is spread over the remaining columns. With ``U`` upper triangular and ``inverse(H) =
+U'U``, for each column ``j`` and the columns behind it (``rest``)::
 
     e = (w_j - Q(w_j)) / U_jj        w_rest = w_rest - e U_j,rest
 
-Columns with the largest inputs come first, while most columns remain to compensate (the reference's ``act_order``). The
-scales are those computed before, in the original order (its ``static_groups``). A share of the mean diagonal of ``H``
-is added to its diagonal, as few samples do not determine ``H``.
+Columns with the largest inputs come first, while most columns remain to compensate (``act_order`` in the authors'
+code). Scales are computed before, from the groups of the original column order (``static_groups`` there). A share of
+the mean diagonal of ``H`` is added to its diagonal, as few samples do not determine ``H``.
 
 Rows are independent, so ranks that hold different rows need no communication.
 """
@@ -76,7 +76,7 @@ def choose(weight: Tensor, quantizer: Quantizer, gram: Tensor) -> tuple[Tensor, 
 def compensate(
     weight: Tensor, scale: Scale, spec: TensorSpec, gram: Tensor, *, dtype: torch.dtype, damping: float = DAMPING
 ) -> Tensor:
-    """Weights that round to GPTQ's codes: each with the value it had when its column was rounded.
+    """Compute weights that round to GPTQ's codes: each has the value that its element had when its column was rounded.
 
     Args:
         weight: ``[rows, in]``, some or all rows of a Linear.
@@ -116,9 +116,9 @@ def compensate(
 def fit_scales(weight: Tensor, values: Tensor, scale: Tensor, gram: Tensor, *, damping: float = DAMPING) -> Tensor:
     """Fit scales to given codes so that the output error is smallest.
 
-    For each row, the ``s`` of the smallest ``(w - sum_g s_g q_g) H (w - sum_g s_g q_g)``, with ``q_g`` the codes inside
-    group ``g`` and 0 elsewhere: a linear system with as many unknowns as groups. If a scale would change its sign, the
-    row keeps its scales.
+    For each row, the scales ``s_g`` minimize ``(w - sum_g s_g q_g) H (w - sum_g s_g q_g)``, where ``q_g`` has the codes
+    inside group ``g`` and 0 elsewhere: a linear system with as many unknowns as groups. If the sign of a scale would
+    change, the row keeps its scales.
 
     Args:
         weight: ``[rows, in]``.
@@ -155,7 +155,8 @@ def _fitted(weight: Tensor, values: Tensor, scale: Tensor, gram: Tensor) -> Tens
 
 
 def add_inputs(gram: Tensor, x: Tensor) -> None:
-    """Add ``X'X`` of inputs ``x [tokens, in]`` to ``gram [in, in]``, fp64; one call's products are summed in fp32."""
+    """Add ``X'X`` of inputs ``x [tokens, in]`` to ``gram [in, in]``, fp64; the products of one call are summed in
+    fp32."""
     x = x.float()
     gram += x.T @ x
 

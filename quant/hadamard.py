@@ -6,8 +6,8 @@ activations.
 
 Each block of B features becomes ``x H / sqrt(B)`` with Sylvester's symmetric H. The matrix is its own inverse, and the
 gradient of the product is the same product. B is a power of 4, so that 1 / sqrt(B) is a power of two: every entry is
-exact in fp16 and bf16, products with it are exact, and only the fp32 sum is rounded, once. Same as the type
-``hadamard`` of compressed-tensors (0.20.0, ``transform/factory/hadamard.py``), which also sums in fp32.
+exact in fp16 and bf16, products with it are exact, and only the fp32 sum is rounded, once. The type ``hadamard`` of
+compressed-tensors (0.20.0, ``transform/factory/hadamard.py``) is the same rotation and also sums in fp32.
 """
 
 from contextlib import nullcontext
@@ -21,7 +21,7 @@ _MATRICES: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
 
 
 def hadamard(block: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Sylvester's matrix ``[block, block]`` of 1 and -1; ``block`` is a power of two."""
+    """Build Sylvester's matrix ``[block, block]`` of 1 and -1; ``block`` is a power of two."""
     matrix = torch.ones(1, 1, dtype=dtype, device=device)
     while len(matrix) < block:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
@@ -31,7 +31,7 @@ def hadamard(block: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 def rotate(values: Tensor, block: int) -> Tensor:
     """Rotate each block of ``block`` values along the last axis of ``values [..., n block]``; differentiable.
 
-    Its own inverse: a weight ``[out, in]`` rotated this way takes inputs rotated this way.
+    The rotation is its own inverse, and a weight ``[out, in]`` rotated by this function takes inputs rotated by it.
     """
     device = values.device.type
     autocast = device != "meta" and torch.is_autocast_enabled(device)  # raises for the meta device
@@ -41,7 +41,7 @@ def rotate(values: Tensor, block: int) -> Tensor:
 
 
 def _matrix(block: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Orthogonal matrix ``[block, block]``, cached for each dtype and device."""
+    """Return the orthogonal matrix ``[block, block]``, cached for each dtype and device."""
     if torch.compiler.is_compiling():  # no cache: the compiler folds constants
         return hadamard(block, dtype, device) / block**0.5
     key = (block, dtype, device)

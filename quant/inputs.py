@@ -2,23 +2,23 @@
 
 q, k and v read one tensor and share its scale, as do gate and up; quantizing it three times would waste two passes over
 it and keep three copies of the codes for backward. As ZeRO-3 hooks each module, the modules stay separate: the first
-one that gets a tensor caches its quantized form for the others (:class:`SharedInput`). In backward, each multiplies its
-gradient by the input as the forward multiplied it, which the first one restores for all (:class:`Restored`). Under
-ZeRO-3 each module gets an alias of the tensor: two inputs are the same if they show the same memory in the same
-version. Nothing is cached under ``torch.compile``: the compiler merges identical operators.
+module that gets a tensor caches its quantized form for the others (:class:`SharedInput`). In backward, each module
+multiplies its gradient by the values that the forward's GEMM multiplied; the first module restores these from the codes
+for all (:class:`Restored`). Under ZeRO-3 each module gets an alias of the tensor: two inputs are the same if they show
+the same memory in the same version. Nothing is cached under ``torch.compile``: the compiler merges identical operators.
 
 A norm whose readers all quantize its output with one fixed scale returns codes only: a tensor with shape, dtype, device
 and gradient but without values (:class:`QuantizedActivation`), from which the readers take the codes
 (:class:`QuantizedActivationInput`). Any other use of its values (a router, a hook, an unknown forward) raises an error
 that names the cause.
 
-Codes are kept for backward to free the input. The input of o_proj is not freed: it is a view of fused attention's
-output, which attention keeps for its own backward. So such an input is kept itself, at no cost, and quantized again in
-backward, with the same bits (:func:`kept_by_attention`). This shows in the autograd graph: behind the input there are
-only view nodes, then attention's node. Any computation (a gate, a cast, a copy in another layout, a rotation) has its
-own node, and codes are kept. Eager attention is not such a node: its last product saves its operands, not its output. A
-wrong answer would cost bytes, never bits: the input shares attention's version counter, so that a write to either
-between forward and backward raises.
+Codes are kept for backward so that the input can be freed. The input of o_proj would not be freed: it is a view of
+fused attention's output, which attention keeps for its own backward. Such an input is kept instead of codes, at no
+cost, and quantized again in backward, with the same bits. :func:`kept_by_attention` detects it in the autograd graph:
+behind the input there are only view nodes, then attention's node. Any computation in between (a gate, a cast, a copy in
+another layout, a rotation) has its own node, and codes are kept. Eager attention does not count, as its last product
+saves its operands, not its output. A wrong detection would cost memory, but never change results: the input shares
+attention's version counter, so that a write to either between forward and backward raises.
 """
 
 import weakref
@@ -40,7 +40,7 @@ class QuantizedInput(NamedTuple):
 
     Attributes:
         values: fake-quantized input; None if the codes are multiplied, or the input is not quantized.
-        codes: codes; None if neither the GEMM nor backward needs them. Packed for a dynamic input.
+        codes: codes of the input, packed if its scales are dynamic; None if neither the GEMM nor backward needs them.
         mask: packed bits, 1 inside the range; None if backward does not need it.
         scales: scales of the codes of a dynamic input, as in :func:`quant.kernels.keep_tokens`; else None.
     """
@@ -91,10 +91,10 @@ class Restored:
     """Cache, during backward, of the input of some layers as their forward multiplied it.
 
     The layers' autograd nodes share one such object per input, created in forward and empty until their first backward.
-    It is emptied by the last of these backwards, when another one is filled (only one is filled at a time), and when
-    backward ends, for a backward of only some of the layers. After a backward that raised, it is freed with the nodes.
-    If the cache is empty or made from other memory (saved tensors may be moved), the input is computed again, with the
-    same bits.
+    The object is emptied by the last of these backwards, when another such object is filled (only one is filled at a
+    time), and at the end of a backward pass that reached only some of the layers. After a backward that raised, it is
+    freed with the nodes. If the cache is empty or was filled from other memory (saved tensors may be moved), the input
+    is computed again, with the same bits.
 
     Attributes:
         layers: number of layers that keep the input for backward.
@@ -112,8 +112,8 @@ class Restored:
         return self._entry is not None and _same_memory(self._entry[0], kept)
 
     def get(self, kept: Tensor, make: Callable[[], Tensor]) -> Tensor:
-        """Return the cached result of ``make`` for ``kept``, to be called in backward; the result must not be written
-        to."""
+        """Return the cached result of ``make`` for ``kept``, or call ``make``; only for backward. Callers must not
+        write to the result."""
         entry = self._entry
         if entry is None or not _same_memory(entry[0], kept):
             other = None if Restored._filled is None else Restored._filled()
@@ -159,7 +159,7 @@ class _Entry:
 class SharedInput:
     """Cache of the quantized input, shared by the layers that read the same tensor.
 
-    The entry is dropped after its last use, and replaced when another tensor comes: nothing is held between two
+    The entry is dropped after its last use, and replaced when another tensor comes: nothing is kept between two
     forwards.
     """
 
@@ -171,7 +171,7 @@ class SharedInput:
     def get(
         self, x: Tensor, wanted: Wanted, make: Callable[[], QuantizedInput]
     ) -> tuple[QuantizedInput, Restored | None]:
-        """Quantized form of ``x``, cached or computed now, and its :class:`Restored` for backward."""
+        """Return the quantized form of ``x``, cached or computed now, and its :class:`Restored` for backward."""
         if torch.compiler.is_compiling() or x.is_inference():
             return make(), None
         entry = self._entry
@@ -199,7 +199,8 @@ def _same_memory(other: Tensor, x: Tensor) -> bool:
 
 
 def mask_(ctx: Any, saved: Any, grad: Tensor) -> None:
-    """Mask an input's gradient as :func:`used_input` does, given a :class:`quant.autograd.Saved` and its context."""
+    """Set an input's gradient to 0 outside the range, in place, as :func:`used_input` does. ``saved`` is a
+    :class:`quant.autograd.Saved`, ``ctx`` its autograd context."""
     if ctx.keeps_codes:
         kernels.masked_(grad, saved.mask)
     else:
@@ -207,8 +208,8 @@ def mask_(ctx: Any, saved: Any, grad: Tensor) -> None:
 
 
 def used_input(ctx: Any, saved: Any, unmasked: Tensor | None = None, *, after: Tensor) -> Tensor:
-    """Input as the forward's GEMM multiplied it, from the saved tensors. Masks the input's gradient ``unmasked`` in
-    place."""
+    """Restore from the saved tensors the input that the forward's GEMM multiplied. Also sets the input's gradient
+    ``unmasked`` to 0 outside the range, in place."""
     spec: TensorSpec | None = ctx.plan.input
     restored: Restored | None = ctx.plan.restored
     make: Callable[[], Tensor]
@@ -230,7 +231,8 @@ def used_input(ctx: Any, saved: Any, unmasked: Tensor | None = None, *, after: T
 
 
 def _dynamic_values(saved: Any, spec: TensorSpec, unmasked: Tensor | None, after: Tensor) -> Tensor:
-    """Fake-quantized values of a dynamic input; masks ``unmasked`` in the same launch."""
+    """Restore the fake-quantized values of an input with dynamic scales; masks the gradient ``unmasked`` in the same
+    launch."""
     x, above = saved.x, saved.input_s0
     if unmasked is None:
         return kernels.fake_quantize_tokens(x, spec, above, after=after)
@@ -248,7 +250,8 @@ class QuantizedActivation(Tensor):
     Only detach (used by ZeRO-3's hooks) and shape queries are allowed; every other operator raises.
 
     Attributes:
-        quantized: the quantized form. Its mask is kept by the producer, which masks the gradient for all readers.
+        quantized: the quantized form. The producer (a fused norm or SwiGLU) keeps its mask and masks the gradient for
+            all readers.
         restored: cache of the input for backward.
         source: name of the producer, for an error.
     """
@@ -293,7 +296,8 @@ class QuantizedActivationInput(SharedInput):
     def get(
         self, x: Tensor, wanted: Wanted, make: Callable[[], QuantizedInput]
     ) -> tuple[QuantizedInput, Restored | None]:
-        """As in the base class. The mask is None for a :class:`QuantizedActivation`.
+        """Return the quantized form of ``x`` and its :class:`Restored`. The mask is None for a
+        :class:`QuantizedActivation`.
 
         Raises:
             RuntimeError: a needed output is missing: fake quantization was switched between norm and layer.
@@ -338,7 +342,7 @@ def kept_by_attention(x: Tensor, aliases: frozenset[str] = frozenset()) -> bool:
             this cannot be detected.
 
     Returns:
-        Always False under ``torch.compile``, where no graph exists yet.
+        True or False; always False under ``torch.compile``, where no graph exists yet.
     """
     if torch.compiler.is_compiling():
         return False

@@ -1,18 +1,21 @@
-"""Fake quantization of keys and values as in a quantized KV cache: after q/k-norm and RoPE, one scale each per layer.
+"""Fake quantization of keys and values as in a quantized KV cache: after q/k-norm and RoPE, each with one scale per
+layer.
 
-vLLM stores ``e4m3(k / k_scale)``, saturating, and attention reads it back times ``k_scale``, in prompt and generation;
-values likewise. So do transformers and, since August 2026 (its pull request 35455), SGLang with a compressed-tensors
-checkpoint. Scales are per layer, fp32 of shape [1], on disk ``<attention>.k_scale`` and ``<attention>.v_scale``. Here
-the reciprocal is multiplied instead of a division, which moves the code of about one value in a thousand to its
-neighbor. Attention kernels that also round queries and probabilities to fp8 are not simulated.
+vLLM stores ``e4m3(k / k_scale)``, saturating, and attention multiplies the stored codes by ``k_scale``, in prompt and
+generation; values have the same form with ``v_scale``. So do transformers and, since August 2026 (its pull request
+35455), SGLang with a compressed-tensors checkpoint. Scales are per layer, fp32 of shape [1], on disk
+``<attention>.k_scale`` and ``<attention>.v_scale``. This module multiplies by the reciprocal instead of dividing, which
+moves the code of about one value in a thousand to its neighbor. Attention kernels that also round queries and
+probabilities to fp8 are not simulated.
 
 transformers' models call attention through a registry of implementations (``AttentionInterface``), with keys and values
 in their final form. :func:`attach_kv_cache` registers an implementation that quantizes them with the scales of the
 attention module and then calls the original one unchanged: sdpa, eager, flex_attention, flash_attention_2 or the user's
-own. With a cache, unquantized keys are stored and quantized when read, which is equivalent: tokens are independent.
+own. With transformers' cache, unquantized keys are stored and quantized when read. The result is the same, as tokens
+are quantized independently.
 
-Attention kernels keep the quantized keys and values for backward. In addition, this keeps a 1-bit mask for a fixed
-scale, or the unquantized keys and values for a learned one.
+Attention kernels keep the quantized keys and values for backward. The quantizer also keeps a 1-bit mask per element if
+the scale is fixed, or the unquantized keys and values if it learns.
 """
 
 import inspect
@@ -61,7 +64,7 @@ class QuantCache(nn.Module):
         self.input_observer: Observer | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Fake-quantize ``x [batch, KV heads, tokens, head size]`` in the model's dtype, any stride."""
+        """Fake-quantize ``x [batch, KV heads, tokens, head size]``, in the model's dtype, with any strides."""
         if self.input_observer is not None:
             self.input_observer.update(x, self.input_scale() if self.input_fake_quant else None)
         learns = self.input_theta is not None and torch.is_grad_enabled()
@@ -77,7 +80,7 @@ class QuantCache(nn.Module):
 
     @torch.no_grad()
     def input_scale(self) -> Tensor:
-        """Effective scale as the forward uses it, fp32 ``(1,)``. Parameters gathered."""
+        """Compute the effective scale as the forward uses it, fp32 ``(1,)``. Parameters must be gathered."""
         scale = Scale(self.input_s0, self.input_theta)
         return kernels.effective_scale(Quantizer(scale, self.spec, torch.float32))
 
@@ -144,8 +147,8 @@ def attach_kv_cache(model: nn.Module, spec: TensorSpec, *, learn: bool) -> dict[
         The quantizers by module name, keys before values, in module order.
 
     Raises:
-        ValueError: the model has no attention, or an attention whose keys and values do not pass through transformers'
-            attention interface or are not in its cache.
+        ValueError: the model has no attention, or an attention module whose keys and values do not pass through
+            transformers' attention interface or are not stored in its cache.
     """
     attentions = _attention_modules(model)
     if not isinstance(model, PreTrainedModel):
@@ -168,7 +171,8 @@ def attach_kv_cache(model: nn.Module, spec: TensorSpec, *, learn: bool) -> dict[
 
 
 def _attention_modules(model: nn.Module) -> dict[str, Any]:
-    """Modules that call an attention implementation, by name; raises for attention outside of the interface."""
+    """Find the modules that call an attention implementation, by name; raises for attention that does not use
+    transformers' interface."""
     modules = dict(model.named_modules())
     found = {name: module for name, module in modules.items() if _INTERFACE in _globals_used(module)}
     others = [
@@ -204,7 +208,7 @@ def _not_cached(attention: nn.Module) -> str | None:
 
 
 def _globals_used(module: nn.Module) -> tuple[str, ...]:
-    """Names of globals and attributes used in the module's forward."""
+    """Return the names of globals and attributes used in the module's forward."""
     code = getattr(_forward(module), "__code__", None)
     return code.co_names if code is not None else ()
 
@@ -239,8 +243,8 @@ def _register(base: str, attentions: dict[str, Any]) -> str:
 
 
 def _implementation(base: str, name: str, attention: nn.Module) -> Callable[..., Any]:
-    """Function that ``attention`` calls for the implementation ``base``; eager attention is defined in the model's
-    file."""
+    """Return the function that ``attention`` calls for the implementation ``base``; eager attention is defined in the
+    model's file."""
     scope = _forward(attention).__globals__
     if base != "eager":
         return scope[_INTERFACE].get_interface(base, None)

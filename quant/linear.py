@@ -29,15 +29,15 @@ from quant.scale import Quantizer, Scale, lsq_factor
 from quant.spec import FP8_TENSOR, Scheme, TensorSpec
 
 # Parameters that a quantized layer adds to the layer it replaces, and their names in checkpoints: the fields of the
-# weight's Scale, then s0 and theta of the input's.
+# weight's Scale, then s0 and theta of the input's Scale.
 SCALE_PARAMETERS = ("weight_s0", "weight_theta", "weight_global", "weight_zero", "input_s0", "input_theta")
 # Parameters that an adapter adds.
 ADAPTER_PARAMETERS = ("lora_a", "lora_b")
 
 
 class QuantLayer(nn.Module):
-    """Weight ``[out_features, in_features]`` with its scale and switchable fake quantization; or a stack of E of them,
-    see :class:`quant.linear.StackedLinear`.
+    """Weight ``[out_features, in_features]`` with its scale and switchable fake quantization; or a stack of E such
+    weights, see :class:`quant.linear.StackedLinear`.
 
     Outside forward the Parameters may be ZeRO-3 partitions (shape ``[0]``): take shapes from ``weight_shape``.
 
@@ -58,11 +58,12 @@ class QuantLayer(nn.Module):
         fast_accum: option of the fp8 GEMM, as in :func:`quant.gemm.scaled_linear`.
         keeps_weight_codes: keep the weight's codes between forwards, until :func:`weights_changed`. Only for weights
             that stay resident.
-        trained: True after a forward with gradients; if it stays False, other code uses the weight directly.
-        known_weight_scale: precomputed effective scale (batched over layers), invalidated by ``when_changed``; None if
-            each forward computes it.
-        when_changed: callback after a change of weights, scales or switches, to invalidate what was derived from them;
-            or None.
+        trained: True after a forward with gradients. If it stays False in training, the model's code uses the weight
+            without calling this layer.
+        known_weight_scale: effective scale, computed for many layers at once and invalidated by ``when_changed``; None
+            if each forward computes it.
+        when_changed: callback after a change of weights, scales or switches, to invalidate values derived from them; or
+            None.
         adapter: low-rank adapter merged into the weight or added to the output, or None. Its Parameters are registered
             on the layer as ``lora_a`` and ``lora_b``.
     """
@@ -162,18 +163,20 @@ class QuantLayer(nn.Module):
         self.adapter = adapter
 
     def merged_weight(self) -> Tensor:
-        """Weight before quantization, with a merged adapter; without a gradient. Parameters gathered."""
+        """Return the weight before quantization, with a merged adapter, without a gradient. Parameters must be
+        gathered."""
         weight = self.weight if self.held is None else self.held.values(self.weight, self._weight_quantizer())
         return weight.detach() if self.adapter is None else self.adapter.merged(weight)
 
     @torch.no_grad()
     def quantized_weight(self) -> Tensor:
-        """Fake-quantized :meth:`merged_weight`, in the model's dtype. Parameters gathered."""
+        """Fake-quantize :meth:`merged_weight`, in the model's dtype. Parameters must be gathered."""
         return kernels.fake_quantize(self.merged_weight(), self._weight_quantizer())
 
     @torch.no_grad()
     def weight_scale(self) -> Tensor:
-        """Effective scale of the weight as the forward uses it: fp32, shape by the scheme. Parameters gathered."""
+        """Compute the effective scale of the weight as the forward uses it: fp32, its shape given by the scheme.
+        Parameters must be gathered."""
         return kernels.effective_scale(self._weight_quantizer())
 
     def _weight_quantizer(self) -> Quantizer:
@@ -181,7 +184,7 @@ class QuantLayer(nn.Module):
 
     @torch.no_grad()
     def input_scale(self) -> Tensor | None:
-        """Effective scale of the input (NVFP4: the global scale), fp32 ``(1,)``; None if none is stored."""
+        """Compute the effective scale of the input (NVFP4: the global scale), fp32 ``(1,)``; None if none is stored."""
         scale, spec = self.scale_of_input, self.scheme.stored_input
         if scale is None or spec is None or spec.dynamic:
             return None if scale is None else scale.s0.detach().clone()
@@ -208,8 +211,8 @@ class QuantLinear(QuantLayer):
         weight_numel: number of weights that share one scale, over all layers that share ``weight_s0``.
         dynamic_codes: as in :class:`quant.autograd.Plan`, for inputs that attention does not keep anyway.
         aliases: as in :func:`quant.inputs.kept_by_attention`.
-        rotation: block size of the Hadamard rotation of the input (:mod:`quant.hadamard`), for a weight rotated
-            likewise; or None.
+        rotation: block size of the Hadamard rotation of the input (:mod:`quant.hadamard`), whose inverse the weight
+            contains; or None.
     """
 
     aliases: frozenset[str] = frozenset()
@@ -227,7 +230,8 @@ class QuantLinear(QuantLayer):
 
         Args:
             linear: the Linear, or stack of Linears, to replace.
-            scheme, weight, input, weight_numel: as in :class:`QuantLayer` and above.
+            scheme, weight, input, weight_numel: as in :class:`QuantLayer` and :class:`QuantLinear`.     ZQZ
+                weight_numel: number of weights that share one scale.
 
         Raises:
             ValueError: scheme and scales do not agree, or the inputs' groups do not divide ``in_features``.
@@ -248,7 +252,8 @@ class QuantLinear(QuantLayer):
         self.train(linear.training)
 
     def forward(self, x: Tensor, offsets: Tensor | None = None) -> Tensor:
-        """Apply to ``x [..., in_features]`` in the model's dtype, zero tokens allowed. Returns ``[..., out]``.
+        """Compute the layer's output ``[..., out]`` for ``x [..., in_features]`` in the model's dtype; zero tokens are
+        allowed.
 
         For a stack, ``x`` is ``[rows, in_features]`` and ``offsets`` are the experts' row ends, see :mod:`quant.gemm`.
         """
@@ -287,7 +292,7 @@ class QuantLinear(QuantLayer):
         )
 
     def used_weight(self) -> Tensor:
-        """Weight ``[out, in]`` as the forward multiplies it now, differentiable; adapters are not supported.
+        """Return the weight ``[out, in]`` that the forward multiplies now, differentiable; adapters are not supported.
 
         For callers whose product is not a plain GEMM.
         """
@@ -297,13 +302,14 @@ class QuantLinear(QuantLayer):
         if not self.weight_fake_quant:
             if self.weight_theta is None or not torch.is_grad_enabled():
                 return self.weight
-            # Under ZeRO-3 a Parameter without a gradient would get that of its last step again.
+            # Under ZeRO-3 a Parameter without a gradient would get its last gradient again.
             return self.weight + 0 * self.weight_theta.sum()
         self._check_scale_dtypes()
         return UsedWeightFunction.apply(self.scheme.weights, self.weight_numel, self.weight, *self.scale_of_weight)
 
     def _kept_weight_codes(self) -> Tensor | None:
-        """Codes of the weight, quantized at first use after a change; None without ``keeps_weight_codes``."""
+        """Return the codes of the weight, computed at the first use after a change; None without
+        ``keeps_weight_codes``."""
         if not self.keeps_weight_codes:
             return None
         if self._weight_codes is None:
@@ -373,7 +379,7 @@ class QuantEmbedding(QuantLayer):
         rows = F.embedding(ids, self.weight, self.padding_idx)
         theta: Tensor | None = self.weight_theta
         if not self.weight_fake_quant or ids.numel() == 0:
-            # Under ZeRO-3 a Parameter without a gradient would get that of its last step again.
+            # Under ZeRO-3 a Parameter without a gradient would get its last gradient again.
             return rows if theta is None or not torch.is_grad_enabled() else rows + 0 * theta.sum()
         self._check_scale_dtypes()
         spec = self.scheme.weights
@@ -425,8 +431,8 @@ class StackedLinear(nn.Module):
         self.projections = projections
 
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
-        """Apply to ``x [rows, in]``, sorted by expert; ``offsets`` as in :mod:`quant.gemm`. Returns ``[rows,
-        out]``."""
+        """Compute the output ``[rows, out]`` for ``x [rows, in]``, sorted by expert; ``offsets`` as in
+        :mod:`quant.gemm`."""
         return gemm.linear(x, self.weight, None, offsets)
 
     def extra_repr(self) -> str:
@@ -475,8 +481,8 @@ class LinearPart:
 
 
 def linears_of(name: str, layer: nn.Module) -> Iterator[LinearPart]:
-    """Linears that represent ``layer``, a module called ``name``, in a checkpoint: the layer itself, or for a stack the
-    Linears of each expert in turn."""
+    """List the Linears that represent ``layer``, a module called ``name``, in a checkpoint: the layer itself, or for a
+    stack the Linears of each expert in turn."""
     projections: tuple[str, ...] = getattr(layer, "projections", ())
     out_features, in_features = int(layer.out_features), int(layer.in_features)  # type: ignore[arg-type]
     if not projections:

@@ -1,9 +1,9 @@
 """Low-rank adapters (LoRA, Hu et al. 2021): the weight is frozen, and the adapter trains.
 
 An :class:`Adapter` is merged into a layer's weight: every forward quantizes ``weight + scaling * lora_b @ lora_a``. As
-the sum is quantized, the codes of the last forward are the codes of an export, and serving needs no adapter.
-:func:`merge` alone defines the sum: forward, backward, kept codes, scale measurement and export call it and get the
-same bits.
+the sum is quantized, the codes of the last forward are the codes of an export, and serving needs no adapter. Only
+:func:`merge` computes the sum: forward, backward, kept codes, scale measurement and export call it and get the same
+bits.
 
 An :class:`AdapterBeside` leaves the weight unchanged and adds to the layer's output, so that many adapters can be
 served on one quantized model.
@@ -31,9 +31,9 @@ def merge(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scaling: float) -> Ten
     """Compute ``weight + scaling * lora_b @ lora_a`` in fp64, rounded once to the weight's dtype.
 
     In fp64 the summation order of a GEMM does not show after rounding: a forward on a GPU, an export on another machine
-    and any slice of the rows have the same bits. The sum is rounded to the weight's dtype, as all readers of a weight
+    and any slice of the rows have the same bits. The sum is rounded to the weight's dtype: all readers of a weight
     expect that dtype, and a weight that trains without an adapter is also rounded to it before quantization. No update
-    is lost from step to step: the optimizer accumulates in fp32 copies of the adapter.
+    is lost by the rounding, as the optimizer accumulates in fp32 copies of the adapter.
 
     Args:
         weight: ``[out, in]``, or some of its rows; or a stack ``[E, out, in]`` with an adapter per expert.
@@ -62,8 +62,8 @@ class Adapter:
     Attributes:
         merges: True if the adapter is part of the quantized weight.
         lora_a: ``[rank, in]``, or ``[E, rank, in]`` for a stack, in the weight's dtype.
-        lora_b: ``[out, rank]`` or ``[E, out, rank]``, likewise; starts as zeros, so that step 0 equals the model
-            without it.
+        lora_b: ``[out, rank]`` or ``[E, out, rank]``, in the weight's dtype; starts as zeros, so that at step 0 the
+            model computes the same as without the adapter.
         scaling: factor of their product.
     """
 
@@ -73,20 +73,21 @@ class Adapter:
         self.lora_a, self.lora_b, self.scaling = lora_a, lora_b, scaling
 
     def merged(self, weight: Tensor) -> Tensor:
-        """Layer's weight with the adapter, see :func:`merge`; Parameters gathered."""
+        """Return the layer's weight with the adapter, see :func:`merge`. Parameters must be gathered."""
         return merge(weight, self.lora_a, self.lora_b, self.scaling)
 
     def apply(self, training: bool, plan: Plan, *tensors: Tensor | None) -> Tensor:
-        """Replacement of :func:`quant.autograd.apply_function` with the same arguments after ``training``, the layer's
-        mode; the weight is passed without the adapter."""
+        """Compute the layer's output in place of :func:`quant.autograd.apply_function`. ``training`` is the layer's
+        mode; the other arguments are the same, with the weight without the adapter."""
         output: Tensor = MergedLinearFunction.apply(self.scaling, self.lora_a, self.lora_b, plan, *tensors)
         return output
 
 
 class AdapterBeside(Adapter):
-    """Adapter of one Linear beside its weight: adds ``lora_b @ (lora_a @ x) * scaling`` to the output.
+    """Adapter of one Linear that leaves its weight unchanged: adds ``lora_b @ (lora_a @ x) * scaling`` to the output.
 
-    Reads the unquantized input, in peft's order of operations, so that sums in one dtype have the same bits.
+    It reads the unquantized input and computes in peft's order of operations, so that both have the same bits in one
+    dtype.
 
     Attributes:
         dropout: probability to zero an element of the input of ``lora_a`` in training; the others are divided by ``1 -
@@ -104,7 +105,7 @@ class AdapterBeside(Adapter):
         return weight.detach()
 
     def apply(self, training: bool, plan: Plan, *tensors: Tensor | None) -> Tensor:
-        """Replacement of :func:`quant.autograd.apply_function` for a layer that is not a stack of experts."""
+        """Compute the layer's output in place of :func:`quant.autograd.apply_function`; not for a stack of experts."""
         output = apply_function(plan, *tensors)
         x = Arguments(*tensors).x
         if training and self.dropout:
@@ -116,7 +117,7 @@ class AdapterBeside(Adapter):
 def without_adapters(quantization: Any) -> Iterator[None]:
     """Context in which the layers of a :class:`quant.Quantization` compute without their adapters.
 
-    Not for a forward with gradients: under ZeRO-3 the adapters would get their last gradients again.
+    Do not use it in a forward with gradients: under ZeRO-3 the adapters would get their last gradients again.
     """
     kept = [(layer, layer.adapter) for layer in quantization.layers.values() if layer.adapter is not None]
     for layer, _ in kept:
@@ -129,11 +130,12 @@ def without_adapters(quantization: Any) -> Iterator[None]:
 
 
 class MergedLinearFunction(torch.autograd.Function):
-    """:class:`quant.autograd.QuantLinearFunction` of a weight with its adapter: ``apply(scaling, lora_a, lora_b, plan,
-    *Arguments)``.
+    """Variant of :class:`quant.autograd.QuantLinearFunction` for a weight with an adapter: ``apply(scaling, lora_a,
+    lora_b, plan, *Arguments)``.
 
     The merged weight exists only while the layer runs: backward saves the three Parameters and merges again. The
-    adapter's gradients come from the gradient of the sum, also temporary (for a stack, per expert)::
+    adapter's gradients are computed from ``grad``, the gradient of the merged weight, which is also temporary (for a
+    stack, per expert)::
 
         grad_b = scaling * grad @ lora_a.t()    [out, rank]
         grad_a = scaling * lora_b.t() @ grad    [rank, in]
@@ -188,7 +190,7 @@ class MergedLinearFunction(torch.autograd.Function):
 def low_rank_gradients(
     grad: Tensor, x: Tensor, lora_a: Tensor, lora_b: Tensor, scaling: float, offsets: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of ``lora_a`` and ``lora_b`` for an unquantized sum, without a product as large as the weight.
+    """Compute the gradients of ``lora_a`` and ``lora_b`` for an unquantized merged weight, without its full gradient.
 
     Args:
         grad, x: ``[rows, out]`` and ``[rows, in]``, the gradient of the layer's output and the input of its GEMM.

@@ -1,4 +1,4 @@
-"""First scales: of a weight from the shards on the ranks, of an input from observed statistics.
+"""Choice of first scales: for a weight from the shards on the ranks, for an input from observed statistics.
 
 ZeRO-3 gives each rank a contiguous range of the row-major weight. A rank reduces its range to two numbers per scale
 (:func:`partial_stats`), the engine combines these over ranks (:func:`combine` is a maximum, thus an all-reduce) and
@@ -8,8 +8,8 @@ whose elements are spread over ranks comes out exactly as on one rank.
 The absmax scale is poor for a coarse grid: at 2 bits it leaves 22% of the energy of a Gaussian weight as error (groups
 of 32), the best scale 14%. If :meth:`Ranges.searches`, a second pass measures the squared error of a few fractions of
 that scale (:func:`partial_errors`, summed over ranks) and takes the best fraction (:func:`scales_from_errors`). An
-integer grid reaches one code further down than up; a *signed* scale, negative where the largest magnitude is positive,
-uses that code: 13% remain with it, 11% with both.
+integer grid has one more negative code than positive codes. A *signed* scale, negative where the largest magnitude is
+positive, uses that code: 13% of the energy remains as error with it, 11% with the search as well.
 
 For inputs, an :class:`Observer` tracks the largest magnitude over many batches, the number of clipped elements, and
 optionally a histogram of magnitudes (:func:`scale_from_histogram`). Statistics stay on the device and are never read
@@ -105,7 +105,7 @@ class Observer:
         return state if self.histogram is None else state | {"histogram": self.histogram.cpu()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Restore the statistics of :meth:`state_dict`."""
+        """Restore the statistics returned by :meth:`state_dict`."""
         self.absmax, self.clipped, self.total = state["absmax"], state["clipped"], int(state["total"])
         if self.histogram is not None:
             self.histogram = state["histogram"]
@@ -126,9 +126,9 @@ class Ranges:
     Attributes:
         weights: ``absmax``: largest magnitude; ``mse``: smallest squared error; ``auto``: ``mse`` for integers of 3
             bits and fewer, otherwise ``absmax``.
-        signed: allow negative scales of integer weights; those of ggml may always be negative.
-        inputs: ``absmax``, ``mse``, or ``percentile`` of the magnitudes.
-        percentile: for inputs, in percent.
+        signed: allow negative scales of integer weights; scales of ggml formats may always be negative.
+        inputs: method for inputs: ``absmax``, ``mse``, or ``percentile`` of the magnitudes.
+        percentile: the percentile for inputs, in percent.
     """
 
     weights: Literal["auto", "absmax", "mse"] = "auto"
@@ -141,12 +141,13 @@ class Ranges:
         return self.weights == "mse" or (self.weights == "auto" and spec.dtype == "int" and spec.bits <= 3)
 
     def signs(self, spec: TensorSpec) -> bool:
-        """Return True if scales of a weight may be negative, to use the code without a counterpart."""
+        """Return True if scales of a weight may be negative, to use the smallest code, which has no positive
+        counterpart."""
         return (self.signed or spec.ggml) and spec.dtype == "int" and spec.symmetric and not spec.narrow
 
 
 def partial_stats(flat: Tensor, start: int, shape: tuple[int, ...], spec: TensorSpec) -> Tensor:
-    """Largest value and largest negated value per scale over one range of a weight.
+    """Compute the largest value and the largest negated value per scale over one range of a weight.
 
     Args:
         flat: elements ``[start, start + len(flat))`` of the row-major weight, 1-D, any float dtype.
@@ -155,7 +156,7 @@ def partial_stats(flat: Tensor, start: int, shape: tuple[int, ...], spec: Tensor
         spec: number format.
 
     Returns:
-        fp32 ``[2, *scale shape]``; 0 without elements of that scale or that sign in the range, NaN with a NaN.
+        fp32 ``[2, *scale shape]``; 0 if the range has no element of that scale and sign, NaN if it has a NaN.
 
     Raises:
         ValueError: the range is not inside the weight.
@@ -173,9 +174,11 @@ def combine(a: Tensor, b: Tensor) -> Tensor:
 
 
 def scales_from_stats(stats: Tensor, spec: TensorSpec, *, signed: bool = False) -> Tensor:
-    """fp32 scales that fit the largest magnitude to the grid, from the combined statistics ``[2, *scale shape]``.
+    """Compute fp32 scales that fit the largest magnitude to the grid, from the combined statistics ``[2, *scale
+    shape]``.
 
-    Signed scales map it to ``qmin``, the code without a counterpart. Asymmetric scales cover the whole range.
+    Signed scales map the largest magnitude to ``qmin``, the code without a positive counterpart. Asymmetric scales
+    cover the range from the smallest to the largest value.
     """
     if spec.has_zero_points:
         return asymmetric_grid(-stats[1], stats[0], spec)[0]
@@ -184,9 +187,9 @@ def scales_from_stats(stats: Tensor, spec: TensorSpec, *, signed: bool = False) 
 
 
 def zero_points_from_stats(stats: Tensor, spec: TensorSpec) -> Tensor | None:
-    """fp32 zero points from the combined statistics ``[2, *scale shape]``; None if the format has none.
+    """Compute fp32 zero points from the combined statistics ``[2, *scale shape]``; None if the format has none.
 
-    Also valid for any fraction of the scale, which shrinks the range on both sides of 0 alike.
+    They are also valid for any fraction of the scale, as it shrinks the range by the same factor on both sides of 0.
     """
     return asymmetric_grid(-stats[1], stats[0], spec)[1] if spec.has_zero_points else None
 
@@ -194,7 +197,7 @@ def zero_points_from_stats(stats: Tensor, spec: TensorSpec) -> Tensor | None:
 def partial_errors(
     flat: Tensor, start: int, shape: tuple[int, ...], stats: Tensor, spec: TensorSpec, *, signed: bool = False
 ) -> Tensor:
-    """Squared quantization error per candidate and scale over one range of a weight.
+    """Compute the squared quantization error per candidate fraction and scale over one range of a weight.
 
     Args:
         flat, start, shape, spec: as in :func:`partial_stats`.
@@ -202,8 +205,8 @@ def partial_errors(
         signed: as in :func:`scales_from_errors`.
 
     Returns:
-        fp32 ``[len(SEARCH_FRACTIONS), *scale shape]``; 0 without elements of that scale in the range. Add up the errors
-        of ranges, and of weights that share their scales.
+        fp32 ``[len(SEARCH_FRACTIONS), *scale shape]``; 0 if the range has no element of that scale. The caller adds up
+        the errors of all ranges, and of weights that share their scales.
     """
     errors = torch.zeros(len(SEARCH_FRACTIONS), _runs(shape, spec), dtype=torch.float32, device=flat.device)
     candidates = [_per_run(scale, shape, spec) for scale in _candidates(stats, spec, signed)]
@@ -219,14 +222,15 @@ def partial_errors(
 
 
 def scales_from_errors(stats: Tensor, errors: Tensor, spec: TensorSpec, *, signed: bool = False) -> Tensor:
-    """fp32 scales of the smallest squared error, from the combined statistics and errors. ``signed`` scales are
-    negative where the largest magnitude is a positive value."""
+    """Choose the fp32 scales with the smallest squared error, from the combined statistics and errors. ``signed``
+    scales are negative where the largest magnitude is a positive value."""
     best = errors.argmin(0, keepdim=True)
     return torch.stack(_candidates(stats, spec, signed)).gather(0, best).squeeze(0)
 
 
 def _candidates(stats: Tensor, spec: TensorSpec, signed: bool) -> list[Tensor]:
-    """Candidate scales of the search, each in the scale's shape; rounded to powers of two if stored as such."""
+    """Compute the candidate scales of the search, each in the scale's shape; rounded to powers of two if stored as
+    such."""
     scales = scales_from_stats(stats, spec)
     signs = _signs(stats) if signed else 1
     tried = [fraction * scales * signs for fraction in SEARCH_FRACTIONS]
@@ -234,17 +238,18 @@ def _candidates(stats: Tensor, spec: TensorSpec, signed: bool) -> list[Tensor]:
 
 
 def _signs(stats: Tensor) -> Tensor:
-    """-1 where the largest magnitude is a positive value, else 1."""
+    """Compute the signs of signed scales: -1 where the largest magnitude is a positive value, else 1."""
     return torch.where(stats[0] > stats[1], -1.0, 1.0)
 
 
 def scale_from_histogram(counts: Tensor, ranges: Ranges, spec: TensorSpec) -> Tensor:
-    """Scale ``(1,)`` of an input from the histogram of its magnitudes (:class:`quant.observers.Observer`).
+    """Compute the scale ``(1,)`` of an input from the histogram of its magnitudes (:class:`quant.observers.Observer`).
 
-    Exact to half the width of a bin, 1.6% of the value. ``mse`` searches over fractions of the absmax scale.
+    The scale is exact to half the width of a bin, 1.6% of its value. ``mse`` searches over fractions of the absmax
+    scale.
 
     Raises:
-        ValueError: a global scale above dynamic scales, for which only absmax is supported.
+        ValueError: the scale is a global scale of dynamic scales, for which only absmax is supported.
     """
     if spec.dynamic:
         raise ValueError(f"quant.input_range {ranges.inputs} is not for the global scale of NVFP4 inputs: set absmax")
@@ -265,7 +270,7 @@ def scale_from_histogram(counts: Tensor, ranges: Ranges, spec: TensorSpec) -> Te
 def partial_clipped(
     flat: Tensor, start: int, shape: tuple[int, ...], scale: Tensor, spec: TensorSpec, zero: Tensor | None = None
 ) -> Tensor:
-    """Number of elements of one range of a weight that its scales clip; int64 scalar on the range's device.
+    """Count the elements of one range of a weight that its scales clip; int64 scalar on the range's device.
 
     Args:
         flat, start, shape, spec: as in :func:`partial_stats`.
@@ -282,7 +287,7 @@ def partial_clipped(
 def partial_squares(
     flat: Tensor, start: int, shape: tuple[int, ...], scale: Tensor, spec: TensorSpec, zero: Tensor | None = None
 ) -> Tensor:
-    """Squared quantization error and squared values, summed over one range of a weight; fp64 ``[2]``.
+    """Sum the squared quantization error and the squared values over one range of a weight; fp64 ``[2]``.
 
     Their quotient is the weight's relative error, the inverse of the signal-to-noise ratio. Arguments as in
     :func:`partial_clipped`.
@@ -293,7 +298,7 @@ def partial_squares(
 def partial_fit(
     flat: Tensor, start: int, shape: tuple[int, ...], scale: Tensor, spec: TensorSpec, zero: Tensor | None = None
 ) -> Tensor:
-    """Sums of :func:`partial_squares` per scale; fp64 ``[2, *scale shape]``."""
+    """Compute the two sums of :func:`partial_squares` for each scale; fp64 ``[2, *scale shape]``."""
     sums = torch.zeros(2, _runs(shape, spec), dtype=torch.float64, device=flat.device)
     per_run, zero_per_run = _per_run(scale, shape, spec), _zero_per_run(zero, shape, spec)
     for runs, rows in _by_run(flat, start, shape, spec):
@@ -307,7 +312,7 @@ def partial_fit(
 
 def by_run(flat: Tensor, start: int, size: int) -> Iterator[tuple[slice, Tensor]]:
     """Split the elements ``[start, start + len(flat))`` of a tensor into at most three views ``[runs, values]``, each
-    with its slice of the runs.
+    with the slice of its run indices.
 
     A run is ``size`` consecutive elements. The views are the rest of a run begun on an earlier rank, the whole runs,
     and the begin of a run that continues on the next rank.
@@ -336,7 +341,8 @@ def _by_run(flat: Tensor, start: int, shape: tuple[int, ...], spec: TensorSpec) 
 
 
 def _runs(shape: tuple[int, ...], spec: TensorSpec) -> int:
-    """Number of runs of a weight; more than scales for scales per block, as a block has a run in each of its rows."""
+    """Count the runs of a weight. With scales per block there are more runs than scales, as a block has one in each
+    row."""
     return math.prod(shape) // spec.run_length(shape)
 
 
@@ -348,7 +354,7 @@ def _over_blocks(per_run: Tensor, shape: tuple[int, ...], spec: TensorSpec) -> T
 
 
 def _per_run(scale: Tensor, shape: tuple[int, ...], spec: TensorSpec) -> Tensor:
-    """Scale (or zero point) of every run, ``[runs, 1]``."""
+    """Expand scales (or zero points) to one per run, ``[runs, 1]``."""
     rows = spec.elements_per_scale(shape) // spec.run_length(shape)
     return (scale.repeat_interleave(rows, -2) if rows > 1 else scale).reshape(-1, 1)
 

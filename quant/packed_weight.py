@@ -1,14 +1,14 @@
 """Frozen weights stored as packed codes (``adapter.base: quantized``): half a byte per weight at four bits.
 
-A layer whose weight never changes and is always quantized needs only the codes. A Parameter holds them in place of the
+A layer whose weight never changes and is always quantized needs only the codes. A Parameter stores them in place of the
 weight, row after row, each packed as in :mod:`quant.formats.compressed_tensors`. The Parameter has the model's dtype,
-but its elements are raw bytes: an element of two bytes holds four codes of four bits. Reason: DeepSpeed gathers a list
-of parameters in one collective per dtype, so a separate uint8 dtype would cost another collective per list. With the
-model's dtype, the bytes are gathered, saved and offloaded with the other parameters, and copied unchanged. Nothing may
-compute with them.
+but its elements are raw bytes: an element of two bytes contains four codes of four bits. The reason is that DeepSpeed
+gathers a list of parameters in one collective per dtype: a separate uint8 dtype would cost another collective per list.
+With the model's dtype, the bytes are gathered, saved and offloaded with the other parameters, and copied unchanged. No
+code may compute with these elements.
 
-The forward unpacks the codes and multiplies by ``code * scale``, with the bits of a forward that quantizes a weight
-with the same codes.
+The forward unpacks the codes and multiplies the input by ``code * scale``. Its result has the same bits as a forward
+that quantizes a weight to the same codes.
 
 With the quantized all-gather, a trainable weight may also be present as codes only (:func:`placeholder`).
 """
@@ -44,7 +44,7 @@ class PackedCodes:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of the codes of one row."""
+        """Number of bytes of the codes of one row."""
         columns = self.shape[-1]
         if self.spec.dtype == "int":
             return 4 * packed_columns(columns, self.spec.bits)
@@ -83,20 +83,20 @@ class PackedCodes:
 
 
 def as_weight(parameter: Tensor) -> Tensor:
-    """Return the Parameter, or if it holds codes, a meta tensor in the shape of their weight."""
+    """Return the Parameter, or a meta tensor in the weight's shape if the Parameter stores codes."""
     held = packed_codes(parameter)
     return parameter if held is None else torch.empty(held.shape, dtype=parameter.dtype, device="meta")
 
 
 def packed_codes(parameter: Tensor) -> PackedCodes | None:
-    """Layout of the codes in a Parameter; None for an ordinary Parameter."""
+    """Return the layout of the codes in a Parameter; None for an ordinary Parameter."""
     held: PackedCodes | None = getattr(parameter, "held", None)
     return held
 
 
 def store_packed(layer: nn.Module, spec: TensorSpec, shape: tuple[int, ...], ranges: Ranges | None = None) -> None:
-    """Replace a layer's weight (a Linear or stack, on the meta device) by a Parameter for its codes; arguments as in
-    :class:`PackedCodes`.
+    """Replace the weight of a layer (a Linear or stack, on the meta device) by a Parameter for its codes; ``spec``,
+    ``shape`` and ``ranges`` are those of :class:`PackedCodes`.
 
     Raises:
         ValueError: see :meth:`PackedCodes.packed_shape`.
@@ -109,10 +109,11 @@ def store_packed(layer: nn.Module, spec: TensorSpec, shape: tuple[int, ...], ran
 
 
 def placeholder(parts: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Tensor in the shape and dtype of a weight whose memory holds only the codes.
+    """Create a tensor in the shape and dtype of a weight whose memory contains only the codes.
 
-    Autograd and ZeRO see an ordinary weight, and the codes live as long as the tensor. All elements are one NaN stored
-    behind the codes (strides of 0): computing with the tensor instead of :func:`codes_of_placeholder` results in NaN.
+    Autograd and ZeRO see an ordinary weight, and the codes live as long as the tensor. All its elements are one NaN
+    stored behind the codes (strides of 0): a computation with the tensor itself instead of :func:`codes_of_placeholder`
+    results in NaN.
 
     Args:
         parts: bytes of the codes, uint8 in any shape; may be padded at the end.
@@ -132,7 +133,7 @@ def is_placeholder(weight: Tensor) -> bool:
 
 
 def codes_of_placeholder(weight: Tensor, spec: TensorSpec) -> Tensor:
-    """Codes stored in a :func:`placeholder`, in the weight's shape.
+    """Return the codes stored in a :func:`placeholder`, in the weight's shape.
 
     Raises:
         ValueError: the tensor is not a placeholder.

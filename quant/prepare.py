@@ -48,16 +48,16 @@ def prepare(
     Args:
         model: any module tree; Linears may be partitioned or on the meta device.
         scheme, rules, exempt, named: scheme of each layer, see :func:`quant.rules.assign`.
-        learn_weight_scale, learn_input_scale: learn the scales of weights; the stored scales of inputs, keys and
-            values.
+        learn_weight_scale: learn the scales of weights.
+        learn_input_scale: learn the stored scales of inputs, keys and values.
         ranges: method to measure scales.
         fp8_gemm, fast_accum: options of the fp8 GEMM, see :class:`QuantLayer`.
         kv_cache: format of keys and values, see :func:`quant.kv_cache.attach_kv_cache`; None leaves them unquantized.
 
     Raises:
-        ValueError: a rule or pattern matches nothing, nothing is left to quantize, layers that serving fuses differ, a
-            weight is shared, a layer cannot be quantized, or the model has no input scale to learn, no fp8 GEMM or no
-            KV cache to quantize.
+        ValueError: a rule or pattern matches nothing, nothing is left to quantize, layers that serving fuses have
+            different schemes, a weight is shared, a layer cannot be quantized, or an option needs something that the
+            model lacks: a stored input scale, an fp8 GEMM or a KV cache.
     """
     assigned = assign(model, scheme, rules, exempt, named)
     modules = dict(model.named_modules())
@@ -88,7 +88,8 @@ def prepare(
 
 
 def _nothing_to_quantize(model: nn.Module) -> str:
-    """Error text for a model without an nn.Linear for a scheme, with the classes of the modules that hold matrices."""
+    """Write the error text for a model without an nn.Linear to quantize, with the classes of modules that have
+    matrices."""
     kinds = Counter(
         type(module).__name__
         for module in model.modules()
@@ -98,7 +99,7 @@ def _nothing_to_quantize(model: nn.Module) -> str:
     elsewhere = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(3))
     return (
         f"nothing to quantize: every nn.Linear of {type(model).__name__} is exempt (quant.exempt, quant.exempt_more), "
-        "or it has none" + (f"; its matrices lie in {elsewhere}, which are not supported" if elsewhere else "")
+        "or it has none" + (f"; its matrices are in {elsewhere}, which are not supported" if elsewhere else "")
     )
 
 
@@ -135,8 +136,8 @@ def _cannot_be_quantized(
     problems: dict[str, str],
     tables: dict[str, str],
 ) -> str:
-    """Error text for layers with ``problems`` and embedding ``tables``, by name, with all layers to exempt: also those
-    that serving fuses with such a layer, and the other Linears of a stack."""
+    """Write the error text for layers with ``problems`` and embedding ``tables``, by name, with all layers to exempt.
+    These include layers that serving fuses with such a layer, and the other Linears of a stack."""
     names = dict.fromkeys(problems)
     for members in fused_sets({name: schemes[name] for name in linears}, dict(modules), across_experts=False):
         names |= dict.fromkeys(members) if problems.keys() & members else {}
@@ -160,7 +161,8 @@ def _problem(name: str, linear: nn.Linear | StackedLinear, scheme: Scheme) -> st
 
 
 def _computes_linear(module: nn.Linear) -> bool:
-    """Return True if a subclass (as Falcon's) computes the same as nn.Linear, tried on a small weight."""
+    """Return True if a subclass of nn.Linear (such as Falcon's) computes the same as nn.Linear; tested with a small
+    weight."""
     small: Any = object.__new__(type(module))
     small.__dict__ = {**module.__dict__, "_parameters": {"weight": None, "bias": None}}
     with torch.device("cpu"), torch.no_grad():
@@ -178,7 +180,8 @@ def _computes_linear(module: nn.Linear) -> bool:
 
 
 def _shared(modules: Mapping[str, nn.Module], chosen: Iterable[str]) -> dict[str, str]:
-    """Error texts for layers that share their weight: one tensor on disk cannot be both quantized and unquantized."""
+    """Find the error texts of layers that share their weight with another module: one tensor on disk cannot be both
+    quantized and unquantized."""
     users: dict[int, list[str]] = {}
     for name, module in modules.items():
         for parameter in module.parameters(recurse=False):
@@ -241,8 +244,8 @@ def _share_inputs(layers: dict[str, QuantLinear], sets: list[list[str]]) -> None
 
 
 def _use_fp8_gemm(layers: dict[str, QuantLinear], fast_accum: bool) -> list[str]:
-    """Enable the fp8 GEMM where possible; return the names of layers whose scheme has it but whose shape or device does
-    not."""
+    """Enable the fp8 GEMM where possible; return the names of layers whose scheme allows it but whose shape or device
+    does not."""
     able = {name: layer for name, layer in layers.items() if layer.scheme.has_fp8_gemm}
     for layer in able.values():
         layer.fast_accum = fast_accum

@@ -1,20 +1,20 @@
 """Result of :func:`quant.prepare`: the quantized layers of a model, their shared scales, and the switches of a
 schedule.
 
-Serving keeps one scale for the layers it fuses (:mod:`quant.rules`) and one for their input; a fused MoE kernel keeps
-one input scale per layer for all experts. With separate scales in training, serving would requantize to the largest one
-and compute something else than was trained. So the same groups share one Parameter here:
+Serving keeps one scale for the layers it fuses (:mod:`quant.rules`) and one scale for their input; a fused MoE kernel
+keeps one input scale per layer for all experts. With separate scales in training, serving would requantize with the
+largest scale and compute something else than was trained. So the same groups share one Parameter in training:
 
-* a weight scale per tensor: over q/k/v, over gate/up (of one expert in an MoE); finer scales belong to one row, never
-  shared;
-* a static input scale, or the global scale above dynamic scales (NVFP4): over q/k/v, over gate/up, and over all experts
-  of an MoE layer, one for gate/up and one for down.
+* a weight scale per tensor is shared by q, k and v, and by gate and up (of one expert in an MoE); finer scales belong
+  to single rows and are never shared;
+* a static input scale, or the global scale of dynamic scales (NVFP4), is shared by q, k and v, and by gate and up. All
+  experts of an MoE layer share one such scale for gate and up, and another for down.
 
 If the experts of a layer are one stack, its scales are also one Parameter with an entry per expert. The Parameter is
 registered on every member and owned by the first one in module order, so ``model.parameters()`` lists it once. A group
 that is only partly quantized is an error, as it could not be served as trained.
 
-Keys and values have a scale each per layer, never shared; their groups are listed with those of inputs.
+Keys and values each have one scale per layer, never shared; their groups are listed with the groups of inputs.
 """
 
 import re
@@ -44,9 +44,10 @@ class ScaleGroup:
         owner: name of the first member in module order; the scale's Parameters have its name in ``named_parameters()``.
         members: names of all layers (or the quantizer of keys, or of values) that share the scale, in module order.
         spec: number format of the scaled tensors.
-        scale: scale made of Parameters: s0 in the shape given by ``spec``, ``(1,)`` for an input, NaN until filled, as
-            are zero points; theta in the model's dtype, 0 at the start. A global scale above e4m3 scales is the s0 of a
-            separate group; for inputs, whose e4m3 scales are dynamic, it is the only s0.
+        scale: scale made of Parameters. s0 has the shape given by ``spec``, ``(1,)`` for an input; s0 and zero points
+            are NaN until filled. theta has the model's dtype and starts at 0. The global scale of a weight with e4m3
+            scales is the s0 of a separate group. For an input with dynamic e4m3 scales, the global scale is the only
+            s0.
         observer: observer of the group's input, or None for weights.
     """
 
@@ -68,7 +69,7 @@ class ScaleGroup:
 
     @property
     def zero(self) -> nn.Parameter | None:
-        """Zero points beside the scale, None if ``spec`` has none."""
+        """Zero points stored with the scale, None if ``spec`` has none."""
         return self.scale.zero  # type: ignore[return-value]
 
     @property
@@ -78,7 +79,7 @@ class ScaleGroup:
 
 
 def weight_shape(linear: nn.Linear | StackedLinear) -> tuple[int, ...]:
-    """``(out, in)``, or ``(E, out, in)`` for a stack, even if the weight is a partition."""
+    """Return ``(out, in)``, or ``(E, out, in)`` for a stack, even if the weight is a partition."""
     stack = (linear.num_experts,) if isinstance(linear, StackedLinear) else ()
     return (*stack, linear.out_features, linear.in_features)
 
@@ -86,7 +87,7 @@ def weight_shape(linear: nn.Linear | StackedLinear) -> tuple[int, ...]:
 def weight_groups(
     sets: list[list[str]], linears: Linears, schemes: Mapping[str, Scheme], learn: bool
 ) -> tuple[list[ScaleGroup], list[ScaleGroup]]:
-    """Build the scale groups of weights, and those of their global scales.
+    """Build the scale groups of weights, and the groups of their global scales.
 
     Args:
         sets: names of the layers that serving fuses, see :func:`quant.rules.fused_sets`.
@@ -149,7 +150,7 @@ def _check_same_width(members: list[str], linears: Linears) -> None:
 
 
 def cache_group(name: str, cache: QuantCache, ranges: Ranges) -> ScaleGroup:
-    """Scale group of the keys, or of the values, of one layer."""
+    """Build the scale group of the keys, or of the values, of one layer."""
     scale = Scale(cache.input_s0, cache.input_theta)
     return ScaleGroup(name, [name], cache.spec, scale, _observer(cache.spec, ranges))
 
@@ -165,7 +166,8 @@ def _new_scale(
     *,
     zero_points: bool = False,
 ) -> Scale:
-    """Frozen fp32 scale of NaNs, optionally with a theta of zeros in the weight's dtype and zero points of NaNs."""
+    """Create a frozen fp32 scale of NaNs, optionally with a theta of zeros in the weight's dtype and zero points of
+    NaNs."""
     device, dtype = owner.weight.device, owner.weight.dtype
 
     def frozen() -> nn.Parameter:
@@ -225,7 +227,7 @@ class Quantization:
         self._switched()
 
     def matching(self, pattern: str | None) -> list[str]:
-        """Names of the layers (and quantizers of keys and values) that fully match the regex; all for None.
+        """Find the names of the layers (and quantizers of keys and values) that fully match the regex; all for None.
 
         Raises:
             ValueError: the pattern matches no layer.
@@ -238,14 +240,15 @@ class Quantization:
         return names
 
     def fake_quant_state(self) -> dict[str, tuple[bool, bool]]:
-        """Switches (weight, input) by layer, for :meth:`restore_fake_quant`; keys and values count as inputs."""
+        """Return the switches (weight, input) by layer, for :meth:`restore_fake_quant`; keys and values count as
+        inputs."""
         return {
             name: (isinstance(module, QuantLayer) and module.weight_fake_quant, module.input_fake_quant)
             for name, module in self.modules.items()
         }
 
     def restore_fake_quant(self, state: Mapping[str, tuple[bool, bool]]) -> None:
-        """Set the switches of every layer to a state of :meth:`fake_quant_state`."""
+        """Set the switches of every layer to a state returned by :meth:`fake_quant_state`."""
         for name, layer in self.layers.items():
             layer.weight_fake_quant, layer.input_fake_quant = state[name]
         for name, cache in self.caches.items():
@@ -301,21 +304,21 @@ class Quantization:
             self.restore_fake_quant(switches)
 
     def seen(self) -> dict[str, dict[str, Any]]:
-        """Observers' statistics by owner of the group, for :meth:`restore_seen`.
+        """Return the observers' statistics by owner of the group, for :meth:`restore_seen`.
 
         Nothing is copied or read from the device: an observer replaces its tensors and never writes into them.
         """
         return {group.owner: dict(vars(group.observer)) for group in self.input_groups if group.observer is not None}
 
     def restore_seen(self, seen: Mapping[str, dict[str, Any]]) -> None:
-        """Reset the observers to the statistics of :meth:`seen`."""
+        """Reset the observers to statistics returned by :meth:`seen`."""
         for group in self.input_groups:
             if group.observer is not None:
                 vars(group.observer).update(seen[group.owner])
 
     def state_dict(self) -> dict[str, Any]:
-        """Switches and observers' statistics, by owner of the group, as plain values and CPU tensors for a
-        checkpoint."""
+        """Return the switches and the observers' statistics, by owner of the group, as plain values and CPU tensors for
+        a checkpoint."""
         return {
             "fake_quant": self.fake_quant_state(),
             "observing": self.observing,
@@ -325,7 +328,7 @@ class Quantization:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of :meth:`state_dict`."""
+        """Restore a state returned by :meth:`state_dict`."""
         self.restore_fake_quant(state["fake_quant"])
         self.observe(state["observing"])
         for group in self.input_groups:

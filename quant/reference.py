@@ -1,17 +1,17 @@
 """Reference quantizers in plain PyTorch, against which every kernel and every export is tested.
 
-Formulas, with ``s`` the scale and ``v = x * (1/s)`` in fp32 (also the reciprocal: dividing by ``s``, or computing in
-bf16, changes 0.07% or 3% of the codes of a bf16 tensor)::
+Formulas, with ``s`` the scale and ``v = x * (1/s)``, both operations in fp32 (for a bf16 tensor, dividing by ``s``
+changes 0.07% of the codes, computing in bf16 changes 3%)::
 
     e4m3    Q(v) = nearest value of the grid, ties to the even code, at most 448
     e2m1    Q(v) = nearest value of 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, ties to the even code
     int     Q(v) = clamp(round(v), qmin, qmax)          round to nearest, ties to even
     fq(x)   = Q(v) * s                                  product in fp32, result in x's dtype
 
-Asymmetric integer weights have a *zero point* ``z`` beside each scale: the code of 0. Their codes are ``q =
-clamp(round(v) + z, qmin, qmax)``, and ``Q(v) = q - z``: the grid of ``Q`` goes from ``qmin - z`` to ``qmax - z``,
-called ``qmin`` and ``qmax`` below. ``z`` does not learn, and need not if ``s`` learns: the position of 0 within the
-range does not change when the range grows or shrinks by a factor.
+Asymmetric integer weights have a *zero point* ``z`` for each scale: the code of 0. Their codes are ``q = clamp(round(v)
++ z, qmin, qmax)``, and ``Q(v) = q - z``: the grid of ``Q`` goes from ``qmin - z`` to ``qmax - z``, and the formulas
+below mean these bounds where they say ``qmin`` and ``qmax``. ``z`` does not learn, and need not if ``s`` learns: the
+position of 0 within the range does not change when the range grows or shrinks by a factor.
 
 The floating-point grids are those of the OCP Microscaling (MX) Specification v1.0, section 5.3 (e4m3 has one NaN).
 
@@ -21,8 +21,8 @@ to 8). The condition ``qmin <= v <= qmax`` instead would zero the gradient of un
 Gaussian weights instead of 1.6%).
 
 The gradient with respect to ``x`` is straight-through: one inside, zero outside. The gradient with respect to ``s`` is
-that of a surrogate with the rounding error held fixed, in a unit that depends on the grid (LSQ, Esser et al. 2020,
-covers integers only)::
+the gradient of a surrogate in which the rounding error is a constant. The unit of that error depends on the grid (LSQ,
+Esser et al. 2020, covers integers only)::
 
     evenly spaced: int, subnormal        fq = x + s * stopgrad(Q(v) - v)    d fq / d s = Q(v) - v
     normal e4m3 or e2m1 numbers          fq = x + stopgrad(s Q(v) - x)      d fq / d s = 0
@@ -39,11 +39,12 @@ group of 32 would settle there, and the error would end 60% above the best inste
 ``1/sqrt(numel * qmax)`` for the ``numel`` elements that share the scale.
 
 Non-finite values: NaN stays NaN in ``fq`` and contributes no gradient; an infinity clips to the bound and has no
-gradient, like every clipped value. As a forward may use only the codes of a weight, a weight with non-finite ``v`` has
-a gradient of NaN, or its scale has one if it learns.
+gradient, like every clipped value. As a forward may use only the codes of a weight, which hide a NaN, a weight with
+non-finite ``v`` gets a gradient of NaN, and so does its scale if it learns.
 
-A *dynamic* scale belongs to one token, or one group of its features, ``x``. With ``[min, max]`` its range, extended to
-include 0, and ``absmax`` its largest magnitude (asymmetric int8 per token is 8da4w)::
+A *dynamic* scale belongs to one token, or to one group of its features. With ``[min, max]`` the range of these
+features, extended to include 0, and ``absmax`` their largest magnitude (the scheme 8da4w has asymmetric int8 inputs per
+token)::
 
     symmetric    s = absmax / ((qmax - qmin) / 2)   z = 0
     asymmetric   s = (max - min) / (qmax - qmin)    z = clamp(qmin - round(min * (1/s)), qmin, qmax)
@@ -72,7 +73,8 @@ MXFP8 and MXFP4 inputs have a dynamic scale per group of 32, the smallest power 
 as in vLLM 0.33 (``_mxfp8_e4m3_quantize_torch`` in model_executor/layers/quantization/utils/mxfp8_utils.py) and the
 kernels of FlashInfer 0.7.2 it calls (``float_to_ue8m0_fast`` in quantization/kernels/mxfp8_quantize.py and
 mxfp4_quantize.py; with an approximate 1 / qmax). Scales of weights follow compressed-tensors 0.20
-(:func:`power_of_two`): they differ if absmax is 1.75 times a power of two (MXFP8), or 1.5 to 1.75 times (MXFP4).
+(:func:`power_of_two`): they differ from this formula if absmax is 1.75 times a power of two (MXFP8), or 1.5 to 1.75
+times a power of two (MXFP4).
 
 Shapes: for a scale per tensor, shape ``(1,)``, ``x`` has any shape. Otherwise ``x`` is ``[out, in]`` and the scale
 ``[out, 1]`` per channel, ``[out, in / size]`` per group or ``[out / size, in / size]`` per block. Scales are fp32.
@@ -145,7 +147,7 @@ def round_scale(scale: Tensor, spec: TensorSpec, global_scale: Tensor | None) ->
 
 
 def absmax_scale(absmax: Tensor, spec: TensorSpec) -> Tensor:
-    """fp32 scale that maps the largest magnitude to the edge of the grid.
+    """Compute the fp32 scale that maps the largest magnitude to the edge of the grid.
 
     ``absmax / ((qmax - qmin) / 2)``, with the divisor 448 for e4m3 and 6 for e2m1, as in compressed-tensors and
     torchao; :func:`power_of_two` for MX. If ``1/scale`` would overflow, the scale is 1: zeros are exact under any
@@ -156,7 +158,7 @@ def absmax_scale(absmax: Tensor, spec: TensorSpec) -> Tensor:
 
 
 def power_of_two(absmax: Tensor, spec: TensorSpec) -> Tensor:
-    """Scale of a group as a power of two, fp32; ``absmax`` itself if 0 or not finite.
+    """Compute the scale of a group as a power of two, fp32; ``absmax`` itself if 0 or not finite.
 
     For weights, ``absmax / scale`` is in ``[224, 448)`` (e4m3) or ``[3.5, 7)`` (e2m1), as in compressed-tensors'
     ``generate_mx_scales``; for dynamic inputs, the smallest scale with ``absmax / scale <= qmax``. Nothing is clipped.
@@ -169,19 +171,21 @@ def power_of_two(absmax: Tensor, spec: TensorSpec) -> Tensor:
 
 
 def global_scale(absmax: Tensor, spec: TensorSpec) -> Tensor:
-    """``G = 448 * qmax / absmax`` fp32, which maps the largest group scale to 448, as compressed-tensors'
-    ``generate_gparam``; 1 for all zeros, which are exact under any scale."""
+    """Compute ``G = 448 * qmax / absmax``, fp32, which maps the largest group scale to 448, as compressed-tensors'
+    ``generate_gparam``; 1 for a tensor of zeros, which are exact under any scale."""
     scale = FP8_MAX * spec.qmax / absmax.float()
     return torch.where(scale.isinf(), 1.0, scale)
 
 
 def _over(x: Tensor, divisor: float) -> Tensor:
-    """``x / divisor``, rounded once on every device: CUDA would multiply by the reciprocal of a Python number."""
+    """Compute ``x / divisor``, rounded once on every device: CUDA would multiply by the reciprocal of a Python
+    number."""
     return x / torch.full((), divisor, dtype=x.dtype, device=x.device)
 
 
 def asymmetric_grid(lowest: Tensor, highest: Tensor, spec: TensorSpec) -> tuple[Tensor, Tensor]:
-    """fp32 scale and zero point of the integer grid over the range ``lowest <= 0`` to ``highest >= 0``; formulas above.
+    """Compute the fp32 scale and zero point of the integer grid over the range ``lowest <= 0`` to ``highest >= 0``, by
+    the module's formulas.
 
     The scale is 1 for a range of 0 or so small that ``1/scale`` would overflow. For a range that is not finite, the
     scale is not finite and the zero point is 0.
@@ -193,9 +197,9 @@ def asymmetric_grid(lowest: Tensor, highest: Tensor, spec: TensorSpec) -> tuple[
 
 
 def quantize(x: Tensor, scale: Tensor, spec: TensorSpec, zero: Tensor | None = None) -> Tensor:
-    """Codes of ``x``, in its shape: ``torch.float8_e4m3fn``, ``torch.int8``, or for e2m1 ``torch.uint8`` 0 to 15 (sign
-    in bit 3, then exponent and mantissa). A NaN has the code 0 on grids without NaN. ``zero``, here and below: zero
-    points, fp32 in the scale's shape."""
+    """Compute the codes of ``x``, in its shape: ``torch.float8_e4m3fn``, ``torch.int8``, or for e2m1 ``torch.uint8`` 0
+    to 15 (sign in bit 3, then exponent and mantissa). A NaN has the code 0 on grids without NaN. ``zero``: zero points,
+    fp32 in the scale's shape."""
     zero = _zero_per_part(zero)
     return _encode(_round_to_grid(_in_codes(x, scale), spec, zero), spec, zero).reshape(x.shape)
 
@@ -203,20 +207,20 @@ def quantize(x: Tensor, scale: Tensor, spec: TensorSpec, zero: Tensor | None = N
 def dequantize(
     codes: Tensor, scale: Tensor, spec: TensorSpec, dtype: torch.dtype, zero: Tensor | None = None
 ) -> Tensor:
-    """Compute ``(codes - zero) * scale`` in fp32, returned in ``dtype``."""
+    """Compute ``(codes - zero) * scale`` in fp32, returned in ``dtype``; arguments as in :func:`quantize`."""
     values = _decode(_parts(codes, scale), spec, _zero_per_part(zero))
     return (values * _per_part(scale)).to(dtype).reshape(codes.shape)
 
 
 def fake_quant(x: Tensor, scale: Tensor, spec: TensorSpec, zero: Tensor | None = None) -> Tensor:
-    """``dequantize(quantize(x))`` in ``x``'s dtype, except that a NaN stays NaN on every grid."""
+    """Compute ``dequantize(quantize(x))`` in ``x``'s dtype, except that a NaN stays NaN on every grid."""
     rounded = _round_to_grid(_in_codes(x, scale), spec, _zero_per_part(zero))
     return rounded.mul_(_per_part(scale)).to(x.dtype).reshape(x.shape)
 
 
 def inside_range(x: Tensor, scale: Tensor, spec: TensorSpec, zero: Tensor | None = None) -> Tensor:
-    """Bool mask in ``x``'s shape of the elements inside the range; NaN is outside. For dynamic inputs, ``scale`` is the
-    global scale."""
+    """Compute a bool mask, in ``x``'s shape, of the elements inside the range; NaN is outside. For dynamic inputs,
+    ``scale`` is the global scale."""
     if spec.dynamic:
         return tokens_inside(x, spec, scale)
     return _inside(_in_codes(x, scale), spec, _zero_per_part(zero)).reshape(x.shape)
@@ -232,7 +236,7 @@ def fake_quant_backward(
     scale_gradient: bool,
     of_weight: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of :func:`fake_quant` (of the surrogate above).
+    """Compute the gradients of :func:`fake_quant`, by the surrogate in the module's docstring.
 
     Args:
         grad: gradient of the fake-quantized tensor, in the shape of ``x``.
@@ -241,7 +245,7 @@ def fake_quant_backward(
         spec: number format.
         zero: its zero points.
         scale_gradient: also compute the gradient of the scale.
-        of_weight: ``x`` is a weight: non-finite elements have a gradient of NaN, see above.
+        of_weight: ``x`` is a weight: non-finite elements get a gradient of NaN.
 
     Returns:
         Gradient of ``x`` in ``grad``'s dtype, and gradient of the scale, fp32 in the scale's shape, summed over the
@@ -260,11 +264,11 @@ def fake_quant_backward(
 
 
 def quantize_tokens(x: Tensor, spec: TensorSpec, above: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Dynamic codes of ``x [..., features]`` in its shape, with fp32 scales and int8 zero points ``[..., n]`` for the
-    ``n`` groups of a token (one per token). A non-finite token has a scale of NaN, and codes of NaN, or 0 on grids
-    without NaN.
+    """Quantize ``x [..., features]`` with dynamic scales: codes in its shape, fp32 scales and int8 zero points ``[...,
+    n]`` for the ``n`` groups of a token (1 for scales per token). A non-finite token has a scale of NaN, and codes of
+    NaN, or 0 on grids without NaN.
 
-    ``above``, here and below: the global scale, fp32 ``(1,)``, if ``spec`` has one.
+    ``above`` is the global scale, fp32 ``(1,)``, if ``spec`` has one.
     """
     groups = _token_groups(x, spec)
     scale, zero_point = _token_grid(groups, spec, above)
@@ -275,7 +279,8 @@ def quantize_tokens(x: Tensor, spec: TensorSpec, above: Tensor | None = None) ->
 
 
 def fake_quantize_tokens(x: Tensor, spec: TensorSpec, above: Tensor | None = None) -> Tensor:
-    """Quantize and dequantize ``x [..., features]`` with dynamic scales, in its dtype."""
+    """Quantize ``x [..., features]`` with dynamic scales and dequantize it, in its dtype; ``above`` is the global scale
+    or None."""
     groups = _token_groups(x, spec)
     scale, zero_point = _token_grid(groups, spec, above)
     rounded = _round_to_grid(groups.float() * (1.0 / scale), spec, zero_point)
@@ -283,19 +288,20 @@ def fake_quantize_tokens(x: Tensor, spec: TensorSpec, above: Tensor | None = Non
 
 
 def fake_quantize_tokens_backward(grad: Tensor, x: Tensor, spec: TensorSpec, above: Tensor | None = None) -> Tensor:
-    """Gradient of :func:`fake_quantize_tokens`: straight-through inside the range."""
+    """Compute the gradient of :func:`fake_quantize_tokens`: straight-through inside the range, 0 outside."""
     return grad.masked_fill(~tokens_inside(x, spec, above), 0)
 
 
 def tokens_inside(x: Tensor, spec: TensorSpec, above: Tensor | None = None) -> Tensor:
-    """Bool mask in ``x``'s shape of the elements inside the range of their token or group."""
+    """Compute a bool mask, in ``x``'s shape, of the elements inside the range of their token or group."""
     groups = _token_groups(x, spec)
     scale, zero_point = _token_grid(groups, spec, above)
     return _inside(groups.float() * (1.0 / scale), spec, zero_point).reshape(x.shape)
 
 
 def dynamic_scale(absmax: Tensor, above: Tensor) -> Tensor:
-    """fp32 scales of groups of NVFP4 inputs from their largest magnitudes, below the global scale ``above``."""
+    """Compute the fp32 scales of groups of NVFP4 inputs from their largest magnitudes and the global scale
+    ``above``."""
     code = (_over(absmax, FP4_MAX) * above).clamp(max=FP8_MAX).to(torch.float8_e4m3fn).float()
     return torch.where(code == 0, 0.125, code) / above
 
@@ -309,8 +315,8 @@ def _token_groups(x: Tensor, spec: TensorSpec) -> Tensor:
 
 
 def _token_grid(groups: Tensor, spec: TensorSpec, above: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Scale and zero point of ``groups [..., n, size]``, fp32 ``[..., n, 1]``; the scale is NaN for a group with a
-    non-finite value. Floats have no zero point."""
+    """Compute scale and zero point of ``groups [..., n, size]``, fp32 ``[..., n, 1]``; the scale is NaN for a group
+    with a non-finite value. Floats have no zero point."""
     if above is not None:
         return dynamic_scale(groups.abs().amax(-1, keepdim=True).float(), above), None
     lowest, highest = (edge.float() for edge in torch.aminmax(groups, dim=-1, keepdim=True))
@@ -327,7 +333,7 @@ def _token_grid(groups: Tensor, spec: TensorSpec, above: Tensor | None) -> tuple
 
 
 def _round_to_grid(v: Tensor, spec: TensorSpec, zero: Tensor | None = None) -> Tensor:
-    """``Q(v)``, fp32."""
+    """Compute ``Q(v)``, fp32."""
     if spec.dtype == "fp8_e4m3":
         return v.clamp(spec.qmin, spec.qmax).to(torch.float8_e4m3fn).float()
     if spec.dtype == "fp4_e2m1":
@@ -350,7 +356,7 @@ def _inside(v: Tensor, spec: TensorSpec, zero: Tensor | None = None) -> Tensor:
 
 
 def _scale_terms(v: Tensor, rounded: Tensor, inside: Tensor, spec: TensorSpec) -> Tensor:
-    """``d fq / d s``."""
+    """Compute ``d fq / d s`` per element."""
     if spec.dtype == "int":
         return torch.where(inside, rounded - v, rounded)
     size = v.abs()
@@ -359,7 +365,7 @@ def _scale_terms(v: Tensor, rounded: Tensor, inside: Tensor, spec: TensorSpec) -
 
 
 def _encode(rounded: Tensor, spec: TensorSpec, zero: Tensor | None = None) -> Tensor:
-    """Codes of values of the grid."""
+    """Convert values of the grid to codes."""
     if spec.dtype == "fp8_e4m3":
         return rounded.to(torch.float8_e4m3fn)
     number = (rounded if zero is None else rounded + zero).nan_to_num(nan=0.0)
@@ -371,7 +377,7 @@ def _encode(rounded: Tensor, spec: TensorSpec, zero: Tensor | None = None) -> Te
 
 
 def _decode(codes: Tensor, spec: TensorSpec, zero: Tensor | None = None) -> Tensor:
-    """Values of codes, fp32."""
+    """Convert codes to values, fp32."""
     if spec.dtype != "fp4_e2m1":
         return codes.float() if zero is None else codes.float() - zero
     code = codes.bitwise_and(7).float()
@@ -383,7 +389,7 @@ def _decode(codes: Tensor, spec: TensorSpec, zero: Tensor | None = None) -> Tens
 
 
 def _in_codes(x: Tensor, scale: Tensor) -> Tensor:
-    """``v = x * (1/s)`` in fp32, in the shape of :func:`_parts`."""
+    """Compute ``v = x * (1/s)`` in fp32, in the shape of :func:`_parts`."""
     return _parts(x, scale).float() * (1.0 / _per_part(scale))
 
 

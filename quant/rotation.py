@@ -1,10 +1,11 @@
 """Layers that rotate their inputs at run time (:mod:`quant.hadamard`), and their entry in a checkpoint's config.
 
 The config is compressed-tensors' ``transform_config``: a group of type ``hadamard`` at the location ``input``, with the
-block size in ``head_dim``. Supported is what vLLM computes from it (0.33.0, ``compressed_tensors/transform/linear.py``,
-``module.py``): inputs of Linears without a bias that vLLM does not fuse with others. Not supported are experts (vLLM's
-MoE kernel ignores transforms) and queries and keys (``q_attn``, ``k_cache``, which vLLM skips). The stored weights
-already hold the inverse; it is not listed in the config, as readers would apply it again.
+block size in ``head_dim``. Only rotations that vLLM also computes are supported (0.33.0,
+``compressed_tensors/transform/linear.py``, ``module.py``): inputs of Linears without a bias that vLLM does not fuse
+with others. Not supported are experts (vLLM's MoE kernel ignores transforms) and queries and keys (``q_attn``,
+``k_cache``, which vLLM skips). The stored weights already hold the inverse; it is not listed in the config, as readers
+would apply it again.
 """
 
 import re
@@ -36,7 +37,7 @@ def rotate_inputs(quantization: Quantization, patterns: Sequence[str], block: in
         block: an element of :data:`quant.hadamard.BLOCKS`.
 
     Raises:
-        ValueError: a pattern matches nothing, or vLLM would not rotate the input of a layer; names them.
+        ValueError: a pattern matches nothing, or vLLM would not rotate the input of a layer; the text names the layers.
     """
     names = list(quantization.layers)
     chosen: dict[str, None] = {}
@@ -83,7 +84,7 @@ def _problem(name: str, layer: QuantLayer, names: Sequence[str], block: int) -> 
 
 
 def rotated_layers(quantization: Quantization) -> dict[str, int]:
-    """Block size of each layer that rotates its input, by name."""
+    """Return the block size of each layer that rotates its input, by name."""
     layers = {name: layer for name, layer in quantization.layers.items() if isinstance(layer, QuantLinear)}
     return {name: layer.rotation for name, layer in layers.items() if layer.rotation is not None}
 
@@ -106,7 +107,8 @@ def transform_config(targets: Iterable[str], block: int) -> dict[str, Any]:
 
 
 def stored_matrix(layer: QuantLayer) -> Tensor:
-    """Matrix of 1 and -1 ``[block, block]`` in the model's dtype, as compressed-tensors stores it beside the layer."""
+    """Build the matrix of 1 and -1 ``[block, block]`` in the model's dtype, which compressed-tensors stores with the
+    layer."""
     assert isinstance(layer, QuantLinear) and layer.rotation is not None
     return hadamard(layer.rotation, layer.weight.dtype, torch.device("cpu"))
 
@@ -125,7 +127,7 @@ def rotations_from_config(config: Mapping[str, Any] | None) -> list[RotatedInput
     Entries at ``weight_input`` are skipped: the weights in the file are already rotated.
 
     Raises:
-        ValueError: a transform of another kind or at another location.
+        ValueError: the config has a transform of another kind or at another location.
     """
     found = []
     groups = (config or {}).get("config_groups") or {}

@@ -3,18 +3,19 @@ fuses.
 
 An exempt layer stays unquantized; otherwise the first matching rule decides, then the default. lm_head and embeddings,
 exempt by default, are quantized by naming them. Serving fuses q/k/v, gate/up and others into one GEMM (:data:`FUSED`),
-and runs all experts of a MoE layer in one kernel. Fused layers need one scheme; :mod:`quant.quantization` shares their
-scales.
+and runs all experts of a MoE layer in one kernel. Fused layers must have the same scheme; :mod:`quant.quantization`
+shares their scales.
 
 :func:`pattern_problem` rejects regexes of recipes that may take exponential time: Python's engine tries every way to
-split a name over the repetitions of a pattern. Nested repetitions have exponentially many ways, and each further one in
-a row multiplies them by the length of the name: four on a name of 80 characters have some two million, 10 ms.
+split a name over the repetitions of a pattern. With nested repetitions the number of ways is exponential. Each further
+repetition in a row multiplies it by the length of the name: four repetitions on a name of 80 characters have about two
+million ways, which take 10 ms.
 
 :data:`FUSED` is taken from vLLM (``packed_modules_mapping`` and the stacked parameters of ``load_weights``); a test
 compares it with vLLM's full table, ``tests/unit/quant/vllm_groups.json``. Names are those of transformers' modules,
 which differ from those on disk for some families. If one class fuses more than others (q, k and v with the gate of a
-linear attention), its row comes first and names the class. Sharing scales among layers that a server does not fuse only
-costs a little precision: so a row applies to any class, unless its names mean other layers elsewhere.
+linear attention), its row comes first and names the class. Sharing scales among layers that a server does not fuse
+costs only a little precision. So a row applies to any class, unless other classes use its names for other layers.
 """
 
 import re
@@ -98,7 +99,7 @@ def assign(
 ) -> Assignment:
     """Assign a scheme to every nn.Linear of ``model`` and to the named embeddings.
 
-    Stacked experts go by the names of their Linears in a checkpoint, ``experts.7.gate_proj``.
+    Patterns match stacked experts by the names of their Linears in a checkpoint, such as ``experts.7.gate_proj``.
 
     Args:
         model: any module tree.
@@ -142,7 +143,7 @@ _LINEARS = (nn.Linear, StackedLinear)
 
 
 def _modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules by name; a stack under the name of each of its Linears."""
+    """Return the modules by name; a stack under the name of each of its Linears."""
     modules: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         if isinstance(module, StackedLinear):
@@ -153,7 +154,7 @@ def _modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _matched(modules: dict[str, nn.Module], patterns: Sequence[str]) -> set[str]:
-    """Names of the modules that a pattern matches; raises if a pattern outside the defaults matches none."""
+    """Find the names of the modules that a pattern matches; raises if a pattern outside the defaults matches none."""
     matched: set[str] = set()
     for pattern in patterns:
         names = {name for name in modules if re.fullmatch(pattern, name)}
@@ -172,7 +173,7 @@ def examples(names: Sequence[str], most: int = 3) -> str:
 
 
 def exempt_line(names: Iterable[str]) -> str:
-    """Recipe line that exempts layers of these names, and their counterparts in other decoder layers."""
+    """Write the recipe line that exempts layers of these names, and their counterparts in other decoder layers."""
     parts = ((r"\d+" if part.isdigit() else re.escape(part) for part in name.split(".")) for name in names)
     quoted = [f"'{pattern}'" for pattern in dict.fromkeys(r"\.".join(some) for some in parts)]
     return f"quant.exempt_more: [{', '.join(quoted)}]"
@@ -210,7 +211,7 @@ def schemes_of_layers(schemes: Mapping[str, Scheme], modules: Mapping[str, nn.Mo
 
 
 def _schemes_of_stacks(schemes: Mapping[str, Scheme], modules: Mapping[str, nn.Module]) -> dict[str, Scheme]:
-    """:func:`schemes_of_layers` for a model with stacks."""
+    """Convert schemes as :func:`schemes_of_layers` does, for a model with stacks."""
     experts: dict[str, list[str]] = {}  # Linears by the parent module of the stacks
     for name, module in modules.items():
         if isinstance(module, StackedLinear):
@@ -229,7 +230,7 @@ def _schemes_of_stacks(schemes: Mapping[str, Scheme], modules: Mapping[str, nn.M
 
 
 def _fused_key(name: str, modules: dict[str, nn.Module], across_experts: bool) -> tuple[str, ...]:
-    """Key of a layer's set: its parent (or MoE layer) and the names fused there."""
+    """Return the key of a layer's set: its parent (or MoE layer) and the names fused there."""
     expert = _EXPERT.fullmatch(name)
     if across_experts and expert is not None:
         return (expert["experts"], *(GATE_UP if expert["projection"] in GATE_UP else ("down_proj",)))
@@ -247,7 +248,7 @@ def _fused_key(name: str, modules: dict[str, nn.Module], across_experts: bool) -
 
 
 def _members(parent: str, leaves: Sequence[str], modules: dict[str, nn.Module], across_experts: bool) -> list[str]:
-    """All layers of a set, quantized or not, as serving fuses them."""
+    """List all layers of a set that serving fuses, quantized or not."""
     parents = [parent]
     if across_experts and parent.rpartition(".")[2] == "experts":
         parents = [f"{parent}.{index}" for index, _ in modules[parent].named_children() if index.isdigit()]
@@ -282,7 +283,8 @@ ANYWHERE = r"(?:.*\.)?"
 
 
 def pattern_problem(text: str) -> str | None:
-    """Reason why a regex is not accepted; None if it compiles and matches every module name in short time."""
+    """Return the reason why a regex is not accepted; None if it compiles and matches every module name in short
+    time."""
     if len(text) > MOST_CHARACTERS:
         return f"it has {len(text):,} characters, at most {MOST_CHARACTERS:,} are allowed"
     try:
@@ -327,7 +329,7 @@ def _repeats(parsed: Any, *, inside: bool) -> int | None:
 
 
 def _parts(operation: Any, argument: Any) -> list[Any]:
-    """Subpatterns of an element that is not a repetition."""
+    """List the subpatterns of a parsed regex element that is not a repetition."""
     if operation is _constants.BRANCH:
         return list(argument[1])
     if operation is _constants.SUBPATTERN:
@@ -344,9 +346,9 @@ def _parts(operation: Any, argument: Any) -> list[Any]:
 def name_patterns(names: Iterable[str], others: Iterable[str], end: str = "", *, anywhere: bool = False) -> list[str]:
     """Build a short list for ``targets`` or ``ignore`` that matches all of ``names`` and none of ``others``.
 
-    Names that differ only in numbers (of layers, of experts) share an anchored pattern: for all numbers if no name in
-    ``others`` has the same form, else for the numbers of their layers, as a list of every expert of every layer would
-    be megabytes.
+    Names that differ only in numbers (of layers, of experts) share an anchored pattern. It matches all numbers if no
+    name in ``others`` has the same form. Otherwise it lists the layer numbers only: a list of every expert of every
+    layer would be megabytes.
 
     Args:
         names: module names.
@@ -406,8 +408,8 @@ class FusedLayers(NamedTuple):
     """Layers of one parent that are served as one.
 
     Attributes:
-        members: their names below the parent. If a model lacks one, serving uses another in its place (Gemma 4's values
-            are its keys), or none.
+        members: names of the layers inside the parent. If a model lacks one of them, serving uses another in its place
+            (Gemma 4's values are its keys), or none.
         classes: prefixes of the parents' class names; any class if empty.
     """
 

@@ -5,19 +5,19 @@ operator, and Parameters of a module.
 
 The rounding bin of a code is the set of all numbers that round to it. If codes were not chosen by rounding to nearest
 (GPTQ, a file of another tool) and the weight trains, :func:`snap_to_codes` moves each weight outside the bin of its
-code to the middle of the bin. On the edge of the bin, nearer to the original, the first training steps would move every
-other weight out again. Weights inside their bin keep their original value
+code to the middle of the bin. The edge of the bin would be nearer to the original value, but there the first training
+steps would move every other weight out of its bin again. Weights inside their bin keep their original value
 (benchmarks/results/recovery_start.md).
 
 The scale check judges the scales of a weight by their quantization error. Many scales are valid for one weight: absmax,
 smallest squared error, clipped, signed, rounded to a power of two, or trained over thousands of steps. So the check is
-one comparison: the squared error with the loaded scales may be at most :data:`WORSE` times that with scales measured
-from the weight (:func:`quant.observers.partial_fit`), or the share of the squared weights that clipping may cost
-(:data:`CLIPPED`). Three faults that change the total error little are checked separately:
+one comparison: the squared error with the loaded scales may be at most :data:`WORSE` times the error with scales
+measured from the weight (:func:`quant.observers.partial_fit`), or at most the share :data:`CLIPPED` of the squared
+weights, which clipping may cost. Three faults that change the total error little are checked separately:
 
 - **width**: scales above :data:`WIDEST` times the measured ones leave codes unused, at little cost for floating-point
   grids; below :data:`NARROWEST` nearly all weights are clipped, which at 2 bits adds little error;
-- **order**: scales that vary, but not like the measured ones, belong to other rows or layers;
+- **order**: scales that vary, but do not correlate with the measured scales, belong to other rows or layers;
 - **single scales** that lose nearly all of their weights.
 
 The bounds come from valid and wrong scales of every kind, on Gaussian and heavy-tailed weights, with outlier columns
@@ -44,8 +44,8 @@ class Scale(NamedTuple):
         s0: frozen scale as loaded or measured, fp32, in the shape of :meth:`quant.spec.TensorSpec.scale_shape`;
             ``(1,)`` for an input.
         theta: learned logarithmic correction, in the shape of ``s0`` and any float dtype, or None.
-        global_: scale above scales stored in e4m3 (NVFP4), fp32 ``(1,)``, for a stack one per expert; None for other
-            formats.
+        global_: global scale of scales stored in e4m3 (NVFP4), fp32 ``(1,)``, for a stack one per expert; None for
+            other formats.
         zero: zero points, fp32, in the shape of ``s0``; None for a symmetric grid.
     """
 
@@ -70,12 +70,13 @@ class Quantizer(NamedTuple):
 
 
 def first_input_scale(absmax: Tensor, spec: TensorSpec) -> Tensor:
-    """Stored scale, fp32, of an input with largest magnitude ``absmax``: for dynamic scales the global one."""
+    """Compute the stored scale, fp32, of an input with largest magnitude ``absmax``; for dynamic scales this is the
+    global scale."""
     return global_scale(absmax, spec) if spec.dynamic else absmax_scale(absmax, spec)
 
 
 def lsq_factor(numel: int, spec: TensorSpec) -> float:
-    """LSQ's gradient scale (Esser et al. 2020, section 2.2): ``1/sqrt(numel * qmax)``."""
+    """Compute LSQ's gradient scale (Esser et al. 2020, section 2.2): ``1/sqrt(numel * qmax)``."""
     return 1 / math.sqrt(numel * spec.qmax)
 
 
@@ -91,8 +92,8 @@ def snap_to_codes(weight: Tensor, decoded: Tensor, codes: Tensor, quantizer: Qua
     return torch.where(have_codes(weight, codes, quantizer), weight, decoded)
 
 
-# Largest error relative to that of the measured scales. absmax at 2 bits has up to 2.9 times the error of the best
-# scale, trained scales up to 2.5 times that of absmax.
+# Largest error relative to the error with the measured scales. absmax at 2 bits has up to 2.9 times the error of the
+# best scale, trained scales up to 2.5 times the error of absmax.
 WORSE = 3.3
 # Accepted clipping error (a percentile, a trained scale), as a share of the squared weights: at 8 bits, and below.
 CLIPPED = {True: 0.04, False: 0.1}
@@ -112,7 +113,7 @@ class Fit(NamedTuple):
 
     Attributes:
         scale: loaded scales, effective.
-        own: measured scales: absmax, at 3 bits and fewer those of the smallest error.
+        own: measured scales: absmax, or at 3 bits and fewer the scales of the smallest error.
         error, own_error: squared errors with ``scale`` and with ``own``.
         squares: squared weights.
     """
@@ -138,7 +139,7 @@ def scale_problem(fit: Fit, spec: TensorSpec) -> str | None:
     if error > max(WORSE * own_error, CLIPPED[spec.bits == 8]) or not NARROWEST <= width <= widest:
         cause = _cause(width, fit, spec)
     elif _follow(fit.scale, fit.own) < FOLLOWING:
-        cause = "they are of another layer or checkpoint, or in another order"
+        cause = "they belong to another layer or checkpoint, or are in another order"
     else:
         return _lost(fit)
     return (
@@ -172,7 +173,7 @@ def _mean(scale: Tensor) -> float:
 
 
 def _cause(width: float, fit: Fit, spec: TensorSpec) -> str:
-    """Guess the likely cause from the ratio to the measured scales."""
+    """Guess the likely cause from the ratio of loaded to measured scales."""
     half = (spec.qmax - spec.qmin) / 2
     known = {f"they are of int{bits}": half / ((2**bits - 1) / 2) for bits in range(2, 9)}
     known |= {"they are of e4m3": half / 448, "they are of e2m1": half / 6, "they are of e5m2": half / 57344}

@@ -1,8 +1,8 @@
 """Number formats and schemes.
 
-A :class:`TensorSpec` is the number format of one tensor and how many elements share a scale; a :class:`Scheme` pairs
-one for the weights with one for the inputs of a Linear; a :class:`Preset`, named in a recipe, is a scheme for the
-Linears and a format for the KV cache. Everything numerical (grid limits, shapes of scales, elements per scale) is
+A :class:`TensorSpec` is the number format of one tensor, including how many elements share a scale. A :class:`Scheme`
+pairs the formats of the weights and of the inputs of a Linear. A :class:`Preset`, named in a recipe, is a scheme for
+the Linears and a format for the KV cache. Everything numerical (grid limits, shapes of scales, elements per scale) is
 derived here once, so that forward, backward, calibration and export agree.
 
 Terms: a *code* is the stored value (an e4m3 byte, a small integer, a nibble of two e2m1 values), a *scale* times a code
@@ -45,10 +45,11 @@ class TensorSpec:
         symmetric: the grid is centered on 0. Otherwise an integer zero point per scale shifts it; for int weights per
             group or channel, and dynamic int inputs per token.
         dynamic: scales are computed from each token (or group of it) at run time, not stored.
-        ggml: scales as in ggml's blocks (llama.cpp): fp16, negative if that makes use of the code without a
-            counterpart. For symmetric int weights in groups.
-        narrow: narrow range of symmetric int weights: without the smallest code, which has no counterpart; -7..7 at 4
-            bits, first scale ``absmax / 7``. Not recorded in checkpoints, which are decoded the same way.
+        ggml: scales as in ggml's blocks (llama.cpp): fp16, and negative where that uses the smallest code, which has no
+            positive counterpart. For symmetric int weights in groups.
+        narrow: narrow range of symmetric int weights: codes without the smallest one, which has no positive
+            counterpart. At 4 bits the codes are -7..7 and the first scale is ``absmax / 7``. Checkpoints do not record
+            this option, as codes are decoded the same way.
         mx: scales are powers of two, stored as an exponent byte (E8M0): OCP Microscaling (MX) floats in groups of 32.
             Set automatically for ``fp4_e2m1`` in groups of 32.
     """
@@ -101,7 +102,7 @@ class TensorSpec:
         if self.granularity == "token" and not self.dynamic:
             raise ValueError("a scale per token is dynamic: the tokens to come are not known")
         if self.narrow and (self.dtype != "int" or not self.symmetric or self.dynamic or self.ggml):
-            raise ValueError(f"only symmetric int weights have a narrow grid, but none of ggml, got {self}")
+            raise ValueError(f"only symmetric int weights have a narrow grid, except ggml formats, got {self}")
         if not self.symmetric and (
             self.dtype != "int" or self.granularity not in (("token",) if self.dynamic else ("channel", "group"))
         ):
@@ -109,7 +110,7 @@ class TensorSpec:
                 f"only int codes per channel or group, or dynamic ones per token, may be asymmetric, got {self}"
             )
         if self.ggml and (self.dtype != "int" or self.granularity != "group" or not self.symmetric or self.dynamic):
-            raise ValueError(f"ggml's scales are those of symmetric int weights in groups, got {self}")
+            raise ValueError(f"ggml's scales are for symmetric int weights in groups, got {self}")
 
     @property
     def qmin(self) -> float:
@@ -134,21 +135,21 @@ class TensorSpec:
 
     @property
     def has_zero_points(self) -> bool:
-        """Return True if a zero point, with a code's width and range, is stored beside each scale."""
+        """Return True if a zero point, with a code's width and range, is stored for each scale."""
         return not (self.symmetric or self.dynamic)
 
     @property
     def has_global_scale(self) -> bool:
-        """Return True if a second, per-tensor scale divides the others (NVFP4). It is stored even if the others are
-        dynamic."""
+        """Return True if the scales are stored relative to a second scale per tensor, the global scale (NVFP4). It is
+        stored even if the others are dynamic."""
         return self.scale_format == "e4m3"
 
     @property
     def scale_format(self) -> ScaleFormat:
         """Number format of a stored scale, to which the forward rounds it.
 
-        ``float32``; ``model``, the dtype of the model's weights; ``float16`` (ggml's Q4_0 and Q8_0); ``e4m3``, divided
-        by a second scale per tensor, the global scale (NVFP4); ``e8m0``, a power of two (MX).
+        ``float32``; ``model``, the dtype of the model's weights; ``float16`` (ggml's Q4_0 and Q8_0); ``e4m3``, relative
+        to a second scale per tensor, the global scale (NVFP4); ``e8m0``, a power of two (MX).
         """
         if self.mx:
             return "e8m0"
@@ -159,13 +160,14 @@ class TensorSpec:
         return "float32"
 
     def scale_shape(self, weight_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the scale of a weight ``[out, in]``: ``(1,)``, ``(out, 1)``, ``(out, in / group_size)`` or per block
-        ``(out / group_size, in / group_size)``; for a stack ``[E, out, in]``: ``(E,)``, or E of the others.
+        """Compute the shape of the scale of a weight ``[out, in]``: ``(1,)``, ``(out, 1)``, ``(out, in / group_size)``
+        or per block ``(out / group_size, in / group_size)``; for a stack ``[E, out, in]``: ``(E,)``, or one of the
+        other shapes with E in front.
 
         Never 0-dim: a 0-dim parameter crashes ZeRO-1, 2 and 3.
 
         Raises:
-            ValueError: the group size does not divide ``in``, or the block size not both sides.
+            ValueError: the group size does not divide ``in``, or the block size does not divide both sides.
         """
         *stack, out_features, in_features = weight_shape
         if self.granularity == "tensor":
@@ -183,7 +185,7 @@ class TensorSpec:
         return (*stack, out_features // size if self.granularity == "block" else out_features, in_features // size)
 
     def run_length(self, weight_shape: tuple[int, ...]) -> int:
-        """Number of consecutive elements of the row-major weight ``[..., out, in]`` that share one scale."""
+        """Count the consecutive elements of the row-major weight ``[..., out, in]`` that share one scale."""
         *_, out_features, in_features = weight_shape
         if self.granularity == "tensor":
             return out_features * in_features
@@ -193,7 +195,7 @@ class TensorSpec:
         return self.group_size
 
     def elements_per_scale(self, weight_shape: tuple[int, ...]) -> int:
-        """Number of elements of the weight ``[..., out, in]`` that share one scale, consecutive or not."""
+        """Count the elements of the weight ``[..., out, in]`` that share one scale, consecutive or not."""
         run = self.run_length(weight_shape)
         return run * run if self.granularity == "block" else run
 
@@ -233,13 +235,13 @@ class Scheme:
 
     @property
     def stored_input(self) -> TensorSpec | None:
-        """Format of the input if a scale of it is stored and calibrated (its only scale, or a global one); else
-        None."""
+        """Format of the input if a scale of the input is stored and calibrated (its only scale, or a global scale);
+        else None."""
         return None if (spec := self.activations) is None or (spec.dynamic and not spec.has_global_scale) else spec
 
     @property
     def learns_input(self) -> bool:
-        """Return True if the stored scale of the input can be learned; a global scale above dynamic scales cannot."""
+        """Return True if the stored scale of the input can be learned; the global scale of dynamic scales cannot."""
         return self.activations is not None and not self.activations.dynamic
 
     @property
@@ -316,10 +318,10 @@ PRESETS: dict[str, Preset] = {name: Preset(scheme) for name, scheme in SCHEMES.i
 
 
 def get_scheme(name: str) -> Scheme:
-    """Scheme of the Linears for a preset's name.
+    """Return the scheme of the Linears for a preset's name.
 
     Raises:
-        ValueError: no such preset, or it leaves Linears unquantized; the text lists the others.
+        ValueError: no preset has this name, or the preset leaves Linears unquantized; the text lists the known names.
     """
     if name not in SCHEMES:
         raise ValueError(f"unknown quantization scheme of linear layers {name!r}; known: {', '.join(SCHEMES)}")

@@ -3,20 +3,20 @@
 Codes come from the reference quantizer with the effective scale of the forward, so that the file holds exactly the
 numbers of the last training step.
 
-Six formats for a Linear of ``out`` x ``in`` features. Scales have ``TensorSpec.scale_shape``, in the model's dtype for
-integers and in fp32 for fp8; ``input_scale`` [1] (transformers rejects a 0-dim tensor) is present if inputs have a
-stored scale:
+The six formats, for a Linear of ``out`` x ``in`` features. Scales have the shape ``TensorSpec.scale_shape``, in the
+model's dtype for integers and in fp32 for fp8; ``input_scale`` [1] (transformers rejects a 0-dim tensor) is present if
+inputs have a stored scale:
 
 - ``float-quantized``: ``weight`` float8_e4m3fn [out, in], ``weight_scale``.
 - ``int-quantized``, 8-bit weights with 8-bit integer inputs: ``weight`` int8 [out, in], ``weight_scale``.
 - ``pack-quantized``, all other integers: ``weight_packed`` int32 [out, ceil(in * bits / 32)] (see ``packing.py``),
-  ``weight_scale`` (fp32 for ggml's blocks), ``weight_shape`` int64 [2]; for asymmetric weights also
+  ``weight_scale`` (fp32 for ggml formats), ``weight_shape`` int64 [2]; for asymmetric weights also
   ``weight_zero_point`` int32 [ceil(out * bits / 32), in / size].
 - ``nvfp4-pack-quantized``: ``weight_packed`` uint8 [out, in / 2], ``weight_scale`` float8_e4m3fn [out, in / 16],
-  ``weight_global_scale`` fp32 [1]; the effective scale is their quotient.
+  ``weight_global_scale`` fp32 [1]; the effective scale is ``weight_scale / weight_global_scale``.
 - ``mxfp4-pack-quantized``: ``weight_packed``, ``weight_scale`` uint8 [out, in / 32], the exponent of a power of two
   plus 127.
-- ``mxfp8-quantized``: ``weight`` float8_e4m3fn [out, in], ``weight_scale`` as above.
+- ``mxfp8-quantized``: ``weight`` float8_e4m3fn [out, in], ``weight_scale`` as for MXFP4.
 
 Functions here handle one module's tensors; ``model.save`` selects the tensors.
 """
@@ -57,8 +57,8 @@ Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 def export_format(scheme: Scheme) -> str:
-    """compressed-tensors format that stores ``scheme``; ValueError if none is known to reproduce the training
-    numerics."""
+    """Return the compressed-tensors format that stores ``scheme``; ValueError if no format is known to reproduce the
+    training numerics."""
     weights, inputs = scheme.weights, scheme.activations
     if weights.mx and (inputs is None or (inputs.mx and inputs.bits >= weights.bits)):
         return MXFP4_PACKED if weights.bits == 4 else MXFP8_QUANTIZED
@@ -83,9 +83,9 @@ def export_format(scheme: Scheme) -> str:
 
 
 def packed_shapes(in_features: int, out_features: int, scheme: Scheme, model_dtype: torch.dtype) -> Shapes:
-    """Dtypes and shapes of the tensors for one Linear's weight and scales on disk, by suffix, in order.
+    """Return dtypes and shapes of the tensors for one Linear's weight and scales on disk, by suffix, in order.
 
-    Depends on the Linear's sizes only, so that every rank can plan the shards without the weight.
+    They depend only on the Linear's sizes, so that every rank can plan the shards without the weight.
     """
     spec, layout = scheme.weights, export_format(scheme)
     scale = (_stored_dtype(spec, model_dtype), spec.scale_shape((out_features, in_features)))
@@ -112,12 +112,12 @@ def packed_shapes(in_features: int, out_features: int, scheme: Scheme, model_dty
 
 
 def input_suffix(spec: TensorSpec) -> str:
-    """Suffix of the stored input scale after the name of its Linear."""
+    """Return the suffix of the stored input scale after the name of its Linear."""
     return "input_global_scale" if spec.has_global_scale else "input_scale"
 
 
 def _stored_dtype(spec: TensorSpec, model_dtype: torch.dtype) -> torch.dtype:
-    """Dtype of a scale on disk."""
+    """Return the dtype of a scale on disk."""
     return {
         "float32": torch.float32,
         "model": model_dtype,
@@ -130,7 +130,8 @@ def _stored_dtype(spec: TensorSpec, model_dtype: torch.dtype) -> torch.dtype:
 def weight_codes(
     weight: torch.Tensor, scale: torch.Tensor, spec: TensorSpec, zero: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """``quantize(weight, scale, spec, zero)`` of a weight [out, in] on any device, into CPU memory, in chunks of rows.
+    """Compute ``quantize(weight, scale, spec, zero)`` of a weight [out, in] on any device, into CPU memory, in chunks
+    of rows.
 
     Raises:
         ValueError: a weight is not finite (integers have no code for it).
@@ -151,7 +152,7 @@ def dequantized_weight(
     dtype: torch.dtype = torch.float32,
     zero: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``dequantize(codes, scale, spec, dtype, zero)`` of a weight's codes [out, in], in chunks of rows."""
+    """Compute ``dequantize(codes, scale, spec, dtype, zero)`` of a weight's codes [out, in], in chunks of rows."""
     weight = torch.empty(codes.shape, dtype=dtype)
     for rows in _row_chunks(codes.shape, spec):
         part = _rows_of_scale(scale, rows, spec)
@@ -160,14 +161,14 @@ def dequantized_weight(
 
 
 def _row_chunks(shape: torch.Size, spec: TensorSpec) -> Iterable[slice]:
-    """Slices of about ``CHUNK_ELEMENTS`` elements in consecutive rows; whole blocks for scales per block."""
+    """Split rows into slices of about ``CHUNK_ELEMENTS`` elements; whole blocks for scales per block."""
     together = spec.group_size or 1 if spec.granularity == "block" else 1
     step = max(1, CHUNK_ELEMENTS // max(1, shape[1] * together)) * together
     return (slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step))
 
 
 def _rows_of_scale(scale: torch.Tensor, rows: slice, spec: TensorSpec) -> torch.Tensor:
-    """Slice of a weight's scale for ``rows``; the whole scale if it is per tensor."""
+    """Slice a weight's scale for ``rows``; return the whole scale if it is per tensor."""
     if spec.granularity == "tensor":
         return scale
     if spec.granularity == "block":
@@ -191,8 +192,8 @@ class TrainedLinear:
             ``spec.scale_shape(weight.shape)``, already rounded to the stored format, so that storing is lossless.
         input_scale: effective fp32 scale [1] of the inputs, None if the scheme stores none.
         bias: [out] or None.
-        scheme: the numerics.
-        dtype: dtype of all unquantized tensors, the model's.
+        scheme: number formats of the weight and the input.
+        dtype: dtype of the model, for all unquantized tensors.
     """
 
     name: str
@@ -206,7 +207,7 @@ class TrainedLinear:
 
 @torch.no_grad()
 def pack_linear(linear: TrainedLinear) -> dict[str, torch.Tensor]:
-    """Tensors of one Linear on disk by suffix, in CPU memory, sharing no storage with the argument.
+    """Build the tensors of one Linear on disk by suffix, in CPU memory, sharing no storage with the argument.
 
     Raises:
         ValueError: a scale is missing, misshapen, not finite, 0, negative for a non-integer weight, or not
@@ -248,7 +249,7 @@ def pack_linear(linear: TrainedLinear) -> dict[str, torch.Tensor]:
 
 
 def _pack_scales(linear: TrainedLinear, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    """Stored scales, global scale and zero points of the weight, by suffix."""
+    """Build the stored scales, global scale and zero points of the weight, by suffix."""
     name, scheme, scale, spec = linear.name, linear.scheme, linear.scale, linear.scheme.weights
     packed: dict[str, torch.Tensor] = {}
     if spec.scale_format == "e4m3":
@@ -265,13 +266,13 @@ def _pack_scales(linear: TrainedLinear, shape: tuple[int, ...]) -> dict[str, tor
 
 
 def cache_scale(key: str, scale: torch.Tensor) -> torch.Tensor:
-    """Stored scale [1] of keys or values, fp32. Raises ValueError if not finite and positive."""
+    """Build the stored scale [1] of keys or values, fp32. Raises ValueError if it is not finite and positive."""
     _check_scale(key, scale, (1,), signed=False)
     return stored(scale, torch.float32)
 
 
 def stored(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Contiguous CPU copy: a gathered parameter is freed after the gathering block."""
+    """Make a contiguous CPU copy: a gathered parameter is freed after the gathering block."""
     return tensor.detach().to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
 
 
@@ -282,7 +283,7 @@ def _pack_scale(
     model_dtype: torch.dtype,
     global_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Stored form of the effective fp32 ``scale``."""
+    """Convert the effective fp32 ``scale`` to its stored form."""
     dtype = _stored_dtype(spec, model_dtype)
     scale = stored(scale, torch.float32)
     if spec.scale_format == "float16" and not torch.equal(scale.to(torch.float16).float(), scale):
@@ -309,7 +310,7 @@ def _pack_zero_points(key: str, zero: torch.Tensor | None, scale: torch.Tensor, 
 
 
 def bad_zero_points(zero: torch.Tensor, spec: TensorSpec) -> str | None:
-    """Problem with zero points that are not codes of the grid, or None."""
+    """Describe zero points that are not codes of the grid, or return None."""
     wrong = ~((zero == zero.round()) & (zero >= spec.qmin) & (zero <= spec.qmax))
     if not bool(wrong.any()):
         return None
@@ -317,7 +318,7 @@ def bad_zero_points(zero: torch.Tensor, spec: TensorSpec) -> str | None:
 
 
 def unpack_scale(packed: torch.Tensor, spec: TensorSpec, global_scale: torch.Tensor | None = None) -> torch.Tensor:
-    """Effective fp32 scale, in its shape on disk.
+    """Compute the effective fp32 scale, in its shape on disk.
 
     Args:
         packed: ``weight_scale`` or ``input_scale`` of a file.
@@ -342,10 +343,11 @@ def _check_scale(key: str, scale: torch.Tensor, shape: tuple[int, ...], *, signe
 
 
 def unpack_zero(tensors: dict[str, torch.Tensor], scheme: Scheme) -> torch.Tensor | None:
-    """fp32 zero points [out, groups] of one Linear from its tensors on disk by suffix; None if the format has none.
+    """Unpack the fp32 zero points [out, groups] of one Linear from its tensors on disk by suffix; None if the format
+    has none.
 
     Raises:
-        ValueError: their packed height does not match ``weight_shape``.
+        ValueError: the packed height of the zero points does not match ``weight_shape``.
     """
     if not scheme.weights.has_zero_points:
         return None
@@ -359,7 +361,8 @@ def unpack_zero(tensors: dict[str, torch.Tensor], scheme: Scheme) -> torch.Tenso
 
 
 def unpack_weight(tensors: dict[str, torch.Tensor], scheme: Scheme) -> torch.Tensor:
-    """Codes [out, in] of one Linear, float8_e4m3fn, int8 or e2m1 in uint8, from its tensors on disk by suffix.
+    """Unpack the codes [out, in] of one Linear, float8_e4m3fn, int8 or e2m1 in uint8, from its tensors on disk by
+    suffix.
 
     Raises:
         ValueError: ``weight_shape`` is not the shape of a matrix, or does not match the packed width.

@@ -1,12 +1,12 @@
 """Write and read the ``quantization_config`` of config.json for compressed-tensors, vLLM and SGLang.
 
-A config group holds the numerics of some layers and names them by ``targets``: a class (``Linear``), a module name, or
-a regex after ``re:``, matched from the start of a name. A single scheme targets ``Linear``, except the names in
-``ignore``. Several schemes become several groups with name patterns only, none of which matches a layer of another
-group, because readers differ in precedence: transformers takes names before classes; vLLM first looks for a fused layer
-(``qkv_proj``) by its class, so that a group for ``Linear`` would take q, k and v from the group that names them.
-transformers decodes the experts of every layer with the first group that has ``experts`` in a pattern: schemes that
-differ between the experts of two layers are read correctly by vLLM only.
+A config group describes the number formats of some layers and names these layers by ``targets``: a class (``Linear``),
+a module name, or a regex after ``re:``, matched from the start of a name. A single scheme targets ``Linear``, except
+the names in ``ignore``. Several schemes become several groups, whose targets are only name patterns that match no layer
+of another group. The reason is that readers differ in precedence: transformers takes names before classes; vLLM first
+looks for a fused layer (``qkv_proj``) by its class, so that a group for ``Linear`` would take q, k and v from the group
+that names them. transformers decodes the experts of every layer with the first group that has ``experts`` in a pattern:
+schemes that differ between the experts of two layers are read correctly by vLLM only.
 """
 
 import re
@@ -19,7 +19,7 @@ from quant.spec import MX_GROUP, SCHEMES, Dtype, Granularity, Scheme, TensorSpec
 
 _EXPERTS = re.compile(r"(?P<experts>(?:.*\.)?experts)\.\d+\..+")
 
-# dtypes of scales other than the model's, as llm-compressor writes them.
+# Dtypes of scales that do not have the model's dtype, as llm-compressor writes them.
 _SCALE_DTYPES = {"e4m3": "torch.float8_e4m3fn", "e8m0": "torch.uint8", "float16": "torch.float16"}
 
 
@@ -74,7 +74,8 @@ def quantization_config(
 
 
 def _targets(layers: Mapping[str, Scheme], scheme: Scheme, anywhere: bool) -> list[str]:
-    """Patterns for the layers of ``scheme``; a single one for all experts of a MoE layer if they share it."""
+    """List patterns for the layers of ``scheme``; a single pattern for all experts of a MoE layer if they share the
+    scheme."""
     of_experts: dict[str, set[Scheme]] = {}
     for name, its in layers.items():
         if (expert := _EXPERTS.fullmatch(name)) is not None:
@@ -92,7 +93,7 @@ def _targets(layers: Mapping[str, Scheme], scheme: Scheme, anywhere: bool) -> li
 
 
 def quantization_args(spec: TensorSpec) -> dict[str, Any]:
-    """compressed-tensors' QuantizationArgs of one tensor."""
+    """Build compressed-tensors' QuantizationArgs of one tensor."""
     args: dict[str, Any] = {
         "num_bits": spec.bits,
         "type": "int" if spec.dtype == "int" else "float",
@@ -106,7 +107,7 @@ def quantization_args(spec: TensorSpec) -> dict[str, Any]:
         args["block_structure"] = [spec.group_size, spec.group_size]
     if spec.scale_format in _SCALE_DTYPES:
         args["scale_dtype"] = _SCALE_DTYPES[spec.scale_format]
-    # Dynamic scales below a stored global scale are "local".
+    # Dynamic scales relative to a stored global scale are "local".
     return args | {"dynamic": "local" if spec.dynamic and spec.has_global_scale else spec.dynamic}
 
 
@@ -142,8 +143,8 @@ def ignore_patterns(
 
 
 def _inside(module: str, others: Iterable[str]) -> str:
-    """Pattern for a module and everything inside, by the end of its name, or by its full name if the end would match
-    one in ``others``."""
+    """Write a pattern for a module and everything inside, by the end of its name, or by its full name if the end would
+    match a name in ``others``."""
     names = module.split(".")
     short = names[-2:] if names[-1].isdigit() else names[-1:]
     pattern = rf"{ANYWHERE}{re.escape('.'.join(short))}(?:\..*)?$"
@@ -160,9 +161,9 @@ def _inside(module: str, others: Iterable[str]) -> str:
 def rules_from_config(config: Mapping[str, Any], *, scales_only: bool = False) -> list[Rule]:
     """Convert a ``quantization_config`` to rules: the first match decides.
 
-    The inverse of :func:`quantization_config`. Keys that only affected calibration (``observer``, ...) are ignored;
-    everything that would change the numbers is checked. The only supported class is ``Linear``; its rule comes last and
-    matches every name.
+    This is the inverse of :func:`quantization_config`. Keys that only affected calibration (``observer``, ...) are
+    ignored; everything that would change the numbers is checked. The only supported class is ``Linear``; its rule comes
+    last and matches every name.
 
     Args:
         config: contents of config.json.
@@ -170,8 +171,8 @@ def rules_from_config(config: Mapping[str, Any], *, scales_only: bool = False) -
             dynamic scales per token.
 
     Raises:
-        ValueError: not compressed-tensors, or numerics outside of the schemes here (output activations, activation
-            ordering, rotated weights, ...).
+        ValueError: the config is not compressed-tensors', or describes numerics that no scheme of this project has
+            (output activations, activation ordering, rotated weights, ...).
     """
     if config.get("quant_method") != "compressed-tensors":
         raise ValueError(f"quant_method is {config.get('quant_method')!r}, expected 'compressed-tensors'")
@@ -194,15 +195,15 @@ def rules_from_config(config: Mapping[str, Any], *, scales_only: bool = False) -
 
 
 def _regex(entry: str) -> str:
-    """Full-match regex that is equivalent to ``entry`` of ``targets`` or ``ignore``."""
+    """Convert ``entry`` of ``targets`` or ``ignore`` to an equivalent full-match regex."""
     return f"(?:{entry.removeprefix('re:')}).*" if entry.startswith("re:") else re.escape(entry)
 
 
 def kv_cache_from_config(config: Mapping[str, Any]) -> TensorSpec | None:
-    """Format of keys and values in a ``quantization_config``; None if unquantized.
+    """Read the format of keys and values from a ``quantization_config``; None if unquantized.
 
     Raises:
-        ValueError: a format other than one stored fp8 scale each.
+        ValueError: the format is not fp8 with one stored scale for keys and one for values.
     """
     args = _arguments("kv_cache_scheme", config.get("kv_cache_scheme"))
     if args is None:
@@ -214,7 +215,7 @@ def kv_cache_from_config(config: Mapping[str, Any]) -> TensorSpec | None:
 
 
 def _scheme(key: str, group: Mapping[str, Any], config: Mapping[str, Any] | None) -> Scheme:
-    """Scheme of a config group; without ``config`` only the part with stored scales."""
+    """Read the scheme of a config group; without ``config`` only the part with stored scales."""
     if group.get("output_activations") is not None:
         raise ValueError(f"{key}.output_activations is set: outputs are not quantized here")
     stored = _arguments(f"{key}.weights", group.get("weights"))
@@ -237,7 +238,8 @@ def _scheme(key: str, group: Mapping[str, Any], config: Mapping[str, Any] | None
 
 
 def _arguments(key: str, args: Any) -> Mapping[str, Any] | None:
-    """Checked arguments of a quantizer in the config, None for null. Raises ValueError for wrong types."""
+    """Check the arguments of a quantizer in the config and return them, None for null. Raises ValueError for wrong
+    types."""
     if args is None:
         return None
     if not isinstance(args, Mapping):
@@ -299,7 +301,7 @@ def _spec(key: str, args: Mapping[str, Any]) -> TensorSpec:
 
 
 def _sides(key: str, structure: Any) -> tuple[int, int]:
-    """Both sides of a block; old checkpoints write '128x128'."""
+    """Read both sides of a block; old checkpoints write '128x128'."""
     sides = structure.split("x") if isinstance(structure, str) else structure
     try:
         height, width = (int(side) for side in sides)
@@ -309,7 +311,7 @@ def _sides(key: str, structure: Any) -> tuple[int, int]:
 
 
 def _name(weights: TensorSpec, activations: TensorSpec | None) -> str:
-    """Name in the style of the presets for numerics without a preset: w2a8_channel, w4a16_g64."""
+    """Make a name in the style of the presets for a scheme without a preset: w2a8_channel, w4a16_g64."""
     inputs = "a16" if activations is None else f"a{activations.bits}"
     suffix = f"g{weights.group_size}" if weights.granularity == "group" else weights.granularity
     return f"w{weights.bits}{inputs}_{suffix}{'' if weights.symmetric else '_asym'}"

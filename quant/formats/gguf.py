@@ -1,12 +1,12 @@
 """Codes and scales of one Linear as llama.cpp's blocks of 32 weights: Q4_0 and Q8_0 (``block_q4_0``, ``block_q8_0``).
 
-A block begins with its scale ``d`` in fp16, little-endian. In Q4_0 16 bytes follow: byte ``i`` holds element ``i`` in
-its low four bits and element ``i + 16`` in the high ones, each as ``code + 8``. In Q8_0 32 signed bytes follow. Both
-decode to ``d * code``; ``d`` may be negative.
+A block begins with its scale ``d`` in fp16, little-endian. In Q4_0, 16 bytes follow: byte ``i`` stores element ``i`` in
+its low four bits and element ``i + 16`` in its high four bits, each as ``code + 8``. In Q8_0, 32 signed bytes follow.
+Both decode to ``d * code``; ``d`` may be negative.
 
-The presets ``q4_0`` and ``q8_0`` train with fp16 scales. Those of ``w4a16_g32`` and ``w8a16_g32`` are in the model's
-dtype. fp16 represents every bf16 number between 2^-17 and 65504 exactly, so the blocks decode to the weights of a bf16
-model's last forward; a scale outside raises, unless all its codes are 0.
+The presets ``q4_0`` and ``q8_0`` train with fp16 scales. The scales of ``w4a16_g32`` and ``w8a16_g32`` are in the
+model's dtype. fp16 represents every bf16 number between 2^-17 and 65504 exactly, so the blocks decode to the weights of
+a bf16 model's last forward. A scale outside this interval is an error, unless all its codes are 0.
 """
 
 import torch
@@ -20,10 +20,10 @@ BYTES = {"Q4_0": 2 + BLOCK // 2, "Q8_0": 2 + BLOCK}  # per block
 
 
 def block_type(scheme: Scheme) -> str:
-    """Block type, ``"Q4_0"`` or ``"Q8_0"``, that decodes to the training numerics of ``scheme``.
+    """Return the block type, ``"Q4_0"`` or ``"Q8_0"``, that decodes to the training numerics of ``scheme``.
 
     Raises:
-        ValueError: none does; the text names the nearest supported scheme.
+        ValueError: no block type does; the text names the nearest supported scheme.
     """
     for known, name in _TYPES.items():
         if (scheme.weights.wide, scheme.activations) == (known.weights, known.activations):
@@ -36,7 +36,7 @@ def block_type(scheme: Scheme) -> str:
 
 
 def blocks(key: str, codes: torch.Tensor, scale: torch.Tensor, kind: str) -> torch.Tensor:
-    """Bytes of a weight's blocks: uint8 ``[out, in / 32 * bytes of a block]``.
+    """Build the bytes of a weight's blocks: uint8 ``[out, in / 32 * bytes of a block]``.
 
     Args:
         key: name of the scale, for messages.

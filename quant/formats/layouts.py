@@ -3,7 +3,8 @@
 - ``compressed``: compressed-tensors (``compressed_tensors.py``), for transformers, vLLM and SGLang.
 - ``vllm_fp8``: the same codes and scales under vLLM's own ``fp8`` configuration, for fp8 with one scale per weight and
   input, or with blocks of 128 x 128 (``weight_scale_inv`` as in DeepSeek-V3; also read by transformers).
-- ``gpt_oss``: experts in MXFP4 as published, those of a layer in one tensor (``_blocks``, ``_scales``).
+- ``gpt_oss``: experts in MXFP4 as gpt-oss is published, with one tensor of codes (``_blocks``) and one of scales
+  (``_scales``) for all experts of a layer.
 - ``dequantized``: fake-quantized weights in the model's dtype, for every reader of plain checkpoints; inputs are not
   quantized there.
 - ``gguf``: llama.cpp's blocks (``gguf.py``), for weights of 4 or 8 bits in groups of 32; ``model.save`` writes them
@@ -50,7 +51,7 @@ def check_layout(layout: str, schemes: Iterable[Scheme]) -> None:
     """Check that a model with layers of these schemes can be written in this layout.
 
     Raises:
-        ValueError: no such layout, or it does not support one of the schemes.
+        ValueError: there is no such layout, or it does not support one of the schemes.
     """
     if layout not in get_args(Layout):
         raise ValueError(f"unknown layout {layout!r}; known: {', '.join(get_args(Layout))}")
@@ -78,7 +79,7 @@ def check_layout(layout: str, schemes: Iterable[Scheme]) -> None:
 
 
 def block_shapes(key: str, experts: int, in_features: int, out_features: int) -> Shapes:
-    """Dtypes and shapes, in layout ``gpt_oss``, of the tensors for a stack of experts with the name ``key`` in
+    """Return dtypes and shapes, in layout ``gpt_oss``, of the tensors for a stack of experts with the name ``key`` in
     transformers."""
     groups = in_features // 32
     return {
@@ -88,7 +89,7 @@ def block_shapes(key: str, experts: int, in_features: int, out_features: int) ->
 
 
 def linear_shapes(layout: Layout, in_features: int, out_features: int, scheme: Scheme, dtype: torch.dtype) -> Shapes:
-    """Dtypes and shapes of the tensors for one Linear's weight on disk, by suffix; ``dtype`` is the model's."""
+    """Return dtypes and shapes of the tensors for one Linear's weight on disk, by suffix; ``dtype`` is the model's."""
     if layout == "dequantized":
         return {"weight": (dtype, (out_features, in_features))}
     if layout == "gguf":
@@ -103,9 +104,9 @@ def linear_shapes(layout: Layout, in_features: int, out_features: int, scheme: S
 
 @torch.no_grad()
 def linear_tensors(layout: Layout, linear: TrainedLinear) -> dict[str, torch.Tensor]:
-    """Tensors of one Linear on disk by suffix, in CPU memory.
+    """Build the tensors of one Linear on disk by suffix, in CPU memory.
 
-    Errors as in :func:`quant.formats.compressed_tensors.pack_linear`, whose result is rearranged.
+    The result of :func:`quant.formats.compressed_tensors.pack_linear` is rearranged; errors are the same.
     """
     packed, scheme, scale = pack_linear(linear), linear.scheme, linear.scale
     if layout not in ("dequantized", "gguf", "mlx", "executorch"):
@@ -147,8 +148,8 @@ def layout_config(
         routers: module names of the MoE routers.
         kv_cache: format of keys and values; None leaves them unquantized.
         no_linears: names in ``layers`` of embeddings and of the model's head.
-        copied: names on disk of modules beside the model, unquantized with everything inside; for ``vllm_fp8`` the
-            names of the Linears in them.
+        copied: names on disk of modules that are not part of the model, unquantized with everything inside; for
+            ``vllm_fp8`` the names of the Linears in them.
         anywhere: readers may nest the model inside another module: names are relative to the model.
     """
     if layout in ("dequantized", "gguf", "mlx"):

@@ -2,7 +2,7 @@
 
 A weight is ``scales * q + biases``, with ``q`` from 0 to 2^bits - 1. Packed codes equal compressed-tensors'
 ``weight_packed`` bit for bit: ``q = code + 2^(bits-1)``, little-endian and without gaps in 32-bit words. So ``biases``
-are ``-2^(bits-1) * scales``, exact as a power of two times a scale.
+are ``-2^(bits-1) * scales``, which is exact, as the factor is a power of two.
 
 With zero points, biases are ``-(2^(bits-1) + zero) * scales``, which the model's dtype may not represent. Scales and
 biases of such layers are fp32, and MLX then computes in fp32.
@@ -33,7 +33,7 @@ def check_affine(scheme: Scheme) -> None:
 
 
 def affine_shapes(in_features: int, out_features: int, scheme: Scheme, dtype: torch.dtype) -> Shapes:
-    """Dtypes and shapes of a Linear's tensors by suffix; ``dtype`` is the model's."""
+    """Return dtypes and shapes of a Linear's tensors by suffix; ``dtype`` is the model's."""
     size = scheme.weights.group_size
     assert size is not None
     kept = torch.float32 if scheme.weights.has_zero_points else dtype
@@ -48,14 +48,14 @@ def affine_shapes(in_features: int, out_features: int, scheme: Scheme, dtype: to
 def affine_tensors(
     packed: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, scheme: Scheme, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """Tensors of a Linear by suffix, in CPU memory.
+    """Build the tensors of a Linear by suffix, in CPU memory.
 
     Args:
         packed: ``weight_packed`` of compressed-tensors.
         scale: effective scale of the forward, ``[out, groups]``, exact in ``dtype``.
         zero: fp32 zero points ``[out, groups]``, or None.
         scheme: scheme of the Linear.
-        dtype: the model's.
+        dtype: dtype of the model.
     """
     scale = scale.cpu().float()
     offset = 2.0 ** (scheme.weights.bits - 1) + (0 if zero is None else zero)
@@ -68,7 +68,8 @@ def affine_tensors(
 
 
 def affine_config(layers: dict[str, Scheme]) -> dict[str, object]:
-    """mlx-lm's ``quantization`` of config.json: the most common groups, and per layer those that differ."""
+    """Build mlx-lm's ``quantization`` of config.json: the most common group size and bits, and an entry for each layer
+    that differs."""
     kinds = {
         name: {"group_size": scheme.weights.group_size, "bits": scheme.weights.bits, "mode": "affine"}
         for name, scheme in layers.items()

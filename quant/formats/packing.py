@@ -1,8 +1,8 @@
 """Packing of codes narrower than a byte, as compressed-tensors stores them, and of bit masks (in memory only).
 
-- Integers of 2 to 8 bits: one dense little-endian bitstream per row, of ``code + 2^(bits - 1)``, in int32 words. Code
-  ``i`` occupies bits ``[i * bits, (i + 1) * bits)``, so that at 3 bits some codes straddle two words; 32 codes fill
-  exactly ``bits`` words.
+- Integers of 2 to 8 bits: the numbers ``code + 2^(bits - 1)`` of each row form one dense little-endian bitstream in
+  int32 words. Code ``i`` occupies bits ``[i * bits, (i + 1) * bits)``, so that at 3 bits some codes straddle two words;
+  32 codes fill exactly ``bits`` words.
 - Zero points of such integers: the same bitstream, down each column.
 - e2m1: two codes in a byte, the first in the low nibble.
 """
@@ -40,7 +40,7 @@ def unpack_int32(packed: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
 
 
 def unpack_rows(rows: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
-    """:func:`unpack_int32` from the words' bytes, uint8 [out, n]."""
+    """Unpack the codes as :func:`unpack_int32` does, from the words' bytes, uint8 [out, n]."""
     codes = unpack_bytes(rows, bits) if 8 % bits == 0 else _unpack_straddling(rows, bits, columns)
     codes = codes.bitwise_xor_(128).view(torch.int8) if bits == 8 else codes.view(torch.int8).sub_(1 << (bits - 1))
     return codes[:, :columns].contiguous()
@@ -50,8 +50,8 @@ def unpack_bytes(rows: torch.Tensor, bits: int) -> torch.Tensor:
     """Unpack bytes [out, n], each with 1, 2 or 4 codes (the first in the lowest bits), to unsigned uint8 codes [out, n
     * 8 / bits] in new memory.
 
-    Each byte is widened to a word with one byte per code, in which the codes are spread: operations on contiguous
-    memory, ten times as fast on a CPU as one code at a time.
+    Each byte is widened to a word with one byte per code, and its codes are spread over these bytes. These are
+    operations on contiguous memory, ten times as fast on a CPU as one code at a time.
     """
     if bits == 8:
         return rows.clone()
@@ -64,7 +64,8 @@ def unpack_bytes(rows: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _unpack_straddling(rows: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
-    """:func:`unpack_bytes` for widths with codes across byte boundaries; at least ``columns`` codes."""
+    """Unpack codes as :func:`unpack_bytes` does, for widths at which codes cross byte boundaries; returns at least
+    ``columns`` codes."""
     groups = math.ceil(columns / 8)  # groups of 8 codes fill whole bytes
     rows = torch.nn.functional.pad(rows, (0, groups * bits - rows.shape[1]))
     words = torch.nn.functional.pad(rows.view(-1, groups, bits), (0, 8 - bits)).view(torch.int64)
@@ -77,7 +78,7 @@ def _unpack_straddling(rows: torch.Tensor, bits: int, columns: int) -> torch.Ten
 
 
 def _repeated(pattern: int, distance: int, dtype: torch.dtype) -> int:
-    """Integer of ``dtype`` with ``pattern`` repeated every ``distance`` bits."""
+    """Compute the integer of ``dtype`` that repeats ``pattern`` every ``distance`` bits."""
     width = 8 * dtype.itemsize
     number = sum(pattern << place for place in range(0, width, distance))
     return number - (1 << width) if number >> (width - 1) else number

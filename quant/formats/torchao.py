@@ -1,9 +1,9 @@
 """Codes and scales of one layer as torchao tensors, which ExecuTorch lowers to XNNPACK without requantization.
 
 A weight is an ``IntxUnpackedToInt8Tensor`` (torchao 0.18, ``quantize_/workflows/intx``): ``qdata`` int8 [out, in] with
-one code per byte at any width; ``scale`` and ``zero_point`` (0), one per row or group. In a safetensors file it is
-three tensors, described by text in the file's metadata (``torchao.prototype.safetensors``). The weight of a Linear also
-describes how its inputs are quantized.
+one code per byte at any width; ``scale`` and ``zero_point`` (0), one per row or group. A safetensors file stores it as
+three tensors, described by text in the file's metadata (``torchao.prototype.safetensors``). For a Linear, the text also
+describes how the inputs are quantized.
 
 XNNPACK's operators take int8 inputs with a scale and a zero point per token, as in ``8da4w``, and weights of 4 bits per
 row or in groups of a multiple of 32, or of 8 bits per row. Group scales are kept in bf16 and must be positive normal
@@ -57,7 +57,7 @@ def check_intx_of(name: str, scheme: Scheme, *, embedding: bool) -> None:
 
 
 def intx_shapes(in_features: int, out_features: int, scheme: Scheme, dtype: torch.dtype) -> Shapes:
-    """Dtypes and shapes of a layer's tensors by suffix; ``dtype`` is the model's."""
+    """Return dtypes and shapes of a layer's tensors by suffix; ``dtype`` is the model's."""
     groups = scheme.weights.scale_shape((out_features, in_features))
     return {
         "_weight_qdata": (torch.int8, (out_features, in_features)),
@@ -67,13 +67,13 @@ def intx_shapes(in_features: int, out_features: int, scheme: Scheme, dtype: torc
 
 
 def intx_tensors(name: str, codes: torch.Tensor, scale: Scale, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Tensors of a layer by suffix, in CPU memory.
+    """Build the tensors of a layer by suffix, in CPU memory.
 
     Args:
         name: name of the layer, for the error.
         codes: int8 [out, in].
         scale: scale of the weight, without theta: s0 is the effective scale of the forward, exact in ``dtype``.
-        dtype: the model's.
+        dtype: dtype of the model.
 
     Raises:
         ValueError: a scale is not a positive normal bf16 number.
@@ -92,7 +92,7 @@ def intx_tensors(name: str, codes: torch.Tensor, scale: Scale, dtype: torch.dtyp
 
 
 def intx_metadata(scheme: Scheme, in_features: int, dtype: torch.dtype) -> str:
-    """Metadata text of a weight; for a tensor without codes see :data:`PLAIN`."""
+    """Write the metadata text of a weight; for a tensor without codes see :data:`PLAIN`."""
     weights = scheme.weights
     return json.dumps(
         {
@@ -112,7 +112,7 @@ PLAIN = json.dumps({"_type": "Tensor"})
 
 
 def torchao_config(layers: Mapping[str, Scheme], skipped: Iterable[str], embeddings: Iterable[str]) -> dict[str, Any]:
-    """transformers' ``quantization_config`` for torchao.
+    """Build transformers' ``quantization_config`` for torchao.
 
     Args:
         layers: schemes of the quantized layers by module name.
@@ -130,7 +130,7 @@ def torchao_config(layers: Mapping[str, Scheme], skipped: Iterable[str], embeddi
 
 
 def _config(scheme: Scheme) -> dict[str, Any]:
-    """torchao's config of one layer; omitted keys keep torchao's defaults."""
+    """Build torchao's config of one layer; omitted keys keep torchao's defaults."""
     weights = scheme.weights
     granularity: dict[str, Any] = {"_type": "PerAxis", "_version": 1, "_data": {"axis": 0}}
     if weights.group_size is not None:

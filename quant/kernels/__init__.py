@@ -1,9 +1,10 @@
 """Fused quantizers as torch operators: quant/reference.py in one pass over memory, on CPU and CUDA.
 
 The package calls :mod:`quant.kernels.ops`; :mod:`quant.kernels.registration` declares the operators;
-:mod:`quant.kernels.build` compiles the sources at first use. ``arithmetic.h`` is the arithmetic shared by both
-backends, ``cpu/quantizers.cpp`` and ``cuda/quantizers.cu`` with their headers are the kernels, ``bindings.cpp`` binds
-them as operators. Files ``fused*`` are RMSNorm and SwiGLU with quantized results (:mod:`quant.fused_reference`).
+:mod:`quant.kernels.build` compiles the sources at first use. ``arithmetic.h`` contains the arithmetic shared by both
+backends, ``cpu/quantizers.cpp`` and ``cuda/quantizers.cu`` with their headers the kernels, ``bindings.cpp`` their
+binding as operators. The files ``fused*`` contain RMSNorm and SwiGLU with quantized results
+(:mod:`quant.fused_reference`).
 """
 
 from quant.kernels.build import prepare_kernels

@@ -1,14 +1,15 @@
 """Compile the operators' C++ and CUDA sources at first use, or fall back to the reference, with a single warning.
 
-On the CPU: the compiled kernels, or the reference without a C++ compiler. On CUDA: the compiled kernels; without nvcc,
-the reference through ``torch.compile``; otherwise the reference in eager mode.
+On the CPU, the operators are the compiled kernels, or the reference if there is no C++ compiler. On CUDA, they are the
+compiled kernels; without nvcc, the reference through ``torch.compile``; without Triton or a C compiler, the reference
+in eager mode.
 
 Libraries are cached in torch's extension folder (``TORCH_EXTENSIONS_DIR``, by default in the home folder), under a name
 with a digest of the sources, the flags and torch's version: any change triggers a build, and a cached library loads in
-milliseconds. A single process builds; others on the same machine, or on a machine that shares the folder, wait. A
-killed build leaves nothing that looks complete. A corrupt library (for example after a power loss) would crash the
-process with a bus error when loaded, so a checksum beside it is compared first. A library that is corrupt or does not
-load is built again.
+milliseconds. A single process builds; other processes on the same machine, or on a machine that shares the folder,
+wait. A killed build leaves no file that looks complete. Loading a corrupt library (for example after a power loss)
+would crash the process with a bus error, so the library's checksum, stored next to it, is compared first. A library
+that is corrupt or does not load is built again.
 """
 
 import fcntl
@@ -87,7 +88,8 @@ _AS_EAGER: dict[str, str | int | bool | Callable[..., Any]] = {
 def prepare_kernels() -> str:
     """Compile and load the kernels, or register the fallback.
 
-    Called automatically at first use; call it earlier to choose the time of the first build, half a minute.
+    It is called automatically at first use; call it earlier to choose the time of the first build, which takes half a
+    minute.
 
     Returns:
         Text about slower fallbacks with the reason; empty if there are none.
@@ -144,7 +146,7 @@ def build() -> Build:
 
 
 def _can_build_cuda() -> tuple[bool, str]:
-    """Return True if the CUDA kernels can be built, else the reason; requires a GPU."""
+    """Return whether the CUDA kernels can be built, and the reason if not; requires a GPU."""
     if cpp_extension.CUDA_HOME is None or not (Path(cpp_extension.CUDA_HOME) / "bin" / "nvcc").exists():
         return False, "there is no nvcc (CUDA_HOME names the CUDA toolkit)"
     oldest = min(torch.cuda.get_device_capability(device) for device in range(torch.cuda.device_count()))
@@ -154,7 +156,7 @@ def _can_build_cuda() -> tuple[bool, str]:
 
 
 def _compiled(cuda: bool) -> Path:
-    """Path of the shared library, built if needed."""
+    """Return the path of the shared library, built if needed."""
     sources = [SOURCES / name for name in (*CPP, *(CUDA if cuda else ()))]
     cxx_flags = [*CXX_FLAGS, *_VECTORS.get(torch.backends.cpu.get_cpu_capability(), ())]
     cxx_flags += ["-DDEEPQAT_CUDA"] if cuda else []
@@ -183,10 +185,10 @@ def _compiled(cuda: bool) -> Path:
 
 
 def _cuda_runtime(scratch: Path) -> list[str]:
-    """Linker option for the CUDA runtime loaded by torch, through a link in ``scratch``.
+    """Return the linker option for the CUDA runtime loaded by torch, through a link in ``scratch``.
 
-    torch links ``-lcudart`` from ``CUDA_HOME/lib64``. It is missing there if nvcc is a wrapper or was installed by pip;
-    and pip's runtime, beside torch, is only named ``libcudart.so.13``.
+    torch links ``-lcudart`` from ``CUDA_HOME/lib64``. The runtime is missing there if nvcc is a wrapper or was
+    installed by pip, and the runtime that pip installs with torch is only named ``libcudart.so.13``.
     """
     lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     mapped = {name for line in lines for name in line.split(maxsplit=5)[5:]}
@@ -229,14 +231,14 @@ def _checksum(file: Path) -> str:
 
 
 def _architectures() -> list[str]:
-    """nvcc options for the GPUs of this machine, instead of TORCH_CUDA_ARCH_LIST, which container images set for many
-    GPUs."""
+    """Return nvcc options for the GPUs of this machine, instead of TORCH_CUDA_ARCH_LIST, which container images set for
+    many GPUs."""
     found = {torch.cuda.get_device_capability(device) for device in range(torch.cuda.device_count())}
     return [f"-gencode=arch=compute_{major}{minor},code=sm_{major}{minor}" for major, minor in sorted(found)]
 
 
 def _digest(flags: list[str]) -> str:
-    """Digest of everything that the library depends on."""
+    """Compute a digest of everything that the library depends on."""
     digest = hashlib.sha256()
     for source in sorted(SOURCES.rglob("*.[ch]*")):
         if source.suffix in (".h", ".cpp", ".cu"):
@@ -247,7 +249,8 @@ def _digest(flags: list[str]) -> str:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Exclusive file lock that the system releases when its process dies, unlike the lock files of cpp_extension."""
+    """Take an exclusive file lock, which the system releases when its process dies, unlike the lock files of
+    cpp_extension."""
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,6 +1,7 @@
 """Operators implemented with the reference: the fallback without a compiler, and the expected results of the kernels.
 
-Parameters as in the operators' schemas (:mod:`quant.kernels.registration`), each tensor of a scale separately.
+Parameters are those of the operators' schemas (:mod:`quant.kernels.registration`), with each tensor of a scale passed
+separately.
 """
 
 from typing import Any
@@ -27,7 +28,7 @@ def effective_scale(
     after: Tensor | None = None,
     above: Tensor | None = None,
 ) -> Tensor:
-    """Scales, fp32, in s0's shape."""
+    """Compute the effective scales, fp32, in s0's shape."""
     if above is not None:
         above = above.repeat_interleave(s0.numel() // above.numel()).view(s0.shape)
     scale = reference.effective_scale(s0, theta, _STORED.get(scale_dtype, _spec(8)), scale_dtype, above)
@@ -44,7 +45,7 @@ def quantize(
     zero: Tensor | None = None,
     above: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Codes of ``x``, and the packed mask of elements inside the range (empty without ``mask``)."""
+    """Compute codes of ``x``, and the packed mask of elements inside the range (empty without ``mask``)."""
     grid_of_rows = (_scales(s0, theta, scale_dtype, above), _spec(grid), _zeros(zero))
     rows = _rows(x, s0)
     codes = reference.quantize(rows, *grid_of_rows).reshape(x.shape)
@@ -64,7 +65,7 @@ def quantize_with_values(
     zero: Tensor | None = None,
     above: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, mask, and fake-quantized ``x``."""
+    """Compute codes, packed mask, and fake-quantized ``x``."""
     codes, inside = quantize(x, s0, theta, grid, scale_dtype, mask, zero, above)
     return codes, inside, fake_quantize(x, s0, theta, grid, scale_dtype, zero=zero, above=above)
 
@@ -79,7 +80,7 @@ def dequantize(
     zero: Tensor | None = None,
     above: Tensor | None = None,
 ) -> Tensor:
-    """``(codes - zero) * scale`` in ``dtype``."""
+    """Compute ``(codes - zero) * scale`` in ``dtype``."""
     spec = _spec({torch.float8_e4m3fn: 0, torch.uint8: 1, torch.int8: 8}[codes.dtype])
     scale = _scales(s0, theta, scale_dtype, above)
     return reference.dequantize(_rows(codes, s0), scale, spec, dtype, _zeros(zero)).reshape(codes.shape)
@@ -88,7 +89,8 @@ def dequantize(
 def quantize_with_scale(
     x: Tensor, s0: Tensor, theta: Tensor | None, grid: int, scale_dtype: torch.dtype, *beside: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Codes of ``x``, and the scales, fp32, in s0's shape; ``beside`` are ``zero`` and ``above``."""
+    """Compute codes of ``x``, and the effective scales, fp32, in s0's shape; ``beside`` are the arguments ``zero`` and
+    ``above``."""
     codes, _ = quantize(x, s0, theta, grid, scale_dtype, False, *beside)
     return codes, effective_scale(s0, theta, scale_dtype, None, *beside[1:])
 
@@ -96,7 +98,7 @@ def quantize_with_scale(
 def dequantize_with_zeros(
     codes: Tensor, s0: Tensor, theta: Tensor, *others: Any, **named: Any
 ) -> tuple[Tensor, Tensor]:
-    """:func:`dequantize`, and zeros like theta."""
+    """Compute :func:`dequantize`, and zeros like theta."""
     return dequantize(codes, s0, theta, *others, **named), torch.zeros_like(theta)
 
 
@@ -131,7 +133,7 @@ def fake_quantize_backward(
     above: Tensor | None = None,
     of_weight: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of ``x`` and, times ``factor``, of theta (empty if not requested)."""
+    """Compute the gradients of ``x`` and, times ``factor``, of theta (empty if not requested)."""
     grad_x, grad_scale = reference.fake_quant_backward(
         _rows(grad, s0),
         _rows(x, s0),
@@ -150,7 +152,7 @@ def fake_quantize_backward(
 
 
 def fake_quantize_backward_(grad: Tensor, *arguments: Any) -> Tensor:
-    """Return theta's gradient and overwrite ``grad`` with that of ``x``; arguments of
+    """Return theta's gradient and overwrite ``grad`` with the gradient of ``x``; arguments as in
     :func:`fake_quantize_backward`."""
     grad_x, grad_theta = fake_quantize_backward(grad, *arguments)
     grad.copy_(grad_x)
@@ -163,7 +165,7 @@ def masked_(grad: Tensor, mask: Tensor) -> None:
 
 
 def masked(grad: Tensor, mask: Tensor) -> Tensor:
-    """Copy of ``grad``, zero outside of the packed mask."""
+    """Copy ``grad``, with zeros outside of the packed mask."""
     return grad.contiguous().masked_fill(~unpack_bits(mask, grad.shape), 0)
 
 
@@ -177,13 +179,13 @@ def dequantize_and_mask_(
     zero: Tensor | None = None,
     above: Tensor | None = None,
 ) -> Tensor:
-    """:func:`dequantize` in the dtype of ``grad``, and :func:`masked_`."""
+    """Apply :func:`masked_` to ``grad``, and :func:`dequantize` in its dtype to ``codes``."""
     masked_(grad, mask)
     return dequantize(codes, s0, theta, scale_dtype, grad.dtype, None, zero, above)
 
 
 def amax(x: Tensor, count: int) -> Tensor:
-    """Largest magnitude of each of ``count`` segments, fp32; NaN for a segment with NaN."""
+    """Compute the largest magnitude of each of ``count`` segments, fp32; NaN for a segment with NaN."""
     if x.numel() == 0:
         return torch.zeros(count, device=x.device)
     return x.reshape(count, -1).abs().amax(1).float()
@@ -192,7 +194,7 @@ def amax(x: Tensor, count: int) -> Tensor:
 def quantize_tokens(
     x: Tensor, grid: int, symmetric: bool, scale_dtype: torch.dtype | None = None, above: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scales and zero points."""
+    """Compute codes, scales and zero points of each token or group."""
     spec = _token_spec(grid, symmetric, scale_dtype)
     if x.numel() == 0:
         scale = torch.ones((*x.shape[:-1], 1), device=x.device)
@@ -203,7 +205,7 @@ def quantize_tokens(
 def keep_tokens(
     x: Tensor, grid: int, mask: bool, scale_dtype: torch.dtype | None = None, above: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Values, codes (e2m1: two in a byte), mask, and scales in their stored format."""
+    """Compute fake-quantized values, codes (e2m1: two in a byte), mask, and scales in their stored format."""
     codes, scale, _ = quantize_tokens(x, grid, True, scale_dtype, above)
     values = fake_quantize_tokens(x, grid, True, None, scale_dtype, above)
     clipped = x.new_empty(0, dtype=torch.uint8)
@@ -240,7 +242,7 @@ def fake_quantize_tokens_backward(
     scale_dtype: torch.dtype | None = None,
     above: Tensor | None = None,
 ) -> Tensor:
-    """Gradient of ``x``."""
+    """Compute the gradient of ``x`` for :func:`fake_quantize_tokens`."""
     if x.numel() == 0:
         return x.new_empty(x.shape)
     spec = _token_spec(grid, symmetric, scale_dtype)
@@ -250,7 +252,8 @@ def fake_quantize_tokens_backward(
 def fake_quantize_tokens_and_mask_(
     grad: Tensor, x: Tensor, grid: int, symmetric: bool, values: bool, *stored: Any
 ) -> Tensor:
-    """:func:`fake_quantize_tokens` if ``values``, else empty; overwrites ``grad`` with the gradient of ``x``."""
+    """Return :func:`fake_quantize_tokens` if ``values``, else an empty tensor; overwrite ``grad`` with the gradient of
+    ``x``."""
     grad.copy_(fake_quantize_tokens_backward(grad, x, grid, symmetric, *stored))
     return fake_quantize_tokens(x, grid, symmetric, None, *stored) if values else x.new_empty(0)
 
@@ -266,7 +269,7 @@ def sum_rows(rows: Tensor, places: Tensor) -> Tensor:
 def rms_norm_quantize(
     x: Tensor, weight: Tensor, eps: float, s0: Tensor, grid: int, scale_dtype: torch.dtype, mask: bool, values: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Codes, packed mask and values of a norm's result, and the reciprocal root of each row's mean square."""
+    """Compute codes, packed mask and values of a norm's result, and the reciprocal root of each row's mean square."""
     of_tensor = (_scales(s0, None, scale_dtype, None).view(1), _spec_of_tensor(grid))
     codes, inside, rounded, rstd = fused_reference.rms_norm_quantize(x, weight, eps, *of_tensor)
     return *_wanted(codes, inside, rounded, mask, values), rstd
@@ -275,7 +278,7 @@ def rms_norm_quantize(
 def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, mask: Tensor, weight_gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of ``x`` and the weight (empty if not requested)."""
+    """Compute the gradients of ``x`` and the weight (empty if not requested)."""
     of_x, of_weight = fused_reference.rms_norm_backward(grad, x, weight, rstd, unpack_bits(mask, x.shape))
     return of_x.contiguous(), of_weight if weight_gradient else weight.new_empty(0)
 
@@ -283,13 +286,13 @@ def rms_norm_backward(
 def silu_mul_quantize(
     gate: Tensor, up: Tensor, s0: Tensor, grid: int, scale_dtype: torch.dtype, mask: bool, values: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, packed mask and values of ``silu(gate) * up``."""
+    """Compute codes, packed mask and values of ``silu(gate) * up``."""
     of_tensor = (_scales(s0, None, scale_dtype, None).view(1), _spec_of_tensor(grid))
     return _wanted(*fused_reference.silu_mul_quantize(gate, up, *of_tensor), mask, values)
 
 
 def silu_mul_backward(grad: Tensor, gate: Tensor, up: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of gate and up."""
+    """Compute the gradients of gate and up."""
     of_gate, of_up = fused_reference.silu_mul_backward(grad, gate, up, unpack_bits(mask, gate.shape))
     return of_gate.contiguous(), of_up.contiguous()
 
@@ -304,7 +307,7 @@ def _spec_of_tensor(grid: int) -> TensorSpec:
 
 
 def _spec(grid: int) -> TensorSpec:
-    """Spec of a grid; the shapes of rows and scales determine which elements share a scale."""
+    """Build the spec of a grid; the shapes of rows and scales determine which elements share a scale."""
     if grid == 1:
         return TensorSpec("fp4_e2m1", 4, "group", 16)
     return (
@@ -313,7 +316,7 @@ def _spec(grid: int) -> TensorSpec:
 
 
 def _token_spec(grid: int, symmetric: bool, scale_dtype: torch.dtype | None) -> TensorSpec:
-    """Spec of a grid for tokens, or for groups, which are then the rows."""
+    """Build the spec of a grid for tokens, or for groups, which are then the rows."""
     if scale_dtype in _STORED:
         stored = _STORED[scale_dtype]
         return TensorSpec(*_FLOATS[grid], "group", stored.group_size, dynamic=True, mx=stored.mx)
@@ -328,10 +331,10 @@ def _rows(x: Tensor, s0: Tensor) -> Tensor:
 
 
 def _scales(s0: Tensor, theta: Tensor | None, scale_dtype: torch.dtype, above: Tensor | None) -> Tensor:
-    """Effective scale of every row."""
+    """Compute the effective scale of every row."""
     return effective_scale(s0, theta, scale_dtype, above=above).reshape(-1, 1)
 
 
 def _zeros(zero: Tensor | None) -> Tensor | None:
-    """Zero point of every row."""
+    """Reshape zero points to one per row."""
     return None if zero is None else zero.reshape(-1, 1)

@@ -15,18 +15,18 @@ _STORED = {"float16": torch.float16, "e8m0": torch.float8_e8m0fnu, "e4m3": torch
 
 
 def grid_of(spec: TensorSpec) -> int:
-    """Integer that encodes the grid of ``spec`` in calls of the operators."""
+    """Return the integer that encodes the grid of ``spec`` in calls of the operators."""
     return _FLOAT_GRIDS.get(spec.dtype, -spec.bits if spec.narrow else spec.bits)
 
 
 def stored_dtype(spec: TensorSpec, model_dtype: torch.dtype) -> torch.dtype:
-    """Dtype to which the operators round a scale."""
+    """Return the dtype to which the operators round a scale."""
     return {"model": model_dtype, **_STORED}.get(spec.scale_format, torch.float32)
 
 
 def effective_scale(quantizer: Quantizer, *, after: Tensor | None = None) -> Tensor:
-    """Scale of the forward, :func:`quant.reference.effective_scale`, without a gradient; ``after``, here and below, as
-    in :mod:`quant.kernels.registration`."""
+    """Compute the forward's scale, :func:`quant.reference.effective_scale`, without a gradient. For ``after``, also an
+    argument of other functions of this module, see :mod:`quant.kernels.registration`."""
     (s0, theta, above, _), spec, dtype = quantizer
     stored = stored_dtype(spec, dtype)
     if theta is None and stored == torch.float32 and after is None:
@@ -36,7 +36,7 @@ def effective_scale(quantizer: Quantizer, *, after: Tensor | None = None) -> Ten
 
 
 def quantize(x: Tensor, quantizer: Quantizer, *, mask: bool = False) -> tuple[Tensor, Tensor]:
-    """Codes of ``x`` in its shape, and the mask of elements inside the range.
+    """Compute codes of ``x``, in its shape, and the mask of elements inside the range.
 
     Args:
         x: any shape and stride; fp32, bf16 or fp16.
@@ -49,7 +49,8 @@ def quantize(x: Tensor, quantizer: Quantizer, *, mask: bool = False) -> tuple[Te
         element ``i`` at bit ``i % 8`` of byte ``i // 8`` (empty without ``mask``).
 
     Raises:
-        RuntimeError: the scales do not divide ``x``, or a dtype is not supported; likewise for the other functions.
+        RuntimeError: the scales do not divide ``x``, or a dtype is not supported. Other functions of this module raise
+            it for the same reasons.
     """
     ensure_ready()
     s0, theta, grid, stored = _run_scales(quantizer)
@@ -57,14 +58,15 @@ def quantize(x: Tensor, quantizer: Quantizer, *, mask: bool = False) -> tuple[Te
 
 
 def quantize_with_values(x: Tensor, quantizer: Quantizer, *, mask: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`quantize` and :func:`fake_quantize` in one pass: codes, mask, values."""
+    """Compute :func:`quantize` and :func:`fake_quantize` in one pass: codes, mask, values."""
     ensure_ready()
     s0, theta, grid, stored = _run_scales(quantizer)
     return _OPS.quantize_with_values(x, s0, theta, grid, stored, mask, *_zero_and_above(quantizer))
 
 
 def quantize_with_scale(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
-    """Codes of :func:`quantize` and :func:`effective_scale` in one launch; not with scales per block."""
+    """Compute the codes of :func:`quantize` and the scale of :func:`effective_scale` in one launch; not for scales per
+    block."""
     s0, theta, grid, stored = _run_scales(quantizer)
     if theta is None and stored == torch.float32:
         return quantize(x, quantizer)[0], s0
@@ -81,7 +83,8 @@ def dequantize(codes: Tensor, quantizer: Quantizer, *, after: Tensor | None = No
 
 
 def dequantize_with_zeros(codes: Tensor, quantizer: Quantizer, *, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """:func:`dequantize`, and zeros in the shape and dtype of theta, in one launch; not with scales per block."""
+    """Compute :func:`dequantize`, and zeros in the shape and dtype of theta, in one launch; not for scales per
+    block."""
     ensure_ready()
     s0, theta, _, stored = _run_scales(quantizer, after)
     values, zeros = _OPS.dequantize_with_zeros(
@@ -105,9 +108,11 @@ def fake_quantize(x: Tensor, quantizer: Quantizer, *, after: Tensor | None = Non
 def fake_quantize_backward_(
     grad: Tensor, x: Tensor, quantizer: Quantizer, *, factor: float, theta_gradient: bool, of_weight: bool = False
 ) -> Tensor | None:
-    """Gradients of :func:`fake_quantize` in one pass: overwrites ``grad`` with that of ``x``; returns that of theta
-    times ``factor`` if ``theta_gradient``. With ``of_weight``, a non-finite ``x / s`` makes theta's gradient NaN if
-    requested, else that of ``x``.
+    """Compute the gradients of :func:`fake_quantize` in one pass: overwrites ``grad`` with the gradient of ``x``, and
+    returns theta's gradient times ``factor`` if ``theta_gradient``.
+
+    With ``of_weight``, a non-finite ``x / s`` makes theta's gradient NaN if it is requested, else the gradient of
+    ``x``.
 
     ``grad`` is contiguous, in the shape and dtype of ``x``. Sums are fp32, in an order that depends only on the shape.
     """
@@ -120,7 +125,7 @@ def fake_quantize_backward_(
 
 
 def _block_gradients_(grad: Tensor, x: Tensor, quantizer: Quantizer, factor: float, of_weight: bool) -> Tensor:
-    """:func:`fake_quantize_backward_` with learned scales per block."""
+    """Compute :func:`fake_quantize_backward_` for learned scales per block."""
     (s0, theta, *_), spec, _ = quantizer
     assert theta is not None
     effective = effective_scale(quantizer, after=grad)
@@ -135,7 +140,7 @@ def _block_gradients_(grad: Tensor, x: Tensor, quantizer: Quantizer, factor: flo
 
 
 def _run_scales(quantizer: Quantizer, after: Tensor | None = None) -> tuple[Tensor, Tensor | None, int, torch.dtype]:
-    """``s0, theta, grid, scale_dtype`` for the operators.
+    """Return ``s0, theta, grid, scale_dtype`` for the operators.
 
     The operators compute the scale of each of ``n`` equal runs of consecutive elements. A scale per block covers runs
     in many rows, so its effective scale is computed first and repeated for each run.
@@ -147,7 +152,7 @@ def _run_scales(quantizer: Quantizer, after: Tensor | None = None) -> tuple[Tens
 
 
 def _zero_and_above(quantizer: Quantizer) -> tuple[Tensor | None, Tensor | None]:
-    """``zero, above`` for the operators."""
+    """Return ``zero, above`` for the operators."""
     return quantizer.scale.zero, quantizer.scale.global_
 
 
@@ -165,23 +170,24 @@ def masked_(grad: Tensor, mask: Tensor) -> Tensor:
 
 
 def dequantize_and_mask_(grad: Tensor, mask: Tensor, codes: Tensor, quantizer: Quantizer) -> Tensor:
-    """:func:`masked_`, and :func:`dequantize` of as many codes in the dtype of ``grad``, in one launch; not with scales
-    per block."""
+    """Apply :func:`masked_` to ``grad``, and :func:`dequantize` in its dtype to as many codes, in one launch; not for
+    scales per block."""
     ensure_ready()
     s0, theta, _, stored = _run_scales(quantizer)
     return _OPS.dequantize_and_mask_(grad, mask, codes, s0, theta, stored, *_zero_and_above(quantizer))
 
 
 def amax(x: Tensor, count: int = 1) -> Tensor:
-    """Largest magnitude of each of ``count`` equal consecutive segments: fp32 ``[count]``, NaN for a segment with NaN,
-    0 if empty."""
+    """Compute the largest magnitude of each of ``count`` equal consecutive segments: fp32 ``[count]``, NaN for a
+    segment with NaN, 0 if empty."""
     ensure_ready()
     return _OPS.amax(x, count)
 
 
 def quantize_tokens(x: Tensor, spec: TensorSpec, above: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Dynamic codes of ``x [..., features]``, with fp32 scales and int8 zero points ``[..., n]`` for the ``n`` groups
-    of a token (one per token). ``above``, here and below: the global scale, fp32 ``(1,)``, if ``spec`` has one."""
+    """Quantize ``x [..., features]`` with dynamic scales: codes, fp32 scales and int8 zero points ``[..., n]`` for the
+    ``n`` groups of a token (1 for scales per token). ``above`` is the global scale, fp32 ``(1,)``, if ``spec`` has
+    one."""
     ensure_ready()
     codes, scale, zero_point = _OPS.quantize_tokens(*_token_arguments(x, spec), *_stored(spec, above))
     return codes.view(x.shape), scale.flatten(x.dim() - 1), zero_point.flatten(x.dim() - 1)
@@ -197,7 +203,7 @@ def fake_quantize_tokens(
 
 
 def fake_quantize_tokens_backward(grad: Tensor, x: Tensor, spec: TensorSpec, above: Tensor | None = None) -> Tensor:
-    """Gradient of :func:`fake_quantize_tokens`; ``grad`` has the shape and dtype of ``x``."""
+    """Compute the gradient of :func:`fake_quantize_tokens`; ``grad`` has the shape and dtype of ``x``."""
     ensure_ready()
     grads, of_x = _token_groups(grad, spec), _token_arguments(x, spec)
     return _OPS.fake_quantize_tokens_backward(grads, *of_x, *_stored(spec, above)).view(x.shape)
@@ -206,8 +212,8 @@ def fake_quantize_tokens_backward(grad: Tensor, x: Tensor, spec: TensorSpec, abo
 def fake_quantize_tokens_and_mask_(
     grad: Tensor, x: Tensor, spec: TensorSpec, above: Tensor | None = None, *, values: bool
 ) -> Tensor | None:
-    """:func:`fake_quantize_tokens` (if ``values``; not differentiable) and its backward in one launch: overwrites
-    ``grad``, contiguous in the shape and dtype of ``x``, with the gradient of ``x``."""
+    """Compute :func:`fake_quantize_tokens` (if ``values``; not differentiable) and its backward in one launch:
+    overwrites ``grad``, contiguous in the shape and dtype of ``x``, with the gradient of ``x``."""
     ensure_ready()
     groups, of_x = _token_groups(grad, spec), _token_arguments(x, spec)
     found: Tensor = _OPS.fake_quantize_tokens_and_mask_(groups, *of_x, values, *_stored(spec, above))
@@ -217,13 +223,15 @@ def fake_quantize_tokens_and_mask_(
 def keep_tokens(
     x: Tensor, spec: TensorSpec, above: Tensor | None = None, *, mask: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """:func:`fake_quantize_tokens` of floats, with the tensors for :func:`restore_tokens` and :func:`kept_gradient_`.
+    """Compute :func:`fake_quantize_tokens` of floats, with the tensors for :func:`restore_tokens` and
+    :func:`kept_gradient_`.
 
     Returns:
         Values in the shape and dtype of ``x``; packed codes (e2m1: uint8 ``[..., features / 2]``, e4m3 in the shape of
         ``x``); the mask of :func:`quantize` if requested and elements may be clipped, else empty; and the scales of the
-        groups ``[..., n, 1]`` in their stored format, which is exact. Powers of two and fp32 scales never clip. A
-        global scale may, and small e4m3 scales below it are coarse.
+        groups ``[..., n, 1]`` in their stored format, which is exact. Scales in fp32 or powers of two never clip
+        elements. e4m3 scales may: they saturate if a group is too large for the global scale, and small e4m3 numbers
+        are coarse.
     """
     ensure_ready()
     groups, clips = _token_groups(x, spec), mask and above is not None
@@ -271,7 +279,7 @@ def sum_rows(rows: Tensor, places: Tensor) -> Tensor:
 def rms_norm_quantize(
     x: Tensor, weight: Tensor, eps: float, quantizer: Quantizer, *, mask: bool, values: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """RMSNorm with its result quantized with one fixed scale, see :mod:`quant.fused_reference`; no gradient.
+    """Compute RMSNorm and quantize its result with one fixed scale, see :mod:`quant.fused_reference`; no gradient.
 
     Args:
         x, weight: ``[..., n]`` and ``[n]`` of one dtype; n is a multiple of 8 and at most 16,384.
@@ -290,7 +298,7 @@ def rms_norm_quantize(
 def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, mask: Tensor, *, weight_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of :func:`rms_norm_quantize`: of ``x``, and of the weight if requested."""
+    """Compute the gradients of :func:`rms_norm_quantize`: of ``x``, and of the weight if requested."""
     ensure_ready()
     of_x, of_weight = _OPS.rms_norm_backward(grad, x, weight, rstd, mask, weight_gradient)
     return of_x, of_weight if weight_gradient else None
@@ -299,31 +307,32 @@ def rms_norm_backward(
 def silu_mul_quantize(
     gate: Tensor, up: Tensor, quantizer: Quantizer, *, mask: bool, values: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``silu(gate) * up``, quantized likewise: codes, mask, values; tensors of one shape and dtype."""
+    """Compute ``silu(gate) * up``, quantized as in :func:`rms_norm_quantize`: codes, mask, values; all inputs have one
+    shape and dtype."""
     ensure_ready()
     return _OPS.silu_mul_quantize(gate, up, *_single_scale(quantizer), mask, values)
 
 
 def silu_mul_backward(grad: Tensor, gate: Tensor, up: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of gate and up for :func:`silu_mul_quantize`."""
+    """Compute the gradients of gate and up for :func:`silu_mul_quantize`."""
     ensure_ready()
     return _OPS.silu_mul_backward(grad, gate, up, mask)
 
 
 def _single_scale(quantizer: Quantizer) -> tuple[Tensor, int, torch.dtype]:
-    """``s0, grid, scale_dtype`` of a single scale that does not learn."""
+    """Return ``s0, grid, scale_dtype`` of a single scale that does not learn."""
     (s0, theta, _, _), spec, dtype = quantizer
     assert theta is None and spec.granularity == "tensor"
     return s0, grid_of(spec), stored_dtype(spec, dtype)
 
 
 def _token_arguments(x: Tensor, spec: TensorSpec) -> tuple[Tensor, int, bool]:
-    """``x, grid, symmetric`` for the operators."""
+    """Return ``x, grid, symmetric`` for the operators."""
     return _token_groups(x, spec), grid_of(spec), spec.symmetric
 
 
 def _stored(spec: TensorSpec, above: Tensor | None) -> tuple[torch.dtype | None, Tensor | None]:
-    """``scale_dtype, above`` for the operators on tokens."""
+    """Return ``scale_dtype, above`` for the operators on tokens."""
     return _STORED.get(spec.scale_format), above
 
 

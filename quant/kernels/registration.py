@@ -3,26 +3,29 @@
 An operator computes the scale ``s0 * exp(theta)`` rounded to ``scale_dtype``, so that a learned scale needs no extra
 launch. Scale ``i`` of ``n`` belongs to the ``i``-th of ``n`` equal consecutive segments of the row-major tensor: one
 scale is per tensor, ``(E,)`` per expert of a stack, ``(out, groups)`` per group. A *grid* is 0 for e4m3, 1 for e2m1,
-else the number of bits of a signed integer, optionally with a zero point beside each scale; negative for a narrow range
-(-4: -7..7), without zero points. Grids of tokens are 0, 1 or 2 to 8; only integers may be asymmetric.
+else the number of bits of a signed integer, optionally with a zero point for each scale; a negative number means a
+narrow range without zero points (-4: -7..7). Grids of tokens are 0, 1 or 2 to 8; only integers may be asymmetric.
 
-``scale_dtype`` is a dtype of numbers, or ``float8_e8m0fnu``: powers of two (MX), or ``float8_e4m3fn``: e4m3 numbers
-below ``above``, the global scale, fp32 ``(1,)`` or for a stack one per expert (NVFP4). For tokens it is None for fp32,
-or one of these two with groups of 32 or 16 features; for e2m1 always one of these two.
+``scale_dtype`` is the dtype to which scales are rounded: fp32, bf16 or fp16; ``float8_e8m0fnu`` for powers of two (MX);
+or ``float8_e4m3fn`` for e4m3 numbers relative to ``above``, the global scale, fp32 ``(1,)`` or for a stack one per
+expert (NVFP4). For tokens, None means fp32; ``float8_e8m0fnu`` goes with groups of 32 features, ``float8_e4m3fn`` with
+groups of 16, and e2m1 needs one of them.
 
 ``fake_quantize`` and ``fake_quantize_tokens`` are differentiable; ``fake_quantized`` and ``fake_quantized_tokens`` are
-the same without a gradient: a registered gradient is called from Python, at some 0.1 ms per call even if no gradient is
-needed, in the forward and backward of an autograd function.
+the same without a gradient. Inside an autograd function the latter are used, as a registered gradient costs a call into
+Python of about 0.1 ms even if it is not needed.
 
 Operators that backward uses to quantize again take a gradient as ``after``, which does not affect the result. Without
-it, ``torch.compile`` would merge the call with that of the forward and keep the result for backward: a fake-quantized
-copy of every weight.
+it, ``torch.compile`` would merge the call with the same call in the forward and keep the result for backward: a
+fake-quantized copy of every weight.
 
 Non-finite values: a NaN stays a NaN (its code is 0 except for e4m3) and has no gradient; an infinity clips. With
-``of_weight``, the gradient is NaN there, or theta's if requested; the gradient of ``fake_quantize`` always does so. A
-token that holds either becomes NaN as a whole in :func:`fake_quantize_tokens`. ``keep_tokens`` is
-``fake_quantize_tokens`` of floats with everything backward can keep instead of the input: codes (e2m1: two in a byte,
-the first in the low four bits), the mask, and the scales in their stored format.
+``of_weight``, non-finite elements have a gradient of NaN, or theta has one if its gradient is requested; the gradient
+of ``fake_quantize`` always does so. A token that contains a NaN or an infinity becomes NaN as a whole in
+:func:`fake_quantize_tokens`.
+
+``keep_tokens`` is ``fake_quantize_tokens`` of floats with everything that backward can keep instead of the input: codes
+(e2m1: two in a byte, the first in the low four bits), the mask, and the scales in their stored format.
 """
 
 from collections.abc import Callable
@@ -84,7 +87,7 @@ _CODE_DTYPES = {0: torch.float8_e4m3fn, 1: torch.uint8}  # by grid; int8 for all
 
 
 def _like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Empty contiguous tensor in the shape of ``x``."""
+    """Create an empty contiguous tensor in the shape of ``x``."""
     return torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
 
 
