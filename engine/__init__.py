@@ -1,4 +1,4 @@
-"""Training engine on DeepSpeed. Its import checks that ``data``, ``launch``, ``model`` and ``quant`` are DeepQAT's.
+"""Training engine on DeepSpeed. Its import checks that ``data``, ``launch``, ``model`` and ``quant`` belong to DeepQAT.
 
 Python searches the script's directory first, so a user's ``model.py`` or a folder ``data`` of another project would be
 imported instead.

@@ -39,14 +39,14 @@ def observed_input_scales(quantization: Quantization, owners: Set[str] | None = 
     """Compute static activation scales from the observers of all ranks; a collective.
 
     Args:
-        quantization: has the input groups and their observers.
-        owners: first modules of the wanted groups; None: all groups.
+        quantization: the model's input groups and their observers.
+        owners: owners (first modules) of the wanted groups; None: all groups.
 
     Returns:
         fp32 tensors of shape (1,), equal on every rank, by owner of the group.
 
     Raises:
-        RankError: on every rank, naming layers whose inputs were never seen or held NaN or Inf.
+        RankError: on every rank, naming layers whose inputs were never seen or contained NaN or Inf.
     """
     groups = [group for group in quantization.input_groups if owners is None or group.owner in owners]
     if not groups:
@@ -96,11 +96,11 @@ def calibrate_inputs(
     """Run ``batches`` through the unquantized model and write the activation scales measured there; a collective.
 
     Args:
-        forward: the engine (or the plain model); called with input_ids alone.
+        forward: the engine (or the plain model); called without an attention mask.
         quantization: quantization of the model; paused during the passes. Switches and observers are restored after.
         owners: owners of the input groups to write; other groups keep their scales.
-        batches: the same number on every rank.
-        device: where the batches go.
+        batches: micro-batches, equally many on every rank.
+        device: device of the forward passes.
     """
     with _observing(forward, quantization):
         for batch in batches:
@@ -110,7 +110,7 @@ def calibrate_inputs(
 
 @contextmanager
 def _observing(forward: nn.Module, quantization: Quantization, *, quantized: bool = False) -> Iterator[None]:
-    """Context in evaluation mode with observers on, and with ``quantized`` inputs; all is restored afterwards."""
+    """Context: evaluation mode, observers on, weights unquantized, inputs as ``quantized``; all restored afterwards."""
     was_training = forward.training
     try:
         forward.eval()
@@ -148,8 +148,9 @@ class FakeQuant:
     A scale group (layers that share a scale) is *active* while at least one of its members is fake-quantized, else
     inactive. The theta of an inactive group does not move: its gradient is 0, and its moments are set to 0 when the
     group becomes inactive. After a training step an inactive group is *outdated*: its scale fits an earlier model.
-    Switching it on measures it again (weight scales from the current weights, input scales from the observers) and
-    restarts its theta at 0 with fresh moments, and with a new warm-up if all groups of its kind start.
+    Switching fake quant on measures the scales of outdated groups again (weight scales from the current weights, input
+    scales from the observers), and restarts their thetas at 0 with fresh moments. If all groups of a kind (weight or
+    input) start, their learning rate warms up again.
     """
 
     def __init__(self, session: Session) -> None:
@@ -161,11 +162,10 @@ class FakeQuant:
         self.scale_steps = dict.fromkeys(THETA_GROUPS.values(), 0)
         """Optimizer steps with fake quant since the scales were measured, by parameter group."""
         self.stale: dict[str, set[str]] = {"weight": set(), "input": set(session.uncalibrated)}
-        """Owners of the groups whose scales do not fit the model as it is, weights and inputs: those of an earlier
-        model, and inputs that were never calibrated."""
+        """Owners of the groups with outdated scales, and of inputs that were never calibrated, by kind."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values for a checkpoint; the quantization saves its own switches."""
+        """Return plain values for a checkpoint; the quantization saves its own switches."""
         return {
             "forgets": self.forgets,
             "scale_steps": dict(self.scale_steps),
@@ -189,7 +189,7 @@ class FakeQuant:
         return any(self.stale.values())
 
     def enable(self, *, weights: bool = True, activations: bool = True, layers: str | None = None) -> None:
-        """Switch fake quant on in all layers, or in those whose whole name the regex ``layers`` matches.
+        """Switch fake quant on in all layers, or in layers whose whole name matches the regex ``layers``.
 
         Outdated scales are measured again, in a collective. Inputs that stay unquantized are observed.
 
@@ -200,7 +200,10 @@ class FakeQuant:
         self._switch(weights, activations, layers, observe=True)
 
     def disable(self, *, layers: str | None = None, observe: bool = True) -> None:
-        """Switch fake quant off in all or the matching layers; observers go on, unless it never returns."""
+        """Switch fake quant off in all layers, or in layers whose whole name matches ``layers``.
+
+        ``observe``: observe unquantized inputs; False if fake quant will not be switched on again.
+        """
         self._switch(False, False, layers, observe=observe)
 
     def _switch(self, weights: bool, activations: bool, layers: str | None, *, observe: bool) -> None:
@@ -210,7 +213,7 @@ class FakeQuant:
         self._begin({kind: now[kind] - before[kind] for kind in now})
         self._rest({kind: before[kind] - now[kind] for kind in now})
         watch = observe and len(now["input"]) < len(self.quantization.input_groups)
-        if watch != self.quantization.observing:  # starting again would forget what was seen
+        if watch != self.quantization.observing:  # starting again would clear the observers
             self.quantization.observe(watch)
 
     def observe(self, on: bool) -> None:
@@ -239,12 +242,15 @@ class FakeQuant:
             reset_optimizer_state(self.session.engine.optimizer, THETA_GROUPS[kind])
 
     def learning(self, group: str) -> bool:
-        """True if thetas of a parameter group train now: fake quant is on and they are not frozen."""
+        """Tell if the thetas of a parameter group train now: their fake quant is on, and they are not frozen."""
         kind = next(kind for kind, name in THETA_GROUPS.items() if name == group)
         return bool(self._active()[kind]) and group not in self.overrides.frozen
 
     def stepped(self) -> None:
-        """Mark scales after a training step; called by the loop; a collective if scales follow the weights."""
+        """Count a training step for active scales, and mark inactive scales as outdated.
+
+        A collective if scales follow the weights.
+        """
         if self.session.recipe.quant.scales_follow_weights:
             follow_weights(self.quantization)
             weights_changed(self.session.model)
@@ -255,7 +261,7 @@ class FakeQuant:
                 self.stale[kind] |= set(self._groups(kind)) - active[kind]
 
     def calibrate(self, batches: Iterable[MicroBatch]) -> None:
-        """Measure the input scales that no checkpoint has, from batches of every rank; a collective."""
+        """Measure the input scales that no checkpoint provides, on batches of every rank; a collective."""
         if not self.stale["input"]:
             return
         say(f"calibrating activations on {self.session.recipe.quant.calibration_batches} micro-batches per rank")
@@ -266,7 +272,7 @@ class FakeQuant:
         """Measure every outdated scale again, for an export; a collective.
 
         Args:
-            batches: for inputs without an observer.
+            batches: micro-batches to measure inputs without an observer on.
         """
         self._begin({kind: set(owners) for kind, owners in self.stale.items()}, batches)
 
@@ -275,7 +281,7 @@ class FakeQuant:
         """Context with serving numerics: all layers fake-quantized, no outdated scale, no observer; a collective.
 
         Args:
-            batches: for inputs without an observer.
+            batches: micro-batches to measure inputs without an observer on.
         """
         self._write(self.stale, batches)
         try:
@@ -303,7 +309,7 @@ class FakeQuant:
         }
 
     def _begin(self, owners: dict[str, set[str]], batches: Iterable[MicroBatch] | None = None) -> None:
-        """Activate groups: restart the thetas of outdated ones and measure their scales."""
+        """Activate groups: restart the thetas of outdated groups, and measure their scales."""
         stale = {kind: owners[kind] & self.stale[kind] for kind in owners}
         self._warn_of_lost_scales(stale["weight"])
         for kind, begun in stale.items():
@@ -313,7 +319,7 @@ class FakeQuant:
             self.stale[kind] -= measured
 
     def _warn_of_lost_scales(self, owners: set[str]) -> None:
-        """Warn if weight scales loaded from the user's files are measured again and so lost."""
+        """Warn if weight scales from files or from quant.init are measured again, and so lost."""
         key = self.session.recipe.quant.scales_brought_by()
         if owners and key is not None:
             say(
@@ -363,17 +369,17 @@ class FakeQuant:
             self.scale_steps[THETA_GROUPS[kind]] = 0
 
 
-# The largest share of an input that a scale may clip (a Gaussian clipped at 1.6 standard deviations), and
-# how many times it may be the absmax scale of a few samples. One token with a massive activation, which these may lack,
-# makes it some hundred times; an absmax that was not divided, 448 at e4m3.
+# Limits of check_input_scales. MOST_CLIPPED: largest share of an input's elements that a scale may clip (a Gaussian
+# clipped at 1.6 standard deviations). TOO_LARGE: largest ratio of a scale to the absmax scale of a few samples. A token
+# with a massive activation, which these samples may lack, makes the ratio some hundred. An absmax that was not divided
+# by the largest code makes it 448 for e4m3.
 MOST_CLIPPED, TOO_LARGE = 0.1, 256.0
 
 
 def check_inputs(session: Session, first: Callable[[int], Iterable[MicroBatch]]) -> None:
-    """Check input scales from files on ``first(1)``, each rank's first training micro-batch; a collective, after
-    calibration.
+    """Check input scales from files on ``first(1)``, each rank's first training micro-batch; a collective.
 
-    Raises RankError on every rank."""
+    Call it after calibration. Raises RankError on every rank."""
     quant = session.recipe.quant
     source = quant.start or quant.scales or session.recipe.model.path
     if quant.start or quant.scales or is_quantized(Path(source)):
@@ -387,7 +393,7 @@ def _owners(session: Session) -> set[str]:
     if (initial := session.recipe.quant.initial_input_scale) is None:
         return owners
     written, scales = torch.tensor(initial).item(), input_scales(session.quantization)
-    return {owner for owner in owners if scales[owner] != written}  # else the recipe gave it
+    return {owner for owner in owners if scales[owner] != written}  # the others have the recipe's scale
 
 
 @torch.no_grad()
@@ -401,16 +407,17 @@ def check_input_scales(
 ) -> None:
     """Run ``batches`` with quantized inputs and refuse scales that cannot belong to these inputs; a collective.
 
-    The model is left unchanged. Scales from other data and clipping scales pass: see :data:`MOST_CLIPPED` and
-    :data:`TOO_LARGE`; a global scale above dynamic ones may be smaller by the same factor.
+    The model is left unchanged. Scales from other data and scales that clip pass within the limits
+    :data:`MOST_CLIPPED` and :data:`TOO_LARGE`. The global scale of dynamic scales (NVFP4) may also be too small, by a
+    factor up to :data:`TOO_LARGE`.
 
     Args:
-        forward, quantization, batches, device: as of :func:`engine.fake_quant.calibrate_inputs`.
+        forward, quantization, batches, device: see :func:`engine.fake_quant.calibrate_inputs`.
         owners: owners of the input groups whose scales are checked.
         source: origin of the scales, for the error.
 
     Raises:
-        RankError: on every rank: names the inputs, both values, and what to do.
+        RankError: on every rank, with the inputs, both values and the remedy.
     """
     groups = [group for group in quantization.input_groups if group.owner in owners]
     if not groups:
@@ -429,7 +436,7 @@ def check_input_scales(
         if above and not wanted / TOO_LARGE <= scales[group.owner] <= wanted * TOO_LARGE:
             beyond = "the scales below this one, which divides, are all 0 or clipped"
         elif above:
-            continue  # what it clips is what those below it do
+            continue  # the dynamic scales decide what is clipped
         elif clipped > MOST_CLIPPED * total:
             beyond = f"{clipped / total:.2f} of its elements are beyond the range"
         elif 0 < wanted * TOO_LARGE < scales[group.owner]:
@@ -451,7 +458,7 @@ class QuantStats:
     weights: dict[str, WeightStatistics]
     input_scales: dict[str, float]
     clipped_inputs: dict[str, float]
-    """Fraction of the inputs' elements outside the range, of the groups that were watched."""
+    """Fraction of an input's elements outside the range, for the groups that were observed."""
 
 
 def measure(quantization: Quantization) -> QuantStats:
@@ -478,7 +485,7 @@ class Watch:
 
 @contextmanager
 def watching(quant: FakeQuant) -> Iterator[Watch]:
-    """Observe inputs inside the block, and measure the quantization when it ends; a collective then.
+    """Context that observes inputs, and measures the quantization at its end, in a collective.
 
     Observers that run already (switched on by a script or a schedule) keep their state and continue.
     """

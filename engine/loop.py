@@ -108,7 +108,7 @@ class Loop:
     def run(self) -> LoopState:
         """Set up, train, export. Returns the state after the last step.
 
-        A signal (see engine/cluster/job.py) ends it after the step it came in, with a checkpoint and without an
+        A signal (see engine/cluster/job.py) ends the run after the current step, with a checkpoint and without an
         export.
         """
         try:
@@ -142,16 +142,18 @@ class Loop:
             self.schedule.run_after(state.step, state)
             if state.last.stop_requested:
                 break
-        sum_where_ranks_agree(state)  # a rank that stops alone meets the next step of the others here
+        sum_where_ranks_agree(
+            state
+        )  # if only some ranks stop, the others are in the same reduction, of their next step
         report.trained(state)
 
 
 def _finish(state: LoopState) -> RankError | None:
-    """Evaluate, save a checkpoint and export after the last step; after a signal save the checkpoint alone.
+    """Evaluate, save a checkpoint and export after the last step; after a signal only save the checkpoint.
 
     Returns:
-        The failure to raise after the final report: the checkpoint could not be written but the export was, or every
-        step was skipped.
+        The error to raise after the final report, if any: every step was skipped, or the checkpoint could not be
+        written although the export was.
     """
     recipe, unsaved = state.recipe, None
     asked_to_stop = state.last is not None and state.last.stop_requested
@@ -178,7 +180,7 @@ def _finish(state: LoopState) -> RankError | None:
 
 
 def _export(state: LoopState) -> None:
-    """Export; if that fails, save a training checkpoint."""
+    """Export. If that fails in a run that saves no checkpoints, save one before the error is raised."""
     try:
         batches = state.loader.first(max(1, state.recipe.quant.calibration_batches))
         export_trained(state.session, state.quant, batches)

@@ -2,7 +2,7 @@
 
 Steps are optimizer steps, counted from 0: an event ``at`` step N runs when N steps are done and before step N begins;
 an event ``every`` N steps runs after each N-th step; an event ``when`` a condition holds is checked after each step and
-runs once, the first time. One line of YAML under ``schedule`` does what one line of Python would.
+runs once, the first time. One line of YAML under ``schedule`` has the effect of one line of Python.
 """
 
 import math
@@ -25,8 +25,8 @@ from quant import Quantization
 class Schedule:
     """Actions that run before a given step, after every N-th step, or once when a condition holds.
 
-    After a step the periodic actions run first, then the conditional ones, then those added with ``last``; each kind in
-    the order in which they were added.
+    After a step the periodic actions run first, then the conditional actions, then the actions added with ``last``;
+    each kind in the order in which its actions were added.
     """
 
     before: list[tuple[int, Action]] = field(default_factory=list)
@@ -34,11 +34,11 @@ class Schedule:
     last: list[tuple[int, Action]] = field(default_factory=list)
     conditional: list[tuple[StateCondition, Action]] = field(default_factory=list)
     met: list[int] = field(default_factory=list)
-    """Which of ``conditional`` have run, by position: a checkpoint keeps it, so that a resumed run does not repeat
-    them."""
+    """Positions in ``conditional`` of the actions that have run. Checkpoints keep this list, so that a resumed run does
+    not repeat these actions."""
 
     def state_dict(self) -> dict[str, list[int]]:
-        """Names of the conditional events that have run, for a checkpoint."""
+        """Return the positions of the conditional actions that have run, for a checkpoint."""
         return {"met": list(self.met)}
 
     def load_state_dict(self, state: Mapping[str, list[int]]) -> None:
@@ -54,7 +54,7 @@ class Schedule:
     def every(self, steps: int, action: Action, *, last: bool = False) -> None:
         """Run ``action(state)`` after every ``steps``-th optimizer step.
 
-        ``last``: after all other events of the step, so that it sees their changes.
+        ``last``: run it after all other events of the step, so that it sees their changes.
         """
         if steps < 1:
             raise ValueError(f"an event every {steps} steps: expected 1 or more")
@@ -98,8 +98,8 @@ RELATIONS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operat
 def add_recipe_events(schedule: Schedule, recipe: Recipe) -> None:
     """Add all events of a recipe.
 
-    An evaluation is the first event of its step, so that others see its results, and a checkpoint the last, so that it
-    includes their changes.
+    An evaluation is the first event of its step, so that other events see its results. A checkpoint is the last event,
+    so that it includes the changes of all others.
     """
     start = recipe.quant.fake_quant_start
     if start != 0:
@@ -139,8 +139,8 @@ def evaluate_held_out(state: LoopState) -> None:
 def evaluate_start(state: LoopState) -> None:
     """Evaluate the starting point; a collective.
 
-    It is the PTQ model, or the step at which a signal ended the run that is resumed: that step was not evaluated and
-    may be the best."""
+    In a new run this is the PTQ model. In a resumed run it is the step at which a signal ended the earlier run: that
+    step was not evaluated and may be the best."""
     if state.saved_step is None:
         if not state.recipe.never_quantizes():
             evaluate_held_out(state)
@@ -161,10 +161,10 @@ def checkpoints(recipe: Recipe) -> Path:
 
 
 def save(state: LoopState) -> None:
-    """Save a training checkpoint, and mark it as the best if its evaluation is; a collective.
+    """Save a training checkpoint, and mark it as the best if its evaluation is the best so far; a collective.
 
     Raises:
-        SaveError: on every rank: it could not be written.
+        SaveError: on every rank: the checkpoint could not be written.
     """
     save_checkpoint(
         state.session,
@@ -180,7 +180,7 @@ def save(state: LoopState) -> None:
 
 
 def _measured(state: LoopState) -> tuple[str, float] | None:
-    """Metric that selects the best checkpoint, and its value at this step if the step was evaluated."""
+    """Return the metric that selects the best checkpoint, and its value; None if this step was not evaluated."""
     best = state.recipe.eval.best
     metric = f"eval/kd/{state.recipe.loss.kd}" if best == "kd" else f"eval/{best}"
     evaluated = state.evaluations.step == state.step and metric in state.evaluation
@@ -188,7 +188,7 @@ def _measured(state: LoopState) -> tuple[str, float] | None:
 
 
 def _try_to_save(state: LoopState) -> None:
-    """Save a checkpoint during training; its failure (a full disk) ends neither the run nor earlier checkpoints."""
+    """Save a checkpoint during training; if that fails (disk full), the run goes on with its earlier checkpoints."""
     train = state.recipe.train
     if state.step == train.steps:
         return  # the end of the run saves the last one

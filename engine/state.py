@@ -19,24 +19,24 @@ from engine.session.session import Session
 
 @dataclass
 class StepResult:
-    """Means over the valid tokens of one optimizer step, of all ranks."""
+    """Result of one optimizer step over all ranks; losses are means over the valid tokens."""
 
     losses: dict[str, float]
     valid_tokens: int
     tokens: int
-    """Positions that hold a token of a sample, padding left out."""
+    """Number of tokens without padding."""
     grad_norm: float | None
-    """Before clipping; None on stage 0 in fp32, where DeepSpeed clips without keeping it."""
+    """Gradient norm before clipping; None on stage 0 in fp32, where DeepSpeed does not keep the norm."""
     scale_grad_norm: float | None
-    """The scales' share of it, in the steps that measure quantization."""
+    """Gradient norm of the scales before clipping; None in steps that do not measure the quantization."""
     skipped: bool
-    """The loss or its gradients were not finite, and nothing was updated."""
+    """True if the loss or a gradient was not finite, so that nothing was updated."""
     stop_requested: bool
-    """A signal asked at least one rank to stop; the same on all ranks."""
+    """True if a signal asked at least one rank to stop; the same on all ranks."""
     loss_scale: float | None
-    """Loss scale of the step, in fp16."""
+    """Loss scale of the step in fp16, else None."""
     quantization: QuantStats | None
-    """Statistics of the quantization, in the steps that measure them."""
+    """Statistics of the quantization; None in steps that do not measure them."""
 
 
 @dataclass
@@ -51,11 +51,11 @@ class LoopState:
     evaluations: HeldOutResults
     """Results of the evaluations so far."""
     skipped: SkippedSteps
-    """Counts the skipped steps."""
+    """Counter of the skipped steps."""
     stateful: StatefulStates
-    """Objects whose state a checkpoint saves beside DeepSpeed's, by name."""
+    """Objects whose state a checkpoint saves in addition to DeepSpeed's state, by name."""
     token_losses: Sequence[NamedTokenLoss] = ()
-    """The user's own losses."""
+    """Losses that the user's script added."""
     step: int = 0
     """Optimizer steps done."""
     last: StepResult | None = None
@@ -100,7 +100,7 @@ class LoopState:
         self.session.overrides.set_loss_weights(**weights)
 
     def value_of(self, metric: str) -> float | None:
-        """Loss of the last step or result of the last evaluation by name; None if not measured yet."""
+        """Look up a loss of the last step or a result of the last evaluation by name; None if not measured yet."""
         return {**self.evaluation, **(self.last.losses if self.last else {})}.get(metric)
 
     def stop(self) -> None:

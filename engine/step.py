@@ -29,7 +29,7 @@ def train_step(state: LoopState) -> StepResult:
     """Run one optimizer step: forward and backward of every micro-batch, then the update; a collective.
 
     Raises:
-        RankError: on every rank: no token has a target, or too many steps in a row were not finite.
+        RankError: on every rank: no token has a target, or too many steps in a row were skipped.
     """
     batches = state.loader.step(state.step)
     valid, tokens = _count(state, batches)
@@ -41,7 +41,7 @@ def train_step(state: LoopState) -> StepResult:
         sums = _accumulate(state, batches, objective, valid)
         update = _update(state, measures=measures)
         if update.skipped:
-            # Its inputs may be NaN, which would stay in the observers' maxima.
+            # Inputs of a skipped step may be NaN, which would stay in the observers' maxima.
             state.session.quantization.restore_seen(seen)
         else:
             state.quant.stepped()
@@ -61,12 +61,12 @@ def train_step(state: LoopState) -> StepResult:
 
 
 def _is_due(state: LoopState, every: int) -> bool:
-    """Tell if the current step is an ``every``-th one; never for 0."""
+    """Tell if the number of the current step, from 1, is a multiple of ``every``; False if ``every`` is 0."""
     return every > 0 and (state.step + 1) % every == 0
 
 
 def _count(state: LoopState, batches: Sequence[MicroBatch]) -> tuple[int, int]:
-    """Count the tokens of the step over all ranks: (those with a target, all but padding); a collective."""
+    """Count the step's tokens over all ranks: (tokens with a target, tokens without padding); a collective."""
     valid, tokens = sum_where_ranks_agree(state, (valid_tokens(batches), sum(map(real_tokens, batches))))
     if valid == 0:  # the same on every rank, after the reduction
         raise RankError(f"step {state.step}: no token of any rank has a target (N = 0): nothing to learn from")
@@ -76,7 +76,7 @@ def _count(state: LoopState, batches: Sequence[MicroBatch]) -> tuple[int, int]:
 def _set_learning_rates(state: LoopState) -> None:
     """Set the schedule's learning rate of this step in every parameter group.
 
-    Scales have rate 0 while their fake quant is off or they are frozen, and warm up from the step in which it starts.
+    Scales have rate 0 while their fake quant is off or they are frozen. They warm up when their fake quant starts.
     """
     optim, overrides = state.recipe.optim, state.session.overrides
     factor = lr_factor(
@@ -114,7 +114,7 @@ def _accumulate(state: LoopState, batches: Sequence[MicroBatch], objective: Obje
         with recomputing():
             backward(engine, nan_unless_finite(losses.total))
         if not engine.is_gradient_accumulation_boundary():
-            engine.step()  # counts the micro-batch; the last one's is the update
+            engine.step()  # counts the micro-batch; after the last micro-batch _update calls it
     if untouched is not None:
         raise_everywhere(untouched())
     return sums
@@ -142,7 +142,7 @@ def _update(state: LoopState, *, measures: bool) -> Update:
 
 
 def _record_skipped(state: LoopState, losses: Tensor, *, skipped: bool) -> None:
-    """Update the loss scale and the count of skipped steps; a collective if this one was skipped."""
+    """Update the loss scale and the count of skipped steps; a collective if this step was skipped."""
     scale = state.session.loss_scale
     lowered = scale is not None and scale.stepped(overflow=skipped)
     state.skipped.record(state.step, skipped, losses, state.loader, lowered=lowered)
@@ -162,8 +162,8 @@ class MicroBatchLosses(NamedTuple):
 
     Attributes:
         total: scalar, weighted and scaled, attached to the graph.
-        sums: unweighted sums over the valid tokens, detached, by part (those of
-            :meth:`engine.losses.objective.Objective.parts`, and the router's auxiliary loss).
+        sums: unweighted sums over the valid tokens, detached, by loss: the names of
+            :meth:`engine.losses.objective.Objective.parts`, and the router's auxiliary loss.
     """
 
     total: Tensor
@@ -177,11 +177,11 @@ def training_losses(
 
     Args:
         session: the run.
-        batch: on the device (:func:`data.loader.on_device`).
+        batch: the micro-batch, on the device (:func:`data.loader.on_device`).
         objective: losses and their weights.
-        valid: tokens with a target in the whole optimizer step, over all ranks and micro-batches. DeepSpeed divides by
-            the accumulation steps and averages over the ranks, which this number includes already.
-        diagnostics: measure the distance to the teacher too, if there is one.
+        valid: number of tokens with a target in the whole optimizer step, over all ranks and micro-batches. The sum of
+            the losses is divided by this number only: DeepSpeed's divisions by accumulation steps and ranks are undone.
+        diagnostics: also measure the distance to the teacher, if there is a teacher.
     """
     train = session.recipe.train
     return _micro_batch(
@@ -216,9 +216,9 @@ def _micro_batch(
     """Run a micro-batch through the teacher, then through the student, whose lm_head computes the losses.
 
     Args:
-        session, batch, objective: as of :func:`training_losses`.
+        session, batch, objective: see :func:`training_losses`.
         teacher: None disables distillation.
-        scale: factor of the total.
+        scale: factor on the total.
         diagnostics: measure the distance to the teacher.
         to_host: keep the inputs of recomputed blocks in host memory.
     """
@@ -287,20 +287,20 @@ class _LossesAtHead:
 class OnHost(saved_tensors_hooks):
     """Context around a forward that keeps tensors saved for backward in host memory; on a CPU nothing is copied.
 
-    With activation checkpointing (non-reentrant) a recomputed block keeps its input alone, through the saved-tensor
-    hooks active around it, so that the input waits in host memory, pinned on CUDA. What a block saves while it is
-    recomputed in backward is saved outside of this context and stays on the device.
+    With activation checkpointing (non-reentrant) a recomputed block saves only its input, through the saved-tensor
+    hooks active around the block. So this input waits in host memory, pinned on CUDA. Tensors that a block saves while
+    it is recomputed in backward are saved outside of this context and stay on the device.
 
-    ``torch.autograd.graph.save_on_cpu`` would move Parameters too: those of a final norm or of a quantized lm_head
-    would travel to the host and back, whole. transformers' ``offload=True`` wraps each block in ``save_on_cpu`` and
-    asks for pinned memory on a CPU too (5.23), where there is none.
+    ``torch.autograd.graph.save_on_cpu`` would also copy Parameters to the host and back, such as the whole weight of a
+    quantized lm_head. transformers' ``offload=True`` (5.23) wraps each block in ``save_on_cpu``, and asks for pinned
+    memory even on a CPU, which has none.
     """
 
     def __init__(self) -> None:
         super().__init__(self.pack, self.unpack)
 
     def pack(self, tensor: Tensor) -> tuple[torch.device, Tensor]:
-        """Device of a saved tensor, and its copy in host memory."""
+        """Return the device of a saved tensor, and its copy in host memory; a Parameter itself, without a copy."""
         if isinstance(tensor, nn.Parameter):
             return tensor.device, tensor
         return tensor.device, self.to_host(tensor)

@@ -1,6 +1,6 @@
 """The recipe: all options of a run, typed, documented and checked before the process group starts.
 
-One dataclass field is one option; engine/config/reading.py reads them from YAML and the command line. Values out of
+One dataclass field is one option; engine/config/reading.py reads options from YAML and the command line. Values out of
 bounds and contradicting options fail here, with the key's path, the value and the expected value: a typo in a 64-GPU
 job should cost a second, not the wait for queue, process group and model.
 
@@ -39,7 +39,7 @@ class Recipe:
     The whole recipe: built from YAML and the command line by :func:`engine.config.reading.parse_recipe`, or in Python.
 
     Raises:
-        RecipeError: a value is out of bounds or contradicts another one.
+        RecipeError: a value is out of bounds or contradicts another value.
     """
 
     model: ModelRecipe
@@ -95,15 +95,15 @@ class Recipe:
     def invalidates(self) -> bool:
         """Tell if training invalidates inactive scales.
 
-        With unmerged adapters it does not: the base model is unchanged, inputs included, and serves other adapters too.
+        With unmerged adapters it does not: the base model and the inputs of its layers stay unchanged.
         """
         learn = self.learnable
         return not self.adapter.beside and any((learn.weight, learn.norm, learn.router, self.adapter.on))
 
     def validate(self) -> None:
-        """Set derived defaults, check every value, and values against each other; no file is touched.
+        """Set derived defaults, check every value, and check values against each other; no file is read.
 
-        Call it again after an assignment.
+        Call it again after an assignment to a field.
 
         Raises:
             RecipeError: all problems, one line each.
@@ -124,7 +124,7 @@ class Recipe:
         """Check that the recipe's models have configurations, for uses that do not read weights.
 
         Raises:
-            RecipeError: all missing ones, one line each.
+            RecipeError: all problems, one line each.
         """
         if problems := list(self._model_problems()):
             raise RecipeError("\n".join(problems))
@@ -138,7 +138,7 @@ class Recipe:
         """Check that the recipe's input files and directories exist, relative to the current directory.
 
         Raises:
-            RecipeError: all missing ones, one line each.
+            RecipeError: all problems, one line each.
         """
         problems = list(self._model_problems())
         if self.teacher_kind() == "cache":
@@ -162,7 +162,7 @@ class Recipe:
 
 
 def _field_problems(section: Any, path: str) -> Iterator[str]:
-    """Yield a line for each field of a section and its subsections with a bad value; defaults are not checked."""
+    """Yield a line for each bad value in a section and its subsections; defaults are not checked."""
     for item in fields(section):
         value, key = getattr(section, item.name), f"{path}.{item.name}".lstrip(".")
         if value == default_of(item):
@@ -173,7 +173,7 @@ def _field_problems(section: Any, path: str) -> Iterator[str]:
 
 
 def _named_twice(data: DataRecipe, identity: Callable[[str], Hashable]) -> Iterator[str]:
-    """Yield a line for each repeated file of data.train and data.eval; files are equal if ``identity`` is."""
+    """Yield a line for each repeated file of data.train and data.eval; equal files have equal ``identity``."""
     first: dict[Hashable, str] = {}
     for key, files in (("data.train", data.train), ("data.eval", data.eval)):
         for index, file in enumerate(files):

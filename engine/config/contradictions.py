@@ -1,7 +1,7 @@
 """Checks of several options together: options without effect, and values that contradict each other.
 
-Each function below yields the key to change and the expected value. A key that already includes a text (``learnable:
-nothing is learnable``) is printed unchanged.
+Each function in ``RULES`` yields the key to change and a description of the expected value. The error text also shows
+the key's value, unless the key is yielded with a text of its own (``learnable: nothing is learnable``).
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ _Problems = Iterator[tuple[str, str]]
 TRAINED = ("weight", "weight_scale", "act_scale", "norm", "router")  # switches of learnable
 # Switches that are allowed with merged adapters.
 SHARED = ("weight_scale", "act_scale", "norm", "router")
-# Formats with an adapter beside the model, or alone (peft).
+# Export formats that contain an unmerged adapter, or nothing else (peft).
 BESIDE = ("compressed", "vllm_fp8", "dequantized", "peft")
 
 
@@ -36,7 +36,7 @@ def contradictions(recipe: _Recipe) -> Iterator[str]:
 
 
 def options(recipe: _Recipe) -> Iterator[tuple[str, Any, Field[Any]]]:
-    """Key, section and field of every option."""
+    """Yield key, section and field of every option."""
     for section in fields(recipe):
         if is_dataclass(value := getattr(recipe, section.name)):
             yield from ((f"{section.name}.{item.name}", value, item) for item in fields(value))
@@ -174,7 +174,7 @@ def _fake_quant(r: _Recipe) -> _Problems:
         sources = "quant.scheme source, quant.scales or quant.start"
         yield "quant.rotate", f"nothing with {sources}, whose scales are of weights as they are there"
     if quant.rotate and r.export.format != "compressed":
-        yield "export.format", "compressed with quant.rotate: no reader of the others turns inputs"
+        yield "export.format", "compressed with quant.rotate: no reader of other formats rotates inputs"
 
 
 def _schemes(r: _Recipe) -> _Problems:
@@ -263,7 +263,7 @@ def _adapters(r: _Recipe) -> _Problems:
     if r.quant.fuse_norms:
         yield "quant.fuse_norms", f"false with {kind}: adapters were not tried beside inputs that are codes alone"
     if r.quant.rotate:
-        yield "quant.rotate", f"nothing with {kind}: an adapter of a turned weight has no reader"
+        yield "quant.rotate", f"nothing with {kind}: no reader supports an adapter of a rotated weight"
 
 
 def _adapters_beside(r: _Recipe) -> _Problems:

@@ -4,9 +4,10 @@ The JSON files have DeepSpeed's own keys, so that its documentation applies and 
 same meaning as a recipe option is "auto" (or missing) in the file and gets the recipe's value; another value is an
 error, as one of the two would be ignored. An "auto" in a section means DeepSpeed's own default.
 
-The recipe owns the optimizer and its schedule, some keys break a run (``BROKEN``), the rest passes. DeepSpeed silently
-accepts a misspelt top-level key (``zero_optimizaton`` trains at stage 0), and clips gradients at 1.0 by default. So
-top-level keys that DeepSpeed never reads are refused, and clipping is always set explicitly.
+The recipe owns the optimizer and its schedule. Keys that break a run (``BROKEN``) are refused, and all others are
+passed on. DeepSpeed silently accepts a misspelt top-level key (``zero_optimizaton`` trains at stage 0), and clips
+gradients at 1.0 by default. So top-level keys that DeepSpeed never reads are refused, and clipping is always set
+explicitly.
 """
 
 import copy
@@ -37,7 +38,7 @@ COMPILED = (
     "zero_optimization.stage is 3, but train.compile is true: under stage 3 hooks gather the parameters of each "
     "module, which a compiled graph cannot hold; use stage 0, 1 or 2, or train.compile false"
 )
-# DeepSpeed's own models of sections.
+# DeepSpeed's own pydantic models of sections.
 MODELS: dict[str, type[BaseModel]] = {
     "zero_optimization": DeepSpeedZeroConfig,
     "bf16": DeepSpeedBF16Config,
@@ -48,7 +49,7 @@ MODELS: dict[str, type[BaseModel]] = {
     "wandb": WandbConfig,
     "comet": CometConfig,
 }
-# Top-level keys whose values the recipe has.
+# Top-level keys whose values come from the recipe.
 FROM_RECIPE = frozenset(
     {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"}
 )
@@ -111,7 +112,7 @@ TEACHER_KEYS = (
 
 @dataclass(frozen=True)
 class Expected:
-    """Check of a key's value that DeepSpeed does not check, or only at use."""
+    """Check of a value that DeepSpeed does not check at all, or only when it uses the value."""
 
     good: Callable[[Any], bool]
     text: str
@@ -138,9 +139,9 @@ VALUES: dict[str, Expected] = {
         lambda value: value in (None, "fp16", "bf16", "fp32"), "fp16, bf16, fp32 or null"
     ),
 }
-# Allowed keys of sections that DeepSpeed does not check by a pydantic model. It would ignore other keys silently, or
-# obey them: other dtypes of parameters and buffers would train another model, and resume cannot read other checkpoint
-# formats.
+# Allowed keys of sections that DeepSpeed checks by no pydantic model. DeepSpeed would silently ignore other keys,
+# or obey them: other dtypes of parameters and buffers would train another model, and a resumed run cannot read other
+# checkpoint formats.
 NESTED: dict[str, dict[str, Expected]] = {
     "data_types": {"grad_accum_dtype": Expected(lambda value: True, "")},  # see _fill_precision
     "flops_profiler": {
@@ -245,10 +246,10 @@ class DsConfigError(RecipeError):
 
 
 def config_path(name_or_path: str) -> Path:
-    """Path of ``zero3`` (a name in ds_configs/) or ``my/config.json`` (a path, relative to the current directory).
+    """Find the file of ``zero3`` (a name in ds_configs/) or ``my/config.json`` (relative to the current directory).
 
     Raises:
-        DsConfigError: the file does not exist; with the names in ds_configs/.
+        DsConfigError: the file does not exist; the text lists the names in ds_configs/.
     """
     is_path = name_or_path.endswith(".json") or os.path.sep in name_or_path
     path = Path(name_or_path) if is_path else SHIPPED / f"{name_or_path}.json"
@@ -288,7 +289,7 @@ def read_ds_config(path: Path) -> dict[str, Any]:
 
 
 def _no_json(path: Path, error: Exception) -> str:
-    """Error text of a file that is not JSON; too many digits in a number for Python are an error, too."""
+    """Error text of a file that is not JSON, or has a number with more digits than Python converts."""
     if isinstance(error, json.JSONDecodeError):
         return f"{path}, line {error.lineno}: not JSON ({error.msg}, column {error.colno})"
     if isinstance(error, UnicodeDecodeError):
@@ -327,7 +328,7 @@ def keys_of_deepspeed() -> frozenset[str]:
 
 
 def _key_problems(key: str, value: Any) -> list[str]:
-    """Problems of one top-level key and its value."""
+    """List the problems of one top-level key and its value."""
     if key in BROKEN:
         return [f"{key}: {BROKEN[key]}"]
     if key not in keys_of_deepspeed():
@@ -359,9 +360,9 @@ def resolve(recipe: Recipe, world_size: int, *, local_size: int | None = None) -
     Needs no process group: call it before there is one, with the WORLD_SIZE of the environment.
 
     Args:
-        recipe: names the file, and provides the values that are open in it.
-        world_size: ranks of the job.
-        local_size: ranks of a node; from the launcher by default, required if hpZ is "auto".
+        recipe: the run; it names the file, and provides the values that the file leaves to the recipe.
+        world_size: number of ranks of the job.
+        local_size: number of ranks of a node; from the launcher by default, required if hpZ is "auto".
 
     Raises:
         DsConfigError: the file is missing or wrong, or contradicts the recipe; one line per problem.
@@ -430,7 +431,7 @@ def _take_out_optimizer(config: dict[str, Any], recipe: Recipe) -> list[str]:
 
 
 def _gather_problems(config: dict[str, Any], recipe: Recipe) -> list[str]:
-    """Problem that rules out quant.quantized_all_gather: the model's dtype, the stage or hpZ."""
+    """Return the problem that rules out quant.quantized_all_gather, if any: the model's dtype, the stage or hpZ."""
     zero = config.get("zero_optimization", {})
     if recipe.model.dtype == "float16":
         return [
@@ -520,9 +521,9 @@ def _fill_hpz(zero: dict[str, Any], world_size: int, local_size: int | None) -> 
 
 
 def _section_problems(config: dict[str, Any]) -> Iterator[str]:
-    """Yield problems in nested sections, also from DeepSpeed's own models of them.
+    """Yield problems in nested sections, with our own checks and DeepSpeed's pydantic models.
 
-    DeepSpeed would raise them only after the process group has started, or never.
+    DeepSpeed itself would report them only after the process group has started, or never.
     """
     for path, good, problem in SETTINGS:
         value: Any = config
@@ -561,7 +562,7 @@ def _is_default(key: str, value: Any) -> bool:
 
 def _refused_by_deepspeed(config: dict[str, Any]) -> Iterator[str]:
     """Yield problems that DeepSpeed finds in the configuration; it would raise them after the process group starts."""
-    # Without process group DeepSpeed would compare train_batch_size with that of a single rank.
+    # Without a process group DeepSpeed would compare train_batch_size with the batch of a single rank.
     given = {key: copy.deepcopy(value) for key, value in config.items() if key != "train_batch_size"}
     try:
         DeepSpeedConfig(given)
@@ -575,8 +576,8 @@ def _refused_by_deepspeed(config: dict[str, Any]) -> Iterator[str]:
 def teacher_config(ds_config: dict[str, Any]) -> dict[str, Any]:
     """Derive the configuration of a frozen teacher, an engine without optimizer, from the student's ``ds_config``.
 
-    Same partitioning, no optimizer, and no monitors, which would overwrite the student's files. ``ds_config`` is the
-    result of :func:`resolve`; it is not changed.
+    The partitioning is the same. Optimizer and monitors are left out: monitors would overwrite the student's files.
+    ``ds_config`` is the result of :func:`resolve`, and is not changed.
     """
     config = {key: copy.deepcopy(ds_config[key]) for key in TEACHER_KEYS if key in ds_config}
     config["zero_optimization"].pop("offload_optimizer", None)

@@ -1,8 +1,8 @@
 """Error of a bad recipe, and metadata of its options: allowed values, required other options, derived defaults.
 
-An option declares these in its field, like ``tail: bool = field(default=False, metadata=only_with(TOP_K))``;
-:meth:`engine.config.config.Recipe.validate` checks a recipe against what its options declare. This module imports
-neither torch nor DeepSpeed, so that a script can check ``model.path`` before it loads them.
+An option declares its metadata in its field, like ``tail: bool = field(default=False, metadata=only_with(TOP_K))``;
+:meth:`engine.config.config.Recipe.validate` checks a recipe against the metadata. This module imports neither torch nor
+DeepSpeed, so that a script can check ``model.path`` before it loads them.
 """
 
 import os
@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, field
 from typing import Any, NamedTuple
 
-LONGEST_PROBLEM = 1500  # characters; the longest that names every preset has some 600
+LONGEST_PROBLEM = 1500  # characters; a problem that names every preset has some 600
 SIZE_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 FP32_MAX = (2 - 2**-23) * 2.0**127
-MOST_JSON_BYTES = 2**28  # a tokenizer has 35 MB; what is read takes many times as much memory, on every rank
+MOST_JSON_BYTES = 2**28  # a tokenizer has 35 MB; parsed JSON takes many times as much memory, on every rank
 # Keys of a field's metadata.
-CHECK = "check"  # value -> what was expected instead, or None
+CHECK = "check"  # value -> description of the expected values, or None for a good value
 ONLY_WITH = "only_with"  # conditions without which another value than the default has no effect
 DERIVED = "derived"  # recipe -> the default
 
@@ -48,12 +48,12 @@ class Condition(NamedTuple):
 
 
 def only_with(*conditions: Condition) -> dict[str, Any]:
-    """Metadata of a field that has no effect unless all conditions hold: other values than the default are refused."""
+    """Metadata of a field without effect unless all conditions hold: then only its default is allowed."""
     return {ONLY_WITH: conditions}
 
 
 def derived(default: Callable[[Any], Any], metadata: Mapping[str, Any] | None = None) -> Any:
-    """A field whose default follows from the rest of the recipe, so that it never contradicts what a user has set.
+    """Declare a field whose default follows from the rest of the recipe, so that it contradicts no other value.
 
     The field is None (null) until :meth:`engine.config.config.Recipe.validate` sets it.
     """
@@ -72,12 +72,12 @@ def need(good: bool, key: str, value: object, expected: str) -> Iterator[str]:
 
 
 def values(expected: str, good: Callable[[Any], object]) -> dict[str, Any]:
-    """Metadata of a field whose values are ``good``."""
+    """Metadata of a field whose values must satisfy ``good``; ``expected`` describes them."""
     return {CHECK: lambda value: None if good(value) else expected}
 
 
 def at_least(lowest: float, most: float = FP32_MAX) -> dict[str, Any]:
-    """Metadata of a number that is finite, and of an integer that 64 bits hold; of none above ``most``."""
+    """Metadata of a finite number from ``lowest`` to ``most``; without ``most``, integers must fit in 64 bits."""
     held = "fp32 holds" if most == FP32_MAX else f"is at most {most:.10g}"
     return _numbers(f"at least {lowest}", lambda value: value >= lowest, held, most=most)
 
@@ -97,7 +97,7 @@ def _beyond(whole: bool, held: str) -> str:
     return f", and a number that {'64 bits hold' if whole else held}"
 
 
-# Learning rate. AdamW divides it by 1 - beta (result in fp32), and changes weights by about as much (fp16).
+# Learning rate. AdamW divides it by 1 - beta, in fp32, and changes fp16 weights by about the rate: both must be finite.
 RATE = at_least(0, 1e4)
 # Weight of a loss. Its product with the loss and, in fp16, with the loss scale must be within fp32's range.
 LOSS_WEIGHT = at_least(0, 1e15)
@@ -106,7 +106,7 @@ FACTOR = _numbers("a number above 0", lambda value: value > 0, "lies between 1e-
 
 
 def not_empty(expected: str) -> dict[str, Any]:
-    """Metadata of a text, which may be a path: without NUL, and of names that a disk takes."""
+    """Metadata of a text that may be a path: not empty, without NUL, with names that fit in a file system."""
 
     def good(value: str) -> bool:
         names = [len(os.fsencode(name)) for name in value.split("/")] if "\0" not in value else [0]
@@ -116,10 +116,10 @@ def not_empty(expected: str) -> dict[str, Any]:
 
 
 def regex() -> dict[str, Any]:
-    """Metadata of a regular expression that ends soon on every name."""
+    """Metadata of a regular expression whose search takes little time on every name."""
 
     def check(value: str) -> str | None:
-        from quant.rules import pattern_problem  # brings torch
+        from quant.rules import pattern_problem  # imports torch
 
         return (found := pattern_problem(value)) and f"a regular expression ({found})"
 
@@ -127,7 +127,7 @@ def regex() -> dict[str, Any]:
 
 
 def parse_size(text: str) -> int | None:
-    """Bytes in a size like ``5GB`` (10^9), ``500MB`` or ``2GiB`` (2^30), at least one; None: it is something else.
+    """Parse a size like ``5GB`` (10^9), ``500MB`` or ``2GiB`` (2^30) to bytes; None unless it is one byte or more.
 
     Without a unit the number is bytes.
     """
@@ -142,7 +142,7 @@ def size() -> dict[str, Any]:
 
 
 def each(of_items: dict[str, Any]) -> dict[str, Any]:
-    """Metadata of a list whose items take the values of other metadata."""
+    """Metadata of a list whose items must satisfy the metadata ``of_items``."""
     return {CHECK: of_items[CHECK], "each": True}
 
 
@@ -153,7 +153,7 @@ def value_problems(key: str, value: Any, declared: Mapping[str, Any]) -> Iterato
 
 
 def not_there(path: str) -> str:
-    """Path for an error message; a relative one with the directory that it is relative to."""
+    """Quote a path for an error message; a relative path together with the current directory."""
     return repr(path) if os.path.isabs(path) else f"{path!r} (in {os.getcwd()})"
 
 

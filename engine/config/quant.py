@@ -8,7 +8,7 @@ from engine.config.errors import FACTOR, Condition, at_least, derived, each, nee
 from quant import DEFAULT_EXEMPT, PRESETS, SCHEMES, Preset, QuantEmbedding, Ranges, Rule, Scheme, TensorSpec
 from quant.hadamard import BLOCKS
 
-NONE = "none"  # the scheme of a rule whose layers stay as they are
+NONE = "none"  # the scheme of a rule whose layers stay unquantized
 SOURCE = "source"  # the schemes and layers of a quantized model.path
 QUANTIZES = Condition(
     "fake quant is on at some step (quant.fake_quant_start 0 or more, or an event)", lambda r: not r.never_quantizes()
@@ -16,7 +16,7 @@ QUANTIZES = Condition(
 
 
 def some_scheme(words: str, has: "Callable[[QuantRecipe], object]") -> Condition:
-    """Condition that a property of the recipe's schemes holds; true for unknown schemes, which are another problem."""
+    """Condition on the recipe's schemes. It holds if a scheme is unknown, which is reported as another problem."""
     return Condition(
         f"a scheme here has {words} (quant.scheme is {{quant.scheme}})",
         lambda r: not r.quant.known() or has(r.quant),
@@ -57,7 +57,7 @@ _ROTATES = Condition("quant.rotate names layers", lambda r: r.quant.rotate)
 
 @dataclass
 class TensorRecipe:
-    """Quantization of one tensor; quant.spec.TensorSpec explains the words."""
+    """Quantization of one tensor; quant.spec.TensorSpec explains the fields."""
 
     dtype: Literal["int", "fp8_e4m3", "fp4_e2m1"]
     """Number format."""
@@ -68,15 +68,15 @@ class TensorRecipe:
     group_size: int | None = None
     """Elements per group, or along each side of a block."""
     symmetric: bool = True
-    """false: a zero point per token, for dynamic int inputs."""
+    """false: a zero point per scale, for int weights per group or channel and dynamic int inputs per token."""
     dynamic: bool = False
-    """true, for inputs: one scale per token, measured as the model runs; none is stored."""
+    """true, for inputs: a scale per token or group of a token, computed as the model runs and not stored."""
     ggml: bool = False
     """true, for int weights in groups: scales as in llama.cpp's blocks, fp16 numbers that may be negative."""
     narrow: bool = False
-    """true: symmetric int weights without the smallest code: -7..7 of 4 bits, first scale absmax / 7."""
+    """true, for symmetric int weights: the smallest code is not used: -7..7 at 4 bits, first scale absmax / 7."""
     mx: bool = False
-    """true, for floats in groups of 32: scales are powers of two (OCP MX); fp4_e2m1 in groups of 32 has no others."""
+    """true, for floats in groups of 32: scales are powers of two (OCP MX); always for fp4_e2m1 in groups of 32."""
 
     def spec(self) -> TensorSpec:
         """Convert to a :class:`quant.TensorSpec`. Raises ValueError for an invalid combination."""
@@ -99,16 +99,16 @@ class SchemeRecipe:
 
 @dataclass
 class RuleRecipe:
-    """A scheme for the layers that match ``layers``, and ``first`` or ``last`` where either is given."""
+    """A scheme for the layers that match ``layers`` and, if given, are in the ``first`` or ``last`` decoder layers."""
 
     scheme: str
-    """A name like quant.scheme's; none: they stay as they are."""
+    """Name of a scheme, as for quant.scheme; none: the layers stay unquantized."""
     layers: str | None = field(default=None, metadata=regex())
     """Regex on the whole module name. null: any."""
     first: int | None = field(default=None, metadata=at_least(1))
-    """Layers in the first so many decoder layers."""
+    """Number of decoder layers at the beginning of the model. null: any."""
     last: int | None = field(default=None, metadata=at_least(1))
-    """Layers in the last so many decoder layers."""
+    """Number of decoder layers at the end of the model. null: any."""
 
 
 @dataclass
@@ -117,45 +117,46 @@ class QuantRecipe:
 
     scheme: str = "fp8_static"
     """Number format and granularity of weights, inputs and KV cache: a name of quant.spec.PRESETS or quant.schemes.
-    source: each layer as the quantized checkpoint in model.path has it; what is not quantized there stays so."""
+    source: each layer has its scheme in the quantized checkpoint in model.path; other layers stay unquantized."""
     schemes: dict[str, SchemeRecipe] = field(default_factory=dict)
     """Schemes of your own by name, each with weights and perhaps activations, which have dtype, bits, granularity,
     group_size, symmetric, dynamic, ggml, narrow and mx as in quant.spec.TensorSpec."""
     rules: list[RuleRecipe] = field(default_factory=list)
     """Mixed precision: the first rule that matches a layer decides, like {first: 3, scheme: w4a16_g128}. Exempt layers
-    stay as they are; layers that no rule matches get quant.scheme."""
+    stay unquantized; layers that no rule matches get quant.scheme."""
     lm_head: str | None = None
-    """Scheme of lm_head, one without inputs such as w8a16_channel. null: it stays as it is."""
+    """Scheme of lm_head, for weights only, such as w8a16_channel. null: lm_head stays unquantized."""
     embedding: str | None = None
-    """Scheme of the token embeddings, one without inputs. null: they stay as they are."""
+    """Scheme of the token embeddings, for weights only. null: they stay unquantized."""
     exempt: list[str] = field(default_factory=lambda: list(DEFAULT_EXEMPT), metadata=each(regex()))
     """Regexes; a linear layer whose whole module name matches one stays unquantized. Replaces the default list."""
     exempt_more: list[str] = field(default_factory=list, metadata=each(regex()))
-    """Regexes beside those of quant.exempt: the default list stays."""
+    """Regexes in addition to quant.exempt, whose default list stays in force."""
     scales: str | None = field(default=None, metadata=only_with(QUANTIZES))
     """Directory of a PTQ checkpoint to take the scales from. null: weights are measured, activations calibrated."""
     start: str | None = None
     """Directory of a quantized checkpoint of the model in model.path (GPTQ, AWQ, AutoRound, ...): training starts from
-    the weights of model.path with its scales. null: none."""
+    the weights of model.path and the scales of this checkpoint. null: none."""
     snap_to_codes: bool = field(default=False, metadata=only_with(_START))
-    """true: each weight of model.path with another code in quant.start is set to the value of that code: step 0
-    computes with the weights of quant.start."""
+    """true: each weight of model.path that rounds to another code than in quant.start is set to the value of that code,
+    so step 0 computes with the weights of quant.start."""
     init: Literal["rtn", "gptq", "blockwise"] = field(default="rtn", metadata=only_with(QUANTIZED_WEIGHTS))
-    """First codes. rtn: each weight is rounded to nearest. gptq: codes that keep the outputs of each layer on
-    quant.calibration_batches micro-batches per rank (GPTQ), and the weights that have others become what these stand
-    for. blockwise: then the weights and scales of each decoder layer are trained for 200 steps to keep its outputs: the
-    best PTQ, for the time of some 250 steps of training. Both take symmetric and asymmetric weights, scales per group
-    or channel. Keys and values are not quantized meanwhile, nor for gptq inputs with stored scales."""
+    """First codes. rtn: each weight is rounded to nearest. gptq: codes that preserve the outputs of each layer on
+    quant.calibration_batches micro-batches per rank (GPTQ); weights that round to other codes are set to the values of
+    these codes. blockwise: after gptq, the weights and scales of each decoder layer are trained for 200 steps to
+    preserve its outputs. This is the best PTQ, and takes the time of some 250 training steps. gptq and blockwise
+    support symmetric and asymmetric weights with scales per group or channel. Meanwhile keys and values are not
+    quantized; with gptq, inputs with stored scales are not quantized either."""
     weight_range: Literal["auto", "absmax", "mse"] = field(default="auto", metadata=only_with(QUANTIZED_WEIGHTS))
     """First scale of a weight: absmax: the largest magnitude fits; mse: the squared error is smallest; auto: mse for
     integers of 3 bits and fewer without quant.scales_follow_weights, absmax for the others."""
     signed_scales: bool = field(default=False, metadata=only_with(_SIGNS))
-    """true: scales of symmetric integer weights are negative where that lets the code without a counterpart be used
-    (-2 of 2 bits): 20% less squared error at 2 bits. transformers multiplies by whatever sign a scale has; other
-    readers were not tried."""
+    """true: a scale of symmetric integer weights is negative where that makes use of the code without a counterpart
+    (-2 at 2 bits): 20% less squared error at 2 bits. transformers multiplies by negative scales, too; other readers
+    were not tried."""
     input_range: Literal["absmax", "percentile", "mse"] = field(default="absmax", metadata=only_with(_STORED_INPUTS))
-    """Stored scale of an input, from what calibration sees: the largest magnitude fits, or quant.percentile of the
-    magnitudes, or the squared error is smallest."""
+    """Criterion of an input's stored scale, on the inputs of the calibration. absmax: the largest magnitude fits;
+    percentile: quant.percentile of the magnitudes fit; mse: the squared error is smallest."""
     percentile: float = field(
         default=99.99,
         metadata=values("above 0 and at most 100", lambda percentage: 0 < percentage <= 100) | only_with(_PERCENTILE),
@@ -163,38 +164,38 @@ class QuantRecipe:
     """Percentage of an input's magnitudes that fit, for quant.input_range percentile."""
     scales_follow_weights: bool = field(default=False, metadata=only_with(QUANTIZES, QUANTIZED_WEIGHTS))
     """true: the weights' scales are measured again after every step, from absmax. With
-    learnable.weight_scale that is learnable weight clipping (LWC), without it absmax quantization of every step."""
+    learnable.weight_scale this is learnable weight clipping (LWC), without it plain absmax quantization."""
     calibration_batches: int = derived(lambda r: r.quant.default_calibration(), at_least(0))
-    """Micro-batches per rank that calibrate the activation scales where no PTQ checkpoint gives them. 0: none. null:
+    """Micro-batches per rank that calibrate the activation scales which no PTQ checkpoint provides. 0: none. null:
     16; 0 with quant.initial_input_scale."""
     initial_input_scale: float | None = field(default=None, metadata=FACTOR | only_with(_STORED_INPUTS))
-    """Activation scale where no PTQ checkpoint gives one, instead of calibration."""
+    """Value of the activation scales that no PTQ checkpoint provides, instead of calibration."""
     compute: Literal["auto", "simulate", "fp8_gemm"] = field(
         default="auto",
         metadata=only_with(Condition(QUANTIZES.words, lambda r: r.quant.compute == "simulate" or QUANTIZES.holds(r))),
     )
     """simulate: fake-quantized operands in a GEMM of model.dtype; fp8_gemm: a GEMM of the fp8 codes (serving numerics)
-    on fp8 tensor cores; auto: fp8_gemm where scheme and GPU have it (compute capability 8.9; stacked experts 9.0)."""
+    on fp8 tensor cores; auto: fp8_gemm where scheme and GPU allow it (compute capability 8.9; stacked experts 9.0)."""
     fp8_fast_accum: bool = field(default=True, metadata=only_with(QUANTIZES, _FP8_GEMM))
     """Accumulation of the fp8 GEMM. true: Hopper's tensor cores sum all products in fewer bits than fp32, as in vLLM;
     false: sums are added in fp32 every 128 products, and the GEMM takes a third longer. CPUs and Blackwell add in fp32
     either way. See docs/how_a_layer_computes.md."""
     keep_codes: bool = field(default=False, metadata=only_with(QUANTIZES, _DYNAMIC_FLOATS))
-    """true: of inputs in fp4 or fp8 with dynamic scales a layer keeps codes and scales for backward, 0.5 to 1.1 bytes
-    per element instead of two or four; the same training bit for bit, and decoded once more in backward. Inputs that
-    fused attention keeps anyway (o_proj's) stay as they are."""
+    """true: a layer saves fp4 or fp8 inputs with dynamic scales for backward as codes and scales, which take 0.5 to 1.1
+    bytes per element instead of two or four, and decodes them in backward. Training is the same bit for bit. Inputs
+    that fused attention saves anyway (inputs of o_proj) are saved unquantized."""
     fuse_norms: bool = field(default=False, metadata=only_with(QUANTIZES, _STATIC_INPUTS))
-    """true: norms and SwiGLU write the codes of the layers behind them, in one operator, where these have static scales
-    that do not learn; of Llama, Mistral, Qwen2 and Qwen3. Less time and memory, other roundings than torch's norm has.
-    See docs/how_a_layer_computes.md."""
+    """true: norms and SwiGLU of Llama, Mistral, Qwen2 and Qwen3 write the input codes of the next layers in one
+    operator, where these layers have static scales that do not learn. Takes less time and memory, and rounds
+    differently from torch's norm. See docs/how_a_layer_computes.md."""
     quantized_all_gather: bool = field(default=False, metadata=only_with(QUANTIZES, _GATHERED_CODES))
     """true: ZeRO-3 gathers the weights of quantized layers as codes, one byte each instead of two or four, where a
-    layer has one scale per tensor or row and 8 bits or fewer; with scales that do not learn the same training bit for
-    bit. See ds_configs/README.md."""
+    layer has one scale per tensor or row and 8 bits or fewer. Training is the same bit for bit if scales do not learn.
+    See ds_configs/README.md."""
     rotate: list[str] = field(default_factory=list, metadata=each(regex()) | only_with(QUANTIZES))
     """Regexes on whole names of layers whose inputs are rotated by a Hadamard matrix while the model runs, like
-    '.*\\.down_proj': outliers are spread over their blocks. Weights are rotated when they are loaded: the model is the
-    same function. See docs/rotations.md."""
+    '.*\\.down_proj': outliers are spread over their blocks. Weights are rotated when they are loaded, so the model
+    computes the same function. See docs/rotations.md."""
     rotate_block: int = field(
         default=256,
         metadata=values(f"one of {', '.join(map(str, BLOCKS))}", BLOCKS.__contains__) | only_with(_ROTATES),
@@ -263,7 +264,7 @@ class QuantRecipe:
         return None if self.scheme == SOURCE else self.preset().linear
 
     def chosen_rules(self) -> list[Rule]:
-        """Convert quant.rules to those of :mod:`quant.rules`."""
+        """Convert quant.rules to :class:`quant.Rule` objects."""
         return [
             Rule(None if rule.scheme == NONE else self._scheme(rule.scheme), rule.layers, rule.first, rule.last)
             for rule in self.rules
@@ -316,12 +317,12 @@ class QuantRecipe:
         return stored or (self.known() and self.preset().kv_cache is not None)
 
     def learns_input_scales(self) -> bool:
-        """Tell if some stored input scales can be learned; global scales above dynamic ones cannot."""
+        """Tell if some stored input scales can be learned; global scales of dynamic scales (NVFP4) cannot."""
         static = any(scheme.learns_input for scheme in self.linear_schemes())
         return static or (self.known() and self.preset().kv_cache is not None)
 
     def has_global_input_scales(self) -> bool:
-        """Tell if some layer stores a global scale above dynamic scales of its input (NVFP4)."""
+        """Tell if some layer stores a global scale in addition to the dynamic scales of its input (NVFP4)."""
         return any(scheme.stored_input and not scheme.learns_input for scheme in self.linear_schemes())
 
     def has_fp8_gemm(self) -> bool:

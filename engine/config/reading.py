@@ -36,7 +36,7 @@ set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 LONGEST_INTEGER = 100  # characters; floats end at 309
 MOST_RECIPE_BYTES = 2**24
-LONGEST_KEY = 100  # characters of one in a message
+LONGEST_KEY = 100  # characters of a key in a message
 MOST_VALUES = 100_000  # a recipe has about a hundred, and may have a rule or exempt pattern for each layer
 
 
@@ -93,7 +93,7 @@ def _text_of(path: str) -> str:
 
 
 def _size(node: yaml.Node, sizes: dict[int, float]) -> float:
-    """Count the values of a node with its aliases expanded, which a few lines can multiply to billions.
+    """Count the values of a node with its aliases expanded: a few lines of aliases can mean billions of values.
 
     ``sizes`` caches the counts of nodes. A node that contains itself counts as infinite.
     """
@@ -137,10 +137,10 @@ def _shown(key: str) -> str:
 
 
 def _value_problems(node: yaml.Node, kind: Any, path: str, line: int) -> Iterator[tuple[int, str]]:
-    """Yield problems of a value of type ``kind``: null if required, integers too large for a float, non-sections.
+    """Yield problems of a value of type ``kind``: null if required, integers too large for a float, text as a section.
 
-    jsonargparse accepts null for any type, and takes a text in place of a section as the name of a class, which it
-    imports: a recipe is plain data, so such a text is refused before.
+    jsonargparse accepts null for any type. It would also import a class whose name is given in place of a section; a
+    recipe is plain data, so such a text is refused here.
     """
     parts = get_args(kind)
     if node.tag == "tag:yaml.org,2002:null":
@@ -221,8 +221,8 @@ def _parse(argv: Sequence[str]) -> Recipe:
 def parse_recipe(argv: Sequence[str] | None = None, *, check_files: bool = True) -> Recipe:
     """Parse the recipe from a command line like ``--config R.yaml --optim.lr 2e-5``; argv defaults to sys.argv[1:].
 
-    ``--local_rank=N``, which the deepspeed launcher appends, is ignored: ranks come from the environment. A script's
-    first line is :func:`launch.exits.recipe_or_exit`, which prints the error below instead of a traceback.
+    ``--local_rank=N``, which the deepspeed launcher appends, is ignored: ranks come from the environment. Scripts call
+    :func:`launch.exits.recipe_or_exit`, which prints the error instead of a traceback.
 
     Args:
         argv: the words of the command line, without the script's name.
@@ -266,11 +266,11 @@ def save_recipe(recipe: Recipe, path: str | os.PathLike[str]) -> None:
 def resolve_source(quant: QuantRecipe, path: str) -> None:
     """Write the schemes of the checkpoint in ``path`` into ``quant.schemes``, the first under the name ``source``.
 
-    Includes narrow or full range of the codes. Schemes are assigned to layers when the model is built. A saved recipe
-    has them already.
+    The schemes include the range of the codes, narrow or full. They are assigned to layers when the model is built. A
+    saved recipe contains them already.
 
     Raises:
-        RecipeError: the checkpoint is not quantized, or in an unsupported way.
+        RecipeError: the checkpoint is not quantized, or its quantization is not supported.
     """
     if SOURCE in quant.schemes:
         return
@@ -295,8 +295,8 @@ def resolve_source(quant: QuantRecipe, path: str) -> None:
 
 
 def _narrow(directory: Path) -> set[TensorSpec]:
-    """Weight specs whose codes have the narrow range; empty for unreadable files, which raise when weights are read."""
-    from model.quantized.checkpoint import read_checkpoint  # brings DeepSpeed, which other recipes do not need
+    """Find the weight specs whose codes have the narrow range; none in bad files: reading the weights raises later."""
+    from model.quantized.checkpoint import read_checkpoint  # imports DeepSpeed, which other recipes do not need
 
     with suppress(CheckpointError, OSError):
         weights = {one.scheme.weights for one in read_checkpoint(directory, None).coded.values()}

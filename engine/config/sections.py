@@ -96,8 +96,8 @@ class ModelRecipe:
     """Type of the parameters and of the GEMMs; the optimizer's copies are fp32. float16, for GPUs without bfloat16, has
     dynamic loss scaling. float32 takes twice the memory and is for tests."""
     experts: Literal["stacked", "per_expert"] = "stacked"
-    """Form of MoE layers in memory; on disk they are the same. stacked: all experts of a layer in two parameters, with
-    a scale each; per_expert: a module per expert and projection, many times the parameters and collectives."""
+    """Form of MoE layers in memory; files are the same. stacked: all experts of a layer in two parameters, with scales
+    per expert; per_expert: a module per expert and projection, with many times the parameters and collectives."""
 
 
 @dataclass
@@ -106,20 +106,20 @@ class LearnableRecipe:
 
     weight: bool = derived(lambda r: not r.adapter.on and r.teacher_kind() != "self")
     """Linear weights and biases, embeddings and lm_head. Costs gradients and optimizer state of the whole model. null:
-    true; false where adapters train in their place (adapter.kind lora) and with loss.teacher self."""
+    true; false with adapter.kind lora or loss.teacher self."""
     embedding: bool = True
-    """Embeddings and lm_head, where weight is on; false freezes them."""
+    """Embeddings and lm_head, if learnable.weight is true; false freezes them."""
     weight_scale: bool = derived(lambda r: not r.adapter.beside)
     """Scales of the quantized weights (theta of s0 * exp(theta)). null: true; false with adapter.merge false."""
     act_scale: bool = field(default=False, metadata=only_with(QUANTIZES, LEARNED_INPUTS))
-    """Static scales of the quantized activations, keys and values too. Keeps each shared input in full for backward,
-    not 1-byte codes."""
+    """Static scales of the quantized activations, keys and values included. Layers then save each shared input for
+    backward unquantized, not as 1-byte codes."""
     norm: bool = False
     """Weights of the norms."""
     router: bool = False
     """MoE routers; their auxiliary loss is then added to the loss."""
     freeze: list[str] = field(default_factory=list, metadata=each(regex()))
-    """Regexes; a Parameter whose whole name matches one stays as it is, whatever the switches say."""
+    """Regexes; a Parameter whose whole name matches one is frozen, whatever the other options are."""
 
     def scales_alone(self) -> bool:
         """Tell if only scales train."""
@@ -133,19 +133,20 @@ class AdapterRecipe:
     kind: Literal["none", "lora"] = field(default="none", metadata=only_with(QUANTIZED_WEIGHTS))
     """lora: two low-rank matrices A and B per layer train, and the weights W are frozen. none: no adapters."""
     merge: bool = field(default=True, metadata=only_with(_ADAPTERS))
-    """true: a layer's weight is W + alpha / rank * B A in every forward, that is what is quantized, and the export
-    holds the codes of the sum. false: the adapter stays beside the quantized weight, Q(W) x + alpha / rank * B (A x),
-    for serving many of them on one model; the export is that model and a folder adapter in it, for peft and vLLM."""
+    """true: a layer quantizes the sum W + alpha / rank * B A in every forward, and the export contains the codes of
+    the sum. false: the adapter stays separate from the quantized weight, Q(W) x + alpha / rank * B (A x), so that many
+    adapters can be served on one model. The export is then that model, with the adapter in the folder adapter, for peft
+    and vLLM."""
     base: Literal["weights", "quantized"] = field(default="weights", metadata=only_with(_BESIDE))
-    """Frozen quantized weights in memory, beside which adapters stay. weights: in model.dtype. quantized: as codes
-    (QLoRA), half a byte per weight at 4 bits, which layers decode as they run: the same bits, and no weight in
-    model.dtype on any rank. They are those of a quantized model.path; of an ordinary one they are made as it is read,
-    where a scheme has scales of rows, groups or blocks."""
+    """Form of the frozen quantized weights in memory. weights: in model.dtype. quantized: codes (QLoRA), half a byte
+    per weight at 4 bits, which layers decode as they run. Results are the same bit for bit, and no rank stores a weight
+    in model.dtype. The codes are read from a quantized model.path. An unquantized model.path is quantized as it is
+    read, if its schemes have scales per row, group or block."""
     start: str | None = field(default=None, metadata=only_with(_ADAPTERS))
-    """Folder of an adapter as peft writes it, whose values A and B have at the start. null: B is 0."""
+    """Folder of an adapter in peft's format, with the first values of A and B. null: B is 0."""
     init: Literal["zeros", "error"] = field(default="zeros", metadata=only_with(_BESIDE))
-    """zeros: B is 0, so that step 0 computes the quantized model. error: of an adapter that stays beside its weight,
-    B A is what quantization takes from the weight, as far as the rank goes (the first step of LoftQ)."""
+    """zeros: B is 0, so that step 0 computes the quantized model. error, with adapter.merge false: B A is the best
+    approximation of this rank to the quantization error W - Q(W) (the first step of LoftQ)."""
     rank: int = field(default=16, metadata=at_least(1) | only_with(_ADAPTERS))
     """Rows of A and columns of B."""
     alpha: float = field(default=32.0, metadata=FACTOR | only_with(_ADAPTERS))
@@ -154,11 +155,12 @@ class AdapterRecipe:
     """true: B A is multiplied by alpha / sqrt(rank) (rsLoRA), so that large ranks learn as fast as small ones."""
     dropout: float = field(default=0.0, metadata=_SHARE | only_with(_BESIDE))
     """For adapter.merge false: share of the elements of A's input that are set to 0 in a training step, drawn for each
-    layer; the others are divided by 1 - dropout. The weight reads the whole input."""
+    layer; the others are divided by 1 - dropout. The quantized weight gets the whole input."""
     targets: list[str] = field(default_factory=list, metadata=each(regex()) | only_with(_ADAPTERS))
-    """Regexes; a quantized linear layer whose whole module name matches one gets an adapter. []: all but lm_head."""
+    """Regexes; a quantized linear layer whose whole module name matches one gets an adapter. []: all except lm_head."""
     ranks: dict[str, int] = field(default_factory=dict, metadata=_RANKS | only_with(_ADAPTERS))
-    """Ranks of their own, by regex on the whole module name: {'.*\\.down_proj': 32}. The first that matches decides."""
+    """Ranks other than adapter.rank, by regex on the whole module name: {'.*\\.down_proj': 32}. The first match
+    decides."""
 
     @property
     def on(self) -> bool:
@@ -182,34 +184,37 @@ class DataRecipe:
     train: list[str] = field(metadata=values("at least one file", lambda files: files and "" not in files))
     """Files to train on, JSONL for chat, plain text for text. Relative to the current directory."""
     weights: list[float] | None = field(default=None, metadata=_SHARES)
-    """One per file of data.train: the file's share of an epoch's samples is its weight over their sum. An epoch keeps
-    its number of samples: a file may give each of its samples several times, or only some. null: every sample once."""
+    """One weight per file of data.train: the file's share of an epoch's samples is its weight divided by the sum of the
+    weights. The number of samples in an epoch stays the same, so an epoch may have some samples of a file several
+    times, and others not at all. null: every sample once."""
     held_out: int | float = field(default=0, metadata=_HELD_OUT)
-    """Samples taken out of data.train to evaluate on, drawn with data.seed: a number, or below 1 a share. 0: none."""
+    """Samples of data.train to evaluate on instead, drawn with data.seed: a number, or below 1 a share. 0: none."""
     eval: list[str] = field(
         default_factory=list, metadata=values("files", lambda files: "" not in files) | only_with(_EVALUATION)
     )
-    """Files to evaluate on, beside the samples held out; read as those of data.train are."""
+    """Files to evaluate on, in addition to data.held_out; they are read like the files of data.train."""
     kind: Literal["chat", "text"] = "chat"
     """chat: JSONL conversations, loss on the assistant's turns; text: plain text, loss on every token."""
     loss_on: Literal["last", "all"] = field(default="last", metadata=only_with(_CHAT))
     """last: of a chat only the last assistant turn is learned; all: every assistant turn."""
     fields: dict[str, str] | None = field(default=None, metadata=only_with(_CHAT))
-    """For JSONL with keys of its own: {input: question, output: answer}. null: keys are recognized. Only for chat."""
+    """Keys of JSONL files in another form, by our names: {input: question, output: answer}. null: the common forms
+    (messages, conversations, input and output) are recognized. Only for chat."""
     max_length: int = field(default=2048, metadata=at_least(2, 2**31 - 1))
-    """Tokens per sample at most (chat) or exactly (text), and of a packed row. Activation memory grows with it."""
+    """Tokens per sample, at most (chat) or exactly (text), and per packed row. Activation memory grows with it."""
     too_long: Literal["drop", "truncate"] = field(default="drop", metadata=only_with(_CHAT))
-    """A chat sample above max_length is dropped, or loses its beginning; both are counted."""
+    """Chat samples longer than max_length. drop: they are left out; truncate: their beginning is cut off. Both are
+    counted."""
     special_tokens: Literal["keep", "text", "refuse"] = "keep"
     """Special tokens spelled out in the data (<|im_end|> in an answer, <s> in HTML). keep: tokenized as special tokens,
     and counted; text: tokenized as plain text; refuse: the line is an error."""
     packing: bool = False
     """Fill rows of max_length tokens with several samples each, which do not see each other. false: a sample per row,
-    padded to the longest of the micro-batch."""
+    padded to the longest sample of the micro-batch."""
     micro_batch_size: int = field(default=1, metadata=at_least(1))
-    """Rows per forward and rank: samples, or with data.packing rows of several. Activation memory grows with it."""
+    """Rows per forward and rank; a row is one sample, or several with data.packing. Activation memory grows with it."""
     seed: int = field(default=0, metadata=at_least(0))
-    """Seed of the order of the samples, and of the choice of those held out."""
+    """Seed of the order of the samples, and of the choice of held-out samples."""
 
     def weights_by_file(self) -> dict[str, float] | None:
         """Weight of each file by path; None: every sample once."""
@@ -234,14 +239,14 @@ class LossRecipe:
     likely tokens; r_kl_top_k: rkl on the student's. engine/losses/kd.py has the formulas. null: cakld; kl_top_k with
     loss.teacher_cache."""
     temperature: float = field(default=1.0, metadata=FACTOR | only_with(_TEMPERATURE))
-    """Temperature of kd: kd; the other kinds have none."""
+    """Temperature of loss.kd kd; the other kinds have no temperature."""
     top_k: int | None = field(default=None, metadata=at_least(1))
-    """Tokens of kl_top_k and r_kl_top_k, and that launch/cache_teacher.py keeps per position; like 100."""
+    """Number of tokens, such as 100, for kl_top_k, r_kl_top_k and each position in launch/cache_teacher.py's cache."""
     tail: bool = field(default=False, metadata=only_with(_TOP_K))
-    """kl_top_k, r_kl_top_k: one more bucket for all other tokens, instead of renormalizing without them."""
+    """For kl_top_k and r_kl_top_k: one more bucket for all other tokens, instead of renormalizing without them."""
     teacher: str | None = None
-    """Directory of the teacher's checkpoint, often model.path. It is frozen, and sharded too under stage 3. self: the
-    student without fake quant, which takes no memory and needs frozen weights, norms and routers."""
+    """Directory of the teacher's checkpoint, often model.path. The teacher is frozen, and sharded under stage 3. self:
+    the student without fake quant, which takes no memory and needs frozen weights, norms and routers."""
     teacher_cache: str | None = field(default=None, metadata=not_empty("a directory"))
     """Directory that launch/cache_teacher.py wrote: training reads the teacher's loss.top_k tokens from there and loads
     no teacher. Only for kl_top_k."""
@@ -271,7 +276,7 @@ class OptimRecipe:
     """AdamW and the learning-rate schedule."""
 
     lr: float = field(default=1e-5, metadata=RATE)
-    """Peak learning rate of weights, biases and routers, and of what has no rate of its own below."""
+    """Peak learning rate of weights, biases and routers, and of groups whose own rate is null."""
     embedding_lr: float | None = field(default=None, metadata=RATE | only_with(_EMBEDDINGS))
     """Peak learning rate of embeddings and lm_head. null: lr."""
     norm_lr: float | None = field(default=None, metadata=RATE | only_with(_NORMS))
@@ -284,7 +289,7 @@ class OptimRecipe:
     )
     """Peak learning rate of the activation scales. null: scale_lr."""
     adapter_lr: float | None = field(default=None, metadata=RATE | only_with(_ADAPTERS))
-    """Peak learning rate of adapters, which often take ten times that of weights. null: lr."""
+    """Peak learning rate of adapters, often ten times the rate for weights. null: lr."""
     min_lr_ratio: float = field(default=0.1, metadata=values("between 0 and 1", lambda share: 0 <= share <= 1))
     """The learning rates end at this share of their peaks (linear, cosine)."""
     warmup_steps: int = field(default=0, metadata=at_least(0))
@@ -294,19 +299,19 @@ class OptimRecipe:
     decay_steps: int = derived(lambda r: r.optim.default_decay(r.train.steps), at_least(0) | only_with(_WSD))
     """Optimizer steps of decay at the end, for schedule wsd. null: a tenth of train.steps."""
     weight_decay: float = field(default=0.0, metadata=at_least(0))
-    """Decay of weights. Scales, norms and biases never decay."""
+    """Weight decay of weights, embeddings and adapters. Scales, norms and biases never decay."""
     betas: tuple[float, float] = field(
         default=(0.9, 0.95),
         metadata=values("two numbers in [0, 1)", lambda betas: all(0 <= beta < 1 for beta in betas)),
     )
     """AdamW's decay rates of the first and second moment."""
     eps: float = field(default=1e-8, metadata=at_least(1e-30))
-    """AdamW's eps. What fp32 rounds to 0 would make every weight without a gradient NaN."""
+    """AdamW's eps. If fp32 rounded it to 0, every weight with a gradient of 0 would become NaN."""
     grad_clip: float = field(default=1.0, metadata=at_least(0))
     """Largest global gradient norm; 0 disables clipping."""
 
     def default_decay(self, steps: int) -> int:
-        """Default number of decay steps of schedule wsd: a tenth of ``steps``, at most those after the warm-up."""
+        """Default number of decay steps of schedule wsd: a tenth of ``steps``, but only steps after the warm-up."""
         return max(0, min(max(1, steps // 10), steps - self.warmup_steps)) if self.schedule == "wsd" else 0
 
 
@@ -319,7 +324,7 @@ class TrainRecipe:
     gradient_accumulation_steps: int = field(default=1, metadata=at_least(1))
     """Micro-batches per rank and optimizer step."""
     seed: int = field(default=0, metadata=_SEED)
-    """Seed of everything random but the order of the samples."""
+    """Seed of everything random except the order of the samples."""
     activation_checkpointing: bool = False
     """Recompute each block in backward: memory of one block's activations instead of all, a third more compute."""
     activation_offload: bool = field(default=False, metadata=only_with(_RECOMPUTES))
@@ -330,16 +335,16 @@ class TrainRecipe:
     log_every: int = field(default=1, metadata=at_least(1))
     """Steps between two log lines and TensorBoard points."""
     quant_stats_every: int = field(default=50, metadata=at_least(0))
-    """Steps between two looks at the quantization for TensorBoard: scales, clipped fractions, errors by layer, and the
-    scales' share of the grad norm. 0: never."""
+    """Steps between two measurements of the quantization for TensorBoard: scales, clipped fractions, errors by layer,
+    and the gradient norm of the scales. 0: never."""
     checkpoint_every: int = field(default=0, metadata=at_least(0))
     """Steps between two training checkpoints (weights, optimizer state, data cursor); 0: none."""
     resume: bool | str = field(default=False, metadata=_RESUME)
     """Continue from a training checkpoint of output_dir: true for the latest, best, or a name like step_00001000."""
     keep_checkpoints: int = field(default=2, metadata=at_least(1))
-    """Latest training checkpoints to keep, besides the best; each holds 12 to 14 bytes per trained parameter."""
+    """Latest training checkpoints to keep, besides the best; each takes 12 to 14 bytes per trained parameter."""
     max_skipped_steps: int = field(default=10, metadata=at_least(1))
-    """The run ends after so many steps in a row whose loss or gradients are not finite; each is left out."""
+    """Steps whose loss or gradients are not finite are skipped. The run ends after this many such steps in a row."""
 
 
 @dataclass
@@ -347,20 +352,21 @@ class EventRecipe:
     """One change during the run: when it happens (one of at, every, when), and what (at least one of the others)."""
 
     at: int | None = field(default=None, metadata=at_least(0))
-    """Once, when so many optimizer steps are done and before the next begins."""
+    """Once, when this many optimizer steps are done and before the next step begins."""
     every: int | None = field(default=None, metadata=at_least(1))
-    """After each so many optimizer steps."""
+    """Repeatedly, each time after this many optimizer steps."""
     when: str | None = field(default=None, metadata=_WHEN)
     """Once, after the first step at which this holds: a loss or a result of the evaluation (loss/total, loss/lm,
     eval/perplexity, ...), one of < <= > >=, and a number."""
     fake_quant: bool | Literal["weights", "activations"] | None = None
-    """true: of weights and activations; weights, activations: of these alone; false: off."""
+    """true: on for weights and activations; weights, activations: on for only these; false: off."""
     layers: str | None = field(default=None, metadata=regex())
-    """Regex: fake_quant of the layers whose whole module name matches only."""
+    """Regex: fake_quant switches only the layers whose whole module name matches."""
     observe: bool | None = None
-    """true: observers measure the inputs, after a reset; false: they stop. Without fake quant they run unless false."""
+    """true: observers measure the inputs, after a reset; false: they stop. With fake_quant false they run unless this
+    is false."""
     freeze_scales: bool | None = None
-    """true: learned scales rest from now on; false: they train again."""
+    """true: learned scales are frozen from now on; false: they train again."""
     lr: dict[str, float] | None = None
     """Peak learning rates from now on, by group: weights, embeddings, norms, biases, weight_scales, act_scales,
     adapters."""
@@ -400,10 +406,10 @@ class EvalRecipe:
     """Evaluation during training, on held-out samples (data.held_out, data.eval), with serving numerics."""
 
     every: int = field(default=0, metadata=at_least(0))
-    """Optimizer steps between two evaluations; also after the last step, and before the first unless nothing is ever
-    quantized. 0: none. Training checkpoints have to fall on evaluations: train.checkpoint_every is a multiple of it."""
+    """Optimizer steps between two evaluations. A run also evaluates after the last step and, unless it never quantizes,
+    before the first. 0: none. train.checkpoint_every must be a multiple of it, so that each checkpoint is evaluated."""
     best: Literal["lm", "kd", "total"] = field(default="lm", metadata=only_with(_EVALUATION, _TEACHER))
-    """The loss whose smallest value makes a training checkpoint the best one, which is kept beside the latest."""
+    """Loss whose smallest value selects the best training checkpoint, which is kept in addition to the latest ones."""
 
 
 @dataclass
@@ -416,13 +422,13 @@ class ExportRecipe:
     """Directory to write it to. null: export in output_dir."""
     format: ExportFormat = "compressed"
     """compressed: compressed-tensors, which transformers, vLLM and SGLang read. vllm_fp8: the same tensors under vLLM's
-    own fp8 configuration (fp8_static and fp8_block). gpt_oss: its experts in mxfp4 as it is published. dequantized: a
-    plain checkpoint of fake-quantized weights. gguf: one file for llama.cpp (q4_0, q8_0, w4a16_g32, w8a16_g32); it
-    needs export.template. mlx: affine groups for mlx-lm (integers in groups of 32 or 128). executorch: torchao's
-    tensors, to be lowered to XNNPACK (8da4w). peft: of a run with adapter.merge false the adapter alone, for the
-    quantized checkpoint in model.path."""
+    own fp8 configuration (fp8_static and fp8_block). gpt_oss: gpt-oss with its experts in mxfp4, in the published form.
+    dequantized: a plain checkpoint of fake-quantized weights. gguf: one file for llama.cpp (q4_0, q8_0, w4a16_g32,
+    w8a16_g32); it needs export.template. mlx: affine groups for mlx-lm (integers in groups of 32 or 128). executorch:
+    torchao's tensors, to be lowered to XNNPACK (8da4w). peft: only the adapter of a run with adapter.merge false, for
+    the quantized checkpoint in model.path."""
     template: str | None = field(default=None, metadata=only_with(_GGUF))
-    """For export.format gguf: a GGUF file of the base model, which llama.cpp's convert_hf_to_gguf.py makes. Metadata
-    and vocabulary are its own."""
+    """For export.format gguf: a GGUF file of the base model, made by llama.cpp's convert_hf_to_gguf.py. The export
+    copies its metadata and vocabulary."""
     max_shard_size: str = field(default="5GB", metadata=size())
     """Largest safetensors file, like 5GB, 500MB or 2GiB; rank 0 holds one such file in memory while writing."""
