@@ -17,14 +17,14 @@ from quant.rules import name_patterns
 
 
 def sum_where_ranks_agree(state: LoopState, counts: tuple[int, int] = (0, 0)) -> tuple[int, int]:
-    """Sum counts over all ranks, and check that schedule events have set the same on each; one all-reduce.
+    """Sum counts over all ranks, and check that schedule events have set the same values on each rank; one all-reduce.
 
-    A checksum of the settings travels with the counts. It is the same on every rank if and only if the sum of its
-    squares, times the ranks, is the square of its sum. At the end of a run the counts are 0: a rank that stops alone
-    meets here the next step of the others.
+    A checksum of the settings is reduced with the counts. It is the same on every rank if and only if the sum of its
+    squares, times the number of ranks, is the square of its sum. At the end of a run the counts are 0. If only some
+    ranks have stopped, the others take part in this all-reduce with the counts of their next step.
 
     Raises:
-        RankError: on every rank: what differs, with the values of two ranks.
+        RankError: on every rank: a setting differs between ranks; with its values on two ranks.
     """
     # Of 24 bits, so that a sum of squares over 2^15 ranks is exact in 64.
     checksum = zlib.crc32("\n".join(_settings(state).values()).encode()) >> 8
@@ -36,7 +36,7 @@ def sum_where_ranks_agree(state: LoopState, counts: tuple[int, int] = (0, 0)) ->
 
 
 def _settings(state: LoopState) -> dict[str, str]:
-    """Settings that schedule events may have changed and that every rank must share, as text by name."""
+    """Collect the settings that schedule events may change and that every rank must share, as text by name."""
     overrides, quant = state.session.overrides, state.quant
     values: dict[str, Any] = {
         "loss weights": overrides.loss_weights,

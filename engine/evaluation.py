@@ -19,7 +19,7 @@ class HeldOutResults:
     """Results of a run's evaluations: means over the held-out tokens, by logged name.
 
     Attributes:
-        last: losses of the last evaluation, also of one before a resume; used by conditions of a schedule.
+        last: losses of the last evaluation, also if it was before a resume; used by conditions of a schedule.
         first: losses of the first evaluation of this process.
         step: optimizer steps done at the last evaluation of this process; None before the first.
     """
@@ -33,11 +33,11 @@ class HeldOutResults:
         self.last, self.first, self.step = results, self.first or results, step
 
     def state_dict(self) -> dict[str, dict[str, float]]:
-        """Plain values, for a checkpoint."""
+        """Return plain values for a checkpoint."""
         return {"last": self.last}
 
     def load_state_dict(self, state: Mapping[str, dict[str, float]]) -> None:
-        """Go on from what :meth:`state_dict` gave."""
+        """Restore the result of :meth:`state_dict`."""
         self.last = state["last"]
 
 
@@ -51,8 +51,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Compute loss means over the valid tokens of all held-out samples and ranks; a collective.
 
-    All layers are fake-quantized, with outdated scales measured again, unless the run never quantizes. Nothing that
-    trains is changed.
+    All layers are fake-quantized, with outdated scales measured again, unless the run never quantizes. Trained
+    parameters do not change.
 
     Args:
         session: the run.

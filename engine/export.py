@@ -63,7 +63,7 @@ def _layout(recipe: Recipe) -> Layout | None:
 
 
 def _check_base(recipe: Recipe) -> None:
-    """Refuse to write an adapter alone if the base model that it was trained with is not on disk."""
+    """Refuse to export only an adapter if the base model that it was trained with is not on disk."""
     if recipe.quant.scheme != SOURCE:
         raise RecipeError(
             f"quant.scheme: {recipe.quant.scheme!r}, expected {SOURCE!r} with export.format peft, and a quantized "
@@ -87,7 +87,7 @@ def _check_executorch(recipe: Recipe) -> None:
 
 
 def _check_gguf(recipe: Recipe) -> None:
-    """Refuse a GGUF export if the recipe or this machine lacks what it needs."""
+    """Refuse a GGUF export without a template in the recipe, or without the package gguf."""
     template = _template(recipe)
     if template is None or not template.is_file():
         found = "null" if template is None else f"{str(template)!r} is not a file"
@@ -106,7 +106,7 @@ def _template(recipe: Recipe) -> Path | None:
 def check_exportable(session: Session) -> None:
     """Refuse before training a model whose export could not be loaded; a collective.
 
-    Errors as of :func:`model.save.export_model`."""
+    Raises the errors of :func:`model.save.export_model`."""
     recipe, layout = session.recipe, _layout(session.recipe)
     if layout is None:
         return
@@ -127,9 +127,9 @@ def check_exportable(session: Session) -> None:
 
 
 def export(session: Session, directory: Path, *, compressed: bool = True) -> None:
-    """Write the model into ``directory``, in the recipe's layout or unquantized.
+    """Write the model into ``directory``, in the recipe's layout or, without ``compressed``, as a plain checkpoint.
 
-    Errors as of :func:`model.save.export_model`."""
+    Raises the errors of :func:`model.save.export_model`."""
     recipe, layout = session.recipe, _layout(session.recipe)
     adapter = _adapter(session, directory) if recipe.adapter.beside else None
     if layout is None:
@@ -158,7 +158,7 @@ def export(session: Session, directory: Path, *, compressed: bool = True) -> Non
 
 
 def _adapter(session: Session, directory: Path) -> PeftFolder:
-    """Trained adapters of the model in ``directory``, or of that in ``model.path``."""
+    """Collect the trained adapters of the model in ``directory``, or with export.format peft of ``model.path``."""
     recipe = session.recipe
     alone = _layout(recipe) is None
     return collect_adapter(
@@ -176,7 +176,7 @@ def export_trained(session: Session, quant: FakeQuant, batches: Iterable[MicroBa
     """Write the trained model to the recipe's export directory; a collective.
 
     A run that never quantizes writes a plain checkpoint. If the last steps trained without fake quant, the scales are
-    outdated and measured again first; input scales on ``batches``, unless observers ran during training.
+    outdated and measured again first. Input scales are measured on ``batches``, unless observers ran during training.
     """
     compressed = not session.recipe.never_quantizes() or quant.enabled
     if compressed and quant.any_stale:

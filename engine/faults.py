@@ -32,7 +32,7 @@ class SkippedSteps:
         self.in_a_row = 0
 
     def state_dict(self) -> dict[str, int]:
-        """Number of steps skipped in a row up to the last; for a checkpoint."""
+        """Return how many steps up to the last were skipped in a row, for a checkpoint."""
         return {"in_a_row": self.in_a_row}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -40,15 +40,15 @@ class SkippedSteps:
         self.in_a_row = state["in_a_row"]
 
     def record(self, step: int, skipped: bool, losses: Tensor, loader: Loader, *, lowered: bool = False) -> None:
-        """Record the outcome of step ``step`` (from 0); a collective if it was skipped.
+        """Record if step ``step`` (from 0) was skipped; a collective if it was.
 
         Args:
             step: number of the step.
             skipped: True if the step was skipped; the same on all ranks.
             losses: this rank's sums of the step's losses, before a reduction.
             loader: describes the samples of the step.
-            lowered: the loss scale was halved: if all losses are finite, the step does not count as one of those in a
-                row.
+            lowered: True if the loss scale was halved. If also all losses are finite, the step does not count as a
+                skipped one.
 
         Raises:
             RankError: ``limit`` steps in a row were skipped.

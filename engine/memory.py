@@ -1,4 +1,4 @@
-"""Measure what a run holds on this rank: bytes of parameters, gradients and optimizer states, and its peak."""
+"""Measure a run's memory on this rank: bytes of parameters, gradients and optimizer states, and the peak."""
 
 import json
 import warnings
@@ -18,12 +18,12 @@ MEASURED = "memory.json"
 
 @dataclass
 class MemoryWatch:
-    """Measures what is held in the first step that an optimizer takes.
+    """Measures memory in the first optimizer step after its creation.
 
     Attributes:
         model: the student, wrapped in its engine.
         optimizer: ``engine.optimizer``.
-        items: bytes of gradients, master weights and moments in that step; None until it has been taken.
+        items: bytes of gradients, master weights and moments in that step; None before the step.
     """
 
     model: nn.Module
@@ -37,7 +37,7 @@ class MemoryWatch:
         self._inner.register_step_post_hook(self._measure)
 
     def _measure(self, *_: Any) -> None:
-        if self.items is not None:  # torch lets no hook remove itself
+        if self.items is not None:  # a hook cannot remove itself
             return
         state = self._inner.state.values()
         moments = [held[key] for held in state for key in ("exp_avg", "exp_avg_sq") if key in held]
@@ -51,12 +51,12 @@ class MemoryWatch:
         }
 
     def parameters(self) -> int:
-        """Bytes of the parameters now, and of hpZ's shares in the step; to be asked between two steps."""
+        """Count bytes of the parameters now and of hpZ's shares in the step; call it between two steps."""
         return _bytes(partitions(self.model), set()) + self._second
 
 
 def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
-    """Bytes of the tensors' storages, each counted once: those in ``seen`` are left out, the others are added to it."""
+    """Count bytes of the tensors' storages except storages in ``seen``, and add the counted storages to ``seen``."""
     total = 0
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -73,8 +73,8 @@ def write_measured(directory: Path, watch: MemoryWatch, device: torch.device) ->
 
     Args:
         directory: the run's output directory.
-        watch: has measured one of its steps.
-        device: this rank's.
+        watch: measurement of one of the run's steps.
+        device: this rank's device.
     """
     if watch.items is None:
         return
@@ -92,10 +92,10 @@ class Measured:
     """Memory measured on rank 0.
 
     Attributes:
-        device: its device type.
+        device: device type of the rank.
         ranks: number of ranks of the run.
-        peak: the most bytes that torch's allocator gave out before the export; None on a CPU, where the process holds
-            memory of libraries and of its heap, too.
+        peak: peak bytes of torch's allocator before the export; None on a CPU, where the memory of the process also
+            includes libraries and the heap.
         items: bytes by item.
     """
 
@@ -109,7 +109,7 @@ def read_measured(file: Path) -> Measured:
     """Read the ``memory.json`` of a run.
 
     Raises:
-        ValueError: there is no such file, or something else is in it.
+        ValueError: there is no such file, or its content is something else.
     """
     try:
         return Measured(**json.loads(file.read_text(encoding="utf-8")))

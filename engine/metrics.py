@@ -28,21 +28,21 @@ class Metrics:
     scales, tokens per second and device, peak memory, skipped steps, loss scale of fp16, epoch); ``quant/...`` (see
     engine.fake_quant).
 
-    A failure to write curves (a full disk, a directory that is gone) does not end the run: it is said once, values are
-    lost meanwhile, and new files are tried from time to time.
+    A failure to write curves (a full disk, a missing directory) does not end the run: it is reported once, values are
+    lost, and from time to time a new file is tried.
     """
 
     def __init__(self, directory: Path, recipe: Path, *, done: int = 0) -> None:
-        """Open files in ``directory`` and show the text of the ``recipe`` file on the page.
+        """Open files in ``directory``, and show the text of the ``recipe`` file in TensorBoard.
 
         Args:
-            directory: where the files go.
+            directory: directory of the files.
             recipe: YAML file.
-            done: steps of the run so far. Later points, of an earlier continuation of this run, are hidden.
+            done: optimizer steps done. Later points are hidden: an earlier continuation of this run wrote them.
         """
         self._directory = directory
         self.writer: SummaryWriter | None = None
-        self._lost: float | None = None  # when it was tried last, since something could not be written
+        self._lost: float | None = None  # time of the last failure to write; None: no failure yet
         if is_main():
             self._open(done + 1 if done else None)
         text = recipe.read_text(encoding="utf-8")
@@ -67,7 +67,7 @@ class Metrics:
             self._lose(error)
 
     def _lose(self, error: OSError) -> None:
-        """Continue without a file; the failed one is not closed, as closing writes."""
+        """Continue without a file; the failed file is not closed, as closing writes to it."""
         if self._lost is None:
             say(f"warning: {self._directory} cannot be written ({error.strerror}): points are missing in TensorBoard")
         self._lost = time.monotonic()
@@ -109,7 +109,7 @@ class Metrics:
 
 
 def flat_options(recipe: Recipe) -> dict[str, Any]:
-    """Options by dotted path in TensorBoard's types: numbers, booleans, and text for the rest."""
+    """Map options by dotted path to values of TensorBoard's types: numbers, booleans, and text for the rest."""
     options: dict[str, Any] = {}
     for section, values in asdict(recipe).items():
         for name, value in values.items() if isinstance(values, dict) else [("", values)]:
@@ -126,7 +126,7 @@ class Progress:
 
     @classmethod
     def start(cls, total: int, done: int) -> "Progress":
-        """Create a bar on rank 0; on other ranks one that shows nothing."""
+        """Create a bar, which is visible on rank 0 only."""
         return cls(
             tqdm(total=total, initial=done, desc="train", unit="step", disable=not is_main(), dynamic_ncols=True)
         )
@@ -163,7 +163,7 @@ class Summary:
         self.last |= losses  # some are measured in some steps only
 
     def text(self, *, devices: int, skipped: int, peak_bytes: int, evaluations: tuple[Mapping, Mapping]) -> str:
-        """Summary text, one line per figure; ``evaluations`` are the first and the last of the run."""
+        """Format the summary, one line per figure; ``evaluations`` are the run's first and last evaluation."""
         seconds = time.perf_counter() - self.started
         lines = [
             f"{self.steps:,} steps, {self.tokens:,} tokens ({self.valid_tokens:,} with a target) in "
@@ -177,7 +177,7 @@ class Summary:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Peak bytes of this process: allocated on CUDA, resident on a CPU."""
+    """Return the peak memory of this process in bytes: allocated on CUDA, or resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # it counts KiB on Linux

@@ -30,7 +30,7 @@ class RunReport:
         """Report a step that took ``seconds`` to the progress bar and TensorBoard."""
         last = state.last
         assert last is not None
-        if self._memory is None:  # it watches the second step: the first is not like the others
+        if self._memory is None:  # created after the first step, which is not typical, so it measures the second
             self._memory = MemoryWatch(state.model, state.session.engine.optimizer)
         self._summary.step(last.losses, last.tokens, last.valid_tokens)
         speed = last.tokens / world_size() / seconds
@@ -76,7 +76,7 @@ def _figures(state: LoopState, last: StepResult, speed: float) -> dict[str, floa
 
 
 def _grad_norms(step: StepResult) -> dict[str, float]:
-    """Gradient norms of the step: the total, and in some steps those of weights and of scales."""
+    """Gradient norms of the step: the total, and in some steps also the norms of weights and of scales."""
     norms = {}
     if step.grad_norm is not None:
         norms["train/grad_norm"] = step.grad_norm
@@ -88,7 +88,7 @@ def _grad_norms(step: StepResult) -> dict[str, float]:
 
 
 def best_line(checkpoints: Path) -> str | None:
-    """Final line about the best checkpoint in a directory; None if none is marked."""
+    """Return the final line about the best checkpoint in a directory; None if no checkpoint is marked."""
     try:
         best = best_checkpoint(checkpoints)
     except ValueError as error:  # everything else is done and written
@@ -125,14 +125,15 @@ def log_quantization(stats: QuantStats, metrics: Metrics, step: int) -> None:
 
 
 def decibels(relative_error: float) -> float:
-    """Ratio of squares in dB, at least -100 (an error of 0)."""
+    """Convert a ratio of squares to dB, at least -100, also for an error of 0."""
     return float(10 * np.log10(max(relative_error, 1e-10)))
 
 
 def error_picture(errors: dict[str, float], step: int) -> Figure:
     """Draw the weights' errors in dB: decoder layers from left to right, the modules of a layer from top to bottom.
 
-    Experts of a layer share a square, which shows their mean. Layers outside of the decoder (lm_head) are left out.
+    All experts of a layer share a square, which shows their mean error. Layers outside of the decoder (lm_head) are
+    left out.
     """
     squares: dict[tuple[str, int], list[float]] = {}
     for name, error in errors.items():

@@ -41,8 +41,8 @@ def start_run(
     ``run_lock`` locks output_dir.
 
     Raises:
-        RecipeError: a problem found before the process group starts.
-        RankError: a problem that any rank found after that.
+        RecipeError: a problem was found before the process group started.
+        RankError: any rank found a problem after that.
     """
     output = Path(recipe.output_dir)
     checkpoint = _check_destinations(recipe, output / "checkpoints")
@@ -101,8 +101,9 @@ def _check_schedule(session: Session, token_losses: Sequence[str]) -> None:
 
 
 def _check_destinations(recipe: Recipe, checkpoints: Path) -> TrainingCheckpoint | None:
-    """Check the destinations before any work, so that none fails or overwrites after it. Raises RecipeError on every
-    rank.
+    """Check all output directories before any work, so that no write fails or overwrites files after the work.
+
+    Raises RecipeError on every rank.
 
     Returns:
         The checkpoint to resume from, if any.
@@ -138,9 +139,9 @@ def _take_output(recipe: Recipe, run_lock: RunLock) -> None:
 
 
 def _clear_export(output: Path, export: Path) -> None:
-    """Remove the leftovers of a killed ``export`` from ``output``, on rank 0; a collective.
+    """Remove files of a killed export to ``export`` if they are in ``output``, on rank 0; a collective.
 
-    Leftovers elsewhere may belong to another run: they are only reported."""
+    Such files elsewhere may belong to another run, and are only reported."""
     with errors_on_all_ranks(OSError, key="export.dir"):
         for left in export.parent.glob(f"{export.name}.tmp-????????") if is_main() else ():
             if export.parent.resolve() == output.resolve():
@@ -150,7 +151,7 @@ def _clear_export(output: Path, export: Path) -> None:
 
 
 def _measured(recipe: Recipe, token_losses: Sequence[str]) -> list[str]:
-    """Names of the metrics that a condition of the recipe may use."""
+    """List the metrics that a condition of the recipe may use."""
     parts = ["total", "lm", *token_losses]
     parts += ["router_aux"] if recipe.learnable.router else []
     kd = [f"kd/{recipe.loss.kd}"] if recipe.teacher_kind() != "none" else []

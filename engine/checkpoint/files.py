@@ -68,7 +68,7 @@ class _Stream:
 
 
 class CheckedFiles(CheckpointEngine):
-    """Checkpoint engine for the files of one checkpoint on one rank, with their checksums and the first error.
+    """Checkpoint engine for the files of one checkpoint on one rank; stores their checksums and the first error.
 
     Args:
         left_out: parameters that the checkpoint does not contain.
@@ -101,7 +101,7 @@ class CheckedFiles(CheckpointEngine):
             path.unlink(missing_ok=True)  # free the space; the checkpoint is lost anyway
 
     def fail(self, name: str, error: OSError) -> None:
-        """Store an error, unless there is one."""
+        """Store an error, unless one is stored already."""
         self.failure = self.failure or f"{name}: {error.strerror or error}"
 
     def load(self, path: str, map_location: Any = None) -> Any:

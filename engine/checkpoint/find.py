@@ -1,6 +1,6 @@
 """Find a checkpoint, check that it is complete, and check that a recipe may resume from it.
 
-``STAYS`` and ``MAY_CHANGE`` list all options of a recipe: those that a resumed run must keep, and those it may change.
+``STAYS`` lists the options of a recipe that a resumed run must keep, and ``MAY_CHANGE`` all other options.
 """
 
 import json
@@ -26,7 +26,7 @@ STEP_NAME = r"step_\d{8}"
 
 @dataclass(frozen=True)
 class TrainingCheckpoint:
-    """Step directory with its manifest; all files exist with the right sizes."""
+    """Step directory with the contents of its manifest; all files exist with the right sizes."""
 
     path: Path
     step: int
@@ -40,8 +40,8 @@ class TrainingCheckpoint:
     base: str | None
     """Digest of the files of model.path in a run with adapters; else None."""
     left_out: Mapping[str, int]
-    """Fingerprints (:mod:`model.checkpoint.fingerprint`) of frozen weights that it does not contain, by name; they are
-    read from model.path."""
+    """Fingerprints (:mod:`model.checkpoint.fingerprint`) of the frozen weights that the checkpoint does not contain, by
+    name; these weights are read from model.path."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def find_checkpoint(directory: Path, which: bool | str = True) -> TrainingCheckp
     """Find the checkpoint of ``train.resume``: True (the latest), ``best``, or a directory's name.
 
     Raises:
-        ValueError: there is none, or it is incomplete.
+        ValueError: there is no such checkpoint, or it is incomplete.
     """
     if which == "best":
         best = best_checkpoint(directory)
@@ -103,7 +103,8 @@ def read_step_directory(path: Path) -> TrainingCheckpoint:
     """Read the manifest of a step directory, and compare the size of every file with it.
 
     Raises:
-        ValueError: it does not exist or is incomplete; with the file, and the complete checkpoint before it.
+        ValueError: the directory does not exist or is incomplete; the text names the bad file, and the last complete
+            checkpoint before this one.
     """
     try:
         return _read_manifest(path)
@@ -167,8 +168,9 @@ def check_resumable(recipe: Recipe, directory: Path) -> TrainingCheckpoint:
     """Find the checkpoint to resume from, and refuse it if the recipe changes options that must stay.
 
     Raises:
-        RecipeError: there is no complete checkpoint, an option in ``STAYS`` differs, or the number of rows per step
-            does: the data cursor is a step, so the samples of a step must stay the same at any number of ranks.
+        RecipeError: there is no complete checkpoint, an option in ``STAYS`` differs, adapters have another base model,
+            or the number of rows per step differs: the data cursor is a step, so the samples of a step must stay the
+            same at any number of ranks.
     """
     try:
         found = find_checkpoint(directory, recipe.train.resume)
@@ -188,7 +190,7 @@ def check_resumable(recipe: Recipe, directory: Path) -> TrainingCheckpoint:
 def check_samples(checkpoint: TrainingCheckpoint, samples: str) -> None:
     """Refuse training samples other than those of the run that wrote the checkpoint; a collective.
 
-    A step selects samples by index, so with others a resumed run would train on some twice and on some never.
+    A step selects samples by index, so with other samples a resumed run would train on some twice and never on others.
 
     Raises:
         RankError: the digests differ.
@@ -224,8 +226,8 @@ def verify_checkpoint(checkpoint: TrainingCheckpoint) -> None:
     A file that would run code is refused before DeepSpeed opens it. Files are sharded over ranks.
 
     Raises:
-        RankError: a file is damaged (with the complete checkpoint before it), or contains more than tensors and plain
-            values.
+        RankError: a file is damaged, or contains more than tensors and plain values. The text for a damaged file names
+            the last complete checkpoint before this one.
     """
     with errors_on_all_ranks(OSError, ValueError):
         # Sorted by size, so that shards of the ranks are about equal.
@@ -279,7 +281,7 @@ STAYS = {
     "learnable": ["weight", "embedding", "weight_scale", "act_scale", "norm", "router", "freeze"],
     "adapter": ["kind", "merge", "base", "rank", "alpha", "rslora", "targets", "ranks"],
 }
-# Options that a resumed run takes from its recipe: rates, losses and events from here on; implementations of the same
+# Options that a resumed run takes from its new recipe: rates, losses and events; implementations of the same
 # computation; paths; measurement, output and retention; initial scales, replaced by the checkpoint's. Rows per step
 # (data.micro_batch_size, train.gradient_accumulation_steps) and the ZeRO stage (deepspeed) have checks of their own.
 MAY_CHANGE = {

@@ -1,4 +1,4 @@
-"""Load a training checkpoint into a session, at the number of ranks that wrote it or (resharded) at another one.
+"""Load a training checkpoint into a session, at the number of ranks that wrote it or (resharded) at another number.
 
 Resharding on stages 1 to 3: every rank of the old run saved its flat fp32 masters and Adam moments in a DeepSpeed file,
 and the slices of each parameter in them (:func:`model.zero.optimizer_pieces`) beside it. Every rank of the new run maps
@@ -49,8 +49,8 @@ OPTIMIZER_OPTIONS = ("weight_decay", "betas", "eps")
 def load_checkpoint(session: Session, stateful: StatefulStates, checkpoint: TrainingCheckpoint) -> int:
     """Load a verified checkpoint into the session and the stateful objects; return the steps done. A collective.
 
-    At the number of ranks that wrote it, DeepSpeed loads it, and the whole state is restored. At another one masters,
-    moments and scales are restored, observers are merged and the random states are new.
+    At the number of ranks that wrote the checkpoint DeepSpeed loads it, and the whole state is restored. At another
+    number of ranks, masters, moments and scales are restored, observers are merged, and random states are new.
 
     Raises:
         RankError: the checkpoint has another ZeRO stage, does not match the model, lacks the state of a stateful
@@ -113,7 +113,7 @@ def _load_engine(session: Session, checkpoint: TrainingCheckpoint, left_out: Lef
     DeepSpeed loads the options of the old recipe, but a resumed run follows the new one.
     """
     settings = [{key: group[key] for key in OPTIMIZER_OPTIONS} for group in session.engine.optimizer.param_groups]
-    session.engine.checkpoint_engine = CheckedFiles(left_out)  # DeepSpeed's own runs code from pickles
+    session.engine.checkpoint_engine = CheckedFiles(left_out)  # DeepSpeed's own engine runs code from pickles
     session.engine.load_checkpoint(str(checkpoint.path.parent), tag=checkpoint.path.name)
     for group, own in zip(session.engine.optimizer.param_groups, settings, strict=True):
         group.update(own)
@@ -133,8 +133,8 @@ def load_resharded(
     Args:
         session: the new run.
         path: the step directory, verified.
-        layouts: slices of every rank of the old run.
-        stage: ZeRO stage of both, 1 to 3.
+        layouts: slices of the parameters on every rank of the old run.
+        stage: ZeRO stage of both runs, 1 to 3.
         left_out: parameters that the files do not contain.
 
     Raises:
@@ -266,7 +266,7 @@ def reseed(seed: int, step: int) -> None:
 
 
 def merge_ranks(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the files of all old ranks into one for this new rank (:mod:`engine.checkpoint.stateful`).
+    """Merge the states in the files of all old ranks (:mod:`engine.checkpoint.stateful`) for this new rank.
 
     States are the same on every rank, except statistics of the quantization's observers.
     """

@@ -7,14 +7,14 @@ one ``rank_<r>.pt`` per rank (:mod:`engine.checkpoint.stateful`: on stages 1 and
 the step's name, is replaced by a rename. So a directory without ``.partial`` was complete when renamed, and the
 manifest reveals later damage.
 
-``best.json`` names the step with the best value of a metric, which is kept when older ones are removed. It is written
-before ``latest``: a run killed between the two repeats that step and marks it again.
+``best.json`` names the step with the best value of a metric. Its checkpoint is kept when older checkpoints are removed.
+The file is written before ``latest``: a run killed between the two repeats that step and marks it again.
 
 A run with adapters saves fingerprints of the frozen weights in the manifest instead of the weights, which are read from
 ``model.path`` again. A frozen weight that a script has changed is saved.
 
 ZeRO's state has no partially accumulated gradients, so checkpoints are saved at optimizer steps. The data cursor is the
-step, of which the loader's batches are a function. Other numbers of ranks: see ``engine/checkpoint/resume.py``.
+step: the loader's batches are a function of it. ``engine/checkpoint/resume.py`` explains other numbers of ranks.
 """
 
 import json
@@ -37,7 +37,7 @@ SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")  # DeepSpeed copies them besid
 
 
 class SaveError(RankError):
-    """Error on all ranks: a checkpoint could not be written. Earlier ones and the run's state are unchanged."""
+    """Error on all ranks: a checkpoint could not be written. Earlier checkpoints and the run's state are unchanged."""
 
 
 def save_checkpoint(
@@ -50,10 +50,10 @@ def save_checkpoint(
     samples: str,
     measured: tuple[str, float] | None = None,
 ) -> Path:
-    """Write ``<directory>/step_<step>``, make it the latest and remove older ones; a collective.
+    """Write ``<directory>/step_<step>``, make it the latest checkpoint and remove older ones; a collective.
 
-    The last ``keep`` up to this step are kept, and the best. Later ones, if the run was resumed from an earlier step,
-    are kept until this run reaches their step.
+    The last ``keep`` checkpoints up to this step are kept, and the best one. If the run was resumed from an earlier
+    step, checkpoints of later steps are kept until the run reaches them.
 
     Args:
         session, stateful: the state to save.
@@ -61,11 +61,11 @@ def save_checkpoint(
         step: optimizer steps done.
         keep: number of checkpoints to keep.
         samples: digest of the training samples, see :func:`engine.checkpoint.find.check_samples`.
-        measured: name and value of a metric evaluated at this step; a value below the best one's marks this checkpoint
-            as the best.
+        measured: name and value of a metric evaluated at this step; if the value is below the best checkpoint's, this
+            checkpoint is marked as the best.
 
     Raises:
-        SaveError: on every rank, if any could not write; with the directory, the bytes needed and those free.
+        SaveError: on every rank, if any rank could not write; with the directory, the needed and the free bytes.
             The partial checkpoint is removed.
         RankError: on every rank, with the parameters that are not finite; nothing is written or removed.
     """
@@ -158,7 +158,7 @@ def _make_current(
 
 
 def mark_best(directory: Path, step: int, measured: tuple[str, float] | None) -> None:
-    """Mark the checkpoint of ``step``, written before its evaluation, as the best if ``measured`` is; a collective.
+    """Mark the checkpoint of ``step``, which was written before its evaluation, if it is the best; a collective.
 
     See :func:`save_checkpoint` for the arguments.
     """
@@ -168,7 +168,7 @@ def mark_best(directory: Path, step: int, measured: tuple[str, float] | None) ->
 
 
 def _mark(directory: Path, name: str, measured: tuple[str, float] | None) -> Best | None:
-    """Mark a checkpoint as the best if its value is less than the best one's; return the best after that.
+    """Mark a checkpoint if its value is below the best checkpoint's; return the checkpoint that is now the best.
 
     An existing mark is dropped if it is damaged, not finite, of another metric, or of an earlier checkpoint of the same
     step. A value that is not finite is never marked. A failed write is only a warning.
@@ -195,7 +195,7 @@ def _mark(directory: Path, name: str, measured: tuple[str, float] | None) -> Bes
 
 
 def _remove_old(directory: Path, newest: str, keep: int, best: Best | None) -> None:
-    """Remove all steps up to ``newest`` but the last ``keep`` of them and the best."""
+    """Remove all checkpoints up to ``newest`` except the last ``keep`` of them and the best one."""
     older = [path for path in sorted(directory.glob(STEP_DIRECTORIES)) if path.name <= newest]
     for old in older[:-keep]:
         if best is None or old.name != best.name:

@@ -1,4 +1,4 @@
-"""State of a rank beside DeepSpeed's, in the file ``rank_<r>.pt`` of a checkpoint.
+"""State of a rank that DeepSpeed does not save, in the file ``rank_<r>.pt`` of a checkpoint.
 
 All state that a resumed run needs belongs to stateful objects with ``state_dict`` and ``load_state_dict``, saved by
 name. A rank's file contains::
@@ -34,7 +34,7 @@ StatefulStates = Mapping[str, Stateful]
 
 
 def rank_state(session: Session, stateful: StatefulStates) -> dict[str, Any]:
-    """Content of this rank's file."""
+    """Collect the content of this rank's file."""
     return {
         "stateful": {name: owner.state_dict() for name, owner in stateful.items()},
         "random": random_states(),
@@ -49,7 +49,7 @@ def check_stateful(stateful: StatefulStates, state: Mapping[str, Any]) -> None:
 
 
 def load_stateful(stateful: StatefulStates, state: Mapping[str, Any]) -> None:
-    """Restore the state of every stateful object. Other states (an export has no schedule) are ignored."""
+    """Restore the state of every stateful object. States of other objects are ignored: an export has no schedule."""
     for name, owner in stateful.items():
         owner.load_state_dict(state["stateful"][name])
 

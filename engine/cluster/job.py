@@ -1,18 +1,19 @@
 """Processes of a job: join the process group, lock the output directory, stop together at a signal.
 
 Directory lock: two jobs in one directory would remove each other's checkpoints. Every rank locks the file ``.running``
-in it as long as the process lives, so a killed job leaves no lock behind. Rank 0 first locks it exclusively,
-which fails while a rank of another job holds it; then all ranks share it. Some file systems have no locks between
-machines, so rank 0 also writes host and process id into the file and renews its modification time: a file of another
-machine that was not renewed for ``STALE_SECONDS`` belongs to a dead job.
+in the directory as long as the process lives, so a killed job leaves no lock behind. Rank 0 first locks the file
+exclusively, which fails while a rank of another job has locked it; then all ranks share the lock. Some file systems
+have no locks between machines. So rank 0 also writes host and process id into the file and renews its modification
+time: a file of another machine that was not renewed for ``STALE_SECONDS`` belongs to a dead job.
 
 Signals (SIGTERM, SIGUSR1, and SIGINT, Ctrl-C: finish the step, save, exit 0) may reach one rank, all ranks or only the
 launcher. A signal sets a flag that is all-reduced with the losses of the step, so all ranks stop after the same step. A
 second signal changes nothing, nor does a signal after the last step: the run writes its files, and the exit code is 0.
 
 DeepSpeed's launchers handle signals differently. ``deepspeed`` on one machine dies of SIGTERM and leaves its children
-running; its child ``deepspeed.launcher.launch`` dies of SIGUSR1 likewise, and on SIGTERM (or when a rank has died)
-sends SIGTERM to one rank after the other and waits up to 30 s for each before killing it. Hence two more rules:
+running. Its child ``deepspeed.launcher.launch`` dies of SIGUSR1 and leaves the ranks running. On SIGTERM, or when a
+rank has died, it sends SIGTERM to one rank after the other and waits up to 30 s for each before killing it. Hence two
+more rules:
 
 - a run whose launcher is gone stops as after a signal;
 - a rank that gets a signal while another rank of its machine is dead exits at once. It may be waiting for the dead rank
@@ -74,7 +75,7 @@ class RunLock:
             key: the recipe's key of the directory, for the message.
 
         Raises:
-            RankError: on every rank: another job runs in it; with its process, machine and start time.
+            RankError: on every rank: another job runs in the directory; with its process, machine and start time.
         """
         self._path = path = directory / RUNNING
         with errors_on_all_ranks(OSError, ValueError):
@@ -125,7 +126,7 @@ class RunLock:
 
 
 def _lock(file: IO[str], kind: int) -> bool:
-    """Lock a file; False if another process holds the lock. True on file systems without locks."""
+    """Lock a file; return False if another process holds the lock, and True on file systems without locks."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except OSError as error:
@@ -154,7 +155,7 @@ def _of_a_running_job(path: Path, text: str) -> bool:
 
 
 def _who(text: str) -> str:
-    """Description of the job that wrote ``text``, for a message."""
+    """Describe the job that wrote ``text``, for a message."""
     try:
         found = json.loads(text)
         return f"the job of process {found['pid']} on {found['host']}, started {found['started']},"
@@ -215,9 +216,9 @@ DEEPSPEED_LAUNCHER = "deepspeed.launcher.launch"
 
 
 class StopRequests:
-    """Context in which the signals only set a flag; handlers are restored at its exit.
+    """Context in which ``SIGNALS`` only set a flag; handlers are restored at its exit.
 
-    Use it around the steps and the saves. While a model loads, exiting at once loses nothing.
+    Use it around the steps and the saves. While a model loads, a signal may end the process at once: nothing is lost.
     """
 
     def __init__(self) -> None:
@@ -260,7 +261,7 @@ class StopRequests:
             self._wakeup = None
 
     def work_alone(self) -> None:
-        """Stop watching the peers: from here on this rank waits in no collective."""
+        """Stop watching the other ranks of this machine: from here on this rank waits in no collective."""
         with self._looking:
             self._peers = []
 
@@ -280,7 +281,7 @@ class StopRequests:
         self._peers = [process for process in parent.children() if process.pid != os.getpid()]
 
     def _launcher_is_gone(self) -> bool:
-        """Tell if a process of the chain has another parent than at the start, because its own is dead."""
+        """Tell if this process or its launcher has another parent than at the start, because the old one is dead."""
         try:
             return any(psutil.Process(child).ppid() != parent for child, parent in self._launchers)
         except psutil.NoSuchProcess:
@@ -296,7 +297,7 @@ class StopRequests:
 
 
 def ignore_signals() -> None:
-    """Ignore signals at the end of a finished process, where a signal would turn the exit code into a failure."""
+    """Ignore signals when all work is done, as a signal would make the exit code one of a failure."""
     if threading.current_thread() is threading.main_thread():
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)

@@ -1,8 +1,8 @@
 """Runs on several machines: compare environment, files and samples between them, and report early errors to all.
 
-The ranks of one machine share disk, checkout and environment; machines may differ, mostly silently: with other data the
-batches of ranks overlap, with other weights ZeRO mixes two models, and an output directory that is not shared gets half
-of a checkpoint. So everything is compared before weights are read.
+The ranks of one machine share disk, checkout and environment. Machines may differ in them, mostly without an error:
+with other data the batches of ranks overlap, with other weights ZeRO mixes two models, and an output directory that is
+not shared gets half of a checkpoint. So everything is compared before weights are read.
 
 A machine is a launcher with its ranks, represented by the rank with ``LOCAL_RANK`` 0. Callers check
 :func:`several_machines` first: on one machine there is nothing to compare.
@@ -59,7 +59,7 @@ def check_nodes_agree(recipe: Recipe, ds_config: dict[str, Any]) -> None:
     """Refuse machines that differ in versions, checkout, recipe, DeepSpeed configuration or weights; a collective.
 
     Raises:
-        RankError: on every rank: the differences, with the values of two machines.
+        RankError: on every rank, with the differences and the values on two machines.
     """
     _compare(lambda: dict(_facts(recipe, ds_config)))
 
@@ -68,13 +68,13 @@ def check_same_samples(*samples: Sequence[Sample]) -> None:
     """Refuse machines whose samples differ, as ranks draw samples by index; a collective.
 
     Raises:
-        RankError: on every rank: number of samples and digests of two machines.
+        RankError: on every rank, with numbers and digests of the samples on two machines.
     """
     _compare(lambda: {"data (tokens and labels)": "; ".join(map(_samples_text, filter(None, samples)))})
 
 
 def check_shared(directory: Path, key: str) -> None:
-    """Refuse a directory if a machine does not see what rank 0 writes there, up to ``PATIENCE_SECONDS`` later.
+    """Refuse a directory if a machine does not see a file that rank 0 wrote there within ``PATIENCE_SECONDS``.
 
     A collective.
 
@@ -83,7 +83,7 @@ def check_shared(directory: Path, key: str) -> None:
         key: the recipe's key of the directory, for the message.
 
     Raises:
-        RankError: on every rank: with the directory and the machines, or the reason why it cannot be written.
+        RankError: on every rank, with the directory and the machines, or the reason why it cannot be written.
     """
     probe: str | None = None
     with errors_on_all_ranks(OSError):
@@ -130,7 +130,7 @@ def _machines() -> list[int]:
 
 
 def _compare(facts: Callable[[], dict[str, str]]) -> None:
-    """Raise RankError on every rank if two machines return different facts; a collective. Calls it once per machine."""
+    """Call ``facts`` once per machine; raise RankError on every rank if two machines differ. A collective."""
     machines = _machines()
     mine: dict[str, str] = {}
     with errors_on_all_ranks(OSError, ValueError):
@@ -175,7 +175,7 @@ def _flat(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
 
 
 def _digest_of_files(directory: str) -> str:
-    """Digest of names and sizes of the safetensors files in a directory, which every rank reads."""
+    """Digest names and sizes of the safetensors files in a directory; every rank reads these files later."""
     files = sorted(Path(directory).glob("*.safetensors"))
     return (
         f"{len(files)} files, "
@@ -186,7 +186,7 @@ def _digest_of_files(directory: str) -> str:
 
 
 def _digest_of_sources() -> str:
-    """Digest of names and contents of this project's Python files."""
+    """Digest names and contents of this project's Python files."""
     root = Path(__file__).resolve().parents[2]
     files: Iterable[Path] = sorted(path for folder in _SOURCES for path in (root / folder).rglob("*.py"))
     digest = hashlib.blake2b(digest_size=8)
@@ -196,7 +196,7 @@ def _digest_of_sources() -> str:
 
 
 def _samples_text(samples: Sequence[Sample]) -> str:
-    """Number of samples and digest of their contents, for comparison and for the message."""
+    """Format the number of samples and a digest of their contents, for comparison and for the message."""
     return f"{len(samples):,} samples, digest {digest_of_samples(samples)}"
 
 
@@ -207,7 +207,7 @@ def spans_nodes() -> bool:
 
 
 def tell_other_nodes(error: str) -> None:
-    """Raise an error from before the process group on the ranks of other machines too.
+    """Raise an error that occurred before the process group existed on the ranks of other machines, too.
 
     Every process group starts with an exchange of such errors (:func:`engine.session.context.init_ranks`), so this rank
     joins the group to send its own. Does nothing on one machine, or if there is a process group already.

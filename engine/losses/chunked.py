@@ -1,21 +1,22 @@
 """Language modeling and distillation losses from hidden states through lm_head, a chunk of tokens at a time.
 
-Logits [T, V] are the largest tensors of a training step: at T = 4096 and V = 152k one in fp32 takes 2.5 GB, and a
-distillation loss of torch operators allocates several. Here none exists. The forward loops over the positions with a
-target, ``chunk_tokens`` at a time: logits of student and teacher (GEMMs in the model's dtype), losses and the gradient
-of the logits in closed form (fp32, see :mod:`engine.losses.kd`), then the gradients of hidden states, weight and bias.
-The backward only multiplies these by the incoming gradient. No GEMM is computed twice. Memory at a time, with C tokens
-per chunk:
+Logits [T, V] are the largest tensors of a training step: at T = 4096 and V = 152k one such tensor takes 2.5 GB in fp32,
+and a distillation loss of torch operators allocates several. Here no such tensor exists. The forward loops over the
+positions with a target, ``chunk_tokens`` at a time: logits of student and teacher (GEMMs in the model's dtype), losses
+and the gradient of the logits in closed form (fp32, see :mod:`engine.losses.kd`), then the gradients of hidden states,
+weight and bias. The backward only multiplies these gradients by the incoming one. No GEMM is computed twice. Memory at
+any time, with C tokens per chunk:
 
     2 V C bytes of bf16 logits, for student and teacher each;
     a few fp32 blocks of ``BLOCK_ELEMENTS``, each for some rows of a chunk;
-    the gradient of the hidden states, and that of lm_head if it trains: fp32 while several chunks add to it.
+    the gradient of the hidden states, and if lm_head trains, its gradient: fp32 while several chunks add to it.
 
 Every loss is a **sum** over valid tokens. ``scale`` multiplies the differentiated total: the loop passes
 world * accumulation / N, N the valid tokens of the whole optimizer step, so that no split into micro-batches or over
 ranks changes the loss (a mean of means would weight tokens by the padding of their micro-batch). Loss weights and
 ``scale`` multiply the gradient of the logits before it is rounded to the model's dtype. bf16 has the exponent range of
-fp32; for fp16, with less, ``gradient_scale`` multiplies it too: the loss scale, contained in the incoming gradient.
+fp32, but fp16 has less. So in fp16 the loss scale (``gradient_scale``), by which the incoming gradient is multiplied
+anyway, multiplies the gradient of the logits before that rounding, too.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -42,8 +43,8 @@ SLICE_ELEMENTS = 2**22
 class TeacherHidden:
     """Output of a teacher in memory: hidden states before lm_head [..., H'], lm_head's weight [V', H'] and bias [V'].
 
-    ``vocabulary``: teacher and student are compared on token ids below it, renormalized; None: on all ids, which
-    requires vocabularies of equal size. ``function``: the teacher's function of its lm_head's output.
+    ``vocabulary``: teacher and student are compared on token ids below this number, renormalized; None: on all ids,
+    which requires vocabularies of equal size. ``function``: the teacher's function of its lm_head's output.
     """
 
     hidden: Tensor
@@ -91,17 +92,19 @@ def chunked_losses(
 
     Args:
         hidden: ``[..., H]``, the input of lm_head.
-        weight: ``[V, H]`` of lm_head; gathered under ZeRO-3.
-        bias: ``[V]`` of lm_head, or None.
+        weight: weight of lm_head, ``[V, H]``; gathered under ZeRO-3.
+        bias: bias of lm_head, ``[V]``, or None.
         labels: ``[...]`` int64, already shifted: the token to predict at each position, or -100.
-        teacher: None without distillation.
-        objective: the losses and their weights, LM only by default.
-        scale: factor of ``total`` (not of the sums).
-        gradient_scale: factor that the caller multiplies ``total`` by before backward. Gradients are rounded to the
-            model's dtype multiplied by it, and divided by it in backward. A power of two changes nothing else.
+        teacher: output of the teacher; None without distillation.
+        objective: the losses and their weights; only the language modeling loss by default.
+        scale: factor on ``total`` (not on the sums).
+        gradient_scale: factor by which the caller multiplies ``total`` before backward. Gradients are multiplied by it
+            before they are rounded to the model's dtype, and divided by it in backward. Use a power of two, which
+            changes no other rounding.
         diagnostics: also sum KL(p || q), KL(q || p) and top-1 agreement; they need a teacher in memory.
         function: the student's function of its lm_head's output.
-        positions: ``[N]`` flat indices of the labels; None: found here, for which the host waits on a GPU.
+        positions: ``[N]`` flat indices of positions with a label; None: computed here, which makes the host wait for a
+            GPU.
 
     Raises:
         ValueError: mismatched shapes, or a user's loss does not return one number per token.
@@ -168,7 +171,7 @@ class _Job(NamedTuple):
 
 
 class _ChunkedLosses(torch.autograd.Function):
-    """Loop over the chunks. Forward computes the gradients too; backward only multiplies them."""
+    """Loop over the chunks. The forward also computes the gradients; the backward only multiplies them by a number."""
 
     @staticmethod
     def forward(
@@ -229,7 +232,7 @@ class _Projection:
         self.buffer: Tensor | None = None
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """``rows`` [C, H] to logits [C, V], valid until the next call; C never grows."""
+        """Compute the logits [C, V] of ``rows`` [C, H], valid until the next call; C must not grow between calls."""
         if self.buffer is None:
             self.buffer = rows.new_empty(rows.shape[0], self.weight.shape[0])
         out = self.buffer[: rows.shape[0]]
@@ -282,12 +285,12 @@ def _losses_of_block(logits: Tensor, teacher: Tensor | TopK | None, labels: Tens
 class _Gradients:
     """Gradients of hidden states, weight and bias; None if not needed.
 
-    The gradient of the hidden states has the model's dtype. Those of weight and bias are fp32 until :meth:`times` if
-    several chunks add to them, else in the model's dtype: rounded once either way.
+    The gradient of the hidden states has the model's dtype. The gradients of weight and bias are fp32 until
+    :meth:`times` if several chunks add to them, else in the model's dtype: they are rounded once in both cases.
 
     Attributes:
         shape: shape of the caller's hidden states.
-        dtype: the model's.
+        dtype: the model's dtype.
     """
 
     hidden: Tensor | None
@@ -312,7 +315,7 @@ class _Gradients:
         Args:
             rows: [C, H], input of lm_head.
             logits: [C, V], gradient of lm_head's output.
-            weight: [V, H] of lm_head.
+            weight: [V, H], weight of lm_head.
             positions: [C], indices of the rows among all hidden states.
         """
         if self.hidden is not None:
@@ -340,7 +343,7 @@ def _add_in_fp32(total: Tensor, left: Tensor, right: Tensor) -> None:
     if _adds_in_fp32(total.device):
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
-        # The product is rounded to the operands' dtype before the sum; in slices of rows, to save memory.
+        # The product is rounded to the operands' dtype before the sum. Slices of rows save memory.
         size = _rows_of_slice(total)
         for part, rows in zip(total.split(size), left.split(size), strict=True):
             part.add_(torch.mm(rows, right))
@@ -368,7 +371,7 @@ def _rows_of_slice(tensor: Tensor) -> int:
 def _multiplied(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """Multiply ``tensor`` by a scalar in fp32, return it in ``dtype``; in place if it has that dtype.
 
-    In slices: one operation would round the scalar to bf16 first, or allocate an fp32 copy of the whole tensor.
+    It works in slices: one operation would round the scalar to bf16 first, or allocate an fp32 copy of the tensor.
     """
     out = tensor if tensor.dtype == dtype else torch.empty_like(tensor, dtype=dtype)
     size = _rows_of_slice(tensor) if tensor.dim() > 1 and len(tensor) else SLICE_ELEMENTS

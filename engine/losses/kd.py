@@ -8,7 +8,7 @@ kind           loss
 ``kl``         KL(p || q) = sum_v p (log p - log q), forward KL (Hinton et al. 2015, arXiv:1503.02531)
 ``rkl``        KL(q || p), reverse KL (Gu et al. 2023, MiniLLM, arXiv:2306.08543)
 ``cakld``      c KL(q || p) + (1 - c) KL(p || q), c = p(label), detached (Du et al. 2024, BitDistiller,
-               arXiv:2402.10631; there c is a mean over a data set, here and in AngelSlim it is taken per token)
+               arXiv:2402.10631; there c is a mean over a data set, here and in AngelSlim it is the token's own)
 ``kd``         T^2 KL(p_T || q_T) with both softmaxes at temperature T (Hinton et al. 2015)
 ``mse``        mean over the vocabulary of (z - t)^2
 ``kl_top_k``   KL(p' || q') on S, the teacher's K most likely tokens, p' = p / p(S) and q' = q / q(S)
@@ -16,7 +16,7 @@ kind           loss
 ============== =====================================================================================================
 
 With ``tail`` the last two are not renormalized: all tokens outside S form one more bucket, of mass p(tail) and q(tail),
-and the divergence is that of the K + 1 buckets. This penalizes a student that moves mass out of S.
+and the divergence is taken over the K + 1 buckets. This penalizes a student that moves mass out of S.
 
 The gradients with respect to z:
 
@@ -35,9 +35,8 @@ Edge cases:
 
 * **Ties** in the K most likely tokens: the lower token id comes first. bf16 logits tie often, and the order of
   ``torch.topk`` is unspecified, so a cache written on another machine could hold other tokens.
-* **Logits of -inf** (masked vocabulary): a term whose first factor is 0 counts 0 whatever the other model's value, so
-  both models may mask; a token masked only by the model of the second factor makes the divergence +inf. For ``mse`` two
-  masked logits differ by 0.
+* **Logits of -inf** (masked vocabulary): in KL(a || b) a token with a = 0 counts 0 whatever b is, so both models may
+  mask it. A token with only b = 0 makes the divergence +inf. For ``mse`` two masked logits differ by 0.
 * **NaN** in any logit of a token makes its loss NaN.
 """
 
@@ -59,10 +58,10 @@ class Distillation:
     """Kind and options of the distillation loss.
 
     Attributes:
-        kind: see the table above.
-        temperature: for kind ``kd`` only.
-        top_k: K, for the kinds on K tokens.
-        tail: one more bucket for all other tokens, for the kinds on K tokens.
+        kind: see the table in the module's docstring.
+        temperature: temperature of kind ``kd``; unused by the other kinds.
+        top_k: K of ``kl_top_k`` and ``r_kl_top_k``.
+        tail: True for one more bucket for all other tokens, in ``kl_top_k`` and ``r_kl_top_k``.
     """
 
     kind: str = "cakld"
@@ -99,7 +98,7 @@ class TopK(NamedTuple):
 
 
 def top_indices(logits: Tensor, k: int) -> Tensor:
-    """Token ids of the ``k`` largest of ``logits`` [R, V], largest first, equal ones by id; int64 [R, min(k, V)]."""
+    """Find the ids of the ``k`` largest ``logits`` [R, V], largest first, equal logits by id: int64 [R, min(k, V)]."""
     # Bits of a float, read as an integer, order like the float if it is positive, and in reverse if negative. Adding 0
     # gives -0 and +0 the same bits.
     bits = (logits.float() + 0.0).view(torch.int32)
@@ -167,8 +166,9 @@ def forward_kl(log_p: Tensor, log_q: Tensor, gradient: Tensor | None = None, wei
 
 
 def reverse_kl(log_p: Tensor, log_q: Tensor, gradient: Tensor | None = None, weight: float | Tensor = 1.0) -> Tensor:
-    """Return KL(q || p) per row; add ``weight`` (a number, or [R, 1]) times its gradient by q's logits
-    to ``gradient``."""
+    """Return KL(q || p) per row; add ``weight`` (a number, or [R, 1]) times its gradient to ``gradient``.
+
+    Gradients are with respect to the logits of q."""
     q = log_q.exp()
     ratio = _log_ratio(q, log_q, log_p)
     value = (ratio * q).sum(-1)
@@ -178,7 +178,7 @@ def reverse_kl(log_p: Tensor, log_q: Tensor, gradient: Tensor | None = None, wei
 
 
 def _log_ratio(a: Tensor, log_a: Tensor, log_b: Tensor) -> Tensor:
-    """log a - log b; 0 where a is 0, as the difference may be NaN or infinite there, and a times it must be 0."""
+    """Return log a - log b, but 0 where a is 0: there the difference may be infinite, and its product with a is 0."""
     return torch.sub(log_a, log_b).masked_fill_(a == 0, 0.0)
 
 
@@ -195,7 +195,7 @@ def _mse(student: Tensor, teacher: Tensor, gradient: Tensor | None, weight: floa
 def _on_top_k(
     spec: Distillation, student: Tensor, log_q: Tensor, teacher: Tensor | TopK, gradient: Tensor | None, weight: float
 ) -> Tensor:
-    """Compute ``kl_top_k`` or ``r_kl_top_k``: the divergence of K tokens or K + 1 buckets."""
+    """Compute ``kl_top_k`` or ``r_kl_top_k``: the divergence over K tokens, or with a tail over K + 1 buckets."""
     if spec.kind == "r_kl_top_k":
         assert isinstance(teacher, Tensor), "the student's K tokens need the teacher's logits"
         log_p_all = F.log_softmax(teacher, dim=-1)

@@ -82,8 +82,8 @@ class Objective:
         lm_weight: weight of the language modeling loss.
         kd_weight: weight of the distillation loss.
         kd: kind and options of the distillation loss.
-        token_losses: the user's own.
-        chunk_tokens: tokens per chunk of logits; None: see :func:`tokens_at_a_time`.
+        token_losses: the user's own losses.
+        chunk_tokens: tokens per chunk of logits; None: the default of :func:`tokens_at_a_time`.
     """
 
     lm_weight: float = 1.0
@@ -97,7 +97,7 @@ class Objective:
         return {"lm": self.lm_weight, "kd": self.kd_weight, **{loss.name: loss.weight for loss in self.token_losses}}
 
     def parts(self, *, distils: bool, diagnostics: bool) -> list[str]:
-        """Names of all losses and diagnostics that :func:`block_losses` computes, in its order."""
+        """List the names of all losses and diagnostics that :func:`block_losses` computes, in its order."""
         own = [loss.name for loss in self.token_losses]
         return ["lm", *(["kd"] if distils else []), *own, *(DIAGNOSTICS if diagnostics else ())]
 
@@ -134,8 +134,8 @@ def block_losses(
         teacher: logits [R, V'] in the same dtype, the top K of a cache, or None without distillation.
         labels: int64 [R].
         values: [losses, R]; the losses are written here, in the order of :meth:`Objective.parts`.
-        common: student and teacher are compared on token ids below this; None: on all.
-        gradient: [R, V]; ``factor`` times the gradient is added here. None: no gradient is computed.
+        common: student and teacher are compared on token ids below this number; None: on all token ids.
+        gradient: [R, V]; ``factor`` times the gradient is added to it. None: no gradient is computed.
         factor: see ``gradient``.
         diagnostics: also write the :data:`DIAGNOSTICS`, which need the teacher's logits.
 

@@ -2,7 +2,7 @@
 
 :meth:`Teacher.forward` runs before the student's forward and returns hidden states, not logits; the losses are computed
 from them inside the student's lm_head. Under ZeRO stage 3 the lm_head of another model is gathered there, once per
-micro-batch, by all ranks, including those without a valid token.
+micro-batch, by all ranks, including ranks without a valid token.
 """
 
 from abc import ABC, abstractmethod
@@ -102,9 +102,9 @@ class SelfTeacher(Teacher):
 def unquantized_forward(
     engine: nn.Module, head: LMHead, quantization: Quantization, inputs: dict[str, Any]
 ) -> torch.Tensor:
-    """Run the student without quantization, return lm_head's hidden states from the place of logits; a collective.
+    """Run the student without quantization; return its output, with hidden states in place of logits; a collective.
 
-    Eval mode, fake quant, adapters and observers off; all restored afterwards.
+    It runs in eval mode, with fake quant, adapters and observers off; all are restored afterwards.
     """
     was_training = engine.training
     engine.eval()
@@ -126,7 +126,7 @@ class CachedTeacher(Teacher):
         """Read the rows of the batch's samples; valid positions have the same order in cache and batch.
 
         Raises:
-            ValueError: the number of labels in the batch differs from the cached samples'.
+            ValueError: the batch and the cache have different numbers of targets for these samples.
         """
         positions = len(batch["positions"])
         rows = self.cache.rows(batch["sample_ids"].tolist())
@@ -154,12 +154,13 @@ def first_difference(ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerB
 
 
 def common_vocabulary(tokenizer: PreTrainedTokenizerBase, student: int, teacher: int) -> int | None:
-    """Number of token ids to compare two models of one tokenizer on; None (all) if their vocabularies have equal size.
+    """Return on how many token ids two models are compared; None (all) if their vocabularies have equal size.
 
     Models pad their vocabularies beyond the tokenizer's, and logits of that padding are meaningless. At equal sizes the
-    padding is compared too, so that losses are those of whole distributions.
+    padding is compared too, so that losses compare whole distributions.
 
     Args:
+        tokenizer: tokenizer of both models.
         student, teacher: numbers of logits.
 
     Raises:

@@ -30,7 +30,7 @@ def check_adapters(recipe: Recipe, model: PreTrainedModel, exempt: Sequence[str]
     """Refuse impossible or unsupported adapters before weights are loaded.
 
     Args:
-        recipe: the run's, with adapters.
+        recipe: recipe of a run with adapters.
         model: the student, before it is quantized.
         exempt, named: see :func:`quant.prepare`.
 
@@ -60,7 +60,7 @@ def check_adapters(recipe: Recipe, model: PreTrainedModel, exempt: Sequence[str]
 def _problems_of_experts(
     model: PreTrainedModel, layers: Mapping[str, nn.Module], adapter: AdapterRecipe
 ) -> Iterator[str]:
-    """Yield error texts for adapters of experts that no tested reader computes as trained."""
+    """Yield error texts for adapters of experts that no tested reader computes in the same way as training."""
     option = "merge: false" if adapter.beside else "start"
     other = f"of which no reader of adapters was tried with adapter.{option}; name other layers, such as .*self_attn.*"
     if stacks := [name for name, layer in layers.items() if isinstance(layer, StackedLinear)]:
@@ -108,7 +108,7 @@ _ELSE = "set adapter.base to weights, or model.path to a quantized checkpoint, w
 
 
 def _check_made(recipe: Recipe) -> None:
-    """Refuse options that need unquantized weights of ``model.path``, which quantize on load does not keep."""
+    """Refuse options that need the unquantized weights of ``model.path``, which are not kept when quantized on load."""
     path = (
         f"adapter.base: quantized: model.path {recipe.model.path!r} is not quantized, and there are only codes of it: "
     )
@@ -145,7 +145,7 @@ def _check_start(
 
 
 def _source(recipe: Recipe, model: PreTrainedModel, names: Iterable[str]) -> PeftSource:
-    """Adapter of ``adapter.start`` for these layers. Raises ValueError as :func:`model.peft.read_adapter`."""
+    """Read the adapter in ``adapter.start`` for the layers ``names``; errors as in :func:`model.peft.read_adapter`."""
     try:
         return read_adapter(Path(str(recipe.adapter.start)), model, names)
     except ValueError as error:
@@ -191,14 +191,14 @@ def _problems(
 
 
 def chosen_ranks(adapter: AdapterRecipe, names: Sequence[str]) -> dict[str, int]:
-    """Rank of each layer that gets an adapter, by name.
+    """Choose the layers that get an adapter; return the adapters' ranks by layer name.
 
     Args:
         adapter: the recipe's section.
         names: layers to choose from.
 
     Raises:
-        ValueError: a pattern of ``targets`` matches no layer, or one of ``ranks`` no layer with an adapter.
+        ValueError: a pattern of ``targets`` matches no layer, or a pattern of ``ranks`` no layer with an adapter.
     """
     for pattern in adapter.targets:
         if not any(re.fullmatch(pattern, name) for name in names):
@@ -225,7 +225,7 @@ def chosen_ranks(adapter: AdapterRecipe, names: Sequence[str]) -> dict[str, int]
 
 
 def add_adapters(recipe: Recipe, model: PreTrainedModel, quantization: Quantization) -> None:
-    """Attach an adapter to every chosen layer, and to each of stacked experts.
+    """Attach an adapter to every chosen layer, and to each expert of a chosen stack.
 
     A is drawn uniformly within ``1 / sqrt(in)``, as torch draws a Linear's weight, and B is zeros; or both are read
     from ``adapter.start``. Random values depend on ``train.seed`` and the layer's name only: equal on every rank, at

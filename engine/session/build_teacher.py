@@ -30,8 +30,8 @@ def load_teacher(recipe: Recipe, context: RunContext, logits: int) -> ModelTeach
         logits: number of the student's logits per token.
 
     Raises:
-        RankError: on every rank: the teacher has no tokenizer or another one, has no logit for a token, or changes its
-            lm_head's output in an unsupported way.
+        RankError: on every rank: the teacher has no tokenizer or not the student's, has no logit for a token, or
+            changes its lm_head's output in an unsupported way.
     """
     path = recipe.loss.teacher
     assert path is not None, "the recipe's teacher is no model"
@@ -74,7 +74,8 @@ def open_cached_teacher(recipe: Recipe, samples: Sequence[Sample], tokenizer: Pr
     """Open ``loss.teacher_cache``, and check that it was made from this run's samples and teacher; a collective.
 
     Raises:
-        RankError: on every rank: the cache is damaged, or was made from other samples, tokenizer or teacher.
+        RankError: on every rank: the cache is damaged, or was made from other samples or by another tokenizer or
+            teacher.
     """
     directory, top_k = recipe.loss.teacher_cache, recipe.loss.top_k
     assert directory is not None, "the recipe's teacher is no cache"

@@ -51,7 +51,7 @@ def start_ranks(recipe: Recipe) -> RunContext:
     """Start the process group, prepare kernels, seed the random generators and read the tokenizer; a collective.
 
     Raises:
-        RecipeError: the DeepSpeed configuration is wrong; on every rank, before there is a process group.
+        RecipeError: on every rank, before there is a process group: the DeepSpeed configuration is wrong.
         RankError: there is no tokenizer, or the machines differ (:mod:`engine.cluster.nodes`).
     """
     ds_config = resolve(recipe, int(os.environ.get("WORLD_SIZE", "1")))
@@ -77,7 +77,7 @@ def init_ranks() -> torch.device:
 
     Raises:
         RecipeError: a job of several processes without RANK in the environment.
-        RankError: another machine failed before the process group (:func:`engine.cluster.nodes.tell_other_nodes`).
+        RankError: another machine failed before the group existed (:func:`engine.cluster.nodes.tell_other_nodes`).
     """
     device = join_ranks()
     raise_everywhere(None)
@@ -98,8 +98,8 @@ def build_loader(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[Lo
     """Read the samples; a collective.
 
     Returns:
-        The loader, which shards the training samples over ranks and optimizer steps; and the held-out samples, None if
-        there are none.
+        The loader, which shards the training samples over ranks and optimizer steps, and the held-out samples (None
+        without held-out samples).
     """
     settings = recipe.data
     training = read_samples(recipe, tokenizer, settings.train)
@@ -133,7 +133,7 @@ def read_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
 
 
 def read_samples(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, files: Sequence[str]) -> list[Sample]:
-    """Read and tokenize files, on every rank alone. Raises RankError on every rank if a line is bad."""
+    """Read and tokenize files; each rank reads all of them. Raises RankError on every rank if a line is bad."""
     settings = recipe.data
     with errors_on_all_ranks(OSError, ValueError):
         if settings.kind == "text":
@@ -159,16 +159,16 @@ def read_samples(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, files: Sequ
 
 
 def samples_on_all_ranks(batches: Iterable[MicroBatch], together: int = 1) -> Iterator[tuple[torch.Tensor, bool]]:
-    """Yield the samples of all batches without padding, in groups of equal length, the same number on every rank.
+    """Yield the samples of all batches without padding, in groups of equal length, equally many on every rank.
 
-    A collective before the first group.
+    A collective runs before the first group.
 
     Args:
-        batches: the same number on every rank.
+        batches: micro-batches, equally many on every rank.
         together: maximal number of samples in a group.
 
     Yields:
-        ``input_ids`` [n, T] of a group, and False for filler tokens, which a rank with fewer groups yields at the end.
+        ``input_ids`` [n, T] of a group, and True. A rank with fewer groups then yields filler tokens, and False.
     """
     given = list(batches)
     groups = _of_equal_length((ids for batch in given for ids in sample_inputs(batch)), together)
@@ -195,7 +195,7 @@ def _of_equal_length(samples: Iterable[torch.Tensor], most: int) -> list[torch.T
 def _hold_out(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, training: list[Sample]
 ) -> tuple[list[Sample], list[Sample]]:
-    """Training samples, and held-out samples (split off by data.held_out or read from data.eval); a collective."""
+    """Return the training samples, and those of data.held_out (taken from them) and data.eval; a collective."""
     settings, held_out = recipe.data, list[Sample]()
     if settings.held_out:
         with errors_on_all_ranks(ValueError):
@@ -209,7 +209,7 @@ def _hold_out(
 
 
 def _without_copies(training: Sequence[Sample], held_out: list[Sample]) -> list[Sample]:
-    """Held-out samples without copies of training samples. Raises ValueError if all are copies."""
+    """Remove copies of training samples from held-out samples. Raises ValueError if all are copies."""
     seen = seen_in_training(training, held_out)
     if not seen:
         return held_out

@@ -7,9 +7,9 @@ and the fp32 sums of gradients are divided by it. The scale is dynamic (Micikevi
 Training, section 3.2, arXiv:1710.03740): a step with Inf in a gradient is skipped and halves the scale, ``window``
 steps in a row without overflow double it.
 
-DeepSpeed's own scaler doubles the scale between backward and update of a step, so that update divides by twice the
-factor of its gradients; on stage 0 it has other settings, too. So DeepSpeed gets a static scale here, which
-:class:`LossScale` sets before each step.
+DeepSpeed's own scaler doubles the scale between backward and update of a step, so that update divides the gradients by
+twice their factor. On stage 0 the scaler has other settings, too. So DeepSpeed gets a static scale here, and the loop
+sets it before each step to the value of :class:`LossScale`.
 """
 
 import math
@@ -174,8 +174,8 @@ def parameter_groups(model: nn.Module, optim: OptimRecipe) -> list[dict]:
     Groups are ``weights`` (with routers), ``embeddings`` (with lm_head), ``norms``, ``biases``, ``weight_scales`` and
     ``act_scales`` (theta), ``adapters``. A Parameter shared by modules is listed once. Theta is the logarithm of a
     factor on the scale, so its learning rate is a relative step. Theta has its own eps, and no weight decay, which
-    would pull the scale back to its initial value; norms and biases have none either. ``lr`` is 0 until the loop sets
-    it before every step.
+    would pull the scale back to its initial value. Norms and biases do not decay either. ``lr`` is 0 until the loop
+    sets it before every step.
     """
     members: dict[str, list[nn.Parameter]] = {name: [] for name in GROUP_OF.values()}
     for owned in classify(model):
@@ -257,8 +257,8 @@ class SkippingAdamW(torch.optim.AdamW):
 def build_optimizer(model: nn.Module, optim: OptimRecipe, *, skip_non_finite: bool = False) -> torch.optim.Optimizer:
     """Build AdamW (Loshchilov and Hutter 2019) over :func:`parameter_groups`.
 
-    torch's own (fused on CUDA), as DeepSpeed's compiled versions take 45 s to build at first use; with
-    ``skip_non_finite`` a :class:`SkippingAdamW`.
+    It is torch's AdamW (fused on CUDA), as DeepSpeed's compiled versions take 45 s to build at first use. With
+    ``skip_non_finite`` it is a :class:`SkippingAdamW`.
     """
     kind = SkippingAdamW if skip_non_finite else torch.optim.AdamW
     return kind(parameter_groups(model, optim), betas=optim.betas, fused=on_cuda())
@@ -267,7 +267,7 @@ def build_optimizer(model: nn.Module, optim: OptimRecipe, *, skip_non_finite: bo
 def initialize_student(recipe: Recipe, ds_config: dict[str, Any], model: PreTrainedModel) -> deepspeed.DeepSpeedEngine:
     """Build the student's engine with its optimizer; a collective."""
     with errors_on_all_ranks(ValueError):
-        # In all other cases DeepSpeed wraps the optimizer and skips such steps.
+        # In all other cases DeepSpeed wraps the optimizer and skips steps whose gradients are not finite.
         unguarded = stage(ds_config) == 0 and recipe.model.dtype == "float32"
         optimizer = build_optimizer(model, recipe.optim, skip_non_finite=unguarded)
     # Scales were gathered since the weights were loaded, and hpZ keeps copies of gathered parameters.
@@ -330,7 +330,7 @@ class LossScale:
         )
 
     def stepped(self, *, overflow: bool) -> bool:
-        """Update the scale after a step; ``overflow``: a gradient was not finite. True if the scale went down."""
+        """Update the scale after a step; return True if it went down. ``overflow``: a gradient was not finite."""
         if self.window is None:
             return False
         if overflow:
@@ -343,7 +343,7 @@ class LossScale:
         return False
 
     def state_dict(self) -> dict[str, float]:
-        """Plain values for a checkpoint."""
+        """Return plain values for a checkpoint."""
         return {"value": self.value, "good_steps": self.good_steps}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:

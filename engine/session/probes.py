@@ -8,10 +8,10 @@ states of B are compared between rows with samples A, A', B of random tokens:
     A B        A' B        B A        B A'        B
 
 - after A and after A': the influence of another sample on B. Shapes and kernels are the same, so dense models that
-  isolate samples return equal results. Experts of a MoE get other numbers of tokens, and round differently; this shows
-  before A and before A' too, where a causal model cannot see the following tokens.
-- after A and before A: the influence of the position in the row. Sums have another order there; this shows before A and
-  alone, too.
+  isolate samples return equal results. Experts of a MoE get other numbers of tokens, and round differently. The
+  difference between before A and before A' shows how much, as a causal model cannot see the following tokens.
+- after A and before A: the influence of the position in the row. Sums have another order there. The difference between
+  before A and alone shows how much.
 
 Padding: do rows padded after their sample need an attention mask? In a causal model no token sees the padding after it,
 so no mask is needed. With one, transformers reads its content from the device, for which the host waits in every
@@ -29,7 +29,7 @@ in their last bits.
 Without a mask transformers still checks on the device, once per forward, if positions restart within a row as in packed
 rows, except for attention implementations without registered masks. Registering sdpa under another name makes it such
 an implementation. This also loses masks that transformers would create anyway (a sliding window shorter than the row),
-so the new name is kept only if hidden states stay equal bit for bit, or within what repeated forwards differ by.
+so the new name is kept only if hidden states change no more than they do between repeated forwards.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -55,7 +55,7 @@ from model.ranks import gather_objects, raise_everywhere, say
 # random ones, by 0.04 and more.
 FIRST = 16  # tokens after a boundary, where leaks are largest
 SEEN = 1e-4
-SEEN_BY_EXPERTS = 0.2  # limit for following tokens: rounding may change the choice of experts, and a token by that much
+SEEN_BY_EXPERTS = 0.2  # limit for following tokens: rounding may change a token's experts, and so the token by as much
 MOVED = 0.05  # limit for another position in the row
 TIMES = 4.0  # factor on differences by rounding only
 
@@ -79,10 +79,10 @@ class Asked(NamedTuple):
     """Model to test at the start of a run.
 
     Attributes:
-        name: the option that names it, and its directory.
+        name: the option that names the model, and the model's directory.
         model: the model.
-        forward: a micro-batch to hidden states [rows, tokens, H], with quantization paused; a collective.
-        exact: without experts, so that a token changes only with its context.
+        forward: maps a micro-batch to hidden states [rows, tokens, H], with quantization paused; a collective.
+        exact: True without experts: then a token's hidden state depends on its context only.
     """
 
     name: str
@@ -129,7 +129,7 @@ def boundary_problem(
     """Describe a leak across boundaries of packed samples, as a clause; None if the model isolates samples.
 
     Args:
-        forward: a packed micro-batch to hidden states [rows, length, H]; called six times.
+        forward: maps a packed micro-batch to hidden states [rows, length, H]; called six times.
         vocabulary: token ids [n] to draw samples from.
         rows, length: shape of a micro-batch.
         exact: see :class:`Asked`.
@@ -212,11 +212,11 @@ def stop_asking(model: PreTrainedModel, forward: Callable[[MicroBatch], Tensor],
 
     Args:
         model: the model; unchanged unless its attention is sdpa.
-        forward: its forward to hidden states.
+        forward: maps a micro-batch to the model's hidden states.
         batch: a batch of maximal size.
 
     Returns:
-        True if it was changed.
+        True if the model was changed.
     """
     if model.config.get_text_config()._attn_implementation != "sdpa":
         return False
@@ -238,8 +238,8 @@ def mask_problem(
     """Describe how padded rows change without an attention mask, as a clause; None if they do not.
 
     Args:
-        forward: a padded micro-batch, with ``attention_mask`` or without, to hidden states [rows, length, H]; called
-            five times.
+        forward: maps a padded micro-batch, with ``attention_mask`` or without, to hidden states [rows, length, H];
+            called five times.
         vocabulary: token ids [n] to draw samples and padding from.
         rows, length: shape of a micro-batch.
         exact: see :class:`Asked`.
@@ -263,7 +263,7 @@ def mask_problem(
 
 
 def _padded(vocabulary: Tensor, rows: int, length: int) -> tuple[MicroBatch, MicroBatch, MicroBatch]:
-    """Padded rows of samples with evenly spaced lengths, the same with another padding token, and the first alone."""
+    """Make padded rows of evenly spaced lengths, the same rows with another padding token, and only the first row."""
     sizes = [max(1, length * (row + 1) // rows) for row in range(rows)]
     samples = [Sample(ids.numpy(), torch.full_like(ids, IGNORE).numpy()) for ids in random_samples(vocabulary, sizes)]
     all_of_them = [[row] for row in range(rows)]

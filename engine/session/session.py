@@ -37,8 +37,8 @@ class Overrides:
     """Loss weights, peak learning rates and frozen scales set by schedule events.
 
     Attributes:
-        recipe: used for values that no event has set. A resumed run uses the recipe of the resumed start.
-        loss_weights: set by an event: ``lm``, ``kd``.
+        recipe: source of the values that no event has set. In a resumed run it is the new recipe.
+        loss_weights: weights of the losses ``lm`` and ``kd`` set by an event.
         peak_rates: peak learning rates set by an event, by parameter group.
         frozen: parameter groups of scales that do not train although their fake quant is on.
     """
@@ -49,7 +49,7 @@ class Overrides:
     frozen: set[str] = field(default_factory=set)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values for a checkpoint."""
+        """Return plain values for a checkpoint."""
         return {
             "loss_weights": dict(self.loss_weights),
             "peak_rates": dict(self.peak_rates),
@@ -65,7 +65,7 @@ class Overrides:
         """Set peak learning rates by parameter group; the schedule over the steps continues.
 
         Raises:
-            ValueError: unknown group, or negative rate.
+            ValueError: a group is unknown, or a rate negative.
         """
         known = peak_learning_rates(self.recipe.optim)
         for name, rate in rates.items():
@@ -79,7 +79,7 @@ class Overrides:
         """Set the weights of the losses ``lm`` and ``kd``.
 
         Raises:
-            ValueError: unknown loss, negative weight, both weights 0, or no teacher for ``kd``.
+            ValueError: a loss is unknown, a weight negative, both weights are 0, or ``kd`` has no teacher.
         """
         for name, weight in weights.items():
             if name not in ("lm", "kd") or not weight >= 0:
@@ -131,18 +131,19 @@ class Session:
     device: torch.device
     overrides: Overrides
     head: LMHead | None
-    """The student's lm_head, where the losses of training are computed; None in a session that computes none."""
+    """The student's lm_head, where the losses of training are computed; None in a session without losses."""
     after_backward: list[Callable[[], None]]
     """Functions called after the last backward of every optimizer step, before the update; may be collectives."""
     loss_scale: LossScale | None
     """The loss scale of a run in fp16; None in other dtypes."""
     read: Mapping[str, int]
-    """Fingerprints of frozen weights as read; a checkpoint of adapters leaves out those that still match."""
+    """Fingerprints of the frozen weights when they were read. A checkpoint of adapters leaves out all weights whose
+    fingerprints are unchanged."""
     mask: bool = True
-    """Pass an attention mask with padded rows; see engine.session.probes."""
+    """True: padded rows are passed with an attention mask; see engine.session.probes."""
 
     def stateful(self) -> dict[str, Overrides | Quantization | LossScale]:
-        """State of the session that checkpoints keep beside DeepSpeed's, by name."""
+        """Return the objects whose state checkpoints keep in addition to DeepSpeed's state, by name."""
         loss_scale = {} if self.loss_scale is None else {"loss_scale": self.loss_scale}
         return {"overrides": self.overrides, "quantization": self.quantization, **loss_scale}
 
@@ -157,7 +158,7 @@ def build_session(
         samples: training samples, for a session that computes losses with the recipe's teacher. None (for an export or
             a calibration): no loss head and no teacher.
         first: returns this rank's first micro-batches; None if a checkpoint will be loaded.
-        optimizer: True for an engine that trains or loads a training checkpoint; False: it only runs forward.
+        optimizer: True for an engine that trains or loads a training checkpoint; False for one that only runs forward.
     """
     device, ds_config = context.device, context.ds_config
     head: LMHead | None = None
@@ -185,7 +186,7 @@ def build_session(
         settle_function(head, partial(_unquantized, engine, head, quantization, device), model.config)
     if head is not None and teacher_kind == "self":
         teacher = SelfTeacher(engine, head, quantization)
-    # How weights are gathered can be set now: the engine's hooks exist, and no forward has run.
+    # Gathering of codes is set up here, because the engine's hooks exist now, and no forward has run.
     after_backward = [gather_quantized(model, quantization)] if optimizer and recipe.quant.quantized_all_gather else []
     return Session(
         recipe,

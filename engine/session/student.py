@@ -82,7 +82,8 @@ def empty_student(
     )
     with errors_on_all_ranks(ValueError):  # before the weights are read
         named = _named_schemes(recipe, model)
-        own = [one for one in recipe.learnable.freeze if not re.search("theta|lora", one)]  # these come later
+        # Parameters named theta or lora are created later.
+        own = [one for one in recipe.learnable.freeze if not re.search("theta|lora", one)]
         check_patterns([name for name, _ in model.named_parameters()], own)
         if losses:
             output_head(model)  # raises if the losses cannot be computed from hidden states
@@ -104,7 +105,7 @@ def _check_plain(recipe: Recipe) -> None:
     if is_quantized(Path(recipe.model.path)):
         raise ValueError(
             f"quant.rotate: {recipe.quant.rotate}, expected nothing: {recipe.model.path} is quantized, and its scales "
-            "are of weights that are not turned; start from the checkpoint that it was made from"
+            "are of weights that are not rotated; start from the checkpoint that it was made from"
         )
 
 
@@ -169,7 +170,8 @@ def _keep_codes(quantization: Quantization) -> None:
 def _has_router_logits(model: PreTrainedModel) -> bool:
     """Tell if a module outputs the router logits of the auxiliary loss; warn if not.
 
-    Without one (Granite hybrids without experts, DeepSeek-V4 with hashed experts only) transformers' own loss fails.
+    Without such a module (Granite hybrids without experts, DeepSeek-V4 with hashed experts only) transformers' own
+    loss fails.
     """
     recorded = [module._can_record_outputs or {} for module in model.modules() if isinstance(module, PreTrainedModel)]
     kinds = [getattr(one["router_logits"], "target_class", nn.Module) for one in recorded if "router_logits" in one]
@@ -180,7 +182,7 @@ def _has_router_logits(model: PreTrainedModel) -> bool:
 
 
 def _exempt(recipe: Recipe, model: PreTrainedModel) -> list[str]:
-    """Patterns of unquantized modules: the recipe's; routers, whose choice of experts would change; lm_head."""
+    """List patterns of unquantized modules: the recipe's patterns, routers (to keep their choices), and lm_head."""
     modules = {name for name, _ in model.named_modules()}
     routers = [rf"{re.escape(name)}(\..+)?" for name in router_names(model) if name in modules]
     own = routers + [re.escape(name) for name, one in model.named_modules() if one is model.get_output_embeddings()]
@@ -240,7 +242,7 @@ def _scales_of_files(recipe: Recipe, model: PreTrainedModel, quantization: Quant
 
 
 def _named_schemes(recipe: Recipe, model: PreTrainedModel) -> dict[str, Scheme]:
-    """Schemes of lm_head and embeddings by name in the model; of all layers with ``quant.scheme: source``."""
+    """Look up the schemes of lm_head and embeddings, or with ``quant.scheme: source`` of all layers, by name."""
     if recipe.quant.scheme == SOURCE:
         return source_schemes(model, Path(recipe.quant.start or recipe.model.path), recipe.quant.own_weights())
     return _schemes_at_ends(recipe, model) if recipe.quant.lm_head or recipe.quant.embedding else {}
@@ -268,7 +270,7 @@ def uses_fp8_gemm(recipe: Recipe, device: torch.device) -> bool:
     """Tell if this run multiplies codes in fp8 GEMMs; ``quant.compute: auto`` does so on GPUs with fp8 tensor cores.
 
     Raises:
-        ValueError: ``quant.compute: fp8_gemm`` on a GPU without them.
+        ValueError: ``quant.compute: fp8_gemm`` on a GPU without fp8 tensor cores.
     """
     able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
     if recipe.quant.compute == "fp8_gemm" and device.type == "cuda" and not able:
@@ -308,7 +310,7 @@ class QuantizedShare:
     left_out: Counter[str]
 
     def lines(self) -> Iterator[str]:
-        """Yield the total share and that of each kind; a warning with the unquantized, largest first, below 80 %."""
+        """Yield a line with all shares and, if less than 80% is quantized, a warning with unquantized parameters."""
         done, whole = map(sum, zip(*self.parameters.values(), strict=True))
         share = done / whole if whole else 1.0
         kinds = ", ".join(f"{kind} {done:,} of {whole:,}" for kind, (done, whole) in self.parameters.items() if whole)
@@ -339,7 +341,7 @@ _KINDS = {"attention": ("attn", "attention"), "MLP": ("mlp", "feed_forward", "ff
 
 
 def _kind_of_matrix(name: str, modules: dict[str, nn.Module]) -> str:
-    """Kind of a matrix (attention, MLP, experts, other) by its innermost module with a telling name or class."""
+    """Find a matrix's kind (attention, MLP, experts, other) by its innermost module with a telling name or class."""
     around = name.rpartition(".")[0]
     while around:
         words = f"{around.rpartition('.')[2]} {type(modules[around]).__name__}".lower()
@@ -374,7 +376,7 @@ def rotate_weights(model: PreTrainedModel, quantization: Quantization) -> int:
     before ``deepspeed.initialize``, after the weights are loaded and before scales are measured from them.
 
     Returns:
-        Number of these layers.
+        Number of rotated layers.
     """
     turned = rotated_layers(quantization)
     for name, block in turned.items():
