@@ -1,9 +1,9 @@
-"""Models on disk and in partitions. Importing it checks the version of transformers."""
+"""Models on disk and in partitions. Importing this package checks the version of transformers."""
 
 from importlib.metadata import version
 
 TRANSFORMERS = (5, 23)
-"""Oldest tested version of transformers; 5.17 lacks names that are imported here."""
+"""Oldest tested version of transformers; 5.17 lacks names that this package imports."""
 
 
 def check_transformers(found: str) -> None:

@@ -6,13 +6,13 @@ parameter registration replaces each Parameter by a meta one. Then MoE layers ar
 embeddings are tied, and :func:`model.zero.materialize` creates the parameters one by one, under ``zero.Init`` for stage
 3. Compared with running ``__init__`` inside ``zero.Init``:
 
-- no modeling code runs or is imported while torch's tensor constructors are patched. There a float ``torch.arange``
-  becomes bf16, and so does the ``torch.tensor`` of a longrope configuration, and with them ``inv_freq``; and
+- no modeling code runs or is imported while torch's tensor constructors are patched. Under these patches, a float
+  ``torch.arange`` and the ``torch.tensor`` of a longrope configuration become bf16, and with them ``inv_freq``; and
   torch._dynamo cannot be imported;
 - no rank ever allocates a whole layer: the peak is the partitions and one parameter;
 - an error in the configuration or in the modeling code is raised before the first collective.
 
-Compared with building everything on the meta device, buffers need no code per kind to compute them again.
+Compared with building everything on the meta device, no code is needed that computes each kind of buffer again.
 """
 
 import json
@@ -37,12 +37,12 @@ from model.moe.experts import Form
 from model.quantized.quantization_config import check_readable, is_quantized, read_json_object
 from model.ranks import errors_on_all_ranks, raise_everywhere, say
 
-FP32_ALONE = ("xlstm",)  # its states stay in fp32, and are multiplied with other dtypes
+FP32_ALONE = ("xlstm",)  # its states stay in fp32, and are multiplied by tensors in the model's dtype
 AUTO = "auto"  # sdpa, or eager for a class without it
 # transformers' name of the module that chooses the tokens of sparse attention (DeepSeek-V3.2, GLM-5, Qwen4-Exp).
-# Qwen4-Exp's calls its norm once per token, and lengths of samples differ between ranks: so ZeRO-3 must gather it as a
-# whole. Such a leaf must not train, since its parameters' gradients would wait for one of its output. transformers runs
-# it without gradients, so only weight decay would change it anyway.
+# Qwen4-Exp's indexer calls its norm once per token, and lengths of samples differ between ranks: so ZeRO-3 must gather
+# the indexer as a whole. Such a leaf module must not train, since the gradients of its parameters would wait for a
+# gradient of its output. transformers runs the indexer without gradients, so only weight decay would change it anyway.
 INDEXER = "indexer"
 
 
@@ -70,12 +70,12 @@ def build_model(
         trust_remote_code: allow running Python code in ``path``.
         attn_implementation: transformers' name ("eager", "flash_attention_2", ...), or "auto": :func:`attention_for`.
         experts: the form of MoE layers, see :mod:`model.moe.experts`.
-        hold: makes chosen weights packed, on the meta device (:mod:`quant.packed_weight`).
+        hold: function that replaces chosen weights by packed weights, on the meta device (:mod:`quant.packed_weight`).
         rotated: True if the caller applies a quantized checkpoint's input rotations (``transform_config``).
 
     Raises:
-        RankError: on every rank: no config.json, an unsupported quantized checkpoint, code that is not allowed, an
-            unsupported MoE layout, or a ``dtype`` that contradicts ``ds_config``.
+        RankError: on every rank: there is no config.json, the quantized checkpoint or the MoE layout is not supported,
+            the model needs code that is not allowed, or ``dtype`` contradicts ``ds_config``.
     """
     path = Path(path)
     with errors_on_all_ranks(Exception):
@@ -120,8 +120,8 @@ def may_hold_experts(model: PreTrainedModel) -> bool:
 
 @contextmanager
 def _named(file: Path, attention: str = AUTO) -> Iterator[None]:
-    """Name the configuration in errors of transformers, which may be of any type; or the attention implementation that
-    the model does not have."""
+    """Convert errors of transformers, which may be of any type, to a ValueError that names the configuration, or the
+    attention implementation that the model does not have."""
     try:
         yield
     except Exception as error:
@@ -134,7 +134,8 @@ def _named(file: Path, attention: str = AUTO) -> Iterator[None]:
 
 
 def attention_for(config: PretrainedConfig, name: str) -> str:
-    """Attention implementation that ``name`` means for a model: "auto" is sdpa, or eager if its class has none.
+    """Return the attention implementation that ``name`` means for a model: "auto" is sdpa, or eager if the class has no
+    sdpa.
 
     A class of remote code is assumed to have sdpa.
     """
@@ -160,7 +161,7 @@ def check_rotary_buffers(model: nn.Module) -> None:
 
 
 def _check_dtype(config: PretrainedConfig, ds_config: dict[str, Any], dtype: torch.dtype) -> None:
-    """Raise if ``dtype`` is not the engine's dtype for parameters, or is one in which the model does not run."""
+    """Raise if ``dtype`` is not the engine's dtype for parameters, or if the model does not run in ``dtype``."""
     if dtype != torch.float32 and config.model_type in FP32_ALONE:
         alone = f"transformers runs {config.model_type} in fp32 alone"
         raise ValueError(f"{config.name_or_path}: {alone}: set model.dtype to float32")
@@ -177,7 +178,7 @@ def _check_dtype(config: PretrainedConfig, ds_config: dict[str, Any], dtype: tor
 
 
 def read_config(path: Path, trust_remote_code: bool, *, rotated: bool = False) -> PretrainedConfig:
-    """Read the model's configuration. Raises errors with a remedy."""
+    """Read the model's configuration. Error texts name a remedy."""
     file = path / "config.json"
     if not file.is_file():
         raise ValueError(f"{file} does not exist: model.path must be the directory of a Hugging Face checkpoint")

@@ -1,14 +1,15 @@
 """Choose the model class of a checkpoint, and reduce a composite model to its text part.
 
-A composite checkpoint (Qwen3.5, Gemma 3, LLaVA, ...) has a text model and towers beside it: vision or audio encoders,
-projectors. The class in its config.json is built, so that names and the forward of text are that class's own. Its
+A composite checkpoint (Qwen3.5, Gemma 3, LLaVA, ...) has a text model and towers: vision or audio encoders, projectors.
+The class named in its config.json is built, so that names and the forward of text are the same as in transformers. Its
 towers are removed before any parameter has memory: a forward of text does not use them, they are neither trained nor
 quantized, and an export copies their tensors from the source's files, bit for bit.
 
-GPT-2's Linears are ``Conv1D`` in transformers, with weights ``[in, out]``. They are replaced by ``nn.Linear`` and so
-treated like any other. The weight is transposed on disk, which reading and writing take into account
-(:mod:`model.checkpoint.names`). No reader takes such a layer quantized: vLLM transposes every tensor called ``weight``
-of these models on loading, and compressed-tensors looks for Linears. So export it with ``export.format: dequantized``.
+GPT-2's Linears are ``Conv1D`` in transformers, with weights ``[in, out]``. Each is replaced by an ``nn.Linear``, so
+that all other code treats it as a Linear. The weight is transposed on disk, which reading and writing take into account
+(:mod:`model.checkpoint.names`). No reader loads such a layer in quantized form: vLLM transposes every tensor called
+``weight`` of these models on loading, and compressed-tensors looks for Linears. So export these models with
+``export.format: dequantized``.
 """
 
 from typing import Any
@@ -48,12 +49,12 @@ _NOT_BUILT = "which is no part of its text model and was not built: this model c
 
 
 def is_composite(config: PretrainedConfig) -> bool:
-    """Return True if a configuration contains that of a text model, beside those of towers."""
+    """Return True if a configuration contains the configuration of a text model, as well as those of towers."""
     return config.get_text_config() is not config
 
 
 def class_names(config: PretrainedConfig) -> list[str]:
-    """Class names in ``architectures`` of a config.json. Raises ValueError if that is no list of names."""
+    """Return the class names in ``architectures`` of a config.json. Raises ValueError if it is no list of names."""
     names: Any = config.architectures or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"config.json: architectures is {names!r}, expected a list of names of classes")
@@ -61,8 +62,9 @@ def class_names(config: PretrainedConfig) -> list[str]:
 
 
 def model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
-    """transformers' class of a checkpoint: named by ``architectures`` of its config.json, or the default of its type if
-    there is no such class for the configuration. None for a type of remote code."""
+    """Return transformers' class of a checkpoint: the class named by ``architectures`` of its config.json, or the
+    default class of its model type if there is no such class for the configuration. None for a model type of remote
+    code."""
     for name in class_names(config):
         named = getattr(transformers, name, None)
         if isinstance(named, type) and issubclass(named, PreTrainedModel) and type(config) is named.config_class:
@@ -77,11 +79,11 @@ def text_of_composite(config: PretrainedConfig, **options: Any) -> PreTrainedMod
     """Build the composite model of ``config`` without its towers, in the current context for new parameters.
 
     Args:
-        config: the checkpoint's.
+        config: configuration of the checkpoint.
         options: options of ``from_config``: ``dtype``, ``attn_implementation``.
 
     Raises:
-        ValueError: transformers has no class for it.
+        ValueError: transformers has no class for the configuration.
     """
     kind = model_class(config)
     if kind is None:
@@ -97,7 +99,7 @@ def text_of_composite(config: PretrainedConfig, **options: Any) -> PreTrainedMod
 def take_out_towers(model: PreTrainedModel) -> None:
     """Replace all parts of a composite model outside of its text model by :class:`Tower`, in place.
 
-    The text model is the result of ``get_decoder``, with the embeddings and lm_head. Single parameters beside it
+    The text model is the result of ``get_decoder``, with the embeddings and lm_head. Single parameters outside of it
     (``image_newline``) become None.
     """
     parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
@@ -106,7 +108,7 @@ def take_out_towers(model: PreTrainedModel) -> None:
         "",
         *(".".join(pieces[:end]) for name in kept for pieces in [name.split(".")] for end in range(len(pieces))),
     }
-    # The text model may contain its embeddings and lm_head, and everything below it is kept.
+    # The text model may contain its embeddings and lm_head, and everything inside it is kept.
     above = {name for name in above if not any(f"{name}.".startswith(f"{part}.") for part in kept)}
     for name, module in list(model.named_modules()):
         if name not in above:
@@ -120,7 +122,7 @@ def take_out_towers(model: PreTrainedModel) -> None:
 
 
 def left_out(model: nn.Module) -> list[str]:
-    """Names of the modules and parameters that :func:`take_out_towers` removed from ``model``."""
+    """Return the names of the modules and parameters that :func:`take_out_towers` removed from ``model``."""
     modules = dict(model.named_modules())
     found = [name for name, module in modules.items() if isinstance(module, Tower)]
     beside = dict.fromkeys(name.rpartition(".")[0] for name in [*found, text_part(model)] if name)
@@ -131,7 +133,7 @@ def left_out(model: nn.Module) -> list[str]:
 
 
 def text_part(model: nn.Module) -> str:
-    """Name of the text model in a composite one; empty if the whole model is a text model."""
+    """Return the name of the text model inside a composite model; empty if the whole model is a text model."""
     if not isinstance(model, PreTrainedModel) or not is_composite(model.config):
         return ""
     decoder = model.get_decoder()
@@ -160,5 +162,5 @@ def _linear(conv: nn.Module) -> nn.Linear:
 
 
 def transposed_weights(model: nn.Module) -> frozenset[str]:
-    """Names of the weights ``[out, in]`` of a model whose tensors on disk are ``[in, out]``."""
+    """Return the names of the weights ``[out, in]`` of a model whose tensors on disk are ``[in, out]``."""
     return _TRANSPOSED.get(model, frozenset())

@@ -1,18 +1,19 @@
 """Replace lm_head so that forward returns the losses or hidden states.
 
-transformers' forward ends in lm_head and returns its output as ``logits``. A :class:`HeadProxy` in its place returns
-another tensor, so that the model's own forward still runs (with the auxiliary loss of a MoE, and everything around its
-layers) and no [tokens, vocabulary] tensor needs to exist:
+transformers' forward ends in lm_head and returns its output as ``logits``. A :class:`HeadProxy` in place of lm_head
+returns another tensor. So the model's own forward still runs (with the auxiliary loss of a MoE, and everything around
+its layers), but no [tokens, vocabulary] tensor needs to exist:
 
 * an :class:`LMHead` keeps the Parameters and can compute a task with them during a forward. The losses of training are
   computed this way: under ZeRO-3 the engine's hooks gather the weight for it and reduce its gradient.
-* a :class:`HiddenStates` has no Parameters. It makes a forward-only model, whose lm_head is gathered and called
-  separately, return its hidden states.
+* a :class:`HiddenStates` has no Parameters. With it a forward-only model returns its hidden states; the caller gathers
+  lm_head and calls it separately.
 
-Some models process lm_head's output further: they multiply the logits, or softcap them. Their configuration proposes a
-:class:`LogitFunction`, and :func:`settle_function` tests in a forward of two tokens if the model computes just that.
-Then losses apply the function to their logits, and the model's processing of the losses is ignored. For all other
-models :meth:`HeadProxy.check` verifies in the first forward that they change nothing.
+Some models process lm_head's output further: they multiply the logits, or softcap them. A :class:`LogitFunction` is
+derived from their configuration, and :func:`settle_function` tests in a forward of two tokens if the model computes
+exactly this function. If so, losses apply the function to the logits that they compute, and the model's own processing
+of the head's output is ignored. For all other models, :meth:`HeadProxy.check` verifies in the first forward that they
+do not change the head's output.
 """
 
 import math
@@ -61,9 +62,10 @@ class LogitFunction(NamedTuple):
         return logits if self.cap is None else logits.div_(self.cap).tanh_().mul_(self.cap)
 
     def chain_(self, gradient: Tensor, logits: Tensor) -> None:
-        """Convert the gradient of a loss with respect to ``logits`` into that for lm_head's output, in place.
+        """Convert the gradient of a loss with respect to ``logits`` into the gradient with respect to lm_head's output,
+        in place.
 
-        The derivative is ``factor``, with a cap times ``1 - tanh^2 = 1 - (logits / cap)^2``.
+        The derivative is ``factor``; with a cap it is multiplied by ``1 - tanh^2 = 1 - (logits / cap)^2``.
         """
         if self == UNCHANGED:
             return
@@ -76,7 +78,8 @@ UNCHANGED = LogitFunction()
 
 
 def proposed_function(config: PretrainedConfig) -> LogitFunction:
-    """Function of logits that a configuration proposes; only a forward shows the one that the model computes."""
+    """Return the function of logits that a configuration suggests; only a forward shows which function the model
+    computes."""
     text = config.get_text_config()
 
     def value(name: str) -> float:
@@ -94,7 +97,7 @@ def hidden_states(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
 
 
 class HeadProxy(nn.Module):
-    """Module in lm_head's place that returns another tensor than logits.
+    """Module in lm_head's place that returns a tensor other than logits.
 
     Attributes:
         function: the model's function of lm_head's output, see :func:`settle_function`.
@@ -107,7 +110,7 @@ class HeadProxy(nn.Module):
     _caught: Tensor | None = None  # last emitted tensor, after the hooks of the module's call
 
     def emit(self, instead: Tensor) -> Tensor:
-        """Return ``instead``, which :meth:`collect` retrieves after the model's forward."""
+        """Return ``instead`` in place of logits, and keep it for :meth:`collect` after the model's forward."""
         if self._probing:
             return instead.new_tensor(PROBE).expand(*instead.shape[:-1], -1)
         if not self._checked:
@@ -116,7 +119,8 @@ class HeadProxy(nn.Module):
 
     @contextmanager
     def catching(self) -> Iterator[None]:
-        """Wrap a forward of the model, so that :meth:`collect` gets the emitted tensor, unchanged by the model."""
+        """Wrap a forward of the model, so that :meth:`collect` gets the emitted tensor as it was before the model
+        processed it."""
         if self.function == UNCHANGED:
             yield
             return
@@ -148,15 +152,15 @@ class HeadProxy(nn.Module):
     def check(self, logits: Tensor, model: str) -> None:
         """Check that a model returned the emitted tensor as its logits; a collective in the first call only.
 
-        Values that are not finite prove nothing, and pass.
+        Tensors with values that are not finite pass, as they cannot be compared.
 
         Args:
             logits: from the model's output.
             model: name of its class, for the error.
 
         Raises:
-            RankError: on every rank: the model processes its logits (softcap, factor) in a way that its configuration
-                does not show.
+            RankError: on every rank: the model processes its logits (softcap, factor) but its configuration does not
+                show how.
         """
         if self._checked:
             return
@@ -201,7 +205,7 @@ class LMHead(HeadProxy):
     _task: Task | None = None
 
     def used_weight(self) -> Tensor:
-        """Weight ``[V, H]`` that multiplies hidden states."""
+        """Return the weight ``[V, H]`` that multiplies hidden states."""
         raise NotImplementedError
 
     def forward(self, input: Tensor) -> Tensor:
@@ -227,7 +231,7 @@ class PlainHead(LMHead, nn.Linear):
     """Head that replaces an nn.Linear."""
 
     def __init__(self, linear: nn.Linear) -> None:
-        """Take over the Parameter objects of ``linear``, so that tied and partitioned ones stay so."""
+        """Take over the Parameter objects of ``linear``, so that they stay tied and partitioned."""
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
@@ -259,14 +263,15 @@ class QuantHead(LMHead, QuantLinear):  # type: ignore[misc]  # it is no stack: i
 
 
 def settle_function(head_proxy: HeadProxy, forward: Callable[[Tensor], Tensor], config: PretrainedConfig) -> None:
-    """Find out a model's function of lm_head's output, and set ``head_proxy.function``; a collective if there is one.
+    """Find the function that a model applies to lm_head's output, and set ``head_proxy.function``. A collective if the
+    configuration suggests a function.
 
-    Models whose configuration proposes nothing run no forward here.
+    Models whose configuration suggests no function run no forward here.
 
     Args:
         head_proxy: replacement of lm_head.
         forward: runs the model on token ids [1, 2] and returns its logits.
-        config: the model's.
+        config: configuration of the model.
 
     Raises:
         RankError: on every rank: the model computes neither its configuration's function nor the identity.
@@ -280,15 +285,16 @@ def settle_function(head_proxy: HeadProxy, forward: Callable[[Tensor], Tensor], 
 def _checked_function(
     proposed: LogitFunction, head_proxy: HeadProxy, forward: Callable[[Tensor], Tensor], config: PretrainedConfig
 ) -> LogitFunction:
-    """Return ``proposed`` or the identity, according to a forward; arguments and error of :func:`settle_function`."""
+    """Return ``proposed`` or the identity, according to a forward; arguments and errors as in
+    :func:`settle_function`."""
     head_proxy._probing = True
     try:
         found = forward(torch.ones(1, 2, dtype=torch.int64)).float()
     finally:
         head_proxy._probing = False
     probe = found.new_tensor(PROBE).expand(*found.shape[:-1], -1)
-    # The identity does not round, so a class that ignores a factor near 1 is distinguished from one that applies it.
-    # Others compute in their own dtype: bf16 rounds each of three operations by 2^-9 at most.
+    # The identity does not round, so a class that ignores a factor near 1 is distinguished from a class that applies
+    # it. Classes with a function compute in their own dtype: bf16 rounds each of three operations by 2^-9 at most.
     comparable = found.shape == probe.shape
     unchanged = comparable and torch.equal(found, probe)
     raise_everywhere(
@@ -304,7 +310,7 @@ def output_head(model: PreTrainedModel) -> tuple[str, nn.Linear | QuantLinear]:
     """Find name and module of the model's output embedding.
 
     Raises:
-        ValueError: there is none, or it is no plain nn.Linear, quantized or not.
+        ValueError: the model has no output embedding, or it is no plain nn.Linear, quantized or not.
     """
     module = model.get_output_embeddings()
     if type(module) not in (nn.Linear, PlainHead, QuantLinear, QuantHead):
@@ -319,7 +325,8 @@ def output_head(model: PreTrainedModel) -> tuple[str, nn.Linear | QuantLinear]:
 def install_head(model: PreTrainedModel) -> LMHead:
     """Replace the model's output embedding by an :class:`LMHead`, in place, with the same Parameters.
 
-    After ``quant.prepare`` (which quantizes plain Linears) and before ``deepspeed.initialize`` (which hooks modules).
+    Call it after ``quant.prepare`` (which quantizes plain Linears) and before ``deepspeed.initialize`` (which hooks
+    modules).
 
     Raises:
         ValueError: see :func:`output_head`.
@@ -335,14 +342,14 @@ def install_head(model: PreTrainedModel) -> LMHead:
 def take_out_head(model: PreTrainedModel) -> tuple[nn.Module, HiddenStates]:
     """Remove the output embedding, of any class, from a forward-only model. Call it before ``deepspeed.initialize``.
 
-    Under ZeRO-3 the caller must gather its Parameters from then on (``model.zero.gathered``), to compute logits of as
-    many hidden states at a time as needed.
+    From then on the caller computes logits from the hidden states, for as many tokens at a time as needed. Under ZeRO-3
+    it must gather the embedding's Parameters for that (``model.zero.gathered``).
 
     Returns:
         The output embedding, and its replacement.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the model has no output embedding.
     """
     head = model.get_output_embeddings()
     if head is None:

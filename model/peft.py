@@ -1,11 +1,12 @@
-"""LoRA adapters: read those that peft wrote, initialize others from the quantization error, merge them into weights.
+"""LoRA adapters: read adapters that peft wrote, initialize new ones from the quantization error, merge them into
+weights.
 
 peft writes, and vLLM and SGLang serve, a folder with adapter_config.json and one safetensors file with
 ``base_model.model.<module>.lora_A.weight [rank, in]`` and ``lora_B.weight [out, rank]`` of each Linear.
 
-The format is that of peft 0.21.2 (``tuners/lora``): a Linear's output is increased by ``lora_B @ (lora_A @ x)`` times
-``lora_alpha / r``, or ``lora_alpha / sqrt(r)`` with ``use_rslora``; ``rank_pattern`` and ``alpha_pattern`` override r
-and alpha for modules.
+The format is the same as in peft 0.21.2 (``tuners/lora``): to a Linear's output, ``lora_B @ (lora_A @ x)`` is added,
+times ``lora_alpha / r``, or ``lora_alpha / sqrt(r)`` with ``use_rslora``; ``rank_pattern`` and ``alpha_pattern``
+override r and alpha for modules.
 """
 
 import re
@@ -51,7 +52,7 @@ class PeftSource:
         shapes: shapes of A and B, by module name in the model.
         scalings: factors of the products of B and A.
         keys: keys of A and B in the file.
-        base: digest of the checkpoint that it was trained on; None if peft wrote it.
+        base: digest of the checkpoint that the adapter was trained on; None if peft wrote the adapter.
     """
 
     directory: Path
@@ -75,10 +76,10 @@ class PeftSource:
 
 
 def read_adapter(directory: Path, model: PreTrainedModel, linears: Iterable[str]) -> PeftSource:
-    """Read the folder of an adapter for some of the ``linears`` of ``model``, without its values.
+    """Read the folder of an adapter for some of the ``linears`` of ``model``, without the values of its tensors.
 
     Raises:
-        ValueError: no adapter, or an unsupported kind; names the file and the key.
+        ValueError: the folder has no adapter, or an unsupported kind of adapter; the text names the file and the key.
     """
     config = _read_config(directory / CONFIG)
     names = {module_name_on_disk(model, name): name for name in linears}
@@ -116,7 +117,7 @@ def read_adapter(directory: Path, model: PreTrainedModel, linears: Iterable[str]
 
 
 def _pickled(directory: Path) -> str:
-    """Note for an error about weights in pickled files."""
+    """Write a note for an error about weights in pickled files."""
     pickles = sorted(file.name for file in directory.glob("*.bin"))
     return f", only {', '.join(pickles)}: pickled weights can run code and are not read" if pickles else ""
 
@@ -167,7 +168,7 @@ def _is_positive(value: Any) -> bool:
 
 
 def _scaling(config: dict[str, Any], name: str, rank: int, file: Path) -> float:
-    """Factor by which peft multiplies the adapter of a module."""
+    """Compute the factor by which peft multiplies the adapter of a module."""
 
     def own(key: str, default: float) -> float:
         patterns: dict[str, float] = config.get(key) or {}
@@ -180,8 +181,8 @@ def _scaling(config: dict[str, Any], name: str, rank: int, file: Path) -> float:
 
 
 def say_left_out(directory: str | Path) -> None:
-    """Log that an exported model has an adapter beside it that is not part of it, if so: evaluating the model alone
-    measures the base that all its adapters share."""
+    """Log if an exported model has an adapter in its folder that is not merged into it: an evaluation of the model then
+    measures only the base that its adapters share."""
     if (folder := Path(directory) / FOLDER / CONFIG).is_file():
         say(f"{directory}: the quantized model without the adapter in {folder.parent}, which is not merged into it")
 
@@ -190,9 +191,11 @@ LOST = 0.1  # relative to an adapter's norm: more than rounding loses, less than
 
 
 def local_weight(layer: QuantLayer) -> tuple[int, Tensor]:
-    """Return the start of this rank's range of a layer's weight, and its elements as the forward quantizes them, flat.
+    """Return the start of this rank's range of a layer's weight, and the elements of the range as the forward quantizes
+    them, flat.
 
-    With a merged adapter, a collective that returns a copy; else the memory of the weight itself.
+    With a merged adapter, this is a collective and returns a copy; otherwise it returns the memory of the weight
+    itself.
     """
     assert layer.held is None, "a rule of the recipe"
     start, stop = local_range(layer.weight)
@@ -202,7 +205,8 @@ def local_weight(layer: QuantLayer) -> tuple[int, Tensor]:
 
 @torch.no_grad()
 def _merged(layer: QuantLayer, start: int, stop: int) -> Tensor:
-    """Merge the adapter into elements ``[start, stop)`` of the weight, bit-equal to merging the whole weight."""
+    """Merge the adapter into elements ``[start, stop)`` of the weight, with the same bits as merging into the whole
+    weight."""
     adapter, own = layer.adapter, local_data(layer.weight)
     assert adapter is not None
     pair = (adapter.lora_a, adapter.lora_b)
@@ -228,8 +232,9 @@ def _merged(layer: QuantLayer, start: int, stop: int) -> Tensor:
 def start_from_error(quantization: Quantization) -> None:
     """Initialize every unmerged adapter from the error of quantization: ``scaling * lora_b @ lora_a`` becomes the best
     approximation of its rank to ``W - Q(W)`` (the first step of LoftQ, Li et al. 2023, arXiv:2310.08659; LoRC, Yao et
-    al. 2023, arXiv:2303.08302). Scales must be filled. A collective, in which one layer is gathered at a time and rank
-    0 computes.
+    al. 2023, arXiv:2303.08302).
+
+    Scales must be filled. A collective: layers are gathered one at a time, and rank 0 computes.
 
     Raises:
         RankError: the adapter's dtype cannot represent the factors, because ``adapter.alpha`` is too small or large.
@@ -251,7 +256,7 @@ def start_from_error(quantization: Quantization) -> None:
 
 
 def _filled(pair: tuple[Tensor, Tensor], values: tuple[Tensor, Tensor]) -> bool:
-    """Copy values into an adapter, and return True if its dtype holds them up to rounding."""
+    """Copy values into an adapter, and return True if its dtype can represent them up to rounding."""
     for own, value in zip(pair, values, strict=True):
         own.copy_(value)
     norms = [((own.float() - value).norm(), value.norm()) for own, value in zip(pair, values, strict=True)]
@@ -259,7 +264,8 @@ def _filled(pair: tuple[Tensor, Tensor], values: tuple[Tensor, Tensor]) -> bool:
 
 
 def _factors(matrix: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Factors ``a [rank, in]`` and ``b [out, rank]`` of equal sizes, with ``b @ a`` close to ``matrix [out, in]``."""
+    """Compute factors ``a [rank, in]`` and ``b [out, rank]`` of equal norms, with ``b @ a`` close to ``matrix [out,
+    in]``."""
     # Same seed in every run; extra directions and iterations, because errors do not have a few dominant ones.
     with torch.random.fork_rng([matrix.device] if matrix.is_cuda else []):
         torch.manual_seed(0)

@@ -1,6 +1,6 @@
 """Ranks, and errors that every rank sees.
 
-A rank that raises alone leaves its peers waiting in the next collective until the time-out. So errors that may occur on
+If only one rank raises an error, the others wait in the next collective until the time-out. So errors that may occur on
 one rank only (a file, a tensor, a sample) are collected and raised by all ranks together, with the same text.
 
 Every function also works without a process group: one process is then rank 0 of 1.
@@ -23,21 +23,21 @@ _LOST = re.compile(r"Connection (closed|reset) by peer|Broken pipe|remote proces
 
 
 class RankError(RuntimeError):
-    """Raised on all ranks when at least one of them found something wrong."""
+    """Error raised on all ranks when at least one of them found a problem."""
 
 
 def rank() -> int:
-    """Global rank of this process, 0 without a process group."""
+    """Return the global rank of this process, 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world_size() -> int:
-    """Number of ranks, 1 without a process group."""
+    """Return the number of ranks, 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def local_world_size() -> int | None:
-    """Number of ranks on this machine; None if the launcher does not set it.
+    """Return the number of ranks on this machine; None if the launcher does not set it.
 
     torchrun and ``launch/slurm`` set LOCAL_WORLD_SIZE, DeepSpeed's launcher LOCAL_SIZE.
     """
@@ -51,14 +51,15 @@ def is_main() -> bool:
 
 
 def say(text: str) -> None:
-    """Print on rank 0, without breaking a progress bar. A log on a full disk loses the text, not the run."""
+    """Print on rank 0, without breaking a progress bar. If the log's disk is full, the text is lost, but the run
+    continues."""
     if is_main():
         with suppress(OSError):
             tqdm.write(text)
 
 
 def barrier() -> None:
-    """Wait for every rank; nothing without a process group."""
+    """Wait for every rank; does nothing without a process group."""
     if dist.is_initialized():
         dist.barrier()
 
@@ -89,8 +90,8 @@ def shut_down() -> None:
     """Close the process group when all ranks are done; otherwise NCCL warns and gloo may abort at exit.
 
     A rank that exits closes its connections, and gloo reports a lost connection to a peer that has not yet returned
-    from the last collective. So all ranks first wait for each other once more; if a peer has already left this last
-    barrier does not matter.
+    from the last collective. So all ranks first wait for each other once more. It does not matter if a peer has already
+    left this last barrier.
     """
     if dist.is_initialized():
         with suppress(RuntimeError):
@@ -126,7 +127,7 @@ def _gloo_threads() -> list[Path]:
 
 
 def _runs(thread: Path) -> bool:
-    """Return True if a thread runs, or waits for a core or a page, rather than sleeps."""
+    """Return True if a thread runs, or waits for a core or a page, instead of sleeping."""
     try:
         return (thread / "stat").read_text().rpartition(")")[2].split()[0] != "S"
     except OSError:
@@ -134,7 +135,7 @@ def _runs(thread: Path) -> bool:
 
 
 def is_lost_peer(error: Exception) -> bool:
-    """Return True if an error of a collective reports that another rank has gone."""
+    """Return True if an error of a collective reports that another rank has ended."""
     return isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
 
 
@@ -164,7 +165,8 @@ def raise_everywhere(error: str | None) -> None:
 
 
 def raise_problems(head: str, problems: Sequence[str], most: int = 5) -> None:
-    """Raise :class:`RankError` with the first ``most`` problems, unless there are none; every rank has the same."""
+    """Raise :class:`RankError` with the first ``most`` problems, unless there are none; every rank passes the same
+    problems."""
     if problems:
         more = [f"and {len(problems) - most} more"] if len(problems) > most else []
         raise_everywhere("\n".join([head, *problems[:most], *more]))
@@ -174,7 +176,8 @@ def raise_problems(head: str, problems: Sequence[str], most: int = 5) -> None:
 def errors_on_all_ranks(*kinds: type[Exception], key: str = "") -> Iterator[None]:
     """Convert an exception of ``kinds`` inside the block to a :class:`RankError` on every rank.
 
-    A collective at the end of the block: every rank must enter it, and run no collective inside. ``key`` is a prefix.
+    The end of the block is a collective: every rank must enter the block, and run no collective inside. ``key`` is a
+    prefix of the text.
     """
     error, cause = None, None
     try:

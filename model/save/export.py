@@ -2,13 +2,14 @@
 
 Under ZeRO-3 no rank has the whole model, and collecting a state dict on rank 0 would need memory for it. So every rank
 first computes the same plan from names and sizes alone (``plan.py``: the tensors on disk of each module, and their
-shard). Then all ranks send their partitions to rank 0 in that order, and rank 0 packs each module and writes it to its
-offset, while the next ones arrive (``write.py``). Rank 0 allocates the modules gathered at a time and those arriving,
-neither more than the largest needs, and one packed Linear; the other ranks allocate nothing.
+shard). Then all ranks send their partitions to rank 0 in the order of the plan, and rank 0 packs each module and writes
+it to its offset, while the next modules arrive (``write.py``). Rank 0 allocates memory for the modules being written,
+for the modules arriving, and for one packed Linear; the other ranks allocate nothing. The first two are bounded by a
+batch size, or by the largest module.
 
-Two things follow from the plan. Ranks know the shard boundaries, so they agree after each shard if writing succeeded: a
-full disk is an error on every rank instead of a hang in the next gather. And the number of shards is known at the
-start, so files get their final names immediately.
+Two things follow from the plan. Ranks know the shard boundaries, so they agree after each shard on whether writing
+succeeded: a full disk is an error on every rank instead of a hang in the next gather. And the number of shards is known
+at the start, so files get their final names immediately.
 
 The directory is written as ``<out_dir>.tmp-<random>`` and renamed when everything in it is on disk (``finish.py``): an
 interrupted export never looks complete.
@@ -51,7 +52,7 @@ class ExportReport:
         bytes: total size of the tensors, without headers.
         seconds: wall time.
         peak_bytes: most bytes of gathered and packed tensors on this rank at a time; counted, not measured. 0 on all
-            ranks but 0.
+            ranks except rank 0.
         copied: modules of the source outside of the model, copied unchanged: towers, MTP heads.
     """
 
@@ -73,7 +74,7 @@ def check_plan(
     template: Path | None = None,
     trust_remote_code: bool = False,
 ) -> None:
-    """Reject before a run a model that could not be exported after it; a collective, with the arguments and errors of
+    """Check before a run that the model can be exported after it; a collective, with the arguments and errors of
     :func:`export_model`."""
     with errors_on_all_ranks(Exception):
         if is_main():
@@ -126,13 +127,14 @@ def export_model(
         layout: format of quantized layers, see :mod:`quant.formats.layouts`.
         template: for layout ``gguf``, a GGUF file of the base model, see ``gguf_template.py``.
         adapter: unmerged adapter to write into a folder ``adapter``.
-        max_shard_size: bytes of tensors per file. A larger module gets a file of its own; GGUF is always one file.
-        overwrite: replace a nonempty ``out_dir`` as a whole when the new one is complete.
+        max_shard_size: bytes of tensors per file. A larger module gets its own file; GGUF is always one file.
+        overwrite: replace a nonempty ``out_dir`` as a whole when the new directory is complete.
         trust_remote_code: allow running Python code in ``source_dir``.
 
     Raises:
-        RankError: on every rank, and nothing is left: the layout cannot express a scheme, config.json names a class
-            that would not find its weights (``loadable.py``), ``out_dir`` is not empty, a full disk, NaN, a bad scale.
+        RankError: on every rank, and no files are left: the layout cannot express a scheme, config.json names a class
+            that would not find its weights (``loadable.py``), ``out_dir`` is not empty, the disk is full, or a weight
+            or scale is invalid (NaN).
     """
     begin, source, out = time.perf_counter(), Path(source_dir), Path(out_dir)
     check_finite(model, f"{out} was not written: the model diverged, export an earlier checkpoint")
@@ -165,7 +167,7 @@ def export_model(
 
 
 def _written(shards: list[list[Item]], aside: Path, layout: Layout, gguf: GGUFPlan | None) -> tuple[list[str], int]:
-    """Write the files; returns the same as :func:`write_shards`. ``gguf`` is set on rank 0, the only writer."""
+    """Write the files; the result is that of :func:`write_shards`. ``gguf`` is set on rank 0, the only writer."""
     if layout == "executorch":
         return write_shards(shards, aside, writer=torchao_files(shards))
     if layout != "gguf":

@@ -1,4 +1,4 @@
-"""Write a checkpoint's files beside its weights, and rename the directory when everything is on disk."""
+"""Write a checkpoint's files other than its weights, and rename the directory when everything is on disk."""
 
 import json
 import os
@@ -25,8 +25,8 @@ from quant.linear import QuantEmbedding, StackedLinear, linears_of
 from quant.rotation import rotated_layers, transform_config
 from quant.rules import name_patterns
 
-# Files beside the weights that a reader of the checkpoint needs: tokenizer, chat template, generation defaults, remote
-# code.
+# Files other than the weights that a reader of the checkpoint needs: tokenizer, chat template, generation defaults,
+# remote code.
 COPIED = (
     "generation_config.json",
     "tokenizer*",
@@ -44,7 +44,7 @@ COPIED = (
 
 
 def check_destination(out: Path, size: int, overwrite: bool) -> None:
-    """Reject a destination that would fail after everything has been gathered."""
+    """Reject a destination to which the export could not be written, before anything is gathered."""
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file, expected a directory to make")
     if out.is_dir() and any(out.iterdir()) and not overwrite:
@@ -72,7 +72,7 @@ def write_config(
     directory: Path,
     shards: list[list[Item]],
 ) -> None:
-    """Write the source's config.json with our dtype and quantization_config, for the tensors in ``shards``.
+    """Write the source's config.json with the model's dtype and quantization_config, for the tensors in ``shards``.
 
     The source's file is edited rather than writing ``model.config``, so that switches of training (``use_cache``, the
     attention implementation) do not leak into it.
@@ -98,9 +98,9 @@ def configuration(
     """Create the ``quantization_config``. None if the layout needs none.
 
     It names every module twice if the names differ: as on disk, for vLLM, and as in transformers. The text model of a
-    composite one has another prefix in every reader (``model.language_model.layers`` on disk and in transformers,
+    composite model has another prefix in every reader (``model.language_model.layers`` on disk and in transformers,
     ``language_model.model.layers`` in vLLM, which does not translate patterns). So names omit the prefix, and patterns
-    match any.
+    match any prefix.
 
     Raises:
         ValueError: an entry of ``ignore`` matches a quantized layer.
@@ -155,7 +155,8 @@ def configuration(
 
 
 def _copied(model: PreTrainedModel, layout: Layout, shards: list[list[Item]]) -> list[str]:
-    """Names of the modules outside of the model, in the spelling of the layout's readers."""
+    """List the modules that are copied although the model does not have them, in the spelling of the layout's
+    readers."""
     if layout == "vllm_fp8":  # its readers only know whole names of Linears
         plain = [item.copied for shard in shards for item in shard if item.copied and len(item.copied.shape) == 2]
         return [tensor.key.removesuffix(".weight") for tensor in plain if tensor.key.endswith(".weight")]
@@ -172,14 +173,14 @@ def _check_ignored(ignore: Iterable[str], quantized: Iterable[str]) -> None:
 
 def is_router(module: nn.Module) -> bool:
     """Return True for a MoE router of transformers 5: a 2-D ``weight`` in a module that is neither a Linear nor an
-    embedding. vLLM has a Linear there."""
+    embedding. vLLM has a Linear in its place."""
     weight = module._parameters.get("weight")
     known = isinstance(module, (nn.Linear, nn.Embedding, QuantLayer))
     return weight is not None and not known and len(full_shape(weight)) == 2
 
 
 def copy_companions(source: Path, directory: Path) -> None:
-    """Copy the files beside the source's weights that a reader needs (``COPIED``)."""
+    """Copy the source's other files that a reader needs (``COPIED``)."""
     for pattern in COPIED:
         for path in sorted(source.glob(pattern)):
             if path.is_dir():

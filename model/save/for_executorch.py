@@ -24,8 +24,8 @@ def check_executorch(model: PreTrainedModel, quantization: Quantization) -> None
     """Reject models that transformers would not load for ExecuTorch, or that ExecuTorch would not lower.
 
     Raises:
-        ValueError: an untested model type, a Linear whose inputs are not quantized, a quantized embedding tied to the
-            head.
+        ValueError: the model has an untested type, a Linear whose inputs are not quantized, or a quantized embedding
+            tied to the head.
     """
     kind = model.config.model_type
     if kind not in EXECUTORCH_MODELS:
@@ -46,8 +46,8 @@ def check_executorch(model: PreTrainedModel, quantization: Quantization) -> None
 
 
 def torchao_files(shards: Sequence[Sequence[Item]]) -> Writers:
-    """Create the writer of files whose metadata each name all tensors of the model: readers merge the files' metadata
-    and keep one list of names."""
+    """Create the writer of files. The metadata of each file names all tensors of the model, as readers merge the
+    metadata and keep only one list of names."""
     items = list(chain(*shards))
     kinds: dict[str, str] = {}
     for item in items:

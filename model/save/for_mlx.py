@@ -22,7 +22,8 @@ def check_mlx(model: PreTrainedModel, quantization: Quantization) -> None:
     """Reject models that mlx-lm would not read.
 
     Raises:
-        ValueError: an untested model type or RoPE, sliding attention, experts quantized individually or in part.
+        ValueError: the model has an untested type or RoPE, sliding attention, or experts that are quantized
+            individually or only in part.
     """
     if model.config.model_type not in MLX_MODELS:
         raise ValueError(
@@ -49,16 +50,16 @@ def check_mlx(model: PreTrainedModel, quantization: Quantization) -> None:
 
 
 def mlx_place(linear: str) -> tuple[str, int | None]:
-    """Module of mlx-lm with a Linear, by the Linear's name on disk, and the expert's index there (or None)."""
+    """Find mlx-lm's module for a Linear, by the Linear's name on disk, and the expert's index in it (or None)."""
     expert = _EXPERT.search(linear)
     return (linear, None) if expert is None else (_EXPERT.sub(".switch_mlp.", linear), int(expert[1]))
 
 
 def write_for_mlx(config: dict[str, Any], model: PreTrainedModel, quantization: Quantization) -> None:
-    """Add to a config.json the entries of mlx-lm: ``quantization``, and keys as in published checkpoints.
+    """Add to a config.json the entries that mlx-lm reads: ``quantization``, and keys as in published checkpoints.
 
-    transformers from 5 on writes ``rope_parameters`` instead of ``rope_theta`` and ``rope_scaling``, which most of
-    mlx-lm's classes silently ignore, and ``num_local_experts`` instead of ``num_experts``.
+    From version 5 on, transformers writes ``rope_parameters``, which most of mlx-lm's classes silently ignore, instead
+    of ``rope_theta`` and ``rope_scaling``, and ``num_local_experts`` instead of ``num_experts``.
     """
     schemes = {
         mlx_place(module_name_on_disk(model, part.name))[0]: layer.scheme

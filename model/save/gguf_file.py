@@ -1,8 +1,8 @@
 """Plan and write a GGUF file for llama.cpp, to which the plan's tensors stream.
 
-llama.cpp has its own names, all experts of a layer in one tensor, and for Llama interleaves the rows of the two halves
-of each head of q and k, for its RoPE. Norms, biases and routers are fp32; other unquantized tensors keep the model's
-dtype. Every tensor of the plan has its own offset, so nothing is collected in memory.
+llama.cpp uses its own names and stores all experts of a layer in one tensor. For Llama it interleaves the rows of the
+two halves of each head of q and k, for its RoPE. Norms, biases and routers are fp32; other unquantized tensors keep the
+model's dtype. Every tensor of the plan has its own offset, so no tensors are collected in memory.
 """
 
 import math
@@ -41,7 +41,7 @@ class GGUFNames:
     """Map keys of a checkpoint to tensors of a GGUF file.
 
     Args:
-        config: the model's; raises ValueError as :func:`architecture_of` does.
+        config: configuration of the model; raises ValueError as :func:`architecture_of` does.
     """
 
     def __init__(self, config: PretrainedConfig) -> None:
@@ -51,13 +51,15 @@ class GGUFNames:
         self._names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
 
     def place(self, key: str) -> tuple[str | None, int]:
-        """Return llama.cpp's name, or None if it has none, and the tensor's expert index (0 outside of experts)."""
+        """Return llama.cpp's name of a tensor, or None if it has none, and the tensor's expert index (0 outside of
+        experts)."""
         expert = _EXPERT.search(key)
         name = self._names.get_name(_EXPERT.sub(".experts.", key), try_suffixes=(".weight", ".bias"))
         return name, int(expert[1]) if expert else 0
 
     def heads(self, key: str) -> int:
-        """Number of heads whose rows are interleaved in the file; 0 if ordered as in transformers."""
+        """Return the number of heads whose rows are interleaved in the file; 0 if rows are ordered as in
+        transformers."""
         end = re.search(r"\.(q|k)_proj\.(weight|bias)$", key)
         if self._config.model_type != "llama" or end is None:
             return 0
@@ -71,8 +73,8 @@ class GGUFTensor:
 
     Attributes:
         kind: ggml's name of its type.
-        shape: shape of its elements, slowest dimension first, without that of experts.
-        parts: keys of the plan's tensors in it, by expert; by 0 without experts.
+        shape: shape of its elements, slowest dimension first, without the dimension of experts.
+        parts: keys of the plan's tensors in it, by expert index; a tensor without experts has the index 0.
     """
 
     kind: str
@@ -91,7 +93,7 @@ class GGUFTensor:
 
     @property
     def part_bytes(self) -> int:
-        """Bytes of one expert, or of the tensor without experts."""
+        """Number of bytes of one expert, or of a tensor without experts."""
         if self.kind in BYTES:
             return math.prod(self.shape) // BLOCK * BYTES[self.kind]
         return math.prod(self.shape) * (4 if self.kind == "F32" else 2)
@@ -109,10 +111,10 @@ class GGUFPlan:
     """Contents of a GGUF file.
 
     Attributes:
-        architecture: llama.cpp's name.
-        tensors: by name, in the order of the file.
+        architecture: llama.cpp's name of the model's architecture.
+        tensors: tensors by name, in the order of the file.
         heads: number of heads by key of q or k, whose rows are interleaved by head.
-        template: a ``gguf.GGUFReader``.
+        template: the template, a ``gguf.GGUFReader``.
     """
 
     architecture: str
@@ -151,8 +153,8 @@ def plan_gguf(model: PreTrainedModel, items: Iterable[Item], template: Path | No
         template: a GGUF file of the base model.
 
     Raises:
-        ValueError: no template, or one of another model; tensors that a GGUF file cannot have, or that only the
-            template has; names each.
+        ValueError: there is no template, or it is a template of another model; or there are tensors that a GGUF file
+            cannot have, or that only the template has. The text names each of them.
     """
     architecture = architecture_of(model.config)
     if template is None:
@@ -171,7 +173,7 @@ def plan_gguf(model: PreTrainedModel, items: Iterable[Item], template: Path | No
 def _tensors(
     model: PreTrainedModel, items: Iterable[Item], architecture: str
 ) -> tuple[dict[str, GGUFTensor], dict[str, int]]:
-    """Tensors by name, and the number of heads of those whose rows are interleaved."""
+    """Plan the tensors by name, and the number of heads of tensors whose rows are interleaved."""
     names = GGUFNames(model.config)
     found: dict[str, GGUFTensor] = {}
     heads: dict[str, int] = {}
@@ -202,7 +204,7 @@ def _tensors(
 
 
 def _kind(item: Item, name: str, key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> str:
-    """ggml's type of a tensor of the plan."""
+    """Return ggml's type of a tensor of the plan."""
     if item.layout == "gguf" and key.endswith(".weight"):
         assert isinstance(item.module, QuantLayer)
         return block_type(item.module.scheme)
@@ -267,7 +269,8 @@ class GGUFWriter(ShardWriter):
 
 
 def _head(scratch: Path, plan: GGUFPlan) -> tuple[bytes, dict[str, int], int]:
-    """First bytes of the file, offset of each part, and file size; ``scratch`` is written and removed."""
+    """Build the first bytes of the file, the offset of each part, and the file size; ``scratch`` is a temporary file
+    that is written and removed."""
     gguf = gguf_package()
     writer = gguf.GGUFWriter(scratch, plan.architecture)
     copy_metadata(plan.template, writer)
@@ -304,7 +307,7 @@ def check_gguf_written(path: Path, plan: GGUFPlan) -> None:
     """Check with llama.cpp's own reader that a file has the planned tensors.
 
     Raises:
-        ValueError: tensors that are missing, not planned, or of another type or shape.
+        ValueError: tensors are missing, not planned, or of another type or shape.
     """
     reader = open_template(path)
     found = {t.name: (t.tensor_type.name, tuple(int(size) for size in reversed(t.shape))) for t in reader.tensors}

@@ -1,12 +1,12 @@
 """Template of a GGUF file: a file that llama.cpp's own converter wrote for the base model.
 
-It provides metadata and vocabulary. It also lists the required tensors, so a missing tensor, or one of another model,
-is detected under any name.
+The template provides metadata and vocabulary. It also lists the required tensors, so that a missing tensor, or a tensor
+of another model, is detected whatever its name.
 
-The header of a GGUF file is checked to fit into the file before the package gguf reads it, which trusts its 64-bit
-counts and lengths: a file of 100 bytes could keep it busy for centuries. According to ggml's docs/gguf.md: magic,
-version, counts of tensors and of metadata; each metadata entry has a key, a type and a value; each tensor a name, its
-dimensions, a type and an offset.
+Before the package gguf reads a header, the header is checked to fit into the file: the package trusts its 64-bit counts
+and lengths, so a file of 100 bytes could keep it busy for centuries. A header (ggml's docs/gguf.md) has a magic number,
+a version, and the counts of tensors and of metadata entries; then for each metadata entry a key, a type and a value,
+and for each tensor a name, its dimensions, a type and an offset.
 """
 
 import os
@@ -19,11 +19,11 @@ from transformers import PretrainedConfig
 
 from model.ranks import listed
 
-# Architectures by the model_type of config.json whose tensors llama.cpp takes unchanged, except for the order of rows
-# of q and k. Others change values (Gemma's norms), or split and merge tensors.
+# Architectures, by the model_type of config.json, whose tensors llama.cpp takes unchanged except for the order of rows
+# of q and k. For other architectures it changes values (Gemma's norms), or splits and merges tensors.
 ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
 
-# Values in both files: the end of llama.cpp's key, and the attribute of transformers' config.
+# Values that template and config.json both have: the end of llama.cpp's key, and the attribute of transformers' config.
 _SAME = {
     "block_count": "num_hidden_layers",
     "embedding_length": "hidden_size",
@@ -39,7 +39,7 @@ _SAME = {
     "expert_feed_forward_length": "moe_intermediate_size",
     "vocab_size": "vocab_size",
 }
-# Rewritten, or about the template's own weights.
+# Entries that are written new, or that describe the template's own weights.
 _NOT_COPIED = (
     "GGUF.",
     "general.architecture",
@@ -64,7 +64,7 @@ def open_template(path: Path) -> Any:
     """Open the template as a ``gguf.GGUFReader``.
 
     Raises:
-        ValueError: no such file, or not a GGUF file.
+        ValueError: there is no such file, or it is not a GGUF file.
     """
     gguf = gguf_package()
     if not path.is_file():
@@ -79,16 +79,16 @@ def open_template(path: Path) -> Any:
 
 
 def value_of(template: Any, key: str) -> Any:
-    """Metadata value of the template; None if it has none."""
+    """Return a metadata value of the template; None if the template lacks the key."""
     field = template.fields.get(key)
     return None if field is None else field.contents()
 
 
 def architecture_of(config: PretrainedConfig) -> str:
-    """llama.cpp's name of the architecture.
+    """Return llama.cpp's name of the architecture.
 
     Raises:
-        ValueError: an unsupported architecture, or one with features that llama.cpp computes differently.
+        ValueError: the architecture is not supported, or has features that llama.cpp computes differently.
     """
     if config.model_type not in ARCHITECTURES:
         raise ValueError(
@@ -114,7 +114,8 @@ def check_template(template: Any, path: Path, config: PretrainedConfig) -> None:
     """Check the template's metadata against the model.
 
     Raises:
-        ValueError: another architecture, other sizes or another vocabulary; names each.
+        ValueError: the template has another architecture, other sizes or another vocabulary; the text names each
+            difference.
     """
     architecture, found = architecture_of(config), value_of(template, "general.architecture")
     problems = []
@@ -184,7 +185,7 @@ def check_header(path: Path) -> None:
     """Walk over the header of a little-endian GGUF file.
 
     Raises:
-        ValueError: not a GGUF file, or shorter than its header announces.
+        ValueError: it is not a GGUF file, or shorter than its header announces.
     """
     with path.open("rb") as file:
         walk = _Walk(file)
@@ -222,7 +223,7 @@ class _Walk:
         self.file.seek(count, os.SEEK_CUR)
 
     def text(self) -> None:
-        """Skip a string: a length, and as many bytes."""
+        """Skip a string: its length, and the bytes."""
         self.skip(self.number("<Q"))
 
     def value(self, kind: int) -> None:

@@ -1,9 +1,9 @@
 """Check that the class in a checkpoint's config.json finds all its tensors in the checkpoint, and no others.
 
 The class is built on the meta device, and transformers' own loader loads the planned tensors, on the meta device too:
-renaming, merging experts and concatenating all run, on shapes alone. So any family whose files have a layout that the
-export does not write is detected, without a list: before a run from the plan of its export, and after the export from
-the headers of its files. No tensor is read.
+renaming, merging experts and concatenating all run, but only on shapes. So any family whose files need a layout that
+the export does not write is detected, without a list of families: before a run from the plan of its export, and after
+the export from the headers of its files. No tensor is read.
 
 :func:`weights_read` detects classes whose code reads the ``weight`` of packed layers, which compressed-tensors replaces
 by ``weight_packed`` for integer and fp4 codes: during loading, to initialize it (Falcon, NanoChat's ``o_proj``), or in
@@ -53,7 +53,7 @@ def check_loadable(source: Path, shards: Sequence[Sequence[Item]], *, trust_remo
         trust_remote_code: allow running Python code in ``source``; a class from such code is not checked.
 
     Raises:
-        ValueError: the class would find tensors missing, unknown or of another shape; names them.
+        ValueError: the class would find tensors missing, unknown or of another shape; the text names them.
     """
     config = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=trust_remote_code)
     kind = model_class(config)
@@ -79,7 +79,7 @@ def check_written(directory: Path, shards: Iterable[Iterable[Item]]) -> None:
     """Check that the files of ``directory`` have the planned tensors and no others.
 
     Raises:
-        ValueError: keys that are missing, not planned, or of another dtype or shape; a damaged file.
+        ValueError: keys are missing, not planned, or of another dtype or shape; or a file is damaged.
     """
     planned = {key: expected for shard in shards for item in shard for key, expected in item.shapes.items()}
     checkpoint = read_headers(directory)
@@ -97,7 +97,7 @@ def _experts_to_linears(model: PreTrainedModel) -> None:
 
 
 def _unquantized(items: Iterable[Item]) -> Shapes:
-    """Shapes of a plain export's tensors: weights in place of codes and their scales."""
+    """Return the shapes of a plain export's tensors: weights in place of codes and their scales."""
     shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for item in items:
         if item.layout == "gpt_oss":
@@ -149,7 +149,7 @@ def fused_there(model: PreTrainedModel) -> Callable[[str], bool]:
 
 
 def not_loaded(model: PreTrainedModel, quantization: Quantization) -> str | None:
-    """Reason why transformers cannot read this checkpoint of ``model`` correctly; None if it can."""
+    """Return the reason why transformers cannot read this checkpoint of ``model`` correctly; None if it can."""
     if any(isinstance(layer, QuantEmbedding) for layer in quantization.layers.values()):
         return "transformers does not load quantized embeddings"
     is_fused = fused_there(model)
@@ -190,13 +190,13 @@ TOKENS = 8
 
 
 def weights_read(model: PreTrainedModel, packed: Collection[str]) -> list[str]:
-    """Names of layers whose weight the class of ``model`` reads although it is packed.
+    """Find the names of layers whose weight the class of ``model`` reads although it is packed.
 
     A forward fails at the first missing weight, whose layer is unknown: then all layers are returned.
 
     Args:
         model: any model of the class, partitioned or not; only its config is read.
-        packed: names of the Linears that an export packs. Those that are not Linears in transformers, such as experts,
+        packed: names of the Linears that an export packs. Names that are not Linears in transformers, such as experts,
             are ignored.
     """
     if not packed:
@@ -213,7 +213,7 @@ def weights_read(model: PreTrainedModel, packed: Collection[str]) -> list[str]:
 
 
 def _initialized(model: PreTrainedModel, name: str) -> bool:
-    """Return True if initializing a layer, or a parent module, fails for its missing weight and for nothing else."""
+    """Return True if initializing a layer, or a parent module, fails only because its weight is missing."""
     parts = name.split(".")
     above = [model.get_submodule(".".join(parts[:end])) for end in range(len(parts) + 1)]
     holders = [module for module in above if not isinstance(module, PreTrainedModel)]
@@ -237,7 +237,7 @@ def _lacks(model: PreTrainedModel, modules: Iterable[nn.Module]) -> bool:
 
 
 def _pack(linear: nn.Linear) -> None:
-    """Make a layer as in compressed-tensors: without a weight, and with a forward of its own."""
+    """Change a layer as compressed-tensors does: remove its weight, and replace its forward."""
 
     def forward(hidden: Tensor) -> Tensor:
         return hidden.new_empty(*hidden.shape[:-1], linear.out_features)

@@ -28,7 +28,7 @@ class PeftFolder:
     Attributes:
         tensors: by key in the file; empty on all ranks but 0.
         config: contents of adapter_config.json.
-        base: digest of the checkpoint that it was trained on, which a later run compares.
+        base: digest of the checkpoint that the adapter was trained on, which a later run compares.
     """
 
     tensors: dict[str, Tensor]
@@ -45,7 +45,8 @@ class PeftFolder:
         """Write the folder and rename it when everything is on disk; a collective.
 
         Raises:
-            RankError: on every rank, and ``out`` is not created.
+            RankError: on every rank: the folder could not be written, or the adapter has NaN or Inf; ``out`` is not
+                created.
         """
         with errors_on_all_ranks(ValueError, OSError, SafetensorError):
             if is_main():
@@ -77,7 +78,7 @@ def collect_adapter(
     """Gather unmerged adapters to rank 0, in the model's dtype; a collective.
 
     Args:
-        model, quantization: with adapters of the same rank.
+        model, quantization: the model and its quantized layers, with adapters of the same rank.
         alpha, rslora, dropout: from the recipe.
         base_path: checkpoint to record as the adapter's base model.
         base: as in :class:`PeftFolder`.

@@ -32,7 +32,7 @@ from quant.rotation import KEY
 
 @dataclass(frozen=True)
 class Item:
-    """Module's own tensors: parameters to gather, and the tensors on disk.
+    """A module's own tensors: parameters to gather, and the tensors on disk.
 
     Attributes:
         name: the module's name; for a quantizer of keys or values the key of its scale.
@@ -43,9 +43,9 @@ class Item:
         linears: Linears on disk of a QuantLayer, by their names there.
         plain: parameters and buffers written unchanged, and their locations on disk.
         stacked: keys of the equal parts of the module's only parameter, in their order.
-        fused: tensors on disk with all Linears of a stack of experts, written in parts.
-        joined: for mlx, by the name of an expert's Linear on disk: the module with the Linears of all experts, and the
-            expert's index.
+        fused: tensors on disk that each contain all experts of a stack, written in parts.
+        joined: for mlx: the module with the Linears of all experts, and the expert's index in it, by the name of an
+            expert's Linear on disk.
         turned: True if the weight of a QuantLayer is written transposed.
         copied: tensor of the source outside of any module, written unchanged, or decoded.
     """
@@ -65,12 +65,12 @@ class Item:
 
     @cached_property
     def bytes(self) -> int:
-        """Bytes on disk."""
+        """Number of bytes on disk."""
         return sum(dtype.itemsize * math.prod(shape) for dtype, shape in self.shapes.values())
 
     @cached_property
     def gathered_bytes(self) -> int:
-        """Bytes needed to gather the parameters; 0 for those that are whole on every rank anyway."""
+        """Number of bytes needed to gather the parameters; parameters that are whole on every rank count as 0."""
         return sum(full_numel(p) * p.element_size() for p in self.parameters if is_partitioned(p) and not is_whole(p))
 
 
@@ -84,14 +84,14 @@ def plan_shards(
     """List modules with tensors of their own, in module order, then copied tensors, grouped by file.
 
     A tied parameter is written once, under its first name. The items of a file total at most ``max_shard_size`` bytes;
-    a larger item gets a file of its own.
+    a larger item gets its own file.
 
     Args:
         model, quantization, layout, max_shard_size: as in :func:`model.save.export_model`.
         source: tensors by key of the checkpoint that the model was loaded from.
 
     Raises:
-        ValueError: experts that share a tensor on disk, but not in the model.
+        ValueError: experts share a tensor on disk, but not in the model.
     """
     names = Names(model, {key: tensor.shape for key, tensor in source.items()})
     quantized = quantization is not None and bool(quantization.layers) and layout != "dequantized"
@@ -118,8 +118,8 @@ def plan_shards(
 def not_read(
     model: PreTrainedModel, names: Names, source: Mapping[str, DiskTensor | QuantizedTensor]
 ) -> list[DiskTensor | QuantizedTensor]:
-    """Tensors of a checkpoint that the model does not use, but others may: of towers beside its text model, of heads
-    for speculative decoding (MTP). Without buffers that every reader computes."""
+    """List the tensors of a checkpoint that this model does not use but readers may: tensors of towers outside of the
+    text model, and of heads for speculative decoding (MTP). Buffers that every reader computes are not listed."""
     computed = {name for name, _ in model.named_non_persistent_buffers()}
     return [
         tensor
@@ -129,8 +129,8 @@ def not_read(
 
 
 def copied_modules(shards: Iterable[Iterable[Item]], spelled: Callable[[str], str] = str) -> list[str]:
-    """List modules, named as on disk, that are copied completely because the model has nothing of them: each at the
-    highest such level (``model.visual``, ``mtp``, ``model.layers.61``).
+    """List modules, named as on disk, that are copied completely because the model has no part of them. Only the
+    outermost modules are listed (``model.visual``, ``mtp``, ``model.layers.61``).
 
     Args:
         shards: from :func:`plan_shards`.
@@ -150,7 +150,7 @@ def copied_modules(shards: Iterable[Iterable[Item]], spelled: Callable[[str], st
 
 
 def _ends(key: str) -> list[int]:
-    """Lengths of the prefixes of a tensor's key that name its parent modules, outermost first."""
+    """Return the lengths of the prefixes of a tensor's key that name its parent modules, outermost first."""
     return [index for index, character in enumerate(key) if character == "."]
 
 
@@ -201,7 +201,7 @@ def _quantized_item(
 
 
 def _joined_item(name: str, layer: QuantLayer, linears: Mapping[str, LinearPart]) -> Item:
-    """Item of a stack of experts for mlx-lm, which has a Linear of all experts in one module."""
+    """Create the item of a stack of experts for mlx-lm, which stores a Linear of all experts in one module."""
     places = {on_disk: mlx_place(on_disk) for on_disk in linears}
     joined = {on_disk: (module, expert or 0) for on_disk, (module, expert) in places.items()}
     experts = 1 + max(expert for _, expert in joined.values())
@@ -217,7 +217,7 @@ def _check_blocks(model: PreTrainedModel, quantization: Quantization) -> None:
     """Check for layout ``gpt_oss`` that all experts are quantized, as stacks, and nothing else.
 
     Raises:
-        ValueError: other layers are, or experts are not; names them.
+        ValueError: other layers are quantized, or some experts are not; the text names them.
     """
     held = {
         name
@@ -235,13 +235,13 @@ def _check_blocks(model: PreTrainedModel, quantization: Quantization) -> None:
 
 
 def _parent(name: str) -> str:
-    """Name of the module above ``name``."""
+    """Return the name of the parent module of ``name``."""
     return name.split(".")[-2]
 
 
 def linears_of_quantized(kind: str) -> Callable[[PretrainedConfig], nn.Module] | None:
-    """Function that creates the Linears by which transformers replaces experts of the class ``kind`` before it loads a
-    quantized checkpoint; None if it does not replace them."""
+    """Return the function that creates the Linears by which transformers replaces experts of the class ``kind`` before
+    it loads a quantized checkpoint; None if it does not replace them."""
     entry: Any = MODULES_TO_PATCH_FOR_QUANTIZATION.get(kind, {})
     applies = QuantizationMethod.COMPRESSED_TENSORS in entry.get("quantization_methods", ())
     linears: Callable[[PretrainedConfig], nn.Module] | None = entry["module_name"] if applies else None
@@ -255,8 +255,8 @@ def _becomes_linears(model: PreTrainedModel, name: str) -> bool:
 
 
 def _fused(names: Names, name: str, module: nn.Module, source: Container[str]) -> tuple[Stack, ...]:
-    """Tensors on disk with all experts for the weight of a module: if the source has them so, or transformers reads no
-    other form.
+    """Find the tensors on disk that contain all experts, for the weight of a module. Empty unless the source has such
+    tensors or transformers reads no other form.
 
     Raises:
         ValueError: transformers reads no other form, but the model has separate experts.
@@ -276,7 +276,7 @@ def _fused(names: Names, name: str, module: nn.Module, source: Container[str]) -
 def _stacked_item(
     model: PreTrainedModel, names: Names, name: str, module: nn.Module, source: Container[str], *, quantized: bool
 ) -> Item:
-    """Item of a stack of experts without scales: one that is not quantized, or a plain checkpoint.
+    """Create the item of a stack of experts without scales: the stack is not quantized, or the checkpoint is plain.
 
     ``quantized``: other layers of the checkpoint are quantized.
     """
@@ -293,7 +293,7 @@ def _stacked_item(
 
 
 def _cache_item(key: str, cache: QuantCache) -> Item:
-    """Item of the quantizer of keys or of values, which stores only its scale."""
+    """Create the item of the quantizer of keys or of values, which stores only its scale."""
     return Item(key, cache, list(cache.parameters()), {key: (torch.float32, (1,))})
 
 
@@ -309,7 +309,7 @@ def _copied_item(tensor: DiskTensor | QuantizedTensor, dtype: torch.dtype) -> It
 
 
 def _plain_item(names: Names, name: str, module: nn.Module, seen: set[int]) -> Item:
-    """Item of a module whose own parameters and persistent buffers, except scales, are written unchanged."""
+    """Create the item of a module whose own parameters and persistent buffers, except scales, are written unchanged."""
     _fused(names, name, module, ())  # raises for an expert that only a fused tensor can store
     plain: list[tuple[torch.Tensor, Place]] = []
     if isinstance(module, QuantLayer) and module.adapter is not None:

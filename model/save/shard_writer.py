@@ -1,8 +1,8 @@
 """Write a safetensors file tensor by tensor, as they arrive.
 
 Names, dtypes and shapes are known before the first tensor, so the header is written first and every tensor goes to its
-own offset; no file is collected in memory. A thread syncs written data to disk while the next tensors are computed. The
-order in the file is that of the format's own library, whose files are the same byte for byte.
+own offset; no file is collected in memory. A thread syncs written data to disk while the next tensors are computed.
+Tensors have the same order as in files of the safetensors library, so that both write the same bytes.
 """
 
 import json
@@ -31,7 +31,7 @@ class ShardWriter:
     Args:
         path: the file, which must not exist.
         shapes: dtype and shape of every tensor, by key.
-        head: for a file in another format, or with metadata: its first bytes, and the offset of each tensor.
+        head: first bytes of the file and offset of each tensor, for a file in another format or with metadata.
 
     Raises:
         OSError: the file cannot be created.
@@ -56,16 +56,17 @@ class ShardWriter:
         """Write a contiguous tensor in CPU memory, of the planned dtype and shape; it may be changed afterwards.
 
         Raises:
-            OSError: the disk is full, or failed, maybe for an earlier tensor.
-            KeyError: not planned, or written already.
-            ValueError: not of the planned dtype and shape.
+            OSError: the disk is full, or failed; the error may be about an earlier tensor.
+            KeyError: the tensor was not planned, or is written already.
+            ValueError: the tensor does not have the planned dtype and shape.
         """
         self.write_stack([key], tensor.unsqueeze(0))
 
     def write_stack(self, keys: Sequence[str], stack: Tensor) -> None:
         """Write ``stack[i]`` as ``keys[i]``, with the conditions and errors of :meth:`write`.
 
-        Faster for thousands of small tensors: a view of each takes a third of the time of writing it.
+        This is faster for thousands of small tensors: creating a view of each would take a third of the time of writing
+        it.
         """
         made = stack.dtype, tuple(stack.shape[1:])
         data = memoryview(stack.view(-1).view(torch.uint8).numpy() if stack.numel() else b"")  # type: ignore[arg-type]
@@ -133,7 +134,7 @@ class ShardWriter:
 
 
 def safetensors_head(shapes: Shapes, metadata: Mapping[str, str] | None = None) -> tuple[bytes, dict[str, int]]:
-    """First bytes of a safetensors file, and the offset of each tensor; ``metadata`` is for its readers."""
+    """Build the first bytes of a safetensors file, and the offset of each tensor; ``metadata`` is for its readers."""
     if unknown := sorted({str(dtype) for dtype, _ in shapes.values() if dtype not in KINDS}):
         raise ValueError(f"safetensors files are not written with {', '.join(unknown)}")
     places: dict[str, dict[str, object]] = {}

@@ -21,7 +21,8 @@ from quant.formats.layouts import BLOCK_ENDS, linear_tensors
 from quant.kv_cache import QuantCache
 from quant.rotation import KEY, stored_matrix
 
-# Size of parameters gathered together. Larger is slower: a large one cannot arrive while a few small ones are written.
+# Size of parameters gathered together. Larger batches are slower: a large batch cannot arrive while a small one is
+# written.
 GATHER_BYTES = 32 * 2**20
 
 
@@ -48,12 +49,12 @@ def safetensors_file(path: Path, items: list[Item]) -> ShardWriter:
 def write_shards(
     shards: list[list[Item]], directory: Path, single: str = SINGLE, writer: Writers = safetensors_file
 ) -> tuple[list[str], int]:
-    """Gather everything in order; rank 0 packs and writes. A collective.
+    """Gather the plan's modules in order; rank 0 packs and writes them. A collective.
 
     Args:
         shards: shards of the plan.
         directory: output directory.
-        single: file name if there is one file only.
+        single: file name if there is only one file.
         writer: opens a file.
 
     Returns:
@@ -80,7 +81,7 @@ def write_shards(
 
 
 def _parameters(shard: list[list[Item]]) -> list[list[nn.Parameter]]:
-    """Parameters to gather for each batch of a shard."""
+    """Return the parameters to gather for each batch of a shard."""
     return [[parameter for item in batch for parameter in item.parameters] for batch in shard]
 
 
@@ -113,7 +114,7 @@ def _write_shard(
 class _Output:
     """File on rank 0. It raises nothing: :meth:`finish` returns the first error, after which nothing is written.
 
-    An error of any kind must wait: the other ranks are in the next gather.
+    An error of any kind must not be raised at once, as the other ranks are in the next gather.
     """
 
     def __init__(self, path: Path, shard: list[Item], held: BufferedBytes, writer: Writers) -> None:
@@ -219,7 +220,7 @@ def _experts(item: Item) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def _packed(item: Item) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the tensors of an item that is not stacked, in CPU memory, by key: those of one Linear, or one plain
+    """Yield the tensors of an item that is not stacked, in CPU memory, by key: all tensors of one Linear, or one plain
     tensor, at a time. A plain tensor on a CPU is the parameter's own memory, unless it is written transposed."""
     if isinstance(item.module, QuantCache):
         yield {item.name: cache_scale(item.name, item.module.input_scale())}

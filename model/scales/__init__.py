@@ -2,7 +2,8 @@
 
 A scale ``s = s0 * exp(theta)`` is loaded or measured into ``s0``, a frozen fp32 Parameter, while theta stays 0: step 0
 computes the PTQ model. Under ZeRO-3 ``s0`` is partitioned like any Parameter and written through
-``GatheredParameters``; being frozen it has no fp32 master copy, so that this also holds after ``deepspeed.initialize``.
+``GatheredParameters``. As it is frozen, it has no fp32 master copy that would overwrite it, so it can also be written
+after ``deepspeed.initialize``.
 
 The values of an asymmetric weight are ``[2, *scale shape]`` everywhere in this package: scales, then zero points, so
 that neither changes without the other.

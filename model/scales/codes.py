@@ -1,9 +1,10 @@
-"""Compare the codes beside a checkpoint's scales with the loaded weights.
+"""Compare the codes that a checkpoint has with its scales with the loaded weights.
 
-Scales belong to one weight, which the codes usually identify: codes times scales equal that weight up to rounding. So
-each rank decodes its own range of a weight, a few rows at a time, and sums products (:func:`local_products`). From
-their sums over all ranks :func:`other_weights` compares the distance between the decoded and the loaded weight with
-two others: the error of rounding with the same scales, and the distance if the codes had the scales that fit them best.
+The codes in a checkpoint show whether its scales belong to the loaded weight: codes times scales must equal the weight
+up to rounding. So each rank decodes its own range of a weight, a few rows at a time, and sums products
+(:func:`local_products`). From their sums over all ranks :func:`other_weights` compares the distance between the decoded
+and the loaded weight with two other distances: the error of rounding with the same scales, and the distance if the
+codes had the scales that fit them best.
 """
 
 import math
@@ -20,12 +21,14 @@ from quant.linear import LinearPart
 from quant.reference import dequantize, fake_quant, inside_range
 from quant.spec import TensorSpec
 
-# Largest squared distance between the decoded weight and the loaded one, over that of rounding with the same scales:
-# GPTQ's is up to 3.6 at 3 bits. Or TRAINED of the squares, as for weights that training changed by 30% of their size;
-# but not more than FARTHEST: codes of other weights are about 2 away.
+# Largest squared distance between the decoded and the loaded weight, relative to the squared error of rounding with the
+# same scales; GPTQ's codes have up to 3.6 at 3 bits. Up to TRAINED times the squared weights is accepted too, as for
+# weights that training changed by 30% of their size. More than FARTHEST times the squares is never accepted: codes of
+# other weights have about 2.
 FAR, TRAINED, FARTHEST = 4.0, 0.12, 1.5
-# Largest squared distance over that with the scales that fit the codes best, for weights inside the range. Trained
-# scales have up to 2.4 at 2 bits and 2 above; scales that are twice too large, or moved, exceed it.
+# Largest squared distance, relative to the squared distance with the scales that fit the codes best, for weights inside
+# the range. Trained scales have up to 2.4 at 2 bits and up to 2 at more bits; scales that are twice too large, or of
+# other rows, exceed the limit.
 REFITTED = 2.5
 
 _TOTALS = 4  # sums over a whole Linear
@@ -53,7 +56,7 @@ def file_weight(
     """Find the codes of the Linear called ``name`` on disk; None if the files only have scales.
 
     Raises:
-        ValueError: they are no codes of ``spec``, or of another size.
+        ValueError: the tensor does not have the dtype or the size of codes of ``spec``.
     """
     found = tensors.get(f"{name}.weight_packed") or tensors.get(f"{name}.weight")
     if found is None:
@@ -83,18 +86,18 @@ def file_weight(
 
 
 def count_of_sums(part: LinearPart, spec: TensorSpec) -> int:
-    """Number of sums that :func:`local_products` returns."""
+    """Return the number of sums that :func:`local_products` returns."""
     return _TOTALS + _by_scale(spec) * math.prod(_scales_of(part, spec))
 
 
 def local_products(
     file: FileWeight, part: LinearPart, spec: TensorSpec, local: Tensor, start: int, rows: int, reader: Reader
 ) -> Tensor:
-    """Sum products of this rank's part of a Linear's weight, of this part rounded with the file's scales, and of the
-    decoded weight; fp64, flat, on the CPU.
+    """Sum products of three tensors over this rank's part of a Linear: the weight, the weight rounded with the file's
+    scales, and the decoded weight; fp64, flat, on the CPU.
 
     Args:
-        file, part: the Linear in the file, and in its layer.
+        file, part: weight of the Linear in the file, and the Linear as a part of its layer.
         spec: quantization of the layer.
         local: this rank's range of the layer's weight, flat.
         start: first element of the range in the row-major weight.
@@ -126,10 +129,10 @@ def local_products(
 
 
 class Values(NamedTuple):
-    """Some rows of a Linear, fp32 ``[rows, in_features]``.
+    """Values of some rows of a Linear, fp32 ``[rows, in_features]``.
 
     Attributes:
-        weight: as loaded.
+        weight: the loaded weight.
         rounded: ``weight`` rounded with the file's scales.
         decoded: the file's codes decoded with these scales.
         fits: bool, True where the weight is inside the range of these scales.
@@ -145,8 +148,9 @@ def add_products(sums: Tensor, part: LinearPart, spec: TensorSpec, row: int, ins
     """Add the products of some rows of a Linear to ``sums``.
 
     Args:
-        sums: totals of w w, w d, (w - r)^2 and (w - d)^2, with weight w, rounded r and decoded d; then per scale those
-            of w w, w d and d d without clipped weights, and with zero points also of w, d and 1.
+        sums: totals of w w, w d, (w - r)^2 and (w - d)^2, with weight w, rounded weight r and decoded weight d; then
+            for each scale the sums of w w, w d and d d without clipped weights, and with zero points also the sums of
+            w, d and 1.
         part, spec: the Linear, and its quantization.
         row: the first row.
         inside: range of the flattened elements that count; rows may begin or end on another rank.
@@ -169,12 +173,12 @@ def add_products(sums: Tensor, part: LinearPart, spec: TensorSpec, row: int, ins
 
 
 def _by_scale(spec: TensorSpec) -> int:
-    """Number of sums per scale."""
+    """Return the number of sums per scale."""
     return 6 if spec.has_zero_points else 3
 
 
 def _scales_of(part: LinearPart, spec: TensorSpec) -> tuple[int, int]:
-    """Number of scales of a Linear, down and across."""
+    """Return the number of scales of a Linear, along rows and along columns."""
     shape = spec.scale_shape((part.out_features, part.in_features))
     return (1, 1) if len(shape) == 1 else (shape[0], shape[1])
 
@@ -204,7 +208,8 @@ def other_weights(sums: Tensor, spec: TensorSpec) -> str | None:
 
 
 def _refitted(sums: Tensor) -> tuple[float, float]:
-    """Squared distance between weight and decoded weight without clipped weights, for given and best scales."""
+    """Compute the squared distance between weight and decoded weight without clipped weights, for the given scales and
+    for the best scales."""
     weights, products, decoded = sums[:3]
     kept = float((weights - 2 * products + decoded).sum())
     if len(sums) > 3:  # and with the best zero points

@@ -1,8 +1,8 @@
 """Arrange the scales of a checkpoint's Linears by the model's scale groups.
 
-A checkpoint has a scale per Linear. Here several Linears may share one, and the Linears of all experts of a MoE layer
-may form one layer, with a stack of scales. :func:`arrange` finds the tensors of each group's scale by their names only;
-:meth:`GroupScale.value` computes the scale after :mod:`model.scales.scale_check` has checked them.
+A checkpoint has a scale per Linear. In the model several Linears may share a scale, and the Linears of all experts of a
+MoE layer may form one layer, with a stack of scales. :func:`arrange` finds the tensors of each group's scale by their
+names only; :meth:`GroupScale.value` computes the scale after :mod:`model.scales.scale_check` has checked them.
 """
 
 from collections import Counter
@@ -30,7 +30,8 @@ class ZeroPoints:
 
     Attributes:
         key: their key in the files.
-        values: one per scale, or the tensor of another shape found instead; None if the files have none.
+        values: zero points, one per scale, or a tensor of a wrong shape as found in the files; None if the files have
+            none.
         shape, packed_shape: the allowed shapes: unpacked, and packed into int32.
     """
 
@@ -47,7 +48,7 @@ class StoredScale:
     Attributes:
         key: its key in the files.
         value: fp32 factor of codes; a global scale is kept as stored.
-        shape: required shape, up to dimensions of size 1.
+        shape: required shape, ignoring dimensions of size 1.
         zero_points: its zero points, if the scheme has any.
     """
 
@@ -59,15 +60,16 @@ class StoredScale:
 
 @dataclass(frozen=True)
 class GroupScale:
-    """Scale group, and the scales in the files from which its own is computed.
+    """Scale group, and the scales in the files from which the group's scale is computed.
 
     Attributes:
         group: the group.
-        layers: scales of each of the group's members that has any, in module order; empty if the group gets its scale
-            from elsewhere.
+        layers: scales in the files for each member of the group that has any, in module order; empty if the group's
+            scale is measured or set otherwise.
         projections: number of Linears per expert in the group's layer, a stack of experts; 0 if the group's layers are
             no stacks, or have one scale for all experts.
-        smallest: take the smallest of several scales instead of the largest, which engines take when they fuse layers.
+        smallest: take the smallest of several scales. Otherwise the largest is taken, as engines do when they fuse
+            layers.
     """
 
     group: ScaleGroup
@@ -103,13 +105,13 @@ class ArrangedScales:
 
     Attributes:
         weights, globals, inputs: every group of each kind; ``layers`` is empty if the files have no scale of it.
-        without_global: names on disk of Linears that have a scale, but lack its global one.
-        not_symmetric: keys of zero points other than 0, of layers whose scheme here has none.
-        unused: keys of scales of layers that are not quantized here.
-        none_used: True if the files have no other scale.
+        without_global: names on disk of Linears that have a scale, but lack its global scale.
+        not_symmetric: keys of zero points that are not 0, of layers with a symmetric scheme in the model.
+        unused: keys of scales of layers that are not quantized in the model.
+        none_used: True if all scales in the files are unused.
         expected: example key of a scale of the model's layers, for a message.
         linears: Linears of each layer, by the layer's name.
-        caches: True if the files have scales of keys or values that are quantized here.
+        caches: True if the files have scales of keys or values that the model quantizes.
     """
 
     weights: list[GroupScale]
@@ -127,9 +129,9 @@ class ArrangedScales:
 def arrange(model: PreTrainedModel, quantization: Quantization, stored: StoredScales) -> ArrangedScales:
     """Assign the stored scales to the groups of ``quantization``, without checks.
 
-    A group of weights needs the scale of every Linear. q, k and v read one tensor, and an expert that calibration never
-    reached has no scale, so any Linear's scale is enough for a group of inputs. Of several global scales the smallest
-    is taken, with which no scale of their layers exceeds e4m3.
+    A group of weights needs the scale of every Linear. A group of inputs needs the scale of only one Linear: q, k and v
+    read one tensor, and an expert that calibration never reached has no scale. If layers of a group have different
+    global scales, the smallest is taken, so that no scale of these layers exceeds the range of e4m3.
     """
     linears: dict[str, LinearParts] = {
         name: {module_name_on_disk(model, part.name): part for part in linears_of(name, layer)}
@@ -163,7 +165,7 @@ def arrange(model: PreTrainedModel, quantization: Quantization, stored: StoredSc
 def _weight_scale(
     group: ScaleGroup, quantization: Quantization, linears: Mapping[str, LinearParts], stored: StoredScales
 ) -> GroupScale:
-    """Scales of a group of weights; a scale under a global one is divided by it, as NVFP4 stores it."""
+    """Find the scales of a group of weights; scales stored relative to a global scale (NVFP4) are divided by it."""
     if any(disk + WEIGHT_SCALE not in stored.scales for name in group.members for disk in linears[name]):
         return GroupScale(group, [])
     layers = []
@@ -190,7 +192,8 @@ def _global_scale(
 
 
 def _input_scale(group: ScaleGroup, keys: Mapping[str, Sequence[str]], stored: StoredScales, heads: int) -> GroupScale:
-    """Scales of a group of inputs, or of keys or values, which may have one for each of ``heads`` in the files."""
+    """Find the scales of a group of inputs, or of keys or values, which may have one scale for each of ``heads`` in the
+    files."""
     found = [[key for key in keys[name] if key in stored.scales] for name in group.members]
     shape = tuple(full_shape(group.s0))
     values = {key: stored.scales[key] for some in found for key in some}
@@ -200,13 +203,13 @@ def _input_scale(group: ScaleGroup, keys: Mapping[str, Sequence[str]], stored: S
 
 
 def scales_per_head(arranged: ArrangedScales) -> list[str]:
-    """Keys of the scales of keys and values that the files have per head, of which the largest is taken."""
+    """List the keys of scales of keys and values that the files have per head; the largest of the heads is taken."""
     keys = [one.key for scale in arranged.inputs for of_layer in scale.layers for one in of_layer]
     return [key for key, count in Counter(keys).items() if count > 1]
 
 
 def _shape_of_linear(group: ScaleGroup, layer: QuantLayer) -> tuple[int, ...]:
-    """Shape of the weight scale of one Linear of ``layer``, a member of the group."""
+    """Compute the shape of the weight scale of one Linear of ``layer``, a member of the group."""
     shape = tuple(full_shape(group.s0))
     if not layer.projections:
         return shape
@@ -214,7 +217,7 @@ def _shape_of_linear(group: ScaleGroup, layer: QuantLayer) -> tuple[int, ...]:
 
 
 def _zero_points(key: str, part: LinearPart, spec: TensorSpec, stored: StoredScales) -> ZeroPoints:
-    """Zero points of one Linear, unpacked if necessary."""
+    """Find the zero points of one Linear, unpacked if necessary."""
     shape = spec.scale_shape((part.out_features, part.in_features))
     packed = (packed_columns(shape[0], spec.bits), shape[1])
     values = stored.zero_points.get(key)

@@ -1,7 +1,7 @@
 """Measure scales from the partitions of weights, and write them into their own partitions.
 
-Each rank computes the maxima of its own range of a weight, and one all-reduce of the maxima (a few bytes per scale)
-gives the scale. No weight is gathered.
+Each rank computes the maxima of its own range of a weight. The scale is computed from the maxima of all ranks, after
+one all-reduce of a few bytes per scale. No weight is gathered.
 """
 
 import math
@@ -34,7 +34,7 @@ from quant.spec import FP8_TENSOR, TensorSpec
 
 
 def renew_weight_scales(quantization: Quantization, owners: set[str] | None = None) -> None:
-    """Measure weights as they are now and write their scales, also global ones; a collective.
+    """Measure the current weights and write their scales, including global scales; a collective.
 
     Args:
         quantization: returned by ``quant.prepare``.
@@ -49,8 +49,8 @@ def renew_weight_scales(quantization: Quantization, owners: set[str] | None = No
 
 
 def follow_weights(quantization: Quantization) -> None:
-    """Set every s0 to the absmax scale of the current weight, ignoring theta, and zero points to those of its range; a
-    collective under ZeRO-3.
+    """Set every s0 to the absmax scale of the current weight, ignoring theta, and zero points to those of the weight's
+    range; a collective under ZeRO-3.
 
     With a learned theta, ``exp(theta)`` is then the fraction of the range that is kept: learnable weight clipping
     (OmniQuant, Shao et al. 2024, section 3.2, with a sigmoid instead of the exponential).
@@ -72,8 +72,8 @@ def measure_weight_scales(
 
     Args:
         quantization: returned by ``quant.prepare``.
-        owners: measure only these groups; all by default.
-        ranges: choice of the scales; ``quantization.ranges`` by default.
+        owners: owners of the groups to measure; all by default.
+        ranges: method to choose scales; ``quantization.ranges`` by default.
 
     Returns:
         fp32 tensors of the groups' scale shapes (with zero points ``[2, *scale shape]``), equal on every rank. Write
@@ -107,7 +107,7 @@ def _with_zero_points(scales: Tensor, stats: Tensor, spec: TensorSpec) -> Tensor
 
 
 def _bucket_stats(quantization: Quantization, bucket: Sequence[ScaleGroup]) -> list[Tensor]:
-    """Statistics of whole weights, one tensor per group; a collective."""
+    """Compute the statistics of whole weights, one tensor per group; a collective."""
     stats = [_local_stats(quantization, group) for group in bucket]
     flat = reduce_over_ranks(torch.cat([stat.flatten() for stat in stats]), dist.ReduceOp.MAX)
     parts = flat.split([stat.numel() for stat in stats])
@@ -132,7 +132,8 @@ def measure_global_scales(quantization: Quantization, owners: set[str] | None = 
 
 
 def _searched(quantization: Quantization, group: ScaleGroup, stats: Tensor, *, signed: bool) -> Tensor:
-    """Search the scales of smallest squared error over all ranks; ``stats`` are of the whole weights. A collective."""
+    """Search the scales with the smallest squared error over all ranks; ``stats`` are statistics of the whole weights.
+    A collective."""
     spec, errors = group.spec, torch.zeros((), device=stats.device)
     for name in group.members:
         layer = quantization.layers[name]
@@ -143,8 +144,8 @@ def _searched(quantization: Quantization, group: ScaleGroup, stats: Tensor, *, s
 
 
 def _local_stats(quantization: Quantization, group: ScaleGroup, spec: TensorSpec | None = None) -> Tensor:
-    """Statistics of this rank's part of the group's weights, for its spec or another one; NaN becomes Inf, which a MAX
-    reduction keeps."""
+    """Compute the statistics of this rank's part of the group's weights, for the group's spec or ``spec``; NaN becomes
+    Inf, which a MAX reduction keeps."""
     total: Tensor | None = None
     for name in group.members:
         layer = quantization.layers[name]
@@ -161,20 +162,21 @@ BUCKET_ELEMENTS = 16 * 2**20
 
 
 def scale_buckets(groups: Sequence[ScaleGroup]) -> Iterator[list[ScaleGroup]]:
-    """Split groups into lists of at most ``BUCKET_ELEMENTS`` scales: one collective each, and bounded memory."""
+    """Split groups into lists of at most ``BUCKET_ELEMENTS`` scales, so that each list takes one collective and memory
+    is bounded."""
     return batches(groups, lambda group: full_numel(group.s0), BUCKET_ELEMENTS)
 
 
 def write_scales(groups: Sequence[ScaleGroup], values: Mapping[str, Tensor]) -> None:
     """Set each group's scale to ``values[group.owner]`` by writing its s0; a collective under ZeRO-3.
 
-    Theta does not change, so ``s0 = value / exp(theta)``: theta has an fp32 master copy and moments in the optimizer,
-    which a write here would not reach. Before training theta is 0 and s0 is the value.
+    Theta does not change, so ``s0 = value / exp(theta)``. The reason is that theta has an fp32 master copy and moments
+    in the optimizer, which this function could not change. Before training theta is 0 and s0 is the value.
 
     Args:
-        groups: scale groups; those whose owner has no value do not change.
+        groups: scale groups; groups whose owner has no value do not change.
         values: fp32 tensors of the group's scale shape (with zero points ``[2, *scale shape]``), on any device. Only
-            rank 0's are used, but every rank must pass the same owners.
+            the values of rank 0 are used, but every rank must pass the same owners.
 
     Raises:
         ValueError: a scale that is not finite and positive (or, for integer weights, not 0), a zero point out of range,
@@ -185,7 +187,7 @@ def write_scales(groups: Sequence[ScaleGroup], values: Mapping[str, Tensor]) -> 
 
 
 def fill_scales(groups: Sequence[ScaleGroup], values: Mapping[str, Tensor]) -> None:
-    """Write checked values, as :func:`write_scales`."""
+    """Write values as :func:`write_scales` does, without checking them."""
     chosen = [group for group in groups if group.owner in values]
     for bucket in scale_buckets(chosen):
         with gathered([p for group in bucket for p in group.parameters], modifier_rank=0), torch.no_grad():
@@ -206,7 +208,7 @@ def check_values(groups: Sequence[ScaleGroup], values: Mapping[str, Tensor]) -> 
     """Check scales from a measurement or a recipe.
 
     Args:
-        groups: scale groups; those whose owner has no value are ignored.
+        groups: scale groups; groups whose owner has no value are ignored.
         values: by owner, see :func:`model.scales.in_place.write_scales`.
 
     Raises:
@@ -228,8 +230,8 @@ def check_values(groups: Sequence[ScaleGroup], values: Mapping[str, Tensor]) -> 
 
 
 def check_scale(name: str, value: Tensor, shape: tuple[int, ...], group: ScaleGroup) -> None:
-    """Reject a tensor that has another shape, up to dimensions of size 1, or cannot be a scale of the group."""
-    # As many elements in another order of dimensions would be scales of other weights.
+    """Reject a tensor that cannot be a scale of the group, or has another shape, ignoring dimensions of size 1."""
+    # The same number of elements in another order of dimensions would be scales of other weights.
     if [side for side in value.shape if side != 1] != [side for side in shape if side != 1]:
         raise ValueError(
             f"{name} has shape {tuple(value.shape)}, but this scheme has {math.prod(shape)} scale(s) there, of shape "

@@ -1,8 +1,8 @@
 """Load the scales of a PTQ checkpoint into a model, from files to partitions.
 
-For which scheme each layer's scales were made is read from the directory's configuration. Supported are the
+The directory's configuration tells for which scheme each layer's scales were made. Supported configurations are the
 ``quantization_config`` in config.json of compressed-tensors, of vLLM's and DeepSeek's ``fp8``, and of ModelOpt, and
-ModelOpt's own ``hf_quant_config.json``. Other methods are rejected by name. Without any of these, scales are only
+ModelOpt's own ``hf_quant_config.json``. Other methods are rejected by name. Without a configuration, scales are only
 checked against the weights (``scale_check.py``).
 """
 
@@ -42,8 +42,9 @@ class Source(NamedTuple):
     Attributes:
         file: the file with the configuration.
         rules: scheme of each layer's scales; the first rule that matches decides.
-        kv_cache: quantization of keys and values; None if there is none.
-        kv_problem: reason why it cannot be read, for models whose cache is quantized here.
+        kv_cache: number format of keys and values; None if they are not quantized.
+        kv_problem: reason why the configuration of the KV cache cannot be read; an error only if the model quantizes
+            its cache.
     """
 
     file: Path
@@ -52,7 +53,7 @@ class Source(NamedTuple):
     kv_problem: str | None = None
 
     def scheme(self, names: Iterable[str]) -> Scheme | None:
-        """Scheme of the Linear with any of these names; None if it is not quantized."""
+        """Return the scheme of the Linear with any of these names; None if it is not quantized."""
         spellings = list(names)
         rule = next((rule for rule in self.rules if any(rule.matches(name, 0) for name in spellings)), None)
         return None if rule is None else rule.scheme
@@ -62,7 +63,8 @@ def read_source(directory: Path) -> Source | None:
     """Read the configuration of a directory with scales; None if it has none.
 
     Raises:
-        ValueError: a file that is no JSON object, an unsupported method, or numerics that no scheme here has.
+        ValueError: a file is no JSON object, the method is not supported, or no scheme of this project has its
+            numerics.
     """
     if not any((directory / name).is_file() for name in (CONFIG, MODELOPT_FILE)):
         return None
@@ -104,17 +106,17 @@ def _with_cache(
 def check_source(
     quantization: Quantization, linears: Mapping[str, LinearParts], stored: StoredScales, source: Source, caches: bool
 ) -> None:
-    """Compare the scheme of every layer with that of its scales.
+    """Compare the scheme of every layer with the scheme for which its scales were made.
 
     Args:
         quantization: the layers, with their schemes.
         linears: Linears of each layer by name on disk.
         stored: scales of the directory.
         source: configuration of the directory.
-        caches: True if the directory has scales of keys and values that are used here.
+        caches: True if the directory has scales of keys and values that the model uses.
 
     Raises:
-        ValueError: they differ.
+        ValueError: the schemes differ.
     """
     problems: dict[str, list[str]] = {}
     for layer, parts in linears.items():
@@ -151,16 +153,16 @@ def _words(spec: TensorSpec) -> str:
 
 @dataclass(frozen=True)
 class ScaleReport:
-    """Sources of the scales, by owner of the scale group. A layer may own a group of weights and one of inputs.
+    """Sources of the scales, by owner of the scale group. A layer may own a group of weights and a group of inputs.
 
     Attributes:
         weights_loaded, inputs_loaded: owners of groups whose scale was in a file.
         weights_measured: owners whose scale was in no file, and was measured from the weights.
         inputs_initial: owners whose scale was in no file, and was set to the recipe's initial value.
         inputs_missing: owners whose scale is still to be calibrated.
-        unused: keys of scales in the files of layers that are not quantized here.
+        unused: keys in the files of scales of layers that the model does not quantize.
         merged: owners of groups of weights whose layers have different scales in the files.
-        rounded: dtype of the scales of integers in those files, if the model's has fewer digits.
+        rounded: dtype of the scales of integers in the files, if the model's dtype is less precise.
         per_head: keys of the scales of keys and values that the files have per head.
     """
 
@@ -214,22 +216,23 @@ def load_scales(
 
     Keys are ``<layer>.weight_scale`` (NVFP4: and ``weight_global_scale``; not symmetric: and ``weight_zero_point``) and
     ``<layer>.input_scale`` with the layers' names on disk, and ``<attention>.k_scale`` (or ``k_cache.scale``) and
-    ``v_scale``, in any file of the directory, of shape ``()``, ``[1]`` or the scale's own. Layers that share one take
-    the largest of theirs (the smallest of global scales, which divide), as engines do when they fuse them. If the
-    weight scale of any member is missing, the whole group is measured from the weights, and listed in the report.
+    ``v_scale``, in any file of the directory, of shape ``()``, ``[1]`` or the scale's own. Layers that share a scale
+    take the largest of their scales in the files, as engines do when they fuse layers (of global scales, by which
+    scales are divided, the smallest). If the weight scale of any member is missing, the whole group is measured from
+    the weights, and listed in the report.
 
     Args:
         model: the quantized model; the weights are loaded.
         quantization: returned by ``quant.prepare`` for it.
         directory: a directory with ``*.safetensors``.
-        initial_input_scale: for activation scales that are in no file.
+        initial_input_scale: value for activation scales that are in no file.
         inputs_calibrated_later: leave activation scales that are in no file to a later calibration.
 
     Raises:
-        RankError: on every rank: no such directory, a damaged file, a scale of another shape, zero, negative or not
-            finite, NVFP4's without a global one, a zero point that is missing or, for a symmetric scheme, not 0, an
-            activation scale that is missing without a way to get it, scales for another scheme (``source.py``), or
-            that do not fit the weights (``scale_check.py``).
+        RankError: on every rank: there is no such directory; a file is damaged; a scale has another shape, is zero,
+            negative or not finite, or is an NVFP4 scale without a global scale; a zero point is missing, or is not 0
+            for a symmetric scheme; an activation scale is in no file and is neither calibrated nor set; or scales
+            belong to another scheme (:func:`check_source`) or do not fit the weights (``scale_check.py``).
     """
     with errors_on_all_ranks(OSError, ValueError, SafetensorError):
         arranged, codes = _read(model, quantization, Path(directory))
@@ -279,10 +282,10 @@ def _read(
 
 
 def _codes(arranged: ArrangedScales, stored: StoredScales) -> dict[str, FileWeight]:
-    """Weights that the files have beside scales, by the key of the scale.
+    """Find the weights that the files have in addition to scales, by the key of the scale.
 
     Raises:
-        ValueError: they are no codes of the layer's scheme.
+        ValueError: a weight's tensor does not have codes of the layer's scheme.
     """
     parts = {disk: part for of_layer in arranged.linears.values() for disk, part in of_layer.items()}
     found = {}
@@ -297,14 +300,15 @@ def _codes(arranged: ArrangedScales, stored: StoredScales) -> dict[str, FileWeig
 
 
 def _missing(scales: list[GroupScale]) -> list[str]:
-    """Owners of the groups without a scale in the files."""
+    """List the owners of the groups without a scale in the files."""
     return [scale.group.owner for scale in scales if not scale.layers]
 
 
 def _not_in_the_files(
     quantization: Quantization, arranged: ArrangedScales, initial_input_scale: float | None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """Scales of weights, global ones and those of inputs that are in no file, by owner; a collective."""
+    """Measure or set the scales that are in no file, by owner: scales of weights, global scales, and scales of inputs.
+    A collective."""
     weights, global_scales, inputs = {}, {}, {}
     if missing := _missing(arranged.weights):
         weights = measure_weight_scales(quantization, set(missing))
@@ -319,7 +323,7 @@ def given_scales(groups: list[ScaleGroup], value: float) -> dict[str, Tensor]:
     """Map groups of inputs to the recipe's initial scale, by owner.
 
     Raises:
-        ValueError: a group has a global scale, which does not scale values.
+        ValueError: a group has a global scale, for which the recipe's value is not meant.
     """
     above = [group.owner for group in groups if group.spec.has_global_scale]
     if above:

@@ -21,8 +21,8 @@ INPUT_SCALE = ".input_scale"
 INPUT_GLOBAL_SCALE = ".input_global_scale"
 ZERO_POINT = ".weight_zero_point"
 GROUP_INDEX = ".weight_g_idx"
-# Other spellings of the first two. DeepSeek's fp8 multiplies by its "inverse"; ModelOpt's second scale of NVFP4, and
-# its input_scale there, multiply too, while compressed-tensors' global scale divides.
+# Other spellings of the first two. DeepSeek's fp8 multiplies by its "inverse". ModelOpt's NVFP4 multiplies by its
+# second scale and its input_scale, while compressed-tensors divides by its global scale.
 INVERSE = ".weight_scale_inv"
 SECOND_SCALE = ".weight_scale_2"
 
@@ -39,8 +39,8 @@ class StoredScales(NamedTuple):
 
     Attributes:
         scales: fp32, under the keys of compressed-tensors for any writer's spelling.
-        zero_points, group_indices: as stored.
-        tensors: headers of all tensors, including the above.
+        zero_points, group_indices: the tensors as stored.
+        tensors: headers of all tensors, including scales and zero points.
     """
 
     scales: dict[str, Tensor]
@@ -53,8 +53,8 @@ def read_scales(directory: Path) -> StoredScales:
     """Read every scale and every zero point in the directory's safetensors files.
 
     Raises:
-        ValueError: there is no safetensors file, or a damaged one; a key in two files, or a scale in two spellings,
-            with different values.
+        ValueError: there is no safetensors file, a file is damaged, or a key in two files, or a scale in two spellings,
+            has different values.
     """
     cache = [end for ends in CACHE_SCALES.values() for end in ends]
     endings = (WEIGHT_SCALE, GLOBAL_SCALE, INPUT_SCALE, INPUT_GLOBAL_SCALE, INVERSE, SECOND_SCALE, *cache)
@@ -89,7 +89,7 @@ def _name_global_inputs(stored: StoredScales) -> None:
 
 
 def input_ending(scheme: Scheme) -> str:
-    """Suffix of an input scale's key in a file of this scheme."""
+    """Return the suffix of an input scale's key in a file of this scheme."""
     return INPUT_SCALE if scheme.stored_input is None else f".{input_suffix(scheme.stored_input)}"
 
 

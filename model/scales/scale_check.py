@@ -1,7 +1,7 @@
 """Check the scales of a checkpoint once, before any of them is written, and compare them with the loaded weights.
 
-No weight is gathered. Each rank checks its own range of every weight. This takes as many collectives as measuring the
-scales, and one more per bucket of scales, so that every rank has the same result for whole weights.
+No weight is gathered. Each rank checks its own range of every weight. The check takes as many collectives as measuring
+the scales, and one more per bucket of scales: its result is the same on every rank.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ from quant.spec import TensorSpec
 
 
 def check_kind(stored: StoredScales, directory: Path) -> None:
-    """Reject formats whose scales are useless without their codes, which quant.start reads."""
+    """Reject formats whose scales are useless without their codes; only quant.start reads such formats."""
     if any(key.endswith(".qweight") for key in stored.tensors):
         raise ValueError(
             f"{directory} has qweight, as GPTQ, AWQ and AutoRound write codes: give it, with its config.json, as "
@@ -37,9 +37,9 @@ def check_stored(arranged: ArrangedScales, directory: Path) -> None:
     """Check the scales of a checkpoint.
 
     Raises:
-        ValueError: no scale for any layer that is quantized here (for example a wrong prefix); a scale without its
-            global scale or zero points; one of another shape, not finite, zero or negative (integer weights: zero);
-            zero points that are no codes, or not 0 for a symmetric scheme.
+        ValueError: no quantized layer has a scale (for example because of a wrong prefix); a scale lacks its global
+            scale or zero points, has another shape, is not finite, zero or negative (integer weights: zero); or zero
+            points are no codes, or not 0 for a symmetric scheme.
     """
     if arranged.none_used:
         raise ValueError(
@@ -60,7 +60,8 @@ def check_stored(arranged: ArrangedScales, directory: Path) -> None:
                 _check_zero_points(stored.key, stored.zero_points, scale.group.spec)
 
 
-# Known tensors beside the scale of a Linear. ``input_global_scale`` is for inputs whose other scales are dynamic.
+# Known tensors that a Linear may have in addition to its scale. ``input_global_scale`` is for inputs whose other scales
+# are dynamic.
 _BESIDE = {
     "weight",
     "bias",
@@ -88,10 +89,10 @@ _MEANING = {
 
 
 def check_beside(quantization: Quantization, arranged: ArrangedScales, stored: StoredScales) -> None:
-    """Check that no tensor beside the scales changes their meaning.
+    """Check that no other tensor of a Linear changes the meaning of its scales.
 
     Raises:
-        ValueError: an unknown tensor of a quantized Linear, or groups of columns in another order.
+        ValueError: a quantized Linear has an unknown tensor, or groups of columns in another order.
     """
     specs = {
         disk: (part, quantization.layers[layer].scheme.weights)
@@ -116,7 +117,7 @@ def check_beside(quantization: Quantization, arranged: ArrangedScales, stored: S
 
 
 def _check_zero_points(key: str, zero: ZeroPoints, spec: TensorSpec) -> None:
-    """Reject zero points that are missing, of another shape or no codes; ``key`` is that of the scale."""
+    """Reject zero points that are missing, of another shape or no codes; ``key`` is the key of the scale."""
     if zero.values is None:
         raise ValueError(f"there is {key} without {zero.key}: expected both")
     if tuple(zero.values.shape) != zero.shape:
@@ -135,9 +136,9 @@ class _Member:
         layer, group: the layer, and its group.
         parts: its Linears on disk.
         keys: keys of their scales in the files, in the same order.
-        codes: their weights in the files, None if these only have scales.
+        codes: weights of the Linears in the files, None if the files only have scales.
         scale, zero: loaded effective scale and zero points.
-        own, own_zero: measured ones.
+        own, own_zero: measured effective scale and zero points.
     """
 
     layer: QuantLayer
@@ -171,7 +172,7 @@ def check_fit(
 
     Args:
         quantization: returned by ``quant.prepare``; the weights are loaded.
-        loaded: scales from the files, checked before.
+        loaded: scales from the files, already checked by :func:`check_stored`.
         global_scales: their global scales, by owner of the group.
         codes: weights in the files, by the key of the scale.
         directory: directory of the files, for the error.
@@ -240,7 +241,8 @@ def _split(value: Tensor, group: ScaleGroup) -> tuple[Tensor, Tensor | None]:
 
 
 def _local_errors(member: _Member) -> Tensor:
-    """Errors with loaded scales, squares, and errors with measured scales, of this rank's range; fp64 on the CPU."""
+    """Compute errors with loaded scales, squared weights, and errors with measured scales, of this rank's range; fp64
+    on the CPU."""
     layer, spec, (start, _) = member.layer, member.group.spec, local_range(member.layer.weight)
     local, shape = local_data(layer.weight), layer.weight_shape
     found = [
@@ -251,7 +253,7 @@ def _local_errors(member: _Member) -> Tensor:
 
 
 def _local_codes(member: _Member, reader: Reader) -> list[Tensor]:
-    """Sums of :func:`model.scales.codes.local_products` for every Linear with codes in the files."""
+    """Compute the sums of :func:`model.scales.codes.local_products` for every Linear with codes in the files."""
     layer, (start, _) = member.layer, local_range(member.layer.weight)
     local = local_data(layer.weight)
     return [

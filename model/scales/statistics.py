@@ -16,7 +16,7 @@ from quant import Quantization, QuantLayer, ScaleGroup, partial_clipped, partial
 
 @dataclass(frozen=True)
 class WeightStatistics:
-    """Fit of one layer's weights to their current scales."""
+    """Statistics of one layer's weights with their current scales."""
 
     clipped: float
     """Fraction of the weights outside the range."""
@@ -27,9 +27,9 @@ class WeightStatistics:
 
 
 def weight_statistics(quantization: Quantization) -> dict[str, WeightStatistics]:
-    """Statistics of every layer's weight, by the layer's name; a collective.
+    """Compute the statistics of every layer's weight, by the layer's name; a collective.
 
-    Every rank uses its own partition, with the scales of the forward. Scales are gathered, weights not.
+    Every rank uses its own partition, with the scales of the forward. Scales are gathered, weights are not.
     """
     groups = quantization.weight_groups
     if not groups:
@@ -59,13 +59,13 @@ def weight_statistics(quantization: Quantization) -> dict[str, WeightStatistics]
 
 
 def _global_scales_of(quantization: Quantization, bucket: Sequence[ScaleGroup]) -> list[nn.Parameter]:
-    """Global scales on which the effective scales of these groups depend, each once."""
+    """List the global scales on which the effective scales of these groups depend, each once."""
     used = [quantization.layers[name].weight_global for group in bucket for name in group.members]
     return list({id(scale): scale for scale in used if scale is not None}.values())
 
 
 def input_scales(quantization: Quantization) -> dict[str, float]:
-    """Every effective activation scale, by owner of its group; a collective under ZeRO-3."""
+    """Return every effective activation scale, by owner of its group; a collective under ZeRO-3."""
     groups, modules = quantization.input_groups, quantization.modules
     found = {}
     for bucket in scale_buckets(groups):
@@ -78,8 +78,8 @@ def input_scales(quantization: Quantization) -> dict[str, float]:
 
 
 def _local_sums(layer: QuantLayer) -> Tensor:
-    """Clipped weights, squared errors and squared weights of this rank's range, fp64 [3] on the CPU; zeros for a packed
-    weight, which is on the grid."""
+    """Compute the number of clipped weights, squared errors and squared weights of this rank's range, fp64 [3] on the
+    CPU; zeros for a packed weight, which is on the grid."""
     if layer.held is not None:
         return torch.zeros(3, dtype=torch.float64)
     start, local = local_weight(layer)

@@ -36,17 +36,18 @@ class ByteForm:
 def gather_as_bytes(model: nn.Module, form_of: Callable[[Parameter], ByteForm | None]) -> None:
     """Make stage 3 gather some parameters for forward and backward in a :class:`ByteForm`.
 
-    Before a module runs, and when prefetching, DeepSpeed gathers lists of parameters with ``all_gather_coalesced``, a
-    function that every partitioned Parameter carries. It calls that of the first parameter of a list, which comes
-    from a set (0.19.8: ``PartitionedParameterCoordinator.__all_gather_params_``, its only caller). As there is no hook
-    for another form, that function is replaced on every Parameter of the model. Everything else sees the parameters
-    themselves: :func:`gathered`, and DeepSpeed's saving, gather with ``all_gather``.
+    Before a module runs, and when prefetching, DeepSpeed gathers lists of parameters with ``all_gather_coalesced``, an
+    attribute of every partitioned Parameter. For each list it calls the function of the first parameter, and any
+    parameter may be first, as lists come from sets (0.19.8: ``PartitionedParameterCoordinator.__all_gather_params_``,
+    the only caller). DeepSpeed has no hook for another form, so the function is replaced on every Parameter of the
+    model. All other code gathers the parameters themselves: :func:`gathered`, and DeepSpeed's saving, use
+    ``all_gather``.
 
     Args:
         model: after ``deepspeed.initialize``; stage 3.
         form_of: called at every gather, in the same order on all ranks. If it returns None, the parameter is gathered
-            unchanged, as are in any case those that DeepSpeed keeps gathered
-            (``stage3_param_persistence_threshold``).
+            unchanged. Parameters that DeepSpeed keeps gathered (``stage3_param_persistence_threshold``) are always
+            gathered unchanged.
 
     Raises:
         ValueError: hpZ is on, which copies gathered parameters.
@@ -67,7 +68,7 @@ def _gather(
     safe_mode: bool = False,
     quantize: bool = False,
 ) -> Any:
-    """Replace ``all_gather_coalesced``: start gathering and return a handle to wait for."""
+    """Start gathering in place of ``all_gather_coalesced``, and return a handle to wait for."""
     if quantize:
         raise ValueError("zero_quantized_weights: expected false, DeepSpeed would quantize scales too")
     # The order of the list differs between ranks.
@@ -75,7 +76,7 @@ def _gather(
     forms = {parameter: None if parameter.ds_persist else form_of(parameter) for parameter in ordered}
     if all(form is None for form in forms.values()):
         return as_they_are(ordered, safe_mode=safe_mode)
-    # The list's other parameters are gathered along to save collectives; widest dtype first, for their alignment.
+    # The list's other parameters are gathered in the same collective; widest dtype first, for their alignment.
     sent = sorted(
         (parameter for parameter in ordered if not is_whole(parameter)),
         key=lambda parameter: -parameter.element_size() if forms[parameter] is None else 0,

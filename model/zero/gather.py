@@ -32,12 +32,12 @@ COALESCED_BYTES = 2**20  # parameters up to this size share a collective
 
 @contextmanager
 def gathered(parameters: Iterable[Tensor], modifier_rank: int | None = None) -> Iterator[None]:
-    """Gather parameters on every rank inside the block; plain parameters are whole anyway.
+    """Gather parameters on every rank inside the block; plain parameters are whole without gathering.
 
     Args:
-        parameters: any mixture of partitioned and plain ones. If they are only read, the small ones of a dtype share
-            one collective, during which they exist twice; each other one has a collective of its own. Blocks must not
-            nest on the same parameter.
+        parameters: any mixture of partitioned and plain parameters. If they are only read, the small parameters of a
+            dtype share one collective, during which they exist twice; every other parameter has its own collective.
+            Blocks must not nest on the same parameter.
         modifier_rank: rank whose changes to partitioned and plain parameters reach all ranks. With None, changes are
             refused or lost.
     """
@@ -46,7 +46,7 @@ def gathered(parameters: Iterable[Tensor], modifier_rank: int | None = None) -> 
     release_decoded(partitioned)
     if modifier_rank is None:
         _gather_together(partitioned)
-    # Separately: DeepSpeed partitions a list by the settings of its first parameter, and whole ones have no hpZ.
+    # Separately: DeepSpeed partitions a list by the settings of its first parameter, and whole parameters have no hpZ.
     shared = [parameter for parameter in partitioned if not is_whole(parameter)]
     whole = [parameter for parameter in partitioned if is_whole(parameter)]
     with (
@@ -59,7 +59,7 @@ def gathered(parameters: Iterable[Tensor], modifier_rank: int | None = None) -> 
 
 
 def _broadcast(parameters: Sequence[Tensor], source: int) -> None:
-    """Broadcast plain parameters from rank ``source``; the small ones of a dtype share one collective."""
+    """Broadcast plain parameters from rank ``source``; the small parameters of a dtype share one collective."""
     small: dict[torch.dtype, list[Tensor]] = {}
     for parameter in parameters:
         if parameter.numel() <= WHOLE_ELEMENTS:
@@ -74,10 +74,10 @@ def _broadcast(parameters: Sequence[Tensor], source: int) -> None:
 
 
 def _gather_together(parameters: Sequence[Tensor]) -> None:
-    """Gather small partitioned parameters in one collective per dtype; on one rank gather all of them.
+    """Gather small partitioned parameters in one collective per dtype; with a single rank, gather large ones too.
 
-    GatheredParameters, which then finds them gathered, runs a collective of at least 0.2 ms for each, and on one rank a
-    copy. Not under hpZ, where this would gather the secondary copies.
+    GatheredParameters then finds them gathered. Without this it would run a collective of at least 0.2 ms for each, and
+    with a single rank a copy. Under hpZ nothing is done, as the secondary copies would be gathered.
     """
     apart = [p for p in parameters if p.ds_status == ZeroParamStatus.NOT_AVAILABLE]  # type: ignore[attr-defined]
     small = [
@@ -93,7 +93,7 @@ def _gather_together(parameters: Sequence[Tensor]) -> None:
 def whole_values(parameters: Sequence[Tensor]) -> list[Tensor]:
     """Copy small parameters whole, as fp32 and 1-D, to every rank; at most one collective for all of them.
 
-    It does not change which of them are gathered, so it may run in the middle of a forward.
+    It does not change which parameters are gathered, so it may run in the middle of a forward.
     """
     sizes = [full_numel(parameter) for parameter in parameters]
     flat = torch.zeros(sum(sizes), device=get_accelerator().current_device_name())
@@ -115,13 +115,15 @@ def forward_only(module: nn.Module) -> Iterator[None]:
     """Wrap a forward without a backward of a training engine, so that it does not slow down later steps.
 
     DeepSpeed records during a whole step in which order parameters are used. From this trace it prefetches in few large
-    collectives and keeps the parameters that backward needs first. From a forward alone it concludes that nothing is
-    needed again. At the first backward it records a new trace, but its conclusions per module and position are cached
-    forever (0.19.8: ``__params_to_release`` has a ``functools.lru_cache``): every later step then gathers module by
-    module, and twice. So this trace is dropped, unless a trace of whole steps existed, of which this is the beginning.
+    collectives and keeps the parameters that backward needs first. From a forward without a backward it concludes that
+    nothing is needed again. At the first backward it records a new trace, but its conclusions per module and position
+    are cached forever (0.19.8: ``__params_to_release`` has a ``functools.lru_cache``): every later step then gathers
+    module by module, and twice. So the forward's trace is dropped, unless a trace of whole steps already existed, which
+    begins with the same forward.
 
     On exit, pending prefetches for a backward that does not follow are awaited: GatheredParameters rejects parameters
-    in flight. Every such forward needs this wrapper: the next one would take an unwrapped forward for a step.
+    in flight. Every forward without a backward needs this wrapper: DeepSpeed would take an unwrapped one for a whole
+    step.
     """
     offload = getattr(getattr(module, "optimizer", None), "parameter_offload", None)
     if offload is None:
@@ -162,18 +164,19 @@ Batch = Sequence[Tensor]  # parameters, partitioned or plain
 
 
 class ReceiveBuffer:
-    """Memory of rank 0 for two batches at a time: a whole one, and the next one, which is being received.
+    """Memory of rank 0 for two batches at a time: a complete batch, and the next batch, which is being received.
 
-    On a CPU, new megabytes come from the system page by page, which takes about as long as receiving them. So one block
-    serves all batches, alternately from its beginning and from its end, and is as large as the largest two neighbors.
+    On a CPU, the system provides new memory page by page, which takes about as long as receiving the data. So one block
+    is used for all batches, alternately from its beginning and from its end. It is as large as the largest two
+    consecutive batches.
     """
 
     def __init__(self) -> None:
         self._memory: Tensor | None = None
 
     def reserve(self, batches: Sequence[Batch]) -> None:
-        """Allocate for these consecutive batches. So a lack of memory shows here, not after other ranks began to
-        send."""
+        """Allocate memory for these consecutive batches, so that a lack of memory is an error before other ranks begin
+        to send."""
         sizes = [sum(_aligned_sizes(_shared(batch))) for batch in batches]
         size = max((a + b for a, b in pairwise([*sizes, 0])), default=0)
         if self._memory is None or self._memory.numel() < size:
@@ -202,20 +205,21 @@ def _shared(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _aligned_sizes(shared: Iterable[Tensor]) -> list[int]:
-    """Bytes of all ranks' partitions of each parameter, aligned."""
+    """Compute the bytes of all ranks' partitions of each parameter, aligned."""
     return [-(-dist.get_world_size() * partition_of(p).nbytes // _ALIGNMENT) * _ALIGNMENT for p in shared]
 
 
 def gathered_on_main(batches: Sequence[Batch], buffer: ReceiveBuffer | None = None) -> Iterator[None]:
     """Gather batches of parameters on rank 0, for reading; yields once for each batch. A collective.
 
-    On the other ranks parameters stay as they are. Each rank sends its partitions to rank 0: faster than an all-gather,
-    and the other ranks need no memory, except for a copy of offloaded partitions. DeepSpeed is not involved, and
-    parameters are restored when the next batch is requested. While rank 0 reads a batch, it receives the next one;
-    after the last batch nothing is in flight.
+    On the other ranks parameters do not change. Each rank sends its partitions to rank 0. This is faster than an
+    all-gather, and the other ranks need no memory except for a copy of offloaded partitions. DeepSpeed is not involved.
+    Rank 0's parameters are restored when the next batch is requested. While rank 0 reads a batch, it receives the next
+    one; after the last batch nothing is in flight.
 
     Args:
-        batches: lists of parameters, partitioned and plain in any mixture. Those of a list are gathered together.
+        batches: lists of parameters, partitioned and plain in any mixture. The parameters of a list are gathered
+            together.
         buffer: memory reserved for ``batches``, for callers that gather repeatedly.
     """
     if dist.is_initialized() and dist.get_rank() > 0:

@@ -35,11 +35,11 @@ CHECKPOINT_CLASSES = (LossScaler, ZeroStageEnum, fragment_address)
 
 
 def stage_of(kind: Any, name: Any) -> ZeroStageEnum:
-    """Replacement for ``getattr`` in such a pickle: Python 3.11.0 to 3.11.3 write an enum member as
-    ``getattr(ZeroStageEnum, name)``, other versions by its value.
+    """Replace ``getattr`` in a checkpoint's pickle: Python 3.11.0 to 3.11.3 write an enum member as
+    ``getattr(ZeroStageEnum, name)``, other versions write its value.
 
     Raises:
-        ValueError: any other arguments.
+        ValueError: the arguments are not ``ZeroStageEnum`` and a name.
     """
     if kind is not ZeroStageEnum or name not in ZeroStageEnum.__members__:
         raise ValueError(f"GLOBAL getattr of {kind!r} and {name!r}")
@@ -102,7 +102,7 @@ def zero_parameters(optimizer: Any, parameters: Sequence[Parameter]) -> None:
 
 
 def _unfused_masters(optimizer: Any) -> dict[int, Tensor]:
-    """Map parameter ids to fp32 copies on stage 0 under bf16; else empty."""
+    """Map ids of parameters to their fp32 copies on stage 0 under bf16; empty otherwise."""
     if not hasattr(optimizer, "fp32_groups"):
         return {}
     pairs = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
@@ -110,9 +110,11 @@ def _unfused_masters(optimizer: Any) -> dict[int, Tensor]:
 
 
 def gradient_norm(parameters: Iterable[Parameter]) -> float:
-    """L2 norm of the gradients over all ranks, valid between the last backward of an optimizer step and the step.
+    """Compute the L2 norm of the gradients over all ranks, valid between the last backward of an optimizer step and the
+    step.
 
-    A collective; on stages 0-2 one per parameter, so not for every step. Parameters without a gradient count as 0.
+    A collective. On stages 0-2 it runs one collective per parameter, so do not call it in every step. Parameters
+    without a gradient count as 0.
     """
     square = torch.zeros((), dtype=torch.float64, device=get_accelerator().current_device_name())
     partitioned = False
@@ -133,13 +135,13 @@ def backward(engine: Any, loss: Tensor) -> None:
     """Run ``engine.backward`` with the loss multiplied by fp16's loss scale on every stage.
 
     On stage 0 DeepSpeed 0.19 omits the factor (``engine.backward`` reads it from its ZeRO optimizers only) but still
-    divides the gradients by it: they would be too small by this factor and never clipped.
+    divides the gradients by it: without this function they would be too small by this factor and never clipped.
     """
     engine.backward(loss * engine.optimizer.loss_scale if _wraps_fp16_unsharded(engine) else loss)
 
 
 def global_gradient_norm(engine: Any, device: torch.device) -> Tensor | None:
-    """L2 norm [1] of all gradients in the last optimizer step, fp64, before clipping and without fp16's loss scale.
+    """Return the L2 norm [1] of all gradients in the last step, fp64, before clipping and without fp16's loss scale.
 
     None on stage 0 in fp32, where DeepSpeed keeps no norm. No collective."""
     norm = engine.get_global_grad_norm()
@@ -212,7 +214,7 @@ def optimizer_pieces(model: nn.Module, optimizer: Any) -> list[OptimizerPiece]:
 
 
 def flat_masters(optimizer: Any) -> list[Tensor]:
-    """Flat fp32 tensors with this rank's slices, keys of ``optimizer.state``; stages 1-3."""
+    """Return the flat fp32 tensors with this rank's slices, which are keys of ``optimizer.state``; stages 1-3."""
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
         return list(optimizer.fp32_partitioned_groups_flat)
     return [settings["params"][0] for settings in optimizer.param_groups]
@@ -230,9 +232,10 @@ def master_weights(optimizer: Any) -> list[Tensor]:
 def gradient_buffers(optimizer: Any) -> list[Tensor]:
     """List the tensors outside of the parameters in which DeepSpeed 0.19 accumulates gradients, while they exist.
 
-    Stage 3 has one flat buffer and, with an offloaded optimizer, also a gradient per master; bf16's stage 1 one buffer
-    per group; stage 2 one per group too, which becomes its master's gradient. Stages 1 and 2 in the parameters' own
-    dtype have lists of tensors, and the masters' gradients are copies of these.
+    Stage 3 has one flat buffer and, with an offloaded optimizer, also a gradient per master. Stage 1 in bf16 has one
+    buffer per group. Stage 2 has one buffer per group too, which becomes the gradient of the group's master. If stages
+    1 and 2 keep gradients in the parameters' own dtype, they have lists of tensors, and the masters' gradients are
+    copies of these tensors.
     """
     flat = getattr(optimizer, "grad_partitions_flat_buffer", None)
     if flat is not None:

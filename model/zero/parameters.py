@@ -1,12 +1,12 @@
 """Parameters under ZeRO (creation, whole shapes, this rank's elements), process group and devices.
 
-The device of ranks is that of DeepSpeed's accelerator, which DS_ACCELERATOR may set, not the one that torch finds.
+Ranks use the device of DeepSpeed's accelerator, which DS_ACCELERATOR may set, not the device that torch finds.
 
 :class:`LeftOut` leaves chosen frozen parameters out of the files that DeepSpeed writes, and restores them on reading.
 DeepSpeed excludes all frozen parameters or none (``exclude_frozen_parameters``), and some of them are calibrated
 scales. On loading it needs all of them: ``load_module_strict=False`` would ignore any missing name, and on stage 3 a
-missing name is a KeyError. So parameters to keep are added to the state that DeepSpeed is about to write, and excluded
-ones are added, with the model's values, to the state that it has read.
+missing name is a KeyError. So on saving, frozen parameters to keep are added to the state that DeepSpeed is about to
+write. On loading, excluded parameters are added, with the model's values, to the state that DeepSpeed has read.
 """
 
 import copy
@@ -44,21 +44,21 @@ def is_partitioned(parameter: Tensor) -> bool:
 
 
 def full_shape(parameter: Tensor) -> torch.Size:
-    """Shape of the whole parameter; ``parameter.shape`` is ``[0]`` while it is partitioned."""
+    """Return the shape of the whole parameter; ``parameter.shape`` is ``[0]`` while it is partitioned."""
     if is_partitioned(parameter):
         return torch.Size(parameter.ds_shape)  # type: ignore[attr-defined]
     return parameter.shape
 
 
 def full_numel(parameter: Tensor) -> int:
-    """Number of elements of the whole parameter, without padding."""
+    """Return the number of elements of the whole parameter, without padding."""
     return full_shape(parameter).numel()
 
 
 def local_range(parameter: Tensor) -> tuple[int, int]:
-    """Range ``(start, stop)`` of this rank's elements in the row-major flattened parameter.
+    """Return the range ``(start, stop)`` of this rank's elements in the row-major flattened parameter.
 
-    The whole range for a plain parameter; empty (start == stop) on a rank whose chunk is all padding.
+    It is the whole range for a plain parameter, and empty (start == stop) on a rank whose chunk is all padding.
     """
     numel = full_numel(parameter)
     if not is_partitioned(parameter):
@@ -69,7 +69,7 @@ def local_range(parameter: Tensor) -> tuple[int, int]:
 
 
 def local_data(parameter: Tensor) -> Tensor:
-    """Flat view of the elements of :func:`local_range`; writing to it writes to the parameter.
+    """Return a flat view of the elements of :func:`local_range`; writing to it writes to the parameter.
 
     The padding behind the elements is zeroed: DeepSpeed leaves it uninitialized, and a NaN there would reach norms over
     the partition. Do not call this inside a :func:`gathered` block on the same parameter, and call
@@ -85,7 +85,8 @@ def local_data(parameter: Tensor) -> Tensor:
 
 
 def partition_of(parameter: Tensor) -> Tensor:
-    """Return this rank's chunk. Raises RuntimeError if it is not plain memory with the parameter's own values."""
+    """Return this rank's chunk of a partitioned parameter. Raises RuntimeError if the chunk is not plain memory with
+    the parameter's own values."""
     partition: Tensor = parameter.ds_tensor  # type: ignore[attr-defined]
     if partition.final_location is OffloadDeviceEnum.nvme:  # type: ignore[attr-defined]
         raise RuntimeError(
@@ -103,9 +104,9 @@ def partition_of(parameter: Tensor) -> Tensor:
 def forget_secondary_copies(model: nn.Module) -> None:
     """Drop hpZ's copies within a node, so that the next gather recreates them from the partitions.
 
-    With ``zero_hpz_partition_size`` > 1, forward gathers from the secondary copy, which a direct fill does not reach.
-    It must be dropped for *every* parameter: DeepSpeed checks only the first one of a bucket to decide which copy to
-    gather.
+    With ``zero_hpz_partition_size`` > 1, forward gathers from the secondary copy, which a write to the partition does
+    not change. The copies of *all* parameters must be dropped: DeepSpeed checks only the first parameter of a bucket to
+    decide which copy to gather.
     """
     for parameter in model.parameters():
         if is_partitioned(parameter):
@@ -113,9 +114,11 @@ def forget_secondary_copies(model: nn.Module) -> None:
 
 
 def local_gradient(parameter: Parameter) -> Tensor | None:
-    """The fp32 gradient of the elements of :func:`local_range`, between the last backward of a step and the step.
+    """Return the fp32 gradient of the elements of :func:`local_range`, between the last backward of a step and the
+    step.
 
-    For stage 3 only. None if the parameter is not trained. It may be a copy: change it with :func:`set_local_gradient`.
+    For stage 3 only. None if the parameter is not trained. The result may be a copy: change the gradient with
+    :func:`set_local_gradient`.
     """
     gradient: Tensor | None = safe_get_local_grad(parameter)
     start, stop = local_range(parameter)
@@ -130,18 +133,19 @@ def set_local_gradient(parameter: Parameter, gradient: Tensor) -> None:
 
 
 def is_whole(parameter: Tensor) -> bool:
-    """Return True if every rank has all of a ZeRO-3 parameter, though there are several ranks."""
+    """Return True if every one of several ranks has the whole ZeRO-3 parameter."""
     group = getattr(parameter, "ds_process_group", None)
     return group is not None and dist.get_world_size(group=group) == 1 < dist.get_world_size()
 
 
 def zeros_of_partition(parameter: Parameter) -> Tensor:
-    """fp32 zeros in the shape of this rank's chunk, padding included."""
+    """Create fp32 zeros in the shape of this rank's chunk, padding included."""
     return torch.zeros_like(parameter.ds_tensor, dtype=torch.float32)  # type: ignore[attr-defined]
 
 
 def partitions(model: nn.Module) -> list[Tensor]:
-    """List every tensor with values of parameters, except hpZ's secondary partitions: whole parameters, partitions."""
+    """List every tensor with values of parameters (whole parameters and partitions), except hpZ's secondary
+    partitions."""
     held: list[Tensor] = []
     for parameter in model.parameters():
         held.append(parameter.data)
@@ -151,7 +155,8 @@ def partitions(model: nn.Module) -> list[Tensor]:
 
 
 def secondary_partitions(model: nn.Module) -> list[Tensor]:
-    """List hpZ's secondary partitions. DeepSpeed drops those of trained parameters at the end of a step."""
+    """List hpZ's secondary partitions. At the end of a step, DeepSpeed drops the secondary partitions of trained
+    parameters."""
     copies = (getattr(parameter, "ds_secondary_tensor", None) for parameter in model.parameters())
     return [copy.data for copy in copies if copy is not None]
 
@@ -159,8 +164,8 @@ def secondary_partitions(model: nn.Module) -> list[Tensor]:
 DsConfig = dict[str, Any]
 
 
-# Frozen parameters up to the first size, in elements, stay whole on every rank, up to the second in total (64 MB). The
-# first is DeepSpeed's default persistence threshold, below which it never releases parameters anyway.
+# Frozen parameters of up to WHOLE_ELEMENTS stay whole on every rank, up to WHOLE_ELEMENTS_IN_ALL in total (64 MB). The
+# former is DeepSpeed's default persistence threshold: it never releases smaller parameters anyway.
 WHOLE_ELEMENTS = 100_000
 
 
@@ -172,12 +177,12 @@ CLOSED = (
 
 
 def init_process_group() -> None:
-    """Start the process group of this run: NCCL with CUDA, gloo without. Does nothing if there is one already.
+    """Start the process group of this run: NCCL with CUDA, gloo without. Does nothing if a process group exists.
 
     RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must be set, by the launcher or by the caller.
 
     Raises:
-        RankError: the ranks did not meet, or this process closed a group before, which DeepSpeed keeps.
+        RankError: the ranks did not meet, or this process closed a group before (DeepSpeed keeps references to it).
     """
     if deepspeed.comm.comm.cdb is not None and not dist.is_initialized():
         raise RankError(CLOSED)
@@ -191,7 +196,7 @@ def init_process_group() -> None:
 
 
 def _no_meeting(error: Exception) -> str:
-    """Error text of a rank that did not meet the others."""
+    """Write the error text of a rank that did not meet the others."""
     where = "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ)
     remedy = "look for what ended another rank before, and whether this machine reaches that address"
     if "EADDRINUSE" in str(error):
@@ -203,12 +208,12 @@ def _no_meeting(error: Exception) -> str:
 
 
 def stage(ds_config: DsConfig) -> int:
-    """ZeRO stage of a resolved DeepSpeed configuration (default 0)."""
+    """Return the ZeRO stage of a resolved DeepSpeed configuration (default 0)."""
     return int(ds_config.get("zero_optimization", {}).get("stage", 0))
 
 
 def hpz_size(ds_config: DsConfig) -> int:
-    """Number of ranks that share hpZ's secondary partitioning of the weights; 1 without hpZ."""
+    """Return the number of ranks that share hpZ's secondary partitioning of the weights; 1 without hpZ."""
     return int(ds_config.get("zero_optimization", {}).get("zero_hpz_partition_size", 1))
 
 
@@ -223,10 +228,11 @@ class _One(nn.Module):
 
 
 def materialize(model: nn.Module, ds_config: DsConfig, device: torch.device) -> None:
-    """Allocate every parameter on the meta device, uninitialized; under stage 3 its partition only.
+    """Allocate memory, uninitialized, for every parameter that is on the meta device; under stage 3 for its partition
+    only.
 
-    One parameter at a time: a rank never allocates more than its partitions and the parameter being partitioned. A
-    Parameter object that several modules share stays one object. A collective under stage 3.
+    Parameters are allocated one at a time: a rank never allocates more than its partitions and the parameter being
+    partitioned. A Parameter object that several modules share stays one object. A collective under stage 3.
     """
     made: dict[int, Parameter] = {}
     with _zero_init(ds_config):
@@ -250,8 +256,8 @@ def _zero_init(ds_config: DsConfig) -> AbstractContextManager[object]:
 
 
 def _hpz_group(ds_config: DsConfig) -> dict[str, Any]:
-    """Pass hpZ's existing group of ranks to a ``zero.Init`` after the first, where DeepSpeed 0.19 would try to create
-    it again and raise AssertionError. Empty without hpZ, or before there is a group."""
+    """Return the option that passes hpZ's existing group of ranks to later calls of ``zero.Init``, in which DeepSpeed
+    0.19 would try to create it again and raise AssertionError. Empty without hpZ, or before there is a group."""
     if hpz_size(ds_config) == 1:
         return {}
     group = groups._get_zero_param_intra_parallel_group()
@@ -261,11 +267,12 @@ def _hpz_group(ds_config: DsConfig) -> dict[str, Any]:
 def partition_new_parameters(module: nn.Module, ds_config: DsConfig) -> None:
     """Partition the parameters of ``module`` that are not partitioned yet, with rank 0's values; no-op on stages 0-2.
 
-    For parameters created after the model was built (scales). They keep their dtype, unlike those created inside
-    ``zero.Init``, which get the training dtype: so frozen fp32 parameters are possible. A collective.
+    It is meant for parameters created after the model was built (scales). They keep their dtype, so that frozen fp32
+    parameters are possible; parameters created inside ``zero.Init`` get the training dtype. A collective.
 
-    Small frozen ones are partitioned over a group of one rank (``zero.Init``'s ``data_parallel_group``), so each rank
-    has all of them: otherwise gathering fp32 beside bf16 weights would cost every module an extra collective.
+    Small frozen parameters are partitioned over a group of one rank (``zero.Init``'s ``data_parallel_group``), so that
+    each rank has them whole: otherwise every module would need an extra collective to gather fp32 parameters in
+    addition to bf16 weights.
     """
     if stage(ds_config) < 3:
         return
@@ -280,8 +287,8 @@ def partition_new_parameters(module: nn.Module, ds_config: DsConfig) -> None:
 
 
 def to_be_whole(new: Iterable[Parameter]) -> list[Parameter]:
-    """Select new parameters that :func:`partition_new_parameters` keeps whole on every rank: frozen ones of at most
-    ``WHOLE_ELEMENTS``, in the given order, as long as they total at most ``WHOLE_ELEMENTS_IN_ALL``."""
+    """Select the new parameters that :func:`partition_new_parameters` keeps whole on every rank: frozen parameters of
+    at most ``WHOLE_ELEMENTS``, in the given order, as long as they total at most ``WHOLE_ELEMENTS_IN_ALL``."""
     small, elements = [], 0
     for parameter in new:
         fits = parameter.numel() <= min(WHOLE_ELEMENTS, WHOLE_ELEMENTS_IN_ALL - elements)
@@ -292,9 +299,9 @@ def to_be_whole(new: Iterable[Parameter]) -> list[Parameter]:
 
 
 def release(engine: deepspeed.DeepSpeedEngine, parameters: Iterable[Parameter]) -> None:
-    """Make DeepSpeed gather these small parameters when they are used, as it does large ones.
+    """Make DeepSpeed gather these small parameters only when they are used, like large parameters.
 
-    DeepSpeed keeps small ones gathered, and after every step gathers each of them in a collective of its own
+    DeepSpeed keeps small parameters gathered, and after every step gathers each of them in its own collective
     (``_post_step`` in stage3.py, over the list of ``mark_persistent_parameters`` in parameter_offload.py, 0.19).
     Gathered on use, they share a collective with the other parameters needed next. Call this after ``initialize`` and
     before the first forward; it does nothing on stages 0-2.
@@ -310,7 +317,7 @@ def release(engine: deepspeed.DeepSpeedEngine, parameters: Iterable[Parameter]) 
 
 
 def mark_leaf(module: nn.Module) -> None:
-    """Make stage 3 gather the parameters of ``module`` together and count it as one step of its trace.
+    """Make stage 3 gather the parameters of ``module`` together and treat the module as one step of its trace.
 
     Otherwise every submodule costs its own collectives, and all ranks must run the submodules in the same order.
     """
@@ -318,7 +325,8 @@ def mark_leaf(module: nn.Module) -> None:
 
 
 def leaves_of_stage_3(model: nn.Module, ds_config: DsConfig) -> set[int]:
-    """Ids of the modules that stage 3 gathers as a whole: those marked here, and those named by its configuration.
+    """Return the ids of the modules that stage 3 gathers as a whole: modules marked by :func:`mark_leaf`, and modules
+    named by DeepSpeed's configuration.
 
     DeepSpeed's default names the sparse MoE blocks of three model families by class; ``initialize`` marks them.
     """
@@ -328,7 +336,7 @@ def leaves_of_stage_3(model: nn.Module, ds_config: DsConfig) -> set[int]:
 
 
 def upcast_named_buffers(model: nn.Module, dtype: torch.dtype) -> None:
-    """Convert to fp32 the buffers that the model's transformers class lists for it (such as MoE routing biases).
+    """Convert to fp32 the buffers that the model's transformers class lists as fp32 (such as MoE routing biases).
 
     DeepSpeed does the same in ``initialize``, but by then the weights have been loaded and rounded.
     """
@@ -341,8 +349,8 @@ def upcast_named_buffers(model: nn.Module, dtype: torch.dtype) -> None:
 def keep_frozen_fp32(model: nn.Module) -> Iterator[None]:
     """Wrap ``deepspeed.initialize`` so that frozen fp32 parameters keep their dtype and values.
 
-    On stages 0-2 the engine casts every parameter to the training dtype. Frozen ones are in no optimizer's flat buffer,
-    so their data can be restored. Under stage 3 partitions keep their dtype, and nothing is done.
+    On stages 0-2 the engine casts every parameter to the training dtype. Frozen parameters are in no optimizer's flat
+    buffer, so their data can be restored. Under stage 3 partitions keep their dtype, and nothing is done.
     """
     kept = [
         (parameter, parameter.data)
@@ -360,7 +368,8 @@ def on_cuda() -> bool:
 
 
 def own_device(local_rank: int) -> torch.device:
-    """Device of a rank. Raises RankError if DeepSpeed's accelerator is another, or this machine has too few."""
+    """Return the device of a rank. Raises RankError if DeepSpeed's accelerator is neither cuda nor cpu, or if this
+    machine has too few devices."""
     name = get_accelerator().device_name()
     if name != "cpu" and not (on_cuda() and local_rank < torch.cuda.device_count()):
         raise RankError(_missing(name, local_rank))
@@ -385,21 +394,21 @@ class LeftOut:
 
     Attributes:
         model: the whole model, as it is now.
-        names: names of the excluded parameters, tied ones under each of their names.
+        names: names of the excluded parameters; a tied parameter is listed under each of its names.
     """
 
     model: nn.Module
     names: Collection[str]
 
     def leave_out(self, state: dict[str, Any]) -> None:
-        """Remove the parameters from the state that a rank writes, and restore the other frozen ones, which
-        ``exclude_frozen_parameters`` also dropped. A state other than a model's is not changed."""
+        """Remove the parameters from the state that a rank writes, and add the other frozen parameters, which
+        ``exclude_frozen_parameters`` also dropped. A state without a model is not changed."""
         if not self.names or MODULE not in state:
             return
         module, frozen = state[MODULE], self._frozen()
         for name, value in self.model.state_dict().items():
             if name in self.names:
-                module.pop(name, None)  # a second name of a tied one, which DeepSpeed leaves in
+                module.pop(name, None)  # DeepSpeed leaves a tied parameter's second name in
             else:
                 module.setdefault(name, value)
         kept = {name: own for name, own in frozen.items() if name not in self.names}
@@ -420,11 +429,12 @@ class LeftOut:
                     state[FROZEN_PARAM_FRAGMENTS].setdefault(name, _local_part(parameter))
 
     def _frozen(self) -> dict[str, Tensor]:
-        """Parameters that no optimizer updates, each under its first name."""
+        """Return the parameters that no optimizer updates, each under its first name."""
         return {name: one for name, one in self.model.named_parameters() if not is_optimized_parameter(one)}
 
 
 def _local_part(parameter: Tensor) -> Tensor:
-    """Part of a frozen parameter that DeepSpeed writes: under stage 3 this rank's chunk, padding included."""
+    """Return the part of a frozen parameter that DeepSpeed writes: under stage 3 this rank's chunk, padding
+    included."""
     part: Tensor = parameter.ds_tensor if is_partitioned(parameter) else parameter  # type: ignore[attr-defined]
     return part.detach()

@@ -2,18 +2,18 @@
 
 Forward and backward of a quantized layer use its weight only through the quantizer. All ranks have the few scales, so
 the rank with a slice of a weight quantizes it before sending. The layer finds the codes in place of its weight
-(:func:`quant.packed_weight.placeholder`) and does not quantize; the fp8 GEMM takes the codes directly. The layer does
-not have the distance of the weight from its code, on which the mask of its gradient and theta's gradient depend. So the
-weight gets the gradient with respect to the quantized weight, and theta gets zeros. After the reduction each rank
-applies the quantizer's rule to its slice, and computes theta's gradient, which replaces the layer's. This is exact: the
-quantizer works per element, and neither the mask nor the sum for theta changes while ranks and micro-batches add up
-gradients.
+(:func:`quant.packed_weight.placeholder`) and does not quantize; the fp8 GEMM takes the codes directly. Without the
+weight, the layer does not know the rounding error, on which the mask of the weight's gradient and theta's gradient
+depend. So at first the weight gets the gradient with respect to the quantized weight, and theta gets zeros. After the
+reduction each rank applies the quantizer's rule to its slice, and computes theta's gradient, which replaces the zeros.
+This is exact: the quantizer works per element, and neither the mask nor the sum for theta changes while ranks and
+micro-batches add up gradients.
 
-Compared with gathering the weights: forward, the gradients of inputs and of weights are bit-equal. The gradient of a
-learned scale sums the same terms in another order, in fp32, where otherwise each micro-batch and rank would round its
-own sum to the model's dtype.
+Compared with gathering the weights, the forward, the gradients of inputs and the gradients of weights have the same
+bits. The gradient of a learned scale sums the same terms in another order and in fp32, while without this feature each
+micro-batch and rank rounds its own sum to the model's dtype.
 
-The rest of the project has only general hooks for this feature, which work without it and have no other user:
+The rest of the project has only two general hooks for this feature, which no other feature uses:
 ``Session.after_backward``, which runs between the last backward and the update; ``QuantLayer.when_changed``, called
 when weights, scales or switches have changed. To delete the feature:
 
@@ -23,8 +23,8 @@ when weights, scales or switches have changed. To delete the feature:
 * ``engine/config``: the field ``quantized_all_gather`` in ``quant.py``, and ``_gather_problems`` in ``deepspeed.py``;
 * ``engine/session/session.py``: the import and the construction;
 * ``tools/memory``: ``as_codes`` and the item "scales of codes";
-* ``model/zero/gather.py``: the import from ``as_bytes.py``, the call of ``release_decoded``, and in place of
-  ``gather_as_they_are(small)`` DeepSpeed's own ``small[0].all_gather_coalesced(small)``.
+* ``model/zero/gather.py``: the import from ``as_bytes.py`` and the call of ``release_decoded``; replace
+  ``gather_as_they_are(small)`` by DeepSpeed's own ``small[0].all_gather_coalesced(small)``.
 """
 
 import math
@@ -59,8 +59,8 @@ NONE_GATHERED_QUANTIZED = (
 
 @dataclass(frozen=True)
 class _WeightAndScales:
-    """Weight and scales of a layer, stored here because a Parameter lookup in a module that is not running makes
-    DeepSpeed gather it, inside a forward."""
+    """Weight and scales of a layer. They are stored here because inside a forward, looking up a Parameter of a module
+    that is not running makes DeepSpeed gather it."""
 
     layer: QuantLinear
     weight: Parameter
@@ -83,7 +83,7 @@ def gather_quantized(model: nn.Module, quantization: Quantization) -> Callable[[
         A function to call after the last backward of every optimizer step, before the update.
 
     Raises:
-        RankError: on every rank: there is no such layer, or DeepSpeed is configured to change gathered parameters.
+        RankError: on every rank: there is no supported layer, or DeepSpeed is configured to change gathered parameters.
     """
     with errors_on_all_ranks(ValueError):
         coded = QuantizedGather(model, quantization.layers.values())
@@ -102,7 +102,7 @@ class QuantizedGather:
             layers: its quantized layers. Weights that stay gathered are left out.
 
         Raises:
-            ValueError: there is no such layer, or DeepSpeed is configured to change gathered parameters.
+            ValueError: there is no supported layer, or DeepSpeed is configured to change gathered parameters.
         """
         self._weights = {
             id(layer.weight): _WeightAndScales(layer, layer.weight, layer.weight_s0, layer.weight_theta)
@@ -118,7 +118,7 @@ class QuantizedGather:
             one.layer.when_changed = self._invalidate
 
     def __len__(self) -> int:
-        """Number of weights that are gathered as codes."""
+        """Return the number of weights that are gathered as codes."""
         return len(self._weights)
 
     @torch.no_grad()
@@ -164,9 +164,9 @@ class QuantizedGather:
         )
 
     def _quantizers(self) -> dict[int, Quantizer]:
-        """Whole scales by their weights' ids. The first gather after a change runs a collective."""
+        """Return whole scales by their weights' ids. The first gather after a change runs a collective."""
         if self._scales is None:
-            # The optimizer wrote them on another stream than that of the gather.
+            # The optimizer wrote the scales on another stream than the gather's.
             get_accelerator().synchronize()
             weights = self._weights.values()
             parameters = {id(one.s0): one.s0 for one in weights}
@@ -185,8 +185,8 @@ class QuantizedGather:
     def _effective_scales(self) -> None:
         """Compute the effective scales of all layers with an fp8 GEMM in one launch instead of one per layer.
 
-        They keep the same memory from step to step: it is filled on the gather's stream and read on another, so the
-        former could reuse dropped memory too early.
+        The scales keep the same memory from step to step: it is filled on the gather's stream and read on another
+        stream, so the gather's stream could reuse memory that was freed too early.
         """
         assert self._scales is not None
         layers = [(one.layer, self._scales[key].scale) for key, one in self._weights.items() if one.layer.fp8_gemm]
@@ -219,8 +219,9 @@ def can_gather_quantized(layer: QuantLayer) -> TypeGuard[QuantLinear]:
     """Return True if the weight of a layer can be gathered as codes.
 
     Scales of groups and blocks are too many to keep whole on every rank. A layer other than :class:`QuantLinear`
-    computes its weight's gradient differently. A learned scale of a frozen weight has no reduced gradient to be
-    computed from. In fp16 the product of a small code and its scale may not be a number with the same code.
+    computes its weight's gradient differently. A frozen weight has no reduced gradient from which the gradient of a
+    learned scale could be computed. In fp16 the product of a small code and its scale may round to a number with
+    another code.
     """
     weights, theta = layer.scheme.weights, layer.weight_theta
     return (
@@ -253,7 +254,7 @@ def quantize_part(flat: Tensor, start: int, numel: int, quantizer: Quantizer) ->
 def part_gradients_(
     grad: Tensor, flat: Tensor, start: int, numel: int, quantizer: Quantizer, *, factor: float
 ) -> Tensor | None:
-    """Convert the gradient of a slice of a quantized weight into those of the weight and of its theta.
+    """Convert the gradient of a slice of a quantized weight into the gradients of the weight and of its theta.
 
     Args:
         grad: gradient with respect to the quantized elements, fp32, 1-D. Overwritten by the weight's gradient, with NaN
