@@ -1,4 +1,4 @@
-"""Fingerprints of frozen weights, to detect if they still equal the model's files, and of the files themselves."""
+"""Fingerprints of frozen weights, which detect if these still equal the model's files, and of the files themselves."""
 
 import hashlib
 from collections.abc import Iterable
@@ -17,7 +17,8 @@ _CHUNK = 2**20  # elements summed at a time, 8 MB as integers: a checkpoint may 
 
 
 def frozen_weights(model: nn.Module) -> list[str]:
-    """Names of the frozen parameters in a checkpoint's files, without scales; tied ones under each of their names."""
+    """List the names of the frozen parameters in a checkpoint's files, without scales; a tied parameter under each of
+    its names."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return [name for name in own_tensors(model) if name in parameters and not parameters[name].requires_grad]
 
@@ -26,9 +27,9 @@ def frozen_weights(model: nn.Module) -> list[str]:
 def fingerprints(model: nn.Module, names: Iterable[str]) -> dict[str, int]:
     """Compute a 64-bit fingerprint of each of these parameters, on every rank; a collective.
 
-    It is the sum of all elements' bits, each multiplied by an odd number that depends on the element's index. So it
-    does not depend on the sharding: it is the same on every ZeRO stage and with any number of ranks. One differing
-    element always changes it, several almost certainly do. For packed weights it covers the packed bytes.
+    The fingerprint is the sum of all elements' bits, each multiplied by an odd number that depends on the element's
+    index. So it is the same on every ZeRO stage and with any number of ranks. One differing element always changes the
+    fingerprint, several almost certainly do. For packed weights it covers the packed bytes.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     chosen = list(names)
@@ -39,7 +40,7 @@ def fingerprints(model: nn.Module, names: Iterable[str]) -> dict[str, int]:
 
 
 def _local_sum(parameter: Tensor) -> Tensor:
-    """Sum of this rank's elements; only rank 0 adds parameters of which every rank has all."""
+    """Sum this rank's elements; parameters that are whole on every rank are added by rank 0 only."""
     total = torch.zeros((), dtype=torch.int64)
     if not is_main() and (is_whole(parameter) or not is_partitioned(parameter)):
         return total

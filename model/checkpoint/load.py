@@ -5,17 +5,17 @@
 nothing is sent between ranks, and no rank allocates more than its partitions and one chunk. Must run before
 ``deepspeed.initialize`` (see :mod:`model.zero`).
 
-``rank0``: rank 0 reads whole tensors in file order into gathered parameters, and DeepSpeed partitions them. For storage
-that only one reader should load, and as an independent check of the first method.
+``rank0``: rank 0 reads whole tensors in file order into gathered parameters, and DeepSpeed partitions them. It is meant
+for storage that only one process should read, and as an independent check of ``direct``.
 
-Both check all headers first: each tensor of the model is filled exactly once, or one error, on every rank, names every
-problem.
+Both check all headers first: unless each tensor of the model would be filled exactly once, one error, on every rank,
+names every problem.
 
-Parameters with NaN or infinities are found after loading and before saving (:func:`check_finite`), as a forward shows
-few of them: quantized, an infinity is the largest value of its grid, and NaN has a code on one grid only; and rows of
-an embedding may be unused. This is a collective in which each rank checks its partitions; nothing is gathered. Frozen
-scales are excluded, which are NaN until filled and are checked whenever they are read or written; so are packed
-weights.
+Parameters with NaN or infinities are found after loading and before saving (:func:`check_finite`). A forward shows few
+of them: quantization turns an infinity into the largest value of the grid, most grids have no code for NaN, and rows of
+an embedding may be unused. The check is a collective in which each rank checks its partitions; nothing is gathered. It
+excludes packed weights, and frozen scales, which are NaN until filled and are checked whenever they are read or
+written.
 """
 
 import re
@@ -76,19 +76,20 @@ class _Read(NamedTuple):
 def load_weights(
     model: PreTrainedModel, path: str | Path, *, method: Literal["direct", "rank0"] = "direct", progress: bool = True
 ) -> LoadReport:
-    """Fill every parameter and persistent buffer of ``model`` from ``path/model*.safetensors``, but not scales.
+    """Fill every parameter and persistent buffer of ``model``, except scales, from ``path/model*.safetensors``.
 
     A collective. Values are cast to the dtype of the parameter.
 
     Args:
-        model: from ``build_model``; before ``deepspeed.initialize``.
+        model: result of ``build_model``; before ``deepspeed.initialize``.
         path: directory of the checkpoint.
         method: see the module docstring.
         progress: show a progress bar of bytes on rank 0.
 
     Raises:
-        RankError: on every rank, with all tensors that are missing, unexpected, of another shape, of a dtype other than
-            bf16, fp16 or fp32, in a damaged or absent file; tied tensors that differ on disk; or NaN or Inf.
+        RankError: on every rank: tensors are missing, unexpected, of another shape, of a dtype other than bf16, fp16 or
+            fp32, or in a damaged or absent file; tied tensors differ on disk; or weights have NaN or Inf. The text
+            names all of them.
     """
     begin = time.perf_counter()
     with errors_on_all_ranks(CheckpointError, OSError):
@@ -173,14 +174,15 @@ def _transfer_transposed(read: _Read, reader: Reader, begin: int, values: Tensor
 
 
 def _overlap(piece: Piece, start: int, stop: int) -> tuple[int, int]:
-    """Begin and end of our tensor's elements both in the slice and in ``[start, stop)``; equal if there are none."""
+    """Return begin and end of the model tensor's elements both in the slice and in ``[start, stop)``; equal if there
+    are none."""
     begin = min(max(start, piece.start), stop)
     return begin, max(begin, min(stop, piece.start + piece.numel))
 
 
 def _differ(reads: list[_Read]) -> str:
-    """Error text of tied tensors that differ on disk: one Parameter cannot hold both, and choosing one would silently
-    damage the model."""
+    """Write the error text for tied tensors that differ on disk: one Parameter cannot have both values, and choosing
+    one of them would silently damage the model."""
     return (
         f"{listed([f'{read.source.key} and {read.filled_from}' for read in reads])} are tied by the configuration, but "
         "differ on disk. If they are meant to, set tie_word_embeddings to false in config.json"
@@ -188,7 +190,7 @@ def _differ(reads: list[_Read]) -> str:
 
 
 def _bytes_to_read(reads: list[_Read], method: str) -> int:
-    """Bytes that this rank will read, for the progress bar."""
+    """Count the bytes that this rank will read, for the progress bar."""
     total = 0
     for read in reads:
         start, stop = local_range(read.target) if method == "direct" else (0, full_numel(read.target))
@@ -232,7 +234,7 @@ def _plan(model: PreTrainedModel, path: Path) -> list[_Read]:
     """Plan the reads, in file order.
 
     Raises:
-        CheckpointError: the files do not have each tensor of the model exactly once; names every problem.
+        CheckpointError: the files do not have each tensor of the model exactly once; the text names every problem.
     """
     checkpoint = read_checkpoint(path, model)
     names = Names(model, {key: tensor.shape for key, tensor in checkpoint.tensors.items()})
@@ -263,7 +265,8 @@ def _plan(model: PreTrainedModel, path: Path) -> list[_Read]:
 
 
 def missing_keys(names: Names, tensors: Mapping[str, Tensor], layouts: Mapping[str, DiskLayout | None]) -> list[str]:
-    """Keys of our tensors, or of slices of them, absent from the files. A tied tensor counts under its first name."""
+    """List the keys of the model's tensors, or of slices of them, that are absent from the files. A tied tensor is
+    listed under its first name."""
     present: dict[int, dict[int, int]] = {}  # by identity: number of elements by start element
     for piece in (piece for layout in layouts.values() if layout for piece in layout.pieces):
         present.setdefault(id(tensors[piece.name]), {})[piece.start] = piece.numel
@@ -277,7 +280,7 @@ def missing_keys(names: Names, tensors: Mapping[str, Tensor], layouts: Mapping[s
 
 
 def _layouts(names: Names, keys: set[str], problems: _Problems) -> dict[str, DiskLayout | None]:
-    """Layout of each key; an unsupported key becomes a problem.
+    """Find the layout of each key; an unsupported key becomes a problem.
 
     Keys are resolved in transformers' order, because some of its rules remember earlier ones.
     """
@@ -293,7 +296,7 @@ def _layouts(names: Names, keys: set[str], problems: _Problems) -> dict[str, Dis
 def _fits(
     source: DiskTensor | QuantizedTensor, layout: DiskLayout, tensors: dict[str, Tensor], problems: _Problems
 ) -> bool:
-    """Return True if the model can take shape and dtype on disk."""
+    """Return True if the model can use a tensor's shape and dtype on disk."""
     dtypes = {tensors[piece.name].dtype for piece in layout.pieces}
     if source.shape != layout.shape:
         problems.shapes.append(f"{source.key} is {list(source.shape)}, the model has {list(layout.shape)}")
@@ -305,8 +308,8 @@ def _fits(
 
 
 def keys_left_unread(model: PreTrainedModel) -> re.Pattern[str]:
-    """Pattern of keys that a checkpoint may contain without use: those listed by the model's class, and computed
-    buffers."""
+    """Return the pattern of keys that may stay unread in a checkpoint: keys listed by the model's class, and buffers
+    that the model computes."""
     patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
     patterns += [f"^{re.escape(name)}$" for name, _ in model.named_non_persistent_buffers()]
     return re.compile("|".join(f"({pattern})" for pattern in patterns))

@@ -1,13 +1,13 @@
 """Translate names on disk to names in the model and back.
 
-They differ in three ways. transformers renames keys on loading (mixtral's ``block_sparse_moe`` is ``mlp`` in its
-model); it merges per-expert tensors into fused 3-D parameters; and :mod:`model.moe.experts` may split these again. All
-three only move contiguous runs or transpose matrices. So a mapping consists of a key, the required shape of its tensor,
-and the :class:`model.checkpoint.slices.Piece` of our tensor for each run of it.
+The names differ for three reasons. transformers renames keys on loading (mixtral's ``block_sparse_moe`` is ``mlp`` in
+its model); it merges per-expert tensors into fused 3-D parameters; and :mod:`model.moe.experts` may split these again.
+All three steps only move contiguous runs or transpose matrices. So a mapping consists of a key, the required shape of
+its tensor, and a :class:`model.checkpoint.slices.Piece` of a tensor of the model for each run in it.
 
-The renaming rules are transformers' own (``get_model_conversion_mapping``). They depend on model class and type, not on
-the expert modules, so replacing these does not matter. Rules that compute something (splitting a projection, permuting
-for RoPE) raise an error if a key of the checkpoint matches one.
+The renaming rules are transformers' own (``get_model_conversion_mapping``). The rules depend on model class and type,
+not on the expert modules, so they stay valid after these modules are replaced. Rules that compute something (splitting
+a projection, permuting for RoPE) raise an error if a key of the checkpoint matches one.
 """
 
 import math
@@ -40,13 +40,13 @@ from quant.packed_weight import as_weight
 
 
 class Place(NamedTuple):
-    """Location on disk of our tensor, or of a slice of it.
+    """Location on disk of a tensor of the model, or of a slice of it.
 
     Attributes:
         key: the tensor on disk.
         shape: shape of the tensor on disk.
         start: first element of the slice in our tensor.
-        turned: True if it is our matrix transposed.
+        turned: True if the matrix is transposed on disk.
     """
 
     key: str
@@ -64,16 +64,16 @@ class _Rows(NamedTuple):
 
 
 class UnsupportedConversionError(ValueError):
-    """Raised for a key from whose tensor transformers would compute a parameter, instead of moving it."""
+    """Error for a key whose tensor transformers would not just move: it would compute a parameter from it."""
 
 
 class Names:
-    """Translator of names for one model. Cheap to create: no tensor is touched.
+    """Translator of names for one model. It is cheap to create, as no tensor is read.
 
     Args:
         model: from ``build_model``, also after ``quant.prepare``.
-        on_disk: shapes by key of a checkpoint's tensors. They locate tensors that the model has concatenated in one;
-            without them such keys are rejected.
+        on_disk: shapes by key of a checkpoint's tensors. They are needed to locate tensors that the model concatenates
+            into one; without them the keys of such tensors are rejected.
     """
 
     def __init__(self, model: PreTrainedModel, on_disk: Mapping[str, Shape] | None = None):
@@ -108,7 +108,7 @@ class Names:
         self._rows = self._concatenated(concatenations, self._on_disk) if concatenations else {}
 
     def layout(self, key: str) -> DiskLayout | None:
-        """Layout of the tensor ``key`` of a checkpoint; None if the model has nothing of it.
+        """Return the layout of the tensor ``key`` of a checkpoint; None if no tensor of the model contains it.
 
         Raises:
             UnsupportedConversionError: transformers would compute a parameter from this tensor.
@@ -125,7 +125,7 @@ class Names:
         return DiskLayout(piece.shape, (piece._replace(offset=0, turned=0),))
 
     def key(self, name: str) -> str:
-        """Key under which ``save_pretrained`` writes our parameter ``name``.
+        """Return the key under which ``save_pretrained`` writes the model's parameter ``name``.
 
         A single expert's weight is named as in :func:`quant.linear.linears_of`. If transformers has only fused tensors
         on disk, its per-expert key is that name, renamed.
@@ -136,7 +136,8 @@ class Names:
         return apply_renamings(key, self._reverse_renamings)
 
     def places(self, name: str) -> list[Place]:
-        """Locations on disk of our parameter or buffer ``name``: one tensor, or several concatenated ones."""
+        """Return the locations on disk of the model's parameter or buffer ``name``: one tensor, or several that the
+        model concatenates."""
         parts = [(start, key) for key, (whole, start, _) in self._rows.items() if whole == name]
         if parts:
             return [Place(key, self._rows[key].shape, start) for start, key in sorted(parts)]
@@ -144,8 +145,8 @@ class Names:
         return [Place(self.key(name), self.own[name][::-1] if turned else self.own[name], 0, turned)]
 
     def stacks(self, name: str) -> list[Stack]:
-        """Tensors on disk with all experts of our parameter ``name``; empty if it is no weight of experts. Transposed
-        if ``on_disk`` has them so."""
+        """Return the tensors on disk with all experts of the model's parameter ``name``; empty if it is no weight of
+        experts. They are transposed if ``on_disk`` has transposed ones."""
         stacks = []
         for fused, projections in self._fused_of.get(name, {}).items():
             key = apply_renamings(fused, self._reverse_renamings)
@@ -155,7 +156,7 @@ class Names:
         return stacks
 
     def is_unknown(self, key: str) -> bool:
-        """Return True if the model has nothing of the tensor ``key`` of a checkpoint."""
+        """Return True if no tensor of the model contains the tensor ``key`` of a checkpoint."""
         _, name, _ = self._find(key)
         return name not in self._theirs and key not in self._experts
 
@@ -187,11 +188,12 @@ class Names:
         return absent if parts else [self.key(name)]
 
     def _converted_name(self, renamed: str, converters: list[WeightConverter]) -> tuple[str, str | None]:
-        """Name in transformers' model, and the source pattern of the converter that matched, if any."""
+        """Return the name in transformers' model, and the source pattern of the converter that matched, if any."""
         return rename_source_key(renamed, [], converters, self._prefix, self._theirs)
 
     def _find(self, key: str) -> tuple[str, str, str | None]:
-        """``key`` renamed, its name in transformers' model, and the source pattern of the converter that matched."""
+        """Return ``key`` renamed, its name in transformers' model, and the source pattern of the converter that
+        matched."""
         renamed = apply_renamings(key, self._renamings)
         name, pattern = self._converted_name(renamed, self._converters)
         if name not in self._theirs and key in self._theirs:
@@ -200,7 +202,8 @@ class Names:
         return renamed, name, pattern
 
     def _concatenated(self, rules: list[WeightConverter], on_disk: Mapping[str, Shape]) -> dict[str, _Rows]:
-        """Keys whose tensors are concatenated in one of our tensors: its name, first element and shape for each."""
+        """Find the keys whose tensors are concatenated in one tensor of the model: for each, that tensor's name, and
+        the first element and shape in it."""
         patterns = {pattern: (index, rule) for rule in rules for index, pattern in enumerate(rule.source_patterns)}
         parts: dict[str, dict[int, str]] = defaultdict(dict)
         number: dict[str, int] = {}
@@ -227,7 +230,7 @@ class Names:
         return DiskLayout(shape, (Piece(name, 0, shape),))
 
     def _converted(self, key: str, renamed: str, name: str, pattern: str) -> DiskLayout | None:
-        """Layout of ``key`` as a slice of the fused parameter ``name``, according to the matching converter.
+        """Return the layout of ``key`` as a slice of the fused parameter ``name``, according to the matching converter.
 
         None for an expert that the model does not have.
         """
@@ -252,8 +255,8 @@ class Names:
         return DiskLayout(shape, pieces) if pieces else None
 
     def _fused_at(self, key: str, fused: str, pattern: str | None) -> DiskLayout:
-        """Layout of the tensor ``key`` that becomes transformers' parameter ``fused`` by the converter with the source
-        ``pattern``, if any."""
+        """Return the layout of the tensor ``key`` that becomes transformers' parameter ``fused`` by the converter with
+        the source ``pattern``, if any."""
         layout = self._fused[fused]
         converter = self._by_pattern.get(pattern or "")
         if converter is None or not _is_transposing(converter):
@@ -265,7 +268,8 @@ class Names:
         return turned(layout)
 
     def _expert_key(self, expert: ExpertTensor) -> str | None:
-        """Key that a stacking converter has for a slice of a fused parameter; None without such a converter."""
+        """Return the key that a stacking converter has for a slice of a fused parameter; None without such a
+        converter."""
         rows = self._fused[expert.fused].shape[1]
         index, row = divmod(expert.piece.offset // math.prod(expert.piece.shape[1:]), rows)
         for sources, first in self._stacked_from(expert.fused):
@@ -274,7 +278,8 @@ class Names:
         return None
 
     def _stacked_from(self, fused: str) -> list[tuple[list[str], str]]:
-        """Sources of every stacking converter that creates the parameter ``fused``, and the key of the first one."""
+        """Return the source patterns of every stacking converter that creates the parameter ``fused``, and the key of
+        the first one."""
         if fused not in self._sources:
             found = self._sources[fused] = []
             for converter, reverse in self._stackings:
@@ -285,9 +290,10 @@ class Names:
 
 
 def own_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Tensors of a checkpoint of ``model``: parameters, tied ones under each of their names, and persistent buffers.
+    """Return the tensors of a checkpoint of ``model``: parameters (a tied one under each of its names) and persistent
+    buffers.
 
-    Without scales and adapters of :mod:`quant`'s layers; packed weights are represented by meta tensors.
+    Scales and adapters of :mod:`quant`'s layers are left out; packed weights are represented by meta tensors.
     """
     tensors: dict[str, Tensor] = {
         name: as_weight(parameter)
@@ -302,7 +308,8 @@ def own_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def module_name_on_disk(model: PreTrainedModel, module: str) -> str:
-    """Name on disk of a module, such as ``model.layers.0.mlp.experts.3.gate_proj``: the prefix of its tensors' keys."""
+    """Return the name on disk of a module, such as ``model.layers.0.mlp.experts.3.gate_proj``: the prefix of its
+    tensors' keys."""
     if model not in _NAMES:
         _NAMES[model] = Names(model)
     return _NAMES[model].key(f"{module}.weight").removesuffix(".weight")
@@ -319,7 +326,7 @@ def concatenates(model: PreTrainedModel) -> bool:
 
 
 def _is_stacking(converter: WeightConverter) -> bool:
-    """Return True if a converter only stacks experts, at most with gate and up of each concatenated."""
+    """Return True if a converter only stacks experts; it may also concatenate gate and up of each expert."""
     kinds = [(type(operation), operation.dim) for operation in converter.operations if hasattr(operation, "dim")]
     several = len(converter.source_patterns) > 1
     expected = [(MergeModulelist, 0), (Concatenate, 1)] if several else [(MergeModulelist, 0)]
@@ -339,5 +346,6 @@ def _is_concatenation(converter: WeightConverter) -> bool:
 
 
 def _expert_pattern(pattern: str) -> str:
-    """Regular expression for a converter's source pattern, with the star of the expert as a group of digits."""
+    """Convert a converter's source pattern to a regular expression, with the star of the expert as a group of
+    digits."""
     return pattern.replace("*.", r"(\d+)\.")

@@ -1,9 +1,9 @@
 """Read safetensors files by byte ranges.
 
-The format is a length, a JSON header with the offsets of every tensor, and the tensors' bytes, row-major. A partition
-is a contiguous run of a row-major tensor, and so of bytes in a file: it is read straight into its final memory, without
-mapping the file (mapped pages count as this process's memory) and without a temporary tensor. Only if the dtype
-differs, or the memory is a GPU's, the bytes pass through a buffer of one chunk.
+A safetensors file consists of a length, a JSON header with the offsets of every tensor, and the tensors' bytes,
+row-major. A partition is a contiguous run of a row-major tensor, and so of bytes in a file. It is read straight into
+its final memory, without mapping the file (mapped pages count as this process's memory) and without a temporary tensor.
+Only if the dtype differs, or the memory is on a GPU, the bytes pass through a buffer of one chunk.
 """
 
 import gc
@@ -47,7 +47,7 @@ DTYPES = {
 
 
 class CheckpointError(ValueError):
-    """Raised for a checkpoint that cannot be read; the text names the file."""
+    """Error for a checkpoint that cannot be read; the text names the file."""
 
 
 class DiskTensor(NamedTuple):
@@ -66,7 +66,7 @@ class DiskTensor(NamedTuple):
         return DTYPES.get(self.kind)
 
     def bytes_of(self, count: int) -> int:
-        """Bytes of ``count`` elements."""
+        """Return the number of bytes of ``count`` elements."""
         return (self.end - self.begin) * count // max(1, math.prod(self.shape))
 
 
@@ -76,7 +76,7 @@ class Checkpoint:
 
     Attributes:
         tensors: tensors by key, in the order of the files and of the tensors in them.
-        problems: problems of the files, one sentence each, naming them.
+        problems: problems of the files, one sentence each, which names the file.
         lost: keys that the index maps to a file that could not be read: they do not count as missing.
     """
 
@@ -129,7 +129,7 @@ def read_header(file: Path) -> Iterator[DiskTensor]:
     """Read the header of one safetensors file and yield its tensors in file order.
 
     Raises:
-        CheckpointError: not a safetensors file, or shorter or longer than its header implies.
+        CheckpointError: the file is no safetensors file, or is shorter or longer than its header implies.
     """
     if not file.is_file():
         raise CheckpointError(f"{file} does not exist")
@@ -172,7 +172,7 @@ def warn_of_zero_tails(directory: Path) -> None:
     """Warn on rank 0 of files of a checkpoint that end in zeros instead of matrices.
 
     Raises:
-        CheckpointError, OSError: see :func:`read_headers`; a file cannot be read.
+        CheckpointError, OSError: as in :func:`read_headers`, or a file cannot be read.
     """
     tensors = read_headers(directory).tensors.values() if is_main() else ()
     for file in sorted({tensor.file for tensor in tensors}):
@@ -203,7 +203,7 @@ def _warn_of_zeros(file: Path, tensors: list[DiskTensor]) -> None:
 
 
 def _zeros_at_end(file: Path) -> int:
-    """Number of zero bytes at the end of a file."""
+    """Count the zero bytes at the end of a file."""
     end = size = file.stat().st_size
     with file.open("rb") as stream:
         while end:

@@ -1,7 +1,7 @@
-"""Map our tensors to slices of transformers' tensors: contiguous runs, and transposed matrices.
+"""Map the model's tensors to slices of transformers' tensors: contiguous runs, and transposed matrices.
 
-A stack of experts is ``[E, out, in]`` here, for any layout in transformers: groups of weights run along the last
-dimension, and partitions of a checkpoint are contiguous.
+In the model a stack of experts is always ``[E, out, in]``, whatever its layout in transformers. So groups of weights
+run along the last dimension, and a partition is contiguous in the checkpoint.
 """
 
 import math
@@ -16,14 +16,15 @@ Shape = tuple[int, ...]
 
 
 class Piece(NamedTuple):
-    """Slice of a tensor on disk that is a contiguous run of ``prod(shape)`` elements of one of our tensors.
+    """Slice of a tensor on disk that is a contiguous run of ``prod(shape)`` elements of one tensor of the model.
 
     Attributes:
-        name: our tensor's name.
+        name: name of the model's tensor.
         offset: first element in the tensor on disk.
-        shape: shape of the slice in our tensor.
-        start: first element in our tensor.
-        turned: 0 if contiguous on disk too. Else the slice's rows are columns on disk, of a matrix with so many.
+        shape: shape of the slice in the model's tensor.
+        start: first element in the model's tensor.
+        turned: 0 if the slice is contiguous on disk too. Otherwise its rows are columns of a matrix on disk, and this
+            is the number of columns of that matrix.
     """
 
     name: str
@@ -43,21 +44,22 @@ class Piece(NamedTuple):
         return (self.shape[1] - 1) * self.turned + self.shape[0] if self.turned else self.numel
 
     def of(self, span: Tensor) -> Tensor:
-        """Extract the slice, flat and in our order, from the flat elements on disk from ``offset`` on."""
+        """Extract the slice, flat and in the order of the model's tensor, from the flat elements on disk from
+        ``offset`` on."""
         if not self.turned:
             return span[: self.numel]
         return span.as_strided(self.shape, (1, self.turned)).reshape(-1)
 
 
 class DiskLayout(NamedTuple):
-    """Required shape of a tensor on disk, and the slices of our tensors in it."""
+    """Required shape of a tensor on disk, and the slices of the model's tensors in it."""
 
     shape: Shape
     pieces: tuple[Piece, ...]
 
 
 class Stack(NamedTuple):
-    """Tensor on disk with Linears of all experts, in their order.
+    """Tensor on disk with Linears of all experts, in the order of the experts.
 
     Attributes:
         key: the tensor's key.
@@ -75,7 +77,8 @@ class Stack(NamedTuple):
 
 
 class ExpertTensor(NamedTuple):
-    """Weight of one Linear of one expert: transformers' fused parameter with it, and its slice there and here."""
+    """Weight of one Linear of one expert: the fused parameter of transformers that contains it, and its slice in that
+    parameter and in the model's tensor."""
 
     fused: str
     shape: Shape  # of transformers' parameter
@@ -109,7 +112,7 @@ def expert_tensors(model: nn.Module) -> dict[str, ExpertTensor]:
 
 
 def fused_layouts(experts: dict[str, ExpertTensor]) -> dict[str, DiskLayout]:
-    """Map names of transformers' fused parameters to their shapes and the slices of our tensors in them."""
+    """Map names of transformers' fused parameters to their shapes and the slices of the model's tensors in them."""
     shapes, pieces = {}, defaultdict(list)
     for expert in experts.values():
         shapes[expert.fused] = expert.shape

@@ -1,11 +1,12 @@
-"""Find the experts in transformers' modules, by structure rather than name, and replace them by ours.
+"""Find the experts in transformers' modules, by structure instead of name, and replace them by this project's modules.
 
-The function of a module is tested on a tiny case against ours. A module with several experts in an unknown form is
-rejected by name: ranks that route differently would run different parts of it.
+The function of each module is compared with its replacement on a tiny case. A module with several experts in an unknown
+form is an error that names it: ranks that route differently would run different parts of it.
 
 For Llama 4, :class:`Routed` replaces the MoE block, so that an expert gets only the tokens that chose it. transformers
-passes all tokens to every expert, times a score that is zero if the token did not choose it: E times the arithmetic,
-and E copies of the hidden states. An expert's output and gradient for zeros are zero, so the result is the same.
+passes all tokens to every expert, multiplied by a score that is zero if the token did not choose the expert. This takes
+E times the arithmetic, and E copies of the hidden states. An expert's output and gradient for zeros are zero, so the
+result is the same.
 """
 
 import copy
@@ -30,17 +31,17 @@ SIZES = {
     "intermediate_dim": ("intermediate_dim", "intermediate_size", "ffn_hidden_size", "expert_dim"),
 }
 ACT_FN = ("act_fn", "activation_fn")
-# In keys of configurations about experts that are not the number of experts to choose from.
+# Parts of configuration keys about experts whose value is not the number of experts to choose from.
 _NO_NUMBER = re.compile(r"tok|top|shared|group|size|dim|interval|freq|step|layer|zero")
 
 
 def arrange_experts(model: nn.Module, form: Form) -> int:
-    """Replace every fused experts module of an empty model by one of ``form``, a leaf for ZeRO-3.
+    """Replace every fused experts module of an empty model by a module of ``form``, which ZeRO-3 gathers as a whole.
 
     Run it in a context that creates parameters on the meta device: nothing is copied. Returns the number of modules.
 
     Raises:
-        ValueError: experts in an unknown layout, or with an unknown function, by class name.
+        ValueError: experts have an unknown layout or function; the text names the class.
     """
     counts = _numbers_of_experts(model.config.to_dict() if isinstance(model, PreTrainedModel) else {})
     found = [
@@ -84,7 +85,7 @@ def _parameter(fused: nn.Module, name: str, of: Experts) -> nn.Parameter:
 
 
 def _routed(name: str, block: nn.Module) -> nn.Module:
-    """Replace a block that passes all tokens to each expert by one that routes them."""
+    """Replace a block that passes all tokens to each expert by a block that routes them."""
     # Imported only for such a model, as the file imports the classes of its family.
     from model.moe.arrange import Routed
 
@@ -92,7 +93,7 @@ def _routed(name: str, block: nn.Module) -> nn.Module:
 
 
 def _gated_of(fused: nn.Module) -> Function | None:
-    """Function of gate and up that the class of ``fused`` defines; None for ``act_fn(gate) * up``."""
+    """Return the function of gate and up that the class of ``fused`` defines; None for ``act_fn(gate) * up``."""
     own = getattr(type(fused), "_apply_gate", None)
     if own is None or own.__module__ == "transformers.integrations.moe":  # transformers' default
         return None
@@ -103,10 +104,10 @@ def _gated_of(fused: nn.Module) -> Function | None:
 
 
 def _looks_like_experts(name: str, module: nn.Module, model: nn.Module, counts: set[int]) -> bool:
-    """Return True if ``module`` of ``model`` has several experts in some form, which then must be a known one.
+    """Return True if ``module`` of ``model`` has several experts in any form; an unknown form is then an error.
 
-    Evidence is its name, or as many equal parts as the configuration has experts (``counts``), or as many as a module
-    beside it can choose from.
+    Evidence is the module's name, or its number of equal parts: the number of experts in the configuration
+    (``counts``), or the number from which another module of the same block can choose.
     """
     if isinstance(module, ExpertMLPs):
         return False
@@ -133,7 +134,8 @@ def _looks_like_experts(name: str, module: nn.Module, model: nn.Module, counts: 
 
 
 def _holder(name: str, module: nn.Module, model: nn.Module) -> tuple[str, nn.Module]:
-    """Module, with its name, whose forward takes tokens and choices: in DBRX the parent of the one with the weights."""
+    """Find the module, with its name, whose forward takes tokens and choices: in DBRX the parent of the module with the
+    weights."""
     parent = name.rpartition(".")[0]
     if {key for key, _ in module.named_parameters(recurse=False)} == {"w1", "v1", "w2"} and parent.endswith("experts"):
         return parent, model.get_submodule(parent)
@@ -141,8 +143,8 @@ def _holder(name: str, module: nn.Module, model: nn.Module) -> tuple[str, nn.Mod
 
 
 def _alike_parts(module: nn.Module, own: Mapping[str, tuple[int, ...]]) -> tuple[int, set[int]]:
-    """Number of equally shaped matrices, or modules with matrices, in the container ``module``, and the sizes of these
-    matrices; 0 if it is no container.
+    """Count the equally shaped matrices, or modules with matrices, in the container ``module``, and return the sizes of
+    these matrices; 0 if it is no container.
 
     ``own`` has the shapes of its parameters, which are 3-D in a stack.
     """
@@ -185,7 +187,7 @@ def _is_chosen(model: nn.Module, block: str, name: str, parts: int, widths: set[
 
 
 def _numbers_of_experts(values: Mapping[str, Any]) -> set[int]:
-    """Collect numbers of experts in a configuration, under any key, also in nested ones."""
+    """Collect numbers of experts in a configuration, under any key, including nested configurations."""
     found: set[int] = set()
     for key, value in values.items():
         if isinstance(value, Mapping):
@@ -241,8 +243,9 @@ def _read(name: str, module: nn.Module) -> Experts:
 
 @torch.no_grad()
 def _check_function(name: str, module: nn.Module, of: Experts) -> bool:
-    """Return True if the class sums in the dtype of the choices' weights. Raises ValueError if a tiny case differs from
-    ours: some classes with these attributes compute another function, or in another dtype."""
+    """Return True if the class sums in the dtype of the choices' weights. Raises ValueError if its results differ from
+    the replacement's on a tiny case: some classes with these attributes compute another function, or in another
+    dtype."""
     of = of._replace(num_experts=3, hidden_dim=4, intermediate_dim=5)
     generator = torch.Generator().manual_seed(0)
 
@@ -287,7 +290,7 @@ def _check_function(name: str, module: nn.Module, of: Experts) -> bool:
 
 
 def _tiny(module: nn.Module, of: Experts, stacks: Mapping[str, Tensor]) -> nn.Module:
-    """Copy ``module`` with the sizes of ``of`` and with our ``stacks`` as its parameters."""
+    """Copy ``module`` with the sizes of ``of``, and with the replacement's ``stacks`` as its parameters."""
     config = copy.deepcopy(getattr(module, "config", None))
     if config is not None:
         config._experts_implementation = "eager"
@@ -311,7 +314,7 @@ def _tiny(module: nn.Module, of: Experts, stacks: Mapping[str, Tensor]) -> nn.Mo
 
 
 def _as_ours(theirs: nn.Module, of: Experts) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Wrap ``theirs`` as a function with the arguments of our experts."""
+    """Wrap the module ``theirs`` of transformers as a function with the arguments of the replacement."""
     if not of.scales_inputs:
         return theirs
 
@@ -325,7 +328,7 @@ def _as_ours(theirs: nn.Module, of: Experts) -> Callable[[Tensor, Tensor, Tensor
 
 
 class Routed(nn.Module):
-    """Block with the children, names and results of transformers' block, but with our experts."""
+    """Block with the children, names and results of transformers' block, but with the replaced experts."""
 
     def __init__(self, block: Llama4TextMoe):
         super().__init__()

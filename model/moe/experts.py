@@ -1,12 +1,14 @@
 """Mixture-of-experts layers, in one of two forms, that replace transformers' fused modules.
 
-transformers has all experts of a layer in two 3-D parameters, ``gate_up_proj [E, 2I, H]`` (gate first) and
-``down_proj [E, H, I]``. Quantization needs a module per weight, with one scale per expert and projection, as in
-checkpoints and serving. So the fused module is replaced while the model is still on the meta device: nothing is copied.
+transformers has all experts of a layer in two 3-D parameters, ``gate_up_proj [E, 2I, H]`` (gate first) and ``down_proj
+[E, H, I]``. Quantization needs a module per weight, with one scale per expert and projection, as in checkpoints and
+serving. So the fused module is replaced by one of two forms, while the model is still on the meta device, so that
+nothing is copied.
 
 - **stacked**: keep the two weights, each in a :class:`quant.linear.StackedLinear` with E scales. Few parameters, few
   collectives, one launch for all experts.
-- **per_expert**: three nn.Linears per expert: thousands of small parameters, which can be inspected individually.
+- **per_expert**: three nn.Linears per expert. These are thousands of small parameters, which can be inspected
+  individually.
 
 In both forms **every expert has a gradient on every rank**. If each rank ran only the per-expert Linears that its own
 tokens chose, ranks would disagree on which parameters have gradients and in which order, and the reductions of ZeRO
@@ -14,9 +16,9 @@ stages 1-3 would silently add up gradients of different parameters. So each Line
 input if no token chose it: an empty matrix product gives every parameter a zero gradient.
 
 Tokens are moved to the rows of their experts and back by two gathers, each of which is the other's gradient. Autograd's
-gradient of a gather is an accumulating ``index_put``: on a GPU it sorts the indices first, and writes zeros before it
-adds; on a CPU with several threads fp32 sums come in any order. Here both directions sum in the order of the experts,
-one addition at a time in the dtype of the rows, as a CPU with one thread does, in one pass that reads a token's rows
+own gradient of a gather would be an accumulating ``index_put``: on a GPU it sorts the indices first, and writes zeros
+before it adds; on a CPU with several threads the order of fp32 sums varies. The functions here sum in the order of the
+experts, one addition at a time in the dtype of the rows, as a CPU with one thread does. One pass reads a token's rows
 and writes their sum.
 
 Legend: T tokens, K experts per token, E experts, H hidden size, I intermediate size; a choice is one of the K T pairs
@@ -56,8 +58,8 @@ class ExpertRows(NamedTuple):
 
     @classmethod
     def of(cls, top_k_index: Tensor, num_experts: int) -> "ExpertRows":
-        """Compute the mapping from the experts [T, K] of each token, 0 to E - 1; a token may choose one twice. Does not
-        synchronize with the host."""
+        """Compute the mapping from the experts [T, K] of each token, 0 to E - 1; a token may choose an expert twice.
+        Does not synchronize with the host."""
         tokens, per_token = top_k_index.shape
         choices = top_k_index.t().reshape(-1)  # [K, T], as transformers orders them
         choice = torch.argsort(choices, stable=True)
@@ -77,7 +79,7 @@ class ExpertRows(NamedTuple):
 
     def summed(self, rows: Tensor) -> Tensor:
         """Sum each token's rows [K T, H] to [T, H], one by one in the order of their experts: a sum over K would round
-        differently, and atomic additions come in any order. Differentiable."""
+        differently, and the order of atomic additions varies. Differentiable."""
         summed: Tensor = _Summed.apply(rows, self.token, self.of_token)
         return summed
 
@@ -134,15 +136,15 @@ _DBRX = (("w1", "gate"), ("v1", "up"))
 
 
 class _Held(NamedTuple):
-    """Contents of a parameter of transformers' experts module, in terms of our stacks.
+    """Contents of a parameter of transformers' experts module, in terms of this module's stacks.
 
     Attributes:
-        name: the parameter's name, below the module.
-        stack: name of our stack.
-        projections: Linears of each expert in it, their rows concatenated in both.
-        turned: True if the matrix of each expert is ``[in, out]`` there. Our stacks are ``[E, out, in]``, as in
+        name: the parameter's name inside the module.
+        stack: name of the stack.
+        projections: Linears of each expert in it; their rows are concatenated in the parameter and in the stack.
+        turned: True if the matrix of each expert is ``[in, out]`` in transformers. Stacks are ``[E, out, in]``, as in
             serving: groups of weights run along the last dimension.
-        flat: True if the experts' matrices are concatenated there in two dimensions.
+        flat: True if the experts' matrices are concatenated in transformers in two dimensions.
     """
 
     name: str
@@ -155,13 +157,13 @@ class _Held(NamedTuple):
 class Experts(NamedTuple):
     """Experts of a layer: their sizes E, H and I, and their function.
 
-    That is ``down(act_fn(gate(x)) * up(x))``; or ``down(gated([gate(x), up(x)]))`` for classes that define it (some
-    clamp both); or ``down(act_fn(up(x)))`` for classes without a gate. A token's experts are summed in the dtype of the
-    hidden states, or, with ``sums_of_weights``, in the dtype of the choices' weights.
+    The function is ``down(act_fn(gate(x)) * up(x))``; or ``down(gated([gate(x), up(x)]))`` for classes that define it
+    (some clamp both); or ``down(act_fn(up(x)))`` for classes without a gate. A token's experts are summed in the dtype
+    of the hidden states, or, with ``sums_of_weights``, in the dtype of the choices' weights.
 
     Attributes:
         transposed: transformers' matrices are ``[in, out]``.
-        interleaved: rows of gate and up alternate. They form one Linear then, gate_up_proj.
+        interleaved: rows of gate and up alternate, so that both form one Linear, gate_up_proj.
         biased: every Linear has a bias.
         scales_inputs: the choice's weight multiplies the expert's input, not its output.
         apart: gate, up and down are three matrices, ``mlp.w1``, ``mlp.v1`` and ``mlp.w2``, ``[E * I, H]`` each (DBRX).
@@ -182,7 +184,7 @@ class Experts(NamedTuple):
 
     @property
     def stacks(self) -> dict[str, tuple[tuple[int, int], tuple[str, ...]]]:
-        """By name of our stack: the shape of one Linear, and the names of an expert's Linears in it."""
+        """Shape of one Linear, and names of an expert's Linears, by name of the stack."""
         h, i = self.hidden_dim, self.intermediate_dim
         first: tuple[str, tuple[tuple[int, int], tuple[str, ...]]] = (
             "gate_up_proj",
@@ -195,7 +197,7 @@ class Experts(NamedTuple):
         return {first[0]: first[1], "down_proj": ((h, i), ("down_proj",))}
 
     def shapes(self) -> dict[str, tuple[int, int, int]]:
-        """Shapes of our stacks, by name."""
+        """Shapes of the stacks, by name."""
         return {
             name: (self.num_experts, len(projections) * rows, columns)
             for name, ((rows, columns), projections) in self.stacks.items()
@@ -203,14 +205,14 @@ class Experts(NamedTuple):
 
     @property
     def held(self) -> tuple[_Held, ...]:
-        """Contents of transformers' parameters in terms of our stacks."""
+        """Contents of transformers' parameters in terms of the stacks."""
         if self.apart:
             gate_up = [_Held(f"mlp.{name}", "gate_up_proj", (f"{to}_proj",), False, True) for name, to in _DBRX]
             return (*gate_up, _Held("mlp.w2", "down_proj", ("down_proj",), True, True))
         return tuple(_Held(name, name, projections, self.transposed) for name, (_, projections) in self.stacks.items())
 
     def shape_of(self, held: _Held) -> tuple[int, ...]:
-        """Shape of a parameter of transformers."""
+        """Return the shape of a parameter of transformers."""
         (rows, columns), _ = self.stacks[held.stack]
         rows *= len(held.projections)
         matrix = (columns, rows) if held.turned else (rows, columns)
@@ -230,15 +232,15 @@ class Experts(NamedTuple):
         return self.act_fn(gate) * up
 
     def sum_dtype(self, hidden_states: Tensor, weights: Tensor) -> torch.dtype:
-        """Dtype in which a token's experts are summed."""
+        """Return the dtype in which a token's experts are summed."""
         if self.scales_inputs:  # transformers sums over a dimension, which torch rounds once
             return torch.promote_types(hidden_states.dtype, torch.float32)
         return weights.dtype if self.sums_of_weights else hidden_states.dtype
 
 
 class ExpertMLPs(nn.Module):
-    """Experts of one MoE layer, with the signature and results of transformers' eager fused module (bit-equal if the
-    matrix products are).
+    """Experts of one MoE layer, with the signature and results of transformers' eager fused module (the same bits if
+    the matrix products have the same bits).
 
     Attributes:
         of: sizes and function.
@@ -256,8 +258,8 @@ class ExpertMLPs(nn.Module):
 
 
 class StackedMLPs(ExpertMLPs):
-    """All experts' weights in two stacks; ``weights`` are Parameters with the shapes and order of ``of.shapes``, and
-    ``biases`` of ``of.biases``."""
+    """All experts' weights in two stacks. ``weights`` are Parameters with the shapes and order of ``of.shapes``,
+    ``biases`` with those of ``of.biases``."""
 
     def __init__(self, of: Experts, weights: Iterable[nn.Parameter], biases: Iterable[nn.Parameter] = ()):
         super().__init__(of)
@@ -267,15 +269,16 @@ class StackedMLPs(ExpertMLPs):
             self.register_parameter(name, bias)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Weighted sum of the chosen experts' outputs. With a grouped GEMM, it does not synchronize with the host.
+        """Compute the weighted sum of the chosen experts' outputs. With a grouped GEMM, it does not synchronize with
+        the host.
 
         Args:
             hidden_states: ``[T, H]``, or with more dimensions in place of T.
-            top_k_index: [T, K] integers in [0, E]; E means none. Such a choice is computed with a weight of 0.
+            top_k_index: [T, K] integers in [0, E]; E means no expert, and is computed as a choice with a weight of 0.
             top_k_weights: [T, K].
 
         Returns:
-            Shape and dtype of ``hidden_states``, experts summed in their order.
+            Tensor in the shape and dtype of ``hidden_states``; experts are summed in their order.
         """
         shape, hidden_states = hidden_states.shape, hidden_states.reshape(-1, hidden_states.shape[-1])
         # "None" becomes the last expert with a weight of 0: dropping rows would make the host wait for their number.
@@ -316,7 +319,8 @@ class ExpertMLP(nn.Module):
                 self.add_module(projection, nn.Linear(columns, rows, bias=False))
 
     def forward(self, rows: Tensor, of: Experts, biases: Sequence[Tensor]) -> Tensor:
-        """[rows, H] to [rows, H]; ``biases``: this expert's for the first Linears and for down_proj, or none."""
+        """Map [rows, H] to [rows, H]. ``biases`` are this expert's biases of the first Linears and of down_proj, or
+        empty."""
         *first, down_proj = self.children()
         if of.has_gate and of.gated is None and not biases:
             gate, up = first
@@ -328,7 +332,7 @@ class ExpertMLP(nn.Module):
 
 
 class PerExpertMLPs(ExpertMLPs):
-    """Experts as children ``"0"`` to ``"E-1"``; ``biases`` are those of all, see ``of.biases``."""
+    """Experts as children ``"0"`` to ``"E-1"``; ``biases`` are the biases of all experts, see ``of.biases``."""
 
     def __init__(self, of: Experts, biases: Iterable[nn.Parameter] = ()):
         super().__init__(of)
@@ -370,5 +374,5 @@ class PerExpertMLPs(ExpertMLPs):
 
 
 def router_names(model: nn.Module) -> list[str]:
-    """Names of the modules and parameters that choose experts, in a model after ``arrange_experts``."""
+    """List the names of the modules and parameters that choose experts, in a model after ``arrange_experts``."""
     return [name for module in model.modules() if isinstance(module, ExpertMLPs) for name in module.routers]

@@ -1,4 +1,4 @@
-"""Find the routers of a MoE layer, by their computation rather than their names.
+"""Find the routers of a MoE layer, by their computation instead of their names.
 
 A router computes the weights of the chosen experts. So a block's forward is run on the meta device up to its experts,
 and autograd's graph of these weights is followed back to the last matrix product: the parameters on this path, and the
@@ -20,10 +20,10 @@ class _Reached(Exception):
 
 
 def routers_of(block: nn.Module, experts: nn.Module, *, num_experts: int, hidden_dim: int) -> list[str]:
-    """Names, below ``block``, of the router of ``experts``: children of the block, or its own parameters.
+    """Find the names, inside ``block``, of the router of ``experts``: children of the block, or its own parameters.
 
-    The gate of shared experts (a Linear with one output) counts as one, and so do parameters of the block with a value
-    per expert.
+    The gate of shared experts (a Linear with one output) counts as a router, and so do parameters of the block with a
+    value per expert.
 
     Args:
         block: parent of ``experts``; its parameters may be on the meta device.
@@ -31,7 +31,7 @@ def routers_of(block: nn.Module, experts: nn.Module, *, num_experts: int, hidden
         num_experts, hidden_dim: sizes of the experts.
 
     Raises:
-        ValueError: no router in the block.
+        ValueError: the block has no router.
     """
     inside = {name for name, module in block.named_modules() if module is experts}
     (own,) = inside
@@ -54,8 +54,8 @@ def routers_of(block: nn.Module, experts: nn.Module, *, num_experts: int, hidden
 def _by_computation(
     block: nn.Module, experts: nn.Module, parameters: dict[str, nn.Parameter], hidden_dim: int
 ) -> set[str]:
-    """Names of the parameters in the last product before the weights of the chosen experts; empty if the block's
-    forward takes more than hidden states, or needs values."""
+    """Find the names of the parameters in the last product before the weights of the chosen experts; empty if the
+    block's forward takes more than hidden states, or needs values."""
     meta = {
         name: torch.empty_like(value, device="meta").requires_grad_(name in parameters and value.is_floating_point())
         for name, value in (*block.named_parameters(), *block.named_buffers())

@@ -2,14 +2,15 @@
 Li et al. 2021, arXiv 2102.05426), of all weights at once (EfficientQAT's first phase, Chen et al. 2024, arXiv
 2407.11062).
 
-GPTQ compensates the error within each Linear. In a decoder layer, a Linear can also compensate another's error, and
-that of the layers before, from which it gets its inputs. The weights are rounded in every forward, as in training, and
-trained by Adam on fp32 masters; norms, routers and biases are frozen. The loss of a token is ``|y - t|^2 / |t|^2`` with
-``y`` the quantized layer's output for the quantized model's hidden states, and ``t`` the original's output for its own
-ones: a norm follows, so errors count relative to the token's size, and few tokens with huge states do not dominate.
+GPTQ compensates the error within each Linear. In a decoder layer, a Linear can also compensate the error of another
+Linear, and the error of the layers before, from which it gets its inputs. The weights are rounded in every forward, as
+in training, and trained by Adam on fp32 masters; norms, routers and biases are frozen. The loss of a token is ``|y -
+t|^2 / |t|^2``, with ``y`` the quantized layer's output for the quantized model's hidden states, and ``t`` the original
+layer's output for the original model's hidden states. It is relative to the token's size because a norm follows, and so
+that few tokens with huge states do not dominate.
 
-Afterwards weights return to their original values if these are rounded to the trained code, else to the code's value,
-as after GPTQ (:mod:`quant.scale`).
+Afterwards each weight returns to its original value if this is rounded to the trained code; otherwise it gets the
+code's value, as after GPTQ (:mod:`quant.scale`).
 
 Learning rates are in units of the scale, as in AutoRound (Cheng et al. 2023, arXiv 2309.05516), so that they fit any
 model. Gradients are summed over ranks. Each rank has masters and moments of its own elements.
@@ -74,14 +75,14 @@ def tune(
     """Train the quantized weights of a decoder layer, and their scales if these are learned; a collective.
 
     If the errors of all samples do not decrease, everything is restored. Scales of integers end up in s0, with theta 0;
-    those of float formats keep a theta.
+    scales of float formats keep a theta.
 
     Args:
         quantization: with fake quantization on in this layer, and in its final state in the layers before.
         block, name: the decoder layer.
         samples: with the hidden states before it.
         targets: unquantized output of the layer for each group, ``[n, T, H]``.
-        originals: from :func:`own_weights`, before any codes were chosen.
+        originals: result of :func:`own_weights` before any codes were chosen.
         rows: samples per step and rank, rounded up to whole groups.
         errors: accumulates the errors of this layer.
         progress: called after each step.
@@ -170,7 +171,8 @@ class _Tuned:
         self._adam = torch.optim.Adam(groups, betas=BETAS)
 
     def show_scales(self) -> None:
-        """Copy the masters of scales into the gathered Parameters, where each gather puts the outdated partitions."""
+        """Copy the masters of scales into the gathered Parameters, which after each gather have the outdated values of
+        the partitions."""
         for theta, value in zip(self._thetas, self._values, strict=True):
             theta.detach().copy_(value)
         self._forget()
@@ -230,7 +232,7 @@ class _Tuned:
 
 
 def _effective(layer: QuantLayer) -> Tensor:
-    """Effective scale, including theta."""
+    """Return the effective scale, including theta."""
     return kernels.effective_scale(Quantizer(layer.scale_of_weight, layer.scheme.weights, layer.weight.dtype))
 
 
@@ -253,7 +255,7 @@ def _snapped(name: str, layer: QuantLayer, original: Tensor) -> Tensor:
 
 
 def _with_zero(layer: QuantLayer) -> Tensor:
-    """Effective scale, stacked with the zero points if there are any, as expected by ``write_scales``."""
+    """Return the effective scale, stacked with the zero points if there are any, as ``write_scales`` expects it."""
     scale = _effective(layer).detach().clone()
     return scale if layer.weight_zero is None else torch.stack([scale, layer.weight_zero.detach()])
 
@@ -288,7 +290,7 @@ def _error(block: nn.Module, name: str, samples: Samples, targets: Sequence[Tens
 
 
 def _relative(found: Tensor, target: Tensor) -> Tensor:
-    """``|y - t|^2 / |t|^2``, summed over tokens; fp32."""
+    """Compute ``|y - t|^2 / |t|^2``, summed over tokens; fp32."""
     target = target.float()
     error = (found.float() - target).square().sum(-1)
     return (error / target.square().sum(-1).clamp(min=1e-20)).sum()

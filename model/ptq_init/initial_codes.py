@@ -37,20 +37,20 @@ def choose_initial_codes(
 ) -> None:
     """Choose codes and scales of the weights of ``model`` from samples; a collective, before ``deepspeed.initialize``.
 
-    Quantized layers outside the decoder layers (lm_head, embeddings) and those that the samples do not reach keep their
-    nearest codes.
+    Quantized layers outside the decoder layers (lm_head, embeddings) and layers that the samples do not reach keep
+    their nearest codes.
 
     Args:
         model, quantization: the quantized model; weights and their scales are loaded.
-        samples: ``input_ids [n, T]`` of groups that pass a layer together, equally many groups on every rank, and True
-            if the group counts: one that does not only accompanies other ranks' samples.
+        samples: groups that pass a layer together, equally many on every rank. Each has its ``input_ids [n, T]``, and
+            True if the group counts; False marks a group that only keeps this rank in step with the others.
         device: device of the samples.
         tuned_rows: samples per rank and step for tuning each decoder layer, rounded up to whole groups; None for GPTQ
             without tuning.
 
     Raises:
-        RankError: on every rank: no decoder layers, or some that do not run once each, one after the other; inputs
-            with NaN or Inf; a dtype that cannot represent all steps of the codes.
+        RankError: on every rank: the model has no decoder layers, or they do not run once each, one after the other;
+            inputs have NaN or Inf; or the model's dtype cannot represent all steps of the codes.
     """
     blocks = decoder_layers(model, quantization)
     raise_everywhere(None if blocks else NO_LAYERS)
@@ -116,7 +116,7 @@ def _bar(steps: int) -> tqdm:
 
 
 def _switch_on(quantization: Quantization, names: Sequence[str], *, all_inputs: bool = False) -> None:
-    """Fake-quantize these layers, and their inputs if these need no stored scale, or have one by now."""
+    """Fake-quantize these layers, and their inputs unless these lack a scale that must be stored."""
     for inputs in (False, True):
         alike = [name for name in names if (all_inputs or gptq.quantizes_inputs(quantization.layers[name])) == inputs]
         if alike:

@@ -1,8 +1,8 @@
 """Run samples through the decoder layers of a model, one gathered layer at a time.
 
-Samples come in groups of equal length, which pass a layer together: each time a layer runs, its weights are quantized.
-They run through the whole model once, to record the other arguments of each decoder layer. From then on a layer can run
-alone, on the hidden states of all samples.
+Samples of equal length form groups, which pass a layer together, since each run of a layer quantizes its weights. All
+samples run through the whole model once, to record the other arguments of each decoder layer. From then on a single
+layer can run on the hidden states of all samples.
 
 While a layer is tuned, stored scales of its inputs are measured from the largest magnitudes in some samples. The scales
 that training starts with are measured later in the whole model, according to the recipe. Scales set before
@@ -68,7 +68,7 @@ class Samples:
 
 
 def decoder_layers(model: nn.Module, quantization: Quantization) -> dict[str, nn.Module]:
-    """Outermost layers that transformers checkpoints individually, if they have quantized layers inside."""
+    """Find the outermost layers that transformers checkpoints individually, if they have quantized layers inside."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer in found)
@@ -89,7 +89,7 @@ def record(
         samples, device: as in :func:`model.ptq_init.choose_initial_codes`.
 
     Raises:
-        RankError: on every rank: decoder layers that do not run once each, one after the other.
+        RankError: on every rank: decoder layers do not run once each, one after the other.
     """
     found, problems = Samples(), dict[str, None]()
     names = {module: name for name, module in blocks.items()}
@@ -142,13 +142,13 @@ def record(
 
 
 def _first(output: Any) -> Tensor:
-    """Hidden states in the output of a decoder layer."""
+    """Return the hidden states in the output of a decoder layer."""
     found: Tensor = output if isinstance(output, Tensor) else output[0]
     return found
 
 
 def measure_inputs(quantization: Quantization, block: nn.Module, name: str, samples: Samples) -> None:
-    """Measure missing scales of the inputs of Linears in a decoder layer as it is now; a collective.
+    """Measure missing scales of the inputs of Linears in a decoder layer with its current weights; a collective.
 
     Args:
         quantization: without active observers.
@@ -156,7 +156,7 @@ def measure_inputs(quantization: Quantization, block: nn.Module, name: str, samp
         samples: with the hidden states before it.
 
     Raises:
-        RankError: on every rank: inputs with NaN or Inf.
+        RankError: on every rank: inputs have NaN or Inf.
     """
     there = input_scales(quantization)
     groups = [

@@ -1,5 +1,5 @@
 """GPTQ for a decoder layer (:mod:`quant.gptq` has the arithmetic): Linears with the same input are quantized together,
-so that later ones see inputs from quantized layers.
+and later Linears then see inputs from quantized layers.
 
 Inputs are summed over ranks; each rank chooses codes for the rows of which it has a part.
 
@@ -45,7 +45,7 @@ class CodeErrors:
     partitioned: bool = False
 
     def text(self) -> str:
-        """Relative errors over all ranks, as text (all-reduce if rows are sharded)."""
+        """Format the relative errors over all ranks (an all-reduce if rows are sharded)."""
         sums = torch.tensor([self.nearest, self.chosen, self.squares], dtype=torch.float64)
         nearest, chosen, squares = (reduce_over_ranks(sums) if self.partitioned else sums).tolist()
         squares = max(squares, 1e-300)
@@ -67,7 +67,7 @@ def choose_codes(
         Names of the layers whose codes have just been chosen.
 
     Raises:
-        RankError: on every rank: inputs with NaN or Inf; a dtype that cannot represent all steps of the codes.
+        RankError: on every rank: inputs have NaN or Inf, or the model's dtype cannot represent all steps of the codes.
     """
     for sets in quantized_together(model, quantization, name):
         grams = _grams(quantization, block, sets, samples, name)
@@ -76,7 +76,7 @@ def choose_codes(
 
 
 def quantized_together(model: nn.Module, quantization: Quantization, name: str) -> Iterator[Sets]:
-    """Yield layers of a decoder layer to quantize together, in module order: those with the same input, and the same
+    """Yield layers of a decoder layer to quantize together, in module order: layers with the same input, and the same
     Linear of all experts that are separate modules."""
     schemes = {one: layer.scheme for one, layer in quantization.layers.items() if one.startswith(f"{name}.")}
     steps: dict[str, Sets] = defaultdict(list)
@@ -174,7 +174,7 @@ class _Rows(NamedTuple):
 
 
 def _of_rank(layer: QuantLayer, part: LinearPart, gram: Tensor) -> _Rows | None:
-    """Run GPTQ on this rank's rows of a Linear, whose layer is gathered; None if it has none."""
+    """Run GPTQ on this rank's rows of a Linear, whose layer is gathered; None if the rank has no rows."""
     (start, stop), columns = local_range(layer.weight), part.in_features
     begin = ((part.expert or 0) * layer.out_features + part.first_row) * columns
     low, high = max(start - begin, 0), min(stop - begin, part.out_features * columns)
@@ -192,7 +192,8 @@ def _of_rank(layer: QuantLayer, part: LinearPart, gram: Tensor) -> _Rows | None:
 
 
 def _of_all_ranks(layer: QuantLayer, found: Sequence[_Rows]) -> Tensor:
-    """Collect the layer's scales on every rank; a row split over two ranks takes the first one's. A collective."""
+    """Collect the layer's scales on every rank; a row split over two ranks gets the first rank's scales. A
+    collective."""
     own = local_data(layer.weight_s0)
     whole = torch.zeros(full_shape(layer.weight_s0), device=own.device)
     for one in found:
@@ -225,5 +226,5 @@ def _moved(layer: QuantLayer, found: _Rows, scales: Tensor, gram: Tensor, errors
 
 
 def quantizes_inputs(layer: QuantLayer) -> bool:
-    """Return True if the layer's input is quantized already, because it needs no stored scale."""
+    """Return True if the layer's input is already quantized, which is so if it needs no stored scale."""
     return layer.scheme.activations is not None and layer.scheme.stored_input is None

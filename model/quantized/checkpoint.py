@@ -31,10 +31,10 @@ class SourceCheckpoint:
     """Headers of all files of a checkpoint, with a :class:`QuantizedTensor` for each quantized weight.
 
     Attributes:
-        tensors: by key, a quantized weight under the key that the plain weight would have.
+        tensors: tensors by key; a quantized weight has the key that the plain weight would have.
         problems, lost: as in :class:`model.checkpoint.safetensors.Checkpoint`.
         beside: tensors that the quantized weights consist of, and scales of inputs and of keys and values, by key.
-        kv_cache: quantization of keys and values; None without one, or with one that cannot be read.
+        kv_cache: number format of keys and values; None if they are not quantized, or their format cannot be read.
     """
 
     tensors: dict[str, DiskTensor | QuantizedTensor]
@@ -62,8 +62,8 @@ def read_checkpoint(directory: Path, model: PreTrainedModel | None) -> SourceChe
 
 
 def _with_weights(found: Checkpoint, directory: Path, model: PreTrainedModel | None) -> SourceCheckpoint:
-    """Replace codes of a quantized checkpoint by weights, in narrow or full range as the codes are. Without a model,
-    layers have their names on disk."""
+    """Replace codes of a quantized checkpoint by weights, with narrow or full range according to the codes. Without a
+    model, layers have their names on disk."""
     config = read_quantization_config(directory)
     try:
         rules = rules_of(config)
@@ -116,7 +116,7 @@ def source_schemes(
     Args:
         model, directory: the model, and its quantized checkpoint.
         said: weight specs of the recipe's schemes, which decide if the range of integers is narrow
-            (:mod:`model.quantized.narrow_range`); None: the codes decide.
+            (:mod:`model.quantized.narrow_range`). With None, the codes decide.
 
     Raises:
         ValueError: the checkpoint cannot be read, has no codes, or has full-range codes for a narrow recipe.
@@ -153,7 +153,7 @@ def _on_grid(scheme: Scheme, said: Collection[TensorSpec], name: str | None) -> 
     """Return the scheme of layer ``name`` (None if its codes were not read) with the recipe's narrow or full range.
 
     Raises:
-        ValueError: the recipe has narrow range, and the codes do not.
+        ValueError: the recipe has narrow range, but the codes have full range.
     """
     other = on_other_grid(scheme)
     if other is None or scheme.weights in said or other.weights not in said:

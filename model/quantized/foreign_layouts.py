@@ -1,6 +1,6 @@
 """Weights in the layouts of GPTQ, AWQ and gpt-oss.
 
-GPTQ and AWQ store ``[in, out]``, while ours are ``[out, in]``:
+GPTQ and AWQ store weights as ``[in, out]``, while the model's weights are ``[out, in]``:
 
 GPTQ (AutoGPTQ, GPTQModel) and AutoRound: ``qweight`` int32 [in * bits / 32, out], a little-endian stream of codes down
 each column; ``qzeros`` int32 [groups, out * bits / 32] along each row, with the zero point minus one (``gptq_v2``: the
@@ -9,7 +9,8 @@ zero point); ``scales`` [groups, out]; ``g_idx`` int32 [in], the group of each i
 AWQ's ``gemm`` (AutoAWQ): ``qweight`` int32 [in, out / 8] and ``qzeros`` [groups, out / 8], eight 4-bit codes per word
 in the order of :data:`AWQ_ORDER`.
 
-Codes begin at 0 there: the value is ``(code - zero point) * scale``. Our codes and zero points are 2^(bits - 1) less.
+In these layouts codes begin at 0, and the value is ``(code - zero point) * scale``. The codes and zero points of this
+project are smaller by 2^(bits - 1).
 
 gpt-oss has experts in MXFP4, with the Linears of all experts of a layer in one tensor of codes and one of scales:
 ``<stack>_blocks`` uint8 [E, out, in / 32, 16], two e2m1 codes a byte, the first in the low half; ``<stack>_scales``
@@ -40,7 +41,8 @@ _ENDS = ("qweight", "qzeros", "scales", "g_idx")
 
 @dataclass(frozen=True)
 class ColumnTensor(QuantizedTensor):
-    """Weight whose columns are our rows; ``codes``, ``scale`` and ``zero`` are qweight, scales and qzeros."""
+    """Weight that is transposed on disk; ``codes``, ``scale`` and ``zero`` are the tensors qweight, scales and
+    qzeros."""
 
     packing: Packing = "gptq"
 
@@ -67,7 +69,7 @@ class ColumnTensor(QuantizedTensor):
         """Read the fp32 zero points ``[rows, n]`` of some rows; None if the scheme has none.
 
         Raises:
-            CheckpointError: a zero point out of range, or not in the middle for a symmetric scheme.
+            CheckpointError: a zero point is out of range, or not in the middle for a symmetric scheme.
         """
         assert self.zero is not None
         spec = self.scheme.weights
@@ -112,7 +114,8 @@ def _awq(words: Tensor) -> Tensor:
 def read_columns(
     checkpoint: Checkpoint, rules: Sequence[Rule], packing: Packing
 ) -> tuple[dict[str, QuantizedTensor], dict[str, DiskTensor], list[str]]:
-    """Read one-scheme checkpoints with the results of :func:`model.quantized.linears.read_quantized`."""
+    """Find the quantized weights of a checkpoint with a single scheme; results as in
+    :func:`model.quantized.linears.read_quantized`."""
     scheme = next(rule.scheme for rule in rules if rule.scheme is not None)
     tensors = checkpoint.tensors
     coded: dict[str, QuantizedTensor] = {}
@@ -173,7 +176,7 @@ _BYTES = 16  # per block
 def read_blocks(
     checkpoint: Checkpoint, scheme: Scheme
 ) -> tuple[dict[str, QuantizedTensor], dict[str, DiskTensor], list[str]]:
-    """Read experts with the results of :func:`model.quantized.linears.read_quantized`: each Linear is named
+    """Find the quantized experts; results as in :func:`model.quantized.linears.read_quantized`. Each Linear is named
     ``<experts>.<index>.<stack>``."""
     tensors = checkpoint.tensors
     coded: dict[str, QuantizedTensor] = {}
@@ -199,7 +202,7 @@ def read_blocks(
 
 
 def _problem(codes: DiskTensor, scale: DiskTensor | None) -> str | None:
-    """Problem of the tensors of a stack, if any."""
+    """Describe a problem of the tensors of a stack, or return None."""
     if codes.dtype != torch.uint8 or len(codes.shape) != 4 or codes.shape[-1] != _BYTES:
         return f"its blocks are {codes.kind} {list(codes.shape)}, expected U8 [experts, out, in / 32, {_BYTES}]"
     if scale is None:
@@ -210,7 +213,7 @@ def _problem(codes: DiskTensor, scale: DiskTensor | None) -> str | None:
 
 
 def _of_expert(tensor: DiskTensor, expert: int, shape: tuple[int, int]) -> DiskTensor:
-    """Byte range of one expert in a tensor."""
+    """Return the byte range of one expert in a tensor."""
     size = (tensor.end - tensor.begin) // tensor.shape[0]
     begin = tensor.begin + expert * size
     return tensor._replace(shape=shape, begin=begin, end=begin + size)

@@ -1,7 +1,7 @@
 """Find the codes and scales of each Linear in a checkpoint, and its scheme.
 
-The names are those of compressed-tensors, and of the ``fp8`` of vLLM, transformers and DeepSeek, which has the same
-tensors, except that the scale of blocks is called ``weight_scale_inv``.
+Tensors have the names of compressed-tensors, or of the method ``fp8`` of vLLM, transformers and DeepSeek. Its names are
+the same, except that the scale of blocks is called ``weight_scale_inv``.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,10 +17,10 @@ from quant.spec import TensorSpec
 
 Spellings = Callable[[str], Iterable[str]]  # all names that rules may use for a Linear, by its name on disk
 
-# Dtypes of codes in ``weight``; others are plain weights.
+# Dtypes of codes in ``weight``; a tensor of another dtype is a plain weight.
 _CODES = (torch.float8_e4m3fn, torch.int8)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-# Suffixes of the tensors beside codes, after the name of the Linear.
+# Suffixes of the tensors that a Linear has in addition to codes, after its name.
 _INVERSE = "weight_scale_inv"
 _OF_WEIGHT = (_INVERSE, "weight_scale", "weight_global_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
 _OF_INPUT = ("input_scale", "input_global_scale", "input_zero_point")
@@ -33,8 +33,8 @@ def read_quantized(
     """Find the quantized weights of a checkpoint with the rules of its configuration.
 
     Returns:
-        Quantized weights by the key that the plain weight would have; tensors that belong to them or to the keys and
-        values of attention, by their own keys; and problems, a line each.
+        Quantized weights by the key that the plain weight would have; tensors that belong to these weights or to the
+        keys and values of attention, by their own keys; and problems, a line each.
     """
     tensors = checkpoint.tensors
     coded: dict[str, QuantizedTensor] = {}
@@ -60,7 +60,7 @@ def read_quantized(
 
 
 def _scheme(name: str, rules: Iterable[Rule], spellings: Spellings) -> Scheme:
-    """Scheme of the quantized Linear that is called ``name`` on disk."""
+    """Find the scheme of the quantized Linear that is called ``name`` on disk."""
     schemes = dict.fromkeys(rule.scheme for rule in rules if rule.scheme is not None)
     if len(schemes) == 1:
         return next(iter(schemes))
@@ -78,7 +78,7 @@ def _coded(
     """Combine the tensors of a weight, after checking that they match.
 
     Raises:
-        ValueError: a tensor is missing, or its dtype or shape is not that of the scheme.
+        ValueError: a tensor is missing, or does not have the dtype or shape of the scheme.
     """
     spec = scheme.weights
     shape = _shape(codes, parts, spec, reader)
@@ -107,7 +107,7 @@ def _coded(
 
 
 def _expected(shape: tuple[int, int], scheme: Scheme) -> Shapes:
-    """Expected dtypes and shapes of a weight's tensors. The last block of its rows may be incomplete."""
+    """Return the expected dtypes and shapes of a weight's tensors. The last block of its rows may be incomplete."""
     rows, size = shape[0], scheme.weights.group_size
     if scheme.weights.granularity == "block" and size is not None:
         rows += -rows % size
@@ -118,7 +118,7 @@ def _expected(shape: tuple[int, int], scheme: Scheme) -> Shapes:
 
 
 def _shape(codes: DiskTensor, parts: Mapping[str, DiskTensor], spec: TensorSpec, reader: Reader) -> tuple[int, int]:
-    """Shape of the weight with these codes."""
+    """Return the shape of the weight with these codes."""
     if len(codes.shape) != 2:
         raise ValueError(f"{codes.key} has shape {list(codes.shape)}, expected two dimensions")
     rows, columns = codes.shape

@@ -1,9 +1,11 @@
-"""Detect the narrow range: integer codes without the smallest one, -7..7 for 4 bits with absmax / 7, as in Kimi-K2.
+"""Detect the narrow range: integer codes without the smallest code, for 4 bits -7..7 with scales absmax / 7, as in
+Kimi-K2.
 
-A ``quantization_config`` does not distinguish narrow and full range, as readers decode both alike. The codes do: with
-absmax / 7.5 the largest weight of a group is -8 or 7, depending on its sign. A sample of the codes is read, the same on
-every rank: if it lacks the smallest code, but has the next one and the largest, the range is narrow. Such a model is
-trained in narrow range, so that no export of it has a code that the first file lacks.
+A ``quantization_config`` does not distinguish narrow and full range, as readers decode both alike. The codes do
+distinguish them: with full-range scales absmax / 7.5, the largest weight of a group has the code -8 or 7, depending on
+its sign. A sample of the codes is read, the same on every rank: if it lacks the smallest code, but has the next
+smallest and the largest code, the range is narrow. Such a model is trained in narrow range, so that no export has a
+code that the source checkpoint lacks.
 
 8 bits are not detected: absmax / 127.5, rounded to bf16, is so often the larger number that full-range files have no
 -128 either. A recipe may set narrow range in its own scheme.
@@ -41,8 +43,8 @@ def with_grids(coded: Mapping[str, QuantizedTensor]) -> dict[str, QuantizedTenso
 
 
 def on_other_grid(scheme: Scheme) -> Scheme | None:
-    """Toggle narrow range in a scheme. None if its weights have one range only, as in ggml, where the largest weight
-    has the smallest code."""
+    """Return a scheme with narrow and full range exchanged. None if its weights have only one range, as in ggml, where
+    the largest weight has the smallest code."""
     spec = scheme.weights
     if spec.dtype != "int" or not spec.symmetric or spec.ggml:
         return None
@@ -51,10 +53,10 @@ def on_other_grid(scheme: Scheme) -> Scheme | None:
 
 
 def check_codes(codes: Tensor, spec: TensorSpec, weight: QuantizedTensor) -> None:
-    """Reject codes outside of the range of ``spec``, if that is narrow.
+    """Reject codes outside of the range of ``spec``, if this range is narrow.
 
     Raises:
-        CheckpointError: names the weight.
+        CheckpointError: a code is outside; the text names the weight.
     """
     if spec.narrow and codes.numel() and float(codes.min()) < spec.qmin:
         raise CheckpointError(f"{weight.file}: {weight.codes.key} {_beyond(spec)}")
@@ -65,10 +67,10 @@ def check_weights(quantization: Quantization, owners: Iterable[str]) -> None:
 
     Args:
         quantization: returned by ``quant.prepare``; weights and scales are loaded.
-        owners: owners of the groups whose scales are those of the files.
+        owners: owners of the groups whose scales were read from the files.
 
     Raises:
-        RankError: on every rank, with the layers.
+        RankError: on every rank: a layer has such weights; the text names the layers.
     """
     chosen = {*owners}
     groups = [group for group in quantization.weight_groups if group.spec.narrow and group.owner in chosen]

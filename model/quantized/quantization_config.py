@@ -1,9 +1,9 @@
-"""Parse the ``quantization_config`` of a checkpoint's config.json, and reject unsupported ones.
+"""Parse the ``quantization_config`` of a checkpoint's config.json, and reject unsupported configurations.
 
 ModelOpt writes ``hf_quant_config.json``, and newer versions config.json. Both have ``quant_algo``, the excluded layers
 (``exclude_modules``, ``ignore``) as names with the wildcard ``*``, and the quantization of keys and values. Tensors of
 ``FP8`` match compressed-tensors' static fp8: ``weight`` in e4m3, ``weight_scale`` and ``input_scale`` fp32, all of
-which multiply. Those of NVFP4 do not match, and cannot be read.
+which multiply. ModelOpt's NVFP4 tensors do not match compressed-tensors', and cannot be read.
 """
 
 import fnmatch
@@ -32,7 +32,7 @@ def find_quantization_config(directory: Path) -> dict[str, Any] | None:
     """Read the ``quantization_config`` of a checkpoint directory; None if it has none.
 
     Raises:
-        ValueError: no config.json, or an invalid pattern in it.
+        ValueError: there is no config.json, or it has an invalid pattern.
     """
     file, own = directory / "config.json", directory / MODELOPT_FILE
     if not file.is_file() and not own.is_file():
@@ -70,7 +70,7 @@ def read_quantization_config(directory: Path) -> dict[str, Any]:
     """Read the ``quantization_config`` of a checkpoint directory.
 
     Raises:
-        ValueError: no config.json, no quantization_config in it, or an invalid pattern.
+        ValueError: there is no config.json, or it has no quantization_config or an invalid pattern.
     """
     config = find_quantization_config(directory)
     if config is None:
@@ -85,7 +85,7 @@ def check_readable(directory: Path, *, rotated: bool = False) -> None:
     ``rotated``: ignore ``transform_config``, which the caller handles.
 
     Raises:
-        ValueError: not quantized, another method, or numerics that no scheme here has.
+        ValueError: the checkpoint is not quantized, or its method or numerics are not supported.
     """
     config = read_quantization_config(directory)
     try:
@@ -95,10 +95,10 @@ def check_readable(directory: Path, *, rotated: bool = False) -> None:
 
 
 def rules_of(config: Mapping[str, Any]) -> list[Rule]:
-    """Convert a ``quantization_config`` to rules for layers: the first one that matches decides.
+    """Convert a ``quantization_config`` to rules for layers: the first rule that matches decides.
 
     Raises:
-        ValueError: an unsupported method, or numerics that no scheme here has.
+        ValueError: the method is not supported, or no scheme of this project has its numerics.
     """
     try:
         return _rules_of(config)
@@ -126,10 +126,10 @@ def _rules_of(config: Mapping[str, Any]) -> list[Rule]:
 
 
 def kv_cache_of(config: Mapping[str, Any]) -> TensorSpec | None:
-    """Quantization of keys and values; None if they are not quantized.
+    """Return the number format of keys and values; None if they are not quantized.
 
     Raises:
-        ValueError: an unsupported one.
+        ValueError: the format is not supported.
     """
     if config.get("quant_method") == "modelopt":
         return modelopt_kv_cache(config)
@@ -137,10 +137,10 @@ def kv_cache_of(config: Mapping[str, Any]) -> TensorSpec | None:
 
 
 def packing_of(config: Mapping[str, Any]) -> Packing | None:
-    """Layout of the codes, if it belongs to :mod:`model.quantized.foreign_layouts`; else None.
+    """Return the layout of the codes, if it belongs to :mod:`model.quantized.foreign_layouts`; else None.
 
     Raises:
-        ValueError: an unsupported layout of GPTQ, AWQ or AutoRound.
+        ValueError: the layout of GPTQ, AWQ or AutoRound is not supported.
     """
     key, found, known = _LAYOUTS.get(str(config.get("quant_method")), ("", "", {}))
     if not key:
@@ -178,7 +178,7 @@ def _integers(config: Mapping[str, Any]) -> Scheme:
     """Create the scheme of a file of GPTQ, AWQ or AutoRound: integer weights, unquantized inputs.
 
     Raises:
-        ValueError: layers with several schemes, or numerics that no scheme here has.
+        ValueError: layers have several schemes, or no scheme of this project has their numerics.
     """
     if config.get("desc_act"):
         raise ValueError("desc_act is true: columns were quantized in another order, which no scheme here has")
@@ -207,7 +207,7 @@ def fp8_rules(config: Mapping[str, Any]) -> list[Rule]:
     """Create rules for the fp8 of vLLM, DeepSeek and transformers: one scheme, except for the modules that it names.
 
     Raises:
-        ValueError: other codes or blocks.
+        ValueError: the codes or blocks are not supported.
     """
     sides = config.get("weight_block_size")
     if sides not in (None, [128, 128]):
@@ -255,12 +255,12 @@ _ALGORITHMS = {
 
 
 def modelopt_rules(config: Mapping[str, Any], *, scales_only: bool = False) -> list[Rule]:
-    """Convert ModelOpt's configuration to rules for layers: the first one that matches decides.
+    """Convert ModelOpt's configuration to rules for layers: the first rule that matches decides.
 
     ``scales_only``: only the scales will be read, not the codes.
 
     Raises:
-        ValueError: an unsupported algorithm.
+        ValueError: the algorithm is not supported.
     """
     skipped = config.get("exclude_modules") or config.get("ignore") or []
     if not isinstance(skipped, list) or not all(isinstance(name, str) for name in skipped):
@@ -277,10 +277,10 @@ def modelopt_rules(config: Mapping[str, Any], *, scales_only: bool = False) -> l
 
 
 def modelopt_kv_cache(config: Mapping[str, Any]) -> TensorSpec | None:
-    """Quantization of keys and values; None if they are not quantized.
+    """Return the number format of keys and values; None if they are not quantized.
 
     Raises:
-        ValueError: an unsupported one.
+        ValueError: the format is not supported.
     """
     cache, scheme = config.get("kv_cache_quant_algo"), config.get("kv_cache_scheme")
     if cache is None and scheme:

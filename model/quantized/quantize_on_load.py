@@ -1,19 +1,19 @@
 """Quantize weights while they are read, or read their codes, into packed weights (``adapter.base: quantized``).
 
 A :class:`QuantizeOnLoad` represents a weight of a plain checkpoint, as a
-:class:`model.quantized.tensor.QuantizedTensor` represents one of a quantized checkpoint. Its rows are read in the
-model's dtype, a million elements at a time, their scales are measured and they are quantized: the whole weight is never
-in memory, and no quantized copy on disk. The scales equal, bit for bit, those that :mod:`model.scales.in_place`
-measures of the loaded weight, with the same functions: a scale belongs to one row, a slice of it, or a block of rows,
-so a rank needs no other rows than those it reads.
+:class:`model.quantized.tensor.QuantizedTensor` represents a weight of a quantized checkpoint. Its rows are read in the
+model's dtype, a million elements at a time, their scales are measured and the rows are quantized. So the whole weight
+is never in memory, and no quantized copy is written to disk. The scales equal, bit for bit, those that
+:mod:`model.scales.in_place` measures of the loaded weight, with the same functions: a scale belongs to one row, a slice
+of it, or a block of rows, so a rank needs no other rows than those it reads.
 
 Codes are filled in when weights are loaded, scales later, when the quantized layers exist
 (:func:`fill_quantize_on_load_scales`): each rank measures them again for its own range. That reads a checkpoint twice,
 but no scales need to be kept until then.
 
-A :class:`PackedTensor` packs these codes, or those of a quantized checkpoint, as the Parameter stores them
-(:mod:`quant.packed_weight`). A rank reads the rows of its partition; only a few rows are decoded at a time, to check
-that their codes come back, so that a layer computes with the file's values.
+A :class:`PackedTensor` packs these codes, or the codes of a quantized checkpoint, as the Parameter stores them
+(:mod:`quant.packed_weight`). A rank reads the rows of its partition. A few rows at a time are decoded and quantized
+again, to check that the codes are the same and a layer computes with the file's values.
 """
 
 import math
@@ -71,9 +71,9 @@ class QuantizeOnLoad:
     """Weight of a plain checkpoint, to be read as codes and scales.
 
     Attributes:
-        plain: tensor on disk; its last dimension is that of the inputs.
-        spec: quantization, see :func:`can_quantize_on_load`.
-        ranges: choice of its scales.
+        plain: tensor on disk; its last dimension is the inputs' dimension.
+        spec: number format, see :func:`can_quantize_on_load`.
+        ranges: method to choose its scales.
     """
 
     plain: DiskTensor
@@ -97,7 +97,7 @@ class QuantizeOnLoad:
         return math.prod(self.plain.shape[:-1]), columns
 
     def bytes_of(self, count: int) -> int:
-        """Bytes to read for ``count`` values."""
+        """Return the number of bytes to read for ``count`` values."""
         return self.plain.bytes_of(count)
 
     def checked_rows(
@@ -106,7 +106,7 @@ class QuantizeOnLoad:
         """Quantize some rows: their codes, one per element, and the decoded values in ``dtype``.
 
         Raises:
-            CheckpointError: a weight is not finite, or codes do not come back from those values.
+            CheckpointError: a weight is not finite, or the values are quantized to other codes.
         """
         around = self._whole_blocks(rows)
         weight, scale, zero = self._measured(reader, around, dtype, device)
@@ -192,7 +192,7 @@ def record_quantized_on_load(parameter: Tensor, rows: QuantizeOnLoadRows) -> Non
     """Record in a Parameter the tensor that some of its rows were quantized from.
 
     Raises:
-        CheckpointError: blocks of rows are not whole.
+        CheckpointError: the rows do not fill whole blocks.
     """
     tensor = rows.tensor
     if any(edge % tensor.down for edge in (rows.first, rows.number, rows.on_disk)):
@@ -204,7 +204,7 @@ def record_quantized_on_load(parameter: Tensor, rows: QuantizeOnLoadRows) -> Non
 
 
 def quantized_on_load_of(parameter: Tensor) -> dict[int, QuantizeOnLoadRows]:
-    """Tensors that a Parameter was quantized from, by first row; empty if its codes were read."""
+    """Return the tensors that a Parameter was quantized from, by first row; empty if its codes were read."""
     found: dict[int, QuantizeOnLoadRows] = getattr(parameter, "made", {})
     return found
 
@@ -220,7 +220,7 @@ def fill_quantize_on_load_scales(model: nn.Module, quantization: Quantization) -
         The owners of the groups of these scales.
 
     Raises:
-        RankError: on every rank: a file that can no longer be read.
+        RankError: on every rank: a file can no longer be read.
     """
     groups = {group.owner: group for group in quantization.weight_groups}
     made = {owner: quantized_on_load_of(quantization.layers[owner].weight) for owner in groups}
@@ -261,7 +261,7 @@ class PackedTensor:
         return self.coded.key
 
     def bytes_of(self, count: int) -> int:
-        """Approximate bytes to read for ``count`` elements, assumed to have two bytes."""
+        """Estimate the number of bytes to read for ``count`` elements, assuming two bytes per element."""
         return self.coded.bytes_of(count * 2 * self.coded.shape[1] // self.held.row_bytes)
 
     def values(

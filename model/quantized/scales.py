@@ -1,14 +1,14 @@
 """Load the first scales of a model from the quantized checkpoint that its weights were read from.
 
-No check is needed here: the weights are these codes times these scales, and :mod:`model.quantized.tensor` has checked
-that the codes come back. Scales finer than one per weight are read directly into each rank's own range; the few others
-are arranged as for a PTQ checkpoint (:mod:`model.scales.grouping`).
+The scales need no check: the weights are the file's codes times its scales, and :mod:`model.quantized.tensor` has
+checked that the weights are quantized to the same codes. Scales finer than one per weight are read directly into each
+rank's own range; the few other scales are arranged as for a PTQ checkpoint (:mod:`model.scales.grouping`).
 
-The original weights can be trained with these scales, and optionally in the rounding bins: ``model.path`` is the
-original, and ``quant.start`` (from GPTQ, AWQ, AutoRound, ...) has codes of its weights, rounded by some good method.
-After checking that the codes belong to these weights (:mod:`model.scales.codes`), the scales are loaded as for a
-quantized ``model.path``. Original weights in the rounding bins of the file's codes (:mod:`quant.scale`) are
-fake-quantized to the file's weights.
+The original weights can also be trained with scales of a quantized checkpoint, and optionally start inside the rounding
+bins of its codes. Then ``model.path`` is the original, and ``quant.start`` is the quantized checkpoint (from GPTQ, AWQ,
+AutoRound, ...). After checking that the codes belong to these weights (:mod:`model.scales.codes`), the scales are
+loaded as for a quantized ``model.path``. Original weights in the rounding bins of the file's codes (:mod:`quant.scale`)
+are fake-quantized to the file's weights.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -59,8 +59,8 @@ def take_scales(
         decoded: True if the weights are the decoded codes, False if other weights only take the scales.
 
     Raises:
-        RankError: on every rank: an invalid scale, missing input scales without a way to get them, or codes outside of
-            the narrow range of their layer.
+        RankError: on every rank: a scale is invalid, an input scale is in no file and is neither calibrated nor set, or
+            codes are outside of the narrow range of their layer.
     """
     with errors_on_all_ranks(OSError, ValueError):
         checkpoint = read_checkpoint(Path(directory), model)
@@ -91,8 +91,8 @@ def take_scales(
 def _taken(
     model: PreTrainedModel, quantization: Quantization, coded: Mapping[str, QuantizedTensor]
 ) -> dict[str, dict[str, list[QuantizedTensor]]]:
-    """Linears on disk of each member of a group, by the owner of the group, for groups of weights whose every Linear is
-    quantized in the files as here."""
+    """Find the Linears on disk of each member of a group, by the owner of the group, for groups of weights whose every
+    Linear is quantized in the files as in the model."""
     found = {}
     for group in quantization.weight_groups:
         members = {
@@ -115,7 +115,7 @@ def _taken(
 
 
 def _check_packed(quantization: Quantization, taken: Iterable[str], merged: Sequence[str]) -> None:
-    """Reject scales other than the file's for packed weights: their codes would decode to other weights."""
+    """Reject packed weights that would not get the file's scales: their codes would decode to other weights."""
     layers, groups = quantization.layers, (*quantization.weight_groups, *quantization.global_groups)
     weights = {group.owner for group in quantization.weight_groups}
     other = [group for group in groups if group.owner in merged or group.owner in weights - {*taken}]
@@ -127,7 +127,7 @@ def _check_packed(quantization: Quantization, taken: Iterable[str], merged: Sequ
 
 
 def _merged(arranged: ArrangedScales) -> list[str]:
-    """Owners of the groups of weights that get one scale in place of several."""
+    """List the owners of the groups of weights that get one scale in place of several."""
     return [
         scale.group.owner
         for scale in (*arranged.weights, *arranged.globals)
@@ -141,14 +141,14 @@ def _merged(arranged: ArrangedScales) -> list[str]:
 
 
 def _rounded(linears: Iterable[QuantizedTensor], dtype: torch.dtype) -> str | None:
-    """Dtype of the files' scales of integers that ``dtype`` cannot represent, if any."""
+    """Return the dtype of the files' scales of integers if ``dtype`` cannot represent them, else None."""
     kinds = {one.scale.dtype for one in linears if one.scheme.weights.scale_format == "model"}
     digits = torch.finfo(dtype).eps
     return next((str(kind) for kind in kinds if kind is not None and torch.finfo(kind).eps < digits), None)
 
 
 def _is_fine(spec: TensorSpec) -> bool:
-    """Return True if a weight has several scales; then no two Linears share one."""
+    """Return True if a weight has several scales; then no two Linears share a scale."""
     return spec.granularity != "tensor"
 
 
@@ -188,7 +188,7 @@ def _small_scales(
     checkpoint: SourceCheckpoint,
     taken: Mapping[str, Mapping[str, Sequence[QuantizedTensor]]],
 ) -> StoredScales:
-    """Read the chosen scales of whole weights, global scales, and those of inputs, keys and values."""
+    """Read the chosen scales of whole weights, global scales, and scales of inputs, keys and values."""
     stored = StoredScales({}, {}, {}, {})
     with Reader() as reader:
         for group in quantization.weight_groups:
@@ -205,7 +205,7 @@ def _small_scales(
 
 
 def _input_keys(model: PreTrainedModel, quantization: Quantization, checkpoint: SourceCheckpoint) -> Iterator[str]:
-    """Yield possible keys of scales of inputs, keys and values that are quantized in the files as here."""
+    """Yield possible keys of scales of inputs, keys and values that are quantized in the files as in the model."""
     coded = checkpoint.coded
     for name, layer in quantization.layers.items():
         for part in linears_of(name, layer) if layer.scheme.stored_input is not None else ():
@@ -220,7 +220,7 @@ def _input_keys(model: PreTrainedModel, quantization: Quantization, checkpoint: 
 def _fill_others(
     quantization: Quantization, arranged: ArrangedScales, taken: set[str], initial_input_scale: float | None
 ) -> ScaleReport:
-    """Write the scales that are not fine, and measure those missing in the files; a collective."""
+    """Write the scales of whole weights and of inputs, and measure scales missing in the files; a collective."""
     fine = {group.owner for group in quantization.weight_groups if group.owner in taken and _is_fine(group.spec)}
     measured = {group.owner for group in quantization.weight_groups} - taken
     without_global = {scale.group.owner for scale in arranged.globals if not scale.layers}
@@ -302,8 +302,8 @@ def take_start(
         initial_input_scale, inputs_calibrated_later: as in :func:`model.scales.load_scales`.
 
     Raises:
-        RankError: on every rank: a layer without codes in the files, or of another shape or scheme; codes of other
-            weights; or ``inside``, if layers that share a scale have several in the files.
+        RankError: on every rank: a layer has no codes in the files, or codes of another shape, scheme or weight; or
+            with ``inside``, layers that share a scale have several scales in the files.
     """
     with errors_on_all_ranks(OSError, ValueError):
         checkpoint = read_checkpoint(Path(directory), model)

@@ -4,8 +4,8 @@ A :class:`QuantizedTensor` replaces a plain tensor among the tensors of a checkp
 ``code * scale``, decoded a few rows at a time: a rank reads and allocates no more than its own part of the weights and
 a bounded number of rows.
 
-Values are rounded to the model's dtype. Quantized again with the same scale, they must return the file's codes, because
-those are what an export without a training step writes: this is checked for everything that is read.
+Values are rounded to the model's dtype. An export without a training step must write the file's codes again, so
+everything that is read is checked: the values, quantized again with the same scale, must have the same codes.
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ class QuantizedTensor:
     Attributes:
         key: key that the plain weight would have, ``<name of the Linear>.weight``.
         shape: shape of the weight.
-        scheme: its quantization.
+        scheme: scheme of the Linear.
         codes, scale: tensors on disk, see :mod:`quant.formats.compressed_tensors`.
         zero: packed zero points, if the scheme has any.
         above: global scale, if the scheme has one.
@@ -59,7 +59,7 @@ class QuantizedTensor:
         return self.key.removesuffix(".weight")
 
     def bytes_of(self, count: int) -> int:
-        """Approximate bytes to read for ``count`` values."""
+        """Estimate the number of bytes to read for ``count`` values."""
         values = self.shape[0] * self.shape[1]
         return (self.codes.end - self.codes.begin + self.scale.end - self.scale.begin) * count // max(1, values)
 
@@ -70,7 +70,7 @@ class QuantizedTensor:
         on ``device``.
 
         Raises:
-            CheckpointError: an invalid scale, or codes that do not come back from the values in that dtype.
+            CheckpointError: a scale is invalid, or the values in that dtype are quantized to other codes.
         """
         columns = self.shape[1]
         for rows in row_chunks(start, start + count, columns):
@@ -106,7 +106,7 @@ class QuantizedTensor:
         return read_codes(self.codes, rows, self.shape[1], self.scheme.weights, reader)
 
     def scale_of_rows(self, reader: Reader, rows: slice) -> Tensor:
-        """Read the fp32 scales of some rows: ``[rows, n]``, also for blocks, or ``(1,)`` for one per tensor."""
+        """Read the fp32 scales of some rows: ``[rows, n]``, also for blocks, or ``(1,)`` for a scale per tensor."""
         spec = self.scheme.weights
         if spec.granularity == "tensor":
             return self.scales(reader, 0, 1)
@@ -119,7 +119,7 @@ class QuantizedTensor:
         return scale.contiguous()
 
     def scales(self, reader: Reader, start: int, count: int) -> Tensor:
-        """Read the fp32 scales [start, start + count), in the scheme's order, divided by the global one.
+        """Read the fp32 scales [start, start + count), in the scheme's order, divided by the global scale.
 
         Raises:
             CheckpointError: an invalid scale.
@@ -131,7 +131,7 @@ class QuantizedTensor:
         return self._checked(unpack_scale(stored, spec, None if self.above is None else self.read_above(reader)))
 
     def _checked(self, scale: Tensor) -> Tensor:
-        """Return the fp32 scales if they are valid."""
+        """Check the fp32 scales, and return them."""
         spec = self.scheme.weights
         good, expected = scale > 0, "finite and positive"
         if spec.dtype == "int":
@@ -180,7 +180,7 @@ def check_return(codes: Tensor, again: Tensor, values: Tensor, tensor: DiskTenso
         tensor: the weight on disk.
 
     Raises:
-        CheckpointError: names the tensor.
+        CheckpointError: a value is not finite or has another code; the text names the tensor.
     """
     differ = codes.view(torch.uint8) ^ again.view(torch.uint8)
     # A sum is finite only if all of its terms are, and testing each of them costs 40 times as much in bf16.
