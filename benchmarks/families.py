@@ -74,7 +74,7 @@ def measure(names: Sequence[str], directory: Path) -> dict[str, Outcome]:
 
 
 def verdict(stages: Stages) -> tuple[str, str]:
-    """What a user may expect of a variant, in a word or two, and why."""
+    """Summarize a variant's stages: the support that a user can expect in a few words, and the reason."""
     wrong = [f"{stage}: {outcome}" for stage, outcome in stages.items() if outcome.startswith("wrong")]
     if wrong:
         return "wrong", wrong[0]

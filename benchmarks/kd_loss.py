@@ -79,7 +79,7 @@ def direct_loss(kind: str, student: Tensor, teacher: Tensor, labels: Tensor) -> 
 
 
 def objectives() -> dict[str, Objective]:
-    """What the chunked form is measured with."""
+    """Build the measured objectives by name: each distillation kind, and sums with the language modeling loss."""
     kinds = {kind: Objective(0.0, 1.0, Distillation(kind, 2.0 if kind == "kd" else 1.0)) for kind in KD_KINDS}
     return {
         **kinds,

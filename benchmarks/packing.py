@@ -136,7 +136,7 @@ def quick_inputs(folder: Path) -> list[str]:
 
 
 def options(folder: Path) -> argparse.Namespace:
-    """Of the command line; with --quick the data and the model are made."""
+    """Parse the command line; with --quick write small data and a small model first."""
     parser = timing.options_of(__doc__, rounds=20)
     parser.add_argument("--data", type=Path, help="chats in JSONL")
     parser.add_argument("--fields", nargs=2, metavar=("INPUT", "OUTPUT"), help="the file's keys, if it has its own")

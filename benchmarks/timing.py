@@ -147,7 +147,7 @@ def device_of(options: argparse.Namespace) -> torch.device:
 
 
 def installed(package: str) -> bool:
-    """Whether a package that the comparison can do without is there."""
+    """Tell if an optional package is installed."""
     try:
         importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

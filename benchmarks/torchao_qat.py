@@ -22,7 +22,7 @@ from quant import SCHEMES
 
 
 def takes(scheme: str) -> bool:
-    """Whether torchao is here and has the scheme: symmetric integer weights, inputs as they are."""
+    """Tell if torchao is installed and supports the scheme: symmetric integer weights, unquantized inputs."""
     spec = SCHEMES[scheme]
     integers = spec.weights.dtype == "int" and spec.weights.symmetric and spec.activations is None
     return timing.installed("torchao") and integers

@@ -1,7 +1,7 @@
 """Read text and chat files into masked samples and batches.
 
-`chat` and `text` make samples, `loader` the micro-batches of a step, `held_out` those of an evaluation. `jsonl` parses
-lines, `template` locates assistant turns in rendered chat templates.
+`chat` and `text` make samples, and `loader` makes the micro-batches of a step or an evaluation. `jsonl` parses lines,
+and `template` locates assistant turns in rendered chat templates.
 
 Imports neither DeepSpeed nor the other packages. Results are the same on every rank. An invalid file raises
 `samples.DataError`, which the caller reports to all ranks.

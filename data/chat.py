@@ -5,7 +5,7 @@ the model generates, from behind the generation prompt to the end of the turn. T
 and the tokens of these characters are the targets. Searching the tokens for a marker such as
 ``<|im_start|>assistant`` would need a rule per template, and would also match text that users typed.
 
-The first target of a turn is the first token of the answer. The last one is the end-of-turn token (``<|im_end|>``);
+The first target of a turn is the first token of the answer. The last target is the end-of-turn token (``<|im_end|>``);
 whitespace that the template writes after that token is not a target. Nothing after the last target is kept: attention
 is causal, so later tokens have no effect.
 
@@ -43,8 +43,8 @@ class Counts:
     lines: int = 0
     samples: int = 0
     tokens: int = 0  # input positions of all samples
-    targets: int = 0  # of these, the ones with a label
-    too_long: int = 0  # dropped: longer than max_length (or, when truncating, the answer alone is)
+    targets: int = 0  # input positions with a label
+    too_long: int = 0  # dropped: longer than max_length (when truncating: even without its beginning)
     truncated: int = 0  # kept, the beginning cut off
     targets_cut: int = 0  # tokens of earlier answers in truncated samples that are no longer targets
     without_target: int = 0  # dropped: there is no answer, or it is empty
@@ -52,7 +52,7 @@ class Counts:
     straddling: int = 0  # kept answers: a token reaches from the prompt into the answer and is a target
     without_end: int = 0  # kept answers: no special token ends them
     spelled: int = 0  # special tokens spelled out in the contents of kept samples
-    spelled_targets: int = 0  # the ones among them that are targets
+    spelled_targets: int = 0  # spelled-out special tokens that are targets
 
     def summary(self) -> str:
         """Summarize in one line what was kept and dropped, and why, and anything unusual about the masks."""
@@ -114,7 +114,7 @@ def read_chat(
         files: UTF-8 JSONL files; the forms of a line are in `data.jsonl`.
         tokenizer: a fast tokenizer with a chat template.
         max_length: the most input positions of a sample (the last target is only predicted, so it is not an input).
-        fields: our field names to the files' keys, for files of another form.
+        fields: maps our field names to the files' keys, for files of another form.
         loss_on: assistant turns that are trained on, the last one or all.
         too_long: drop a longer sample, or truncate its beginning (a BOS token is kept). A truncated sample is dropped
             if no position would be left to predict the last answer's first token from. An earlier answer is not a
@@ -272,7 +272,7 @@ class _Builder:
         return Sample(inputs.copy(), labels.copy(), line.file, line.number)
 
     def _cut(self, ids: np.ndarray, first: int) -> tuple[int | None, bool]:
-        """Return the number of tokens to cut off so that the rest fits, and whether BOS is put before the rest again.
+        """Return the number of tokens to cut off so that the rest fits, and True if BOS is put back before the rest.
 
         The number is None if no token would be left before the last answer, which begins with token ``first``.
         """
@@ -326,7 +326,7 @@ def last_target(tokens: Tokens, text: str, first: int, stop: int, special: Colle
         special: ids of the special tokens.
 
     Raises:
-        BadLineError: a token holds the end of this turn and the beginning of the next.
+        BadLineError: one token contains the end of this turn and the beginning of the next text.
     """
     offsets = tokens.offsets
     last = end = bisect_right(offsets, stop, lo=min(first, len(offsets)), key=lambda offset: offset[1]) - 1

@@ -4,9 +4,9 @@
     {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}
     {"input": "...", "output": "..."}          with "instruction" beside or instead of "input" (Alpaca)
 
-Each may have a ``system`` beside it, and ``tools``: a list of function schemas for the chat template. A message may
-have ``tool_calls``, ``tool_call_id``, ``name`` and ``reasoning_content``; its content is a string or a list of text
-parts (``{"type": "text", "text": "..."}``), and null only beside ``tool_calls``.
+Each object may also have ``system``, a text, and ``tools``, a list of function schemas for the chat template. A message
+may have ``tool_calls``, ``tool_call_id``, ``name`` and ``reasoning_content``. Its content is a string or a list of text
+parts (``{"type": "text", "text": "..."}``); it may be null if there are ``tool_calls``.
 
 A line of another form is an error: guessing would silently train on half of it. A field map
 (``{"input": "question", "output": "answer"}``: our name to the file's key) describes other files; then only the
@@ -23,7 +23,7 @@ from data.samples import DataError
 
 Turn = dict[str, Any]
 """Message of a chat template: ``role`` (system, developer, user, assistant or tool), ``content`` (str, list of text
-parts, or None beside tool calls), and where given ``tool_calls``, ``tool_call_id``, ``name``, ``reasoning_content``."""
+parts, or None with tool calls), and if given ``tool_calls``, ``tool_call_id``, ``name``, ``reasoning_content``."""
 
 ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")}
 SPEAKERS = {"human": "user", "gpt": "assistant", "observation": "tool", **ROLES}
@@ -81,7 +81,7 @@ def conversation_of(line: bytes, fields: Mapping[str, str] | None) -> Conversati
     """Parse a line into a conversation up to its last assistant turn; later turns have no answer.
 
     Raises:
-        BadLineError: with the value found and the expected one.
+        BadLineError: the text names the found and the expected value.
     """
     row = _object(line)
     if fields is None:
@@ -229,7 +229,7 @@ def _arguments(arguments: Any, place: str) -> dict[str, Any]:
 
 
 def _tools(values: Mapping[str, Any], names: Mapping[str, str]) -> list[dict[str, Any]] | None:
-    """Return the function schemas beside a conversation."""
+    """Return the function schemas of a conversation."""
     tools = values.get("tools")
     if tools in (None, []):
         return None

@@ -1,6 +1,6 @@
 """Batch samples into the micro-batches of a step, as a pure function of the step's number.
 
-There is no state to save: a resumed run gets the same step k as an uninterrupted one. Steps draw from one endless
+There is no state to save: a resumed run gets the same step k as an uninterrupted run. Steps draw from one endless
 stream of rows (:class:`Order`: epoch after epoch, each shuffled separately), of which a step takes the next
 
     rows_per_step = micro_batch_size * gradient_accumulation_steps * world
@@ -18,8 +18,8 @@ experts of a MoE compute padding in both kinds of batch; the router's auxiliary 
 attention mask, so it counts the few padding positions of packed rows.
 
 Packing is best fit: a sample goes into the fullest bin with room for it. Within `PACKING_WINDOW` consecutive
-samples the long ones are placed first (best-fit decreasing), because short ones can fill the gaps; a window bounds the
-work per sample, and costs at most the last bins of each window. In rows of 512, 97.7% of the positions hold a token of
+samples the long ones are placed first (best-fit decreasing), because short samples can fill the gaps. A window bounds
+the work per sample, and wastes space only in its last bins. In rows of 512, 97.7% of the positions have a token of
 GSM8K's chats, and more than 99% if more of the samples are short. Samples are packed whole: the second half of a split
 sample would be trained without its context.
 
@@ -46,8 +46,8 @@ MicroBatch = dict[str, torch.Tensor]
 """Inputs of one forward and backward, int64 tensors:
 
 - ``input_ids``, ``labels`` [B, T]: labels are shifted (see `data.samples`), -100 for no prediction;
-- ``attention_mask`` [B, T], 1 on the sample and 0 on padding; in packed batches instead of it
-- ``position_ids`` [B, T], from 0 in every sample and in the padding behind the last;
+- ``attention_mask`` [B, T], only in padded batches: 1 on the sample and 0 on padding;
+- ``position_ids`` [B, T], only in packed batches: from 0 in every sample and in the padding after the last sample;
 - ``sample_ids`` [n]: index of each sample in the loader's list, ordered by row and by position in the row;
 - ``spans`` [n, 3]: row, first position and one past the last position of each of these samples;
 - ``positions`` [N], added by `on_device`: flat indices of positions with labels.
@@ -61,7 +61,7 @@ class Loader:
     """Micro-batches of one rank.
 
     Args:
-        samples: the same on every rank, in the same order.
+        samples: training samples, the same on every rank and in the same order.
         micro_batch_size: rows per rank and micro-batch.
         gradient_accumulation_steps: micro-batches per rank and step.
         rank, world: this rank's index in the data-parallel group, and the group's size.
@@ -152,7 +152,7 @@ class Loader:
 
 
 def pad(samples: Sequence[Sample], rows: Sequence[Sequence[int]], pad_token_id: int) -> MicroBatch:
-    """Batch one sample per row, padded to the longest."""
+    """Batch one sample per row, padded to the longest of these samples."""
     batch = _fill(samples, rows, pad_token_id, max(len(samples[i].input_ids) for (i,) in rows))
     batch["attention_mask"] = torch.zeros_like(batch["input_ids"])
     for row, start, end in batch["spans"].tolist():
@@ -213,13 +213,13 @@ def valid_tokens(micro_batches: Sequence[MicroBatch]) -> int:
     return sum(int((batch["labels"] != IGNORE).sum()) for batch in micro_batches)
 
 
-# Random streams apart from (seed, epoch), which draws the epoch's permutation.
+# Further random streams of an epoch; the stream (seed, epoch) draws the epoch's permutation.
 BINS, FILES = 1, 2
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """Rows of an epoch: row i holds the samples ``ids[starts[i] : starts[i + 1]]``."""
+    """Rows of an epoch: row i consists of the samples ``ids[starts[i] : starts[i + 1]]``."""
 
     ids: np.ndarray  # int64 [samples of the epoch]
     starts: np.ndarray  # int64 [rows + 1]
@@ -234,22 +234,22 @@ class Order:
     The stream is epoch 0, then epoch 1, and so on; each epoch is a list of rows, and a row is one sample, or with
     packing a bin of several. Every epoch is drawn from ``(seed, epoch)``, so there is no state to save.
 
-    Without weights an epoch holds every sample once. With weights w_f of the files, an epoch has as many samples as
-    there are, and file f contributes
+    Without weights an epoch has each of the N samples once. With weights w_f of the files, an epoch also has N entries,
+    and file f contributes
 
         c_f = N * w_f / sum(w)        rounded so that they add up to N (largest remainder)
 
-    of them: each of its n_f samples ``c_f // n_f`` times, and ``r = c_f mod n_f`` of them once more. The latter are the
-    next r of a fixed cyclic permutation of the file, continued from the epoch before: over any number of epochs, the
-    uses of two samples of one file differ by at most one.
+    of them: each of its n_f samples ``c_f // n_f`` times, and ``r = c_f mod n_f`` of its samples once more. These r
+    samples are the next ones in a fixed cyclic permutation of the file, continued from the epoch before. So over any
+    number of epochs, the uses of two samples of one file differ by at most one.
 
-    With packing the epochs' numbers of rows differ, as the order changes how bins fill; to find the row at a position,
-    the epochs before it are packed too, once (about a second per epoch and million samples).
+    With packing the epochs' numbers of rows differ, as the order changes how bins fill. So to find the row at a
+    position, all epochs before it are packed once (about a second per epoch and million samples).
 
     Args:
         samples: list that the ids index.
         seed: seed of all permutations.
-        weights: by `Sample.file`; None takes every sample once per epoch.
+        weights: weight of each file by `Sample.file`; None takes every sample once per epoch.
         packed_length: positions of a bin; None makes every sample a row.
 
     Raises:
@@ -275,7 +275,7 @@ class Order:
         self._epoch = lru_cache(maxsize=2)(self._draw)
 
     def row(self, position: int) -> list[int]:
-        """Return the ids of the samples in a row of the stream; one without packing."""
+        """Return the ids of the samples in a row of the stream; a single id without packing."""
         epoch, index = self._locate(position)
         rows = self._epoch(epoch)
         return rows.ids[rows.starts[index] : rows.starts[index + 1]].tolist()
@@ -360,7 +360,7 @@ PACKING_WINDOW = 4096
 
 
 def pack(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """Assign each sample to a bin, int64 [n], bins numbered from 0 without gaps; a pure function of its arguments.
+    """Return the bin of each sample, int64 [n], numbered from 0 without gaps; a pure function of the arguments.
 
     Args:
         lengths: int [n], each from 1 to ``capacity``.
@@ -422,14 +422,14 @@ def _moved(batch: MicroBatch, copy: Callable[[Tensor], Tensor]) -> MicroBatch:
     return {**batch, **moved}
 
 
-SPLIT = 3  # random stream separate from every epoch's, see data.loader
+SPLIT = 3  # random stream of the split, separate from the streams of all epochs
 
 
 def split_held_out(samples: Sequence[Sample], held_out: int | float, seed: int) -> tuple[list[Sample], list[Sample]]:
     """Split samples into training and held-out samples, each in their original order.
 
     Args:
-        samples: all of them.
+        samples: all samples.
         held_out: number of samples to hold out, or, between 0 and 1, their fraction (at least one sample).
         seed: seed of the random choice.
 
@@ -460,15 +460,15 @@ def seen_in_training(training: Iterable[Sample], held_out: Sequence[Sample]) -> 
 
 
 class HeldOut:
-    """This rank's evaluation batches: each sample is in one batch of one rank; all ranks have as many batches.
+    """This rank's evaluation batches: each sample is in one batch of one rank; all ranks have equally many batches.
 
     Samples are ordered by length, so that rows of a batch need little padding and the ranks have equal work
-    (``sample_ids`` are indices in ``samples``). A rank that has run out gets a batch of one row without labels, whose
-    ``sample_ids`` are empty: a forward under ZeRO-3 is a collective.
+    (``sample_ids`` are indices in ``samples``). A rank without samples left gets a batch of one row without labels,
+    whose ``sample_ids`` are empty: a forward under ZeRO-3 is a collective.
 
     Args:
-        samples: the same on every rank, in the same order.
-        micro_batch_size: rows of a batch; the last one may have fewer.
+        samples: held-out samples, the same on every rank and in the same order.
+        micro_batch_size: rows of a batch; the last batch may have fewer.
         rank, world: this rank's index in the data-parallel group, and the group's size.
         pad_token_id: pads ``input_ids`` on the right.
 

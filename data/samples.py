@@ -22,7 +22,7 @@ MAX_PROBLEMS = 20
 
 
 MAX_TOKEN_ID = 2**22
-"""Limit of a tokenizer's ids: copying one takes time and memory for every id up to the highest, used or not."""
+"""Limit of a tokenizer's ids: copying a tokenizer takes time and memory for every id up to the highest, used or not."""
 
 
 class DataError(ValueError):
@@ -31,7 +31,7 @@ class DataError(ValueError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """``input_ids`` int32 [T] and ``labels`` int32 [T]: the token to predict at each position, `IGNORE` where none."""
+    """``input_ids`` int32 [T], and ``labels`` int32 [T]: the token to predict at each position, or `IGNORE`."""
 
     input_ids: np.ndarray
     labels: np.ndarray
@@ -79,7 +79,7 @@ class Problems:
 
 
 def check_files(files: Sequence[str | Path]) -> list[Path]:
-    """Return the paths if all are existing, non-empty files; else raise a `DataError` that names every other one."""
+    """Return the paths of ``files``. Raises a `DataError` that names all paths that are not non-empty files."""
     paths = [Path(file) for file in files]
     wrong = [path for path in paths if not path.is_file() or not path.stat().st_size]
     if wrong or not paths:
@@ -99,7 +99,7 @@ def load_tokenizer(directory: str | Path, *, trust_remote_code: bool = False) ->
     """Load the tokenizer of a checkpoint.
 
     Raises:
-        DataError: it is missing or cannot be read.
+        DataError: the tokenizer is missing or cannot be read.
     """
     try:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
@@ -121,7 +121,7 @@ def _refuse(directory: str | Path, error: BaseException) -> NoReturn:
 
 
 def plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
-    """Copy the fast tokenizer without additions to the text and truncation, and with untrimmed offsets.
+    """Copy the fast tokenizer, without additions to the text, without truncation, and with untrimmed offsets.
 
     The post-processor is dropped: it adds BOS and EOS, which a chat template writes already, and makes " word" begin at
     the "w" (``trim_offsets``, in GPT-2-like tokenizers), so that a token that begins in the prompt would look like a

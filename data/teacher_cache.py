@@ -1,17 +1,17 @@
 """Store a teacher's top-k log-probabilities for every target on disk, to train later without a teacher.
 
-Position p is the p-th target (label that is not -100) of the samples, in their order and in order inside each: those of
-sample i are ``offsets[i] .. offsets[i + 1]``. A directory holds flat arrays, little endian and memory-mapped, so that a
-rank reads only the rows of its batch; 8 K + 12 bytes per position:
+Position p is the p-th target (label that is not -100), counted through all samples in order. The positions of sample i
+begin at ``offsets[i]`` and end before ``offsets[i + 1]``. A directory contains flat arrays, little endian and
+memory-mapped, so that a rank reads only the rows of its batch; 8 K + 12 bytes per position:
 
 =================== ============== =================================================================================
 file                type, shape    content
 =================== ============== =================================================================================
 ``offsets``         int64 [n + 1]  see above
-``indices``         int32 [P, K]   the K most likely tokens, most likely first, equal ones by id
+``indices``         int32 [P, K]   ids of the K most likely tokens, most likely first, ties by id
 ``log_probs``       fp32 [P, K]    their log-probabilities
 ``log_tail``        fp32 [P]       log of the probability of all other tokens
-``logsumexp``       fp32 [P]       of the logits: a log-probability plus this is the logit
+``logsumexp``       fp32 [P]       logsumexp of the logits: added to a log-probability it gives the logit
 ``label_log_probs`` fp32 [P]       log-probability of the target itself
 ``manifest.json``                  sizes, checksums, and digests of the inputs
 =================== ============== =================================================================================
@@ -63,7 +63,7 @@ class Manifest:
         samples, positions: n and P.
         samples_digest, tokenizer_digest, teacher_digest: fingerprints of the inputs.
         teacher: directory of the teacher, as it was given.
-        checksums: CRC-32 of each ``CHECKED_BYTES`` of each file.
+        checksums: CRC-32 of each block of ``CHECKED_BYTES`` bytes, by file.
     """
 
     top_k: int
@@ -106,7 +106,7 @@ def offsets_of(samples: Sequence[Sample]) -> np.ndarray:
 
 
 def create(directory: Path, manifest: Manifest) -> None:
-    """Create empty files of their final size, in one process. A full disk is detected here.
+    """Allocate the files at their final size; call it in one process. A full disk is detected here.
 
     Raises:
         OSError: a directory of that name exists, or the disk is full.
@@ -143,7 +143,7 @@ class Writer:
 
 
 def checksums(directory: Path, manifest: Manifest, share: int, of: int) -> dict[str, dict[int, int]]:
-    """Compute CRC-32 by file and index of the block, of every ``of``-th block from the ``share``-th on."""
+    """Compute the CRC-32 of every ``of``-th block from block ``share`` on, by file and index of the block."""
     blocks = [(name, index) for name in CACHE_DTYPES for index in range(-(-manifest.bytes_of(name) // CHECKED_BYTES))]
     found: dict[str, dict[int, int]] = {name: {} for name in CACHE_DTYPES}
     for name, index in blocks[share::of]:
@@ -172,7 +172,7 @@ class TeacherCache:
         directory: output of ``launch/cache_teacher.py``.
 
     Raises:
-        CacheError: it is incomplete, of another format, or a file's size differs from the manifest's.
+        CacheError: the cache is incomplete or of another format, or a file's size differs from the manifest's.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -195,7 +195,7 @@ class TeacherCache:
         """Check this rank's share of the checksums and of the values.
 
         Raises:
-            CacheError: names the first file that differs, or holds invalid values.
+            CacheError: a file differs or contains invalid values; the text names the first such file.
         """
         for name, blocks in checksums(self.directory, self.manifest, share, of).items():
             expected = self.manifest.checksums.get(name, [])
@@ -211,7 +211,7 @@ class TeacherCache:
 
     def _check_values(self, rows: slice) -> None:
         """Refuse invalid token ids, which would index out of the logits, and values that are no log-probabilities.
-        Checksums do not detect a wrong writer."""
+        Checksums do not detect errors of the program that wrote the cache."""
         indices = self._arrays["indices"][rows]
         if ((indices < 0) | (indices >= self.manifest.vocabulary)).any():
             raise CacheError(
@@ -227,10 +227,10 @@ class TeacherCache:
                 )
 
     def check_quantized_on_load_of(self, samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase) -> None:
-        """Refuse a cache of other samples or another tokenizer, and one whose targets are elsewhere.
+        """Refuse a cache that was made from other samples, by another tokenizer, or for other targets.
 
         Raises:
-            CacheError: names the difference.
+            CacheError: the text names the difference.
         """
         again = "write it again with launch/cache_teacher.py"
         if self.manifest.samples != len(samples):
@@ -249,7 +249,7 @@ class TeacherCache:
             raise CacheError(f"{self.directory / 'offsets'} is not of the samples that the manifest names: {again}")
 
     def check_teacher(self, teacher: str, digest: str) -> None:
-        """Raise CacheError unless the cache is of the checkpoint ``teacher``, whose digest is given."""
+        """Raise CacheError unless the cache was made by the checkpoint ``teacher``, whose digest is ``digest``."""
         if self.manifest.teacher_digest != digest:
             raise CacheError(
                 f"{self.directory} is of another teacher ({self.manifest.teacher}) than loss.teacher, "

@@ -3,21 +3,22 @@
 The whole conversation is rendered once, and that text is trained on. The position of an assistant turn in it comes from
 the template's output: it begins at the end of the preceding conversation, rendered with the generation prompt, because
 that is the model's input in serving; and it ends at the end of the conversation up to and with the turn, rendered
-alone. Both renderings must be prefixes of the whole one.
+alone. Both renderings must be prefixes of the whole rendering.
 
-If one is not, the template writes a turn differently once it is finished or once others follow: it opens ``<think>`` in
-the generation prompt and not in the turn, or strips the thinking of earlier turns. The whole rendering is then
-authoritative. The turn is located in it by rendering everything once more with a marker in place of the turn's content:
-the text between the template's own text before and after must be a part of the content. The template's text after the
-content (tool calls, the end-of-turn token) must equal its text there when the turn is the last one. If any of this does
-not hold, the turn cannot be located exactly, and the line is an error.
+If one of them is not, the template writes a turn differently once it is finished or once others follow: it opens
+``<think>`` in the generation prompt and not in the turn, or strips the thinking of earlier turns. The whole rendering
+is then authoritative. To locate the turn in it, everything is rendered once more with a marker in place of the turn's
+content. The text before and after the marker must also begin and end the whole rendering, and the rest of the whole
+rendering must be a part of the content. The template's text after the content (tool calls, the end-of-turn token) must
+be the same as if the turn were the last. If any of this does not hold, the turn cannot be located exactly, and the line
+is an error.
 
 Special tokens spelled out in contents: ``<|im_end|>`` in an answer, ``<s>`` in a question about HTML.
 
 A tokenizer makes a control token of every match in the rendered text, whether the template or a content wrote it, so a
 content can end a turn or begin another one. To find such matches, every special token in the conversation is replaced
-by a plain word, and the template renders the conversation once more: the positions of the plain words are those of
-spelled-out special tokens. All others are the template's own.
+by a plain word, and the template renders the conversation once more: the plain words show where special tokens are
+spelled out. All other special tokens are the template's own.
 """
 
 import json
@@ -136,8 +137,8 @@ class Template:
     def render(self, conversation: Conversation, loss_on: LossOn) -> Rendering:
         """Render a conversation that ends with an assistant turn, and locate the turns to train on.
 
-        These are the last assistant turn, or each one with ``all``. A turn without text and tool calls has no content
-        to train on, and one that opens the conversation has no prompt: both are skipped.
+        These are the last assistant turn, or with ``all`` every assistant turn. A turn without text and tool calls has
+        no content to train on, and a turn that opens the conversation has no prompt: both are skipped.
 
         Raises:
             BadLineError: the template refuses the conversation, omits a part of it, or a turn cannot be located
@@ -219,7 +220,7 @@ class _Writing:
         return _write(self.tokenizer, turns, self.tools, add_generation_prompt=add_generation_prompt)
 
     def spelled(self, special: SpecialTexts) -> tuple[list[Span], int]:
-        """Locate spelled-out special tokens in the text; return no positions but their number if that fails."""
+        """Return the positions of spelled-out special tokens and 0; if they are not found, no positions and a count."""
         conversation = [self.turns, self.tools]
         if special.first_in(*conversation) is None:
             return [], 0
@@ -278,7 +279,7 @@ class _Writing:
         return [*self.turns[:index], {**self.turns[index], key: marker}, *self.turns[index + 1 :]]
 
     def _behind_content(self, index: int, end: int) -> int:
-        """Count characters behind a turn's content that belong to it: those that are there when nothing follows."""
+        """Count a turn's characters after its content: the text that the template writes there if no turn follows."""
         alone = self._write(self._marked(index, "content")[: index + 1])
         behind = alone.partition(MARKER)[2]
         if alone.count(MARKER) != 1 or not self.text.startswith(behind, end):
@@ -294,7 +295,7 @@ class _Writing:
         )
 
     def _check_answer(self, index: int, start: int, end: int) -> None:
-        """Refuse a turn of which the template omits a part: it would silently not be trained on."""
+        """Refuse a turn if the template omits a part of it, which would silently not be trained on."""
         turn = self.turns[index]
         for call in turn.get("tool_calls", ()):
             self._check_written(f"turn {index}'s call of", call.get("function", call)["name"], start, end)

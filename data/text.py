@@ -97,7 +97,7 @@ def _add_tokens(tokens: array, path: Path, backend: Tokenizer, progress: bool) -
 
 
 def _refuse_special_tokens(path: Path, backend: Tokenizer, special: SpecialTexts) -> None:
-    """Raise DataError if a file spells out a special token. No piece ends inside one."""
+    """Raise DataError if a file spells out a special token. No piece ends inside a special token."""
     line = 1
     for piece in _pieces(path, backend):
         if token := special.first_in(piece):
@@ -136,9 +136,9 @@ def split_text(texts: Iterable[str], backend: Tokenizer, size: int) -> Iterator[
     """Cut a text, given in parts, into pieces of at least ``size`` characters that tokenize as the whole text does.
 
     Cuts only where common pre-tokenizers do not look across: between a line's newline and a following letter or digit,
-    or if no line ends within twice ``size``, between a word and the space before the next. The text around the cut must
-    also tokenize the same together and apart. This never holds for a tokenizer that adds a prefix to every text: the
-    text stays in one piece, and one of more than `LONGEST` characters is a TogetherError.
+    or if no line ends within twice ``size``, between a word and the space after it. The text around the cut must also
+    tokenize to the same ids as a whole and in two parts. With a tokenizer that adds a prefix to every text it never
+    does: the text stays in one piece, and a text of more than `LONGEST` characters raises TogetherError.
     """
     held, start = "", 0
     for text in chain(texts, [None]):
@@ -155,7 +155,7 @@ def split_text(texts: Iterable[str], backend: Tokenizer, size: int) -> Iterator[
 
 
 def _next_cut(text: str, start: int, size: int, backend: Tokenizer, *, last: bool) -> int | None:
-    """Find the end of the piece that begins at ``start``; None: at the end of the text, or after it unless ``last``."""
+    """Find the end of the piece that begins at ``start``; None: it reaches to the end of ``text``, or beyond it."""
     known = len(text) if last else len(text) - WINDOW
     if known < start + 2 * size and not last:
         return None

@@ -30,17 +30,17 @@ class TokenizerError(DataError):
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Tokens of a text, and the characters ``[left, right)`` of each; `Encoding` rebuilds both at every access."""
+    """Tokens of a text, and the characters ``[left, right)`` of each; `Encoding` would rebuild both at every access."""
 
     ids: list[int]
     offsets: list[Span]
 
 
 class OffsetTokenizer:
-    """Fast tokenizer that adds nothing to a text.
+    """Fast tokenizer that adds no tokens to those of a text.
 
     Args:
-        tokenizer: the model's.
+        tokenizer: the model's tokenizer.
         spelled_as_text: treat special tokens that are spelled out in contents as plain text.
 
     Attributes:
@@ -66,7 +66,7 @@ class OffsetTokenizer:
             return map(_tokens, self._backend.encode_batch(texts, add_special_tokens=False))
 
     def is_longer(self, text: str, tokens: int) -> bool:
-        """Return True if a text certainly has more than ``tokens`` tokens, without tokenizing all of a long one.
+        """Return True if a text certainly has more than ``tokens`` tokens, without tokenizing a long text completely.
 
         A prefix of the text may tokenize differently at its end, but never to twice as many tokens.
         """
@@ -74,7 +74,7 @@ class OffsetTokenizer:
         return len(text) > size and len(self.one(text[:size]).ids) > 2 * tokens
 
     def one(self, text: str, spelled: Sequence[Span] = ()) -> Tokens:
-        """Tokenize a text. Raises TokenizerError as `batch`, and BadLineError as `with_text`."""
+        """Tokenize a text. Raises TokenizerError like `batch`, and BadLineError like `with_text`."""
         with named_errors():
             tokens = _tokens(self._backend.encode(text, add_special_tokens=False))
         return self.with_text(text, tokens, spelled)
@@ -117,7 +117,7 @@ class OffsetTokenizer:
         ]
 
     def _as_text_alone(self, text: str, shift: int, expected: list[int]) -> Tokens:
-        """Tokenize the text between two special tokens of the template; ``expected``: its current ids."""
+        """Retokenize the text between two of the template's special tokens as plain text; ``expected``: its old ids."""
         assert self._as_text is not None
         if self._backend.encode(text, add_special_tokens=False).ids != expected:
             raise BadLineError(
@@ -128,7 +128,7 @@ class OffsetTokenizer:
 
 
 def in_groups(texts: Iterable[T], count: int, characters: int, length: Callable[[Any], int] = len) -> Iterator[list[T]]:
-    """Group texts into at most ``count``, and at most ``characters`` characters unless a single text is longer."""
+    """Group texts: at most ``count`` in a group, and at most ``characters`` characters unless one text is longer."""
     group: list[T] = []
     total = 0
     for text in texts:

@@ -4,14 +4,14 @@
         --schemes w2a16_g32 w4a16_g32 --budget_bits 2.75 --out mixed.yaml
     deepspeed --num_gpus 8 launch/train.py --config launch/recipes/qwen3_4b.yaml --config mixed.yaml
 
-For each scheme the model of the recipe is loaded and quantized as ``launch/calibrate.py`` does, and each part (layers
-that serving fuses, or the experts of a MoE layer) is quantized alone: its cost is the effect on the logits of
+For each scheme the recipe's model is loaded and quantized as in ``launch/calibrate.py``. Then the parts (layers that
+serving fuses, or the experts of a MoE layer) are quantized one at a time: a part's cost is the effect on the logits of
 ``--batches`` micro-batches per rank. The schemes of the parts minimize the sum of the costs, while the weights have at
 most ``--budget_bits`` bits on average, scales included. Then the mixed recipe is measured as a whole.
 
 Takes as many forwards per scheme and sample as there are parts, and one load of the model per scheme. Costs are always
-measured with round-to-nearest: ``quant.init: gptq`` changes weights, so that the original would not be there to compare
-with. GPTQ is for the training run with the written recipe.
+measured with round-to-nearest: ``quant.init: gptq`` changes weights, so there would be no original model to compare
+with. Use GPTQ in the training run with the written recipe.
 """
 
 import sys
@@ -95,7 +95,7 @@ def options() -> tuple[argparse.Namespace, list[str]]:
 
 
 def check_options(recipes: Mapping[str, Recipe], budget_bits: float) -> None:
-    """Refuse schemes that conflict with each other or the budget, from shapes alone; a collective."""
+    """Refuse schemes that conflict with each other or the budget, which shapes show without weights; a collective."""
     parts: list[Part] = []
     for name, recipe in recipes.items():
         student = meta_student(recipe)
@@ -138,7 +138,7 @@ def measured(recipe: Recipe, context: RunContext, scheme: str, batches: int) -> 
 
 
 def joined(parts: Sequence[Part], more: Sequence[Part]) -> list[Part]:
-    """Merge the options of the same parts."""
+    """Merge the options (schemes with costs) of equal parts."""
     if not parts:
         return [*more]
     return [replace(one, options={**one.options, **other.options}) for one, other in zip(parts, more, strict=True)]

@@ -5,8 +5,8 @@
 
 ``--bf16`` is the unquantized model that PTQ quantized; for a fair share it was trained for as long as QAT. Directories
 whose results are in a file of ``--results`` (of ``launch/evaluate.py --json``, or an earlier comparison) are not
-evaluated again and need not be on this machine; the others are evaluated on ``--text`` and ``--tasks``, as by
-``launch/evaluate.py``, on as many ranks. Metrics that were measured on different data are refused.
+evaluated again and need not be on this machine. All other directories are evaluated on ``--text`` and ``--tasks``, like
+by ``launch/evaluate.py``, on one or more ranks. Metrics that were measured on different data are refused.
 
 Written to ``--out``: compare.md, compare.png, and compare.json with all results.
 """
@@ -108,10 +108,10 @@ def read_results(files: Sequence[Path]) -> dict[str, Evaluation]:
 
 
 def check_missing(directories: Sequence[str], *, asked: bool) -> None:
-    """Refuse directories that have neither results nor can be evaluated.
+    """Refuse directories that have no results and cannot be evaluated.
 
     Raises:
-        ValueError: names the directories.
+        ValueError: the text names the directories.
     """
     if not directories:
         return

@@ -16,7 +16,7 @@ import yaml
 
 from engine.config.errors import checkpoint_problems
 
-_GRACE_SECONDS = 1.0  # for the rank that prints, before another's exit makes the launcher end them all
+_GRACE_SECONDS = 1.0  # time for the rank that prints: the exit of another rank makes the launcher end all ranks
 
 
 def end_quietly() -> None:
@@ -37,9 +37,10 @@ def _say(kind: type[BaseException], error: BaseException, trace: TracebackType |
 
 
 def check_model_path(argv: Sequence[str] | None = None) -> None:
-    """Exit with code 2, and one line of local rank 0's, unless the last ``model.path`` is a directory with config.json.
+    """Exit with code 2 unless the last ``model.path`` is a directory with config.json; local rank 0 prints why.
 
-    Launches on several machines are checked when the recipe is read: a file missing on one is reported to all ranks.
+    Launches on several machines are checked when the recipe is read: a file that is missing on one machine is then
+    reported to all ranks.
     """
     arguments = sys.argv[1:] if argv is None else argv
     world = os.environ.get("WORLD_SIZE", "1")

@@ -22,7 +22,7 @@ from engine.config.reading import parse_recipe
 from model.ranks import RankError, barrier, is_lost_peer, is_main, rank, shut_down, world_size
 
 # The first process to exit makes the launcher end the others, and there is no process group yet to wait in: the ranks
-# that do not print wait this long for the one that does.
+# that do not print wait this long for the rank that prints.
 GRACE_SECONDS = 5
 
 INTERRUPTED = 130  # exit code of a shell for SIGINT
@@ -34,7 +34,7 @@ LOST_PEER = (
 
 
 def recipe_or_exit(argv: Sequence[str] | None = None, *, check_files: bool = True) -> Recipe:
-    """Parse the recipe of a command line (:func:`engine.config.reading.parse_recipe`); exits on a bad one.
+    """Parse the recipe of a command line (:func:`engine.config.reading.parse_recipe`); exit if it is bad.
 
     Raises:
         SystemExit: with code 2, after printing the problems.
@@ -47,10 +47,10 @@ def recipe_or_exit(argv: Sequence[str] | None = None, *, check_files: bool = Tru
 def clean_exit() -> Iterator[None]:
     """Context of a script's work: exit code 2 for a bad recipe, 1 for a RankError; closes the process group.
 
-    Any other exception is raised on one rank only, and the others wait in a collective: its process ends at once, with
-    the traceback, so that the launcher detects it and ends the others, which print one line each. An ordinary exit
-    would first tear down NCCL's communicators, which may wait for the others in turn. Ctrl-C outside of training
-    (see engine/cluster/job.py) is one line and exit code 130.
+    Any other exception is raised on one rank only, while the other ranks wait in a collective. So this rank's process
+    ends at once, with the traceback. The launcher then ends the other ranks, which print one line each. An ordinary
+    exit would first close NCCL's communicators, which may wait for the other ranks. Ctrl-C outside of training (see
+    engine/cluster/job.py) prints one line, and the exit code is 130.
 
     Raises:
         SystemExit: with these codes.
@@ -85,7 +85,7 @@ def _end_alone(error: Exception) -> NoReturn:
 
 
 def _leave() -> None:
-    """Close the process group. From here on signals are ignored: the exit code is that of the work."""
+    """Close the process group. Signals are ignored from here on, so that they do not change the exit code."""
     if dist.is_initialized():
         ignore_signals()
         shut_down()
@@ -108,8 +108,8 @@ def _exit_on_recipe_error() -> Iterator[None]:
 
 
 def _print_recipe_error(error: RecipeError) -> None:
-    """Print on local rank 0 only, so that a machine with 8 ranks prints once. The ranks of other machines end with the
-    same error, if the launcher's environment shows that there are any."""
+    """Print on local rank 0 only, so that a machine with 8 ranks prints once. If the launcher's environment shows that
+    there are other machines, their ranks end with the same error."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr, flush=True)
     elif not spans_nodes():

@@ -10,10 +10,10 @@ from engine import ROOT
 
 
 def find_launcher() -> str:
-    """Find ``deepspeed``: beside the interpreter, whose environment need not be active, or in PATH.
+    """Find ``deepspeed`` in the interpreter's folder, whose environment need not be active, or in PATH.
 
     Raises:
-        FileNotFoundError: it is in neither.
+        FileNotFoundError: the launcher is in neither.
     """
     folder = Path(sys.executable).parent
     found = shutil.which("deepspeed", path=os.pathsep.join([str(folder), os.environ.get("PATH", os.defpath)]))
@@ -25,7 +25,7 @@ def find_launcher() -> str:
 
 
 def program(command: Sequence[str]) -> str:
-    """Return the path of a command's program; ``deepspeed`` and ``python`` are those of this environment.
+    """Return the path of a command's program; ``deepspeed`` and ``python`` come from this environment.
 
     Raises:
         FileNotFoundError: there is no such program.
@@ -40,7 +40,7 @@ def program(command: Sequence[str]) -> str:
 
 
 def environment() -> dict[str, str]:
-    """Make the environment for another script of this project."""
+    """Build the environment variables for another script of this project."""
     found = {"OMP_NUM_THREADS": "1", **os.environ}
     # Python's path has a script's own folder, but the project's root only if it is installed.
     found["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), found.get("PYTHONPATH")]))

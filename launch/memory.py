@@ -69,10 +69,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 def predict_all(
     planner: Planner, names: list[str], ranks: int, gpu_bytes: int | None
 ) -> tuple[list[Prediction], dict[str, str]]:
-    """Predict every strategy that this recipe supports; return by name the reasons against the others.
+    """Predict every strategy that this recipe supports; return also the reasons against the others, by name.
 
     Raises:
-        DsConfigError: it supports none.
+        DsConfigError: the recipe supports no strategy.
     """
     predictions: list[Prediction] = []
     refused: dict[str, str] = {}
@@ -102,7 +102,7 @@ def positive(text: str) -> int:
     """Parse the value of an option that counts ranks.
 
     Raises:
-        argparse.ArgumentTypeError: it is not a number above 0.
+        argparse.ArgumentTypeError: the text is not a whole number above 0.
     """
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}, expected 1 or more")

@@ -6,10 +6,10 @@
    ``help()``. A tokenizer is trained on it, and a small Qwen3 is created with random weights.
 2. The model is trained by this project's loop with fake quant off.
 3. FT: it is trained a little longer, still unquantized.
-4. For each scheme, PTQ: FT quantized without training. And QAT: the model of step 2 trained with fake quant for as long
-   as FT, from its own scales, then exported.
+4. For each scheme, PTQ: FT is quantized without training. QAT: the model of step 2 is trained with fake quant for as
+   long as FT, from scales measured on its own weights and inputs, and then exported.
 5. The exports are loaded in transformers and compared with our forward.
-6. One table: perplexity of all of them on held-out text, with serving numerics.
+6. One table shows the perplexity of all models on held-out text, with serving numerics.
 
 Steps 2 to 5 are ordinary user commands, training on two ranks (or all GPUs) under ZeRO-3. FT sees the same data in the
 same order for the same steps as QAT, so longer training does not count in the recovered share
@@ -130,7 +130,7 @@ def make_corpus(out: Path) -> None:
 
 
 def docstrings() -> Iterator[str]:
-    """Yield one text per module of the standard library, its docstrings; packages and their tests are skipped."""
+    """Yield the docstrings of each module of the standard library as one text; packages and tests are skipped."""
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         nodes = ast.walk(ast.parse(path.read_bytes()))
         documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -182,7 +182,7 @@ def train(out: Path, name: str, *, model: Path, steps: int, lr: float, scheme: s
 
 
 def export_ptq(out: Path, name: str, *, model: Path, scheme: str) -> None:
-    """Run launch/calibrate.py in one process: so small a model needs no launcher."""
+    """Run launch/calibrate.py in one process: a model this small needs no launcher."""
     recipe = write_recipe(out, name, model=model, steps=1, lr=0.0, scheme=scheme)
     run_logged(["python", "launch/calibrate.py", "--config", str(recipe)], recipe.with_name("log.txt"))
 
@@ -230,8 +230,8 @@ def port_options() -> list[str]:
 def run_logged(shown: Sequence[str], log: Path, *, report: bool = False) -> None:
     """Print a command and run it; if it fails, exit with the last lines of its log.
 
-    Progress bars and errors (standard error) go to the terminal and standard output to ``log``; reversed with
-    ``report``.
+    Progress bars and errors (standard error) go to the terminal, and standard output to ``log``; with ``report`` it is
+    the other way round.
     """
     print(f"$ {shlex.join(shown)}", flush=True)
     command = [program(shown), *shown[1:]]

@@ -3,9 +3,9 @@
     python launch/rotate.py --model Qwen/Qwen3-8B --output rotated/qwen3_8b
     deepspeed --num_gpus 8 launch/train.py --config my.yaml --quant.scheme nvfp4_w4a4 --model.path rotated/qwen3_8b
 
-Hadamard matrices with random signs rotate the residual stream and the values of each head, and are folded into the
-weights, after those of the norms. The result is an ordinary checkpoint for every reader, at no extra cost when the
-model runs. See docs/rotations.md. Needs no GPU, and the memory of one tensor.
+Hadamard matrices with random signs rotate the residual stream and the values of each head. The layers' weights are
+multiplied by these matrices, and by the norms' weights before. The result is an ordinary checkpoint for every reader,
+at no extra cost when the model runs. See docs/rotations.md. Needs no GPU, and the memory of one tensor.
 """
 
 import sys

@@ -7,11 +7,11 @@ All other options are the recipe's. In its ``output_dir``, by commands that are 
 
 1. ``ft``: ``launch/train.py`` with fake quant off; data, losses, teacher, rates and steps are the recipe's.
 2. ``ptq``: ``launch/calibrate.py`` of FT's export, which quantizes it without training, from the recipe's
-   ``quant.init``; ``ptq_gptq`` and so on from others (``--ptq_codes``).
+   ``quant.init``; ``ptq_gptq`` and so on start from other first codes (``--ptq_codes``).
 3. ``qat``: ``launch/train.py`` with the recipe.
 4. ``compare.md``: ``launch/compare.py``, the perplexity of the exports on a text that none was trained on. With several
-   PTQs, also from files of other tools (``--ptq``), QAT is compared with each of them: the share that counts is that
-   of the best PTQ.
+   PTQs, also from files of other tools (``--ptq``), QAT is compared with each of them. What counts is the recovered
+   share of the best PTQ's loss.
 
 QAT is compared with a model that was trained with the same losses, on the same samples, for as long, and PTQ quantizes
 that model. So the recovered share excludes gains from training or distillation alone. Results of an earlier call are
@@ -138,10 +138,10 @@ def scripts_of(recipe: Recipe, ptq_codes: Sequence[str]) -> dict[str, str]:
 
 
 def compared(recipe: Recipe, scripts: Mapping[str, str], elsewhere: Mapping[str, str]) -> dict[str, str]:
-    """Map table names to the exports of all PTQs; the name is the scheme's if there is one PTQ.
+    """Map table names to the exports of all PTQs. A single PTQ has the scheme's name.
 
     Raises:
-        RecipeError: an external PTQ is missing, or has the name of one made here.
+        RecipeError: an external PTQ is missing, or has the name of a PTQ that is made here.
     """
     out, scheme = Path(recipe.output_dir), recipe.quant.scheme
     made = {
@@ -213,7 +213,7 @@ def shares(part: Mapping[str, object]) -> Iterator[tuple[str, float]]:
 
 
 def reference(recipe: Recipe) -> Path:
-    """Return the model that PTQ quantizes, and that both are compared with."""
+    """Return the model that PTQ quantizes, and with which PTQ and QAT are compared."""
     return Path(recipe.model.path) if teaches_itself(recipe) else Path(recipe.output_dir) / FT / "export"
 
 
@@ -231,7 +231,7 @@ def changes_of(part: str, recipe: Recipe) -> list[str]:
 
 
 def changes_without_fake_quant(recipe: Recipe) -> list[str]:
-    """Return options that disable fake quant in ``recipe``, and reset others that become idle or move weights."""
+    """Return options that disable fake quant, and reset all options that then have no effect or move weights."""
     plain = copy.deepcopy(recipe)
     events = [
         replace(event, fake_quant=None, layers=None, observe=None, freeze_scales=None) for event in plain.schedule
@@ -242,7 +242,7 @@ def changes_without_fake_quant(recipe: Recipe) -> list[str]:
     if recipe.schedule:
         shown = [{key: value for key, value in asdict(event).items() if value is not None} for event in plain.schedule]
         words += ["--schedule", json.dumps(shown)]
-    while found := next(idle(plain), None):  # resetting one may make another one idle
+    while found := next(idle(plain), None):  # resetting an option may make another option idle
         key, default, _ = found
         section, _, name = key.rpartition(".")
         setattr(attrgetter(section)(plain), name, default)
@@ -251,7 +251,7 @@ def changes_without_fake_quant(recipe: Recipe) -> list[str]:
 
 
 def check_part(folder: Path, recipe: Recipe) -> None:
-    """Refuse a folder with another recipe's part, or an export that could not be written. Raises RecipeError."""
+    """Refuse a folder that another recipe made, or an export that could not be written. Raises RecipeError."""
     made_by = folder / MADE_BY
     if made_by.is_file():
         if load_recipe(made_by) != recipe:

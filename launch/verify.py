@@ -2,15 +2,15 @@
 
     python launch/verify.py --export served/qwen3_4b [--text heldout.txt] [--tokens 2048]
 
-Loads the directory with transformers and with our own forward, one process, fp32, on CPU, and compares the logits;
-checks the layout of the files too. Exits with 1 if anything is wrong. ``tools/verify/check.py`` documents the checks
+Loads the directory with transformers and with our own forward (one process, fp32, on CPU), and compares the logits.
+Also checks the layout of the files. Exits with 1 if anything is wrong. ``tools/verify/check.py`` documents the checks
 and their reasons.
 
     python launch/verify.py --export served/qwen3_4b_gguf --against served/qwen3_4b
 
 Every tensor of an export for llama.cpp is read with llama.cpp's own Python package, and compared bit for bit with a
-compressed export of the same checkpoint; its logits are compared if llama-cpp-python is installed. The same for MLX,
-with MLX, and for ExecuTorch, with torchao, logits included.
+compressed export of the same checkpoint. The logits are compared if llama-cpp-python is installed. Exports for MLX are
+read with MLX, and exports for ExecuTorch with torchao; for both, tensors and logits are compared.
 """
 
 import sys
@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _engine(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> str | None:
-    """Return the engine of an export that is not compressed-tensors; exits if --against does not fit it."""
+    """Return the engine that an export is for, None for compressed-tensors; exit if --against does not fit it."""
     engine = None
     if (arguments.export / _GGUF_FILE).is_file():
         engine = "llama.cpp"
@@ -118,7 +118,7 @@ def _engine(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> s
 
 
 def _engine_of_config(config: object) -> str | None:
-    """Return the engine that a config.json with a layout of its own is for."""
+    """Return the engine (ExecuTorch or MLX) whose own layout a config.json declares; None for other layouts."""
     if not isinstance(config, dict):
         return None
     method = config.get("quantization_config")

@@ -32,12 +32,12 @@ PASSED = r".* (passed|skipped|failed)|FAILED"
 
 @dataclass(frozen=True)
 class Place:
-    """Where a stage runs.
+    """Folders and size of a stage.
 
     Attributes:
-        out: folder of what is kept.
+        out: folder of the results to keep.
         work: folder of models and exports.
-        dry: everything tiny, on the CPU.
+        dry: True for tiny models, on the CPU.
     """
 
     out: Path

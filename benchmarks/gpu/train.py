@@ -158,7 +158,7 @@ class Profile:
         ]
 
     def _seconds(self, event: Any) -> float:
-        """Of the device; on a CPU, which is the device there, of its own code."""
+        """Return an event's own seconds on the device, which may be the CPU."""
         return (event.self_device_time_total if self.on_gpu else event.self_cpu_time_total) / 1e6
 
 

@@ -297,7 +297,7 @@ class StopRequests:
 
 
 def ignore_signals() -> None:
-    """Ignore signals when all work is done, as a signal would make the exit code one of a failure."""
+    """Ignore signals at the end of a finished process: a signal would turn its exit code into a failure."""
     if threading.current_thread() is threading.main_thread():
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)

@@ -14,7 +14,7 @@ loop = Loop(recipe_or_exit())
 
 @loop.token_loss("z", weight=1e-4)
 def z_loss(chunk):
-    """``chunk.student`` are fp32 logits [C, V]; beside them ``chunk.teacher`` (or None) and ``chunk.labels``."""
+    """Compute the z-loss [C] of fp32 logits [C, V]; ``chunk.teacher`` (or None) and ``chunk.labels`` are unused."""
     return chunk.student.logsumexp(-1).square()
 
 

@@ -2,8 +2,8 @@
 
     deepspeed --num_gpus 8 launch/examples/fake_quant_later.py --config my_recipe.yaml
 
-While it is off, the scales are inactive and observers watch the activations; scales are measured when they are switched
-on, from the current weights and activations.
+While fake quant is off, scales are inactive and observers watch the activations. Scales are measured when their fake
+quant is switched on, from the current weights and activations.
 """
 
 from engine.loop import Loop

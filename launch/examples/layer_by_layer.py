@@ -2,8 +2,8 @@
 
     deepspeed --num_gpus 8 launch/examples/layer_by_layer.py --config my_recipe.yaml
 
-The layers that are still unquantized can compensate for the error of the others. All are quantized after half of the
-run; the other half trains the whole. A layer's scales are measured when it is switched on.
+Layers that are still unquantized can compensate for the error of quantized layers. All layers are quantized after half
+of the run, and train together in the other half. A layer's scales are measured when its fake quant is switched on.
 """
 
 import re
