@@ -42,9 +42,9 @@ def check_export(recipe: Recipe) -> None:
     directory, output = recipe.export_dir(), Path(recipe.output_dir)
     problem, there, held = None, Path(os.path.realpath(directory)), Path(os.path.realpath(output))
     if any(map(Path.is_symlink, (directory, there, *there.parents))):  # a whole export is renamed to its name
-        problem = "it is a link, or behind one that leads nowhere; name a directory"
+        problem = "it is a link, or behind one that is broken; name a directory"
     elif there == held or there in held.parents:
-        problem = f"it holds output_dir ({str(output)!r}); name a directory of its own"
+        problem = f"it contains output_dir ({str(output)!r}); name a directory of its own"
     elif directory.is_dir() and any(directory.iterdir()):
         problem = "it is not empty; name another one, or remove it"
     elif directory.exists() and not directory.is_dir():

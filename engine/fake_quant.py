@@ -110,7 +110,10 @@ def calibrate_inputs(
 
 @contextmanager
 def _observing(forward: nn.Module, quantization: Quantization, *, quantized: bool = False) -> Iterator[None]:
-    """Context: evaluation mode, observers on, weights unquantized, inputs as ``quantized``; all restored afterwards."""
+    """Context in evaluation mode with observers on and weights unquantized; all switches are restored afterwards.
+
+    ``quantized``: inputs are fake-quantized.
+    """
     was_training = forward.training
     try:
         forward.eval()
@@ -352,7 +355,7 @@ class FakeQuant:
         weights_changed(self.session.model)
 
     def _calibrate(self, owners: set[str], batches: Iterable[MicroBatch]) -> None:
-        base = self.session.recipe.adapter.beside  # which other adapters are served on, too
+        base = self.session.recipe.adapter.beside  # then the base model serves other adapters, too
         with without_adapters(self.quantization) if base else nullcontext():
             calibrate_inputs(self.session.engine, self.quantization, owners, batches, self.session.device)
 

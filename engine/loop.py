@@ -142,9 +142,7 @@ class Loop:
             self.schedule.run_after(state.step, state)
             if state.last.stop_requested:
                 break
-        sum_where_ranks_agree(
-            state
-        )  # if only some ranks stop, the others are in the same reduction, of their next step
+        sum_where_ranks_agree(state)  # raises if only some ranks stop: the others run it in their next step
         report.trained(state)
 
 

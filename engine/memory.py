@@ -84,7 +84,7 @@ def write_measured(directory: Path, watch: MemoryWatch, device: torch.device) ->
         (directory / MEASURED).unlink(missing_ok=True)  # it may be a link to a file elsewhere
         (directory / MEASURED).write_text(json.dumps(asdict(measured), indent=1) + "\n")
     except OSError as error:
-        warnings.warn(f"what the run held could not be written: {error}", stacklevel=2)
+        warnings.warn(f"the measured memory could not be written: {error}", stacklevel=2)
 
 
 @dataclass(frozen=True)

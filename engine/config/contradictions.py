@@ -166,13 +166,13 @@ def _fake_quant(r: _Recipe) -> _Problems:
     if quant.compute == "fp8_gemm" and r.model.dtype != "bfloat16":
         yield "quant.compute", f"auto or simulate: the fp8 GEMM gives bfloat16, model.dtype is {r.model.dtype}"
     if quant.fuse_norms and r.learnable.act_scale:
-        expected = "false with learnable.act_scale: the gradient of a scale asks for what was quantized"
+        expected = "false with learnable.act_scale: the gradient of a scale needs the unquantized input"
         yield "quant.fuse_norms", expected
     if quant.fuse_norms and r.train.compile:
         yield "quant.fuse_norms", "false with train.compile, which fuses norms itself"
     if quant.rotate and (quant.scheme == SOURCE or quant.scales or quant.start):
         sources = "quant.scheme source, quant.scales or quant.start"
-        yield "quant.rotate", f"nothing with {sources}, whose scales are of weights as they are there"
+        yield "quant.rotate", f"nothing with {sources}, whose scales belong to weights that are not rotated"
     if quant.rotate and r.export.format != "compressed":
         yield "export.format", "compressed with quant.rotate: no reader of other formats rotates inputs"
 
@@ -218,10 +218,10 @@ def _first_scales(r: _Recipe) -> _Problems:
         yield "schedule", f"no event that turns fake quant of weights off: {measured}"
     if quant.initial_input_scale is not None and quant.stores_input_scales() and quant.calibration_batches > 0:
         found = f"quant.calibration_batches 0 (it is {quant.calibration_batches})"
-        why = "either is the source of scales that no PTQ checkpoint gives"
+        why = "only one of them can set the scales that no PTQ checkpoint provides"
         yield "quant.initial_input_scale", f"null or {found}: {why}"
     if quant.initial_input_scale is not None and start > 0 and r.invalidates():
-        why = "what trains until then measures the scales again"
+        why = "the scales are measured again at that step"
         yield "quant.initial_input_scale", f"null with quant.fake_quant_start {start}: {why}"
     if not chosen:
         return
@@ -233,10 +233,10 @@ def _first_scales(r: _Recipe) -> _Problems:
     if r.adapter.on:
         yield (
             "quant.init",
-            f"rtn with adapter.kind {r.adapter.kind}: adapters leave the weights where they are",
+            f"rtn with adapter.kind {r.adapter.kind}: adapters train on unchanged weights",
         )
     if quant.calibration_batches == 0:
-        looks = f"quant.init {quant.init} looks at so many micro-batches per rank"
+        looks = f"quant.init {quant.init} needs micro-batches to choose codes on"
         yield "quant.calibration_batches", f"1 or more: {looks}"
     scheme = f"quant.scheme {quant.scheme}"
     if quant.known() and not all(takes(scheme.weights) for scheme in quant.linear_schemes()):
@@ -250,18 +250,18 @@ def _adapters(r: _Recipe) -> _Problems:
     if r.learnable.weight:
         yield "learnable.weight", f"false with {kind}, which trains adapters in place of the weights"
     if r.never_quantizes():
-        why = "without fake quant the export is a plain checkpoint, into which adapters are not merged"
+        why = "without fake quant the export is a plain checkpoint"
         yield (
             "quant.fake_quant_start: -1 (never)",
-            f"0 or more with {kind}: {why}, and beside which none is written",
+            f"0 or more with {kind}: {why}, which contains no adapters",
         )
     if r.train.compile:
         yield "train.compile", f"false with {kind}, whose gradients torch.compile cannot trace"
     if r.quant.quantized_all_gather:
-        codes = "the codes are those of the sum of weight and adapter, which no rank has before the layer runs"
+        codes = "the sum of weight and adapter is quantized, which no rank can compute before the layer runs"
         yield "quant.quantized_all_gather", f"false with {kind}: {codes}"
     if r.quant.fuse_norms:
-        yield "quant.fuse_norms", f"false with {kind}: adapters were not tried beside inputs that are codes alone"
+        yield "quant.fuse_norms", f"false with {kind}: adapters were not tested with inputs that exist only as codes"
     if r.quant.rotate:
         yield "quant.rotate", f"nothing with {kind}: no reader supports an adapter of a rotated weight"
 
@@ -283,11 +283,11 @@ def _adapters_beside(r: _Recipe) -> _Problems:
     if adapter.base != "quantized":
         return
     if quant.start or quant.scales:
-        read = "quantized with model.path alone, whose scales are read or measured"
+        read = "quantized without them: scales are then read from model.path or measured"
         yield "adapter.base", f"weights with quant.start or quant.scales; or {read}"
     if quant.fake_quant_start != 0 or quant.scales_follow_weights:
         start = "quantized with quant.fake_quant_start 0 and quant.scales_follow_weights false"
-        yield "adapter.base", f"weights; or {start}: weights that scales could be measured from are not there"
+        yield "adapter.base", f"weights; or {start}: there are no unquantized weights to measure scales on"
     if adapter.init == "error":
         yield "adapter.init", "zeros with adapter.base quantized: the weights are the decoded codes"
 

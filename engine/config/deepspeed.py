@@ -55,7 +55,7 @@ FROM_RECIPE = frozenset(
 )
 _MEAN = "leave it out: the loop scales the loss for DeepSpeed's default, a mean over ranks and micro-batches"
 _DATA = "the recipe owns the data: see its data section"
-_PARALLEL = "leave it out: every rank here holds a share of the whole model, by ZeRO alone"
+_PARALLEL = "leave it out: DeepQAT partitions the model by ZeRO only"
 # Top-level keys that break a run, with the remedy.
 BROKEN = {
     "bfloat16": 'write "bf16", the name of today',
@@ -80,8 +80,8 @@ BROKEN = {
 BROKEN_ZERO = {
     "load_from_fp32_weights": "a resumed run would go on from rounded weights, not from the optimizer's fp32 copies",
     "zero_quantized_weights": (
-        "it rounds what is gathered for the forward, scales too (by way of fp16), but not what is gathered for the "
-        "export, so that another model would be exported than the one that was trained"
+        "it rounds weights and scales (through fp16) when they are gathered for the forward, but not when they are "
+        "gathered for the export, so the exported model would differ from the trained one"
     ),
     "zero_quantized_gradients": (
         "across nodes DeepSpeed 0.19.8 reads bf16 gradients as fp16, thousands of times too large, and divides their "

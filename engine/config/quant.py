@@ -225,10 +225,10 @@ class QuantRecipe:
                 yield from self._problems_of_place(place)
 
     def _problems_beside_source(self) -> Iterator[str]:
-        expected = "nothing beside quant.scheme source, which says it of every layer"
+        expected = "nothing beside quant.scheme source, which sets the schemes of all layers"
         for key in ("rules", "lm_head", "embedding"):
             yield from need(not getattr(self, key), f"quant.{key}", getattr(self, key), expected)
-        expected = "{}: with quant.scheme source the scales are those of the files, which this would measure again"
+        expected = "{}: with quant.scheme source the scales come from the files, and this option measures them again"
         start, follow = self.fake_quant_start, self.scales_follow_weights
         yield from need(start <= 0, "quant.fake_quant_start", start, expected.format(0))
         yield from need(not follow, "quant.scales_follow_weights", follow, expected.format("false"))

@@ -109,9 +109,7 @@ _ELSE = "set adapter.base to weights, or model.path to a quantized checkpoint, w
 
 def _check_made(recipe: Recipe) -> None:
     """Refuse options that need the unquantized weights of ``model.path``, which are not kept when quantized on load."""
-    path = (
-        f"adapter.base: quantized: model.path {recipe.model.path!r} is not quantized, and there are only codes of it: "
-    )
+    path = f"adapter.base: quantized: model.path {recipe.model.path!r} is not quantized, and only its codes are kept: "
     if recipe.teacher_kind() == "self":
         raise ValueError(f"{path}set loss.teacher to it, as loss.teacher self would be the quantized model")
     if any(event.fake_quant in (False, "activations") for event in recipe.schedule):

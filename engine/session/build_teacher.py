@@ -61,7 +61,7 @@ def load_teacher(recipe: Recipe, context: RunContext, logits: int) -> ModelTeach
     report = load_weights(model, path, method=recipe.model.load)
     say(f"teacher: {report.summary()}")
     if is_quantized(Path(path)):
-        say("teacher: its weights are those of its codes, and its inputs are not quantized")
+        say("teacher: its weights are decoded from its codes, and its inputs are not quantized")
     _, head_proxy = take_out_head(model)
     module = initialize_frozen(model, context.ds_config)
     settle_function(

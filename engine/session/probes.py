@@ -50,9 +50,9 @@ from model.moe.experts import ExpertMLPs
 from model.ranks import gather_objects, raise_everywhere, say
 
 # Differences are relative norms of differences of hidden states, averaged over tokens. Over 120 random models of
-# transformers' families in fp32 and bf16, causal dense ones that isolate samples differ by exactly 0 at equal shapes.
-# Leaks from another sample change the first tokens of B by 1e-3 to 1.1; with trained weights, which attend to more than
-# random ones, by 0.04 and more.
+# transformers' families in fp32 and bf16, causal dense models that isolate samples differ by exactly 0 at equal shapes.
+# Leaks from another sample change the first tokens of B by 1e-3 to 1.1. With trained weights, which attend to other
+# tokens more than random weights do, they change them by 0.04 and more.
 FIRST = 16  # tokens after a boundary, where leaks are largest
 SEEN = 1e-4
 SEEN_BY_EXPERTS = 0.2  # limit for following tokens: rounding may change a token's experts, and so the token by as much
@@ -146,7 +146,7 @@ def boundary_problem(
     for tokens in (slice(None, FIRST), slice(None)):
         follows = difference(before[:, tokens], before_other[:, tokens])
         if follows > (SEEN + TIMES * chance if exact else SEEN_BY_EXPERTS):
-            return f"its tokens see those that follow them (hidden states move by {follows:.1%}): it is not causal"
+            return f"its tokens see the tokens after them (hidden states move by {follows:.1%}): it is not causal"
         seen = difference(behind[:, tokens], behind_other[:, tokens])
         smallest = SEEN if exact else max(SEEN, torch.finfo(behind.dtype).eps)
         if seen > smallest + TIMES * (follows + chance):

@@ -38,8 +38,8 @@ from quant.packed_weight import as_weight
 from quant.rotation import rotate_inputs, rotated_layers
 
 SIMULATED = (
-    "simulated, for the fp8 GEMM takes sides that are multiples of 16 alone, and of stacked experts bf16 on compute "
-    "capability 9.0"
+    "simulated, for the fp8 GEMM supports only sides that are multiples of 16, and stacked experts only in bf16 on "
+    "compute capability 9.0"
 )
 # Round where eager mode rounds: fused chains of bf16 operations would stay in fp32.
 COMPILE_OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"emulate_precision_casts": True}
