@@ -2,7 +2,7 @@
 
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
     {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}
-    {"input": "...", "output": "..."}          with "instruction" beside or instead of "input" (Alpaca)
+    {"input": "...", "output": "..."}          "instruction" may be added, or replace "input" (Alpaca)
 
 Each object may also have ``system``, a text, and ``tools``, a list of function schemas for the chat template. A message
 may have ``tool_calls``, ``tool_call_id``, ``name`` and ``reasoning_content``. Its content is a string or a list of text

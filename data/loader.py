@@ -25,8 +25,8 @@ sample would be trained without its context.
 
 `on_device` moves a micro-batch to the device in one copy without blocking the host.
 
-Held-out samples are split off and batched for evaluation. The split is drawn from the seed alone, so it is the same on
-every rank, in every resumed run and at any world size.
+Held-out samples are split off and batched for evaluation. The split depends on samples and seed only, so it is the same
+on every rank, in every resumed run and at any world size.
 """
 
 import itertools
@@ -123,7 +123,7 @@ class Loader:
         return [pack_rows(self.samples, rows, self._pad, self._packed_length) for rows in self._rows(k)]
 
     def first(self, count: int) -> Iterator[MicroBatch]:
-        """Yield this rank's first ``count`` micro-batches of the run, for calibration; as many on every rank."""
+        """Yield this rank's first ``count`` micro-batches of the run, for calibration; equally many on every rank."""
         steps = (self.step(k) for k in itertools.count())
         return itertools.islice(itertools.chain.from_iterable(steps), count)
 
@@ -164,7 +164,7 @@ def pack_rows(samples: Sequence[Sample], rows: Sequence[Sequence[int]], pad_toke
     """Batch several samples per row, concatenated, in rows of ``length`` positions."""
     batch = _fill(samples, rows, pad_token_id, length)
     positions = torch.arange(length).repeat(len(rows), 1)
-    for row, _, end in batch["spans"].tolist():  # in order: each restarts the count after its end, padding included
+    for row, _, end in batch["spans"].tolist():  # in order: each sample restarts the count after its end
         positions[row, end:] = torch.arange(length - end)
     batch["position_ids"] = positions
     return batch
@@ -204,7 +204,7 @@ def sample_inputs(batch: MicroBatch) -> Iterator[torch.Tensor]:
 
 
 def real_tokens(batch: MicroBatch) -> int:
-    """Count positions that hold a token of a sample; the others are padding."""
+    """Count the tokens of all samples in a micro-batch, without padding."""
     return int((batch["spans"][:, 2] - batch["spans"][:, 1]).sum())
 
 
@@ -231,8 +231,8 @@ class Epoch:
 class Order:
     """Endless stream of rows, a pure function of the seed and the row's position.
 
-    The stream is epoch 0, then epoch 1, and so on; each epoch is a list of rows, and a row is one sample, or with
-    packing a bin of several. Every epoch is drawn from ``(seed, epoch)``, so there is no state to save.
+    The stream is epoch 0, then epoch 1, and so on; each epoch is a list of rows, and a row is one sample or, with
+    packing, a bin of several samples. Every epoch is drawn from ``(seed, epoch)``, so there is no state to save.
 
     Without weights an epoch has each of the N samples once. With weights w_f of the files, an epoch also has N entries,
     and file f contributes
@@ -271,7 +271,7 @@ class Order:
             _check_lengths(samples, self._lengths, packed_length)
         self._files = None if weights is None else _files(samples, weights)
         self._ends = [0]  # rows before epoch 0, 1, ...; extended on demand
-        # A step touches two epochs, rarely more; drawing one per row would repeat all of the work each time.
+        # A step has rows of two epochs, rarely more; drawing an epoch for each row would repeat all of the work.
         self._epoch = lru_cache(maxsize=2)(self._draw)
 
     def row(self, position: int) -> list[int]:

@@ -79,7 +79,7 @@ class Problems:
 
 
 def check_files(files: Sequence[str | Path]) -> list[Path]:
-    """Return the paths of ``files``. Raises a `DataError` that names all paths that are not non-empty files."""
+    """Return the paths of ``files``. Raises a `DataError` that names all missing files, empty files and folders."""
     paths = [Path(file) for file in files]
     wrong = [path for path in paths if not path.is_file() or not path.stat().st_size]
     if wrong or not paths:

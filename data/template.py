@@ -1,9 +1,9 @@
 """Locate the assistant's turns in the output of a chat template.
 
-The whole conversation is rendered once, and that text is trained on. The position of an assistant turn in it comes from
-the template's output: it begins at the end of the preceding conversation, rendered with the generation prompt, because
-that is the model's input in serving; and it ends at the end of the conversation up to and with the turn, rendered
-alone. Both renderings must be prefixes of the whole rendering.
+The whole conversation is rendered once, and that text is trained on. Two more renderings show the position of an
+assistant turn in it. The turn begins where the preceding conversation, rendered with the generation prompt, ends: that
+is the model's input in serving. The turn ends where the conversation ends if it is rendered without the later turns.
+Both renderings must be prefixes of the whole rendering.
 
 If one of them is not, the template writes a turn differently once it is finished or once others follow: it opens
 ``<think>`` in the generation prompt and not in the turn, or strips the thinking of earlier turns. The whole rendering

@@ -37,7 +37,7 @@ class Tokens:
 
 
 class OffsetTokenizer:
-    """Fast tokenizer that adds no tokens to those of a text.
+    """Fast tokenizer that adds no special tokens to a text.
 
     Args:
         tokenizer: the model's tokenizer.

@@ -4,7 +4,7 @@
 
 Reads ``model`` (for its tokenizer), ``data``, ``loss.teacher`` and ``loss.top_k`` of the recipe; under ZeRO stage 3
 the teacher is sharded. DIR defaults to ``loss.teacher_cache``, and must be on a disk shared by all ranks.
-Training with the same recipe and ``loss.teacher_cache: DIR`` then reads it.
+Training with the same recipe and ``loss.teacher_cache: DIR`` then reads this cache.
 """
 
 import sys

@@ -2,8 +2,8 @@
 
     deepspeed --num_gpus 8 launch/calibrate.py --config launch/recipes/qwen3_4b.yaml --export.dir ptq/qwen3_4b
 
-Weight scales come from the partitions, activation scales from ``quant.calibration_batches`` micro-batches per rank, all
-in place under the recipe's ZeRO stage. The result can be served directly, and read by ``quant.scales``.
+Weight scales are measured on the partitions of the weights, and activation scales on ``quant.calibration_batches``
+micro-batches per rank, under the recipe's ZeRO stage. The result can be served directly, and read by ``quant.scales``.
 """
 
 import sys

@@ -9,7 +9,7 @@ numerics of training. Several ranks share the work, and with ``--sharded`` also 
 (ZeRO-3). ``--json FILE`` keeps the results for ``launch/compare.py``.
 
 Tasks need lm-evaluation-harness (pip install lm-eval==0.4.13); only tasks that compare log-likelihoods are supported.
-Its data comes from the Hugging Face Hub; with --task_dir, from task files and data in a folder.
+It loads task data from the Hugging Face Hub or, with --task_dir, task files and data from a folder.
 """
 
 import sys
@@ -117,7 +117,7 @@ def check_results(path: Path, option: str) -> None:
     """Refuse a results file that rank 0 cannot write; a collective.
 
     Raises:
-        RankError: on every rank: names the option and the file.
+        RankError: on every rank: the file cannot be written; the text names the option.
     """
     with errors_on_all_ranks(ValueError):
         if is_main():

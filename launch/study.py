@@ -3,7 +3,8 @@
     python launch/study.py --text heldout.txt --config launch/recipes/qwen3_4b.yaml [--section.field value ...]
     python launch/study.py --launcher "deepspeed --num_gpus 8" --text heldout.txt --config ...
 
-All other options are the recipe's. In its ``output_dir``, by commands that are printed and can be run by hand:
+All other options are options of the recipe. The study has four parts in the recipe's ``output_dir``, made by commands
+that are printed and can be run by hand:
 
 1. ``ft``: ``launch/train.py`` with fake quant off; data, losses, teacher, rates and steps are the recipe's.
 2. ``ptq``: ``launch/calibrate.py`` of FT's export, which quantizes it without training, from the recipe's
@@ -64,7 +65,7 @@ MADE_BY = "study.yaml"  # in the folder of a part: its recipe
 
 
 def main() -> None:
-    """Check all parts, then run those that are missing, and compare them."""
+    """Check all parts, then run the missing parts, and compare the exports."""
     arguments, words = parse_arguments()
     recipe = recipe_or_exit(words)
     out = Path(recipe.output_dir)

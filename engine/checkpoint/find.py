@@ -188,7 +188,7 @@ def check_resumable(recipe: Recipe, directory: Path) -> TrainingCheckpoint:
 
 
 def check_samples(checkpoint: TrainingCheckpoint, samples: str) -> None:
-    """Refuse training samples other than those of the run that wrote the checkpoint; a collective.
+    """Refuse training samples that differ from the samples of the run that wrote the checkpoint; a collective.
 
     A step selects samples by index, so with other samples a resumed run would train on some twice and never on others.
 
@@ -260,9 +260,9 @@ STAYS = {
     ],
     # Shapes and types of the parameters.
     "model": ["dtype", "experts"],
-    # Shapes of scales and the optimizer's groups depend on the schemes. Observers have a histogram or none; theta
-    # corrects a fixed scale or the absmax of its step, with the allowed sign. Weights are rotated with inputs. Norms
-    # that write codes have the scale of their consumers under their own names.
+    # Shapes of scales and the optimizer's groups depend on the schemes, and histograms of observers on input_range.
+    # theta corrects a fixed scale or the absmax of each step, with the allowed signs. Weights are rotated with inputs.
+    # Norms that write codes store the scales of the layers behind them under their own names.
     "quant": [
         "scheme",
         "schemes",

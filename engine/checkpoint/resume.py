@@ -1,8 +1,8 @@
 """Load a training checkpoint into a session, at the number of ranks that wrote it or (resharded) at another number.
 
 Resharding on stages 1 to 3: every rank of the old run saved its flat fp32 masters and Adam moments in a DeepSpeed file,
-and the slices of each parameter in them (:func:`model.zero.optimizer_pieces`) beside it. Every rank of the new run maps
-the old files into memory and copies the overlap with its own slices: no conversion, no second copy on disk, no
+and in ``rank_<r>.pt`` the slices of each parameter in them (:func:`model.zero.optimizer_pieces`). Every rank of the new
+run maps the old files into memory and copies the overlap with its own slices: no conversion, no second copy on disk, no
 collective, and no read of unneeded data.
 
 DeepSpeed's alternative is universal checkpoints (``deepspeed.checkpoint.ds_to_universal``, then an engine configured to
@@ -90,10 +90,10 @@ def load_checkpoint(session: Session, stateful: StatefulStates, checkpoint: Trai
 
 
 def check_base(session: Session, checkpoint: TrainingCheckpoint) -> None:
-    """Refuse frozen weights that differ from those of the run whose checkpoint left them out; a collective.
+    """Refuse frozen weights that have changed since the checkpoint left them out; a collective.
 
     Raises:
-        RankError: on every rank, with some of their names.
+        RankError: on every rank, with the names of some of these weights.
     """
     expected = checkpoint.left_out
     there = {*frozen_weights(session.model)}
@@ -280,7 +280,7 @@ def merge_ranks(states: list[dict[str, Any]]) -> dict[str, Any]:
 def merge_observers(states: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Merge one input's statistics of all old ranks: the maximum goes to every new rank, counts to rank 0 only.
 
-    So reductions over the new ranks (maximum, sum) equal those over the old ones.
+    So reductions (maximum, sum) have the same results over the new ranks as over the old ranks.
     """
     absmax = torch.stack([state["absmax"] for state in states]).amax()
     share = 1 if rank() == 0 else 0

@@ -4,8 +4,8 @@ Logits [T, V] are the largest tensors of a training step: at T = 4096 and V = 15
 and a distillation loss of torch operators allocates several. Here no such tensor exists. The forward loops over the
 positions with a target, ``chunk_tokens`` at a time: logits of student and teacher (GEMMs in the model's dtype), losses
 and the gradient of the logits in closed form (fp32, see :mod:`engine.losses.kd`), then the gradients of hidden states,
-weight and bias. The backward only multiplies these gradients by the incoming one. No GEMM is computed twice. Memory at
-any time, with C tokens per chunk:
+weight and bias. The backward only multiplies these by the incoming gradient. No GEMM is computed twice. Memory at any
+time, with C tokens per chunk:
 
     2 V C bytes of bf16 logits, for student and teacher each;
     a few fp32 blocks of ``BLOCK_ELEMENTS``, each for some rows of a chunk;
@@ -107,7 +107,7 @@ def chunked_losses(
             GPU.
 
     Raises:
-        ValueError: mismatched shapes, or a user's loss does not return one number per token.
+        ValueError: shapes do not match, or a user's loss does not return one number per token.
     """
     objective = objective or Objective()
     _check(hidden, weight, labels, teacher)
@@ -152,7 +152,7 @@ class _Job(NamedTuple):
 
     Attributes:
         names: names of the computed losses, in their order.
-        wanted: True if a gradient is needed, for hidden states, weight and bias.
+        wanted: for hidden states, weight and bias, in this order: True if the gradient is needed.
     """
 
     objective: Objective
@@ -218,7 +218,7 @@ def _work_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def row_blocks(logits: Tensor) -> Iterator[slice]:
-    """Slices of the rows of a chunk of logits [C, V], of at most ``BLOCK_ELEMENTS`` each."""
+    """Yield slices of the rows of a chunk of logits [C, V], each of at most ``BLOCK_ELEMENTS`` elements."""
     limit = BLOCK_ELEMENTS.get(logits.device.type, BLOCK_ELEMENTS["cuda"])
     size = max(1, limit // logits.shape[1])
     return (slice(start, start + size) for start in range(0, logits.shape[0], size))

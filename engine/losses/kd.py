@@ -15,8 +15,8 @@ kind           loss
 ``r_kl_top_k`` KL(q' || p') on S, the student's K most likely tokens
 ============== =====================================================================================================
 
-With ``tail`` the last two are not renormalized: all tokens outside S form one more bucket, of mass p(tail) and q(tail),
-and the divergence is taken over the K + 1 buckets. This penalizes a student that moves mass out of S.
+With ``tail`` the last two kinds are not renormalized: all tokens outside S form one more bucket, of mass p(tail) and
+q(tail), and the divergence is taken over the K + 1 buckets. This penalizes a student that moves mass out of S.
 
 The gradients with respect to z:
 
