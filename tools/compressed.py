@@ -1,11 +1,11 @@
-"""A compressed checkpoint as a plain model in one process: for evaluating and verifying what was exported.
+"""Load a compressed checkpoint as a plain model in one process, to evaluate and verify exports.
 
-The file holds codes and scales, the forward of training wants weights and scales. The weights that are put in are the
-dequantized codes: quantizing these again with the same scale gives the same codes (``code * s * (1/s)`` is off by a few
-roundings, the next boundary between codes is at least 1/30 of the code away), so that the model computes with exactly
-what is on disk, by the same code as in training.
+The files have codes and scales, but the forward of training needs weights and scales. So the model's weights are set to
+the dequantized codes. Quantizing them again with the same scale results in the same codes: ``code * s * (1/s)`` is off
+by a few roundings, and the next boundary between codes is at least 1/30 of the code away. So the model computes with
+exactly the codes on disk, by the same functions as in training.
 
-Reads what this project exports and what llm-compressor writes with the same numerics: compressed-tensors, with one
+Supported are exports of this project and files of llm-compressor with the same numerics: compressed-tensors, with one
 scheme or several.
 """
 
@@ -56,23 +56,24 @@ def load_compressed(
     trust_remote_code: bool = False,
     attn_implementation: str = AUTO,
 ) -> tuple[PreTrainedModel, Quantization]:
-    """Build the model of a compressed checkpoint and fill it; in eval mode, all fake quantization on (but of 8-bit
-    weights with zero points in bf16, which are as they come out of it), scales frozen.
+    """Build the model of a compressed checkpoint and fill it. It is in eval mode, with all fake quantization on and
+    scales frozen. Only 8-bit weights with zero points in bf16 are not fake-quantized: they are the dequantized codes
+    already.
 
     If layers share a scale and the file has several values (another writer's checkpoint), the largest is used and the
     weights are quantized again with it, as serving engines do when they fuse these layers.
 
     Args:
-        directory: with config.json (and its ``quantization_config``) and the safetensors files.
+        directory: checkpoint with config.json (which has a ``quantization_config``) and the safetensors files.
         dtype: dtype of the weights and of the computation. In bf16 dequantized weights are rounded as in training.
-        device: where the model goes, CPU by default.
-        trust_remote_code: whether Python code in ``directory`` may be run.
-        attn_implementation: as of :func:`model.build.build_model`.
+        device: device of the model, CPU by default.
+        trust_remote_code: allow running Python code in ``directory``.
+        attn_implementation: as in :func:`model.build.build_model`.
 
     Raises:
-        RankError: no quantization_config or one with other numerics; a damaged file; keys that are missing, unexpected
-            or of another shape: all of them named; a scale that is not finite, zero, or (but for integers) negative; a
-            weight that is not finite.
+        RankError: there is no quantization_config, or its numerics are not supported; a file is damaged; keys are
+            missing, unexpected or of another shape (the text names all); a scale is not finite, zero, or negative
+            (allowed for integers); or a weight is not finite.
     """
     directory, device = Path(directory), device or torch.device("cpu")
     with errors_on_all_ranks(OSError, ValueError):
@@ -85,7 +86,7 @@ def load_compressed(
         device=device,
         trust_remote_code=trust_remote_code,
         attn_implementation=attn_implementation,
-        experts="per_expert",  # which is how they lie on disk
+        experts="per_expert",  # as on disk
         rotated=True,
     )
     with errors_on_all_ranks(OSError, ValueError):
@@ -110,7 +111,7 @@ def load_compressed(
 
 
 def _numerics(directory: Path) -> tuple[list[Rule], TensorSpec | None, list[RotatedInputs]]:
-    """Numerics in config.json: of layers, of keys and values, and of rotated inputs."""
+    """Read the numerics in config.json: of layers, of keys and values, and of rotated inputs."""
     config = read_quantization_config(directory)
     try:
         rotations = rotations_from_config(config.get("transform_config"))
@@ -120,9 +121,9 @@ def _numerics(directory: Path) -> tuple[list[Rule], TensorSpec | None, list[Rota
 
 
 def is_ignored(names: list[str], ignore: list[str]) -> bool:
-    """Tell if compressed-tensors ignores a module of these names.
+    """Return True if compressed-tensors ignores a module of these names.
 
-    An entry of ``ignore`` is equal to a name, or is ``re:`` and a pattern that matches the name from its start.
+    An entry of ``ignore`` is a name, or ``re:`` and a pattern that matches names from their start.
     """
     return any(
         re.match(entry.removeprefix("re:"), name) if entry.startswith("re:") else entry == name
@@ -132,7 +133,7 @@ def is_ignored(names: list[str], ignore: list[str]) -> bool:
 
 
 def _schemes(model: PreTrainedModel, rules: list[Rule]) -> dict[str, Scheme]:
-    """The scheme of every quantized layer, by name. A rule may match the name that a layer has here or on disk."""
+    """Find the scheme of every quantized layer, by name. A rule may match a layer's name in the model or on disk."""
     schemes = {}
     for name, module in model.named_modules():
         if not isinstance(module, (nn.Linear, nn.Embedding)):
@@ -147,10 +148,10 @@ def _schemes(model: PreTrainedModel, rules: list[Rule]) -> dict[str, Scheme]:
 
 
 def _rotate(model: PreTrainedModel, quantization: Quantization, rotations: list[RotatedInputs]) -> None:
-    """Have the layers turn their inputs that a file says so of.
+    """Switch on the rotation of inputs for the layers that the file lists.
 
     Raises:
-        ValueError: one that is not quantized here, an expert, or one whose inputs the blocks do not divide.
+        ValueError: a listed layer is not quantized, is an expert, or has inputs that the blocks do not divide.
     """
     linears = {name for name, module in model.named_modules() if isinstance(module, (nn.Linear, QuantLinear))}
     for targets, ignore, block in rotations:
@@ -165,7 +166,7 @@ def _rotate(model: PreTrainedModel, quantization: Quantization, rotations: list[
 
 
 def quantized_keys(model: PreTrainedModel, name: str, layer: QuantLayer) -> dict[str, str]:
-    """Keys on disk of one quantized Linear's weight and scales, by suffix."""
+    """Return the keys on disk of one quantized Linear's weight and scales, by suffix."""
     suffixes = packed_shapes(layer.in_features, layer.out_features, layer.scheme, torch.float32)
     prefix = module_name_on_disk(model, name)
     return {suffix: f"{prefix}.{suffix}" for suffix in suffixes}
@@ -193,7 +194,7 @@ def _fill(model: PreTrainedModel, quantization: Quantization, checkpoint: Checkp
                 _fill_layer(name, layer, tensors, scales)
             except CheckpointError:
                 raise
-            except ValueError as error:  # of what takes the tensors apart, which knows no names
+            except ValueError as error:  # of the functions that unpack tensors, which know no names
                 raise CheckpointError(f"{name}: {error}") from error
         _fill_scales(quantization.weight_groups, scales["weight_scale"])
         for group in quantization.weight_groups:
@@ -201,32 +202,32 @@ def _fill(model: PreTrainedModel, quantization: Quantization, checkpoint: Checkp
                 group.zero.copy_(scales["weight_zero_point"][group.owner])
         stored_inputs = [group for group in quantization.input_groups if group.owner in quantization.layers]
         _fill_scales(stored_inputs, scales["input"])
-        # Of several global scales the smallest: with it no scale of a group is beyond e4m3.
+        # The smallest of several global scales is used, so that no scale of a group exceeds the range of e4m3.
         for group in quantization.global_groups:
             group.s0.copy_(torch.stack([scales["weight_global_scale"][name] for name in group.members]).amin(0))
 
 
 def _cache_key(spellings: list[str], checkpoint: Checkpoint) -> str:
-    """The spelling of a key that the checkpoint has; the first one if it has none."""
+    """Return the spelling of a key that the checkpoint uses; the first spelling if it has none of them."""
     return next((key for key in spellings if key in checkpoint.tensors), spellings[0])
 
 
 def _plain_tensors(
     model: PreTrainedModel, quantization: Quantization, checkpoint: Checkpoint, packed: set[str]
 ) -> dict[str, list[tuple[Piece, torch.Tensor]]]:
-    """Unquantized tensors by key on disk: the parameters and buffers of each, or slices of them.
+    """Map keys of unquantized tensors on disk to the parameters and buffers, or slices of them, that each tensor fills.
 
     Args:
         model, quantization, checkpoint: contents of the directory.
-        packed: keys of codes and scales, which must be there too.
+        packed: keys of codes and scales, which the checkpoint must have too.
 
     Raises:
-        CheckpointError: keys that are missing, unexpected or of another shape: all of them named.
+        CheckpointError: keys are missing, unexpected or of another shape; the text names all of them.
     """
     names = Names(model, {key: tensor.shape for key, tensor in checkpoint.tensors.items()})
     quantized = {f"{name}.weight" for name in quantization.layers}
     own = {name: tensor for name, tensor in own_tensors(model).items() if name not in quantized}
-    # The matrices beside layers that turn their inputs are known without reading them.
+    # The stored matrices of layers that rotate their inputs are known without reading them.
     turned = {f"{module_name_on_disk(model, name)}.{KEY}" for name in rotated_layers(quantization)}
     layouts = {key: names.layout(key) for key in (checkpoint.tensors.keys() | checkpoint.lost) - packed - turned}
     for key, layout in layouts.items():
@@ -271,17 +272,17 @@ def _fill_layer(name: str, layer: QuantLayer, tensors: dict[str, torch.Tensor], 
     zero = unpack_zero(tensors, layer.scheme)
     if zero is not None:
         scales["weight_zero_point"][name] = zero
-        # Too far from 0 for the dtype to tell neighbors apart (255 codes in bf16) another code may come out. What is
-        # put in is the quantized weight anyway.
+        # Far from 0 the dtype may not distinguish neighboring codes (255 codes in bf16), so that quantizing again could
+        # change a code. The weight is already quantized, so its fake quantization is switched off then.
         layer.weight_fake_quant = (spec.qmax - spec.qmin) * torch.finfo(layer.weight.dtype).eps / 2 < 0.5
     weight = dequantized_weight(codes, scales["weight_scale"][name], spec, layer.weight.dtype, zero)
     layer.weight.copy_(weight)
 
 
 def _check_dtypes(name: str, layer: QuantLayer, tensors: dict[str, torch.Tensor]) -> None:
-    """Refuse codes and scales of another dtype than their scheme's, which would be read as other numbers.
+    """Reject codes and scales of another dtype than their scheme's, which would be read as other numbers.
 
-    Scales that the scheme keeps in a float of 16 bits or more may be in another one: that is the model's choice.
+    Scales in a float type of 16 bits or more may have any such type, as it depends on the model's dtype.
     """
     for suffix, (dtype, _) in packed_shapes(layer.in_features, layer.out_features, layer.scheme, torch.float32).items():
         found, wide = tensors[suffix].dtype, dtype.is_floating_point and dtype.itemsize > 1
@@ -292,10 +293,10 @@ def _check_dtypes(name: str, layer: QuantLayer, tensors: dict[str, torch.Tensor]
 
 
 def _usable(key: str, scale: torch.Tensor, shape: tuple[int, ...], weight: TensorSpec | None = None) -> torch.Tensor:
-    """The scale in ``shape``, which it must fit, once it is known to be one that a quantizer can have.
+    """Check that a scale is valid and fits ``shape``, and return it in this shape.
 
-    ``weight``: how the weight is quantized, where the scale is a weight's. Those of integers may be negative, and in
-    e4m3 a scale far below the largest one of its layer is 0.
+    ``weight`` is the format of the weight if the scale belongs to a weight. Scales of integers may be negative, and a
+    scale stored in e4m3 is 0 if it is far smaller than the largest scale of its layer.
     """
     if scale.numel() != torch.Size(shape).numel():
         raise CheckpointError(f"{key} has shape {tuple(scale.shape)}, expected {shape}")

@@ -1,10 +1,10 @@
 """Choose a scheme for each part of a model, within a budget of bits per weight (mixed precision).
 
-The cost of a scheme is the KL divergence of the logits, measured with one part alone quantized, in place under any ZeRO
-stage, and costs are assumed to add up, as in HAWQ-V2 (Dong et al. 2020, arXiv 1911.03852, section 3.2). The choice is a
-multiple-choice knapsack, solved greedily on the lower convex hull of each part's sizes and costs, from the smallest
-sizes on: take the step that saves most per bit and still fits. The result misses the optimum by less than one step's
-savings (Sinha and Zoltners 1979, "The multiple-choice knapsack problem", theorem 4).
+The cost of a scheme is the KL divergence of the logits when only one part is quantized. It is measured in place, under
+any ZeRO stage. Costs are assumed to add up, as in HAWQ-V2 (Dong et al. 2020, arXiv 1911.03852, section 3.2). The choice
+is a multiple-choice knapsack, solved greedily on the lower convex hull of each part's sizes and costs. From the
+smallest sizes on, the step is taken that saves most cost per bit and still fits. The result misses the optimum by less
+than one step's savings (Sinha and Zoltners 1979, "The multiple-choice knapsack problem", theorem 4).
 """
 
 import math
@@ -43,7 +43,7 @@ class Part:
         layers: module names.
         linears: names of their Linears in a checkpoint.
         weights: number of weights.
-        options: by scheme name.
+        options: size and cost, by scheme name.
     """
 
     layers: tuple[str, ...]
@@ -115,7 +115,8 @@ def _saved_per_bit(smaller: tuple[str, Option], larger: tuple[str, Option]) -> f
 
 
 def rules_of_choice(parts: Sequence[Part], schemes: Sequence[str]) -> tuple[str, list[dict[str, str]]]:
-    """Convert the choice to ``quant.scheme``, which covers the most weights, and ``quant.rules`` for the others."""
+    """Convert the choice to ``quant.scheme``, the scheme with the most weights, and ``quant.rules`` for all other
+    layers."""
     size: dict[str, int] = defaultdict(int)
     names: dict[str, list[str]] = defaultdict(list)
     for part, scheme in zip(parts, schemes, strict=True):
@@ -131,10 +132,10 @@ def rules_of_choice(parts: Sequence[Part], schemes: Sequence[str]) -> tuple[str,
 
 
 def patterns(names: Iterable[str]) -> list[str]:
-    """Make regexes that match these names, but no names in other decoder layers.
+    """Create regexes that match these names, but no names in other decoder layers.
 
-    Names that differ only in numbers share a regex. It lists their first numbers, which are the layers', and accepts
-    any number in later places, as all experts of a layer are present.
+    Names that differ only in numbers share a regex. The regex lists their first numbers, which are layer numbers, and
+    accepts any number in later places, as names of all experts of a layer are given.
     """
     numbers: dict[str, list[str]] = {}
     for name in names:
@@ -153,20 +154,20 @@ def patterns(names: Iterable[str]) -> list[str]:
 
 
 _TOKENS = 512  # log-probabilities compared at a time: [512, vocabulary] in fp32, several times
-_OF_NO_WEIGHT = ("input_scale", "input_global_scale", "weight_shape")  # tensors beside the weight and its scales
+_OF_NO_WEIGHT = ("input_scale", "input_global_scale", "weight_shape")  # tensors other than the weight and its scales
 
 
 def parts_of(model: nn.Module, quantization: Quantization, scheme: str, dtype: torch.dtype) -> list[Part]:
     """List the parts of a model whose layers have ``scheme``, with their sizes; costs are NaN.
 
-    Layers that serving fuses are a part, and so are all experts of a MoE layer. Layers with a scheme of their own
+    Layers that serving fuses form one part, and so do all experts of a MoE layer. Layers with their own scheme
     (lm_head, embeddings) are not included.
 
     Args:
         model: quantized by ``quant.prepare``.
         quantization: result of ``quant.prepare``.
         scheme: name of the scheme.
-        dtype: dtype of the model, possibly of the scales too.
+        dtype: dtype of the model, and of scales without a fixed dtype.
     """
     schemes = {name: layer.scheme for name, layer in quantization.layers.items() if layer.scheme.name == scheme}
     members: dict[str, list[str]] = {}
@@ -197,15 +198,15 @@ def divergences(
     batches: Iterable[MicroBatch],
     device: torch.device,
 ) -> list[float]:
-    """Measure the mean KL divergence per token, in nats, of the logits with some layers quantized from those with none;
-    a collective.
+    """Measure the mean KL divergence per token, in nats, between the logits with some layers quantized and with no
+    layer quantized; a collective.
 
     Args:
-        engine: the engine; called with input_ids alone.
-        quantization: its quantization; switches are restored afterwards.
+        engine: the engine; called with only input_ids.
+        quantization: the engine's quantized layers; their switches are restored afterwards.
         sets: names of layers to quantize together, with their inputs; one forward per set and sample.
         batches: the same number on every rank.
-        device: where the batches go.
+        device: device of the batches.
     """
     was_training = engine.training
     engine.eval()

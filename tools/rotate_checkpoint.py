@@ -5,17 +5,20 @@ its row, so that one scale fits them all (QuaRot, arXiv 2404.00456, section 3). 
 order of Paley's two constructions: q + 1 for a prime q = 3 mod 4, and 2 (q + 1) for a prime q = 1 mod 4 (Paley, J.
 Math. Phys. 12, 1933).
 
-The residual stream h [n], a column, becomes Q^T h. Then with an orthogonal Q [n, n] the model is the same function if
+The residual stream h [n], a column vector, becomes Q^T h with an orthogonal Q [n, n]. The model computes the same
+function if
 
 - tensors that write to h are rotated: embeddings E Q, and outputs Q^T W and Q^T b of o_proj and down_proj;
 - tensors that read from h are rotated back: W diag(g) Q, where g are the weights of the preceding RMSNorm. A norm with
   weights 1 commutes with Q^T, as Q preserves the mean of squares; so g is folded into W, and the norm's weights are 1.
 
-The values of a head become R^T v: rows R^T W and biases of v_proj, columns W R of o_proj. Attention adds them up with
-weights that do not depend on them. (SpinQuant, arXiv 2405.16406, section 3.1: R1 and R2.)
+The values v of a head become R^T v: v_proj has rows R^T W and biases R^T b, o_proj has columns W R. This preserves the
+function, as attention sums values with weights that do not depend on the values. (SpinQuant, arXiv 2405.16406, section
+3.1: R1 and R2.)
 
-This holds only for known tensor names and norm order, with nothing else that touches the residual stream: the families
-below, on which the tests compare outputs before and after. Other families are refused by name.
+All this holds only for known tensor names and a known order of norms, and if no other module reads or writes the
+residual stream. So only the families in :data:`FAMILIES` are accepted, for which the tests compare outputs before and
+after a rotation.
 """
 
 import json
@@ -48,18 +51,18 @@ from model.save.shard_writer import ShardWriter
 from quant.formats.compressed_tensors import Shapes
 
 _CHUNK = 2**25  # fp64 values at a time: 256 MB, and one or two copies
-WIDEST = 64  # largest power-of-two factor: H(4096) is H(64) x H(64), a 32nd of the products
+WIDEST = 64  # largest power-of-two factor: H(4096) is H(64) x H(64), which takes 1/32 of the products
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """Orthogonal matrix ``Q = diag(signs) (I x H) / sqrt(order)`` [size, size], never formed as a whole.
+    """Orthogonal matrix ``Q = diag(signs) (I x H) / sqrt(order)`` [size, size], which is never stored as a whole.
 
     Attributes:
-        size: rows and columns.
+        size: number of rows and columns.
         order: order of the Hadamard matrix H; less than ``size`` if no H of that size is known: the rotation is then
             block-diagonal.
-        signs: ``[size]`` fp64 of 1 and -1, which keep a row of equal values from becoming a single large one.
+        signs: ``[size]`` fp64 of 1 and -1, so that a row of equal values does not become a single large value.
         factors: fp64 orthogonal matrices whose Kronecker product is H / sqrt(order).
     """
 
@@ -85,7 +88,7 @@ class Rotation:
 
 
 def rotation(size: int, seed: int) -> Rotation:
-    """Make the rotation of ``size``, with signs drawn from ``seed``."""
+    """Create the rotation of ``size``, with signs drawn from ``seed``."""
     order, factors = _largest(size)
     generator = torch.Generator().manual_seed(seed)
     signs = torch.randint(0, 2, (size,), generator=generator).double() * 2 - 1
@@ -96,7 +99,7 @@ def _largest(size: int) -> tuple[int, tuple[Tensor, ...]]:
     """Find the largest order dividing ``size`` with a known Hadamard matrix; return it and its factors."""
     for order in sorted((d for d in range(1, size + 1) if size % d == 0), reverse=True):
         twos = (order & -order).bit_length() - 1
-        for rest in range(twos, -1, -1):  # as many factors of two as possible: they are the cheap ones
+        for rest in range(twos, -1, -1):  # as many factors of two as possible, which are cheap
             if (core := paley(order >> rest)) is not None:
                 parts = [core] if len(core) > 1 else []
                 while rest:
@@ -126,7 +129,8 @@ def paley(order: int) -> Tensor | None:
 
 
 def _bordered(prime: int) -> Tensor:
-    """Jacobsthal matrix of quadratic characters of ``i - j`` mod ``prime``, bordered by ones above and on the left."""
+    """Build the Jacobsthal matrix of quadratic characters of ``i - j`` mod ``prime``, with a row of ones on top and a
+    column of ones on the left."""
     squares = {value * value % prime for value in range(1, prime)}
     character = torch.tensor([0.0] + [1.0 if value in squares else -1.0 for value in range(1, prime)]).double()
     index = torch.arange(prime)
@@ -137,7 +141,7 @@ def _bordered(prime: int) -> Tensor:
 
 
 def _power_of_two(exponent: int) -> Tensor:
-    """Sylvester's Hadamard matrix of order ``2^exponent``, fp64."""
+    """Build Sylvester's Hadamard matrix of order ``2^exponent``, fp64."""
     matrix = torch.ones(1, 1, dtype=torch.float64)
     for _ in range(exponent):
         matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64), matrix)
@@ -174,7 +178,7 @@ class Change:
         norm: key of the RMSNorm whose weights multiply the columns.
         rows: rotation of the first axis, STREAM or VALUES.
         columns: rotation of the last axis, STREAM or VALUES.
-        ones: the tensor is the weight of such a norm, and becomes ones.
+        ones: True if the tensor is the weight of a norm that is folded into other weights: it becomes ones.
     """
 
     norm: str | None = None
@@ -184,10 +188,11 @@ class Change:
 
 
 def check_family(config: PretrainedConfig, where: str, *, quantized: bool) -> None:
-    """Refuse a model for which a rotation is not known to preserve the function.
+    """Reject a model for which a rotation is not known to preserve the function.
 
     Raises:
-        CheckpointError: naming the directory and the expected models.
+        CheckpointError: the model is quantized or of another family; the text names the directory and the supported
+            families.
     """
     if config.model_type not in FAMILIES:
         families = ", ".join(FAMILIES)
@@ -197,10 +202,10 @@ def check_family(config: PretrainedConfig, where: str, *, quantized: bool) -> No
 
 
 def plan_rotation(tensors: Mapping[str, DiskTensor], config: PretrainedConfig, where: str) -> dict[str, Change]:
-    """Plan the change of each tensor of the files, which have no tied lm_head.
+    """Plan the change of each tensor of the files; a tied lm_head must not be among them.
 
     Raises:
-        CheckpointError: naming the tensor that is missing, has another shape, or is unknown in these families.
+        CheckpointError: a tensor is missing, has another shape, or is unknown in these families; the text names it.
     """
     changes = {key: _change(key, where) for key in tensors}
     missing = [key for key in _needed(config) if key not in tensors]
@@ -243,7 +248,7 @@ def _change(key: str, where: str) -> Change:
 
 
 def _needed(config: PretrainedConfig) -> Iterator[str]:
-    """Yield the tensors that all families have; the reader of the rotated checkpoint checks the rest."""
+    """Yield the keys of the tensors that all families have; readers of the rotated checkpoint check all others."""
     yield from (EMBEDDING, NORM, *([] if config.tie_word_embeddings else [HEAD]))
     for layer in range(config.num_hidden_layers):
         linears = [f"self_attn.{part}_proj.weight" for part in "qkvo"]
@@ -273,8 +278,8 @@ class RotationReport:
 
     Attributes:
         tensors: number of tensors written.
-        untied: lm_head was tied to the embedding, and is a separate tensor now.
-        orders: per rotation, order of the Hadamard matrix and size of the rotation.
+        untied: True if lm_head was tied to the embedding, and is now a separate tensor.
+        orders: order of the Hadamard matrix and size of the rotation, by rotation.
     """
 
     tensors: int
@@ -283,18 +288,18 @@ class RotationReport:
 
 
 def rotate_checkpoint(source: Path, out: Path, *, seed: int = 0, progress: bool = True) -> RotationReport:
-    """Write ``source`` with rotated weights to ``out``: the same function, in the same dtypes.
+    """Write ``source`` with rotated weights to ``out``. The model computes the same function, and dtypes are the same.
 
     Args:
-        source: a plain Hugging Face checkpoint of one of ``plan.FAMILIES``.
+        source: a plain Hugging Face checkpoint of one of :data:`FAMILIES`.
         out: directory to create.
         seed: seed of the signs of both rotations.
         progress: show a progress bar.
 
     Raises:
-        CheckpointError, ValueError, OSError: before anything is written: an unknown or a quantized model, a tensor
-            that is missing, unknown or of another shape; while writing: values that are not finite. Nothing is left
-            behind.
+        CheckpointError, ValueError, OSError: before anything is written: the model is unknown or quantized, or a tensor
+            is missing, unknown or of another shape. While writing: values are not finite; the written files are then
+            removed.
     """
     config = read_config(source, trust_remote_code=False)
     check_family(config, str(source), quantized=is_quantized(source))
@@ -334,7 +339,7 @@ def rotate_checkpoint(source: Path, out: Path, *, seed: int = 0, progress: bool 
 
 @dataclass(frozen=True)
 class _Work:
-    """Inputs that rotated tensors are computed from."""
+    """Inputs from which rotated tensors are computed."""
 
     reader: Reader
     tensors: Mapping[str, DiskTensor]
@@ -377,7 +382,7 @@ def _drop_copy_of_embedding(tensors: dict[str, DiskTensor]) -> None:
 
 
 def _turned(values: Tensor, change: Change, rotations: Mapping[str, Rotation], norm: Tensor | None) -> Tensor:
-    """Rotate ``values`` [rows, columns] in place, blockwise along the axis that is not rotated as a whole."""
+    """Rotate ``values`` [rows, columns] in place, in blocks along the axis that is not rotated as a whole."""
     axis = 1 if change.rows == STREAM else 0
     inside = change.columns if axis else change.rows
     unit = rotations[inside].size if inside else 1
@@ -396,7 +401,8 @@ def _turned(values: Tensor, change: Change, rotations: Mapping[str, Rotation], n
 
 
 def _files(checkpoint: Checkpoint, untied: bool) -> dict[str, Shapes]:
-    """Dtypes and shapes of the tensors of each file to write: the source's, and of lm_head if ``untied``."""
+    """Return dtypes and shapes of the tensors of each file to write: the source's tensors, and lm_head if
+    ``untied``."""
     files: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {}
     for tensor in checkpoint.tensors.values():
         if tensor.dtype is None:

@@ -1,4 +1,4 @@
-"""Writes a teacher's most likely tokens for every target of the training samples (see :mod:`data.teacher_cache`)."""
+"""Write a teacher's most likely tokens for every target of the training samples (see :mod:`data.teacher_cache`)."""
 
 import dataclasses
 import shutil
@@ -30,7 +30,7 @@ from model.zero import gathered
 
 
 def check_recipe(recipe: Recipe, out: Path | None) -> Path:
-    """Refuse, before any work, a recipe that cannot give a cache.
+    """Reject, before any work, a recipe from which no cache can be written.
 
     Returns:
         The directory to write: ``out``, or by default ``loss.teacher_cache``.
@@ -65,7 +65,7 @@ def write_cache(recipe: Recipe, out: Path) -> Manifest:
     """Run the teacher over the training samples and write the cache; a collective. Ranks share the samples out.
 
     Raises:
-        RankError: on every rank, with what went wrong. ``out`` is then not there.
+        RankError: on every rank: the cache could not be written; the text has the reason, and ``out`` is not created.
     """
     context = start_ranks(recipe)
     loader, _ = build_loader(recipe, context.tokenizer)
@@ -83,7 +83,7 @@ def write_cache(recipe: Recipe, out: Path) -> Manifest:
         if is_main():
             shutil.rmtree(partial, ignore_errors=True)
             teacher_cache.create(partial, manifest)
-    with errors_on_all_ranks(OSError):  # also where the directory is not on a disk that all ranks see
+    with errors_on_all_ranks(OSError):  # also if the directory is not on a disk that all ranks share
         writer = Writer(partial)
     held = HeldOut(
         loader.samples,
@@ -98,7 +98,7 @@ def write_cache(recipe: Recipe, out: Path) -> Manifest:
         found = _rows_of(teacher, on_device(batch, context.device), manifest, recipe)
         try:
             _write(writer, offsets, batch, found)
-        except OSError as caught:  # the other ranks are in the next forward: go along, and raise after the last
+        except OSError as caught:  # the other ranks are in the next forward: continue, and raise after the last forward
             error = error or caught
     with errors_on_all_ranks(OSError):
         if error is not None:
@@ -116,7 +116,7 @@ def write_cache(recipe: Recipe, out: Path) -> Manifest:
 
 
 def _finish(partial: Path, out: Path, manifest: Manifest) -> None:
-    """Add the checksums of what all ranks have written, and give the cache its name; a collective."""
+    """Add the checksums of the files of all ranks, and rename the cache to its final name; a collective."""
     with errors_on_all_ranks(OSError):
         mine = teacher_cache.checksums(partial, manifest, rank(), world_size())
     shares = gather_objects(mine)
@@ -146,7 +146,8 @@ def _manifest(
 
 @torch.no_grad()
 def _rows_of(teacher: ModelTeacher, batch: MicroBatch, manifest: Manifest, recipe: Recipe) -> dict[str, np.ndarray]:
-    """Run the teacher and find what the cache keeps of a batch's valid positions, in row-major order; a collective."""
+    """Run the teacher, and return the cache's arrays for a batch's valid positions, in row-major order; a
+    collective."""
     teacher_output = teacher.forward({**model_inputs(batch), "use_cache": False}, batch)
     found = teacher_output.teacher
     assert isinstance(found, TeacherHidden)
@@ -164,7 +165,7 @@ def _rows_of(teacher: ModelTeacher, batch: MicroBatch, manifest: Manifest, recip
 def _rows_of_chunk(
     teacher: TeacherHidden, hidden: Tensor, labels: Tensor, manifest: Manifest
 ) -> list[dict[str, Tensor]]:
-    """Find what the cache keeps of some positions, a block of them at a time."""
+    """Compute the cache's arrays for some positions, one block of positions at a time."""
     bias = None if teacher.bias is None else teacher.bias[: manifest.vocabulary]
     logits = F.linear(hidden, teacher.weight[: manifest.vocabulary], bias)
     pieces = []
@@ -185,7 +186,7 @@ def _rows_of_chunk(
 
 
 def _write(writer: Writer, offsets: np.ndarray, batch: MicroBatch, found: dict[str, np.ndarray]) -> None:
-    """Write what was found of a batch, each sample's rows to their place."""
+    """Write the arrays of a batch, each sample's rows at the sample's offset."""
     start = 0
     for sample in batch["sample_ids"].tolist():
         stop = start + int(offsets[sample + 1] - offsets[sample])

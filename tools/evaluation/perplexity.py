@@ -1,13 +1,13 @@
 """Measure the perplexity of a text: per token, word and byte, and bits per byte.
 
 The text is cut into windows of ``length`` tokens, see :func:`tools.evaluation.score.rolling_windows`: every token is
-predicted exactly once, from those before it in its window; the first one from the tokenizer's BOS or EOS. Windows and
-definitions are those of lm-evaluation-harness: with L the sum of the log-likelihoods in nats,
+predicted exactly once, from the tokens before it in its window; the first token is predicted from the tokenizer's BOS
+or EOS. Windows and definitions are the same as in lm-evaluation-harness: with L the sum of the log-likelihoods in nats,
 
     per token exp(-L / tokens), per word exp(-L / words), per byte exp(-L / bytes), bits per byte -L / bytes / ln 2
 
-where words are separated by white space (lm-evaluation-harness also counts the empty string before or after white
-space at the ends of a text) and bytes are those of the UTF-8 text.
+where words are separated by white space (lm-evaluation-harness also counts the empty string before or after white space
+at the ends of a text) and bytes are counted in the UTF-8 text.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ class EvalText:
     """Text to evaluate on.
 
     Attributes:
-        token_ids: its tokens.
+        token_ids: tokens of the text.
         words, bytes: numbers of words and bytes that the tokens cover.
         prefix: the token before the text.
         digest: a checksum, to detect that two models were evaluated on different texts.
@@ -97,7 +97,7 @@ def evaluate_text(model: ScoringModel, text: EvalText, *, length: int, batch_siz
         batch_size: windows per forward.
 
     Raises:
-        RankError: ``length`` is more than the model's context; a prediction is not finite.
+        RankError: ``length`` is more than the model's context, or a prediction is not finite.
     """
     if model.context is not None and length > model.context:
         raise RankError(f"windows of {length} tokens, expected at most {model.context}: the context of the model")
@@ -112,14 +112,14 @@ def load_for_evaluation(
     """Load a checkpoint, plain or compressed; a collective.
 
     Args:
-        directory: the checkpoint. A compressed one computes with codes and scales as in training; files of GPTQ, AWQ
-            and AutoRound, and gpt-oss as published, are dequantized.
+        directory: the checkpoint. The model of a compressed checkpoint computes with codes and scales as in training.
+            Checkpoints of GPTQ, AWQ and AutoRound, and gpt-oss as published, are dequantized.
         dtype: dtype of weights and computation.
-        device: where the model or its partitions go.
+        device: device of the model or its partitions.
         sharded: partition the weights over the ranks (ZeRO-3); plain checkpoints only.
 
     Raises:
-        RankError: on every rank: a damaged checkpoint, or a compressed one with ``sharded``.
+        RankError: on every rank: the checkpoint is damaged, or it is compressed and ``sharded`` is True.
     """
     say_left_out(directory)
     with errors_on_all_ranks(OSError, ValueError):
@@ -144,7 +144,7 @@ def load_for_evaluation(
 
 @dataclass(frozen=True)
 class Questions:
-    """Evaluation of each checkpoint: a text, tasks, or both.
+    """Options of an evaluation: a text, tasks, or both.
 
     Attributes:
         text: UTF-8 file.

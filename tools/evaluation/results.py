@@ -1,15 +1,16 @@
-"""Metrics of checkpoints as files, and the comparison of bf16, PTQ and QAT side by side: Markdown tables and a plot.
+"""Store metrics of checkpoints in files, and compare bf16, PTQ and QAT side by side: Markdown tables and a plot.
 
-Models can be compared on different machines without evaluating again:
+The files make it possible to compare models that were evaluated on different machines:
 
     {"evaluations": [{"model": "runs/qwen3_4b/export", "weights_bytes": 4411359232, "measurements": {
         "perplexity per token": {"value": 12.31, "higher_is_better": false, "stderr": null,
                                  "conditions": "60,000 tokens of text 7b0c..., windows of 1024, bfloat16"}}}]}
 
-``conditions``: all else that has to be equal for two values to be comparable.
+``conditions`` describes everything that must be equal for two values to be comparable.
 
-The recovered share (PTQ - QAT) / (PTQ - bf16) is the share of the loss from quantizing that training won back: 1 is the
-unquantized model, 0 is PTQ, below 0 training did harm. The formula is the same for perplexities and accuracies.
+The recovered share (PTQ - QAT) / (PTQ - bf16) is the share of the loss from quantization that training recovered: 1 for
+the unquantized model, 0 for PTQ, and less than 0 if training made the model worse than PTQ. The formula is the same for
+perplexities and accuracies.
 """
 
 import json
@@ -24,7 +25,7 @@ from engine.checkpoint.files import replace_text
 
 @dataclass(frozen=True)
 class Measurement:
-    """One metric of one model. ``stderr``: standard error over the samples, if known."""
+    """One metric of one model. ``stderr`` is the standard error over the samples, None if unknown."""
 
     value: float
     higher_is_better: bool
@@ -38,7 +39,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Metrics of one checkpoint, by name. ``model``: the directory, as it was given."""
+    """Metrics of one checkpoint, by name. ``model`` is its directory as given by the user."""
 
     model: str
     weights_bytes: int
@@ -51,10 +52,10 @@ def weights_size(directory: str | Path) -> int:
 
 
 def check_writable(path: Path, option: str) -> None:
-    """Refuse an unwritable results file before hours of evaluation; creates its directories.
+    """Reject an unwritable results file before hours of evaluation; creates its directories.
 
     Raises:
-        ValueError: names the ``option`` of the command line, the file and the reason.
+        ValueError: the file cannot be written; the text names the command-line ``option``, the file and the reason.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,7 +70,7 @@ def check_writable(path: Path, option: str) -> None:
 
 
 def write_evaluations(path: Path, evaluations: Sequence[Evaluation]) -> None:
-    """Write evaluations as JSON, in one rename."""
+    """Write evaluations as JSON; the file appears only when it is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {"evaluations": [asdict(evaluation) for evaluation in evaluations]}
     replace_text(path, json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
@@ -79,7 +80,8 @@ def read_evaluations(path: Path) -> list[Evaluation]:
     """Read the file of :func:`write_evaluations`.
 
     Raises:
-        ValueError: the file has another content; names the file and the location of the error.
+        ValueError: the content is not as :func:`write_evaluations` writes it; the text names the file and the location
+            of the error.
     """
     where = ""
     try:
@@ -98,7 +100,7 @@ def read_evaluations(path: Path) -> list[Evaluation]:
         raise ValueError(f"{path}: expected JSON that launch/evaluate.py --json wrote ({reason})") from error
 
 
-# On the same text these rank models as the perplexity per token does.
+# On the same text these metrics rank models in the same order as the perplexity per token.
 REDUNDANT = ("perplexity per word", "perplexity per byte", "bits per byte")
 # A loss below this share of a metric without a standard error is noise, so no recovered share is computed.
 NOISE = 0.005
@@ -121,16 +123,17 @@ class Comparison:
 
     @property
     def level(self) -> str:
-        """Return the name of the unquantized model in tables: the dtype of the evaluation, bf16 if none is given."""
+        """Return the name of the unquantized model in tables: the dtype of the evaluation, bf16 if it is not known."""
         ends = (found.conditions.rpartition(", ")[2] for found in self.bf16.measurements.values())
         return next((LEVELS[end] for end in ends if end in LEVELS), "bf16")
 
     def measures(self) -> list[str]:
-        """Return the names of the compared metrics: all of the unquantized model but the redundant ones."""
+        """Return the names of the compared metrics: all metrics of the unquantized model except the redundant ones."""
         return [name for name in self.bf16.measurements if name not in REDUNDANT]
 
     def problems(self) -> list[str]:
-        """List the reasons against a comparison, a sentence each: a metric is missing or was measured differently."""
+        """List the reasons why models cannot be compared, a sentence each: a metric is missing or was measured
+        differently."""
         found = []
         for other in (*self.ptq.values(), *self.qat.values()):
             for name in self.measures():
@@ -178,7 +181,8 @@ def shown(found: Measurement | None) -> str:
 
 
 def shown_share(bf16: Measurement, ptq: Measurement | None, qat: Measurement | None) -> str:
-    """Format the recovered share in percent; ``(no loss)`` if PTQ lost nothing to recover, empty unless both exist."""
+    """Format the recovered share in percent; ``(no loss)`` if PTQ lost nothing to recover, empty unless PTQ and QAT
+    exist."""
     if ptq is None or qat is None:
         return ""
     share = recovered(bf16, ptq, qat)
@@ -230,7 +234,8 @@ def markdown(comparison: Comparison) -> str:
 
 
 def plot(comparison: Comparison, path: Path) -> None:
-    """Write a PNG with a panel per figure: PTQ and QAT of each scheme, joined by a line, and the unquantized level."""
+    """Write a PNG with a panel per metric: PTQ and QAT of each scheme, joined by a line, and the unquantized model's
+    value."""
     from matplotlib.figure import Figure  # takes a second to import; without pyplot no display is needed
 
     measures, schemes = comparison.measures(), comparison.schemes

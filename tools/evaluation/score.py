@@ -1,8 +1,8 @@
 """Score tokens by log-likelihood, many windows at a time: the basis of perplexities and multiple-choice tasks.
 
-lm_head is taken out of the model, and called on some positions' hidden states at a time. So the logits of a whole batch
-never exist ([B, T, V] in bf16 are 1.2 GB for 4 windows of 1,024 tokens at V = 152k, and two fp32 copies for a
-softmax), positions without targets have no logits at all, and a quantized head needs no special case.
+lm_head is removed from the model, and called on the hidden states of some positions at a time. So the logits of a whole
+batch never exist: for 4 windows of 1,024 tokens at V = 152k, [B, T, V] takes 1.2 GB in bf16, and a softmax needs two
+fp32 copies. No logits are computed for positions without targets, and a quantized head needs no special case.
 """
 
 import math
@@ -26,14 +26,14 @@ CHUNK_TOKENS = 512  # logits computed at a time
 
 
 class Window(NamedTuple):
-    """Input tokens; ``targets`` are predicted after the last ``len(targets)`` tokens of ``inputs``."""
+    """Input tokens, and the ``targets`` that follow each of the last ``len(targets)`` tokens of ``inputs``."""
 
     inputs: list[int]
     targets: list[int]
 
 
 class Score(NamedTuple):
-    """Sum of the targets' log-likelihoods in nats; per target, True if it is the most likely token."""
+    """Sum of the targets' log-likelihoods in nats, and for each target True if it is the most likely token."""
 
     log_likelihood: float
     greedy: bool
@@ -42,9 +42,10 @@ class Score(NamedTuple):
 def rolling_windows(token_ids: list[int], prefix: int, length: int) -> list[Window]:
     """Cut a text into windows of ``length`` tokens in which each token is a target once.
 
-    Each begins with one token of context: the last one before its targets, ``prefix`` at the start of the text. The
-    last window of a longer text is filled up with context. This is the rolling log-likelihood of lm-evaluation-harness
-    (get_rolling_token_windows with context_len=1, as its Hugging Face models call it).
+    Each window begins with one token of context: the token before its first target, or ``prefix`` at the start of the
+    text. The last window of a text of several windows begins with more context, so that it has full length. This is the
+    rolling log-likelihood of lm-evaluation-harness (get_rolling_token_windows with context_len=1, as its Hugging Face
+    models call it).
     """
     stream = [prefix, *token_ids]
     windows = []
@@ -75,12 +76,13 @@ class ScoringModel:
 
     @torch.no_grad()
     def log_likelihoods(self, inputs: Tensor, labels: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute per label but -100, row-major: log-likelihood (fp32), and whether it is the most likely token.
+        """Compute, for each label except -100 in row-major order, its log-likelihood (fp32), and True if it is the most
+        likely token.
 
         Inputs, labels and mask are [B, T] int64. A collective under stage 3: ranks without labels call it too.
 
         Raises:
-            RankError: the model computes further on its logits, unknown to its configuration.
+            RankError: the model processes its logits after lm_head, but its configuration does not show how.
         """
         with self.head_proxy.catching():
             output = self.body(input_ids=inputs, attention_mask=mask, use_cache=False)
@@ -104,7 +106,8 @@ class ScoringModel:
 def scoring_model(
     model: PreTrainedModel, device: torch.device, ds_config: dict[str, Any] | None = None
 ) -> ScoringModel:
-    """Freeze ``model`` and take out its lm_head; shard it with ``ds_config`` (the model was then built under it)."""
+    """Freeze ``model`` and remove its lm_head. With ``ds_config``, under which the model must have been built, it is
+    sharded."""
     text = model.config.get_text_config()
     lengths = (getattr(text, name, None) for name in ("n_positions", "max_position_embeddings", "n_ctx"))
     context = next((int(length) for length in lengths if length is not None), None)
@@ -120,11 +123,11 @@ def score_windows(model: ScoringModel, windows: Sequence[Window], *, batch_size:
     """Score each window, on every rank; ranks share the work; a collective.
 
     Every rank makes the same number of forward calls, as a ZeRO-3 forward is a collective: a rank without further
-    windows repeats some whose tokens do not count.
+    windows repeats some windows without counting their tokens.
 
     Args:
         model: model to score with.
-        windows: the same on every rank, each with targets, but no more targets than inputs.
+        windows: windows to score, the same on every rank; each has targets, and no more targets than inputs.
         batch_size: windows per forward.
         label: label of the progress bar.
 

@@ -1,14 +1,16 @@
-"""Run tasks of lm-evaluation-harness on our own forward, with serving numerics.
+"""Run tasks of lm-evaluation-harness on this project's forward, with serving numerics.
 
 The harness builds the requests of a task and computes its metrics; :class:`ServedModel` adapts a model to it. Its own
 Hugging Face class would load compressed checkpoints with transformers (which does not quantize the inputs of experts)
-and compute the logits of whole batches in fp32. Requests are tokenized and cut as in that class, so results agree.
+and compute the logits of whole batches in fp32. Requests are tokenized and cut as in the harness' class, so that
+results agree.
 
-To the harness every rank is rank 0 of 1: each builds all requests, and :func:`tools.evaluation.score.score_windows`
-distributes the work, plain or under ZeRO-3, and returns all results on all ranks.
+The harness sees every rank as rank 0 of 1, so each rank builds all requests.
+:func:`tools.evaluation.score.score_windows` distributes the work, with or without ZeRO-3, and returns all results on
+all ranks.
 
-Supports tasks that compare log-likelihoods (output types loglikelihood, multiple_choice and loglikelihood_rolling);
-tasks that generate text are refused.
+Only tasks that compare log-likelihoods are supported (output types loglikelihood, multiple_choice and
+loglikelihood_rolling), not tasks that generate text.
 """
 
 import contextlib
@@ -36,7 +38,7 @@ from tools.evaluation.results import Measurement
 from tools.evaluation.score import ScoringModel, Window, rolling_windows, score_windows
 
 OUTPUT_TYPES = ("loglikelihood", "multiple_choice", "loglikelihood_rolling")
-# Bootstrap draws for the standard error of metrics that have no closed form; its own error is then about 2%.
+# Bootstrap draws for the standard error of metrics without a closed form; the estimate is then accurate to about 2%.
 BOOTSTRAP_DRAWS = 1000
 FEWSHOT_SEED = 1234  # lm-evaluation-harness' default
 
@@ -57,17 +59,17 @@ class Tasks:
         batch_size: int,
         dtype: str,
     ) -> dict[str, Measurement]:
-        """Measure each metric of each task, by ``task metric``; of a group with a mean only that. A collective.
+        """Measure each metric of each task, by ``task metric``; for a group with a mean, only the mean. A collective.
 
         Args:
             model, tokenizer: model to evaluate.
             length: tokens per window; the model's context if None.
             batch_size: windows per forward.
-            dtype: named in the conditions.
+            dtype: name of the dtype, for the conditions of the measurements.
 
         Raises:
-            RankError: no length and a model without a known context; a prediction is not finite; requests differ
-                between ranks.
+            RankError: ``length`` is None and the model's context is unknown, a prediction is not finite, or requests
+                differ between ranks.
         """
         length = length or model.context
         if length is None:
@@ -87,7 +89,7 @@ class Tasks:
         return measurements
 
     def _members(self, group: str) -> set[str]:
-        """Return the names of all tasks and groups below a group."""
+        """Return the names of all tasks and groups inside a group."""
         children = set(self.loaded["group_map"].get(group, []))
         return children.union(*(self._members(child) for child in children))
 
@@ -129,17 +131,17 @@ def load_tasks(
         names: tasks, groups or tags.
         task_dir: folder with task files (YAML) that replace the harness' own. Their data files are relative to it.
             Their ``!function`` entries are Python code that is run.
-        limit: only the first so many samples of each task.
-        num_fewshot: examples before each question, if a task leaves that open.
+        limit: number of samples of each task, from the first one on; None for all.
+        num_fewshot: number of examples before each question, for tasks that do not set it.
 
     Raises:
-        RankError: names the task and the remedy: it is unknown, its data cannot be read or fetched, its prompts
-            cannot be made, or it is not supported.
+        RankError: a task is unknown or not supported, its data cannot be read or fetched, or its prompts cannot be
+            created. The text names the task and the remedy.
     """
     # Other ranks would repeat the same warnings.
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    # The standard error of a few metrics is bootstrapped, by a pool of forked processes unless told not to: a process
-    # with CUDA and a process group must not be forked.
+    # The standard error of a few metrics is bootstrapped, by default in forked processes: a process with CUDA and a
+    # process group must not be forked.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     with errors_on_all_ranks(OSError, ValueError):
         _seed()
@@ -155,7 +157,7 @@ def load_tasks(
 
 
 def _manager(names: Sequence[str], task_dir: Path | None) -> TaskManager:
-    """Create a manager of the tasks in ``task_dir``, or of the harness' own (scanning these takes ten seconds)."""
+    """Create a manager of the tasks in ``task_dir``, or of the harness' own tasks (scanning them takes ten seconds)."""
     if task_dir is None:
         manager, known = TaskManager(), "a task of lm-evaluation-harness; with --task_dir those of a folder are taken"
     elif task_dir.is_dir():
@@ -220,7 +222,7 @@ class ServedModel(TemplateLM):
     def __init__(
         self, model: ScoringModel, tokenizer: PreTrainedTokenizerBase, *, length: int, batch_size: int
     ) -> None:
-        """``length``: tokens per window."""
+        """Wrap ``model``; ``length`` is the number of tokens per window."""
         super().__init__()
         self.model, self.tokenizer, self.max_length, self.batch_size = model, tokenizer, length, batch_size
 
@@ -236,13 +238,14 @@ class ServedModel(TemplateLM):
         return bos if bos is not None else self.tokenizer.eos_token_id
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Tokenize ``string``, with the tokenizer's special tokens unless it begins with BOS already."""
+        """Tokenize ``string``, with the tokenizer's special tokens unless ``string`` already begins with BOS."""
         if add_special_tokens is None:
             add_special_tokens = not string.startswith(str(self.tokenizer.decode([self.prefix_token_id])))
         return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Score each (context, continuation): log-likelihood of the continuation, and if it is the greedy one."""
+        """Score each (context, continuation): return the log-likelihood of the continuation, and True if greedy
+        decoding would generate it."""
         return super().loglikelihood(requests, disable_tqdm=disable_tqdm or not is_main())
 
     def _loglikelihood_tokens(self, requests: list[Any], **kwargs: Any) -> list[tuple[float, bool]]:
@@ -267,7 +270,7 @@ class ServedModel(TemplateLM):
         return [sum((score.log_likelihood for score in islice(scores, len(own))), 0.0) for own in windows]
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Not called: :func:`load_tasks` refuses tasks that generate text."""
+        """Raise NotImplementedError; never called, as :func:`load_tasks` rejects tasks that generate text."""
         raise NotImplementedError("tasks in which the model writes text are not run")
 
     def _score(self, windows: list[Window], label: str) -> list[Any]:
