@@ -340,7 +340,7 @@ def _files(samples: Sequence[Sample], weights: Mapping[str, float]) -> list[tupl
     if empty or other:
         raise DataError(
             f"data.weights: found no sample of the files {empty} and no weight for {other}, expected both for every "
-            "file: the weights share an epoch out over the files"
+            "file: the weights decide how many samples of an epoch come from which file"
         )
     shares = np.array(list(weights.values()), dtype=np.float64)
     exact = len(samples) * shares / shares.sum()

@@ -215,8 +215,8 @@ class TeacherCache:
         indices = self._arrays["indices"][rows]
         if ((indices < 0) | (indices >= self.manifest.vocabulary)).any():
             raise CacheError(
-                f"{self.directory / 'indices'} names tokens that are none of the {self.manifest.vocabulary:,}: write "
-                "the cache again"
+                f"{self.directory / 'indices'} contains token ids beyond the {self.manifest.vocabulary:,} of the "
+                "vocabulary: write the cache again"
             )
         for name in ("log_probs", "log_tail"):
             values = self._arrays[name][rows]
@@ -252,7 +252,7 @@ class TeacherCache:
         """Raise CacheError unless the cache was made by the checkpoint ``teacher``, whose digest is ``digest``."""
         if self.manifest.teacher_digest != digest:
             raise CacheError(
-                f"{self.directory} is of another teacher ({self.manifest.teacher}) than loss.teacher, "
+                f"{self.directory} was made by another teacher ({self.manifest.teacher}) than loss.teacher, "
                 f"{teacher}: write it again with launch/cache_teacher.py"
             )
 

@@ -149,7 +149,7 @@ def split_text(texts: Iterable[str], backend: Tokenizer, size: int) -> Iterator[
         if len(held) - start > LONGEST:
             raise TogetherError(
                 f"found {len(held) - start:,} characters that can only be tokenized together, with this tokenizer or "
-                f"without words in them, expected at most {LONGEST:,}: share the text out over several files"
+                f"without words in them, expected at most {LONGEST:,}: split the text into several files"
             )
     yield held[start:]
 

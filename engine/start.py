@@ -132,7 +132,7 @@ def _take_output(recipe: Recipe, run_lock: RunLock) -> None:
     if not recipe.export.enabled and not recipe.train.checkpoint_every:
         say(
             "warning: this run writes neither an export (export.enabled is false) nor a checkpoint "
-            "(train.checkpoint_every is 0): what it trains is lost at its end"
+            "(train.checkpoint_every is 0): the trained model is lost at its end"
         )
     if recipe.export.enabled:
         _clear_export(output, recipe.export_dir())
@@ -147,7 +147,7 @@ def _clear_export(output: Path, export: Path) -> None:
             if export.parent.resolve() == output.resolve():
                 shutil.rmtree(left, ignore_errors=True)
             else:
-                say(f"warning: {left} is of an export that was killed or still runs; remove it if none does")
+                say(f"warning: {left} belongs to an export that was killed or still runs; remove it if none runs")
 
 
 def _measured(recipe: Recipe, token_losses: Sequence[str]) -> list[str]:

@@ -79,7 +79,7 @@ def named(text: str) -> tuple[str, str]:
     """
     name, equals, directory = text.partition("=")
     if not (name and equals and directory):
-        raise argparse.ArgumentTypeError(f"{text!r}, expected NAME=DIR, NAME that of a scheme")
+        raise argparse.ArgumentTypeError(f"{text!r}, expected NAME=DIR, where NAME is the name of a scheme")
     return name, directory
 
 

@@ -58,7 +58,7 @@ def main() -> None:
         recipe.export.dir = str(arguments.out)
         recipe.export.format = arguments.format or recipe.export.format
         if arguments.template and recipe.export.format != "gguf":
-            raise RecipeError(f"--template: no part of --format {recipe.export.format}, expected --format gguf")
+            raise RecipeError(f"--template: has no effect with --format {recipe.export.format}, expected --format gguf")
         recipe.export.template = arguments.template or recipe.export.template
         export_checkpoint(recipe, arguments.checkpoint)
 

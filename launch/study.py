@@ -151,7 +151,7 @@ def compared(recipe: Recipe, scripts: Mapping[str, str], elsewhere: Mapping[str,
         if script == CALIBRATE
     }
     if both := made.keys() & elsewhere.keys():
-        raise RecipeError(f"--ptq {min(both)}=...: expected another name, that of a PTQ which is made here")
+        raise RecipeError(f"--ptq {min(both)}=...: expected another name: a PTQ that is made here has this name")
     if absent := [directory for directory in elsewhere.values() if not (Path(directory) / "config.json").is_file()]:
         raise RecipeError(f"--ptq: {absent[0]}, expected the directory of a checkpoint")
     found = {**made, **elsewhere}

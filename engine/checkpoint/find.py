@@ -199,8 +199,8 @@ def check_samples(checkpoint: TrainingCheckpoint, samples: str) -> None:
         if checkpoint.samples != samples:
             raise ValueError(
                 f"data.train: the samples are not those of the run that wrote {checkpoint.path} (digest {samples}, "
-                f"was {checkpoint.samples}): the files have other content, or the tokenizer has changed; bring them "
-                "back, or start over in another output_dir"
+                f"was {checkpoint.samples}): the files have other content, or the tokenizer has changed; restore "
+                "them, or start over in another output_dir"
             )
 
 

@@ -61,8 +61,8 @@ def load_checkpoint(session: Session, stateful: StatefulStates, checkpoint: Trai
     with errors_on_all_ranks(OSError, ValueError):
         if checkpoint.stage != stage(session.ds_config):
             raise ValueError(
-                f"{checkpoint.path} was written under ZeRO stage {checkpoint.stage}, this run's is "
-                f"{stage(session.ds_config)}: set deepspeed in the recipe to what it was"
+                f"{checkpoint.path} was written under ZeRO stage {checkpoint.stage}, but this run has stage "
+                f"{stage(session.ds_config)}: set deepspeed in the recipe to its earlier value"
             )
         files = [checkpoint.path / f"rank_{old}.pt" for old in ([rank()] if same else range(checkpoint.world_size))]
         states = [read_object(file) for file in files]
@@ -250,7 +250,8 @@ def _load_frozen_partitions(session: Session, states: list[dict[str, Any]], left
         found = _copy(target, start, parts)  # padding of the old run is after the parameter's end
         if found != target.numel():
             raise ValueError(
-                f"the checkpoint holds only {found:,} of {target.numel():,} elements of the frozen {name}: take another"
+                f"the checkpoint has only {found:,} of {target.numel():,} elements of the frozen {name}: use another "
+                "checkpoint"
             )
 
 

@@ -95,7 +95,7 @@ class RunLock:
         """Lock the file shared with the other ranks. Raises ValueError if another job was faster."""
         assert self._file is not None
         if not _lock(self._file, fcntl.LOCK_SH):
-            raise ValueError(f"{what}: another job has begun in it at the same moment; start one of them again")
+            raise ValueError(f"{what}: another job has started in it at the same moment; start one of the two again")
 
     @staticmethod
     def _take_alone(path: Path, what: str) -> IO[str]:

@@ -279,8 +279,8 @@ def resolve_source(quant: QuantRecipe, path: str) -> None:
         found = list(dict.fromkeys(rule.scheme for rule in rules_of(config) if rule.scheme is not None))
         if config.get("kv_cache_scheme") or config.get("kv_cache_quant_algo"):
             raise ValueError(
-                "kv_cache_scheme (or kv_cache_quant_algo) is set, which 'source' does not take: name fp8_static_kv or "
-                "fp8_kv"
+                "kv_cache_scheme (or kv_cache_quant_algo) is set, which 'source' does not support: set quant.scheme to "
+                "fp8_static_kv or fp8_kv"
             )
         if not found:
             raise ValueError("quantization_config has no group of layers")

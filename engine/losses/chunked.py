@@ -142,7 +142,7 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor, teacher: TeacherTarge
         )
     sizes = weight.shape[0], teacher.weight.shape[0]
     if teacher.vocabulary is None and sizes[0] != sizes[1]:
-        raise ValueError(f"vocabularies of {sizes[0]} and {sizes[1]}: expected the number of tokens that both have")
+        raise ValueError(f"vocabularies of {sizes[0]} and {sizes[1]}: expected the number of common tokens")
     if teacher.vocabulary is not None and teacher.vocabulary > min(sizes):
         raise ValueError(f"{teacher.vocabulary} common tokens, but vocabularies of {sizes[0]} and {sizes[1]}")
 
@@ -207,7 +207,7 @@ class _ChunkedLosses(torch.autograd.Function):
     def backward(ctx: Any, incoming: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            raise RuntimeError("the gradients of this loss were handed out already: call backward once per forward")
+            raise RuntimeError("the gradients of this loss were returned already: call backward once per forward")
         hidden, weight, bias = gradients.times(incoming / ctx.gradient_scale)
         return hidden, weight, bias, None, None, None
 

@@ -220,7 +220,7 @@ def _without_copies(training: Sequence[Sample], held_out: list[Sample]) -> list[
     )
     if len(seen) == len(held_out):
         raise ValueError(f"{text}; remove the copies from data.train")
-    say(f"data: {text}; those are not evaluated")
+    say(f"data: {text}; these copies are not evaluated")
     return [sample for place, sample in enumerate(held_out) if place not in seen]
 
 

@@ -193,7 +193,7 @@ def parameter_groups(model: nn.Module, optim: OptimRecipe) -> list[dict]:
         if parameters
     ]
     if not groups:
-        raise ValueError("nothing trains: every switch under learnable is off, or learnable.freeze names the rest")
+        raise ValueError("nothing trains: every switch under learnable is off, or learnable.freeze matches the rest")
     return groups
 
 

@@ -261,7 +261,7 @@ def _schemes_at_ends(recipe: Recipe, model: PreTrainedModel) -> dict[str, Scheme
             if scheme is not None:
                 raise ValueError(
                     f"quant.{key}: {scheme.name!r}, expected null: the checkpoint ties embeddings and lm_head, which "
-                    "have one weight on disk, read by readers that quantize neither"
+                    "have one weight on disk, and readers support only an unquantized one"
                 )
     return {modules[id(module)]: scheme for scheme, module in chosen.values() if scheme is not None}
 
