@@ -1,7 +1,7 @@
-"""Student and teacher of a recipe on the meta device: they have all of their shapes and none of their bytes.
+"""Build student and teacher of a recipe on the meta device, with all shapes but without memory.
 
-The code that builds them for a run builds them here, too, so parameters, scales that layers share, and what trains are
-counted as a run has them. The same goes for their micro-batch: see :mod:`tools.memory.trace`.
+They are built by the same functions as in a run, so parameters, scales that layers share, and trained parameters are
+counted as a run has them. The same holds for their micro-batch: see :mod:`tools.memory.trace`.
 """
 
 import dataclasses
@@ -31,14 +31,14 @@ from quant import Quantization, QuantLinear
 from tools.memory.trace import Event, record_step, representatives
 
 META = torch.device("meta")
-MASKED = ("sdpa", "eager")  # they take a mask; the others read from position_ids where a sample ends
-# Implementations whose output layers recognize in the graph (:mod:`quant.inputs`).
+MASKED = ("sdpa", "eager")  # take a mask; other implementations find the ends of samples in position_ids
+# Implementations whose output is recognized in the autograd graph (:mod:`quant.inputs`).
 IN_GRAPH = ("sdpa", "flash_attention_2", "flash_attention_3")
 
 
 @dataclass
 class MetaStudent:
-    """As :class:`engine.session.session.Session` has it in a run."""
+    """Student and its parts, as in :class:`engine.session.session.Session` in a run."""
 
     recipe: Recipe
     model: PreTrainedModel
@@ -48,7 +48,7 @@ class MetaStudent:
 
 @dataclass
 class MetaTeacher:
-    """A teacher that is a model of its own, and its lm_head, which has been taken out of it."""
+    """Teacher that is a separate model, and its lm_head, which was removed from the model."""
 
     model: PreTrainedModel
     head: nn.Linear | QuantLinear
@@ -58,10 +58,10 @@ def meta_student(recipe: Recipe) -> MetaStudent:
     """Build the student as for a run on one rank.
 
     Raises:
-        RankError: what the run would find wrong with the model before it reads weights.
+        RankError: a problem of the model that a run would report before it reads weights.
     """
-    # On stage 0 nothing is partitioned. With one micro-batch per step no codes of weights are kept for the next one:
-    # tools.memory.zero counts those. Nothing is computed, so nothing is compiled.
+    # On stage 0 nothing is partitioned. With one micro-batch per step no codes of weights are kept for the next
+    # micro-batch: tools.memory.zero counts those codes. Nothing is computed, so nothing is compiled.
     train = dataclasses.replace(recipe.train, gradient_accumulation_steps=1, compile=False)
     attention = _attention(recipe, recipe.model.path)
     recipe = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, attn_implementation=attention))
@@ -81,7 +81,8 @@ def meta_student(recipe: Recipe) -> MetaStudent:
 
 
 def meta_teacher(recipe: Recipe) -> MetaTeacher | None:
-    """Build the teacher; None if the recipe has none, or one that is the student itself or was written to a cache."""
+    """Build the teacher; None if the recipe has no teacher, or the teacher is the student itself or was written to a
+    cache."""
     if recipe.teacher_kind() != "model":
         return None
     model = build_model(
@@ -103,7 +104,8 @@ def meta_teacher(recipe: Recipe) -> MetaTeacher | None:
 
 
 def _attention(recipe: Recipe, path: str) -> str:
-    """The attention that the run will take for the model in ``path``. Raises RankError on every rank."""
+    """Return the attention implementation that the run will use for the model in ``path``. Raises RankError on every
+    rank."""
     with errors_on_all_ranks(Exception):
         config = read_config(Path(path), recipe.model.trust_remote_code)
     return attention_for(config, recipe.model.attn_implementation)
@@ -119,8 +121,8 @@ class Step:
     """A micro-batch of the student.
 
     Attributes:
-        events: its moments, in order.
-        on_host: bytes of activations that it keeps in host memory.
+        events: events of the micro-batch, in order.
+        on_host: bytes of activations kept in host memory.
     """
 
     events: list[Event]
@@ -130,7 +132,8 @@ class Step:
 def student_events(student: MetaStudent, teacher: MetaTeacher | None, rows: int) -> Step:
     """Record the student's micro-batch of ``rows`` rows, with its losses. Every token has a target.
 
-    The teacher's forward comes before it: :func:`teacher_events`. The hidden states that it leaves are counted here.
+    The teacher's forward, which comes before, is recorded by :func:`teacher_events`. The hidden states that it returns
+    are counted here.
     """
     recipe = student.recipe
     labels = torch.zeros(rows, recipe.data.max_length, dtype=torch.int64)
@@ -185,7 +188,7 @@ def _on_host(recipe: Recipe, moved: list[int]) -> AbstractContextManager[Any]:
 def _teacher_at_head(
     recipe: Recipe, student: MetaStudent, teacher: MetaTeacher | None, hidden: Tensor | None, tokens: int
 ) -> TeacherTargets | None:
-    """The teacher as the losses get it; None if there is none."""
+    """Build the teacher's targets as the losses get them; None without a teacher."""
     kind = recipe.teacher_kind()
     if kind == "none":
         return None
@@ -204,7 +207,7 @@ def _teacher_at_head(
 
 
 def teacher_events(student: MetaStudent, teacher: MetaTeacher | None, rows: int) -> list[Event]:
-    """Record the teacher's forward, which comes before the student's; empty where no teacher is in memory."""
+    """Record the teacher's forward, which comes before the student's; empty if no teacher is in memory."""
     recipe = student.recipe
     if recipe.teacher_kind() in ("none", "cache"):
         return []
@@ -223,11 +226,11 @@ def teacher_events(student: MetaStudent, teacher: MetaTeacher | None, rows: int)
 
 
 def _inputs(recipe: Recipe, rows: int) -> dict[str, Any]:
-    """Inputs of the model's forward: rows of full length, with the mask that transformers would make for them.
+    """Build inputs of the model's forward: rows of full length, with the mask that transformers would create for them.
 
-    Rows without padding need no mask: fused attention is causal by itself. transformers makes masks from values, which
-    meta tensors do not have, so the finished mask is passed, or positions where there is no mask. With the router's
-    auxiliary loss no finished mask is passed, because that loss cannot read one.
+    Rows without padding need no mask, as fused attention is causal. transformers computes masks from values, which meta
+    tensors do not have. So the finished mask is passed, or positions if there is no mask. With the router's auxiliary
+    loss no finished mask is passed, because that loss cannot read one.
     """
     length = recipe.data.max_length
     attention = recipe.model.attn_implementation
@@ -245,7 +248,7 @@ def _inputs(recipe: Recipe, rows: int) -> dict[str, Any]:
 
 
 def _balance_routing(model: nn.Module) -> None:
-    """Route tokens evenly, by real indices: how many tokens an expert gets decides the shapes of its tensors."""
+    """Route tokens evenly, by real indices: the number of tokens of an expert determines the shapes of its tensors."""
 
     def route(module: ExpertMLPs, arguments: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         hidden, chosen, weights = arguments
@@ -258,14 +261,14 @@ def _balance_routing(model: nn.Module) -> None:
 
 
 class _Attention(torch.autograd.Function):
-    """Memory that fused attention allocates and saves for backward: operands, output and one logsumexp per query (Dao
-    et al. 2022, arXiv:2205.14135). torch has no fused kernel for meta tensors, and the unfused form makes [T, T]
-    weights."""
+    """Attention that allocates and saves the same memory as fused attention: operands, output and one logsumexp per
+    query (Dao et al. 2022, arXiv:2205.14135). torch has no fused kernel for meta tensors, and unfused attention would
+    allocate [T, T] weights."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         batch, heads, tokens, _ = query.shape
-        # The memory layout is the one that the layer's next operator reads without a copy.
+        # The layer's next operator reads this memory layout without a copy.
         output = query.new_empty(batch, tokens, heads, value.shape[-1]).transpose(1, 2)
         ctx.save_for_backward(query, key, value, mask, output, query.new_empty(query.shape[:-1], dtype=torch.float32))
         return output
@@ -277,7 +280,8 @@ class _Attention(torch.autograd.Function):
 
 
 class ScaledDotProductFlashAttention(_Attention):
-    """The same, with a graph node of the name by which layers know torch's (:mod:`quant.inputs`)."""
+    """Same as :class:`_Attention`, with the graph node's name by which :mod:`quant.inputs` recognizes torch's
+    attention."""
 
 
 def _attention_on_meta(
@@ -289,8 +293,9 @@ def _attention_on_meta(
     attention_mask: Tensor | None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The function that transformers calls. It makes the copies that transformers' own function for sdpa makes: with a
-    mask, keys and values for each of their query heads, and a boolean mask turned into one that is added, per layer."""
+    """Compute attention as transformers calls it, with the same copies as transformers' own function for sdpa. With a
+    mask, these are keys and values repeated for their query heads, and in each layer a boolean mask converted to an
+    additive one."""
     if attention_mask is not None:
         groups = getattr(module, "num_key_value_groups", 1)
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
@@ -301,7 +306,7 @@ def _attention_on_meta(
 
 def attention_on_meta(implementation: str) -> str:
     """Register a counterpart of an attention implementation of transformers for the meta device; return its name."""
-    if implementation == "eager":  # it consists of operators that the meta device has
+    if implementation == "eager":  # consists of operators that the meta device supports
         return implementation
     known = implementation in IN_GRAPH
     name = "deepqat_on_meta" if known else "deepqat_on_meta_unknown"

@@ -1,8 +1,9 @@
-"""Memory of a run before it begins: bytes per rank by item, for any ZeRO strategy, and whether they fit.
+"""Predict the memory of a run before it begins: bytes per rank by item, for any ZeRO strategy, and if they fit.
 
-From config.json, the recipe and a DeepSpeed configuration alone; no weights, no GPU, no process group. Not modeled are
-what the CUDA driver, NCCL and cuBLAS take for themselves, holes in the allocator's memory and blocks that are freed
-late because another stream reads them: ``RESERVE`` bytes are set aside for them, an assumption.
+The prediction needs only config.json, the recipe and a DeepSpeed configuration: no weights, no GPU, no process group.
+It does not model the memory of the CUDA driver, NCCL and cuBLAS, fragmentation of the allocator's memory, and blocks
+that are freed late because another stream reads them. ``RESERVE`` bytes are set aside for all of these; this number is
+an assumption.
 """
 
 from bisect import bisect_left
@@ -29,17 +30,18 @@ CUDA = torch.device("cuda")
 
 @dataclass(frozen=True)
 class Prediction:
-    """Prediction for one strategy. Bytes are those of one rank.
+    """Prediction for one strategy, in bytes of one rank.
 
     Attributes:
         strategy: the recipe's ``deepspeed``.
-        settings: the part of its configuration that decides on memory.
+        settings: the part of its configuration that determines memory.
         held: bytes between steps by item, on the device and in host memory.
-        moments: the worst moments of forward, backward and the optimizer's step.
-        cost: what one step costs, its collectives included.
-        largest_micro_batch: how many rows per rank still fit; None where nothing was asked, 0 where not even one does.
-        init: bytes on the device while the first codes are chosen, before there is an optimizer; 0 where
-            nothing asks for it.
+        moments: the moments of most memory in forward, backward and the optimizer's step.
+        cost: cost of one step, including its collectives.
+        largest_micro_batch: largest number of rows per rank that fits; None if it was not requested, 0 if not even one
+            row fits.
+        init: bytes on the device while the first codes are chosen, before there is an optimizer; 0 if codes are rounded
+            to nearest.
     """
 
     strategy: str
@@ -62,7 +64,7 @@ class Prediction:
 
     @property
     def together(self) -> int:
-        """Bytes at the worst moment where device and host share one memory, as on the CPU."""
+        """Bytes at the worst moment if device and host share one memory, as on the CPU."""
         copies = self.held.host.get(STEP_COPIES, 0)
         step = self.moments["step"].total + copies
         training = self.host - copies + max(self.moments["forward"].total, self.moments["backward"].total, step)
@@ -70,16 +72,16 @@ class Prediction:
 
 
 class Planner:
-    """Predicts a recipe's memory: builds its model once, then answers for strategies and micro-batches.
+    """Predictor of a recipe's memory. It builds the model once, then predicts for several strategies and micro-batches.
 
     Args:
         recipe: the recipe of the run.
-        device: where it will run. On CUDA AdamW is fused, on the CPU torch's AdamW makes copies; and the logits of more
+        device: device of the run. On CUDA AdamW is fused; on the CPU torch's AdamW makes copies, and the logits of more
             tokens exist at a time.
-        ranks_per_node: how many ranks share hpZ's second copies where the configuration does not say it.
+        ranks_per_node: number of ranks that share hpZ's second copies if the configuration does not set it.
 
     Raises:
-        RankError: the model cannot be built (as the run would say).
+        RankError: the model cannot be built; the text is the same as in a run.
     """
 
     def __init__(self, recipe: Recipe, *, device: torch.device = CUDA, ranks_per_node: int = 8) -> None:
@@ -100,7 +102,8 @@ class Planner:
         self._events: dict[int, tuple[list[Event], Step]] = {}
 
     def events(self, rows: int) -> tuple[list[Event], Step]:
-        """The events of the teacher's forward, and the step of the student, for a micro-batch of ``rows`` rows."""
+        """Return the events of the teacher's forward, and the step of the student, for a micro-batch of ``rows``
+        rows."""
         if rows not in self._events:
             BLOCK_ELEMENTS["meta"] = self.block_elements
             try:
@@ -115,8 +118,9 @@ class Planner:
 
         Args:
             strategy: a name in ds_configs/ or the path of a JSON file.
-            ranks: how many ranks the run has.
-            gpu_bytes: memory of a GPU, of which ``RESERVE`` is set aside; asks for the largest micro-batch that fits.
+            ranks: number of ranks of the run.
+            gpu_bytes: memory of a GPU, of which ``RESERVE`` is set aside; if given, the largest micro-batch that fits
+                is also predicted.
 
         Raises:
             DsConfigError: the configuration is wrong, or contradicts the recipe.
@@ -133,7 +137,7 @@ class Planner:
         checkpointing = recipe.train.activation_checkpointing
         calls = module_calls(model, inventory, config, settings)
         gathered = gathers(settings, inventory, calls, [False] * own_teacher + [True, True], checkpointing)
-        if own_teacher:  # it reads weights as they are
+        if own_teacher:  # reads unquantized weights
             plain = module_calls(model, inventory, config, settings, as_codes=False)
             teacher = _Teacher(gathers(settings, inventory, plain, [False] * 3).most)
         else:
@@ -149,12 +153,13 @@ class Planner:
         return replace(found, largest_micro_batch=self._largest(found, teacher, gpu_bytes - RESERVE))
 
     def _init(self, settings: Settings, held: Held, rows: int) -> int:
-        """Bytes on the device while codes are chosen, of micro-batches of ``rows``; 0 where nothing asks for it."""
+        """Compute the bytes on the device while codes are chosen from micro-batches of ``rows``; 0 if codes are rounded
+        to nearest."""
         chosen = bytes_of_ptq_init(self.student, settings, rows)
         return chosen and chosen + held.device["parameters"]
 
     def _teacher(self, config: dict[str, Any], settings: Settings, held: Held) -> "_Teacher":
-        """Add the teacher's bytes to ``held``; return what its forward gathers."""
+        """Add the teacher's bytes to ``held``; return the memory and traffic of its gathers."""
         if self.teacher is None:
             return _Teacher()
         model = self.teacher.model
@@ -174,15 +179,16 @@ class Planner:
         return _Teacher(gathered.most, head, traffic)
 
     def _all(self, rows: int, teacher: "_Teacher") -> list[Event]:
-        """The student's events, after one event for the teacher's whole forward. The teacher's lm_head is whole during
-        the losses."""
+        """Return one event for the teacher's whole forward, then the student's events. The teacher's lm_head is
+        gathered during the losses."""
         before, step = self.events(rows)
         most = max((event.peak for event in before), default=0) + teacher.gathered
         losses = [replace(one, peak=one.peak + teacher.head) if one.kind == "loss" else one for one in step.events]
         return [Event(TEACHER, "", 0, most), *losses]
 
     def _largest(self, found: Prediction, teacher: "_Teacher", limit: int) -> int:
-        """How many rows fit. Each event's bytes grow linearly with the rows once these fill a chunk of the losses."""
+        """Find how many rows fit. Each event's bytes grow linearly with the rows once the rows fill a chunk of the
+        losses."""
         assert self.recipe.loss.chunk_tokens is not None
         few = -(-self.recipe.loss.chunk_tokens // self.recipe.data.max_length)
         first, second = (own_bytes(self._all(rows, teacher)).astype(float) for rows in (few, 2 * few))
@@ -202,7 +208,7 @@ class _Teacher:
     """Memory and traffic that a teacher adds under stage 3; none on other stages.
 
     Attributes:
-        gathered: the most bytes that its forward gathers at one time.
+        gathered: most bytes that its forward gathers at one time.
         head: bytes of its lm_head, which is gathered for the losses.
         traffic: bytes of its gathers in one step by kind.
     """

@@ -1,28 +1,29 @@
-"""Memory of ``quant.init``: what choosing codes holds beside the weights, before there is an optimizer.
+"""Predict the memory of ``quant.init``: bytes in addition to the weights while codes are chosen, before there is an
+optimizer.
 
-For each decoder layer in turn (:mod:`model.ptq_init`) these live at a time:
+Decoder layers are processed one after the other (:mod:`model.ptq_init`). For each layer the following exist at a time:
 
-- the hidden states of all samples of the rank, and the position embeddings that each is called with;
-- under stage 3 the layer, gathered, or what is outside the layers while the samples are recorded;
-- of Linears that are quantized together a Gram matrix in fp64 for each tensor that they read, of stacked experts for
-  each expert: ``8 in^2`` bytes;
-- of the rows that were chosen their weights, codes and scales;
-- for one Linear at a time either what ``quant.gptq.choose`` works in, five more matrices of that size and its rows in
-  fp32, or the errors of its rows in fp64.
+- the hidden states of all samples of the rank, and the position embeddings of each sample;
+- under stage 3 the gathered layer, or, while the samples are recorded, the gathered modules outside of the layers;
+- a Gram matrix in fp64, ``8 in^2`` bytes, for each tensor that Linears quantized together read, and for each expert of
+  a stack;
+- weights, codes and scales of the rows whose codes were chosen;
+- for one Linear at a time either the temporary memory of ``quant.gptq.choose`` (five more matrices of the Gram matrix's
+  size, and the rows in fp32), or the errors of its rows in fp64.
 
-Before these rows there is the forward of one group of samples, as many as a micro-batch has rows. It is taken to hold
-the widest tensor of the layer three times and hidden states four times, or of stacked experts their inputs and outputs
-for each expert that a token goes to, with the token's hidden states :data:`COPIES` times. All these were counted by
-torch's profiler (tests/unit/tools/memory/test_ptq_init.py).
+Before codes are chosen, one group of samples runs through the layer, as many samples as a micro-batch has rows. Its
+forward is assumed to need the widest tensor of the layer three times and hidden states four times. With stacked experts
+it needs inputs and outputs for each expert of a token, with the token's hidden states :data:`COPIES` times. All these
+numbers were measured with torch's profiler (tests/unit/tools/memory/test_ptq_init.py).
 
-Tuning a layer (``blockwise``, :mod:`model.ptq_init.blockwise`) comes after that:
+Tuning a layer (``blockwise``, :mod:`model.ptq_init.blockwise`) follows, and needs:
 
-- the hidden states of the original, too;
-- of the rank's elements of the layer's weights two copies, an fp32 master and Adam's moments, and while it steps two
-  more fp32 tensors; of the whole layer its gradients, summed up in fp32, and one weight's as it is computed;
-- what autograd keeps of a group's forward, taken to be all inputs and outputs of the Linears in the model's dtype,
-  times :data:`KEPT_OF_LINEARS`, or, of stacked experts, once for each expert that a token goes to, with the token's
-  hidden states :data:`KEPT_COPIES` times (counted, too).
+- the hidden states of the original model, too;
+- for the rank's elements of the layer's weights, two copies, an fp32 master, Adam's moments, and in Adam's step two
+  more fp32 tensors; for the whole layer, the fp32 sums of gradients, and the gradient of one weight as it is computed;
+- the tensors that autograd keeps from a group's forward. They are assumed to be all inputs and outputs of the Linears
+  in the model's dtype, times :data:`KEPT_OF_LINEARS`; with stacked experts, inputs and outputs once for each expert of
+  a token, with the token's hidden states :data:`KEPT_COPIES` times (also measured).
 """
 
 import re
@@ -42,14 +43,14 @@ from tools.memory.zero import FP32, FP64, Settings
 
 MATRICES = 5  # of the size of a Gram matrix, in which codes are chosen
 ADDING = FP32 + FP64  # bytes per element of a Gram matrix to which some inputs are added
-CHOOSING, ERRORS = 6, 26  # bytes per element of a Linear that are chosen at once, whose errors are measured
+CHOOSING, ERRORS = 6, 26  # bytes per element of a Linear while codes are chosen, and while errors are measured
 TUNED = 2 + 2 + 4 + 8  # bytes per own element while a layer is tuned: two copies, master, moments
-STEPPING = 2 * FP32  # and in Adam's step
-GRADIENTS = FP32 + 2  # per element of the whole layer: the sum, and what comes out of a backward
+STEPPING = 2 * FP32  # further bytes per own element in Adam's step
+GRADIENTS = FP32 + 2  # bytes per element of the whole layer: the sum, and the gradient of one backward
 KEPT_OF_LINEARS = 1.8
-# Of a token's hidden states for each of its experts and each stack of these: in a forward, and for its backward.
+# Copies of a token's hidden states for each of its experts and each stack: in a forward, and for its backward.
 COPIES, KEPT_COPIES = 1.0, 2.35
-KEPT = 3  # bytes per element of a row that was chosen: its bf16 weight and its code
+KEPT = 3  # bytes per element of a row whose codes were chosen: its bf16 weight and its code
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class _Samples:
 
 
 def bytes_of_ptq_init(student: MetaStudent, settings: Settings, rows: int) -> int:
-    """Return the most bytes that a rank holds besides its parameters while codes are chosen; 0 for ``rtn``.
+    """Return the most bytes that a rank needs in addition to its parameters while codes are chosen; 0 for ``rtn``.
 
     Args:
         student: the model and its quantized layers, on the meta device.
@@ -113,7 +114,7 @@ class _Tokens:
     Attributes:
         of_feature: bytes of one feature of all its tokens.
         hidden: features of the hidden states.
-        experts: how many a token goes to; None if unknown, which counts all.
+        experts: number of experts of a token; None if unknown: all are then counted.
     """
 
     of_feature: int
@@ -121,11 +122,12 @@ class _Tokens:
     experts: int | None
 
     def chosen(self, count: int) -> int:
-        """To how many of ``count`` experts a token goes."""
+        """Return to how many of ``count`` experts a token goes."""
         return min(self.experts or count, count)
 
     def of_experts(self, layers: Iterable[QuantLayer], copies: float) -> int:
-        """Bytes of inputs and outputs of stacked experts, with ``copies`` of the hidden states for each stack."""
+        """Compute the bytes of inputs and outputs of stacked experts, with ``copies`` of the hidden states for each
+        stack."""
         features = [
             self.chosen(one.num_experts) * (one.in_features + one.out_features + copies * self.hidden)
             for one in layers
@@ -134,7 +136,8 @@ class _Tokens:
         return round(sum(features) * self.of_feature)
 
     def of_linears(self, layers: Mapping[str, QuantLayer]) -> int:
-        """Bytes of inputs and outputs of the others; experts that are modules of their own have some of the tokens."""
+        """Compute the bytes of inputs and outputs of layers that are not stacks; experts that are separate modules get
+        some of the tokens."""
         alike: dict[str, list[QuantLayer]] = defaultdict(list)
         for name, one in layers.items():
             if not one.projections:
@@ -144,8 +147,9 @@ class _Tokens:
 
 
 def _of_step(sets: list[list[QuantLayer]], share: int, running: int) -> int:
-    """Gram matrices of some sets of layers, and beside them either a forward or the rows that were chosen, and the
-    worst moment of choosing one more Linear, of which a rank has one of ``share`` parts."""
+    """Compute the bytes of the Gram matrices of some sets of layers, plus the larger of two: a forward, or the rows
+    whose codes were chosen with the worst moment of choosing one more Linear. A rank has one of ``share`` parts of a
+    Linear."""
     grams = kept = worst = 0
     for layers in sets:
         experts = layers[0].num_experts if layers[0].projections else 1
@@ -160,7 +164,7 @@ def _of_step(sets: list[list[QuantLayer]], share: int, running: int) -> int:
 
 
 def _of_tuning(layers: Mapping[str, QuantLayer], share: int, tokens: _Tokens) -> int:
-    """While the weights of a decoder layer are tuned, of which a rank has one of ``share`` parts."""
+    """Compute the bytes while the weights of a decoder layer are tuned, of which a rank has one of ``share`` parts."""
     weights = sum(layer.weight.numel() for layer in layers.values())
     largest = max(layer.weight.numel() for layer in layers.values())
     own = weights // share
@@ -174,7 +178,7 @@ def _experts_per_token(config: PreTrainedConfig) -> int | None:
 
 
 def _widest(block: nn.Module) -> int:
-    """The most features of a tensor inside a decoder layer."""
+    """Return the largest number of features of a tensor inside a decoder layer."""
     return max((max(p.shape[-1], p.shape[-2]) for p in block.parameters() if p.dim() > 1), default=0)
 
 

@@ -1,12 +1,14 @@
-"""Cost of one optimizer step under a ZeRO stage: the bytes at its worst moments, and those of its collectives.
+"""Predict the cost of one optimizer step under a ZeRO stage: bytes at its worst moments, and bytes of its collectives.
 
-The events of a micro-batch (:mod:`tools.memory.trace`) give what the model itself holds at each moment. To that a stage
-adds gradients as they are made, buckets and copies of their reduction, as DeepSpeed 0.19 does. Stage 3 adds the
-parameters that are gathered at the peak, by the limits that DeepSpeed documents. It is the larger of
+The events of a micro-batch (:mod:`tools.memory.trace`) have the bytes of the model itself at each moment. A stage adds
+gradients as they are computed, buckets and copies for their reduction, as in DeepSpeed 0.19. Stage 3 adds the
+parameters that are gathered at the peak, by the limits that DeepSpeed documents. Their number is the larger of
 
-- what stays gathered for the next use (``stage3_max_live_parameters`` elements where anything is prefetched, or those
-  that are read again within ``stage3_max_reuse_distance`` and what the largest module reads), and the prefetch;
-- what the largest module reads, the prefetch, and a buffer that a list of parameters is gathered into and copied from.
+- the parameters that stay gathered for the next use, and the prefetch. The former are ``stage3_max_live_parameters``
+  elements if anything is prefetched, otherwise parameters that are read again within ``stage3_max_reuse_distance`` and
+  the parameters of the largest module;
+- the parameters of the largest module, the prefetch, and a buffer into which a list of parameters is gathered and from
+  which it is copied.
 
 The prefetch is ``stage3_prefetch_bucket_size`` elements.
 """
@@ -20,15 +22,15 @@ import numpy as np
 from tools.memory.trace import Event, own_bytes
 from tools.memory.zero import FP32, FP64, Calls, Held, Inventory, Settings, elements
 
-STEP_COPIES = "copies in the step"  # the item of host memory that an offloaded optimizer takes for its step
-# DeepSpeed's engine reduces gradients in buffers of so many elements where its optimizer does not reduce them.
+STEP_COPIES = "copies in the step"  # item of host memory that an offloaded optimizer needs for its step
+# Elements of the buffers in which DeepSpeed's engine reduces gradients if its optimizer does not reduce them.
 FALLBACK_BUCKET = 500_000_000
-TEACHER = "teacher"  # the kind of the event for the whole forward of the teacher, before the student's
+TEACHER = "teacher"  # kind of the event for the teacher's whole forward, before the student's events
 
 
 @dataclass(frozen=True)
 class Moment:
-    """The moment of a phase at which it holds most: its bytes in all, and by part."""
+    """Moment of a phase with the most bytes: their total, and bytes by part."""
 
     total: int
     parts: dict[str, int]
@@ -41,7 +43,7 @@ class StepCost:
     Attributes:
         added: bytes by part in two places per event, as in :func:`tools.memory.trace.own_bytes`: ``held`` (parameters,
             gradients, optimizer states and buckets), ``gathered``, ``reduction`` (copies while gradients are reduced).
-        backward: whether a place belongs to backward.
+        backward: True for places that belong to backward.
         step: the worst moment of the optimizer's step itself.
         traffic: bytes of the whole step's collectives by kind, each of the whole tensor: the result of an all-gather,
             the operand of a reduction.
@@ -54,11 +56,11 @@ class StepCost:
 
     @property
     def gathered(self) -> int:
-        """Bytes of the student's parameters that are gathered at one time."""
+        """Most bytes of the student's parameters that are gathered at one time."""
         return int(self.added["gathered"].max())
 
     def moments(self, events: Sequence[Event]) -> dict[str, Moment]:
-        """The worst moment of each phase."""
+        """Find the worst moment of each phase."""
         parts = {**self.added, "activations": own_bytes(events)}
         total = np.sum(list(parts.values()), axis=0)
         found = {}
@@ -68,13 +70,13 @@ class StepCost:
         return {**found, "step": self.step}
 
     def most(self, own: np.ndarray) -> int:
-        """Bytes at the worst moment of all, if the model itself holds ``own`` bytes."""
+        """Compute the bytes at the worst of all moments, if the model itself has ``own`` bytes."""
         return max(self.step.total, int((sum(self.added.values()) + own).max()))
 
 
 @dataclass(frozen=True)
 class Gathers:
-    """Parameters that stage 3 gathers: the most bytes at a time, and bytes in one step by kind of collective."""
+    """Gathers of parameters by stage 3: most bytes at a time, and bytes in one step by kind of collective."""
 
     most: int = 0
     traffic: dict[str, int] = field(default_factory=dict)
@@ -83,15 +85,15 @@ class Gathers:
 def gathers(
     settings: Settings, inventory: Inventory, calls: Calls, passes: Sequence[bool], checkpointing: bool = False
 ) -> Gathers:
-    """Gathers of a model under stage 3 by DeepSpeed's limits.
+    """Compute the gathers of a model under stage 3 by DeepSpeed's limits.
 
     Args:
-        settings: those of the run, with the model's own ``zero``.
+        settings: settings of the run, with the model's own ``zero``.
         inventory: the model's parameters.
         calls: the largest calls of its modules.
-        passes: an item for each time that a micro-batch reads all parameters: whether it reads codes of weights that
-            have some.
-        checkpointing: whether backward repeats the forward of each layer.
+        passes: one item for each time that a micro-batch reads all parameters: True if it reads codes instead of
+            weights that are gathered as codes.
+        checkpointing: True if backward repeats the forward of each layer.
     """
     if not settings.partitions:
         return Gathers()
@@ -101,21 +103,22 @@ def gathers(
     once = sum(one.padded(ranks) for one in parameters if one.forward_only)
     first, *others = (sizes[codes] for codes in passes)
     whole = sizes[passes[-1]]
-    if checkpointing:  # frozen parameters are gathered for the forward that is repeated, and again for backward
+    if checkpointing:  # frozen parameters are gathered for the repeated forward, and again for backward
         others.append(sum(one.padded(ranks) for one in parameters if not one.trains and one.name not in calls.leaves))
     reads = 3 if checkpointing else 2  # of the modules behind a module, between its forward and its backward
     ahead = min(zero.prefetch_bucket_size, zero.max_live_parameters) * settings.size
     live = zero.max_live_parameters * settings.size if ahead else 0
     reused = zero.max_reuse_distance // reads * settings.size
     kept = min(whole, max(live, reused and reused + calls.largest)) if others else 0
-    # A student's own teacher reads in the order of a step: what backward does not read is released, and gathered again.
+    # A student that is its own teacher reads in the order of a step: parameters that backward does not read are
+    # released, and gathered again.
     again = sum(size - once for size in others) * (1 - kept / max(1, whole)) + once * max(0, len(passes) - 2)
     sent = round(first + again) * settings.accumulation
     buffer = 0 if zero.allgather_sequential else min(whole, max(calls.listed, ahead))
     read = min(whole, calls.largest + ahead) + buffer
-    stays = kept * (len(passes) - 1)  # a student's own teacher leaves as much again, which DeepSpeed does not count
+    stays = kept * (len(passes) - 1)  # a student as its own teacher leaves as much again, not counted by DeepSpeed
     most = first - once if kept == whole else max(read, kept and min(whole, stays + ahead))
-    # hpZ's second partitions are made when a parameter is released; those of trained ones are gone with the step.
+    # hpZ's second partitions are created when a parameter is released; those of trained parameters end with the step.
     trained, hpz = sum(one.padded(ranks) for one in parameters if one.trains), zero.zero_hpz_partition_size
     if hpz > 1 and settings.accumulation == 1:
         most -= kept * trained // max(1, whole) // hpz
@@ -133,16 +136,17 @@ def cost_of_step(
     gathered: Gathers,
     fused_optimizer: bool,
 ) -> StepCost:
-    """Add what the stage holds to the events of a micro-batch, the step's worst one.
+    """Add the stage's memory to the events of the step's worst micro-batch.
 
     Args:
-        settings: those of the run.
-        held: what the rank holds between steps. Host memory for copies in the optimizer's step is added to it.
+        settings: settings of the run.
+        held: bytes of the rank between steps. Host memory for copies in the optimizer's step is added to it.
         inventory: the student's parameters.
         calls: the largest calls of the student's modules.
-        events: those of one micro-batch of the student.
-        gathered: what is gathered of the student.
-        fused_optimizer: whether the optimizer makes no copies of what it updates (torch's fused AdamW, on CUDA).
+        events: events of one micro-batch of the student.
+        gathered: gathers of the student.
+        fused_optimizer: True if the optimizer makes no copies of the tensors that it updates (torch's fused AdamW, on
+            CUDA).
     """
     constant = sum(size for item, size in held.device.items() if item not in ("gradients", "buckets"))
     stage = _reduction(settings, held, inventory)
@@ -169,14 +173,14 @@ def cost_of_step(
 
 @dataclass(frozen=True)
 class _Reduction:
-    """How a stage holds and reduces gradients, in bytes.
+    """Memory in which a stage keeps and reduces gradients, in bytes.
 
     Attributes:
-        always: there all through the micro-batch, gradients of earlier micro-batches among them.
-        grows: per element of a gradient from the moment when it is made.
-        bucket: from the first gradient to the end of backward.
-        copies: for a moment, when a bucket is reduced in backward.
-        at_end: for a moment, when backward is over.
+        always: memory during the whole micro-batch, including gradients of earlier micro-batches.
+        grows: memory per element of a gradient, from the time when it is computed.
+        bucket: memory from the first gradient to the end of backward.
+        copies: memory only while a bucket is reduced in backward.
+        at_end: memory only at the end of backward.
     """
 
     always: int
@@ -193,8 +197,8 @@ def _reduction(settings: Settings, held: Held, inventory: Inventory) -> _Reducti
     sizes = [parameter.numel for parameter in inventory.trained]
     filled = _packed(sizes, settings.zero.reduce_bucket_size)
     if settings.stage == 3:
-        # reduce_scatter_coalesced makes a flat copy, unless one tensor is alone and shared out without padding, and
-        # this rank's part of it in the dtype of accumulation.
+        # reduce_scatter_coalesced makes a flat copy, unless there is a single tensor that needs no padding, and a copy
+        # of this rank's part in the dtype of accumulation.
         part = 0 if communicated == settings.accumulated else settings.accumulated
         flat = [0 if len(one) == 1 and one[0] % ranks == 0 else sum(one) for one in filled]
         copies = max(a * communicated + sum(one) // ranks * part for a, one in zip(flat, filled, strict=True))
@@ -216,14 +220,15 @@ def _reduction(settings: Settings, held: Held, inventory: Inventory) -> _Reducti
 
 
 def _all_reduce(sizes: Sequence[int], size: int, settings: Settings) -> int:
-    """engine.buffered_allreduce_fallback: a flat copy of a buffer's tensors, and one in the dtype of communication."""
+    """Compute the bytes of engine.buffered_allreduce_fallback: a flat copy of a buffer's tensors, and a copy in the
+    dtype of communication."""
     copied = settings.communicated if settings.communicated != size else 0
     buffers = _packed(sizes, FALLBACK_BUCKET) if settings.ranks > 1 else []
     return max((sum(one) * (copied + (size if len(one) > 1 else 0)) for one in buffers), default=0)
 
 
 def _packed(sizes: Sequence[int], limit: int) -> list[list[int]]:
-    """Sizes in a row that fit into ``limit`` together; a larger one is alone."""
+    """Split sizes into consecutive lists with a sum of at most ``limit``; a larger size forms its own list."""
     buckets: list[list[int]] = [[]]
     for size in sizes:
         if buckets[-1] and sum(buckets[-1]) + size > limit:
@@ -233,8 +238,9 @@ def _packed(sizes: Sequence[int], limit: int) -> list[list[int]]:
 
 
 def _late(settings: Settings, calls: Calls, name: str, numels: Mapping[str, int]) -> int:
-    """Bytes of gradients outside of the bucket: those of a leaf until its backward is done, and one that exceeds the
-    bucket until it is reduced; all of a bucket's where they are not copied into it."""
+    """Compute the bytes of gradients outside of the bucket. These are gradients of a leaf until its backward is done, a
+    gradient larger than the bucket until it is reduced, and all gradients of a bucket if they are not copied into
+    it."""
     if settings.stage < 2:
         return 0
     if name in calls.leaves:
@@ -246,10 +252,10 @@ def _late(settings: Settings, calls: Calls, name: str, numels: Mapping[str, int]
 
 
 def _copies_in_step(settings: Settings, held: Held, inventory: Inventory, fused: bool) -> int:
-    """Bytes of copies at the worst moment of the optimizer's step.
+    """Compute the bytes of copies at the worst moment of the optimizer's step.
 
-    torch's AdamW makes the root of the second moment and the quotient unless it is fused; the norm is taken of one
-    gradient at a time, in fp64.
+    Unless it is fused, torch's AdamW allocates the root of the second moment and the quotient. The norm is computed of
+    one gradient at a time, in fp64.
     """
     ranks, zero = settings.ranks, settings.zero
     adam = 0 if fused else 2 * FP32
@@ -267,13 +273,14 @@ def _copies_in_step(settings: Settings, held: Held, inventory: Inventory, fused:
         return norm if settings.stage == 3 else 0
     if settings.stage == 3:
         return max(norm, (FP32 + adam) * updated)
-    # The update reads the buffer that fp32 gradients were added up in, and of others a copy.
+    # The update reads the buffer in which fp32 gradients were summed, and a copy of gradients in another dtype.
     reads_buffer = settings.bf16_optimizer or (settings.stage == 2 and settings.size != settings.accumulated == FP32)
     return (0 if reads_buffer else FP32 * updated) + max(adam * updated, norm)
 
 
 def _reduced(settings: Settings, inventory: Inventory) -> dict[str, int]:
-    """Bytes of the collectives of gradients, and of parameters after the step: on stage 3 of those that persist."""
+    """Compute the bytes of the collectives of gradients, and of parameters after the step (on stage 3 only parameters
+    that persist)."""
     ranks, trained, flat = settings.ranks, elements(inventory.trained), sum(inventory.flat(settings.ranks))
     if ranks == 1:
         return {}

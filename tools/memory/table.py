@@ -1,4 +1,4 @@
-"""Predictions as tables for people: strategies side by side, and what was measured beside what was predicted."""
+"""Format predictions as tables: strategies side by side, and measured bytes next to predicted bytes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -14,7 +14,7 @@ UNSET = "-"
 
 
 def headline(recipe: Recipe, ranks: int, parameters: int, trained: int) -> str:
-    """One line above the table: the model, the ranks, the micro-batches."""
+    """Format the line above the table: the model, the ranks, the micro-batches."""
     checkpointing = "with" if recipe.train.activation_checkpointing else "without"
     return (
         f"{recipe.model.path}: {parameters / 1e9:.3f}e9 parameters, {trained / 1e9:.3f}e9 of them trained, "
@@ -24,7 +24,8 @@ def headline(recipe: Recipe, ranks: int, parameters: int, trained: int) -> str:
 
 
 def memory_table(predictions: Sequence[Prediction], gpu_bytes: int | None) -> str:
-    """A table of GB (10^9 bytes) per rank, with a column per strategy. Items that are 0 everywhere are left out."""
+    """Format a table of GB (10^9 bytes) per rank, with a column per strategy. Items that are 0 everywhere are left
+    out."""
     rows: list[tuple[str, Callable[[Prediction], str]]] = []
 
     def row(name: str, value: Callable[[Prediction], float]) -> None:
@@ -55,7 +56,7 @@ def _part(prediction: Prediction, phase: str, name: str) -> int:
 
 
 def traffic_table(predictions: Sequence[Prediction]) -> str:
-    """A table of the collectives of one optimizer step on each rank: GB of the whole tensors."""
+    """Format a table of the collectives of one optimizer step on each rank: GB of the whole tensors."""
     kinds = list(dict.fromkeys(kind for one in predictions for kind in one.cost.traffic))
     rows = [["GB per step", *(one.strategy for one in predictions)]]
     rows += [[kind, *(_gigabytes(one.cost.traffic[kind]) for one in predictions)] for kind in kinds]
@@ -63,7 +64,8 @@ def traffic_table(predictions: Sequence[Prediction]) -> str:
 
 
 def comparison_table(prediction: Prediction, measured: Measured) -> str:
-    """A table of predicted and measured bytes by item, and of the peak on CUDA. On the CPU one memory holds all."""
+    """Format a table of predicted and measured bytes by item, and of the peak on CUDA. On the CPU, device and host are
+    one memory."""
     on_host = measured.device == "cpu"
     rows = [
         (item, prediction.held.device[item] + (prediction.held.host[item] if on_host else 0), size)
@@ -81,7 +83,7 @@ def comparison_table(prediction: Prediction, measured: Measured) -> str:
 
 
 def as_json(predictions: Sequence[Prediction]) -> dict[str, Any]:
-    """All that was predicted, by strategy, in bytes."""
+    """Return all predicted values by strategy, in bytes."""
     return {
         one.strategy: {
             "device": one.held.device,
@@ -103,7 +105,7 @@ def _gigabytes(size: float) -> str:
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    """The rows as a Markdown table whose columns are aligned in the text too."""
+    """Format rows as a Markdown table whose columns are also aligned in the text."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [
         "| "

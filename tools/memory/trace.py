@@ -1,13 +1,13 @@
-"""One micro-batch's forward and backward on the meta device, and how many bytes it holds alive at each moment.
+"""Run one micro-batch's forward and backward on the meta device, and count the bytes alive at each moment.
 
-Nothing is computed and no weight exists, but every operator of the real step runs with its real shapes, and every
-storage that it makes is counted from the operator that made it until the last reference to it is gone. So what autograd
-keeps, what activation checkpointing does not keep, and what lives for a moment only come from the code itself, not from
-a formula for an architecture. Only the data could tell how many tokens have a target and which experts they go to: each
-token is taken to have a target, and tokens are spread evenly over the experts.
+Nothing is computed and no weight exists, but every operator of the real step runs with its real shapes. Every storage
+is counted from the operator that creates it until the last reference to it is gone. So tensors that autograd keeps,
+that activation checkpointing drops, and that exist only briefly are counted by running the code, not by a formula for
+an architecture. Only the number of targets and the experts of each token depend on data: every token is assumed to have
+a target, and tokens are spread evenly over the experts.
 
-Of equal decoder layers in a row only two are run, and the second is counted for all that follow: the forward of each of
-them adds the same bytes, and its backward takes them away again.
+Of consecutive equal decoder layers only two are run. The second one is counted for all that follow: the forward of each
+adds the same bytes, and its backward frees them again.
 """
 
 import weakref
@@ -26,22 +26,22 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-# How many of equal layers in a row are run: the first, and one that is counted for all that follow.
+# Number of consecutive equal layers that are run: the first, and one that is counted for all that follow.
 REPRESENTATIVES = 2
 
 
 @dataclass(frozen=True)
 class Event:
-    """A moment of the step.
+    """Moment of a micro-batch.
 
     Attributes:
         kind: ``forward``: a module's call begins; ``forward_end``: a decoder layer's call ends; ``loss``: the loss is
             known, and backward begins; ``backward``: gradients of a decoder layer are about to be computed (once for
             each of its outputs); ``gradient``: the gradient of a Parameter is complete; ``end``: the micro-batch is
             over.
-        name: the name of the module or of the Parameter in the model.
+        name: name of the module or Parameter in the model.
         live: bytes alive at this moment.
-        peak: the most bytes alive since the event before.
+        peak: most bytes alive since the event before.
     """
 
     kind: str
@@ -51,17 +51,19 @@ class Event:
 
 
 def own_bytes(events: Sequence[Event]) -> np.ndarray:
-    """The bytes that the model itself holds, in two places per event: before it (the peak), and at the event itself."""
+    """Return the bytes of the model itself, in two places per event: the peak before the event, and the bytes at the
+    event."""
     return np.array([size for event in events for size in (event.peak, event.live)])
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """All tensors in a value that an operator takes or returns."""
+    """Collect all tensors in an argument or result of an operator."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 class _Bytes(TorchDispatchMode):
-    """Counts the storages that operators make inside it, and lets meta tensors meet the real ones of a routing."""
+    """Mode that counts the storages that operators create inside it, and lets operators mix meta tensors with the real
+    tensors of a routing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,21 +96,22 @@ class _Bytes(TorchDispatchMode):
         self.live -= size
 
     def known(self, tensors: Sequence[Tensor]) -> None:
-        """Do not count these tensors: they exist anyway."""
+        """Do not count these tensors, which existed before."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             self._seen[storage._cdata] = weakref.ref(storage)
 
 
 def record_step(model: PreTrainedModel, forward: Callable[[], Tensor], *, backward: bool = True) -> list[Event]:
-    """The events of one micro-batch, in order.
+    """Record the events of one micro-batch, in order.
 
-    Gradients of Parameters are dropped as soon as they are complete: how long they are kept depends on the ZeRO stage.
+    Gradients of Parameters are dropped as soon as they are complete, since the ZeRO stage determines how long they are
+    kept.
 
     Args:
-        model: a model on the meta device, in which the same is quantized and trains as in the run.
-        forward: makes the model's inputs, runs it, and returns what is differentiated.
-        backward: whether a backward follows.
+        model: a model on the meta device, with the same quantized layers and trained parameters as in the run.
+        forward: creates the model's inputs, runs the model, and returns the tensor to differentiate.
+        backward: True if a backward follows.
     """
     events: list[Event] = []
     counter = _Bytes()
@@ -132,7 +135,8 @@ def record_step(model: PreTrainedModel, forward: Callable[[], Tensor], *, backwa
 
 
 def layer_lists(model: PreTrainedModel) -> dict[str, nn.ModuleList]:
-    """The lists of decoder layers by name. They have as many layers as the configuration says, all checkpointable."""
+    """Find the lists of decoder layers, by name. They have as many layers as the configuration says, and transformers
+    can checkpoint each of them."""
     layers = model.config.get_text_config().num_hidden_layers
     return {
         name: module
@@ -145,12 +149,12 @@ def layer_lists(model: PreTrainedModel) -> dict[str, nn.ModuleList]:
 
 @contextmanager
 def representatives(model: PreTrainedModel) -> Iterator[list[list[str]]]:
-    """Inside the block the model has at most ``REPRESENTATIVES`` of equal decoder layers in a row. The lists name the
-    layers that the second of them was kept for, itself first."""
+    """Reduce consecutive equal decoder layers of the model to ``REPRESENTATIVES`` inside the block. Each yielded list
+    names the layers that a kept second layer represents, itself first."""
     runs: list[list[str]] = []
     config = model.config.get_text_config()
     layers, lists = config.num_hidden_layers, layer_lists(model)
-    # Models loop over num_hidden_layers of their one list; where there are several, all layers are run.
+    # Models loop over num_hidden_layers of their single list; with several lists, all layers are run.
     for name, module in lists.items() if len(lists) == 1 else ():
         kept: list[nn.Module] = []
         for _, group in groupby(range(layers), lambda index: _signature(module[index])):  # noqa: B023 (used at once)
@@ -171,7 +175,7 @@ def representatives(model: PreTrainedModel) -> Iterator[list[list[str]]]:
 
 
 def _signature(layer: nn.Module) -> tuple:
-    """A value that is equal for layers whose steps hold the same bytes."""
+    """Return a value that is equal for layers whose steps need the same bytes."""
     tensors = [(name, tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in layer.named_parameters()]
     switches = [
         (name, type(module), getattr(module, "weight_fake_quant", None), getattr(module, "input_fake_quant", None))
@@ -182,7 +186,7 @@ def _signature(layer: nn.Module) -> tuple:
 
 @contextmanager
 def _hooks(model: PreTrainedModel, note: Callable[[str, str], None]) -> Iterator[None]:
-    """Inside the block modules and Parameters record their events."""
+    """Make modules and Parameters record their events inside the block."""
     layers = {layer for module in layer_lists(model).values() for layer in module}
 
     def ends(name: str, _: nn.Module, inputs: tuple, output: Any) -> None:
@@ -211,9 +215,9 @@ def _hooks(model: PreTrainedModel, note: Callable[[str, str], None]) -> Iterator
 
 
 def _repeat(events: list[Event], run: list[str]) -> Iterator[Event]:
-    """Repeat the events of the layer that was kept for each layer of the run."""
+    """Repeat the events of a kept second layer for each layer of ``run``."""
     segments = _segments(events, run[0])
-    extra = 0  # bytes that layers hold which were not run
+    extra = 0  # bytes of layers that were not run
     position = 0
     for start, stop in segments:
         for event in events[position:start]:
@@ -237,7 +241,7 @@ def _repeat(events: list[Event], run: list[str]) -> Iterator[Event]:
 
 
 def _segments(events: list[Event], layer: str) -> list[tuple[int, int]]:
-    """The ranges of events of the layer's forward and of its backward: the first index, and one past the last."""
+    """Find the ranges of events of the layer's forward and of its backward: the first index, and one past the last."""
 
     def first(kind: str, start: int) -> int | None:
         found = (i for i in range(start, len(events)) if (events[i].name, events[i].kind) == (layer, kind))

@@ -1,18 +1,19 @@
-"""How many bytes of parameters, gradients and optimizer state one rank holds between two steps, by ZeRO stage.
+"""Predict the bytes of parameters, gradients and optimizer state of one rank between two steps, by ZeRO stage.
 
-The shares are those of Rajbhandari et al. 2020 (ZeRO, arXiv:1910.02054, section 3): with 16-bit parameters 2 bytes of
-weight, as many of gradient and 12 of optimizer (an fp32 copy and Adam's two moments), each divided by the ranks from
-its stage on. DeepSpeed 0.19 allocates this:
+By Rajbhandari et al. 2020 (ZeRO, arXiv:1910.02054, section 3), a 16-bit parameter takes 2 bytes of weight, 2 bytes of
+gradient and 12 bytes of optimizer state (an fp32 copy and Adam's two moments). Optimizer state is divided by the number
+of ranks from stage 1 on, gradients from stage 2 on and weights on stage 3. DeepSpeed 0.19 allocates:
 
 - stage 0 in 16 bits (runtime/fp16/unfused_optimizer.py): gradients in 16 bits; the step makes an fp32 copy of them all;
 - stage 1 with bf16 and fp32 accumulation (runtime/bf16_optimizer.py): the fp32 gradients of *all* parameters in one
-  buffer, and the bf16 ones beside them until the step;
+  buffer, and in addition the bf16 gradients until the step;
 - stage 2, and stage 1 with another dtype (runtime/zero/stage_1_and_2.py): this rank's share of the gradients; an
-  offloaded optimizer has a second one in host memory, and a copy of its share of the parameters in their dtype;
-- stage 3 (runtime/zero/stage3.py): shares of each parameter, so each padded to the ranks; fp32 masters, also of fp32
-  parameters; one flat fp32 buffer for the gradients, and a second one where the optimizer is offloaded;
-- buckets: ``reduce_bucket_size`` elements that gradients are copied into, on stage 3 always there, on stages 1 and 2
-  only during backward (twice with ``overlap_comm``); bf16's stage 1 and stage 0 have none.
+  offloaded optimizer has a second share in host memory, and a copy of its share of the parameters in their dtype;
+- stage 3 (runtime/zero/stage3.py): a share of each parameter, with padding so that all ranks have equal shares; fp32
+  masters, also of fp32 parameters; one flat fp32 buffer for the gradients, and a second one if the optimizer is
+  offloaded;
+- buckets of ``reduce_bucket_size`` elements, into which gradients are copied: always on stage 3, and only during
+  backward on stages 1 and 2 (twice with ``overlap_comm``); bf16's stage 1 and stage 0 have no buckets.
 """
 
 import math
@@ -41,23 +42,24 @@ ITEMS = (
     "teacher",
 )
 SCALES = ("weight_scale", "act_scale", "frozen")
-# Made after the weights, and not kept whole between steps (model.zero.release).
+# Parameters created after the weights, and not kept whole between steps (model.zero.release).
 ADDED = (*SCALES, "adapter")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The part of a resolved DeepSpeed configuration that decides on memory.
+    """Part of a resolved DeepSpeed configuration that determines memory.
 
     Attributes:
-        zero: its ``zero_optimization``, with DeepSpeed's own defaults where the file is silent.
-        ranks: how many ranks the run has.
+        zero: its ``zero_optimization``, with DeepSpeed's defaults for missing keys.
+        ranks: number of ranks of the run.
         size: bytes per element of the model's parameters.
-        accumulated: bytes per element of a gradient in the buffer where micro-batches are added up.
+        accumulated: bytes per element of a gradient in the buffer in which micro-batches are summed.
         communicated: bytes per element of a gradient while it is reduced over the ranks.
         accumulation: micro-batches per step.
-        bf16: whether parameters are bf16 (and not fp16 or fp32).
-        immediate: whether stage 1 adds each bf16 gradient to the fp32 ones, and drops it, as soon as it is made.
+        bf16: True if parameters are bf16 (not fp16 or fp32).
+        immediate: True if stage 1 adds each bf16 gradient to the fp32 gradients, and drops it, as soon as it is
+            computed.
     """
 
     zero: DeepSpeedZeroConfig
@@ -93,12 +95,13 @@ class Settings:
 
     @property
     def partitions(self) -> bool:
-        """Tell if parameters are partitioned over several ranks."""
+        """Return True if parameters are partitioned over several ranks."""
         return self.stage == 3 and self.ranks > 1
 
     @property
     def bf16_optimizer(self) -> bool:
-        """Tell if stage 1 is DeepSpeed's BF16_Optimizer, which keeps fp32 gradients of everything on every rank."""
+        """Return True if stage 1 is DeepSpeed's BF16_Optimizer, which keeps fp32 gradients of all parameters on every
+        rank."""
         separate = self.bf16 and self.accumulated == FP32
         return self.stage == 1 and separate and self.offloads_optimizer is None
 
@@ -120,17 +123,17 @@ def _device(offload: Any) -> str | None:
 
 @dataclass(frozen=True, eq=False)
 class ShardedParameter:
-    """A Parameter as stage 3 has it.
+    """Size and properties of a Parameter under stage 3.
 
     Attributes:
         name: its name in the model.
-        numel: how many elements it has, partitions of all ranks together.
+        numel: number of elements, in the partitions of all ranks together.
         size: bytes per element.
-        trains: whether it has a gradient.
-        released: whether it is a scale or of an adapter, which are not kept whole between steps (model.zero.release).
-        whole: whether every rank holds all of it: a scale that is frozen and small is not partitioned.
-        as_codes: whether its codes, of a byte each, are gathered (:mod:`model.zero.quantized_gather`).
-        forward_only: whether backward does not read it: a frozen embedding that is not the lm_head, too.
+        trains: True if it has a gradient.
+        released: True for scales and adapters, which are not kept whole between steps (model.zero.release).
+        whole: True if every rank has all of it: small frozen scales are not partitioned.
+        as_codes: True if its codes, of one byte each, are gathered (:mod:`model.zero.quantized_gather`).
+        forward_only: True if backward does not read it, such as a frozen embedding that is not the lm_head too.
     """
 
     name: str
@@ -143,19 +146,21 @@ class ShardedParameter:
     forward_only: bool = False
 
     def padded(self, ranks: int) -> int:
-        """Bytes of all partitions together. They are equally long, so the last one may be padded."""
+        """Return the bytes of all partitions together. Partitions have equal lengths, so the last one may have
+        padding."""
         return math.ceil(self.numel / ranks) * ranks * self.size
 
     def share(self, ranks: int) -> int:
-        """Bytes of one rank's partition."""
+        """Return the bytes of one rank's partition."""
         return self.numel * self.size if self.whole else self.padded(ranks) // ranks
 
     def persists(self, zero: DeepSpeedZeroConfig) -> bool:
-        """Tell if the parameter is small enough to stay gathered between steps."""
+        """Return True if the parameter is small enough to stay gathered between steps."""
         return self.numel <= zero.param_persistence_threshold and not self.released
 
     def gathered(self, ranks: int, as_codes: bool) -> int:
-        """Bytes that a gather of it sends; ``as_codes``: of codes where it has some."""
+        """Return the bytes that a gather of the parameter sends; with ``as_codes``, the bytes of its codes if these are
+        gathered."""
         return self.padded(ranks) // (self.size if as_codes and self.as_codes else 1)
 
 
@@ -164,10 +169,10 @@ class Inventory:
     """Every Parameter of a model once, and the parameter groups of its optimizer.
 
     Attributes:
-        parameters: all of them, in the order in which they are made: weights, then scales and adapters.
-        groups: by the name of the optimizer's group, the parameters in it, which train.
-        scales: bytes of all scales. They are among ``parameters`` too.
-        quantized: how many weight elements have codes.
+        parameters: all parameters in the order of creation: weights, then scales and adapters.
+        groups: trained parameters by the name of their group in the optimizer.
+        scales: bytes of all scales, which are also among ``parameters``.
+        quantized: number of weight elements that have codes.
         scales_of_codes: bytes of the scales that every rank keeps to gather codes.
     """
 
@@ -183,11 +188,11 @@ class Inventory:
         return [parameter for group in self.groups.values() for parameter in group]
 
     def gathered(self, zero: DeepSpeedZeroConfig) -> list[ShardedParameter]:
-        """The parameters that stage 3 gathers in every step, if there are several ranks."""
+        """Return the parameters that stage 3 gathers in every step, if there are several ranks."""
         return [one for one in self.parameters if not one.whole and not one.persists(zero)]
 
     def flat(self, ranks: int) -> list[int]:
-        """Elements of each group's flat buffer on stages 1 and 2, padded to a multiple of two per rank."""
+        """Return the elements of each group's flat buffer on stages 1 and 2, padded to a multiple of two per rank."""
         return [math.ceil(elements(group) / (2 * ranks)) * 2 * ranks for group in self.groups.values()]
 
 
@@ -197,8 +202,8 @@ def take_inventory(
     """List the Parameters of a model on the meta device.
 
     Args:
-        model: the model, with what trains as in the run.
-        optim: the recipe's section; None for a model that is frozen, which has no parameter groups.
+        model: the model, with the same trained parameters as in the run.
+        optim: the recipe's section ``optim``; None for a frozen model, which has no parameter groups.
         as_codes: the weights whose codes are gathered.
     """
     made = sorted(classify(model), key=lambda owned: owned.kind in ADDED)
@@ -228,13 +233,13 @@ def take_inventory(
 
 @dataclass(frozen=True)
 class Calls:
-    """The parameters that one call of a module gathers under stage 3.
+    """Parameters that one call of a module gathers under stage 3.
 
     Attributes:
-        largest: the most bytes of a module.
-        listed: the same, of modules with several parameters, which are gathered into one buffer and copied from it.
-        leaves: bytes of the trained parameters of the leaf that a parameter is in, by the parameter's name. A leaf is a
-            module that DeepSpeed gathers with all that is below it.
+        largest: most bytes of a module.
+        listed: most bytes of a module with several parameters, which are gathered into one buffer and copied from it.
+        leaves: for each parameter inside a leaf, bytes of the leaf's trained parameters, by the parameter's name. A
+            leaf is a module that DeepSpeed gathers together with all its children.
     """
 
     largest: int = 0
@@ -245,7 +250,8 @@ class Calls:
 def module_calls(
     model: nn.Module, inventory: Inventory, ds_config: dict[str, Any], settings: Settings, as_codes: bool = True
 ) -> Calls:
-    """The largest calls of a model's modules under stage 3; ``as_codes``: of codes where weights have some."""
+    """Find the largest calls of a model's modules under stage 3; with ``as_codes``, weights gathered as codes count as
+    codes."""
     gathered = {one.name: one for one in inventory.gathered(settings.zero)}
     by_id = {id(own): gathered[name] for name, own in model.named_parameters() if name in gathered}
     marked = leaves_of_stage_3(model, ds_config)
@@ -262,30 +268,30 @@ def module_calls(
 
 
 def elements(parameters: Iterable[ShardedParameter]) -> int:
-    """How many elements the parameters have together."""
+    """Count the elements of all parameters together."""
     return sum(parameter.numel for parameter in parameters)
 
 
 def bytes_of(parameters: Iterable[ShardedParameter]) -> int:
-    """Bytes of the parameters together, whole."""
+    """Count the bytes of all parameters together, each whole."""
     return sum(parameter.numel * parameter.size for parameter in parameters)
 
 
 @dataclass
 class Held:
-    """Bytes of one rank by item of ``ITEMS``: on its device, and in host memory."""
+    """Bytes of one rank by item of ``ITEMS``, on its device and in host memory."""
 
     device: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ITEMS, 0))
     host: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ITEMS, 0))
 
     def add(self, item: str, size: int, offloaded: str | None = None) -> None:
-        """Count ``size`` bytes more of an item, in the place that it is offloaded to (None: the device)."""
+        """Add ``size`` bytes to an item, in the memory to which it is offloaded (None: the device)."""
         place = {None: self.device, "cpu": self.host}[offloaded]
         place[item] += size
 
 
 def held_by(settings: Settings, inventory: Inventory) -> Held:
-    """Bytes that a rank holds of the student outside of forward and backward, at the moment when it holds most."""
+    """Compute the bytes of the student on a rank outside of forward and backward, at the moment when they are most."""
     held = Held()
     zero, size, accumulated, offloaded = settings.zero, settings.size, settings.accumulated, settings.offloads_optimizer
     trained, flat = elements(inventory.trained), sum(inventory.flat(settings.ranks))
@@ -322,12 +328,12 @@ def held_by(settings: Settings, inventory: Inventory) -> Held:
 
 
 def held_partitions(held: Held, item: str, settings: Settings, inventory: Inventory) -> None:
-    """Add a model's partitions under stage 3, and what is whole on the device or there a second time."""
+    """Add a model's partitions under stage 3, and parameters that are whole on the device or stored a second time."""
     zero, ranks, parameters = settings.zero, settings.ranks, inventory.parameters
     held.add(item, sum(one.share(ranks) for one in parameters), settings.offloads_parameters)
     if zero.zero_hpz_partition_size > 1:
         # Second partitions within a node, from the first forward on; those of trained parameters until the step.
         second = sum(one.padded(ranks) // zero.zero_hpz_partition_size for one in parameters if not one.whole)
         held.add(item, second, settings.offloads_parameters)
-    if ranks > 1:  # whole between steps, beside their shares
+    if ranks > 1:  # whole between steps, in addition to their shares
         held.add(item, bytes_of(one for one in parameters if one.persists(zero)))
