@@ -1,24 +1,26 @@
-"""Compare an exported checkpoint with transformers in fp32: does it load there, and compute what training saw?
+"""Compare an exported checkpoint with transformers in fp32: does transformers load it, and compute the same as
+training?
 
-Two readers of one directory get the same tokens: transformers, which lets compressed-tensors decompress, and our
-own forward (``tools.compressed``), whose fake quantization gives the codes on disk bit for bit. Where their arithmetic
-differs by definition, the difference is not waved through by a loose tolerance but taken out and put back:
+Two readers of one directory get the same tokens: transformers, in which compressed-tensors decompresses weights, and
+this project's forward (``tools.compressed``, "our forward"), whose fake quantization computes exactly the codes on
+disk. Where their arithmetic differs by definition, the difference is not covered by a loose tolerance. Instead there
+are two comparisons, without and with the difference:
 
-1. *same arithmetic*: our model with each known difference replaced by what transformers does. Both then perform the
-   same operations on the same numbers, so logits agree to the rounding of matrix products, and on one machine usually
-   bit for bit. Whatever is wrong with a checkpoint (a code, a scale, a key, an ignored layer) shows here.
-2. *our forward*: with the differences back in. How large they are is measured and bounded.
+1. *same arithmetic*: our forward, with transformers' arithmetic in place of each known difference. Both readers then
+   perform the same operations on the same numbers, so logits agree to the rounding of matrix products, and on one
+   machine usually bit for bit. Any error of a checkpoint (a code, a scale, a key, an ignored layer) shows here.
+2. *our forward*: our forward unchanged. The size of the differences is measured and bounded.
 
 ``tools/verify/reader.py`` lists the known differences. How much they move the logits:
 
-- Where ``x/s`` is within a rounding of a boundary between codes, dividing and multiplying give different codes. In
-  fp32 that is one element in some millions, but each such step (1/16 of the value) moves the values behind it, and
-  further codes flip: through 6 layers the logits differ by 0.2 at most and by 0.002 in the mean, 1% of what quantizing
-  them cost, which *inputs as given* shows: our forward without quantized inputs, keys and values. With scales that are
-  powers of two both are exact, and agree.
-- Experts' inputs are not quantized in transformers. Both comparisons leave that off here too, and *full forward* shows
-  our complete one (what vLLM computes) beside it, without a bound.
-- Weights that it holds in bf16 are rounded so in the bf16 forward of training too.
+- Where ``x/s`` is within a rounding of a boundary between codes, dividing and multiplying give different codes. In fp32
+  this is one element in some millions, but each such step (1/16 of the value) changes later values, so that more codes
+  differ. Through 6 layers the logits differ by 0.2 at most and by 0.002 in the mean. This is 1% of the cost of
+  quantizing the inputs, which *inputs as given* shows: our forward without quantized inputs, keys and values. With
+  scales that are powers of two, both operations are exact and agree.
+- Experts' inputs are not quantized in transformers. Both comparisons leave them unquantized in our forward too. *full
+  forward* also shows our complete forward (the same as vLLM computes), without a bound.
+- transformers keeps some weights in bf16. The bf16 forward of training rounds them in the same way.
 """
 
 from collections.abc import Callable, Iterable
@@ -35,34 +37,35 @@ from tools.verify.comparison import LogitComparison, Report, logits_of
 from tools.verify.export_files import problems_of_files
 from tools.verify.reader import inputs_left, inputs_of_experts_left, load_theirs, their_arithmetic
 
-# Mean KL divergence under the same arithmetic, nats per token. Measured: 0 for dense models, where the same kernels see
-# the same numbers. Of a MoE transformers multiplies gate and up at once and we one after the other: 1e-6 of a logit,
-# and where an input is that close to a boundary its fp8 code flips: 2.5e-8 mostly, up to 3e-5 where that code is a
-# large one (3 of 10,000 small exports were beyond 1e-5). A scale or a layer read wrongly gives 1e-3 and more.
+# Mean KL divergence under the same arithmetic, nats per token. Measured: 0 for dense models, where the same kernels get
+# the same numbers. In a MoE transformers multiplies gate and up at once, our forward one after the other. This changes
+# logits by 1e-6, and an input that is this close to a boundary gets another fp8 code: the divergence is mostly 2.5e-8,
+# and up to 3e-5 if the code is large (3 of 10,000 small exports exceeded 1e-5). A wrong scale or layer causes 1e-3 and
+# more.
 SAME_ARITHMETIC_KL = 1e-5
 SAME_ARITHMETIC_KL_ROUTED = 1e-4  # of a MoE whose inputs, keys or values are quantized
-# The same of our forward. Measured: 1.4e-5 with static fp8 inputs, 0 without them and with weights that bf16 holds,
-# 2e-5 for NVFP4. Where a choice of experts hangs on a rounding the token's logits are those of other weights: 4e-3 with
-# random routers (1.2e-2 on 66 tokens, where one token shows).
+# Mean KL divergence of our forward. Measured: 1.4e-5 with static fp8 inputs, 0 without quantized inputs and with
+# weights that bf16 represents, 2e-5 for NVFP4. If the choice of experts depends on a rounding, the token's logits come
+# from other weights: 4e-3 with random routers (1.2e-2 on 66 tokens, where a single token counts much).
 OUR_FORWARD_KL = 1e-3
 OUR_FORWARD_KL_ROUTED = 1e-2
-# Dynamic inputs come to lie on boundaries: of symmetric int8 the largest value of each token is at 127.5 codes, and
-# the two readers round every tenth negative one to another code. Measured: up to 0.73 of what it costs to quantize
-# these inputs at all, which bounds the difference where it is larger than the figures above. On the grid of NVFP4
-# inputs flipped codes make further ones flip, the sooner as transformers has its weights rounded to bf16: 0.4 to 0.65
-# through two layers of a random model. Two roundings that have nothing in common any more differ by twice what one of
-# them costs, which is as far as it can go in a model of many layers.
+# With dynamic scales, inputs are often on boundaries: in symmetric int8 the largest value of each token is at 127.5
+# codes, and the two readers round a tenth of the negative ones to different codes. Measured: up to 0.73 of the cost of
+# quantizing these inputs, which is the bound if it is larger than the bounds above. With NVFP4 inputs different codes
+# cause further different codes, even more so as transformers rounds the weights to bf16: 0.4 to 0.65 through two layers
+# of a random model. In a model of many layers the limit is two unrelated roundings, which differ by twice the cost of
+# one.
 FOUR_BIT_INPUTS = 2.5
 
 
 @torch.no_grad()
 def compare_with_transformers(directory: Path, batches: Iterable[Tensor], *, trust_remote_code: bool = False) -> Report:
-    """Load an export twice, as transformers does and as we do, and compare, in one process on CPU.
+    """Load an export with transformers and with this project, and compare both, in one process on CPU.
 
     Args:
-        directory: what ``model.save.export_model`` wrote.
+        directory: directory written by ``model.save.export_model``.
         batches: input_ids [B, T], T at least 2; each is one forward.
-        trust_remote_code: whether Python code in the directory may be run.
+        trust_remote_code: allow running Python code in the directory.
 
     Raises:
         RankError: the directory is no compressed checkpoint or its keys or shapes are wrong (see ``load_compressed``).

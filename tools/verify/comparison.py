@@ -1,4 +1,4 @@
-"""Compare an export with what another engine makes of it: tensors bit for bit, logits within a bound."""
+"""Compare an export in this project and in another engine: tensors bit for bit, logits within a bound."""
 
 import math
 import tempfile
@@ -21,7 +21,8 @@ from tools.compressed import load_compressed
 
 @dataclass
 class LogitComparison:
-    """Differences between two models' logits, accumulated over batches. The KL's reference is the other model."""
+    """Differences between the logits of this project ("ours") and of another reader ("theirs"), accumulated over
+    batches. The reference of the KL divergence is theirs."""
 
     max_abs: float = 0.0
     abs_sum: float = 0.0
@@ -75,7 +76,7 @@ class LogitComparison:
         return math.exp(self.nll[side] / self.predicted)
 
     def row(self, name: str) -> str:
-        """Line of a report's table."""
+        """Format the line of a report's table."""
         return (
             f"{name:<17} {self.max_abs:>10.3g} {self.mean_abs:>10.3g} {self.kl:>10.3g} {100 * self.top1:>8.3f}% "
             f"{self.perplexity('ours'):>10.4f} {self.perplexity('theirs'):>12.4f}"
@@ -90,10 +91,11 @@ class Report:
         engine: the other reader of the export.
         contents: schemes or types of the weights.
         layers: number of quantized layers or tensors.
-        equal: how many tensors of the checkpoint are equal bit for bit, each expert counted; None if not compared.
-        logits: comparisons of logits by what was compared.
-        problems: everything that is wrong; empty if the export is good.
-        note: what the user should know beside; None if nothing.
+        equal: number of tensors of the checkpoint that are equal bit for bit, each expert counted; None if not
+            compared.
+        logits: comparisons of logits by name of the comparison.
+        problems: all problems found; empty if the export is good.
+        note: additional information for the user, or None.
     """
 
     engine: str
@@ -106,11 +108,12 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """True if nothing is wrong."""
+        """True if no problem was found."""
         return not self.problems
 
     def require(self, name: str, figure: float, bound: float, what: str) -> None:
-        """Add a problem if a ``figure`` of the comparison ``name`` is NaN or above ``bound``; ``what`` names it."""
+        """Add a problem if a ``figure`` of the comparison ``name`` is NaN or above ``bound``; ``what`` is the figure's
+        name."""
         if not figure <= bound:
             self.problems.append(
                 f"{name}: {what} is {figure:.3g}, at most {bound:.2g} expected; the largest logit difference from "
@@ -122,7 +125,7 @@ class Report:
         self.require(name, self.logits[name].kl, bound, "KL divergence, in nats per token,")
 
     def table(self) -> str:
-        """Table for people, with the problems below it."""
+        """Format the report as a table, with the problems below it."""
         title = f"{self.contents}: {self.layers} quantized layers"
         if self.equal is not None:
             title += f", {self.equal} tensors of the checkpoint equal bit for bit"
@@ -143,7 +146,7 @@ class Engine:
         export: the directory.
         found: the tensors in the files by name, of the engine's own type.
         unused: names of tensors that need not be in a compressed checkpoint.
-        report: the result; at first what is known after opening.
+        report: the result; after opening it has only the contents of the export.
         model: the compressed export in fp32; set before anything is compared.
     """
 
@@ -154,19 +157,20 @@ class Engine:
     model: PreTrainedModel
 
     def names(self, key: str) -> list[str]:
-        """Names of the tensors that hold the checkpoint's tensor ``key``, itself or among others."""
+        """Return the names of the engine's tensors that contain the checkpoint's tensor ``key``, alone or with
+        others."""
         return [key]
 
     def equals(self, key: str, names: list[str], expected: Tensor) -> bool:
-        """Compare ``expected`` with what these tensors are dequantized to, in fp32 and bit for bit.
+        """Compare ``expected`` with the dequantized values of these tensors, in fp32 and bit for bit.
 
         Raises:
-            LookupError, ValueError, ArithmeticError, NotImplementedError: they cannot be dequantized.
+            LookupError, ValueError, ArithmeticError, NotImplementedError: the tensors cannot be dequantized.
         """
         raise NotImplementedError
 
     def compare_logits(self, against: Path, batches: Sequence[Tensor]) -> None:
-        """Add comparisons of logits, and what is wrong with them, to the report."""
+        """Add comparisons of logits, and their problems, to the report."""
         raise NotImplementedError
 
 
@@ -176,8 +180,9 @@ def compare_with_compressed(
 ) -> Report:
     """Compare an export for ``engine`` with a compressed export of the same checkpoint, in one process on CPU.
 
-    Every tensor is compared, then the logits of ``batches`` of token ids [B, T] unless a tensor differs, which may be
-    more than the engine survives. Tensors need no tolerance: a code times a scale is one product in fp32 everywhere.
+    Every tensor is compared, then the logits of ``batches`` of token ids [B, T]. If a tensor differs, logits are not
+    compared, as the engine may crash. Tensors need no tolerance: a code times a scale is one product in fp32 in every
+    engine.
 
     Raises:
         RankError: ``against`` is no compressed checkpoint.
@@ -216,9 +221,9 @@ def compare_with_compressed(
 def dequantized(
     export: Path, *, trust_remote_code: bool = False
 ) -> Iterator[tuple[PreTrainedModel, Iterator[tuple[str, Tensor]]]]:
-    """Give the model of a compressed export in fp32, and its dequantized tensors by key on disk.
+    """Load the model of a compressed export in fp32, and yield it with its dequantized tensors by key on disk.
 
-    They are in a temporary directory inside the block: 4 bytes per parameter.
+    The tensors are in a temporary directory inside the block, 4 bytes per parameter.
     """
     model, quantization = load_compressed(export, trust_remote_code=trust_remote_code)
     with tempfile.TemporaryDirectory() as scratch, Reader() as files:
@@ -229,7 +234,7 @@ def dequantized(
 
 
 def _check_tokens(model: PreTrainedModel, batches: Sequence[Tensor], export: Path) -> None:
-    """Refuse tokens that the model does not have: some engines would read beyond its embeddings."""
+    """Reject tokens that the model does not have: some engines would read beyond its embeddings."""
     count = len(cast("Tensor", model.get_input_embeddings().weight))
     largest = max((int(ids.max()) for ids in batches), default=0)
     if largest >= count:
@@ -239,7 +244,7 @@ def _check_tokens(model: PreTrainedModel, batches: Sequence[Tensor], export: Pat
 
 
 def logits_of(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """Logits [B, T, V] in fp32 of our forward for ``ids`` [B, T]."""
+    """Compute the logits [B, T, V], in fp32, of this project's forward for ``ids`` [B, T]."""
     return model(input_ids=ids, use_cache=False).logits.float()
 
 

@@ -1,19 +1,20 @@
-"""Exports in the engines that read them: llama.cpp (GGUF), MLX and ExecuTorch.
+"""Load and compare exports in the engines that read them: llama.cpp (GGUF), MLX and ExecuTorch.
 
-GGUF files are dequantized by llama.cpp's own Python package; logits are compared where llama.cpp is installed. On a CPU
-llama.cpp rounds what a layer of Q4_0 or Q8_0 reads to 8 bits in blocks of 32 (ggml's ``block_q8_0``), and what one of
-BF16 or F16 reads to that dtype. So its logits are not ours. They are compared twice: with our forward as it is, which
-shows what that rounding costs, and with our forward whose inputs are rounded in the same way, from which they may not
-differ by more than products in another order do.
+GGUF files are dequantized by llama.cpp's own Python package; logits are compared if llama.cpp is installed. On a CPU
+llama.cpp rounds the inputs of a layer in Q4_0 or Q8_0 to 8 bits in blocks of 32 (ggml's ``block_q8_0``), and the inputs
+of a layer in BF16 or F16 to that dtype. So its logits differ from the logits of this project's forward ("ours"). They
+are compared twice: with our unchanged forward, which shows the cost of that rounding, and with our forward with inputs
+rounded in the same way. In the second comparison only the order of sums in matrix products may make a difference.
 
 Exports for MLX: weights are dequantized by ``mlx.core`` with their scales in fp32. mlx-lm loads the directory and
-computes logits, in fp32 and as a user does. In fp32 they must be ours. In the dtype of the checkpoint MLX rounds
-products of scales and codes, and activations; the report shows what that costs.
+computes logits, in fp32 and in the dtype of the checkpoint. In fp32 they must equal ours up to the order of sums. In
+the dtype of the checkpoint MLX rounds products of scales and codes, and activations; the report shows the cost of this
+rounding.
 
 Exports for ExecuTorch: transformers loads the directory with torchao, which dequantizes its weights in fp32. Then the
-model is exported with torch.export, lowered to XNNPACK and run by ExecuTorch's runtime on the CPU. Nothing is quantized
-on that way, but inputs are by XNNPACK's own kernels: a value that is within a rounding of a boundary between two codes
-may come to the other one, so logits are near ours and not equal.
+model is exported with torch.export, lowered to XNNPACK and run by ExecuTorch's runtime on the CPU. Weights keep their
+codes in these steps, but inputs are quantized by XNNPACK's own kernels: a value within a rounding error of a boundary
+between two codes may get the other code, so logits are close to ours but not equal.
 """
 
 from collections import Counter
@@ -46,7 +47,7 @@ class GGUF(Engine):
         """Open ``export``/model.gguf.
 
         Raises:
-            ValueError: it is no GGUF file, or the package gguf is missing.
+            ValueError: the file is no GGUF file, or the package gguf is missing.
         """
         self.export = export
         self.found = {tensor.name: tensor for tensor in open_gguf(export / GGUF_FILE).tensors}
@@ -90,7 +91,7 @@ class GGUF(Engine):
 
 
 def installed() -> bool:
-    """Tell if llama.cpp can be run here."""
+    """Return True if llama.cpp's Python package is installed."""
     try:
         import llama_cpp  # noqa: F401
     except ImportError:
@@ -99,10 +100,10 @@ def installed() -> bool:
 
 
 def engine_logits(file: Path, batches: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Logits [1, T, V] of llama.cpp for each row ``ids [1, T]``, on the CPU with keys and values in fp32.
+    """Compute llama.cpp's logits [1, T, V] for each row ``ids [1, T]``, on the CPU with keys and values in fp32.
 
     Raises:
-        ValueError: it does not load the file.
+        ValueError: llama.cpp does not load the file.
     """
     import llama_cpp
 
@@ -124,7 +125,8 @@ def engine_logits(file: Path, batches: Sequence[Tensor]) -> Iterator[Tensor]:
 
 @contextmanager
 def rounded_inputs(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
-    """Round what linear layers read as llama.cpp does, inside the block; ``dtype``: of what is not quantized."""
+    """Round the inputs of linear layers as llama.cpp does, inside the block; ``dtype`` is the dtype of unquantized
+    layers."""
     with ExitStack() as stack:
         for module in model.modules():
             if isinstance(module, QuantLayer | nn.Linear) and not isinstance(module, QuantEmbedding):
@@ -147,8 +149,8 @@ def in_blocks(x: Tensor) -> Tensor:
     return ((groups * inverse).round() * (largest / 127.0).half().float()).flatten(-2)
 
 
-# Sums in another order, through all layers, relative to the standard deviation; another rope or a wrong factor gives
-# 1e-1 and more.
+# Largest difference by sums in another order, through all layers, relative to the standard deviation of the logits;
+# another RoPE or a wrong factor causes 1e-1 and more.
 _FP32_ROUNDING = 1e-2
 
 
@@ -159,7 +161,7 @@ class MLX(Engine):
         """Load ``export`` with mlx-lm.
 
         Raises:
-            ValueError: mlx-lm is missing, or does not load it.
+            ValueError: mlx-lm is missing, or does not load the export.
         """
         try:
             import mlx.core as mx
@@ -222,9 +224,11 @@ def _tensor(array: Any) -> Tensor:
     return torch.from_numpy(np.array(array.astype(mx.float32)))
 
 
-# Of tokens whose likeliest successor is another one; of random weights, where many are about as likely, too.
+# Largest share of positions with another most likely next token; it also holds for random weights, for which many
+# tokens are about equally likely.
 OTHER_TOP = 0.02
-# Of the perplexity in XNNPACK relative to ours. Measured: 1e-6 and less. Wrong scales or inputs give 1e-2 and more.
+# Largest relative difference of the perplexity in XNNPACK from ours. Measured: 1e-6 and less. Wrong scales or inputs
+# cause 1e-2 and more.
 PERPLEXITY = 5e-3
 
 
@@ -270,7 +274,7 @@ def loaded(export: Path) -> PreTrainedModel:
 
 
 def lowerable(model: PreTrainedModel) -> PreTrainedModel:
-    """Make a model whose weights are torchao's tensors ready for :func:`computed`: in fp32, as XNNPACK computes."""
+    """Prepare a model whose weights are torchao's tensors for :func:`computed`: in fp32, as XNNPACK computes."""
     model.requires_grad_(False)
     embedding = model.get_input_embeddings()
     assert isinstance(embedding, nn.Embedding), "of the model types that are written"

@@ -1,8 +1,8 @@
-"""Checks of an export's files for readers other than transformers.
+"""Check an export's files for readers other than transformers.
 
-The rules are those of vLLM's and SGLang's loading code: they create parameters of fixed dtypes and shapes and copy the
-file's tensors into them, fuse q/k/v and gate/up into one layer with one scale per tensor (of several the largest is
-kept), and have MoE routers as Linears.
+The rules follow from the loading code of vLLM and SGLang. It creates parameters of fixed dtypes and shapes and copies
+the file's tensors into them, fuses q, k and v, or gate and up, into one layer with one scale per tensor (the largest of
+several), and treats MoE routers as Linears.
 """
 
 from collections import Counter
@@ -27,11 +27,11 @@ STORED = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def problems_of_files(directory: Path, model: PreTrainedModel, quantization: Quantization) -> list[str]:
-    """Check the files of a checkpoint; return one sentence for everything that is wrong.
+    """Check the files of a checkpoint; return one sentence for each problem.
 
-    Checks dtypes and shapes of all codes and scales, that layers which serving fuses have equal scales, that the codes
-    in the files are those of our forward, and that MoE routers are ignored. ``model`` and ``quantization`` are the
-    result of ``load_compressed(directory)``, in fp32.
+    It checks dtypes and shapes of all codes and scales, that layers which serving fuses have equal scales, that this
+    project's forward computes the codes in the files, and that MoE routers are ignored. ``model`` and ``quantization``
+    are the result of ``load_compressed(directory)``, in fp32.
     """
     checkpoint = read_headers(directory)
     model_dtype = dtype_on_disk(directory, model)
@@ -69,8 +69,8 @@ def problems_of_files(directory: Path, model: PreTrainedModel, quantization: Qua
 def _wrong_tensors(
     checkpoint: Checkpoint, layer: QuantLayer, keys: dict[str, str], model_dtype: torch.dtype
 ) -> list[str]:
-    """Name each code or scale that has another dtype or shape than the format has. An fp32 scale may be stored in
-    fewer digits, as llm-compressor does: readers hold it in fp32, which changes no value."""
+    """List the codes and scales that do not have the format's dtype or shape. An fp32 scale may be stored in a shorter
+    dtype, as llm-compressor does: readers convert it to fp32, which changes no value."""
     expected = packed_shapes(layer.in_features, layer.out_features, layer.scheme, model_dtype)
     return [
         f"{key} is {found.dtype} {list(found.shape)}, expected {dtype} {list(shape)}"
@@ -81,7 +81,7 @@ def _wrong_tensors(
 
 
 def _wrong_caches(checkpoint: Checkpoint, model: PreTrainedModel, quantization: Quantization) -> list[str]:
-    """Name each scale of keys or values that a server would not find, or would replace by 1."""
+    """List the scales of keys or values that a server would not find, or would replace by 1."""
     problems = []
     for name, cache in quantization.caches.items():
         key = cache_keys(model, name)[0]
@@ -95,7 +95,7 @@ def _wrong_caches(checkpoint: Checkpoint, model: PreTrainedModel, quantization: 
 
 
 def dtype_on_disk(directory: Path, model: PreTrainedModel) -> torch.dtype:
-    """Dtype of what is not quantized: that of most such tensors of the checkpoint."""
+    """Return the dtype of unquantized tensors: the dtype of most of these tensors in the checkpoint."""
     checkpoint = read_headers(directory)
     names = Names(model)
     found = (checkpoint.tensors.get(names.key(name)) for name, tensor in own_tensors(model).items())

@@ -1,29 +1,31 @@
-"""Side of transformers in the comparison: the model that it loads from an exported checkpoint, and its arithmetic.
+"""Provide transformers' side of the comparison: the model that it loads from an exported checkpoint, and its
+arithmetic.
 
-It differs from ours by definition in these points (measured with transformers 5.23 and compressed-tensors 0.20):
+transformers differs from this project by definition in these points (with transformers 5.23 and compressed-tensors
+0.20):
 
-- *Inputs, keys and values.* It divides by the scale, training multiplies with the fp32 reciprocal. Dynamic scales are
-  the same formula in both but for MX, whose powers of two are chosen otherwise (:mod:`quant.reference`). An integer
-  zero point (``symmetric: false``) is the same, but it adds that before it rounds: an exact tie goes to the other
-  neighbor where the zero point is odd. All tokens of a 2-D input, as some models give their shared experts, get one
-  scale.
-- *Weights.* compressed-tensors decompresses fp4 and MXFP8 to bf16, in a model loaded as fp32 too. A value of MXFP4 and
-  MXFP8 is a bf16 number; of NVFP4 it is rounded.
+- *Inputs, keys and values.* transformers divides by the scale, training multiplies by the fp32 reciprocal. Dynamic
+  scales have the same formula in both, except for MX, whose powers of two are chosen differently
+  (:mod:`quant.reference`). Integer zero points (``symmetric: false``) are the same, but transformers adds them before
+  it rounds: an exact tie goes to the other neighbor if the zero point is odd. All tokens of a 2-D input, which some
+  models pass to their shared experts, get one scale.
+- *Weights.* compressed-tensors decompresses fp4 and MXFP8 to bf16, in a model loaded as fp32 too. bf16 represents
+  values of MXFP4 and MXFP8 exactly; values of NVFP4 are rounded.
 - *Experts.* transformers keeps the experts of a MoE fused and dequantizes them when it loads: their inputs are not
-  quantized, and integer weights are rounded to the dtype of their scale, bf16. In the place of Llama 4's it
-  puts Linears, of which nothing of this is true.
-- *Zero points* of weights it loads with ``dequantize=True`` alone: otherwise it makes the model on the meta device,
-  where compressed-tensors does not pack them, and the shapes differ from those in the file. The weights are then
-  rounded to the dtype of their scale, bf16, and all layers decoded with one scheme.
-- *Rotated inputs.* It passes over ``transform_config``; compressed-tensors, which defines it, is asked to apply it to
-  the model that was loaded.
-- *What it does not load*: quantized embeddings, and some experts. ``int-quantized`` ones are an error, and so are zero
-  points, and blocks of fp8 if there is more than one, and MXFP8, whose scales it takes for plain numbers; NVFP4 is read
-  without its global scale, which is silent noise; several schemes among the experts are all decoded as the first, and
-  experts that are not quantized, beside layers that are packed, cannot be loaded, or are drawn at random; nor are
-  tensors that it concatenates (Kimi Linear's convolutions), beside packed layers. There the reader that is compared
-  with is transformers' plain model, filled with what compressed-tensors decompresses from the files, its inputs
-  quantized by compressed-tensors.
+  quantized, and integer weights are rounded to the dtype of their scale, bf16. It replaces Llama 4's experts by
+  Linears, which have neither difference.
+- *Zero points.* Zero points of weights are only loaded with ``dequantize=True``. Otherwise transformers builds the
+  model on the meta device, where compressed-tensors does not pack zero points, and the shapes differ from the file's.
+  With this option weights are rounded to the dtype of their scale, bf16, and all layers are decoded with one scheme.
+- *Rotated inputs.* transformers ignores ``transform_config``; here compressed-tensors, which defines this key, applies
+  it to the loaded model.
+- *Not loaded* are quantized embeddings, some experts, and tensors that transformers concatenates (Kimi Linear's
+  convolutions) if other layers are packed. Experts in ``int-quantized``, with zero points, in several fp8 blocks, or in
+  MXFP8 (whose scales transformers reads as plain numbers) are an error. Experts in NVFP4 are read without their global
+  scale, which silently results in noise. Experts with several schemes are all decoded with the first scheme.
+  Unquantized experts cannot be loaded, or are initialized at random, if other layers are packed. In these cases the
+  export is compared with transformers' plain model, filled with the tensors that compressed-tensors decompresses from
+  the files, and with inputs quantized by compressed-tensors.
 """
 
 from collections.abc import Callable, Iterator
@@ -66,14 +68,14 @@ from tools.verify.export_files import dtype_on_disk
 def load_theirs(
     directory: Path, model: PreTrainedModel, quantization: Quantization, *, trust_remote_code: bool
 ) -> tuple[PreTrainedModel, list[str]]:
-    """Load the checkpoint with transformers; return its model in fp32, and a sentence for each of its complaints.
+    """Load the checkpoint with transformers; return its model in fp32, and a sentence for each problem that it reports.
 
     ``model`` and ``quantization`` are the result of ``load_compressed(directory)``.
 
     Raises:
-        RankError: transformers raises an error of its own.
+        RankError: transformers raises an error.
     """
-    # The eager experts multiply expert by expert, as we do; the default sums in another order.
+    # The eager experts multiply expert by expert, as this project does; the default sums in another order.
     moe = any(is_expert(name) for name, _ in model.named_parameters())
     options: dict[str, Any] = {"experts_implementation": "eager"} if moe else {}
     options |= {"dtype": torch.float32, "output_loading_info": True}
@@ -86,7 +88,7 @@ def load_theirs(
         try:
             kind: Any = known or AutoModelForCausalLM
             theirs, info = kind.from_pretrained(directory, local_files_only=True, **options, **trust)
-        except Exception as error:  # whatever its class does while it loads
+        except Exception as error:  # transformers' classes may raise any error while loading
             raise RankError(
                 f"transformers fails to load {directory} as {model.config.model_type}: {type(error).__name__}: {error}"
             ) from error
@@ -113,7 +115,7 @@ def load_theirs(
         if keys:
             problems.append(f"transformers reports {what}: {listed(sorted(map(str, keys)))}")
     for parameter in theirs.parameters():
-        # It leaves what it has dequantized in the dtype of the scale, although fp32 was asked for.
+        # transformers leaves dequantized weights in the dtype of the scale, although fp32 was requested.
         if parameter.is_floating_point() and parameter.dtype in (torch.bfloat16, torch.float16):
             parameter.data = parameter.data.float()
     return theirs.eval(), problems
@@ -162,7 +164,7 @@ def _quantize_inputs(theirs: PreTrainedModel, quantization: Quantization) -> Non
 
 @contextmanager
 def inputs_left(quantization: Quantization) -> Iterator[None]:
-    """Leave inputs, keys and values as they are inside the block."""
+    """Leave inputs, keys and values unquantized inside the block."""
     quantization.set_fake_quant(weights=True, activations=False)
     yield
     quantization.set_fake_quant(weights=True, activations=True)
@@ -170,7 +172,7 @@ def inputs_left(quantization: Quantization) -> Iterator[None]:
 
 @contextmanager
 def inputs_of_experts_left(model: PreTrainedModel, quantization: Quantization) -> Iterator[None]:
-    """Leave the inputs of experts as they are inside the block, where transformers does."""
+    """Leave the inputs of experts unquantized inside the block, if transformers does not quantize them."""
     is_fused = fused_there(model)
     with ExitStack() as stack:
         for name, layer in quantization.layers.items():
@@ -181,7 +183,7 @@ def inputs_of_experts_left(model: PreTrainedModel, quantization: Quantization) -
 
 @contextmanager
 def their_arithmetic(directory: Path, model: PreTrainedModel, quantization: Quantization) -> Iterator[None]:
-    """Replace our arithmetic by that of transformers inside the block."""
+    """Replace this project's arithmetic by transformers' arithmetic inside the block."""
     decoded, is_fused = not_loaded(model, quantization) is None, fused_there(model)
     model_dtype = dtype_on_disk(directory, model)
     with ExitStack() as stack:
@@ -214,7 +216,7 @@ def _enter_their_input(stack: ExitStack, module: QuantLayer | QuantCache, spec: 
 
 @contextmanager
 def _attributes(owner: object, **values: Any) -> Iterator[None]:
-    """Give an object other attributes inside the block."""
+    """Change attributes of an object inside the block."""
     before = {name: getattr(owner, name) for name in values}
     for name, value in values.items():
         setattr(owner, name, value)
@@ -224,8 +226,8 @@ def _attributes(owner: object, **values: Any) -> Iterator[None]:
 
 
 def fake_quantizer(spec: TensorSpec, scale: Tensor | None) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
-    """Forward pre-hook that fake-quantizes a module's input with compressed-tensors; ``scale`` None: dynamic. Above
-    dynamic scales it is the global one."""
+    """Create a forward pre-hook that fake-quantizes a module's input with compressed-tensors. ``scale`` is the stored
+    scale, the global scale of dynamic scales (NVFP4), or None for dynamic scales without one."""
     args, above = _args(spec), scale if spec.dynamic else None
 
     def hook(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
