@@ -49,7 +49,8 @@ _NOT_BUILT = "which is no part of its text model and was not built: this model c
 
 
 def is_composite(config: PretrainedConfig) -> bool:
-    """Return True if a configuration contains the configuration of a text model, as well as those of towers."""
+    """Return True if a configuration contains the configuration of a text model, as well as configurations of
+    towers."""
     return config.get_text_config() is not config
 
 

@@ -163,7 +163,7 @@ def _short(value: Any) -> str:
 
 
 def _is_positive(value: Any) -> bool:
-    """Return True for a number above 0, also an integer, within fp32's range."""
+    """Return True for a float or integer above 0 within fp32's range."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _LARGEST
 
 

@@ -107,8 +107,8 @@ def _wait_for_gloo() -> None:
     needs Python's GIL (seen in torch 2.13: ~AsyncAllreduceWork, TensorImpl::decref_pyobject). If the interpreter is
     exiting by then, Python ends the thread inside a C++ destructor, and the process aborts: "terminate called without
     an active exception", exit code -6, though everything is written. The threads outlive destroy_process_group, since
-    DeepSpeed's modules, engines and parameters refer to the group; idle ones sleep. While this thread sleeps the GIL is
-    free, so a busy thread runs, or waits for a core, which the kernel reports.
+    DeepSpeed's modules, engines and parameters refer to the group; idle threads sleep. While this thread sleeps the GIL
+    is free, so a busy thread runs, or waits for a core, which the kernel reports.
     """
     idle = 0
     while idle < 3:

@@ -249,7 +249,7 @@ def _nothing_to_fuse(model: nn.Module, fused: Fused) -> str:
 
 
 def _problem_of_norm(norm: nn.Module, parent: nn.Module, readers: Sequence[str]) -> str | None:
-    """Reason why a norm is not replaced, or None."""
+    """Return the reason why a norm is not replaced, or None."""
     if "gate_proj" in readers and type(parent).__name__ not in MLPS:
         return f"a {type(parent).__name__} may read it in other ways, experts by their router"
     layers: list[Any] = [getattr(parent, name, None) for name in readers]
@@ -270,7 +270,7 @@ def _problem_of_mlp(mlp: nn.Module) -> str | None:
 
 
 def _problem_of_readers(layers: Sequence[nn.Module | None]) -> str | None:
-    """Reason why layers cannot take codes, or None."""
+    """Return the reason why layers cannot take codes, or None."""
     if not all(isinstance(layer, QuantLinear) and not layer.projections for layer in layers):
         return "not all layers that read it are quantized Linears"
     readers: list[Any] = list(layers)

@@ -12,7 +12,7 @@ Columns with the largest inputs come first, while most columns remain to compens
 code). Scales are computed before, from the groups of the original column order (``static_groups`` there). A share of
 the mean diagonal of ``H`` is added to its diagonal, as few samples do not determine ``H``.
 
-Rows are independent, so ranks that hold different rows need no communication.
+Rows are independent, so ranks with different rows need no communication.
 """
 
 import torch

@@ -1,8 +1,8 @@
-"""Block-wise Hadamard rotation of a layer's input at run time; the layer's weight holds the inverse.
+"""Block-wise Hadamard rotation of a layer's input at run time; the layer's weight contains the inverse rotation.
 
 The rotation spreads an outlier over its block, so that one scale fits all values (QuaRot, arXiv 2404.00456, section 4).
-Meant for inputs into which no preceding weight can absorb the rotation: the input of ``down_proj`` is a product of two
-activations.
+It is meant for inputs whose rotation cannot be folded into a preceding weight: the input of ``down_proj`` is a product
+of two activations.
 
 Each block of B features becomes ``x H / sqrt(B)`` with Sylvester's symmetric H. The matrix is its own inverse, and the
 gradient of the product is the same product. B is a power of 4, so that 1 / sqrt(B) is a power of two: every entry is

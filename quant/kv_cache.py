@@ -199,7 +199,7 @@ def _attention_modules(model: nn.Module) -> dict[str, Any]:
 
 
 def _not_cached(attention: nn.Module) -> str | None:
-    """Reason why the module's cache does not hold the keys and values that its attention reads, or None."""
+    """Return the reason why the module's cache does not have the keys and values that its attention reads, or None."""
     if hasattr(attention, "kv_b_proj"):
         return "it is served from the latent that keys and values are projected from"
     if getattr(attention, "is_kv_shared_layer", False):

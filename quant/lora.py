@@ -90,8 +90,9 @@ class AdapterBeside(Adapter):
     dtype.
 
     Attributes:
-        dropout: probability to zero an element of the input of ``lora_a`` in training; the others are divided by ``1 -
-            dropout``. Uses torch's generator, which activation checkpointing restores before it recomputes a layer.
+        dropout: probability to zero an element of the input of ``lora_a`` in training; the remaining elements are
+            divided by ``1 - dropout``. Uses torch's generator, which activation checkpointing restores before it
+            recomputes a layer.
     """
 
     merges = False
@@ -115,7 +116,7 @@ class AdapterBeside(Adapter):
 
 @contextmanager
 def without_adapters(quantization: Any) -> Iterator[None]:
-    """Context in which the layers of a :class:`quant.Quantization` compute without their adapters.
+    """Make the layers of a :class:`quant.Quantization` compute without their adapters inside the block.
 
     Do not use it in a forward with gradients: under ZeRO-3 the adapters would get their last gradients again.
     """

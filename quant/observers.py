@@ -47,7 +47,7 @@ class _Recomputing:
 
 @contextmanager
 def recomputing() -> Iterator[None]:
-    """Context for a backward pass: forwards repeated by activation checkpointing are not counted again."""
+    """Wrap a backward pass, so that forwards repeated by activation checkpointing are not counted again."""
     _Recomputing.now = True
     try:
         yield
@@ -100,7 +100,7 @@ class Observer:
             self.total += x.numel()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Statistics for a checkpoint; the inverse of :meth:`load_state_dict`."""
+        """Return the statistics for a checkpoint; the inverse of :meth:`load_state_dict`."""
         state = {"absmax": self.absmax.cpu(), "clipped": self.clipped.cpu(), "total": torch.tensor(self.total)}
         return state if self.histogram is None else state | {"histogram": self.histogram.cpu()}
 

@@ -51,7 +51,7 @@ class PackedCodes:
         return columns if self.spec.dtype == "fp8_e4m3" else columns // 2
 
     def packed_shape(self, dtype: torch.dtype) -> tuple[int, ...]:
-        """Shape of the Parameter in the model's dtype: the weight's shape with a shorter last dimension.
+        """Compute the shape of the Parameter in the model's dtype: the weight's shape with a shorter last dimension.
 
         Raises:
             ValueError: the codes of a row do not fill whole elements.

@@ -40,7 +40,8 @@ def prepare(
     fast_accum: bool = True,
     kv_cache: TensorSpec | None = None,
 ) -> Quantization:
-    """Replace every nn.Linear of ``model`` that has a scheme by a QuantLinear, in place, and named embeddings likewise.
+    """Replace every nn.Linear of ``model`` that has a scheme by a QuantLinear, and every named embedding by a
+    QuantEmbedding, in place.
 
     Weights and biases stay the same Parameters. Scales are new Parameters on the weights' device, not partitioned:
     under ZeRO-3 partition them next. They start as NaN, so that an unfilled scale shows in the loss.
@@ -150,7 +151,7 @@ def _cannot_be_quantized(
 
 
 def _problem(name: str, linear: nn.Linear | StackedLinear, scheme: Scheme) -> str | None:
-    """Reason why a layer cannot be quantized with a scheme, or None."""
+    """Return the reason why a layer cannot be quantized with a scheme, or None."""
     if type(linear) is not nn.Linear and not isinstance(linear, StackedLinear) and not _computes_linear(linear):
         return f"{name} is a {type(linear).__name__}, a subclass of nn.Linear that computes something else"
     try:

@@ -186,7 +186,7 @@ class Quantization:
         exempt: names of the modules that an exempt pattern matched (also routers that are not nn.Linear), in module
             order.
         weight_groups: every weight scale; each layer is in exactly one group.
-        input_groups: every stored scale of inputs, then those of keys and values; may be empty.
+        input_groups: every stored scale of inputs, then the scales of keys and values; may be empty.
         global_groups: every global scale of weights whose scales are e4m3 (NVFP4).
         ranges: method to choose first scales.
         simulated: names of the layers that simulate although the fp8 GEMM was requested.
@@ -285,7 +285,7 @@ class Quantization:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Context without fake quantization and observation, unless switched on inside.
+        """Switch off fake quantization and observation inside the block, unless the block switches them on.
 
         Afterwards, also after an exception, switches, observers and their statistics are restored. Nothing is copied or
         read from the device.

@@ -13,7 +13,7 @@ Asymmetric integer weights have a *zero point* ``z`` for each scale: the code of
 below mean these bounds where they say ``qmin`` and ``qmax``. ``z`` does not learn, and need not if ``s`` learns: the
 position of 0 within the range does not change when the range grows or shrinks by a factor.
 
-The floating-point grids are those of the OCP Microscaling (MX) Specification v1.0, section 5.3 (e4m3 has one NaN).
+The floating-point grids are defined in the OCP Microscaling (MX) Specification v1.0, section 5.3 (e4m3 has one NaN).
 
 ``v`` is *inside the range* if it rounds to a value of the grid when the grid continues beyond its end: ``qmin <=
 round(v) <= qmax``, for e4m3 ``|v| <= 464`` and for e2m1 ``|v| < 7`` (a tie of 448 and 480 goes to 448, one of 6 and 8
@@ -32,11 +32,11 @@ Esser et al. 2020, covers integers only)::
 Subnormal are e4m3 numbers with ``|v| < 2^-6`` and e2m1 numbers with ``|v| < 1``. The spacing of an evenly spaced grid
 is ``s``, so its error grows with ``s``. The spacing of a floating-point grid follows the magnitude of ``x``: doubling
 the scale only lowers the exponents by one, so the error of a normal number does not depend on ``s`` (on average over an
-octave). With LSQ's ``Q(v) - v`` there, a scale that minimizes the squared error of Gaussian values shrinks and clips
-until the error is 19% above the best (e4m3; 18% for e2m1); with 0 it ends within 1%. Beyond its largest number a grid
-no longer follows ``x``, inside the range or not: if e2m1 counted as clipped only from 7 on, the largest value of each
-group of 32 would settle there, and the error would end 60% above the best instead of 21%. The caller multiplies by
-``1/sqrt(numel * qmax)`` for the ``numel`` elements that share the scale.
+octave). With LSQ's gradient ``Q(v) - v`` for normal numbers, a scale that minimizes the squared error of Gaussian
+values shrinks and clips until the error is 19% above the best (e4m3; 18% for e2m1); with 0 it ends within 1%. Beyond
+its largest number a grid no longer follows ``x``, inside the range or not: if e2m1 counted as clipped only from 7 on,
+the largest value of each group of 32 would settle there, and the error would end 60% above the best instead of 21%. The
+caller multiplies by ``1/sqrt(numel * qmax)`` for the ``numel`` elements that share the scale.
 
 Non-finite values: NaN stays NaN in ``fq`` and contributes no gradient; an infinity clips to the bound and has no
 gradient, like every clipped value. As a forward may use only the codes of a weight, which hide a NaN, a weight with

@@ -4,8 +4,8 @@ The config is compressed-tensors' ``transform_config``: a group of type ``hadama
 block size in ``head_dim``. Only rotations that vLLM also computes are supported (0.33.0,
 ``compressed_tensors/transform/linear.py``, ``module.py``): inputs of Linears without a bias that vLLM does not fuse
 with others. Not supported are experts (vLLM's MoE kernel ignores transforms) and queries and keys (``q_attn``,
-``k_cache``, which vLLM skips). The stored weights already hold the inverse; it is not listed in the config, as readers
-would apply it again.
+``k_cache``, which vLLM skips). The stored weights already contain the inverse rotation; it is not listed in the config,
+as readers would apply it again.
 """
 
 import re
@@ -61,7 +61,7 @@ def rotate_inputs(quantization: Quantization, patterns: Sequence[str], block: in
 
 
 def _problem(name: str, layer: QuantLayer, names: Sequence[str], block: int) -> str | None:
-    """Reason why the input of a layer cannot be rotated, or None."""
+    """Return the reason why the input of a layer cannot be rotated, or None."""
     if not isinstance(layer, QuantLinear):
         return "is an embedding, which has no input to turn"
     if layer.projections or _EXPERT.fullmatch(name):

@@ -12,10 +12,11 @@ repetition in a row multiplies it by the length of the name: four repetitions on
 million ways, which take 10 ms.
 
 :data:`FUSED` is taken from vLLM (``packed_modules_mapping`` and the stacked parameters of ``load_weights``); a test
-compares it with vLLM's full table, ``tests/unit/quant/vllm_groups.json``. Names are those of transformers' modules,
-which differ from those on disk for some families. If one class fuses more than others (q, k and v with the gate of a
-linear attention), its row comes first and names the class. Sharing scales among layers that a server does not fuse
-costs only a little precision. So a row applies to any class, unless other classes use its names for other layers.
+compares it with vLLM's full table, ``tests/unit/quant/vllm_groups.json``. Names are names of transformers' modules,
+which for some families differ from the names on disk. If one class fuses more layers than other classes (q, k and v
+with the gate of a linear attention), its row comes first and names the class. Sharing scales among layers that a server
+does not fuse costs only a little precision. So a row applies to any class, unless other classes use its names for other
+layers.
 """
 
 import re

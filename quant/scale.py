@@ -15,8 +15,9 @@ one comparison: the squared error with the loaded scales may be at most :data:`W
 measured from the weight (:func:`quant.observers.partial_fit`), or at most the share :data:`CLIPPED` of the squared
 weights, which clipping may cost. Three faults that change the total error little are checked separately:
 
-- **width**: scales above :data:`WIDEST` times the measured ones leave codes unused, at little cost for floating-point
-  grids; below :data:`NARROWEST` nearly all weights are clipped, which at 2 bits adds little error;
+- **width**: scales larger than :data:`WIDEST` times the measured scales leave codes unused, which adds little error for
+  floating-point grids; with scales smaller than :data:`NARROWEST` times the measured scales nearly all weights are
+  clipped, which adds little error at 2 bits;
 - **order**: scales that vary, but do not correlate with the measured scales, belong to other rows or layers;
 - **single scales** that lose nearly all of their weights.
 

@@ -282,7 +282,7 @@ def missing_keys(names: Names, tensors: Mapping[str, Tensor], layouts: Mapping[s
 def _layouts(names: Names, keys: set[str], problems: _Problems) -> dict[str, DiskLayout | None]:
     """Find the layout of each key; an unsupported key becomes a problem.
 
-    Keys are resolved in transformers' order, because some of its rules remember earlier ones.
+    Keys are resolved in transformers' order, because some of its rules depend on earlier keys.
     """
     layouts: dict[str, DiskLayout | None] = {}
     for key in sorted(keys, key=dot_natural_key):

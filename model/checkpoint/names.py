@@ -146,7 +146,7 @@ class Names:
 
     def stacks(self, name: str) -> list[Stack]:
         """Return the tensors on disk with all experts of the model's parameter ``name``; empty if it is no weight of
-        experts. They are transposed if ``on_disk`` has transposed ones."""
+        experts. Their layout is transposed if the tensors in ``on_disk`` are transposed."""
         stacks = []
         for fused, projections in self._fused_of.get(name, {}).items():
             key = apply_renamings(fused, self._reverse_renamings)
@@ -171,7 +171,8 @@ class Names:
         return apply_renamings(key, self._renamings)
 
     def linear(self, piece: Piece) -> str | None:
-        """Name of the Linear's weight that a slice is in a stack of experts; None outside of stacks."""
+        """Return the name of the Linear's weight to which a slice of a stack of experts belongs; None outside of
+        stacks."""
         return next(
             (
                 name
@@ -182,7 +183,8 @@ class Names:
         )
 
     def missing(self, name: str, covered: Collection[int]) -> list[str]:
-        """Keys of missing slices of our parameter ``name``; ``covered`` has the first elements of those present."""
+        """Return the keys of missing slices of the model's parameter ``name``; ``covered`` has the first elements of
+        the present slices."""
         parts = [part for part, expert in self._experts.items() if expert.piece.name == name]
         absent = [self.key(part) for part in parts if self._experts[part].piece.start not in covered]
         return absent if parts else [self.key(name)]

@@ -62,7 +62,7 @@ class DiskTensor(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Torch dtype; None if it is not in ``DTYPES``: floats below 8 bits, and scales for them."""
+        """Torch dtype; None if ``DTYPES`` lacks it, as for floats of fewer than 8 bits and their scales."""
         return DTYPES.get(self.kind)
 
     def bytes_of(self, count: int) -> int:

@@ -7,7 +7,7 @@ Inputs with dynamic scales are already quantized as in training. Inputs with a s
 their scales are measured later, in the model with these codes.
 
 Weights that would be rounded to other codes are replaced by the chosen codes' values (:mod:`quant.scale`), so that the
-first step computes with GPTQ's weights. The others stay unchanged.
+first step computes with GPTQ's weights. All other weights stay unchanged.
 """
 
 import re

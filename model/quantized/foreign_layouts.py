@@ -15,7 +15,7 @@ project are smaller by 2^(bits - 1).
 gpt-oss has experts in MXFP4, with the Linears of all experts of a layer in one tensor of codes and one of scales:
 ``<stack>_blocks`` uint8 [E, out, in / 32, 16], two e2m1 codes a byte, the first in the low half; ``<stack>_scales``
 uint8 [E, out, in / 32], the exponent of a power of two plus 127. Rows are outputs, though transformers' decoded
-matrices are transposed. So an expert's bytes are those of a Linear in compressed-tensors' MXFP4.
+matrices are transposed. So an expert's bytes are the same as for a Linear in compressed-tensors' MXFP4.
 """
 
 from collections.abc import Mapping, Sequence

@@ -3,9 +3,9 @@
 A :class:`QuantizeOnLoad` represents a weight of a plain checkpoint, as a
 :class:`model.quantized.tensor.QuantizedTensor` represents a weight of a quantized checkpoint. Its rows are read in the
 model's dtype, a million elements at a time, their scales are measured and the rows are quantized. So the whole weight
-is never in memory, and no quantized copy is written to disk. The scales equal, bit for bit, those that
-:mod:`model.scales.in_place` measures of the loaded weight, with the same functions: a scale belongs to one row, a slice
-of it, or a block of rows, so a rank needs no other rows than those it reads.
+is never in memory, and no quantized copy is written to disk. The scales have the same bits as the scales that
+:mod:`model.scales.in_place` measures from the loaded weight with the same functions: a scale belongs to one row, a
+slice of a row, or a block of rows, so a rank needs only the rows that it reads.
 
 Codes are filled in when weights are loaded, scales later, when the quantized layers exist
 (:func:`fill_quantize_on_load_scales`): each rank measures them again for its own range. That reads a checkpoint twice,

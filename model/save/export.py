@@ -1,7 +1,7 @@
 """Write a checkpoint while its parameters stream through rank 0.
 
 Under ZeRO-3 no rank has the whole model, and collecting a state dict on rank 0 would need memory for it. So every rank
-first computes the same plan from names and sizes alone (``plan.py``: the tensors on disk of each module, and their
+first computes the same plan, from names and sizes only (``plan.py``: the tensors on disk of each module, and their
 shard). Then all ranks send their partitions to rank 0 in the order of the plan, and rank 0 packs each module and writes
 it to its offset, while the next modules arrive (``write.py``). Rank 0 allocates memory for the modules being written,
 for the modules arriving, and for one packed Linear; the other ranks allocate nothing. The first two are bounded by a
@@ -167,7 +167,8 @@ def export_model(
 
 
 def _written(shards: list[list[Item]], aside: Path, layout: Layout, gguf: GGUFPlan | None) -> tuple[list[str], int]:
-    """Write the files; the result is that of :func:`write_shards`. ``gguf`` is set on rank 0, the only writer."""
+    """Write the files; the result is the same as of :func:`write_shards`. ``gguf`` is set on rank 0, the only
+    writer."""
     if layout == "executorch":
         return write_shards(shards, aside, writer=torchao_files(shards))
     if layout != "gguf":

@@ -393,7 +393,7 @@ class LeftOut:
     """Frozen parameters of a model that its checkpoints exclude.
 
     Attributes:
-        model: the whole model, as it is now.
+        model: the whole model, with its current values.
         names: names of the excluded parameters; a tied parameter is listed under each of its names.
     """
 

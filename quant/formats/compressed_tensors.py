@@ -1,6 +1,6 @@
 """Codes and scales of one Linear in compressed-tensors' layout, which transformers, vLLM and SGLang read.
 
-Codes come from the reference quantizer with the effective scale of the forward, so that the file holds exactly the
+Codes come from the reference quantizer with the effective scale of the forward, so that the file has exactly the
 numbers of the last training step.
 
 The six formats, for a Linear of ``out`` x ``in`` features. Scales have the shape ``TensorSpec.scale_shape``, in the

@@ -13,7 +13,7 @@ import torch
 
 
 def packed_columns(columns: int, bits: int) -> int:
-    """Number of int32 words for ``columns`` codes of ``bits`` bits."""
+    """Return the number of int32 words for ``columns`` codes of ``bits`` bits."""
     return math.ceil(columns * bits / 32)
 
 

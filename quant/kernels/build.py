@@ -211,7 +211,7 @@ def _loaded(library: Path) -> bool:
 
 
 def _move(built: Path, library: Path) -> None:
-    """Move a library to its final name, with its checksum beside it, after both are flushed to disk."""
+    """Move a library to its final name, with its checksum in a second file, after both are flushed to disk."""
     library.parent.mkdir(exist_ok=True)
     with open(built, "rb") as file:
         os.fsync(file.fileno())

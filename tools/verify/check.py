@@ -13,9 +13,9 @@ are two comparisons, without and with the difference:
 
 ``tools/verify/reader.py`` lists the known differences. How much they move the logits:
 
-- Where ``x/s`` is within a rounding of a boundary between codes, dividing and multiplying give different codes. In fp32
-  this is one element in some millions, but each such step (1/16 of the value) changes later values, so that more codes
-  differ. Through 6 layers the logits differ by 0.2 at most and by 0.002 in the mean. This is 1% of the cost of
+- Where ``x/s`` is within a rounding of a boundary between codes, dividing and multiplying result in different codes. In
+  fp32 this is one element in some millions, but each such step (1/16 of the value) changes later values, so that more
+  codes differ. Through 6 layers the logits differ by 0.2 at most and by 0.002 in the mean. This is 1% of the cost of
   quantizing the inputs, which *inputs as given* shows: our forward without quantized inputs, keys and values. With
   scales that are powers of two, both operations are exact and agree.
 - Experts' inputs are not quantized in transformers. Both comparisons leave them unquantized in our forward too. *full
