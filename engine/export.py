@@ -58,7 +58,7 @@ def check_export(recipe: Recipe) -> None:
 
 
 def _layout(recipe: Recipe) -> Layout | None:
-    """Layout of the exported model; None if only an adapter is written."""
+    """Return the layout of the exported model; None if only an adapter is written."""
     return None if recipe.export.format == "peft" else recipe.export.format
 
 

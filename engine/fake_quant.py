@@ -65,7 +65,7 @@ def observed_input_scales(quantization: Quantization, owners: Set[str] | None = 
 
 
 def _without_scales(absmax: dict[str, float], quantization: Quantization) -> str:
-    """Error about input groups whose absmax is missing or not finite."""
+    """Write the error text for input groups whose absmax is missing or not finite."""
     bad = [owner for owner, value in absmax.items() if not math.isfinite(value)]
     unseen = [owner for owner, value in absmax.items() if value == 0]
     problems = []
@@ -300,7 +300,7 @@ class FakeQuant:
         return {group.owner: group for group in groups}
 
     def _active(self) -> dict[str, set[str]]:
-        """Owners of the active scale groups, by kind."""
+        """Find the owners of the active scale groups, by kind."""
         state = self.quantization.fake_quant_state()
         return {
             kind: {
@@ -391,7 +391,7 @@ def check_inputs(session: Session, first: Callable[[int], Iterable[MicroBatch]])
 
 
 def _owners(session: Session) -> set[str]:
-    """Owners of the input groups whose scales came from files."""
+    """Find the owners of the input groups whose scales came from files."""
     owners = {group.owner for group in session.quantization.input_groups} - session.uncalibrated
     if (initial := session.recipe.quant.initial_input_scale) is None:
         return owners

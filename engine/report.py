@@ -60,7 +60,7 @@ class RunReport:
 
 
 def _figures(state: LoopState, last: StepResult, speed: float) -> dict[str, float]:
-    """Scalars of a step for TensorBoard, by tag."""
+    """Collect the scalars of a step for TensorBoard, by tag."""
     engine = state.session.engine
     rates = {f"lr/{group['name']}": group["lr"] for group in engine.optimizer.param_groups}
     return {
@@ -76,7 +76,7 @@ def _figures(state: LoopState, last: StepResult, speed: float) -> dict[str, floa
 
 
 def _grad_norms(step: StepResult) -> dict[str, float]:
-    """Gradient norms of the step: the total, and in some steps also the norms of weights and of scales."""
+    """Collect the gradient norms of the step: the total, and in some steps also the norms of weights and of scales."""
     norms = {}
     if step.grad_norm is not None:
         norms["train/grad_norm"] = step.grad_norm

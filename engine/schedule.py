@@ -156,7 +156,7 @@ def _evaluate_unless_stopping(state: LoopState) -> None:
 
 
 def checkpoints(recipe: Recipe) -> Path:
-    """Directory of a run's training checkpoints."""
+    """Return the directory of a run's training checkpoints."""
     return Path(recipe.output_dir) / "checkpoints"
 
 

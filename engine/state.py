@@ -81,7 +81,7 @@ class LoopState:
         return self.evaluations.last
 
     def objective(self) -> Objective:
-        """Current objective: the losses of the recipe and of the script, with the weights that events have set."""
+        """Build the current objective: losses of the recipe and of the script, with weights that events have set."""
         overrides = self.session.overrides
         own = tuple(self.token_losses)
         return self.recipe.loss.objective(lm=overrides.lm_weight, kd=overrides.kd_weight, token_losses=own)

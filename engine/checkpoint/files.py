@@ -171,7 +171,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def file_crc32(path: Path) -> int:
-    """CRC-32 of a file. Raises OSError."""
+    """Compute the CRC-32 of a file. Raises OSError."""
     crc32 = 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):

@@ -152,13 +152,13 @@ def _is_whole(path: Path) -> bool:
 
 
 def _newest_whole(directory: Path, *, before: str = "step_~") -> Path | None:
-    """Newest complete step directory with a name before ``before``; None if there is none."""
+    """Find the newest complete step directory with a name before ``before``; None if there is none."""
     names = (path for path in sorted(directory.glob(STEP_DIRECTORIES), reverse=True) if path.name < before)
     return next((path for path in names if _is_whole(path)), None)
 
 
 def _offer(path: Path) -> str:
-    """End of an error text: the newest complete step directory before a damaged one."""
+    """Write the end of an error text, which names the newest complete step directory before ``path``."""
     if (whole := _newest_whole(path.parent, before=path.name)) is None:
         return "; there is no whole checkpoint before it"
     return f"; the one before it is {whole.name}: set train.resume to {whole.name} to go on from there"
@@ -205,7 +205,7 @@ def check_samples(checkpoint: TrainingCheckpoint, samples: str) -> None:
 
 
 def _rows_problem(before: Recipe, old_world: int, recipe: Recipe, world: int) -> list[str]:
-    """Error text with the remedy if the number of rows per step changed; else an empty list."""
+    """Return an error text with the remedy if the number of rows per step has changed, else an empty list."""
     was = before.data.micro_batch_size * before.train.gradient_accumulation_steps * old_world
     now = recipe.data.micro_batch_size * recipe.train.gradient_accumulation_steps * world
     if was == now:

@@ -179,7 +179,7 @@ class _Masters:
         self.state: dict[int, dict[str, Tensor]] = inner["state"]
 
     def flat(self, group: int, key: str) -> Tensor:
-        """Flat masters (``fp32``) or moments of a group."""
+        """Return the flat masters (``fp32``) or moments of a group."""
         return self.fp32[group] if key == "fp32" else self.state[group][key]
 
 

@@ -115,7 +115,7 @@ def _save_engine(session: Session, files: CheckedFiles, directory: Path, tag: st
 
 
 def _as_read(session: Session) -> dict[str, int]:
-    """Fingerprints of the frozen weights that are unchanged since they were read from model.path; a collective."""
+    """Find frozen weights that are unchanged since they were read; return their fingerprints. A collective."""
     now = fingerprints(session.model, session.read)
     return {name: value for name, value in now.items() if value == session.read[name]}
 

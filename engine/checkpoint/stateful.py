@@ -55,7 +55,7 @@ def load_stateful(stateful: StatefulStates, state: Mapping[str, Any]) -> None:
 
 
 def random_states() -> dict[str, Any]:
-    """Random states of this process: torch on the CPU and on the current CUDA device, Python, numpy."""
+    """Collect the random states of this process: torch on the CPU and on the current CUDA device, Python, numpy."""
     name, keys, *position = np.random.get_state()
     return {
         "torch": torch.get_rng_state(),

@@ -115,7 +115,7 @@ def _appears(path: Path) -> bool:
 
 
 def _host() -> str:
-    """Name of this machine."""
+    """Return the name of this machine."""
     return socket.gethostname()
 
 
@@ -125,7 +125,7 @@ def _speaks_for_its_machine() -> bool:
 
 
 def _machines() -> list[int]:
-    """Global ranks that represent their machines, one per machine; a collective."""
+    """List the global ranks that represent their machines, one per machine; a collective."""
     return [index for index, speaks in enumerate(gather_objects(_speaks_for_its_machine())) if speaks]
 
 

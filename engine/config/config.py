@@ -61,9 +61,9 @@ class Recipe:
     loss: LossRecipe = field(default_factory=LossRecipe)
     """Losses and teacher."""
     schedule: list[EventRecipe] = field(default_factory=list)
-    """Events. Each has one of at (a step), every (so many steps), when (a condition like loss/lm < 2.5); and some of
-    fake_quant (true, false, weights, activations), layers (regex), observe, freeze_scales, lr (by group), loss (by
-    name)."""
+    """Events. Each has one of at (a step), every (a number of steps), when (a condition like loss/lm < 2.5); and one or
+    more of fake_quant (true, false, weights, activations), layers (regex), observe, freeze_scales, lr (by group), loss
+    (by name)."""
     eval: EvalRecipe = field(default_factory=EvalRecipe)
     """Evaluation during training."""
     export: ExportRecipe = field(default_factory=ExportRecipe)
@@ -76,7 +76,7 @@ class Recipe:
         self.validate()
 
     def export_dir(self) -> Path:
-        """Directory of the compressed checkpoint."""
+        """Return the directory of the compressed checkpoint."""
         return Path(self.export.dir) if self.export.dir else Path(self.output_dir) / "export"
 
     def distils(self) -> bool:
@@ -85,7 +85,7 @@ class Recipe:
         return self.loss.kd_weight > 0 or later
 
     def teacher_kind(self) -> TeacherKind:
-        """Kind of the run's teacher; "none" without distillation, even if ``loss`` names one."""
+        """Return the kind of the run's teacher; "none" without distillation, even if ``loss`` names a teacher."""
         return self.loss.named_teacher() if self.distils() else "none"
 
     def never_quantizes(self) -> bool:
@@ -183,7 +183,7 @@ def _named_twice(data: DataRecipe, identity: Callable[[str], Hashable]) -> Itera
 
 
 def _file_identity(path: str) -> Hashable:
-    """Identity of a file under all its names (device, inode); the path if it does not exist."""
+    """Return the identity of a file under all its names (device, inode); the path if it does not exist."""
     try:
         found = os.stat(path)
     except OSError:

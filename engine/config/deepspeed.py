@@ -97,7 +97,7 @@ BROKEN_ZERO = {
 }
 BROKEN_ZERO["zero_quantized_nontrainable_weights"] = BROKEN_ZERO["zero_quantized_weights"]
 
-# The keys of the student's configuration that its teacher, which has no optimizer, takes over.
+# Keys of the student's configuration that are copied for its teacher, which has no optimizer.
 TEACHER_KEYS = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
@@ -289,7 +289,7 @@ def read_ds_config(path: Path) -> dict[str, Any]:
 
 
 def _no_json(path: Path, error: Exception) -> str:
-    """Error text of a file that is not JSON, or has a number with more digits than Python converts."""
+    """Write the error text for a file that is not JSON, or has a number with too many digits for Python."""
     if isinstance(error, json.JSONDecodeError):
         return f"{path}, line {error.lineno}: not JSON ({error.msg}, column {error.colno})"
     if isinstance(error, UnicodeDecodeError):
@@ -301,7 +301,7 @@ def _no_json(path: Path, error: Exception) -> str:
 
 @functools.cache
 def keys_of_deepspeed() -> frozenset[str]:
-    """Top-level keys that DeepSpeed reads, recorded while it reads a configuration."""
+    """List the top-level keys that DeepSpeed reads, recorded while it reads a configuration."""
     asked: set[str] = set()
 
     class Recorder(dict):
@@ -400,7 +400,7 @@ def remarks(name_or_path: str) -> list[str]:
 
 
 def _take_out_optimizer(config: dict[str, Any], recipe: Recipe) -> list[str]:
-    """Remove ``optimizer`` and ``scheduler`` of published files; return problems of values other than the recipe's."""
+    """Remove ``optimizer`` and ``scheduler`` of published files; return problems where they differ from the recipe."""
     optim = recipe.optim
     optimizer, scheduler = config.pop("optimizer", {}), config.pop("scheduler", {})
     for section, values in (("optimizer", optimizer), ("scheduler", scheduler)):
@@ -495,7 +495,7 @@ def _fill_precision(config: dict[str, Any], recipe: Recipe) -> list[str]:
 
 
 def _other_precision(own: str, only_own: bool) -> str:
-    """End of the error text for a refused ``grad_accum_dtype`` with parameters of type ``own``."""
+    """Write the end of the error text for a refused ``grad_accum_dtype`` with parameters of type ``own``."""
     if only_own:
         return f": stage 0 accumulates in {own} only; leave it out or use stage 1"
     also = "" if own == "fp32" else f" or {own}"
@@ -547,7 +547,7 @@ def _section_problems(config: dict[str, Any]) -> Iterator[str]:
 
 
 def _not_taken(section: str, values: dict[str, Any], error: Exception) -> str:
-    """Error text for a key such as ``self``, or an integer too large for DeepSpeed's conversion to float."""
+    """Write the error text for a key such as ``self``, or an integer too large for DeepSpeed's conversion to float."""
     large = [key for key, one in values.items() if isinstance(one, int) and abs(one) >= 2**63]
     if isinstance(error, OverflowError):
         return f"{'.'.join((section, *large[:1]))}: expected numbers that 64 bits hold"

@@ -48,7 +48,7 @@ class Condition(NamedTuple):
 
 
 def only_with(*conditions: Condition) -> dict[str, Any]:
-    """Metadata of a field without effect unless all conditions hold: then only its default is allowed."""
+    """Return metadata of a field without effect unless all conditions hold: then only its default is allowed."""
     return {ONLY_WITH: conditions}
 
 
@@ -72,12 +72,12 @@ def need(good: bool, key: str, value: object, expected: str) -> Iterator[str]:
 
 
 def values(expected: str, good: Callable[[Any], object]) -> dict[str, Any]:
-    """Metadata of a field whose values must satisfy ``good``; ``expected`` describes them."""
+    """Return metadata of a field whose values must satisfy ``good``; ``expected`` describes them."""
     return {CHECK: lambda value: None if good(value) else expected}
 
 
 def at_least(lowest: float, most: float = FP32_MAX) -> dict[str, Any]:
-    """Metadata of a finite number from ``lowest`` to ``most``; without ``most``, integers must fit in 64 bits."""
+    """Return metadata of a finite number from ``lowest`` to ``most``; without ``most`` integers must fit 64 bits."""
     held = "fp32 holds" if most == FP32_MAX else f"is at most {most:.10g}"
     return _numbers(f"at least {lowest}", lambda value: value >= lowest, held, most=most)
 
@@ -106,7 +106,7 @@ FACTOR = _numbers("a number above 0", lambda value: value > 0, "lies between 1e-
 
 
 def not_empty(expected: str) -> dict[str, Any]:
-    """Metadata of a text that may be a path: not empty, without NUL, with names that fit in a file system."""
+    """Return metadata of a text that may be a path: not empty, without NUL, with names that fit in a file system."""
 
     def good(value: str) -> bool:
         names = [len(os.fsencode(name)) for name in value.split("/")] if "\0" not in value else [0]
@@ -116,7 +116,7 @@ def not_empty(expected: str) -> dict[str, Any]:
 
 
 def regex() -> dict[str, Any]:
-    """Metadata of a regular expression whose search takes little time on every name."""
+    """Return metadata of a regular expression whose search takes little time on every name."""
 
     def check(value: str) -> str | None:
         from quant.rules import pattern_problem  # imports torch
@@ -137,12 +137,12 @@ def parse_size(text: str) -> int | None:
 
 
 def size() -> dict[str, Any]:
-    """Metadata of a text with a size in bytes."""
+    """Return metadata of a text with a size in bytes."""
     return values("a positive number and a unit, like 5GB, 500MB or 2GiB", parse_size)
 
 
 def each(of_items: dict[str, Any]) -> dict[str, Any]:
-    """Metadata of a list whose items must satisfy the metadata ``of_items``."""
+    """Return metadata of a list whose items must satisfy the metadata ``of_items``."""
     return {CHECK: of_items[CHECK], "each": True}
 
 

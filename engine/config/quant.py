@@ -117,10 +117,10 @@ class QuantRecipe:
 
     scheme: str = "fp8_static"
     """Number format and granularity of weights, inputs and KV cache: a name of quant.spec.PRESETS or quant.schemes.
-    source: each layer has its scheme in the quantized checkpoint in model.path; other layers stay unquantized."""
+    source: each layer has its scheme in the quantized checkpoint, which is quant.start or else model.path."""
     schemes: dict[str, SchemeRecipe] = field(default_factory=dict)
-    """Schemes of your own by name, each with weights and perhaps activations, which have dtype, bits, granularity,
-    group_size, symmetric, dynamic, ggml, narrow and mx as in quant.spec.TensorSpec."""
+    """Your own schemes by name. Each has weights and optionally activations, both with the fields of
+    quant.spec.TensorSpec: dtype, bits, granularity, group_size, symmetric, dynamic, ggml, narrow and mx."""
     rules: list[RuleRecipe] = field(default_factory=list)
     """Mixed precision: the first rule that matches a layer decides, like {first: 3, scheme: w4a16_g128}. Exempt layers
     stay unquantized; layers that no rule matches get quant.scheme."""
@@ -206,11 +206,11 @@ class QuantRecipe:
     or when an event under schedule says so."""
 
     def default_calibration(self) -> int:
-        """Default number of micro-batches for calibration."""
+        """Return the default number of micro-batches for calibration."""
         return 0 if self.initial_input_scale is not None and self.init == "rtn" else 16
 
     def problems(self) -> Iterator[str]:
-        """Yield one line per taken or unknown name of a scheme, and per invalid composed scheme."""
+        """Yield a line for each scheme name that is taken or unknown, and for each composed scheme that is invalid."""
         if wrong := [problem for name, own in self.schemes.items() for problem in _problems_of_scheme(name, own)]:
             yield from wrong
             return  # the checks below need valid schemes
@@ -248,19 +248,19 @@ class QuantRecipe:
         yield from need(name in good, f"quant.{place}", name, f"one of {', '.join(good)}")
 
     def _scheme(self, name: str) -> Scheme:
-        """Scheme by name: shipped, or from ``schemes``."""
+        """Look up a scheme by name, among the shipped ones and ``schemes``."""
         return SCHEMES[name] if name in SCHEMES else self.schemes[name].scheme(name)
 
     def own_weights(self) -> list[TensorSpec]:
-        """Weight specs of the recipe's own schemes."""
+        """List the weight specs of the recipe's own schemes."""
         return [own.weights.spec() for own in self.schemes.values()]
 
     def preset(self) -> Preset:
-        """Preset of quant.scheme; a scheme of the recipe's own becomes a preset without KV cache."""
+        """Return the preset of quant.scheme; a scheme of the recipe's own becomes a preset without KV cache."""
         return PRESETS[self.scheme] if self.scheme in PRESETS else Preset(self._scheme(self.scheme))
 
     def default_scheme(self) -> Scheme | None:
-        """Scheme of Linears without a rule; None: not quantized (quant.scheme source)."""
+        """Return the scheme of Linears without a rule; None: not quantized (quant.scheme source)."""
         return None if self.scheme == SOURCE else self.preset().linear
 
     def chosen_rules(self) -> list[Rule]:
@@ -271,12 +271,12 @@ class QuantRecipe:
         ]
 
     def ranges(self) -> Ranges:
-        """Criteria of measured scales: largest magnitude, percentile or squared error."""
+        """Return the criteria of measured scales: largest magnitude, percentile or squared error."""
         weights = "absmax" if self.scales_follow_weights else self.weight_range
         return Ranges(weights, self.signed_scales, self.input_range, self.percentile)
 
     def scales_brought_by(self) -> str | None:
-        """Key of the source of the first weight scales; None if they are measured from the weights."""
+        """Return the key of the first weight scales' source; None if they are measured from the weights."""
         brought = {
             "quant.init": self.init != "rtn",
             "quant.start": bool(self.start),
@@ -286,15 +286,15 @@ class QuantRecipe:
         return next((key for key, used in brought.items() if used), None)
 
     def head_scheme(self) -> Scheme | None:
-        """Scheme of lm_head; None: not quantized."""
+        """Return the scheme of lm_head; None: not quantized."""
         return None if self.lm_head is None else self._scheme(self.lm_head)
 
     def embedding_scheme(self) -> Scheme | None:
-        """Scheme of the token embeddings; None: not quantized."""
+        """Return the scheme of the token embeddings; None: not quantized."""
         return None if self.embedding is None else self._scheme(self.embedding)
 
     def linear_schemes(self) -> list[Scheme]:
-        """All schemes that layers may get; empty if a name is unknown or a scheme invalid."""
+        """List all schemes that layers may get; empty if a name is unknown or a scheme invalid."""
         if any(True for _ in self.problems()):
             return []
         rules = [rule.scheme for rule in self.chosen_rules()]
@@ -338,7 +338,7 @@ class QuantRecipe:
 
 
 def _problems_of_scheme(name: str, own: SchemeRecipe) -> Iterator[str]:
-    """Yield a problem line if a composed scheme has a taken name, and one if it is invalid."""
+    """Yield a problem line if a composed scheme's name is taken, and another line if the scheme is invalid."""
     if name in PRESETS or name == NONE:
         yield f"quant.schemes.{name}: a name that is taken, expected another one"
     try:

@@ -73,7 +73,7 @@ def _check_keys(path: str) -> None:
 
 
 def _no_yaml(path: str, error: Exception) -> str:
-    """Error text of a file that is not YAML."""
+    """Write the error text for a file that is not YAML."""
     if isinstance(error, yaml.MarkedYAMLError):
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         return f"{path}{line}: not YAML ({error.problem})"
@@ -165,7 +165,7 @@ def _value_problems(node: yaml.Node, kind: Any, path: str, line: int) -> Iterato
 
 
 def _option_keys() -> list[str]:
-    """Paths of all keys of the command line, like optim.lr."""
+    """List the paths of all keys of the command line, like optim.lr."""
     keys = []
     for section in dataclass_fields(Recipe):
         nested = dataclass_fields(cast(type, section.type)) if is_dataclass(section.type) else ()
@@ -174,7 +174,7 @@ def _option_keys() -> list[str]:
 
 
 def _lines(error: ArgumentError) -> str:
-    """Convert jsonargparse's message to one line that starts with the key's path; one per missing key."""
+    """Convert jsonargparse's message to a line that starts with the key's path; to one line for each missing key."""
     text = " ".join(str(error).split())
     if missing := re.fullmatch(r"the following arguments are required: (.*)", text):
         return "\n".join(f"{key}: missing, expected a value" for key in missing[1].split(", "))

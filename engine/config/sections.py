@@ -88,7 +88,7 @@ class ModelRecipe:
     trust_remote_code: bool = False
     """Run the Python files that the checkpoint directory brings along. They can do anything: read them first."""
     attn_implementation: str = field(default="auto", metadata=not_empty("a name like sdpa"))
-    """Attention of transformers: sdpa, eager, flash_attention_2 (which needs its own package), ...
+    """Attention implementation of transformers: sdpa, eager, flash_attention_2 (which needs its own package), ...
     auto: sdpa, or eager for the few models without it."""
     load: Literal["direct", "rank0"] = "direct"
     """direct: each rank reads only its own slices of the files; rank0: rank 0 reads all and sends, which is slow."""
@@ -173,7 +173,7 @@ class AdapterRecipe:
         return self.on and not self.merge
 
     def scaling(self, rank: int) -> float:
-        """Factor of B A: alpha / rank (Hu et al. 2021), or alpha / sqrt(rank) (Kalajdzievski 2023)."""
+        """Compute the factor of B A: alpha / rank (Hu et al. 2021), or alpha / sqrt(rank) (Kalajdzievski 2023)."""
         return self.alpha / (rank**0.5 if self.rslora else rank)
 
 
@@ -217,7 +217,7 @@ class DataRecipe:
     """Seed of the order of the samples, and of the choice of held-out samples."""
 
     def weights_by_file(self) -> dict[str, float] | None:
-        """Weight of each file by path; None: every sample once."""
+        """Map each file's path to its weight; None: every sample once."""
         if self.weights is None:
             return None
         return {str(Path(file)): weight for file, weight in zip(self.train, self.weights, strict=True)}
@@ -230,7 +230,7 @@ class LossRecipe:
     lm_weight: float = field(default=1.0, metadata=LOSS_WEIGHT)
     """Weight of the language modeling loss."""
     kd_weight: float = field(default=0.0, metadata=LOSS_WEIGHT)
-    """Weight of the distillation loss; 0 loads no teacher."""
+    """Weight of the distillation loss. If it is 0, and no event sets it, no teacher is loaded."""
     kd: Literal["kl", "rkl", "mse", "cakld", "kd", "kl_top_k", "r_kl_top_k"] = derived(
         lambda r: "cakld" if r.loss.teacher_cache is None else "kl_top_k"
     )
@@ -258,7 +258,7 @@ class LossRecipe:
     null: 4096 on a GPU, where few large GEMMs are faster, and 512 on a CPU."""
 
     def named_teacher(self) -> TeacherKind:
-        """Kind of the teacher in this section, even if the run does not distil (see :meth:`Recipe.teacher_kind`)."""
+        """Return the teacher's kind in this section, even if the run does not distil (:meth:`Recipe.teacher_kind`)."""
         if self.teacher_cache is not None:
             return "cache"  # the teacher that wrote it may be named too
         if self.teacher == "self":
@@ -291,7 +291,7 @@ class OptimRecipe:
     adapter_lr: float | None = field(default=None, metadata=RATE | only_with(_ADAPTERS))
     """Peak learning rate of adapters, often ten times the rate for weights. null: lr."""
     min_lr_ratio: float = field(default=0.1, metadata=values("between 0 and 1", lambda share: 0 <= share <= 1))
-    """The learning rates end at this share of their peaks (linear, cosine)."""
+    """The learning rates end at this share of their peaks (linear, cosine, wsd)."""
     warmup_steps: int = field(default=0, metadata=at_least(0))
     """Optimizer steps of linear warm-up from 0; scales warm up again whenever their fake quant starts."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
@@ -311,7 +311,7 @@ class OptimRecipe:
     """Largest global gradient norm; 0 disables clipping."""
 
     def default_decay(self, steps: int) -> int:
-        """Default number of decay steps of schedule wsd: a tenth of ``steps``, but only steps after the warm-up."""
+        """Compute the default decay steps of schedule wsd: a tenth of ``steps``, but only steps after the warm-up."""
         return max(0, min(max(1, steps // 10), steps - self.warmup_steps)) if self.schedule == "wsd" else 0
 
 
@@ -333,7 +333,7 @@ class TrainRecipe:
     compile: bool = False
     """torch.compile each decoder layer: the first steps take minutes longer. Not under ZeRO stage 3."""
     log_every: int = field(default=1, metadata=at_least(1))
-    """Steps between two log lines and TensorBoard points."""
+    """Steps between two points in TensorBoard."""
     quant_stats_every: int = field(default=50, metadata=at_least(0))
     """Steps between two measurements of the quantization for TensorBoard: scales, clipped fractions, errors by layer,
     and the gradient norm of the scales. 0: never."""
@@ -406,8 +406,9 @@ class EvalRecipe:
     """Evaluation during training, on held-out samples (data.held_out, data.eval), with serving numerics."""
 
     every: int = field(default=0, metadata=at_least(0))
-    """Optimizer steps between two evaluations. A run also evaluates after the last step and, unless it never quantizes,
-    before the first. 0: none. train.checkpoint_every must be a multiple of it, so that each checkpoint is evaluated."""
+    """Optimizer steps between two evaluations; 0: none. A run also evaluates after the last step and, unless it never
+    quantizes, before the first step. train.checkpoint_every must be a multiple of eval.every, so that each checkpoint
+    is evaluated."""
     best: Literal["lm", "kd", "total"] = field(default="lm", metadata=only_with(_EVALUATION, _TEACHER))
     """Loss whose smallest value selects the best training checkpoint, which is kept in addition to the latest ones."""
 

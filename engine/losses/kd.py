@@ -229,5 +229,8 @@ def _on_top_k(
 
 
 def _log_tail(log_probs: Tensor, indices: Tensor) -> Tensor:
-    """Log-probability [R] of all tokens except ``indices``; log(1 - p(S)) would lose precision by cancellation."""
+    """Compute the log-probability [R] of all tokens except ``indices`` together.
+
+    It is the sum over these tokens: log(1 - p(S)) would lose precision by cancellation.
+    """
     return log_probs.scatter(-1, indices, -torch.inf).logsumexp(-1)

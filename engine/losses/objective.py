@@ -22,7 +22,7 @@ ROUTER_AUX = "router_aux"
 
 
 def router_loss_factor(model: PreTrainedModel) -> float:
-    """Factor of the load-balancing auxiliary loss in a transformers model.
+    """Look up the factor of the load-balancing auxiliary loss in a transformers model.
 
     Raises:
         ValueError: neither the model nor its config has the factor.
@@ -70,7 +70,7 @@ CPU_TOKENS, GPU_TOKENS = 512, 4096
 
 
 def tokens_at_a_time(chosen: int | None, device: torch.device) -> int:
-    """Number of tokens per chunk: ``chosen``, or the default of the device."""
+    """Return the number of tokens per chunk: ``chosen``, or the default of the device."""
     return chosen or (CPU_TOKENS if device.type == "cpu" else GPU_TOKENS)
 
 
@@ -93,7 +93,7 @@ class Objective:
     chunk_tokens: int | None = None
 
     def weights(self) -> dict[str, float]:
-        """Weight of each loss that is computed from logits."""
+        """Map each loss that is computed from logits to its weight."""
         return {"lm": self.lm_weight, "kd": self.kd_weight, **{loss.name: loss.weight for loss in self.token_losses}}
 
     def parts(self, *, distils: bool, diagnostics: bool) -> list[str]:
@@ -102,7 +102,7 @@ class Objective:
         return ["lm", *(["kd"] if distils else []), *own, *(DIAGNOSTICS if diagnostics else ())]
 
     def tag(self, part: str) -> str:
-        """Tag of a loss in the log, like ``loss/lm``, ``loss/kd/cakld`` or ``kd/forward_kl``."""
+        """Return the tag of a loss in the log, like ``loss/lm``, ``loss/kd/cakld`` or ``kd/forward_kl``."""
         if part in DIAGNOSTICS:
             return f"kd/{part}"
         return f"loss/kd/{self.kd.kind}" if part == "kd" else f"loss/{part}"

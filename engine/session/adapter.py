@@ -264,6 +264,6 @@ def add_adapters(recipe: Recipe, model: PreTrainedModel, quantization: Quantizat
 
 
 def _seed(recipe: Recipe, drawn: str) -> int:
-    """Seed for drawing the values named ``drawn``."""
+    """Derive the seed for drawing the values named ``drawn``."""
     digest = hashlib.blake2b(f"{recipe.train.seed} {drawn}".encode(), digest_size=7).digest()
     return int.from_bytes(digest, "little")

@@ -102,7 +102,7 @@ def open_cached_teacher(recipe: Recipe, samples: Sequence[Sample], tokenizer: Pr
 
 
 def _logits_of(recipe: Recipe) -> int:
-    """Number of the student's logits, from its configuration."""
+    """Read the number of the student's logits from its configuration."""
     own = recipe.model
     config = AutoConfig.from_pretrained(own.path, trust_remote_code=own.trust_remote_code, local_files_only=True)
     return int(config.get_text_config().vocab_size)

@@ -105,7 +105,7 @@ def _router_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def trained_scales(model: nn.Module) -> list[nn.Parameter]:
-    """All trainable thetas, each once."""
+    """List all trainable thetas, each once."""
     kinds = ("weight_scale", "act_scale")
     return [owned.parameter for owned in classify(model) if owned.kind in kinds and owned.parameter.requires_grad]
 
@@ -198,7 +198,7 @@ def parameter_groups(model: nn.Module, optim: OptimRecipe) -> list[dict]:
 
 
 def peak_learning_rates(optim: OptimRecipe) -> dict[str, float]:
-    """Peak learning rate of each parameter group, which the schedule multiplies by :func:`lr_factor`."""
+    """Map each parameter group to its peak learning rate, which is multiplied by :func:`lr_factor` in each step."""
 
     def own(value: float | None, otherwise: float) -> float:
         return otherwise if value is None else value
@@ -218,7 +218,7 @@ _KINDS = ("constant", "linear", "cosine", "wsd")
 
 
 def lr_factor(step: int, *, total: int, warmup: int, kind: str, min_ratio: float, decay: int = 0) -> float:
-    """Factor on the peak learning rate at ``step``.
+    """Compute the factor on the peak learning rate at ``step``.
 
     Linear warm-up over the first ``warmup`` steps (1/warmup at step 0), then ``constant``; or ``linear`` or ``cosine``
     decay from 1 to ``min_ratio`` at the last of ``total`` steps; or ``wsd`` (warm-up, stable, decay: Hu et al. 2024,

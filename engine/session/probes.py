@@ -112,7 +112,7 @@ def models_to_ask(session: Session) -> Iterator[Asked]:
 
 
 def vocabulary_of(samples: Sequence[Sample]) -> Tensor:
-    """Token ids [n] of the first 1000 samples, each once."""
+    """Collect the token ids [n] of the first 1000 samples, each once."""
     return torch.from_numpy(np.unique(np.concatenate([sample.input_ids for sample in samples[:1000]])))
 
 
@@ -165,7 +165,7 @@ def _packed(*parts: Sequence[Tensor]) -> MicroBatch:
 
 
 def difference(one: Tensor, another: Tensor) -> float:
-    """Mean relative difference of hidden states [..., H], by norms over H."""
+    """Compute the mean relative difference of hidden states [..., H], by norms over H."""
     one, another = one.float(), another.float()
     return ((one - another).norm(dim=-1) / another.norm(dim=-1).clamp(min=1e-30)).mean().item()
 

@@ -95,7 +95,7 @@ class Overrides:
         self.loss_weights = wanted
 
     def peaks(self) -> dict[str, float]:
-        """Peak learning rate of every parameter group."""
+        """Return the peak learning rate of every parameter group."""
         return peak_learning_rates(self.recipe.optim) | self.peak_rates
 
     @property

@@ -249,7 +249,7 @@ def _named_schemes(recipe: Recipe, model: PreTrainedModel) -> dict[str, Scheme]:
 
 
 def _schemes_at_ends(recipe: Recipe, model: PreTrainedModel) -> dict[str, Scheme]:
-    """Schemes of lm_head and embeddings, by name in the model."""
+    """Return the schemes of lm_head and embeddings, by name in the model."""
     modules = {id(module): name for name, module in model.named_modules()}
     chosen = {
         "lm_head": (recipe.quant.head_scheme(), model.get_output_embeddings()),
