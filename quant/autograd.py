@@ -1,4 +1,4 @@
-"""Linear with quantized operands and its gradients: one autograd function, computed in one of two ways.
+"""Linear with quantized operands and its gradients: one autograd function with two methods of computation.
 
 *simulate* multiplies fake-quantized operands in the model's dtype, ``F.linear(fq(x), fq(weight), bias)``; *fp8_gemm*
 multiplies the codes on fp8 tensor cores and the result by both scales. Backward is the same for both: GEMMs of the

@@ -204,8 +204,8 @@ def _grouped(rows: Tensor, other: Tensor) -> bool:
 def _aligned(tensor: Tensor) -> Tensor:
     """Return the tensor, copied if not contiguous or (on CUDA) not aligned to 16 bytes.
 
-    In a compiled graph, addresses are unknown: codes are new tensors there, and scales have their
-    own memory, as without ZeRO-3.
+    In a compiled graph, addresses are unknown and not checked. Codes are new tensors there, and scales have their own
+    memory, as without ZeRO-3.
     """
     tensor = tensor.contiguous()
     if torch.compiler.is_compiling() or not tensor.is_cuda:

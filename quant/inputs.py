@@ -88,7 +88,7 @@ def quantize_input(
 
 
 class Restored:
-    """Cache, during backward, of the input of some layers as their forward multiplied it.
+    """Cache, during backward, of the values that the forward of some layers multiplied as their input.
 
     The layers' autograd nodes share one such object per input, created in forward and empty until their first backward.
     The object is emptied by the last of these backwards, when another such object is filled (only one is filled at a

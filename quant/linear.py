@@ -294,7 +294,7 @@ class QuantLinear(QuantLayer):
     def used_weight(self) -> Tensor:
         """Return the weight ``[out, in]`` that the forward multiplies now, differentiable; adapters are not supported.
 
-        For callers whose product is not a plain GEMM.
+        It is meant for callers whose product is not a plain GEMM.
         """
         assert self.adapter is None, "lm_head is no target of adapters"
         if torch.is_grad_enabled():

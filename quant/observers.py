@@ -151,7 +151,7 @@ def partial_stats(flat: Tensor, start: int, shape: tuple[int, ...], spec: Tensor
 
     Args:
         flat: elements ``[start, start + len(flat))`` of the row-major weight, 1-D, any float dtype.
-        start: begin of the range.
+        start: first element of the range.
         shape: ``(out, in)`` of the whole weight, or ``(E, out, in)`` of a stack.
         spec: number format.
 
@@ -314,8 +314,8 @@ def by_run(flat: Tensor, start: int, size: int) -> Iterator[tuple[slice, Tensor]
     """Split the elements ``[start, start + len(flat))`` of a tensor into at most three views ``[runs, values]``, each
     with the slice of its run indices.
 
-    A run is ``size`` consecutive elements. The views are the rest of a run begun on an earlier rank, the whole runs,
-    and the begin of a run that continues on the next rank.
+    A run is ``size`` consecutive elements. The views are the rest of a run that begins on an earlier rank, the whole
+    runs, and the beginning of a run that continues on the next rank.
     """
     first = start // size
     head = min(-start % size, flat.numel())

@@ -118,7 +118,7 @@ def _check_schemes_allow(schemes: Mapping[str, Scheme], *, learn_input_scale: bo
 def _check_layers(
     modules: Mapping[str, nn.Module], linears: Linears, schemes: Mapping[str, Scheme], embeddings: Iterable[str]
 ) -> None:
-    """Raise for all layers that cannot be quantized at once, with the recipe line that exempts them."""
+    """Raise one error for all layers that cannot be quantized, with the recipe line that exempts them."""
     shared = _shared(modules, [*linears, *embeddings])
     problems = {
         name: problem

@@ -57,8 +57,8 @@ def load_compressed(
     attn_implementation: str = AUTO,
 ) -> tuple[PreTrainedModel, Quantization]:
     """Build the model of a compressed checkpoint and fill it. It is in eval mode, with all fake quantization on and
-    scales frozen. Only 8-bit weights with zero points in bf16 are not fake-quantized: they are the dequantized codes
-    already.
+    scales frozen. Only 8-bit weights with zero points in bf16 are not fake-quantized, as they already are the
+    dequantized codes.
 
     If layers share a scale and the file has several values (another writer's checkpoint), the largest is used and the
     weights are quantized again with it, as serving engines do when they fuse these layers.

@@ -61,7 +61,7 @@ class LoadReport:
 
 
 class _Read(NamedTuple):
-    """Slice of a tensor on disk to read into one of our tensors.
+    """Slice of a tensor on disk to read into one tensor of the model.
 
     ``filled_from`` is the key that fills a tied tensor instead; the slice on disk must equal it.
     """
@@ -143,8 +143,8 @@ def _fill_from_rank0(reads: list[_Read], reader: Reader) -> None:
 
 
 def _transfer(read: _Read, reader: Reader, start: int, values: Tensor) -> bool:
-    """Read the slice's part of ``values``, which begin at element ``start`` of our tensor, or compare it if tied.
-    Returns False if it differs."""
+    """Read the slice's part of ``values``, which begin at element ``start`` of the model's tensor, or compare it if
+    tied. Returns False if it differs."""
     begin, end = _overlap(read.piece, start, start + values.numel())
     if begin == end:
         return True

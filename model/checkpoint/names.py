@@ -45,7 +45,7 @@ class Place(NamedTuple):
     Attributes:
         key: the tensor on disk.
         shape: shape of the tensor on disk.
-        start: first element of the slice in our tensor.
+        start: first element of the slice in the model's tensor.
         turned: True if the matrix is transposed on disk.
     """
 
@@ -56,7 +56,7 @@ class Place(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Rows of one of our tensors that form a tensor on disk: our name, first element and shape."""
+    """Rows of one tensor of the model that form a tensor on disk: the model's name, first element and shape."""
 
     name: str
     start: int
@@ -87,7 +87,9 @@ class Names:
         dense = not any(isinstance(module, ExpertMLPs) for module in model.modules())
         self._experts = {} if dense else expert_tensors(model)
         self._fused = fused_layouts(self._experts)
-        self._fused_of: dict[str, dict[str, list[str]]] = {}  # by our name: transformers' names, and Linears there
+        self._fused_of: dict[
+            str, dict[str, list[str]]
+        ] = {}  # by name in the model: transformers' names, and their Linears
         for expert in self._experts.values():
             inside = self._fused_of.setdefault(expert.piece.name, {}).setdefault(expert.fused, [])
             inside += [expert.projection] if expert.projection not in inside else []

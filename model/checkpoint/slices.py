@@ -131,7 +131,7 @@ def turned(layout: DiskLayout) -> DiskLayout:
 
 
 def _merged(pieces: list[Piece]) -> tuple[Piece, ...]:
-    """Merge transposed slices that are adjacent in one matrix and in one of our tensors, to read them once."""
+    """Merge transposed slices that are adjacent in one matrix and in one tensor of the model, to read them once."""
     merged: list[Piece] = []
     for piece in pieces:
         last = merged[-1] if merged else None

@@ -114,7 +114,7 @@ def tune(
 
 
 class _Order:
-    """Indices of groups in epochs, each shuffled."""
+    """Endless sequence of group indices: epochs, each in a new random order."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._left: list[int] = []

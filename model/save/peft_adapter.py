@@ -113,7 +113,7 @@ def collect_adapter(
 def _targets(chosen: set[str], linears: list[str], *, whole: bool) -> list[str]:
     """List peft's ``target_modules``: name suffixes if these match just the chosen modules, else whole names.
 
-    ``whole``: ``linears`` has every Linear of a reader's model.
+    ``whole`` is True if ``linears`` has every Linear of a reader's model.
     """
     ends = {name.rpartition(".")[2] for name in chosen}
     meant = {name for name in linears if name.rpartition(".")[2] in ends}

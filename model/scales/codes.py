@@ -1,4 +1,4 @@
-"""Compare the codes that a checkpoint has with its scales with the loaded weights.
+"""Compare the loaded weights with the codes that a checkpoint has in addition to its scales.
 
 The codes in a checkpoint show whether its scales belong to the loaded weight: codes times scales must equal the weight
 up to rounding. So each rank decodes its own range of a weight, a few rows at a time, and sums products

@@ -179,8 +179,8 @@ def write_scales(groups: Sequence[ScaleGroup], values: Mapping[str, Tensor]) -> 
             the values of rank 0 are used, but every rank must pass the same owners.
 
     Raises:
-        ValueError: a scale that is not finite and positive (or, for integer weights, not 0), a zero point out of range,
-            or another shape; before anything is written.
+        ValueError: a scale is not finite and positive (for integer weights: is 0 or not finite), a zero point is out of
+            range, or a shape is wrong; raised before anything is written.
     """
     check_values(groups, values)
     fill_scales(groups, values)
@@ -212,8 +212,8 @@ def check_values(groups: Sequence[ScaleGroup], values: Mapping[str, Tensor]) -> 
         values: by owner, see :func:`model.scales.in_place.write_scales`.
 
     Raises:
-        ValueError: a scale that is not finite and positive (or, for integer weights, not 0), a zero point out of range,
-            or another shape.
+        ValueError: a scale is not finite and positive (for integer weights: is 0 or not finite), a zero point is out of
+            range, or a shape is wrong.
     """
     for group in groups:
         if group.owner not in values:

@@ -25,8 +25,8 @@ def stored_dtype(spec: TensorSpec, model_dtype: torch.dtype) -> torch.dtype:
 
 
 def effective_scale(quantizer: Quantizer, *, after: Tensor | None = None) -> Tensor:
-    """Compute the forward's scale, :func:`quant.reference.effective_scale`, without a gradient. For ``after``, also an
-    argument of other functions of this module, see :mod:`quant.kernels.registration`."""
+    """Compute the forward's scale, :func:`quant.reference.effective_scale`, without a gradient. For the argument
+    ``after``, which other functions of this module also have, see :mod:`quant.kernels.registration`."""
     (s0, theta, above, _), spec, dtype = quantizer
     stored = stored_dtype(spec, dtype)
     if theta is None and stored == torch.float32 and after is None:
