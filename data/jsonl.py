@@ -133,7 +133,7 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _form(names: Mapping[str, Any]) -> str | None:
-    """Return the form that these keys make; None unless it is exactly one complete form."""
+    """Return the form of a line with these keys; None unless they make exactly one complete form."""
     forms = [form for form in ("messages", "conversations") if form in names]
     if any(name in names for name in PAIR):
         forms.append("pair")

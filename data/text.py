@@ -2,9 +2,8 @@
 
 The files are tokenized, joined with the EOS token, and cut into contiguous blocks of ``block_length`` inputs. Labels
 are the next tokens of the stream, so a block's last label is the next block's first input: of N tokens, N - 1 are
-predicted, each exactly once. The last block is shorter; it is kept (it has at least one input and one label), so
-nothing is dropped. No BOS is added: a block begins anywhere, and blocks of training and evaluation should look
-alike.
+predicted, each exactly once. The last block may be shorter; it is kept (it has at least one input and one label), so
+nothing is dropped. No BOS is added: a block begins anywhere, and blocks of training and evaluation should look alike.
 """
 
 import codecs

@@ -103,7 +103,7 @@ class OffsetTokenizer:
         return Tokens(ids, offsets)
 
     def spelled_at(self, tokens: Tokens, spelled: Sequence[Span]) -> list[int]:
-        """Return the indices of special tokens spelled out in contents, located by ``spelled`` in order."""
+        """Return the indices of special tokens in ``spelled``, the ordered ranges that contents spell out."""
         starts = [start for start, _ in spelled]
 
         def spelled_out(left: int, right: int) -> bool:

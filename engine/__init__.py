@@ -13,7 +13,7 @@ FOLDERS = ("data", "launch", "model", "quant")
 
 
 def check_folders() -> None:
-    """Refuse modules that shadow DeepQAT's packages. Raises ImportError with the file that shadows."""
+    """Refuse modules that shadow DeepQAT's packages. Raises ImportError, which names the shadowing file."""
     for name in FOLDERS:
         module = sys.modules.get(name)
         spec = getattr(module, "__spec__", None) if module is not None else importlib.util.find_spec(name)

@@ -187,7 +187,7 @@ def teaches_itself(recipe: Recipe) -> bool:
 
 
 def learns_itself(recipe: Recipe) -> bool:
-    """Tell if the teacher of the unquantized model is that model, and there is no other loss."""
+    """Tell if the unquantized model would be its own teacher, and there is no other loss."""
     loss, path = recipe.loss, Path(recipe.model.path)
     itself = recipe.teacher_kind() == "model" and Path(str(loss.teacher)).resolve() == path.resolve()
     others = recipe.learnable.router or recipe.optim.weight_decay or any(event.loss for event in recipe.schedule)

@@ -176,7 +176,7 @@ def join_ranks() -> torch.device:
     Without a launcher the process is rank 0 of 1.
 
     Raises:
-        RecipeError: a job of several processes without RANK in the environment.
+        RecipeError: the job has several processes, but RANK is not in the environment.
         RankError: see :func:`model.zero.own_device` and :func:`model.zero.init_process_group`.
     """
     # DeepSpeed logs every setting of its engine at INFO.

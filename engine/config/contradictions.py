@@ -45,7 +45,7 @@ def options(recipe: _Recipe) -> Iterator[tuple[str, Any, Field[Any]]]:
 
 
 def derive(recipe: _Recipe, before: dict[str, Any]) -> None:
-    """Set each option that was not set and whose default follows from other options.
+    """Set the default of each unset option whose default follows from other options.
 
     ``before`` holds the defaults of the last call: an option that still has that value is set again.
     """
@@ -319,7 +319,7 @@ def _events(r: _Recipe) -> _Problems:
 
 
 def _losses_of_events(r: _Recipe) -> _Problems:
-    """Refuse events that may leave both losses with weight 0, whenever the events with a condition happen."""
+    """Refuse events that may set the weights of both losses to 0. Events with a condition may happen at any step."""
     changes = {index: event for index, event in enumerate(r.schedule) if event.loss}
     fixed = sorted((event.at, index) for index, event in changes.items() if event.at is not None)
     free = [index for index, event in changes.items() if event.at is None]

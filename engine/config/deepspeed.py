@@ -357,7 +357,7 @@ def _nested_problems(section: str, key: str, value: Any) -> Iterator[str]:
 def resolve(recipe: Recipe, world_size: int, *, local_size: int | None = None) -> dict[str, Any]:
     """Build the complete configuration for ``deepspeed.initialize`` and ``zero.Init``, a new dict.
 
-    Needs no process group: call it before there is one, with the WORLD_SIZE of the environment.
+    Needs no process group: call it before the group starts, with WORLD_SIZE of the environment.
 
     Args:
         recipe: the run; it names the file, and provides the values that the file leaves to the recipe.
@@ -503,7 +503,7 @@ def _other_precision(own: str, only_own: bool) -> str:
 
 
 def _fill_hpz(zero: dict[str, Any], world_size: int, local_size: int | None) -> list[str]:
-    """Replace hpZ's "auto" by the number of ranks of a node, where gathers are fast; return the problems."""
+    """Replace hpZ's "auto" by the number of ranks of a node, among which gathers are fast; return the problems."""
     size = zero["zero_hpz_partition_size"]
     if size == "auto":
         if local_size is None and world_size > 1:

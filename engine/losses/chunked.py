@@ -246,7 +246,7 @@ _NO_TEACHER: Callable[[slice], BlockTeacher] = lambda chunk: lambda block: None 
 
 
 def _teacher_rows(teacher: TeacherTargets, positions: Tensor) -> Callable[[slice], BlockTeacher]:
-    """Return a function of a chunk, whose result maps a block of its rows to the teacher's logits or top K."""
+    """Return a function of a chunk; it returns a function from a block of rows to the teacher's logits or top K."""
     if isinstance(teacher, TeacherTopK):
         top = teacher.top
         return lambda chunk: lambda block: TopK(*(tensor[chunk][block] for tensor in top))
@@ -262,7 +262,7 @@ def _teacher_rows(teacher: TeacherTargets, positions: Tensor) -> Callable[[slice
 
 
 def _losses_of_block(logits: Tensor, teacher: Tensor | TopK | None, labels: Tensor, job: _Job, values: Tensor) -> None:
-    """Write losses of R tokens into ``values`` [losses, R], and the gradient, if needed, over ``logits`` [R, V]."""
+    """Write losses of R tokens into ``values`` [losses, R]; overwrite ``logits`` [R, V] by the gradient, if needed."""
     student = job.function(logits.to(_work_dtype(logits.dtype)))
     gradient = torch.zeros_like(student) if any(job.wanted) else None
     block_losses(

@@ -76,7 +76,7 @@ def init_ranks() -> torch.device:
     Without a launcher the process is rank 0 of 1.
 
     Raises:
-        RecipeError: a job of several processes without RANK in the environment.
+        RecipeError: the job has several processes, but RANK is not in the environment.
         RankError: another machine failed before the group existed (:func:`engine.cluster.nodes.tell_other_nodes`).
     """
     device = join_ranks()

@@ -116,7 +116,7 @@ def _hold(recipe: Recipe, model: PreTrainedModel) -> None:
 def quantize_student(
     recipe: Recipe, ds_config: dict[str, Any], device: torch.device, model: PreTrainedModel, named: dict[str, Scheme]
 ) -> Quantization:
-    """Quantize Linears and set ``requires_grad``, in place; scales are not filled yet."""
+    """Replace Linears by quantized layers and set ``requires_grad``, in place; scales are not filled yet."""
     with errors_on_all_ranks(ValueError):
         quantization = prepare(
             model,
