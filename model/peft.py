@@ -266,7 +266,7 @@ def _filled(pair: tuple[Tensor, Tensor], values: tuple[Tensor, Tensor]) -> bool:
 def _factors(matrix: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute factors ``a [rank, in]`` and ``b [out, rank]`` of equal norms, with ``b @ a`` close to ``matrix [out,
     in]``."""
-    # Same seed in every run; extra directions and iterations, because errors do not have a few dominant ones.
+    # Same seed in every run; extra directions and iterations, because errors do not have a few dominant directions.
     with torch.random.fork_rng([matrix.device] if matrix.is_cuda else []):
         torch.manual_seed(0)
         u, s, v = torch.svd_lowrank(matrix, q=min(rank + 16, *matrix.shape), niter=8)

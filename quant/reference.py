@@ -329,7 +329,7 @@ def _token_grid(groups: Tensor, spec: TensorSpec, above: Tensor | None) -> tuple
     return torch.where(scale.isfinite(), scale, torch.nan), zero_point
 
 
-# ---- grids: functions of v alone, and codes
+# ---- grids: functions of only v, and codes
 
 
 def _round_to_grid(v: Tensor, spec: TensorSpec, zero: Tensor | None = None) -> Tensor:

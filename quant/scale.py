@@ -103,7 +103,7 @@ CLIPPED = {True: 0.04, False: 0.1}
 # best scale, only the error bounds large scales.
 NARROWEST, WIDEST, WIDEST_FP8 = 0.4, 1.75, 16.0
 # Smallest correlation of the logarithms of scales and measured scales, for at least ENOUGH scales whose logarithms have
-# a standard deviation of DIFFER or more. Trained scales have 0.34 and more, permuted ones up to 0.1.
+# a standard deviation of DIFFER or more. Trained scales have 0.34 and more, permuted scales up to 0.1.
 FOLLOWING, ENOUGH, DIFFER = 0.25, 64, 0.12
 # A scale is damaged if its error exceeds LOST of its squares, and the measured scale has less than KEPT of that error.
 LOST, KEPT = 0.9, 0.2

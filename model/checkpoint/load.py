@@ -200,7 +200,7 @@ def _bytes_to_read(reads: list[_Read], method: str) -> int:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The plan: from headers alone, the same on every rank
+# The plan: from headers only, the same on every rank
 # ----------------------------------------------------------------------------------------------------------------------
 
 

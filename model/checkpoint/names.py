@@ -87,9 +87,7 @@ class Names:
         dense = not any(isinstance(module, ExpertMLPs) for module in model.modules())
         self._experts = {} if dense else expert_tensors(model)
         self._fused = fused_layouts(self._experts)
-        self._fused_of: dict[
-            str, dict[str, list[str]]
-        ] = {}  # by name in the model: transformers' names, and their Linears
+        self._fused_of: dict[str, dict[str, list[str]]] = {}  # by model's name: transformers' names, and their Linears
         for expert in self._experts.values():
             inside = self._fused_of.setdefault(expert.piece.name, {}).setdefault(expert.fused, [])
             inside += [expert.projection] if expert.projection not in inside else []

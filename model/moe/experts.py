@@ -84,7 +84,7 @@ class ExpertRows(NamedTuple):
         return summed
 
     def arranged(self, weights: Tensor) -> Tensor:
-        """Order numbers [T, K] of choices by row, [K T]; differentiable."""
+        """Reorder values [T, K], one per choice, to one per row, [K T]; differentiable."""
         arranged: Tensor = _Arranged.apply(weights.t().reshape(-1), self.choice, self.row)
         return arranged
 

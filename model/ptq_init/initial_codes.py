@@ -1,8 +1,8 @@
 """Initialize codes from samples: each decoder layer in turn gets the best codes for the inputs that it receives from
 the layers before it, which are quantized already.
 
-Runs before ``deepspeed.initialize``, with one decoder layer gathered at a time. Each layer's codes are chosen by GPTQ
-(:mod:`model.ptq_init.layerwise`), and optionally trained afterwards (:mod:`model.ptq_init.blockwise`).
+This runs before ``deepspeed.initialize``, with one decoder layer gathered at a time. Each layer's codes are chosen by
+GPTQ (:mod:`model.ptq_init.layerwise`), and optionally trained afterwards (:mod:`model.ptq_init.blockwise`).
 """
 
 import re

@@ -161,7 +161,7 @@ class _Rows(NamedTuple):
         own: range of this rank's elements in the flattened rows.
         weight: the rows, a copy in the model's dtype.
         before: their quantizer with the first scales.
-        codes, scale: chosen by GPTQ.
+        codes, scale: codes and scales chosen by GPTQ.
     """
 
     part: LinearPart

@@ -86,7 +86,7 @@ def _coded(
     found = {codes.key.rpartition(".")[2]: codes, **parts}
     for suffix, (dtype, sides) in expected.items():
         if suffix in _OF_INPUT:
-            continue  # those that are missing are calibrated
+            continue  # missing tensors are calibrated
         if suffix not in found:
             raise ValueError(f"{suffix} is missing, which {scheme.name} has: expected {dtype} {list(sides)}")
         dtypes = _FLOATS if suffix == "weight_scale" and dtype in _FLOATS else (dtype,)

@@ -142,7 +142,7 @@ def export_model(
         shards = _plan(model, quantization, source, layout, max_shard_size if layout != "gguf" else sys.maxsize)
     total = sum(item.bytes for shard in shards for item in shard)
     aside, gguf = out.with_name(f"{out.name}.tmp-{secrets.token_hex(4)}"), None
-    # Any error on rank 0 alone must reach the other ranks, which are already in the next collective.
+    # Any error only on rank 0 must reach the other ranks, which are already in the next collective.
     with errors_on_all_ranks(Exception):
         if is_main():
             check_destination(out, total, overwrite)

@@ -26,7 +26,7 @@ class PeftFolder:
     """Contents of the folder.
 
     Attributes:
-        tensors: by key in the file; empty on all ranks but 0.
+        tensors: tensors by key in the file; empty on all ranks except rank 0.
         config: contents of adapter_config.json.
         base: digest of the checkpoint that the adapter was trained on, which a later run compares.
     """

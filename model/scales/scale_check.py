@@ -133,7 +133,7 @@ class _Member:
     """Layer of a scale group, with loaded and measured scales, each fp32 in the scheme's shape.
 
     Attributes:
-        layer, group: the layer, and its group.
+        layer, group: the layer, and its scale group.
         parts: its Linears on disk.
         keys: keys of their scales in the files, in the same order.
         codes: weights of the Linears in the files, None if the files only have scales.

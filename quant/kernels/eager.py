@@ -98,7 +98,7 @@ def quantize_with_scale(
 def dequantize_with_zeros(
     codes: Tensor, s0: Tensor, theta: Tensor, *others: Any, **named: Any
 ) -> tuple[Tensor, Tensor]:
-    """Compute :func:`dequantize`, and zeros like theta."""
+    """Compute :func:`dequantize`, and zeros in the shape and dtype of theta."""
     return dequantize(codes, s0, theta, *others, **named), torch.zeros_like(theta)
 
 

@@ -81,7 +81,7 @@ for _schema in SCHEMAS:
     OPERATORS.define(_schema)
 
 # ---- shapes of results for torch.compile. Torch passes the arguments in the order of the schemas, without trailing
-# ones that have their defaults.
+# arguments that have their defaults.
 
 _CODE_DTYPES = {0: torch.float8_e4m3fn, 1: torch.uint8}  # by grid; int8 for all others
 

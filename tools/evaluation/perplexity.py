@@ -71,7 +71,9 @@ def read_eval_text(path: str | Path, tokenizer: PreTrainedTokenizerBase, max_tok
         ValueError: the file is empty or not UTF-8, or the tokenizer has neither BOS nor EOS.
     """
     try:
-        text = Path(path).read_bytes().decode("utf-8")  # without newline translation: bytes are those of the file
+        text = (
+            Path(path).read_bytes().decode("utf-8")
+        )  # without newline translation, so that bytes are counted as in the file
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not a UTF-8 text file ({error})") from error
     ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -332,7 +332,7 @@ def held_partitions(held: Held, item: str, settings: Settings, inventory: Invent
     zero, ranks, parameters = settings.zero, settings.ranks, inventory.parameters
     held.add(item, sum(one.share(ranks) for one in parameters), settings.offloads_parameters)
     if zero.zero_hpz_partition_size > 1:
-        # Second partitions within a node, from the first forward on; those of trained parameters until the step.
+        # Second partitions within a node, from the first forward on; for trained parameters until the step.
         second = sum(one.padded(ranks) // zero.zero_hpz_partition_size for one in parameters if not one.whole)
         held.add(item, second, settings.offloads_parameters)
     if ranks > 1:  # whole between steps, in addition to their shares
