@@ -226,7 +226,7 @@ class TeacherCache:
                     "write the cache again"
                 )
 
-    def check_quantized_on_load_of(self, samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase) -> None:
+    def check_made_from(self, samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase) -> None:
         """Refuse a cache that was made from other samples, by another tokenizer, or for other targets.
 
         Raises:

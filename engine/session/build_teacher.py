@@ -86,7 +86,7 @@ def open_cached_teacher(recipe: Recipe, samples: Sequence[Sample], tokenizer: Pr
                 f"loss.top_k: {top_k}, expected at most {cache.manifest.top_k}, as many as loss.teacher_cache "
                 f"{directory} keeps"
             )
-        cache.check_quantized_on_load_of(samples, tokenizer)
+        cache.check_made_from(samples, tokenizer)
         teacher = recipe.loss.teacher
         if teacher is not None and (Path(teacher) / "config.json").is_file():
             cache.check_teacher(teacher, digest_of_checkpoint(teacher))

@@ -97,7 +97,7 @@ def test_what_was_written_is_read_back(made):
     samples, teacher, arrays, directory = made
     assert not found_by_ranks(directory)
     cache = TeacherCache(directory)
-    cache.check_quantized_on_load_of(samples, tiny_tokenizer())
+    cache.check_made_from(samples, tiny_tokenizer())
     cache.check_teacher(str(teacher), digest_of_checkpoint(teacher))
     for name, array in arrays.items():
         assert np.array_equal(cache.array(name), array), name
@@ -184,7 +184,7 @@ def test_offsets_of_other_samples_are_refused(made):
     (directory / "offsets").write_bytes(offsets.tobytes())
     refit(directory)
     with pytest.raises(CacheError, match=f"{directory / 'offsets'} is not of the samples"):
-        TeacherCache(directory).check_quantized_on_load_of(samples, tiny_tokenizer())
+        TeacherCache(directory).check_made_from(samples, tiny_tokenizer())
 
 
 def refit(directory):
@@ -208,7 +208,7 @@ def test_a_cache_of_something_else_is_refused(made, tmp_path):
         (samples, tokenizer, "another tokenizer"),
     ):
         with pytest.raises(CacheError, match=said):
-            cache.check_quantized_on_load_of(others, theirs)
+            cache.check_made_from(others, theirs)
     other = tiny_checkpoint(tmp_path / "other", "llama", seed=5)
     with pytest.raises(CacheError, match="another teacher"):
         cache.check_teacher(str(other), digest_of_checkpoint(other))
