@@ -8,6 +8,8 @@ from tests.lib import seeds
 
 # DeepSpeed takes a GPU where there is one, at its import; what tests/gpu/ does on one says so itself.
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
+# Two processes of tests on two cores: with two threads each they wait for each other most of the time.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture
