@@ -413,7 +413,8 @@ def without_wait(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _moved(batch: MicroBatch, copy: Callable[[Tensor], Tensor]) -> MicroBatch:
-    """Replace the tensors of ``batch`` by views of one ``copy`` of all of them, concatenated (int64)."""
+    """Call ``copy`` once with the concatenated tensors of ``batch`` (int64), and return the batch with views of the
+    result; tensors in READ_BY_THE_HOST stay."""
     tensors = {name: tensor for name, tensor in batch.items() if name not in READ_BY_THE_HOST}
     parts = copy(torch.cat([tensor.flatten() for tensor in tensors.values()])).split(
         [tensor.numel() for tensor in tensors.values()]

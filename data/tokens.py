@@ -68,7 +68,7 @@ class OffsetTokenizer:
     def is_longer(self, text: str, tokens: int) -> bool:
         """Return True if a text certainly has more than ``tokens`` tokens, without tokenizing a long text completely.
 
-        A prefix of the text may tokenize differently at its end, but never to twice as many tokens.
+        A prefix may be tokenized differently at its end, but never has more than twice the tokens of the whole text.
         """
         size = max(CHARACTERS, 8 * tokens)
         return len(text) > size and len(self.one(text[:size]).ids) > 2 * tokens

@@ -63,7 +63,7 @@ def _layout(recipe: Recipe) -> Layout | None:
 
 
 def _check_base(recipe: Recipe) -> None:
-    """Refuse to export only an adapter if the base model that it was trained with is not on disk."""
+    """Refuse to export only an adapter unless it was trained on a quantized checkpoint, which serves it."""
     if recipe.quant.scheme != SOURCE:
         raise RecipeError(
             f"quant.scheme: {recipe.quant.scheme!r}, expected {SOURCE!r} with export.format peft, and a quantized "

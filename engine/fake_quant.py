@@ -65,7 +65,7 @@ def observed_input_scales(quantization: Quantization, owners: Set[str] | None = 
 
 
 def _without_scales(absmax: dict[str, float], quantization: Quantization) -> str:
-    """Write the error text for input groups whose absmax is missing or not finite."""
+    """Return the error text for input groups whose absmax is not finite, or 0, as no values reached them."""
     bad = [owner for owner, value in absmax.items() if not math.isfinite(value)]
     unseen = [owner for owner, value in absmax.items() if value == 0]
     problems = []

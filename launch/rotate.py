@@ -1,6 +1,6 @@
 """Rotate a checkpoint's weights: the same function, without outliers in the inputs of layers.
 
-    python launch/rotate.py --model Qwen/Qwen3-8B --output rotated/qwen3_8b
+    python launch/rotate.py --model models/Qwen3-8B --output rotated/qwen3_8b
     deepspeed --num_gpus 8 launch/train.py --config my.yaml --quant.scheme nvfp4_w4a4 --model.path rotated/qwen3_8b
 
 Hadamard matrices with random signs rotate the residual stream and the values of each head. The layers' weights are

@@ -171,8 +171,10 @@ class Names:
         return apply_renamings(key, self._renamings)
 
     def linear(self, piece: Piece) -> str | None:
-        """Return the name of the Linear's weight to which a slice of a stack of experts belongs; None outside of
-        stacks."""
+        """Return the weight's name of the expert's Linear that ``piece``, a slice of stacked experts, holds.
+
+        None if ``piece`` is no such slice.
+        """
         return next(
             (
                 name

@@ -223,7 +223,8 @@ class Experts(NamedTuple):
         return {f"{name}_bias": shape[:2] for name, shape in self.shapes().items()} if self.biased else {}
 
     def inner(self, first: Tensor) -> Tensor:
-        """Compute the input [rows, I] of down_proj from the outputs of gate_proj and up_proj [rows, 2I], or up_proj."""
+        """Compute the input [rows, I] of down_proj from the outputs [rows, 2I] of gate_proj and up_proj; [rows, I] if
+        there is no gate."""
         if not self.has_gate:
             return self.act_fn(first)
         if self.gated is not None:

@@ -141,7 +141,7 @@ class QuantizeOnLoad:
 
     @property
     def scale_shape(self) -> tuple[int, int]:
-        """Shape of the scales, one row per row or block of rows."""
+        """Shape of the scales: one row for each row of the weight, or for each block of rows."""
         rows, across = self.spec.scale_shape(self.shape)
         return rows, across
 

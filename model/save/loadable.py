@@ -213,7 +213,7 @@ def weights_read(model: PreTrainedModel, packed: Collection[str]) -> list[str]:
 
 
 def _initialized(model: PreTrainedModel, name: str) -> bool:
-    """Return True if initializing a layer, or a parent module, fails only because its weight is missing."""
+    """Return True if transformers initializes a layer and its parents with the layer's weight, and fails without."""
     parts = name.split(".")
     above = [model.get_submodule(".".join(parts[:end])) for end in range(len(parts) + 1)]
     holders = [module for module in above if not isinstance(module, PreTrainedModel)]

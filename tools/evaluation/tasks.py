@@ -94,7 +94,7 @@ class Tasks:
         return children.union(*(self._members(child) for child in children))
 
     def _conditions(self, name: str, found: Any) -> str:
-        """Return the number of samples, and a digest of the requests, which contain the data and the examples."""
+        """Return a line with the numbers of samples and of few-shot examples, and a digest of the requests."""
         tasks = self.loaded["tasks"]
         members = [name] if name in tasks else sorted(self._members(name) & tasks.keys())
         requests = [request.args for member in members for request in tasks[member].instances]
