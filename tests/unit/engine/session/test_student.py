@@ -54,7 +54,7 @@ def test_the_share_of_the_matrices_that_is_quantized(tmp_path: Path):
 
 NO_LINEARS = {"exempt_more": [r".*_proj", r".*\.experts\..*"]}
 TURNED = {"scheme": "w4a16_channel", "lm_head": "w8a16_channel", "rotate": ["lm_head"], "rotate_block": 64}
-NOTHING = r"nothing to quantize: .* Qwen3MoeForCausalLM is exempt.* lie in .*Router"
+NOTHING = r"nothing to quantize: .* Qwen3MoeForCausalLM is exempt.* are in .*Router"
 NO_NAME = r"learnable\.freeze: .* matches no parameter.*model\.embed_tokens\.weight"
 
 
