@@ -210,7 +210,7 @@ def test_json_is_json(block: Block) -> None:
 
 @blocks("python")
 def test_python_runs(block: Block) -> None:
-    """Of scripts that train the imports alone: those of launch/examples are run by other tests, with a checkpoint."""
+    """Scripts that train only import here: other tests run those of launch/examples, with a checkpoint."""
     tree = ast.parse(block.text)
     compile(tree, block.name, "exec")
     if "loop.run()" in block.text:

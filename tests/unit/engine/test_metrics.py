@@ -1,4 +1,4 @@
-"""What people are told: TensorBoard files that cannot end a run, the picture of the errors, and the summary."""
+"""TensorBoard files, which cannot end a run, the picture of the errors, and the summary."""
 
 import shutil
 

@@ -314,7 +314,7 @@ def test_other_inputs_are_not_kept(seed):
 
 
 def test_torchs_own_formulas_ask_for_the_output():
-    """Of each attention of torch that has a formula for backward: that reads the output, and its node is known."""
+    """Every attention operator of torch with a backward formula reads its output there, and has a known node."""
     file = Path(torchgen.__file__).parent / "packaged" / "autograd" / "derivatives.yaml"
     known = set()
     for formula in file.read_text().split("\n- name: ")[1:]:
@@ -364,8 +364,10 @@ def loss_and_gradients(model: nn.Module, ids: Tensor) -> tuple[dict[str, Tensor]
 
 @pytest.mark.parametrize("scheme", KEPT)
 def test_a_model_keeps_less_and_trains_the_same(scheme, seed):
-    """Of o_proj nothing; behind a Function its codes, until that is named. All bits are those without kept codes, in
-    recomputed layers too: there torch would complain of other tensors."""
+    """o_proj keeps nothing; behind an unknown Function it keeps codes. All bits equal those without kept codes.
+
+    Recomputed layers too: there torch complains about tensors that differ.
+    """
     model, ids = model_of(scheme)
     expected, plain = loss_and_gradients(model, ids)
     keep_codes(model)

@@ -268,7 +268,7 @@ class Smooth:
 
 @pytest.mark.parametrize(("family", "attention"), [("qwen3", "sdpa"), ("qwen3_moe", "eager"), ("llama", "eager")])
 def test_gradients_of_a_model_against_fp64(family, attention, seed):
-    """Of every weight and every theta, those of the model in fp64 with the surrogates. With grouped queries a key's
+    """Gradients of all weights and thetas equal those of the fp64 model with surrogates. With grouped queries a key's
     gradient is the sum over the queries that read it. LSQ's factor counts the features of a token, not tokens: the
     gradient of a batch is the sum of those of its parts."""
     model, ids = build(family, attention), tokens()

@@ -170,7 +170,7 @@ def recipe(directory: Path, name: str, kind: str, stage: int, sections: dict[str
 
 
 def measured(path: Path) -> dict:
-    """What the ranks wrote."""
+    """Read the measurements that the ranks wrote."""
     return json.loads(Path(load_recipe(path).output_dir, "measured.json").read_text())
 
 
@@ -244,8 +244,10 @@ def test_what_was_measured_is_printed_beside_the_prediction(
 
 @pytest.mark.full
 def test_a_base_that_is_held_as_codes(runs: dict[str, Path]) -> None:
-    """Of int4 in groups of 32: half a byte per weight and four for each scale, in no more collectives than in bf16.
-    Codes that are made of the original take what those of its export take."""
+    """int4 in groups of 32 takes half a byte per weight and four per scale, in no more collectives than bf16.
+
+    Codes made while the original is loaded take as many bytes as the codes of its export.
+    """
     assert measured(runs["base made of weights"])["items"] == measured(runs["base as quantized, stage 3"])["items"]
     tensors = load_file(runs["stage 0, dense"].parent / "dense" / "model.safetensors")
     elements = sum(tensor.numel() for name, tensor in tensors.items() if name.endswith("_proj.weight"))

@@ -1,4 +1,4 @@
-"""What must be as it was for a run to go on from a checkpoint, and what may change."""
+"""Options and data that a resumed run must keep, and those that it may change."""
 
 import copy
 import re

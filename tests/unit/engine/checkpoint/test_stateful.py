@@ -1,4 +1,4 @@
-"""What a rank keeps beside DeepSpeed's state: every owner gets back what it gave."""
+"""State that a rank saves in addition to DeepSpeed's: every owner gets its own back."""
 
 import random
 from types import SimpleNamespace

@@ -264,7 +264,7 @@ def test_a_base_that_codes_do_not_say_is_refused(tmp_path, checkpoints):
 
 
 def test_codes_are_made_of_an_ordinary_checkpoint(tmp_path, checkpoints):
-    """Of all quantized layers but lm_head, which keeps its weight; scales of inputs may be given."""
+    """All quantized layers are packed except lm_head, which keeps its weight; scales of inputs may be given."""
     for quant in ({"scheme": "w4a16_g32"}, {"scheme": "w8a8_static", **GIVEN, "lm_head": "w8a16_channel"}):
         settings = recipe(tmp_path, checkpoints["qwen3"], CODES, quant=quant)
         model, quantization = build_student(settings, DS_CONFIG, CPU)

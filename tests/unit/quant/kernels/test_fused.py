@@ -61,7 +61,7 @@ ROUNDING = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-8, torch.float16: 2.0
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_of_a_norm_in_fp64(dtype, seed):
-    """Of dx relative to the gradient before the projection, which may cancel nearly all of a row of few features."""
+    """Errors of dx are relative to the gradient before the projection, which may cancel nearly all of a short row."""
     for _ in range(6):
         x, _, grad, weight = random_rows(dtype, False, most=70_000)
         if x.numel() == 0:
