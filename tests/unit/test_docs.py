@@ -127,6 +127,14 @@ def test_paths_and_names_exist(page: Path) -> None:
     assert wrong == []
 
 
+def test_the_walk_to_the_first_step_is_short_and_names_functions_that_exist() -> None:
+    text = prose(ROOT / "docs" / "reading_the_code.md").partition("## A walk")[2].partition("\n## ")[0]
+    assert len(set(re.findall(r"`([a-z_]+/[\w/]+\.py)`", text))) <= 35
+    rows = re.findall(r"^\| `([\w/]+)\.py` \| (.+?) \|", text, re.MULTILINE)
+    named = [f"{file.replace('/', '.')}.{name}" for file, cell in rows for name in re.findall(r"`([\w.]+)`", cell)]
+    assert len(named) > 20 and [name for name in named if not exists(name)] == []
+
+
 # Commands
 
 MINIMAL = {
