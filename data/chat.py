@@ -21,7 +21,7 @@ Special cases, each counted in turns:
 
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -29,10 +29,12 @@ import numpy as np
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from data.jsonl import BadLineError, check_fields, conversation_of, lines_of
+from data.jsonl import Conversation, check_fields, conversation_of, lines_of
+from data.keys import FileKeys, Written
 from data.samples import IGNORE, DataError, Problems, Sample, check_files
 from data.template import Answer, LossOn, Rendering, SpecialTokens, Template
 from data.tokens import CHARACTERS, TEXTS, OffsetTokenizer, TokenizerError, Tokens, in_groups
+from data.turns import BadLineError
 
 
 @dataclass
@@ -53,6 +55,13 @@ class Counts:
     without_end: int = 0  # kept answers: no special token ends them
     spelled: int = 0  # special tokens spelled out in the contents of kept samples
     spelled_targets: int = 0  # spelled-out special tokens that are targets
+    unanswered: int = 0  # turns behind the last answer, which are left out
+    unlearned: int = 0  # turns whose flag asks to learn them, and which are not learned
+    nulls_left_out: int = 0  # nulls in schemas of tools, and in arguments that the called tool does not have
+    nulls_kept: int = 0  # other nulls in arguments of calls
+    keys: dict[str, FileKeys] = field(
+        default_factory=dict
+    )  # by file: rows of each key that is not used, or not written
 
     def summary(self) -> str:
         """Summarize in one line what was kept and dropped, and why, and anything unusual about the masks."""
@@ -70,8 +79,17 @@ class Counts:
             "answers without an end-of-turn token": self.without_end,
             "special tokens spelled out in the chats and kept (data.special_tokens)": self.spelled,
             "of them targets": self.spelled_targets,
+            "turns behind the last answer left out": self.unanswered,
+            "turns not learned whose weight is 1 (data.loss_on)": self.unlearned,
+            "nulls left out of tools and of arguments that the tool does not have": self.nulls_left_out,
+            "nulls kept in arguments of calls": self.nulls_kept,
         }
         return text + "".join(f"; {count:,} {name}" for name, count in unusual.items() if count)
+
+    def notes(self) -> Iterator[str]:
+        """Say for each file, in a line each, how many rows have keys that are not used, and which keys."""
+        for file, keys in self.keys.items():
+            yield from (f"{file}: {note}" for note in keys.notes())
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,10 +206,11 @@ class _Builder:
                 continue
             self.counts.lines += 1
             try:
-                rendering = self._rendered(line)
+                rendering = self._rendered(line, self.counts.keys.setdefault(name, FileKeys()))
                 hopeless = self.tokenizer.is_longer(rendering.text, self.max_length)
-            except (BadLineError, MemoryError) as error:
-                self.problems.add(f"{name}:{number}", str(error) or "found a line for which there is no memory")
+            except (BadLineError, MemoryError, RecursionError) as error:
+                said = str(error) if isinstance(error, BadLineError) else "found a line that is too large or too deep"
+                self.problems.add(f"{name}:{number}", said)
                 continue
             if hopeless:
                 self.counts.too_long += 1
@@ -202,9 +221,9 @@ class _Builder:
         if self.counts.lines == before:
             self.problems.add(name, "found only blank lines, expected one JSON object per line")
 
-    def _rendered(self, line: bytes) -> Rendering:
+    def _rendered(self, line: bytes, keys: FileKeys) -> Rendering:
         """Render a line with the template. Raises BadLineError for spelled-out special tokens, if they are refused."""
-        conversation = conversation_of(line, self.fields)
+        conversation = conversation_of(line, self.fields, self.template.reads)
         if self.special_tokens == "refuse" and (token := self.template.special_token_in(conversation)):
             raise BadLineError(f"found the special token {token!r} spelled out, expected none (data.special_tokens)")
         rendering = self.template.render(conversation, self.loss_on)
@@ -213,7 +232,20 @@ class _Builder:
                 "found a special token spelled out, and a chat template that writes the conversation otherwise without "
                 "it, expected data.special_tokens keep or refuse"
             )
+        self._count(conversation, rendering, keys)
         return rendering
+
+    def _count(self, conversation: Conversation, rendering: Rendering, keys: FileKeys) -> None:
+        """Count all that a row has and the text has not."""
+        seen, learned = conversation.seen, conversation.learned
+        self.counts.unanswered += conversation.unanswered
+        self.counts.unlearned += (learned[:-1] if self.loss_on == "last" else learned[:1]).count(True)
+        self.counts.nulls_left_out += seen.nulls_left_out
+        self.counts.nulls_kept += seen.nulls_kept
+        keys.unused.update(seen.unused)
+        keys.taken.update(conversation.variables.keys())
+        if rendering.answers:
+            keys.unwritten.update(unwritten(conversation, Written(rendering.text, seen.reads)))
 
     def _add(self, batch: list[Line]) -> None:
         if self.problems.count:
@@ -283,6 +315,19 @@ class _Builder:
             return None, False
         keeps_bos = bool(ids[0] == self.bos) and excess + 1 < first
         return excess + keeps_bos, keeps_bos
+
+
+def unwritten(conversation: Conversation, written: Written) -> set[str]:
+    """Return the keys with texts or numbers that the rendered conversation does not contain."""
+    found = set(written.unwritten("tools", conversation.tools))
+    for key, value in conversation.variables.items():
+        found.update(written.unwritten(key, value))
+    for turn, places in zip(conversation.turns, conversation.places, strict=True):
+        for key, value in turn.items():
+            if key != "role":
+                content = [part["text"] for part in value] if key == "content" and isinstance(value, list) else value
+                found.update(written.unwritten(places[key], content))
+    return found
 
 
 def targets_of(answer: Answer, tokens: Tokens, rendering: Rendering, tokenizer: OffsetTokenizer) -> Targets:

@@ -31,7 +31,9 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from data.jsonl import BadLineError, Conversation, Turn
+from data.jsonl import Conversation
+from data.keys import reads_of
+from data.turns import BadLineError, Turn
 
 SpecialTokens = Literal["keep", "text", "refuse"]
 """Treatment of a spelled-out special token: it stays special, it becomes plain text, or the line is an error."""
@@ -128,9 +130,14 @@ class Rendering:
 
 
 class Template:
-    """Chat template of a tokenizer."""
+    """Chat template of a tokenizer.
+
+    Attributes:
+        reads: names that it reads.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.reads = reads_of(tokenizer)
         self._tokenizer = tokenizer
         self._special = SpecialTexts(tokenizer)
 
@@ -145,12 +152,16 @@ class Template:
                 exactly.
         """
         turns = [self._formatted(turn) for turn in conversation.turns]
-        chosen = [i for i, turn in enumerate(turns) if i and turn["role"] == "assistant" and not is_blank(turn)]
+        chosen = [
+            i
+            for i, turn in enumerate(turns)
+            if i and turn["role"] == "assistant" and not is_blank(turn) and conversation.learned[i] is not False
+        ]
         if loss_on == "last":
             chosen = [i for i in chosen if i == len(turns) - 1]
         if not chosen:
             return Rendering("", [])
-        writing = _Writing(self._tokenizer, turns, conversation.tools)
+        writing = _Writing(self._tokenizer, turns, conversation.tools, conversation.variables)
         writing.check_tools()
         answers = [writing.answer(i) for i in chosen]
         assert all(one.end <= other.start for one, other in pairwise(answers)), "turns overlap"
@@ -158,7 +169,7 @@ class Template:
 
     def special_token_in(self, conversation: Conversation) -> str | None:
         """Find the first special token that is spelled out in a conversation; None if there is none."""
-        found = self._special.first_in(conversation.turns, conversation.tools)
+        found = self._special.first_in(conversation.turns, conversation.tools, conversation.variables)
         return found and found[0]
 
     def _formatted(self, turn: Turn) -> Turn:
@@ -196,7 +207,7 @@ class Template:
 
     def _tried(self, *turns: Turn) -> str:
         try:
-            return _write(self._tokenizer, list(turns), None)
+            return _write(self._tokenizer, list(turns), None, {})
         except BadLineError:
             return ""
 
@@ -204,10 +215,17 @@ class Template:
 class _Writing:
     """One conversation with its renderings."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, turns: list[Turn], tools: list[Any] | None) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        turns: list[Turn],
+        tools: list[Any] | None,
+        variables: dict[str, Any],
+    ) -> None:
         self.tokenizer = tokenizer
         self.turns = turns
         self.tools = tools
+        self.variables = variables
         self.text = self._write(turns)
         try:
             self.text.encode("utf-8")
@@ -217,16 +235,15 @@ class _Writing:
             ) from error
 
     def _write(self, turns: list[Turn], *, add_generation_prompt: bool = False) -> str:
-        return _write(self.tokenizer, turns, self.tools, add_generation_prompt=add_generation_prompt)
+        return _write(self.tokenizer, turns, self.tools, self.variables, add_generation_prompt=add_generation_prompt)
 
     def spelled(self, special: SpecialTexts) -> tuple[list[Span], int]:
         """Return the positions of spelled-out special tokens and 0; if they are not found, no positions and a count."""
-        conversation = [self.turns, self.tools]
+        conversation = [self.turns, self.tools, self.variables]
         if special.first_in(*conversation) is None:
             return [], 0
         try:
-            turns, tools = special.hidden(conversation)
-            text, spans = shown_again(_write(self.tokenizer, turns, tools))
+            text, spans = shown_again(_write(self.tokenizer, *special.hidden(conversation)))
         except (BadLineError, RecursionError):  # a template may search for a special token that was replaced
             return [], special.count_in(*conversation)
         return (spans, 0) if text == self.text else ([], special.count_in(*conversation))
@@ -333,13 +350,18 @@ def _write(
     tokenizer: PreTrainedTokenizerBase,
     turns: list[Turn],
     tools: list[Any] | None,
+    variables: dict[str, Any],
     *,
     add_generation_prompt: bool = False,
 ) -> str:
+    # transformers names a turn's reasoning for templates that read "thinking", but not for those that read "reasoning".
+    turns = [
+        {"reasoning": turn["reasoning_content"], **turn} if "reasoning_content" in turn else turn for turn in turns
+    ]
     try:
         return str(
             tokenizer.apply_chat_template(
-                turns, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
+                turns, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt, **variables
             )
         )
     except Exception as error:  # a template is a program and may raise anything

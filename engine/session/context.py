@@ -154,7 +154,8 @@ def read_samples(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, files: Sequ
             special_tokens=settings.special_tokens,
             progress=is_main(),
         )
-        say(f"data: {counts.summary()}")
+        for line in (counts.summary(), *counts.notes()):
+            say(f"data: {line}")
         return samples
 
 

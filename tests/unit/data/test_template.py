@@ -335,7 +335,7 @@ def test_deeply_nested_tools(tmp_path):
     for _ in range(400):
         deep = [deep]
     row = turns(("user", "a"), ("assistant", "b")) | {"tools": [{"name": "f", "parameters": deep}]}
-    tokenizer = templated("{{ tools[0]['name'] }}" + tiny_tokenizer().chat_template)
+    tokenizer = templated("{{ tools[0]['function']['name'] }}" + tiny_tokenizer().chat_template)
     assert read(tmp_path, tokenizer, row)[1].spelled == 0, "the template writes the tool's name alone"
 
 

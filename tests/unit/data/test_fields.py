@@ -1,0 +1,136 @@
+"""Fields of rows and turns: each is honoured, or refused by name, or counted by name."""
+
+import re
+from typing import Any
+
+import pytest
+
+from data.samples import DataError
+from tests.lib.tiny import tiny_tokenizer
+from tests.unit.data.chats import END, GOOD, learned_turns, messages, read, templated, turns, whole
+
+ASKED, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+TWO = [ASKED, ANSWER, {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]
+
+
+def with_flags(*flags: dict[str, Any]) -> dict[str, Any]:
+    """A row of two questions and two answers, with more keys on the turns."""
+    return {"messages": [{**turn, **more} for turn, more in zip(TWO, flags, strict=True)]}
+
+
+def learned_of(tmp_path, *rows: object, **options: Any) -> list[list[str]]:
+    tokenizer = tiny_tokenizer()
+    return [learned_turns(sample, tokenizer) for sample in read(tmp_path, tokenizer, *rows, **options)[0]]
+
+
+@pytest.mark.parametrize("flag", ["weight", "train", "training", "trainable", "loss", "loss_mask", "loss_weight"])
+def test_flags_say_which_answers_are_learned(flag, tmp_path):
+    off, on, user = {flag: False}, {flag: 1}, {flag: 0.0}
+    rows = [with_flags(user, one, user, other) for one in (off, on, {}) for other in (off, on, {flag: None})]
+    every = learned_of(tmp_path, *rows, loss_on="all")
+    first, last = "b" + END, "d" + END
+    assert every == [[last], [last], [first], [first, last], [first, last], [first], [first, last], [first, last]]
+    _, counts = read(tmp_path, tiny_tokenizer(), *rows, loss_on="all")
+    assert (counts.without_target, counts.unlearned) == (1, 0)
+    # The last answer is the last one, also if another one has the weight.
+    assert learned_of(tmp_path, *rows) == [[last]] * 6
+    _, counts = read(tmp_path, tiny_tokenizer(), *rows)
+    assert (counts.without_target, counts.unlearned) == (3, 3)
+    assert "3 turns not learned whose weight is 1 (data.loss_on)" in counts.summary() and not list(counts.notes())
+
+
+def test_keys_that_nothing_reads_are_counted(tmp_path):
+    rows = [GOOD | {"system_hint": "Be brief.", "id": 7, "source": None}, GOOD | {"system_hint": "x"}, GOOD]
+    rows.append(turns(("user", "a"), ("assistant", "b")) | {"tags": []})
+    rows[-1]["messages"][0]["mood"] = "good"
+    _, counts = read(tmp_path, tiny_tokenizer(), *rows)
+    (note,) = counts.notes()
+    said = '2 rows have "system_hint", 1 "id", 1 "messages.mood", which are not used'
+    assert note == f"{tmp_path / 'a.jsonl'}: {said}"
+    (note,) = read(tmp_path, tiny_tokenizer(), GOOD | {"hint": "x"})[1].notes()
+    assert note.endswith('a.jsonl: 1 row has "hint", which is not used')
+    many = GOOD | {f"key{index:02}": index for index in range(1, 24)}
+    (note,) = read(tmp_path, tiny_tokenizer(), many)[1].notes()
+    assert note.endswith('1 "key20" and 3 more keys, which are not used') and '1 row has "key01", 1 "key02"' in note
+    # Of a field map too.
+    (note,) = read(tmp_path, tiny_tokenizer(), {"q": "a", "a": "b", "c": "d"}, fields={"input": "q", "output": "a"})[
+        1
+    ].notes()
+    assert note.endswith('1 row has "c", which is not used')
+
+
+REFUSED: list[tuple[object, str]] = [
+    *(
+        (with_flags({}, {"weight": weight}, {}, {}), r"messages\[1\]\.weight: found .*, expected 0 or 1")
+        for weight in (0.5, 2, -1, "1", [1])
+    ),
+    (with_flags({"weight": 1}, {}, {}, {}), r"messages\[0\]: found a flag \(weight\) that asks to learn .*'user'"),
+    (
+        with_flags({}, {"weight": 1, "train": False}, {}, {}),
+        r"messages\[1\]: found 'weight' and 'train' that contradict",
+    ),
+    (
+        with_flags({}, {"train_on_turn": False}, {}, {}),
+        r"messages\[1\]\.train_on_turn: found a boolean false, expected",
+    ),
+    (with_flags({}, {"train_detail": [{"begin_offset": 0}]}, {}, {}), r"messages\[1\]\.train_detail: found a list"),
+    (with_flags({}, {"prefix": True}, {}, {}), r"messages\[1\]\.prefix: found a boolean true"),
+    (GOOD | {"label": False}, "label: found false, which marks an undesired answer"),
+    (GOOD | {"weight": 0.5}, r"the row\.weight: found a number 0\.5, expected 0 or 1"),
+    (turns(("user", "a"), ("assistant", "b")) | {"rejected": "c"}, "found the key 'rejected' of preference data"),
+    ({"prompt": "a", "chosen": "b", "rejected": "c"}, "found the key 'chosen' of preference data"),
+    (GOOD | {"image": "a.jpg"}, "image: found a string \"a.jpg\", expected text only, without 'image'"),
+    (with_flags({"images": ["a.jpg"]}, {}, {}, {}), r"messages\[0\]\.images: found a list"),
+    (GOOD | {"history": ["a"]}, "'history': found a list .*, expected a list of pairs"),
+]
+
+
+@pytest.mark.parametrize(("row", "message"), REFUSED)
+def test_fields_that_are_not_supported_are_refused(row, message, tmp_path):
+    with pytest.raises(DataError) as caught:
+        read(tmp_path, tiny_tokenizer(), row)
+    first, said = str(caught.value).split("\n")
+    assert first == "1 bad line in the data:" and re.match(f"{tmp_path}/a.jsonl:1: {message}", said), said
+
+
+def test_history_becomes_turns(tmp_path):
+    row = {"instruction": "c", "input": "", "output": "d", "history": [["a", "b"]]}
+    plain = {"messages": TWO}
+    tokenizer = tiny_tokenizer()
+    for loss_on in ("last", "all"):
+        one, other = read(tmp_path, tokenizer, row, plain, loss_on=loss_on)[0]
+        assert whole(one, tokenizer) == whole(other, tokenizer)
+        assert learned_turns(one, tokenizer) == learned_turns(other, tokenizer)
+
+
+def test_the_template_is_given_what_it_reads(tmp_path):
+    template = (
+        "{% if thinking is defined %}{{ thinking }}{% endif %}{% for d in documents or [] %}{{ d.title }}{% endfor %}"
+        "{% set mode = 'x' %}{{ mode }}{% for m in messages %}{{ m.mood or '' }}{% endfor %}"
+        + tiny_tokenizer().chat_template
+    )
+    row = {"messages": [ASKED | {"mood": "glad"}, ANSWER], "documents": [{"title": "T", "url": "U"}], "mode": "y"}
+    row |= {"chat_template_kwargs": {"thinking": False, "other": 1, "documents": None}, "add_generation_prompt": True}
+    tokenizer = templated(template)
+    (sample,), counts = read(tmp_path, tokenizer, row)
+    assert whole(sample, tokenizer).startswith("FalseTxglad<|im_start|>user\na")
+    place = tmp_path / "a.jsonl"
+    assert list(counts.notes()) == [
+        f'{place}: 1 row has "add_generation_prompt", 1 "chat_template_kwargs.other", 1 "mode", which are not used',
+        f'{place}: 1 row has "documents.url", of which the chat template leaves out at least a part',
+        f'{place}: 1 row has "documents", 1 "thinking", which the chat template takes as variables',
+    ]
+    _, counts = read(tmp_path, tiny_tokenizer(), row)
+    assert '"documents", 1 "messages.mood"' in next(counts.notes())
+
+
+def test_turns_behind_the_last_answer_are_counted(tmp_path):
+    row = turns(("user", "a"), ("assistant", "b"), ("user", "c"), ("user", "d"))
+    _, counts = read(tmp_path, tiny_tokenizer(), row)
+    assert counts.unanswered == 2 and "2 turns behind the last answer left out" in counts.summary()
+
+
+def test_prompt_and_completion_of_messages(tmp_path):
+    """Only the completion is learned."""
+    row = {"prompt": TWO[:3], "completion": messages(("assistant", "d"), ("user", "e"), ("assistant", "f"))}
+    assert learned_of(tmp_path, row, loss_on="all") == [["d" + END, "f" + END]]
