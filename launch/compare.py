@@ -6,7 +6,8 @@
 ``--bf16`` is the unquantized model that PTQ quantized; for a fair share it was trained for as long as QAT. Directories
 whose results are in a file of ``--results`` (of ``launch/evaluate.py --json``, or an earlier comparison) are not
 evaluated again and need not be on this machine. All other directories are evaluated on ``--text`` and ``--tasks``, like
-by ``launch/evaluate.py``, on one or more ranks. Metrics that were measured on different data are refused.
+by ``launch/evaluate.py``, on one or more ranks; on a text they are also compared with the unquantized model, by KL
+divergence and equal top tokens. Metrics that were measured on different data are refused.
 
 Written to ``--out``: compare.md, compare.png, and compare.json with all results.
 """
@@ -23,7 +24,7 @@ from engine.session.context import init_ranks
 from launch.evaluate import add_questions, check_questions, check_results, read_questions, write_results
 from launch.exits import clean_exit
 from model.ranks import errors_on_all_ranks, is_main, listed, say
-from tools.evaluation.perplexity import evaluate_checkpoint
+from tools.evaluation.perplexity import KL, evaluate_checkpoint, read_reference
 from tools.evaluation.results import Comparison, Evaluation, read_evaluations, table, write_comparison
 
 
@@ -52,9 +53,13 @@ def main() -> None:
             check_missing(missing, asked=arguments.text is not None or arguments.tasks is not None)
         if missing:
             questions = read_questions(arguments)
+            reference = None
+            # Figures against the unquantized model are compared only if it has them, too.
+            if questions.text is not None and (arguments.bf16 in missing or KL in known[arguments.bf16].measurements):
+                reference = read_reference(arguments.bf16, questions, device)
             for directory in missing:
                 say(f"evaluate: {directory}")
-                known[directory] = evaluate_checkpoint(directory, questions, device)
+                known[directory] = evaluate_checkpoint(directory, questions, device, reference)
                 # After each: a later failure, or metrics that cannot be compared, must not lose results.
                 done = [known[name] for name in missing if name in known]
                 write_results(arguments.out / "compare.json", done)

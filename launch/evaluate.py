@@ -1,12 +1,14 @@
 """Evaluate plain and compressed checkpoints: perplexity of a text, and tasks of lm-evaluation-harness.
 
     python launch/evaluate.py --model DIR [--model DIR2 ...] --text FILE
+    python launch/evaluate.py --model EXPORT --text FILE --reference BF16
     python launch/evaluate.py --model DIR --tasks hellaswag,arc_easy [--task_dir FOLDER] [--limit 200] [--num_fewshot 5]
     deepspeed --num_gpus 8 launch/evaluate.py --model DIR --text FILE --sharded
 
 A directory is a plain Hugging Face checkpoint or a compressed one (a PTQ or QAT export), which is computed with the
 numerics of training. Several ranks share the work, and with ``--sharded`` also the weights of a plain checkpoint
-(ZeRO-3). ``--json FILE`` keeps the results for ``launch/compare.py``.
+(ZeRO-3). With ``--reference``, the mean KL divergence from a reference model and the share of equal top tokens are
+measured on the text, too. ``--json FILE`` keeps the results for ``launch/compare.py``.
 
 Tasks need lm-evaluation-harness (pip install lm-eval==0.4.13); only tasks that compare log-likelihoods are supported.
 It loads task data from the Hugging Face Hub or, with --task_dir, task files and data from a folder.
@@ -23,7 +25,7 @@ from collections.abc import Sequence
 from engine.session.context import TORCH_DTYPES, init_ranks
 from launch.exits import clean_exit
 from model.ranks import errors_on_all_ranks, is_main, say
-from tools.evaluation.perplexity import DEFAULT_LENGTH, Questions, evaluate_checkpoint
+from tools.evaluation.perplexity import DEFAULT_LENGTH, Questions, evaluate_checkpoint, read_reference
 from tools.evaluation.results import Evaluation, check_writable, write_evaluations
 
 
@@ -31,21 +33,29 @@ def main() -> None:
     """Evaluate every model and print table rows per model and task."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, action="append", required=True, help="checkpoint directory; repeatable")
+    parser.add_argument(
+        "--reference", type=Path, metavar="DIR", help="the unquantized checkpoint: KL divergence and equal top tokens"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     add_questions(parser)
     arguments = parser.parse_args()
     check_questions(parser, arguments)
     if arguments.text is None and arguments.tasks is None:
         parser.error("nothing to evaluate: expected --text, --tasks or both")
+    if arguments.reference is not None and arguments.text is None:
+        parser.error("--reference says nothing without --text")
 
     with clean_exit():
         device = init_ranks()
         if arguments.json is not None:
             check_results(arguments.json, "--json")
         questions = read_questions(arguments)
+        reference = None
+        if arguments.reference is not None:
+            reference = read_reference(arguments.reference, questions, device)
         found: list[Evaluation] = []
         for directory in arguments.model:
-            found.append(evaluate_checkpoint(directory, questions, device))
+            found.append(evaluate_checkpoint(directory, questions, device, reference))
             say("\n".join(lines(found[-1], arguments.text is not None, first=len(found) == 1)))
             if arguments.json is not None:
                 write_results(arguments.json, found)  # after each: a later failure must not lose results

@@ -8,6 +8,9 @@ or EOS. Windows and definitions are the same as in lm-evaluation-harness: with L
 
 where words are separated by white space (lm-evaluation-harness also counts the empty string before or after white space
 at the ends of a text) and bytes are counted in the UTF-8 text.
+
+With a reference model, also the mean of KL(reference || model) over the tokens, in nats, and the share of tokens at
+which both models find the same token most likely. A perplexity hides errors that cancel out; these two do not.
 """
 
 import hashlib
@@ -29,12 +32,22 @@ from model.quantized.quantization_config import weights_alone
 from model.ranks import RankError, errors_on_all_ranks, is_main
 from tools.compressed import load_compressed
 from tools.evaluation.results import Evaluation, Measurement, weights_size
-from tools.evaluation.score import ScoringModel, rolling_windows, score_windows, scoring_model
+from tools.evaluation.score import (
+    Reference,
+    Score,
+    ScoringModel,
+    Window,
+    reference_of,
+    rolling_windows,
+    score_windows,
+    scoring_model,
+)
 
 if TYPE_CHECKING:
     from tools.evaluation.tasks import Tasks  # needs lm-evaluation-harness, which is optional
 
 DEFAULT_LENGTH = 1024  # tokens per window of a text
+KL, AGREEMENT = "KL divergence per token", "top-token agreement"  # of a model and a reference
 
 
 @dataclass(frozen=True)
@@ -89,23 +102,34 @@ def read_eval_text(path: str | Path, tokenizer: PreTrainedTokenizerBase, max_tok
     return EvalText(ids, len(re.split(r"\s+", text.strip())), len(text.encode()), prefix, digest)
 
 
-def evaluate_text(model: ScoringModel, text: EvalText, *, length: int, batch_size: int = 1) -> float:
-    """Sum the log-likelihoods of the tokens in nats; ranks share the windows; a collective.
+def evaluate_text(
+    model: ScoringModel, text: EvalText, *, length: int, batch_size: int = 1, reference: Reference | None = None
+) -> Score:
+    """Score all tokens of a text; ranks share the windows; a collective.
 
     Args:
         model: model to evaluate.
         text: text to predict.
         length: tokens per window.
         batch_size: windows per forward.
+        reference: predictions of :func:`read_reference` for the same text, to compare with.
+
+    Returns:
+        Sums over the tokens; ``greedy`` is True if every token is the most likely one.
 
     Raises:
         RankError: ``length`` is more than the model's context, or a prediction is not finite.
     """
+    windows = _windows(model, text, length)
+    scores = score_windows(model, windows, batch_size=batch_size, label="perplexity", reference=reference)
+    likelihoods, greedy, kl, agreed = zip(*scores, strict=True)
+    return Score(sum(likelihoods), all(greedy), sum(kl), sum(agreed))
+
+
+def _windows(model: ScoringModel, text: EvalText, length: int) -> list[Window]:
     if model.context is not None and length > model.context:
         raise RankError(f"windows of {length} tokens, expected at most {model.context}: the context of the model")
-    windows = rolling_windows(text.token_ids, text.prefix, length)
-    scores = score_windows(model, windows, batch_size=batch_size, label="perplexity")
-    return sum(score.log_likelihood for score in scores)
+    return rolling_windows(text.token_ids, text.prefix, length)
 
 
 def load_for_evaluation(
@@ -167,26 +191,67 @@ class Questions:
     sharded: bool = False
 
 
-def evaluate_checkpoint(directory: str | Path, questions: Questions, device: torch.device) -> Evaluation:
+@dataclass(frozen=True)
+class TextReference:
+    """Predictions of the checkpoint in ``directory`` for the text of some questions."""
+
+    directory: str
+    predictions: Reference
+
+
+def read_reference(directory: str | Path, questions: Questions, device: torch.device) -> TextReference:
+    """Compute the predictions of a checkpoint for the text of ``questions``, and free it; a collective.
+
+    Raises:
+        RankError: on every rank: the checkpoint or the text cannot be read.
+    """
+    _, text = _tokenizer_and_text(directory, questions)
+    assert text is not None, "a reference needs a text"
+    model = load_for_evaluation(directory, questions.dtype, device, sharded=questions.sharded)
+    windows = _windows(model, text, questions.length or default_length(model))
+    return TextReference(str(directory), reference_of(model, windows, batch_size=questions.batch_size))
+
+
+def evaluate_checkpoint(
+    directory: str | Path, questions: Questions, device: torch.device, reference: TextReference | None = None
+) -> Evaluation:
     """Measure all ``questions`` on one checkpoint, and free its memory; a collective.
 
     Raises:
         RankError: on every rank: a checkpoint, text or task cannot be read, or they do not fit together.
     """
+    tokenizer, text = _tokenizer_and_text(directory, questions)
     with errors_on_all_ranks(OSError, ValueError):
-        tokenizer = load_tokenizer(directory)
-        text = read_eval_text(questions.text, tokenizer, questions.tokens) if questions.text is not None else None
         size = weights_size(directory)
     model = load_for_evaluation(directory, questions.dtype, device, sharded=questions.sharded)
     found: dict[str, Measurement] = {}
     dtype = str(questions.dtype).removeprefix("torch.")
     if text is not None:
-        length = questions.length or min(DEFAULT_LENGTH, model.context or DEFAULT_LENGTH)
-        total = evaluate_text(model, text, length=length, batch_size=questions.batch_size)
+        length = questions.length or default_length(model)
+        predictions = None if reference is None else reference.predictions
+        total = evaluate_text(model, text, length=length, batch_size=questions.batch_size, reference=predictions)
         conditions = f"{len(text.token_ids):,} tokens of text {text.digest}, windows of {length}, {dtype}"
-        found = {name: Measurement(value, False, conditions) for name, value in text.perplexities(total).items()}
+        figures = text.perplexities(total.log_likelihood)
+        found = {name: Measurement(value, False, conditions) for name, value in figures.items()}
+        if reference is not None:
+            tokens, against = len(text.token_ids), f"against {reference.directory}, {conditions}"
+            found[KL] = Measurement(total.kl / tokens, False, against)
+            found[AGREEMENT] = Measurement(total.agreed / tokens, True, against)
     if questions.tasks is not None:
         found |= questions.tasks.measure(
             model, tokenizer, length=questions.length, batch_size=questions.batch_size, dtype=dtype
         )
     return Evaluation(str(directory), size, found)
+
+
+def default_length(model: ScoringModel) -> int:
+    """Return how many tokens of a text a model sees at a time, unless the user says it."""
+    return min(DEFAULT_LENGTH, model.context or DEFAULT_LENGTH)
+
+
+def _tokenizer_and_text(directory: str | Path, questions: Questions) -> tuple[PreTrainedTokenizerBase, EvalText | None]:
+    with errors_on_all_ranks(OSError, ValueError):
+        tokenizer = load_tokenizer(directory)
+        if questions.text is None:
+            return tokenizer, None
+        return tokenizer, read_eval_text(questions.text, tokenizer, questions.tokens)

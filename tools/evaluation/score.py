@@ -5,18 +5,21 @@ batch never exist: for 4 windows of 1,024 tokens at V = 152k, [B, T, V] takes 1.
 fp32 copies. No logits are computed for positions without targets, and a quantized head needs no special case.
 """
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from data.samples import IGNORE
 from engine.losses.chunked import row_blocks
+from engine.losses.kd import forward_kl
 from engine.session.optimizer import initialize_frozen
 from model.head import HiddenStates, settle_function, take_out_head
 from model.ranks import RankError, errors_on_all_ranks, is_main, rank, reduce_over_ranks, world_size
@@ -33,10 +36,19 @@ class Window(NamedTuple):
 
 
 class Score(NamedTuple):
-    """Sum of the targets' log-likelihoods in nats, and for each target True if it is the most likely token."""
+    """Score of a window's targets.
+
+    Attributes:
+        log_likelihood: sum over the targets, in nats.
+        greedy: True if each target is the most likely token.
+        kl: sum of KL(reference || model) over the targets' positions, in nats; 0 without a reference.
+        agreed: number of positions where the reference's most likely token is the model's, too.
+    """
 
     log_likelihood: float
     greedy: bool
+    kl: float
+    agreed: float
 
 
 def rolling_windows(token_ids: list[int], prefix: int, length: int) -> list[Window]:
@@ -64,6 +76,7 @@ class ScoringModel:
         body: the model (an engine under stage 3), which returns the input of ``head`` as its logits.
         head: lm_head, gathered only by this class.
         device: device of the batches.
+        vocabulary: number of logits, as configured.
         context: maximum length in tokens, None if the configuration has none.
         head_proxy: module of the body in place of ``head``.
     """
@@ -71,36 +84,63 @@ class ScoringModel:
     body: nn.Module
     head: nn.Module
     device: torch.device
+    vocabulary: int
     context: int | None
     head_proxy: HiddenStates
 
     @torch.no_grad()
-    def log_likelihoods(self, inputs: Tensor, labels: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute, for each label except -100 in row-major order, its log-likelihood (fp32), and True if it is the most
-        likely token.
-
-        Inputs, labels and mask are [B, T] int64. A collective under stage 3: ranks without labels call it too.
+    def hidden_states(self, batch: "Batch") -> Tensor:
+        """Compute the input of lm_head that predicts each target of a batch, [N, H]; a collective under stage 3.
 
         Raises:
             RankError: the model processes its logits after lm_head, but its configuration does not show how.
         """
+        inputs, mask = batch.inputs.to(self.device), batch.mask.to(self.device)
         with self.head_proxy.catching():
             output = self.body(input_ids=inputs, attention_mask=mask, use_cache=False)
         hidden = self.head_proxy.collect(output.logits, type(self.body).__name__)  # [B, T, H]
-        valid = labels != IGNORE
-        rows, targets = hidden[valid], labels[valid]  # [N, H], [N]
-        found = torch.empty(len(targets), dtype=torch.float32, device=rows.device)
-        greedy = torch.empty(len(targets), dtype=torch.bool, device=rows.device)
-        with gathered(self.head.parameters()):
-            for start in range(0, len(targets), CHUNK_TOKENS):
-                logits = self.head(rows[start : start + CHUNK_TOKENS])  # [C, V]
-                for block in row_blocks(logits):
-                    some = self.head_proxy.function(logits[block].float())
-                    at = slice(start + block.start, start + block.start + len(some))
-                    wanted = targets[at].unsqueeze(-1)
-                    found[at] = some.gather(-1, wanted).squeeze(-1) - some.logsumexp(-1)
-                    greedy[at] = some.argmax(-1, keepdim=True).eq(wanted).squeeze(-1)
-        return found, greedy
+        return hidden[(batch.labels != IGNORE).to(self.device)]
+
+    def logits(self, rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the logits [n, V] (fp32) of hidden states [N, H], some rows at a time; a collective under stage 3."""
+        return _logits(self.head, self.head_proxy, rows)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Predictions of a model for some windows, which other models are compared with.
+
+    Only lm_head stays on the device. The hidden states before it, [N, H] for each batch of this rank, stay on the host:
+    in bf16 they take 2 H bytes per token.
+    """
+
+    windows: Sequence[Window]
+    batch_size: int
+    vocabulary: int
+    head: nn.Module
+    head_proxy: HiddenStates
+    hidden_states: Sequence[Tensor]
+
+    def logits(self, batch: int, device: torch.device) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the logits of this rank's batch of this number, as :meth:`ScoringModel.logits` does."""
+        return _logits(self.head, self.head_proxy, self.hidden_states[batch].to(device))
+
+
+@torch.no_grad()
+def _logits(head: nn.Module, head_proxy: HiddenStates, rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    with gathered(head.parameters()):
+        for start in range(0, len(rows), CHUNK_TOKENS):
+            logits = head(rows[start : start + CHUNK_TOKENS])  # [C, V]
+            for block in row_blocks(logits):
+                some = head_proxy.function(logits[block].float())
+                yield slice(start + block.start, start + block.start + len(some)), some
+
+
+def reference_of(model: ScoringModel, windows: Sequence[Window], *, batch_size: int) -> Reference:
+    """Compute the predictions that :func:`score_windows` takes as ``reference``; a collective."""
+    batches = _batches(windows, batch_size, "reference")
+    hidden = [model.hidden_states(batch).cpu() for batch in batches]
+    return Reference(windows, batch_size, model.vocabulary, model.head, model.head_proxy, hidden)
 
 
 def scoring_model(
@@ -116,45 +156,99 @@ def scoring_model(
     head.requires_grad_(False).eval()
     body = initialize_frozen(model, ds_config or {})
     settle_function(head_proxy, lambda ids: body(input_ids=ids.to(device), use_cache=False).logits, model.config)
-    return ScoringModel(body, head, device, context, head_proxy)
+    return ScoringModel(body, head, device, text.vocab_size, context, head_proxy)
 
 
-def score_windows(model: ScoringModel, windows: Sequence[Window], *, batch_size: int, label: str) -> list[Score]:
+def score_windows(
+    model: ScoringModel,
+    windows: Sequence[Window],
+    *,
+    batch_size: int,
+    label: str,
+    reference: Reference | None = None,
+) -> list[Score]:
     """Score each window, on every rank; ranks share the work; a collective.
-
-    Every rank makes the same number of forward calls, as a ZeRO-3 forward is a collective: a rank without further
-    windows repeats some windows without counting their tokens.
 
     Args:
         model: model to score with.
         windows: windows to score, the same on every rank; each has targets, and no more targets than inputs.
         batch_size: windows per forward.
         label: label of the progress bar.
+        reference: predictions for the same windows and batch size, to compare with.
 
     Raises:
-        RankError: a log-likelihood is NaN or infinite.
+        RankError: a log-likelihood is NaN or infinite, or the reference has other windows or another vocabulary.
     """
-    # Batch windows of similar length, the longest first, so that running out of memory shows at once.
-    order = sorted(range(len(windows)), key=lambda index: -len(windows[index].inputs))
-    batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
-    scores = torch.zeros(len(windows), 2, dtype=torch.float64, device=model.device)
-    rounds = range(math.ceil(len(batches) / world_size()))
-    for round in tqdm(rounds, desc=label, unit="batch", disable=not is_main(), leave=False):
-        mine = round * world_size() + rank()
-        batch = batches[mine] if mine < len(batches) else batches[0]
-        inputs, labels, mask = (tensor.to(model.device) for tensor in _collate([windows[index] for index in batch]))
-        if mine >= len(batches):
-            labels.fill_(IGNORE)
-        found, greedy = model.log_likelihoods(inputs, labels, mask)
-        if mine >= len(batches):
-            continue
-        sizes = [len(windows[index].targets) for index in batch]
-        for index, some, hits in zip(batch, found.split(sizes), greedy.split(sizes), strict=True):
-            scores[index, 0], scores[index, 1] = some.double().sum(), hits.all()
+    if reference is not None:
+        _check_reference(reference, model, windows, batch_size)
+    scores = torch.zeros(len(windows), 4, dtype=torch.float64, device=model.device)
+    for number, batch in enumerate(_batches(windows, batch_size, label)):
+        targets = batch.labels[batch.labels != IGNORE].to(model.device)
+        tokens = torch.zeros(len(targets), 4, dtype=torch.float64, device=model.device)
+        theirs = itertools.repeat(None) if reference is None else reference.logits(number, model.device)
+        ours = model.logits(model.hidden_states(batch))
+        for (at, logits), known in zip(ours, theirs, strict=reference is not None):
+            tokens[at] = _score_tokens(logits, targets[at], None if known is None else known[1])
+        sizes = [len(windows[index].targets) for index in batch.indices]
+        for index, some in zip(batch.indices, tokens.split(sizes), strict=True):
+            scores[index] = some.sum(0)
     values = reduce_over_ranks(scores)
     if bad := int((~values.isfinite()).any(-1).sum()):
         raise RankError(f"{bad} of {len(windows)} windows have a log-likelihood that is NaN or infinite")
-    return [Score(value, hit > 0) for value, hit in values.tolist()]
+    return [
+        Score(value, hits == len(window.targets), kl, agreed)
+        for window, (value, hits, kl, agreed) in zip(windows, values.tolist(), strict=True)
+    ]
+
+
+def _score_tokens(logits: Tensor, targets: Tensor, reference: Tensor | None) -> Tensor:
+    """Return log-likelihood, hit, KL(reference || model) and agreement of each row of logits [n, V]: [n, 4]."""
+    log_q, top = F.log_softmax(logits, dim=-1), logits.argmax(-1)
+    columns = [log_q.gather(-1, targets.unsqueeze(-1)).squeeze(-1), top.eq(targets)]
+    if reference is not None:
+        columns += [forward_kl(F.log_softmax(reference, dim=-1), log_q), top.eq(reference.argmax(-1))]
+    return F.pad(torch.stack([column.double() for column in columns], -1), (0, 4 - len(columns)))
+
+
+def _check_reference(reference: Reference, model: ScoringModel, windows: Sequence[Window], batch_size: int) -> None:
+    if (reference.windows, reference.batch_size) != (windows, batch_size):
+        raise RankError(
+            "the reference was computed on other windows, expected models with one tokenizer (give --length, if their "
+            "contexts differ)"
+        )
+    if model.vocabulary != reference.vocabulary:
+        raise RankError(
+            f"the model has logits of {model.vocabulary:,} tokens and the reference of {reference.vocabulary:,}, "
+            "expected equally many"
+        )
+
+
+class Batch(NamedTuple):
+    """Windows of one forward: their indices (none on a rank that only takes part), and tensors [B, T] int64."""
+
+    indices: list[int]
+    inputs: Tensor
+    labels: Tensor
+    mask: Tensor
+
+
+def _batches(windows: Sequence[Window], batch_size: int, label: str) -> Iterator[Batch]:
+    """Yield this rank's batches, with a progress bar.
+
+    Every rank gets equally many, as a ZeRO-3 forward is a collective: a rank without further windows repeats some
+    without labels. Windows of similar length are together, the longest first, so that running out of memory shows at
+    once.
+    """
+    order = sorted(range(len(windows)), key=lambda index: -len(windows[index].inputs))
+    batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+    rounds = range(math.ceil(len(batches) / world_size()))
+    for round in tqdm(rounds, desc=label, unit="batch", disable=not is_main(), leave=False):
+        mine = round * world_size() + rank()
+        if mine < len(batches):
+            yield Batch(batches[mine], *_collate([windows[index] for index in batches[mine]]))
+        else:
+            inputs, labels, mask = _collate([windows[index] for index in batches[0]])
+            yield Batch([], inputs, labels.fill_(IGNORE), mask)
 
 
 def _collate(windows: Sequence[Window]) -> list[Tensor]:

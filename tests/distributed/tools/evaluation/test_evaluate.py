@@ -27,20 +27,30 @@ def files(tmp_path_factory):
     return directory / "text.txt", models
 
 
-def expected(kind: str, path: Path) -> float:
-    """Perplexity per token, window by window with transformers' own model."""
+def predictions(kind: str, path: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities (fp64) for each token of the text, and the tokens, with transformers' own model."""
     text = read_eval_text(path, tiny_tokenizer())
     model = tiny_model(kind, dtype=torch.float32).eval()
     model.config._experts_implementation = "eager"  # grouped_mm wants sizes that tiny experts do not have
-    stream, total = [text.prefix, *text.token_ids], 0.0
+    stream, found = [text.prefix, *text.token_ids], []
     for start in range(0, len(text.token_ids), LENGTH):
         stop = min(start + LENGTH, len(text.token_ids))
-        ids = torch.tensor([stream[stop - LENGTH : stop + 1]])
         with torch.no_grad():
-            logits = model(ids[:, :-1]).logits.double()
-        targets = ids[0, LENGTH + 1 - (stop - start) :]
-        total += torch.nn.functional.cross_entropy(logits[0, -len(targets) :], targets, reduction="sum").item()
-    return float(torch.tensor(total / len(text.token_ids)).exp())
+            logits = model(torch.tensor([stream[stop - LENGTH : stop]])).logits.double()
+        found.append(logits[0, start - stop :].log_softmax(-1))
+    return torch.cat(found), torch.tensor(text.token_ids)
+
+
+def expected(kind: str, path: Path) -> float:
+    """Perplexity per token."""
+    found, tokens = predictions(kind, path)
+    return found.gather(-1, tokens[:, None]).mean().neg().exp().item()
+
+
+def divergence(path: Path, reference: str, other: str) -> tuple[float, float]:
+    """KL(reference || other) per token, and the share of equal top tokens."""
+    (p, _), (q, _) = predictions(reference, path), predictions(other, path)
+    return (p.exp() * (p - q)).sum(-1).mean().item(), p.argmax(-1).eq(q.argmax(-1)).double().mean().item()
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -48,8 +58,8 @@ def test_two_ranks_equal_one_process(files, sharded, tmp_path):
     path, models = files
     arguments = [part for model in models for part in ("--model", str(model))]
     output = run_ranks(
-        SCRIPT, *arguments, "--text", path, "--length", LENGTH, "--batch_size", 2, "--dtype", "float32",
-        "--json", tmp_path / "found.json", *(["--sharded"] if sharded else []),
+        SCRIPT, *arguments, "--text", path, "--reference", models[0], "--length", LENGTH, "--batch_size", 2,
+        "--dtype", "float32", "--json", tmp_path / "found.json", *(["--sharded"] if sharded else []),
     )  # fmt: skip
     tokens = len(tiny_tokenizer()(TEXT * 3)["input_ids"])
     evaluations = read_evaluations(tmp_path / "found.json")
@@ -62,6 +72,11 @@ def test_two_ranks_equal_one_process(files, sharded, tmp_path):
         assert re.search(
             rf"^{re.escape(str(model))} +{measured.value:.4f} .*{measured.conditions}", output, re.MULTILINE
         )
+    itself, other = (found.measurements for found in evaluations)
+    assert (itself["KL divergence per token"].value, itself["top-token agreement"].value) == (0, 1)
+    kl, agreement = divergence(path, "qwen3", "qwen3_moe")
+    assert other["KL divergence per token"].value == pytest.approx(kl, rel=1e-4) and kl > 0.1
+    assert other["top-token agreement"].value == pytest.approx(agreement, abs=1e-9) and agreement < 1
 
 
 def test_errors_are_one_line_and_exit_code_1_before_models_are_read(files, tmp_path):

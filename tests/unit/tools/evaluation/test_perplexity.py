@@ -1,6 +1,7 @@
 """Perplexity of a text against a direct computation token by token."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from tests.lib.published import gptq_checkpoint
 from tests.lib.tiny import tiny_checkpoint, tiny_config, tiny_model, tiny_tokenizer
 from tools.compressed import load_compressed
 from tools.evaluation.perplexity import EvalText, evaluate_text, load_for_evaluation, read_eval_text
-from tools.evaluation.score import CHUNK_TOKENS, Window, rolling_windows, score_windows, scoring_model
+from tools.evaluation.score import CHUNK_TOKENS, Window, reference_of, rolling_windows, score_windows, scoring_model
 
 TEXT = "The quick brown fox.\n  It jumps — twice!  Then 12 plus 30\tis 42.\n"
 
@@ -60,7 +61,7 @@ def test_counts_words_and_bytes(text):
 @pytest.mark.parametrize("length", [1, 5, 16, 512])
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_equals_one_token_at_a_time(model, text, length, batch_size):
-    result = evaluate_text(scoring(), text, length=length, batch_size=batch_size)
+    result = evaluate_text(scoring(), text, length=length, batch_size=batch_size).log_likelihood
     # fp32 forwards of different batch shapes; each token's log-likelihood agrees to about 1e-6.
     assert result == pytest.approx(one_at_a_time(model, text, length), rel=1e-5)
 
@@ -114,6 +115,47 @@ def test_greedy_says_whether_each_target_is_the_most_likely(model, seed):
     assert scores[2].log_likelihood > scores[3].log_likelihood
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_divergence_from_a_reference_is_that_of_whole_distributions(text, seed, masked):
+    """Also where logits are -inf: such a token counts 0 if the reference never predicts it."""
+    ours, theirs = (tiny_model("qwen3", dtype=torch.float32, seed=seed + i).eval() for i in range(2))
+    if masked:
+        for model in (ours, theirs):
+            model.set_output_embeddings(Masked(model.lm_head))
+    windows = rolling_windows(text.token_ids, text.prefix, 16)
+    kl = agreed = 0.0
+    for window in windows:
+        with torch.no_grad():
+            p, q = (model(torch.tensor([window.inputs])).logits[0].double() for model in (theirs, ours))
+        for log_p, log_q in zip(*(x[-len(window.targets) :].log_softmax(-1) for x in (p, q)), strict=True):
+            likely = log_p.exp() > 0
+            kl += (log_p.exp() * (log_p - log_q))[likely].sum().item()
+            agreed += log_p.argmax().eq(log_q.argmax()).item()
+    reference = reference_of(scoring_model(theirs, CPU), windows, batch_size=3)
+    found = evaluate_text(scoring_model(ours, CPU), text, length=16, batch_size=3, reference=reference)
+    assert found.kl == pytest.approx(kl, rel=1e-4) and kl > 1
+    assert found.agreed == agreed < len(text.token_ids)
+
+
+def test_a_reference_of_other_windows_or_another_vocabulary_is_refused(text):
+    reference = reference_of(scoring(), rolling_windows(text.token_ids, text.prefix, 16), batch_size=3)
+    with pytest.raises(RankError, match="computed on other windows"):
+        evaluate_text(scoring(), text, length=17, batch_size=3, reference=reference)
+    with pytest.raises(RankError, match="logits of 320 tokens and the reference of 301"):
+        evaluate_text(replace(scoring(), vocabulary=320), text, length=16, batch_size=3, reference=reference)
+
+
+class Masked(nn.Linear):
+    """A head that masks a token which no text here has."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear.in_features, linear.out_features, bias=False)
+        self.weight = linear.weight
+
+    def forward(self, x):
+        return super().forward(x).index_fill(-1, torch.tensor([300]), -math.inf)
+
+
 class Doubled(nn.Module):
     """A head that is no nn.Linear, as a quantized one: its weight is made in its forward."""
 
@@ -130,14 +172,14 @@ def test_any_module_can_be_the_head(text, tied):
     model = tiny_model("qwen3", dtype=torch.float32, tied=tied).eval()
     model.set_output_embeddings(Doubled(model.lm_head))
     expected = one_at_a_time(model, text, 16)
-    result = evaluate_text(scoring_model(model, CPU), text, length=16, batch_size=2)
+    result = evaluate_text(scoring_model(model, CPU), text, length=16, batch_size=2).log_likelihood
     assert result == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_model_that_changes_its_logits_keeps_its_head(text):
     model = VARIANTS["gemma2"].model()  # its logits are capped
     expected = one_at_a_time(model, text, 16)
-    result = evaluate_text(scoring_model(model, CPU), text, length=16, batch_size=2)
+    result = evaluate_text(scoring_model(model, CPU), text, length=16, batch_size=2).log_likelihood
     assert result == pytest.approx(expected, rel=1e-5)
 
 
@@ -172,10 +214,12 @@ def test_an_export_with_a_quantized_head(tmp_path, text, kind):
     export_model(*quantized(source, int2, named={"lm_head": int2}), source, tmp_path / "export")
     whole, _ = load_compressed(tmp_path / "export")
     assert isinstance(whole.get_output_embeddings(), QuantLinear)
-    result = evaluate_text(load_for_evaluation(tmp_path / "export", torch.float32, CPU), text, length=16, batch_size=2)
+    result = evaluate_text(
+        load_for_evaluation(tmp_path / "export", torch.float32, CPU), text, length=16, batch_size=2
+    ).log_likelihood
     assert result == pytest.approx(one_at_a_time(whole, text, 16), rel=1e-5)
     # What was evaluated is not what it was made of, which is further away than any rounding.
-    plain = evaluate_text(load_for_evaluation(source, torch.float32, CPU), text, length=16)
+    plain = evaluate_text(load_for_evaluation(source, torch.float32, CPU), text, length=16).log_likelihood
     assert abs(plain / result - 1) > 1e-3
 
 
@@ -183,14 +227,14 @@ def test_an_export_with_a_quantized_head(tmp_path, text, kind):
 def test_a_file_of_another_writer_is_what_its_codes_stand_for(tmp_path, text, kind):
     """In fp32, which holds every product of a code and an fp16 scale."""
     directory, weights = gptq_checkpoint(tmp_path, kind)
-    before = evaluate_text(load_for_evaluation(tmp_path / "source", torch.float32, CPU), text, length=16)
+    before = evaluate_text(load_for_evaluation(tmp_path / "source", torch.float32, CPU), text, length=16).log_likelihood
     plain = load_model(tmp_path / "source", torch.float32)
     assert before == pytest.approx(one_at_a_time(plain, text, 16), rel=1e-5)
     with torch.no_grad():
         for name, weight in weights.items():
             plain.get_submodule(name).weight.copy_(weight)
-    expected = evaluate_text(scoring_model(plain, CPU), text, length=16)
-    found = evaluate_text(load_for_evaluation(directory, torch.float32, CPU), text, length=16)
+    expected = evaluate_text(scoring_model(plain, CPU), text, length=16).log_likelihood
+    found = evaluate_text(load_for_evaluation(directory, torch.float32, CPU), text, length=16).log_likelihood
     assert found == pytest.approx(expected, rel=1e-6) and abs(before / expected - 1) > 1e-4
 
 
