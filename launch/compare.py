@@ -54,9 +54,13 @@ def main() -> None:
         if missing:
             questions = read_questions(arguments)
             reference = None
-            # Figures against the unquantized model are compared only if it has them, too.
-            if questions.text is not None and (arguments.bf16 in missing or KL in known[arguments.bf16].measurements):
-                reference = read_reference(arguments.bf16, questions, device)
+            if arguments.text is not None:
+                # Only a figure that all models have is compared.
+                without = [name for name in directories if name in known and KL not in known[name].measurements]
+                if without:
+                    say(f"no KL divergence: the results of {listed(without)} have none (evaluate.py --reference)")
+                else:
+                    reference = read_reference(arguments.bf16, questions, device)
             for directory in missing:
                 say(f"evaluate: {directory}")
                 known[directory] = evaluate_checkpoint(directory, questions, device, reference)
