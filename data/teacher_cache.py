@@ -16,7 +16,7 @@ file                type, shape    content
 ``manifest.json``                  sizes, checksums, and digests of the inputs
 =================== ============== =================================================================================
 
-The manifest is written last and the directory renamed after it, so a directory under its final name is complete.
+The manifest is written last, and the directory gets its final name after it: under that name it is complete.
 """
 
 import hashlib
@@ -106,12 +106,11 @@ def offsets_of(samples: Sequence[Sample]) -> np.ndarray:
 
 
 def create(directory: Path, manifest: Manifest) -> None:
-    """Allocate the files at their final size; call it in one process. A full disk is detected here.
+    """Allocate the files in ``directory`` at their final size; call it in one process. A full disk is detected here.
 
     Raises:
-        OSError: a directory of that name exists, or the disk is full.
+        OSError: the disk is full.
     """
-    directory.mkdir(parents=True)
     for name in CACHE_DTYPES:
         size = manifest.bytes_of(name)
         with open(directory / name, "wb") as stream:
@@ -153,13 +152,12 @@ def checksums(directory: Path, manifest: Manifest, share: int, of: int) -> dict[
     return found
 
 
-def finish(partial: Path, directory: Path, manifest: Manifest) -> None:
-    """Write the manifest and rename the directory to its final name."""
-    with open(partial / MANIFEST, "w", encoding="utf-8") as stream:
+def finish(directory: Path, manifest: Manifest) -> None:
+    """Write the manifest: the cache is complete."""
+    with open(directory / MANIFEST, "w", encoding="utf-8") as stream:
         json.dump({"format": FORMAT, **asdict(manifest)}, stream, indent=1)
         stream.flush()
         os.fsync(stream.fileno())
-    os.rename(partial, directory)
 
 
 # ---- reading

@@ -1,6 +1,5 @@
 """Set up a run: everything between its recipe and its first step."""
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -31,6 +30,7 @@ from engine.session.probes import with_checked_rows
 from engine.session.session import Session, build_session
 from engine.state import LoopState
 from model.ranks import errors_on_all_ranks, is_main, say
+from model.save.aside import remove_left
 
 
 def start_run(
@@ -134,20 +134,9 @@ def _take_output(recipe: Recipe, run_lock: RunLock) -> None:
             "warning: this run writes neither an export (export.enabled is false) nor a checkpoint "
             "(train.checkpoint_every is 0): the trained model is lost at its end"
         )
-    if recipe.export.enabled:
-        _clear_export(output, recipe.export_dir())
-
-
-def _clear_export(output: Path, export: Path) -> None:
-    """Remove files of a killed export to ``export`` if they are in ``output``, on rank 0; a collective.
-
-    Such files elsewhere may belong to another run, and are only reported."""
     with errors_on_all_ranks(OSError, key="export.dir"):
-        for left in export.parent.glob(f"{export.name}.tmp-????????") if is_main() else ():
-            if export.parent.resolve() == output.resolve():
-                shutil.rmtree(left, ignore_errors=True)
-            else:
-                say(f"warning: {left} belongs to an export that was killed or still runs; remove it if none runs")
+        if recipe.export.enabled and is_main():
+            remove_left(recipe.export_dir())  # a killed export may fill the disk
 
 
 def _measured(recipe: Recipe, token_losses: Sequence[str]) -> list[str]:

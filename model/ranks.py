@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
+from model.disk_errors import words_of
+
 # In the words of gloo and NCCL.
 _LOST = re.compile(r"Connection (closed|reset) by peer|Broken pipe|remote process exited")
 
@@ -183,7 +185,7 @@ def errors_on_all_ranks(*kinds: type[Exception], key: str = "") -> Iterator[None
     try:
         yield
     except kinds as caught:
-        error, cause = f"{key}: " * bool(key) + (str(caught) or type(caught).__name__), caught
+        error, cause = f"{key}: " * bool(key) + words_of(caught), caught
     try:
         raise_everywhere(error)
     except RankError as everywhere:

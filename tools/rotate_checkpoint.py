@@ -24,9 +24,8 @@ after a rotation.
 import json
 import math
 import re
-import secrets
-import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,7 +45,8 @@ from model.checkpoint.safetensors import (
     read_tensor,
 )
 from model.quantized.quantization_config import is_quantized
-from model.save.finish import check_destination, copy_companions, publish, write_json
+from model.save.aside import Aside
+from model.save.finish import copy_companions, write_json
 from model.save.shard_writer import ShardWriter
 from quant.formats.compressed_tensors import Shapes
 
@@ -313,26 +313,22 @@ def rotate_checkpoint(source: Path, out: Path, *, seed: int = 0, progress: bool 
     rotations = {STREAM: rotation(config.hidden_size, seed), VALUES: rotation(head_dim(config), seed + 1)}
     files = _files(checkpoint, untied)
     total = sum(math.prod(shape) * dtype.itemsize for shapes in files.values() for dtype, shape in shapes.values())
-    check_destination(out, total, overwrite=False)
-    aside = out.with_name(f"{out.name}.tmp-{secrets.token_hex(4)}")
-    aside.mkdir()
-    try:
+    with closing(Aside(out, total)) as aside:
         with (
             Reader() as reader,
             tqdm(total=total, unit="B", unit_scale=True, desc="rotate", disable=not progress) as bar,
         ):
             work = _Work(reader, checkpoint.tensors, changes, rotations)
             for file, shapes in files.items():
-                _write(aside / file, shapes, work, bar)
+                _write(aside.path / file, shapes, work, bar)
         if len(files) > 1:
             places = {key: file for file, shapes in files.items() for key in shapes}
-            write_json({"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}, aside / INDEX)
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+            write_json(index, aside.path / INDEX)
         said = json.loads((source / "config.json").read_text(encoding="utf-8"))
-        write_json(said | {"tie_word_embeddings": False}, aside / "config.json")
-        copy_companions(source, aside)
-        publish(aside, out)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)  # already gone after publishing
+        write_json(said | {"tie_word_embeddings": False}, aside.path / "config.json")
+        copy_companions(source, aside.path)
+        aside.publish()
     orders = {name: (turned.order, turned.size) for name, turned in rotations.items()}
     return RotationReport(sum(map(len, files.values())), untied, orders)
 

@@ -1,8 +1,8 @@
 """Write a teacher's most likely tokens for every target of the training samples (see :mod:`data.teacher_cache`)."""
 
 import dataclasses
-import shutil
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from data import teacher_cache
 from data.loader import HeldOut, MicroBatch, model_inputs, on_device
 from data.samples import Sample, digest_of_samples
-from data.teacher_cache import Manifest, Writer
+from data.teacher_cache import CACHE_DTYPES, Manifest, Writer
 from engine.config.config import Recipe
 from engine.config.errors import RecipeError
 from engine.losses.chunked import TeacherHidden, row_blocks
@@ -23,9 +23,11 @@ from engine.losses.kd import take_top_k
 from engine.losses.objective import tokens_at_a_time
 from engine.losses.teacher import ModelTeacher
 from engine.session.build_teacher import load_teacher
-from engine.session.context import build_loader, start_ranks
+from engine.session.context import RunContext, build_loader, start_ranks
 from model.checkpoint.fingerprint import digest_of_checkpoint
+from model.disk_errors import naming
 from model.ranks import barrier, errors_on_all_ranks, gather_objects, is_main, rank, say, world_size
+from model.save.aside import Aside
 from model.zero import gathered
 
 
@@ -78,36 +80,19 @@ def write_cache(recipe: Recipe, out: Path) -> Manifest:
     teacher = load_teacher(recipe, context, config.get_text_config().vocab_size)
     vocabulary = teacher.vocabulary or teacher.head.out_features
     manifest = _manifest(loader.samples, context.tokenizer, path, min(top_k, vocabulary), vocabulary)
-    partial = out.with_name(out.name + ".partial")
-    with errors_on_all_ranks(OSError):
-        if is_main():
-            shutil.rmtree(partial, ignore_errors=True)
-            teacher_cache.create(partial, manifest)
-    with errors_on_all_ranks(OSError):  # also if the directory is not on a disk that all ranks share
-        writer = Writer(partial)
-    held = HeldOut(
-        loader.samples,
-        micro_batch_size=recipe.data.micro_batch_size,
-        rank=rank(),
-        world=world_size(),
-        pad_token_id=context.tokenizer.pad_token_id if context.tokenizer.pad_token_id is not None else 0,
-    )
-    offsets = teacher_cache.offsets_of(loader.samples)
-    error: OSError | None = None
-    for batch in tqdm(held, desc="teacher", unit="batch", delay=1, disable=not is_main()):
-        found = _rows_of(teacher, on_device(batch, context.device), manifest, recipe)
-        try:
-            _write(writer, offsets, batch, found)
-        except OSError as caught:  # the other ranks are in the next forward: continue, and raise after the last forward
-            error = error or caught
-    with errors_on_all_ranks(OSError):
-        if error is not None:
-            raise error
-        if is_main():
-            writer.write(0, {"offsets": offsets})
-        writer.close()
-    barrier()
-    _finish(partial, out, manifest)
+    aside = None
+    with ExitStack() as stack:
+        with errors_on_all_ranks(OSError, ValueError):
+            if is_main():
+                aside = stack.enter_context(closing(Aside(out, sum(map(manifest.bytes_of, CACHE_DTYPES)))))
+                with naming(aside.path):
+                    teacher_cache.create(aside.path, manifest)
+        directory = gather_objects(aside and aside.path)[0]
+        _write_rows(recipe, context, loader.samples, teacher, manifest, directory)
+        _finish(directory, manifest)
+        with errors_on_all_ranks(OSError):
+            if aside is not None:
+                aside.publish()
     say(
         f"teacher cache: {manifest.positions:,} positions of {manifest.samples:,} samples, {manifest.top_k} tokens "
         f"each, in {out}"
@@ -115,16 +100,52 @@ def write_cache(recipe: Recipe, out: Path) -> Manifest:
     return manifest
 
 
-def _finish(partial: Path, out: Path, manifest: Manifest) -> None:
-    """Add the checksums of the files of all ranks, and rename the cache to its final name; a collective."""
+def _write_rows(
+    recipe: Recipe,
+    context: RunContext,
+    samples: Sequence[Sample],
+    teacher: ModelTeacher,
+    manifest: Manifest,
+    directory: Path,
+) -> None:
+    """Run the teacher over this rank's share of the samples, and write its rows; a collective."""
+    with errors_on_all_ranks(OSError):  # also if the directory is not on a disk that all ranks share
+        writer = Writer(directory)
+    held = HeldOut(
+        samples,
+        micro_batch_size=recipe.data.micro_batch_size,
+        rank=rank(),
+        world=world_size(),
+        pad_token_id=context.tokenizer.pad_token_id if context.tokenizer.pad_token_id is not None else 0,
+    )
+    offsets = teacher_cache.offsets_of(samples)
+    error: OSError | None = None
+    for batch in tqdm(held, desc="teacher", unit="batch", delay=1, disable=not is_main()):
+        found = _rows_of(teacher, on_device(batch, context.device), manifest, recipe)
+        try:
+            with naming(directory):
+                _write(writer, offsets, batch, found)
+        except OSError as caught:  # the other ranks are in the next forward: continue, and raise after the last forward
+            error = error or caught
+    with errors_on_all_ranks(OSError), naming(directory):
+        if error is not None:
+            raise error
+        if is_main():
+            writer.write(0, {"offsets": offsets})
+        writer.close()
+    barrier()
+
+
+def _finish(directory: Path, manifest: Manifest) -> None:
+    """Add the checksums of the files of all ranks; a collective."""
     with errors_on_all_ranks(OSError):
-        mine = teacher_cache.checksums(partial, manifest, rank(), world_size())
+        mine = teacher_cache.checksums(directory, manifest, rank(), world_size())
     shares = gather_objects(mine)
-    with errors_on_all_ranks(OSError):
+    with errors_on_all_ranks(OSError), naming(directory):
         if is_main():
             merged = {name: dict(item for share in shares for item in share[name].items()) for name in mine}
             sums = {name: [blocks[index] for index in sorted(blocks)] for name, blocks in merged.items()}
-            teacher_cache.finish(partial, out, dataclasses.replace(manifest, checksums=sums))
+            teacher_cache.finish(directory, dataclasses.replace(manifest, checksums=sums))
 
 
 def _manifest(

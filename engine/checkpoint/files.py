@@ -19,6 +19,8 @@ from typing import IO, Any, cast
 import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
 
+from model.disk_errors import naming
+from model.save.aside import sync
 from model.zero import CHECKPOINT_GLOBALS, LeftOut
 
 _CHUNK_BYTES = 1 << 24
@@ -144,18 +146,9 @@ def read_object(path: Path, *, map_location: Any = None, mmap: bool = False) -> 
         ) from error
 
 
-def sync_directory(directory: Path) -> None:
-    """Flush a directory (new files, renames) to disk, so that it survives a power loss."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def write_text(path: Path, text: str) -> None:
     """Write a text file and flush it to disk (fsync)."""
-    with path.open("w", encoding="utf-8") as file:
+    with naming(path), path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -167,7 +160,7 @@ def replace_text(path: Path, text: str) -> None:
     aside.unlink(missing_ok=True)  # it may be a link, and writing would change its target
     write_text(aside, text)
     os.replace(aside, path)
-    sync_directory(path.parent)
+    sync(path.parent)
 
 
 def file_crc32(path: Path) -> int:

@@ -23,7 +23,7 @@ import shutil
 from dataclasses import asdict
 from pathlib import Path
 
-from engine.checkpoint.files import CheckedFiles, file_crc32, replace_text, sync_directory, write_text
+from engine.checkpoint.files import CheckedFiles, file_crc32, replace_text, write_text
 from engine.checkpoint.find import BEST, LATEST, STEP_DIRECTORIES, Best, best_checkpoint
 from engine.checkpoint.stateful import StatefulStates, rank_state
 from engine.config.reading import save_recipe
@@ -31,6 +31,7 @@ from engine.session.session import Session
 from model.checkpoint.fingerprint import digest_of_checkpoint, fingerprints
 from model.checkpoint.load import check_finite
 from model.ranks import RankError, barrier, errors_on_all_ranks, gather_objects, is_main, rank, say, world_size
+from model.save.aside import sync
 from model.zero import LeftOut, stage
 
 SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")  # DeepSpeed copies them beside the checkpoints
@@ -141,7 +142,7 @@ def _write_manifest(
         "files": {**files, recipe.name: (recipe.stat().st_size, file_crc32(recipe))},
     }
     write_text(partial / "state.json", json.dumps(state, indent=1))
-    sync_directory(partial)
+    sync(partial)
 
 
 def _make_current(
@@ -151,7 +152,7 @@ def _make_current(
     if final.exists():  # of the same step, before the run was resumed from an earlier one
         final.rename(final.with_name(f"{final.name}.replaced.partial"))
     partial.rename(final)
-    sync_directory(directory)
+    sync(directory)
     best = _mark(directory, final.name, measured)
     replace_text(directory / LATEST, final.name)
     _remove_old(directory, final.name, keep, best)

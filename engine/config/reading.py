@@ -28,6 +28,7 @@ from engine.config.config import Recipe
 from engine.config.errors import DERIVED, RecipeError, not_there
 from engine.config.quant import SOURCE, QuantRecipe, SchemeRecipe, TensorRecipe
 from model.checkpoint.safetensors import CheckpointError
+from model.disk_errors import naming
 from model.quantized.quantization_config import read_quantization_config, rules_of
 from quant import TensorSpec
 
@@ -259,7 +260,8 @@ def save_recipe(recipe: Recipe, path: str | os.PathLike[str]) -> None:
     values["optim"]["betas"] = list(recipe.optim.betas)
     aside = Path(f"{os.fspath(path)}.partial")
     aside.unlink(missing_ok=True)  # may be a link; rename, as a full disk must not destroy a recipe
-    aside.write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    with naming(aside):
+        aside.write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), encoding="utf-8")
     os.replace(aside, path)
 
 

@@ -11,14 +11,13 @@ Two things follow from the plan. Ranks know the shard boundaries, so they agree 
 succeeded: a full disk is an error on every rank instead of a hang in the next gather. And the number of shards is known
 at the start, so files get their final names immediately.
 
-The directory is written as ``<out_dir>.tmp-<random>`` and renamed when everything in it is on disk (``finish.py``): an
-interrupted export never looks complete.
+The directory is written beside its name and renamed when everything in it is on disk (``aside.py``): an interrupted
+export never looks complete.
 """
 
-import secrets
-import shutil
 import sys
 import time
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -30,7 +29,8 @@ from model.checkpoint.safetensors import garbage_kept
 from model.peft import FOLDER
 from model.quantized.checkpoint import read_checkpoint
 from model.ranks import errors_on_all_ranks, is_main
-from model.save.finish import check_destination, configuration, copy_companions, publish, write_config, write_index
+from model.save.aside import Aside
+from model.save.finish import configuration, copy_companions, write_config, write_index
 from model.save.for_executorch import check_executorch, torchao_files
 from model.save.gguf_file import GGUF_FILE, GGUFPlan, GGUFWriter, check_gguf_written, plan_gguf
 from model.save.loadable import check_loadable, check_written
@@ -113,7 +113,6 @@ def export_model(
     template: Path | None = None,
     adapter: PeftFolder | None = None,
     max_shard_size: int = 5 * 10**9,
-    overwrite: bool = False,
     trust_remote_code: bool = False,
 ) -> ExportReport:
     """Write ``model`` as a checkpoint directory for transformers, vLLM, SGLang or llama.cpp. A collective.
@@ -128,7 +127,6 @@ def export_model(
         template: for layout ``gguf``, a GGUF file of the base model, see ``gguf_template.py``.
         adapter: unmerged adapter to write into a folder ``adapter``.
         max_shard_size: bytes of tensors per file. A larger module gets its own file; GGUF is always one file.
-        overwrite: replace a nonempty ``out_dir`` as a whole when the new directory is complete.
         trust_remote_code: allow running Python code in ``source_dir``.
 
     Raises:
@@ -141,50 +139,46 @@ def export_model(
     with errors_on_all_ranks(ValueError, OSError):
         shards = _plan(model, quantization, source, layout, max_shard_size if layout != "gguf" else sys.maxsize)
     total = sum(item.bytes for shard in shards for item in shard)
-    aside, gguf = out.with_name(f"{out.name}.tmp-{secrets.token_hex(4)}"), None
-    # Any error only on rank 0 must reach the other ranks, which are already in the next collective.
-    with errors_on_all_ranks(Exception):
-        if is_main():
-            check_destination(out, total, overwrite)
-            check_loadable(source, shards, trust_remote_code=trust_remote_code)
-            gguf = plan_gguf(model, chain(*shards), template) if layout == "gguf" else None
-            aside.mkdir()
-    try:
-        files, peak = _written(shards, aside, layout, gguf)
+    aside, gguf = None, None
+    with ExitStack() as stack:
+        # Any error only on rank 0 must reach the other ranks, which are already in the next collective.
         with errors_on_all_ranks(Exception):
             if is_main():
-                _check_files(shards, files, aside, gguf)
-                write_config(model, quantization, layout, source, aside, shards)
-                copy_companions(source, aside)
+                check_loadable(source, shards, trust_remote_code=trust_remote_code)
+                gguf = plan_gguf(model, chain(*shards), template) if layout == "gguf" else None
+                aside = stack.enter_context(closing(Aside(out, total)))
+        files, peak = _written(shards, out if aside is None else aside.path, layout, gguf)
+        with errors_on_all_ranks(Exception):
+            if aside is not None:
+                _check_files(shards, files, aside.path, gguf)
+                write_config(model, quantization, layout, source, aside.path, shards)
+                copy_companions(source, aside.path)
                 if adapter is not None:
-                    adapter.write(aside / FOLDER)
-                publish(aside, out)
-    finally:
-        if is_main():
-            shutil.rmtree(aside, ignore_errors=True)  # gone already if it was published
+                    adapter.write(aside.path / FOLDER)
+                aside.publish()
     count, seconds = sum(len(item.shapes) for item in chain(*shards)), time.perf_counter() - begin
     return ExportReport(out, files, count, total, seconds, peak, copied_modules(shards))
 
 
-def _written(shards: list[list[Item]], aside: Path, layout: Layout, gguf: GGUFPlan | None) -> tuple[list[str], int]:
+def _written(shards: list[list[Item]], directory: Path, layout: Layout, gguf: GGUFPlan | None) -> tuple[list[str], int]:
     """Write the files; the result is the same as of :func:`write_shards`. ``gguf`` is set on rank 0, the only
     writer."""
     if layout == "executorch":
-        return write_shards(shards, aside, writer=torchao_files(shards))
+        return write_shards(shards, directory, writer=torchao_files(shards))
     if layout != "gguf":
-        return write_shards(shards, aside)
+        return write_shards(shards, directory)
 
     def writer(path: Path, _: list[Item]) -> GGUFWriter:
         assert gguf is not None
         return GGUFWriter(path, gguf)
 
-    return write_shards(shards, aside, GGUF_FILE, writer)
+    return write_shards(shards, directory, GGUF_FILE, writer)
 
 
-def _check_files(shards: list[list[Item]], files: list[str], aside: Path, gguf: GGUFPlan | None) -> None:
+def _check_files(shards: list[list[Item]], files: list[str], directory: Path, gguf: GGUFPlan | None) -> None:
     """Check the written files, and write the index of several files."""
     if gguf is not None:
-        check_gguf_written(aside / GGUF_FILE, gguf)
+        check_gguf_written(directory / GGUF_FILE, gguf)
         return
-    write_index(shards, files, aside)
-    check_written(aside, shards)
+    write_index(shards, files, directory)
+    check_written(directory, shards)

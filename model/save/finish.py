@@ -1,9 +1,7 @@
-"""Write a checkpoint's files other than its weights, and rename the directory when everything is on disk."""
+"""Write a checkpoint's files other than its weights."""
 
 import json
-import os
 import re
-import secrets
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,8 +12,10 @@ from transformers import PreTrainedModel
 
 from model.checkpoint.names import Names, module_name_on_disk
 from model.checkpoint.safetensors import INDEX
+from model.disk_errors import naming
 from model.families import text_part
 from model.ranks import listed
+from model.save.aside import sync
 from model.save.for_mlx import write_for_mlx
 from model.save.plan import Item, copied_modules
 from model.zero import full_shape
@@ -41,18 +41,6 @@ COPIED = (
     "*.py",
     "LICENSE*",
 )
-
-
-def check_destination(out: Path, size: int, overwrite: bool) -> None:
-    """Reject a destination to which the export could not be written, before anything is gathered."""
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"{out} is a file, expected a directory to make")
-    if out.is_dir() and any(out.iterdir()) and not overwrite:
-        raise ValueError(f"{out} is not empty: name another directory, or remove it")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(out.parent).free
-    if free < size:
-        raise ValueError(f"{out.parent} has {free:,} bytes free, the weights alone need {size:,}")
 
 
 def write_index(shards: list[list[Item]], files: list[str], directory: Path) -> None:
@@ -187,37 +175,11 @@ def copy_companions(source: Path, directory: Path) -> None:
                 shutil.copytree(path, directory / path.name)
             else:
                 shutil.copyfile(path, directory / path.name)
-                _sync(directory / path.name)
+                sync(directory / path.name)
 
 
 def write_json(value: dict[str, Any], path: Path) -> None:
     """Write ``value`` to ``path`` and sync it to disk."""
-    path.write_text(json.dumps(value, indent=2) + "\n")
-    _sync(path)
-
-
-def publish(aside: Path, out: Path) -> None:
-    """Rename the finished directory to ``out``; a previous directory is removed afterwards."""
-    _sync(aside)
-    old = None
-    if out.is_dir() and any(out.iterdir()):
-        old = out.with_name(f"{out.name}.old-{secrets.token_hex(4)}")
-        os.rename(out, old)
-    try:
-        os.rename(aside, out)  # an empty directory is replaced
-    except OSError:
-        if old is not None:
-            os.rename(old, out)
-        raise
-    _sync(out.parent)
-    if old is not None:
-        shutil.rmtree(old)
-
-
-def _sync(path: Path) -> None:
-    """Sync a file or a directory's entries to disk, so that a rename cannot reach the disk before them."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    with naming(path):
+        path.write_text(json.dumps(value, indent=2) + "\n")
+    sync(path)

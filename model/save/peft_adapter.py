@@ -1,22 +1,20 @@
 """Write unmerged adapters of quantized weights in peft's format (see ``model/peft.py``)."""
 
-import json
-import secrets
-import shutil
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from model.families import text_part
 from model.peft import CONFIG, PREFIX, WEIGHTS
 from model.ranks import errors_on_all_ranks, is_main, listed
-from model.save.finish import check_destination, publish
+from model.save.aside import Aside
+from model.save.finish import write_json
+from model.save.shard_writer import ShardWriter, safetensors_head
 from model.zero import full_shape, whole_values
 from quant import Quantization, QuantLinear
 
@@ -36,10 +34,15 @@ class PeftFolder:
     base: str
 
     def write(self, directory: Path) -> None:
-        """Write the folder, which must not exist, from one process."""
-        directory.mkdir()
-        (directory / CONFIG).write_text(json.dumps(self.config, indent=2) + "\n")
-        save_file(self.tensors, directory / WEIGHTS, metadata={"format": "pt", "base": self.base})
+        """Write the folder from one process. Two writes of one adapter have the same bytes."""
+        directory.mkdir(exist_ok=True)
+        write_json(self.config, directory / CONFIG)
+        shapes = {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in self.tensors.items()}
+        head = safetensors_head(shapes, {"base": self.base})
+        with closing(ShardWriter(directory / WEIGHTS, shapes, head)) as writer:
+            for key, tensor in self.tensors.items():
+                writer.write(key, tensor)
+            writer.finish()
 
     def publish(self, out: Path) -> None:
         """Write the folder and rename it when everything is on disk; a collective.
@@ -48,7 +51,7 @@ class PeftFolder:
             RankError: on every rank: the folder could not be written, or the adapter has NaN or Inf; ``out`` is not
                 created.
         """
-        with errors_on_all_ranks(ValueError, OSError, SafetensorError):
+        with errors_on_all_ranks(ValueError, OSError):
             if is_main():
                 broken = [key for key, tensor in self.tensors.items() if not bool(tensor.isfinite().all())]
                 if broken:
@@ -56,13 +59,9 @@ class PeftFolder:
                         f"{out} was not written: the model diverged, export an earlier checkpoint: NaN or Inf in "
                         f"{listed(broken, 5)}"
                     )
-                check_destination(out, sum(tensor.nbytes for tensor in self.tensors.values()), overwrite=False)
-                aside = out.with_name(f"{out.name}.tmp-{secrets.token_hex(4)}")
-                try:
-                    self.write(aside)
-                    publish(aside, out)
-                finally:
-                    shutil.rmtree(aside, ignore_errors=True)
+                with closing(Aside(out, sum(tensor.nbytes for tensor in self.tensors.values()))) as aside:
+                    self.write(aside.path)
+                    aside.publish()
 
 
 def collect_adapter(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from model.checkpoint.safetensors import DTYPES
+from model.disk_errors import naming
 from quant.formats.compressed_tensors import Shapes
 
 # In the library's order: wide elements first, so that each tensor begins at a multiple of its element's size.
@@ -41,6 +42,7 @@ class ShardWriter:
     def __init__(self, path: Path, shapes: Shapes, head: tuple[bytes, Mapping[str, int]] | None = None) -> None:
         header, self._begin = head or safetensors_head(shapes)
         self._left = dict(shapes)
+        self._path, self._size = path, len(header) + sum(_bytes_of(*shape) for shape in shapes.values())
         self._elements: dict[str, int] = {}  # elements left, of tensors written in parts
         self._unsynced = 0
         self._syncing: threading.Thread | None = None
@@ -101,7 +103,8 @@ class ShardWriter:
         if self._left:
             raise ValueError(f"{len(self._left)} tensors were planned and not written, {min(self._left)} among them")
         self._wait()
-        os.fsync(self._file)
+        with naming(self._path, self._size):
+            os.fsync(self._file)
 
     def close(self) -> None:
         """Close the file, complete or not."""
@@ -111,9 +114,10 @@ class ShardWriter:
 
     def _put(self, data: memoryview, at: int) -> None:
         self._unsynced += len(data)
-        while data:
-            written = os.pwrite(self._file, data, at)
-            data, at = data[written:], at + written
+        with naming(self._path, self._size):
+            while data:
+                written = os.pwrite(self._file, data, at)
+                data, at = data[written:], at + written
         if self._unsynced >= SYNC_BYTES and (self._syncing is None or not self._syncing.is_alive()):
             self._wait()
             self._unsynced = 0
@@ -122,7 +126,8 @@ class ShardWriter:
 
     def _sync(self) -> None:
         try:
-            os.fdatasync(self._file)
+            with naming(self._path, self._size):
+                os.fdatasync(self._file)
         except OSError as error:
             self._failure = error
 
@@ -131,6 +136,10 @@ class ShardWriter:
             self._syncing.join()
         if self._failure is not None:
             raise self._failure
+
+
+def _bytes_of(dtype: torch.dtype, shape: Sequence[int]) -> int:
+    return math.prod(shape) * dtype.itemsize
 
 
 def safetensors_head(shapes: Shapes, metadata: Mapping[str, str] | None = None) -> tuple[bytes, dict[str, int]]:
@@ -142,7 +151,7 @@ def safetensors_head(shapes: Shapes, metadata: Mapping[str, str] | None = None) 
     end = 0
     for key in sorted(shapes, key=lambda key: (ORDER.index(KINDS[shapes[key][0]]), key)):
         dtype, shape = shapes[key]
-        begin[key], end = end, end + math.prod(shape) * dtype.itemsize
+        begin[key], end = end, end + _bytes_of(dtype, shape)
         places[key] = {"dtype": KINDS[dtype], "shape": list(shape), "data_offsets": [begin[key], end]}
     text = json.dumps(
         {"__metadata__": {"format": "pt", **(metadata or {})}, **places}, separators=(",", ":"), ensure_ascii=False

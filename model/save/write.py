@@ -10,6 +10,7 @@ from torch import nn
 from tqdm import tqdm
 
 from model.checkpoint.safetensors import SINGLE, DiskTensor, Reader
+from model.disk_errors import words_of
 from model.quantized.tensor import QuantizedTensor, chunks_of
 from model.ranks import errors_on_all_ranks, is_main, raise_everywhere
 from model.save.plan import Item
@@ -104,9 +105,9 @@ def _write_shard(
         progress.update(sum(item.bytes for item in batch))
     failure = output.finish() if output is not None else None
     # After any error in packing or writing, rank 0 kept gathering up to here, where all ranks stop.
-    text = f"export failed in {path.name}: {type(failure).__name__}: {failure}"
+    kind = "" if isinstance(failure, OSError) else f"{type(failure).__name__}: "
     try:
-        raise_everywhere(None if failure is None else text)
+        raise_everywhere(None if failure is None else f"export failed in {path.name}: {kind}{words_of(failure)}")
     except RuntimeError as everywhere:
         raise everywhere from failure
 

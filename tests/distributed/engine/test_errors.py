@@ -2,6 +2,7 @@
 
 import pickle
 import shutil
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from engine.loop import Loop, LoopState
 from engine.losses.objective import LossChunk
 from launch.exits import clean_exit
 from model.ranks import is_main, rank, shut_down
+from model.save.aside import WRITING
 from model.zero import local_data
 from tests.distributed.engine.scripts.train import End, end_of, ends_of
 from tests.families.make import Variant as Family
@@ -58,7 +60,7 @@ def cases(base: Path) -> dict[str, tuple[dict[str, Any], list[str]]]:
         ),
         "recipe_not_written": (
             {},
-            ["output_dir: [Errno 21] Is a directory: ", f"{base}/recipe_not_written/recipe.yaml"],
+            [f"output_dir: {base}/recipe_not_written/recipe.yaml.partial -> ", "/recipe.yaml: Is a directory"],
         ),
         "teacher_vocabulary": (
             {"loss": {"teacher": f"{base}/other"}},
@@ -321,7 +323,8 @@ def differing(tmp_path_factory):
             quant={"scheme": "w4a16_channel"} if name == "layers" else {"calibration_batches": 1},
             export={"enabled": name == "skipped"},
         )
-    (base / "skipped" / "export.tmp-0123abcd").mkdir(parents=True)  # of an export that was killed
+    (left := base / "skipped" / "export.tmp-0123abcd").mkdir(parents=True)
+    (left / WRITING).write_text(socket.gethostname())  # of an export that was killed
     (first, second), output = on_ranks(run_differing, base)
     assert first[0] == second[0]
     return base, first, output

@@ -47,14 +47,14 @@ def write(directory, samples, teacher, ranks=2):
         teacher=str(teacher),
         checksums={},
     )
-    partial = directory.with_name(directory.name + ".partial")
-    teacher_cache.create(partial, manifest)
+    directory.mkdir()
+    teacher_cache.create(directory, manifest)
     sign = {"log_probs": -1, "log_tail": -1}
     arrays = {name: np.random.rand(*shape) * 100 * sign.get(name, 1) for name, shape in manifest.shapes().items()}
     arrays = {name: array.astype(teacher_cache.CACHE_DTYPES[name]) for name, array in arrays.items()} | {
         "offsets": offsets
     }
-    writers = [Writer(partial) for _ in range(ranks)]
+    writers = [Writer(directory) for _ in range(ranks)]
     for index in random.sample(range(len(samples)), len(samples)):
         start, stop = offsets[index], offsets[index + 1]
         rows = {name: array[start:stop] for name, array in arrays.items() if name != "offsets"}
@@ -62,12 +62,12 @@ def write(directory, samples, teacher, ranks=2):
     writers[0].write(0, {"offsets": offsets})
     for writer in writers:
         writer.close()
-    shares = [teacher_cache.checksums(partial, manifest, rank, ranks) for rank in range(ranks)]
+    shares = [teacher_cache.checksums(directory, manifest, rank, ranks) for rank in range(ranks)]
     sums = {
         name: [value for _, value in sorted((index, v) for share in shares for index, v in share[name].items())]
         for name in teacher_cache.CACHE_DTYPES
     }
-    teacher_cache.finish(partial, directory, Manifest(**{**vars(manifest), "checksums": sums}))
+    teacher_cache.finish(directory, Manifest(**{**vars(manifest), "checksums": sums}))
     return arrays
 
 
@@ -217,7 +217,7 @@ def test_a_cache_of_something_else_is_refused(made, tmp_path):
 def test_a_full_disk_shows_when_the_files_are_made(made, tmp_path):
     manifest = Manifest(**{**vars(TeacherCache(made[3]).manifest), "positions": 10**15})
     with pytest.raises(OSError):
-        teacher_cache.create(tmp_path / "huge", manifest)
+        teacher_cache.create(tmp_path, manifest)
 
 
 def test_samples_without_targets_make_an_empty_cache(tmp_path):

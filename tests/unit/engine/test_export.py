@@ -32,5 +32,8 @@ def test_an_export_is_not_renamed_to_a_link(tmp_path) -> None:
 
 
 def test_a_directory_that_cannot_be_made_is_named_by_the_recipes_key() -> None:
-    with RunLock() as run_lock, pytest.raises(RankError, match=r"^output_dir: \[Errno 2\].*'/proc/nothing'$"):
+    with (
+        RunLock() as run_lock,
+        pytest.raises(RankError, match=r"^output_dir: /proc/nothing: No such file or directory$"),
+    ):
         _take_output(minimal(output_dir="/proc/nothing/run"), run_lock)

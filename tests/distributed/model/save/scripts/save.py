@@ -117,14 +117,11 @@ def exports(model, quantization, checkpoint: str, out: Path) -> dict[str, dict]:
     export("many", "many", max_shard_size=SHARD)
     export("refused", "many")
     export("no source", "fresh", out / "absent")
-    for _ in range(2):
-        export("replaced", "plain_then_one", overwrite=True)
     # A write that really fails, in the middle of a file: the kernel refuses to let a file of this process grow further.
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     if is_main():
         resource.setrlimit(resource.RLIMIT_FSIZE, (SHARD // 2, limit[1]))
     export("disk full", "full", max_shard_size=SHARD)
-    export("disk full, replacing", "many", max_shard_size=SHARD, overwrite=True)
     if is_main():
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     # No device here runs out of memory for a model of this size.

@@ -1,0 +1,115 @@
+"""Write a directory beside its final name, and rename it when everything in it is on disk.
+
+``<out>.tmp-<8 hex digits>`` never looks complete under the final name. A process that is killed leaves it, with up to a
+whole model in it, and the next run that writes ``<out>`` removes it. The file ``.writing`` in it is locked as long as
+the process that writes lives, so a locked directory is never removed. Some file systems have no locks between machines:
+a directory of another machine, which the file names, must also have been without a write for an hour.
+"""
+
+import fcntl
+import glob
+import os
+import re
+import secrets
+import shutil
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from model.disk_errors import naming
+from model.ranks import say
+
+WRITING = ".writing"
+QUIET_SECONDS = 3600.0
+
+
+class Aside:
+    """Directory in which one process writes what becomes ``out``. Always call :meth:`close`.
+
+    Args:
+        out: directory to create.
+        size: bytes that will be written, at least.
+
+    Raises:
+        ValueError: ``out`` is not empty or a file, or the disk is too full.
+        OSError: the directory cannot be made.
+    """
+
+    def __init__(self, out: Path, size: int) -> None:
+        if out.exists() and not out.is_dir():
+            raise ValueError(f"{out} is a file, expected a directory to make")
+        if out.is_dir() and any(out.iterdir()):
+            raise ValueError(f"{out} is not empty: name another directory, or remove it")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        remove_left(out)
+        free = shutil.disk_usage(out.parent).free
+        if free < size:
+            raise ValueError(f"{out.parent} has {free:,} bytes free, the weights alone need {size:,}")
+        self._out = out
+        self.path = out.with_name(f"{out.name}.tmp-{secrets.token_hex(4)}")
+        self.path.mkdir()
+        self._lock = open(self.path / WRITING, "x")  # noqa: SIM115
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+        with naming(self.path / WRITING):
+            self._lock.write(socket.gethostname())
+            self._lock.flush()
+
+    def publish(self) -> None:
+        """Rename the finished directory. Raises OSError."""
+        sync(self.path)
+        os.rename(self.path, self._out)  # an empty directory is replaced
+        (self._out / WRITING).unlink()
+        sync(self._out)
+        sync(self._out.parent)
+
+    def close(self) -> None:
+        """Remove the directory unless it was published."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.close()
+
+
+def remove_left(out: Path) -> None:
+    """Remove directories that killed processes left beside ``out``, and warn of those that are not removed."""
+    for left in sorted(out.parent.glob(f"{glob.escape(out.name)}.tmp-*")):
+        if re.fullmatch(r".*\.tmp-[0-9a-f]{8}", left.name) and left.is_dir() and not left.is_symlink():
+            with suppress(OSError):
+                _remove(left)
+            if left.exists():
+                say(f"warning: {left} is of another run to {out}: remove it if no such run is left")
+
+
+def _remove(left: Path) -> None:
+    """Remove a directory if the process that wrote it has ended."""
+    try:
+        lock = open(left / WRITING, "r+")  # noqa: SIM115
+    except FileNotFoundError:  # killed just before it was made
+        if _quiet(left):
+            left.rmdir()
+        return
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if lock.read() == socket.gethostname() or _quiet(left):
+            for entry in left.iterdir():
+                if entry.is_dir() and not entry.is_symlink():
+                    shutil.rmtree(entry)
+                elif entry.name != WRITING:  # last: without it the rest would be of an unknown run
+                    entry.unlink()
+            shutil.rmtree(left)
+
+
+def _quiet(directory: Path) -> bool:
+    """Return True if nothing in a directory was written in the last hour."""
+    newest = max(path.stat().st_mtime for path in (directory, *directory.rglob("*")))
+    return time.time() - newest > QUIET_SECONDS
+
+
+def sync(path: Path) -> None:
+    """Sync a file or a directory's entries to disk, so that a rename cannot reach the disk before them."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        with naming(path):
+            os.fsync(handle)
+    finally:
+        os.close(handle)
