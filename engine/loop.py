@@ -182,8 +182,11 @@ def _export(state: LoopState) -> None:
     try:
         batches = state.loader.first(max(1, state.recipe.quant.calibration_batches))
         export_trained(state.session, state.quant, batches)
-    except RankError:
+    except RankError as error:
         if not state.recipe.train.checkpoint_every:
             say("the export failed; saving a training checkpoint for launch/export.py")
-            save(state)
+            try:
+                save(state)
+            except RankError as unsaved:
+                raise RankError(f"{error}\n{unsaved}") from error
         raise

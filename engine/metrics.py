@@ -1,7 +1,10 @@
 """Progress bar, TensorBoard and final summary, written by rank 0 alone."""
 
+import io
 import math
+import os
 import resource
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -12,13 +15,39 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from torch.utils.tensorboard import SummaryWriter
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary as EventSummary
+from tensorboard.summary.writer.record_writer import RecordWriter
+from torch.utils.tensorboard.summary import histogram, hparams, text
 from tqdm import tqdm
 
 from engine.config.config import Recipe
 from model.ranks import is_main, say
 
 RETRY_SECONDS = 60.0
+_LIMITS = 1e-12 * 1.1 ** np.arange(774)
+BINS = np.concatenate([-_LIMITS[::-1], [0.0], _LIMITS])  # of all histograms, so that TensorBoard can compare steps
+
+
+class _EventFile:
+    """File of TensorBoard, which the calling thread writes, and which is complete after each call.
+
+    SummaryWriter of torch writes in a thread of its own, and a full disk ends that thread with a traceback.
+    """
+
+    def __init__(self, directory: Path, first_step: int | None) -> None:
+        """Create a file; with ``first_step``, points of other files from that step on are hidden."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self._path = directory / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+        self.add(Event(file_version="brain.Event:2"))
+        if first_step is not None:
+            self.add(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
+
+    def add(self, event: Event) -> None:
+        """Append an event. The file is opened by its name each time: it may have been removed. Raises OSError."""
+        event.wall_time = time.time()
+        with self._path.open("ab") as file:
+            RecordWriter(file).write(event.SerializeToString())
 
 
 class Metrics:
@@ -33,7 +62,7 @@ class Metrics:
     """
 
     def __init__(self, directory: Path, recipe: Path, *, done: int = 0) -> None:
-        """Open files in ``directory``, and show the text of the ``recipe`` file in TensorBoard.
+        """Open a file in ``directory``, and show the text of the ``recipe`` file in TensorBoard.
 
         Args:
             directory: directory of the files.
@@ -41,71 +70,70 @@ class Metrics:
             done: optimizer steps done. Later points are hidden: an earlier continuation of this run wrote them.
         """
         self._directory = directory
-        self.writer: SummaryWriter | None = None
+        self._file: _EventFile | None = None
         self._lost: float | None = None  # time of the last failure to write; None: no failure yet
         if is_main():
             self._open(done + 1 if done else None)
-        text = recipe.read_text(encoding="utf-8")
-        self._write(lambda writer: writer.add_text("recipe", f"```yaml\n{text}\n```", done))
+        self._write(text("recipe", f"```yaml\n{recipe.read_text(encoding='utf-8')}\n```"), done)
 
-    def _open(self, purge_step: int | None = None) -> None:
+    def _open(self, first_step: int | None = None) -> None:
         """Open a new event file, on rank 0."""
         try:
-            self.writer = SummaryWriter(str(self._directory), purge_step=purge_step)
+            self._file = _EventFile(self._directory, first_step)
         except OSError as error:
             self._lose(error)
 
-    def _write(self, add: Callable[[SummaryWriter], object]) -> None:
-        """Call ``add`` with the open file, or with a new one after a failure."""
-        if self._lost is not None and self.writer is None and time.monotonic() - self._lost >= RETRY_SECONDS:
+    def _writes(self) -> bool:
+        """Return True on rank 0 if there is a file, or a new one after a failure."""
+        if self._lost is not None and self._file is None and time.monotonic() - self._lost >= RETRY_SECONDS:
             self._open()
-        if self.writer is None:
-            return
-        try:
-            add(self.writer)
-        except OSError as error:
-            self._lose(error)
+        return self._file is not None
+
+    def _write(self, summary: EventSummary, step: int) -> None:
+        """Write values at ``step``."""
+        if self._writes():
+            assert self._file is not None
+            try:
+                self._file.add(Event(step=step, summary=summary))
+            except OSError as error:
+                self._lose(error)
 
     def _lose(self, error: OSError) -> None:
-        """Continue without a file; the failed file is not closed, as closing writes to it."""
+        """Continue without a file: the failed one may end in half an event."""
         if self._lost is None:
             say(f"warning: {self._directory} cannot be written ({error.strerror}): points are missing in TensorBoard")
         self._lost = time.monotonic()
-        self.writer = None
+        self._file = None
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Add one point per value at ``step`` (optimizer steps done)."""
-
-        def add(writer: SummaryWriter) -> None:
-            for name, value in values.items():
-                writer.add_scalar(name, float(value), step)
-
-        self._write(add)
+        points = [EventSummary.Value(tag=name, simple_value=float(value)) for name, value in values.items()]
+        self._write(EventSummary(value=points), step)
 
     def histogram(self, tag: str, values: Sequence[float], step: int) -> None:
         """Add a histogram of the finite values, if any."""
         finite = np.array([value for value in values if math.isfinite(value)])
         if len(finite):
-            self._write(lambda writer: writer.add_histogram(tag, finite, step))
+            self._write(histogram(tag, finite, BINS), step)
 
     def picture(self, tag: str, draw: Callable[[], Figure], step: int) -> None:
         """Add the picture that ``draw`` returns; ``draw`` is called on rank 0 only."""
-        self._write(lambda writer: writer.add_figure(tag, draw(), step))
+        if self._writes():
+            figure, png = draw(), io.BytesIO()
+            figure.savefig(png, format="png")
+            width, height = map(int, figure.bbox.size)
+            image = EventSummary.Image(
+                encoded_image_string=png.getvalue(), width=width, height=height, colorspace=len("RGBA")
+            )
+            self._write(EventSummary(value=[EventSummary.Value(tag=tag, image=image)]), step)
 
-    def results(self, recipe: Recipe, results: Mapping[str, float]) -> None:
+    def results(self, recipe: Recipe, results: Mapping[str, float], step: int) -> None:
         """Add options and results of the run to TensorBoard's HPARAMS tab."""
-        # Each result is also a scalar, which must not add a point to a curve. Without run_name (the same folder)
-        # TensorBoard shows a second run, named by the time.
+        # Each result is also a scalar, which must not add a point to a curve.
         final = {f"final/{name}": value for name, value in results.items()}
-        self._write(lambda writer: writer.add_hparams(flat_options(recipe), final, run_name="."))
-
-    def flush(self) -> None:
-        """Flush buffered points: a run that resumes from a checkpoint does not write earlier points again."""
-        self._write(lambda writer: writer.flush())
-
-    def close(self) -> None:
-        """Flush and close; nothing can be added afterwards."""
-        self._write(lambda writer: writer.close())
+        for summary in hparams(flat_options(recipe), final):
+            self._write(summary, step)
+        self.log(final, step)
 
 
 def flat_options(recipe: Recipe) -> dict[str, Any]:

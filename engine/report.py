@@ -47,16 +47,15 @@ class RunReport:
             write_measured(Path(state.recipe.output_dir), self._memory, state.session.device)
 
     def end(self, state: LoopState, checkpoints: Path) -> None:
-        """Print the final lines, log the run's results to TensorBoard and close its files."""
+        """Print the final lines, and log the run's results to TensorBoard."""
         if is_main() and self._summary.steps:
-            state.metrics.results(state.recipe, {**self._summary.last, **state.evaluation})
+            state.metrics.results(state.recipe, {**self._summary.last, **state.evaluation}, state.step)
             peak = peak_memory_bytes(state.session.device)
             evaluations = (state.evaluations.first, state.evaluation)
             skipped = state.session.engine.skipped_steps
             say(self._summary.text(devices=world_size(), skipped=skipped, peak_bytes=peak, evaluations=evaluations))
         if is_main() and (line := best_line(checkpoints)):
             say(line)
-        state.metrics.close()
 
 
 def _figures(state: LoopState, last: StepResult, speed: float) -> dict[str, float]:

@@ -176,7 +176,6 @@ def save(state: LoopState) -> None:
         measured=_measured(state),
     )
     state.saved_step = state.step
-    state.metrics.flush()
 
 
 def _measured(state: LoopState) -> tuple[str, float] | None:

@@ -1,6 +1,7 @@
 """Exit scripts on errors: the message is printed once, and every rank has an exit code.
 
-An error that a user can fix is printed without a traceback. Any other exception is a defect and keeps its traceback.
+An error that a user can fix, also one of a disk, is printed without a traceback. Any other exception is a defect and
+keeps its traceback.
 Library code raises errors and does not exit, except on a rank whose peers are dead (engine/cluster/job.py).
 """
 
@@ -19,6 +20,7 @@ from engine.cluster.nodes import spans_nodes, tell_other_nodes
 from engine.config.config import Recipe
 from engine.config.errors import RecipeError
 from engine.config.reading import parse_recipe
+from model.disk_errors import OF_DISKS, words_of
 from model.ranks import RankError, barrier, is_lost_peer, is_main, rank, shut_down, world_size
 
 # The first process to exit makes the launcher end the others, and there is no process group yet to wait in: the ranks
@@ -45,7 +47,7 @@ def recipe_or_exit(argv: Sequence[str] | None = None, *, check_files: bool = Tru
 
 @contextmanager
 def clean_exit() -> Iterator[None]:
-    """Context of a script's work: exit code 2 for a bad recipe, 1 for a RankError; closes the process group.
+    """Context of a script's work: exit code 2 for a bad recipe, 1 for a RankError or a disk; closes the process group.
 
     Any other exception is raised on one rank only, while the other ranks wait in a collective. So this rank's process
     ends at once, with the traceback. The launcher then ends the other ranks, which print one line each. An ordinary
@@ -61,10 +63,17 @@ def clean_exit() -> Iterator[None]:
         except RankError as error:
             _end_together(error)
         except Exception as error:
-            if world_size() == 1:
+            if world_size() > 1:
+                _end_alone(error)
+            if not _is_of_a_disk(error):
                 raise
-            _end_alone(error)
+            _end_together(RankError(words_of(error)))
     _leave()
+
+
+def _is_of_a_disk(error: Exception) -> bool:
+    """Return True for a full, vanished or read-only disk, and a file that the user may not use: no defect."""
+    return isinstance(error, OSError) and error.errno in OF_DISKS
 
 
 def _end_together(error: RankError) -> NoReturn:
@@ -77,8 +86,9 @@ def _end_together(error: RankError) -> NoReturn:
 
 
 def _end_alone(error: Exception) -> NoReturn:
-    """Exit this process at once, with the traceback of an error on this rank only."""
-    text = f" {LOST_PEER}\n" if is_lost_peer(error) else f"\n{traceback.format_exc()}"
+    """Exit this process at once, with an error on this rank only, in one line or with its traceback."""
+    line = LOST_PEER if is_lost_peer(error) else words_of(error) if _is_of_a_disk(error) else None
+    text = f"\n{traceback.format_exc()}" if line is None else f" {line}\n"
     # In one write, since ranks share the stream, and below rank 0's progress bar.
     print(f"\nerror on rank {rank()}:{text}", end="", file=sys.stderr, flush=True)
     os._exit(1)

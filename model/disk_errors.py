@@ -8,8 +8,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-# Errors of the machine's disks, not of the program.
-OF_DISKS = (*_FULL, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EFBIG)
+# Errors of the machine's disks, not of the program: full, read-only, not this user's, broken, or no longer mounted.
+OF_DISKS = (
+    *_FULL,
+    *(errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG),
+    *(errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EHOSTDOWN, errno.ENODEV, errno.ENOENT),
+)
 
 
 @contextmanager

@@ -15,11 +15,12 @@ that is corrupt or does not load is built again.
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -56,6 +57,9 @@ _VECTORS = {
 
 
 _BUILD_ERRORS = (subprocess.CalledProcessError, RuntimeError, OSError)
+# In outputs of g++, nvcc, the linker and ninja; a compiler that needs too much memory is killed.
+_ERROR = re.compile(r"\berror\b|undefined reference|cannot find|killed|No space left", re.IGNORECASE)
+_LONGEST = 300
 
 
 @dataclass(frozen=True)
@@ -170,18 +174,32 @@ def _compiled(cuda: bool) -> Path:
             scratch = root / f"{name}.build"
             shutil.rmtree(scratch, ignore_errors=True)  # left by a killed build, whose lock ended with its process
             scratch.mkdir()
-            cpp_extension.load(
-                name,
-                [str(source) for source in sources],
-                extra_cflags=cxx_flags,
-                extra_cuda_cflags=[*NVCC_FLAGS, *architectures],
-                extra_ldflags=["-fopenmp", *(_cuda_runtime(scratch) if cuda else [])],
-                build_directory=str(scratch),
-                is_python_module=False,
-            )
+            try:
+                cpp_extension.load(
+                    name,
+                    [str(source) for source in sources],
+                    extra_cflags=cxx_flags,
+                    extra_cuda_cflags=[*NVCC_FLAGS, *architectures],
+                    extra_ldflags=["-fopenmp", *(_cuda_runtime(scratch) if cuda else [])],
+                    build_directory=str(scratch),
+                    is_python_module=False,
+                )
+            except RuntimeError as error:
+                raise RuntimeError(_in_one_line(str(error), root / f"{name}.log")) from error
             _move(scratch / f"{name}.so", library)
             shutil.rmtree(scratch)
     return library
+
+
+def _in_one_line(output: str, file: Path) -> str:
+    """Shorten the output of a failed build to its first error; if there is more, write all of it to ``file``."""
+    _, *rest = lines = [line.strip() for line in output.splitlines() if line.strip()] or ["no output"]
+    found = next(filter(_ERROR.search, rest), lines[-1])[:_LONGEST]
+    if rest:
+        with suppress(OSError):  # a full disk must not hide the error
+            file.write_text(output, encoding="utf-8")
+            found += f" (the whole output is in {file})"
+    return found
 
 
 def _cuda_runtime(scratch: Path) -> list[str]:

@@ -1,5 +1,6 @@
 """TensorBoard files, which cannot end a run, the picture of the errors, and the summary."""
 
+import resource
 import shutil
 
 import numpy as np
@@ -18,11 +19,9 @@ def write_all(found: Metrics, step: int) -> None:
     found.log({"loss/total": 1.0}, step)
     found.histogram("quant/scales", [1.0, 2.0], step)
     found.picture("quant/picture", Figure, step)
-    found.results(minimal(), {"loss/total": 1.0})
-    found.flush()
+    found.results(minimal(), {"loss/total": 1.0}, step)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's own thread
 @pytest.mark.parametrize("full", [False, True])
 def test_a_directory_that_goes_or_never_was_costs_one_warning_and_a_few_points(tmp_path, monkeypatch, capsys, full):
     recipe, directory = tmp_path / "recipe.yaml", tmp_path / "tensorboard"
@@ -40,13 +39,52 @@ def test_a_directory_that_goes_or_never_was_costs_one_warning_and_a_few_points(t
     write_all(found, 5)
     directory.unlink()
     write_all(found, 6)
-    found.close()
-    said = capsys.readouterr().out
+    said, errors = capsys.readouterr()
+    assert errors == ""
     assert said.count("warning: ") == 1 and f"warning: {directory} cannot be written (" in said
     assert said.count("points are missing in TensorBoard") == 1
     curves = EventAccumulator(str(directory))
     curves.Reload()
     assert [point.step for point in curves.Scalars("loss/total")] == [6]
+
+
+def test_a_full_disk_costs_one_line_and_no_traceback(tmp_path, monkeypatch, capfd):
+    """The kernel refuses to let a file grow; then there is room again, and a new file."""
+    recipe, directory = tmp_path / "recipe.yaml", tmp_path / "tensorboard"
+    recipe.write_text("a: 1")
+    found = Metrics(directory, recipe)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (300, hard))
+        for step in range(1, 30):
+            found.log({"loss/total": 1.0 / step}, step)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    said, errors = capfd.readouterr()
+    expected = f"warning: {directory} cannot be written (File too large): points are missing in TensorBoard\n"
+    assert (said, errors) == (expected, "")
+    monkeypatch.setattr(metrics, "RETRY_SECONDS", 0.0)
+    write_all(found, 30)
+    curves = EventAccumulator(str(directory))
+    curves.Reload()
+    steps = [point.step for point in curves.Scalars("loss/total")]
+    assert steps[-1] == 30 and steps[:-1] == list(range(1, len(steps))) and len(steps) < 30
+    assert [tag.split("/")[0] for tag in curves.Tags()["tensors"]] == ["recipe"]
+    assert curves.Tags()["histograms"] == ["quant/scales"] and curves.Scalars("final/loss/total")[0].value == 1.0
+    image = curves.Images("quant/picture")[0]
+    assert image.encoded_image_string.startswith(b"\x89PNG") and (image.width, image.height) == (640, 480)
+
+
+def test_points_of_an_earlier_continuation_are_hidden(tmp_path):
+    recipe, directory = tmp_path / "recipe.yaml", tmp_path / "tensorboard"
+    recipe.write_text("a: 1")
+    first = Metrics(directory, recipe)
+    for step in range(1, 5):
+        first.log({"loss/total": 1.0}, step)
+    Metrics(directory, recipe, done=2).log({"loss/total": 2.0}, 3)
+    curves = EventAccumulator(str(directory))
+    curves.Reload()
+    assert [(point.step, point.value) for point in curves.Scalars("loss/total")] == [(1, 1.0), (2, 1.0), (3, 2.0)]
 
 
 def test_the_picture_has_a_square_for_each_place_and_layer_and_the_mean_of_experts():

@@ -1,8 +1,13 @@
 """How a script ends: what is printed, by which rank, and with which exit code."""
 
+import errno
+import os
+import re
+
 import pytest
 
 from launch.exits import clean_exit, recipe_or_exit
+from model.disk_errors import naming
 from model.ranks import RankError
 from tests.lib.processes import run_python
 from tests.lib.recipes import write_minimal
@@ -35,3 +40,19 @@ def test_what_a_rank_found_wrong_ends_with_1_and_a_defect_keeps_its_traceback(ca
     assert capsys.readouterr().err == "error: a bad file\n"
     with pytest.raises(ZeroDivisionError), clean_exit():
         _ = 1 / 0
+
+
+def test_an_error_of_a_disk_is_one_line_with_the_path(tmp_path, capsys):
+    """With the free bytes of a full disk, and the first folder that is missing of one that is no longer mounted."""
+    file = tmp_path / "file"
+    for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO, errno.ESTALE):
+        with pytest.raises(SystemExit, match="1"), clean_exit(), naming(file, 1234):
+            raise OSError(number, os.strerror(number))
+        text = f"error: {file}: {os.strerror(number)}"
+        if number in (errno.ENOSPC, errno.EDQUOT):
+            text = rf"{re.escape(text)}, the file takes 1,234 bytes; [\d,]+ bytes are free there"
+        assert re.fullmatch(f"{text}\n", capsys.readouterr().err)
+    with pytest.raises(SystemExit, match="1"), clean_exit():
+        (tmp_path / "mounted" / "run" / "file").touch()
+    expected = f"{tmp_path} has no mounted: was it removed, or its disk unmounted?\n"
+    assert capsys.readouterr().err == f"error: {tmp_path}/mounted/run/file: No such file or directory; {expected}"

@@ -6,6 +6,7 @@ cpp_extension is asked to build nothing here but in a test of the large counts: 
 import json
 import mmap
 import os
+import re
 import shutil
 import threading
 from pathlib import Path
@@ -142,6 +143,15 @@ def test_where_nothing_can_be_built_there_is_a_reason(builds, tmp_path, monkeypa
         found = build()
         assert found.library is None and f"compiling the kernels failed: {builds.error}" in found.why
         assert builds.libraries() == []
+    output = "\n".join(["Error building extension", *["[1/3] c++ -c x.cpp"] * 200, "x.cpp:1:2: error: y", *["z"] * 280])
+    builds.error = RuntimeError(output)
+    found = re.fullmatch(
+        r"compiling the kernels failed: x\.cpp:1:2: error: y \(the whole output is in (.*)\)", build().why
+    )
+    assert found is not None and Path(found[1]).read_text() == output
+    Path(found[1]).unlink()
+    Path(found[1]).mkdir()  # nor can the file be written
+    assert build().why == "compiling the kernels failed: x.cpp:1:2: error: y"
     builds.error = None
     assert build().library is not None
     shutil.rmtree(builds.folder)
