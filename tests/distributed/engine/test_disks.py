@@ -202,6 +202,8 @@ def test_a_save_that_fails_loses_neither_the_run_nor_the_checkpoint_before(ran):
         assert " MB are free there; training goes on" in warning
         assert reason in warning or not os.path.ismount(disk)
     assert_same_weights(found["full_disk"], found["straight"])
+    assert f"warning: {disk / 'tensorboard'} cannot be written (" in output or not os.path.ismount(disk)
+    assert "Traceback" not in output
 
 
 def test_at_the_end_of_a_run_a_save_that_fails_is_an_error(ran):
