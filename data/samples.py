@@ -14,6 +14,8 @@ import numpy as np
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from data.file_kinds import other_kind
+
 IGNORE = -100
 """Label of a position that predicts nothing (the ``ignore_index`` of torch's cross entropy)."""
 
@@ -78,21 +80,28 @@ class Problems:
         raise DataError("\n".join([f"{lines} in the data:", *self._texts, *rest]))
 
 
-def check_files(files: Sequence[str | Path]) -> list[Path]:
-    """Return the paths of ``files``. Raises a `DataError` that names all missing files, empty files and folders."""
+def check_files(files: Sequence[str | Path], *, plain: bool = False) -> list[Path]:
+    """Return the paths of ``files``.
+
+    ``plain``: they are plain text, see :func:`data.file_kinds.other_kind`.
+
+    Raises:
+        DataError: files are missing, empty, folders or of another kind (compressed, a table); the text names all of
+            them.
+    """
     paths = [Path(file) for file in files]
-    wrong = [path for path in paths if not path.is_file() or not path.stat().st_size]
+    wrong = [f"{path}: {problem}" for path in paths if (problem := _file_problem(path, plain))]
     if wrong or not paths:
-        raise DataError("\n".join(map(_file_problem, wrong)) or "no data files given, expected at least one path")
+        raise DataError("\n".join(wrong) or "no data files given, expected at least one path")
     return paths
 
 
-def _file_problem(path: Path) -> str:
+def _file_problem(path: Path, plain: bool) -> str | None:
     if not path.exists():
-        return f"{path}: no such file"
+        return "no such file"
     if not path.is_file():
-        return f"{path}: found something else than a file (a folder?), expected the path of a file"
-    return f"{path}: the file is empty"
+        return "found something else than a file (a folder?), expected the path of a file"
+    return other_kind(path, plain=plain) if path.stat().st_size else "the file is empty"
 
 
 def load_tokenizer(directory: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

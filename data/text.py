@@ -52,7 +52,7 @@ def read_text(
     """
     if block_length < 1:
         raise DataError(f"found a block length of {block_length}, expected at least 1")
-    paths = check_files(files)
+    paths = check_files(files, plain=True)
     eos = tokenizer.eos_token_id
     if len(paths) > 1 and not isinstance(eos, int):
         raise DataError(f"the tokenizer of {tokenizer.name_or_path!r} has no EOS token to join {len(paths)} files with")

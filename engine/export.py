@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
+from transformers import PreTrainedModel
+
 from data.loader import MicroBatch
 from engine.config.config import Recipe
 from engine.config.errors import RecipeError, parse_size
@@ -15,6 +17,7 @@ from model.checkpoint.fingerprint import digest_of_checkpoint
 from model.ranks import listed, say
 from model.save import check_plan, export_model, not_loaded
 from model.save.peft_adapter import PeftFolder, collect_adapter
+from quant import Quantization
 from quant.formats.layouts import Layout, check_layout
 
 
@@ -103,22 +106,22 @@ def _template(recipe: Recipe) -> Path | None:
     return None if recipe.export.template is None else Path(recipe.export.template)
 
 
-def check_exportable(session: Session) -> None:
+def check_exportable(recipe: Recipe, model: PreTrainedModel, quantization: Quantization) -> None:
     """Refuse before training a model whose export could not be loaded; a collective.
 
     Raises the errors of :func:`model.save.export_model`."""
-    recipe, layout = session.recipe, _layout(session.recipe)
+    layout = _layout(recipe)
     if layout is None:
         return
     compressed = layout == "compressed" and not recipe.never_quantizes()
-    if compressed and (reason := not_loaded(session.model, session.quantization)):
+    if compressed and (reason := not_loaded(model, quantization)):
         say(
             f"warning: {reason}: the export will be one for vLLM and SGLang, and launch/verify.py will compare it with "
             "what compressed-tensors decompresses. With export.format: dequantized transformers loads it"
         )
     check_plan(
-        session.model,
-        None if recipe.never_quantizes() else session.quantization,
+        model,
+        None if recipe.never_quantizes() else quantization,
         recipe.model.path,
         layout=layout,
         template=_template(recipe),

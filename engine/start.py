@@ -25,6 +25,7 @@ from engine.faults import SkippedSteps
 from engine.losses.objective import DIAGNOSTICS, NamedTokenLoss
 from engine.metrics import Metrics
 from engine.schedule import Schedule, check_events
+from engine.session.check_models import check_models
 from engine.session.context import build_loader, start_ranks
 from engine.session.probes import with_checked_rows
 from engine.session.session import Session, build_session
@@ -36,7 +37,8 @@ from model.save.aside import remove_left
 def start_run(
     recipe: Recipe, schedule: Schedule, token_losses: Sequence[NamedTokenLoss], run_lock: RunLock
 ) -> LoopState:
-    """Start ranks, read data, build the model and its scales, and load the checkpoint to resume; a collective.
+    """Start ranks, check the models, read data, build the model and its scales, and load the checkpoint to resume; a
+    collective.
 
     ``run_lock`` locks output_dir.
 
@@ -50,13 +52,15 @@ def start_run(
     _take_output(recipe, run_lock)
     if checkpoint is not None:
         verify_checkpoint(checkpoint)
-    # Before the weights: a bad line in a data file should not cost the minutes of loading a large model.
-    loader, held_out = build_loader(recipe, context.tokenizer)
+    # In the order of how long they take: headers of the models' files, lines of data, weights.
+    models = check_models(recipe, context)
+    if recipe.export.enabled:
+        check_exportable(recipe, models.model, models.quantization)
+    loader, held_out = build_loader(recipe, context.tokenizer, models.tokens)
+    del models
     if checkpoint is not None:
         check_samples(checkpoint, loader.digest)
     session = build_session(recipe, context, loader.samples, loader.first)
-    if recipe.export.enabled:
-        check_exportable(session)
     session = with_checked_rows(session, loader.samples)
     if recipe.schedule:
         _check_schedule(session, [loss.name for loss in token_losses])

@@ -35,6 +35,7 @@ import yaml
 from data.loader import Loader
 from engine.config.config import Recipe
 from engine.fake_quant import calibrate_inputs
+from engine.session.check_models import check_models
 from engine.session.context import TORCH_DTYPES, RunContext, build_loader, start_ranks
 from engine.session.session import Session, build_session
 from launch.exits import clean_exit, recipe_or_exit
@@ -113,7 +114,8 @@ def check_options(recipes: Mapping[str, Recipe], budget_bits: float) -> None:
 
 def opened(recipe: Recipe, context: RunContext) -> tuple[Session, Loader]:
     """Build the quantized model in its engine, with all scales in place; a collective."""
-    loader, _ = build_loader(recipe, context.tokenizer)
+    models = check_models(recipe, context, losses=False)
+    loader, _ = build_loader(recipe, context.tokenizer, models.tokens)
     session = build_session(recipe, context, None, loader.first, optimizer=False)
     if session.uncalibrated:
         batches = loader.first(recipe.quant.calibration_batches)

@@ -20,6 +20,7 @@ if __name__ == "__main__":
 from engine.config.config import Recipe
 from engine.export import check_export, export
 from engine.fake_quant import calibrate_inputs
+from engine.session.check_models import check_models
 from engine.session.context import build_loader, start_ranks
 from engine.session.session import build_session
 from launch.exits import clean_exit, recipe_or_exit
@@ -37,7 +38,8 @@ def calibrate(recipe: Recipe) -> None:
     """Measure the scales that the recipe's scheme needs and write the PTQ checkpoint."""
     check_export(recipe)
     context = start_ranks(recipe)
-    loader, _ = build_loader(recipe, context.tokenizer)
+    models = check_models(recipe, context, losses=False)
+    loader, _ = build_loader(recipe, context.tokenizer, models.tokens)
     session = build_session(recipe, context, None, loader.first, optimizer=False)
     if session.uncalibrated:
         say(f"calibrating activations on {recipe.quant.calibration_batches} micro-batches per rank")

@@ -37,7 +37,8 @@ def _say(kind: type[BaseException], error: BaseException, trace: TracebackType |
 
 
 def check_model_path(argv: Sequence[str] | None = None) -> None:
-    """Exit with code 2 unless the last ``model.path`` is a directory with config.json; local rank 0 prints why.
+    """Exit with code 2 unless the last ``model.path`` is a directory with config.json and weights; local rank 0 prints
+    why.
 
     Launches on several machines are checked when the recipe is read: a file that is missing on one machine is then
     reported to all ranks.
@@ -49,7 +50,7 @@ def check_model_path(argv: Sequence[str] | None = None) -> None:
     path = _model_path(arguments)
     if path is None or {"-h", "--help", "--print_config"} & set(arguments):
         return
-    if problems := list(checkpoint_problems("model.path", path)):
+    if problems := list(checkpoint_problems("model.path", path, weights=True)):
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print("\n".join(f"error: {problem}" for problem in problems), file=sys.stderr, flush=True)
         else:

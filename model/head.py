@@ -26,7 +26,9 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from model.ranks import raise_everywhere
+from model.zero import full_shape
 from quant import QuantLinear
+from quant.packed_weight import as_weight
 
 Task = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """maps hidden states [B, T, H], weight [V, H], bias [V] or None to the tensor that the model returns as its logits"""
@@ -320,6 +322,11 @@ def output_head(model: PreTrainedModel) -> tuple[str, nn.Linear | QuantLinear]:
         )
     assert isinstance(module, (nn.Linear, QuantLinear))
     return next(name for name, child in model.named_modules() if child is module), module
+
+
+def embedding_rows(model: PreTrainedModel) -> int:
+    """Return the number of token ids that the model has embeddings of; the embeddings may be partitioned."""
+    return full_shape(as_weight(model.get_input_embeddings().weight))[0]
 
 
 def install_head(model: PreTrainedModel) -> LMHead:

@@ -23,7 +23,8 @@ from engine.losses.kd import take_top_k
 from engine.losses.objective import tokens_at_a_time
 from engine.losses.teacher import ModelTeacher
 from engine.session.build_teacher import load_teacher
-from engine.session.context import RunContext, build_loader, start_ranks
+from engine.session.check_models import check_teacher
+from engine.session.context import RunContext, build_loader, pad_token, start_ranks
 from model.checkpoint.fingerprint import digest_of_checkpoint
 from model.disk_errors import naming
 from model.ranks import barrier, errors_on_all_ranks, gather_objects, is_main, rank, say, world_size
@@ -70,14 +71,16 @@ def write_cache(recipe: Recipe, out: Path) -> Manifest:
         RankError: on every rank: the cache could not be written; the text has the reason, and ``out`` is not created.
     """
     context = start_ranks(recipe)
-    loader, _ = build_loader(recipe, context.tokenizer)
     path, top_k = recipe.loss.teacher, recipe.loss.top_k
     assert path is not None and top_k is not None, "check_recipe was not called"
     with errors_on_all_ranks(OSError, ValueError):
         config = AutoConfig.from_pretrained(
             recipe.model.path, trust_remote_code=recipe.model.trust_remote_code, local_files_only=True
         )
-    teacher = load_teacher(recipe, context, config.get_text_config().vocab_size)
+    logits = int(config.get_text_config().vocab_size)
+    tokens = {"model.path": logits, "loss.teacher": check_teacher(recipe, context.tokenizer, logits)}
+    loader, _ = build_loader(recipe, context.tokenizer, tokens)
+    teacher = load_teacher(recipe, context, logits)
     vocabulary = teacher.vocabulary or teacher.head.out_features
     manifest = _manifest(loader.samples, context.tokenizer, path, min(top_k, vocabulary), vocabulary)
     aside = None
@@ -116,7 +119,7 @@ def _write_rows(
         micro_batch_size=recipe.data.micro_batch_size,
         rank=rank(),
         world=world_size(),
-        pad_token_id=context.tokenizer.pad_token_id if context.tokenizer.pad_token_id is not None else 0,
+        pad_token_id=pad_token(context.tokenizer, manifest.vocabulary),
     )
     offsets = teacher_cache.offsets_of(samples)
     error: OSError | None = None

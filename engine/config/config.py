@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from data.file_kinds import other_kind
 from engine.config.contradictions import contradictions, derive
 from engine.config.errors import RecipeError, checkpoint_problems, default_of, not_empty, not_there, value_problems
 from engine.config.quant import QuantRecipe
@@ -126,13 +127,13 @@ class Recipe:
         Raises:
             RecipeError: all problems, one line each.
         """
-        if problems := list(self._model_problems()):
+        if problems := list(self._model_problems(weights=False)):
             raise RecipeError("\n".join(problems))
 
-    def _model_problems(self) -> Iterator[str]:
-        yield from checkpoint_problems("model.path", self.model.path)
+    def _model_problems(self, *, weights: bool) -> Iterator[str]:
+        yield from checkpoint_problems("model.path", self.model.path, weights=weights)
         if self.teacher_kind() == "model":  # with a cache, the teacher's checkpoint is not needed any more
-            yield from checkpoint_problems("loss.teacher", str(self.loss.teacher))
+            yield from checkpoint_problems("loss.teacher", str(self.loss.teacher), weights=weights)
 
     def validate_files(self) -> None:
         """Check that the recipe's input files and directories exist, relative to the current directory.
@@ -140,7 +141,7 @@ class Recipe:
         Raises:
             RecipeError: all problems, one line each.
         """
-        problems = list(self._model_problems())
+        problems = list(self._model_problems(weights=True))
         if self.teacher_kind() == "cache":
             cache = str(self.loss.teacher_cache)
             if not os.path.isfile(os.path.join(cache, "manifest.json")):
@@ -153,6 +154,8 @@ class Recipe:
             for index, file in enumerate(files):
                 if not os.path.isfile(file):
                     problems.append(f"{key}[{index}]: {not_there(file)}, expected a file")
+                elif problem := other_kind(file, plain=self.data.kind == "text"):
+                    problems.append(f"{key}[{index}]: {file!r} {problem}")
         if len(self.data.train) + len(self.data.eval) > 1:
             problems += _named_twice(self.data, _file_identity)  # links to one file too
         if os.path.lexists(self.output_dir) and not os.path.isdir(self.output_dir):

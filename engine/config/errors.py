@@ -11,10 +11,27 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, field
 from typing import Any, NamedTuple
 
+from data.file_kinds import other_kind
+
 LONGEST_PROBLEM = 1500  # characters; a problem that names every preset has some 600
 SIZE_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 FP32_MAX = (2 - 2**-23) * 2.0**127
 MOST_JSON_BYTES = 2**28  # a tokenizer has 35 MB; parsed JSON takes many times as much memory, on every rank
+WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
+# Files of weights that are not read, by the end of their names, and what to do instead.
+_PICKLED = (
+    "pickled weights can run code and are not read; if you trust them, load them with transformers and save them with "
+    "save_pretrained, which writes safetensors"
+)
+NOT_READ = {
+    ".gguf": "GGUF is written, not read: start from the checkpoint that it was made from (see docs/gguf.md)",
+    **dict.fromkeys((".bin", ".pt", ".pth", ".ckpt", ".pkl"), _PICKLED),
+    ".h5": "weights of TensorFlow are not read: save the model as safetensors",
+    ".msgpack": "weights of Flax are not read: save the model as safetensors",
+    ".onnx": "ONNX is not read: start from the checkpoint that it was made from",
+    ".npz": "weights of NumPy or MLX are not read: start from the checkpoint that they were made from",
+    ".safetensors": "of another name; an index lists the files of a checkpoint in several files",
+}
 # Keys of a field's metadata.
 CHECK = "check"  # value -> description of the expected values, or None for a good value
 ONLY_WITH = "only_with"  # conditions without which another value than the default has no effect
@@ -157,13 +174,36 @@ def not_there(path: str) -> str:
     return repr(path) if os.path.isabs(path) else f"{path!r} (in {os.getcwd()})"
 
 
-def checkpoint_problems(key: str, path: str) -> Iterator[str]:
-    """Yield a problem line if ``path`` is not a directory with config.json, or its JSON files are too large."""
+def checkpoint_problems(key: str, path: str, *, weights: bool = False) -> Iterator[str]:
+    """Yield a problem line if ``path`` is not a directory with config.json, if its JSON files are too large, or if its
+    JSON or safetensors files are of another kind.
+
+    ``weights``: also if it has no safetensors files.
+    """
     if not os.path.isdir(path):
-        yield f"{key}: {not_there(path)}, expected a directory with config.json (a local Hugging Face checkpoint)"
-    elif not os.path.isfile(os.path.join(path, "config.json")):
-        yield f"{key}: {not_there(path)}, expected config.json in that directory (a Hugging Face checkpoint)"
-    else:
-        for entry in os.scandir(path):
-            if entry.name.endswith(".json") and entry.is_file() and entry.stat().st_size > MOST_JSON_BYTES:
-                yield f"{key}: {entry.path!r} has {entry.stat().st_size:,} bytes, expected at most {MOST_JSON_BYTES:,}"
+        found = _no_checkpoint([path] if os.path.isfile(path) else [])
+        expected = "a directory with config.json (a local Hugging Face checkpoint)"
+        yield f"{key}: {not_there(path)}, expected {expected}{found}"
+        return
+    entries = {entry.name: entry for entry in os.scandir(path) if entry.is_file()}
+    without = _no_checkpoint(list(entries))
+    if "config.json" not in entries:
+        yield f"{key}: {not_there(path)}, expected config.json in that directory (a Hugging Face checkpoint){without}"
+        return
+    if weights and not any(name in entries for name in WEIGHT_FILES):
+        yield f"{key}: {not_there(path)}, expected {' or '.join(WEIGHT_FILES)} in that directory{without}"
+    for name, entry in sorted(entries.items()):
+        size = entry.stat().st_size
+        if name.endswith(".json") and size > MOST_JSON_BYTES:
+            yield f"{key}: {entry.path!r} has {size:,} bytes, expected at most {MOST_JSON_BYTES:,}"
+        elif name.endswith((".json", ".safetensors")) and (problem := other_kind(entry.path)):
+            yield f"{key}: {entry.path!r} {problem}"
+
+
+def _no_checkpoint(files: list[str]) -> str:
+    """Return a clause on files that hold weights in a form that is not read; empty if there are none."""
+    for ending, why in NOT_READ.items():
+        if found := sorted(os.path.basename(file) for file in files if file.lower().endswith(ending)):
+            more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+            return f"; found {found[0]}{more}: {why}"
+    return ""

@@ -35,6 +35,7 @@ from quant import TensorSpec
 # The text below each field is what --help shows; without this setting jsonargparse reads class docstrings only.
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
+A_RECIPE = "--config RECIPE, for example --config launch/recipes/qwen3_0_6b.yaml"
 LONGEST_INTEGER = 100  # characters; floats end at 309
 MOST_RECIPE_BYTES = 2**24
 LONGEST_KEY = 100  # characters of a key in a message
@@ -174,10 +175,13 @@ def _option_keys() -> list[str]:
     return keys
 
 
-def _lines(error: ArgumentError) -> str:
-    """Convert jsonargparse's message to a line that starts with the key's path; to one line for each missing key."""
+def _lines(error: ArgumentError, *, without_file: bool) -> str:
+    """Convert jsonargparse's message to a line that starts with the key's path; to one line for each missing key, or to
+    one line that asks for a recipe if the command line names none."""
     text = " ".join(str(error).split())
     if missing := re.fullmatch(r"the following arguments are required: (.*)", text):
+        if without_file:
+            return f"--config: missing, expected {A_RECIPE} (or options for {missing[1]})"
         return "\n".join(f"{key}: missing, expected a value" for key in missing[1].split(", "))
     text = re.sub(r"<class '(\w+)'>", r"\1", text).replace("a typing.Literal", "one of ")
     text = re.sub(
@@ -211,7 +215,8 @@ def _parse(argv: Sequence[str]) -> Recipe:
     try:
         values = parser.instantiate(parser.parse_args(list(argv)))
     except ArgumentError as error:
-        raise RecipeError(_lines(error)) from error
+        without = not any(word.partition("=")[0] == "--config" for word in argv)
+        raise RecipeError(_lines(error, without_file=without)) from error
     except OverflowError as error:  # in an option; files were checked above
         raise RecipeError(_too_large(argv)) from error
     if values["quant"].scheme == SOURCE:

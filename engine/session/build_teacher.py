@@ -1,16 +1,15 @@
 """Build the recipe's teacher: a frozen model beside the student, or a cache on disk."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from data.samples import DataError, Sample, load_tokenizer
+from data.samples import Sample
 from data.teacher_cache import TeacherCache
 from engine.config.config import Recipe
 from engine.config.deepspeed import teacher_config
-from engine.losses.teacher import CachedTeacher, ModelTeacher, common_vocabulary, first_difference
+from engine.losses.teacher import CachedTeacher, ModelTeacher, common_vocabulary
 from engine.session.context import TORCH_DTYPES, RunContext
 from engine.session.optimizer import initialize_frozen
 from model.build import build_model
@@ -22,22 +21,17 @@ from model.ranks import errors_on_all_ranks, rank, say, world_size
 
 
 def load_teacher(recipe: Recipe, context: RunContext, logits: int) -> ModelTeacher:
-    """Load the frozen teacher model; a collective.
+    """Load the frozen teacher model, which :func:`engine.session.check_models.check_teacher` has checked; a collective.
 
     Args:
         recipe: the run; ``loss.teacher`` is the directory of the teacher's checkpoint.
         context: result of :func:`engine.session.context.start_ranks`.
         logits: number of the student's logits per token.
 
-    Raises:
-        RankError: on every rank: the teacher has no tokenizer or not the student's, has no logit for a token, or
-            changes its lm_head's output in an unsupported way.
+    Raises the errors of :func:`model.checkpoint.load.load_weights`.
     """
     path = recipe.loss.teacher
     assert path is not None, "the recipe's teacher is no model"
-    with errors_on_all_ranks(OSError, ValueError):
-        if os.path.realpath(path) != os.path.realpath(recipe.model.path):
-            _check_same_tokens(recipe, context.tokenizer, path)
     model = build_model(
         path,
         teacher_config(context.ds_config),
@@ -47,12 +41,8 @@ def load_teacher(recipe: Recipe, context: RunContext, logits: int) -> ModelTeach
         attn_implementation=recipe.model.attn_implementation,
         experts=recipe.model.experts,
     )
-    with errors_on_all_ranks(ValueError):
-        try:
-            _, linear = output_head(model)
-            vocabulary = common_vocabulary(context.tokenizer, logits, linear.out_features)
-        except ValueError as error:
-            raise ValueError(f"loss.teacher: {path}: {error}") from error
+    _, linear = output_head(model)
+    vocabulary = common_vocabulary(context.tokenizer, logits, linear.out_features)
     if vocabulary is not None:
         say(
             f"distillation compares the {vocabulary:,} tokens of the tokenizer: the student has {logits:,} logits, "
@@ -106,16 +96,3 @@ def _logits_of(recipe: Recipe) -> int:
     own = recipe.model
     config = AutoConfig.from_pretrained(own.path, trust_remote_code=own.trust_remote_code, local_files_only=True)
     return int(config.get_text_config().vocab_size)
-
-
-def _check_same_tokens(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
-    """Refuse a teacher whose tokenizer differs from the student's."""
-    try:
-        theirs = load_tokenizer(path, trust_remote_code=recipe.model.trust_remote_code)
-    except DataError as error:
-        raise ValueError(
-            f"loss.teacher: {path} has no tokenizer to compare with the student's: distillation compares token by "
-            f"token ({error})"
-        ) from error
-    if difference := first_difference(tokenizer, theirs):
-        raise ValueError(f"loss.teacher: {path} has another tokenizer: {difference}")

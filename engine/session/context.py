@@ -3,7 +3,7 @@
 import os
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,8 +94,14 @@ def _not_on_this_machine(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def build_loader(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[Loader, HeldOut | None]:
+def build_loader(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, tokens: Mapping[str, int]
+) -> tuple[Loader, HeldOut | None]:
     """Read the samples; a collective.
+
+    Args:
+        recipe, tokenizer: the run, and the tokenizer of the student's checkpoint.
+        tokens: number of token ids that each model has, by the recipe's key of its directory.
 
     Returns:
         The loader, which shards the training samples over ranks and optimizer steps, and the held-out samples (None
@@ -106,11 +112,13 @@ def build_loader(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[Lo
     held_out: list[Sample] = []
     if settings.held_out or settings.eval:
         training, held_out = _hold_out(recipe, tokenizer, training)
+    with errors_on_all_ranks(ValueError):
+        _check_tokens(recipe, tokenizer, [*training, *held_out], tokens)
     sharded = {
         "micro_batch_size": settings.micro_batch_size,
         "rank": rank(),
         "world": world_size(),
-        "pad_token_id": tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0,
+        "pad_token_id": pad_token(tokenizer, min(tokens.values())),
     }
     if several_machines():
         check_same_samples(training, held_out)
@@ -124,6 +132,37 @@ def build_loader(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[Lo
             **sharded,
         )
     return loader, HeldOut(held_out, **sharded) if held_out else None
+
+
+def _check_tokens(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, samples: Iterable[Sample], tokens: Mapping[str, int]
+) -> None:
+    """Refuse samples with a token that a model has no embedding or logit of. Raises ValueError."""
+    key, count = min(tokens.items(), key=lambda item: item[1])
+    beyond = [sample for sample in samples if max(sample.input_ids.max(), sample.labels.max()) >= count]
+    if not beyond:
+        return
+    ids = {int(token) for sample in beyond for token in (*sample.input_ids, *sample.labels) if token >= count}
+    first = min(int(token) for token in (*beyond[0].input_ids, *beyond[0].labels) if token >= count)
+    raise ValueError(
+        f"{beyond[0].where()}: found token {first} ({tokenizer.convert_ids_to_tokens(first)!r}), expected ids below "
+        f"{count}, the number of tokens of {key} {_directory(recipe, key)} ({len(beyond):,} samples have {len(ids):,} "
+        "such tokens): take the tokenizer that belongs to the model, or add rows to its embeddings "
+        "(resize_token_embeddings of transformers)"
+    )
+
+
+def _directory(recipe: Recipe, key: str) -> str:
+    section, name = key.split(".")
+    return str(getattr(getattr(recipe, section), name))
+
+
+def pad_token(tokenizer: PreTrainedTokenizerBase, count: int) -> int:
+    """Return the id that fills rows up, out of ``count``: neither attention nor losses see it."""
+    pad = tokenizer.pad_token_id
+    if pad is not None and pad >= count:
+        say(f"data: rows are filled up with token 0, for the tokenizer's pad token {pad} has no embedding (of {count})")
+    return pad if pad is not None and pad < count else 0
 
 
 def read_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:

@@ -108,6 +108,15 @@ def load_weights(
         return LoadReport(sum(read.filled_from is None for read in reads), reader.bytes, time.perf_counter() - begin)
 
 
+def check_weights(model: PreTrainedModel, path: str | Path) -> None:
+    """Compare the headers of the files in ``path`` with an empty model; a collective. Reads no weight.
+
+    Raises the errors of :func:`load_weights` that headers show.
+    """
+    with errors_on_all_ranks(CheckpointError, OSError):
+        _plan(model, Path(path))
+
+
 @torch.no_grad()
 def _fill_direct(reads: list[_Read], reader: Reader) -> None:
     """Fill each rank's own ranges. Runs no collective inside, as one rank may fail; errors are raised on all ranks."""

@@ -306,11 +306,7 @@ def take_start(
         RankError: on every rank: a layer has no codes in the files, or codes of another shape, scheme or weight; or
             with ``inside``, layers that share a scale have several scales in the files.
     """
-    with errors_on_all_ranks(OSError, ValueError):
-        checkpoint = read_checkpoint(Path(directory), model)
-        if checkpoint.problems:
-            raise ValueError("\n".join(checkpoint.problems[:_MOST]))
-        linears = _linears(model, quantization, checkpoint.coded, directory)
+    linears = check_start(model, quantization, directory)
     _check_codes(quantization, linears, Path(directory))
     report = take_scales(
         model,
@@ -330,6 +326,19 @@ def take_start(
         forget_secondary_copies(model)
         say(f"start: {moved / max(1, whole):.2%} of the weights were moved into the cells of the codes")
     return report
+
+
+def check_start(model: PreTrainedModel, quantization: Quantization, directory: str | Path) -> ReadLinears:
+    """Find the codes of every quantized layer in the headers of a quantized checkpoint; a collective.
+
+    Raises:
+        RankError: on every rank: a layer has no codes in the files, or codes of another shape or scheme.
+    """
+    with errors_on_all_ranks(OSError, ValueError):
+        checkpoint = read_checkpoint(Path(directory), model)
+        if checkpoint.problems:
+            raise ValueError("\n".join(checkpoint.problems[:_MOST]))
+        return _linears(model, quantization, checkpoint.coded, directory)
 
 
 def _linears(

@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from model.checkpoint.safetensors import read_header
 from model.quantized.quantization_config import (
     MODELOPT_FILE,
     find_quantization_config,
@@ -265,6 +266,19 @@ def load_scales(
         unused=arranged.unused,
         per_head=scales_per_head(arranged),
     )
+
+
+def check_scale_files(directory: str | Path) -> None:
+    """Check the configuration and the headers of a directory with scales; a collective.
+
+    Raises the errors of :func:`load_scales` that these show.
+    """
+    with errors_on_all_ranks(OSError, ValueError):
+        read_source(Path(directory))
+        if not (files := sorted(Path(directory).glob("*.safetensors"))):
+            raise ValueError(f"{directory} has no *.safetensors file: expected a PTQ checkpoint")
+        for file in files:
+            list(read_header(file))
 
 
 def _read(

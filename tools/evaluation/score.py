@@ -21,7 +21,7 @@ from data.samples import IGNORE
 from engine.losses.chunked import row_blocks
 from engine.losses.kd import forward_kl
 from engine.session.optimizer import initialize_frozen
-from model.head import HiddenStates, settle_function, take_out_head
+from model.head import HiddenStates, embedding_rows, output_head, settle_function, take_out_head
 from model.ranks import RankError, errors_on_all_ranks, is_main, rank, reduce_over_ranks, world_size
 from model.zero import gathered
 
@@ -79,6 +79,7 @@ class ScoringModel:
         vocabulary: number of logits, as configured.
         context: maximum length in tokens, None if the configuration has none.
         head_proxy: module of the body in place of ``head``.
+        tokens: number of token ids that the model has.
     """
 
     body: nn.Module
@@ -87,6 +88,7 @@ class ScoringModel:
     vocabulary: int
     context: int | None
     head_proxy: HiddenStates
+    tokens: int
 
     @torch.no_grad()
     def hidden_states(self, batch: "Batch") -> Tensor:
@@ -138,9 +140,19 @@ def _logits(head: nn.Module, head_proxy: HiddenStates, rows: Tensor) -> Iterator
 
 def reference_of(model: ScoringModel, windows: Sequence[Window], *, batch_size: int) -> Reference:
     """Compute the predictions that :func:`score_windows` takes as ``reference``; a collective."""
+    _check_tokens(model, windows)
     batches = _batches(windows, batch_size, "reference")
     hidden = [model.hidden_states(batch).cpu() for batch in batches]
     return Reference(windows, batch_size, model.vocabulary, model.head, model.head_proxy, hidden)
+
+
+def _check_tokens(model: ScoringModel, windows: Sequence[Window]) -> None:
+    largest = max((max(*window.inputs, *window.targets) for window in windows), default=0)
+    if largest >= model.tokens:
+        raise RankError(
+            f"found token {largest}, expected ids below {model.tokens}, the number of tokens of the model: take the "
+            "tokenizer that belongs to the model"
+        )
 
 
 def scoring_model(
@@ -152,11 +164,12 @@ def scoring_model(
     lengths = (getattr(text, name, None) for name in ("n_positions", "max_position_embeddings", "n_ctx"))
     context = next((int(length) for length in lengths if length is not None), None)
     with errors_on_all_ranks(ValueError):
+        tokens = min(embedding_rows(model), output_head(model)[1].out_features)
         head, head_proxy = take_out_head(model)
     head.requires_grad_(False).eval()
     body = initialize_frozen(model, ds_config or {})
     settle_function(head_proxy, lambda ids: body(input_ids=ids.to(device), use_cache=False).logits, model.config)
-    return ScoringModel(body, head, device, text.vocab_size, context, head_proxy)
+    return ScoringModel(body, head, device, text.vocab_size, context, head_proxy, tokens)
 
 
 def score_windows(
@@ -177,8 +190,10 @@ def score_windows(
         reference: predictions for the same windows and batch size, to compare with.
 
     Raises:
-        RankError: a log-likelihood is NaN or infinite, or the reference has other windows or another vocabulary.
+        RankError: a token is beyond the model's embeddings, a log-likelihood is NaN or infinite, or the reference has
+            other windows or another vocabulary.
     """
+    _check_tokens(model, windows)
     if reference is not None:
         _check_reference(reference, model, windows, batch_size)
     scores = torch.zeros(len(windows), 4, dtype=torch.float64, device=model.device)

@@ -21,6 +21,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from engine.config.config import Recipe
 from engine.losses.chunked import TeacherHidden, TeacherTargets, TeacherTopK, chunked_losses
 from engine.losses.kd import CACHED_KINDS, TopK
+from engine.session.check_models import META, stage_0
 from engine.session.context import TORCH_DTYPES
 from engine.session.student import empty_student, quantize_student
 from model.build import attention_for, build_model, read_config
@@ -30,7 +31,6 @@ from model.ranks import errors_on_all_ranks
 from quant import Quantization, QuantLinear
 from tools.memory.trace import Event, record_step, representatives
 
-META = torch.device("meta")
 MASKED = ("sdpa", "eager")  # take a mask; other implementations find the ends of samples in position_ids
 # Implementations whose output is recognized in the autograd graph (:mod:`quant.inputs`).
 IN_GRAPH = ("sdpa", "flash_attention_2", "flash_attention_3")
@@ -67,7 +67,7 @@ def meta_student(recipe: Recipe) -> MetaStudent:
     recipe = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, attn_implementation=attention))
     model_section = dataclasses.replace(recipe.model, attn_implementation=attention_on_meta(attention))
     plain = dataclasses.replace(recipe, model=model_section, train=train)
-    config = _stage_0(recipe)
+    config = stage_0(recipe)
     model, named = empty_student(plain, config, META)
     quantization = quantize_student(plain, config, META, model, named)
     head = install_head(model)
@@ -87,7 +87,7 @@ def meta_teacher(recipe: Recipe) -> MetaTeacher | None:
         return None
     model = build_model(
         str(recipe.loss.teacher),
-        _stage_0(recipe),
+        stage_0(recipe),
         dtype=TORCH_DTYPES[recipe.model.dtype],
         device=META,
         trust_remote_code=recipe.model.trust_remote_code,
@@ -109,11 +109,6 @@ def _attention(recipe: Recipe, path: str) -> str:
     with errors_on_all_ranks(Exception):
         config = read_config(Path(path), recipe.model.trust_remote_code)
     return attention_for(config, recipe.model.attn_implementation)
-
-
-def _stage_0(recipe: Recipe) -> dict[str, Any]:
-    precision = {"bfloat16": {"bf16": {"enabled": True}}, "float16": {"fp16": {"enabled": True}}}
-    return {"zero_optimization": {"stage": 0}, **precision.get(recipe.model.dtype, {})}
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,7 @@ def cases(base: Path) -> dict[str, tuple[dict[str, Any], list[str]]]:
     early = model("damaged_weights")
     fixed = {"learnable": {"weight": False, "weight_scale": False}}
     adapter = {"adapter": {"kind": "lora", "targets": ["lm_head"]}, **fixed}
+    bad_data = {"data": {"train": [f"{base}/bad_line.jsonl"]}}
     often = {"steps": STEPS, "checkpoint_every": 1, "keep_checkpoints": 1}
     return {
         "bad_line": ({"data": {"train": [f"{base}/bad_line.jsonl"]}}, [f"{base}/bad_line.jsonl:31"]),
@@ -68,6 +69,17 @@ def cases(base: Path) -> dict[str, tuple[dict[str, Any], list[str]]]:
         ),
         "teacher_tokens": ({"loss": {"teacher": f"{base}/strange"}}, ["has another tokenizer: token 290 is"]),
         "damaged_weights": (model("damaged_weights"), [f"{base}/damaged_weights/model.safetensors"]),
+        # Models are checked before data is read, with their scales and the layers that can be quantized.
+        "weights_before_data": (
+            {**model("damaged_weights"), **bad_data},
+            [f"{base}/damaged_weights/model.safetensors is truncated"],
+        ),
+        "teacher_before_data": (
+            {"loss": {"teacher": f"{base}/damaged_weights"}, **bad_data},
+            [f"{base}/damaged_weights/model.safetensors is truncated"],
+        ),
+        "groups_before_data": ({"quant": {"scheme": "w4a16_g128"}, **bad_data}, ["is not divisible by group_size 128"]),
+        "scales_before_data": ({"quant": {"scales": f"{base}/empty"}, **bad_data}, [f"{base}/empty has no *.safet"]),
         "not_numbers": (
             model("not_numbers"),
             [f"{base}/not_numbers are not all numbers: NaN or Inf in model.embed_tokens.weight"],

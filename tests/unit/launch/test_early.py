@@ -44,7 +44,8 @@ def test_the_last_path_counts_and_what_is_not_plain_is_left_to_the_recipe(tmp_pa
     (tmp_path / "recipe.yaml").write_text("model: {path: models/none}\n")
     (tmp_path / "broken.yaml").write_text("model: [")
     (tmp_path / "there").mkdir()
-    (tmp_path / "there" / "config.json").touch()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "there" / name).touch()
     config = ["--config", "recipe.yaml"]
     for passing in (
         [*config, "--model.path", "there"],
@@ -85,7 +86,8 @@ def test_a_transformers_that_is_too_old_is_one_line(tmp_path, script):
     metadata = tmp_path / "transformers-5.17.0.dist-info" / "METADATA"
     metadata.parent.mkdir()
     metadata.write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 5.17.0\n")
-    (tmp_path / "config.json").touch()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).touch()
     ended = run(ROOT / "launch" / f"{script}.py", "--model.path", tmp_path, cwd=tmp_path)
     said = "error: transformers 5.17.0 is installed, expected 5.23 or newer: pip install -r requirements.txt\n"
     assert (ended.returncode, ended.stderr) == (1, said)

@@ -96,6 +96,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / "model.safetensors").touch()
     (tmp_path / "train.jsonl").touch()
     return tmp_path
 
@@ -120,6 +121,7 @@ def test_files_are_relative_to_the_current_directory(tmp_path: Path, monkeypatch
         parse_recipe(["--config", str(write_minimal(tmp_path))])
     for name in ("model", "teacher"):
         (tmp_path / name / "config.json").write_text("{}")
+        (tmp_path / name / "model.safetensors").touch()
     (tmp_path / "ptq").mkdir()
     (tmp_path / "train.jsonl").touch()
     (tmp_path / "eval.jsonl").touch()
@@ -154,6 +156,46 @@ def test_a_gigabyte_of_json_is_not_read(here: Path, name: str) -> None:
     os.truncate(path, 2**30)
     (problem,) = checkpoint_problems("model.path", "model")
     assert problem == f"model.path: 'model/{name}' has 1,073,741,824 bytes, expected at most 268,435,456"
+
+
+OTHER_FORMS = {
+    "qwen3-q4_0.gguf": "GGUF is written, not read",
+    "pytorch_model.bin": "pickled weights can run code and are not read",
+    "consolidated.00.pth": "save_pretrained, which writes safetensors",
+    "tf_model.h5": "weights of TensorFlow are not read",
+    "model-00001-of-00002.safetensors": "an index lists the files",
+}
+
+
+@pytest.mark.parametrize("name", OTHER_FORMS)
+@pytest.mark.parametrize("config", [False, True])
+def test_a_checkpoint_without_weights_that_are_read_says_which_it_has(here: Path, name: str, config: bool) -> None:
+    (here / "model" / "model.safetensors").rename(here / "model" / name)
+    if not config:
+        (here / "model" / "config.json").unlink()
+    (problem,) = checkpoint_problems("model.path", "model", weights=True)
+    expected = "model.safetensors or model.safetensors.index.json" if config else "config.json"
+    assert f", expected {expected} in that directory" in problem
+    assert f"; found {name}: " in problem and OTHER_FORMS[name] in problem
+    (here / "model" / "config.json").write_text("{}")
+    assert not list(checkpoint_problems("model.path", "model"))  # where no weights are read
+
+
+def test_a_file_in_place_of_a_checkpoint_is_named(here: Path) -> None:
+    (here / "qwen3-q4_0.gguf").write_bytes(b"GGUF\x03")
+    (problem,) = checkpoint_problems("model.path", "qwen3-q4_0.gguf")
+    assert "expected a directory" in problem and "; found qwen3-q4_0.gguf: GGUF is written, not read" in problem
+
+
+@pytest.mark.parametrize("name", ["model/model.safetensors", "model/tokenizer.json", "train.jsonl"])
+def test_files_of_another_kind_are_named_before_ranks_meet(here: Path, name: str) -> None:
+    (here / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 12\n")
+    key = "data.train[0]" if name == "train.jsonl" else "model.path"
+    with pytest.raises(RecipeError) as refused:
+        minimal().validate_files()
+    assert str(refused.value) == (
+        f"{key}: {name!r} is a git-lfs pointer, not the file itself: run git lfs pull in its repository"
+    )
 
 
 def test_a_file_is_named_once_whatever_its_path(here: Path) -> None:

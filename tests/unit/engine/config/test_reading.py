@@ -19,6 +19,7 @@ from engine.config.sections import EventRecipe, parse_condition
 from quant import DEFAULT_EXEMPT
 from tests.lib.processes import run_python
 from tests.lib.recipes import MINIMAL, minimal, refusal, write_minimal
+from tests.lib.root import ROOT
 
 
 def test_file_then_overrides_then_defaults(tmp_path: Path) -> None:
@@ -233,9 +234,18 @@ def test_bad_options(tmp_path: Path, options: str, said: str) -> None:
     assert refusal("--config", str(write_minimal(tmp_path)), *options.split())[0].startswith(said)
 
 
-def test_required_keys_are_named() -> None:
+def test_required_keys_are_named(tmp_path: Path) -> None:
     missing = ("data.train", "train.steps", "output_dir")
-    assert refusal("--model.path", "m") == [f"{key}: missing, expected a value" for key in missing]
+    (tmp_path / "recipe.yaml").write_text("model: {path: m}\n")
+    lines = refusal("--config", str(tmp_path / "recipe.yaml"))
+    assert lines == [f"{key}: missing, expected a value" for key in missing]
+
+
+@pytest.mark.parametrize("options", [(), ("--model.path", "m"), ("--model.path=m", "--train.steps=3")])
+def test_without_a_recipe_one_that_ships_is_named(options: tuple[str, ...]) -> None:
+    (line,) = refusal(*options)
+    found = re.fullmatch(r"--config: missing, expected --config RECIPE, for example --config (\S+) \(or .*\)", line)
+    assert found and (ROOT / found[1]).is_file() and "output_dir" in line
 
 
 @pytest.mark.parametrize("name", ["t", "steps", "r.yaml"])

@@ -35,7 +35,7 @@ def build(folder: Path, files=("a.jsonl", "b.jsonl"), **data: Any) -> tuple[Load
         data={"train": [str(folder / file) for file in files], "max_length": 128, **data},
         eval={"every": int("eval" in data)},
     )
-    return build_loader(recipe, AutoTokenizer.from_pretrained(folder / "model"))
+    return build_loader(recipe, AutoTokenizer.from_pretrained(folder / "model"), {"model.path": 301})
 
 
 def test_held_out_samples_are_not_trained_on(folder):
@@ -128,3 +128,37 @@ def test_samples_of_equal_length_go_together(packed):
             assert [one for members in alike for one in members] == [i for i in range(24) if lengths[i] == length]
             assert all(len(members) == together for members in alike[:-1]) and len(alike[-1]) <= together
     assert list(samples_on_all_ranks([])) == []
+
+
+def test_tokens_without_embeddings_are_named_with_their_line(folder):
+    """The model that has the fewest decides; tokens that no sample has do not matter."""
+    recipe = minimal(
+        model={"path": str(folder / "model")}, loss={"teacher": "t"}, data={"train": [str(folder / "a.jsonl")]}
+    )
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    loader, _ = build_loader(recipe, tokenizer, {"model.path": 301, "loss.teacher": 301})
+    most = max(int(max(sample.input_ids.max(), sample.labels.max())) for sample in loader.samples)
+    build_loader(recipe, tokenizer, {"model.path": most + 1})
+    token = tokenizer.convert_ids_to_tokens(most)
+    with pytest.raises(RankError) as raised:
+        build_loader(recipe, tokenizer, {"model.path": 301, "loss.teacher": most})
+    text = str(raised.value)
+    assert (
+        f"a.jsonl:1: found token {most} ({token!r}), expected ids below {most}, the number of tokens of loss.teacher t"
+        in text
+    )
+    assert "\n" not in text and "(30 samples have 1 such tokens)" in text
+
+
+def test_a_pad_token_without_an_embedding_is_not_looked_up(folder, capsys):
+    recipe = minimal(
+        model={"path": str(folder / "model")}, data={"train": [str(folder / "a.jsonl")], "micro_batch_size": 2}
+    )
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
+    loader, _ = build_loader(recipe, tokenizer, {"model.path": 300})
+    assert (
+        "data: rows are filled up with token 0, for the tokenizer's pad token 300 has no embedding (of 300)"
+        in capsys.readouterr().out
+    )
+    assert max(int(batch["input_ids"].max()) for batch in loader.step(0)) < 300

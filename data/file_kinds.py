@@ -1,0 +1,52 @@
+"""Recognize files of another kind than expected by their first bytes: archives, tables, pickles, pointers, web pages.
+
+Imports only the standard library, so that a script can check files before it loads torch.
+"""
+
+from os import PathLike
+
+_HEAD = 4096  # bytes of a file that are looked at
+_AS_ROWS = "write its rows as JSONL, one object per line"
+# First bytes, the name of what has them, and what to do to get the file that was meant.
+_BEGINNINGS: list[tuple[bytes, str, str]] = [
+    (b"version https://git-lfs", "a git-lfs pointer, not the file itself", "run git lfs pull in its repository"),
+    (b"\x1f\x8b", "gzip-compressed", "decompress it with gunzip"),
+    (b"\x28\xb5\x2f\xfd", "zstd-compressed", "decompress it with unzstd"),
+    *((b"BZh%d" % level, "bzip2-compressed", "decompress it with bunzip2") for level in range(1, 10)),
+    (b"\xfd7zXZ\0", "xz-compressed", "decompress it with unxz"),
+    (b"\x04\x22\x4d\x18", "lz4-compressed", "decompress it with unlz4"),
+    (b"PK\x03\x04", "a zip archive, as torch.save writes too", "unpack it, or convert it"),
+    (b"7z\xbc\xaf\x27\x1c", "a 7z archive", "unpack it"),
+    (b"PAR1", "a Parquet file", _AS_ROWS),
+    (b"ARROW1", "an Arrow file", _AS_ROWS),
+    (b"\xff\xff\xff\xff", "an Arrow stream, as datasets.save_to_disk writes", _AS_ROWS),
+    (b"SQLite format 3\0", "an SQLite database", _AS_ROWS),
+    (b"\x89HDF\r\n", "an HDF5 file", "convert it"),
+    (b"\x93NUMPY", "a NumPy array", "convert it"),
+    *((b"GGUF%c" % version, "a GGUF file", "take the checkpoint that it was made from") for version in range(1, 4)),
+    (b"%PDF-", "a PDF document", "convert it to text"),
+    *((b"\x80%c" % protocol, "a Python pickle", "convert it; unpickling can run code") for protocol in range(2, 6)),
+    (b"\xff\xfe", "UTF-16 text", "convert it with iconv -f UTF-16 -t UTF-8"),
+    (b"\xfe\xff", "UTF-16 text", "convert it with iconv -f UTF-16 -t UTF-8"),
+]
+_TAR = (257, b"ustar")  # place of the name of the format in a tar archive
+
+
+def other_kind(path: str | PathLike[str], *, plain: bool = False) -> str | None:
+    """Return a clause that says what a file is and what to do about it (``is gzip-compressed: ...``), unless its first
+    bytes are those of a text.
+
+    ``plain``: the file is plain text, which may be an HTML page, but has no zero bytes.
+    """
+    with open(path, "rb") as file:
+        head = file.read(_HEAD)
+    for beginning, kind, remedy in _BEGINNINGS:
+        if head.startswith(beginning):
+            return f"is {kind}: {remedy}"
+    if head[_TAR[0] :].startswith(_TAR[1]):
+        return "is a tar archive: unpack it"
+    if not plain and head.lstrip().lower().startswith((b"<!doctype html", b"<html")):
+        return "is an HTML page, as a failed download leaves: download the file again"
+    if plain and b"\0" in head:
+        return f"is not text: byte {head.index(0)} is zero"
+    return None
