@@ -181,9 +181,10 @@ def checkpoint_problems(key: str, path: str, *, weights: bool = False) -> Iterat
     ``weights``: also if it has no safetensors files.
     """
     if not os.path.isdir(path):
-        found = _no_checkpoint([path] if os.path.isfile(path) else [])
-        expected = "a directory with config.json (a local Hugging Face checkpoint)"
-        yield f"{key}: {not_there(path)}, expected {expected}{found}"
+        yield (
+            f"{key}: {not_there(path)}, expected a directory with config.json (a local Hugging Face checkpoint)"
+            f"{_no_checkpoint([path] if os.path.isfile(path) else [])}"
+        )
         return
     entries = {entry.name: entry for entry in os.scandir(path) if entry.is_file()}
     without = _no_checkpoint(list(entries))

@@ -21,7 +21,7 @@ from data.samples import IGNORE
 from engine.losses.chunked import row_blocks
 from engine.losses.kd import forward_kl
 from engine.session.optimizer import initialize_frozen
-from model.head import HiddenStates, embedding_rows, output_head, settle_function, take_out_head
+from model.head import HiddenStates, embedding_rows, settle_function, take_out_head
 from model.ranks import RankError, errors_on_all_ranks, is_main, rank, reduce_over_ranks, world_size
 from model.zero import gathered
 
@@ -79,7 +79,7 @@ class ScoringModel:
         vocabulary: number of logits, as configured.
         context: maximum length in tokens, None if the configuration has none.
         head_proxy: module of the body in place of ``head``.
-        tokens: number of token ids that the model has.
+        tokens: number of token ids that the model has embeddings of.
     """
 
     body: nn.Module
@@ -164,7 +164,7 @@ def scoring_model(
     lengths = (getattr(text, name, None) for name in ("n_positions", "max_position_embeddings", "n_ctx"))
     context = next((int(length) for length in lengths if length is not None), None)
     with errors_on_all_ranks(ValueError):
-        tokens = min(embedding_rows(model), output_head(model)[1].out_features)
+        tokens = embedding_rows(model)
         head, head_proxy = take_out_head(model)
     head.requires_grad_(False).eval()
     body = initialize_frozen(model, ds_config or {})
