@@ -204,6 +204,9 @@ def test_predictions_that_are_not_finite_and_windows_beyond_the_context_are_refu
         model.head.weight[5] = math.nan
     with pytest.raises(RankError, match="windows of 513 tokens, expected at most 512"):
         evaluate_text(model, text, length=513)
+    beyond = replace(text, token_ids=[*text.token_ids, 301])
+    with pytest.raises(RankError, match=r"^found token 301, expected ids below 301, the number of tokens of the model"):
+        evaluate_text(model, beyond, length=64)
     with pytest.raises(RankError, match=r"of 4 windows have a log-likelihood that is NaN or infinite"):
         evaluate_text(model, text, length=math.ceil(len(text.token_ids) / 4))
 
