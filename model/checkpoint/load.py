@@ -32,7 +32,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 from transformers.core_model_loading import dot_natural_key
 
-from model.checkpoint.names import Names, UnsupportedConversionError, own_tensors
+from model.checkpoint.names import ROTARY_TABLES, Names, UnsupportedConversionError, own_tensors
 from model.checkpoint.safetensors import CheckpointError, DiskTensor, Reader, garbage_kept, warn_of_zero_tails
 from model.checkpoint.slices import DiskLayout, Piece
 from model.quantized.checkpoint import read_checkpoint
@@ -319,7 +319,7 @@ def _fits(
 def keys_left_unread(model: PreTrainedModel) -> re.Pattern[str]:
     """Return the pattern of keys that may stay unread in a checkpoint: keys listed by the model's class, and buffers
     that the model computes."""
-    patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
+    patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), ROTARY_TABLES]
     patterns += [f"^{re.escape(name)}$" for name, _ in model.named_non_persistent_buffers()]
     return re.compile("|".join(f"({pattern})" for pattern in patterns))
 

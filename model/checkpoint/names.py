@@ -38,6 +38,9 @@ from model.zero import full_shape
 from quant import ADAPTER_PARAMETERS, SCALE_PARAMETERS
 from quant.packed_weight import as_weight
 
+# Keys of rotary tables, which every reader computes; files written by old versions of transformers hold them.
+ROTARY_TABLES = r"(^|\.)(rotary|rope)\w*\.(\w*inv_freq|(cos|sin)(_cached?)?)$"
+
 
 class Place(NamedTuple):
     """Location on disk of a tensor of the model, or of a slice of it.

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from model.checkpoint.safetensors import CheckpointError, DiskTensor, read_headers
 from model.quantized.foreign_layouts import Packing
 from quant import Rule, Scheme, TensorSpec
 from quant.formats.config_groups import kv_cache_from_config, rules_from_config
@@ -23,7 +24,8 @@ from quant.spec import FP8_TENSOR, SCHEMES
 def is_quantized(directory: Path) -> bool:
     """Return True if a checkpoint directory has a quantization_config; raises the errors of reading it."""
     file = directory / "config.json"
-    if not file.is_file() or not ((directory / MODELOPT_FILE).is_file() or b"quantization_config" in file.read_bytes()):
+    own = any((directory / name).is_file() for name in (MODELOPT_FILE, *_FILES))
+    if not file.is_file() or not (own or b"quantization_config" in file.read_bytes()):
         return False
     return find_quantization_config(directory) is not None
 
@@ -47,12 +49,38 @@ def find_quantization_config(directory: Path) -> dict[str, Any] | None:
             raise ValueError(f"{own} has no quantization, expected what ModelOpt says of the layers")
         return {**said, "quant_method": "modelopt"}
     if not config:
+        config = _of_own_file(directory)
+    if not config:
         return None
     if not isinstance(config, dict):
         raise ValueError(f"{file} has a quantization_config that is a {type(config).__name__}, expected an object")
     if problem := next(_pattern_problems(config), None):
         raise ValueError(f"{file}: quantization_config.{problem}")
     return config
+
+
+def _of_own_file(directory: Path) -> dict[str, Any] | None:
+    """Read the file in which early AutoGPTQ and AutoAWQ describe the codes beside it; None without codes."""
+    for name, method in _FILES.items():
+        if (directory / name).is_file() and any(key.endswith(".qweight") for key in _headers(directory)):
+            return {"quant_method": method, **read_json_object(directory / name)}
+    return None
+
+
+def _headers(directory: Path) -> dict[str, DiskTensor]:
+    try:
+        return read_headers(directory).tensors
+    except (CheckpointError, OSError):  # reported when the weights are read
+        return {}
+
+
+def _has_plain_weights(directory: Path) -> bool:
+    """Return True if the files have weights, and neither codes nor scales of any quantizer."""
+    tensors = _headers(directory)
+    plain = {"F64", "F32", "F16", "BF16", "I64", "BOOL"}
+    return bool(tensors) and not any(
+        tensor.kind not in plain or re.search(r"scales?(_inv)?$", key) for key, tensor in tensors.items()
+    )
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
@@ -80,18 +108,26 @@ def read_quantization_config(directory: Path) -> dict[str, Any]:
 
 
 def check_readable(directory: Path, *, rotated: bool = False) -> None:
-    """Reject a quantized checkpoint whose weights cannot be decoded; reads only its config.json.
+    """Reject a quantized checkpoint whose weights cannot be decoded; reads its config.json and headers.
 
     ``rotated``: ignore ``transform_config``, which the caller handles.
 
     Raises:
-        ValueError: the checkpoint is not quantized, or its method or numerics are not supported.
+        ValueError: the checkpoint is not quantized, its method or numerics are not supported, or its weights are plain.
     """
-    config = read_quantization_config(directory)
+    config, file = read_quantization_config(directory), directory / "config.json"
     try:
-        rules_of({**config, "transform_config": None} if rotated else config)
+        rules = rules_of({**config, "transform_config": None} if rotated else config)
+        problem = "" if any(rule.scheme for rule in rules) else None
     except ValueError as error:
-        raise ValueError(f"{directory / 'config.json'}: quantization_config: {error}") from None
+        problem = str(error)
+    if problem is not None and _has_plain_weights(directory):
+        raise ValueError(
+            f"{file}: quantization_config names {config.get('quant_method')!r}, but the weights of {directory} are not "
+            "quantized: remove quantization_config from config.json to train from them"
+        )
+    if problem:
+        raise ValueError(f"{file}: quantization_config: {problem}")
 
 
 def rules_of(config: Mapping[str, Any]) -> list[Rule]:
@@ -242,6 +278,7 @@ def _pattern_problems(config: dict[str, Any]) -> Iterator[str]:
 
 
 MODELOPT_FILE = "hf_quant_config.json"
+_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # of AutoGPTQ and AutoAWQ, with their methods
 
 _BLOCK = TensorSpec("fp8_e4m3", 8, "block", 128)
 # Algorithms whose scales match a scheme here; AWQ and SmoothQuant change the weights.

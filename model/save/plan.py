@@ -1,6 +1,7 @@
 """Map every module to tensors on disk: a pure function of names and sizes, the same on every rank."""
 
 import math
+import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.quantizers.base import MODULES_TO_PATCH_FOR_QUANTIZATION
 from transformers.utils.quantization_config import QuantizationMethod
 
-from model.checkpoint.names import Names, Place, module_name_on_disk
+from model.checkpoint.names import ROTARY_TABLES, Names, Place, module_name_on_disk
 from model.checkpoint.safetensors import DiskTensor
 from model.checkpoint.slices import Stack
 from model.quantized.tensor import QuantizedTensor
@@ -120,11 +121,11 @@ def not_read(
 ) -> list[DiskTensor | QuantizedTensor]:
     """List the tensors of a checkpoint that this model does not use but readers may: tensors of towers outside of the
     text model, and of heads for speculative decoding (MTP). Buffers that every reader computes are not listed."""
-    computed = {name for name, _ in model.named_non_persistent_buffers()}
+    computed, tables = {name for name, _ in model.named_non_persistent_buffers()}, re.compile(ROTARY_TABLES)
     return [
         tensor
         for key, tensor in source.items()
-        if not key.endswith("rotary_emb.inv_freq") and key not in computed and names.is_unknown(key)
+        if not tables.search(key) and key not in computed and names.is_unknown(key)
     ]
 
 

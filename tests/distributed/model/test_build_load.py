@@ -137,10 +137,14 @@ DAMAGES = {
     "tied-under-the-other-name": Damage(
         lambda tensors: tensors.update({"lm_head.weight": tensors.pop(EMBEDDING)}), None
     ),
-    # Old checkpoints hold the rotary frequencies of every layer.
+    # Old checkpoints hold the rotary frequencies of every layer, and tables of their cosines and sines.
     "leftover-buffers": Damage(
         lambda tensors: tensors.update(
-            {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.zeros(8) for i in (0, 1)}
+            {
+                f"model.layers.{i}.self_attn.rotary_emb.{table}": torch.zeros(1, 1, 4, 8)
+                for i in (0, 1)
+                for table in ("inv_freq", "cos_cached", "sin_cached")
+            }
         ),
         None,
     ),

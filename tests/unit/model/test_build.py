@@ -14,9 +14,9 @@ from model.build import may_hold_experts
 from model.moe.arrange import _looks_like_experts, _numbers_of_experts
 from model.ranks import RankError
 from tests.families.variants import VARIANTS
-from tests.lib.checkpoints import build
+from tests.lib.checkpoints import build, edit_json, load_model
 from tests.lib.processes import run_python
-from tests.lib.tiny import tiny_config
+from tests.lib.tiny import tiny_checkpoint, tiny_config
 
 
 def write_config(path: Path, **changes) -> Path:
@@ -72,6 +72,27 @@ def test_what_is_no_model_of_ours_is_refused_in_a_few_words(case: str, tmp_path:
         build(path, torch.float32)
 
 
+LEFT_OVER = {
+    "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True},
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 32},
+    "fp8": {"quant_method": "fp8"},
+}
+
+
+@pytest.mark.parametrize("method", LEFT_OVER)
+def test_a_quantization_config_over_plain_weights_is_to_be_removed(method: str, tmp_path: Path):
+    path = tiny_checkpoint(tmp_path / "model")
+    edit_json(path / "config.json", quantization_config=LEFT_OVER[method])
+    with pytest.raises(RankError) as refused:
+        build(path)
+    assert str(refused.value) == (
+        f"{path}/config.json: quantization_config names {method!r}, but the weights of {path} are not quantized: "
+        "remove quantization_config from config.json to train from them"
+    )
+    edit_json(path / "config.json", lambda config: config.pop("quantization_config"))
+    load_model(path)
+
+
 def test_a_failed_build_leaves_no_hook_behind(tmp_path: Path):
     config = AutoConfig.for_model("jetmoe", num_local_experts=2, num_hidden_layers=1, hidden_size=32)
     config.save_pretrained(tmp_path)
@@ -114,7 +135,7 @@ import sys
 from pathlib import Path
 import torch
 import transformers.dynamic_module_utils
-from tests.lib.checkpoints import build
+from tests.lib.checkpoints import build, edit_json, load_model
 transformers.dynamic_module_utils.HF_MODULES_CACHE = sys.argv[2]
 model = build(Path(sys.argv[1]), torch.float32, trust_remote_code=True)
 assert type(model).__name__ == "MarvellousForCausalLM"

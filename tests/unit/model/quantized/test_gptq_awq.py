@@ -1,5 +1,6 @@
 """GPTQ's and AWQ's layouts: ranges of weights against their readers' formula, and files that do not fit."""
 
+import json
 import random
 import re
 
@@ -12,7 +13,7 @@ from model.quantized.foreign_layouts import read_columns
 from model.quantized.quantization_config import packing_of, rules_of
 from model.ranks import RankError
 from model.scales import load_scales
-from tests.lib.checkpoints import CPU, load_model, quantize
+from tests.lib.checkpoints import CPU, edit_json, load_model, quantize
 from tests.lib.published import NAME, config_of, gptq_checkpoint, packed_linear
 from tests.lib.tiny import tiny_checkpoint
 
@@ -86,3 +87,22 @@ def test_where_only_scales_are_read_the_error_names_what_reads_the_codes(tmp_pat
     (directory / "config.json").unlink()
     with pytest.raises(RankError, match=r"has qweight, .*: give it, with its config\.json, as quant\.start instead of"):
         load_scales(model, quantization, directory)
+
+
+@pytest.mark.parametrize(("kind", "file"), [("gptq", "quantize_config.json"), ("awq", "quant_config.json")])
+def test_codes_that_only_a_file_of_the_quantizer_describes_are_read(tmp_path, kind, file):
+    """Early versions of AutoGPTQ and AutoAWQ did not write into config.json. The same file beside plain weights says
+    nothing of them."""
+    directory, weights = gptq_checkpoint(tmp_path, kind)
+    config = edit_json(directory / "config.json").pop("quantization_config")
+    edit_json(directory / "config.json", lambda whole: whole.pop("quantization_config"))
+    (directory / file).write_text(json.dumps({key: value for key, value in config.items() if key != "quant_method"}))
+    model = load_model(directory, torch.float16)
+    for name, expected in weights.items():
+        assert torch.equal(model.get_parameter(f"{name}.weight"), expected.half()), name
+    edit_json(directory / file, desc_act=True)
+    if kind == "gptq":
+        with pytest.raises(RankError, match="desc_act is true"):
+            load_model(directory)
+    (tmp_path / "source" / file).write_text(json.dumps(config))
+    load_model(tmp_path / "source")
