@@ -31,7 +31,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.jsonl import Conversation, check_fields, conversation_of, lines_of
 from data.keys import FileKeys, Written
-from data.samples import IGNORE, DataError, Problems, Sample, check_files
+from data.samples import IGNORE, Bars, DataError, Problems, Sample, check_files, no_bar
 from data.template import Answer, LossOn, Rendering, SpecialTokens, Template
 from data.tokens import CHARACTERS, TEXTS, OffsetTokenizer, TokenizerError, Tokens, in_groups
 from data.turns import BadLineError
@@ -124,7 +124,7 @@ def read_chat(
     loss_on: LossOn = "last",
     too_long: Literal["drop", "truncate"] = "drop",
     special_tokens: SpecialTokens = "keep",
-    progress: bool = False,
+    progress: Bars = no_bar,
 ) -> tuple[list[Sample], Counts]:
     """Read JSONL files into samples, in the order of the lines.
 
@@ -138,7 +138,7 @@ def read_chat(
             if no position would be left to predict the last answer's first token from. An earlier answer is not a
             target if its beginning or its context is cut off. Extremely long samples are dropped in both modes.
         special_tokens: treatment of special tokens spelled out in contents; see `data.template`.
-        progress: show a progress bar.
+        progress: creates the progress bar.
 
     Raises:
         DataError: a file is missing or empty, lines are bad (up to 20 named in one error), or no sample is left.
@@ -156,7 +156,7 @@ def read_chat(
         )
     builder = _Builder(tokenizer, fields, max_length, loss_on, special_tokens, truncate=too_long == "truncate")
     size = sum(path.stat().st_size for path in paths)
-    with tqdm(total=size, unit="B", unit_scale=True, desc="chats", delay=1, disable=not progress) as bar:
+    with progress(size, "chats", "B") as bar:
         for path in paths:
             builder.read(path, bar)
     builder.problems.raise_if_any()

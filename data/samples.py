@@ -5,13 +5,14 @@ Labels of a sample are already shifted, because only the reader can tell the las
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
 from tokenizers import Tokenizer
+from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from data.file_kinds import other_kind
@@ -25,6 +26,15 @@ MAX_PROBLEMS = 20
 
 MAX_TOKEN_ID = 2**22
 """Limit of a tokenizer's ids: copying a tokenizer takes time and memory for every id up to the highest, used or not."""
+
+
+Bars = Callable[[int, str, str], tqdm]
+"""Creates a progress bar from the total, a description and the unit."""
+
+
+def no_bar(total: int, description: str, unit: str) -> tqdm:
+    """Create a progress bar that shows nothing."""
+    return tqdm(total=total, disable=True)
 
 
 class DataError(ValueError):

@@ -15,10 +15,9 @@ from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from data.samples import DataError, Sample, check_files, plain_backend
+from data.samples import Bars, DataError, Sample, check_files, no_bar, plain_backend
 from data.template import SpecialTexts, SpecialTokens
 from data.tokens import named_errors
 
@@ -42,7 +41,7 @@ def read_text(
     block_length: int,
     special_tokens: SpecialTokens = "keep",
     *,
-    progress: bool = False,
+    progress: Bars = no_bar,
 ) -> list[Sample]:
     """Read UTF-8 text files into blocks of ``block_length`` positions, in order.
     ``special_tokens``: treatment of special tokens that the files spell out.
@@ -84,9 +83,9 @@ def read_text(
     ]
 
 
-def _add_tokens(tokens: array, path: Path, backend: Tokenizer, progress: bool) -> None:
+def _add_tokens(tokens: array, path: Path, backend: Tokenizer, progress: Bars) -> None:
     pieces, size = _pieces(path, backend), path.stat().st_size
-    with tqdm(total=size, unit="B", unit_scale=True, desc=path.name, delay=1, disable=not progress) as bar:
+    with progress(size, path.name, "B") as bar:
         while group := list(islice(pieces, PIECES)):
             with named_errors(f"{path}: "):
                 encodings = backend.encode_batch_fast(group, add_special_tokens=False)

@@ -1,15 +1,22 @@
-"""Training engine on DeepSpeed. Its import checks that ``data``, ``launch``, ``model`` and ``quant`` belong to DeepQAT.
+"""Training engine on DeepSpeed. Its import checks that ``data``, ``launch``, ``model`` and ``quant`` belong to DeepQAT,
+and lets other libraries print only errors.
 
 Python searches the script's directory first, so a user's ``model.py`` or a folder ``data`` of another project would be
 imported instead.
 """
 
 import importlib.util
+import logging
+import os
 import sys
+import warnings
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("data", "launch", "model", "quant")
+LIBRARY_LOGS = "DEEPQAT_LIBRARY_LOGS"
+"""Environment variable; 1 leaves the messages of other libraries as they are."""
+_TALKATIVE = r"(accelerate|compressed_tensors|deepspeed|torch|transformers)(\.|$)"
 
 
 def check_folders() -> None:
@@ -25,4 +32,15 @@ def check_folders() -> None:
             )
 
 
+def quiet_libraries() -> None:
+    """Let DeepSpeed, torch (with gloo and NCCL) and transformers print only errors; call it before their import."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
+    warnings.filterwarnings("ignore", module=_TALKATIVE)
+
+
 check_folders()
+if os.environ.get(LIBRARY_LOGS) != "1":
+    quiet_libraries()

@@ -10,6 +10,7 @@ from torch import Tensor
 from data.loader import HeldOut, MicroBatch, on_device, valid_tokens
 from engine.fake_quant import FakeQuant
 from engine.session.session import Session
+from model.console import progress_bar
 from model.ranks import reduce_over_ranks
 from model.zero import forward_only
 
@@ -70,7 +71,7 @@ def evaluate(
     sums: dict[str, Tensor] = {}
     valid = 0
     with nullcontext() if never else quant.as_served(calibration):
-        for batch in held_out:
+        for batch in progress_bar(desc="evaluation", unit="batch", over=held_out):
             with forward_only(session.engine):
                 found = losses(on_device(batch, session.device))
             sums = {name: sums.get(name, 0) + value.double() for name, value in found.items()}

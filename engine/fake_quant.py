@@ -19,6 +19,7 @@ from torch.nn import Parameter
 
 from data.loader import MicroBatch, sample_inputs
 from engine.session.session import Session
+from model.console import progress_bar
 from model.quantized.quantization_config import is_quantized
 from model.ranks import RankError, raise_problems, reduce_over_ranks, say
 from model.scales import (
@@ -103,7 +104,7 @@ def calibrate_inputs(
         device: device of the forward passes.
     """
     with _observing(forward, quantization):
-        for batch in batches:
+        for batch in progress_bar(desc="calibration", unit="batch", over=list(batches)):
             watch_inputs(forward, quantization, batch, device)
         write_scales(quantization.input_groups, observed_input_scales(quantization, owners))
 

@@ -1,6 +1,7 @@
 """Measure a run's memory on this rank: bytes of parameters, gradients and optimizer states, and the peak."""
 
 import json
+import resource
 import warnings
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -66,7 +67,17 @@ def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
     return total
 
 
-def write_measured(directory: Path, watch: MemoryWatch, device: torch.device) -> None:
+def peak_memory(device: torch.device) -> int:
+    """Return the peak memory of this process so far, in bytes: of torch's allocator on CUDA, resident on a CPU.
+
+    This is the only measure of a run's peak: in TensorBoard, in ``memory.json`` and in the last lines.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # it counts KiB on Linux
+
+
+def write_measured(directory: Path, watch: MemoryWatch, device: torch.device, peak: int) -> None:
     """Write ``memory.json``, which ``launch/memory.py --measured`` reads, unless no step was taken.
 
     If the disk is full there is a warning and no file; the run goes on.
@@ -75,10 +86,10 @@ def write_measured(directory: Path, watch: MemoryWatch, device: torch.device) ->
         directory: the run's output directory.
         watch: measurement of one of the run's steps.
         device: this rank's device.
+        peak: :func:`peak_memory` after the last step.
     """
     if watch.items is None:
         return
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     measured = Measured(device.type, world_size(), peak, {"parameters": watch.parameters(), **watch.items})
     try:
         (directory / MEASURED).unlink(missing_ok=True)  # it may be a link to a file elsewhere
@@ -94,14 +105,13 @@ class Measured:
     Attributes:
         device: device type of the rank.
         ranks: number of ranks of the run.
-        peak: peak bytes of torch's allocator before the export; None on a CPU, where the memory of the process also
-            includes libraries and the heap.
+        peak: :func:`peak_memory` after the last step, before the export.
         items: bytes by item.
     """
 
     device: str
     ranks: int
-    peak: int | None
+    peak: int
     items: dict[str, int]
 
 

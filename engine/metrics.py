@@ -1,27 +1,25 @@
-"""Progress bar, TensorBoard and final summary, written by rank 0 alone."""
+"""TensorBoard files and the final summary of a run, written by rank 0 alone."""
 
 import io
 import math
 import os
-import resource
 import socket
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from matplotlib.figure import Figure
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary as EventSummary
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard.summary import histogram, hparams, text
-from tqdm import tqdm
 
 from engine.config.config import Recipe
+from model.console import figure
 from model.ranks import is_main, say
 
 RETRY_SECONDS = 60.0
@@ -146,66 +144,59 @@ def flat_options(recipe: Recipe) -> dict[str, Any]:
     return options
 
 
-@dataclass
-class Progress:
-    """Progress bar over optimizer steps with the loss, tokens/s per device and the time left."""
-
-    bar: tqdm
-
-    @classmethod
-    def start(cls, total: int, done: int) -> "Progress":
-        """Create a bar, which is visible on rank 0 only."""
-        return cls(
-            tqdm(total=total, initial=done, desc="train", unit="step", disable=not is_main(), dynamic_ncols=True)
-        )
-
-    def step(self, values: Mapping[str, float]) -> None:
-        """Advance by one optimizer step and show ``values`` behind the bar."""
-        with suppress(OSError):  # of a log on a full disk
-            self.bar.set_postfix({name: f"{value:.4g}" for name, value in values.items()}, refresh=False)
-            self.bar.update(1)
-
-    def close(self) -> None:
-        """Close the bar and leave it on the screen."""
-        with suppress(OSError):
-            self.bar.close()
+LAST = 10
+"""Number of last steps whose mean loss the summary shows: the loss of a single step depends on its samples."""
 
 
 @dataclass
 class Summary:
-    """Totals of a run for the last lines of its output."""
+    """Totals of a run for the last lines of its output.
+
+    Attributes:
+        recent: last values of each loss, at most ``LAST``; some are measured in some steps only.
+        peak_bytes: peak memory of rank 0 while training, see :func:`engine.memory.peak_memory`.
+    """
 
     started: float = field(default_factory=time.perf_counter)
     steps: int = 0
     tokens: int = 0
     valid_tokens: int = 0
     first: dict[str, float] = field(default_factory=dict)
-    last: dict[str, float] = field(default_factory=dict)
+    recent: dict[str, deque[float]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=LAST)))
+    peak_bytes: int = 0
 
     def step(self, losses: Mapping[str, float], tokens: int, valid_tokens: int) -> None:
-        """Add one optimizer step of this process."""
+        """Add one optimizer step of this process; ``losses`` are empty if it was skipped."""
         self.steps += 1
         self.tokens += tokens
         self.valid_tokens += valid_tokens
         self.first = {**losses, **self.first}
-        self.last |= losses  # some are measured in some steps only
+        for name, value in losses.items():
+            self.recent[name].append(value)
 
-    def text(self, *, devices: int, skipped: int, peak_bytes: int, evaluations: tuple[Mapping, Mapping]) -> str:
-        """Format the summary, one line per figure; ``evaluations`` are the run's first and last evaluation."""
+    @property
+    def last(self) -> dict[str, float]:
+        """Mean of the last values of each loss."""
+        return {name: math.fsum(values) / len(values) for name, values in self.recent.items()}
+
+    def text(self, *, devices: int, skipped: int, evaluations: tuple[Mapping, Mapping]) -> str:
+        """Format the summary; ``evaluations`` are the run's first and last evaluation."""
         seconds = time.perf_counter() - self.started
         lines = [
             f"{self.steps:,} steps, {self.tokens:,} tokens ({self.valid_tokens:,} with a target) in "
             f"{time.strftime('%H:%M:%S', time.gmtime(seconds))}, "
-            f"{self.tokens / max(seconds, 1e-9) / devices:,.0f} tokens/s per device, "
-            f"at most {peak_bytes / 2**30:.2f} GiB on rank 0" + (f", {skipped} steps left out" if skipped else "")
+            f"{self.tokens / max(seconds, 1e-9) / devices:,.0f} tokens/s per device"
+            + (f", {skipped} steps left out" if skipped else ""),
+            f"peak memory of rank 0 while training: {self.peak_bytes / 1e9:.2f} GB",
         ]
-        first, last = {**self.first, **evaluations[0]}, {**self.last, **evaluations[1]}
-        lines += [f"{name:<24} {first.get(name, math.nan):>10.4f} -> {value:.4f}" for name, value in last.items()]
+        if self.recent:
+            shown = max(map(len, self.recent.values()))
+            lines += [f"losses, first step -> mean of the last {shown} steps:", *_changes(self.first, self.last)]
+        if evaluations[1]:
+            lines += ["held-out samples, first evaluation -> last:", *_changes(*evaluations)]
         return "\n".join(lines)
 
 
-def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak memory of this process in bytes: allocated on CUDA, or resident on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # it counts KiB on Linux
+def _changes(first: Mapping[str, float], last: Mapping[str, float]) -> list[str]:
+    """Format a line per figure, with its first and last value."""
+    return [f"  {name:<22} {figure(first.get(name, math.nan)):>10} -> {figure(value)}" for name, value in last.items()]

@@ -9,13 +9,18 @@ from matplotlib.figure import Figure
 
 from engine.checkpoint.find import best_checkpoint
 from engine.fake_quant import QuantStats
-from engine.memory import MemoryWatch, write_measured
-from engine.metrics import Metrics, Progress, Summary, peak_memory_bytes
+from engine.memory import MemoryWatch, peak_memory, write_measured
+from engine.metrics import Metrics, Summary
 from engine.state import LoopState, StepResult
+from model.console import progress_bar
 from model.ranks import is_main, say, world_size
 
 _LAYER = re.compile(r"(?:.*\.)?layers\.(?P<index>\d+)\.(?P<place>.+)")
 _EXPERT = re.compile(r"\.\d+\.")
+
+
+# Losses and diagnostics in the progress bar, with their names there.
+SHOWN = {"loss/total": "loss", "kd/forward_kl": "KL to teacher", "kd/top1_agreement": "same top token"}
 
 
 class RunReport:
@@ -23,8 +28,9 @@ class RunReport:
 
     def __init__(self, state: LoopState) -> None:
         self._summary = Summary()
-        self._progress = Progress.start(state.recipe.train.steps, state.step)
+        self._bar = progress_bar(state.recipe.train.steps, "train", initial=state.step, leave=True)
         self._memory: MemoryWatch | None = None
+        self._shown: dict[str, str] = {}
 
     def step(self, state: LoopState, seconds: float) -> None:
         """Report a step that took ``seconds`` to the progress bar and TensorBoard."""
@@ -32,9 +38,11 @@ class RunReport:
         assert last is not None
         if self._memory is None:  # created after the first step, which is not typical, so it measures the second
             self._memory = MemoryWatch(state.model, state.session.engine.optimizer)
-        self._summary.step(last.losses, last.tokens, last.valid_tokens)
+        self._summary.step({} if last.skipped else last.losses, last.tokens, last.valid_tokens)
         speed = last.tokens / world_size() / seconds
-        self._progress.step({"loss": last.losses["loss/total"], "tok/s/dev": speed})
+        self._shown |= {SHOWN[name]: f"{value:.4g}" for name, value in last.losses.items() if name in SHOWN}
+        self._bar.set_postfix(self._shown | {"tokens/s/device": f"{speed:.4g}"}, refresh=False)
+        self._bar.update(1)
         if last.quantization is not None:
             log_quantization(last.quantization, state.metrics, state.step)
         if state.step % state.recipe.train.log_every == 0:
@@ -42,18 +50,18 @@ class RunReport:
 
     def trained(self, state: LoopState) -> None:
         """Close the progress bar after the last step and write memory.json."""
-        self._progress.close()
+        self._bar.close()
+        self._summary.peak_bytes = peak = peak_memory(state.session.device)
         if self._memory is not None and is_main():
-            write_measured(Path(state.recipe.output_dir), self._memory, state.session.device)
+            write_measured(Path(state.recipe.output_dir), self._memory, state.session.device, peak)
 
     def end(self, state: LoopState, checkpoints: Path) -> None:
         """Print the final lines, and log the run's results to TensorBoard."""
         if is_main() and self._summary.steps:
             state.metrics.results(state.recipe, {**self._summary.last, **state.evaluation}, state.step)
-            peak = peak_memory_bytes(state.session.device)
             evaluations = (state.evaluations.first, state.evaluation)
             skipped = state.session.engine.skipped_steps
-            say(self._summary.text(devices=world_size(), skipped=skipped, peak_bytes=peak, evaluations=evaluations))
+            say(self._summary.text(devices=world_size(), skipped=skipped, evaluations=evaluations))
         if is_main() and (line := best_line(checkpoints)):
             say(line)
 
@@ -67,7 +75,7 @@ def _figures(state: LoopState, last: StepResult, speed: float) -> dict[str, floa
         **rates,
         **_grad_norms(last),
         "train/tokens_per_second_per_device": speed,
-        "train/peak_memory_gib": peak_memory_bytes(state.session.device) / 2**30,
+        "train/peak_memory_gb": peak_memory(state.session.device) / 1e9,
         "train/skipped_steps": engine.skipped_steps,
         **({"train/loss_scale": last.loss_scale} if last.loss_scale is not None else {}),
         "train/epoch": state.loader.epoch_of(state.step),

@@ -5,7 +5,6 @@ an event ``every`` N steps runs after each N-th step; an event ``when`` a condit
 runs once, the first time. One line of YAML under ``schedule`` has the effect of one line of Python.
 """
 
-import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from engine.config.sections import EventRecipe, parse_condition
 from engine.evaluation import evaluate
 from engine.state import Action, LoopState, StateCondition
 from engine.step import held_out_losses
+from model.console import figure, perplexity
 from model.ranks import say
 from quant import Quantization
 
@@ -129,10 +129,10 @@ def evaluate_held_out(state: LoopState) -> None:
     )
     losses = objective.report(means)
     results = {name.replace("loss/", "eval/"): value for name, value in losses.items()}
-    results["eval/perplexity"] = math.exp(min(means["lm"], 700.0))
+    results["eval/perplexity"] = perplexity(means["lm"])
     state.evaluations.record(state.step, results)
     state.log(results)
-    figures = ", ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in results.items())
+    figures = ", ".join(f"{name.removeprefix('eval/')} {figure(value)}" for name, value in results.items())
     say(f"step {state.step}: held-out {figures}")
 
 

@@ -30,6 +30,7 @@ from engine.session.context import build_loader, start_ranks
 from engine.session.probes import with_checked_rows
 from engine.session.session import Session, build_session
 from engine.state import LoopState
+from model.console import working
 from model.ranks import errors_on_all_ranks, is_main, say
 from model.save.aside import remove_left
 
@@ -80,7 +81,10 @@ def start_run(
         "evaluations": evaluations,
         "skipped_steps": skipped,
     }
-    step = load_checkpoint(session, stateful, checkpoint) if checkpoint is not None else 0
+    step = 0
+    if checkpoint is not None:
+        with working(f"loading {checkpoint.path}"):
+            step = load_checkpoint(session, stateful, checkpoint)
     return LoopState(
         session,
         quant,

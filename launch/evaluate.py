@@ -24,6 +24,7 @@ from collections.abc import Sequence
 
 from engine.session.context import TORCH_DTYPES, init_ranks
 from launch.exits import clean_exit
+from model.console import figure
 from model.ranks import errors_on_all_ranks, is_main, say
 from tools.evaluation.perplexity import DEFAULT_LENGTH, Questions, evaluate_checkpoint, read_reference
 from tools.evaluation.results import Evaluation, check_writable, write_evaluations
@@ -159,12 +160,12 @@ def lines(evaluation: Evaluation, text: bool, *, first: bool) -> list[str]:
                 f"{'model':40} {'ppl/token':>10} {'ppl/word':>10} {'ppl/byte':>9} {'bits/byte':>9}  measured on"
             )
         rows.append(
-            f"{evaluation.model:40} {per_token.value:10.4f} {per_word.value:10.3f} {per_byte.value:9.4f} "
-            f"{bits.value:9.4f}  {per_token.conditions}"
+            f"{evaluation.model:40} {figure(per_token.value):>10} {figure(per_word.value, 3):>10} "
+            f"{figure(per_byte.value):>9} {figure(bits.value):>9}  {per_token.conditions}"
         )
     for name, found in figures.items():
         error = f"{'':9}" if found.stderr is None else f"± {found.stderr:<7.4f}"
-        rows.append(f"{evaluation.model:40} {name:30} {found.value:10.4f} {error}  {found.conditions}")
+        rows.append(f"{evaluation.model:40} {name:30} {figure(found.value):>10} {error}  {found.conditions}")
     return rows
 
 

@@ -23,6 +23,7 @@ from engine.config.errors import RecipeError
 from engine.memory import Measured, read_measured
 from engine.session.student import quantized_share
 from launch.exits import clean_exit, recipe_or_exit
+from model.console import progress_bar
 from tools.memory.planner import RESERVE, Planner, Prediction
 from tools.memory.table import GB, as_json, comparison_table, headline, memory_table, traffic_table
 
@@ -76,7 +77,7 @@ def predict_all(
     """
     predictions: list[Prediction] = []
     refused: dict[str, str] = {}
-    for name in names:
+    for name in progress_bar(desc="memory", unit="strategy", over=names):
         try:
             predictions.append(planner.predict(name, ranks, gpu_bytes=gpu_bytes))
         except DsConfigError as error:

@@ -39,7 +39,6 @@ from pydoc_data.topics import topics
 import torch
 import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging
 
@@ -177,7 +176,7 @@ def train(out: Path, name: str, *, model: Path, steps: int, lr: float, scheme: s
     """Run launch/train.py on all ranks. Without a scheme fake quant is off and the export is a plain checkpoint."""
     recipe = write_recipe(out, name, model=model, steps=steps, lr=lr, scheme=scheme)
     ranks = gpus() or 2
-    launcher = ["deepspeed", "--num_gpus", str(ranks), *port_options()]
+    launcher = ["deepspeed", "--quiet", "--num_gpus", str(ranks), *port_options()]
     run_logged([*launcher, "launch/train.py", "--config", str(recipe)], recipe.with_name("log.txt"))
 
 
@@ -247,15 +246,15 @@ def run_logged(shown: Sequence[str], log: Path, *, report: bool = False) -> None
 def print_table(out: Path, began: float) -> None:
     """Print perplexity and size of every checkpoint, and the share of PTQ's loss that QAT recovered."""
     # Not at the top: this imports DeepSpeed, which probes for a GPU (see main).
+    from model.console import progress_bar
     from tools.evaluation.perplexity import Questions, evaluate_checkpoint
     from tools.evaluation.results import Comparison, table, write_comparison
 
     device = torch.device("cuda" if gpus() else "cpu")
     questions = Questions(text=out / "heldout.txt", length=LENGTH, batch_size=16, dtype=training_dtype())
     names = ["ft", *(f"{kind}_{scheme}" for scheme in _SCHEMES for kind in ("ptq", "qat"))]
-    found = {
-        name: evaluate_checkpoint(out / name, questions, device) for name in tqdm(names, desc="evaluate", unit="model")
-    }
+    bar = progress_bar(desc="evaluate", unit="model", over=names)
+    found = {name: evaluate_checkpoint(out / name, questions, device) for name in bar}
     sides = ({scheme: found[f"{kind}_{scheme}"] for scheme in _SCHEMES} for kind in ("ptq", "qat"))
     comparison = Comparison(found["ft"], *sides)
     written = write_comparison(comparison, out)

@@ -21,7 +21,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not a model.py o
 import argparse
 import contextlib
 import json
-import os
 
 from engine.config.errors import checkpoint_problems
 
@@ -68,7 +67,6 @@ def main(argv: list[str] | None = None) -> int:
     from tools.verify.comparison import compare_with_compressed, windows
     from tools.verify.engines import GGUF, MLX, ExecuTorch
 
-    logging.set_verbosity_error()  # transformers' messages about keys are in the report
     logging.disable_progress_bar()
     try:
         find_quantization_config(
@@ -128,5 +126,4 @@ def _engine_of_config(config: object) -> str | None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("TQDM_DISABLE", "1")  # hide four progress bars of compressed-tensors
     sys.exit(main())

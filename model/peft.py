@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from model.checkpoint.names import module_name_on_disk
+from model.console import progress_bar
 from model.quantized.quantization_config import read_json_object
 from model.ranks import errors_on_all_ranks, is_main, say
 from model.zero import full_shape, gathered, local_data, local_range, whole_values
@@ -239,9 +240,9 @@ def start_from_error(quantization: Quantization) -> None:
     Raises:
         RankError: the adapter's dtype cannot represent the factors, because ``adapter.alpha`` is too small or large.
     """
-    for name, layer in quantization.layers.items():
-        if layer.adapter is None or layer.adapter.merges:
-            continue
+    beside = {name: one for name, one in quantization.layers.items() if one.adapter and not one.adapter.merges}
+    for name, layer in progress_bar(desc="first adapters", unit="layer", over=beside.items()):
+        assert layer.adapter is not None
         pair = (layer.adapter.lora_a, layer.adapter.lora_b)
         others = [own for own in layer.parameters(recurse=False) if all(own is not one for one in pair)]
         with gathered(others), gathered(pair, modifier_rank=0), errors_on_all_ranks(ValueError):

@@ -8,6 +8,7 @@ Every function also works without a process group: one process is then rank 0 of
 
 import os
 import re
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -58,6 +59,7 @@ def say(text: str) -> None:
     if is_main():
         with suppress(OSError):
             tqdm.write(text)
+            sys.stdout.flush()  # a log file shows the line at once
 
 
 def barrier() -> None:

@@ -28,6 +28,7 @@ from model.checkpoint.safetensors import (
     warn_of_zero_tails,
 )
 from model.checkpoint.slices import Piece
+from model.console import progress_bar
 from model.quantized.quantization_config import read_quantization_config
 from model.ranks import errors_on_all_ranks, listed
 from model.scales import cache_keys
@@ -180,7 +181,8 @@ def _fill(model: PreTrainedModel, quantization: Quantization, checkpoint: Checkp
     plain = _plain_tensors(model, quantization, checkpoint, packed)
     kinds = ("weight_scale", "weight_zero_point", "input", "weight_global_scale")
     scales: dict[str, dict[str, torch.Tensor]] = {kind: {} for kind in kinds}
-    with Reader() as reader, torch.no_grad():
+    total = sum(tensor.end - tensor.begin for tensor in checkpoint.tensors.values())
+    with progress_bar(total, "weights", "B") as bar, Reader(bar.update) as reader, torch.no_grad():
         for key, targets in plain.items():
             values = read_tensor(reader, checkpoint.tensors[key]).view(-1)
             for piece, target in targets:

@@ -20,6 +20,7 @@ from torch.nn.functional import kl_div
 
 from data.loader import MicroBatch
 from engine.session.context import samples_on_all_ranks
+from model.console import progress_bar
 from model.ranks import reduce_over_ranks
 from model.zero import forward_only
 from quant import Quantization
@@ -212,7 +213,8 @@ def divergences(
     engine.eval()
     sums, tokens = torch.zeros(len(sets), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
     try:
-        for ids, counts in samples_on_all_ranks(batches):
+        samples = list(samples_on_all_ranks(batches))
+        for ids, counts in progress_bar(desc="measuring", unit="sample", over=samples):
             with quantization.paused():
                 expected = _logits(engine, ids.to(device))
                 for index, names in enumerate(sets):

@@ -44,6 +44,7 @@ from model.checkpoint.safetensors import (
     read_headers,
     read_tensor,
 )
+from model.console import progress_bar
 from model.quantized.quantization_config import is_quantized
 from model.save.aside import Aside
 from model.save.finish import copy_companions, write_json
@@ -316,7 +317,7 @@ def rotate_checkpoint(source: Path, out: Path, *, seed: int = 0, progress: bool 
     with closing(Aside(out, total)) as aside:
         with (
             Reader() as reader,
-            tqdm(total=total, unit="B", unit_scale=True, desc="rotate", disable=not progress) as bar,
+            progress_bar(total, "rotate", "B", shown=progress) as bar,
         ):
             work = _Work(reader, checkpoint.tensors, changes, rotations)
             for file, shapes in files.items():

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from data import teacher_cache
@@ -26,6 +25,7 @@ from engine.session.build_teacher import load_teacher
 from engine.session.check_models import check_teacher
 from engine.session.context import RunContext, build_loader, pad_token, start_ranks
 from model.checkpoint.fingerprint import digest_of_checkpoint
+from model.console import progress_bar
 from model.disk_errors import naming
 from model.ranks import barrier, errors_on_all_ranks, gather_objects, is_main, rank, say, world_size
 from model.save.aside import Aside
@@ -123,7 +123,7 @@ def _write_rows(
     )
     offsets = teacher_cache.offsets_of(samples)
     error: OSError | None = None
-    for batch in tqdm(held, desc="teacher", unit="batch", delay=1, disable=not is_main()):
+    for batch in progress_bar(desc="teacher", unit="batch", over=held):
         found = _rows_of(teacher, on_device(batch, context.device), manifest, recipe)
         try:
             with naming(directory):

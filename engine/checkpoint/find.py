@@ -16,6 +16,7 @@ from engine.config.contradictions import options
 from engine.config.errors import RecipeError
 from engine.config.reading import load_recipe
 from model.checkpoint.fingerprint import digest_of_checkpoint
+from model.console import working
 from model.ranks import errors_on_all_ranks, rank, world_size
 
 LATEST = "latest"
@@ -229,7 +230,7 @@ def verify_checkpoint(checkpoint: TrainingCheckpoint) -> None:
         RankError: a file is damaged, or contains more than tensors and plain values. The text for a damaged file names
             the last complete checkpoint before this one.
     """
-    with errors_on_all_ranks(OSError, ValueError):
+    with working(f"checking {checkpoint.path}"), errors_on_all_ranks(OSError, ValueError):
         # Sorted by size, so that shards of the ranks are about equal.
         names = sorted(checkpoint.files, key=lambda name: (checkpoint.files[name][0], name))
         for name in names[rank() :: world_size()]:

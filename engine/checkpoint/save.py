@@ -30,6 +30,7 @@ from engine.config.reading import save_recipe
 from engine.session.session import Session
 from model.checkpoint.fingerprint import digest_of_checkpoint, fingerprints
 from model.checkpoint.load import check_finite
+from model.console import working
 from model.ranks import RankError, barrier, errors_on_all_ranks, gather_objects, is_main, rank, say, world_size
 from model.save.aside import sync
 from model.zero import LeftOut, stage
@@ -83,8 +84,9 @@ def save_checkpoint(
                 partial.mkdir(parents=True)
                 for script in filter(Path.is_symlink, map(directory.joinpath, SCRIPTS)):  # else their targets change
                     script.unlink()
-        _save_engine(session, files, directory, partial.name)
-        files.save(rank_state(session, stateful), partial / f"rank_{rank()}.pt")
+        with working(f"checkpoint of step {step}"):
+            _save_engine(session, files, directory, partial.name)
+            files.save(rank_state(session, stateful), partial / f"rank_{rank()}.pt")
         reports = gather_objects((files.written, files.failure))
         with errors_on_all_ranks(OSError, ValueError):
             if failure := next((failure for _, failure in reports if failure), None):

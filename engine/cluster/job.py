@@ -23,7 +23,6 @@ more rules:
 import errno
 import fcntl
 import json
-import logging
 import os
 import signal
 import socket
@@ -179,8 +178,6 @@ def join_ranks() -> torch.device:
         RecipeError: the job has several processes, but RANK is not in the environment.
         RankError: see :func:`model.zero.own_device` and :func:`model.zero.init_process_group`.
     """
-    # DeepSpeed logs every setting of its engine at INFO.
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     # DeepSpeed calls two torch collectives by names deprecated in torch 2.13; users cannot change that.
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
         warnings.filterwarnings("ignore", message=f".*{name}", category=FutureWarning)

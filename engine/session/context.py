@@ -23,10 +23,10 @@ from engine.cluster.nodes import check_nodes_agree, check_same_samples, several_
 from engine.config.config import Recipe
 from engine.config.deepspeed import remarks, resolve
 from engine.config.errors import RecipeError
+from model.console import progress_bar, working
 from model.ranks import (
     errors_on_all_ranks,
     gather_objects,
-    is_main,
     raise_everywhere,
     rank,
     reduce_over_ranks,
@@ -60,7 +60,8 @@ def start_ranks(recipe: Recipe) -> RunContext:
     device = init_ranks()
     if several_machines():
         check_nodes_agree(recipe, ds_config)
-    slower = Counter(text for text in gather_objects(prepare_kernels()) if text)
+    with working("compiling kernels, once per machine"):
+        slower = Counter(text for text in gather_objects(prepare_kernels()) if text)
     for text, ranks in slower.items():
         say(text if ranks == world_size() else f"{text} ({ranks} of {world_size()} ranks)")
     for line in remarks(recipe.deepspeed):
@@ -176,7 +177,7 @@ def read_samples(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, files: Sequ
     settings = recipe.data
     with errors_on_all_ranks(OSError, ValueError):
         if settings.kind == "text":
-            samples = read_text(files, tokenizer, settings.max_length, settings.special_tokens, progress=is_main())
+            samples = read_text(files, tokenizer, settings.max_length, settings.special_tokens, progress=progress_bar)
             special = list(SpecialTexts(tokenizer).ids)
             # One EOS separates two files.
             spelled = sum(int(np.isin(sample.input_ids, special).sum()) for sample in samples) - len(files) + 1
@@ -191,7 +192,7 @@ def read_samples(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, files: Sequ
             loss_on=settings.loss_on,
             too_long=settings.too_long,
             special_tokens=settings.special_tokens,
-            progress=is_main(),
+            progress=progress_bar,
         )
         for line in (counts.summary(), *counts.notes()):
             say(f"data: {line}")

@@ -24,6 +24,7 @@ from engine.session.context import RunContext
 from engine.session.optimizer import LossScale, initialize_frozen, initialize_student, peak_learning_rates
 from engine.session.student import build_student, initial_codes, initial_scales
 from model.checkpoint.fingerprint import fingerprints, frozen_weights
+from model.console import working
 from model.head import LMHead, QuantHead, install_head, output_head, settle_function
 from model.peft import start_from_error
 from model.ranks import errors_on_all_ranks
@@ -169,7 +170,8 @@ def build_session(
         teacher = open_cached_teacher(recipe, samples, context.tokenizer)
     model, quantization = build_student(recipe, ds_config, device, losses=samples is not None)
     read = fingerprints(model, frozen_weights(model)) if recipe.adapter.on and samples is not None else {}
-    uncalibrated = initial_scales(recipe, model, quantization)
+    with working("first scales"):
+        uncalibrated = initial_scales(recipe, model, quantization)
     if recipe.adapter.init == "error" or recipe.quant.init != "rtn":
         _better_start(recipe, model, quantization, first, device, trains=samples is not None)
     if samples is not None:
@@ -179,7 +181,8 @@ def build_session(
             quantization.layers[output_head(model)[0]] = head
         if teacher_kind == "model":
             teacher = load_teacher(recipe, context, head.out_features)
-    engine = initialize_student(recipe, ds_config, model) if optimizer else initialize_frozen(model, ds_config)
+    with working("DeepSpeed engine"):
+        engine = initialize_student(recipe, ds_config, model) if optimizer else initialize_frozen(model, ds_config)
     if optimizer:
         release_scales(engine, quantization)
     if head is not None:

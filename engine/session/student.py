@@ -21,6 +21,7 @@ from engine.session.context import TORCH_DTYPES, samples_on_all_ranks
 from engine.session.optimizer import check_patterns, classify, set_learnable
 from model.build import build_model
 from model.checkpoint.load import load_weights
+from model.console import working
 from model.head import output_head
 from model.moe.experts import ExpertMLPs, router_names
 from model.ptq_init import choose_initial_codes
@@ -56,7 +57,9 @@ def build_student(
     report = load_weights(model, recipe.model.path, method=recipe.model.load)
     say(f"weights: {report.summary()}")
     quantization = quantize_student(recipe, ds_config, device, model, named)
-    if turned := rotate_weights(model, quantization) if recipe.quant.rotate else 0:
+    with working("rotating weights"):
+        turned = rotate_weights(model, quantization) if recipe.quant.rotate else 0
+    if turned:
         say(f"rotated: the inputs of {turned} layers, in blocks of {recipe.quant.rotate_block}")
     say(f"quantized: {_summary(recipe, quantization)}")
     for line in quantized_share(model, quantization).lines():

@@ -28,13 +28,13 @@ from typing import Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from tqdm import tqdm
 from transformers import PreTrainedModel
 from transformers.core_model_loading import dot_natural_key
 
 from model.checkpoint.names import ROTARY_TABLES, Names, UnsupportedConversionError, own_tensors
 from model.checkpoint.safetensors import CheckpointError, DiskTensor, Reader, garbage_kept, warn_of_zero_tails
 from model.checkpoint.slices import DiskLayout, Piece
+from model.console import progress_bar
 from model.quantized.checkpoint import read_checkpoint
 from model.quantized.quantize_on_load import in_codes
 from model.quantized.tensor import QuantizedTensor, chunks_of, fill
@@ -99,7 +99,7 @@ def load_weights(
     shown = progress and is_main()
     total = _bytes_to_read(reads, method) if shown else None
     with (
-        tqdm(total=total, desc="weights", unit="B", unit_scale=True, delay=1, disable=not shown) as bar,
+        progress_bar(total, "weights", "B", shown=shown) as bar,
         Reader(bar.update) as reader,
     ):
         fill(reads, reader)

@@ -6,17 +6,17 @@ GPTQ (:mod:`model.ptq_init.layerwise`), and optionally trained afterwards (:mod:
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from model.console import progress_bar, working
 from model.ptq_init import blockwise as tuning
 from model.ptq_init import layerwise as gptq
 from model.ptq_init.layer_samples import Samples, decoder_layers, measure_inputs, record
-from model.ranks import is_main, listed, raise_everywhere, reduce_over_ranks, say
+from model.ranks import listed, raise_everywhere, reduce_over_ranks, say
 from model.zero import forget_secondary_copies
 from quant import Quantization
 
@@ -56,17 +56,19 @@ def choose_initial_codes(
     raise_everywhere(None if blocks else NO_LAYERS)
     model.eval()
     with quantization.paused():
-        found = record(model, blocks, samples, device)
+        with working("first codes, inputs of the decoder layers"):
+            found = record(model, blocks, samples, device)
         errors, of_layers = gptq.CodeErrors(), tuning.LayerErrors()
         done: list[str] = []
         original = list(found.hidden)
-        with _bar(len(found.layers) * tuning.STEPS if tuned_rows else 0) as bar:
+        tuned = len(found.layers) * tuning.STEPS if tuned_rows else 0
+        with progress_bar(_count(quantization, found.layers) + tuned, "first codes") as bar:
             for name in found.layers:
                 block = blocks[name]
                 if tuned_rows:
                     found.advance(block, name, original)
                     weights = tuning.own_weights(quantization, name)
-                chosen = _choose_in(model, quantization, block, name, found, errors)
+                chosen = _choose_in(model, quantization, block, name, found, errors, bar.update)
                 done += chosen
                 if tuned_rows:
                     measure_inputs(quantization, block, name, found)
@@ -95,12 +97,14 @@ def _choose_in(
     name: str,
     samples: Samples,
     errors: gptq.CodeErrors,
+    progress: Callable[[int], object],
 ) -> list[str]:
     """Choose the codes of a decoder layer's Linears by GPTQ, and fake-quantize them; returns their names."""
     done: list[str] = []
     for names in gptq.choose_codes(model, quantization, block, name, samples, errors):
         done += names
         _switch_on(quantization, names)
+        progress(len(names))
     return done
 
 
@@ -111,8 +115,9 @@ def _say(quantization: Quantization, samples: Samples, done: Sequence[str], erro
     say(f"gptq: {len(done)} layers, {count} samples, {errors}{kept}")
 
 
-def _bar(steps: int) -> tqdm:
-    return tqdm(total=steps, desc="first codes", unit="step", disable=not (steps and is_main()), leave=False)
+def _count(quantization: Quantization, blocks: Sequence[str]) -> int:
+    """Count the quantized layers in these decoder layers."""
+    return sum(name.startswith(tuple(f"{block}." for block in blocks)) for name in quantization.layers)
 
 
 def _switch_on(quantization: Quantization, names: Sequence[str], *, all_inputs: bool = False) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 from tqdm import tqdm
 
 from model.checkpoint.safetensors import SINGLE, DiskTensor, Reader
+from model.console import progress_bar
 from model.disk_errors import words_of
 from model.quantized.tensor import QuantizedTensor, chunks_of
 from model.ranks import errors_on_all_ranks, is_main, raise_everywhere
@@ -75,7 +76,7 @@ def write_shards(
     if len(shards) == 1:
         files = [single]
     total = sum(item.bytes for shard in shards for item in shard)
-    with tqdm(total=total, desc="export", unit="B", unit_scale=True, delay=1, disable=not is_main()) as progress:
+    with progress_bar(total, "export", "B") as progress:
         for file, shard in zip(files, by_shard, strict=True):
             _write_shard(directory / file, shard, buffer, held, progress, writer)
     return files, held.peak

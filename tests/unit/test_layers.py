@@ -113,6 +113,13 @@ def test_modules_do_not_import_in_circles() -> None:
     TopologicalSorter(graph).prepare()
 
 
+def test_progress_bars_are_made_in_one_place() -> None:
+    """A bar of tqdm's own fills a log file with carriage returns."""
+    assert {name for name, text in SOURCES.items() if re.search(r"tqdm\(", text)} == {"data.samples", "model.console"}
+    makes = "def no_bar(total: int, description: str, unit: str) -> tqdm:"
+    assert makes in SOURCES["data.samples"] and SOURCES["data.samples"].count("tqdm(") == 1
+
+
 def test_few_ask_torch_for_a_gpu() -> None:
     """DeepSpeed, and DS_ACCELERATOR, say where ranks compute: a machine with GPUs may train on its CPU."""
     asks = re.compile(r"cuda\.(is_available|device_count)\(")

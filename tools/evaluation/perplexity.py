@@ -27,9 +27,10 @@ from transformers import PreTrainedTokenizerBase
 from data.samples import load_tokenizer
 from model.build import build_model
 from model.checkpoint.load import load_weights
+from model.console import perplexity
 from model.peft import say_left_out
 from model.quantized.quantization_config import weights_alone
-from model.ranks import RankError, errors_on_all_ranks, is_main
+from model.ranks import RankError, errors_on_all_ranks
 from tools.compressed import load_compressed
 from tools.evaluation.results import Evaluation, Measurement, weights_size
 from tools.evaluation.score import (
@@ -70,9 +71,9 @@ class EvalText:
     def perplexities(self, log_likelihood: float) -> dict[str, float]:
         """Compute perplexities by name; ``log_likelihood``: sum over the tokens, in nats."""
         return {
-            "perplexity per token": math.exp(-log_likelihood / len(self.token_ids)),
-            "perplexity per word": math.exp(-log_likelihood / self.words),
-            "perplexity per byte": math.exp(-log_likelihood / self.bytes),
+            "perplexity per token": perplexity(-log_likelihood / len(self.token_ids)),
+            "perplexity per word": perplexity(-log_likelihood / self.words),
+            "perplexity per byte": perplexity(-log_likelihood / self.bytes),
             "bits per byte": -log_likelihood / self.bytes / math.log(2),  # compares models with different tokenizers
         }
 
@@ -164,7 +165,7 @@ def load_for_evaluation(
         "zero_optimization": {"stage": 3 if sharded else 0},
     }
     model = build_model(directory, ds_config, dtype=dtype, device=device)
-    load_weights(model, directory, progress=is_main())
+    load_weights(model, directory)
     return scoring_model(model, device, ds_config)
 
 

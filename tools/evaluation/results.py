@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from engine.checkpoint.files import replace_text
+from model.console import figure
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,8 @@ def shown(found: Measurement | None) -> str:
     """Format a metric with four digits, and its standard error if there is one; empty for None."""
     if found is None:
         return ""
-    value = f"{found.value:,.0f}" if abs(found.value) >= 1000 else f"{found.value:#.4g}"
+    large = f"{found.value:,.0f}" if abs(found.value) < 1e4 else figure(found.value)
+    value = large if abs(found.value) >= 1000 else f"{found.value:#.4g}"
     return value if found.stderr is None else f"{value} ±{found.stderr:.2g}"
 
 

@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from data.samples import IGNORE
 from engine.losses.chunked import row_blocks
 from engine.losses.kd import forward_kl
 from engine.session.optimizer import initialize_frozen
+from model.console import progress_bar
 from model.head import HiddenStates, embedding_rows, settle_function, take_out_head
-from model.ranks import RankError, errors_on_all_ranks, is_main, rank, reduce_over_ranks, world_size
+from model.ranks import RankError, errors_on_all_ranks, rank, reduce_over_ranks, world_size
 from model.zero import gathered
 
 CHUNK_TOKENS = 512  # logits computed at a time
@@ -257,7 +257,7 @@ def _batches(windows: Sequence[Window], batch_size: int, label: str) -> Iterator
     order = sorted(range(len(windows)), key=lambda index: -len(windows[index].inputs))
     batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
     rounds = range(math.ceil(len(batches) / world_size()))
-    for round in tqdm(rounds, desc=label, unit="batch", disable=not is_main(), leave=False):
+    for round in progress_bar(desc=label, unit="batch", over=rounds):
         mine = round * world_size() + rank()
         if mine < len(batches):
             yield Batch(batches[mine], *_collate([windows[index] for index in batches[mine]]))

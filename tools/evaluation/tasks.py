@@ -33,7 +33,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 from transformers import PreTrainedTokenizerBase
 
-from model.ranks import RankError, errors_on_all_ranks, gather_objects, is_main, listed, say
+from model.ranks import RankError, errors_on_all_ranks, gather_objects, listed, say
 from tools.evaluation.results import Measurement
 from tools.evaluation.score import ScoringModel, Window, rolling_windows, score_windows
 
@@ -246,7 +246,7 @@ class ServedModel(TemplateLM):
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Score each (context, continuation): return the log-likelihood of the continuation, and True if greedy
         decoding would generate it."""
-        return super().loglikelihood(requests, disable_tqdm=disable_tqdm or not is_main())
+        return super().loglikelihood(requests, disable_tqdm=True)  # the scores have a progress bar
 
     def _loglikelihood_tokens(self, requests: list[Any], **kwargs: Any) -> list[tuple[float, bool]]:
         windows, cut = [], 0

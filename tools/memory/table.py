@@ -71,7 +71,7 @@ def comparison_table(prediction: Prediction, measured: Measured) -> str:
         (item, prediction.held.device[item] + (prediction.held.host[item] if on_host else 0), size)
         for item, size in measured.items.items()
     ]
-    if measured.peak is not None:
+    if measured.device == "cuda":
         predicted, found = sum(expected for _, expected, _ in rows), sum(size for _, _, size in rows)
         rows.append(("all else at the peak", prediction.peak - predicted, measured.peak - found))
         rows.append(("peak", prediction.peak, measured.peak))

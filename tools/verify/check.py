@@ -23,13 +23,15 @@ are two comparisons, without and with the difference:
 - transformers keeps some weights in bf16. The bf16 forward of training rounds them in the same way.
 """
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+import io
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, redirect_stderr
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from model.console import progress_bar, working
 from model.peft import say_left_out
 from model.save import fused_there, is_expert, not_loaded
 from tools.compressed import load_compressed
@@ -59,7 +61,7 @@ FOUR_BIT_INPUTS = 2.5
 
 
 @torch.no_grad()
-def compare_with_transformers(directory: Path, batches: Iterable[Tensor], *, trust_remote_code: bool = False) -> Report:
+def compare_with_transformers(directory: Path, batches: Sequence[Tensor], *, trust_remote_code: bool = False) -> Report:
     """Load an export with transformers and with this project, and compare both, in one process on CPU.
 
     Args:
@@ -74,7 +76,8 @@ def compare_with_transformers(directory: Path, batches: Iterable[Tensor], *, tru
     model, quantization = load_compressed(directory, trust_remote_code=trust_remote_code)
     layers, is_fused = quantization.layers, fused_there(model)
     problems = problems_of_files(directory, model, quantization)
-    theirs, loading = load_theirs(directory, model, quantization, trust_remote_code=trust_remote_code)
+    with working("loading in transformers"), redirect_stderr(io.StringIO()):  # bars of compressed-tensors
+        theirs, loading = load_theirs(directory, model, quantization, trust_remote_code=trust_remote_code)
     schemes = [layer.scheme.name for layer in layers.values()] + ["fp8 KV cache"] * bool(quantization.caches)
     report = Report("transformers", ", ".join(dict.fromkeys(schemes)), len(layers), problems=problems + loading)
     if note := not_loaded(model, quantization):
@@ -91,7 +94,7 @@ def compare_with_transformers(directory: Path, batches: Iterable[Tensor], *, tru
     if True in fused:
         ways["full forward"] = nullcontext
     report.logits = {name: LogitComparison() for name in ways}
-    for ids in batches:
+    for ids in progress_bar(desc="verify", unit="window", over=batches):
         expected = logits_of(theirs, ids)
         for name, way in ways.items():
             with way():

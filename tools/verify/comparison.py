@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from model.checkpoint.safetensors import Reader, read_headers, read_tensor
+from model.console import figure, perplexity, progress_bar
 from model.ranks import listed
 from model.save import export_model
 from tools.compressed import load_compressed
@@ -73,13 +74,13 @@ class LogitComparison:
 
     def perplexity(self, side: str) -> float:
         """Perplexity per token; ``side``: ``"ours"`` or ``"theirs"``."""
-        return math.exp(self.nll[side] / self.predicted)
+        return perplexity(self.nll[side] / self.predicted)
 
     def row(self, name: str) -> str:
         """Format the line of a report's table."""
         return (
             f"{name:<17} {self.max_abs:>10.3g} {self.mean_abs:>10.3g} {self.kl:>10.3g} {100 * self.top1:>8.3f}% "
-            f"{self.perplexity('ours'):>10.4f} {self.perplexity('theirs'):>12.4f}"
+            f"{figure(self.perplexity('ours')):>10} {figure(self.perplexity('theirs')):>12}"
         )
 
 
@@ -230,7 +231,8 @@ def dequantized(
         plain = Path(scratch) / "plain"
         export_model(model, quantization, export, plain, layout="dequantized", trust_remote_code=trust_remote_code)
         headers = read_headers(plain).tensors
-        yield model, ((key, read_tensor(files, tensor).float()) for key, tensor in headers.items())
+        bar = progress_bar(desc="verify", unit="tensor", over=headers.items())
+        yield model, ((key, read_tensor(files, tensor).float()) for key, tensor in bar)
 
 
 def _check_tokens(model: PreTrainedModel, batches: Sequence[Tensor], export: Path) -> None:

@@ -107,13 +107,27 @@ def test_the_summary_adds_up_and_says_where_losses_began_and_ended():
     summary = Summary()
     summary.step({"loss/total": 3.0, "loss/lm": 3.0}, tokens=100, valid_tokens=40)
     summary.step({"loss/total": 2.0, "loss/lm": 1.5, "loss/kd/kl": 0.5}, tokens=50, valid_tokens=20)
-    text = summary.text(devices=2, skipped=1, peak_bytes=2**30, evaluations=({"eval/lm": 4.0}, {"eval/lm": 2.5}))
-    first, *rest = text.splitlines()
-    assert first.startswith("2 steps, 150 tokens (60 with a target) in 00:00:00, ")
-    assert first.endswith("at most 1.00 GiB on rank 0, 1 steps left out")
+    summary.step({}, tokens=50, valid_tokens=20)  # skipped
+    summary.peak_bytes = 1_250_000_000
+    before, after = {"eval/lm": 4.0, "eval/perplexity": 1e65}, {"eval/lm": 2.5, "eval/perplexity": float("inf")}
+    first, *rest = summary.text(devices=2, skipped=1, evaluations=(before, after)).splitlines()
+    assert first.startswith("3 steps, 200 tokens (80 with a target) in 00:00:00, ")
+    assert first.endswith(" tokens/s per device, 1 steps left out")
     assert [" ".join(line.split()) for line in rest] == [
-        "loss/total 3.0000 -> 2.0000",
-        "loss/lm 3.0000 -> 1.5000",
+        "peak memory of rank 0 while training: 1.25 GB",
+        "losses, first step -> mean of the last 2 steps:",
+        "loss/total 3.0000 -> 2.5000",
+        "loss/lm 3.0000 -> 2.2500",
         "loss/kd/kl 0.5000 -> 0.5000",
+        "held-out samples, first evaluation -> last:",
         "eval/lm 4.0000 -> 2.5000",
+        "eval/perplexity 1.0e65 -> inf",
     ]
+
+
+def test_the_last_loss_is_a_mean_over_the_last_steps():
+    summary = Summary()
+    for step in range(25):
+        summary.step({"loss/total": float(step)}, tokens=1, valid_tokens=1)
+    assert summary.last == {"loss/total": pytest.approx(np.mean(range(15, 25)))}
+    assert "mean of the last 10 steps" in summary.text(devices=1, skipped=0, evaluations=({}, {}))

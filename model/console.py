@@ -1,0 +1,114 @@
+"""Output for people, on rank 0: progress of long jobs, and numbers of any size.
+
+On a terminal a job has a bar. In a log file it has a plain line every half minute.
+"""
+
+import math
+import os
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+from model.ranks import is_main
+
+SECONDS = 30.0
+"""Time between two lines in a log file. A job that ends earlier writes none."""
+BEAT_SECONDS = 1.0
+"""Time between two updates of a bar in :func:`working`."""
+
+
+def progress_bar(
+    total: int | None = None,
+    desc: str = "",
+    unit: str = "step",
+    *,
+    over: Iterable[Any] | None = None,
+    initial: int = 0,
+    leave: bool = False,
+    shown: bool = True,
+) -> tqdm:
+    """Create the progress bar of a job, which shows nothing on other ranks than 0.
+
+    Args:
+        total: units of the whole job; None: the length of ``over``, or unknown.
+        desc: name of the job.
+        unit: ``B`` for bytes, or a word in the singular.
+        over: items to iterate over; None if the job calls ``update``.
+        initial: units that are done already.
+        leave: show the bar from the start, and leave it on the terminal at the end.
+        shown: False shows nothing on rank 0 either.
+    """
+    units = "B" if unit == "B" else f" {unit}es" if unit.endswith("ch") else f" {unit}s"
+    line = "{desc}: {n_fmt} of {total_fmt}" + units + ", {elapsed} passed, {remaining} left, {rate_fmt}{postfix}"
+    options = {"iterable": over, "total": total, "unit": unit, "unit_scale": unit == "B", "initial": initial}
+    return _bar(desc, line, leave=leave, shown=shown, **options)
+
+
+@contextmanager
+def working(desc: str) -> Iterator[None]:
+    """Show for how long the job inside the block has run, if it takes long and its progress is unknown."""
+    done = threading.Event()
+
+    def beat(bar: tqdm) -> None:
+        while not done.wait(BEAT_SECONDS):
+            bar.update(0)
+
+    with _bar(desc, "{desc}: {elapsed} passed", bar_format="{desc}: {elapsed}") as bar:
+        thread = threading.Thread(target=beat, args=(bar,), daemon=True)
+        if not bar.disable:
+            thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            if thread.is_alive():
+                thread.join()
+
+
+def _bar(desc: str, line: str, *, leave: bool = False, shown: bool = True, **options: Any) -> tqdm:
+    """Create a bar for a terminal, or one that writes ``line`` every ``SECONDS`` seconds in tqdm's place."""
+    options |= {"desc": desc, "leave": leave, "disable": not (shown and is_main())}
+    if sys.stderr.isatty():
+        columns = os.get_terminal_size(sys.stderr.fileno()).columns  # 0 in a recorded session
+        size = {"dynamic_ncols": True} if columns else {"ncols": 80, "nrows": 24}
+        return tqdm(**options, **size, delay=0 if leave else 1)
+    options |= {"bar_format": line, "file": _Lines(sys.stderr), "position": 0}
+    return tqdm(**options, delay=SECONDS, mininterval=SECONDS, miniters=0)
+
+
+class _Lines:
+    """File for tqdm that writes each drawn bar as a line. Text that a full disk does not take is lost."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, text: str) -> None:
+        """Write a drawn bar as a line, and nothing for an erased bar."""
+        if line := text.strip():
+            with suppress(OSError):
+                self._file.write(f"{line}\n")
+
+    def flush(self) -> None:
+        """Flush the file."""
+        with suppress(OSError):
+            self._file.flush()
+
+
+def perplexity(loss: float) -> float:
+    """Compute the perplexity of a loss in nats per token; inf if a float cannot hold it."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
+def figure(value: float, digits: int = 4) -> str:
+    """Format a number with so many decimals, and from 10,000 on in two digits and an exponent: ``1.0e4``."""
+    if not math.isfinite(value) or abs(value) < 1e4:
+        return f"{value:.{digits}f}"
+    mantissa, exponent = f"{value:.1e}".split("e")
+    return f"{mantissa}e{int(exponent)}"
