@@ -72,6 +72,14 @@ class Schedule:
                 f"an event at step {late[0]}, but train.steps is {total}: the last step to begin is {total - 1}"
             )
 
+    def described(self) -> list[str]:
+        """Describe every event: kind, step or interval, and name of its action."""
+        return [
+            f"{kind} {when if isinstance(when, int) else _name(when)}: {_name(action)}"
+            for kind in ("before", "after", "last", "conditional")
+            for when, action in getattr(self, kind)
+        ]
+
     def run_before(self, step: int, state: LoopState) -> None:
         """Run the events that are due before ``step``."""
         for due, action in self.before:
@@ -90,6 +98,10 @@ class Schedule:
         for interval, action in self.last:
             if done % interval == 0:
                 action(state)
+
+
+def _name(action: object) -> str:
+    return str(getattr(action, "__qualname__", type(action).__qualname__))
 
 
 RELATIONS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}

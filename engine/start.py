@@ -14,7 +14,7 @@ from engine.checkpoint.find import (
 from engine.checkpoint.resume import load_checkpoint
 from engine.checkpoint.stateful import StatefulStates
 from engine.cluster.job import RunLock
-from engine.cluster.nodes import check_shared, several_machines
+from engine.cluster.nodes import check_shared
 from engine.config.config import Recipe
 from engine.config.errors import RecipeError
 from engine.config.reading import save_recipe
@@ -49,7 +49,12 @@ def start_run(
     """
     output = Path(recipe.output_dir)
     checkpoint = _check_destinations(recipe, output / "checkpoints")
-    context = start_ranks(recipe)
+    given = {
+        "events of the script": schedule.described(),
+        "losses of the script": [(loss.name, loss.weight) for loss in token_losses],
+        "checkpoint to resume": checkpoint and checkpoint.path,
+    }
+    context = start_ranks(recipe, given)
     _take_output(recipe, run_lock)
     if checkpoint is not None:
         verify_checkpoint(checkpoint)
@@ -134,8 +139,7 @@ def _take_output(recipe: Recipe, run_lock: RunLock) -> None:
     with errors_on_all_ranks(OSError, key="output_dir"):
         if is_main():
             output.mkdir(parents=True, exist_ok=True)
-    if several_machines():
-        check_shared(output, "output_dir")
+    check_shared(output, "output_dir")
     run_lock.take(output, "output_dir")
     if not recipe.export.enabled and not recipe.train.checkpoint_every:
         say(

@@ -52,7 +52,7 @@ def main() -> None:
     arguments, rest = options()
     recipes = {name: recipe_or_exit([*rest, "--quant.scheme", name, *NEAREST]) for name in arguments.schemes}
     with clean_exit():
-        context = start_ranks(recipes[arguments.schemes[0]])
+        context = start_ranks(recipes[arguments.schemes[0]], vars(arguments))
         check_options(recipes, arguments.budget_bits)
         parts: list[Part] = []
         costs: dict[str, float] = {}

@@ -20,8 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not a model.py o
 import argparse
 from collections.abc import Sequence
 
-from engine.session.context import init_ranks
-from launch.evaluate import add_questions, check_questions, check_results, read_questions, write_results
+from launch.evaluate import add_questions, check_questions, check_results, read_questions, start_alike, write_results
 from launch.exits import clean_exit
 from model.ranks import errors_on_all_ranks, is_main, listed, say
 from tools.evaluation.perplexity import KL, evaluate_checkpoint, read_reference
@@ -44,9 +43,9 @@ def main() -> None:
         parser.error("nothing to compare with: expected --ptq or --qat")
 
     with clean_exit():
-        device = init_ranks()
-        check_results(arguments.out / "compare.json", "--out")
         directories = list(dict.fromkeys([arguments.bf16, *ptq.values(), *qat.values()]))
+        device = start_alike(arguments, directories)
+        check_results(arguments.out / "compare.json", "--out")
         with errors_on_all_ranks(OSError, ValueError):
             known = read_results(arguments.results)
             missing = [directory for directory in directories if directory not in known]

@@ -7,7 +7,6 @@ A wrong path is the most frequent mistake. All other options are checked by read
 
 import os
 import sys
-import time
 from collections.abc import Sequence
 from itertools import pairwise
 from types import TracebackType
@@ -15,8 +14,6 @@ from types import TracebackType
 import yaml
 
 from engine.config.errors import checkpoint_problems
-
-_GRACE_SECONDS = 1.0  # time for the rank that prints: the exit of another rank makes the launcher end all ranks
 
 
 def end_quietly() -> None:
@@ -37,24 +34,18 @@ def _say(kind: type[BaseException], error: BaseException, trace: TracebackType |
 
 
 def check_model_path(argv: Sequence[str] | None = None) -> None:
-    """Exit with code 2 unless the last ``model.path`` is a directory with config.json and weights; local rank 0 prints
-    why.
+    """Exit with code 2 unless the last ``model.path`` is a directory with config.json and weights.
 
-    Launches on several machines are checked when the recipe is read: a file that is missing on one machine is then
-    reported to all ranks.
+    Launches of several ranks are checked when the recipe is read: a file that one rank lacks is then reported to all.
     """
     arguments = sys.argv[1:] if argv is None else argv
-    world = os.environ.get("WORLD_SIZE", "1")
-    if os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", world)) != world:
+    if os.environ.get("WORLD_SIZE", "1") != "1":
         return
     path = _model_path(arguments)
     if path is None or {"-h", "--help", "--print_config"} & set(arguments):
         return
     if problems := list(checkpoint_problems("model.path", path, weights=True)):
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print("\n".join(f"error: {problem}" for problem in problems), file=sys.stderr, flush=True)
-        else:
-            time.sleep(_GRACE_SECONDS)
+        print("\n".join(f"error: {problem}" for problem in problems), file=sys.stderr, flush=True)
         raise SystemExit(2)
 
 

@@ -22,6 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not a model.py o
 import argparse
 from collections.abc import Sequence
 
+import torch
+
 from engine.session.context import TORCH_DTYPES, init_ranks
 from launch.exits import clean_exit
 from model.console import figure
@@ -47,7 +49,7 @@ def main() -> None:
         parser.error("--reference says nothing without --text")
 
     with clean_exit():
-        device = init_ranks()
+        device = start_alike(arguments, arguments.model)
         if arguments.json is not None:
             check_results(arguments.json, "--json")
         questions = read_questions(arguments)
@@ -60,6 +62,18 @@ def main() -> None:
             say("\n".join(lines(found[-1], arguments.text is not None, first=len(found) == 1)))
             if arguments.json is not None:
                 write_results(arguments.json, found)  # after each: a later failure must not lose results
+
+
+def start_alike(arguments: argparse.Namespace, models: Sequence[Path]) -> torch.device:
+    """Start the process group and return this rank's device; a collective.
+
+    Raises:
+        RankError: on every rank: the ranks differ in arguments or files.
+    """
+    asked = {name: value for name, value in vars(arguments).items() if name != "local_rank"}
+    return init_ranks(
+        asked, {"--text": arguments.text, **{f"model {number}": one for number, one in enumerate(models)}}
+    )
 
 
 def add_questions(parser: argparse.ArgumentParser) -> None:

@@ -7,7 +7,6 @@ Library code raises errors and does not exit, except on a rank whose peers are d
 
 import os
 import sys
-import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,16 +15,12 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from engine.cluster.job import ignore_signals
-from engine.cluster.nodes import spans_nodes, tell_other_nodes
+from engine.cluster.nodes import RanksDifferError, tell_other_ranks
 from engine.config.config import Recipe
 from engine.config.errors import RecipeError
 from engine.config.reading import parse_recipe
 from model.disk_errors import OF_DISKS, words_of
 from model.ranks import RankError, barrier, is_lost_peer, is_main, rank, shut_down, world_size
-
-# The first process to exit makes the launcher end the others, and there is no process group yet to wait in: the ranks
-# that do not print wait this long for the rank that prints.
-GRACE_SECONDS = 5
 
 INTERRUPTED = 130  # exit code of a shell for SIGINT
 
@@ -51,8 +46,9 @@ def clean_exit() -> Iterator[None]:
 
     Any other exception is raised on one rank only, while the other ranks wait in a collective. So this rank's process
     ends at once, with the traceback. The launcher then ends the other ranks, which print one line each. An ordinary
-    exit would first close NCCL's communicators, which may wait for the other ranks. Ctrl-C outside of training (see
-    engine/cluster/job.py) prints one line, and the exit code is 130.
+    exit would first close NCCL's communicators, which may wait for the other ranks. Before there is a process group,
+    the other ranks are told. Ctrl-C outside of training (see engine/cluster/job.py) prints one line, and the exit code
+    is 130.
 
     Raises:
         SystemExit: with these codes.
@@ -65,7 +61,9 @@ def clean_exit() -> Iterator[None]:
         except Exception as error:
             if world_size() > 1:
                 _end_alone(error)
-            if not _is_of_a_disk(error):
+            of_a_disk = _is_of_a_disk(error)
+            tell_other_ranks(words_of(error) if of_a_disk else f"{type(error).__name__}: {error}")
+            if not of_a_disk:
                 raise
             _end_together(RankError(words_of(error)))
     _leave()
@@ -78,8 +76,8 @@ def _is_of_a_disk(error: Exception) -> bool:
 
 def _end_together(error: RankError) -> NoReturn:
     """Exit with an error that is raised on every rank."""
-    if is_main():
-        print(f"error: {error}", file=sys.stderr, flush=True)
+    if is_main() or isinstance(error, RanksDifferError):
+        print(f"error: {error}\n", end="", file=sys.stderr, flush=True)  # in one write, as ranks share the stream
     barrier()  # the first process to end makes the launcher end the others: not before rank 0 has printed
     _leave()
     raise SystemExit(1) from None
@@ -118,10 +116,11 @@ def _exit_on_recipe_error() -> Iterator[None]:
 
 
 def _print_recipe_error(error: RecipeError) -> None:
-    """Print on local rank 0 only, so that a machine with 8 ranks prints once. If the launcher's environment shows that
-    there are other machines, their ranks end with the same error."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        print("\n".join(f"error: {line}" for line in str(error).splitlines()), file=sys.stderr, flush=True)
-    elif not spans_nodes():
-        time.sleep(GRACE_SECONDS)
-    tell_other_nodes(str(error))
+    """Print on local rank 0 only, so that a machine with 8 ranks prints once, unless the error is of another rank
+    alone. The ranks without it end with the same error."""
+    text = "\n".join(f"error: {line}" for line in str(error).splitlines())
+    speaks = os.environ.get("LOCAL_RANK", "0") == "0"
+    if speaks:
+        print(text, file=sys.stderr, flush=True)
+    if tell_other_ranks(str(error)) and not speaks:
+        print(text, file=sys.stderr, flush=True)

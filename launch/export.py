@@ -66,7 +66,7 @@ def main() -> None:
 def export_checkpoint(recipe: Recipe, checkpoint: Path) -> None:
     """Rebuild the run's engine without its teacher, load its state, export."""
     check_export(recipe)
-    context = start_ranks(recipe)
+    context = start_ranks(recipe, {"--checkpoint": checkpoint})
     with errors_on_all_ranks(OSError, ValueError):
         found = read_step_directory(checkpoint)
     verify_checkpoint(found)

@@ -70,7 +70,7 @@ def write_cache(recipe: Recipe, out: Path) -> Manifest:
     Raises:
         RankError: on every rank: the cache could not be written; the text has the reason, and ``out`` is not created.
     """
-    context = start_ranks(recipe)
+    context = start_ranks(recipe, {"--out": out})
     path, top_k = recipe.loss.teacher, recipe.loss.top_k
     assert path is not None and top_k is not None, "check_recipe was not called"
     with errors_on_all_ranks(OSError, ValueError):

@@ -1,26 +1,33 @@
-"""Runs on several machines: compare environment, files and samples between them, and report early errors to all.
+"""Agreement of ranks: all that decides what a rank learns is compared before weights are read.
 
-The ranks of one machine share disk, checkout and environment. Machines may differ in them, mostly without an error:
-with other data the batches of ranks overlap, with other weights ZeRO mixes two models, and an output directory that is
-not shared gets half of a checkpoint. So everything is compared before weights are read.
+Ranks may be started by hand with other arguments or in other directories, and machines may differ in disks, checkouts
+and environments, mostly without an error: with other data or seeds the batches of ranks overlap, with other weights
+ZeRO mixes two models, with another number of steps a rank waits in a collective, and an output directory that is not
+shared gets a part of a checkpoint. So ranks are compared, and all end if two of them differ:
 
-A machine is a launcher with its ranks, represented by the rank with ``LOCAL_RANK`` 0. Callers check
-:func:`several_machines` first: on one machine there is nothing to compare.
+- :func:`check_ranks_agree`, the first exchange of every job: script, recipe, versions, sources, environment, files;
+- :func:`check_same_samples`: the tokens and labels that the ranks read;
+- :func:`check_shared`: the output directory.
 
-With a process group, :mod:`model.ranks` raises an error of one rank on all of them. Without it, a machine with a bad
-recipe or a missing file would exit alone, and the others would wait until the timeout: see :func:`tell_other_nodes`.
+Only devices, paths of caches and the network may differ. When all is equal, these cost a few small gathers: of digests,
+and of the files' identities. Files are read only if ranks see different copies of them, by one rank of each copy.
+
+With a process group, :mod:`model.ranks` raises an error of one rank on all of them. Without it, a rank with a bad
+recipe or a missing file would exit alone, and the others would wait until the timeout: see :func:`tell_other_ranks`.
 """
 
 import hashlib
 import json
 import os
 import platform
+import re
 import secrets
 import socket
+import sys
+import sysconfig
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -30,7 +37,7 @@ import torch.distributed as dist
 from data.samples import Sample, digest_of_samples
 from engine.cluster.job import join_ranks
 from engine.config.config import Recipe
-from model.checkpoint.fingerprint import digest_of_checkpoint
+from model.checkpoint.fingerprint import digests, identity
 from model.ranks import (
     RankError,
     barrier,
@@ -38,43 +45,98 @@ from model.ranks import (
     gather_objects,
     is_main,
     listed,
-    local_world_size,
-    raise_everywhere,
     rank,
     shut_down,
+    world_size,
 )
 
-PACKAGES = ("torch", "deepspeed", "transformers", "tokenizers", "numpy")
+PACKAGES = ("torch", "deepspeed", "transformers", "tokenizers", "safetensors", "numpy")
 _SOURCES = ("data", "engine", "launch", "model", "quant", "tools")
+# Environment variables that change numbers, or the order of collectives.
+_VARIABLES = re.compile(
+    r"(ATEN|CUBLAS|CUBLASLT|CUDNN|DEEPQAT|DS|NVIDIA_TF32|TORCHDYNAMO|TORCHINDUCTOR|TORCH_ALLOW_TF32|TORCH_COMPILE|TRITON"
+    r"|NCCL_ALGO|NCCL_PROTO)(_.*)?(?<!_DIR)(?<!_PATH)(?<!_HOME)"
+)
+MOST_DIFFERENCES = 5  # in a message
 # A directory that another machine has just made appears late: NFS may cache its absence for a minute.
 PATIENCE_SECONDS = 75.0
 
 
-def several_machines() -> bool:
-    """Tell if the run has ranks on several machines, whatever launched them; a collective."""
-    return len(_machines()) > 1
+class RanksDifferError(RankError):
+    """Error of ranks that were not started alike. Each prints it, as each may have a terminal of its own."""
 
 
-def check_nodes_agree(recipe: Recipe, ds_config: dict[str, Any]) -> None:
-    """Refuse machines that differ in versions, checkout, recipe, DeepSpeed configuration or weights; a collective.
+def check_ranks_agree(inputs: Mapping[str, Any], files: Mapping[str, str | Path | None]) -> None:
+    """Refuse ranks that differ in script, inputs, versions, sources, environment or files; a collective.
+
+    Args:
+        inputs: all that the ranks were asked to do, by name; plain values, which may be nested.
+        files: files and directories that the ranks read, by name; a value may be None, or a path without a file.
 
     Raises:
-        RankError: on every rank, with the differences and the values on two machines.
+        RankError: on every rank, with the first differences, the values and their ranks.
     """
-    _compare(lambda: dict(_facts(recipe, ds_config)))
+    if world_size() == 1:
+        return
+    with errors_on_all_ranks(OSError):
+        facts = dict(_facts(inputs))
+        loaded = dict(_loaded())
+    _compare(facts, loaded)
+    _compare_files({key: path for key, path in files.items() if path is not None})
+
+
+def _compare_files(paths: Mapping[str, str | Path]) -> None:
+    """Raise on every rank if the ranks see different files at a path; a collective. ``paths`` are equal on all ranks.
+
+    The first rank that sees a copy reads it for the others, unless there is a single one.
+    """
+    with errors_on_all_ranks(OSError):
+        mine = {key: identity(path) for key, path in paths.items()}
+    everywhere = gather_objects(mine)
+    seen = {key: [theirs[key] for theirs in everywhere] for key in paths}
+    with errors_on_all_ranks(OSError):
+        own = {
+            key: digests(path)
+            for key, path in paths.items()
+            if len({*seen[key]}) > 1 and seen[key].index(mine[key]) == rank()
+        }
+    contents = gather_objects(own)
+    _compare(
+        {
+            f"{key} {path} (files): {file}": value
+            for key, path in paths.items()
+            for file, value in contents[seen[key].index(mine[key])].get(key, {}).items()
+        }
+    )
+
+
+def files_of(recipe: Recipe) -> dict[str, str | Path | None]:
+    """Map the recipe's keys of files and directories that ranks read to paths, except data files: their samples are
+    compared (:func:`check_same_samples`)."""
+    quant, loss = recipe.quant, recipe.loss
+    return {
+        "model.path": recipe.model.path,
+        "quant.scales": quant.scales,
+        "quant.start": quant.start,
+        "adapter.start": recipe.adapter.start,
+        "loss.teacher": loss.teacher,
+        "loss.teacher_cache": loss.teacher_cache,
+        "export.template": recipe.export.template,
+    }
 
 
 def check_same_samples(*samples: Sequence[Sample]) -> None:
-    """Refuse machines whose samples differ, as ranks draw samples by index; a collective.
+    """Refuse ranks whose samples differ, as ranks draw samples by index; a collective.
 
     Raises:
-        RankError: on every rank, with numbers and digests of the samples on two machines.
+        RankError: on every rank, with numbers and digests of the samples.
     """
-    _compare(lambda: {"data (tokens and labels)": "; ".join(map(_samples_text, filter(None, samples)))})
+    if world_size() > 1:
+        _compare({"data (tokens and labels)": "; ".join(map(_samples_text, filter(None, samples)))})
 
 
 def check_shared(directory: Path, key: str) -> None:
-    """Refuse a directory if a machine does not see a file that rank 0 wrote there within ``PATIENCE_SECONDS``.
+    """Refuse a directory if a rank does not see a file that rank 0 wrote there within ``PATIENCE_SECONDS``.
 
     A collective.
 
@@ -83,7 +145,7 @@ def check_shared(directory: Path, key: str) -> None:
         key: the recipe's key of the directory, for the message.
 
     Raises:
-        RankError: on every rank, with the directory and the machines, or the reason why it cannot be written.
+        RankError: on every rank, with the directory and the ranks, or the reason why it cannot be written.
     """
     probe: str | None = None
     with errors_on_all_ranks(OSError):
@@ -93,14 +155,14 @@ def check_shared(directory: Path, key: str) -> None:
             (directory / probe).touch()
     probe = gather_objects(probe)[0]
     assert probe is not None
-    seen = not _speaks_for_its_machine() or _appears(directory / probe)
+    seen = _appears(directory / probe)
     blind = [f"{host} (rank {index})" for index, (host, sees) in enumerate(gather_objects((_host(), seen))) if not sees]
     if is_main():
         (directory / probe).unlink(missing_ok=True)
     if blind:
-        raise RankError(
+        raise RanksDifferError(
             f"{key}: {str(directory)!r} of {listed(blind)} is not that of {gather_objects(_host())[0]} (rank 0), "
-            "expected a directory that all machines share: each rank writes its part of a checkpoint there"
+            "expected a directory that all ranks share: each writes its part of a checkpoint there"
         )
 
 
@@ -119,53 +181,78 @@ def _host() -> str:
     return socket.gethostname()
 
 
-def _speaks_for_its_machine() -> bool:
-    """Tell if this rank represents its machine (local rank 0)."""
-    return os.environ.get("LOCAL_RANK", "0") == "0"
+def _compare(facts: dict[str, str], loaded: Mapping[str, str] | None = None) -> None:
+    """Raise on every rank if ranks differ in ``facts``, or in a value of ``loaded`` that both have; a collective.
 
-
-def _machines() -> list[int]:
-    """List the global ranks that represent their machines, one per machine; a collective."""
-    return [index for index, speaks in enumerate(gather_objects(_speaks_for_its_machine())) if speaks]
-
-
-def _compare(facts: Callable[[], dict[str, str]]) -> None:
-    """Call ``facts`` once per machine; raise RankError on every rank if two machines differ. A collective."""
-    machines = _machines()
-    mine: dict[str, str] = {}
-    with errors_on_all_ranks(OSError, ValueError):
-        if rank() in machines:
-            mine = facts()
-    found = gather_objects((_host(), mine))
-    first_host, first = found[machines[0]]
+    The ranks exchange a digest, and what they know only if digests differ.
+    """
+    known = (facts, loaded or {})
+    if len({*gather_objects(hashlib.blake2b(repr(known).encode(), digest_size=16).digest())}) == 1:
+        return
+    found = gather_objects((_host(), *known))
     problems = []
-    for other in machines[1:]:
-        host, theirs = found[other]
-        for name in dict.fromkeys([*first, *theirs]):
-            one, two = first.get(name, "not there"), theirs.get(name, "not there")
-            if one != two:
-                problems.append(f"{name}: {one} on {first_host} (rank {machines[0]}), {two} on {host} (rank {other})")
+    for name in dict.fromkeys(name for _, theirs, _ in found for name in theirs):
+        problems += _difference(name, [(host, theirs.get(name, "not there")) for host, theirs, _ in found])
+    for name in dict.fromkeys(name for _, _, theirs in found for name in theirs):
+        problems += _difference(name, [(host, theirs.get(name)) for host, _, theirs in found])
     if problems:
-        raise RankError("the machines differ:\n" + "\n".join(problems[:20]))
+        more = [f"and {len(problems) - MOST_DIFFERENCES} more"] if len(problems) > MOST_DIFFERENCES else []
+        raise RanksDifferError(
+            f"the ranks differ: {'; '.join([*problems[:MOST_DIFFERENCES], *more])}. Start every rank with the same "
+            "command, files, versions and environment"
+        )
 
 
-def _facts(recipe: Recipe, ds_config: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield name and value of everything that must be the same on all machines."""
+def _difference(name: str, values: Sequence[tuple[str, str | None]]) -> list[str]:
+    """Describe the values of all ranks (host, value) if they differ, each with its first host and its ranks."""
+    ranks: dict[str, list[int]] = {}
+    for index, (_, value) in enumerate(values):
+        if value is not None:
+            ranks.setdefault(value, []).append(index)
+    if len(ranks) < 2:
+        return []
+    parts = [
+        f"{value} on {values[found[0]][0]} (rank{'s' * (len(found) > 1)} {listed(list(map(str, found)), 4)})"
+        for value, found in ranks.items()
+    ]
+    return [f"{name}: {', '.join(parts)}"]
+
+
+def _facts(inputs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield name and value of everything that must be the same on all ranks, the most telling first."""
+    yield "script", Path(sys.argv[0]).name
+    yield from _flat(inputs, "")
     yield "Python", platform.python_version()
     for package in PACKAGES:
         yield package, version(package)
-    yield "DeepQAT (files)", _digest_of_sources()
-    yield from _flat(asdict(recipe), "")
-    yield from _flat(ds_config, "deepspeed configuration: ")
-    yield f"model.path {recipe.model.path} (files)", digest_of_checkpoint(recipe.model.path)
-    for key in ("scales", "start"):
-        if (path := getattr(recipe.quant, key)) is not None:
-            yield f"quant.{key} {path} (files)", _digest_of_files(path)
-    if recipe.teacher_kind() == "model":
-        yield f"loss.teacher {recipe.loss.teacher} (files)", digest_of_checkpoint(str(recipe.loss.teacher))
+    for name, value in sorted(os.environ.items()):
+        if _VARIABLES.fullmatch(name):
+            yield f"environment variable {name}", value
+    root = Path(__file__).resolve().parents[2]
+    for path in sorted(path for folder in _SOURCES for path in (root / folder).rglob("*.*")):
+        if path.suffix in (".py", ".h", ".cpp", ".cu"):
+            yield f"DeepQAT's {path.relative_to(root)}", _digest(path)
 
 
-def _flat(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
+def _loaded() -> Iterator[tuple[str, str]]:
+    """Yield the version of every package that is imported, and a digest of every file of the user's that is."""
+    stdlib = sysconfig.get_path("stdlib")
+    for name, module in sorted(sys.modules.items()):
+        known = getattr(module, "__dict__", {})  # asking a lazy module would import it
+        file = known.get("__file__") or ""
+        if isinstance(number := known.get("__version__"), str):
+            yield f"module {name}", number
+        elif name.split(".")[0] in _SOURCES or "-packages" in file or file.startswith(stdlib):
+            continue
+        elif file.endswith(".py"):
+            yield f"module {name} ({Path(file).name})", _digest(Path(file))
+
+
+def _digest(path: Path) -> str:
+    return hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest()
+
+
+def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
     """Flatten a nested dictionary into names (keys joined by dots) and values as text."""
     for key, value in values.items():
         if isinstance(value, dict):
@@ -174,50 +261,31 @@ def _flat(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
             yield f"{prefix}{key}", json.dumps(value, default=str)
 
 
-def _digest_of_files(directory: str) -> str:
-    """Digest names and sizes of the safetensors files in a directory; every rank reads these files later."""
-    files = sorted(Path(directory).glob("*.safetensors"))
-    return (
-        f"{len(files)} files, "
-        + hashlib.blake2b(
-            repr([(file.name, file.stat().st_size) for file in files]).encode(), digest_size=8
-        ).hexdigest()
-    )
-
-
-def _digest_of_sources() -> str:
-    """Digest names and contents of this project's Python files."""
-    root = Path(__file__).resolve().parents[2]
-    files: Iterable[Path] = sorted(path for folder in _SOURCES for path in (root / folder).rglob("*.py"))
-    digest = hashlib.blake2b(digest_size=8)
-    for path in files:
-        digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
-    return digest.hexdigest()
-
-
 def _samples_text(samples: Sequence[Sample]) -> str:
     """Format the number of samples and a digest of their contents, for comparison and for the message."""
     return f"{len(samples):,} samples, digest {digest_of_samples(samples)}"
 
 
-def spans_nodes() -> bool:
-    """Tell from the launcher's variables if ranks run on other machines; works before there is a process group."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    return (local_world_size() or world) < world
-
-
-def tell_other_nodes(error: str) -> None:
-    """Raise an error that occurred before the process group existed on the ranks of other machines, too.
+def tell_other_ranks(error: str) -> bool:
+    """Raise an error that occurred before the process group existed on the other ranks, too.
 
     Every process group starts with an exchange of such errors (:func:`engine.session.context.init_ranks`), so this rank
-    joins the group to send its own. Does nothing on one machine, or if there is a process group already.
+    joins the group to send its own. Does nothing if there is a single rank, or a process group already.
+
+    Returns:
+        True if no rank before this one has the same error, or none is there.
     """
-    if not spans_nodes() or dist.is_initialized():
-        return
-    join_ranks()
-    with suppress(RankError):  # the caller ends this process
-        raise_everywhere(f"on {socket.gethostname()}: {error}")
+    if os.environ.get("WORLD_SIZE", "1") == "1" or dist.is_initialized():
+        return False
+    try:
+        join_ranks()
+    except RankError:  # the other ranks are not there
+        return True
+    texts = gather_objects(text := f"on {_host()}: {error}")
     # The other ranks run the same barriers at the end of launch.exits.clean_exit. If this process exited earlier, they
     # would report its disappearance instead of the error.
     barrier()
-    shut_down()
+    first = texts.index(text) == rank()
+    with suppress(RankError):
+        shut_down()
+    return first

@@ -4,7 +4,8 @@ import os
 import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from data.samples import Sample, load_tokenizer
 from data.template import SpecialTexts
 from data.text import read_text
 from engine.cluster.job import join_ranks
-from engine.cluster.nodes import check_nodes_agree, check_same_samples, several_machines
+from engine.cluster.nodes import check_ranks_agree, check_same_samples, files_of
 from engine.config.config import Recipe
 from engine.config.deepspeed import remarks, resolve
 from engine.config.errors import RecipeError
@@ -47,19 +48,22 @@ class RunContext:
     tokenizer: PreTrainedTokenizerBase
 
 
-def start_ranks(recipe: Recipe) -> RunContext:
+def start_ranks(recipe: Recipe, inputs: Mapping[str, Any] | None = None) -> RunContext:
     """Start the process group, prepare kernels, seed the random generators and read the tokenizer; a collective.
+
+    Args:
+        recipe: the run.
+        inputs: what else decides its results, by name.
 
     Raises:
         RecipeError: on every rank, before there is a process group: the DeepSpeed configuration is wrong.
-        RankError: there is no tokenizer, or the machines differ (:mod:`engine.cluster.nodes`).
+        RankError: there is no tokenizer, or the ranks differ (:mod:`engine.cluster.nodes`).
     """
     ds_config = resolve(recipe, int(os.environ.get("WORLD_SIZE", "1")))
     if missing := list(_not_on_this_machine(recipe)):
         raise RecipeError("\n".join(missing))
-    device = init_ranks()
-    if several_machines():
-        check_nodes_agree(recipe, ds_config)
+    asked = {**asdict(recipe), "deepspeed configuration": ds_config, **(inputs or {})}
+    device = init_ranks(asked, files_of(recipe))
     with working("compiling kernels, once per machine"):
         slower = Counter(text for text in gather_objects(prepare_kernels()) if text)
     for text, ranks in slower.items():
@@ -71,17 +75,22 @@ def start_ranks(recipe: Recipe) -> RunContext:
     return RunContext(device, ds_config, read_tokenizer(recipe))
 
 
-def init_ranks() -> torch.device:
+def init_ranks(
+    inputs: Mapping[str, Any] | None = None, files: Mapping[str, str | Path | None] | None = None
+) -> torch.device:
     """Start the process group (NCCL on CUDA, gloo on CPU) and return this rank's device.
 
-    Without a launcher the process is rank 0 of 1.
+    Without a launcher the process is rank 0 of 1. ``inputs`` and ``files`` are what the ranks were asked to do and what
+    they read (:func:`engine.cluster.nodes.check_ranks_agree`).
 
     Raises:
         RecipeError: the job has several processes, but RANK is not in the environment.
-        RankError: another machine failed before the group existed (:func:`engine.cluster.nodes.tell_other_nodes`).
+        RankError: the ranks differ, or another one failed before the group existed
+            (:func:`engine.cluster.nodes.tell_other_ranks`).
     """
     device = join_ranks()
     raise_everywhere(None)
+    check_ranks_agree(inputs or {}, files or {})
     return device
 
 
@@ -121,8 +130,7 @@ def build_loader(
         "world": world_size(),
         "pad_token_id": pad_token(tokenizer, min(tokens.values())),
     }
-    if several_machines():
-        check_same_samples(training, held_out)
+    check_same_samples(training, held_out)
     with errors_on_all_ranks(ValueError):
         loader = Loader(
             training,

@@ -1,13 +1,18 @@
 """Fingerprints of frozen weights, which detect if these still equal the model's files, and of the files themselves."""
 
+import functools
 import hashlib
+import os
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from model.checkpoint.names import own_tensors
+from model.checkpoint.safetensors import PAGE_BYTES, CheckpointError, read_header
 from model.ranks import is_main, reduce_over_ranks
 from model.zero import is_partitioned, is_whole, local_data, local_range
 
@@ -52,17 +57,72 @@ def _local_sum(parameter: Tensor) -> Tensor:
     return total
 
 
-DIGEST_BYTES = 2**20  # read at three offsets of each weight file
+WHOLE_BYTES = 64 * 2**20  # a file of up to this size is hashed whole
+STRIDE_BYTES = 16 * 2**20  # distance of the samples inside a large tensor
 
 
 def digest_of_checkpoint(path: str | Path) -> str:
-    """Hash config.json, and name, size, beginning, middle and end of every weight file."""
+    """Hash config.json and the weight files (:func:`digest_of_file`)."""
+    return _digest_of_checkpoint(str(path), identity(path))
+
+
+@functools.cache  # also each training checkpoint of adapters names its base
+def _digest_of_checkpoint(path: str, _: str) -> str:
     digest = hashlib.blake2b((Path(path) / "config.json").read_bytes(), digest_size=16)
-    for file in sorted(Path(path).glob("*.safetensors")):
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}".encode())
-        with open(file, "rb") as stream:
-            for start in (0, size // 2, max(0, size - DIGEST_BYTES)):
-                stream.seek(start)
-                digest.update(stream.read(DIGEST_BYTES))
+    for name, value in digests(path, "*.safetensors").items():
+        digest.update(f"{name} {value}".encode())
     return digest.hexdigest()
+
+
+def digests(path: str | Path, pattern: str = "*") -> dict[str, str]:
+    """Hash a file, or each file of a directory whose name matches; by name. Leaves out hidden files and ``*.md``."""
+    files = [file for file in _files(path) if file.match(pattern)]
+    with ThreadPoolExecutor() as pool:  # a file server takes a millisecond to answer each of many thousand reads
+        return {file.name: value for file, value in zip(files, pool.map(digest_of_file, files), strict=True)}
+
+
+def digest_of_file(file: Path) -> str:
+    """Hash the contents of a file up to ``WHOLE_BYTES``, and samples of a larger one.
+
+    Samples of a safetensors file are its header, and a page on either side of each tensor's begin and end; of any large
+    file, also of each ``STRIDE_BYTES``. So every tensor is sampled, and a file of another revision differs although
+    sizes and header are the same. That reads 0.6 MB per GB of a dense model of 8 B parameters, and 3 MB per GB of a
+    mixture of 18,000 experts.
+    """
+    size = file.stat().st_size
+    digest, done = hashlib.blake2b(f"{size} ".encode(), digest_size=16), 0
+    with file.open("rb", buffering=0) as stream:
+        for begin, end in _samples(file, size):
+            while (start := max(begin, done)) < end and (chunk := os.pread(stream.fileno(), end - start, start)):
+                digest.update(chunk)
+                done = start + len(chunk)
+    return digest.hexdigest()
+
+
+def _samples(file: Path, size: int) -> list[tuple[int, int]]:
+    """List the byte ranges of a file to hash, in order; they may overlap."""
+    if size <= WHOLE_BYTES:
+        return [(0, size)]
+    edges, head = {*range(0, size, STRIDE_BYTES), size}, 0
+    if file.suffix == ".safetensors":
+        with suppress(CheckpointError):  # damaged: reading the weights says how
+            tensors = list(read_header(file))
+            head = tensors[0].begin if tensors else size
+            edges |= {edge for tensor in tensors for edge in (tensor.begin, tensor.end)}
+    return [(0, head), *((max(0, edge - PAGE_BYTES), min(size, edge + PAGE_BYTES)) for edge in sorted(edges))]
+
+
+def identity(path: str | Path) -> str:
+    """Identify a file, or the files of a directory, without reading them: the text is the same for every process that
+    sees the same files, also on several machines that share a disk, and almost certainly another one for copies."""
+    found = [(file.name, file.stat()) for file in _files(path)]
+    return repr([(name, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns) for name, at in found])
+
+
+def _files(path: str | Path) -> list[Path]:
+    """List a file, or the files of a directory by name, without hidden files and ``*.md``; nothing if it is absent."""
+    path = Path(path)
+    inside = path.iterdir() if path.is_dir() else [path]
+    return sorted(
+        file for file in inside if file.is_file() and not file.name.startswith(".") and file.suffix.lower() != ".md"
+    )

@@ -6,21 +6,23 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from engine.cluster import nodes
 from engine.config.reading import load_recipe
 from engine.loop import Loop
 from engine.session.context import init_ranks
 from engine.state import LoopState
+from launch.evaluate import main as evaluate
 from launch.exits import clean_exit
 from launch.train import main as train
-from tests.lib.checkpoints import edit_tensors
+from tests.lib.checkpoints import edit_json, edit_tensors
 from tests.lib.forked import Job
 from tests.lib.hosts import Host, NoNamespaces, network
 from tests.lib.patience import PATIENCE, until
@@ -49,6 +51,8 @@ def run_jobs(directory: Path) -> None:
         data,
         recipe,
         weights,
+        weights_in_the_middle,
+        tokenizer,
         interrupted,
         interrupted_early,
         peer_lost,
@@ -72,6 +76,19 @@ def run_jobs(directory: Path) -> None:
             job.kill()
         left = sorted(str(path.relative_to(machine)) for machine in machines for path in (machine / "out").glob(".*"))
         found[name] = {"codes": codes, "said": job.log.read_text(), "left": left}
+    for name, start in BY_HAND.items():
+        machine = directory / name
+        shutil.copytree(template, machine)
+        job = Job(2, lambda machine=machine, start=start: by_hand(machine, start), directory / f"{name}.log")
+        codes = job.wait(PATIENCE)
+        if codes is None:
+            job.kill()
+        found[name] = {
+            "codes": codes,
+            "said": "".join((machine / f"{rank}.log").read_text() for rank in range(2)),
+            "each": [(machine / f"{rank}.log").read_text() for rank in range(2)],
+            "left": [str(path) for path in (machine / "out").rglob("*") if path.is_file()],
+        }
     (directory / "jobs.json").write_text(json.dumps(found))
 
 
@@ -126,6 +143,108 @@ def recipe(machine: Path) -> None:
 
 def weights(machine: Path) -> None:
     edit_tensors(machine / "model", "model.norm.weight", lambda tensors: tensors["model.norm.weight"].fill_(0.5))
+
+
+def weights_in_the_middle(machine: Path) -> None:
+    """One element of a tensor that has others on both sides, and in its file too."""
+    name = "model.layers.1.mlp.up_proj.weight"
+
+    def one(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name][40, 20] += 1
+
+    edit_tensors(machine / "model", name, one)
+
+
+def tokenizer(machine: Path) -> None:
+    edit_json(machine / "model" / "tokenizer_config.json", model_max_length=100)
+
+
+def elsewhere(machine: Path) -> None:
+    """Go to another directory of this machine, in which the same paths are another model."""
+    other = machine / "elsewhere"
+    other.mkdir()
+    for name in ("out.yaml", "chats.jsonl", "zero3.json"):
+        shutil.copy(machine / name, other)
+    tiny_checkpoint(other / "model", seed=1)
+    os.chdir(other)
+
+
+def with_a_module(machine: Path) -> None:
+    """Import a module of the user's, of which each rank has another version."""
+    (machine / os.environ["RANK"]).mkdir()
+    (machine / os.environ["RANK"] / "my_losses.py").write_text(f"WEIGHT = {os.environ['RANK']}\n")
+    sys.path.insert(0, str(machine / os.environ["RANK"]))
+    __import__("my_losses")
+
+
+def with_an_event(machine: Path) -> None:
+    """Give the loop of rank 1 an event that rank 0 lacks."""
+    loop = Loop(load_recipe("out.yaml"))
+    if os.environ["RANK"] == "1":
+        loop.at(0)(end_early)
+    with clean_exit():
+        loop.run()
+
+
+def other_script(machine: Path) -> None:
+    sys.argv = ["evaluate.py", "--model", "model", "--text", "chats.jsonl"]
+    evaluate()
+
+
+@dataclass(frozen=True)
+class Start:
+    """A start of two ranks by hand on one machine.
+
+    Attributes:
+        said: of the one line that each rank prints.
+        words: more words of rank 1's command line.
+        before: runs on rank 1 before its script; on both ranks if ``both``.
+        code: exit code of rank 1.
+    """
+
+    said: str
+    words: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    before: Callable[[Path], None] | None = None
+    both: bool = False
+    code: int = 1
+
+
+BY_HAND = {
+    "arguments": Start(
+        "train.steps: 1 on {host} (rank 0), 3 on {host} (rank 1); train.seed: 0 on {host} (rank 0), 7 on {host} "
+        '(rank 1); quant.scheme: "fp8_static" on {host} (rank 0), "fp8_dynamic" on {host} (rank 1). Start every rank',
+        ("--train.steps", "3", "--train.seed", "7", "--quant.scheme", "fp8_dynamic"),
+    ),
+    "other_model": Start('model.path: "model" on {host} (rank 0), "chats" on', ("--model.path", "chats")),
+    "bad_argument": Start("optim.lr: -1.0, expected", ("--optim.lr", "-1"), code=2),
+    "no_model": Start("model.path: 'none' (in ", ("--model.path", "none"), code=2),
+    "directory": Start("model.path model (files): model.safetensors: ", before=elsewhere),
+    "variable": Start("environment variable DS_X: not there on {host} (rank 0), 1 on", environment={"DS_X": "1"}),
+    "module": Start("module my_losses (my_losses.py): ", before=with_a_module, both=True),
+    "event": Start("events of the script: [", before=with_an_event, both=True),
+    "script": Start("script: train.py on {host} (rank 0), evaluate.py on {host} (rank 1)", before=other_script),
+}
+
+
+def by_hand(machine: Path, start: Start) -> None:
+    """Start a rank as in a terminal of its own, in which it prints."""
+    number = os.environ["RANK"]
+    os.chdir(machine)
+    with open(f"{number}.log", "w") as log:
+        os.dup2(log.fileno(), sys.stdout.fileno())
+        os.dup2(log.fileno(), sys.stderr.fileno())
+    if machine.name == "other_model":
+        (machine / "chats").mkdir(exist_ok=True)
+        if number == "1":
+            tiny_checkpoint(machine / "chats", seed=1)
+    sys.argv = ["train.py", "--config", "out.yaml"]
+    if number == "1":
+        sys.argv += start.words
+        os.environ.update(start.environment)
+    if start.before is not None and (start.both or number == "1"):
+        start.before(machine)
+    train()
 
 
 def end_early(machine: Path, end: Callable[[Loop], None]) -> None:
@@ -195,7 +314,9 @@ def found(base) -> dict[str, dict[str, Any]]:
         ("data_missing", [1, 2], "error: rank 1: on {host}: data.train[0]: 'chats.jsonl' (in "),
         ("data", [1, 1], "data (tokens and labels): 48 samples, digest "),
         ("recipe", [1, 1], "optim.lr: 0.001 on {host} (rank 0), 0.002 on {host} (rank 1)"),
-        ("weights", [1, 1], "model.path model (files): "),
+        ("weights", [1, 1], "model.path model (files): model.safetensors: "),
+        ("weights_in_the_middle", [1, 1], "model.path model (files): model.safetensors: "),
+        ("tokenizer", [1, 1], "model.path model (files): tokenizer_config.json: "),
     ],
 )
 def test_machines_that_differ_end_with_the_difference_on_every_rank(found, case, codes, said):
@@ -204,6 +325,17 @@ def test_machines_that_differ_end_with_the_difference_on_every_rank(found, case,
     assert said.format(host=os.uname().nodename) in result["said"]
     assert "Traceback" not in result["said"]
     assert case == "nothing" or "weights:" not in result["said"], "before weights are read"
+    assert result["left"] == []
+
+
+@pytest.mark.parametrize("case", BY_HAND)
+def test_ranks_of_one_machine_that_are_not_started_alike_end_with_the_difference_in_each_terminal(found, case):
+    result, start = found[case], BY_HAND[case]
+    assert sorted(result["codes"]) == [1, start.code], result["said"]
+    for said in result["each"]:
+        assert start.said.format(host=os.uname().nodename) in said and "Traceback" not in said, result["said"]
+        assert len([line for line in said.splitlines() if line.startswith("error: ")]) == 1, said
+        assert "weights:" not in said, "before weights are read"
     assert result["left"] == []
 
 
