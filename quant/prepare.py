@@ -35,6 +35,7 @@ def prepare(
     named: Mapping[str, Scheme] | None = None,
     learn_weight_scale: bool,
     learn_input_scale: bool,
+    learn_kv_scale: bool = False,
     ranges: Ranges = Ranges(),  # noqa: B008 (frozen)
     fp8_gemm: bool = False,
     fast_accum: bool = True,
@@ -50,7 +51,8 @@ def prepare(
         model: any module tree; Linears may be partitioned or on the meta device.
         scheme, rules, exempt, named: scheme of each layer, see :func:`quant.rules.assign`.
         learn_weight_scale: learn the scales of weights.
-        learn_input_scale: learn the stored scales of inputs, keys and values.
+        learn_input_scale: learn the stored scales of inputs.
+        learn_kv_scale: learn the scales of keys and values.
         ranges: method to measure scales.
         fp8_gemm, fast_accum: options of the fp8 GEMM, see :class:`QuantLayer`.
         kv_cache: format of keys and values, see :func:`quant.kv_cache.attach_kv_cache`; None leaves them unquantized.
@@ -73,7 +75,7 @@ def prepare(
     by_weight, by_input = (fused_sets(of_linears, modules, across_experts=across) for across in (False, True))
     of_weights, of_globals = weight_groups(by_weight, linears, schemes, learn_weight_scale)
     of_inputs = input_groups(by_input, linears, schemes, learn_input_scale, ranges)
-    caches = {} if kv_cache is None else attach_kv_cache(model, kv_cache, learn=learn_input_scale)
+    caches = {} if kv_cache is None else attach_kv_cache(model, kv_cache, learn=learn_kv_scale)
     quant_linears = _replace(modules, linears, schemes, of_weights, of_globals, of_inputs)
     of_inputs += [cache_group(name, cache, ranges) for name, cache in caches.items()]
     _share_inputs(quant_linears, by_weight)

@@ -279,7 +279,7 @@ STAYS = {
         "rotate_block",
         "fuse_norms",
     ],
-    "learnable": ["weight", "embedding", "weight_scale", "act_scale", "norm", "router", "freeze"],
+    "learnable": ["weight", "embedding", "weight_scale", "act_scale", "kv_scale", "norm", "router", "freeze"],
     "adapter": ["kind", "merge", "base", "rank", "alpha", "rslora", "targets", "ranks"],
 }
 # Options that a resumed run takes from its new recipe: rates, losses and events; implementations of the same

@@ -19,9 +19,9 @@ from quant.gptq import takes
 _Recipe = Any  # engine.config.config.Recipe, which imports this module
 _Problems = Iterator[tuple[str, str]]
 
-TRAINED = ("weight", "weight_scale", "act_scale", "norm", "router")  # switches of learnable
+TRAINED = ("weight", "weight_scale", "act_scale", "kv_scale", "norm", "router")  # switches of learnable
 # Switches that are allowed with merged adapters.
-SHARED = ("weight_scale", "act_scale", "norm", "router")
+SHARED = ("weight_scale", "act_scale", "kv_scale", "norm", "router")
 # Export formats that contain an unmerged adapter, or nothing else (peft).
 BESIDE = ("compressed", "vllm_fp8", "dequantized", "peft")
 
@@ -113,9 +113,12 @@ def _learnable(r: _Recipe) -> _Problems:
             "0 or more with learnable.weight false: only scales learn, and get no gradient",
         )
     weights = not quant.known() or quant.linear_schemes()
-    if learnable.scales_alone() and not (learnable.act_scale or weights or r.adapter.on):
-        expected = f"act_scale, weight or norm too: quant.scheme {quant.scheme} has no weight scales"
+    if learnable.scales_alone() and not (learnable.act_scale or learnable.kv_scale or weights or r.adapter.on):
+        expected = f"kv_scale, weight or norm too: quant.scheme {quant.scheme} has no weight scales"
         yield "learnable: only weight_scale is true", expected
+    cache_alone = quant.quantizes_cache() and not quant.learns_input_scales()
+    if learnable.act_scale and not learnable.kv_scale and cache_alone:
+        yield "learnable.act_scale", f"false with learnable.kv_scale false: quant.scheme {quant.scheme} has no others"
 
 
 def _losses(r: _Recipe) -> _Problems:

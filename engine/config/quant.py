@@ -33,7 +33,11 @@ _SIGNS = some_scheme(
     lambda quant: any(quant.ranges().signs(scheme.weights) for scheme in quant.linear_schemes()),
 )
 _STORED_INPUTS = some_scheme("stored scales of inputs", lambda quant: quant.stores_input_scales())
-LEARNED_INPUTS = some_scheme("scales of activations that can be learned", lambda quant: quant.learns_input_scales())
+QUANTIZED_CACHE = some_scheme("quantized keys and values", lambda quant: quant.quantizes_cache())
+LEARNED_INPUTS = some_scheme(
+    "scales of activations that can be learned",
+    lambda quant: quant.learns_input_scales() or quant.quantizes_cache(),
+)
 _STATIC_INPUTS = _some("static scales of inputs", lambda scheme: scheme.activations and not scheme.activations.dynamic)
 _DYNAMIC_FLOATS = _some(
     "dynamic inputs in fp4 or fp8",
@@ -314,12 +318,15 @@ class QuantRecipe:
     def stores_input_scales(self) -> bool:
         """Tell if there are scales of inputs or of the KV cache to calibrate."""
         stored = any(scheme.stored_input for scheme in self.linear_schemes())
-        return stored or (self.known() and self.preset().kv_cache is not None)
+        return stored or self.quantizes_cache()
+
+    def quantizes_cache(self) -> bool:
+        """Tell if keys and values are quantized."""
+        return self.known() and self.preset().kv_cache is not None
 
     def learns_input_scales(self) -> bool:
-        """Tell if some stored input scales can be learned; global scales of dynamic scales (NVFP4) cannot."""
-        static = any(scheme.learns_input for scheme in self.linear_schemes())
-        return static or (self.known() and self.preset().kv_cache is not None)
+        """Tell if scales of layers' inputs can be learned; global scales of dynamic scales (NVFP4) cannot."""
+        return any(scheme.learns_input for scheme in self.linear_schemes())
 
     def has_global_input_scales(self) -> bool:
         """Tell if some layer stores a global scale in addition to the dynamic scales of its input (NVFP4)."""

@@ -27,7 +27,7 @@ from engine.config.errors import (
     value_problems,
     values,
 )
-from engine.config.quant import LEARNED_INPUTS, QUANTIZED_WEIGHTS, QUANTIZES
+from engine.config.quant import LEARNED_INPUTS, QUANTIZED_CACHE, QUANTIZED_WEIGHTS, QUANTIZES
 from engine.losses.kd import TOP_K_KINDS, Distillation
 from engine.losses.objective import NamedTokenLoss, Objective
 from quant.formats.layouts import Layout
@@ -71,12 +71,15 @@ _EMBEDDINGS = Condition(
     "learnable.weight and learnable.embedding are true", lambda r: r.learnable.weight and r.learnable.embedding
 )
 _NORMS = Condition("learnable.norm is true", lambda r: r.learnable.norm)
-_ACT_SCALES = Condition("learnable.act_scale is true", lambda r: r.learnable.act_scale)
+_ACT_SCALES = Condition(
+    "learnable.act_scale or learnable.kv_scale is true", lambda r: r.learnable.act_scale or r.learnable.kv_scale
+)
 _WSD = Condition("optim.schedule is wsd", lambda r: r.optim.schedule == "wsd")
 _RECOMPUTES = Condition("train.activation_checkpointing is true", lambda r: r.train.activation_checkpointing)
 _GGUF = Condition("export.format is gguf", lambda r: r.export.format == "gguf")
 _TEACHER = Condition("loss.kd_weight is above 0 (at the start, or by an event)", lambda r: r.distils())
 _EVALUATION = Condition("eval.every is above 0", lambda r: r.eval.every)
+_OF_CACHE = only_with(QUANTIZES, QUANTIZED_CACHE)
 
 
 @dataclass
@@ -112,8 +115,10 @@ class LearnableRecipe:
     weight_scale: bool = derived(lambda r: not r.adapter.beside)
     """Scales of the quantized weights (theta of s0 * exp(theta)). null: true; false with adapter.merge false."""
     act_scale: bool = field(default=False, metadata=only_with(QUANTIZES, LEARNED_INPUTS))
-    """Static scales of the quantized activations, keys and values included. Layers then save each shared input for
-    backward unquantized, not as 1-byte codes."""
+    """Static scales of the quantized inputs of layers. Layers then save each shared input for backward unquantized, not
+    as 1-byte codes."""
+    kv_scale: bool = derived(lambda r: r.learnable.act_scale and r.quant.quantizes_cache(), _OF_CACHE)
+    """Scales of the quantized keys and values, with or without those of inputs. null: as learnable.act_scale."""
     norm: bool = False
     """Weights of the norms."""
     router: bool = False
@@ -123,7 +128,7 @@ class LearnableRecipe:
 
     def scales_alone(self) -> bool:
         """Tell if only scales train."""
-        return (self.weight_scale or self.act_scale) and not (self.weight or self.norm or self.router)
+        return (self.weight_scale or self.act_scale or self.kv_scale) and not (self.weight or self.norm or self.router)
 
 
 @dataclass
@@ -250,9 +255,11 @@ class LossRecipe:
     teacher_cache: str | None = field(default=None, metadata=not_empty("a directory"))
     """Directory that launch/cache_teacher.py wrote: training reads the teacher's loss.top_k tokens from there and loads
     no teacher. Only for kl_top_k."""
-    diagnostics_every: int = field(default=0, metadata=at_least(0) | only_with(_TEACHER))
+    diagnostics_every: int = derived(
+        lambda r: 10 if r.teacher_kind() in ("model", "self") else 0, at_least(0) | only_with(_TEACHER)
+    )
     """Steps between two measurements of kd/forward_kl, kd/backward_kl and kd/top1_agreement, whatever loss.kd is; 0:
-    never. Needs a teacher in memory."""
+    never. Needs a teacher in memory. null: 10 with a teacher in memory, else 0."""
     chunk_tokens: int | None = field(default=None, metadata=at_least(1))
     """Tokens whose logits exist at once, of student and teacher: 2 * chunk_tokens * vocabulary * 2 bytes in bf16.
     null: 4096 on a GPU, where few large GEMMs are faster, and 512 on a CPU."""
@@ -287,7 +294,7 @@ class OptimRecipe:
         default=None,
         metadata=RATE | only_with(_ACT_SCALES),
     )
-    """Peak learning rate of the activation scales. null: scale_lr."""
+    """Peak learning rate of the scales of inputs, keys and values. null: scale_lr."""
     adapter_lr: float | None = field(default=None, metadata=RATE | only_with(_ADAPTERS))
     """Peak learning rate of adapters, often ten times the rate for weights. null: lr."""
     min_lr_ratio: float = field(default=0.1, metadata=values("between 0 and 1", lambda share: 0 <= share <= 1))

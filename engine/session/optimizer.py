@@ -42,7 +42,7 @@ SCALE_EPS = 1e-15
 class OwnedParameter:
     """Parameter with its first name in the model and its kind.
 
-    Kinds: weight, embedding, bias, norm, router, weight_scale, act_scale, adapter, frozen.
+    Kinds: weight, embedding, bias, norm, router, weight_scale, act_scale, kv_scale, adapter, frozen.
     """
 
     name: str
@@ -89,6 +89,8 @@ _KIND_BY_NAME = {
 
 
 def _kind(module: nn.Module, name: str, parameter: nn.Parameter) -> str:
+    if isinstance(module, QuantCache) and name == "input_theta":
+        return "kv_scale"
     if isinstance(module, (QuantLayer, QuantCache)) and name in _KIND_BY_NAME:
         return _KIND_BY_NAME[name]
     if name == "bias" or isinstance(module, ExpertMLPs):  # own Parameters of ExpertMLPs are biases only
@@ -106,8 +108,8 @@ def _router_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
 
 def trained_scales(model: nn.Module) -> list[nn.Parameter]:
     """List all trainable thetas, each once."""
-    kinds = ("weight_scale", "act_scale")
-    return [owned.parameter for owned in classify(model) if owned.kind in kinds and owned.parameter.requires_grad]
+    scales = [owned for owned in classify(model) if GROUP_OF.get(owned.kind) in SCALE_GROUPS]
+    return [owned.parameter for owned in scales if owned.parameter.requires_grad]
 
 
 def check_patterns(names: Sequence[str], freeze: Sequence[str]) -> None:
@@ -140,6 +142,7 @@ def set_learnable(model: nn.Module, learnable: LearnableRecipe) -> None:
         "router": learnable.router,
         "weight_scale": learnable.weight_scale,
         "act_scale": learnable.act_scale,
+        "kv_scale": learnable.kv_scale,
         "adapter": True,
         "frozen": False,
     }
@@ -163,6 +166,7 @@ GROUP_OF = {
     "bias": "biases",
     "weight_scale": "weight_scales",
     "act_scale": "act_scales",
+    "kv_scale": "act_scales",
     "adapter": "adapters",
 }
 SCALE_GROUPS = ("weight_scales", "act_scales")

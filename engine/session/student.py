@@ -129,6 +129,7 @@ def quantize_student(
             exempt=_exempt(recipe, model),
             learn_weight_scale=recipe.learnable.weight_scale,
             learn_input_scale=recipe.learnable.act_scale,
+            learn_kv_scale=recipe.learnable.kv_scale,
             ranges=recipe.quant.ranges(),
             fp8_gemm=uses_fp8_gemm(recipe, device),
             fast_accum=recipe.quant.fp8_fast_accum,

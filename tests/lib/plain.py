@@ -118,6 +118,7 @@ def plain_model(settings: Recipe) -> tuple[nn.Module, Quantization]:
         kv_cache=preset.kv_cache,
         learn_weight_scale=settings.learnable.weight_scale,
         learn_input_scale=settings.learnable.act_scale,
+        learn_kv_scale=settings.learnable.kv_scale,
     )
     if settings.adapter.on:
         add_adapters(settings, model, quantization)

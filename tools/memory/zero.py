@@ -41,7 +41,7 @@ ITEMS = (
     "scales of codes",
     "teacher",
 )
-SCALES = ("weight_scale", "act_scale", "frozen")
+SCALES = ("weight_scale", "act_scale", "kv_scale", "frozen")
 # Parameters created after the weights, and not kept whole between steps (model.zero.release).
 ADDED = (*SCALES, "adapter")
 

@@ -70,6 +70,7 @@ COMPANY: dict[str, dict[str, Any]] = {
     "quant.scales_follow_weights": {"quant.weight_range": "absmax", "optim.lr": 0.03},
     "quant.keep_codes": {"quant.scheme": "fp8_dynamic"},
     "learnable.act_scale": {},
+    "learnable.kv_scale": {"quant.scheme": "fp8_static_kv"},
     "adapter.dropout": {**LORA, "adapter.merge": False},
     "adapter.init": {**LORA, "adapter.merge": False, "quant.scheme": "w4a16_g32"},
     "adapter.base": {**LORA, "adapter.merge": False, "quant.scheme": "w4a16_g32"},
@@ -95,12 +96,13 @@ VALUES: dict[str, Any] = {
           {scheme: w8a8_static, rules: [], lm_head: w8a16_channel, embedding: w8a16_channel, weight_range: mse,
            exempt: ['.*\.down_proj'], exempt_more: ['.*\.down_proj'], percentile: 90.0, calibration_batches: 17,
            initial_input_scale: 0.05, compute: fp8_gemm, rotate: ['.*\.[qkvo]_proj'], fake_quant_start: 1}
-        learnable: {weight: false, weight_scale: false, freeze: ['.*down_proj.weight']}
+        learnable: {weight: false, weight_scale: false, kv_scale: true, freeze: ['.*down_proj.weight']}
         adapter: {targets: ['.*\.q_proj'], ranks: {'.*\.q_proj': 2}, dropout: 0.5}
         optim:
           {lr: 0.003, embedding_lr: 0.01, norm_lr: 0.01, scale_lr: 0.03, act_scale_lr: 0.03, adapter_lr: 0.02,
            min_lr_ratio: 0.7, decay_steps: 1, weight_decay: 0.3, eps: 0.01, grad_clip: 0.001}
-        loss: {lm_weight: 0.5, temperature: 2.0, top_k: 3, teacher: qwen3, chunk_tokens: 3}
+        loss:
+          {lm_weight: 0.5, temperature: 2.0, top_k: 3, teacher: qwen3, chunk_tokens: 3, diagnostics_every: 1}
         export: {dir: served, max_shard_size: 100KB}
         """
     ).items()

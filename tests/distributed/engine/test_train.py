@@ -98,6 +98,7 @@ MORE = {**stages(DENSE, (1, 2), BOTH), **stages(MOE, (0, 1, 2, 3), BOTH), **half
 FIXED = {"weight": False, "weight_scale": False}
 # Scales that clip part of every input, or an fp8 input scale may have nothing to learn.
 CLIPPING = {"calibration_batches": 0, "initial_input_scale": 2e-4}
+STATIC_KV = {**CLIPPING, "scheme": "fp8_static_kv"}
 ROUTER = {
     "stage": 3,
     "learnable": {"weight_scale": False, "router": True},
@@ -130,6 +131,12 @@ LEARNABLE = {
     "onlyact": Variant(
         {"stage": 1, "learnable": {**FIXED, "act_scale": True}, "train": {"steps": 2}, "quant": CLIPPING}
     ),
+    **{
+        f"onlykv-{stage}": Variant(
+            {"stage": stage, "learnable": {**FIXED, "kv_scale": True}, "train": {"steps": 2}, "quant": STATIC_KV}
+        )
+        for stage in range(4)
+    },
     "noembed": Variant({"stage": 3, "learnable": {"embedding": False}, "train": {"steps": 2}}),
     "router": Variant(ROUTER, MOE),
     "router_recomputed": Variant({**ROUTER, "train": {"steps": 3, "activation_checkpointing": True}}, MOE),
@@ -301,13 +308,14 @@ def test_what_is_quantized_and_what_moves(more):
         ("scalesonly", ("weight_theta", "input_theta"), ["weight_scales", "act_scales"]),
         ("onlynorm", ("norm.weight",), ["norms"]),
         ("onlyact", ("input_theta",), ["act_scales"]),
+        *((f"onlykv-{stage}", ("k_cache.input_theta", "v_cache.input_theta"), ["act_scales"]) for stage in range(4)),
         ("noembed", ("proj.weight", "weight_theta"), ["weights", "weight_scales"]),
     ],
 )
 def test_exactly_what_is_learnable_is_in_the_optimizer_and_changes(paths, name, pattern, groups):
     found = load_result(paths[name])
     expected = {key for key in found["weights"] if key.endswith(pattern)}
-    assert len(expected) >= 8 and set(found["requires_grad"]) == expected
+    assert len(expected) >= 4 and set(found["requires_grad"]) == expected
     assert set(found["optimized"]) == expected
     assert changed(paths[name]) == expected
     assert found["groups"] == groups

@@ -182,20 +182,22 @@ def test_switched_off_the_model_is_as_it_was_and_learned_scales_get_zeros(seed):
         model.bfloat16()(tokens())
 
 
+@pytest.mark.parametrize("of_inputs", [False, True])
 @pytest.mark.parametrize("name", ["fp8_kv", "fp8_static_kv"])
-def test_prepare_switches_and_watches_keys_and_values_as_inputs(name, seed):
+def test_prepare_switches_and_watches_keys_and_values_as_inputs(name, of_inputs, seed):
     """Alone, and beside layers: their scale groups are the last of the inputs', their switch is that of activations."""
     model, preset = build("qwen3"), PRESETS[name]
-    learn = {"learn_weight_scale": False, "learn_input_scale": True}
+    learn = {"learn_weight_scale": False, "learn_input_scale": of_inputs, "learn_kv_scale": True}
     quantization = prepare(model, preset.linear, kv_cache=preset.kv_cache, **learn)
     caches = quantization.caches
     groups = quantization.input_groups[-2 * LAYERS :]
+    assert all((group.theta is not None) == of_inputs for group in quantization.input_groups[: -2 * LAYERS])
     assert [group.owner for group in groups] == list(caches) and bool(quantization.layers) == (name != "fp8_kv")
     for group, cache in zip(groups, caches.values(), strict=True):
         assert group.members == [group.owner] and group.spec == SPEC
         assert group.s0 is cache.input_s0 and group.theta is cache.input_theta
     kinds = {owned.name: owned.kind for owned in classify(model) if "_cache." in owned.name}
-    expected = {"input_s0": "frozen", "input_theta": "act_scale"}
+    expected = {"input_s0": "frozen", "input_theta": "kv_scale"}
     assert kinds == {f"{name}.{part}": kind for name in caches for part, kind in expected.items()}
 
     def on():

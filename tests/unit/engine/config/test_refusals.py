@@ -64,7 +64,7 @@ REFUSED = rows(r"""
     data.seed=-1                                | data.seed: -1, expected at least 0
 
     learnable.weight=false learnable.weight_scale=false | learnable: nothing is learnable, expected at least one of
-    quant.scheme=fp8_kv learnable.weight=false  | learnable: only weight_scale is true, expected act_scale, weight or
+    quant.scheme=fp8_kv learnable.weight=false  | learnable: only weight_scale is true, expected kv_scale, weight or
     $LORA learnable.weight=true                 | learnable.weight: True, expected false with adapter.kind lora
     $BESIDE learnable.weight_scale=true         | learnable: more than adapters learns, expected weight_scale,
     $BESIDE learnable.norm=true                 | learnable: more than adapters learns, expected weight_scale,
@@ -141,6 +141,7 @@ REFUSED = rows(r"""
     quant.exempt=[a,(]                          | quant.exempt[1]: '(', expected a regular expression
     quant.compute=fp8_gemm model.dtype=float32  | quant.compute: 'fp8_gemm', expected auto or simulate: the fp8 GEMM
     quant.compute=fp8_gemm quant.scheme=w4a16_g32 | quant.compute: 'fp8_gemm', expected auto or simulate: quant.scheme
+    learnable.act_scale=true learnable.kv_scale=false quant.scheme=fp8_kv | learnable.act_scale: True, expected false
     quant.fuse_norms=true learnable.act_scale=true | quant.fuse_norms: True, expected false with learnable.act_scale:
     quant.fuse_norms=true train.compile=true    | quant.fuse_norms: True, expected false with train.compile
     $LORA quant.fuse_norms=true                 | quant.fuse_norms: True, expected false with adapter.kind lora:
@@ -240,7 +241,8 @@ IDLE = rows(r"""
     optim.embedding_lr=1e-4 learnable.weight=false | learnable.weight=true
     optim.embedding_lr=1e-4 learnable.embedding=false | learnable.embedding=true
     optim.norm_lr=1e-4                          | learnable.norm=true
-    optim.act_scale_lr=1e-4                     | learnable.act_scale=true
+    optim.act_scale_lr=1e-4                     | learnable.kv_scale=true quant.scheme=fp8_kv
+    learnable.kv_scale=true                     | quant.scheme=fp8_static_kv
     optim.adapter_lr=1e-4                       | $LORA
     optim.decay_steps=2                         | optim.schedule=wsd
     train.activation_offload=true               | train.activation_checkpointing=true
@@ -276,6 +278,7 @@ NEVER_ACT = rows(r"""
     quant.quantized_all_gather=true
     $ROTATED
     learnable.act_scale=true
+    learnable.kv_scale=true quant.scheme=fp8_kv
 """)
 
 # What describes a quantized run may stay in the run without fake quant beside it ($NEVER).

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from engine.losses.chunked import chunked_losses
 from engine.losses.kd import Distillation
 from engine.losses.objective import DIAGNOSTICS, NamedTokenLoss, Objective
+from tests.lib.counting import Counting
 from tests.lib.definitions import kd_loss
 from tests.unit.engine.losses.cases import Case
 
@@ -23,6 +24,18 @@ def test_diagnostics(seed):
     torch.testing.assert_close(result.sums["backward_kl"], kd_loss("rkl", student, teacher, targets).sum())
     assert result.sums["top1_agreement"] == (student.argmax(-1) == teacher.argmax(-1)).sum()
     assert list(result.sums) == ["lm", "kd", *DIAGNOSTICS]
+
+
+@pytest.mark.parametrize("kind", ["kl", "cakld"])
+def test_diagnostics_cost_15_operators_on_logits_and_no_gemm_or_wait(kind, seed):
+    """docs/losses.md says so. Four more operators take a number per token."""
+    case, found = Case(), {False: Counting(), True: Counting()}
+    inputs = (case.hidden, case.weight, case.bias, case.labels, case.teacher)
+    for diagnostics, counting in found.items():
+        with counting:
+            chunked_losses(*inputs, Objective(1.0, 1.0, Distillation(kind)), diagnostics=diagnostics)
+    assert found[True].launches.total() - found[False].launches.total() == 15 + 4
+    assert found[True].products == found[False].products and found[True].waits == found[False].waits
 
 
 def test_a_users_loss_gets_value_and_gradient_by_autograd(seed):
