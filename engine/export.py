@@ -49,7 +49,7 @@ def check_export(recipe: Recipe) -> None:
     elif there == held or there in held.parents:
         problem = f"it contains output_dir ({str(output)!r}); name a directory of its own"
     elif directory.is_dir() and any(directory.iterdir()):
-        problem = "it is not empty; name another one, or remove it"
+        problem = "it is not empty: name another directory, or remove it"
     elif directory.exists() and not directory.is_dir():
         problem = "it is a file; name a directory"
     else:
@@ -106,6 +106,11 @@ def _template(recipe: Recipe) -> Path | None:
     return None if recipe.export.template is None else Path(recipe.export.template)
 
 
+# Model types whose scales of keys and values vLLM drops: it serves fp8 caches with scales of 1.0 (its issue 54623; the
+# loader of Qwen3-Next is the same). Prefixes, for the types of composite models and of their text parts.
+CACHE_SCALES_DROPPED = ("qwen3_5", "qwen3_next")
+
+
 def check_exportable(recipe: Recipe, model: PreTrainedModel, quantization: Quantization) -> None:
     """Refuse before training a model whose export could not be loaded; a collective.
 
@@ -118,6 +123,13 @@ def check_exportable(recipe: Recipe, model: PreTrainedModel, quantization: Quant
         say(
             f"warning: {reason}: the export will be one for vLLM and SGLang, and launch/verify.py will compare it with "
             "what compressed-tensors decompresses. With export.format: dequantized transformers loads it"
+        )
+    kind = model.config.model_type
+    if quantization.caches and layout != "dequantized" and kind.startswith(CACHE_SCALES_DROPPED):
+        say(
+            f"warning: vLLM drops the scales of keys and values of {kind} (its issue 54623) and serves them with 1.0: "
+            "it will not compute what is trained here. Choose a quant.scheme that leaves keys and values as they are, "
+            "or a server that reads k_scale and v_scale"
         )
     check_plan(
         model,

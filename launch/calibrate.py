@@ -18,7 +18,7 @@ if __name__ == "__main__":
     check_model_path()  # before the imports, which take many seconds
 
 from engine.config.config import Recipe
-from engine.export import check_export, export
+from engine.export import check_export, check_exportable, export
 from engine.fake_quant import calibrate_inputs
 from engine.session.check_models import check_models
 from engine.session.context import build_loader, start_ranks
@@ -39,6 +39,7 @@ def calibrate(recipe: Recipe) -> None:
     check_export(recipe)
     context = start_ranks(recipe)
     models = check_models(recipe, context, losses=False)
+    check_exportable(recipe, models.model, models.quantization)
     loader, _ = build_loader(recipe, context.tokenizer, models.tokens)
     session = build_session(recipe, context, None, loader.first, optimizer=False)
     if session.uncalibrated:

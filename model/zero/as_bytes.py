@@ -69,8 +69,7 @@ def _gather(
     quantize: bool = False,
 ) -> Any:
     """Start gathering in place of ``all_gather_coalesced``, and return a handle to wait for."""
-    if quantize:
-        raise ValueError("zero_quantized_weights: expected false, DeepSpeed would quantize scales too")
+    assert not quantize, "the recipe refuses zero_quantized_weights"
     # The order of the list differs between ranks.
     ordered: list[Any] = sorted(parameters, key=lambda parameter: parameter.ds_id)
     forms = {parameter: None if parameter.ds_persist else form_of(parameter) for parameter in ordered}

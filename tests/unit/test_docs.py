@@ -17,6 +17,8 @@ import torch
 import yaml
 
 from engine.config.config import Recipe
+from engine.config.deepspeed import DsConfigError, resolve
+from engine.config.errors import RecipeError
 from engine.config.reading import load_recipe, parse_recipe
 from quant import PRESETS
 from quant.formats.compressed_tensors import packed_shapes
@@ -205,6 +207,57 @@ def test_recipes_are_read(block: Block, tmp_path: Path) -> None:
     load_recipe(path)
 
 
+# Options that pages name with a value hold in one of these settings, all of a table's row or of a sentence's line.
+SETTINGS = [
+    "",
+    "--quant.scheme w4a16_g32",
+    "--quant.scheme w2a16_g32",
+    "--quant.scheme fp8_dynamic",
+    "--adapter.kind lora",
+    "--adapter.kind lora --adapter.merge false --quant.scheme w4a16_g32",
+    "--train.activation_checkpointing true",
+    "--loss.kd_weight 1 --loss.teacher t",
+    "--loss.kd_weight 1 --loss.teacher t --loss.top_k 5",
+]
+
+
+def options_on(line: str) -> list[str]:
+    """Options with values in a line of a page, as words of a command line."""
+    found = re.findall(r"`([a-z_]+\.[a-z_]+): ([^`,]+)`", line)
+    return [f"--{key}={value}" for key, value in found if exists(key) and value != "source" and "..." not in value]
+
+
+@of_each_page
+def test_options_that_a_page_names_are_taken_together(page: Path, tmp_path: Path) -> None:
+    """A page must not promise what the recipe refuses."""
+    path, refused = tmp_path / "recipe.yaml", []
+    path.write_text(yaml.safe_dump(MINIMAL))
+    for line in prose(page).splitlines():
+        options = options_on(line)
+        for words in [options] if line.startswith("|") else [[one] for one in options]:
+            keys = {word.partition("=")[0] for word in words}
+            for setting in SETTINGS:
+                beside = setting.split()
+                pairs = zip(beside[::2], beside[1::2], strict=True)
+                rest = [part for pair in pairs if pair[0] not in keys for part in pair]
+                with contextlib.suppress(RecipeError):
+                    parse_recipe(["--config", str(path), *rest, *words], check_files=False)
+                    break
+            else:
+                refused.append(words)
+    assert refused == []
+
+
+@pytest.mark.parametrize("scheme", [name for name, preset in PRESETS.items() if preset.linear is not None])
+@pytest.mark.parametrize("learned", ["true", "false"])
+def test_scales_of_every_step_are_for_every_scheme(tmp_path: Path, scheme: str, learned: str) -> None:
+    """Learnable clipping and absmax in every step, as docs/schemes.md has them, with the default quant.weight_range."""
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(MINIMAL))
+    options = ["--quant.scheme", scheme, "--quant.scales_follow_weights", "true", "--learnable.weight_scale", learned]
+    recipe = parse_recipe(["--config", str(tmp_path / "recipe.yaml"), *options], check_files=False)
+    assert recipe.quant.weight_range == "auto" and recipe.quant.ranges().weights == "absmax"
+
+
 def test_the_recipe_of_low_bits_is_the_one_that_ships() -> None:
     _, _, shipped = (ROOT / "launch" / "recipes" / "low_bits.yaml").read_text(encoding="utf-8").partition("\n\n")
     assert f"```yaml\n{shipped}```" in (ROOT / "docs" / "low_bits.md").read_text(encoding="utf-8")
@@ -231,6 +284,75 @@ def test_python_runs(block: Block) -> None:
 
 
 FOREIGN = ("unrecognized arguments",)  # of argparse
+# Provoke the errors of the first two tables of docs/troubleshooting.md: more YAML, options, or a DeepSpeed file.
+BAD_YAML = ("lr: 3", "train: {}", "quant:", "quant: {scheme: [}", "model: {path: [}")
+BAD_OPTIONS = """
+--optim.leer 3
+--model.path nowhere
+--eval.every 3 --data.held_out 5 --train.checkpoint_every 4
+--learnable.weight false --learnable.weight_scale false
+--quant.calibration_batches 0
+--quant.scheme w4a16_g32 --schedule "[{at: 1, fake_quant: activations}]"
+--quant.scheme nvfp4_w4a4 --quant.initial_input_scale 0.1
+--loss.kd_weight 1 --loss.teacher t --schedule "[{at: 1, loss: {lm: 0}}, {at: 2, loss: {kd: 0}}]"
+--quant.exempt_more "['(a+)+b']"
+--quant.fake_quant_start 3 --schedule "[{at: 1, fake_quant: true}]"
+--adapter.rank 3
+"""
+BAD_FILES: list[dict[str, Any]] = [
+    {"zero_optimization": {"stage": 2}, "eigenvalue": {"enabled": True}},
+    {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}},
+    {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
+    {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}},
+    {"zero_optimization": {"stage": 2}, "optimizer": {"type": "Lion"}},
+    {"zero_optimization": {"stage": 2}, "scheduler": {"params": {"warmup_num_steps": 9}}},
+    {"zero_optimization": {"stage": 2}, "bf16": {"enabled": False}},
+]
+# Texts of these tables that come later: from a model's layers, or from the files of another run.
+LATER = (
+    "nothing trains: every switch under learnable is off",
+    "expected false: no scheme stores a scale of inputs",
+    "runs in it; wait for its end",
+    "this run writes neither an export",
+    "transformers ... is installed, expected",
+    "DeepQAT's folder ... is shadowed",
+    "has checkpoints of an earlier run",
+    "is not empty: name another directory",
+)
+
+
+def refusals(tmp_path: Path) -> str:
+    """Return the lines of the errors of everything above."""
+    lines, good = [], tmp_path / "good.yaml"
+    good.write_text(yaml.safe_dump(MINIMAL))
+    commands = [["--config", str(good), *shlex.split(line)] for line in BAD_OPTIONS.strip().splitlines()] + [[]]
+    for text in BAD_YAML:
+        (path := tmp_path / f"{len(commands)}.yaml").write_text(yaml.safe_dump(MINIMAL) + text)
+        commands.append(["--config", str(path)])
+    for words in commands:
+        with pytest.raises(RecipeError) as refused:
+            parse_recipe(words, check_files="nowhere" in words)
+        lines.append(str(refused.value))
+    named = {"zero9": None, **{str(tmp_path / f"{index}.json"): content for index, content in enumerate(BAD_FILES)}}
+    for name, content in named.items():
+        if content is not None:
+            Path(name).write_text(json.dumps(content))
+        with pytest.raises(DsConfigError) as wrong:
+            resolve(parse_recipe(["--config", str(good), "--deepspeed", name], check_files=False), 2)
+        lines.append(str(wrong.value))
+    return "\n".join(lines)
+
+
+def test_the_errors_of_recipes_are_what_a_recipe_gets(tmp_path: Path) -> None:
+    """A text that is in the source, but that another check keeps from being reached, sends the reader nowhere."""
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    tables = page.partition("## Recipe")[2].partition("## Model")[0]
+    cells = [line.split(" | ")[0] for line in tables.splitlines() if line.startswith("| `")]
+    quoted = [text for cell in cells for text in re.findall(r"`([^`]+)`", cell)]
+    said = refusals(tmp_path)
+    pieces = [piece.strip() for text in quoted if text not in LATER for piece in text.split("...")]
+    assert len(pieces) > 20 and set(LATER) <= set(quoted)
+    assert [piece for piece in pieces if len(piece) > 6 and piece not in said] == []
 
 
 def test_error_texts_are_those_of_the_code() -> None:
