@@ -326,7 +326,7 @@ def output_head(model: PreTrainedModel) -> tuple[str, nn.Linear | QuantLinear]:
 
 def embedding_rows(model: PreTrainedModel) -> int:
     """Return the number of token ids that the model has embeddings of; the embeddings may be partitioned."""
-    return full_shape(as_weight(model.get_input_embeddings().weight))[0]
+    return full_shape(as_weight(model.get_input_embeddings().get_parameter("weight")))[0]
 
 
 def install_head(model: PreTrainedModel) -> LMHead:
