@@ -7,7 +7,7 @@
 #   make test-nvcc     the CUDA kernels: compiled for every architecture that is promised, and emulated on the CPU
 #   make test-wheel    a wheel, installed alone in a fresh environment
 #   make test-eval     those of the extra "eval", which is installed into .venv-eval
-#   make test-gguf     those of the extra "gguf", which is installed into .venv-gguf
+#   make test-gguf     those of the extra "llama-cpp", which is installed into .venv-llama-cpp
 #   make test-mlx      those of the extra "mlx", which is installed into .venv-mlx
 #   make test-executorch  those of the extra "executorch", which is installed into .venv-executorch
 #   make test-peft     those of the extra "peft", which is installed into .venv-peft
@@ -50,7 +50,7 @@ test: $(STAMP)
 test-full: $(STAMP)
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 	.ci/eval $(VENV)
-	.ci/extra $(VENV) gguf $(GGUF_TESTS)
+	.ci/extra $(VENV) llama-cpp $(GGUF_TESTS)
 	.ci/extra $(VENV) mlx $(MLX_TESTS)
 	.ci/extra $(VENV) executorch $(EXECUTORCH_TESTS)
 	.ci/extra $(VENV) peft $(PEFT_TESTS)
@@ -67,7 +67,7 @@ test-eval: $(STAMP)
 	.ci/eval $(VENV)
 
 test-gguf: $(STAMP)
-	.ci/extra $(VENV) gguf $(GGUF_TESTS)
+	.ci/extra $(VENV) llama-cpp $(GGUF_TESTS)
 
 test-mlx: $(STAMP)
 	.ci/extra $(VENV) mlx $(MLX_TESTS)

@@ -9,8 +9,8 @@ and their reasons.
     python launch/verify.py --export served/qwen3_4b_gguf --against served/qwen3_4b
 
 Every tensor of an export for llama.cpp is read with llama.cpp's own Python package, and compared bit for bit with a
-compressed export of the same checkpoint. The logits are compared if llama-cpp-python is installed. Exports for MLX are
-read with MLX, and exports for ExecuTorch with torchao; for both, tensors and logits are compared.
+compressed export of the same checkpoint. The logits are compared if llama.cpp is installed (the extra "llama-cpp").
+Exports for MLX are read with MLX, and exports for ExecuTorch with torchao; for both, tensors and logits are compared.
 """
 
 import sys
