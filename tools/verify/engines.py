@@ -39,7 +39,13 @@ MISSING = "the package cyllama is not installed: pip install -e '.[llama-cpp]' (
 
 
 class GGUF(Engine):
-    """Reader of GGUF files."""
+    """Reader of GGUF files.
+
+    Attributes:
+        bound: of the KL divergence of the logits.
+    """
+
+    bound = OUR_FORWARD_KL
 
     unused = frozenset({"rope_freqs.weight"})
 
@@ -86,8 +92,8 @@ class GGUF(Engine):
             ours.add(logits_of(self.model, ids), theirs, ids)
             with rounded_inputs(self.model, dtype):
                 rounded.add(logits_of(self.model, ids), theirs, ids)
-        bound = OUR_FORWARD_KL_ROUTED if routed else OUR_FORWARD_KL
-        self.report.require_kl("inputs rounded", bound)
+        self.bound = OUR_FORWARD_KL_ROUTED if routed else OUR_FORWARD_KL
+        self.report.require_kl("inputs rounded", self.bound)
 
 
 def installed() -> bool:

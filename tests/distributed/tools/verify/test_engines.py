@@ -228,6 +228,9 @@ def test_verify_computes_logits_or_says_why_not(exports, tmp_path, capsys, monke
     assert verify(arguments) == 0
     said = capsys.readouterr().out
     assert "\ninputs rounded " in said and said.endswith("ok\n"), said
+    assert verify([*arguments, "--engine", "llama.cpp"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"llama.cpp on the CPU: \d+ tokens, KL \S+ \(at most 0.001 expected\), .*: ok", line), line
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "cyllama", None)  # an import error, as in an environment that lacks it
         assert verify(arguments) == 0
