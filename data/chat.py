@@ -21,7 +21,7 @@ Special cases, each counted in turns:
 
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
@@ -59,9 +59,16 @@ class Counts:
     unlearned: int = 0  # turns whose flag asks to learn them, and which are not learned
     nulls_left_out: int = 0  # nulls in schemas of tools, and in arguments that the called tool does not have
     nulls_kept: int = 0  # other nulls in arguments of calls
-    keys: dict[str, FileKeys] = field(
-        default_factory=dict
-    )  # by file: rows of each key that is not used, or not written
+    keys: dict[str, FileKeys] = field(default_factory=dict)
+    """By file: rows of each key that is not used, or not written."""
+    by_file: dict[str, "Counts"] = field(default_factory=dict)
+
+    def add(self, file: str, counts: "Counts") -> None:
+        """Add the counts of one file."""
+        for name in (item.name for item in fields(self)):
+            known, more = getattr(self, name), getattr(counts, name)
+            setattr(self, name, known | more if isinstance(more, dict) else known + more)
+        self.by_file[file] = counts
 
     def summary(self) -> str:
         """Summarize in one line what was kept and dropped, and why, and anything unusual about the masks."""
@@ -155,16 +162,18 @@ def read_chat(
             f"the tokenizer of {tokenizer.name_or_path!r} has no chat template, expected one to write turns with"
         )
     builder = _Builder(tokenizer, fields, max_length, loss_on, special_tokens, truncate=too_long == "truncate")
-    size = sum(path.stat().st_size for path in paths)
+    size, counts = sum(path.stat().st_size for path in paths), Counts()
     with progress(size, "chats", "B") as bar:
         for path in paths:
+            builder.counts = Counts(files=1)
             builder.read(path, bar)
+            counts.add(str(path), builder.counts)
     builder.problems.raise_if_any()
     if not builder.samples:
         raise DataError(
-            f"no sample is left of {', '.join(map(str, paths))}: {builder.counts.summary()} (max_length {max_length})"
+            f"no sample is left of {', '.join(map(str, paths))}: {counts.summary()} (max_length {max_length})"
         )
-    return builder.samples, builder.counts
+    return builder.samples, counts
 
 
 class _Builder:
@@ -194,12 +203,11 @@ class _Builder:
 
     def read(self, path: Path, bar: tqdm) -> None:
         """Add one file, a batch of lines at a time."""
-        self.counts.files += 1
         for batch in in_groups(self._lines(path, bar), TEXTS, CHARACTERS, lambda line: len(line.rendering.text)):
             self._add(batch)
 
     def _lines(self, path: Path, bar: tqdm) -> Iterator[Line]:
-        before, name = self.counts.lines, str(path)
+        name = str(path)
         for number, line in lines_of(path):
             bar.update(len(line))
             if not line.strip():
@@ -218,7 +226,7 @@ class _Builder:
                 yield Line(rendering, name, number)
             else:
                 self.counts.without_target += 1
-        if self.counts.lines == before:
+        if not self.counts.lines:
             self.problems.add(name, "found only blank lines, expected one JSON object per line")
 
     def _rendered(self, line: bytes, keys: FileKeys) -> Rendering:

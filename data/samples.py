@@ -121,9 +121,12 @@ def load_tokenizer(directory: str | Path, *, trust_remote_code: bool = False) ->
         DataError: the tokenizer is missing or cannot be read.
     """
     try:
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
+        found = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
     except BaseException as error:
         _refuse(directory, error)
+    if len(found) <= len(found.added_tokens_decoder):  # transformers makes an empty one if the files are missing
+        _refuse(directory, ValueError("found no vocabulary"))
+    return found
 
 
 def _refuse(directory: str | Path, error: BaseException) -> NoReturn:

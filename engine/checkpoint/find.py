@@ -287,7 +287,7 @@ STAYS = {
 # (data.micro_batch_size, train.gradient_accumulation_steps) and the ZeRO stage (deepspeed) have checks of their own.
 MAY_CHANGE = {
     "": ["output_dir", "schedule", "deepspeed"],
-    "data": ["eval", "micro_batch_size"],
+    "data": ["eval", "micro_batch_size", "show"],
     "model": ["path", "trust_remote_code", "attn_implementation", "load"],
     "adapter": ["start", "init", "dropout"],
     "quant": [

@@ -135,6 +135,25 @@ class Recipe:
         if self.teacher_kind() == "model":  # with a cache, the teacher's checkpoint is not needed any more
             yield from checkpoint_problems("loss.teacher", str(self.loss.teacher), weights=weights)
 
+    def validate_data(self) -> None:
+        """Check that the files of the data and the student's configuration exist, for uses that read nothing else.
+
+        Raises:
+            RecipeError: all problems, one line each.
+        """
+        if problems := [*checkpoint_problems("model.path", self.model.path), *self._data_problems()]:
+            raise RecipeError("\n".join(problems))
+
+    def _data_problems(self) -> Iterator[str]:
+        for key, files in (("data.train", self.data.train), ("data.eval", self.data.eval)):
+            for index, file in enumerate(files):
+                if not os.path.isfile(file):
+                    yield f"{key}[{index}]: {not_there(file)}, expected a file"
+                elif problem := other_kind(file, plain=self.data.kind == "text"):
+                    yield f"{key}[{index}]: {file!r} {problem}"
+        if len(self.data.train) + len(self.data.eval) > 1:
+            yield from _named_twice(self.data, _file_identity)  # links to one file too
+
     def validate_files(self) -> None:
         """Check that the recipe's input files and directories exist, relative to the current directory.
 
@@ -150,14 +169,7 @@ class Recipe:
         for key in ("scales", "start"):
             if (path := getattr(self.quant, key)) is not None and not os.path.isdir(path):
                 problems.append(f"quant.{key}: {not_there(path)}, expected the directory of a PTQ checkpoint")
-        for key, files in (("data.train", self.data.train), ("data.eval", self.data.eval)):
-            for index, file in enumerate(files):
-                if not os.path.isfile(file):
-                    problems.append(f"{key}[{index}]: {not_there(file)}, expected a file")
-                elif problem := other_kind(file, plain=self.data.kind == "text"):
-                    problems.append(f"{key}[{index}]: {file!r} {problem}")
-        if len(self.data.train) + len(self.data.eval) > 1:
-            problems += _named_twice(self.data, _file_identity)  # links to one file too
+        problems += self._data_problems()
         if os.path.lexists(self.output_dir) and not os.path.isdir(self.output_dir):
             problems.append(f"output_dir: {self.output_dir!r}, expected a directory, or no file of that name")
         if problems:

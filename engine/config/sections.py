@@ -220,6 +220,9 @@ class DataRecipe:
     """Rows per forward and rank; a row is one sample, or several with data.packing. Activation memory grows with it."""
     seed: int = field(default=0, metadata=at_least(0))
     """Seed of the order of the samples, and of the choice of held-out samples."""
+    show: int = field(default=0, metadata=at_least(0))
+    """Samples of each file that a run prints before it trains, with what is learned of them marked; see also
+    launch/show_data.py."""
 
     def weights_by_file(self) -> dict[str, float] | None:
         """Map each file's path to its weight; None: every sample once."""

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from data.chat import read_chat
 from data.loader import HeldOut, Loader, MicroBatch, sample_inputs, seen_in_training, split_held_out
 from data.samples import Sample, load_tokenizer
+from data.show import Detokenizer, Split, described
 from data.template import SpecialTexts
 from data.text import read_text
 from engine.cluster.job import join_ranks
@@ -118,10 +119,11 @@ def build_loader(
         without held-out samples).
     """
     settings = recipe.data
-    training = read_samples(recipe, tokenizer, settings.train)
-    held_out: list[Sample] = []
-    if settings.held_out or settings.eval:
-        training, held_out = _hold_out(recipe, tokenizer, training)
+    splits = read_splits(recipe, tokenizer)
+    if settings.show and is_main():
+        for text in described(splits, Detokenizer(tokenizer), settings.show):
+            say(text)
+    training, held_out = splits["train"], splits["held_out"] + splits["eval"]
     with errors_on_all_ranks(ValueError):
         _check_tokens(recipe, tokenizer, [*training, *held_out], tokens)
     sharded = {
@@ -180,6 +182,24 @@ def read_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
         return load_tokenizer(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
 
 
+def read_splits(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> dict[Split, list[Sample]]:
+    """Read the samples to train on, and those of data.held_out (taken from them) and data.eval; a collective."""
+    settings = recipe.data
+    splits: dict[Split, list[Sample]] = {
+        "train": read_samples(recipe, tokenizer, settings.train),
+        "held_out": [],
+        "eval": [],
+    }
+    if settings.held_out:
+        with errors_on_all_ranks(ValueError):
+            splits["train"], chosen = split_held_out(splits["train"], settings.held_out, settings.seed)
+            splits["held_out"] = _without_copies(splits["train"], chosen)
+    if settings.eval:
+        splits["eval"] = read_samples(recipe, tokenizer, settings.eval)
+        _check_unseen(splits["train"], splits["eval"])
+    return splits
+
+
 def read_samples(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, files: Sequence[str]) -> list[Sample]:
     """Read and tokenize files; each rank reads all of them. Raises RankError on every rank if a line is bad."""
     settings = recipe.data
@@ -202,7 +222,8 @@ def read_samples(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, files: Sequ
             special_tokens=settings.special_tokens,
             progress=progress_bar,
         )
-        for line in (counts.summary(), *counts.notes()):
+        by_file = counts.by_file.items() if settings.show and len(files) > 1 else ()
+        for line in (counts.summary(), *(f"{file}: {one.summary()}" for file, one in by_file), *counts.notes()):
             say(f"data: {line}")
         return samples
 
@@ -239,22 +260,6 @@ def _of_equal_length(samples: Iterable[torch.Tensor], most: int) -> list[torch.T
         if len(group) == most:
             del filling[ids.shape[1]]
     return [torch.cat(group) for group in groups]
-
-
-def _hold_out(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, training: list[Sample]
-) -> tuple[list[Sample], list[Sample]]:
-    """Return the training samples, and those of data.held_out (taken from them) and data.eval; a collective."""
-    settings, held_out = recipe.data, list[Sample]()
-    if settings.held_out:
-        with errors_on_all_ranks(ValueError):
-            training, chosen = split_held_out(training, settings.held_out, settings.seed)
-            held_out = _without_copies(training, chosen)
-    if settings.eval:
-        given = read_samples(recipe, tokenizer, settings.eval)
-        _check_unseen(training, given)
-        held_out += given
-    return training, held_out
 
 
 def _without_copies(training: Sequence[Sample], held_out: list[Sample]) -> list[Sample]:
