@@ -92,11 +92,11 @@ def test_plain_text(recipe, capsys):
     found = rows(capsys, *words, "--data.max_length", "1000")
     text = Path("text.txt").read_text(encoding="utf-8")
     assert found == [{"file": "text.txt", "line": None, "split": "train", "text": text, "targets": [text[3:]]}]
-    main([*words, "--data.max_length", "7", "--rows", "1", "--json"])
+    main([*words, "--data.max_length", "6", "--rows", "1", "--json"])
     said = capsys.readouterr()
     assert "1 sample has a character that is cut in two: its bytes are written as \\x.." in said.err
-    main([*words, "--data.max_length", "7", "--rows", "1"])
-    assert "bytes of a character that is cut in two\nt[[he \\xe6" in capsys.readouterr().out
+    main([*words, "--data.max_length", "6", "--rows", "1"])
+    assert "bytes of a character that is cut in two\nthe[[ 日\\xe6\\x9c]]" in capsys.readouterr().out
 
 
 def test_counts_and_marked_rows(recipe, capsys):

@@ -24,7 +24,7 @@ VALUES: dict[str, list[Any]] = {
     for section, options in yaml.safe_load(r"""
     model: {path: [other], attn_implementation: [eager]}
     data: {train: [[a.jsonl]], weights: [[1.0]], held_out: [4, 0.1], eval: [[b.jsonl]], max_length: [64],
-      fields: [{input: question, output: answer}], micro_batch_size: [3], seed: [1]}
+      fields: [{input: question, output: answer}], micro_batch_size: [3], seed: [1], show: [3]}
     train: {steps: [5000], gradient_accumulation_steps: [3], seed: [1], log_every: [2], quant_stats_every: [0, 1],
       checkpoint_every: [0, 1000], resume: [true, best], keep_checkpoints: [1], max_skipped_steps: [1]}
     quant: {lm_head: [w8a16_channel], embedding: [w8a16_channel], exempt: [[]], exempt_more: [[.*o_proj]],
