@@ -25,8 +25,6 @@ import os
 from collections.abc import Iterator
 from contextlib import nullcontext, redirect_stdout
 
-from tqdm import tqdm
-
 from data.samples import Sample
 from data.show import Detokenizer, Split, described, first_rows
 
@@ -34,6 +32,7 @@ with redirect_stdout(sys.stderr):  # where DeepSpeed logs from now on: stdout is
     from engine.config.errors import RecipeError
     from engine.session.context import read_splits, read_tokenizer
     from launch.exits import clean_exit, recipe_or_exit
+    from model.console import progress_bar
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -86,7 +85,7 @@ def only_line(splits: dict[Split, list[Sample]], place: str) -> dict[Split, list
 def as_json(splits: dict[Split, list[Sample]], decoder: Detokenizer, rows: int | None) -> Iterator[str]:
     """Yield a line of JSON per sample, and then count cut characters on stderr."""
     cut = 0
-    with tqdm(total=sum(map(len, splits.values())), unit=" samples", desc="show", delay=1) as bar:
+    with progress_bar(sum(map(len, splits.values())), "show", "sample") as bar:
         for split, samples in splits.items():
             for _, its_own, shown in first_rows(samples, rows):
                 for sample in shown:

@@ -120,7 +120,7 @@ def build_loader(
     """
     settings = recipe.data
     splits = read_splits(recipe, tokenizer)
-    if settings.show and is_main():
+    if settings.show:
         for text in described(splits, Detokenizer(tokenizer), settings.show):
             say(text)
     training, held_out = splits["train"], splits["held_out"] + splits["eval"]

@@ -48,6 +48,19 @@ def test_held_out_samples_are_not_trained_on(folder):
     assert build(folder)[1] is None
 
 
+def test_a_run_shows_its_first_samples_if_asked(folder, capsys):
+    """Each file's, with its counts; the targets are marked."""
+    build(folder, eval=[str(folder / "c.jsonl")], show=2)
+    said = capsys.readouterr().out
+    assert [line.split(":")[0].split("/")[-1] for line in said.splitlines() if line.startswith("--- ")] == [
+        name for name in ("a.jsonl", "b.jsonl", "c.jsonl") for _ in range(2)
+    ]
+    assert f"data: {folder}/b.jsonl: 10 samples of 10 lines" in said
+    assert "<|im_start|>user\nb 1? hm<|im_end|>\n<|im_start|>assistant\n[[1<|im_end|>]]\n" in said
+    build(folder)
+    assert "[[" not in capsys.readouterr().out
+
+
 def test_samples_that_are_trained_on_are_no_test(folder, tmp_path, capsys):
     """Copies under other names, whole or in part."""
     (folder / "copy.jsonl").write_bytes((folder / "a.jsonl").read_bytes())
