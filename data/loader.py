@@ -32,7 +32,7 @@ on every rank, in every resumed run and at any world size.
 import itertools
 import math
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -69,6 +69,7 @@ class Loader:
         pad_token_id: pads ``input_ids`` on the right (masked, never predicted).
         packed_length: positions of a packed row; None pads each sample to the longest of its micro-batch.
         weights: each file's share of an epoch, by `Sample.file` (see `Order`); None takes every sample once.
+        skip: indices of samples without targets: they keep their place in the order, so that the others keep theirs.
 
     Raises:
         DataError: a size is not positive, a sample does not fit a packed row, weights do not fit the files, or an epoch
@@ -87,6 +88,7 @@ class Loader:
         pad_token_id: int,
         packed_length: int | None = None,
         weights: Mapping[str, float] | None = None,
+        skip: Collection[int] = (),
     ) -> None:
         sizes = {
             "micro_batch_size": micro_batch_size,
@@ -115,12 +117,26 @@ class Loader:
         self._world = world
         self._pad = pad_token_id
         self._packed_length = packed_length
+        self._skip = torch.tensor(sorted(skip), dtype=torch.int64)
 
     def step(self, k: int) -> list[MicroBatch]:
         """Return this rank's micro-batches of step ``k`` (from 0), as many as gradient_accumulation_steps."""
         if self._packed_length is None:
-            return [pad(self.samples, rows, self._pad) for rows in self._rows(k)]
-        return [pack_rows(self.samples, rows, self._pad, self._packed_length) for rows in self._rows(k)]
+            batches = [pad(self.samples, rows, self._pad) for rows in self._rows(k)]
+        else:
+            batches = [pack_rows(self.samples, rows, self._pad, self._packed_length) for rows in self._rows(k)]
+        for batch in batches:
+            for row, start, end in batch["spans"][torch.isin(batch["sample_ids"], self._skip)].tolist():
+                batch["labels"][row, start:end] = IGNORE
+        return batches
+
+    def steps_of(self, epochs: float) -> int:
+        """Return the number of steps that use every row of ``epochs`` epochs; a fraction is a share of the last one."""
+        whole, share = int(epochs), epochs - int(epochs)
+        rows = sum(self._order.rows_in_epoch(epoch) for epoch in range(whole))
+        if share:
+            rows += math.ceil(share * self._order.rows_in_epoch(whole) - 1e-9)
+        return max(1, math.ceil(rows / self.rows_per_step))
 
     def first(self, count: int) -> Iterator[MicroBatch]:
         """Yield this rank's first ``count`` micro-batches of the run, for calibration; equally many on every rank."""

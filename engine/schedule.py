@@ -65,8 +65,8 @@ class Schedule:
         self.conditional.append((condition, action))
 
     def check(self, total: int) -> None:
-        """Refuse an event at a step that a run of ``total`` steps never begins. Raises ValueError."""
-        late = [step for step, _ in self.before if step >= total]
+        """Refuse an event that a run of ``total`` steps (0: not known yet) never reaches. Raises ValueError."""
+        late = [step for step, _ in self.before if step >= total > 0]
         if late:
             raise ValueError(
                 f"an event at step {late[0]}, but train.steps is {total}: the last step to begin is {total - 1}"

@@ -66,6 +66,8 @@ def start_run(
     del models
     if checkpoint is not None:
         check_samples(checkpoint, loader.digest)
+    if recipe.train.epochs:
+        _set_steps(recipe, loader.steps_of(recipe.train.epochs), schedule)
     session = build_session(recipe, context, loader.samples, loader.first)
     session = with_checked_rows(session, loader.samples)
     if recipe.schedule:
@@ -103,6 +105,20 @@ def start_run(
         step=step,
         saved_step=step if checkpoint is not None else None,
     )
+
+
+def _set_steps(recipe: Recipe, steps: int, schedule: Schedule) -> None:
+    """Set train.steps to those of train.epochs, and check again what depends on it. Raises RankError on every rank."""
+    with errors_on_all_ranks(ValueError):
+        if recipe.train.steps not in (0, steps):
+            raise ValueError(
+                f"train.steps: {recipe.train.steps}, expected 0 or {steps}, the steps of train.epochs "
+                f"{recipe.train.epochs:g}"
+            )
+        recipe.train.steps = steps
+        recipe.validate()
+        schedule.check(steps)
+    say(f"train.epochs: {recipe.train.epochs:g} epochs are {steps:,} steps")
 
 
 def _check_schedule(session: Session, token_losses: Sequence[str]) -> None:

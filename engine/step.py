@@ -79,10 +79,12 @@ def _set_learning_rates(state: LoopState) -> None:
     Scales have rate 0 while their fake quant is off or they are frozen. They warm up when their fake quant starts.
     """
     optim, overrides = state.recipe.optim, state.session.overrides
+    total = state.recipe.train.steps
+    warmup = optim.warmup(total)
     factor = lr_factor(
         state.step,
-        total=state.recipe.train.steps,
-        warmup=optim.warmup_steps,
+        total=total,
+        warmup=warmup,
         kind=optim.schedule,
         min_ratio=optim.min_lr_ratio,
         decay=optim.decay_steps,
@@ -92,7 +94,7 @@ def _set_learning_rates(state: LoopState) -> None:
     for group in state.session.engine.optimizer.param_groups:
         name = group["name"]
         if name in SCALE_GROUPS:
-            warm = (state.quant.scale_steps[name] + 1) / max(1, optim.warmup_steps)
+            warm = (state.quant.scale_steps[name] + 1) / max(1, warmup)
             group["lr"] = peaks[name] * min(factor, warm) * state.quant.learning(name)
         else:
             group["lr"] = peaks[name] * factor

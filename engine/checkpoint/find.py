@@ -287,7 +287,7 @@ STAYS = {
 # (data.micro_batch_size, train.gradient_accumulation_steps) and the ZeRO stage (deepspeed) have checks of their own.
 MAY_CHANGE = {
     "": ["output_dir", "schedule", "deepspeed"],
-    "data": ["eval", "micro_batch_size", "show"],
+    "data": ["eval", "micro_batch_size", "show", "skip"],
     "model": ["path", "trust_remote_code", "attn_implementation", "load"],
     "adapter": ["start", "init", "dropout"],
     "quant": [
@@ -313,6 +313,7 @@ MAY_CHANGE = {
         "act_scale_lr",
         "adapter_lr",
         "min_lr_ratio",
+        "warmup_ratio",
         "warmup_steps",
         "schedule",
         "decay_steps",
@@ -335,6 +336,7 @@ MAY_CHANGE = {
     ],
     "train": [
         "steps",
+        "epochs",
         "gradient_accumulation_steps",
         "seed",
         "activation_checkpointing",

@@ -84,10 +84,14 @@ def _data(r: _Recipe) -> _Problems:
 
 def _steps(r: _Recipe) -> _Problems:
     optim, steps = r.optim, r.train.steps
-    warmup, decay = optim.warmup_steps, optim.decay_steps
+    warmup, decay = optim.warmup(steps), optim.decay_steps
+    if not steps and not r.train.epochs:
+        yield "train.steps", "at least 1, or train.epochs"
+    if optim.warmup_ratio and optim.warmup_steps:
+        yield "optim.warmup_ratio", f"0, as optim.warmup_steps is {warmup}"
     if optim.schedule == "wsd" and decay < 1 and warmup < steps:
         yield "optim.decay_steps", "at least 1"
-    if warmup > steps > 0:
+    if optim.warmup_steps > steps > 0:
         yield "optim.warmup_steps", f"at most {steps} (train.steps)"
     if optim.schedule == "wsd" and decay > steps > 0:
         yield "optim.decay_steps", f"at most {steps} (train.steps)"

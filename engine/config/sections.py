@@ -223,6 +223,9 @@ class DataRecipe:
     show: int = field(default=0, metadata=at_least(0))
     """Samples of each file that a run prints before it trains, with what is learned of them marked; see also
     launch/show_data.py."""
+    skip: list[str] = field(default_factory=list, metadata=values("lines like chat.jsonl:17", all) | only_with(_CHAT))
+    """Lines that are not learned, named as errors name them: datasets/chat.jsonl:17. The order of all other samples
+    stays, so a resumed run can leave out the lines of a step whose loss jumped."""
 
     def weights_by_file(self) -> dict[str, float] | None:
         """Map each file's path to its weight; None: every sample once."""
@@ -302,6 +305,8 @@ class OptimRecipe:
     """Peak learning rate of adapters, often ten times the rate for weights. null: lr."""
     min_lr_ratio: float = field(default=0.1, metadata=values("between 0 and 1", lambda share: 0 <= share <= 1))
     """The learning rates end at this share of their peaks (linear, cosine, wsd)."""
+    warmup_ratio: float = field(default=0.0, metadata=values("between 0 and 1", lambda share: 0 <= share <= 1))
+    """Share of train.steps that warm up, rounded up, in place of optim.warmup_steps."""
     warmup_steps: int = field(default=0, metadata=at_least(0))
     """Optimizer steps of linear warm-up from 0; scales warm up again whenever their fake quant starts."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
@@ -320,17 +325,24 @@ class OptimRecipe:
     grad_clip: float = field(default=1.0, metadata=at_least(0))
     """Largest global gradient norm; 0 disables clipping."""
 
+    def warmup(self, steps: int) -> int:
+        """Return the warm-up steps of a run of ``steps`` steps."""
+        # 1e-9 absorbs rounding errors (0.07 * 100 is more than 7). Steps are not checked yet, and may be any integer.
+        return self.warmup_steps or math.ceil(self.warmup_ratio * min(steps, 2**62) - 1e-9)
+
     def default_decay(self, steps: int) -> int:
         """Compute the default decay steps of schedule wsd: a tenth of ``steps``, but only steps after the warm-up."""
-        return max(0, min(max(1, steps // 10), steps - self.warmup_steps)) if self.schedule == "wsd" else 0
+        return max(0, min(max(1, steps // 10), steps - self.warmup(steps))) if self.schedule == "wsd" else 0
 
 
 @dataclass
 class TrainRecipe:
     """The loop: how long, how much per step, what is written and when."""
 
-    steps: int = field(metadata=at_least(1))
-    """Optimizer steps."""
+    steps: int = field(default=0, metadata=at_least(1))
+    """Optimizer steps. 0: as many as train.epochs takes."""
+    epochs: float = field(default=0.0, metadata=at_least(0))
+    """Passes over the training samples, in place of train.steps; may have a fraction. The last step is filled up."""
     gradient_accumulation_steps: int = field(default=1, metadata=at_least(1))
     """Micro-batches per rank and optimizer step."""
     seed: int = field(default=0, metadata=_SEED)

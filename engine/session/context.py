@@ -29,6 +29,7 @@ from model.console import progress_bar, working
 from model.ranks import (
     errors_on_all_ranks,
     gather_objects,
+    listed,
     raise_everywhere,
     rank,
     reduce_over_ranks,
@@ -140,6 +141,7 @@ def build_loader(
             seed=settings.seed,
             packed_length=settings.max_length if settings.packing else None,
             weights=settings.weights_by_file(),
+            skip=_skipped(training, settings.skip),
             **sharded,
         )
     return loader, HeldOut(held_out, **sharded) if held_out else None
@@ -174,6 +176,20 @@ def pad_token(tokenizer: PreTrainedTokenizerBase, count: int) -> int:
     if pad is not None and pad >= count:
         say(f"data: rows are filled up with token 0, for the tokenizer's pad token {pad} has no embedding (of {count})")
     return pad if pad is not None and pad < count else 0
+
+
+def _skipped(samples: Sequence[Sample], lines: Sequence[str]) -> list[int]:
+    """Return the indices of the samples that ``data.skip`` names."""
+    if not lines:
+        return []
+    indices = {sample.where(): index for index, sample in enumerate(samples)}
+    if unknown := [line for line in lines if line not in indices]:
+        raise ValueError(
+            f"data.skip: {listed(unknown, 3)}, expected lines of data.train that are samples to train on, such as "
+            f"{samples[0].where()}"
+        )
+    say(f"data.skip: {len(set(lines)):,} samples are not learned")
+    return [indices[line] for line in set(lines)]
 
 
 def read_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:

@@ -90,8 +90,10 @@ VALUES: dict[str, Any] = {
     for section, values in yaml.safe_load(
         r"""
         model: {path: other, attn_implementation: eager}
-        data: {train: [more.jsonl], weights: [3.0, 1.0], held_out: 3, eval: [held.jsonl], max_length: 100}
-        train: {steps: 3, quant_stats_every: 1, resume: best}
+        data:
+          {train: [more.jsonl], weights: [3.0, 1.0], held_out: 3, eval: [held.jsonl], max_length: 100,
+           skip: ['more.jsonl:1']}
+        train: {steps: 3, epochs: 1.0, quant_stats_every: 1, resume: best}
         quant:
           {scheme: w8a8_static, rules: [], lm_head: w8a16_channel, embedding: w8a16_channel, weight_range: mse,
            exempt: ['.*\.down_proj'], exempt_more: ['.*\.down_proj'], percentile: 90.0, calibration_batches: 17,
@@ -100,7 +102,8 @@ VALUES: dict[str, Any] = {
         adapter: {targets: ['.*\.q_proj'], ranks: {'.*\.q_proj': 2}, dropout: 0.5}
         optim:
           {lr: 0.003, embedding_lr: 0.01, norm_lr: 0.01, scale_lr: 0.03, act_scale_lr: 0.03, adapter_lr: 0.02,
-           min_lr_ratio: 0.7, decay_steps: 1, weight_decay: 0.3, eps: 0.01, grad_clip: 0.001}
+           min_lr_ratio: 0.7, warmup_ratio: 1.0, warmup_steps: 2, decay_steps: 1,
+           weight_decay: 0.3, eps: 0.01, grad_clip: 0.001}
         loss:
           {lm_weight: 0.5, temperature: 2.0, top_k: 3, teacher: qwen3, chunk_tokens: 3, diagnostics_every: 1}
         export: {dir: served, max_shard_size: 100KB}
@@ -387,6 +390,20 @@ def test_every_option_has_another_value_and_a_place(tmp_path):
     assert not stale, "refused by now, or no option"
     shown = {key for name, key in accepted if key not in ANYWAY.get(name, {})}
     assert set(known) - shown == set(ELSEWHERE), "these are shown by no run, or by one all the same"
+
+
+def test_epochs_are_their_steps_and_skipped_lines_keep_the_order_of_the_others(tmp_path):
+    """Also with micro-batches in which nothing is left to learn."""
+    small = {"data.micro_batch_size": 1, "train.gradient_accumulation_steps": 4, "optim.warmup_ratio": 0.5}
+    lines = {"data.skip": [f"{tmp_path / 'more.jsonl'}:{line}" for line in range(1, 9)]}
+    recipes = {
+        "steps": {**small, "train.steps": 8},
+        "epochs": {**small, "train.steps": 0, "train.epochs": 0.47},
+        "skip": {**small, **lines, "train.steps": 8},
+    }
+    found = run(tmp_path, {name: recipe_of(tmp_path, settings) for name, settings in recipes.items()}, ())
+    assert [one["refused"] for one in found.values() if "refused" in one] == []
+    assert found["epochs"]["results"] == found["steps"]["results"] != found["skip"]["results"]
 
 
 def test_some_pairs_are_seen(tmp_path, count=6):

@@ -193,6 +193,33 @@ def test_the_content_of_a_packed_batch(rng):
         assert valid_tokens([batch]) == sum((samples[i].labels != IGNORE).sum() for i in batch["sample_ids"])
 
 
+@pytest.mark.parametrize("packed_length", [None, 16])
+@pytest.mark.parametrize("epochs", [0.01, 0.5, 1, 2, 2.75])
+def test_epochs_in_steps_use_every_row_and_no_step_more(rng, packed_length, epochs):
+    loader, _ = loaders(
+        make(rng, 40), 2, micro_batch_size=1, gradient_accumulation_steps=3, seed=3, packed_length=packed_length
+    )
+    steps = loader.steps_of(epochs)
+    assert loader.epoch_of(steps) >= epochs - 1e-9 and (steps == 1 or loader.epoch_of(steps - 1) < epochs)
+
+
+@pytest.mark.parametrize("packed_length", [None, 16])
+def test_skipped_samples_keep_their_place_and_have_no_target(rng, packed_length):
+    samples, skip = make(rng, 40), {3, 17, 18, 39}
+    options = {"micro_batch_size": 4, "gradient_accumulation_steps": 2, "seed": 1, "packed_length": packed_length}
+    (plain,), (skipping,) = loaders(samples, **options), loaders(samples, **options, skip=skip)
+    seen = set()
+    for step in range(10):
+        for before, after in zip(plain.step(step), skipping.step(step), strict=True):
+            assert all(torch.equal(before[name], after[name]) for name in before if name != "labels")
+            for index, (row, start, end) in zip(before["sample_ids"].tolist(), before["spans"].tolist(), strict=True):
+                expected = before["labels"][row, start:end]
+                expected = torch.full_like(expected, IGNORE) if index in skip else expected
+                assert torch.equal(after["labels"][row, start:end], expected)
+                seen.add(index)
+    assert seen >= skip and plain.digest == skipping.digest
+
+
 def test_a_step_is_described_by_its_lines():
     samples = [*files({"a.jsonl": 50}), Sample(np.zeros(1, np.int32), np.zeros(1, np.int32))]
     for rank, loader in enumerate(loaders(samples, 2, micro_batch_size=2, gradient_accumulation_steps=2, seed=3)):

@@ -24,17 +24,19 @@ VALUES: dict[str, list[Any]] = {
     for section, options in yaml.safe_load(r"""
     model: {path: [other], attn_implementation: [eager]}
     data: {train: [[a.jsonl]], weights: [[1.0]], held_out: [4, 0.1], eval: [[b.jsonl]], max_length: [64],
-      fields: [{input: question, output: answer}], micro_batch_size: [3], seed: [1], show: [3]}
-    train: {steps: [5000], gradient_accumulation_steps: [3], seed: [1], log_every: [2], quant_stats_every: [0, 1],
-      checkpoint_every: [0, 1000], resume: [true, best], keep_checkpoints: [1], max_skipped_steps: [1]}
+      fields: [{input: question, output: answer}], micro_batch_size: [3], seed: [1],
+      skip: [['a.jsonl:1']], show: [3]}
+    train: {steps: [5000], epochs: [0.5], gradient_accumulation_steps: [3], seed: [1], log_every: [2],
+      quant_stats_every: [0, 1], checkpoint_every: [0, 1000], resume: [true, best], keep_checkpoints: [1],
+      max_skipped_steps: [1]}
     quant: {lm_head: [w8a16_channel], embedding: [w8a16_channel], exempt: [[]], exempt_more: [[.*o_proj]],
       scales: [ptq], start: [gptq], percentile: [90.0], calibration_batches: [0, 4], initial_input_scale: [0.1],
       rotate: [[.*o_proj]], rotate_block: [64], fake_quant_start: [-1, 0, 3]}
     learnable: {freeze: [[.*norm.*]]}
     adapter: {start: [adapter], rank: [4], alpha: [8.0], dropout: [0.1], targets: [[.*q_proj]], ranks: [{.*q_proj: 4}]}
     optim: {lr: [1.0e-4], embedding_lr: [1.0e-4], norm_lr: [1.0e-4], scale_lr: [1.0e-4], act_scale_lr: [1.0e-4],
-      adapter_lr: [1.0e-4], min_lr_ratio: [0.0], warmup_steps: [0, 10], decay_steps: [3], weight_decay: [0.1],
-      betas: [[0.9, 0.99]], eps: [1.0e-6], grad_clip: [0.0]}
+      adapter_lr: [1.0e-4], min_lr_ratio: [0.0], warmup_steps: [0, 10], warmup_ratio: [0.1],
+      decay_steps: [3], weight_decay: [0.1], betas: [[0.9, 0.99]], eps: [1.0e-6], grad_clip: [0.0]}
     loss: {lm_weight: [0.0, 0.5], kd_weight: [0.0, 0.5], temperature: [2.0], top_k: [5], teacher: [teacher, self],
       teacher_cache: [cache], diagnostics_every: [5], chunk_tokens: [64]}
     eval: {every: [0, 100]}

@@ -97,6 +97,10 @@ REFUSED = rows(r"""
     optim.weight_decay=2 optim.lr=1             | optim.weight_decay: 2.0, expected at most 1: a step takes so much
     optim.weight_decay=2 optim.embedding_lr=1   | optim.weight_decay: 2.0, expected at most 1: a step takes so much
     optim.weight_decay=2 schedule='[{at: 1, lr: {weights: 1}}]' | optim.weight_decay: 2.0, expected at most 1: a step
+    train.steps=0                               | train.steps: 0, expected at least 1, or train.epochs
+    train.epochs=-1                             | train.epochs: -1.0, expected at least 0
+    optim.warmup_steps=5 optim.warmup_ratio=0.1 | optim.warmup_ratio: 0.1, expected 0, as optim.warmup_steps is 5
+    optim.warmup_ratio=1.5                      | optim.warmup_ratio: 1.5, expected between 0 and 1
     optim.warmup_steps=11                       | optim.warmup_steps: 11, expected at most 10 (train.steps)
     optim.schedule=wsd optim.decay_steps=0      | optim.decay_steps: 0, expected at least 1
     optim.schedule=wsd optim.decay_steps=11     | optim.decay_steps: 11, expected at most 10 (train.steps)
@@ -245,6 +249,7 @@ IDLE = rows(r"""
     learnable.kv_scale=true                     | quant.scheme=fp8_static_kv
     optim.adapter_lr=1e-4                       | $LORA
     optim.decay_steps=2                         | optim.schedule=wsd
+    data.skip=[a.jsonl:1] data.kind=text        | data.kind=chat
     train.activation_offload=true               | train.activation_checkpointing=true
     eval.best=kd $KD                            | $EVALUATED
     eval.best=kd $EVALUATED                     | $KD
