@@ -92,7 +92,7 @@ def test_save_then_load_gives_the_same(tmp_path: Path, seed: int) -> None:
         EventRecipe(at=random.randrange(1000), fake_quant=random.choice([True, False, "weights"]), layers=r".*\.0\..*"),
         EventRecipe(when="loss/lm < 2.5", lr={"weights": random.random()}, loss={"lm": 0.1}, freeze_scales=True),
     ]
-    recipe.learnable.weight = True
+    recipe.learnable.weight, recipe.learnable.kv_scale, recipe.optim.warmup_ratio = True, False, 0.0
     recipe.data.fields = {"input": "größe: {odd}", "output": "a'b"}
     recipe.validate()
     path = tmp_path / "saved.yaml"
