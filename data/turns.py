@@ -23,10 +23,7 @@ FLAGS = {"weight": True, "train": True, "training": True, "trainable": True, "lo
 FLAGS |= {"loss_weight": True, "masked": False}
 """Keys that say if a turn is learned, and the value with which it is."""
 
-NOTHING: tuple[Any, ...] = (None, "", [], "[]", "null")
-"""Values of calls and tools that there are not."""
-
-
+NOTHING: tuple[Any, ...] = (None, "", [])
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 
 _ROLE, _TEXT, _CALLS = ("role", "from"), ("content", "value"), ("tool_calls", "function_call")
@@ -49,7 +46,6 @@ class Seen:
     Attributes:
         reads: names that the chat template reads.
         unused: keys that are not used.
-        tools: the key of the tools.
         parameters: names of each tool's parameters.
         nulls_left_out: nulls in schemas of tools, and those of arguments that the tool does not have.
         nulls_kept: other nulls in arguments.
@@ -57,7 +53,6 @@ class Seen:
 
     reads: Reads
     unused: set[str] = field(default_factory=set)
-    tools: str = "tools"
     parameters: dict[str, set[str]] = field(default_factory=dict)
     nulls_left_out: int = 0
     nulls_kept: int = 0
@@ -77,10 +72,7 @@ def said(given: Any, name: str, place: str, seen: Seen) -> Said:
     if not isinstance(given, dict):
         raise BadLineError(f"{place}: found {shown(given)}, expected an object with 'role' and 'content'")
     role_key, text_key = _first(given, _ROLE), _first(given, _TEXT)
-    called = [key for key in _CALLS if given.get(key) not in NOTHING and given[key] != _NO_CALL]
-    if len(called) > 1:
-        raise BadLineError(f"{place}: found {' and '.join(map(repr, called))}, expected one of them")
-    calls_key = called[0] if called else None
+    calls_key = next((key for key in _CALLS if given.get(key) not in NOTHING and given[key] != _NO_CALL), None)
     role, content = given.get(role_key), given.get(text_key)
     if role_key not in given or (text_key not in given and not calls_key):
         raise BadLineError(
@@ -171,7 +163,7 @@ def flag_of(given: Mapping[str, Any], place: str) -> bool | None:
 def refuse_media(given: Mapping[str, Any], place: str) -> None:
     """Refuse images, videos and sound: only text is read."""
     for key in MEDIA:
-        if given.get(key) and not is_empty(given[key]):
+        if not is_empty(given.get(key)):
             raise BadLineError(f"{place}{key}: found {shown(given[key])}, expected text only, without {key!r}")
 
 

@@ -191,7 +191,7 @@ class Summary:
         ]
         if self.recent:
             shown = max(map(len, self.recent.values()))
-            lines += [f"losses, first step -> mean of the last {shown} steps:", *_changes(self.first, self.last)]
+            lines += [f"losses, first value -> mean of the last {shown} values:", *_changes(self.first, self.last)]
         if evaluations[1]:
             lines += ["held-out samples, first evaluation -> last:", *_changes(*evaluations)]
         return "\n".join(lines)

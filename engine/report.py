@@ -19,8 +19,8 @@ _LAYER = re.compile(r"(?:.*\.)?layers\.(?P<index>\d+)\.(?P<place>.+)")
 _EXPERT = re.compile(r"\.\d+\.")
 
 
-# Losses and diagnostics in the progress bar, with their names there.
-SHOWN = {"loss/total": "loss", "kd/forward_kl": "KL to teacher", "kd/top1_agreement": "same top token"}
+# Diagnostics in the progress bar, with their names there.
+SHOWN = {"kd/forward_kl": "KL to teacher", "kd/top1_agreement": "same top token"}
 
 
 class RunReport:
@@ -40,8 +40,10 @@ class RunReport:
             self._memory = MemoryWatch(state.model, state.session.engine.optimizer)
         self._summary.step({} if last.skipped else last.losses, last.tokens, last.valid_tokens)
         speed = last.tokens / world_size() / seconds
+        loss = f"{last.losses['loss/total']:.4g}"
         self._shown |= {SHOWN[name]: f"{value:.4g}" for name, value in last.losses.items() if name in SHOWN}
-        self._bar.set_postfix(self._shown | {"tokens/s/device": f"{speed:.4g}"}, refresh=False)
+        # A narrow terminal cuts the last ones off.
+        self._bar.set_postfix({"loss": loss, "tok/s/dev": f"{speed:.4g}", **self._shown}, refresh=False)
         self._bar.update(1)
         if last.quantization is not None:
             log_quantization(last.quantization, state.metrics, state.step)

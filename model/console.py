@@ -88,7 +88,7 @@ class _Lines:
 
     def write(self, text: str) -> None:
         """Write a drawn bar as a line, and nothing for an erased bar."""
-        if line := text.strip():
+        if line := " ".join(text.split()):
             with suppress(OSError):
                 self._file.write(f"{line}\n")
 

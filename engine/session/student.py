@@ -360,7 +360,8 @@ def _kind_of_matrix(name: str, modules: dict[str, nn.Module]) -> str:
 
 def _summary(recipe: Recipe, quantization: Quantization) -> str:
     multiplied = sum(layer.fp8_gemm for layer in quantization.layers.values())
-    how = f"{multiplied} by fp8 GEMM" if multiplied else "simulated"
+    how = f"{multiplied} by fp8 GEMM" if multiplied else f"simulated in {recipe.model.dtype}"
+    how = "fake quant off in all steps" if recipe.never_quantizes() else how
     counts = Counter(layer.scheme.name for layer in quantization.layers.values())
     schemes = ", ".join(f"{count} {name}" for name, count in counts.items()) if len(counts) > 1 else "".join(counts)
     parts = [f"{len(quantization.layers)} linear layers, {schemes}, {how}"] if quantization.layers else []

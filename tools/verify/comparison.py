@@ -83,14 +83,6 @@ class LogitComparison:
             f"{figure(self.perplexity('ours')):>10} {figure(self.perplexity('theirs')):>12}"
         )
 
-    def line(self, bound: float) -> str:
-        """Format all in one line; ``bound`` of the KL divergence."""
-        return (
-            f"{self.tokens} tokens, KL {self.kl:.2g} (at most {bound:.2g} expected), top-1 {100 * self.top1:.2f}%, "
-            f"perplexity {self.perplexity('theirs'):.4f}, ours {self.perplexity('ours'):.4f}: "
-            f"{'ok' if self.kl <= bound else 'NOT ok'}"
-        )
-
 
 @dataclass
 class Report:
@@ -105,6 +97,7 @@ class Report:
         logits: comparisons of logits by name of the comparison.
         problems: all problems found; empty if the export is good.
         note: additional information for the user, or None.
+        remarks: what the figures of a comparison mean, a line each.
     """
 
     engine: str
@@ -114,6 +107,7 @@ class Report:
     logits: dict[str, LogitComparison] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     note: str | None = None
+    remarks: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
@@ -133,6 +127,17 @@ class Report:
         """Add a problem if the KL divergence of the comparison ``name`` is above ``bound``."""
         self.require(name, self.logits[name].kl, bound, "KL divergence, in nats per token,")
 
+    def explain(self, name: str, bound: float, why: str) -> None:
+        """Add a remark if predictions of the comparison ``name`` differ: ``why`` they may, and if they are within the
+        ``bound`` of the KL divergence."""
+        found = self.logits[name]
+        if found.agree < found.tokens:
+            verdict = "no error" if found.kl <= bound else "too much"
+            self.remarks.append(
+                f"{name}: the most likely token differs at {1 - found.top1:.3%} of the positions, since {why}. This is "
+                f"{verdict}: the KL divergence is {found.kl:.3g}, and at most {bound:.2g} is allowed"
+            )
+
     def table(self) -> str:
         """Format the report as a table, with the problems below it."""
         title = f"{self.contents}: {self.layers} quantized layers"
@@ -143,6 +148,7 @@ class Report:
             lines[0] += f", {next(iter(self.logits.values())).tokens} tokens"
             head = f"{'against':<17} {'max |diff|':>10} {'mean':>10} {'KL':>10} {'top-1':>9} {'ppl, ours':>10} "
             lines += [f"{head}{self.engine:>12}", *(found.row(name) for name, found in self.logits.items())]
+        lines += self.remarks
         lines += [f"note: {self.note}"] if self.note else []
         lines += [f"PROBLEM: {problem}" for problem in self.problems]
         return "\n".join([*lines, "ok" if self.ok else "NOT ok"])

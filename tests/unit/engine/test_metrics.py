@@ -115,7 +115,7 @@ def test_the_summary_adds_up_and_says_where_losses_began_and_ended():
     assert first.endswith(" tokens/s per device, 1 steps left out")
     assert [" ".join(line.split()) for line in rest] == [
         "peak memory of rank 0 while training: 1.25 GB",
-        "losses, first step -> mean of the last 2 steps:",
+        "losses, first value -> mean of the last 2 values:",
         "loss/total 3.0000 -> 2.5000",
         "loss/lm 3.0000 -> 2.2500",
         "loss/kd/kl 0.5000 -> 0.5000",
@@ -130,4 +130,4 @@ def test_the_last_loss_is_a_mean_over_the_last_steps():
     for step in range(25):
         summary.step({"loss/total": float(step)}, tokens=1, valid_tokens=1)
     assert summary.last == {"loss/total": pytest.approx(np.mean(range(15, 25)))}
-    assert "mean of the last 10 steps" in summary.text(devices=1, skipped=0, evaluations=({}, {}))
+    assert "mean of the last 10 values" in summary.text(devices=1, skipped=0, evaluations=({}, {}))

@@ -14,8 +14,8 @@ from quant import DEFAULT_EXEMPT, SCHEMES, Scheme, TensorSpec
 from tests.lib.checkpoints import edit_json, edit_tensors, exported
 from tests.lib.tiny import tiny_checkpoint
 from tools.compressed import load_compressed
-from tools.verify.check import OUR_FORWARD_KL, compare_with_transformers
-from tools.verify.comparison import LogitComparison, windows
+from tools.verify.check import FLIPS, OUR_FORWARD_KL, compare_with_transformers
+from tools.verify.comparison import LogitComparison, Report, windows
 from tools.verify.export_files import problems_of_files
 
 FP8 = SCHEMES["fp8_static"]
@@ -151,11 +151,34 @@ def test_the_script(good, damaged, capsys):
     options = ["--tokens", "50", "--window", "20"]
     assert main(["--export", str(good.directory), *options]) == 0
     table = capsys.readouterr().out
-    rows = r"50 tokens.*\n.*\nsame arithmetic .*\nour forward .*\ninputs as given .*\nfull forward .*\nok\n"
+    rows = r"50 tokens.*\n.*\nsame arithmetic .*\nour forward .*\ninputs as given .*\nfull forward .*\n"
+    rows += r"(our forward: the most likely token differs .*\n)?inputs as given: .*\nfull forward: .*\nok\n"
     assert re.search(rows, table), table
     edit_json(damaged / "config.json", lambda config: config["quantization_config"]["ignore"].remove("lm_head"))
     assert main(["--export", str(damaged), *options]) == 1
     assert "missing: lm_head.input_scale, lm_head.weight_scale" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("bound", "verdict"), [(1e-3, "no error"), (1e-6, "too much")])
+def test_other_predictions_are_explained_and_judged(bound, verdict):
+    """At 93% agreement a reader must see whether this is an error."""
+    report, found = Report("transformers", "fp8_static"), LogitComparison()
+    theirs = torch.zeros(1, 100, 4)
+    theirs[..., 0] = 1e-3
+    ours = theirs.clone()
+    ours[:, :7, 1] = 0.02
+    found.add(ours, theirs, torch.zeros(1, 100, dtype=torch.long))
+    report.logits["our forward"] = found
+    report.explain("our forward", bound, FLIPS)
+    assert report.remarks == [
+        f"our forward: the most likely token differs at 7.000% of the positions, since {FLIPS}. This is {verdict}: the "
+        f"KL divergence is {found.kl:.3g}, and at most {bound:.2g} is allowed"
+    ]
+    assert report.remarks[0] in report.table()
+    report.logits["our forward"] = same = LogitComparison()
+    same.add(theirs, theirs, torch.zeros(1, 100, dtype=torch.long))
+    report.explain("our forward", bound, FLIPS)
+    assert len(report.remarks) == 1
 
 
 def test_windows_leave_no_token_out_but_a_single_last_one():
