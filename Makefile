@@ -7,7 +7,8 @@
 #   make test-nvcc     the CUDA kernels: compiled for every architecture that is promised, and emulated on the CPU
 #   make test-wheel    a wheel, installed alone in a fresh environment
 #   make test-eval     those of the extra "eval", which is installed into .venv-eval
-#   make test-gguf     those of the extra "gguf", which is installed into .venv-gguf
+#   make test-gguf     those of the extra "llama-cpp", which is installed into .venv-llama-cpp
+#   make test-vllm     exports in vLLM, which is installed into .venv-vllm (3 GB), or VLLM_PYTHON=... names; five minutes
 #   make test-mlx      those of the extra "mlx", which is installed into .venv-mlx
 #   make test-executorch  those of the extra "executorch", which is installed into .venv-executorch
 #   make test-peft     those of the extra "peft", which is installed into .venv-peft
@@ -30,10 +31,10 @@ PEFT_TESTS := tests/distributed/model/save/test_lora.py
 # The deepspeed launcher and ninja (for ops that compile at first use) are looked up in PATH.
 export PATH := $(VENV)/bin:$(PATH)
 # Two ranks on a few cores: torch would start a thread per core in each.
-test test-full test-eval test-gguf test-mlx test-executorch test-peft test-oldest: export OMP_NUM_THREADS = 1
+test test-full test-eval test-gguf test-vllm test-mlx test-executorch test-peft test-oldest: export OMP_NUM_THREADS = 1
 
-.PHONY: quickstart test test-full test-nvcc test-wheel test-eval test-gguf test-mlx test-executorch test-peft \
-    test-oldest test-half-hour golden lint typecheck
+.PHONY: quickstart test test-full test-nvcc test-wheel test-eval test-gguf test-vllm test-mlx test-executorch \
+    test-peft test-oldest test-half-hour golden lint typecheck
 .DELETE_ON_ERROR:
 
 quickstart: $(STAMP)
@@ -50,7 +51,7 @@ test: $(STAMP)
 test-full: $(STAMP)
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 	.ci/eval $(VENV)
-	.ci/extra $(VENV) gguf $(GGUF_TESTS)
+	.ci/extra $(VENV) llama-cpp $(GGUF_TESTS)
 	.ci/extra $(VENV) mlx $(MLX_TESTS)
 	.ci/extra $(VENV) executorch $(EXECUTORCH_TESTS)
 	.ci/extra $(VENV) peft $(PEFT_TESTS)
@@ -67,7 +68,10 @@ test-eval: $(STAMP)
 	.ci/eval $(VENV)
 
 test-gguf: $(STAMP)
-	.ci/extra $(VENV) gguf $(GGUF_TESTS)
+	.ci/extra $(VENV) llama-cpp $(GGUF_TESTS)
+
+test-vllm: $(STAMP)
+	.ci/vllm $(VENV)
 
 test-mlx: $(STAMP)
 	.ci/extra $(VENV) mlx $(MLX_TESTS)

@@ -55,7 +55,7 @@ class Counts:
     without_end: int = 0  # kept answers: no special token ends them
     spelled: int = 0  # special tokens spelled out in the contents of kept samples
     spelled_targets: int = 0  # spelled-out special tokens that are targets
-    unanswered: int = 0  # turns behind the last answer, which are left out
+    unanswered: int = 0  # turns behind the last learned answer, which are left out
     unlearned: int = 0  # turns whose flag asks to learn them, and which are not learned
     nulls_left_out: int = 0  # nulls in schemas of tools, and in arguments that the called tool does not have
     nulls_kept: int = 0  # other nulls in arguments of calls
@@ -86,7 +86,7 @@ class Counts:
             "answers without an end-of-turn token": self.without_end,
             "special tokens spelled out in the chats and kept (data.special_tokens)": self.spelled,
             "of them targets": self.spelled_targets,
-            "turns behind the last answer left out": self.unanswered,
+            "turns behind the last learned answer left out": self.unanswered,
             "turns not learned whose weight is 1 (data.loss_on)": self.unlearned,
             "nulls left out of tools and of arguments that the tool does not have": self.nulls_left_out,
             "nulls kept in arguments of calls": self.nulls_kept,
@@ -246,7 +246,7 @@ class _Builder:
     def _count(self, conversation: Conversation, rendering: Rendering, keys: FileKeys) -> None:
         """Count all that a row has and the text has not."""
         seen, learned = conversation.seen, conversation.learned
-        self.counts.unanswered += conversation.unanswered
+        self.counts.unanswered += conversation.unanswered + rendering.behind
         self.counts.unlearned += (learned[:-1] if self.loss_on == "last" else learned[:1]).count(True)
         self.counts.nulls_left_out += seen.nulls_left_out
         self.counts.nulls_kept += seen.nulls_kept
@@ -327,9 +327,10 @@ class _Builder:
 
 def unwritten(conversation: Conversation, written: Written) -> set[str]:
     """Return the keys with texts or numbers that the rendered conversation does not contain."""
-    found = set(written.unwritten("tools", conversation.tools))
+    found = set(written.unwritten(conversation.seen.tools, conversation.tools))
     for key, value in conversation.variables.items():
-        found.update(written.unwritten(key, value))
+        if isinstance(value, str | list | dict):  # another one is a switch
+            found.update(written.unwritten(key, value))
     for turn, places in zip(conversation.turns, conversation.places, strict=True):
         for key, value in turn.items():
             if key != "role":

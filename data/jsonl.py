@@ -189,7 +189,7 @@ def _variables(
             raise BadLineError(f"found different {key!r} in the row and in {name!r}, expected it once")
         if key in seen.reads.variables:
             found[key] = value
-        else:
+        elif not is_empty(value):
             seen.unused.add(f"{name}.{key}")
     return found
 
@@ -220,12 +220,10 @@ def _object(line: bytes) -> dict[str, Any]:
 def _form(names: Mapping[str, Any]) -> str | None:
     """Return the form of a line with these keys; None unless they make exactly one complete form."""
     forms = [form for form in ("messages", "conversations") if form in names]
-    if any(name in names for name in PAIR):
+    if "output" in names and ("input" in names or "instruction" in names):
         forms.append("pair")
     if not forms and all(isinstance(names.get(name), list) for name in ANSWERS):
         forms.append("completion")
-    if forms == ["pair"] and not ("output" in names and ("input" in names or "instruction" in names)):
-        return None
     return forms[0] if len(forms) == 1 else None
 
 
@@ -274,7 +272,10 @@ def _tools(values: Mapping[str, Any], names: Mapping[str, str], seen: Seen) -> l
     found = [name for name in ("tools", "functions") if values.get(name) not in NOTHING]
     if len(found) > 1:
         raise BadLineError(f"found {' and '.join(repr(names[name]) for name in found)}, expected one of them")
-    return tools_of(values[found[0]], repr(names[found[0]]), seen) if found else None
+    if not found:
+        return None
+    seen.tools = names[found[0]]
+    return tools_of(values[found[0]], repr(seen.tools), seen)
 
 
 def _with_system(turns: list[Said], values: Mapping[str, Any], names: Mapping[str, str]) -> list[Said]:

@@ -22,6 +22,8 @@ _GIVEN |= {"return_dict", "return_assistant_tokens_mask", "sanitize_control_toke
 _GIVEN |= set(DEFAULT_NAMESPACE)
 _GENERATION = re.compile(r"{%-?\s*(end)?generation\s*-?%}")  # a tag of transformers
 _SHOWN = 20
+_DATA = (".properties", ".arguments")
+"""Ends of paths to objects whose keys are data: names of parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,30 +110,29 @@ class Written:
     def _squeezed(self) -> str:
         return _squeezed(self._text)
 
-    def unwritten(self, path: str, value: Any) -> Iterator[str]:
+    def unwritten(self, path: str, value: Any, *, asked: bool = True) -> Iterator[str]:
         """Yield the path of each text or number in a JSON value that the text does not contain.
 
-        Whitespace does not count: templates strip it. Names of parameters are left out of the path.
+        Whitespace and case do not count: templates change them. Names of parameters are a star in the path.
+
+        Args:
+            path: the keys that lead to the value.
+            value: the value.
+            asked: False if neither the template nor the text has its key: then it may be in the text by chance only.
         """
         if isinstance(value, dict):
-            data = path.endswith((".properties", ".$defs"))
-            for key, item in value.items():
-                yield from self._unwritten_item(f"{path}.{'*' if data else key}", key, item)
+            data = path.endswith(_DATA)
+            for name, item in value.items():
+                if (name, item) != ("type", "function"):  # the only kind of tool
+                    asked = data or name in self._text or name in self._reads.keys
+                    yield from self.unwritten(f"{path}.{'*' if data else name}", item, asked=asked)
         elif isinstance(value, list):
             for item in value:
-                yield from self.unwritten(path, item)
-        elif isinstance(value, str) and not self._has(value.strip()):
-            yield path
-
-    def _unwritten_item(self, path: str, key: str, item: Any) -> Iterator[str]:
-        if isinstance(item, bool | int | float):
-            # A number may be anywhere: the key, or a template that asks for it, must be there too.
-            if not (
-                (key in self._text or key in self._reads.keys) and any(map(self._has, (json.dumps(item), str(item))))
-            ):
+                yield from self.unwritten(path, item, asked=asked)
+        elif not is_empty(value):
+            forms = (value.strip(),) if isinstance(value, str) else (json.dumps(value), str(value))
+            if not (asked and any(map(self._has, forms))):
                 yield path
-        elif (key, item) != ("type", "function"):  # the only kind of a tool
-            yield from self.unwritten(path, item)
 
     def _has(self, text: str) -> bool:
         if text in self._text:
@@ -141,4 +142,4 @@ class Written:
 
 
 def _squeezed(text: str) -> str:
-    return "".join(text.split())
+    return "".join(text.split()).casefold()

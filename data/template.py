@@ -127,6 +127,8 @@ class Rendering:
     """Positions of special tokens spelled out in contents, in order."""
     unplaced: int = 0
     """Number of further spelled-out tokens, if the template renders a content differently without them."""
+    behind: int = 0
+    """Number of turns behind the last answer to train on."""
 
 
 class Template:
@@ -165,7 +167,7 @@ class Template:
         writing.check_tools()
         answers = [writing.answer(i) for i in chosen]
         assert all(one.end <= other.start for one, other in pairwise(answers)), "turns overlap"
-        return Rendering(writing.text, answers, *writing.spelled(self._special))
+        return Rendering(writing.text, answers, *writing.spelled(self._special), len(turns) - 1 - chosen[-1])
 
     def special_token_in(self, conversation: Conversation) -> str | None:
         """Find the first special token that is spelled out in a conversation; None if there is none."""

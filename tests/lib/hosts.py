@@ -60,6 +60,11 @@ class Host:
             process.poll()
         return not pids
 
+    def sent(self) -> int:
+        """Return how many bytes have left it over the network that the hosts share."""
+        command = ["ip", "netns", "exec", self.name, "cat", f"/sys/class/net/{self.interface}/statistics/tx_bytes"]
+        return int(subprocess.run(command, check=True, text=True, capture_output=True).stdout)
+
     def unplug(self) -> None:
         """Cut it off the network; no other host is told."""
         _ip("-n", self.name, "link", "set", self.interface, "down")

@@ -83,6 +83,14 @@ class LogitComparison:
             f"{figure(self.perplexity('ours')):>10} {figure(self.perplexity('theirs')):>12}"
         )
 
+    def line(self, bound: float) -> str:
+        """Format all in one line; ``bound`` of the KL divergence."""
+        return (
+            f"{self.tokens} tokens, KL {self.kl:.2g} (at most {bound:.2g} expected), top-1 {100 * self.top1:.2f}%, "
+            f"perplexity {self.perplexity('theirs'):.4f}, ours {self.perplexity('ours'):.4f}: "
+            f"{'ok' if self.kl <= bound else 'NOT ok'}"
+        )
+
 
 @dataclass
 class Report:

@@ -35,11 +35,17 @@ from tools.verify.check import OUR_FORWARD_KL, OUR_FORWARD_KL_ROUTED
 from tools.verify.comparison import Engine, LogitComparison, Report, compare, logits_of
 from tools.verify.export_files import dtype_on_disk
 
-MISSING = "the package llama-cpp-python is not installed: pip install -e '.[llama-cpp]' (docs/gguf.md)"
+MISSING = "the package cyllama is not installed: pip install -e '.[llama-cpp]' (docs/gguf.md)"
 
 
 class GGUF(Engine):
-    """Reader of GGUF files."""
+    """Reader of GGUF files.
+
+    Attributes:
+        bound: of the KL divergence of the logits.
+    """
+
+    bound = OUR_FORWARD_KL
 
     unused = frozenset({"rope_freqs.weight"})
 
@@ -86,14 +92,14 @@ class GGUF(Engine):
             ours.add(logits_of(self.model, ids), theirs, ids)
             with rounded_inputs(self.model, dtype):
                 rounded.add(logits_of(self.model, ids), theirs, ids)
-        bound = OUR_FORWARD_KL_ROUTED if routed else OUR_FORWARD_KL
-        self.report.require_kl("inputs rounded", bound)
+        self.bound = OUR_FORWARD_KL_ROUTED if routed else OUR_FORWARD_KL
+        self.report.require_kl("inputs rounded", self.bound)
 
 
 def installed() -> bool:
-    """Return True if llama.cpp's Python package is installed."""
+    """Return True if llama.cpp is installed, as the package cyllama."""
     try:
-        import llama_cpp  # noqa: F401
+        import cyllama  # noqa: F401
     except ImportError:
         return False
     return True
@@ -105,22 +111,35 @@ def engine_logits(file: Path, batches: Sequence[Tensor]) -> Iterator[Tensor]:
     Raises:
         ValueError: llama.cpp does not load the file.
     """
-    import llama_cpp
+    from cyllama.llama import llama_cpp
 
+    class Model(llama_cpp.LlamaModel):
+        """A model with the property that the context reads, and that cyllama has at the vocabulary only."""
+
+        @property
+        def n_vocab(self) -> int:
+            return self.get_vocab().n_vocab
+
+    llama_cpp.disable_logging()
     longest = max(ids.shape[1] for ids in batches)
-    fp32 = 0  # GGML_TYPE_F32
-    options = {"n_ctx": longest, "n_batch": longest, "n_ubatch": longest, "type_k": fp32, "type_v": fp32}
+    options = llama_cpp.LlamaModelParams()
+    options.n_gpu_layers = 0
     try:
-        model = llama_cpp.Llama(str(file), logits_all=True, n_gpu_layers=0, verbose=False, **options)
+        model = Model(str(file), options, verbose=False)
+        sizes = llama_cpp.LlamaContextParams()
+        sizes.n_ctx = sizes.n_batch = sizes.n_ubatch = longest
+        sizes.type_k = sizes.type_v = 0  # GGML_TYPE_F32
+        context = llama_cpp.LlamaContext(model, sizes, verbose=False)
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"llama.cpp does not load {file}: {error}") from error
-    try:
-        for ids in batches:
-            model.reset()
-            model.eval(ids[0].tolist())
-            yield torch.from_numpy(model.scores[: ids.shape[1]].copy()).unsqueeze(0)
-    finally:
-        model.close()
+    for ids in batches:
+        context.kv_cache_clear()
+        batch = llama_cpp.LlamaBatch(n_tokens=longest, embd=0, n_seq_max=1)
+        for position, token in enumerate(ids[0].tolist()):
+            batch.add(token, position, [0], True)
+        context.decode(batch)
+        rows = [context.get_logits_ith(position) for position in range(ids.shape[1])]
+        yield torch.tensor(rows).unsqueeze(0)
 
 
 @contextmanager

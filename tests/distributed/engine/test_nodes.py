@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from engine.cluster import nodes
 from engine.config.reading import load_recipe
@@ -27,7 +28,7 @@ from tests.lib.forked import Job
 from tests.lib.hosts import Host, NoNamespaces, network
 from tests.lib.patience import PATIENCE, until
 from tests.lib.processes import run_python
-from tests.lib.recipes import write_chats, write_recipe
+from tests.lib.recipes import write_chats, write_ds_config, write_recipe
 from tests.lib.root import ROOT
 from tests.lib.tiny import tiny_checkpoint
 from tests.lib.variants import NO_TEACHER
@@ -365,7 +366,7 @@ MINUTES = "3"  # that a rank waits for another, in the start too, where another 
 
 
 class Cluster:
-    """Two hosts that share a disk, and one job of torchrun at a time on them: one agent and one rank on each."""
+    """Two hosts that share a disk, and one job of torchrun at a time on them, of one agent on each."""
 
     def __init__(self, hosts: list[Host], directory: Path) -> None:
         self.hosts, self.directory = hosts, directory
@@ -375,8 +376,8 @@ class Cluster:
             write_chats(directory / "chats.jsonl"),
         )
 
-    def start(self, name: str, *options: str, **environment: str) -> Path:
-        """``launch/train.py`` on both; the output directory."""
+    def start(self, name: str, *options: str, ranks: int = 1, **environment: str) -> Path:
+        """``launch/train.py`` on both, with as many ``ranks`` on each; the output directory."""
         train = {"steps": 6, "checkpoint_every": 2, "gradient_accumulation_steps": 1}
         sections = {"train": train, "loss": NO_TEACHER, "export": {"enabled": True}}
         recipe = write_recipe(self.directory, name, self.model, self.chats, stage=3, dtype="bfloat16", **sections)
@@ -384,8 +385,15 @@ class Cluster:
         self.logs = [self.directory / f"{name}.{number}.log" for number in range(2)]
         self.processes = []
         for number, host in enumerate(self.hosts):
-            torchrun = [str(Path(sys.executable).parent / "torchrun"), "--nnodes", "2", "--nproc_per_node", "1"]
-            torchrun += ["--node_rank", str(number), "--master_addr", self.hosts[0].address]
+            torchrun = [str(Path(sys.executable).parent / "torchrun"), "--nnodes", "2"]
+            torchrun += [
+                "--nproc_per_node",
+                str(ranks),
+                "--node_rank",
+                str(number),
+                "--master_addr",
+                self.hosts[0].address,
+            ]
             torchrun += ["--master_port", str(self.port), "launch/train.py", "--config", str(recipe), *options]
             env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
             # gloo takes the interface that the host's name resolves to, and these names resolve to nothing.
@@ -450,3 +458,25 @@ def test_a_host_that_falls_silent_is_noticed_when_a_collective_times_out(cluster
     codes, said = cluster.end()
     assert all(codes) and f"{int(MINUTES) * 60_000}ms" in said[0], said
     assert "error on rank 0" in said[0] and "error on rank 1" in said[1]
+
+
+@pytest.mark.full
+def test_the_strategy_for_slow_networks_trains_as_zero3_does_and_sends_less(cluster):
+    """Two ranks on each host, so that hpZ's second copy of the weights is shared by the two of a host."""
+    losses, exports, sent = [], [], []
+    for name in ("zero3", "zeropp"):
+        before = cluster.hosts[0].sent()
+        strategy = write_ds_config(cluster.directory, f"{name}_ds", name)
+        run = cluster.start(
+            name, "--deepspeed", strategy, "--train.steps", "3", "--train.checkpoint_every", "0", ranks=2
+        )
+        codes, said = cluster.end()
+        assert codes == [0, 0], said
+        sent.append(cluster.hosts[0].sent() - before)
+        events = EventAccumulator(str(run / "tensorboard"))
+        events.Reload()
+        losses.append([point.value for point in events.Scalars("loss/total")])
+        exports.append({file.name: file.read_bytes() for file in (run / "export").glob("*.[sj]*")})
+    assert len(losses[0]) == 3 and losses[0] == losses[1]
+    assert exports[0] == exports[1] and "model.safetensors" in exports[0]
+    assert sent[1] < sent[0], "backward gathers within each host"

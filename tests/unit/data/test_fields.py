@@ -1,6 +1,7 @@
 """Fields of rows and turns: each is honoured, or refused by name, or counted by name."""
 
 import re
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -8,6 +9,8 @@ import pytest
 from data.samples import DataError
 from tests.lib.tiny import tiny_tokenizer
 from tests.unit.data.chats import END, GOOD, learned_turns, messages, read, templated, turns, whole
+from tests.unit.data.marked import Maker, passed_over
+from tests.unit.data.test_template import QWEN
 
 ASKED, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 TWO = [ASKED, ANSWER, {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]
@@ -127,10 +130,42 @@ def test_the_template_is_given_what_it_reads(tmp_path):
 def test_turns_behind_the_last_answer_are_counted(tmp_path):
     row = turns(("user", "a"), ("assistant", "b"), ("user", "c"), ("user", "d"))
     _, counts = read(tmp_path, tiny_tokenizer(), row)
-    assert counts.unanswered == 2 and "2 turns behind the last answer left out" in counts.summary()
+    assert counts.unanswered == 2 and "2 turns behind the last learned answer left out" in counts.summary()
 
 
 def test_prompt_and_completion_of_messages(tmp_path):
     """Only the completion is learned."""
     row = {"prompt": TWO[:3], "completion": messages(("assistant", "d"), ("user", "e"), ("assistant", "f"))}
     assert learned_of(tmp_path, row, loss_on="all") == [["d" + END, "f" + END]]
+
+
+# Reads variables and keys of turns, writes some of them, and cuts thoughts of earlier turns out, as gpt-oss's and
+# Qwen's templates do.
+PICKY = (
+    "{% if documents %}{% for d in documents %}{{ d.title if d is mapping else d }}{% endfor %}{% endif %}"
+    "{% if reasoning_effort is defined %}{{ 'Reasoning: ' ~ reasoning_effort }}{% endif %}"
+    "{% for m in messages %}{% set thought = m.thinking if loop.last else '' %}{{ m.recipient or '' }}"
+    "{% if m.mask or m.index or m.type %}{% endif %}{{ '<|im_start|>' + m.role + '\n' + thought|default('', true) }}"
+    "{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ c | tojson }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [tiny_tokenizer().chat_template, QWEN, PICKY], ids=["plain", "Qwen", "picky"])
+def test_no_value_of_a_row_is_passed_over(template, tmp_path, rng):
+    """Each value of a random row is in the text, or its key is counted by name, or the row is refused or dropped."""
+    tokenizer, outcomes = templated(template), Counter[str]()
+    for _ in range(200):
+        row = Maker(rng).row()
+        try:
+            (sample,), counts = read(tmp_path, tokenizer, row, loss_on=rng.choice(["last", "all"]))
+        except DataError as error:
+            dropped = "no sample is left" in str(error) and "1 without target" in str(error)
+            assert dropped or len(str(error).splitlines()) == 2, error
+            outcomes["dropped" if dropped else "refused"] += 1
+            continue
+        (keys,) = counts.keys.values()
+        missing = passed_over(row, whole(sample, tokenizer), keys.unused.keys() | keys.unwritten.keys())
+        assert not missing or counts.unanswered, (missing, row)
+        outcomes["counted" if keys.unused or keys.unwritten else "whole"] += 1
+    assert len(outcomes) == 4 and min(outcomes.values()) > 3, outcomes

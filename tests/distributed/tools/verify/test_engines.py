@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import struct
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ from tests.lib.root import ROOT
 from tests.lib.tiny import tiny_checkpoint
 from tests.lib.variants import NO_TEACHER, SCRIPT
 from tools.verify.comparison import Engine, Report, compare_with_compressed
-from tools.verify.engines import GGUF, MLX, ExecuTorch, installed
+from tools.verify.engines import GGUF, MLX, ExecuTorch
 
 EIGHT = {"layers": r".*\.o_proj", "scheme": "w8a16_g32"}
 TOKENS = {"weights": {"dtype": "int", "bits": 8, "granularity": "channel"}}
@@ -44,7 +45,7 @@ def mlx_quant(scheme: str) -> dict[str, Any]:
 
 
 class Format(NamedTuple):
-    """Package and extra that read it, their reader, ``quant`` by the model, and further sections of the recipe."""
+    """Package that reads it, their reader, ``quant`` by the model, and further sections of the recipe."""
 
     package: str
     reader: type[Engine]
@@ -55,7 +56,7 @@ class Format(NamedTuple):
 
 FORMATS = {
     "gguf": Format(
-        "gguf",
+        "cyllama",
         GGUF,
         {
             "llama": {"scheme": "w4a16_g32", "signed_scales": True},
@@ -118,7 +119,7 @@ def exports(tmp_path_factory):
     @functools.cache
     def trained(layout: str) -> dict[str, tuple[Path, Path]]:
         form = FORMATS[layout]
-        pytest.importorskip(form.package, reason=f"pip install -e '.[{layout}]'")
+        pytest.importorskip(form.package, reason=f"make test-{layout}")
         base = tmp_path_factory.mktemp(layout)
         data, written = write_chats(base / "chats.jsonl"), {}
         for kind, quant in form.kinds.items():
@@ -158,8 +159,7 @@ def compared(layout: str, export: Path, against: Path, batches=()) -> Report:
 def test_an_engine_computes_with_the_weights_of_the_last_forward(exports, layout, kind):
     report = compared(layout, *exports(layout)[kind], IDS)
     assert report.ok and report.layers >= {"gguf": 12, "mlx": 14, "executorch": 8}[layout], report.table()
-    assert (report.note or "").startswith("logits: skipped: the package llama" if not report.logits else ""), report
-    assert report.logits or (layout == "gguf" and not installed())
+    assert report.logits and report.note is None, report.table()
     assert all(found.tokens == 256 for found in report.logits.values())
     if layout == "mlx":
         found = report.logits["dtype of the file"]
@@ -221,21 +221,27 @@ def test_tokens_of_another_model_are_refused(exports, layout):
 # GGUF
 
 
-def test_verify_computes_logits_or_says_why_not(exports, tmp_path, capsys):
+def test_verify_computes_logits_or_says_why_not(exports, tmp_path, capsys, monkeypatch):
     export, against = exports("gguf")["qwen3"]
     (tmp_path / "text.txt").write_text("The road ends at the top of the hill. " * 20)
     arguments = ["--export", str(export), "--against", str(against), "--text", str(tmp_path / "text.txt")]
     assert verify(arguments) == 0
     said = capsys.readouterr().out
-    assert ("\ninputs rounded " if installed() else "logits: skipped: the package llama") in said, said
-    assert said.endswith("ok\n"), said
+    assert "\ninputs rounded " in said and said.endswith("ok\n"), said
+    assert verify([*arguments, "--engine", "llama.cpp"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"llama.cpp on the CPU: \d+ tokens, KL \S+ \(at most 0.001 expected\), .*: ok", line), line
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "cyllama", None)  # an import error, as in an environment that lacks it
+        assert verify(arguments) == 0
+    said = capsys.readouterr().out
+    assert "logits: skipped: the package cyllama is not installed" in said and said.endswith("ok\n"), said
     (tmp_path / "short.txt").write_text("")
     with pytest.raises(SystemExit):
         verify([*arguments[:-1], str(tmp_path / "short.txt")])
     assert "has 0 tokens with this tokenizer, at least 2 are needed" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(not installed(), reason="pip install -e '.[llama-cpp]'")
 @pytest.mark.parametrize("kind", FORMATS["gguf"].kinds)
 def test_llama_cpp_that_computes_something_else_is_a_problem(exports, kind, tmp_path):
     """Positions that turn otherwise leave every tensor as it is."""

