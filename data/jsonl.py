@@ -40,6 +40,7 @@ from data.turns import (
 PAIR = ("instruction", "input", "output")
 ANSWERS = ("prompt", "completion")
 COMPARED = ("chosen", "rejected", "chosen_response", "rejected_response", "rejected_messages", "rejected_output")
+UNDESIRED = ("label", "kto_tag")  # of TRL and of LLaMA-Factory
 FIELDS = {"messages": ("messages",), "conversations": ("conversations",), "pair": (*PAIR, "history")}
 FIELDS["completion"] = ANSWERS
 BESIDE = ("system", "tools", "functions", "chat_template_kwargs")
@@ -159,8 +160,9 @@ def _refuse_known(values: Mapping[str, Any]) -> None:
                 f"found the key {key!r} of preference data, expected rows with the answer to learn only: learning from "
                 "comparisons is not supported"
             )
-    if values.get("label") is False:
-        raise BadLineError("label: found false, which marks an undesired answer, expected only answers to learn")
+    for key in UNDESIRED:
+        if values.get(key) is False:
+            raise BadLineError(f"{key}: found false, which marks an undesired answer, expected only answers to learn")
 
 
 def _row_flags(values: Mapping[str, Any]) -> dict[str, Any]:

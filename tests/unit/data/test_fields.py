@@ -79,6 +79,7 @@ REFUSED: list[tuple[object, str]] = [
     (with_flags({}, {"train_detail": [{"begin_offset": 0}]}, {}, {}), r"messages\[1\]\.train_detail: found a list"),
     (with_flags({}, {"prefix": True}, {}, {}), r"messages\[1\]\.prefix: found a boolean true"),
     (GOOD | {"label": False}, "label: found false, which marks an undesired answer"),
+    (GOOD | {"kto_tag": False}, "kto_tag: found false, which marks an undesired answer"),
     (GOOD | {"weight": 0.5}, r"the row\.weight: found a number 0\.5, expected 0 or 1"),
     (turns(("user", "a"), ("assistant", "b")) | {"rejected": "c"}, "found the key 'rejected' of preference data"),
     ({"prompt": "a", "chosen": "b", "rejected": "c"}, "found the key 'chosen' of preference data"),
