@@ -111,7 +111,7 @@ def test_a_file_that_is_no_mark_of_a_job_is_replaced_and_a_link_refused(tmp_path
     victim = tmp_path / "victim"
     victim.write_text("mine")
     (tmp_path / RUNNING).symlink_to(victim)
-    with pytest.raises(RankError, match=rf"symbolic links: '{tmp_path / RUNNING}'"):
+    with pytest.raises(RankError, match=f"{tmp_path / RUNNING}: Too many levels of symbolic links"):
         take(tmp_path)
     assert victim.read_text() == "mine"
 
