@@ -17,9 +17,10 @@ from transformers import PreTrainedTokenizerBase
 
 from data.samples import IGNORE, Sample, plain_backend
 
-Split = Literal["train", "held_out", "eval"]
+Split = Literal["train", "skip", "held_out", "eval"]
 USES: dict[Split, str] = {
     "train": "to train on",
+    "skip": "named in data.skip, of which nothing is learned",
     "held_out": "held out by data.held_out to evaluate on, never trained on",
     "eval": "of data.eval to evaluate on, never trained on",
 }
@@ -117,7 +118,8 @@ def described(
                 blocks.append((f"--- {sample.where()}: {numbers([sample])}{cut}", parts))
     before, after = (COLOR, END_OF_COLOR) if color else _marks([part.text for _, parts in blocks for part in parts])
     if any(parts for _, parts in blocks):
-        yield "The model learns to write the " + ("colored text" if color else f"text between {before} and {after}")
+        marked = "colored text" if color else f"text between {before} and {after}"
+        yield f"The model learns to write the {marked}: the targets"
     for head, parts in blocks:
         yield "\n" * (not parts) + head
         if parts:

@@ -5,8 +5,8 @@
 
 Reads the model's config.json, its tokenizer and the data as training does; no weights, no GPU. A run prints the same
 before it trains if its recipe has ``data.show: 3``. ``--json`` prints a JSON object per sample: its ``file`` and
-``line`` (null in plain text), its ``split`` (train, held_out or eval), ``text``, and ``targets``, a list with each
-contiguous part of the text that is learned.
+``line`` (null in plain text), its ``split`` (train, skip, held_out or eval), ``text``, and ``targets``, a list with
+each contiguous part of the text that is learned.
 """
 
 import sys
@@ -30,7 +30,7 @@ from data.show import Detokenizer, Split, described, first_rows
 
 with redirect_stdout(sys.stderr):  # where DeepSpeed logs from now on: stdout is for the samples
     from engine.config.errors import RecipeError
-    from engine.session.context import read_splits, read_tokenizer
+    from engine.session.context import read_data, read_tokenizer
     from launch.exits import clean_exit, recipe_or_exit
     from model.console import progress_bar
 
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> None:
         recipe.validate_data()
         with redirect_stdout(sys.stderr) if arguments.json else nullcontext():
             tokenizer = read_tokenizer(recipe)
-            splits = read_splits(recipe, tokenizer)
+            splits = read_data(recipe, tokenizer).splits()
         if arguments.line is not None:
             splits = only_line(splits, arguments.line)
         decoder = Detokenizer(tokenizer)
@@ -73,7 +73,11 @@ def only_line(splits: dict[Split, list[Sample]], place: str) -> dict[Split, list
     Raises:
         RecipeError: there is none.
     """
-    found = {split: [one for one in samples if one.where() == place] for split, samples in splits.items()}
+    file, _, line = place.rpartition(":")
+    wanted = (str(Path(file)), line)  # as readers name files
+    found = {
+        split: [one for one in samples if (one.file, str(one.line)) == wanted] for split, samples in splits.items()
+    }
     if not any(found.values()):
         raise RecipeError(
             f"--line: {place}, expected a file of data.train or data.eval as the recipe names it, a colon and the "

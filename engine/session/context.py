@@ -4,7 +4,7 @@ import os
 import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.chat import read_chat
 from data.loader import HeldOut, Loader, MicroBatch, sample_inputs, seen_in_training, split_held_out
-from data.samples import Sample, load_tokenizer
+from data.samples import IGNORE, Sample, load_tokenizer
 from data.show import Detokenizer, Split, described
 from data.template import SpecialTexts
 from data.text import read_text
@@ -120,11 +120,11 @@ def build_loader(
         without held-out samples).
     """
     settings = recipe.data
-    splits = read_splits(recipe, tokenizer)
+    found = read_data(recipe, tokenizer)
     if settings.show:
-        for text in described(splits, Detokenizer(tokenizer), settings.show):
+        for text in described(found.splits(), Detokenizer(tokenizer), settings.show):
             say(text)
-    training, held_out = splits["train"], splits["held_out"] + splits["eval"]
+    training, held_out = found.training, found.held_out + found.evaluation
     with errors_on_all_ranks(ValueError):
         _check_tokens(recipe, tokenizer, [*training, *held_out], tokens)
     sharded = {
@@ -141,7 +141,7 @@ def build_loader(
             seed=settings.seed,
             packed_length=settings.max_length if settings.packing else None,
             weights=settings.weights_by_file(),
-            skip=_skipped(training, settings.skip),
+            skip=found.skip,
             **sharded,
         )
     return loader, HeldOut(held_out, **sharded) if held_out else None
@@ -178,6 +178,47 @@ def pad_token(tokenizer: PreTrainedTokenizerBase, count: int) -> int:
     return pad if pad is not None and pad < count else 0
 
 
+def read_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
+    """Read the tokenizer of the student's checkpoint. Raises RankError on every rank if there is none."""
+    with errors_on_all_ranks(OSError, ValueError):
+        return load_tokenizer(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
+
+
+@dataclass
+class Data:
+    """Samples of a run by their use; ``skip`` has the indices of training samples without targets (data.skip)."""
+
+    training: list[Sample]
+    skip: list[int]
+    held_out: list[Sample]
+    evaluation: list[Sample]
+
+    def splits(self) -> dict[Split, list[Sample]]:
+        """Separate the skipped samples, with the labels that they have in training, from the others."""
+        skip = set(self.skip)
+        trained = [sample for index, sample in enumerate(self.training) if index not in skip]
+        skipped = [
+            replace(self.training[index], labels=np.full_like(self.training[index].labels, IGNORE))
+            for index in sorted(skip)
+        ]
+        return {"train": trained, "skip": skipped, "held_out": self.held_out, "eval": self.evaluation}
+
+
+def read_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Data:
+    """Read the samples to train on, and those of data.held_out (taken from them) and data.eval; a collective."""
+    settings = recipe.data
+    found = Data(read_samples(recipe, tokenizer, settings.train), [], [], [])
+    with errors_on_all_ranks(ValueError):
+        if settings.held_out:
+            found.training, chosen = split_held_out(found.training, settings.held_out, settings.seed)
+            found.held_out = _without_copies(found.training, chosen)
+        found.skip = _skipped(found.training, settings.skip)
+    if settings.eval:
+        found.evaluation = read_samples(recipe, tokenizer, settings.eval)
+        _check_unseen(found.training, found.evaluation)
+    return found
+
+
 def _skipped(samples: Sequence[Sample], lines: Sequence[str]) -> list[int]:
     """Return the indices of the samples that ``data.skip`` names."""
     if not lines:
@@ -190,30 +231,6 @@ def _skipped(samples: Sequence[Sample], lines: Sequence[str]) -> list[int]:
         )
     say(f"data.skip: {len(set(lines)):,} samples are not learned")
     return [indices[line] for line in set(lines)]
-
-
-def read_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
-    """Read the tokenizer of the student's checkpoint. Raises RankError on every rank if there is none."""
-    with errors_on_all_ranks(OSError, ValueError):
-        return load_tokenizer(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
-
-
-def read_splits(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> dict[Split, list[Sample]]:
-    """Read the samples to train on, and those of data.held_out (taken from them) and data.eval; a collective."""
-    settings = recipe.data
-    splits: dict[Split, list[Sample]] = {
-        "train": read_samples(recipe, tokenizer, settings.train),
-        "held_out": [],
-        "eval": [],
-    }
-    if settings.held_out:
-        with errors_on_all_ranks(ValueError):
-            splits["train"], chosen = split_held_out(splits["train"], settings.held_out, settings.seed)
-            splits["held_out"] = _without_copies(splits["train"], chosen)
-    if settings.eval:
-        splits["eval"] = read_samples(recipe, tokenizer, settings.eval)
-        _check_unseen(splits["train"], splits["eval"])
-    return splits
 
 
 def read_samples(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, files: Sequence[str]) -> list[Sample]:

@@ -71,7 +71,7 @@ def test_rows_as_json(recipe, capsys):
 
 
 def test_overrides_of_the_recipe(recipe, capsys):
-    cut = rows(capsys, *recipe, "--data.loss_on", "last", "--data.too_long", "truncate", "--line", "a.jsonl:3")
+    cut = rows(capsys, *recipe, "--data.loss_on", "last", "--data.too_long", "truncate", "--line", "./a.jsonl:3")
     assert len(cut) == 1 and cut[0]["targets"] == ["no" + END] and cut[0]["text"].startswith("long long")
     (last,) = rows(capsys, *recipe, "--data.loss_on", "last", "--line", "a.jsonl:1")
     assert last["targets"] == ["😀 a token." + END]
@@ -85,6 +85,16 @@ def test_held_out_and_evaluation_files_are_not_learned(recipe, capsys):
     main([*words, "--rows", "0"])
     out = capsys.readouterr().out
     assert "never trained on: " in out and out.count("c.jsonl: 1 sample of data.eval to evaluate on") == 1
+
+
+def test_nothing_is_learned_of_skipped_lines(recipe, capsys):
+    found = rows(capsys, *recipe, "--data.skip", "[b.jsonl:4]")
+    assert [(row["line"], row["targets"]) for row in found if row["split"] == "skip"] == [(4, [])]
+    assert sum(row["split"] == "train" for row in found) == 21
+    main([*recipe, "--data.skip", "[b.jsonl:4]"])
+    assert (
+        "b.jsonl: 1 sample named in data.skip, of which nothing is learned: 16 tokens, 0 of" in capsys.readouterr().out
+    )
 
 
 def test_plain_text(recipe, capsys):
