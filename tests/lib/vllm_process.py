@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tools.verify import vllm_cpu
 
+OPERATORS = torch.library.Library("_C", "FRAGMENT")  # vLLM's operators
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
@@ -41,6 +42,8 @@ def emulate() -> None:
 
     ops.scaled_fp8_quant = scaled_fp8_quant  # a stub
     torch._scaled_mm = scaled_mm  # takes minutes per layer
+    OPERATORS.define("silu_and_mul_quant(Tensor! out, Tensor input, Tensor scale) -> ()")
+    OPERATORS.impl("silu_and_mul_quant", silu_and_mul_quant, "CPU")
     rounding_cache(ops)
     linear_kernels()
     experts()
@@ -56,6 +59,12 @@ def scaled_fp8_quant(
         scale = (largest / 448).clamp(min=1 / (448 * 512))
     assert scale.numel() in (1, len(values)), "per tensor or per token"
     return (values * (1 / scale)).clamp(-448, 448).to(torch.float8_e4m3fn), scale
+
+
+def silu_and_mul_quant(out: Tensor, input: Tensor, scale: Tensor) -> None:
+    """Compute SwiGLU [..., features] of gate and up in one tensor, and quantize it to e4m3 with a stored scale."""
+    gate, up = input.chunk(2, -1)
+    out.copy_(scaled_fp8_quant(F.silu(gate) * up, scale)[0])
 
 
 def scaled_mm(a: Tensor, b: Tensor, *, scale_a: Tensor, scale_b: Tensor, bias=None, out_dtype=None) -> Tensor:

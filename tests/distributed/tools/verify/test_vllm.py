@@ -63,6 +63,7 @@ EXPORTS: dict[str, dict[str, Any]] = {
         "rules": RULES,
         "named": TABLES,
     },
+    "`fp8_static`, embeddings tied, Llama": {"scheme": SCHEMES["fp8_static"], "tied": True, "dense": "llama"},
     "`fp8_static` as `vllm_fp8`": {"scheme": SCHEMES["fp8_static"], "layout": "vllm_fp8"},
     "`fp8_block` as `vllm_fp8`": {"scheme": SCHEMES["fp8_block"], "layout": "vllm_fp8"},
 }
@@ -98,7 +99,8 @@ def ran(tmp_path_factory, tokens) -> dict[tuple[str, str], Ran]:
             directory, layout = tmp_path_factory.mktemp("served"), options.get("layout")
             # With a choice of experts a rounding sends a token elsewhere.
             own = {"wide": True, "every_expert": kind == "MoE", **options, "layout": "compressed"}
-            export = exported(directory, model, **own)
+            llama = own.pop("dense", model)
+            export = exported(directory, llama if kind == "dense" else model, **own)
             made[name, kind] = export.directory, export.directory
             if layout is not None:
                 export_model(export.model, export.quantization, directory / "source", directory / layout, layout=layout)
