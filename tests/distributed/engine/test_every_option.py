@@ -122,6 +122,7 @@ WAYS = {
 ELSEWHERE = {
     "model.trust_remote_code": "checkpoints that bring code: tests/unit/model/test_build.py",
     "data.fields": "files with keys of their own: tests/unit/data/test_jsonl.py",
+    "data.show": "what is printed: tests/unit/engine/session/test_context.py",
     "output_dir": "the directory of everything here",
     "train.compile": "takes a minute: tests/gpu/test_compile.py, tests/distributed/engine/test_compute.py",
     "train.resume": "a run before this one: tests/distributed/engine/test_checkpoint.py",
