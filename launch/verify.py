@@ -126,7 +126,7 @@ def _engine(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> s
     elif (file := arguments.export / "config.json").is_file():
         for problem in checkpoint_problems("--export", str(arguments.export)):  # config.json may be a file of gigabytes
             parser.error(problem)
-        with contextlib.suppress(ValueError):  # reported later
+        with contextlib.suppress(ValueError, RecursionError):  # reported later
             engine = _engine_of_config(json.loads(file.read_text(encoding="utf-8")))
     if engine and (arguments.against is None or not arguments.against.is_dir()):
         parser.error(

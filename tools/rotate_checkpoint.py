@@ -21,7 +21,6 @@ residual stream. So only the families in :data:`FAMILIES` are accepted, for whic
 after a rotation.
 """
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -45,7 +44,7 @@ from model.checkpoint.safetensors import (
     read_tensor,
 )
 from model.console import progress_bar
-from model.quantized.quantization_config import is_quantized
+from model.quantized.quantization_config import is_quantized, read_json_object
 from model.save.aside import Aside
 from model.save.finish import copy_companions, write_json
 from model.save.shard_writer import ShardWriter
@@ -326,7 +325,7 @@ def rotate_checkpoint(source: Path, out: Path, *, seed: int = 0, progress: bool 
             places = {key: file for file, shapes in files.items() for key in shapes}
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
             write_json(index, aside.path / INDEX)
-        said = json.loads((source / "config.json").read_text(encoding="utf-8"))
+        said = read_json_object(source / "config.json")
         write_json(said | {"tie_word_embeddings": False}, aside.path / "config.json")
         copy_companions(source, aside.path)
         aside.publish()

@@ -30,6 +30,7 @@ from pydantic import BaseModel, ValidationError
 
 from engine.config.config import Recipe
 from engine.config.errors import RecipeError
+from model.checkpoint.json_text import parse_json
 from model.ranks import local_world_size
 
 SHIPPED = Path(__file__).parents[2] / "ds_configs"
@@ -267,18 +268,9 @@ def read_ds_config(path: Path) -> dict[str, Any]:
     Raises:
         DsConfigError: not JSON (with file and line), not an object, a duplicate key, or a refused key.
     """
-
-    def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        for key in (keys := [key for key, _ in pairs]):
-            if keys.count(key) > 1:
-                raise DsConfigError(f"{path}: {key!r} occurs twice in one object")
-        return dict(pairs)
-
     try:
-        config = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=no_duplicates)
-    except DsConfigError:
-        raise
-    except (ValueError, RecursionError) as error:
+        config = parse_json(path.read_bytes())
+    except ValueError as error:
         raise DsConfigError(_no_json(path, error)) from error
     if not isinstance(config, dict):
         raise DsConfigError(f"{path}: expected an object with DeepSpeed's keys, found {type(config).__name__}")
@@ -289,14 +281,12 @@ def read_ds_config(path: Path) -> dict[str, Any]:
 
 
 def _no_json(path: Path, error: Exception) -> str:
-    """Write the error text for a file that is not JSON, or has a number with too many digits for Python."""
+    """Write the error text for a file that is not JSON, or has what Python or DeepQAT does not read."""
     if isinstance(error, json.JSONDecodeError):
         return f"{path}, line {error.lineno}: not JSON ({error.msg}, column {error.colno})"
     if isinstance(error, UnicodeDecodeError):
         return f"{path}: not UTF-8 text ({error})"
-    if isinstance(error, RecursionError):
-        return f"{path}: nested too deep for a configuration"
-    return f"{path}: not JSON ({error})"
+    return f"{path}: {error}"
 
 
 @functools.cache

@@ -25,6 +25,7 @@ from engine.cluster.nodes import check_ranks_agree, check_same_samples, files_of
 from engine.config.config import Recipe
 from engine.config.deepspeed import remarks, resolve
 from engine.config.errors import RecipeError
+from model.build import read_config
 from model.console import progress_bar, working
 from model.ranks import (
     errors_on_all_ranks,
@@ -179,9 +180,12 @@ def pad_token(tokenizer: PreTrainedTokenizerBase, count: int) -> int:
 
 
 def read_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
-    """Read the tokenizer of the student's checkpoint. Raises RankError on every rank if there is none."""
+    """Read the tokenizer of the student's checkpoint. Raises RankError on every rank if there is none, or no
+    configuration that can be read."""
+    path, trust = recipe.model.path, recipe.model.trust_remote_code
     with errors_on_all_ranks(OSError, ValueError):
-        return load_tokenizer(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
+        read_config(Path(path), trust, rotated=True)  # else the tokenizer would be blamed for a damaged config.json
+        return load_tokenizer(path, trust_remote_code=trust)
 
 
 @dataclass

@@ -35,6 +35,7 @@ from model.checkpoint.names import ROTARY_TABLES, Names, UnsupportedConversionEr
 from model.checkpoint.safetensors import CheckpointError, DiskTensor, Reader, garbage_kept, warn_of_zero_tails
 from model.checkpoint.slices import DiskLayout, Piece
 from model.console import progress_bar
+from model.disk_errors import words_of
 from model.quantized.checkpoint import read_checkpoint
 from model.quantized.quantize_on_load import in_codes
 from model.quantized.tensor import QuantizedTensor, chunks_of, fill
@@ -144,7 +145,7 @@ def _fill_from_rank0(reads: list[_Read], reader: Reader) -> None:
                 try:
                     differing += [read for read in together if not _transfer(read, reader, 0, target.detach().view(-1))]
                 except (CheckpointError, OSError) as caught:
-                    error = str(caught)
+                    error = words_of(caught)
     raise_everywhere(error)
     with errors_on_all_ranks(CheckpointError):
         if differing:

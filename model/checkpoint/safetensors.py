@@ -7,7 +7,6 @@ Only if the dtype differs, or the memory is on a GPU, the bytes pass through a b
 """
 
 import gc
-import json
 import math
 import os
 import struct
@@ -20,6 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from model.checkpoint.json_text import parse_json
+from model.disk_errors import naming, words_of
 from model.ranks import is_main, listed, say
 from model.zero import on_cuda
 
@@ -104,7 +105,7 @@ def read_headers(directory: Path) -> Checkpoint:
         try:
             tensors = list(read_header(directory / file))
         except (CheckpointError, OSError) as error:
-            checkpoint.problems.append(str(error))
+            checkpoint.problems.append(words_of(error))
             checkpoint.lost.update(key for key, where in (placed or {}).items() if where == file)
             continue
         for tensor in tensors:
@@ -134,12 +135,12 @@ def read_header(file: Path) -> Iterator[DiskTensor]:
     if not file.is_file():
         raise CheckpointError(f"{file} does not exist")
     size = file.stat().st_size
-    with file.open("rb") as stream:
+    with naming(file), file.open("rb") as stream:
         length = struct.unpack("<Q", stream.read(8))[0] if size >= 8 else 0
         if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
             raise CheckpointError(f"{file} is truncated or not a safetensors file: {size} bytes, a header of {length}")
         try:
-            entries: dict[str, Any] = json.loads(stream.read(length))
+            entries: dict[str, Any] = parse_json(stream.read(length))
             if any(not isinstance(value, str) for value in entries.pop("__metadata__", {}).values()):
                 raise ValueError("__metadata__ holds something else than texts")
             ordered = sorted(entries.items(), key=lambda item: item[1]["data_offsets"])
@@ -219,7 +220,7 @@ def _zeros_at_end(file: Path) -> int:
 def _read_index(file: Path) -> dict[str, str]:
     """Read the file name of each key. File names must stay inside the directory."""
     try:
-        placed = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
+        placed = parse_json(file.read_bytes())["weight_map"]
         outside = [name for name in set(placed.values()) if Path(name).name != name or name == ".."]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
@@ -319,11 +320,12 @@ class Reader:
             return
         target = memoryview(values.view(torch.uint8).numpy())  # type: ignore[arg-type]  # an ndarray is a buffer
         at = tensor.begin + start * values.itemsize
-        while target:
-            got = os.preadv(self._descriptor, [target], at)
-            if not got:
-                raise CheckpointError(f"{tensor.file} ended while {tensor.key} was read")
-            target, at = target[got:], at + got
+        with naming(tensor.file):
+            while target:
+                got = os.preadv(self._descriptor, [target], at)
+                if not got:
+                    raise CheckpointError(f"{tensor.file} ended while {tensor.key} was read")
+                target, at = target[got:], at + got
         self.bytes += values.nbytes
         if self._progress is not None:
             self._progress(values.nbytes)

@@ -119,11 +119,14 @@ def source_schemes(
             (:mod:`model.quantized.narrow_range`). With None, the codes decide.
 
     Raises:
-        ValueError: the checkpoint cannot be read, has no codes, or has full-range codes for a narrow recipe.
+        ValueError: the checkpoint is damaged, has no codes, or has full-range codes for a narrow recipe.
     """
     rules = [*(Rule(None, pattern) for pattern in DEFAULT_EXEMPT), *rules_of(read_quantization_config(directory))]
     there = any(directory.glob("*.safetensors"))
-    coded = read_checkpoint(directory, model).coded if there else {}
+    read = read_checkpoint(directory, model) if there else None
+    if read is not None and read.problems:
+        raise CheckpointError("\n".join([f"{directory} is damaged:", *(f"file: {one}" for one in read.problems[:20])]))
+    coded = {} if read is None else read.coded
     schemes: dict[str, Scheme] = {}
     left_out: list[str] = []
     for part in _parts(model):
@@ -144,6 +147,11 @@ def source_schemes(
             left_out.append(part.name)
     if left_out:
         say(f"not quantized, for their last block is not full: {listed(left_out, 5)}")
+    if not schemes and coded:
+        raise ValueError(
+            f"{directory} has codes of {listed(list(coded), 2)}, but the {type(model).__name__} of its config.json has "
+            "no such layers: one of the two is damaged, or they are of different models"
+        )
     if not schemes:
         raise ValueError(f"{directory} has no layer of {type(model).__name__} as codes: name a quant.scheme")
     return schemes

@@ -7,12 +7,12 @@ which multiply. ModelOpt's NVFP4 tensors do not match compressed-tensors', and c
 """
 
 import fnmatch
-import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from model.checkpoint.json_text import parse_json
 from model.checkpoint.safetensors import CheckpointError, DiskTensor, read_headers
 from model.quantized.foreign_layouts import Packing
 from quant import Rule, Scheme, TensorSpec
@@ -86,8 +86,8 @@ def _has_plain_weights(directory: Path) -> bool:
 def read_json_object(file: Path) -> dict[str, Any]:
     """Read a file with a JSON object. Raises ValueError if it has something else."""
     try:
-        whole = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        whole = parse_json(file.read_bytes())
+    except (OSError, ValueError) as error:
         raise ValueError(f"{file} is not readable JSON: {error}") from error
     if not isinstance(whole, dict):
         raise ValueError(f"{file} is a JSON {type(whole).__name__}, expected an object")

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from model.checkpoint.names import module_name_on_disk
 from model.checkpoint.safetensors import CheckpointError, Reader
+from model.disk_errors import words_of
 from model.quantized.checkpoint import SourceCheckpoint, read_checkpoint
 from model.quantized.narrow_range import check_codes, check_weights
 from model.quantized.tensor import QuantizedTensor, row_chunks
@@ -403,7 +404,7 @@ def _check_codes(quantization: Quantization, linears: ReadLinears, directory: Pa
                 if failure is None:
                     sums = torch.cat([_products(layer, *each, reader) for each in parts])
             except (OSError, CheckpointError) as error:  # on this rank only: the others are about to reduce
-                failure = str(error)
+                failure = words_of(error)
             if is_partitioned(layer.weight):  # else every rank has the whole sums
                 sums = reduce_over_ranks(sums)
             for (_, linear), own in zip(parts, sums.split(sizes), strict=True):

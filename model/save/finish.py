@@ -14,6 +14,7 @@ from model.checkpoint.names import Names, module_name_on_disk
 from model.checkpoint.safetensors import INDEX
 from model.disk_errors import naming
 from model.families import text_part
+from model.quantized.quantization_config import read_json_object
 from model.ranks import listed
 from model.save.aside import sync
 from model.save.for_mlx import write_for_mlx
@@ -65,7 +66,7 @@ def write_config(
     The source's file is edited rather than writing ``model.config``, so that switches of training (``use_cache``, the
     attention implementation) do not leak into it.
     """
-    config: dict[str, Any] = json.loads((source / "config.json").read_text())
+    config = read_json_object(source / "config.json")
     for key in ("quantization_config", "quantization"):  # of a quantized source
         config.pop(key, None)
     # Older checkpoints spell it torch_dtype, which older readers need.

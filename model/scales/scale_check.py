@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from model.checkpoint.safetensors import CheckpointError, Reader
+from model.disk_errors import words_of
 from model.ranks import listed, raise_everywhere, raise_problems, reduce_over_ranks
 from model.scales.codes import FileWeight, count_of_sums, local_products, other_weights
 from model.scales.grouping import ArrangedScales, GroupScale, ZeroPoints
@@ -194,7 +195,7 @@ def check_fit(
                 try:
                     local += [_local_errors(member), *_local_codes(member, reader)]
                 except (OSError, CheckpointError) as error:  # on this rank only: the others are about to reduce
-                    failure = failure or str(error)
+                    failure = failure or words_of(error)
                     break
             whole = sum(sum(member.sizes) for member in of_bucket)
             sums = torch.cat(local) if failure is None else torch.zeros(whole, dtype=torch.float64)

@@ -11,6 +11,17 @@ from typing import Any
 OUTSIDE = "../outside"  # a folder with files of the same names, which must not be opened
 VALUES: tuple[Any, ...] = (None, True, -1, 0, 1, 2**31, 10**30, 1e308, float("nan"))
 VALUES += ("", "x", "../x", "\0", [], {}, [[]])
+MARK = "what is odd comes here"
+DEEP = 200_000
+ODD = {
+    "deep list": "[" * DEEP + "]" * DEEP,
+    "deep object": '{"a":' * DEEP + "1" + "}" * DEEP,
+    "half of a surrogate pair": '"x\\ud800"',
+    "many digits": "9" * 5000,
+    "beyond doubles": "1e999",
+    "minus infinity": "-Infinity",
+    "no end": "[1, 2",
+}
 WIDTHS = (3, 4, 5, 8, 16, 32, 64, 128, 2**20, -128, 4.0, "4")
 METHODS = ("gptq", "awq", "auto-round", "fp8", "mxfp4", "compressed-tensors", "gptq_v2", "gemm", "re:(a+)+$", ["re:("])
 
@@ -71,6 +82,38 @@ def value(rng: random.Random, path: Path) -> str:
         place[key] = rng.choice(VALUES) if kind == 2 else _near(rng, place[key])
     path.write_text(json.dumps(whole))
     return f"{key!r} -> {place.get(key) if isinstance(place, dict) else place!r}"[:200]
+
+
+def odd(rng: random.Random, path: Path) -> str:
+    """In one place of a JSON file is what json.dumps does not write."""
+    text, said = _with_odd(rng, json.loads(path.read_text()))
+    path.write_text(text)
+    return said
+
+
+def odd_header(rng: random.Random, path: Path) -> str:
+    """The same in the header of a safetensors file."""
+    data = path.read_bytes()
+    length = struct.unpack("<Q", data[:8])[0]
+    text, said = _with_odd(rng, json.loads(data[8 : 8 + length]))
+    path.write_bytes(struct.pack("<Q", len(text)) + text.encode() + data[8 + length :])
+    return said
+
+
+def _with_odd(rng: random.Random, whole: Any) -> tuple[str, str]:
+    """JSON text with a value, a key or a second value of a key that JSON readers stumble over; and what it is."""
+    place, key = rng.choice(list(_places(whole)))
+    kind, raw = rng.choice(list(ODD.items()))
+    if isinstance(place, dict) and rng.random() < 0.3:
+        if rng.random() < 0.5:
+            kind, raw = "another name", f'"\\ud800{str(key)[1:]}"'
+            place[MARK] = place.pop(key)
+        else:
+            kind, raw = "twice", json.dumps(key)
+            place[MARK] = _near(rng, place[key])
+    else:
+        place[key] = MARK
+    return json.dumps(whole).replace(json.dumps(MARK), raw), f"{key!r}: {kind}"
 
 
 def quantization(rng: random.Random, path: Path) -> str:
@@ -169,9 +212,11 @@ ACTIONS: dict[str, Callable[[random.Random, Path], str]] = {
     "remove": remove,
     "json:value": value,
     "json:more values": value,
+    "json:odd": odd,
     "json:index": index,
     "json:code": code,
     "json:quantization": quantization,
     "weights:header": header,
     "weights:more headers": header,
+    "weights:odd header": odd_header,
 }

@@ -6,6 +6,7 @@ import functools
 import importlib
 import io
 import json
+import os
 import re
 import shlex
 from dataclasses import fields, is_dataclass
@@ -20,6 +21,7 @@ from engine.config.config import Recipe
 from engine.config.deepspeed import DsConfigError, resolve
 from engine.config.errors import RecipeError
 from engine.config.reading import load_recipe, parse_recipe
+from model.disk_errors import OF_DISKS
 from quant import PRESETS
 from quant.formats.compressed_tensors import packed_shapes
 from tests.lib.root import ROOT
@@ -283,7 +285,7 @@ def test_python_runs(block: Block) -> None:
 # The table of presets, and the picture
 
 
-FOREIGN = ("unrecognized arguments",)  # of argparse
+FOREIGN = ("unrecognized arguments", *map(os.strerror, OF_DISKS))  # of argparse and the system
 # Provoke the errors of the first two tables of docs/troubleshooting.md: more YAML, options, or a DeepSpeed file.
 BAD_YAML = ("lr: 3", "train: {}", "quant:", "quant: {scheme: [}", "model: {path: [}")
 BAD_OPTIONS = """

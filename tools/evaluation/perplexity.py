@@ -14,7 +14,6 @@ which both models find the same token most likely. A perplexity hides errors tha
 """
 
 import hashlib
-import json
 import math
 import re
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from model.build import build_model
 from model.checkpoint.load import load_weights
 from model.console import perplexity
 from model.peft import say_left_out
-from model.quantized.quantization_config import weights_alone
+from model.quantized.quantization_config import read_json_object, weights_alone
 from model.ranks import RankError, errors_on_all_ranks
 from tools.compressed import load_compressed
 from tools.evaluation.results import Evaluation, Measurement, weights_size
@@ -150,7 +149,7 @@ def load_for_evaluation(
     """
     say_left_out(directory)
     with errors_on_all_ranks(OSError, ValueError):
-        config = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
+        config = read_json_object(Path(directory) / "config.json")
         compressed = "quantization_config" in config and not weights_alone(Path(directory))
         if compressed and sharded:
             raise ValueError(

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from engine.checkpoint.files import replace_text
+from model.checkpoint.json_text import parse_json
 from model.console import figure
 
 
@@ -87,7 +88,7 @@ def read_evaluations(path: Path) -> list[Evaluation]:
     where = ""
     try:
         found = []
-        for index, entry in enumerate(json.loads(path.read_text(encoding="utf-8"))["evaluations"]):
+        for index, entry in enumerate(parse_json(path.read_bytes())["evaluations"]):
             where = place = f" in evaluations[{index}]"
             measurements = {}
             for name, measurement in entry["measurements"].items():

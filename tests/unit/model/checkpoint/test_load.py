@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from model.checkpoint.load import check_finite
@@ -161,6 +162,18 @@ def test_a_model_that_holds_one_is_not_written(layout, tmp_path, seed):
         named[name].data.copy_(kept)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
     export_model(model, quantization, source, tmp_path / "export", layout=layout)
+
+
+def test_an_adapter_is_written_with_the_same_bytes_each_time(tmp_path, seed):
+    tensors = {f"{layer}.lora_{part}.weight": torch.randn(4, 4).bfloat16() for layer in "abcd" for part in "AB"}
+    config = {"peft_type": "LORA", "target_modules": ["q_proj", "k_proj"]}
+    for number in range(6):
+        PeftFolder(dict(random.sample(sorted(tensors.items()), 8)), config, "base").publish(tmp_path / str(number))
+    folders = [{file.name: file.read_bytes() for file in (tmp_path / str(number)).iterdir()} for number in range(6)]
+    assert all(folder == folders[0] for folder in folders) and len(folders[0]) == 2
+    with safe_open(tmp_path / "0" / "adapter_model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt", "base": "base"}
+        assert all(torch.equal(file.get_tensor(key), tensor) for key, tensor in tensors.items())
 
 
 def test_an_adapter_alone_that_holds_one_is_not_written(tmp_path, seed):

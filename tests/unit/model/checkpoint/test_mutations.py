@@ -2,26 +2,40 @@
 theirs runs, and nothing outside of the folder is read.
 """
 
+import io
 import os
 import random
 import re
 import shutil
 import sys
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import pytest
 import torch
 
-from engine.config.errors import RecipeError, checkpoint_problems
+from engine.export import check_export
+from engine.session.context import build_loader, read_tokenizer
 from engine.session.student import build_student
+from launch.exits import clean_exit, recipe_or_exit
 from model.quantized.scales import take_start
 from model.ranks import RankError
 from model.scales import load_scales
 from quant import SCHEMES
-from tests.lib.checkpoints import CPU, exported, load_model, load_quantized, quantize, read_tensors, same_bits
+from tests.lib.checkpoints import (
+    CPU,
+    edit_json,
+    edit_tensors,
+    exported,
+    load_model,
+    quantize,
+    read_tensors,
+    same_bits,
+)
 from tests.lib.mutations import of_folder
 from tests.lib.patience import ends
 from tests.lib.published import gpt_oss, gptq_checkpoint, modelopt
+from tests.lib.recipes import write_chats, write_minimal
 from tests.lib.tiny import tiny_checkpoint
 from tests.unit.engine.session.adapted import DS_CONFIG
 from tests.unit.engine.session.adapted import folder as adapter
@@ -30,6 +44,7 @@ from tools.compressed import load_compressed
 
 OPENED: list[str] = []
 BASES: dict[str, Path] = {}  # the models that folders of scales, codes to start from, or adapters are of
+SCALE = "model.layers.0.mlp.up_proj.weight_scale"
 NAMED = re.compile(r"\.json|\.safetensors|model\.\w|lm_head")
 
 
@@ -43,19 +58,26 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     """A plain model of several files, exports of codes of each kind, and beside them what must not be opened."""
     base = tmp_path_factory.mktemp("mutations")
     plain = tiny_checkpoint(base / "plain", layers=1, even=True, max_shard_size="100KB")
-    found = {"plain": plain, "adapter": adapter(base / "adapter", plain)}
+    found = {
+        "plain": plain,
+        "train fp8_static": plain,
+        "train w4a16_g32": plain,
+        "adapter": adapter(base / "adapter", plain),
+    }
     (base / "adapter" / "recipe.yaml").unlink()
     BASES["adapter"] = plain
     for scheme in ("fp8_static", "w4a16_g32"):
         exported(base / scheme, "qwen3", SCHEMES[scheme], wide=True)
-        for use in ("export", "source", "scales", "start"):
+        for use in ("export", "train source", "scales", "start"):
             found[f"{use} {scheme}"] = base / scheme / "export"
             BASES[f"{use} {scheme}"] = base / scheme / "source"
     for kind in ("gptq", "awq"):
-        found[f"source {kind}"] = gptq_checkpoint(base / f"of {kind}", kind)[0]
-    found["source modelopt"] = found["scales modelopt"] = modelopt(base / "modelopt", "fp8_static", inside=False)[1]
+        found[f"train source {kind}"] = gptq_checkpoint(base / f"of {kind}", kind)[0]
+    found["train source modelopt"] = found["scales modelopt"] = modelopt(base / "modelopt", "fp8_static", inside=False)[
+        1
+    ]
     BASES["scales modelopt"] = base / "modelopt" / "source"
-    found["source gpt_oss"] = gpt_oss(base / "blocks", seed=0)
+    found["train source gpt_oss"] = gpt_oss(base / "blocks", seed=0)
     shutil.copytree(plain, base / "outside")
     sys.addaudithook(_watch)  # for the rest of the process
     return found
@@ -66,18 +88,13 @@ def load(kind: str, folder: Path) -> torch.nn.Module:
     use, _, scheme = kind.partition(" ")
     if use == "export":
         return load_compressed(folder, dtype=torch.float32, device=CPU)[0]
+    if use == "train":
+        return start(folder, scheme.partition(" ")[0])
     if use == "plain":
         return load_model(folder)
-    if use == "source":  # its configuration before anything else
-        if problems := list(checkpoint_problems("model.path", str(folder))):
-            raise RankError("\n".join(problems))
-        return load_quantized(folder)[0]
     if use == "adapter":
-        try:
-            settings = adapter_recipe(folder.parent, BASES[kind], {"start": str(folder), "targets": [".*_proj"]})
-            model, _ = build_student(settings, DS_CONFIG, CPU)
-        except RecipeError as error:
-            raise RankError(str(error)) from error
+        settings = adapter_recipe(folder.parent, BASES[kind], {"start": str(folder), "targets": [".*_proj"]})
+        model, _ = build_student(settings, DS_CONFIG, CPU)
         values = [value for name, value in model.named_parameters() if "lora" in name]
     else:
         model = load_model(BASES[kind])
@@ -92,20 +109,37 @@ def load(kind: str, folder: Path) -> torch.nn.Module:
     return model
 
 
+def start(folder: Path, scheme: str) -> torch.nn.Module:
+    """What launch/train.py does with a model.path, up to the first forward."""
+    chats = folder.parent / "chats.jsonl"
+    if not chats.exists():
+        write_chats(chats)
+    argv = ["--config", str(write_minimal(folder.parent)), "--model.path", str(folder), "--quant.scheme", scheme]
+    recipe = recipe_or_exit([*argv, "--data.train", f"['{chats}']", "--output_dir", str(folder.parent / "run")])
+    check_export(recipe)
+    build_loader(recipe, read_tokenizer(recipe))
+    return build_student(recipe, DS_CONFIG, CPU)[0]
+
+
 def mutate_and_load(rng: random.Random, folders: dict[str, Path], work: Path) -> str:
     """One mutation of one folder; what came of it."""
     kind = rng.choice(list(folders))
     shutil.rmtree(work, ignore_errors=True)
     shutil.copytree(folders[kind], work)
     OPENED.clear()
-    said = f"{kind}: {of_folder(rng, work)}"
+    said, printed = f"{kind}: {of_folder(rng, work)}", io.StringIO()
     try:
-        with ends(said):
+        with ends(said), redirect_stderr(printed), clean_exit():
             model = load(kind, work)
-    except RankError as error:
-        named = str(work) in str(error) or NAMED.search(str(error))
-        assert named and len(str(error)) < 20_000, f"{said}\n{error}"
+    except SystemExit:
+        text = printed.getvalue()
+        assert text.startswith("error: ") and "Traceback" not in text and len(text) < 20_000, f"{said}\n{text}"
+        named = str(work) in text or NAMED.search(text)
+        assert named and "name a quant.scheme" not in text, f"{said}\n{text}"
         return "named"
+    except BaseException as error:
+        error.add_note(said)
+        raise
     finally:
         assert "EVIL" not in os.environ, said
         assert not OPENED, (said, OPENED)
@@ -116,16 +150,35 @@ def mutate_and_load(rng: random.Random, folders: dict[str, Path], work: Path) ->
     return "loaded"
 
 
-def test_forty_folders(folders, tmp_path):
+def test_a_hundred_folders(folders, tmp_path):
     rng = random.Random(22)
-    assert {mutate_and_load(rng, folders, tmp_path / "work") for _ in range(40)} == {"named", "loaded"}
+    assert {mutate_and_load(rng, folders, tmp_path / "work") for _ in range(100)} == {"named", "loaded"}
 
 
 @pytest.mark.full
-def test_five_hundred_folders(folders, tmp_path, seed):
+def test_a_thousand_folders(folders, tmp_path, seed):
     rng = random.Random(seed)
-    for _ in range(500):
+    for _ in range(1000):
         mutate_and_load(rng, folders, tmp_path / "work")
+
+
+@pytest.mark.parametrize("scheme", ["source", "w4a16_g32"])
+def test_damage_is_named_whether_the_scheme_is_or_not(folders, tmp_path, scheme):
+    """In a file cut short, in a layer without its scales, and where config.json describes a smaller model."""
+    work = tmp_path / "work"
+    for damage, named in (
+        (lambda file: os.truncate(file, file.stat().st_size - 8), "is truncated"),
+        (lambda file: edit_tensors(work, SCALE, lambda tensors: tensors.pop(SCALE)), "weight_scale is missing"),
+        (lambda file: edit_json(work / "config.json", num_hidden_layers=0), "config.json"),
+    ):
+        shutil.copytree(folders["train source w4a16_g32"], work)
+        damage(max(work.glob("*.safetensors")))
+        with pytest.raises(RankError) as raised:
+            start(work, scheme)
+        text = str(raised.value)
+        assert str(work) in text and named in text
+        assert not re.search(r"name a quant\.scheme|tokenizer", text)
+        shutil.rmtree(work)
 
 
 @pytest.mark.parametrize(

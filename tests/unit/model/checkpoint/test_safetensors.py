@@ -1,6 +1,7 @@
 """Reading safetensors by byte ranges, against the format's own library; and files that are not what they should be."""
 
 import json
+import math
 import random
 import struct
 from pathlib import Path
@@ -78,6 +79,11 @@ FILES = {
     "a pickle": (b"\x80\x02}q\x00(X\x04\x00\x00\x00" * 9, "truncated or not a safetensors file"),
     "no JSON": (damaged(b"{oops"), "damaged header"),
     "a list": (damaged(b"[1, 2]"), "damaged header"),
+    "200,000 brackets": (damaged(b'{"w": ' + b"[" * 200_000 + b"]" * 200_000 + b"}"), "damaged header.*nested too"),
+    "a name twice": (damaged(b'{"w": {}, "w": {}}'), "damaged header: 'w' occurs twice"),
+    "half of a surrogate pair": (damaged(rb'{"w\ud800": {}}'), r"damaged header: a key has half.*'w\\ud800'"),
+    "NaN": (damaged(entry(shape=[math.nan])), "damaged header.*w of shape"),
+    "5,000 digits": (damaged(b'{"w": {"shape": [' + b"9" * 5000 + b"]}}"), "damaged header.*digits"),
     "no offsets": (damaged({"w": {"dtype": "F32", "shape": [2]}}, b"x" * 8), "damaged header"),
     "a shape of another size": (damaged(entry(shape=[3]), b"x" * 8), "damaged header.*w of shape"),
     "a negative shape": (damaged(entry(shape=[-2]), b"x" * 8), "damaged header"),
@@ -131,7 +137,8 @@ def test_no_checkpoint(tmp_path: Path):
         read_headers(tmp_path)
 
 
-NO_INDEX = [b"{", b"[]", b"{}", b'{"weight_map": 3}']
+NO_INDEX = [b'{"weight_map": ' + b"[" * 200_000, rb'{"weight_map": {"w": "a", "w": "b"}}']
+NO_INDEX += [b"{", b"[]", b"{}", b'{"weight_map": 3}']
 OUTSIDE = [b'{"weight_map": {"w": "../../other.safetensors"}}', b'{"weight_map": {"w": ".."}}']
 
 
