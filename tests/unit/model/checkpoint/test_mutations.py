@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.export import check_export
-from engine.session.context import build_loader, read_tokenizer
+from engine.export import check_export, check_exportable
+from engine.session.check_models import check_models
+from engine.session.context import RunContext, build_loader, read_tokenizer
 from engine.session.student import build_student
 from launch.exits import clean_exit, recipe_or_exit
 from model.quantized.scales import take_start
@@ -117,7 +118,10 @@ def start(folder: Path, scheme: str) -> torch.nn.Module:
     argv = ["--config", str(write_minimal(folder.parent)), "--model.path", str(folder), "--quant.scheme", scheme]
     recipe = recipe_or_exit([*argv, "--data.train", f"['{chats}']", "--output_dir", str(folder.parent / "run")])
     check_export(recipe)
-    build_loader(recipe, read_tokenizer(recipe))
+    context = RunContext(CPU, DS_CONFIG, read_tokenizer(recipe))
+    models = check_models(recipe, context)
+    check_exportable(recipe, models.model, models.quantization)
+    build_loader(recipe, context.tokenizer, models.tokens)
     return build_student(recipe, DS_CONFIG, CPU)[0]
 
 
