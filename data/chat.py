@@ -1,6 +1,6 @@
 """Read chat JSONL into samples whose only targets are the tokens of the last assistant turn, or of all of them.
 
-The mask comes from the chat template's output: `data.template` finds the characters of the rendered conversation that
+The mask comes from the chat template's output: `data.answers` finds the characters of the rendered conversation that
 the model generates, from behind the generation prompt to the end of the turn. The text is tokenized once, as a whole,
 and the tokens of these characters are the targets. Searching the tokens for a marker such as
 ``<|im_start|>assistant`` would need a rule per template, and would also match text that users typed.
@@ -11,12 +11,15 @@ is causal, so later tokens have no effect.
 
 Special cases, each counted in turns:
 
-- A template may write the generation prompt differently from the finished turn, or a turn differently once others
-  follow. The turn is then located by its content, or the line is an error (see `data.template`): ``by_content``.
+- A template may write the generation prompt differently from the finished turn, or the context differently in serving.
+  The turn is then located by its content, or the line is an error (see `data.answers`): ``by_content``.
+- A template may leave out the thinking of a turn once others follow. The rest is learned, as serving shows it to the
+  model in later turns: ``cut``.
 - A token may begin in the prompt and end in the answer. It is context if the prompt alone ends with that token, else
   it is a target: ``straddling``.
 - A template may write no special token after the answer (the next turn's role ends it). The last target is then the
-  last token of the answer, and the model does not learn to stop: ``without_end``.
+  last token of the answer, and the model does not learn to stop: ``without_end``. Or the token that it writes is not
+  among those at which generation stops, so that serving goes on behind it: ``unstopped``.
 """
 
 from bisect import bisect_right
@@ -29,10 +32,11 @@ import numpy as np
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
+from data.answers import Answer, LossOn, Rendering, render
 from data.jsonl import Conversation, check_fields, conversation_of, lines_of
 from data.keys import FileKeys, Written
 from data.samples import IGNORE, Bars, DataError, Problems, Sample, check_files, no_bar
-from data.template import Answer, LossOn, Rendering, SpecialTokens, Template
+from data.template import SpecialTokens, Template
 from data.tokens import CHARACTERS, TEXTS, OffsetTokenizer, TokenizerError, Tokens, in_groups
 from data.turns import BadLineError
 
@@ -50,9 +54,11 @@ class Counts:
     truncated: int = 0  # kept, the beginning cut off
     targets_cut: int = 0  # tokens of earlier answers in truncated samples that are no longer targets
     without_target: int = 0  # dropped: there is no answer, or it is empty
-    by_content: int = 0  # kept answers: located by their content instead of by the renderings around them
+    by_content: int = 0  # kept answers: located by their content, because serving writes otherwise what precedes them
+    cut: int = 0  # kept answers: the template leaves out a part (the thinking), because others follow
     straddling: int = 0  # kept answers: a token reaches from the prompt into the answer and is a target
     without_end: int = 0  # kept answers: no special token ends them
+    unstopped: int = 0  # kept answers: generation does not stop at the special token that ends them
     spelled: int = 0  # special tokens spelled out in the contents of kept samples
     spelled_targets: int = 0  # spelled-out special tokens that are targets
     unanswered: int = 0  # turns behind the last learned answer, which are left out
@@ -82,8 +88,10 @@ class Counts:
             "truncated": self.truncated,
             "targets cut away with it": self.targets_cut,
             "answers found by their content": self.by_content,
+            "earlier answers of which the chat template leaves out a part, such as the thinking": self.cut,
             "answers that begin inside a token": self.straddling,
             "answers without an end-of-turn token": self.without_end,
+            "answers that end with a token at which generation does not stop (generation_config.json)": self.unstopped,
             "special tokens spelled out in the chats and kept (data.special_tokens)": self.spelled,
             "of them targets": self.spelled_targets,
             "turns behind the last learned answer left out": self.unanswered,
@@ -234,7 +242,7 @@ class _Builder:
         conversation = conversation_of(line, self.fields, self.template.reads)
         if self.special_tokens == "refuse" and (token := self.template.special_token_in(conversation)):
             raise BadLineError(f"found the special token {token!r} spelled out, expected none (data.special_tokens)")
-        rendering = self.template.render(conversation, self.loss_on)
+        rendering = render(self.template, conversation, self.loss_on)
         if self.special_tokens == "text" and rendering.unplaced:
             raise BadLineError(
                 "found a special token spelled out, and a chat template that writes the conversation otherwise without "
@@ -300,8 +308,11 @@ class _Builder:
                 self.counts.targets_cut += turn.last + 1 - turn.first
         self.counts.truncated += begin > 0
         self.counts.by_content += sum(answer.by_content for answer in line.rendering.answers)
+        self.counts.cut += sum(answer.cut for answer in line.rendering.answers)
         self.counts.straddling += sum(turn.straddling for turn in turns)
         self.counts.without_end += sum(not turn.ended for turn in turns)
+        stops = self.template.ends.stops
+        self.counts.unstopped += sum(turn.ended and tokens.ids[turn.last] not in stops for turn in turns)
         kept = [index for index in self.tokenizer.spelled_at(tokens, spelled) if begin <= index <= length]
         self.counts.spelled += len(kept) + line.rendering.unplaced
         self.counts.spelled_targets += sum(index > begin and labels[index - 1] != IGNORE for index in kept)
@@ -383,7 +394,7 @@ def last_target(tokens: Tokens, text: str, first: int, stop: int, special: Colle
         BadLineError: one token contains the end of this turn and the beginning of the next text.
     """
     offsets = tokens.offsets
-    last = end = bisect_right(offsets, stop, lo=min(first, len(offsets)), key=lambda offset: offset[1]) - 1
+    last = bisect_right(offsets, stop, lo=min(first, len(offsets)), key=lambda offset: offset[1]) - 1
     if last + 1 < len(offsets) and offsets[last + 1][0] < stop:
         left, right = offsets[last + 1]
         inside, outside = text[left:stop].strip(), text[stop:right].strip()
@@ -392,7 +403,5 @@ def last_target(tokens: Tokens, text: str, first: int, stop: int, special: Colle
                 f"found one token for {text[left:right]!r}, the end of an answer and the beginning of what follows, "
                 "expected the chat template to keep them apart"
             )
-        last = end = last + bool(inside)
-    while end > first and not text[slice(*offsets[end])].strip():
-        end -= 1
-    return (end, True) if tokens.ids[end] in special else (last, False)
+        last += bool(inside)
+    return last, tokens.ids[last] in special

@@ -146,18 +146,25 @@ def test_a_token_across_the_boundary_is_a_target_and_counted(tmp_path):
 
 def test_answer_is_found_by_content_where_the_prompt_is_no_prefix(tmp_path):
     tokenizer = templated(THINKING.replace("CONTENT", "m['content'].split('</think>')[-1].strip()"))
-    rows = [
-        {"input": "user", "output": "<think>user, 42?</think> 42 \n"},
-        {"input": "42", "output": "42"},  # the prompt has the same text
-        {"input": "12", "output": "<think>\nso</think>12"},
-    ]
+    rows = [{"input": "user", "output": " 42 \n"}, {"input": "42", "output": "42"}]  # the prompt has the same text
     samples, counts = read(tmp_path, tokenizer, *rows)
-    assert [learned(sample, tokenizer) for sample in samples] == [f"42{END}", f"42{END}", f"12{END}"]
-    assert counts.by_content == 3 and "3 answers found by their content" in counts.summary()
+    assert [learned(sample, tokenizer) for sample in samples] == [f"42{END}", f"42{END}"]
+    assert counts.by_content == 2 and "2 answers found by their content" in counts.summary()
+    for answer in ("<think>user, 42?</think> 42", "\nuser, 42?</think>42"):
+        with pytest.raises(
+            DataError, match=r"a\.jsonl:1: found turn 1's 'content' 'user, 42\?', which the chat template"
+        ):
+            read(tmp_path, tokenizer, {"input": "user", "output": answer})
 
 
-UNLOCATED = ("m['content'].replace('A', 'Z')", "m['content'] | upper", "'fixed'", "m['content'] ~ m['content']")
-UNLOCATED += ("m['content'] | length",)
+CHANGED, OMITTED = "a chat template that changes the content", "turn 1's 'content' .* does not write"
+UNLOCATED = {
+    "m['content'].replace('A', 'Z')": CHANGED,
+    "m['content'] | upper": CHANGED,
+    "'fixed'": OMITTED,
+    "m['content'] ~ m['content']": "a chat template that writes for the assistant's turn 1 'Abc' 2 times",
+    "m['content'] | length": CHANGED,
+}
 SIMPLE = tiny_tokenizer().chat_template
 NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('No system here') }}{% endif %}" + SIMPLE
 
@@ -166,8 +173,11 @@ NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('No syst
     ("template", "message"),
     [
         *(
-            (THINKING.replace("CONTENT", f"({content}) | string"), ":1: found a chat template whose generation prompt")
-            for content in UNLOCATED
+            (
+                SIMPLE.replace("m['content']", f"(({content}) if m['role'] == 'assistant' else m['content']) | string"),
+                f":1: found {message}",
+            )
+            for content, message in UNLOCATED.items()
         ),
         (NO_SYSTEM, ":2: .*'system'.*refuses: No system here"),
         (
@@ -175,10 +185,10 @@ NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('No syst
             r":1: found the roles \['user', 'assistant'\], which .* refuses",
         ),
         ("{{ 1 // 0 }}", ":1: found the roles .* refuses: integer division"),
-        ("{{ messages[0]['content'] }}", ":1: found nothing after the generation prompt"),
+        ("{{ messages[0]['content'] }}", ":1: found turn 1's 'content' 'Abc', which the chat template does not write"),
         (
             "{% if not add_generation_prompt %}{{ messages[-1]['content'] }}{% endif %}",
-            ":1: found the answer to begin at token 0",
+            ":1: found turn 0's 'content' 'What\\?', which the chat template does not write",
         ),
         (None, "no chat template"),
     ],

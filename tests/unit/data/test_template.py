@@ -61,7 +61,7 @@ QWEN = """\
 # Like the R1 distillations': the prompt opens the thinking, finished turns have none.
 OPENED = """\
 {%- for m in messages %}{% if m.role == 'assistant' %}
-{{- '<|im_start|>A:' + m.content.split('</think>')[-1] + '<|im_end|>' }}
+{{- '<|im_start|>A:' + (m.content if loop.last else m.content.split('</think>')[-1]) + '<|im_end|>' }}
 {%- else %}{{ '<|im_start|>Q:' + m.content }}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>A:<think>\n' }}{% endif %}"""
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 12, "b": 30}}}
@@ -86,7 +86,7 @@ def test_thinking_is_learned_where_the_whole_conversation_has_it(tmp_path):
     assert read_rows(tmp_path, QWEN, thought, separate)[0] == [[last]] * 2
     found, counts = read_rows(tmp_path, QWEN, thought, separate, loss_on="all")
     assert found == [[f"42{END}", last]] * 2
-    assert counts.by_content == 2  # the first turn of each: alone it would have its thinking
+    assert counts.cut == 2  # the first turn of each: alone it would have its thinking
     plain = turns(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
     assert read_rows(tmp_path, QWEN, plain, loss_on="all")[0] == [[f"b{END}", f"<think>\n\n</think>\n\nd{END}"]]
 
@@ -94,14 +94,12 @@ def test_thinking_is_learned_where_the_whole_conversation_has_it(tmp_path):
 def test_thinking_that_the_prompt_opens(tmp_path):
     row = turns(("user", "Q:b"), ("assistant", "<think>b</think>b"), ("user", "b"), ("assistant", "b b"))
     found, counts = read_rows(tmp_path, OPENED, row, loss_on="all")
-    assert found == [[f"b{END}", f"b b{END}"]] and counts.by_content == 2
+    assert found == [[f"b{END}", f"b b{END}"]] and (counts.by_content, counts.cut) == (2, 1)
     assert read_rows(tmp_path, OPENED, row)[0] == [[f"b b{END}"]]
 
 
 def test_reasoning_is_learned_where_only_its_content_shows_its_place(tmp_path):
-    template = OPENED.replace(
-        "+ m.content.split", "+ '<think>' + (m.reasoning_content or '') + '</think>' + m.content.split"
-    )
+    template = OPENED.replace("+ (m.content", "+ '<think>' + (m.reasoning_content or '') + '</think>' + (m.content")
     row = {"messages": [*messages(("user", "b")), {"role": "assistant", "content": "b", "reasoning_content": "b?"}]}
     found, counts = read_rows(tmp_path, template, row)
     assert found == [[f"b?</think>b{END}"]] and counts.by_content == 1
@@ -150,11 +148,17 @@ TOGETHER = "{% for m in messages %}{{ m.content if m.role == 'assistant' else '.
             (
                 templated(THINKING.replace("CONTENT", f"({content})").replace("<think>\n", "")),
                 EARLIER,
-                "found a chat template whose generation prompt .* turn 1, ",
+                message,
             )
-            for content in (
-                "m['content'].replace('A', 'Z') if not loop.last else m['content']",
-                "m['content'] ~ ('!' if loop.last else '')",
+            for content, message in (
+                (
+                    "m['content'].replace('A', 'Z') if not loop.last else m['content']",
+                    "found a chat template that changes the content of turn 1 ",
+                ),
+                (
+                    "m['content'] ~ ('!' if loop.last else '')",
+                    r"found a chat template that writes for the assistant's turn 1 '!<\|im_end\|>' behind it only if",
+                ),
             )
         ),
         (
