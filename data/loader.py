@@ -125,7 +125,7 @@ class Loader:
             batches = [pad(self.samples, rows, self._pad) for rows in self._rows(k)]
         else:
             batches = [pack_rows(self.samples, rows, self._pad, self._packed_length) for rows in self._rows(k)]
-        for batch in batches:
+        for batch in batches if len(self._skip) else ():
             for row, start, end in batch["spans"][torch.isin(batch["sample_ids"], self._skip)].tolist():
                 batch["labels"][row, start:end] = IGNORE
         return batches

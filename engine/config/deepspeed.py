@@ -560,7 +560,14 @@ def _refused_by_deepspeed(config: dict[str, Any]) -> Iterator[str]:
         for found in error.errors():
             yield f"{'.'.join(map(str, found['loc']))}: {found['msg']}, found {found['input']!r}"
     except Exception as error:  # of any type: it reads some keys without type checks
-        yield f"DeepSpeed cannot read it: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        why = f"DeepSpeed cannot read it: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        without = {key: {name: value for name, value in config.items() if name != key} for key in given}
+        causes = [key for key, rest in without.items() if not any(map(_is_unreadable, _refused_by_deepspeed(rest)))]
+        yield f"{causes[0]}: {why}" if causes else why
+
+
+def _is_unreadable(problem: str) -> bool:
+    return "DeepSpeed cannot read it: " in problem
 
 
 def teacher_config(ds_config: dict[str, Any]) -> dict[str, Any]:

@@ -327,8 +327,9 @@ class OptimRecipe:
 
     def warmup(self, steps: int) -> int:
         """Return the warm-up steps of a run of ``steps`` steps."""
-        # 1e-9 absorbs rounding errors (0.07 * 100 is more than 7). Steps are not checked yet, and may be any integer.
-        return self.warmup_steps or math.ceil(self.warmup_ratio * min(steps, 2**62) - 1e-9)
+        # 1e-9 absorbs rounding errors (0.07 * 100 is more than 7). Neither is checked yet: steps may be any integer.
+        share = self.warmup_ratio if 0 < self.warmup_ratio <= 1 else 0
+        return self.warmup_steps or math.ceil(share * min(steps, 2**62) - 1e-9)
 
     def default_decay(self, steps: int) -> int:
         """Compute the default decay steps of schedule wsd: a tenth of ``steps``, but only steps after the warm-up."""
