@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from inspect import signature
 from typing import Any
 
 from jinja2 import Environment, TemplateError, nodes
@@ -15,11 +16,9 @@ from transformers import PreTrainedTokenizerBase
 
 from data.samples import DataError
 
-# Given by the reader or by transformers; "documents" is a parameter of apply_chat_template, but the row's to give.
-_GIVEN = {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "conversation"}
-_GIVEN |= {"raise_exception", "strftime_now", "tokenize", "padding", "truncation", "max_length", "return_tensors"}
-_GIVEN |= {"return_dict", "return_assistant_tokens_mask", "sanitize_control_tokens", "tokenizer_kwargs"}
-_GIVEN |= set(DEFAULT_NAMESPACE)
+# Given by the reader or by transformers; only "documents" is a parameter of apply_chat_template that a row may give.
+_GIVEN = {*signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents"}
+_GIVEN |= {"messages", "raise_exception", "strftime_now", *DEFAULT_NAMESPACE}
 _GENERATION = re.compile(r"{%-?\s*(end)?generation\s*-?%}")  # a tag of transformers
 _SHOWN = 20
 _DATA = (".properties", ".arguments")

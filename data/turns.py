@@ -24,8 +24,7 @@ FLAGS |= {"loss_weight": True, "masked": False}
 """Keys that say if a turn is learned, and the value with which it is."""
 
 NOTHING: tuple[Any, ...] = (None, "", [], "[]", "null")
-"""Values of calls and tools that there are not."""
-
+"""Values of a key for calls or tools if there are none."""
 
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 
@@ -239,8 +238,10 @@ def tools_of(tools: Any, place: str, seen: Seen) -> list[dict[str, Any]] | None:
         where = f"{place}[{index}]"
         tool = _decoded(given, where)
         function = _function(tool, where)
-        parameters = _without_nulls(_decoded(function.get("parameters"), f"{where}.parameters"), seen)
-        function = _without_nulls(function, seen) | ({} if parameters is None else {"parameters": parameters})
+        if "parameters" in function:
+            function = function | {"parameters": _decoded(function["parameters"], f"{where}.parameters")}
+        function = _without_nulls(function, seen)
+        parameters = function.get("parameters")
         properties = parameters.get("properties", parameters) if isinstance(parameters, dict) else None
         if isinstance(properties, dict):
             seen.parameters[function["name"]] = set(properties)

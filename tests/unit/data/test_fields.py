@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from data.samples import DataError
-from tests.lib.tiny import tiny_tokenizer
+from tests.lib.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from tests.unit.data.chats import END, GOOD, learned_turns, messages, read, templated, turns, whole
 from tests.unit.data.marked import Maker, passed_over
 from tests.unit.data.test_template import QWEN
@@ -170,3 +170,23 @@ def test_no_value_of_a_row_is_passed_over(template, tmp_path, rng):
         assert not missing or counts.unanswered, (missing, row)
         outcomes["counted" if keys.unused or keys.unwritten else "whole"] += 1
     assert len(outcomes) == 4 and min(outcomes.values()) > 3, outcomes
+
+
+def test_nulls_of_arrow_are_left_out_or_counted(tmp_path):
+    """A union of all arguments and of all schemas has a null for each key that other rows have."""
+    tool = {"name": "f", "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "unit": None}}}
+    call = {"name": "f", "arguments": {"city": None, "unit": None}}
+    row = {"messages": [ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}], "tools": [tool]}
+    tokenizer = templated(QWEN)
+    (sample,), counts = read(tmp_path, tokenizer, row)
+    assert (counts.nulls_left_out, counts.nulls_kept) == (2, 1)
+    text = whole(sample, tokenizer)
+    assert '"arguments": {"city": null}}' in text and "unit" not in text
+    assert "1 nulls kept in arguments of calls" in counts.summary()
+
+
+def test_reasoning_has_the_name_that_the_template_reads(tmp_path):
+    tokenizer = templated(CHAT_TEMPLATE.replace("m['content']", "(m.reasoning or '')+m['content']"))
+    rows = [{"messages": [ASKED, ANSWER | {key: "why? "}]} for key in ("reasoning", "reasoning_content", "thinking")]
+    for sample in read(tmp_path, tokenizer, *rows)[0]:
+        assert learned_turns(sample, tokenizer) == [f"why? b{END}"]
