@@ -266,21 +266,25 @@ class _Writing:
             raise self._otherwise(index, f"{behind[: missing[1]][-60:]!r} behind it only if no turn follows")
         if stop is None and (not behind.strip() or self._followed(index).startswith(behind.rstrip())):
             return last + len(own), last + len(own)
-        if stop is None or self._begins_turn(index, own[found.end - last : stop[1]]):
+        if stop is None or self._begins_turn(own[found.end - last : stop[1]]):
             raise BadLineError(
                 f"found {behind[:60]!r} behind turn {index} (assistant), and no special token that ends it, expected a "
                 "chat template that ends a turn with one, or writes nothing of the next turn"
             )
         return last + stop[0], last + stop[1]
 
-    def _begins_turn(self, index: int, own: str) -> bool:
-        """Tell if the text behind a turn has special tokens of the generation prompt: they begin the next turn."""
-        tokens = self.template.ends.not_stopping(own)
-        if not tokens:
+    def _begins_turn(self, own: str) -> bool:
+        """Tell if the text behind a turn has a special token that begins turns: it is not this turn's.
+
+        Those are the first ones of a conversation, and the last one of the generation prompt.
+        """
+        ends = self.template.ends
+        if not (tokens := ends.texts_in(own)):
             return False
-        prompt, question = (self._write(self.turns[:index], add_generation_prompt=add) for add in (True, False))
-        added = prompt[_common(prompt, question) :]
-        return any(token in added for token in tokens)
+        question = [self.template.formatted({"role": "user", "content": MARKER})]
+        before = self._write(question).partition(MARKER)[0]
+        prompt = self._write(question, add_generation_prompt=True).rpartition(MARKER)[2].rstrip()
+        return any(token in ends.leading(before) or prompt.endswith(token) for token in tokens)
 
     def _stop(self, index: int, own: str, start: int) -> Span | None:
         """Find the end-of-turn token in the text behind a turn's last string."""

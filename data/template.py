@@ -92,9 +92,14 @@ class Ends:
         """Find the first token at which generation stops."""
         return next((m.span() for m in self._pattern.finditer(text, start) if m[0] in self._stops), None)
 
-    def not_stopping(self, text: str) -> set[str]:
-        """Return the special tokens in a text at which generation does not stop."""
-        return {match[0] for match in self._pattern.finditer(text)} - self._stops
+    def texts_in(self, text: str) -> list[str]:
+        """Return the tokens in a text at which generation does not stop."""
+        return [match[0] for match in self._pattern.finditer(text) if match[0] not in self._stops]
+
+    def leading(self, text: str) -> list[str]:
+        """Return these tokens in front of the first word of a text."""
+        match = re.search(r"\S", self._pattern.sub(lambda token: " " * len(token[0]), text))
+        return self.texts_in(text[: match.start()] if match else text)
 
     def first(self, text: str, start: int = 0) -> Span | None:
         """Find the end of a turn: the first token, or one behind it with only whitespace between that stops."""

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -143,3 +144,49 @@ def words_tokenizer(template: str) -> PreTrainedTokenizerFast:
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END)
     wrapped.chat_template = template
     return wrapped
+
+
+# Words that mark the parts of a conversation.
+
+ONE_LINE = re.compile(r"1 bad line in the data:\n\S+a\.jsonl:1: found [^\n]+")
+
+
+WORD = r"w[a-z]\d{3}w|71\d\d"
+
+
+class Words:
+    """Words that occur once, each the mark of one part of a conversation."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, kind: str) -> str:
+        """Return the next word; it has lower-case letters, which changes of a template reach."""
+        self.count += 1
+        return f"w{kind}{self.count:03}w"
+
+
+def answers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The assistant turns of a conversation."""
+    return [turn for turn in rows if turn["role"] == "assistant"]
+
+
+def words_in(turn: dict[str, Any]) -> set[str]:
+    """The words in a turn's parts."""
+    return set(re.findall(WORD, json.dumps(turn)))
+
+
+def cut_answers(turns: list[dict[str, Any]], runs: list[str], tokenizer: PreTrainedTokenizerFast) -> int:
+    """Check the learned text of each answer, of which the last ends the conversation; count those with less thinking.
+
+    It has the words of all its parts and of no other turn, and at most one token at which generation stops, its last.
+    """
+    cut = 0
+    for turn, run in zip(turns, runs, strict=True):
+        found, wanted = words_in({"run": run}), words_in(turn)
+        thinking = {word for word in wanted if word[1] in "ri"}
+        assert found <= wanted and wanted - found <= (set() if turn is turns[-1] else thinking), (turn, run)
+        assert (turn["content"] or "").split("</think>")[-1].strip() in run, (turn, run)
+        assert tokenizer.eos_token not in run.removesuffix(tokenizer.eos_token), run
+        cut += found < wanted
+    return cut
