@@ -104,7 +104,8 @@ FP8 = {"quant_method": "fp8"}
 # Values of config.json, or a change of the tensors, and the words of the error.
 BAD: dict[str, tuple[dict[str, Any] | Callable[[dict[str, Tensor]], object], str]] = {
     "family": ({"model_type": "gemma"}, "a rotation of gemma is not known; expected one of llama"),
-    "quantized": ({"quantization_config": FP8}, "is quantized"),
+    "leftover": ({"quantization_config": FP8}, "names 'fp8', but the weights of .* are not quantized"),
+    "quantized": (lambda t: t.update({UP: CODES, f"{UP}_scale": torch.ones(1)}), "is quantized"),
     "layers": ({"num_hidden_layers": 3}, "lacks model.layers.2.input_layernorm.weight"),
     "heads": ({"num_key_value_heads": 3}, "v_proj.weight has the shape"),
     "missing": (lambda t: t.pop(LAYER + "self_attn.o_proj.weight"), "lacks model.layers.1.self_attn.o_proj.weight"),
@@ -127,6 +128,8 @@ def test_bad_input(case: str, tmp_path: Path) -> None:
     source = made(tmp_path / "plain", "llama")
     work, text = BAD[case]
     edit_json(source / "config.json", **work) if isinstance(work, dict) else change(source, work)
+    if case == "quantized":
+        edit_json(source / "config.json", quantization_config=FP8)
     if case == "destination":
         (tmp_path / "out").write_text("here")
     before = sorted(tmp_path.iterdir())

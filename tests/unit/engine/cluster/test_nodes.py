@@ -15,6 +15,7 @@ NO_FILES = {
     "adapter.ranks",
     "adapter.targets",
     "data.eval",
+    "data.skip",
     "data.train",
     "deepspeed",
     "export.dir",
