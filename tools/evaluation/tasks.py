@@ -260,7 +260,7 @@ class ServedModel(TemplateLM):
             windows.append(Window(inputs[-self.max_length :], continuation))
         if cut:
             say(f"{cut:,} of {len(windows):,} requests have more than {self.max_length} tokens: cut at their beginning")
-        return [tuple(score) for score in self._score(windows, "log-likelihoods")]
+        return [(score.log_likelihood, score.greedy) for score in self._score(windows, "log-likelihoods")]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Sum the log-likelihoods of each text's tokens."""
