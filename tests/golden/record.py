@@ -67,7 +67,7 @@ def write_run(directory: Path, kind: str, stage: int, name: str) -> Path:
     }
     sections["export"] = {"enabled": True, **sections.get("export", {})}
     model = directory / f"{kind}-{stage}-{SOURCE}" / "export" if name == "lora_source" else directory / kind
-    loss = {"teacher": str(directory / kind)}
+    loss = {"teacher": str(directory / kind), "diagnostics_every": 0}  # the record is of losses alone
     chats, run = directory / "chats.jsonl", f"{kind}-{stage}-{name}"
     return write_recipe(directory, run, model, chats, stage=stage, dtype="bfloat16", loss=loss, **sections)
 
