@@ -100,7 +100,7 @@ class _Found:
 
     pieces: list[Piece]
     end: int
-    """Where the last string ends."""
+    """Character behind the last string."""
     alone: Marked
     kept: list[Piece]
     """The marks of the pieces in ``alone``, which may have more."""

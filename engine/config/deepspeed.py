@@ -561,13 +561,19 @@ def _refused_by_deepspeed(config: dict[str, Any]) -> Iterator[str]:
             yield f"{'.'.join(map(str, found['loc']))}: {found['msg']}, found {found['input']!r}"
     except Exception as error:  # of any type: it reads some keys without type checks
         why = f"DeepSpeed cannot read it: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        without = {key: {name: value for name, value in config.items() if name != key} for key in given}
-        causes = [key for key, rest in without.items() if not any(map(_is_unreadable, _refused_by_deepspeed(rest)))]
-        yield f"{causes[0]}: {why}" if causes else why
+        cause = next((key for key in given if _reads({name: given[name] for name in given if name != key})), None)
+        yield why if cause is None else f"{cause}: {why}"
 
 
-def _is_unreadable(problem: str) -> bool:
-    return "DeepSpeed cannot read it: " in problem
+def _reads(config: dict[str, Any]) -> bool:
+    """Return True if DeepSpeed reads the configuration, even if it refuses values in it."""
+    try:
+        DeepSpeedConfig(copy.deepcopy(config))
+    except ValidationError:
+        return True
+    except Exception:  # as above
+        return False
+    return True
 
 
 def teacher_config(ds_config: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from model.ranks import say
 
 
 def read(end: int) -> str:
-    """What was written to the other end of a terminal."""
+    """Return the text that a terminal received."""
     found = b""
     while True:
         try:

@@ -15,6 +15,7 @@ from engine.config.deepspeed import (
     BROKEN_ZERO,
     CHECKED,
     DsConfigError,
+    _refused_by_deepspeed,
     config_path,
     keys_of_deepspeed,
     remarks,
@@ -354,3 +355,12 @@ def test_deepspeed_trains_with_every_shipped_file() -> None:
     run = run_python(TRAIN, json.dumps(configs), **rank)
     assert run.returncode == 0, run.stderr[-4000:]
     assert [line.split()[-1] for line in run.stdout.splitlines() if line.startswith("trained with")] == SHIPPED
+
+
+def test_a_key_that_deepspeed_cannot_read_is_named_unless_there_are_several() -> None:
+    """Each key is left out once: with several such keys no single one is the cause."""
+    one = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}, "aio": {"use_gds": True}}
+    (line,) = _refused_by_deepspeed(one)
+    assert line.startswith("aio: DeepSpeed cannot read it: AssertionError: GDS")
+    (line,) = _refused_by_deepspeed({**one, "sparse_gradients": True})
+    assert line.startswith("DeepSpeed cannot read it: ")

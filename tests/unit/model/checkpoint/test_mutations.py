@@ -111,7 +111,7 @@ def load(kind: str, folder: Path) -> torch.nn.Module:
 
 
 def start(folder: Path, scheme: str) -> torch.nn.Module:
-    """What launch/train.py does with a model.path, up to the first forward."""
+    """Run the start of launch/train.py on a model directory, up to the first forward."""
     chats = folder.parent / "chats.jsonl"
     if not chats.exists():
         write_chats(chats)

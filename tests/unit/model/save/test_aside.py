@@ -1,4 +1,4 @@
-"""What a killed writer left is removed by the next one, and what a running writer makes never is."""
+"""A writer removes the leftovers of killed writers, and no files of running ones."""
 
 import os
 import socket
@@ -38,7 +38,7 @@ def test_the_next_writer_removes_what_killed_ones_left(tmp_path, capsys):
 
 
 def test_what_may_be_in_use_or_is_something_else_stays(tmp_path, capsys):
-    """Of a running process, of another machine that wrote just now, of a user, a link, another output's."""
+    """Kept: files of a running process, of another machine that wrote just now, of a user or another output; links."""
     names = [f"out.tmp-{digit * 8}" for digit in "1234"]
     fresh, users = left(tmp_path / names[0], "elsewhere"), left(tmp_path / names[1], None, age=2 * QUIET_SECONDS)
     elsewhere = left(tmp_path / "target", socket.gethostname())
