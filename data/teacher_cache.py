@@ -224,8 +224,15 @@ class TeacherCache:
                     "write the cache again"
                 )
 
-    def check_made_from(self, samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase) -> None:
-        """Refuse a cache that was made from other samples, by another tokenizer, or for other targets.
+    def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Refuse a cache that was made with another tokenizer. Raises CacheError."""
+        if self.manifest.tokenizer_digest != digest_of_tokenizer(tokenizer):
+            raise CacheError(
+                f"{self.directory} was made with another tokenizer: write it again with launch/cache_teacher.py"
+            )
+
+    def check_samples(self, samples: Sequence[Sample]) -> None:
+        """Refuse a cache that was made from other samples, or for other targets.
 
         Raises:
             CacheError: the text names the difference.
@@ -236,8 +243,6 @@ class TeacherCache:
                 f"{self.directory} is of {self.manifest.samples:,} samples, the recipe's data of "
                 f"{len(samples):,}: {again}"
             )
-        if self.manifest.tokenizer_digest != digest_of_tokenizer(tokenizer):
-            raise CacheError(f"{self.directory} was made with another tokenizer: {again}")
         if self.manifest.samples_digest != digest_of_samples(samples):
             raise CacheError(
                 f"{self.directory} is of other samples than the recipe's data (files, data.max_length, data.too_long, "

@@ -25,10 +25,10 @@ from engine.faults import SkippedSteps
 from engine.losses.objective import DIAGNOSTICS, NamedTokenLoss
 from engine.metrics import Metrics
 from engine.schedule import Schedule, check_events
-from engine.session.check_models import check_models
 from engine.session.context import build_loader, start_ranks
+from engine.session.optimizer import parameter_groups
 from engine.session.probes import with_checked_rows
-from engine.session.session import Session, build_session
+from engine.session.session import CheckedModels, build_session, check_models
 from engine.state import LoopState
 from model.console import working
 from model.ranks import errors_on_all_ranks, is_main, say
@@ -60,6 +60,8 @@ def start_run(
         verify_checkpoint(checkpoint)
     # In the order of how long they take: headers of the models' files, lines of data, weights.
     models = check_models(recipe, context)
+    if recipe.schedule:
+        _check_schedule(recipe, models, [loss.name for loss in token_losses])
     if recipe.export.enabled:
         check_exportable(recipe, models.model, models.quantization)
     loader, held_out = build_loader(recipe, context.tokenizer, models.tokens)
@@ -70,8 +72,6 @@ def start_run(
         _set_steps(recipe, loader.steps_of(recipe.train.epochs), schedule)
     session = build_session(recipe, context, loader.samples, loader.first)
     session = with_checked_rows(session, loader.samples)
-    if recipe.schedule:
-        _check_schedule(session, [loss.name for loss in token_losses])
     with errors_on_all_ranks(OSError, key="output_dir"):
         if is_main():
             save_recipe(recipe, output / "recipe.yaml")
@@ -121,12 +121,11 @@ def _set_steps(recipe: Recipe, steps: int, schedule: Schedule) -> None:
     say(f"train.epochs: {recipe.train.epochs:g} epochs are {steps:,} steps")
 
 
-def _check_schedule(session: Session, token_losses: Sequence[str]) -> None:
+def _check_schedule(recipe: Recipe, models: CheckedModels, token_losses: Sequence[str]) -> None:
     """Refuse events that name a missing layer, parameter group or metric. Raises RankError."""
     with errors_on_all_ranks(ValueError):
-        groups = [group["name"] for group in session.engine.optimizer.param_groups]
-        metrics = _measured(session.recipe, token_losses)
-        check_events(session.recipe.schedule, session.quantization, groups, metrics)
+        groups = [group["name"] for group in parameter_groups(models.model, recipe.optim)]
+        check_events(recipe.schedule, models.quantization, groups, _measured(recipe, token_losses))
 
 
 def _check_destinations(recipe: Recipe, checkpoints: Path) -> TrainingCheckpoint | None:

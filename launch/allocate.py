@@ -35,9 +35,8 @@ import yaml
 from data.loader import Loader
 from engine.config.config import Recipe
 from engine.fake_quant import calibrate_inputs
-from engine.session.check_models import check_models
 from engine.session.context import TORCH_DTYPES, RunContext, build_loader, start_ranks
-from engine.session.session import Session, build_session
+from engine.session.session import Session, build_session, check_models
 from launch.exits import clean_exit, recipe_or_exit
 from model.ranks import errors_on_all_ranks, is_main, raise_everywhere, say
 from tools.memory.model import meta_student

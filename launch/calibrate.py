@@ -20,9 +20,8 @@ if __name__ == "__main__":
 from engine.config.config import Recipe
 from engine.export import check_export, check_exportable, export
 from engine.fake_quant import calibrate_inputs
-from engine.session.check_models import check_models
 from engine.session.context import build_loader, start_ranks
-from engine.session.session import build_session
+from engine.session.session import build_session, check_models
 from launch.exits import clean_exit, recipe_or_exit
 from model.ranks import say
 

@@ -21,8 +21,7 @@ from engine.losses.chunked import TeacherHidden, row_blocks
 from engine.losses.kd import take_top_k
 from engine.losses.objective import tokens_at_a_time
 from engine.losses.teacher import ModelTeacher
-from engine.session.build_teacher import load_teacher
-from engine.session.check_models import check_teacher
+from engine.session.build_teacher import check_teacher, load_teacher
 from engine.session.context import RunContext, build_loader, pad_token, start_ranks
 from model.checkpoint.fingerprint import digest_of_checkpoint
 from model.console import progress_bar

@@ -1,27 +1,70 @@
-"""Build the recipe's teacher: a frozen model beside the student, or a cache on disk."""
+"""The recipe's teacher, a model beside the student or a cache on disk: checked before data is read, then built."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from data.samples import Sample
+from data.samples import DataError, Sample, load_tokenizer
 from data.teacher_cache import TeacherCache
 from engine.config.config import Recipe
 from engine.config.deepspeed import teacher_config
-from engine.losses.teacher import CachedTeacher, ModelTeacher, common_vocabulary
-from engine.session.context import TORCH_DTYPES, RunContext
+from engine.losses.teacher import CachedTeacher, ModelTeacher, common_vocabulary, first_difference
+from engine.session.context import META, RunContext, build_for, stage_0
 from engine.session.optimizer import initialize_frozen
-from model.build import build_model
 from model.checkpoint.fingerprint import digest_of_checkpoint
-from model.checkpoint.load import load_weights
-from model.head import output_head, settle_function, take_out_head
+from model.checkpoint.load import check_weights, load_weights
+from model.head import embedding_rows, output_head, settle_function, take_out_head
 from model.quantized.quantization_config import is_quantized
 from model.ranks import errors_on_all_ranks, rank, say, world_size
 
 
+def check_teacher(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, logits: int) -> int:
+    """Check the teacher model in ``loss.teacher``; a collective.
+
+    Args:
+        recipe: the run.
+        tokenizer: the student's tokenizer.
+        logits: number of the student's logits per token.
+
+    Returns:
+        Number of token ids of the teacher.
+
+    Raises:
+        RankError: on every rank: the teacher has no tokenizer or not the student's, has no logit for a token, cannot be
+            filled from its files, or changes its lm_head's output in an unsupported way.
+    """
+    path = str(recipe.loss.teacher)
+    with errors_on_all_ranks(OSError, ValueError):
+        if os.path.realpath(path) != os.path.realpath(recipe.model.path):
+            _check_same_tokens(recipe, tokenizer, path)
+    model = build_for(recipe, path, stage_0(recipe), META)
+    with errors_on_all_ranks(ValueError):
+        own = output_head(model)[1].out_features
+        try:
+            common_vocabulary(tokenizer, logits, own)
+        except ValueError as error:
+            raise ValueError(f"loss.teacher: {path}: {error}") from error
+    check_weights(model, path)
+    return min(embedding_rows(model), own)
+
+
+def _check_same_tokens(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
+    """Refuse a teacher whose tokenizer differs from the student's."""
+    try:
+        theirs = load_tokenizer(path, trust_remote_code=recipe.model.trust_remote_code)
+    except DataError as error:
+        raise ValueError(
+            f"loss.teacher: {path} has no tokenizer to compare with the student's: distillation compares token by "
+            f"token ({error})"
+        ) from error
+    if difference := first_difference(tokenizer, theirs):
+        raise ValueError(f"loss.teacher: {path} has another tokenizer: {difference}")
+
+
 def load_teacher(recipe: Recipe, context: RunContext, logits: int) -> ModelTeacher:
-    """Load the frozen teacher model, which :func:`engine.session.check_models.check_teacher` has checked; a collective.
+    """Load the frozen teacher model, which :func:`check_teacher` has checked; a collective.
 
     Args:
         recipe: the run; ``loss.teacher`` is the directory of the teacher's checkpoint.
@@ -30,17 +73,8 @@ def load_teacher(recipe: Recipe, context: RunContext, logits: int) -> ModelTeach
 
     Raises the errors of :func:`model.checkpoint.load.load_weights`.
     """
-    path = recipe.loss.teacher
-    assert path is not None, "the recipe's teacher is no model"
-    model = build_model(
-        path,
-        teacher_config(context.ds_config),
-        dtype=TORCH_DTYPES[recipe.model.dtype],
-        device=context.device,
-        trust_remote_code=recipe.model.trust_remote_code,
-        attn_implementation=recipe.model.attn_implementation,
-        experts=recipe.model.experts,
-    )
+    path = str(recipe.loss.teacher)
+    model = build_for(recipe, path, teacher_config(context.ds_config), context.device)
     _, linear = output_head(model)
     vocabulary = common_vocabulary(context.tokenizer, logits, linear.out_features)
     if vocabulary is not None:
@@ -60,15 +94,17 @@ def load_teacher(recipe: Recipe, context: RunContext, logits: int) -> ModelTeach
     return ModelTeacher(module, head_proxy, linear.requires_grad_(False), vocabulary)
 
 
-def open_cached_teacher(recipe: Recipe, samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase) -> CachedTeacher:
-    """Open ``loss.teacher_cache``, and check that it was made from this run's samples and teacher; a collective.
+def check_cache(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, logits: int) -> None:
+    """Check by its manifest that ``loss.teacher_cache`` fits the recipe; a collective.
+
+    Args:
+        recipe, tokenizer, logits: see :func:`check_teacher`.
 
     Raises:
-        RankError: on every rank: the cache is damaged, or was made from other samples or by another tokenizer or
-            teacher.
+        RankError: on every rank: the cache is incomplete, keeps fewer tokens than ``loss.top_k``, or was made with
+            another tokenizer, by another teacher or of another number of tokens.
     """
-    directory, top_k = recipe.loss.teacher_cache, recipe.loss.top_k
-    assert directory is not None, "the recipe's teacher is no cache"
+    directory, top_k, teacher = str(recipe.loss.teacher_cache), recipe.loss.top_k, recipe.loss.teacher
     with errors_on_all_ranks(OSError, ValueError):
         cache = TeacherCache(directory)
         if top_k is not None and top_k > cache.manifest.top_k:
@@ -76,23 +112,25 @@ def open_cached_teacher(recipe: Recipe, samples: Sequence[Sample], tokenizer: Pr
                 f"loss.top_k: {top_k}, expected at most {cache.manifest.top_k}, as many as loss.teacher_cache "
                 f"{directory} keeps"
             )
-        cache.check_made_from(samples, tokenizer)
-        teacher = recipe.loss.teacher
+        cache.check_tokenizer(tokenizer)
         if teacher is not None and (Path(teacher) / "config.json").is_file():
             cache.check_teacher(teacher, digest_of_checkpoint(teacher))
-        logits = _logits_of(recipe)
         if cache.manifest.vocabulary not in (logits, tokens := max(tokenizer.get_vocab().values()) + 1):
             raise ValueError(
                 f"loss.teacher_cache: {directory} is of {cache.manifest.vocabulary:,} tokens, expected {logits:,}, as "
                 f"many as the student has logits, or {tokens:,}, as many as the tokenizer has"
             )
+
+
+def open_cached_teacher(recipe: Recipe, samples: Sequence[Sample]) -> CachedTeacher:
+    """Open ``loss.teacher_cache``, which :func:`check_cache` has checked; a collective.
+
+    Raises:
+        RankError: on every rank: the cache is damaged, or was made from other samples.
+    """
+    with errors_on_all_ranks(OSError, ValueError):
+        cache = TeacherCache(str(recipe.loss.teacher_cache))
+        cache.check_samples(samples)
         cache.verify(rank(), world_size())
-    say(f"teacher: {cache.manifest.positions:,} positions from {directory}, no model in memory")
+    say(f"teacher: {cache.manifest.positions:,} positions from {cache.directory}, no model in memory")
     return CachedTeacher(cache)
-
-
-def _logits_of(recipe: Recipe) -> int:
-    """Read the number of the student's logits from its configuration."""
-    own = recipe.model
-    config = AutoConfig.from_pretrained(own.path, trust_remote_code=own.trust_remote_code, local_files_only=True)
-    return int(config.get_text_config().vocab_size)

@@ -1,9 +1,9 @@
-"""Setup before the model exists: process group, DeepSpeed configuration, kernels, seeds, tokenizer and samples."""
+"""Setup before the weights: process group, DeepSpeed configuration, kernels, seeds, tokenizer, data, empty models."""
 
 import os
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from data.chat import read_chat
 from data.loader import HeldOut, Loader, MicroBatch, sample_inputs, seen_in_training, split_held_out
@@ -25,7 +25,7 @@ from engine.cluster.nodes import check_ranks_agree, check_same_samples, files_of
 from engine.config.config import Recipe
 from engine.config.deepspeed import remarks, resolve
 from engine.config.errors import RecipeError
-from model.build import read_config
+from model.build import build_model, read_config
 from model.console import progress_bar, working
 from model.ranks import (
     errors_on_all_ranks,
@@ -39,6 +39,7 @@ from model.ranks import (
 )
 from quant import prepare_kernels
 
+META = torch.device("meta")
 TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -63,8 +64,12 @@ def start_ranks(recipe: Recipe, inputs: Mapping[str, Any] | None = None) -> RunC
         RankError: there is no tokenizer, or the ranks differ (:mod:`engine.cluster.nodes`).
     """
     ds_config = resolve(recipe, int(os.environ.get("WORLD_SIZE", "1")))
-    if missing := list(_not_on_this_machine(recipe)):
-        raise RecipeError("\n".join(missing))
+    accelerator = get_accelerator()
+    if recipe.model.dtype == "float16" and not accelerator.is_fp16_supported():
+        raise RecipeError(
+            f"model.dtype: 'float16', expected bfloat16 or float32: DeepSpeed has no fp16 on this machine's "
+            f"{accelerator.device_name()}"
+        )
     asked = {**asdict(recipe), "deepspeed configuration": ds_config, **(inputs or {})}
     device = init_ranks(asked, files_of(recipe))
     with working("compiling kernels, once per machine"):
@@ -97,14 +102,34 @@ def init_ranks(
     return device
 
 
-def _not_on_this_machine(recipe: Recipe) -> Iterator[str]:
-    """Yield an error text for each option that DeepSpeed does not support on this machine."""
-    accelerator = get_accelerator()
-    if recipe.model.dtype == "float16" and not accelerator.is_fp16_supported():
-        yield (
-            f"model.dtype: 'float16', expected bfloat16 or float32: DeepSpeed has no fp16 on this machine's "
-            f"{accelerator.device_name()}"
-        )
+def stage_0(recipe: Recipe) -> dict[str, Any]:
+    """Return a DeepSpeed configuration that partitions nothing, in the recipe's dtype."""
+    precision = {"bfloat16": {"bf16": {"enabled": True}}, "float16": {"fp16": {"enabled": True}}}
+    return {"zero_optimization": {"stage": 0}, **precision.get(recipe.model.dtype, {})}
+
+
+def build_for(
+    recipe: Recipe,
+    path: str,
+    ds_config: dict[str, Any],
+    device: torch.device,
+    hold: Callable[[PreTrainedModel], None] | None = None,
+) -> PreTrainedModel:
+    """Build the student or the teacher in ``path`` without weights, with the options of the recipe's section model.
+
+    ``ds_config``, ``device``, ``hold``: see :func:`model.build.build_model`.
+    """
+    own = recipe.model
+    return build_model(
+        path,
+        ds_config,
+        dtype=TORCH_DTYPES[own.dtype],
+        device=device,
+        trust_remote_code=own.trust_remote_code,
+        attn_implementation=own.attn_implementation,
+        experts=own.experts,
+        hold=hold,
+    )
 
 
 def build_loader(
@@ -153,6 +178,8 @@ def _check_tokens(
 ) -> None:
     """Refuse samples with a token that a model has no embedding or logit of. Raises ValueError."""
     key, count = min(tokens.items(), key=lambda item: item[1])
+    section, name = key.split(".")
+    path = getattr(getattr(recipe, section), name)
     beyond = [sample for sample in samples if max(sample.input_ids.max(), sample.labels.max()) >= count]
     if not beyond:
         return
@@ -160,15 +187,10 @@ def _check_tokens(
     first = min(int(token) for token in (*beyond[0].input_ids, *beyond[0].labels) if token >= count)
     raise ValueError(
         f"{beyond[0].where()}: found token {first} ({tokenizer.convert_ids_to_tokens(first)!r}), expected ids below "
-        f"{count}, the number of tokens of {key} {_directory(recipe, key)} ({len(beyond):,} samples have {len(ids):,} "
+        f"{count}, the number of tokens of {key} {path} ({len(beyond):,} samples have {len(ids):,} "
         "such tokens): take the tokenizer that belongs to the model, or add rows to its embeddings "
         "(resize_token_embeddings of transformers)"
     )
-
-
-def _directory(recipe: Recipe, key: str) -> str:
-    section, name = key.split(".")
-    return str(getattr(getattr(recipe, section), name))
 
 
 def pad_token(tokenizer: PreTrainedTokenizerBase, count: int) -> int:

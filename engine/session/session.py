@@ -1,34 +1,50 @@
-"""The session: a run that is ready to train, built from a recipe in the order that ZeRO requires.
+"""The session: a run that is ready to train. Its models are checked before data is read, and built after it.
+
+:func:`check_models` builds the models once more, on the meta device, which takes no memory, and finds what
+configurations and headers of files can tell: an error of a model does not cost the minutes in which data is tokenized.
+
+:func:`build_session` builds in the order that ZeRO requires.
 
 Parameters must exist in partitions before weights stream into them. Layers must be quantized before their scales are
 loaded. Both come before ``deepspeed.initialize`` copies the parameters into fp32 masters. Activations are calibrated
 after it, because the forward needs the engine's hooks.
 """
 
+import contextlib
+import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import deepspeed
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from data.loader import MicroBatch
 from data.samples import Sample
 from engine.config.config import Recipe
 from engine.losses.teacher import SelfTeacher, Teacher, unquantized_forward
-from engine.session.build_teacher import load_teacher, open_cached_teacher
-from engine.session.context import RunContext
+from engine.session.build_teacher import check_cache, check_teacher, load_teacher, open_cached_teacher
+from engine.session.context import META, RunContext, stage_0
 from engine.session.optimizer import LossScale, initialize_frozen, initialize_student, peak_learning_rates
-from engine.session.student import build_student, initial_codes, initial_scales
+from engine.session.student import (
+    build_student,
+    empty_student,
+    initial_codes,
+    initial_scales,
+    quantize_student,
+    uses_fp8_gemm,
+)
 from model.checkpoint.fingerprint import fingerprints, frozen_weights
+from model.checkpoint.load import check_weights
 from model.console import working
-from model.head import LMHead, QuantHead, install_head, output_head, settle_function
+from model.head import LMHead, QuantHead, embedding_rows, install_head, output_head, settle_function
 from model.peft import start_from_error
+from model.quantized.scales import check_start
 from model.ranks import errors_on_all_ranks
 from model.scales import release_scales
+from model.scales.loading import check_scale_files
 from model.zero.quantized_gather import gather_quantized
 from quant import Quantization
 
@@ -110,6 +126,54 @@ class Overrides:
         return self.loss_weights.get("kd", self.recipe.loss.kd_weight)
 
 
+@dataclass(frozen=True)
+class CheckedModels:
+    """Student on the meta device, and how many token ids the models have.
+
+    Attributes:
+        model, quantization: the student, quantized, without weights and scales.
+        tokens: number of token ids by the recipe's key of the model: ``model.path``, ``loss.teacher``.
+    """
+
+    model: PreTrainedModel
+    quantization: Quantization
+    tokens: dict[str, int]
+
+
+def check_models(recipe: Recipe, context: RunContext, *, losses: bool = True) -> CheckedModels:
+    """Check the student, its scales and the teacher; a collective. Prints nothing: the run does when it builds them.
+
+    ``losses``: as in :func:`engine.session.student.build_student`; without losses there is no teacher.
+
+    Raises:
+        RankError: on every rank: a model cannot be built, quantized or filled from its files, or the teacher's cache
+            does not fit.
+    """
+    with contextlib.redirect_stdout(io.StringIO()):
+        # Nothing is computed, so nothing is compiled, and no codes are kept for the next micro-batch.
+        train = replace(recipe.train, gradient_accumulation_steps=1, compile=False)
+        recipe = replace(recipe, train=train)
+        with errors_on_all_ranks(ValueError):
+            uses_fp8_gemm(recipe, context.device)
+        model, named = empty_student(recipe, stage_0(recipe), META, losses=losses)
+        check_weights(model, recipe.model.path)
+        # Token ids that the model can read and, with losses, predict.
+        tokens = {"model.path": embedding_rows(model)}
+        logits = output_head(model)[1].out_features if losses else 0
+        if losses:
+            tokens["model.path"] = min(tokens["model.path"], logits)
+        quantization = quantize_student(recipe, stage_0(recipe), META, model, named)
+        if recipe.quant.start is not None:
+            check_start(model, quantization, recipe.quant.start)
+        if recipe.quant.scales is not None:
+            check_scale_files(recipe.quant.scales)
+        if losses and recipe.teacher_kind() == "model":
+            tokens["loss.teacher"] = check_teacher(recipe, context.tokenizer, logits)
+        if losses and recipe.teacher_kind() == "cache":
+            check_cache(recipe, context.tokenizer, logits)
+    return CheckedModels(model, quantization, tokens)
+
+
 First = Callable[[int], Iterable[MicroBatch]] | None
 
 
@@ -167,13 +231,15 @@ def build_session(
     teacher_kind = recipe.teacher_kind() if samples is not None else "none"
     if samples is not None and teacher_kind == "cache":
         # Before the weights: a cache of other samples should not cost the minutes that a large model takes to load.
-        teacher = open_cached_teacher(recipe, samples, context.tokenizer)
+        teacher = open_cached_teacher(recipe, samples)
     model, quantization = build_student(recipe, ds_config, device, losses=samples is not None)
     read = fingerprints(model, frozen_weights(model)) if recipe.adapter.on and samples is not None else {}
     with working("first scales"):
         uncalibrated = initial_scales(recipe, model, quantization)
-    if recipe.adapter.init == "error" or recipe.quant.init != "rtn":
-        _better_start(recipe, model, quantization, first, device, trains=samples is not None)
+    if recipe.quant.init != "rtn" and first is not None and not recipe.train.resume:
+        initial_codes(recipe, model, quantization, first(recipe.quant.calibration_batches), device)
+    if recipe.adapter.init == "error" and samples is not None and not recipe.train.resume:
+        start_from_error(quantization)
     if samples is not None:
         with errors_on_all_ranks(ValueError):
             head = install_head(model)
@@ -186,9 +252,13 @@ def build_session(
     if optimizer:
         release_scales(engine, quantization)
     if head is not None:
-        settle_function(head, partial(_unquantized, engine, head, quantization, device), model.config)
-    if head is not None and teacher_kind == "self":
-        teacher = SelfTeacher(engine, head, quantization)
+
+        def unquantized(ids: Tensor, head: LMHead = head) -> Tensor:
+            return unquantized_forward(engine, head, quantization, {"input_ids": ids.to(device), "use_cache": False})
+
+        settle_function(head, unquantized, model.config)
+        if teacher_kind == "self":
+            teacher = SelfTeacher(engine, head, quantization)
     # Gathering of codes is set up here, because the engine's hooks exist now, and no forward has run.
     after_backward = [gather_quantized(model, quantization)] if optimizer and recipe.quant.quantized_all_gather else []
     return Session(
@@ -207,28 +277,3 @@ def build_session(
         LossScale.from_config(ds_config["fp16"]) if optimizer and recipe.model.dtype == "float16" else None,
         read,
     )
-
-
-def _better_start(
-    recipe: Recipe,
-    model: PreTrainedModel,
-    quantization: Quantization,
-    first: First,
-    device: torch.device,
-    *,
-    trains: bool,
-) -> None:
-    """Choose initial adapters and codes as the recipe asks, after weights and scales are loaded."""
-    if recipe.train.resume:
-        return
-    if recipe.quant.init != "rtn" and first is not None:
-        initial_codes(recipe, model, quantization, first(recipe.quant.calibration_batches), device)
-    if recipe.adapter.init == "error" and trains:
-        start_from_error(quantization)
-
-
-def _unquantized(
-    engine: nn.Module, head: LMHead, quantization: Quantization, device: torch.device, ids: Tensor
-) -> Tensor:
-    inputs = {"input_ids": ids.to(device), "use_cache": False}
-    return unquantized_forward(engine, head, quantization, inputs)

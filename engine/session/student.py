@@ -17,9 +17,8 @@ from data.loader import MicroBatch
 from engine.config.config import Recipe
 from engine.config.quant import SOURCE
 from engine.session.adapter import add_adapters, check_adapters, pack_base
-from engine.session.context import TORCH_DTYPES, samples_on_all_ranks
+from engine.session.context import build_for, samples_on_all_ranks
 from engine.session.optimizer import check_patterns, classify, set_learnable
-from model.build import build_model
 from model.checkpoint.load import load_weights
 from model.console import working
 from model.head import output_head
@@ -73,16 +72,12 @@ def empty_student(
     recipe: Recipe, ds_config: dict[str, Any], device: torch.device, *, losses: bool = True
 ) -> tuple[PreTrainedModel, dict[str, Scheme]]:
     """Build the student without weights, and return it with the schemes of :func:`_named_schemes`."""
-    model = build_model(
-        recipe.model.path,
-        ds_config,
-        dtype=TORCH_DTYPES[recipe.model.dtype],
-        device=device,
-        trust_remote_code=recipe.model.trust_remote_code,
-        attn_implementation=recipe.model.attn_implementation,
-        experts=recipe.model.experts,
-        hold=partial(_hold, recipe) if recipe.adapter.base == "quantized" else None,
-    )
+
+    def pack(model: PreTrainedModel) -> None:
+        pack_base(recipe, model, _exempt(recipe, model), _named_schemes(recipe, model))
+
+    held = recipe.adapter.base == "quantized"
+    model = build_for(recipe, recipe.model.path, ds_config, device, hold=pack if held else None)
     with errors_on_all_ranks(ValueError):  # before the weights are read
         named = _named_schemes(recipe, model)
         # Parameters named theta or lora are created later.
@@ -90,30 +85,14 @@ def empty_student(
         check_patterns([name for name, _ in model.named_parameters()], own)
         if losses:
             output_head(model)  # raises if the losses cannot be computed from hidden states
-        if recipe.quant.rotate:
-            _check_plain(recipe)
+        if recipe.quant.rotate and is_quantized(Path(recipe.model.path)):
+            raise ValueError(
+                f"quant.rotate: {recipe.quant.rotate}, expected nothing: {recipe.model.path} is quantized, and its "
+                "scales are of weights that are not rotated; start from the checkpoint that it was made from"
+            )
         if recipe.adapter.on:
             check_adapters(recipe, model, _exempt(recipe, model), named)
     return model, named
-
-
-def _check_head(model: PreTrainedModel) -> None:
-    """Refuse a rotated input of lm_head: the losses are computed from its weight and the unrotated hidden states."""
-    if getattr(model.get_output_embeddings(), "rotation", None) is not None:
-        raise ValueError("quant.rotate: lm_head's input is not turned; leave it out of the patterns")
-
-
-def _check_plain(recipe: Recipe) -> None:
-    """Refuse to rotate weights that are quantized in ``model.path``."""
-    if is_quantized(Path(recipe.model.path)):
-        raise ValueError(
-            f"quant.rotate: {recipe.quant.rotate}, expected nothing: {recipe.model.path} is quantized, and its scales "
-            "are of weights that are not rotated; start from the checkpoint that it was made from"
-        )
-
-
-def _hold(recipe: Recipe, model: PreTrainedModel) -> None:
-    pack_base(recipe, model, _exempt(recipe, model), _named_schemes(recipe, model))
 
 
 def quantize_student(
@@ -137,7 +116,9 @@ def quantize_student(
         )
         if recipe.quant.rotate:
             rotate_inputs(quantization, recipe.quant.rotate, recipe.quant.rotate_block)
-            _check_head(model)
+            # The losses are computed from lm_head's weight and the unrotated hidden states.
+            if getattr(model.get_output_embeddings(), "rotation", None) is not None:
+                raise ValueError("quant.rotate: lm_head's input is not turned; leave it out of the patterns")
         if recipe.adapter.on:
             add_adapters(recipe, model, quantization)
         if recipe.quant.fuse_norms:

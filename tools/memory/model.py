@@ -21,10 +21,9 @@ from transformers.masking_utils import AttentionMaskInterface
 from engine.config.config import Recipe
 from engine.losses.chunked import TeacherHidden, TeacherTargets, TeacherTopK, chunked_losses
 from engine.losses.kd import CACHED_KINDS, TopK
-from engine.session.check_models import META, stage_0
-from engine.session.context import TORCH_DTYPES
+from engine.session.context import META, TORCH_DTYPES, build_for, stage_0
 from engine.session.student import empty_student, quantize_student
-from model.build import attention_for, build_model, read_config
+from model.build import attention_for, read_config
 from model.head import LMHead, QuantHead, hidden_states, install_head, output_head, take_out_head
 from model.moe.experts import ExpertMLPs
 from model.ranks import errors_on_all_ranks
@@ -85,15 +84,9 @@ def meta_teacher(recipe: Recipe) -> MetaTeacher | None:
     cache."""
     if recipe.teacher_kind() != "model":
         return None
-    model = build_model(
-        str(recipe.loss.teacher),
-        stage_0(recipe),
-        dtype=TORCH_DTYPES[recipe.model.dtype],
-        device=META,
-        trust_remote_code=recipe.model.trust_remote_code,
-        attn_implementation=attention_on_meta(_attention(recipe, str(recipe.loss.teacher))),
-        experts=recipe.model.experts,
-    )
+    path = str(recipe.loss.teacher)
+    section = dataclasses.replace(recipe.model, attn_implementation=attention_on_meta(_attention(recipe, path)))
+    model = build_for(dataclasses.replace(recipe, model=section), path, stage_0(recipe), META)
     _, head = output_head(model)
     take_out_head(model)
     for module in (model, head):

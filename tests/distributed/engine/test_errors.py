@@ -80,6 +80,14 @@ def cases(base: Path) -> dict[str, tuple[dict[str, Any], list[str]]]:
         ),
         "groups_before_data": ({"quant": {"scheme": "w4a16_g128"}, **bad_data}, ["is not divisible by group_size 128"]),
         "scales_before_data": ({"quant": {"scales": f"{base}/empty"}, **bad_data}, [f"{base}/empty has no *.safet"]),
+        "event_before_data": (
+            {"schedule": [{"at": 1, "fake_quant": False, "layers": "nothing"}], **bad_data},
+            ["schedule[0].layers: pattern 'nothing' matches no quantized layer"],
+        ),
+        "cache_before_data": (
+            {"loss": {"kd": "kl_top_k", "top_k": 5, "teacher": None, "teacher_cache": f"{base}/empty"}, **bad_data},
+            [f"{base}/empty has no manifest.json"],
+        ),
         "not_numbers": (
             model("not_numbers"),
             [f"{base}/not_numbers are not all numbers: NaN or Inf in model.embed_tokens.weight"],

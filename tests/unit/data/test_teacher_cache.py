@@ -97,7 +97,8 @@ def test_what_was_written_is_read_back(made):
     samples, teacher, arrays, directory = made
     assert not found_by_ranks(directory)
     cache = TeacherCache(directory)
-    cache.check_made_from(samples, tiny_tokenizer())
+    cache.check_samples(samples)
+    cache.check_tokenizer(tiny_tokenizer())
     cache.check_teacher(str(teacher), digest_of_checkpoint(teacher))
     for name, array in arrays.items():
         assert np.array_equal(cache.array(name), array), name
@@ -184,7 +185,7 @@ def test_offsets_of_other_samples_are_refused(made):
     (directory / "offsets").write_bytes(offsets.tobytes())
     refit(directory)
     with pytest.raises(CacheError, match=f"{directory / 'offsets'} is not of the samples"):
-        TeacherCache(directory).check_made_from(samples, tiny_tokenizer())
+        TeacherCache(directory).check_samples(samples)
 
 
 def refit(directory):
@@ -201,14 +202,15 @@ def test_a_cache_of_something_else_is_refused(made, tmp_path):
     cache, tokenizer = TeacherCache(directory), tiny_tokenizer()
     tokenizer.add_tokens("new")
     masked = Sample(samples[0].input_ids, np.full_like(samples[0].labels, IGNORE))
-    for others, theirs, said in (
-        (samples[1:], tiny_tokenizer(), "is of 20 samples, the recipe's data of 19"),
-        ([*samples[1:], samples[0]], tiny_tokenizer(), "is of other samples"),
-        ([masked, *samples[1:]], tiny_tokenizer(), r"is of other samples .*data\.loss_on"),
-        (samples, tokenizer, "another tokenizer"),
+    for others, said in (
+        (samples[1:], "is of 20 samples, the recipe's data of 19"),
+        ([*samples[1:], samples[0]], "is of other samples"),
+        ([masked, *samples[1:]], r"is of other samples .*data\.loss_on"),
     ):
         with pytest.raises(CacheError, match=said):
-            cache.check_made_from(others, theirs)
+            cache.check_samples(others)
+    with pytest.raises(CacheError, match="another tokenizer"):
+        cache.check_tokenizer(tokenizer)
     other = tiny_checkpoint(tmp_path / "other", "llama", seed=5)
     with pytest.raises(CacheError, match="another teacher"):
         cache.check_teacher(str(other), digest_of_checkpoint(other))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.session.build_teacher import open_cached_teacher
+from engine.session.build_teacher import check_cache
 from model.ranks import RankError
 from tests.lib.recipes import minimal
 from tests.lib.tiny import tiny_checkpoint, tiny_tokenizer
@@ -17,11 +17,11 @@ def test_a_cache_of_another_teacher_or_number_of_tokens_is_refused(tmp_path):
     recipe.loss.teacher_cache = str(tmp_path / "cache")
     for vocabulary, recipe.loss.teacher in ((300, str(model)), (301, "not/there/any/more")):
         edit_manifest(vocabulary=vocabulary)(tmp_path / "cache")
-        open_cached_teacher(recipe, samples, tiny_tokenizer())
+        check_cache(recipe, tiny_tokenizer(), 301)
     recipe.loss.teacher = str(tiny_checkpoint(tmp_path / "other", seed=5))
     with pytest.raises(RankError, match="another teacher"):
-        open_cached_teacher(recipe, samples, tiny_tokenizer())
+        check_cache(recipe, tiny_tokenizer(), 301)
     recipe.loss.teacher = None
     edit_manifest(vocabulary=10**6)(tmp_path / "cache")
     with pytest.raises(RankError, match="cache is of 1,000,000 tokens, expected 301, as many as the student has"):
-        open_cached_teacher(recipe, samples, tiny_tokenizer())
+        check_cache(recipe, tiny_tokenizer(), 301)

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from engine.export import check_export, check_exportable
-from engine.session.check_models import check_models
 from engine.session.context import RunContext, build_loader, read_tokenizer
+from engine.session.session import check_models
 from engine.session.student import build_student
 from launch.exits import clean_exit, recipe_or_exit
 from model.quantized.scales import take_start
