@@ -34,10 +34,10 @@ from engine.cluster.job import RunLock
 from engine.config.config import Recipe
 from engine.config.errors import RecipeError
 from engine.config.reading import load_recipe
-from engine.export import export_trained
 from engine.losses.objective import DIAGNOSTICS, ROUTER_AUX, NamedTokenLoss, TokenLoss
 from engine.report import RunReport
 from engine.schedule import Schedule, add_recipe_events, checkpoints, evaluate_held_out, evaluate_start, save
+from engine.session_export import export_trained
 from engine.start import start_run
 from engine.state import Action, LoopState
 from engine.step import train_step

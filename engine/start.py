@@ -19,7 +19,6 @@ from engine.config.config import Recipe
 from engine.config.errors import RecipeError
 from engine.config.reading import save_recipe
 from engine.evaluation import HeldOutResults
-from engine.export import check_export, check_exportable
 from engine.fake_quant import FakeQuant, check_inputs
 from engine.faults import SkippedSteps
 from engine.losses.objective import DIAGNOSTICS, NamedTokenLoss
@@ -29,6 +28,7 @@ from engine.session.context import build_loader, start_ranks
 from engine.session.optimizer import parameter_groups
 from engine.session.probes import with_checked_rows
 from engine.session.session import CheckedModels, build_session, check_models
+from engine.session_export import check_export, check_exportable
 from engine.state import LoopState
 from model.console import working
 from model.ranks import errors_on_all_ranks, is_main, say

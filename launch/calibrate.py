@@ -18,10 +18,10 @@ if __name__ == "__main__":
     check_model_path()  # before the imports, which take many seconds
 
 from engine.config.config import Recipe
-from engine.export import check_export, check_exportable, export
 from engine.fake_quant import calibrate_inputs
 from engine.session.context import build_loader, start_ranks
 from engine.session.session import build_session, check_models
+from engine.session_export import check_export, check_exportable, export
 from launch.exits import clean_exit, recipe_or_exit
 from model.ranks import say
 

@@ -21,10 +21,10 @@ from engine.config.config import Recipe
 from engine.config.errors import RecipeError
 from engine.config.reading import load_recipe
 from engine.config.sections import ExportFormat
-from engine.export import check_export, export_trained
 from engine.fake_quant import FakeQuant
 from engine.session.context import start_ranks
 from engine.session.session import build_session
+from engine.session_export import check_export, export_trained
 from launch.exits import clean_exit
 from model.ranks import errors_on_all_ranks
 

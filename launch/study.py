@@ -47,7 +47,7 @@ from engine.config.contradictions import idle
 from engine.config.errors import RecipeError
 from engine.config.quant import SOURCE, QuantRecipe
 from engine.config.reading import load_recipe, save_recipe
-from engine.export import check_export
+from engine.session_export import check_export
 from launch.compare import named, unique
 from launch.exits import clean_exit, recipe_or_exit
 from launch.launcher import ROOT, environment, program

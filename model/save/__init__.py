@@ -1,11 +1,10 @@
-"""Write checkpoints for transformers and serving engines from partitioned parameters; see ``export.py``."""
+"""Write checkpoints for transformers and serving engines from partitioned parameters; see ``export_model.py``."""
 
-from model.save.export import ExportReport, check_plan, export_model
+from model.save.export_model import ExportReport, check_plan, export_model
 from model.save.finish import is_router
-from model.save.for_mlx import mlx_place
-from model.save.gguf_file import GGUF_FILE, GGUFNames, interleaved
-from model.save.gguf_template import open_template as open_gguf
+from model.save.gguf_file import GGUF_FILE, GGUFNames, interleaved, open_gguf
 from model.save.loadable import fused_there, is_expert, not_loaded
+from model.save.plan import mlx_place
 
 __all__ = [
     "GGUF_FILE",

@@ -3,12 +3,17 @@
 llama.cpp uses its own names and stores all experts of a layer in one tensor. For Llama it interleaves the rows of the
 two halves of each head of q and k, for its RoPE. Norms, biases and routers are fp32; other unquantized tensors keep the
 model's dtype. Every tensor of the plan has its own offset, so no tensors are collected in memory.
+
+Metadata and vocabulary come from a template: a file that llama.cpp's own converter wrote for the base model. It also
+lists the required tensors, so that a missing tensor, or a tensor of another model, is detected whatever its name.
 """
 
 import math
 import os
 import re
-from collections.abc import Iterable, Sequence
+import struct
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,42 +24,63 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from model.ranks import listed
-from model.save.gguf_template import (
-    ROPE_FREQS,
-    architecture_of,
-    check_template,
-    copy_metadata,
-    gguf_package,
-    open_template,
-)
-from model.save.plan import Item
+from model.save.plan import EXPERT, Item
 from model.save.shard_writer import ShardWriter
 from quant import QuantLayer
 from quant.formats.gguf import BLOCK, BYTES, block_type
 
 GGUF_FILE = "model.gguf"
-_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _PLAIN = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+
+# Architectures, by the model_type of config.json, whose tensors llama.cpp takes unchanged except for the order of rows
+# of q and k. For other architectures it changes values (Gemma's norms), or splits and merges tensors.
+ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
+
+# Values that template and config.json both have: the end of llama.cpp's key, and the attribute of transformers' config.
+_SAME = {
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.key_length": "head_dim",
+    "attention.value_length": "head_dim",
+    "rope.dimension_count": "head_dim",
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "vocab_size": "vocab_size",
+}
+# Entries that are written new, or that describe the template's own weights.
+_NOT_COPIED = (
+    "GGUF.",
+    "general.architecture",
+    "general.file_type",
+    "general.quantization_version",
+    "split.",
+    "quantize.",
+)
+ROPE_FREQS = "rope_freqs.weight"  # computed by the converter from config.json (Llama 3); copied
 
 
 class GGUFNames:
     """Map keys of a checkpoint to tensors of a GGUF file.
 
     Args:
-        config: configuration of the model; raises ValueError as :func:`architecture_of` does.
+        config: configuration of the model; raises ValueError as :func:`_architecture_of` does.
     """
 
     def __init__(self, config: PretrainedConfig) -> None:
         self._config = config
-        architecture, gguf = architecture_of(config), gguf_package()
+        architecture, gguf = _architecture_of(config), gguf_package()
         number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
         self._names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
 
     def place(self, key: str) -> tuple[str | None, int]:
-        """Return llama.cpp's name of a tensor, or None if it has none, and the tensor's expert index (0 outside of
-        experts)."""
-        expert = _EXPERT.search(key)
-        name = self._names.get_name(_EXPERT.sub(".experts.", key), try_suffixes=(".weight", ".bias"))
+        """Return llama.cpp's name of a tensor (None if it has none), and its expert index (0 outside of experts)."""
+        expert = EXPERT.search(key)
+        name = self._names.get_name(EXPERT.sub(".experts.", key), try_suffixes=(".weight", ".bias"))
         return name, int(expert[1]) if expert else 0
 
     def heads(self, key: str) -> int:
@@ -73,37 +99,31 @@ class GGUFTensor:
 
     Attributes:
         kind: ggml's name of its type.
-        shape: shape of its elements, slowest dimension first, without the dimension of experts.
+        dtype, stored: dtype and shape in the file, without the dimension of experts; blocks are bytes.
         parts: keys of the plan's tensors in it, by expert index; a tensor without experts has the index 0.
     """
 
     kind: str
-    shape: tuple[int, ...]
+    dtype: torch.dtype
+    stored: tuple[int, ...]
     parts: dict[int, str] = field(default_factory=dict)
 
     @property
-    def whole_shape(self) -> tuple[int, ...]:
-        """Shape with the dimension of experts, if there is one."""
-        return self.shape if not self.of_experts else (len(self.parts), *self.shape)
+    def stack(self) -> tuple[int, ...]:
+        """Number of experts; empty without experts."""
+        return (len(self.parts),) if any(EXPERT.search(key) for key in self.parts.values()) else ()
 
     @property
-    def of_experts(self) -> bool:
-        """True if the tensor is a stack of experts."""
-        return any(_EXPERT.search(key) for key in self.parts.values())
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the elements, slowest dimension first."""
+        columns = self.stored[-1]
+        columns = columns // BYTES[self.kind] * BLOCK if self.kind in BYTES else columns
+        return (*self.stack, *self.stored[:-1], columns)
 
     @property
     def part_bytes(self) -> int:
         """Number of bytes of one expert, or of a tensor without experts."""
-        if self.kind in BYTES:
-            return math.prod(self.shape) // BLOCK * BYTES[self.kind]
-        return math.prod(self.shape) * (4 if self.kind == "F32" else 2)
-
-    @property
-    def part_shape(self) -> tuple[torch.dtype, tuple[int, ...]]:
-        """Dtype and shape of one part as written."""
-        if self.kind in BYTES:
-            return torch.uint8, (*self.shape[:-1], self.shape[-1] // BLOCK * BYTES[self.kind])
-        return next(dtype for dtype, kind in _PLAIN.items() if kind == self.kind), self.shape
+        return math.prod(self.stored) * self.dtype.itemsize
 
 
 @dataclass
@@ -115,28 +135,14 @@ class GGUFPlan:
         tensors: tensors by name, in the order of the file.
         heads: number of heads by key of q or k, whose rows are interleaved by head.
         template: the template, a ``gguf.GGUFReader``.
+        rope_freqs: the template's RoPE frequency factors, fp32; None without them.
     """
 
     architecture: str
     tensors: dict[str, GGUFTensor]
     heads: dict[str, int]
     template: Any
-
-    def written(self, key: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Convert a tensor of the plan to its dtype and row order in the file."""
-        if key in self.heads:
-            tensor = interleaved(tensor, self.heads[key])
-        return tensor.to(dtype).contiguous()
-
-    def rope_freqs(self) -> Tensor | None:
-        """Return the template's RoPE frequency factors, fp32; None without them."""
-        found = (tensor.data for tensor in self.template.tensors if tensor.name == ROPE_FREQS)
-        return next((torch.from_numpy(data.copy()) for data in found), None)
-
-    def types(self) -> dict[str, int]:
-        """Count the tensors of each type."""
-        kinds = [tensor.kind for tensor in self.tensors.values()]
-        return {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
+    rope_freqs: Tensor | None
 
 
 def interleaved(tensor: Tensor, heads: int) -> Tensor:
@@ -156,16 +162,19 @@ def plan_gguf(model: PreTrainedModel, items: Iterable[Item], template: Path | No
         ValueError: there is no template, or it is a template of another model; or there are tensors that a GGUF file
             cannot have, or that only the template has. The text names each of them.
     """
-    architecture = architecture_of(model.config)
+    architecture = _architecture_of(model.config)
     if template is None:
         raise ValueError(
-            "layout 'gguf' needs a template (export.template, --template), which gives metadata and vocabulary: a GGUF "
-            "file of the base model, which llama.cpp's convert_hf_to_gguf.py makes"
+            "layout 'gguf' needs a template (export.template, --template) for metadata and vocabulary: a GGUF file of "
+            "the base model, made with llama.cpp's convert_hf_to_gguf.py"
         )
-    reader = open_template(template)
-    check_template(reader, template, model.config)
+    reader = open_gguf(template)
+    _check_template(reader, template, model.config)
     tensors, heads = _tensors(model, items, architecture)
-    plan = GGUFPlan(architecture, tensors, heads, reader)
+    factors = next((torch.from_numpy(one.data.copy()) for one in reader.tensors if one.name == ROPE_FREQS), None)
+    if factors is not None:
+        tensors[ROPE_FREQS] = GGUFTensor("F32", torch.float32, tuple(factors.shape), {0: ROPE_FREQS})
+    plan = GGUFPlan(architecture, tensors, heads, reader, factors)
     _check_tensors(plan, template, tied=bool(model.config.tie_word_embeddings))
     return plan
 
@@ -187,19 +196,18 @@ def _tensors(
             if count := names.heads(key):
                 heads[key] = count
             kind = _kind(item, name, key, dtype, shape)
-            if kind in BYTES:
-                shape = (*shape[:-1], shape[-1] // BYTES[kind] * BLOCK)
-            tensor = found.setdefault(name, GGUFTensor(kind, shape))
-            if (tensor.kind, tensor.shape) != (kind, shape):
+            own = GGUFTensor(kind, torch.float32 if kind == "F32" else dtype, shape)
+            tensor = found.setdefault(name, own)
+            if (tensor.kind, tensor.stored) != (kind, shape):
                 raise ValueError(
-                    f"{key} is {kind} {list(shape)}, other experts of {name} are {tensor.kind} {list(tensor.shape)}: "
-                    "llama.cpp has all experts of a layer in one tensor; give them one scheme"
+                    f"{key} is {kind} {list(own.shape)}, but other experts of {name} are {tensor.kind} "
+                    f"{list(tensor.shape)}: llama.cpp has all experts of a layer in one tensor; give them one scheme"
                 )
             if expert in tensor.parts:
                 raise ValueError(f"{key} and {tensor.parts[expert]} both become {name}")
             tensor.parts[expert] = key
     if nowhere:
-        raise ValueError(f"these have no place in a GGUF file of architecture {architecture}: {listed(nowhere, 6)}")
+        raise ValueError(f"a GGUF file of architecture {architecture} cannot store {listed(nowhere, 6)}")
     return found, heads
 
 
@@ -215,19 +223,18 @@ def _kind(item: Item, name: str, key: str, dtype: torch.dtype, shape: tuple[int,
 
 
 def _check_tensors(plan: GGUFPlan, path: Path, *, tied: bool) -> None:
-    """Check that a file has all tensors of its template, of the same shapes, and no others."""
+    """Raise ValueError unless a file has all tensors of its template, of the same shapes, and no others."""
     expected = {tensor.name: tuple(int(size) for size in reversed(tensor.shape)) for tensor in plan.template.tensors}
-    expected.pop(ROPE_FREQS, None)
     if tied and "output.weight" not in plan.tensors:
         expected.pop("output.weight", None)  # copy of the embeddings, which llama.cpp uses if it is absent
-    found = {name: tensor.whole_shape for name, tensor in plan.tensors.items()}
+    found = {name: tensor.shape for name, tensor in plan.tensors.items()}
     problems = []
     if missing := sorted(expected.keys() - found.keys()):
         problems.append(f"the model lacks {listed(missing, 6)}")
     if more := sorted(found.keys() - expected.keys()):
-        problems.append(f"it lacks {listed(more, 6)}")
+        problems.append(f"the template lacks {listed(more, 6)}")
     problems += [
-        f"{name} is {list(expected[name])}, the model's is {list(shape)}"
+        f"{name} is {list(expected[name])}, but {list(shape)} in the model"
         for name, shape in found.items()
         if name in expected and shape != expected[name]
     ]
@@ -242,30 +249,25 @@ class GGUFWriter(ShardWriter):
     """Writer of one GGUF file, tensor by tensor, with the errors of :class:`ShardWriter`."""
 
     def __init__(self, path: Path, plan: GGUFPlan) -> None:
-        self._plan = plan
-        shapes = {key: tensor.part_shape for tensor in plan.tensors.values() for key in tensor.parts.values()}
-        factors = plan.rope_freqs()
-        if factors is not None:
-            shapes[ROPE_FREQS] = torch.float32, tuple(factors.shape)
-        self._dtypes = {key: dtype for key, (dtype, _) in shapes.items()}
+        self._heads = plan.heads
+        shapes = {
+            key: (tensor.dtype, tensor.stored) for tensor in plan.tensors.values() for key in tensor.parts.values()
+        }
         header, begin, size = _head(path.with_name(f"{path.name}.head"), plan)
         super().__init__(path, shapes, (header, begin))
         try:
             os.truncate(path, size)  # the zeros after the last tensor
-            if factors is not None:
-                super().write_stack([ROPE_FREQS], factors.unsqueeze(0))
+            if plan.rope_freqs is not None:
+                self.write(ROPE_FREQS, plan.rope_freqs)
         except BaseException:
             self.close()  # the caller has no object to close
             raise
 
-    def write_stack(self, keys: Sequence[str], stack: Tensor) -> None:
-        """Write tensors as the base class does, each converted to its dtype in the file."""
-        for key, tensor in zip(keys, stack, strict=True):
-            super().write_stack([key], self._plan.written(key, tensor, self._dtypes[key]).unsqueeze(0))
-
-    def write_part(self, key: str, start: int, part: Tensor) -> None:
-        """Reject parts: no tensor of a GGUF plan is written in parts."""
-        raise ValueError(f"{key} comes in parts, which a GGUF file is not made of")
+    def write(self, key: str, tensor: Tensor) -> None:
+        """Write a tensor of the plan in its dtype and row order in the file."""
+        if key in self._heads:
+            tensor = interleaved(tensor, self._heads[key])
+        super().write(key, tensor.to(self._shapes[key][0]).contiguous())
 
 
 def _head(scratch: Path, plan: GGUFPlan) -> tuple[bytes, dict[str, int], int]:
@@ -273,24 +275,20 @@ def _head(scratch: Path, plan: GGUFPlan) -> tuple[bytes, dict[str, int], int]:
     that is written and removed."""
     gguf = gguf_package()
     writer = gguf.GGUFWriter(scratch, plan.architecture)
-    copy_metadata(plan.template, writer)
-    types = plan.types()
+    _copy_metadata(plan.template, writer)
     file_types = {"Q4_0": "MOSTLY_Q4_0", "Q8_0": "MOSTLY_Q8_0", "BF16": "MOSTLY_BF16", "F16": "MOSTLY_F16"}
-    kind = max((kind for kind in types if kind in file_types), key=types.__getitem__, default="F32")
-    writer.add_file_type(gguf.LlamaFileType[file_types.get(kind, "ALL_F32")])
+    kinds = Counter(tensor.kind for tensor in plan.tensors.values() if tensor.kind in file_types)
+    usual = [file_types[kind] for kind, _ in kinds.most_common(1)] or ["ALL_F32"]
+    writer.add_file_type(gguf.LlamaFileType[usual[0]])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    tensors = dict(plan.tensors)
-    if (factors := plan.rope_freqs()) is not None:
-        tensors[ROPE_FREQS] = GGUFTensor("F32", tuple(factors.shape), {0: ROPE_FREQS})
     begin: dict[str, int] = {}
     end = 0
-    for name, tensor in tensors.items():
+    for name, tensor in plan.tensors.items():
         whole = tensor.part_bytes * len(tensor.parts)
-        dtype, shape = tensor.part_shape
-        stack = (len(tensor.parts),) if tensor.of_experts else ()
         # Blocks are described by their bytes; for other types the dtype is ignored.
-        described = np.uint8 if dtype == torch.uint8 else np.float32
-        writer.add_tensor_info(name, (*stack, *shape), described, whole, gguf.GGMLQuantizationType[tensor.kind])
+        described = np.uint8 if tensor.dtype == torch.uint8 else np.float32
+        kind = gguf.GGMLQuantizationType[tensor.kind]
+        writer.add_tensor_info(name, (*tensor.stack, *tensor.stored), described, whole, kind)
         begin |= {key: end + index * tensor.part_bytes for index, key in tensor.parts.items()}
         end += gguf.GGUFWriter.ggml_pad(whole, writer.data_alignment)
     writer.write_header_to_file()
@@ -304,14 +302,175 @@ def _head(scratch: Path, plan: GGUFPlan) -> tuple[bytes, dict[str, int], int]:
 
 
 def check_gguf_written(path: Path, plan: GGUFPlan) -> None:
-    """Check with llama.cpp's own reader that a file has the planned tensors.
-
-    Raises:
-        ValueError: tensors are missing, not planned, or of another type or shape.
-    """
-    reader = open_template(path)
+    """Check with llama.cpp's own reader that a file has the planned tensors; raise ValueError if not."""
+    reader = open_gguf(path)
     found = {t.name: (t.tensor_type.name, tuple(int(size) for size in reversed(t.shape))) for t in reader.tensors}
-    found.pop(ROPE_FREQS, None)
-    planned = {name: (tensor.kind, tensor.whole_shape) for name, tensor in plan.tensors.items()}
+    planned = {name: (tensor.kind, tensor.shape) for name, tensor in plan.tensors.items()}
     if wrong := sorted(name for name in planned.keys() | found.keys() if planned.get(name) != found.get(name)):
-        raise ValueError(f"{path}: not as planned: {listed(wrong)}")
+        raise ValueError(f"{path}: these tensors are not as planned: {listed(wrong)}")
+
+
+def gguf_package() -> Any:
+    """Import the package ``gguf``. Raises ValueError, with the command that installs it, if it is missing."""
+    try:
+        import gguf
+    except ImportError as error:
+        raise ValueError(f"layout 'gguf' needs the package gguf ({error}): pip install -e '.[gguf]'") from None
+    return gguf
+
+
+def open_gguf(path: Path) -> Any:
+    """Open a file as a ``gguf.GGUFReader``. Raises ValueError if it does not exist or is not a GGUF file."""
+    gguf = gguf_package()
+    if not path.is_file():
+        raise ValueError(
+            f"the GGUF template {path} is not a file: make one of the base model with llama.cpp's convert_hf_to_gguf.py"
+        )
+    try:
+        check_header(path)
+        return gguf.GGUFReader(path)
+    except Exception as error:  # any error of the reader about damaged bytes
+        raise ValueError(f"{path} is not a GGUF file: {error}") from error
+
+
+def _value_of(template: Any, key: str) -> Any:
+    """Return a metadata value of the template; None if the template lacks the key."""
+    entry = template.fields.get(key)
+    return None if entry is None else entry.contents()
+
+
+def _architecture_of(config: PretrainedConfig) -> str:
+    """Return llama.cpp's name of the architecture. Raises ValueError if llama.cpp computes it differently, or if it is
+    not supported."""
+    if config.model_type not in ARCHITECTURES:
+        raise ValueError(
+            f"layout 'gguf' supports models of type {', '.join(ARCHITECTURES)}, got {config.model_type}: set "
+            "export.format to dequantized, and convert that checkpoint with llama.cpp's convert_hf_to_gguf.py"
+        )
+    problems = []
+    if getattr(config, "hidden_act", "silu") != "silu":
+        problems.append(f"hidden_act is {config.hidden_act!r}, expected 'silu'")
+    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+        problems.append("it has sliding attention")
+    if config.model_type == "qwen3_moe":
+        if not config.norm_topk_prob:
+            problems.append("norm_topk_prob is false, but llama.cpp normalizes the experts' weights to a sum of 1")
+        if config.mlp_only_layers or config.decoder_sparse_step != 1:
+            problems.append("some layers have no experts")
+    if problems:
+        raise ValueError(f"llama.cpp computes this {config.model_type} differently: {'; '.join(problems)}")
+    return ARCHITECTURES[config.model_type]
+
+
+def _check_template(template: Any, path: Path, config: PretrainedConfig) -> None:
+    """Raise ValueError if the template's metadata has another architecture, other sizes or another vocabulary."""
+    architecture, found = _architecture_of(config), _value_of(template, "general.architecture")
+    problems = []
+    if found != architecture:
+        problems.append(f"general.architecture is {found!r}, expected {architecture!r}")
+    else:
+        problems += _other_values(template, architecture, config)
+        problems += _other_positions(template, architecture, config)
+        tokens = template.fields.get("tokenizer.ggml.tokens")
+        if tokens is None:
+            problems.append("the template has no vocabulary (tokenizer.ggml.tokens)")
+        elif len(tokens.data) != config.vocab_size:
+            problems.append(f"the template's vocabulary has {len(tokens.data)} tokens, expected {config.vocab_size}")
+    if problems:
+        raise ValueError(f"{path} is the template of another model: {listed(problems, 8)}")
+
+
+def _other_values(template: Any, architecture: str, config: PretrainedConfig) -> Iterator[str]:
+    """Yield differences in sizes."""
+    for end, attribute in _SAME.items():
+        found = _value_of(template, key := f"{architecture}.{end}")
+        expected = getattr(config, attribute, None)
+        if found is not None and expected is not None and not _same(found, expected):
+            yield f"{key} is {found}, expected {expected} ({attribute})"
+
+
+def _same(found: Any, expected: float) -> bool:
+    """Return True if a value equals this number up to fp32 rounding; False for NaN, lists and strings."""
+    return isinstance(found, int | float) and abs(found - expected) <= 1e-6 * abs(expected)
+
+
+def _other_positions(template: Any, architecture: str, config: PretrainedConfig) -> Iterator[str]:
+    """Yield differences in positional encoding."""
+    rope = config.rope_parameters
+    base, theta = _value_of(template, f"{architecture}.rope.freq_base"), rope["rope_theta"]
+    if base is not None and not _same(base, theta):
+        yield f"{architecture}.rope.freq_base is {base}, expected {theta}"
+    if base is None and theta != 10000.0:
+        yield f"the template has no {architecture}.rope.freq_base, expected {theta}"
+    kind, scaling = rope.get("rope_type", "default"), _value_of(template, f"{architecture}.rope.scaling.type")
+    has_factors = any(tensor.name == ROPE_FREQS for tensor in template.tensors)
+    if kind not in ("default", "llama3"):
+        yield f"rope_type is {kind!r}, expected 'default' or 'llama3'"
+    if scaling not in (None, "none"):
+        yield f"{architecture}.rope.scaling.type is {scaling!r}, but rope_type is {kind!r} in config.json"
+    if (kind == "llama3") != has_factors:
+        yield f"the template has {'' if has_factors else 'no '}{ROPE_FREQS}, but rope_type is {kind!r} in config.json"
+
+
+def _copy_metadata(template: Any, writer: Any) -> None:
+    """Copy the template's metadata to a ``gguf.GGUFWriter``, except entries about its own weights."""
+    array = gguf_package().GGUFValueType.ARRAY
+    for name, entry in template.fields.items():
+        if not name.startswith(_NOT_COPIED):
+            kind = entry.types[0]
+            writer.add_key_value(name, entry.contents(), kind, entry.types[-1] if kind == array else None)
+
+
+# Bytes of a metadata value by its type; 8 is a string, 9 an array.
+_VALUE_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+_TEXT, _ARRAY = 8, 9
+_MOST_DIMENSIONS = 4  # GGML_MAX_DIMS
+
+
+def check_header(path: Path) -> None:
+    """Check that the header of a little-endian GGUF file fits into the file; else raise ValueError.
+
+    The package gguf trusts the 64-bit counts and lengths of a header, so a file of 100 bytes could keep it busy for
+    centuries. A header (ggml's docs/gguf.md) has a magic number, a version, and the counts of tensors and of metadata
+    entries; then for each metadata entry a key, a type and a value, and for each tensor a name, its dimensions, a type
+    and an offset.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+
+        def skip(count: int) -> None:
+            if count > size - file.tell():
+                raise ValueError(f"its header announces {count:,} bytes after byte {file.tell():,} of {size:,}")
+            file.seek(count, os.SEEK_CUR)
+
+        def number(kind: str) -> int:
+            width = struct.calcsize(kind)
+            skip(width)
+            file.seek(-width, os.SEEK_CUR)
+            return int(struct.unpack(kind, file.read(width))[0])
+
+        def skip_values(kind: int, count: int) -> None:
+            if kind == _TEXT:
+                for _ in range(count):
+                    skip(number("<Q"))
+            elif kind in _VALUE_BYTES:
+                skip(_VALUE_BYTES[kind] * count)
+            else:
+                raise ValueError(f"a metadata value has the unknown type {kind}")
+
+        if file.read(4) != b"GGUF" or number("<I") not in (2, 3):
+            raise ValueError("it does not begin like a little-endian GGUF file of version 2 or 3")
+        tensors, metadata = number("<Q"), number("<Q")
+        for _ in range(metadata):
+            skip_values(_TEXT, 1)
+            kind = number("<I")
+            inner, count = (number("<I"), number("<Q")) if kind == _ARRAY else (kind, 1)
+            skip_values(inner, count)
+        for _ in range(tensors):
+            skip_values(_TEXT, 1)
+            dimensions = number("<I")
+            if dimensions > _MOST_DIMENSIONS:
+                raise ValueError(f"a tensor has {dimensions} dimensions, expected at most {_MOST_DIMENSIONS}")
+            skip(8 * dimensions + 4)
+            if number("<Q") > size:
+                raise ValueError("a tensor begins after the end of the file")

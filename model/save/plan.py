@@ -17,8 +17,6 @@ from model.checkpoint.names import ROTARY_TABLES, Names, Place, module_name_on_d
 from model.checkpoint.safetensors import DiskTensor
 from model.checkpoint.slices import Stack
 from model.quantized.tensor import QuantizedTensor
-from model.ranks import listed
-from model.save.for_mlx import check_mlx, mlx_place
 from model.save.shard_writer import KINDS
 from model.scales import cache_keys
 from model.zero import batches, full_numel, is_partitioned, is_whole
@@ -29,6 +27,8 @@ from quant.fused import FusedModule
 from quant.kv_cache import QuantCache
 from quant.linear import LinearPart, linears_of
 from quant.rotation import KEY
+
+EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,11 @@ class Item:
         parameters: parameters to gather.
         shapes: dtype and shape of every tensor to write, by key on disk.
         layout: format of a QuantLayer; None for every other module, which is written unchanged.
-        linears: Linears on disk of a QuantLayer, by their names there.
+        linears: Linears on disk of a QuantLayer or a stack of experts, by their names there.
         plain: parameters and buffers written unchanged, and their locations on disk.
-        stacked: keys of the equal parts of the module's only parameter, in their order.
         fused: tensors on disk that each contain all experts of a stack, written in parts.
-        joined: for mlx: the module with the Linears of all experts, and the expert's index in it, by the name of an
-            expert's Linear on disk.
+        joined: for mlx and gpt_oss: the name on disk that the Linears of all experts share, and the expert's index, by
+            the name of the expert's Linear.
         turned: True if the weight of a QuantLayer is written transposed.
         copied: tensor of the source outside of any module, written unchanged, or decoded.
     """
@@ -58,7 +57,6 @@ class Item:
     layout: Layout | None = None
     linears: Mapping[str, LinearPart] = field(default_factory=dict)
     plain: Sequence[tuple[torch.Tensor, Place]] = ()
-    stacked: tuple[str, ...] = ()
     fused: tuple[Stack, ...] = ()
     joined: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     turned: bool = False
@@ -96,10 +94,6 @@ def plan_shards(
     """
     names = Names(model, {key: tensor.shape for key, tensor in source.items()})
     quantized = quantization is not None and bool(quantization.layers) and layout != "dequantized"
-    if quantization is not None and layout == "gpt_oss":
-        _check_blocks(model, quantization)
-    if quantization is not None and layout == "mlx":
-        check_mlx(model, quantization)
     seen: set[int] = set()
     items = []
     for name, module in model.named_modules():
@@ -165,79 +159,53 @@ def _quantized_item(
 ) -> Item:
     dtype = layer.weight.dtype
     linears = {module_name_on_disk(model, part.name): part for part in linears_of(name, layer)}
-    parameters = list(layer.parameters(recurse=False))
-    if layout == "dequantized" and (fused := _fused(names, name, layer, source)):
-        shapes: Shapes = {stack.key: (dtype, stack.shape) for stack in fused}
-        return Item(name, layer, parameters, shapes, layout=layout, linears=linears, fused=fused)
-    if layout == "gpt_oss":
-        (stack,) = names.stacks(f"{name}.weight")
-        part = next(iter(linears.values()))
-        shapes = block_shapes(stack.key, len(linears), part.in_features, part.out_features)
-        return Item(name, layer, parameters, shapes, layout=layout, linears=linears, fused=(stack,))
-    turned = f"{name}.weight" in names.turned
-    if turned and layout != "dequantized":
+    stacks, turned = names.stacks(f"{name}.weight"), f"{name}.weight" in names.turned
+    only = [stack.key for stack in stacks if stack.only]
+    fused: tuple[Stack, ...] = ()
+    joined: dict[str, tuple[str, int]] = {}
+    if layout == "dequantized":
+        fused = _fused(names, name, layer, source)
+    elif layout == "gpt_oss":
+        fused = tuple(stacks)
+        joined = {on_disk: (fused[0].key, index) for index, on_disk in enumerate(linears)}
+    elif turned:
         raise ValueError(
             f"{name}: transformers has a Conv1D here, which no reader takes quantized: set export.format to dequantized"
         )
-    only = [stack.key for stack in names.stacks(f"{name}.weight") if stack.only]
-    if only and layout != "dequantized" and not _becomes_linears(model, name):
+    elif only and not _becomes_linears(model, name):
         raise ValueError(
             f"{name}: transformers reads these experts as one tensor, {only[0]}, which has no quantized form in "
-            f"layout {layout!r}: to leave them as they are set quant.exempt_more: ['.*\\.{_parent(name)}\\..+'], or "
-            "write them with export.format 'dequantized' (gpt-oss' in mxfp4 with 'gpt_oss')"
+            f"layout {layout!r}: to leave them as they are set quant.exempt_more: ['.*\\.{name.split('.')[-2]}\\..+'], "
+            "or write them with export.format 'dequantized' (gpt-oss' in mxfp4 with 'gpt_oss')"
         )
-    if layout == "mlx" and getattr(layer, "projections", None):
-        return _joined_item(name, layer, linears)
-    shapes = {}
-    for on_disk, part in linears.items():
-        suffixes = linear_shapes(layout, part.in_features, part.out_features, layer.scheme, dtype)
-        if layer.bias is not None:
-            suffixes["bias"] = (dtype, (part.out_features,))
-        if turned:
-            suffixes["weight"] = (dtype, (part.in_features, part.out_features))
-        if isinstance(layer, QuantLinear) and layer.rotation is not None:
-            suffixes[KEY] = (dtype, (layer.rotation, layer.rotation))
-        shapes |= {f"{on_disk}.{suffix}": expected for suffix, expected in suffixes.items()}
-    return Item(name, layer, parameters, shapes, layout=layout, linears=linears, turned=turned)
-
-
-def _joined_item(name: str, layer: QuantLayer, linears: Mapping[str, LinearPart]) -> Item:
-    """Create the item of a stack of experts for mlx-lm, which stores a Linear of all experts in one module."""
-    places = {on_disk: mlx_place(on_disk) for on_disk in linears}
-    joined = {on_disk: (module, expert or 0) for on_disk, (module, expert) in places.items()}
-    experts = 1 + max(expert for _, expert in joined.values())
+    elif layout == "mlx" and layer.projections:
+        joined = {on_disk: (module, expert or 0) for on_disk in linears for module, expert in [mlx_place(on_disk)]}
+    experts = 1 + max((index for _, index in joined.values()), default=0)
     shapes: Shapes = {}
-    for on_disk, part in linears.items():
-        one = linear_shapes("mlx", part.in_features, part.out_features, layer.scheme, layer.weight.dtype)
-        shapes |= {f"{joined[on_disk][0]}.{end}": (dtype, (experts, *shape)) for end, (dtype, shape) in one.items()}
+    if layout == "gpt_oss":
+        part = next(iter(linears.values()))
+        shapes |= block_shapes(fused[0].key, len(linears), part.in_features, part.out_features)
+    elif fused:
+        shapes |= {stack.key: (dtype, stack.shape) for stack in fused}
+    else:
+        for on_disk, part in linears.items():
+            suffixes = linear_shapes(layout, part.in_features, part.out_features, layer.scheme, dtype)
+            if layer.bias is not None:
+                suffixes["bias"] = (dtype, (part.out_features,))
+            if turned:
+                suffixes["weight"] = (dtype, (part.in_features, part.out_features))
+            if isinstance(layer, QuantLinear) and layer.rotation is not None:
+                suffixes[KEY] = (dtype, (layer.rotation, layer.rotation))
+            prefix, stack = (joined[on_disk][0], (experts,)) if joined else (on_disk, ())
+            shapes |= {f"{prefix}.{suffix}": (kind, (*stack, *shape)) for suffix, (kind, shape) in suffixes.items()}
     parameters = list(layer.parameters(recurse=False))
-    return Item(name, layer, parameters, shapes, layout="mlx", linears=linears, joined=joined)
+    return Item(name, layer, parameters, shapes, layout, linears, fused=fused, joined=joined, turned=turned)
 
 
-def _check_blocks(model: PreTrainedModel, quantization: Quantization) -> None:
-    """Check for layout ``gpt_oss`` that all experts are quantized, as stacks, and nothing else.
-
-    Raises:
-        ValueError: other layers are quantized, or some experts are not; the text names them.
-    """
-    held = {
-        name
-        for name, module in model.named_modules()
-        if getattr(module, "projections", ())
-        and getattr(model.get_submodule(name.rpartition(".")[0]), "replaces", "") == "GptOssExperts"
-    }
-    if held != set(quantization.layers):
-        wrong = sorted(held ^ set(quantization.layers))
-        raise ValueError(
-            f"layout 'gpt_oss' holds a gpt-oss whose experts are quantized, all of them and nothing else, under "
-            f"model.experts: stacked. It does not go with {listed(wrong)}: set quant.exempt_more: "
-            "['.*\\.self_attn\\..+'], or another export.format"
-        )
-
-
-def _parent(name: str) -> str:
-    """Return the name of the parent module of ``name``."""
-    return name.split(".")[-2]
+def mlx_place(linear: str) -> tuple[str, int | None]:
+    """Find mlx-lm's module for a Linear, by the Linear's name on disk, and the expert's index in it (or None)."""
+    expert = EXPERT.search(linear)
+    return (linear, None) if expert is None else (EXPERT.sub(".switch_mlp.", linear), int(expert[1]))
 
 
 def linears_of_quantized(kind: str) -> Callable[[PretrainedConfig], nn.Module] | None:
@@ -282,15 +250,12 @@ def _stacked_item(
     ``quantized``: other layers of the checkpoint are quantized.
     """
     stack = module.get_parameter("weight")
+    linears = {module_name_on_disk(model, part.name): part for part in linears_of(name, module)}
     fused = () if quantized and _becomes_linears(model, name) else _fused(names, name, module, source)
-    if fused:
-        shapes: Shapes = {one.key: (stack.dtype, one.shape) for one in fused}
-        return Item(name, module, [stack], shapes, fused=fused)
-    shapes = {
-        f"{module_name_on_disk(model, part.name)}.weight": (stack.dtype, (part.out_features, part.in_features))
-        for part in linears_of(name, module)
-    }
-    return Item(name, module, [stack], shapes, stacked=tuple(shapes))
+    shapes: Shapes = {one.key: (stack.dtype, one.shape) for one in fused}
+    if not fused:
+        shapes = {f"{key}.weight": (stack.dtype, (one.out_features, one.in_features)) for key, one in linears.items()}
+    return Item(name, module, [stack], shapes, linears=linears, fused=fused)
 
 
 def _cache_item(key: str, cache: QuantCache) -> Item:
@@ -303,8 +268,8 @@ def _copied_item(tensor: DiskTensor | QuantizedTensor, dtype: torch.dtype) -> It
         return Item(tensor.key, None, [], {tensor.key: (dtype, tensor.shape)}, copied=tensor)
     if tensor.dtype not in KINDS:
         raise ValueError(
-            f"{tensor.file}: {tensor.key} is no part of the model that was trained, and is {tensor.kind}, a dtype that "
-            "is not copied: remove it from the checkpoint"
+            f"{tensor.file}: {tensor.key} is not part of the trained model, and its dtype {tensor.kind} cannot be "
+            "copied: remove it from the checkpoint"
         )
     return Item(tensor.key, None, [], {tensor.key: (tensor.dtype, tensor.shape)}, copied=tensor)
 
@@ -314,7 +279,7 @@ def _plain_item(names: Names, name: str, module: nn.Module, seen: set[int]) -> I
     _fused(names, name, module, ())  # raises for an expert that only a fused tensor can store
     plain: list[tuple[torch.Tensor, Place]] = []
     if isinstance(module, QuantLayer) and module.adapter is not None:
-        raise ValueError(f"{name} has an adapter, which is written with its quantized weight alone")
+        raise ValueError(f"{name} has an adapter, which can only be exported with its quantized weight")
     own: dict[str, torch.Tensor | None] = {**module._parameters, **module._buffers}
     for suffix, tensor in own.items():
         scale = isinstance(module, (QuantLayer, FusedModule)) and suffix in SCALE_PARAMETERS

@@ -12,6 +12,7 @@ import struct
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -36,14 +37,14 @@ class ShardWriter:
 
     Raises:
         OSError: the file cannot be created.
-        ValueError: the format has no such dtype.
+        ValueError: safetensors files cannot store a dtype.
     """
 
     def __init__(self, path: Path, shapes: Shapes, head: tuple[bytes, Mapping[str, int]] | None = None) -> None:
         header, self._begin = head or safetensors_head(shapes)
-        self._left = dict(shapes)
+        self._shapes = shapes
+        self._left = {key: math.prod(shape) for key, (_, shape) in shapes.items()}  # elements to write
         self._path, self._size = path, len(header) + sum(_bytes_of(*shape) for shape in shapes.values())
-        self._elements: dict[str, int] = {}  # elements left, of tensors written in parts
         self._unsynced = 0
         self._syncing: threading.Thread | None = None
         self._failure: OSError | None = None
@@ -55,43 +56,37 @@ class ShardWriter:
             raise
 
     def write(self, key: str, tensor: Tensor) -> None:
-        """Write a contiguous tensor in CPU memory, of the planned dtype and shape; it may be changed afterwards.
+        """Write a whole tensor of the planned shape, with the conditions and errors of :meth:`write_part`."""
+        if tuple(tensor.shape) != self._shapes[key][1]:
+            self._reject(key, tensor, 0)
+        self.write_part(key, 0, tensor)
+
+    def write_part(self, key: str, start: int, part: Tensor) -> None:
+        """Write the elements of ``part``, contiguous in CPU memory, to the tensor ``key`` from element ``start`` on.
+
+        The parts of a tensor may come in any order, each once. ``part`` may be changed afterwards.
 
         Raises:
             OSError: the disk is full, or failed; the error may be about an earlier tensor.
-            KeyError: the tensor was not planned, or is written already.
-            ValueError: the tensor does not have the planned dtype and shape.
+            KeyError: the tensor is not planned, or was written already.
+            ValueError: the part does not have the planned dtype, or does not fit into the tensor.
         """
-        self.write_stack([key], tensor.unsqueeze(0))
-
-    def write_stack(self, keys: Sequence[str], stack: Tensor) -> None:
-        """Write ``stack[i]`` as ``keys[i]``, with the conditions and errors of :meth:`write`.
-
-        This is faster for thousands of small tensors: creating a view of each would take a third of the time of writing
-        it.
-        """
-        made = stack.dtype, tuple(stack.shape[1:])
-        data = memoryview(stack.view(-1).view(torch.uint8).numpy() if stack.numel() else b"")  # type: ignore[arg-type]
-        size = len(data) // len(stack)
-        for key, index in zip(keys, range(len(stack)), strict=True):
-            if (planned := self._left[key]) != made:
-                raise ValueError(f"{key} became {made}, planned was {planned}")
-            del self._left[key]
-            self._put(data[index * size : (index + 1) * size], self._begin[key])
-
-    def write_part(self, key: str, start: int, part: Tensor) -> None:
-        """Write all elements of ``part``, contiguous in CPU memory, as a run of the tensor ``key`` from element
-        ``start`` on. Parts may come in any order, each once; errors as in :meth:`write`."""
-        dtype, shape = self._left[key]
-        left = self._elements.setdefault(key, math.prod(shape)) - part.numel()
+        left = self._left[key] - part.numel()
+        dtype, shape = self._shapes[key]
         if part.dtype != dtype or left < 0 or start + part.numel() > math.prod(shape):
-            raise ValueError(f"{key}: {part.numel()} of {part.dtype} from {start} on, planned was {(dtype, shape)}")
-        self._elements[key] = left
+            self._reject(key, part, start)
+        self._left[key] = left
         if not left:
             del self._left[key]
         if part.numel():
             data = memoryview(part.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
             self._put(data, self._begin[key] + start * dtype.itemsize)
+
+    def _reject(self, key: str, part: Tensor, start: int) -> NoReturn:
+        dtype, shape = self._shapes[key]
+        raise ValueError(
+            f"{self._path}: {key} at element {start} is {part.dtype} {list(part.shape)}, planned {dtype} {list(shape)}"
+        )
 
     def finish(self) -> None:
         """Wait until everything is on disk.
@@ -101,7 +96,9 @@ class ShardWriter:
             ValueError: tensors are missing.
         """
         if self._left:
-            raise ValueError(f"{len(self._left)} tensors were planned and not written, {min(self._left)} among them")
+            raise ValueError(
+                f"{self._path}: {len(self._left)} planned tensors were not written, for example {min(self._left)}"
+            )
         self._wait()
         with naming(self._path, self._size):
             os.fsync(self._file)
@@ -143,9 +140,9 @@ def _bytes_of(dtype: torch.dtype, shape: Sequence[int]) -> int:
 
 
 def safetensors_head(shapes: Shapes, metadata: Mapping[str, str] | None = None) -> tuple[bytes, dict[str, int]]:
-    """Build the first bytes of a safetensors file, and the offset of each tensor; ``metadata`` is for its readers."""
+    """Build the header of a safetensors file with ``metadata``, and the offset of each tensor in the file."""
     if unknown := sorted({str(dtype) for dtype, _ in shapes.values() if dtype not in KINDS}):
-        raise ValueError(f"safetensors files are not written with {', '.join(unknown)}")
+        raise ValueError(f"safetensors files cannot store {', '.join(unknown)}")
     places: dict[str, dict[str, object]] = {}
     begin: dict[str, int] = {}
     end = 0

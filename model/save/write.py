@@ -1,18 +1,19 @@
-"""Gather modules on rank 0, pack them, and write them into the shards of the plan."""
+"""Gather modules on rank 0, pack them, and write them into the files of the plan."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
 
-from model.checkpoint.safetensors import SINGLE, DiskTensor, Reader
+from model.checkpoint.safetensors import SINGLE, Reader
 from model.console import progress_bar
 from model.disk_errors import words_of
-from model.quantized.tensor import QuantizedTensor, chunks_of
+from model.quantized.tensor import chunks_of
 from model.ranks import errors_on_all_ranks, is_main, raise_everywhere
 from model.save.plan import Item
 from model.save.shard_writer import ShardWriter
@@ -54,7 +55,7 @@ def write_shards(
     """Gather the plan's modules in order; rank 0 packs and writes them. A collective.
 
     Args:
-        shards: shards of the plan.
+        shards: items of each file.
         directory: output directory.
         single: file name if there is only one file.
         writer: opens a file.
@@ -95,17 +96,30 @@ def _write_shard(
     progress: tqdm,
     writer: Writers,
 ) -> None:
-    """Write one file; ``shard`` has its items in batches to gather together."""
-    output = _Output(path, [item for batch in shard for item in batch], held, writer) if is_main() else None
+    """Write one file; ``shard`` has its items in batches to gather together.
+
+    After an error in packing or writing, rank 0 keeps gathering up to the end of the file, where all ranks stop.
+    """
+    output: ShardWriter | None = None
+    errors: list[Exception] = []
+    if is_main():
+        with _added_to(errors):
+            output = writer(path, [item for batch in shard for item in batch])
     gathered = gathered_on_main(_parameters(shard), buffer)
     for batch, coming, _ in zip(shard, [*shard[1:], []], gathered, strict=True):
-        if output is not None:
+        if output is not None and not errors:
             held.add(size := sum(item.gathered_bytes for item in (*batch, *coming)))
-            output.write(batch)
+            with _added_to(errors):
+                for item in batch:
+                    _write(item, output, held)
             held.add(-size)
         progress.update(sum(item.bytes for item in batch))
-    failure = output.finish() if output is not None else None
-    # After any error in packing or writing, rank 0 kept gathering up to here, where all ranks stop.
+    if output is not None:
+        with _added_to(errors):
+            if not errors:
+                output.finish()
+        output.close()
+    failure = errors[0] if errors else None
     kind = "" if isinstance(failure, OSError) else f"{type(failure).__name__}: "
     try:
         raise_everywhere(None if failure is None else f"export failed in {path.name}: {kind}{words_of(failure)}")
@@ -113,135 +127,78 @@ def _write_shard(
         raise everywhere from failure
 
 
-class _Output:
-    """File on rank 0. It raises nothing: :meth:`finish` returns the first error, after which nothing is written.
+@contextmanager
+def _added_to(errors: list[Exception]) -> Iterator[None]:
+    """Add an exception of the block to ``errors`` instead of raising it, as other ranks are in the next gather."""
+    try:
+        yield
+    except Exception as error:
+        errors.append(error)
 
-    An error of any kind must not be raised at once, as the other ranks are in the next gather.
-    """
 
-    def __init__(self, path: Path, shard: list[Item], held: BufferedBytes, writer: Writers) -> None:
-        self._held = held
-        self._failure: Exception | None = None
-        self._writer: ShardWriter | None = None
-        try:
-            self._writer = writer(path, shard)
-        except Exception as error:
-            self._failure = error
+def _write(item: Item, output: ShardWriter, held: BufferedBytes) -> None:
+    """Pack and write an item whose parameters are gathered."""
+    if item.copied is not None:
+        _copy(item, output, held)
+    elif isinstance(item.module, QuantCache):
+        output.write(item.name, cache_scale(item.name, item.module.input_scale()))
+    elif item.fused and not item.joined:
+        _write_fused(item, output, held)
+    elif item.layout is not None:
+        for name, tensors in _packed(item, held):
+            prefix, index = item.joined.get(name, (name, 0))
+            for suffix, tensor in tensors.items():
+                if item.joined:
+                    end = BLOCK_ENDS.get(suffix, f".{suffix}")
+                    output.write_part(f"{prefix}{end}", index * tensor.numel(), tensor.contiguous())
+                else:
+                    output.write(f"{prefix}.{suffix}", tensor)
+    else:
+        for name, weight in _plain_weights(item):
+            output.write(f"{name}.weight", weight.cpu().contiguous())
+        for tensor, place in item.plain:  # on a CPU this is the parameter's own memory, unless it is transposed
+            matrix = tensor.detach().cpu()
+            values = (matrix.t() if place.turned else matrix).contiguous().view(-1)
+            output.write(place.key, values[place.start : place.start + math.prod(place.shape)].view(place.shape))
 
-    def write(self, batch: list[Item]) -> None:
-        """Pack and write modules whose parameters are gathered."""
-        if self._writer is None or self._failure is not None:
+
+def _copy(item: Item, output: ShardWriter, held: BufferedBytes) -> None:
+    """Write a tensor of the source, some MiB at a time."""
+    assert item.copied is not None
+    ((key, (dtype, shape)),) = item.shapes.items()
+    with Reader(chunk_bytes=GATHER_BYTES) as reader:
+        if not math.prod(shape):
+            output.write(key, torch.empty(shape, dtype=dtype))
             return
-        try:
-            for item in batch:
-                if item.copied is not None:
-                    ((dtype, _),) = item.shapes.values()
-                    self._copy(item.copied, dtype)
-                for keys, stack in _stacks(item):
-                    self._writer.write_stack(keys, stack.cpu())
-                for key, start, part in _parts(item):
-                    self._writer.write_part(key, start, part.cpu().contiguous())
-                for tensors in _packed(item):
-                    self._held.add(size := 0 if item.layout is None else sum(t.nbytes for t in tensors.values()))
-                    for key, tensor in tensors.items():
-                        self._writer.write(key, tensor)
-                    self._held.add(-size)
-        except Exception as error:
-            self._failure = error
-
-    def _copy(self, tensor: DiskTensor | QuantizedTensor, dtype: torch.dtype) -> None:
-        assert self._writer is not None
-        numel = math.prod(tensor.shape)
-        with Reader(chunk_bytes=GATHER_BYTES) as reader:
-            for start, values in chunks_of(tensor, reader, 0, torch.empty((), dtype=dtype).expand(numel)):
-                self._held.add(values.nbytes)
-                self._writer.write_part(tensor.key, start, values)
-                self._held.add(-values.nbytes)
-            if not numel:
-                self._writer.write_part(tensor.key, 0, torch.empty(0, dtype=dtype))
-
-    def finish(self) -> Exception | None:
-        """Close the file, and return the first error, if any."""
-        if self._writer is not None:
-            try:
-                if self._failure is None:
-                    self._writer.finish()
-            except Exception as error:
-                self._failure = error
-            self._writer.close()
-        return self._failure
+        for start, values in chunks_of(item.copied, reader, 0, torch.empty((), dtype=dtype).expand(math.prod(shape))):
+            held.add(values.nbytes)
+            output.write_part(key, start, values)
+            held.add(-values.nbytes)
 
 
-def _stacks(item: Item) -> Iterator[tuple[Sequence[str], torch.Tensor]]:
-    """Yield the equal parts of a stacked item's only parameter, some MiB at a time: keys, and ``[keys, out, in]``."""
-    if item.stacked:
-        stack = item.parameters[0].detach()
-        parts = stack.view(len(item.stacked), -1, stack.shape[-1])
-        some = max(1, GATHER_BYTES // parts[0].nbytes)
-        for begin in range(0, len(parts), some):
-            yield item.stacked[begin : begin + some], parts[begin : begin + some]
-
-
-def _parts(item: Item) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """Yield the parts of tensors that are written in parts: key, first element, and values."""
-    if item.layout == "gpt_oss":
-        yield from _blocks(item)
-        return
-    for name, tensors in _weights(item) if item.joined else ():
-        module, index = item.joined[name]
-        for suffix, tensor in tensors.items():
-            yield f"{module}.{suffix}", index * tensor.numel(), tensor
+def _write_fused(item: Item, output: ShardWriter, held: BufferedBytes) -> None:
+    """Write an item of experts to tensors that each contain all experts, one expert at a time."""
+    projections: tuple[str, ...] = item.module.projections  # type: ignore[assignment, union-attr]
+    weights = _plain_weights(item)
+    if item.layout is not None:
+        weights = ((name, tensors["weight"]) for name, tensors in _packed(item, held))
     start = dict.fromkeys(item.fused, 0)
-    for experts in _experts(item) if item.fused else ():
+    for expert in zip(*[weights] * len(projections), strict=True):
+        own = {projection: weight for projection, (_, weight) in zip(projections, expert, strict=True)}
         for stack in item.fused:
-            part = torch.cat([experts[projection] for projection in stack.projections], dim=1)
-            yield stack.key, start[stack], part.transpose(1, 2) if stack.turned else part
+            part = torch.cat([own[projection] for projection in stack.projections])
+            part = (part.t() if stack.turned else part).cpu().contiguous()
+            output.write_part(stack.key, start[stack], part)
             start[stack] += part.numel()
 
 
-def _blocks(item: Item) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """Yield the parts of a stack in layout ``gpt_oss``: the codes and scales of each expert."""
-    (stack,) = item.fused
-    for index, (_, tensors) in enumerate(_weights(item)):
-        for suffix, end in BLOCK_ENDS.items():
-            yield stack.key + end, index * tensors[suffix].numel(), tensors[suffix]
+def _plain_weights(item: Item) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weight of each Linear on disk of an unquantized stack of experts, by name."""
+    for name, part in item.linears.items():
+        yield name, part.weight(item.parameters[0].detach())
 
 
-def _experts(item: Item) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the Linears of a fused item, some experts at a time: ``[experts, out, in]`` by projection name."""
-    projections: tuple[str, ...] = item.module.projections  # type: ignore[assignment, union-attr]
-    if item.layout is None:
-        stack = item.parameters[0].detach()
-        some = max(1, GATHER_BYTES // max(1, stack[0].nbytes))
-        for begin in range(0, len(stack), some):
-            yield dict(zip(projections, stack[begin : begin + some].chunk(len(projections), dim=1), strict=True))
-        return
-    weights = (tensors["weight"] for _, tensors in _weights(item))
-    for together in zip(*[weights] * len(projections), strict=True):
-        yield {name: weight[None] for name, weight in zip(projections, together, strict=True)}
-
-
-def _packed(item: Item) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the tensors of an item that is not stacked, in CPU memory, by key: all tensors of one Linear, or one plain
-    tensor, at a time. A plain tensor on a CPU is the parameter's own memory, unless it is written transposed."""
-    if isinstance(item.module, QuantCache):
-        yield {item.name: cache_scale(item.name, item.module.input_scale())}
-        return
-    if item.layout is None:  # yields nothing for a stack
-        for tensor, place in item.plain:
-            matrix = tensor.detach().cpu()
-            values = (matrix.t() if place.turned else matrix).contiguous().view(-1)
-            yield {place.key: values[place.start : place.start + math.prod(place.shape)].view(place.shape)}
-        return
-    for name, tensors in _weights(item) if not (item.fused or item.joined) else ():
-        if item.turned:
-            tensors["weight"] = tensors["weight"].t().contiguous()
-        if isinstance(layer := item.module, QuantLinear) and layer.rotation is not None:
-            tensors[KEY] = stored_matrix(layer)
-        yield {f"{name}.{suffix}": tensor for suffix, tensor in tensors.items()}
-
-
-def _weights(item: Item) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+def _packed(item: Item, held: BufferedBytes) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Yield each Linear on disk of a QuantLayer: its name, and its tensors by suffix, in CPU memory."""
     layer = item.module
     assert isinstance(layer, QuantLayer) and item.layout is not None
@@ -257,4 +214,11 @@ def _weights(item: Item) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
             layer.scheme,
             layer.weight.dtype,
         )
-        yield name, linear_tensors(item.layout, linear)
+        tensors = linear_tensors(item.layout, linear)
+        if item.turned:
+            tensors["weight"] = tensors["weight"].t().contiguous()
+        if isinstance(layer, QuantLinear) and layer.rotation is not None:
+            tensors[KEY] = stored_matrix(layer)
+        held.add(size := sum(tensor.nbytes for tensor in tensors.values()))
+        yield name, tensors
+        held.add(-size)

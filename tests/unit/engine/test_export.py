@@ -4,7 +4,7 @@ import pytest
 
 from engine.cluster.job import RunLock
 from engine.config.errors import RecipeError
-from engine.export import check_export, check_exportable
+from engine.session_export import check_export, check_exportable
 from engine.start import _take_output
 from model.ranks import RankError
 from quant import PRESETS

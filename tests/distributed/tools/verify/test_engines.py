@@ -17,10 +17,9 @@ from safetensors.torch import load_file, safe_open, save_file
 
 from engine.config.errors import RecipeError
 from engine.config.reading import load_recipe
-from engine.export import check_export
+from engine.session_export import check_export
 from launch.verify import main as verify
-from model.save import for_executorch as executorch
-from model.save import for_mlx as mlx
+from model.save.layout_checks import EXECUTORCH_MODELS, MLX_MODELS, check_support
 from quant import SCHEMES, prepare
 from tests.families.variants import VARIANTS
 from tests.lib.gguf_templates import gguf_template
@@ -328,32 +327,22 @@ def test_recipes_are_refused_before_training(tmp_path, options, error):
 
 
 @pytest.mark.parametrize(
-    ("check", "kind", "scheme", "message"),
+    ("layout", "kind", "scheme", "message"),
     [
-        (mlx.check_mlx, "qwen2, sliding window", "w4a16_g32", "mlx-lm computes qwen2 without its sliding window"),
-        (
-            executorch.check_executorch,
-            "qwen3_moe",
-            "8da4w",
-            r"known to be lowered for llama, .*, and not for qwen3_moe: set export.format",
-        ),
-        (
-            executorch.check_executorch,
-            "qwen3",
-            "w4a16_g32",
-            r"q_proj: layout 'executorch' has no Linear whose inputs are not quantized",
-        ),
+        ("mlx", "qwen2, sliding window", "w4a16_g32", "mlx-lm computes qwen2 without its sliding window"),
+        ("executorch", "qwen3_moe", "8da4w", r"tested with models of type llama, .*, not with qwen3_moe: set export"),
+        ("executorch", "qwen3", "w4a16_g32", r"q_proj: layout 'executorch' has no Linear whose inputs are not quan"),
     ],
 )
-def test_models_that_an_engine_does_not_compute_are_refused(check, kind, scheme, message):
+def test_models_that_an_engine_does_not_compute_are_refused(layout, kind, scheme, message):
     model = VARIANTS[kind].model()
     quantization = prepare(model, SCHEMES[scheme], learn_weight_scale=False, learn_input_scale=False)
     with pytest.raises(ValueError, match=message):
-        check(model, quantization)
+        check_support(model, quantization, layout)
 
 
 def test_every_variant_of_a_type_that_is_written_is_tried_or_refused():
-    known = {name for name, variant in VARIANTS.items() if variant.config().model_type in mlx.MLX_MODELS}
+    known = {name for name, variant in VARIANTS.items() if variant.config().model_type in MLX_MODELS}
     assert known - FORMATS["mlx"].kinds.keys() == {"qwen2, sliding window"}
     kinds = FORMATS["executorch"].kinds
-    assert {VARIANTS[kind].config().model_type for kind in kinds} == set(executorch.EXECUTORCH_MODELS)
+    assert {VARIANTS[kind].config().model_type for kind in kinds} == set(EXECUTORCH_MODELS)

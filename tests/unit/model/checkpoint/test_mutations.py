@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.export import check_export, check_exportable
 from engine.session.context import RunContext, build_loader, read_tokenizer
 from engine.session.session import check_models
 from engine.session.student import build_student
+from engine.session_export import check_export, check_exportable
 from launch.exits import clean_exit, recipe_or_exit
 from model.quantized.scales import take_start
 from model.ranks import RankError

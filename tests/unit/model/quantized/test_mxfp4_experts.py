@@ -67,7 +67,7 @@ def test_trained_experts_are_written_as_the_forward_has_them(tmp_path, seed):
     for name, layer in quantization.layers.items():
         assert torch.equal(theirs.get_parameter(name).transpose(1, 2), layer.used_weight())
     everything = load_model(source)
-    with pytest.raises(RankError, match=r"layout 'gpt_oss' holds .* not go with model\.layers\.0\.self_attn"):
+    with pytest.raises(RankError, match=r"layout 'gpt_oss' needs .* not so for model\.layers\.0\.self_attn"):
         check_plan(everything, quantize(everything, "mxfp4"), source, layout="gpt_oss")
 
 

@@ -147,7 +147,7 @@ def test_a_byte_type_or_size_that_differs_from_the_compressed_export_is_found(tm
             found = compared(tmp_path).problems
         except ValueError as error:  # where the package does not open it
             found = [str(error)]
-        assert re.search("^blk.1.attn_q.weight is not|model.gguf is no GGUF", "\n".join(found), re.MULTILINE), found
+        assert re.search("^blk.1.attn_q.weight is not|model.gguf is not a GGUF", "\n".join(found), re.MULTILINE), found
 
 
 def test_a_model_that_never_was_quantized_is_written_as_it_is(tmp_path):
@@ -182,7 +182,7 @@ OF_ANOTHER_MODEL = [
     ({"rope__freq_base": 5e5}, "qwen3.rope.freq_base is 500000.0, expected"),
     ({"rope__freq_base": float("nan")}, "qwen3.rope.freq_base is nan, expected"),
     ({"attention__layer_norm_rms_epsilon": float("nan")}, "qwen3.*epsilon is nan, expected"),
-    ({"without": "blk.1.attn_k_norm.weight"}, "it lacks blk.1.attn_k_norm.weight"),
+    ({"without": "blk.1.attn_k_norm.weight"}, "the template lacks blk.1.attn_k_norm.weight"),
 ]
 
 
@@ -208,14 +208,14 @@ def test_what_is_missing_or_unknown_is_refused_by_name(tmp_path):
     refused("needs a template", None)
     refused("is not a file: make one of the base model", tmp_path / "none.gguf")
     (tmp_path / "broken.gguf").write_bytes(b"GGUF????")
-    refused("broken.gguf is no GGUF file", tmp_path / "broken.gguf")
+    refused("broken.gguf is not a GGUF file", tmp_path / "broken.gguf")
     other = tiny_checkpoint(tmp_path / "llama", "llama", wide=True)
     refused("general.architecture is 'llama', expected 'qwen3'", gguf_template(other, tmp_path / "llama.gguf"))
     layer = next(iter(quantization.layers.values()))
     with torch.no_grad():
         layer.scale_of_weight.s0[3, 1] = 1e-9
     refused(r"weight_scale: fp16 does not hold 1 of \d+ scales, 9.968e-10 among them", template)
-    refused("holds models of type llama, qwen3, qwen3_moe, got gemma3_text", template, model_type="gemma3_text")
+    refused("supports models of type llama, qwen3, qwen3_moe, got gemma3_text", template, model_type="gemma3_text")
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))

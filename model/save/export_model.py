@@ -15,6 +15,7 @@ The directory is written beside its name and renamed when everything in it is on
 export never looks complete.
 """
 
+import json
 import sys
 import time
 from contextlib import ExitStack, closing
@@ -31,14 +32,16 @@ from model.quantized.checkpoint import read_checkpoint
 from model.ranks import errors_on_all_ranks, is_main
 from model.save.aside import Aside
 from model.save.finish import configuration, copy_companions, write_config, write_index
-from model.save.for_executorch import check_executorch, torchao_files
 from model.save.gguf_file import GGUF_FILE, GGUFPlan, GGUFWriter, check_gguf_written, plan_gguf
+from model.save.layout_checks import check_support
 from model.save.loadable import check_loadable, check_written
 from model.save.peft_adapter import PeftFolder
 from model.save.plan import Item, copied_modules, plan_shards
-from model.save.write import write_shards
-from quant import Quantization
-from quant.formats.layouts import Layout, check_layout
+from model.save.shard_writer import ShardWriter, safetensors_head
+from model.save.write import Writers, write_shards
+from quant import Quantization, QuantLayer
+from quant.formats.layouts import Layout
+from quant.formats.torchao import PLAIN, TENSOR_NAMES, intx_metadata
 
 
 @dataclass(frozen=True)
@@ -96,9 +99,7 @@ def _plan(
             f"{source} has no config.json: expected the checkpoint directory that the model was built from"
         )
     if quantization is not None:
-        check_layout(layout, (layer.scheme for layer in quantization.layers.values()))
-        if layout == "executorch":
-            check_executorch(model, quantization)
+        check_support(model, quantization, layout)
     return plan_shards(model, quantization, layout, max_shard_size, read_checkpoint(source, model).tensors)
 
 
@@ -161,10 +162,9 @@ def export_model(
 
 
 def _written(shards: list[list[Item]], directory: Path, layout: Layout, gguf: GGUFPlan | None) -> tuple[list[str], int]:
-    """Write the files; the result is the same as of :func:`write_shards`. ``gguf`` is set on rank 0, the only
-    writer."""
+    """Write the files; returns the result of :func:`write_shards`. ``gguf`` is set on rank 0, the only writer."""
     if layout == "executorch":
-        return write_shards(shards, directory, writer=torchao_files(shards))
+        return write_shards(shards, directory, writer=_torchao_files(shards))
     if layout != "gguf":
         return write_shards(shards, directory)
 
@@ -173,6 +173,25 @@ def _written(shards: list[list[Item]], directory: Path, layout: Layout, gguf: GG
         return GGUFWriter(path, gguf)
 
     return write_shards(shards, directory, GGUF_FILE, writer)
+
+
+def _torchao_files(shards: list[list[Item]]) -> Writers:
+    """Create the writer of files for ExecuTorch. The metadata of each file names all tensors of the model, as readers
+    merge the metadata and keep only one list of names."""
+    kinds: dict[str, str] = {}
+    for item in chain(*shards):
+        layer = item.module if item.layout is not None else None
+        for name, part in item.linears.items() if isinstance(layer, QuantLayer) else ():
+            kinds[f"{name}.weight"] = intx_metadata(layer.scheme, part.in_features, layer.weight.dtype)
+            kinds |= {key: PLAIN for key in [f"{name}.bias"] if key in item.shapes}
+        kinds |= dict.fromkeys(() if item.layout is not None else item.shapes, PLAIN)
+    metadata = {**kinds, TENSOR_NAMES: json.dumps(list(kinds))}
+
+    def writer(path: Path, items: list[Item]) -> ShardWriter:
+        shapes = {key: shape for item in items for key, shape in item.shapes.items()}
+        return ShardWriter(path, shapes, safetensors_head(shapes, metadata))
+
+    return writer
 
 
 def _check_files(shards: list[list[Item]], files: list[str], directory: Path, gguf: GGUFPlan | None) -> None:

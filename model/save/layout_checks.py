@@ -1,0 +1,96 @@
+"""Checks that the readers of a layout support a model."""
+
+from transformers import PreTrainedModel
+
+from model.checkpoint.names import module_name_on_disk
+from model.ranks import listed
+from model.save.plan import EXPERT
+from quant import Quantization
+from quant.formats.layouts import Layout, check_layout
+from quant.formats.torchao import check_intx_of
+from quant.linear import QuantEmbedding
+
+# Model types that transformers loads with torchao's tensors, that torch.export traces and that XNNPACK computes:
+# tests/distributed/tools/verify/test_engines.py lowers each with ExecuTorch 1.5.1.
+EXECUTORCH_MODELS = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2")
+# Model types whose tensors mlx-lm reads under transformers' names, with the same numerics: the same tests run each in
+# mlx-lm 0.32.2.
+MLX_MODELS = ("llama", "qwen2", "qwen3", "qwen3_moe")
+ROPE_TYPES = ("default", "llama3", "yarn")
+
+
+def check_support(model: PreTrainedModel, quantization: Quantization, layout: Layout) -> None:
+    """Raise ValueError if a layout cannot store the schemes of a model, or its readers do not support the model."""
+    check_layout(layout, (layer.scheme for layer in quantization.layers.values()))
+    if layout == "executorch":
+        _check_executorch(model, quantization)
+    elif layout == "mlx":
+        _check_mlx(model, quantization)
+    elif layout == "gpt_oss":
+        _check_gpt_oss(model, quantization)
+
+
+def _check_executorch(model: PreTrainedModel, quantization: Quantization) -> None:
+    """Reject untested model types, Linears with unquantized inputs, and a quantized embedding tied to the head."""
+    kind = model.config.model_type
+    if kind not in EXECUTORCH_MODELS:
+        raise ValueError(
+            f"layout 'executorch' was tested with models of type {', '.join(EXECUTORCH_MODELS)}, not with {kind}: set "
+            "export.format to dequantized and quantize it with torchao, which chooses codes of its own"
+        )
+    for name, layer in quantization.layers.items():
+        embedding = isinstance(layer, QuantEmbedding)
+        check_intx_of(name, layer.scheme, embedding=embedding)
+        if embedding and model.get_output_embeddings().weight is layer.weight:
+            raise ValueError(
+                f"{name}: the model's head has the same weight, and ExecuTorch has no operator for a head with an "
+                "embedding's codes: set quant.embedding to null"
+            )
+        if (on_disk := module_name_on_disk(model, name)) != name:
+            raise ValueError(
+                f"{name}: layout 'executorch' needs transformers' names, but this layer is {on_disk} on disk"
+            )
+
+
+def _check_mlx(model: PreTrainedModel, quantization: Quantization) -> None:
+    """Reject untested model types and RoPE, sliding attention, and experts quantized one by one or only in part."""
+    if model.config.model_type not in MLX_MODELS:
+        raise ValueError(
+            f"layout 'mlx' was tested with models of type {', '.join(MLX_MODELS)}, not with "
+            f"{model.config.model_type}: set export.format to dequantized and quantize it with mlx_lm.convert, which "
+            "chooses codes of its own"
+        )
+    config = model.config
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope not in ROPE_TYPES:
+        raise ValueError(f"layout 'mlx' was tested with rope_type {', '.join(ROPE_TYPES)}, got {rope!r}")
+    kinds: list[str] = getattr(config, "layer_types", None) or []
+    if getattr(config, "use_sliding_window", False) or "sliding_attention" in kinds:
+        raise ValueError(f"layout 'mlx': mlx-lm computes {config.model_type} without its sliding window")
+    alone = [name for name in quantization.layers if EXPERT.search(f"{name}.")]
+    if alone:
+        raise ValueError(
+            f"layout 'mlx' stores all experts of a layer in one tensor, not {listed(alone)}: set model.experts to "
+            "stacked"
+        )
+    for name, module in model.named_modules():
+        stacks = [f"{name}.{leaf}" for leaf, child in module.named_children() if getattr(child, "projections", ())]
+        if 0 < len(quantization.layers.keys() & set(stacks)) < len(stacks):
+            raise ValueError(f"{name}: layout 'mlx' needs all of the experts quantized, or none: {listed(stacks)}")
+
+
+def _check_gpt_oss(model: PreTrainedModel, quantization: Quantization) -> None:
+    """Check that all experts are quantized, as stacks, and nothing else."""
+    held = {
+        name
+        for name, module in model.named_modules()
+        if getattr(module, "projections", ())
+        and getattr(model.get_submodule(name.rpartition(".")[0]), "replaces", "") == "GptOssExperts"
+    }
+    if held != set(quantization.layers):
+        wrong = sorted(held ^ set(quantization.layers))
+        raise ValueError(
+            "layout 'gpt_oss' needs a gpt-oss with model.experts: stacked, all of its experts quantized and nothing "
+            f"else, which is not so for {listed(wrong)}: set quant.exempt_more: ['.*\\.self_attn\\..+'], or another "
+            "export.format"
+        )
