@@ -1,40 +1,40 @@
-"""The share of what quantization loses that training recovers: FT, PTQ and QAT by scheme, torchao's QAT beside.
+"""Quality by bytes of one model, quantized in several ways: rounding, GPTQ, blockwise, training, other tools.
 
-    python benchmarks/recovery.py --model DIR --train FILE --text FILE [--out DIR] [--schemes w2a16_g32 ...]
-        [--losses ft] [--starts rtn gptq blockwise] [--signed] [--seeds 3] [--set adapter.kind=lora ...]
+    python benchmarks/recovery.py --model DIR --train FILE [FILE ...] --text FILE [FILE ...] --out DIR
+        [--schemes w2a16_g32 w3a16_g32] [--ways rtn gptq blockwise qat torchao] [--seeds 3] [--set KEY=VALUE ...]
+        [--other NAME=DIR_OR_GGUF ...]
 
-FT is the checkpoint, trained without fake quant. PTQ is FT, quantized with the codes of each start. QAT trains with
-serving numerics, from each start. FT is a fair reference in both ways to train (``--losses``):
+rtn, gptq, blockwise
+    post-training quantization by ``launch/calibrate.py``: nearest codes, GPTQ's, or those of ``quant.init blockwise``.
+qat
+    ``--recipe`` (launch/recipes/low_bits.yaml), trained on ``--train`` with the model as its own teacher.
+torchao
+    torchao's QAT in a plain loop with the same losses, samples, order, rates and steps.
+other
+    files of other tools: a checkpoint that transformers or this project reads (GPTQ, AWQ, AutoRound), or a GGUF file,
+    which transformers dequantizes.
 
-lm  QAT starts from the checkpoint, with FT's samples, order, losses and steps.
-ft  QAT starts from FT and learns FT's logits alone (KL); FT would stay as it is under these losses. A third of
-    ``--ft-rate`` is a good ``--rate`` then.
+``--set`` changes keys of the recipe in rtn to qat, and names the rows. Every model is written, read again and measured
+in fp32 on the first ``--tokens`` tokens of each text: perplexity, and KL(unquantized || model) and equal top tokens per
+token. Bits are those of the whole file, embeddings and scales included, for each parameter of the unquantized model.
 
-``--set`` changes keys of QAT's recipe, and names the rows. Models are exported and loaded again. KL is KL(FT || model)
-in nats per token, top token how often the likeliest token is FT's. Recovered: (PTQ - QAT) / (PTQ - FT) of the
-perplexities, and the same of KL, for the best PTQ of the scheme.
-
-With ``--out`` models and figures are kept, and not made again. Writes ``benchmarks/results/recovery.md``.
+Models and figures stay in ``--out``: a later call makes what is missing, resumes interrupted training, and its table
+and picture contain everything in the folder. Writes ``benchmarks/results/recovery_MODEL.md`` and ``.png``.
 """
 
 import argparse
 import json
-import math
 import shutil
-import statistics
 import sys
-import tempfile
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import timing
 from benchmarks.torchao_qat import takes, train_torchao
@@ -42,222 +42,229 @@ from engine.config.config import Recipe
 from engine.config.reading import parse_recipe
 from engine.loop import Loop
 from launch.calibrate import calibrate
-from model.build import build_model
-from model.checkpoint.load import load_weights
-from model.quantized.quantization_config import is_quantized, weights_alone
 from quant import SCHEMES
-from tools.compressed import load_compressed
+from tools.evaluation.perplexity import AGREEMENT, KL, Questions, TextReference, evaluate_checkpoint, read_reference
+from tools.evaluation.results import weights_size
 
 DEVICE = torch.device("cpu")
-STARTS: dict[str, dict[str, Any]] = {
-    "rtn": {},
-    "gptq": {"quant.init": "gptq"},
-    "blockwise": {"quant.init": "blockwise"},
-}
-ROWS = 8  # of a forward that measures
-CLOSE = 0.002  # of FT's perplexity: of a smaller loss a share says nothing
+INITS = ("rtn", "gptq", "blockwise")  # of quant.init; each is a way
+TRAINED = ("qat", "torchao")
+CHECKPOINT_EVERY = 100  # steps
+
+
+@dataclass(frozen=True)
+class Text:
+    """Figures of a model on a text: perplexity and KL(unquantized || model) per token, share of equal top tokens."""
+
+    perplexity: float
+    kl: float
+    top: float
 
 
 @dataclass(frozen=True)
 class Found:
-    """Perplexity of a model on the text; KL(FT || model) per token, and the share of tokens with FT's likeliest."""
+    """A model of the table: how it was made, the bytes of its weights, and its figures by the name of the text."""
 
-    perplexity: float
-    kl: float
-    top1: float
+    scheme: str
+    way: str
+    steps: int
+    seed: int
+    bytes: int
+    texts: dict[str, Text]
 
 
 class Bench:
-    """Makes and measures models, and keeps them in a folder."""
+    """Makes models, measures them, and keeps both in a folder."""
 
-    def __init__(self, options: argparse.Namespace, out: Path) -> None:
-        self.options, self.out = options, out
-        tokenizer = AutoTokenizer.from_pretrained(options.model)
-        ids = tokenizer(options.text.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"]
-        whole = min(options.tokens, len(ids)) // options.length * options.length
-        self.batches = torch.tensor(ids[:whole]).view(-1, options.length).split(ROWS)
-        self.reference: list[Tensor] = []
-        self.ft = self.found("ft", self.recipe(None, 0, options.ft_rate))
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.out = options, options.out
+        self.out.mkdir(parents=True, exist_ok=True)
 
-    def recipe(self, scheme: str | None, seed: int, rate: float, **changes: Any) -> dict[str, Any]:
-        """The keys of a run; without a scheme fake quant never starts."""
+    def recipe(self, scheme: str, seed: int, directory: Path, **changes: Any) -> Recipe:
+        """Return the recipe of a model that this project makes."""
         options = self.options
-        return {
+        keys = {
             "model.path": str(options.model),
+            "loss.teacher": str(options.model),
             "data.kind": "text",
-            "data.train": [str(options.train)],
+            "data.train": [str(file) for file in options.train],
             "data.max_length": options.length,
             "data.micro_batch_size": options.rows,
             "data.seed": seed,
             "train.seed": seed,
             "train.steps": options.steps,
             "train.quant_stats_every": 0,
-            "learnable.norm": True,
-            "optim.lr": rate,
-            "optim.scale_lr": options.scale_rate,
-            "optim.schedule": "cosine",
-            "optim.min_lr_ratio": 0.0,
-            "optim.warmup_steps": min(10, options.steps),
-            "loss.chunk_tokens": 2048,
+            "loss.diagnostics_every": 0,
+            "quant.scheme": scheme,
             "deepspeed": "zero0",
-            **({"quant.scheme": scheme} if scheme else {"quant.fake_quant_start": -1}),
+            "output_dir": str(directory),
             **changes,
         }
+        if SCHEMES[scheme].weights.dtype != "int":
+            keys["quant.signed_scales"] = False  # float codes have none
+        words = {key: value if isinstance(value, str) else json.dumps(value) for key, value in keys.items()}
+        words |= dict(options.set)
+        return parse_recipe(["--config", str(options.recipe), *(f"--{key}={word}" for key, word in words.items())])
 
-    def ptq(self, scheme: str, start: str) -> Found:
-        """FT, quantized."""
-        changes = self.start(start) | {"model.path": str(self.out / "ft" / "export")}
-        return self.found(f"ptq_{scheme}_{start}", self.recipe(scheme, 0, 0.0, **changes))
+    def ours(self, scheme: str, way: str, seed: int) -> None:
+        """Make and measure a model of a scheme, unless the folder has its figures."""
+        trained = way in TRAINED
+        steps = self.options.steps if trained else 0
+        changed = [f"{key}={value}" for key, value in self.options.set if way != "torchao"]
+        name = "_".join([scheme, way, *([f"{steps}_{seed}"] if trained else []), *changed]).replace("/", "-")
+        directory = self.out / name
+        if not self.file(name).exists():
+            changes: dict[str, Any] = {"quant.init": way} if way in INITS else {}
+            if way == "qat":
+                begun = (directory / "checkpoints").is_dir()
+                changes = {"train.checkpoint_every": CHECKPOINT_EVERY, "train.resume": begun}
+            recipe = self.recipe(scheme, seed, directory, **changes)
+            if way == "qat":
+                if Loop(recipe).run().step < steps:
+                    raise SystemExit(f"{name}: stopped by a signal; the same command resumes it")
+                shutil.rmtree(directory / "checkpoints", ignore_errors=True)
+            elif way == "torchao":
+                train_torchao(recipe).save_pretrained(directory / "export")
+                AutoTokenizer.from_pretrained(self.options.model).save_pretrained(directory / "export")
+            else:
+                calibrate(recipe)
+        export = directory / "export"
+        # torchao's model holds the values of its codes, which our export of the same scheme stores in as many bytes.
+        stored = self.out / f"{scheme}_rtn" / "export" if way == "torchao" else export
+        self.keep(name, scheme, ", ".join([way, *changed]), steps, seed, export, weights_size(stored))
 
-    def qat(self, scheme: str, start: str, seed: int, *, torchao: bool = False) -> Found:
-        """Ours, or torchao's."""
-        losses: dict[str, Any] = {}
-        if self.options.losses == "ft":
-            ft = str(self.out / "ft" / "export")
-            losses = {
-                "model.path": ft,
-                "loss.lm_weight": 0.0,
-                "loss.kd_weight": 1.0,
-                "loss.kd": "kl",
-                "loss.teacher": ft,
-            }
-        changes = losses if torchao else losses | self.start(start) | dict(self.options.set)
-        name = f"{'torchao' if torchao else 'qat'}_{scheme}_{start}_{seed}"
-        return self.found(name, self.recipe(scheme, seed, self.options.rate, **changes))
+    def other(self, name: str, path: Path) -> None:
+        """Measure a file or checkpoint of another tool."""
+        directory = path
+        if path.suffix == ".gguf" and not self.file(name).exists():
+            directory = self.out / name
+            model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+            model.save_pretrained(directory)
+            AutoTokenizer.from_pretrained(self.options.model).save_pretrained(directory)
+            del model
+        size = path.stat().st_size if path.is_file() else weights_size(path)
+        self.keep(name, "", name, 0, 0, directory, size)
 
-    def start(self, start: str) -> dict[str, Any]:
-        """Keys of the codes that training starts with."""
-        return STARTS[start] | ({"quant.signed_scales": True} if self.options.signed else {})
+    def keep(self, name: str, scheme: str, way: str, steps: int, seed: int, export: Path, size: int) -> None:
+        """Measure an export and store its figures, unless the folder has them."""
+        if self.file(name).exists():
+            return
+        texts = {file.name: self.measured(export, file) for file in self.options.text}
+        found = Found(scheme, way, steps, seed, size, texts)
+        self.file(name).write_text(json.dumps(asdict(found), indent=1), encoding="utf-8")
+        print(found, flush=True)
 
-    def found(self, name: str, settings: Mapping[str, Any]) -> Found:
-        """Make and measure a model, unless the folder has the figures of the same settings."""
-        file, directory = self.out / f"{name}.json", self.out / name
-        if file.exists() and (known := json.loads(file.read_text()))["settings"] == settings:
-            return Found(**known["found"])
-        shutil.rmtree(directory, ignore_errors=True)
-        given = {**settings, "output_dir": str(directory)}
-        words = {key: value if isinstance(value, str) else json.dumps(value) for key, value in given.items()}
-        make(name, parse_recipe([f"--{key}={word}" for key, word in words.items()]), directory / "export")
-        found = self.measured(directory / "export")
-        file.write_text(json.dumps({"settings": settings, "found": asdict(found)}, indent=1))
-        print(f"{name}: {found}", flush=True)
-        return found
+    def file(self, name: str) -> Path:
+        """Return the file of a model's figures."""
+        return self.out / f"{name}.json"
 
-    @torch.no_grad()
-    def measured(self, export: Path) -> Found:
-        """Figures of an export in fp32."""
-        model, kl, agree, nll = load(export), 0.0, 0, 0.0
-        if not self.reference:
-            ft = load(self.out / "ft" / "export")
-            self.reference = [ft(input_ids=ids, use_cache=False).logits.log_softmax(-1) for ids in self.batches]
-        for ids, theirs in zip(self.batches, self.reference, strict=True):
-            ours = model(input_ids=ids, use_cache=False).logits.log_softmax(-1)
-            kl += F.kl_div(ours.double(), theirs.double(), log_target=True, reduction="sum").item()
-            agree += int((ours.argmax(-1) == theirs.argmax(-1)).sum())
-            nll += F.nll_loss(ours[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum").item()
-        tokens = sum(ids.numel() for ids in self.batches)
-        predicted = sum(ids[:, 1:].numel() for ids in self.batches)
-        return Found(math.exp(nll / predicted), kl / tokens, agree / tokens)
+    def measured(self, export: Path, text: Path) -> Text:
+        """Measure an export on a text."""
+        found = evaluate_checkpoint(export, self.questions(text), DEVICE, self.reference(text)).measurements
+        return Text(*(found[measure].value for measure in ("perplexity per token", KL, AGREEMENT)))
+
+    @cache  # noqa: B019  one Bench a process
+    def reference(self, text: Path) -> TextReference:
+        """Return the predictions of the unquantized model."""
+        return read_reference(self.options.model, self.questions(text), DEVICE)
+
+    def questions(self, text: Path) -> Questions:
+        """Return the questions about a text."""
+        return Questions(text=text, tokens=self.options.tokens, length=self.options.length, dtype=torch.float32)
+
+    def found(self) -> list[Found]:
+        """Return everything in the folder, by bytes and KL."""
+        read = [json.loads(file.read_text(encoding="utf-8")) for file in self.out.glob("*.json")]
+        every = [Found(**one | {"texts": {key: Text(**text) for key, text in one["texts"].items()}}) for one in read]
+        first = self.options.text[0].name
+        return sorted(every, key=lambda one: (one.bytes, one.texts[first].kl))
 
 
-def make(name: str, recipe: Recipe, export: Path) -> None:
-    """Train or quantize, by the first word of the name."""
-    if name.startswith("ptq"):
-        calibrate(recipe)
-    elif name.startswith("torchao"):
-        train_torchao(recipe).save_pretrained(export)
-    elif Loop(recipe).run().step < recipe.train.steps:
-        raise SystemExit("a signal ended the run: nothing is written of it")
-
-
-def load(export: Path) -> PreTrainedModel:
-    """An export that computes in fp32, inputs quantized as in training."""
-    if is_quantized(export) and not weights_alone(export):
-        return load_compressed(export)[0]
-    model = build_model(export, {}, dtype=torch.float32, device=DEVICE)
-    load_weights(model, export, progress=False)
-    return model
-
-
-def rows_of(bench: Bench, scheme: str) -> list[list[str]]:
-    """One row per model of a scheme, FT first."""
-    options, ft = bench.options, bench.ft
-    ptq = {start: bench.ptq(scheme, start) for start in options.starts}
-    best = min(ptq.values(), key=lambda found: found.perplexity)
-    rows = [row(scheme, "FT", [ft]), *(row(scheme, f"PTQ, {start}", [found]) for start, found in ptq.items())]
-    changed = "".join(f", {key}={value}" for key, value in options.set)
-    for start in options.starts:
-        seeds = [bench.qat(scheme, start, seed) for seed in range(options.seeds)]
-        rows.append(row(scheme, f"QAT, {start}{changed}", seeds, ft, best))
-    if not options.no_torchao and takes(scheme):
-        rows.append(row(scheme, "torchao's QAT", [bench.qat(scheme, "absmax", 0, torchao=True)], ft, best))
+def rows_of(found: list[Found], texts: list[str], parameters: float) -> list[list[str]]:
+    """Return the cells of the table."""
+    rows = []
+    for one in found:
+        cells = [f"{8 * one.bytes / parameters:.2f}", f"{one.bytes / 1e6:.1f}", one.scheme, one.way]
+        cells.append(f"{one.steps:,}, seed {one.seed}" if one.steps else "")
+        for text in texts:
+            figures = one.texts[text]
+            cells += [f"{figures.kl:.4f}", f"{figures.perplexity:,.2f}", f"{figures.top:.1%}"]
+        rows.append(cells)
     return rows
 
 
-def row(scheme: str, name: str, found: list[Found], ft: Found | None = None, ptq: Found | None = None) -> list[str]:
-    """Means over the seeds, with their range."""
-    cells = [scheme, name, spread([one.perplexity for one in found], ".2f"), spread([one.kl for one in found], ".4f")]
-    cells.append(spread([one.top1 for one in found], ".1%"))
-    if ft is None or ptq is None:
-        return [*cells, "", ""]
-    lost = ptq.perplexity - ft.perplexity
-    shares = spread([(ptq.perplexity - one.perplexity) / lost for one in found], ".2f")
-    of_kl = spread([1 - one.kl / ptq.kl for one in found], ".2f")
-    return [*cells, shares if lost > CLOSE * ft.perplexity else "(no loss)", of_kl]
+def plot(found: list[Found], text: str, parameters: float, path: Path) -> None:
+    """Draw KL on a text by bits, a mark for each way."""
+    from matplotlib.figure import Figure  # takes a second to import; without pyplot no display is needed
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    ways = dict.fromkeys(one.way if one.scheme else "other tools" for one in found)
+    for way, marker in zip(ways, "osD^vP*X<>hp" * len(ways), strict=False):
+        points = [one for one in found if (one.way if one.scheme else "other tools") == way]
+        bits = [8 * one.bytes / parameters for one in points]
+        axes.plot(bits, [one.texts[text].kl for one in points], marker, label=way)
+        for at, one in zip(bits, points, strict=True):
+            label = one.scheme or one.way
+            axes.annotate(label, (at, one.texts[text].kl), (4, 3), textcoords="offset points", fontsize=7)
+    axes.set(yscale="log", xlabel="bits per weight, whole file", ylabel=f"KL divergence per token, {text}")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
 
 
-def spread(values: list[float], form: str) -> str:
-    """The mean, and the range where there are several."""
-    mean = format(statistics.mean(values), form)
-    return mean if len(values) == 1 else f"{mean} ({min(values):{form}} to {max(values):{form}})"
-
-
-def changed_key(text: str) -> tuple[str, str]:
-    """The two parts of KEY=VALUE."""
+def pair(text: str) -> tuple[str, str]:
+    """Split KEY=VALUE."""
     key, equals, value = text.partition("=")
     if not equals:
-        raise argparse.ArgumentTypeError(f"{text!r}, expected KEY=VALUE")
+        raise argparse.ArgumentTypeError(f"{text!r}, expected NAME=VALUE")
     return key, value
 
 
 def main() -> None:
-    """Train, measure, write."""
+    """Make what is missing, then write the table and the picture of everything in the folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="checkpoint that all training starts from")
-    parser.add_argument("--train", type=Path, required=True, help="text to train on")
-    parser.add_argument("--text", type=Path, required=True, help="text to measure on")
-    parser.add_argument("--out", type=Path, help="folder to keep models and figures in; none: they are thrown away")
-    parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=["w2a16_g32", "w3a16_g32"])
-    parser.add_argument("--starts", nargs="+", choices=STARTS, default=["rtn"])
-    parser.add_argument("--signed", action="store_true", help="signed scales of integers")
-    parser.add_argument("--losses", choices=("lm", "ft"), default="lm", help="see above")
-    parser.add_argument("--set", type=changed_key, action="append", default=[], metavar="KEY=VALUE", help="of QAT")
-    parser.add_argument("--no-torchao", action="store_true")
-    parser.add_argument("--seeds", type=int, default=1, help="of the samples' order, of QAT")
-    parser.add_argument("--ft-rate", type=float, default=1e-3, help="of FT's weights")
-    parser.add_argument("--rate", type=float, default=1e-3, help="of QAT's weights")
-    parser.add_argument("--scale-rate", type=float, default=1e-3, help="of scales")
-    parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--rows", type=int, default=8, help="of each step")
-    parser.add_argument("--length", type=int, default=256, help="tokens of a row")
-    parser.add_argument("--tokens", type=int, default=57_344, help="of the text, at most")
-    parser.add_argument("--results", type=Path, default=timing.RESULTS, help="folder that the table is written to")
+    parser.add_argument("--model", type=Path, required=True, help="unquantized checkpoint")
+    parser.add_argument("--train", type=Path, nargs="+", required=True, help="texts to train on")
+    parser.add_argument("--text", type=Path, nargs="+", required=True, help="texts to measure on; the first is drawn")
+    parser.add_argument("--out", type=Path, required=True, help="folder of models and figures")
+    parser.add_argument("--recipe", type=Path, default=Path(__file__).parents[1] / "launch/recipes/low_bits.yaml")
+    parser.add_argument("--schemes", nargs="*", choices=SCHEMES, default=["w2a16_g32", "w3a16_g32", "w4a16_g32"])
+    parser.add_argument("--ways", nargs="*", choices=(*INITS, *TRAINED), default=["rtn", "gptq"])
+    parser.add_argument("--set", type=pair, action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--other", type=pair, action="append", default=[], metavar="NAME=PATH")
+    parser.add_argument("--seeds", type=int, default=1, help="of the order of the samples, in training")
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--rows", type=int, default=2, help="of each step")
+    parser.add_argument("--length", type=int, default=512, help="tokens of a row, and of a window that is measured")
+    parser.add_argument("--tokens", type=int, default=8192, help="of each text that is measured on")
+    parser.add_argument("--results", type=Path, default=timing.RESULTS, help="folder of the table and the picture")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as temporary:
-        out = options.out or Path(temporary)
-        out.mkdir(parents=True, exist_ok=True)
-        bench = Bench(options, out)
-        rows = [cells for scheme in options.schemes for cells in rows_of(bench, scheme)]
+    bench = Bench(options)
+    for name, path in options.other:
+        bench.other(name, Path(path))
+    for scheme in options.schemes:
+        for way in options.ways:
+            if way != "torchao" or takes(scheme):
+                for seed in range(options.seeds if way in TRAINED else 1):
+                    bench.ours(scheme, way, seed)
+    found, texts = bench.found(), [file.name for file in options.text]
+    sources = ", ".join(file.name for file in options.train)
+    name, parameters = f"recovery_{options.model.resolve().name}", weights_size(options.model) / 2
+    columns = ["bits", "MB", "scheme", "way", "steps"]
+    columns += [f"{measure}, {text}" for text in texts for measure in ("KL", "perplexity", "top token")]
     timing.write(
         options.results,
-        "recovery",
+        name,
         DEVICE,
-        "# What training recovers of what quantization loses",
-        f"{options.model.name}, {options.steps} steps of {options.rows} x {options.length} tokens of "
-        f"{options.train.name}; {sum(ids.numel() for ids in bench.batches):,} tokens of {options.text.name}.\n"
+        f"# Quality by bytes: {options.model.resolve().name}",
+        f"Training: {options.rows} x {options.length} tokens a step of {sources}.\n"
+        f"Measured: the first {options.tokens:,} tokens of each text, windows of {options.length}, fp32.\n"
         + timing.head(DEVICE, "transformers", "deepspeed", "torchao"),
-        timing.table(("scheme", "model", "perplexity", "KL", "top token", "recovered", "of KL"), rows),
+        f"![KL by bits]({name}.png)",
+        timing.table(columns, rows_of(found, texts, parameters)),
     )
+    plot(found, texts[0], parameters, options.results / f"{name}.png")
 
 
 if __name__ == "__main__":
