@@ -38,6 +38,7 @@ from model.quantized.quantization_config import check_readable, is_quantized, re
 from model.ranks import errors_on_all_ranks, raise_everywhere, say
 
 FP32_ALONE = ("xlstm",)  # its states stay in fp32, and are multiplied by tensors in the model's dtype
+UNTIED = "untied_by_us"  # attribute of the configuration of a model whose files tie lm_head to the embeddings
 AUTO = "auto"  # sdpa, or eager for a class without it
 # transformers' name of the module that chooses the tokens of sparse attention (DeepSeek-V3.2, GLM-5, Qwen4-Exp).
 # Qwen4-Exp's indexer calls its norm once per token, and lengths of samples differ between ranks: so ZeRO-3 must gather
@@ -57,6 +58,7 @@ def build_model(
     experts: Form = "stacked",
     hold: Callable[[PreTrainedModel], None] | None = None,
     rotated: bool = False,
+    untie: bool = False,
 ) -> PreTrainedModel:
     """Build the causal language model of ``path/config.json``, with uninitialized parameters.
 
@@ -72,6 +74,8 @@ def build_model(
         experts: the form of MoE layers, see :mod:`model.moe.experts`.
         hold: function that replaces chosen weights by packed weights, on the meta device (:mod:`quant.packed_weight`).
         rotated: True if the caller applies a quantized checkpoint's input rotations (``transform_config``).
+        untie: give lm_head and embeddings a weight each. Of a model that ties them, the configuration then says no,
+            and has the attribute :data:`UNTIED`.
 
     Raises:
         RankError: on every rank: there is no config.json, the quantized checkpoint or the MoE layout is not supported,
@@ -87,11 +91,14 @@ def build_model(
         with _parameters_on_meta(dtype), no_init_weights():
             options = {"dtype": dtype, "attn_implementation": attention}
             with _named(path / "config.json", attn_implementation):
-                model: PreTrainedModel = (
-                    text_of_composite(config, **options)
-                    if is_composite(config)
-                    else AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)
-                )
+                model = _empty(config, trust_remote_code, options)
+                head = model.get_output_embeddings()
+                own = {f"{name}.weight" for name, module in model.named_modules() if module is head}
+                if untie and own & model.all_tied_weights_keys.keys():
+                    for part in (config, config.get_text_config()):
+                        part.tie_word_embeddings = False
+                        setattr(part, UNTIED, True)
+                    model = _empty(config, trust_remote_code, options)
             arrange_conv1d(model)
             if may_hold_experts(model):
                 arrange_experts(model, experts)
@@ -116,6 +123,16 @@ def may_hold_experts(model: PreTrainedModel) -> bool:
         or any(parameter.dim() > 2 for parameter in model.parameters())
         or any(isinstance(one, lists) and re.search(r"\d\.|experts$", name) for name, one in model.named_modules())
     )
+
+
+def _empty(config: PretrainedConfig, trust_remote_code: bool, options: dict[str, Any]) -> PreTrainedModel:
+    """Create the causal language model of a configuration: of a composite one its text part."""
+    model: PreTrainedModel = (
+        text_of_composite(config, **options)
+        if is_composite(config)
+        else AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)
+    )
+    return model
 
 
 @contextmanager

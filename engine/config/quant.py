@@ -293,6 +293,10 @@ class QuantRecipe:
         """Return the scheme of lm_head; None: not quantized."""
         return None if self.lm_head is None else self._scheme(self.lm_head)
 
+    def unties(self) -> bool:
+        """Return True if lm_head and embeddings get a weight each: readers support no quantized weight that is both."""
+        return self.lm_head is not None or self.embedding is not None
+
     def embedding_scheme(self) -> Scheme | None:
         """Return the scheme of the token embeddings; None: not quantized."""
         return None if self.embedding is None else self._scheme(self.embedding)

@@ -114,10 +114,12 @@ def build_for(
     ds_config: dict[str, Any],
     device: torch.device,
     hold: Callable[[PreTrainedModel], None] | None = None,
+    *,
+    untie: bool = False,
 ) -> PreTrainedModel:
     """Build the student or the teacher in ``path`` without weights, with the options of the recipe's section model.
 
-    ``ds_config``, ``device``, ``hold``: see :func:`model.build.build_model`.
+    ``ds_config``, ``device``, ``hold``, ``untie``: see :func:`model.build.build_model`.
     """
     own = recipe.model
     return build_model(
@@ -129,6 +131,7 @@ def build_for(
         attn_implementation=own.attn_implementation,
         experts=own.experts,
         hold=hold,
+        untie=untie,
     )
 
 

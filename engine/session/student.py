@@ -77,7 +77,9 @@ def empty_student(
         pack_base(recipe, model, _exempt(recipe, model), _named_schemes(recipe, model))
 
     held = recipe.adapter.base == "quantized"
-    model = build_for(recipe, recipe.model.path, ds_config, device, hold=pack if held else None)
+    model = build_for(
+        recipe, recipe.model.path, ds_config, device, hold=pack if held else None, untie=recipe.quant.unties()
+    )
     with errors_on_all_ranks(ValueError):  # before the weights are read
         named = _named_schemes(recipe, model)
         # Parameters named theta or lora are created later.
@@ -240,14 +242,6 @@ def _schemes_at_ends(recipe: Recipe, model: PreTrainedModel) -> dict[str, Scheme
         "lm_head": (recipe.quant.head_scheme(), model.get_output_embeddings()),
         "embedding": (recipe.quant.embedding_scheme(), model.get_input_embeddings()),
     }
-    # Compare the weights, not the configuration: the text part of a composite model may lack tie_word_embeddings.
-    if model.get_output_embeddings().weight is model.get_input_embeddings().weight:
-        for key, (scheme, _) in chosen.items():
-            if scheme is not None:
-                raise ValueError(
-                    f"quant.{key}: {scheme.name!r}, expected null: the checkpoint ties embeddings and lm_head, which "
-                    "have one weight on disk, and readers support only an unquantized one"
-                )
     return {modules[id(module)]: scheme for scheme, module in chosen.values() if scheme is not None}
 
 

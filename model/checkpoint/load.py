@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import dot_natural_key
 
+from model.build import UNTIED
 from model.checkpoint.names import ROTARY_TABLES, Names, UnsupportedConversionError, own_tensors
 from model.checkpoint.safetensors import CheckpointError, DiskTensor, Reader, garbage_kept, warn_of_zero_tails
 from model.checkpoint.slices import DiskLayout, Piece
@@ -75,7 +76,11 @@ class _Read(NamedTuple):
 
 @garbage_kept()
 def load_weights(
-    model: PreTrainedModel, path: str | Path, *, method: Literal["direct", "rank0"] = "direct", progress: bool = True
+    model: PreTrainedModel,
+    path: str | Path,
+    *,
+    method: Literal["direct", "rank0"] = "direct",
+    progress: bool = True,
 ) -> LoadReport:
     """Fill every parameter and persistent buffer of ``model``, except scales, from ``path/model*.safetensors``.
 
@@ -266,6 +271,13 @@ def _plan(model: PreTrainedModel, path: Path) -> list[_Read]:
                 reads.append(_Read(source, piece, target, by if by != key else None))
         elif key in layouts and layout is None and not (ignored.search(key) or names.is_left_out(key)):
             problems.unexpected.append(key)
+    if hasattr(model.config, UNTIED):  # the files of a tied model have one weight
+        ends = (model.get_output_embeddings().weight, model.get_input_embeddings().weight)
+        head, table = (next(name for name, tensor in tensors.items() if tensor is weight) for weight in ends)
+        if (id(tensors[head]), 0) not in filled:
+            twin = tensors.pop(head)
+            copied = [read for read in reads if read.piece.name == table]
+            reads += [read._replace(piece=read.piece._replace(name=head), target=twin) for read in copied]
     problems.missing += missing_keys(names, tensors, layouts)
     if any(vars(problems).values()):
         lines = problems.lines()

@@ -72,6 +72,10 @@ def write_config(
     # Older checkpoints spell it torch_dtype, which older readers need.
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(model.dtype).removeprefix("torch.")
     config.setdefault("architectures", [type(model).__name__])
+    if not model.config.tie_word_embeddings:  # a model that was built untied
+        for part in (config, config.get("text_config", {})):
+            if part.get("tie_word_embeddings"):
+                part["tie_word_embeddings"] = False
     if quantization is not None:
         quantized = configuration(model, quantization, layout, shards)
         if quantized is not None:
