@@ -31,11 +31,7 @@ def main() -> None:
         with errors_on_all_ranks(ValueError, OSError):
             report = rotate_checkpoint(arguments.model, arguments.output, seed=arguments.seed)
         for name, (order, size) in report.orders.items():
-            blocks = (
-                f" in {size // order} blocks of {order}: of {size} no Hadamard matrix is known here"
-                if order < size
-                else ""
-            )
+            blocks = f" in {size // order} blocks of {order}" if order < size else ""
             print(f"rotated: {name}, {size} wide{blocks}")
         if report.untied:
             print(

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from model.ranks import RankError
 from tests.lib.checkpoints import edit_json, edit_tensors, read_tensors
-from tools.rotate_checkpoint import FAMILIES, paley, rotate_checkpoint, rotation
+from tools.rotate_checkpoint import FAMILIES, rotate_checkpoint, rotation
 
 COMMON = {"vocab_size": 60, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 2, "head_dim": 8}
 COMMON |= {"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 64}
@@ -33,8 +34,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def made(directory: Path, variant: str, dtype: torch.dtype = torch.float64, shard: str = "5GB") -> Path:
-    """A random checkpoint, its norms and biases too: ones and zeros would hide what is not folded or turned."""
+def made(directory: Path, variant: str, dtype: torch.dtype = torch.float32, shard: str = "5GB") -> Path:
+    """A random checkpoint, its norms and biases too: ones and zeros would hide what is not folded or rotated."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(variant.split()[0], **COMMON | VARIANTS[variant])
     model = AutoModelForCausalLM.from_config(config).to(dtype)
@@ -88,7 +89,7 @@ def test_several_files_in_bf16(tmp_path: Path) -> None:
     assert after.dtype == torch.bfloat16
     assert torch.allclose(after.double().norm(dim=1), before.norm(dim=1), rtol=2**-8)
     assert before.abs().max() / before.square().mean().sqrt() > 10
-    assert after.double().abs().max() / after.double().square().mean().sqrt() < 6
+    assert after.double().abs().max() / after.double().square().mean().sqrt() < 8  # spread over 16 of 48
     expected = logits(source)
     assert (logits(tmp_path / "rotated") - expected).abs().max() < 0.2 * expected.std()  # bf16, in every weight
 
@@ -106,17 +107,17 @@ BAD: dict[str, tuple[dict[str, Any] | Callable[[dict[str, Tensor]], object], str
     "family": ({"model_type": "gemma"}, "a rotation of gemma is not known; expected one of llama"),
     "leftover": ({"quantization_config": FP8}, "names 'fp8', but the weights of .* are not quantized"),
     "quantized": (lambda t: t.update({UP: CODES, f"{UP}_scale": torch.ones(1)}), "is quantized"),
-    "layers": ({"num_hidden_layers": 3}, "lacks model.layers.2.input_layernorm.weight"),
-    "heads": ({"num_key_value_heads": 3}, "v_proj.weight has the shape"),
-    "missing": (lambda t: t.pop(LAYER + "self_attn.o_proj.weight"), "lacks model.layers.1.self_attn.o_proj.weight"),
-    "no norm": (lambda t: t.pop("model.norm.weight"), "lacks model.norm.weight"),
-    "no head": (lambda t: t.pop("lm_head.weight"), "lacks lm_head.weight"),
-    "unknown": (lambda t: t.update({LAYER + "mlp.norm.weight": torch.ones(48)}), "mlp.norm.weight has no place"),
+    "layers": ({"num_hidden_layers": 3}, r"missing: model.layers.2.input_layernorm.weight"),
+    "heads": ({"num_key_value_heads": 3}, r"v_proj.weight is \[16, 48\], the model has \[24, 48\]"),
+    "missing": (lambda t: t.pop(LAYER + "self_attn.o_proj.weight"), "missing: model.layers.1.self_attn.o_proj.weight"),
+    "no norm": (lambda t: t.pop("model.norm.weight"), "missing: model.norm.weight"),
+    "no head": (lambda t: t.pop("lm_head.weight"), "missing: lm_head.weight"),
+    "unknown": (lambda t: t.update({LAYER + "mlp.norm.weight": torch.ones(48)}), "unexpected: .*mlp.norm.weight"),
     "shape": (
         lambda t: t.update({UP: torch.ones(40, 44)}),
-        r"up_proj.weight has the shape \[40, 44\], expected 48 in columns",
+        r"up_proj.weight is \[40, 44\], the model has \[40, 48\]",
     ),
-    "codes": (lambda t: t.update({UP: CODES}), "up_proj.weight is I8, expected floats"),
+    "codes": (lambda t: t.update({UP: CODES}), r"not bf16, fp16 or fp32.*up_proj.weight \(I8\)"),
     "nan": (lambda t: t[UP].view(-1)[7:8].fill_(float("nan")), "up_proj.weight holds NaN"),
     "destination": ({}, "is a file, expected a directory"),
 }
@@ -133,7 +134,7 @@ def test_bad_input(case: str, tmp_path: Path) -> None:
     if case == "destination":
         (tmp_path / "out").write_text("here")
     before = sorted(tmp_path.iterdir())
-    with pytest.raises((ValueError, OSError), match=text):
+    with pytest.raises((RankError, ValueError, OSError), match=text):
         rotate_checkpoint(source, tmp_path / "out", progress=False)
     assert sorted(tmp_path.iterdir()) == before
 
@@ -153,16 +154,11 @@ def test_a_tied_head_in_the_file(tmp_path: Path) -> None:
 # ---- the matrices
 
 
-# Hidden sizes and heads of published models, and orders of each construction; 52 has none here.
-ORDERS = {1: 1, 2: 2, 12: 12, 20: 20, 28: 28, 36: 36, 60: 60, 64: 64, 96: 96, 128: 128, 384: 384, 896: 896}
-ORDERS |= {1536: 1536, 2560: 2560, 2880: 2880, 52: 4, 13: 1, 50: 2, 208: 208}
-
-
-@pytest.mark.parametrize(("size", "order"), ORDERS.items())
+@pytest.mark.parametrize(("size", "order"), [(1, 1), (2, 2), (64, 64), (12, 4), (13, 1), (52, 4), (896, 128)])
 def test_rotation_is_hadamard(size: int, order: int) -> None:
     found = rotation(size, seed=size)
     assert (found.size, found.order) == (size, order)
-    whole = found.turn(torch.eye(size, dtype=torch.float64), 1)
+    whole = found.apply(torch.eye(size, dtype=torch.float64), 1)
     assert torch.allclose(whole @ whole.T, torch.eye(size, dtype=torch.float64), atol=1e-12)
     for start in range(0, size, order):
         block = whole[start : start + order, start : start + order]
@@ -171,17 +167,9 @@ def test_rotation_is_hadamard(size: int, order: int) -> None:
 
 def test_turns_runs_along_an_axis() -> None:
     found, other = rotation(24, seed=3), rotation(24, seed=4)
-    whole = found.turn(torch.eye(24, dtype=torch.float64), 1)
+    whole = found.apply(torch.eye(24, dtype=torch.float64), 1)
     values = torch.randn(72, 5, dtype=torch.float64)
     expected = torch.cat([whole.T @ part for part in values.split(24)])
-    assert torch.allclose(found.turn(values, 0), expected, atol=1e-12)
-    assert torch.allclose(found.turn(values.T, 1), expected.T, atol=1e-12)
+    assert torch.allclose(found.apply(values, 0), expected, atol=1e-12)
+    assert torch.allclose(found.apply(values.T, 1), expected.T, atol=1e-12)
     assert not torch.equal(found.signs, other.signs)
-
-
-def test_orders_of_paley() -> None:
-    """Orders without a construction give None, not a matrix that is not orthogonal."""
-    for order in range(1, 150):
-        if (matrix := paley(order)) is not None:
-            assert torch.equal(matrix @ matrix.T, order * torch.eye(order, dtype=torch.float64)), order
-    assert [order for order in (4, 8, 12, 20, 24, 28, 36, 92, 52) if paley(order) is None] == [92, 52]
