@@ -1,142 +1,133 @@
-"""Run the tests that reach each mutant; say which mutants they kill.
+"""Put small faults (mutants) into the project's source, one at a time, and see if the unit tests kill them.
 
-python -m tests.mutants.run --tree . --minutes 9 [--names names.json] [--verdict killed] [--ranks]
+    python -m tests.mutants.run                          # again until nothing is left
+    python -m tests.mutants.run --draw 100 --seed 1      # new mutants in place of those of killed.json
 
-Needs ``tests.mutants.measure`` of the same tree first. Goes on where it stopped; a line for each mutant is appended to
-``results.jsonl`` in the folder of the measurement. With --ranks, mutants that the unit tests did not kill meet the
-tests of several ranks, as far as those were measured. With --control, the tests that have killed mutants run without
-any: those that fail have proved nothing.
+``killed.json`` lists mutants that tests killed, by statement and function and not by line: after a restructuring the
+tests must still kill all that are found again ("gone": the statement is no longer there). First every test file is
+run once, to note which functions each test calls and how long it takes; then each mutant meets the quickest tests that
+reach it. Results are kept in ``--work``; remove it to begin again.
 """
 
 import argparse
 import json
-import os
+import random
 import shutil
 import time
 from collections import defaultdict
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
-from tests.mutants.compare import read
-from tests.mutants.find import Names, Tree
-from tests.mutants.generate import Mutant
-from tests.mutants.sites import Site
+from tests.mutants.sites import FOLDERS, Mutant, Site, Tree
 from tests.mutants.worker import prepare, run_tests
 
+KILLED = Path(__file__).with_name("killed.json")
 BUDGET, OF_A_FILE = 10.0, 0.3  # seconds of tests for one mutant; what collecting one more file of them takes
+LIMIT = 300.0  # seconds for a test file without a mutant
 
 
-class Tests:
-    """The tests of a tree, as measured."""
-
-    def __init__(self, measured: Path, ranks: bool) -> None:
-        rows = [json.loads(line) for line in measured.read_text(encoding="utf-8").splitlines()]
-        self._files = [row for row in rows if row["file"].startswith("tests/unit/") != ranks]
-
-    def reaching(self, module: str, qualname: str, budget: float) -> dict[str, list[str]]:
-        """Tests by file that reach a function: the module's own first, then the quick ones, up to ``budget`` seconds.
-
-        Code outside of functions, in a class's body too, is reached by every test of a file that imports the module.
-        """
-        is_class = qualname.rpartition(".")[2].lstrip("_")[:1].isupper()
-        found: list[tuple[tuple[int, float], str, str]] = []
-        for file in self._files:
-            calls = file["calls"].get(f"{module}:{'' if is_class else qualname}")
-            if calls is None:
-                continue
-            own = "test_" + Path(module).stem in file["file"] and Path(module).parts[-2] in file["file"]
-            for number, (test, seconds) in enumerate(file["tests"].items()):
-                indirect = number not in calls
-                if not indirect or -1 in calls:
-                    found.append(((2 * indirect + (not own), seconds), file["file"], test))
-        spent, chosen = 0.0, defaultdict(list)
-        for (_, seconds), name, test in sorted(found):
-            cost = seconds + (0 if name in chosen else OF_A_FILE)
-            if spent + cost <= budget:
-                spent += cost
-                chosen[name].append(test)
-        return dict(chosen)
-
-    def seconds(self, chosen: dict[str, list[str]]) -> float:
-        """How long the chosen tests took."""
-        return sum(file["tests"][test] for file in self._files for test in chosen.get(file["file"], ()))
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    """Read what was kept in a file of JSON lines."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
-def verdict(scratch: Path, module: str, site: Site, tests: Tests, budget: float) -> dict[str, Any]:
+def keep(path: Path, row: dict[str, Any]) -> None:
+    """Append a row to a file of JSON lines."""
+    with path.open("a", encoding="utf-8") as file:
+        print(json.dumps(row, ensure_ascii=False), file=file)
+
+
+def measure(scratch: Path, file: str) -> dict[str, Any]:
+    """Return the seconds of each passing test of a file, and the tests that call each function ("": a fixture or an
+    import, which all of them share)."""
+    code, told = run_tests(scratch, ["--maxfail=1000", file], (), LIMIT, trace=True)
+    seconds = {one["test"]: one["seconds"] for one in told if one.get("outcome") == "passed"}
+    calls = defaultdict(list)
+    for one in told:
+        for name in one.get("calls", ()):
+            calls[name].append(one["test"])
+    print(f"{file}: {len(seconds)} tests, code {code}", flush=True)
+    return {"file": file, "tests": seconds, "calls": calls}
+
+
+def reaching(measured: list[dict[str, Any]], module: str, qualname: str) -> dict[str, float]:
+    """Return the tests that reach a function, with their seconds: those of the module's own test file first, then the
+    quick ones, up to ``BUDGET`` seconds."""
+    found: list[tuple[tuple[bool, bool, float], str, str]] = []
+    for row in measured:
+        calls = row["calls"].get(f"{module}:{qualname}", ())
+        own = f"test_{Path(module).stem}" in row["file"] and Path(module).parts[-2] in row["file"]
+        for test, seconds in row["tests"].items():
+            if test in calls or "" in calls:
+                found.append(((test not in calls, not own, seconds), row["file"], test))
+    chosen: dict[str, float] = {}
+    files: set[str] = set()
+    spent = 0.0
+    for (_, _, seconds), file, test in sorted(found):
+        cost = seconds + OF_A_FILE * (file not in files)
+        if spent + cost <= BUDGET:
+            spent += cost
+            files.add(file)
+            chosen[test] = seconds
+    return chosen
+
+
+def verdict(scratch: Path, module: str, site: Site, tests: dict[str, float]) -> str:
     """Put the fault into the copy of the tree, run the tests that reach it, take it out."""
-    chosen = tests.reaching(module, site.qualname, budget)
-    if not chosen:
-        return {"verdict": "unreached"}
-    wanted = [test for names in chosen.values() for test in names]
-    path = scratch / module
-    source = path.read_bytes()
-    begin = time.monotonic()
-    kernels = scratch.parent / "kernels_of_mutant"  # what a mutant may build badly
-    shutil.rmtree(kernels, ignore_errors=True)
-    shutil.copytree(scratch.parent / "kernels", kernels)
-    os.environ["TORCH_EXTENSIONS_DIR"] = str(kernels)
+    if not tests:
+        return "unreached"
+    path, built = scratch / module, scratch.parent / "kernels"
+    source, kernels = path.read_bytes(), scratch.parent / "kernels_before"
+    shutil.copytree(built, kernels)
     try:
         path.write_bytes(site.apply(source))
-        code, told = run_tests(scratch, [*chosen], wanted, 15 + 3 * tests.seconds(chosen))
+        files = sorted({test.partition("::")[0] for test in tests})
+        code, _ = run_tests(scratch, files, list(tests), 15 + 3 * sum(tests.values()))
     finally:
         path.write_bytes(source)
-    killer = next((one["test"] for one in told if one["outcome"] in ("failed", "error")), None)
-    found = {None: "timeout", 0: "survived", 5: "unreached"}.get(code, "killed")
-    row = {"verdict": found, "code": code, "tests": len(wanted), "seconds": round(time.monotonic() - begin, 1)}
-    return row | ({"killer": killer} if killer else {})
+        shutil.rmtree(built)
+        kernels.rename(built)  # a mutant may have built them badly
+    return {None: "timeout", 0: "survived", 5: "unreached"}.get(code, "killed")
+
+
+def mutants_of(draw: int, seed: int, tree: Tree) -> Iterator[Mutant]:
+    """Yield the mutants of killed.json, or with ``draw`` so many random ones."""
+    if not draw:
+        yield from (Mutant(*row) for row in json.loads(KILLED.read_text(encoding="utf-8")))
+    else:
+        yield from random.Random(seed).sample(tree.mutants(), draw)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tree", type=Path, default=Path())
-    parser.add_argument("--work", type=Path, default=Path("build/mutants/base"), help="folder of measured.jsonl")
-    parser.add_argument("--mutants", type=Path, default=Path(__file__).with_name("killed.json"))
-    parser.add_argument("--names", type=Path, help="table of what was renamed and moved (see find.py)")
-    parser.add_argument("--verdict", help="only mutants with this verdict in --mutants")
-    parser.add_argument("--ranks", action="store_true", help="tests outside of tests/unit, on what survived those")
-    parser.add_argument("--control", action="store_true", help="run the tests that killed on the tree as it is")
+    """Measure the tests, then run the mutants, for as long as the time lasts."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, default=Path("build/mutants"))
+    parser.add_argument("--draw", type=int, default=0, metavar="N", help="run N random mutants instead")
+    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=9.0)
-    parser.add_argument("--budget", type=float, default=BUDGET)
     args = parser.parse_args()
-    end, tree, work = time.monotonic() + 60 * args.minutes, args.tree.resolve(), args.work.resolve()
-    out = work / "results.jsonl"
-    done = read(out) if out.exists() else {}
-    left = [one for one, old in read(args.mutants).items() if args.verdict in (None, old["verdict"])]
-    left = [one for one in left if _is_due(done.get(one), args.ranks)]
-    tests, names, whole = Tests(work / "measured.jsonl", args.ranks), Names(args.names), Tree(tree)
-    prepare(tree, work / "mutated")
-    if args.control:
-        return _control(work / "mutated", sorted({str(row["killer"]) for row in done.values() if "killer" in row}))
+    end, work, tree = time.monotonic() + 60 * args.minutes, args.work.resolve(), Tree(Path())
+    scratch = work / "tree"
+    prepare(Path(), scratch)
+    done = {row["file"] for row in rows_of(work / "measured.jsonl")}
+    files = sorted(str(path) for folder in FOLDERS for path in Path("tests/unit", folder).rglob("test_*.py"))
+    files = [file for file in files if file not in done]
+    while files and time.monotonic() < end:
+        keep(work / "measured.jsonl", measure(scratch, files.pop(0)))
+    measured, results = rows_of(work / "measured.jsonl"), work / "results.jsonl"
+    found = {Mutant(*row["mutant"]): row["verdict"] for row in rows_of(results)}
+    left = [] if files else [one for one in mutants_of(args.draw, args.seed, tree) if one not in found]
     while left and time.monotonic() < end:
         mutant = left.pop(0)
-        row = _run_one(work / "mutated", mutant, whole, names, tests, args.budget)
-        with out.open("a", encoding="utf-8") as file:
-            print(json.dumps({**asdict(mutant), **row, "ranks": args.ranks}, ensure_ascii=False), file=file)
-        print(f"{row['verdict']:9} {row.get('seconds', 0):5} s  {str(mutant)[:150]}", flush=True)
-    print(f"{len(left)} mutants left")
-
-
-def _control(scratch: Path, killers: list[str]) -> None:
-    files = sorted({test.partition("::")[0] for test in killers})
-    _, told = run_tests(scratch, ["--maxfail=1000", *files], killers, 1000.0)
-    print(f"{len(told)} tests that killed, on the tree as it is:")
-    print("\n".join(f"{one['outcome']}: {one['test']}" for one in told if one["outcome"] != "passed"))
-
-
-def _is_due(row: dict[str, Any] | None, ranks: bool) -> bool:
-    """Tell if a mutant is still to be run, from the last row of its results."""
-    if row is None or not ranks:
-        return row is None and not ranks
-    return not row["ranks"] and row["verdict"] in ("survived", "unreached")
-
-
-def _run_one(scratch: Path, mutant: Mutant, whole: Tree, names: Names, tests: Tests, budget: float) -> dict[str, Any]:
-    found = whole.find(mutant, names)
-    if found is None:
-        return {"verdict": "gone"}
-    module, site, how = found
-    return {"found": how, "at": f"{module}:{site.qualname}", **verdict(scratch, module, site, tests, budget)}
+        place = tree.find(mutant)
+        found[mutant] = verdict(scratch, *place, reaching(measured, place[0], place[1].qualname)) if place else "gone"
+        keep(results, {"mutant": astuple(mutant), "verdict": found[mutant]})
+    for mutant, said in found.items():
+        if said != "killed":
+            print(f"{said}: {mutant}")
+    print(f"{len(files)} test files and {len(left)} mutants left")
 
 
 if __name__ == "__main__":

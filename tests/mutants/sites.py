@@ -1,13 +1,16 @@
-"""Find the places of a Python file where one small fault can be put in, and put it in.
+"""Find the places of the project's Python files where one small fault can be put in, and put it in.
 
-A site is named by its function, operator, normalized statement (strings blanked, only the header of a compound
-statement) and the expression that changes, never by file or line: it is found again after the file has moved.
+A place is named by its function, operator, normalized statement (strings blanked, only the header of a compound
+statement) and the expression that changes, never by line: it is found again after the file has moved.
 """
 
 import ast
 import copy
-from collections.abc import Iterator
+import difflib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 FOLDERS = ("launch", "tools", "engine", "model", "quant", "data")
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -19,6 +22,7 @@ ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
 }
 COLLECTIVES = ("all_reduce", "all_gather", "broadcast", "barrier", "gather", "scatter", "reduce")
 COLLECTIVES += ("everywhere", "over_ranks")
+ALIKE = 0.7  # of a statement's text that must have stayed, where the rest was renamed
 SILENT = ("print", "warn", "info", "debug", "warning", "log")  # calls whose loss no test of numbers is asked to see
 
 
@@ -34,13 +38,71 @@ class Site:
     end: int
     text: str
 
-    @property
-    def key(self) -> tuple[str, str, str, str]:
-        return self.qualname, self.operator, self.statement, self.before
-
     def apply(self, source: bytes) -> bytes:
         """Put the fault into the file."""
         return source[: self.start] + self.text.encode() + source[self.end :]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A fault by what it is, not by where it is; ``ordinal`` counts equal ones of a function."""
+
+    module: str
+    qualname: str
+    operator: str
+    ordinal: int
+    statement: str
+    before: str
+
+    def __str__(self) -> str:
+        inside = "" if self.before == self.statement else f"  in  {self.statement}"
+        return f"{self.module}:{self.qualname or '<module>'} [{self.operator}] {self.before}{inside}"
+
+
+class Tree:
+    """All sites of a tree, by their operator."""
+
+    def __init__(self, tree: Path) -> None:
+        self._sites: dict[str, list[tuple[str, Site]]] = defaultdict(list)
+        for path in sorted(path for folder in FOLDERS for path in (tree / folder).rglob("*.py")):
+            for site in sites(path.read_bytes()):
+                self._sites[site.operator].append((str(path.relative_to(tree)), site))
+
+    def mutants(self) -> list[Mutant]:
+        """Return a mutant for each site."""
+        seen: Counter[tuple[str, ...]] = Counter()
+        found = []
+        for module, site in (one for of_operator in self._sites.values() for one in of_operator):
+            key = (module, site.qualname, site.operator, site.statement, site.before)
+            found.append(Mutant(*key[:3], seen[key], *key[3:]))
+            seen[key] += 1
+        return found
+
+    def find(self, mutant: Mutant) -> tuple[str, Site] | None:
+        """Find the module and site of a mutant, also in another function or, if nearly alike, with other names."""
+        of_operator = self._sites[mutant.operator]
+        same = [one for one in of_operator if (one[1].statement, one[1].before) == (mutant.statement, mutant.before)]
+        closeness: list[Callable[[str, Site], bool]] = [
+            lambda path, site: path == mutant.module and site.qualname == mutant.qualname,
+            lambda path, site: bool(mutant.qualname) and site.qualname == mutant.qualname,
+            lambda path, site: Path(path).name == Path(mutant.module).name and site.qualname == mutant.qualname,
+        ]
+        for close in (*closeness, lambda path, site: True):
+            fits = [one for one in same if close(*one)]
+            if fits and len({(path, site.qualname) for path, site in fits}) == 1:
+                return fits[min(mutant.ordinal, len(fits) - 1)]
+        for close in closeness:
+            scored = [(_alike(site, mutant), (path, site)) for path, site in of_operator if close(path, site)]
+            score, best = max(scored, key=lambda pair: pair[0], default=(0.0, None))
+            if score >= ALIKE:
+                return best
+        return None
+
+
+def _alike(site: Site, mutant: Mutant) -> float:
+    """Return how much of the statement and of the expression has stayed, from 0 to 1."""
+    pairs = (mutant.statement, site.statement), (mutant.before, site.before)
+    return min(difflib.SequenceMatcher(None, old, new, autojunk=False).ratio() for old, new in pairs)
 
 
 class _Blank(ast.NodeTransformer):
