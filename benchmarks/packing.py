@@ -111,7 +111,7 @@ def measure(
 
 
 def rows_of(ways: dict[str, Way], timings: dict[str, timing.Timing], warmup: int) -> list[list[str]]:
-    """One row per way; rates are of the inverse of seconds per token, so that ratios are turned."""
+    """One row per way; rates are of the inverse of seconds per token, so that ratios are inverted."""
     found, base = [], timings[MAXIMUM]
     for name, way in ways.items():
         tokens, positions = sum(way.tokens[warmup:]), sum(way.positions[warmup:])

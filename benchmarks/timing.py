@@ -6,6 +6,7 @@ that their ratios hold where their times do not.
 
 import argparse
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import statistics
@@ -15,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -117,7 +119,11 @@ def peak_bytes(step: Callable[[], None], device: torch.device) -> int:
     # The CPU's allocator keeps no statistics, but tells the profiler of every block.
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         step()
-    assert profile.profiler is not None and profile.profiler.kineto_results is not None
+    return most_allocated(profile)
+
+
+def most_allocated(profile: Any) -> int:
+    """The most that was allocated at a time while ``profile`` watched, beyond what was there before."""
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     now = most = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
@@ -148,11 +154,7 @@ def device_of(options: argparse.Namespace) -> torch.device:
 
 def installed(package: str) -> bool:
     """Tell if an optional package is installed."""
-    try:
-        importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+    return importlib.util.find_spec(package) is not None
 
 
 def head(device: torch.device, *packages: str) -> str:

@@ -7,13 +7,13 @@ import pytest
 import torch
 from transformers import PreTrainedConfig, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from benchmarks.timing import most_allocated
 from engine.config.config import Recipe
 from engine.config.quant import QuantRecipe
 from engine.config.sections import DataRecipe, ModelRecipe, TrainRecipe
 from model.ptq_init import blockwise as tuning
 from model.ptq_init import choose_initial_codes
 from quant import SCHEMES
-from tests.distributed.tools.memory.scripts.memory import most_bytes
 from tests.lib.checkpoints import CPU, quantized
 from tools.memory.planner import RESERVE, Planner
 
@@ -60,7 +60,7 @@ def test_prediction(tmp_path: Path, kind: str, codes: Any, scheme: str, monkeypa
     profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
     with profile:
         choose_initial_codes(model, quantization, samples, CPU, tuned_rows=ROWS if codes == "blockwise" else None)
-    found = predicted.held.device["parameters"] + most_bytes(profile)
+    found = predicted.held.device["parameters"] + most_allocated(profile)
     assert predicted.init == pytest.approx(found, rel=0.05)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import deepspeed.comm as comm
 import torch
 
+from benchmarks.timing import most_allocated
 from engine.config.reading import load_recipe
 from engine.loop import Loop, LoopState
 from engine.memory import MEASURED, read_measured
@@ -23,7 +24,7 @@ MEASURED_STEPS = range(3, 11)  # from the first whose gathers follow a complete 
 
 
 def live_bytes() -> int:
-    """Of all tensors alive, each storage once."""
+    """Return the bytes of all tensors alive, each storage once."""
     gc.collect()
     storages = {}
     for thing in gc.get_objects():
@@ -31,16 +32,6 @@ def live_bytes() -> int:
             storage = thing.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
-
-
-def most_bytes(profile: Any) -> int:
-    """The most that was allocated at a time while ``profile`` watched, beyond what was there before."""
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    now = most = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
-    return most
 
 
 def run(loop: Loop) -> dict[str, Any]:
@@ -56,7 +47,7 @@ def run(loop: Loop) -> dict[str, Any]:
         log = comm.comm.comms_logger.comms_dict
         if profile is not None:
             profile.stop()
-            peaks.append(before - earlier + most_bytes(profile))
+            peaks.append(before - earlier + most_allocated(profile))
             for kind, sizes in log.items():
                 sent[kind] = [[size, of_size[0]] for size, of_size in sizes.items()]
         if state.step in MEASURED_STEPS:
