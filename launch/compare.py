@@ -23,8 +23,8 @@ from collections.abc import Sequence
 from launch.evaluate import add_questions, check_questions, check_results, read_questions, start_alike, write_results
 from launch.exits import clean_exit
 from model.ranks import errors_on_all_ranks, is_main, listed, say
-from tools.evaluation.perplexity import KL, evaluate_checkpoint, read_reference
-from tools.evaluation.results import Comparison, Evaluation, read_evaluations, table, write_comparison
+from tools.evaluation.perplexity import KL, check_checkpoint, evaluate_checkpoint, read_reference
+from tools.evaluation.results import Comparison, Evaluation, comparison_tables, read_evaluations, write_comparison
 
 
 def main() -> None:
@@ -52,6 +52,8 @@ def main() -> None:
             check_missing(missing, asked=arguments.text is not None or arguments.tasks is not None)
         if missing:
             questions = read_questions(arguments)
+            for directory in missing:
+                check_checkpoint(directory)
             reference = None
             if arguments.text is not None:
                 # Only a figure that all models have is compared.
@@ -76,7 +78,7 @@ def main() -> None:
                 raise ValueError("the figures are not comparable:\n" + "\n".join(problems))
             written = write_comparison(comparison, arguments.out) if is_main() else []
         write_results(arguments.out / "compare.json", [known[directory] for directory in directories])
-        say(f"\n{table(comparison)}\n\n{', '.join(map(str, written))}, {arguments.out / 'compare.json'}")
+        say(f"\n{comparison_tables(comparison)}\n\n{', '.join(map(str, written))}, {arguments.out / 'compare.json'}")
 
 
 def named(text: str) -> tuple[str, str]:

@@ -16,16 +16,23 @@ import argparse
 import json
 from collections.abc import Sequence
 
-import torch
-
 from engine.config.deepspeed import SHIPPED, DsConfigError
 from engine.config.errors import RecipeError
 from engine.memory import Measured, read_measured
 from engine.session.student import quantized_share
 from launch.exits import clean_exit, recipe_or_exit
 from model.console import progress_bar
-from tools.memory.planner import RESERVE, Planner, Prediction
-from tools.memory.table import GB, as_json, comparison_table, headline, memory_table, traffic_table
+from tools.memory.planner import (
+    GB,
+    RESERVE,
+    Planner,
+    Prediction,
+    headline,
+    measured_table,
+    memory_table,
+    predictions_as_json,
+    traffic_table,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -48,10 +55,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         recipe.validate_models()
         measured = read(arguments.measured) if arguments.measured is not None else None
         ranks = arguments.ranks or (measured.ranks if measured is not None else 8)
-        device = torch.device("cuda" if measured is None else measured.device)
+        device = "cuda" if measured is None else measured.device
         planner = Planner(recipe, device=device, ranks_per_node=arguments.ranks_per_node)
         if measured is not None:
-            print(comparison_table(planner.predict(recipe.deepspeed, ranks), measured))
+            print(measured_table(planner.predict(recipe.deepspeed, ranks), measured))
             return
         shipped = sorted(file.stem for file in SHIPPED.glob("*.json"))
         names = arguments.strategies.split(",") if arguments.strategies else shipped
@@ -64,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"\nreserve: {RESERVE / GB:g} GB for CUDA, NCCL and holes in the allocator's memory, which are not modeled")
     print("".join(f"{name}: {why}\n" for name, why in refused.items()), end="")
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(as_json(predictions), indent=1) + "\n")
+        arguments.json.write_text(json.dumps(predictions_as_json(predictions), indent=1) + "\n")
 
 
 def predict_all(

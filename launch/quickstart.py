@@ -248,7 +248,7 @@ def print_table(out: Path, began: float) -> None:
     # Not at the top: this imports DeepSpeed, which probes for a GPU (see main).
     from model.console import progress_bar
     from tools.evaluation.perplexity import Questions, evaluate_checkpoint
-    from tools.evaluation.results import Comparison, table, write_comparison
+    from tools.evaluation.results import Comparison, comparison_tables, write_comparison
 
     device = torch.device("cuda" if gpus() else "cpu")
     questions = Questions(text=out / "heldout.txt", length=LENGTH, batch_size=16, dtype=training_dtype())
@@ -258,7 +258,7 @@ def print_table(out: Path, began: float) -> None:
     sides = ({scheme: found[f"{kind}_{scheme}"] for scheme in _SCHEMES} for kind in ("ptq", "qat"))
     comparison = Comparison(found["ft"], *sides)
     written = write_comparison(comparison, out)
-    print(f"\n{table(comparison)}\n\n{', '.join(map(str, written))}: the same to keep.")
+    print(f"\n{comparison_tables(comparison)}\n\n{', '.join(map(str, written))}: the same to keep.")
     print(f"Checkpoints: {out}/qat_*. Curves: tensorboard --logdir {out}/runs. Logs: {out}/runs/*/log.txt.")
     print(f"Time: {time.perf_counter() - began:.0f} s.")
 

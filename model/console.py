@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
@@ -112,3 +112,13 @@ def figure(value: float, digits: int = 4) -> str:
         return f"{value:.{digits}f}"
     mantissa, exponent = f"{value:.1e}".split("e")
     return f"{mantissa}e{int(exponent)}"
+
+
+def markdown_table(rows: Sequence[Sequence[str]]) -> str:
+    """Format rows, of which the first names the columns, as a Markdown table whose columns are aligned in the text,
+    too: the first one on the left, the others on the right."""
+    cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    first, *others = (max(3, *map(len, column)) for column in zip(*cells, strict=True))
+    cells = [[row[0].ljust(first), *map(str.rjust, row[1:], others)] for row in cells]
+    cells.insert(1, ["-" * first, *("-" * (width - 1) + ":" for width in others)])
+    return "\n".join(f"| {' | '.join(row)} |" for row in cells)

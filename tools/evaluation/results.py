@@ -22,7 +22,7 @@ from pathlib import Path
 
 from engine.checkpoint.files import replace_text
 from model.checkpoint.json_text import parse_json
-from model.console import figure
+from model.console import figure, markdown_table
 
 
 @dataclass(frozen=True)
@@ -152,12 +152,17 @@ class Comparison:
         """Return the cells of a table: column names, the unquantized model, then a row per scheme."""
         bf16, size = self.bf16.measurements[measure], self.bf16.weights_bytes
         rows: list[tuple[str, ...]] = [("", self.level, "PTQ", "QAT", "recovered", "file", f"of {self.level}")]
-        rows.append((self.level, shown(bf16), "", "", "", shown_size(size), ""))
+        rows.append((self.level, shown_measurement(bf16), "", "", "", shown_size(size), ""))
         for scheme in self.schemes:
             models = [side[scheme] for side in (self.ptq, self.qat) if scheme in side]
             ptq, qat = self.pair(scheme, measure)
             own = models[-1].weights_bytes
-            figures = (shown(bf16), shown(ptq), shown(qat), shown_share(bf16, ptq, qat))
+            figures = (
+                shown_measurement(bf16),
+                shown_measurement(ptq),
+                shown_measurement(qat),
+                shown_share(bf16, ptq, qat),
+            )
             rows.append((scheme, *figures, shown_size(own), f"{own / size:.0%}"))
         return rows
 
@@ -174,7 +179,7 @@ def recovered(bf16: Measurement, ptq: Measurement, qat: Measurement) -> float | 
     return None if lost <= noise else (ptq.value - qat.value) / (ptq.value - bf16.value)
 
 
-def shown(found: Measurement | None) -> str:
+def shown_measurement(found: Measurement | None) -> str:
     """Format a metric with four digits, and its standard error if there is one; empty for None."""
     if found is None:
         return ""
@@ -197,25 +202,13 @@ def shown_size(size: int) -> str:
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.2f} MB"
 
 
-def table(comparison: Comparison) -> str:
-    """Format the comparison as Markdown: per metric a heading with the conditions, and a table with aligned columns."""
+def comparison_tables(comparison: Comparison) -> str:
+    """Format the comparison as Markdown: per metric a line with its conditions, and a table."""
     blocks = []
     for measure in comparison.measures():
-        cells = [[cell.replace("|", "\\|") for cell in row] for row in comparison.rows(measure)]
-        first, *others = (max(map(len, column)) for column in zip(*cells, strict=True))
-        lines = [
-            " | ".join([row[0].ljust(first), *(cell.rjust(width) for cell, width in zip(row[1:], others, strict=True))])
-            for row in cells
-        ]
-        lines.insert(1, " | ".join(["-" * max(3, first), *("-" * (width - 1) + ":" for width in others)]))
-        blocks += [heading(comparison, measure), "\n".join(f"| {line} |" for line in lines)]
+        found = comparison.bf16.measurements[measure]
+        blocks += [f"{better(measure, found)}: {found.conditions}", markdown_table(comparison.rows(measure))]
     return "\n\n".join(blocks)
-
-
-def heading(comparison: Comparison, measure: str) -> str:
-    """Format the line above a table: the metric and its conditions."""
-    found = comparison.bf16.measurements[measure]
-    return f"{better(measure, found)}: {found.conditions}"
 
 
 def better(measure: str, found: Measurement) -> str:
@@ -233,7 +226,7 @@ def markdown(comparison: Comparison) -> str:
     models = [f"- {level}: `{comparison.bf16.model}`"]
     for kind, side in (("PTQ", comparison.ptq), ("QAT", comparison.qat)):
         models += [f"- {kind} {name}: `{model.model}`" for name, model in side.items()]
-    return "\n\n".join([f"# {level}, PTQ, QAT", table(comparison), legend, "\n".join(models)]) + "\n"
+    return "\n\n".join([f"# {level}, PTQ, QAT", comparison_tables(comparison), legend, "\n".join(models)]) + "\n"
 
 
 def plot(comparison: Comparison, path: Path) -> None:

@@ -8,7 +8,8 @@ an assumption.
 
 from bisect import bisect_left
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,15 +18,28 @@ from engine.config.config import Recipe
 from engine.config.deepspeed import DsConfigError, resolve, teacher_config
 from engine.losses.chunked import BLOCK_ELEMENTS
 from engine.losses.objective import tokens_at_a_time
+from engine.memory import Measured
+from model.console import markdown_table
 from model.zero.quantized_gather import NONE_GATHERED_QUANTIZED, can_gather_quantized
 from tools.memory.model import Step, meta_student, meta_teacher, student_events, teacher_events
 from tools.memory.ptq_init import bytes_of_ptq_init
-from tools.memory.step_cost import STEP_COPIES, TEACHER, Moment, StepCost, cost_of_step, gathers
+from tools.memory.step_cost import TEACHER, Moment, StepCost, cost_of_step, gathers
 from tools.memory.trace import Event, own_bytes
-from tools.memory.zero import FP32, Held, Settings, bytes_of, held_by, held_partitions, module_calls, take_inventory
+from tools.memory.zero import (
+    FP32,
+    ITEMS,
+    Held,
+    Settings,
+    bytes_of,
+    held_by,
+    held_partitions,
+    module_calls,
+    take_inventory,
+)
 
 RESERVE = 4 * 10**9
-CUDA = torch.device("cuda")
+GB = 10**9
+UNSET = "-"
 
 
 @dataclass(frozen=True)
@@ -62,34 +76,26 @@ class Prediction:
         """Bytes of host memory."""
         return sum(self.held.host.values())
 
-    @property
-    def together(self) -> int:
-        """Bytes at the worst moment if device and host share one memory, as on the CPU."""
-        copies = self.held.host.get(STEP_COPIES, 0)
-        step = self.moments["step"].total + copies
-        training = self.host - copies + max(self.moments["forward"].total, self.moments["backward"].total, step)
-        return max(training, self.init)
-
 
 class Planner:
     """Predictor of a recipe's memory. It builds the model once, then predicts for several strategies and micro-batches.
 
     Args:
         recipe: the recipe of the run.
-        device: device of the run. On CUDA AdamW is fused; on the CPU torch's AdamW makes copies, and the logits of more
-            tokens exist at a time.
+        device: ``cuda`` or ``cpu``. On CUDA AdamW is fused; on the CPU torch's AdamW makes copies, and the logits of
+            more tokens exist at a time.
         ranks_per_node: number of ranks that share hpZ's second copies if the configuration does not set it.
 
     Raises:
         RankError: the model cannot be built; the text is the same as in a run.
     """
 
-    def __init__(self, recipe: Recipe, *, device: torch.device = CUDA, ranks_per_node: int = 8) -> None:
-        chunk = tokens_at_a_time(recipe.loss.chunk_tokens, device)
+    def __init__(self, recipe: Recipe, *, device: str = "cuda", ranks_per_node: int = 8) -> None:
+        chunk = tokens_at_a_time(recipe.loss.chunk_tokens, torch.device(device))
         self.recipe = recipe = replace(recipe, loss=replace(recipe.loss, chunk_tokens=chunk))
         self.ranks_per_node = ranks_per_node
-        self.fused_optimizer = device.type == "cuda"
-        self.block_elements = BLOCK_ELEMENTS[device.type]
+        self.fused_optimizer = device == "cuda"
+        self.block_elements = BLOCK_ELEMENTS[device]
         self.student, self.teacher = meta_student(recipe), meta_teacher(recipe)
         layers = list(self.student.quantization.layers.values())
         coded = [layer for layer in layers if recipe.quant.quantized_all_gather and can_gather_quantized(layer)]
@@ -216,3 +222,94 @@ class _Teacher:
     gathered: int = 0
     head: int = 0
     traffic: Counter[str] = field(default_factory=Counter)
+
+
+def headline(recipe: Recipe, ranks: int, parameters: int, trained: int) -> str:
+    """Format the line above the table: the model, the ranks, the micro-batches."""
+    checkpointing = "with" if recipe.train.activation_checkpointing else "without"
+    return (
+        f"{recipe.model.path}: {parameters / 1e9:.3f}e9 parameters, {trained / 1e9:.3f}e9 of them trained, "
+        f"{recipe.model.dtype}; {ranks} ranks; {recipe.data.micro_batch_size} x {recipe.data.max_length:,} tokens per "
+        f"micro-batch, {recipe.train.gradient_accumulation_steps} per step, {checkpointing} activation checkpointing"
+    )
+
+
+def memory_table(predictions: Sequence[Prediction], gpu_bytes: int | None) -> str:
+    """Format a table of GB (10^9 bytes) per rank, with a column per strategy. Items that are 0 everywhere are left
+    out."""
+    rows: list[tuple[str, Callable[[Prediction], str]]] = []
+
+    def row(name: str, value: Callable[[Prediction], float]) -> None:
+        if any(value(one) for one in predictions):
+            rows.append((name, lambda one: _gigabytes(value(one))))
+
+    for item in ITEMS:
+        row(item, lambda one, item=item: one.held.device[item])  # type: ignore[misc]
+    row("gathered at most", lambda one: one.cost.gathered)
+    row("activations, losses", lambda one: max(_part(one, phase, "activations") for phase in ("forward", "backward")))
+    row("copies in the step", lambda one: one.moments["step"].parts["copies"])
+    for phase, name in (("forward", "peak in forward"), ("backward", "peak in backward"), ("step", "peak in the step")):
+        row(name, lambda one, phase=phase: one.moments[phase].total)  # type: ignore[misc]
+    row("peak of the first codes (GPTQ)", lambda one: one.init)
+    row("peak", lambda one: one.peak)
+    if gpu_bytes is not None:
+        row("peak + reserve", lambda one: one.peak + RESERVE)
+        rows.append((f"fits {gpu_bytes / GB:g} GB", lambda one: "yes" if one.peak + RESERVE <= gpu_bytes else "no"))
+        rows.append(("largest micro-batch", lambda one: str(one.largest_micro_batch or UNSET)))
+    row("host memory", lambda one: one.host)
+    return markdown_table(
+        [["GB per rank", *(one.strategy for one in predictions)]] + [[n, *map(v, predictions)] for n, v in rows]
+    )
+
+
+def _part(prediction: Prediction, phase: str, name: str) -> int:
+    return prediction.moments[phase].parts[name]
+
+
+def traffic_table(predictions: Sequence[Prediction]) -> str:
+    """Format a table of the collectives of one optimizer step on each rank: GB of the whole tensors."""
+    kinds = list(dict.fromkeys(kind for one in predictions for kind in one.cost.traffic))
+    rows = [["GB per step", *(one.strategy for one in predictions)]]
+    rows += [[kind, *(_gigabytes(one.cost.traffic[kind]) for one in predictions)] for kind in kinds]
+    return markdown_table(rows)
+
+
+def measured_table(prediction: Prediction, measured: Measured) -> str:
+    """Format a table of predicted and measured bytes by item, and of the peak on CUDA. On the CPU, device and host are
+    one memory."""
+    on_host = measured.device == "cpu"
+    rows = [
+        (item, prediction.held.device[item] + (prediction.held.host[item] if on_host else 0), size)
+        for item, size in measured.items.items()
+    ]
+    if measured.device == "cuda":
+        predicted, found = sum(expected for _, expected, _ in rows), sum(size for _, _, size in rows)
+        rows.append(("all else at the peak", prediction.peak - predicted, measured.peak - found))
+        rows.append(("peak", prediction.peak, measured.peak))
+    table = [["bytes on rank 0", "predicted", "measured", "difference", "of the prediction"]]
+    for name, expected, found in rows:
+        share = f"{100 * (found - expected) / expected:+.1f}%" if expected else UNSET
+        table.append([name, f"{expected:,}", f"{found:,}", f"{found - expected:+,}", share])
+    return markdown_table(table)
+
+
+def predictions_as_json(predictions: Sequence[Prediction]) -> dict[str, Any]:
+    """Return all predicted values by strategy, in bytes."""
+    return {
+        one.strategy: {
+            "device": one.held.device,
+            "host": one.held.host,
+            "moments": {phase: asdict(moment) for phase, moment in one.moments.items()},
+            "gathered": one.cost.gathered,
+            "init": one.init,
+            "peak": one.peak,
+            "reserve": RESERVE,
+            "largest_micro_batch": one.largest_micro_batch,
+            "collectives": dict(one.cost.traffic),
+        }
+        for one in predictions
+    }
+
+
+def _gigabytes(size: float) -> str:
+    return f"{size / GB:,.2f}" if size >= GB / 100 or not size else f"{size / GB:.1g}"

@@ -29,12 +29,10 @@ Tuning a layer (``blockwise``, :mod:`model.ptq_init.blockwise`) follows, and nee
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 from torch import nn
 from transformers import PreTrainedConfig
 
-from engine.config.config import Recipe
 from model.ptq_init import decoder_layers, quantized_together
 from quant import QuantLayer
 from quant.linear import linears_of
@@ -53,14 +51,6 @@ COPIES, KEPT_COPIES = 1.0, 2.35
 KEPT = 3  # bytes per element of a row whose codes were chosen: its bf16 weight and its code
 
 
-@dataclass(frozen=True)
-class _Samples:
-    """Samples of one rank: number of tokens, and the largest group that runs through a layer together."""
-
-    tokens: int
-    together: int
-
-
 def bytes_of_ptq_init(student: MetaStudent, settings: Settings, rows: int) -> int:
     """Return the most bytes that a rank needs in addition to its parameters while codes are chosen; 0 for ``rtn``.
 
@@ -73,77 +63,64 @@ def bytes_of_ptq_init(student: MetaStudent, settings: Settings, rows: int) -> in
     if recipe.quant.init == "rtn":
         return 0
     tunes = recipe.quant.init == "blockwise"
-    blocks = decoder_layers(student.model, student.quantization)
-    samples, config = _samples(recipe, rows), student.model.config.get_text_config()
-    size = next(student.model.parameters()).element_size()
+    config, size = student.model.config.get_text_config(), next(student.model.parameters()).element_size()
+    together = rows * recipe.data.max_length  # tokens that run through a layer at a time
+    samples = max(1, recipe.quant.calibration_batches) * together
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    hidden = samples.tokens * ((1 + tunes) * config.hidden_size + 2 * head) * size
-    partitioned = settings.stage == 3 and settings.ranks > 1
+    hidden = samples * ((1 + tunes) * config.hidden_size + 2 * head) * size
+    blocks = decoder_layers(student.model, student.quantization)
     inside = {id(parameter) for block in blocks.values() for parameter in block.parameters()}
-    outside = sum(_bytes(p) for p in student.model.parameters() if id(p) not in inside) if partitioned else 0
+    outside = [parameter for parameter in student.model.parameters() if id(parameter) not in inside]
+    share = settings.ranks if settings.partitions else 1
     most = 0
     for name, block in blocks.items():
-        gathered = sum(map(_bytes, block.parameters())) if partitioned else 0
         layers = {path: one for path, one in student.quantization.layers.items() if path.startswith(f"{name}.")}
-        tokens = _Tokens(samples.together * size, config.hidden_size, _experts_per_token(config))
-        running = max(
-            tokens.of_feature * (3 * _widest(block) + 4 * config.hidden_size),
-            tokens.of_experts(layers.values(), COPIES),
-        )
-        share = settings.ranks if partitioned else 1
+        widest = max((max(p.shape[-1], p.shape[-2]) for p in block.parameters() if p.dim() > 1), default=0)
+        of_stacks = together * size * _features_of_stacks(layers, config, COPIES)
+        running = max(together * size * (3 * widest + 4 * config.hidden_size), round(of_stacks))
         steps = [
             _of_step([[layers[one] for one in names] for names in sets], share, running)
             for sets in quantized_together(student.model, student.quantization, name)
         ]
-        work = max([running + outside, *steps])
+        work = max([running + _gathered(outside, settings), *steps])
         if tunes:
-            work = max(work, _of_tuning(layers, share, tokens))
-        most = max(most, gathered + work)
+            features = KEPT_OF_LINEARS * _features_of_linears(layers, config)
+            features += _features_of_stacks(layers, config, KEPT_COPIES)
+            work = max(work, _of_tuning(layers, share, round(together * size * features)))
+        most = max(most, _gathered(block.parameters(), settings) + work)
     return hidden + most
 
 
-def _samples(recipe: Recipe, rows: int) -> _Samples:
-    together = rows * recipe.data.max_length
-    return _Samples(max(1, recipe.quant.calibration_batches) * together, together)
+def _gathered(parameters: Iterable[nn.Parameter], settings: Settings) -> int:
+    """Compute the bytes of gathered parameters; 0 if parameters are not partitioned."""
+    return sum(p.numel() * p.element_size() for p in parameters) if settings.partitions else 0
 
 
-@dataclass(frozen=True)
-class _Tokens:
-    """A group of samples in a decoder layer.
+def _experts_of(config: PreTrainedConfig, count: int) -> int:
+    """Return to how many of ``count`` experts a token goes; all if the configuration does not say it."""
+    names = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
+    found = next((found for name in names if (found := getattr(config, name, None)) is not None), None)
+    return min(found or count, count)
 
-    Attributes:
-        of_feature: bytes of one feature of all its tokens.
-        hidden: features of the hidden states.
-        experts: number of experts of a token; None if unknown: all are then counted.
-    """
 
-    of_feature: int
-    hidden: int
-    experts: int | None
+def _features_of_stacks(layers: Mapping[str, QuantLayer], config: PreTrainedConfig, copies: float) -> float:
+    """Count the features per token of inputs and outputs of stacked experts, with ``copies`` of the hidden states for
+    each stack."""
+    return sum(
+        _experts_of(config, one.num_experts) * (one.in_features + one.out_features + copies * config.hidden_size)
+        for one in layers.values()
+        if one.projections
+    )
 
-    def chosen(self, count: int) -> int:
-        """Return to how many of ``count`` experts a token goes."""
-        return min(self.experts or count, count)
 
-    def of_experts(self, layers: Iterable[QuantLayer], copies: float) -> int:
-        """Compute the bytes of inputs and outputs of stacked experts, with ``copies`` of the hidden states for each
-        stack."""
-        features = [
-            self.chosen(one.num_experts) * (one.in_features + one.out_features + copies * self.hidden)
-            for one in layers
-            if one.projections
-        ]
-        return round(sum(features) * self.of_feature)
-
-    def of_linears(self, layers: Mapping[str, QuantLayer]) -> int:
-        """Compute the bytes of inputs and outputs of layers that are not stacks; experts that are separate modules get
-        some of the tokens."""
-        alike: dict[str, list[QuantLayer]] = defaultdict(list)
-        for name, one in layers.items():
-            if not one.projections:
-                alike[re.sub(r"\.\d+\.", ".*.", name)].append(one)
-        features = [self.chosen(len(ones)) * (ones[0].in_features + ones[0].out_features) for ones in alike.values()]
-        return sum(features) * self.of_feature
+def _features_of_linears(layers: Mapping[str, QuantLayer], config: PreTrainedConfig) -> int:
+    """Count the features per token of inputs and outputs of layers that are not stacks; experts that are separate
+    modules get some of the tokens."""
+    alike: dict[str, list[QuantLayer]] = defaultdict(list)
+    for name, one in layers.items():
+        if not one.projections:
+            alike[re.sub(r"\.\d+\.", ".*.", name)].append(one)
+    return sum(_experts_of(config, len(ones)) * (ones[0].in_features + ones[0].out_features) for ones in alike.values())
 
 
 def _of_step(sets: list[list[QuantLayer]], share: int, running: int) -> int:
@@ -163,24 +140,10 @@ def _of_step(sets: list[list[QuantLayer]], share: int, running: int) -> int:
     return grams + max(running + adding, kept + worst)
 
 
-def _of_tuning(layers: Mapping[str, QuantLayer], share: int, tokens: _Tokens) -> int:
-    """Compute the bytes while the weights of a decoder layer are tuned, of which a rank has one of ``share`` parts."""
+def _of_tuning(layers: Mapping[str, QuantLayer], share: int, kept: int) -> int:
+    """Compute the bytes while the weights of a decoder layer are tuned, of which a rank has one of ``share`` parts, and
+    of which autograd keeps ``kept`` bytes of activations."""
     weights = sum(layer.weight.numel() for layer in layers.values())
     largest = max(layer.weight.numel() for layer in layers.values())
     own = weights // share
-    kept = round(KEPT_OF_LINEARS * tokens.of_linears(layers)) + tokens.of_experts(layers.values(), KEPT_COPIES)
     return TUNED * own + max(GRADIENTS * weights + FP32 * largest + kept, STEPPING * own + FP32 * weights)
-
-
-def _experts_per_token(config: PreTrainedConfig) -> int | None:
-    names = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
-    return next((found for name in names if (found := getattr(config, name, None)) is not None), None)
-
-
-def _widest(block: nn.Module) -> int:
-    """Return the largest number of features of a tensor inside a decoder layer."""
-    return max((max(p.shape[-1], p.shape[-2]) for p in block.parameters() if p.dim() > 1), default=0)
-
-
-def _bytes(parameter: nn.Parameter) -> int:
-    return parameter.numel() * parameter.element_size()

@@ -103,22 +103,21 @@ class Settings:
         """Return True if stage 1 is DeepSpeed's BF16_Optimizer, which keeps fp32 gradients of all parameters on every
         rank."""
         separate = self.bf16 and self.accumulated == FP32
-        return self.stage == 1 and separate and self.offloads_optimizer is None
+        return self.stage == 1 and separate and not self.offloads_optimizer
 
     @property
-    def offloads_optimizer(self) -> str | None:
-        """Offload target of the optimizer states: ``cpu``, or None."""
-        return _device(self.zero.offload_optimizer)
+    def offloads_optimizer(self) -> bool:
+        """Return True if the optimizer states are in host memory."""
+        return _on_host(self.zero.offload_optimizer)
 
     @property
-    def offloads_parameters(self) -> str | None:
-        """Offload target of the parameter partitions: ``cpu``, or None."""
-        return _device(self.zero.offload_param)
+    def offloads_parameters(self) -> bool:
+        """Return True if the parameter partitions are in host memory."""
+        return _on_host(self.zero.offload_param)
 
 
-def _device(offload: Any) -> str | None:
-    place = OffloadDeviceEnum.none if offload is None else OffloadDeviceEnum(offload.device)
-    return None if place == OffloadDeviceEnum.none else place.value
+def _on_host(offload: Any) -> bool:
+    return offload is not None and OffloadDeviceEnum(offload.device) != OffloadDeviceEnum.none
 
 
 @dataclass(frozen=True, eq=False)
@@ -284,10 +283,9 @@ class Held:
     device: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ITEMS, 0))
     host: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ITEMS, 0))
 
-    def add(self, item: str, size: int, offloaded: str | None = None) -> None:
-        """Add ``size`` bytes to an item, in the memory to which it is offloaded (None: the device)."""
-        place = {None: self.device, "cpu": self.host}[offloaded]
-        place[item] += size
+    def add(self, item: str, size: int, on_host: bool = False) -> None:
+        """Add ``size`` bytes to an item on the device, or in host memory."""
+        (self.host if on_host else self.device)[item] += size
 
 
 def held_by(settings: Settings, inventory: Inventory) -> Held:
@@ -304,8 +302,8 @@ def held_by(settings: Settings, inventory: Inventory) -> Held:
     if settings.bf16_optimizer:
         held.add("gradients", flat * FP32 + (0 if settings.immediate else trained * size))
     else:
-        on_host = offloaded if settings.stage == 3 else None
-        held.add("gradients", share * (accumulated if settings.stage else size), on_host)
+        each = accumulated if settings.stage else size
+        held.add("gradients", share * each, offloaded and settings.stage == 3)
     if offloaded:
         held.add("gradients", share * FP32, offloaded)
     if settings.stage == 3:

@@ -15,10 +15,10 @@ from tools.evaluation.results import (
     Comparison,
     Evaluation,
     Measurement,
+    comparison_tables,
     markdown,
     read_evaluations,
     recovered,
-    table,
     weights_size,
     write_evaluations,
 )
@@ -69,7 +69,7 @@ def test_recovered_share(figure, bf16, ptq, qat, share):
 
 
 def test_table(comparison):
-    first, second = table(comparison).split("\n\nhellaswag acc")
+    first, second = comparison_tables(comparison).split("\n\nhellaswag acc")
     heading, _, *lines = first.splitlines()
     assert heading.startswith("perplexity per token (lower is better): 60,000 tokens")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
@@ -169,7 +169,7 @@ def test_script(tmp_path):
     done = run(*options, "--results", out / "compare.json")
     assert done.returncode == 0, done.stderr
     assert "evaluate:" not in done.stdout, "nothing is evaluated again"
-    for part in (table(Comparison(bf16, {SCHEME: ptq}, {SCHEME: qat})), str(out / "compare.png")):
+    for part in (comparison_tables(Comparison(bf16, {SCHEME: ptq}, {SCHEME: qat})), str(out / "compare.png")):
         assert part in done.stdout
     assert read_evaluations(out / "compare.json") == [bf16, ptq, qat]
     assert "- QAT w4a16_g32: `elsewhere/qat`" in (out / "compare.md").read_text(encoding="utf-8")
@@ -186,12 +186,3 @@ def test_what_is_neither_known_nor_there_is_named(tmp_path):
     assert list(read_results([tmp_path / "a.json", tmp_path / "a.json"])) == ["m"]
     with pytest.raises(ValueError, match=r"b\.json: m has other results in an earlier file"):
         read_results([tmp_path / "a.json", tmp_path / "b.json"])
-
-
-def test_a_place_that_cannot_be_written_is_found_before_the_models_are_read(tmp_path):
-    """None of the models is there, which would be said else."""
-    (tmp_path / "out").write_text("a file")
-    done = run("--bf16", "nowhere", "--ptq", "a=nowhere_else", "--text", tmp_path / "out", "--out", tmp_path / "out")
-    (line,) = [one for one in done.stderr.splitlines() if "error" in one]
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert f"error: --out '{tmp_path / 'out' / 'compare.json'}': cannot be written (" in line

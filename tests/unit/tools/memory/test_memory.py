@@ -188,7 +188,7 @@ def test_codes_of_inputs_are_kept_instead_of_these(tmp_path, attention):
     assert predicted[0] - predicted[1] == counted[0] - counted[1] > 0
 
 
-def test_attention_whose_node_nobody_knows_is_not_looked_for(tmp_path):
+def test_attention_without_a_known_node_in_the_graph(tmp_path):
     """flex_attention's, as its output is a graph of its own in a run: the codes of o_proj's inputs are counted."""
     quant = {"scheme": "fp8_dynamic", "keep_codes": True}
     flex, flash, sdpa = (
