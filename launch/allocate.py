@@ -40,7 +40,7 @@ from engine.session.session import Session, build_session, check_models
 from launch.exits import clean_exit, recipe_or_exit
 from model.ranks import errors_on_all_ranks, is_main, raise_everywhere, say
 from tools.memory.model import meta_student
-from tools.mixed_precision import Part, allocate, check_budget, divergences, parts_of, rules_of_choice
+from tools.mixed_precision import LayerSet, allocate, check_budget, divergences, parts_of, rules_of_choice
 
 MIXED = "mixed"  # table row of the written recipe
 NEAREST = ["--quant.init", "rtn"]  # GPTQ changes the weights that costs are measured from
@@ -53,7 +53,7 @@ def main() -> None:
     with clean_exit():
         context = start_ranks(recipes[arguments.schemes[0]], vars(arguments))
         check_options(recipes, arguments.budget_bits)
-        parts: list[Part] = []
+        parts: list[LayerSet] = []
         costs: dict[str, float] = {}
         for name, recipe in recipes.items():
             say(f"measuring {name}")
@@ -96,7 +96,7 @@ def options() -> tuple[argparse.Namespace, list[str]]:
 
 def check_options(recipes: Mapping[str, Recipe], budget_bits: float) -> None:
     """Refuse schemes that conflict with each other or the budget, which shapes show without weights; a collective."""
-    parts: list[Part] = []
+    parts: list[LayerSet] = []
     for name, recipe in recipes.items():
         student = meta_student(recipe)
         found = parts_of(student.model, student.quantization, name, TORCH_DTYPES[recipe.model.dtype])
@@ -128,7 +128,7 @@ def cost_of_all(session: Session, loader: Loader, batches: int) -> float:
     return divergences(session.engine, session.quantization, [layers], loader.first(batches), session.device)[0]
 
 
-def measured(recipe: Recipe, context: RunContext, scheme: str, batches: int) -> tuple[list[Part], float]:
+def measured(recipe: Recipe, context: RunContext, scheme: str, batches: int) -> tuple[list[LayerSet], float]:
     """Measure the parts' costs under a scheme, and the cost of all layers together; a collective."""
     session, loader = opened(recipe, context)
     quantization = session.quantization
@@ -138,14 +138,14 @@ def measured(recipe: Recipe, context: RunContext, scheme: str, batches: int) -> 
     return [part.costing(scheme, cost) for part, cost in zip(parts, each, strict=True)], whole
 
 
-def joined(parts: Sequence[Part], more: Sequence[Part]) -> list[Part]:
+def joined(parts: Sequence[LayerSet], more: Sequence[LayerSet]) -> list[LayerSet]:
     """Merge the options (schemes with costs) of equal parts."""
     if not parts:
         return [*more]
     return [replace(one, options={**one.options, **other.options}) for one, other in zip(parts, more, strict=True)]
 
 
-def allocation_table(parts: Sequence[Part], schemes: Sequence[str], costs: Mapping[str, float]) -> str:
+def allocation_table(parts: Sequence[LayerSet], schemes: Sequence[str], costs: Mapping[str, float]) -> str:
     """Format measurements and choice as Markdown."""
     names = [name for name in costs if name != MIXED]
     lines = ["| part | weights | " + " | ".join(names) + " | chosen |", "| --- " * (len(names) + 3) + "|"]

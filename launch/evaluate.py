@@ -28,7 +28,7 @@ from engine.session.context import TORCH_DTYPES, init_ranks
 from launch.exits import clean_exit
 from model.console import figure
 from model.ranks import errors_on_all_ranks, is_main, say
-from tools.evaluation.perplexity import DEFAULT_LENGTH, Questions, evaluate_checkpoint, read_reference
+from tools.evaluation.perplexity import DEFAULT_LENGTH, Questions, check_checkpoint, evaluate_checkpoint, read_reference
 from tools.evaluation.results import Evaluation, check_writable, write_evaluations
 
 
@@ -53,6 +53,8 @@ def main() -> None:
         if arguments.json is not None:
             check_results(arguments.json, "--json")
         questions = read_questions(arguments)
+        for directory in dict.fromkeys([*arguments.model, *filter(None, [arguments.reference])]):
+            check_checkpoint(directory)
         reference = None
         if arguments.reference is not None:
             reference = read_reference(arguments.reference, questions, device)

@@ -107,7 +107,10 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--text", type=Path, required=True, help="a UTF-8 file that none is trained on")
     parser.add_argument(
-        "--launcher", type=shlex.split, default=["deepspeed"], help="what starts a script on all ranks (deepspeed)"
+        "--launcher",
+        type=shlex.split,
+        default=["deepspeed", "--quiet"],
+        help="what starts a script on all ranks (deepspeed --quiet)",
     )
     parser.add_argument(
         "--ptq_codes", nargs="+", choices=CODES, default=[], help="first codes of PTQs beside the recipe's"

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from model.build import AUTO, build_model
+from model.build import build_model
 from model.checkpoint.load import check_finite, keys_left_unread, missing_keys
 from model.checkpoint.names import Names, module_name_on_disk, own_tensors
 from model.checkpoint.safetensors import (
@@ -55,7 +55,6 @@ def load_compressed(
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
     trust_remote_code: bool = False,
-    attn_implementation: str = AUTO,
 ) -> tuple[PreTrainedModel, Quantization]:
     """Build the model of a compressed checkpoint and fill it. It is in eval mode, with all fake quantization on and
     scales frozen. Only 8-bit weights with zero points in bf16 are not fake-quantized, as they already are the
@@ -67,9 +66,9 @@ def load_compressed(
     Args:
         directory: checkpoint with config.json (which has a ``quantization_config``) and the safetensors files.
         dtype: dtype of the weights and of the computation. In bf16 dequantized weights are rounded as in training.
-        device: device of the model, CPU by default.
+        device: device of the model, CPU by default. On the meta device only the headers of the files are compared with
+            the model.
         trust_remote_code: allow running Python code in ``directory``.
-        attn_implementation: as in :func:`model.build.build_model`.
 
     Raises:
         RankError: there is no quantization_config, or its numerics are not supported; a file is damaged; keys are
@@ -86,7 +85,6 @@ def load_compressed(
         dtype=dtype,
         device=device,
         trust_remote_code=trust_remote_code,
-        attn_implementation=attn_implementation,
         experts="per_expert",  # as on disk
         rotated=True,
     )
@@ -106,6 +104,8 @@ def load_compressed(
         )
         _rotate(model, quantization, rotations)
         _fill(model, quantization, read_headers(directory))
+        if device.type == "meta":
+            return model.eval(), quantization
         warn_of_zero_tails(directory)
     check_finite(model, f"the weights in {directory} are not all numbers")
     return model.eval(), quantization
@@ -162,7 +162,10 @@ def _rotate(model: PreTrainedModel, quantization: Quantization, rotations: list[
                 continue
             layer = quantization.layers.get(name)
             if not isinstance(layer, QuantLinear) or layer.in_features % block:
-                raise ValueError(f"transform_config turns the inputs of {name} in blocks of {block}, which is not read")
+                raise ValueError(
+                    f"transform_config rotates the inputs of {name} in blocks of {block}, expected a quantized Linear "
+                    f"whose inputs are divisible by {block}"
+                )
             layer.rotation = block
 
 
@@ -174,11 +177,13 @@ def quantized_keys(model: PreTrainedModel, name: str, layer: QuantLayer) -> dict
 
 
 def _fill(model: PreTrainedModel, quantization: Quantization, checkpoint: Checkpoint) -> None:
-    """Copy everything that is on disk into the model, each key once."""
+    """Copy everything that is on disk into the model, each key once; nothing into a model on the meta device."""
     keys = {name: quantized_keys(model, name, layer) for name, layer in quantization.layers.items()}
     caches = {name: _cache_key(cache_keys(model, name), checkpoint) for name in quantization.caches}
     packed = {*caches.values(), *(key for own in keys.values() for key in own.values())}
     plain = _plain_tensors(model, quantization, checkpoint, packed)
+    if model.device.type == "meta":
+        return
     kinds = ("weight_scale", "weight_zero_point", "input", "weight_global_scale")
     scales: dict[str, dict[str, torch.Tensor]] = {kind: {} for kind in kinds}
     total = sum(tensor.end - tensor.begin for tensor in checkpoint.tensors.values())
@@ -230,8 +235,8 @@ def _plain_tensors(
     quantized = {f"{name}.weight" for name in quantization.layers}
     own = {name: tensor for name, tensor in own_tensors(model).items() if name not in quantized}
     # The stored matrices of layers that rotate their inputs are known without reading them.
-    turned = {f"{module_name_on_disk(model, name)}.{KEY}" for name in rotated_layers(quantization)}
-    layouts = {key: names.layout(key) for key in (checkpoint.tensors.keys() | checkpoint.lost) - packed - turned}
+    matrices = {f"{module_name_on_disk(model, name)}.{KEY}" for name in rotated_layers(quantization)}
+    layouts = {key: names.layout(key) for key in (checkpoint.tensors.keys() | checkpoint.lost) - packed - matrices}
     for key, layout in layouts.items():
         if layout is not None and any(piece.name in quantized for piece in layout.pieces):
             layouts[key] = None  # a plain weight of a layer that has codes

@@ -37,7 +37,7 @@ class Option(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Part:
+class LayerSet:
     """Layers that share a scheme, since serving fuses them.
 
     Attributes:
@@ -58,12 +58,12 @@ class Part:
             return f"{self.layers[0]} and {len(self.layers) - 1} more"
         return f"{next(iter(parents))}: {', '.join(name.rpartition('.')[2] for name in self.layers)}"
 
-    def costing(self, scheme: str, cost: float) -> "Part":
+    def costing(self, scheme: str, cost: float) -> "LayerSet":
         """Return a copy whose option ``scheme`` has this cost."""
         return replace(self, options={**self.options, scheme: self.options[scheme]._replace(cost=cost)})
 
 
-def check_budget(parts: Sequence[Part], budget_bits: float) -> None:
+def check_budget(parts: Sequence[LayerSet], budget_bits: float) -> None:
     """Raise ValueError, naming the required budget, if the smallest options do not fit. Costs may be unknown."""
     weights = sum(part.weights for part in parts)
     least = sum(min(option.bits for option in part.options.values()) for part in parts)
@@ -74,7 +74,7 @@ def check_budget(parts: Sequence[Part], budget_bits: float) -> None:
         )
 
 
-def allocate(parts: Sequence[Part], budget_bits: float) -> list[str]:
+def allocate(parts: Sequence[LayerSet], budget_bits: float) -> list[str]:
     """Choose the scheme of each part, such that all weights have at most ``budget_bits`` bits on average.
 
     Raises:
@@ -115,7 +115,7 @@ def _saved_per_bit(smaller: tuple[str, Option], larger: tuple[str, Option]) -> f
     return (smaller[1].cost - larger[1].cost) / (larger[1].bits - smaller[1].bits)
 
 
-def rules_of_choice(parts: Sequence[Part], schemes: Sequence[str]) -> tuple[str, list[dict[str, str]]]:
+def rules_of_choice(parts: Sequence[LayerSet], schemes: Sequence[str]) -> tuple[str, list[dict[str, str]]]:
     """Convert the choice to ``quant.scheme``, the scheme with the most weights, and ``quant.rules`` for all other
     layers."""
     size: dict[str, int] = defaultdict(int)
@@ -158,7 +158,7 @@ _TOKENS = 512  # log-probabilities compared at a time: [512, vocabulary] in fp32
 _OF_NO_WEIGHT = ("input_scale", "input_global_scale", "weight_shape")  # tensors other than the weight and its scales
 
 
-def parts_of(model: nn.Module, quantization: Quantization, scheme: str, dtype: torch.dtype) -> list[Part]:
+def parts_of(model: nn.Module, quantization: Quantization, scheme: str, dtype: torch.dtype) -> list[LayerSet]:
     """List the parts of a model whose layers have ``scheme``, with their sizes; costs are NaN.
 
     Layers that serving fuses form one part, and so do all experts of a MoE layer. Layers with their own scheme
@@ -178,7 +178,7 @@ def parts_of(model: nn.Module, quantization: Quantization, scheme: str, dtype: t
     return [_part(quantization, tuple(names), dtype) for names in members.values()]
 
 
-def _part(quantization: Quantization, names: tuple[str, ...], dtype: torch.dtype) -> Part:
+def _part(quantization: Quantization, names: tuple[str, ...], dtype: torch.dtype) -> LayerSet:
     linears, bits, weights = [], 0, 0
     for name in names:
         layer = quantization.layers[name]
@@ -188,7 +188,7 @@ def _part(quantization: Quantization, names: tuple[str, ...], dtype: torch.dtype
             shapes = packed_shapes(linear.in_features, linear.out_features, layer.scheme, dtype)
             sizes = {suffix: kind.itemsize * math.prod(shape) for suffix, (kind, shape) in shapes.items()}
             bits += 8 * sum(size for suffix, size in sizes.items() if suffix not in _OF_NO_WEIGHT)
-    return Part(names, tuple(linears), weights, {quantization.layers[names[0]].scheme.name: Option(bits, math.nan)})
+    return LayerSet(names, tuple(linears), weights, {quantization.layers[names[0]].scheme.name: Option(bits, math.nan)})
 
 
 @torch.no_grad()

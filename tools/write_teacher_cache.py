@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig
 
 from data import teacher_cache
 from data.loader import HeldOut, MicroBatch, model_inputs, on_device
@@ -81,7 +81,18 @@ def write_cache(recipe: Recipe, out: Path) -> Manifest:
     loader, _ = build_loader(recipe, context.tokenizer, tokens)
     teacher = load_teacher(recipe, context, logits)
     vocabulary = teacher.vocabulary or teacher.head.out_features
-    manifest = _manifest(loader.samples, context.tokenizer, path, min(top_k, vocabulary), vocabulary)
+    with errors_on_all_ranks(OSError):
+        manifest = Manifest(
+            top_k=min(top_k, vocabulary),
+            vocabulary=vocabulary,
+            samples=len(loader.samples),
+            positions=int(teacher_cache.offsets_of(loader.samples)[-1]),
+            samples_digest=digest_of_samples(loader.samples),
+            tokenizer_digest=teacher_cache.digest_of_tokenizer(context.tokenizer),
+            teacher_digest=digest_of_checkpoint(path),
+            teacher=path,
+            checksums={},
+        )
     aside = None
     with ExitStack() as stack:
         with errors_on_all_ranks(OSError, ValueError):
@@ -148,23 +159,6 @@ def _finish(directory: Path, manifest: Manifest) -> None:
             merged = {name: dict(item for share in shares for item in share[name].items()) for name in mine}
             sums = {name: [blocks[index] for index in sorted(blocks)] for name, blocks in merged.items()}
             teacher_cache.finish(directory, dataclasses.replace(manifest, checksums=sums))
-
-
-def _manifest(
-    samples: Sequence[Sample], tokenizer: PreTrainedTokenizerBase, teacher: str, top_k: int, vocabulary: int
-) -> Manifest:
-    with errors_on_all_ranks(OSError):
-        return Manifest(
-            top_k=top_k,
-            vocabulary=vocabulary,
-            samples=len(samples),
-            positions=int(teacher_cache.offsets_of(samples)[-1]),
-            samples_digest=digest_of_samples(samples),
-            tokenizer_digest=teacher_cache.digest_of_tokenizer(tokenizer),
-            teacher_digest=digest_of_checkpoint(teacher),
-            teacher=teacher,
-            checksums={},
-        )
 
 
 @torch.no_grad()

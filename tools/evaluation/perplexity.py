@@ -14,8 +14,10 @@ which both models find the same token most likely. A perplexity hides errors tha
 """
 
 import hashlib
+import io
 import math
 import re
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,8 +26,10 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from data.samples import load_tokenizer
+from engine.session.check_models import META
 from model.build import build_model
-from model.checkpoint.load import load_weights
+from model.checkpoint.fingerprint import digest_of_checkpoint
+from model.checkpoint.load import check_weights, load_weights
 from model.console import perplexity
 from model.peft import say_left_out
 from model.quantized.quantization_config import read_json_object, weights_alone
@@ -148,14 +152,11 @@ def load_for_evaluation(
         RankError: on every rank: the checkpoint is damaged, or it is compressed and ``sharded`` is True.
     """
     say_left_out(directory)
-    with errors_on_all_ranks(OSError, ValueError):
-        config = read_json_object(Path(directory) / "config.json")
-        compressed = "quantization_config" in config and not weights_alone(Path(directory))
-        if compressed and sharded:
-            raise ValueError(
-                f"{directory} is compressed: evaluate it without sharding, every rank holds the whole of it"
+    if _is_compressed(directory):
+        if sharded:
+            raise RankError(
+                f"{directory} is compressed: evaluate it without sharding, every rank holds the whole model"
             )
-    if compressed:
         model, _ = load_compressed(directory, dtype=dtype, device=device)
         return scoring_model(model, device)
     ds_config: dict[str, Any] = {
@@ -166,6 +167,27 @@ def load_for_evaluation(
     model = build_model(directory, ds_config, dtype=dtype, device=device)
     load_weights(model, directory)
     return scoring_model(model, device, ds_config)
+
+
+def check_checkpoint(directory: str | Path) -> None:
+    """Compare the headers of a checkpoint's files with its model, before anything is evaluated; a collective.
+
+    Raises:
+        RankError: on every rank: a file is missing or damaged, or does not fit the model.
+    """
+    compressed = _is_compressed(directory)
+    with redirect_stdout(io.StringIO()):  # printed when the model is built for its evaluation
+        if compressed:
+            load_compressed(directory, device=META)
+        else:
+            check_weights(build_model(directory, {}, dtype=torch.float32, device=META), directory)
+
+
+def _is_compressed(directory: str | Path) -> bool:
+    """Return True if the forward of training computes a checkpoint's codes; a collective."""
+    with errors_on_all_ranks(OSError, ValueError):
+        config = read_json_object(Path(directory) / "config.json")
+        return "quantization_config" in config and not weights_alone(Path(directory))
 
 
 @dataclass(frozen=True)
@@ -193,9 +215,9 @@ class Questions:
 
 @dataclass(frozen=True)
 class TextReference:
-    """Predictions of the checkpoint in ``directory`` for the text of some questions."""
+    """Predictions of a checkpoint for the text of some questions; ``digest`` names the checkpoint by its content."""
 
-    directory: str
+    digest: str
     predictions: Reference
 
 
@@ -209,7 +231,9 @@ def read_reference(directory: str | Path, questions: Questions, device: torch.de
     assert text is not None, "a reference needs a text"
     model = load_for_evaluation(directory, questions.dtype, device, sharded=questions.sharded)
     windows = _windows(model, text, questions.length or default_length(model))
-    return TextReference(str(directory), reference_of(model, windows, batch_size=questions.batch_size))
+    with errors_on_all_ranks(OSError, ValueError):
+        digest = digest_of_checkpoint(directory)[:12]
+    return TextReference(digest, reference_of(model, windows, batch_size=questions.batch_size))
 
 
 def evaluate_checkpoint(
@@ -234,7 +258,7 @@ def evaluate_checkpoint(
         figures = text.perplexities(total.log_likelihood)
         found = {name: Measurement(value, False, conditions) for name, value in figures.items()}
         if reference is not None:
-            tokens, against = len(text.token_ids), f"against {reference.directory}, {conditions}"
+            tokens, against = len(text.token_ids), f"against checkpoint {reference.digest}, {conditions}"
             found[KL] = Measurement(total.kl / tokens, False, against)
             found[AGREEMENT] = Measurement(total.agreed / tokens, True, against)
     if questions.tasks is not None:
@@ -251,6 +275,8 @@ def default_length(model: ScoringModel) -> int:
 
 def _tokenizer_and_text(directory: str | Path, questions: Questions) -> tuple[PreTrainedTokenizerBase, EvalText | None]:
     with errors_on_all_ranks(OSError, ValueError):
+        if not (Path(directory) / "config.json").is_file():
+            raise ValueError(f"{directory}: no config.json there, expected the directory of a checkpoint")
         tokenizer = load_tokenizer(directory)
         if questions.text is None:
             return tokenizer, None

@@ -91,7 +91,7 @@ class ScoringModel:
     tokens: int
 
     @torch.no_grad()
-    def hidden_states(self, batch: "Batch") -> Tensor:
+    def hidden_states(self, batch: "WindowBatch") -> Tensor:
         """Compute the input of lm_head that predicts each target of a batch, [N, H]; a collective under stage 3.
 
         Raises:
@@ -238,7 +238,7 @@ def _check_reference(reference: Reference, model: ScoringModel, windows: Sequenc
         )
 
 
-class Batch(NamedTuple):
+class WindowBatch(NamedTuple):
     """Windows of one forward: their indices (none on a rank that only takes part), and tensors [B, T] int64."""
 
     indices: list[int]
@@ -247,7 +247,7 @@ class Batch(NamedTuple):
     mask: Tensor
 
 
-def _batches(windows: Sequence[Window], batch_size: int, label: str) -> Iterator[Batch]:
+def _batches(windows: Sequence[Window], batch_size: int, label: str) -> Iterator[WindowBatch]:
     """Yield this rank's batches, with a progress bar.
 
     Every rank gets equally many, as a ZeRO-3 forward is a collective: a rank without further windows repeats some
@@ -260,10 +260,10 @@ def _batches(windows: Sequence[Window], batch_size: int, label: str) -> Iterator
     for round in progress_bar(desc=label, unit="batch", over=rounds):
         mine = round * world_size() + rank()
         if mine < len(batches):
-            yield Batch(batches[mine], *_collate([windows[index] for index in batches[mine]]))
+            yield WindowBatch(batches[mine], *_collate([windows[index] for index in batches[mine]]))
         else:
             inputs, labels, mask = _collate([windows[index] for index in batches[0]])
-            yield Batch([], inputs, labels.fill_(IGNORE), mask)
+            yield WindowBatch([], inputs, labels.fill_(IGNORE), mask)
 
 
 def _collate(windows: Sequence[Window]) -> list[Tensor]:

@@ -2,11 +2,10 @@
 
 import math
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +14,7 @@ from transformers import PreTrainedModel
 
 from model.checkpoint.safetensors import Reader, read_headers, read_tensor
 from model.console import figure, perplexity, progress_bar
+from model.head import embedding_rows
 from model.ranks import listed
 from model.save import export_model
 from tools.compressed import load_compressed
@@ -213,10 +213,13 @@ def compare_with_compressed(
     """
     report, left = engine.report, engine.found.keys() - engine.unused
     report.equal = 0
-    with dequantized(against, trust_remote_code=trust_remote_code) as (model, tensors):
-        engine.model = model
-        _check_tokens(model, batches, engine.export)
-        for key, expected in tensors:
+    engine.model, quantization = load_compressed(against, trust_remote_code=trust_remote_code)
+    _check_tokens(engine.model, batches, engine.export)
+    with tempfile.TemporaryDirectory() as scratch, Reader() as reader:  # 4 bytes per parameter on disk
+        plain = Path(scratch) / "plain"
+        options: dict[str, Any] = {"layout": "dequantized", "trust_remote_code": trust_remote_code}
+        export_model(engine.model, quantization, against, plain, **options)
+        for key, tensor in progress_bar(desc="verify", unit="tensor", over=read_headers(plain).tensors.items()):
             names = engine.names(key)
             if names[0] not in engine.found:
                 report.problems.append(f"{key} is not there")
@@ -224,42 +227,25 @@ def compare_with_compressed(
             left = left.difference(names)
             why = ""
             try:
-                if engine.equals(key, names, expected):
+                if engine.equals(key, names, read_tensor(reader, tensor).float()):
                     report.equal += 1
                     continue
             except (LookupError, ValueError, ArithmeticError, NotImplementedError) as error:
                 why = f": {error}"
             report.problems.append(f"{names[0]} is not {key} of {against}{why}")
-        if left:
-            report.problems.append(f"{against} lacks {listed(sorted(left), 6)}")
-        if report.ok and batches:
-            engine.compare_logits(against, batches)
-        else:
-            why = "no text was given" if report.ok else "the tensors are not equal"
-            report.note = f"logits: skipped: {why}"
+    if left:
+        report.problems.append(f"{against} lacks {listed(sorted(left), 6)}")
+    if report.ok and batches:
+        engine.compare_logits(against, batches)
+    else:
+        why = "no text was given" if report.ok else "the tensors are not equal"
+        report.note = f"logits: skipped: {why}"
     return report
-
-
-@contextmanager
-def dequantized(
-    export: Path, *, trust_remote_code: bool = False
-) -> Iterator[tuple[PreTrainedModel, Iterator[tuple[str, Tensor]]]]:
-    """Load the model of a compressed export in fp32, and yield it with its dequantized tensors by key on disk.
-
-    The tensors are in a temporary directory inside the block, 4 bytes per parameter.
-    """
-    model, quantization = load_compressed(export, trust_remote_code=trust_remote_code)
-    with tempfile.TemporaryDirectory() as scratch, Reader() as files:
-        plain = Path(scratch) / "plain"
-        export_model(model, quantization, export, plain, layout="dequantized", trust_remote_code=trust_remote_code)
-        headers = read_headers(plain).tensors
-        bar = progress_bar(desc="verify", unit="tensor", over=headers.items())
-        yield model, ((key, read_tensor(files, tensor).float()) for key, tensor in bar)
 
 
 def _check_tokens(model: PreTrainedModel, batches: Sequence[Tensor], export: Path) -> None:
     """Reject tokens that the model does not have: some engines would read beyond its embeddings."""
-    count = len(cast("Tensor", model.get_input_embeddings().weight))
+    count = embedding_rows(model)
     largest = max((int(ids.max()) for ids in batches), default=0)
     if largest >= count:
         raise ValueError(

@@ -31,9 +31,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from model.save import GGUF_FILE, GGUFNames, interleaved, is_expert, mlx_place, open_gguf
 from quant import QuantEmbedding, QuantLayer
 from quant.formats.gguf import BLOCK
-from tools.verify.check import OUR_FORWARD_KL, OUR_FORWARD_KL_ROUTED
+from tools.verify.check import OUR_FORWARD_KL, OUR_FORWARD_KL_ROUTED, dtype_on_disk
 from tools.verify.comparison import Engine, LogitComparison, Report, compare, logits_of
-from tools.verify.export_files import dtype_on_disk
 
 MISSING = "the package cyllama is not installed: pip install -e '.[llama-cpp]' (docs/gguf.md)"
 
@@ -289,11 +288,6 @@ def loaded(export: Path) -> PreTrainedModel:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(export, local_files_only=True)
     except Exception as error:  # of whatever kind: metadata, shapes and keys are checked in many places
         raise ValueError(f"transformers does not load {export}: {type(error).__name__}: {error}") from error
-    return lowerable(model)
-
-
-def lowerable(model: PreTrainedModel) -> PreTrainedModel:
-    """Prepare a model whose weights are torchao's tensors for :func:`computed`: in fp32, as XNNPACK computes."""
     model.requires_grad_(False)
     embedding = model.get_input_embeddings()
     assert isinstance(embedding, nn.Embedding), "of the model types that are written"

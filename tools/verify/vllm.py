@@ -28,8 +28,8 @@ from transformers import PreTrainedModel
 
 from quant import Quantization, Scheme
 from tools.compressed import load_compressed
+from tools.verify.check import inputs_left
 from tools.verify.comparison import LogitComparison, logits_of
-from tools.verify.reader import inputs_left
 
 SCRIPT = Path(__file__).with_name("vllm_cpu.py")
 Result = dict[str, np.ndarray] | str

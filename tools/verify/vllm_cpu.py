@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 # vLLM reads these at its import. Without the last, AMX multiplies int4 weights by inputs in int8.
-SETTINGS = {
+VLLM_SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -66,11 +66,11 @@ def compute(job: dict[str, Any], engine: Any, tokens: Any) -> dict[str, Any]:
     sampling = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=-1, flat_logprobs=True, detokenize=False)
     prompts = [{"prompt_token_ids": ids} for ids in tokens.tolist()]
     outputs = engine.generate(prompts, sampling, use_tqdm=False)
-    found["logprobs"] = np.stack([table(output.prompt_logprobs) for output in outputs])
+    found["logprobs"] = np.stack([log_probs_of(output.prompt_logprobs) for output in outputs])
     return found
 
 
-def table(flat: Any) -> Any:
+def log_probs_of(flat: Any) -> Any:
     """Return flat log-probabilities as an array [T - 1, V]; the first token has none."""
     import numpy as np
 
@@ -105,7 +105,7 @@ def fp8_codes(model: Any) -> dict[str, Any]:
 
 def main(arguments: Sequence[str], prepare: Callable[[dict[str, Any]], object] = lambda job: None) -> int:
     """Run the jobs of a file one after the other; ``prepare`` is called in a job's process before it loads anything."""
-    for name, value in SETTINGS.items():
+    for name, value in VLLM_SETTINGS.items():
         os.environ.setdefault(name, value)
     import numpy as np
     from vllm.model_executor.layers.quantization import get_quantization_config

@@ -12,15 +12,15 @@ from quant import SCHEMES, Rule
 from quant.rules import assign
 from tests.lib.checkpoints import CPU, quantized, read_tensors
 from tests.lib.tiny import tiny_checkpoint, tiny_model
-from tools.mixed_precision import Option, Part, allocate, divergences, parts_of, rules_of_choice
+from tools.mixed_precision import LayerSet, Option, allocate, divergences, parts_of, rules_of_choice
 
 
-def part(*options: tuple[int, float], weights: int = 1) -> Part:
+def part(*options: tuple[int, float], weights: int = 1) -> LayerSet:
     """A part with options a, b, c, ... of these sizes and costs."""
-    return Part(("x",), ("x",), weights, {name: Option(*one) for name, one in zip("abcdef", options, strict=False)})
+    return LayerSet(("x",), ("x",), weights, {name: Option(*one) for name, one in zip("abcdef", options, strict=False)})
 
 
-def random_parts() -> list[Part]:
+def random_parts() -> list[LayerSet]:
     """Costs mostly fall with size, as errors do; not always, as in measurements."""
     parts = []
     for _ in range(random.randint(1, 6)):
@@ -77,7 +77,7 @@ def test_rules_give_the_choice_back(kind, seed):
         sets += [experts] if experts else [[name] for name in mlp]
     assert sorted(itertools.chain(*sets)) == sorted(linears)
     for _ in range(20):
-        parts = [Part(tuple(names), tuple(names), len(names), {}) for names in sets]
+        parts = [LayerSet(tuple(names), tuple(names), len(names), {}) for names in sets]
         chosen = [random.choice(schemes) for _ in sets]
         most, rules = rules_of_choice(parts, [scheme.name for scheme in chosen])
         found = assign(model, SCHEMES[most], [Rule(SCHEMES[rule["scheme"]], rule["layers"]) for rule in rules]).schemes

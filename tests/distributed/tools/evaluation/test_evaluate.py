@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from model.checkpoint.fingerprint import digest_of_checkpoint
 from tests.lib.launcher import run_ranks, run_waiting
 from tests.lib.root import ROOT
 from tests.lib.tiny import TEXT, tiny_checkpoint, tiny_model, tiny_tokenizer
@@ -74,6 +75,8 @@ def test_two_ranks_equal_one_process(files, sharded, tmp_path):
         )
     itself, other = (found.measurements for found in evaluations)
     assert (itself["KL divergence per token"].value, itself["top-token agreement"].value) == (0, 1)
+    # The reference is named by its content: results of several machines are comparable.
+    assert f"against checkpoint {digest_of_checkpoint(models[0])[:12]}, " in other["KL divergence per token"].conditions
     kl, agreement = divergence(path, "qwen3", "qwen3_moe")
     assert other["KL divergence per token"].value == pytest.approx(kl, rel=1e-4) and kl > 0.1
     assert other["top-token agreement"].value == pytest.approx(agreement, abs=1e-9) and agreement < 1
@@ -84,7 +87,7 @@ def test_errors_are_one_line_and_exit_code_1_before_models_are_read(files, tmp_p
     (no := tmp_path / "file").write_text("")
     both = ("--bf16", dense, "--ptq", f"a={moe}")
     for script, arguments, said in (
-        (SCRIPT, ("--model", tmp_path), f"{tmp_path}"),
+        (SCRIPT, ("--model", dense, "--model", tmp_path), f"{tmp_path}"),
         (SCRIPT, ("--model", dense, "--json", no / "a.json"), f"rank 0: --json '{no}/a.json': cannot be written ("),
         (COMPARE, (*both, "--out", no), f"rank 0: --out '{no}/compare.json': cannot be written ("),
     ):

@@ -173,7 +173,7 @@ def test_an_engine_computes_with_the_weights_of_the_last_forward(exports, layout
     ],
 )
 def test_a_changed_tensor_is_named_before_anything_is_computed(exports, tmp_path, layout, key, change):
-    """Of a GGUF file: tests/unit/model/save/test_gguf.py."""
+    """A changed GGUF file is tested in tests/unit/model/save/test_gguf.py."""
     export, against = exports(layout)["qwen3"]
 
     def edit(tensor: torch.Tensor) -> torch.Tensor:

@@ -37,7 +37,7 @@ from tests.lib.root import ROOT
 from tests.lib.serving import WRITE, is_figure, table, write_table
 from tools.compressed import load_compressed
 from tools.verify.vllm import as_vllm, divergence, logprobs, rounded, run, unchanged
-from tools.verify.vllm_cpu import SETTINGS
+from tools.verify.vllm_cpu import VLLM_SETTINGS
 
 PYTHON = os.environ.get("VLLM_PYTHON", "")
 pytestmark = pytest.mark.skipif(not PYTHON, reason="make test-vllm: VLLM_PYTHON names no interpreter with vllm-cpu")
@@ -235,7 +235,7 @@ def server(directory: Path, address: str, log: Path) -> Iterator[None]:
     command = [PYTHON, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", str(directory)]
     command += ["--served-model-name", "export", "--host", host, "--port", port, "--dtype", "bfloat16"]
     command += ["--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "2"]
-    environment = {**os.environ, **SETTINGS, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    environment = {**os.environ, **VLLM_SETTINGS, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     with (
         log.open("w") as out,
         subprocess.Popen(command, env=environment, stdout=out, stderr=out, start_new_session=True) as process,

@@ -14,11 +14,19 @@ from model.save import export_model
 from quant import SCHEMES
 from quant.linear import QuantLinear
 from tests.families.variants import VARIANTS
-from tests.lib.checkpoints import CPU, load_model, quantized
+from tests.lib.checkpoints import CPU, edit_tensors, load_model, quantized
 from tests.lib.published import gptq_checkpoint
 from tests.lib.tiny import tiny_checkpoint, tiny_config, tiny_model, tiny_tokenizer
 from tools.compressed import load_compressed
-from tools.evaluation.perplexity import EvalText, evaluate_text, load_for_evaluation, read_eval_text
+from tools.evaluation.perplexity import (
+    EvalText,
+    Questions,
+    check_checkpoint,
+    evaluate_text,
+    load_for_evaluation,
+    read_eval_text,
+    read_reference,
+)
 from tools.evaluation.score import CHUNK_TOKENS, Window, reference_of, rolling_windows, score_windows, scoring_model
 
 TEXT = "The quick brown fox.\n  It jumps — twice!  Then 12 plus 30\tis 42.\n"
@@ -226,6 +234,17 @@ def test_an_export_with_a_quantized_head(tmp_path, text, kind):
     assert abs(plain / result - 1) > 1e-3
 
 
+def test_missing_tensors_are_found_without_reading_weights(tmp_path):
+    source = tiny_checkpoint(tmp_path / "source")
+    export_model(*quantized(source, SCHEMES["w8a16_channel"]), source, tmp_path / "export")
+    keys = {"source": "model.norm.weight", "export": "model.layers.1.mlp.up_proj.weight_scale"}
+    for directory, key in ((tmp_path / name, key) for name, key in keys.items()):
+        check_checkpoint(directory)
+        edit_tensors(directory, key, lambda tensors, key=key: tensors.pop(key))
+        with pytest.raises(RankError, match=f"missing: {key}"):
+            check_checkpoint(directory)
+
+
 @pytest.mark.parametrize("kind", ["gptq", "awq", "auto-round"])
 def test_a_file_of_another_writer_is_what_its_codes_stand_for(tmp_path, text, kind):
     """In fp32, which holds every product of a code and an fp16 scale."""
@@ -253,3 +272,5 @@ def test_bad_files(tmp_path):
         (tmp_path / "text.txt").write_bytes(content)
         with pytest.raises(ValueError, match=message):
             read_eval_text(tmp_path / "text.txt", tiny_tokenizer())
+    with pytest.raises(RankError, match=r"gone: no config\.json there, expected the directory of a checkpoint"):
+        read_reference(tmp_path / "gone", Questions(text=tmp_path / "text.txt"), CPU)

@@ -14,9 +14,8 @@ from quant import DEFAULT_EXEMPT, SCHEMES, Scheme, TensorSpec
 from tests.lib.checkpoints import edit_json, edit_tensors, exported
 from tests.lib.tiny import tiny_checkpoint
 from tools.compressed import load_compressed
-from tools.verify.check import FLIPS, OUR_FORWARD_KL, compare_with_transformers
+from tools.verify.check import FLIPS, OUR_FORWARD_KL, compare_with_transformers, problems_of_files
 from tools.verify.comparison import LogitComparison, Report, windows
-from tools.verify.export_files import problems_of_files
 
 FP8 = SCHEMES["fp8_static"]
 # The tiny models are 48 wide inside and odd elsewhere.
@@ -114,6 +113,20 @@ def test_a_scale_of_another_shape_is_named(damaged, shape):
     edit_tensors(damaged, key, lambda tensors: tensors.update({key: tensors[key].reshape(shape).clone()}))
     problems = problems_of_files(damaged, *load_compressed(damaged))
     assert problems == [f"{key} is torch.float32 {list(shape)}, expected torch.float32 [1]"]
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (["--engine", "vllm"], "--engine vllm and --engine_python go together"),
+        (["--engine_python", "python"], "--engine vllm and --engine_python go together"),
+        (["--engine", "llama.cpp"], "has no model.gguf, which --engine llama.cpp runs"),
+    ],
+)
+def test_engines_that_do_not_fit_are_refused(good, capsys, options, error):
+    with pytest.raises(SystemExit):
+        main(["--export", str(good.directory), *options])
+    assert error in capsys.readouterr().err
 
 
 def shorten(tensors, key):

@@ -17,9 +17,8 @@ from quant.rules import Rule
 from quant.spec import PRESETS, SCHEMES, Scheme, TensorSpec
 from tests.lib.checkpoints import Export, exported, read_tensors
 from tools.compressed import load_compressed, quantized_keys
-from tools.verify.check import compare_with_transformers
+from tools.verify.check import compare_with_transformers, decompress
 from tools.verify.comparison import Report
-from tools.verify.reader import decompress
 
 KINDS = ("qwen3", "qwen3_moe")
 # One of each format and kind of input, of a MoE of every second; the others differ in a number.
@@ -32,7 +31,7 @@ CASES = [
     for kind in KINDS
     for name, scheme in SCHEMES.items()
 ]
-# Experts that transformers does not load (tools/verify/reader.py).
+# Experts that transformers does not load (tools/verify/check.py).
 NOT_LOADED = {"fp8_block", "int8_dynamic", "w8a8_static", "nvfp4", "nvfp4_w4a4", "mxfp8", "w4a16_asym", "w8a16_asym"}
 
 

@@ -13,8 +13,7 @@ from quant.reference import fake_quantize_tokens
 from quant.spec import SCHEMES
 from tests.lib.tiny import tiny_model, tiny_tokenizer
 from tools.compressed import load_compressed
-from tools.verify.check import compare_with_transformers
-from tools.verify.reader import fake_quantizer
+from tools.verify.check import compare_with_transformers, fake_quantizer
 
 
 @pytest.mark.parametrize("name", ["fp8_dynamic", "fp8_block", "int8_dynamic", "8da4w"])

@@ -1,4 +1,4 @@
-"""Exports whose inputs are turned while the model runs, read by compressed-tensors' own transforms in transformers."""
+"""Exports whose inputs are rotated while the model runs, read by compressed-tensors' own transforms in transformers."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ from tests.lib.tiny import tiny_checkpoint
 from tools.compressed import load_compressed
 from tools.verify.check import compare_with_transformers
 
-# Scheme, patterns and block: outliers meet inputs of 4 and 8 bits, and layers beside them that are not turned.
+# Scheme, patterns and block: outliers meet inputs of 4 and 8 bits, and layers beside them that are not rotated.
 CASES = {
     "nvfp4": ("nvfp4_w4a4", [r".*\.down_proj"], 256),
     "mx": ("mxfp4_mxfp8", [r".*\.(down|o)_proj"], 64),
@@ -29,7 +29,7 @@ CASES = {
 
 
 def exported(directory: Path, case: str) -> Path:
-    """A quantized export of random weights, after checking that turning them does not change the function."""
+    """A quantized export of random weights, after checking that rotating them does not change the function."""
     scheme, patterns, block = CASES[case]
     source = tiny_checkpoint(directory / "source", "qwen3", wide=True, seed=torch.initial_seed())
     model = load_model(source).eval()
@@ -41,7 +41,7 @@ def exported(directory: Path, case: str) -> Path:
     quantization.set_fake_quant(weights=False, activations=False)
     with torch.no_grad():
         before, after = plain(ids).logits.float(), model(ids).logits.float()
-    # Turned weights are rounded to bf16 once more, and other products are.
+    # Rotated weights are rounded to bf16 once more.
     assert (before - after).square().mean() < 1e-3 * before.var()
     quantization.set_fake_quant(weights=True, activations=True)
     renew_weight_scales(quantization)
