@@ -26,7 +26,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from data.samples import load_tokenizer
-from engine.session.check_models import META
+from engine.session.context import META
 from model.build import build_model
 from model.checkpoint.fingerprint import digest_of_checkpoint
 from model.checkpoint.load import check_weights, load_weights
