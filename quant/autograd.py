@@ -9,6 +9,7 @@ This function therefore saves
 
 * the weight **Parameter** (ZeRO-3 gathers it again in backward), and quantizes it again unless its codes are kept
   because the weight stays resident,
+* the Parameters of a merged adapter (:mod:`quant.lora`), and merges them again,
 * the scale Parameters, a few bytes,
 * the input, in one of three forms: 1-byte codes and a 1-bit mask of the unclipped elements if its scale is stored and
   does not learn; packed codes and scales (:func:`quant.kernels.keep_tokens`) for floats with dynamic scales and
@@ -22,7 +23,6 @@ lm_head.
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -32,7 +32,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from quant import gemm, kernels
-from quant.inputs import QuantizedInput, Restored, SharedInput, Wanted, mask_, quantize_input, used_input
+from quant.inputs import QuantizedInput, Restored, SharedInput, Wanted, quantize_input
+from quant.lora import Adapter, low_rank_gradients, merge
 from quant.packed_weight import PackedCodes, codes_of_placeholder, is_placeholder
 from quant.scale import Quantizer, Scale, lsq_factor
 from quant.spec import TensorSpec
@@ -55,6 +56,7 @@ class Plan:
         dynamic_codes: for floats with dynamic scales, too, save the input's codes for backward. They need less memory
             and are decoded in backward.
         weight_scale: precomputed effective scale of the weight for the fp8 GEMM, or None.
+        scaling: factor of the adapter that is merged into the weight, if there is one.
     """
 
     weight: TensorSpec | None
@@ -67,6 +69,7 @@ class Plan:
     restored: Restored | None = None
     dynamic_codes: bool = False
     weight_scale: Tensor | None = None
+    scaling: float = 1.0
 
 
 def quant_linear(
@@ -80,7 +83,7 @@ def quant_linear(
     weight_codes: Tensor | None = None,
     shared: SharedInput | None = None,
     offsets: Tensor | None = None,
-    apply: Callable[..., Tensor] | None = None,
+    adapter: Adapter | None = None,
 ) -> Tensor:
     """Compute ``F.linear`` of quantized operands.
 
@@ -93,7 +96,7 @@ def quant_linear(
         weight_codes: the weight's codes, if already computed.
         shared: cache of the quantized input for layers that read the same tensor.
         offsets: for a stack, the row ends of the experts, see :mod:`quant.gemm`.
-        apply: replaces :func:`apply_function` for a weight with an adapter that trains (:mod:`quant.lora`).
+        adapter: adapter to merge into the weight, which is then frozen; or None.
 
     Returns:
         ``[..., out]`` in the dtype of ``x``. Gradients have their tensors' dtypes.
@@ -108,7 +111,7 @@ def quant_linear(
     if spec is not None:
         dynamic = spec.dynamic and not plan.dynamic_codes
         fixed = torch.is_grad_enabled() and not _learns(input_scale) and not dynamic
-        trains_weight = weight.requires_grad or _learns(weight_scale) or apply is not None
+        trains_weight = weight.requires_grad or _learns(weight_scale) or adapter is not None
         wanted = Wanted(plan.fp8_gemm, codes=fixed and trains_weight, mask=fixed and x.requires_grad)
         with torch.no_grad():
             make = partial(quantize_input, x, input_scale, spec, weight.dtype, wanted)
@@ -119,20 +122,16 @@ def quant_linear(
                 plan = replace(plan, restored=restored)
     no_scale = (None,) * len(Scale._fields)
     input_s0, input_theta, *_ = input_scale or no_scale
-    return (apply or apply_function)(
-        plan, x, weight, bias, *(weight_scale or no_scale), input_s0, input_theta, *quantized, weight_codes, offsets
-    )
-
-
-def apply_function(plan: Plan, *tensors: Tensor | None) -> Tensor:
-    """Compute the product of :func:`quant_linear`, differentiable; ``tensors`` are :class:`Arguments`.
-
-    Tensors are saved for backward before the product is computed: with activation checkpointing, the last layer is then
-    not multiplied again, as torch stops the recomputation when all saved tensors are back.
-    """
+    lora_a = lora_b = None
+    if adapter is not None:
+        plan, lora_a, lora_b = replace(plan, scaling=adapter.scaling), adapter.lora_a, adapter.lora_b
+    scales = (*(weight_scale or no_scale), input_s0, input_theta)
+    given = Arguments(x, weight, bias, *scales, *quantized, weight_codes, offsets, lora_a, lora_b)
     if not torch.is_grad_enabled():
-        return product(plan, Arguments(*tensors))
-    output: Tensor = _ProductFunction.apply(QuantLinearFunction.apply(plan, *tensors), plan, *tensors)
+        return product(plan, given)
+    # Tensors are saved before the product is computed: with activation checkpointing, the last layer is then not
+    # multiplied again, as torch stops the recomputation when all saved tensors are back.
+    output: Tensor = _ProductFunction.apply(QuantLinearFunction.apply(plan, *given), plan, *given)
     return output
 
 
@@ -141,9 +140,11 @@ def _learns(scale: Scale | None) -> bool:
 
 
 class Arguments(NamedTuple):
-    """Tensor arguments of :class:`QuantLinearFunction` after its plan, and the order of their gradients.
+    """Tensor arguments of :class:`QuantLinearFunction` after its plan, in the order of their gradients; also the
+    tensors saved for backward. A field is None if there is no such tensor.
 
-    ``values, codes, mask, scales`` is a :class:`quant.inputs.QuantizedInput`.
+    ``values, codes, mask, scales`` is a :class:`quant.inputs.QuantizedInput`. Saved are ``x`` (the input or its codes),
+    the weight with its codes, scales and adapter, the scale of the input, ``mask``, ``scales`` and ``offsets``.
     """
 
     x: Any
@@ -161,36 +162,23 @@ class Arguments(NamedTuple):
     scales: Any
     weight_codes: Any
     offsets: Any
-
-
-class Saved(NamedTuple):
-    """Tensors saved for backward, in the order of ``ctx.save_for_backward``."""
-
-    weight: Tensor
-    weight_s0: Tensor
-    weight_theta: Tensor | None
-    weight_global: Tensor | None
-    weight_zero: Tensor | None
-    weight_codes: Tensor | None
-    input_s0: Tensor
-    input_theta: Tensor | None
-    x: Tensor  # the input, or its codes
-    mask: Tensor  # packed bits, 1 inside the range, if the input's codes are saved; else None
-    scales: Tensor | None  # scales of a dynamic input's codes
-    offsets: Tensor | None
-
-    @classmethod
-    def of(cls, given: Arguments) -> "Saved":
-        """Collect all arguments that may be saved, with the input itself instead of its codes."""
-        scale = (given.weight_s0, given.weight_theta, given.weight_global, given.weight_zero)
-        inputs = (given.input_s0, given.input_theta, given.x, given.mask, given.scales)
-        return cls(given.weight, *scale, given.weight_codes, *inputs, given.offsets)
+    lora_a: Any
+    lora_b: Any
 
     def weight_quantizer(self, spec: TensorSpec) -> Quantizer:
         scale = Scale(self.weight_s0, self.weight_theta, self.weight_global, self.weight_zero)
         return Quantizer(scale, spec, self.weight.dtype)
 
-    def unpacked(self, plan: Plan) -> "Saved":
+    def input_quantizer(self, spec: TensorSpec) -> Quantizer:
+        return Quantizer(Scale(self.input_s0, self.input_theta), spec, self.weight.dtype)
+
+    def merged(self, plan: Plan) -> "Arguments":
+        """Merge the adapter, if there is one, into the weight."""
+        if self.lora_a is None:
+            return self
+        return self._replace(weight=merge(self.weight, self.lora_a, self.lora_b, plan.scaling))
+
+    def unpacked(self, plan: Plan) -> "Arguments":
         """Add the codes stored in the weight (packed weight or placeholder)."""
         if plan.held is not None:
             return self._replace(weight_codes=plan.held.unpack(self.weight))
@@ -198,40 +186,70 @@ class Saved(NamedTuple):
             return self
         return self._replace(weight_codes=codes_of_placeholder(self.weight, plan.weight))
 
-    def input_quantizer(self, spec: TensorSpec) -> Quantizer:
-        return Quantizer(Scale(self.input_s0, self.input_theta), spec, self.weight.dtype)
+
+def _needs(ctx: Any) -> Arguments:
+    """Return True for each argument of :class:`QuantLinearFunction` that needs a gradient; for the weight also if its
+    adapter needs one."""
+    needs = Arguments(*ctx.needs_input_grad[1:])
+    return needs._replace(weight=needs.weight or needs.lora_a or needs.lora_b)
 
 
 class QuantLinearFunction(torch.autograd.Function):
-    """Save the tensors for backward and compute the gradients of :func:`apply_function`.
+    """Save the tensors for backward and compute the gradients of :func:`quant_linear`.
 
     ``apply(plan, *Arguments)`` returns a tensor of the output's shape without values or memory;
     :class:`_ProductFunction` then computes the output. No tensor is passed twice, which torch.compile would not accept.
+
+    The merged weight of an adapter exists only while the layer runs. The adapter's gradients are computed from ``g``,
+    the gradient of the merged weight, which is also temporary (for a stack, per expert); for an unquantized weight see
+    :func:`quant.lora.low_rank_gradients`::
+
+        grad_b = scaling * g @ lora_a.t()    [out, rank]
+        grad_a = scaling * lora_b.t() @ g    [rank, in]
     """
 
     @staticmethod
     def forward(ctx: Any, plan: Plan, *tensors: Tensor | None) -> Tensor:
-        given = Arguments(*tensors)
-        ctx.save_for_backward(*keep(ctx, plan, given, Arguments(*ctx.needs_input_grad[1:])))
-        out_features = given.weight.shape[-2]
-        return given.x.new_empty(()).expand(*given.x.shape[:-1], out_features)
+        given, needs = Arguments(*tensors), _needs(ctx)
+        dynamic = plan.input is not None and plan.input.dynamic
+        stored = plan.input is not None and not dynamic and not needs.input_theta
+        ctx.plan, ctx.input_shape, ctx.keeps_codes = plan, given.x.shape, stored or given.scales is not None
+        kept_x = given.codes if ctx.keeps_codes else given.x
+        # The range of a dynamic grid, and so the mask of the gradient, is computed from the input.
+        from_x = dynamic and not ctx.keeps_codes and needs.x
+        if not (needs.weight or needs.weight_theta or needs.input_theta or from_x):
+            kept_x = None
+        if plan.restored is not None and (needs.weight or needs.weight_theta):
+            plan.restored.layers += 1
+        ctx.save_for_backward(*given._replace(x=kept_x, bias=None, values=None, codes=None))
+        return given.x.new_empty(()).expand(*given.x.shape[:-1], given.weight.shape[-2])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        needs = Arguments(*ctx.needs_input_grad[1:])
-        saved = Saved(*ctx.saved_tensors).unpacked(ctx.plan)  # once: activation checkpointing frees on access
+        plan, needs = ctx.plan, _needs(ctx)
+        saved = Arguments(*ctx.saved_tensors)  # once: activation checkpointing frees on access
+        saved = saved.merged(plan).unpacked(plan)
         grad = grad_output.reshape(-1, grad_output.shape[-1])  # [tokens, out]
-        grad_x = grad_input_theta = grad_weight = grad_weight_theta = zeros = None
-        if needs.x or (needs.input_theta and ctx.plan.input is not None):
+        grad_x = grad_input_theta = grad_weight = grad_weight_theta = zeros = grad_a = grad_b = None
+        if needs.x or (needs.input_theta and plan.input is not None):
             grad_x, grad_input_theta, zeros = _input_gradients(ctx, saved, grad, needs.weight_theta)
-        masked = (ctx.keeps_codes and saved.mask is not None) or (ctx.plan.input is not None and ctx.plan.input.dynamic)
+        masked = (ctx.keeps_codes and saved.mask is not None) or (plan.input is not None and plan.input.dynamic)
         unmasked = grad_x if masked and saved.scales is None else None
-        if needs.weight or (needs.weight_theta and ctx.plan.weight is not None):
-            used_x = used_input(ctx, saved, unmasked, after=grad)
-            grad_weight, grad_weight_theta = _weight_gradients(ctx, saved, grad, used_x, needs.weight_theta)
+        if needs.weight or (needs.weight_theta and plan.weight is not None):
+            used_x = _used_input(ctx, saved, unmasked, after=grad)
+            used_x = used_x.reshape(-1, used_x.shape[-1])
+            if saved.lora_a is not None and plan.weight is None:
+                grad_a, grad_b = low_rank_gradients(
+                    grad, used_x, saved.lora_a, saved.lora_b, plan.scaling, saved.offsets
+                )
+            else:
+                grad_weight, grad_weight_theta = _weight_gradients(plan, saved, grad, used_x, needs.weight_theta)
         elif unmasked is not None:
-            mask_(ctx, saved, unmasked)
+            _mask_(ctx, saved, unmasked)
+        if saved.lora_a is not None and grad_weight is not None and needs.weight:
+            a, b = saved.lora_a.transpose(-2, -1), saved.lora_b.transpose(-2, -1)
+            grad_a, grad_b = (b @ grad_weight).mul_(plan.scaling), (grad_weight @ a).mul_(plan.scaling)
         # A theta whose operand is not quantized now gets zeros: under ZeRO-3 a Parameter without a gradient would get
         # its last gradient again, in every step.
         if saved.input_theta is not None and needs.input_theta and grad_input_theta is None:
@@ -240,10 +258,12 @@ class QuantLinearFunction(torch.autograd.Function):
             grad_weight_theta = torch.zeros_like(saved.weight_theta) if zeros is None else zeros
         gradients = Arguments(*[None] * len(Arguments._fields))._replace(
             x=grad_x if needs.x else None,
-            weight=grad_weight if needs.weight else None,
+            weight=grad_weight if needs.weight and saved.lora_a is None else None,
             bias=grad.sum(0) if needs.bias else None,
             weight_theta=grad_weight_theta,
             input_theta=grad_input_theta,
+            lora_a=grad_a if needs.lora_a else None,
+            lora_b=grad_b if needs.lora_b else None,
         )
         return None, *gradients
 
@@ -261,50 +281,26 @@ class _ProductFunction(torch.autograd.Function):
         return grad, None, *[None] * len(Arguments._fields)
 
 
-def keep(ctx: Any, plan: Plan, given: Arguments, needs: Arguments) -> Saved:
-    """Select the tensors to save for backward; ``needs`` has True for arguments that need a gradient."""
-    dynamic = plan.input is not None and plan.input.dynamic
-    stored = plan.input is not None and not dynamic and not needs.input_theta
-    ctx.keeps_codes = stored or given.scales is not None
-    kept_x = given.codes if ctx.keeps_codes else given.x
-    # The range of a dynamic grid, and so the mask of the gradient, is computed from the input.
-    from_x = dynamic and not ctx.keeps_codes and needs.x
-    if not (needs.weight or needs.weight_theta or needs.input_theta or from_x):
-        kept_x = None
-    ctx.plan, ctx.input_shape = plan, given.x.shape
-    if plan.restored is not None and (needs.weight or needs.weight_theta):
-        plan.restored.layers += 1
-    return Saved.of(given)._replace(x=kept_x)
-
-
 def product(plan: Plan, given: Arguments) -> Tensor:
     """Compute ``[..., out]``, without a gradient; see :func:`quant_linear`."""
-    saved = Saved.of(given).unpacked(plan)
-    if plan.fp8_gemm:
-        return _product_of_codes(plan, saved, given)
-    quantizer = None if plan.weight is None else saved.weight_quantizer(plan.weight)
-    used = used_weight(given.weight, quantizer, saved.weight_codes)
-    # The operands already have the model's dtype; under autocast, backward would not match the GEMM.
-    # is_autocast_enabled raises for the meta device, where nothing is computed anyway.
-    device = given.x.device.type
-    autocast = device != "meta" and torch.is_autocast_enabled(device)
-    with torch.autocast(device, enabled=False) if autocast else nullcontext():
-        return gemm.linear(given.x if given.values is None else given.values, used, given.bias, given.offsets)
-
-
-def _product_of_codes(plan: Plan, saved: Saved, given: Arguments) -> Tensor:
-    """Multiply the codes of both operands on fp8 tensor cores, and the result by both scales."""
-    assert plan.weight is not None and plan.input is not None
-    quantizer, codes, bias = saved.weight_quantizer(plan.weight), given.codes, given.bias
-    input_scale = kernels.effective_scale(saved.input_quantizer(plan.input))
-    weight_codes, weight_scale = saved.weight_codes, plan.weight_scale
+    if plan.weight is None or given.weight_codes is None:  # else the codes are used
+        given = given.merged(plan)
+    given = given.unpacked(plan)
+    quantizer = None if plan.weight is None else given.weight_quantizer(plan.weight)
+    if not plan.fp8_gemm:
+        used = used_weight(given.weight, quantizer, given.weight_codes)
+        # The operands already have the model's dtype; under autocast, backward would not match the GEMM.
+        with gemm.without_autocast(given.x):
+            return gemm.linear(given.x if given.values is None else given.values, used, given.bias, given.offsets)
+    assert quantizer is not None and plan.input is not None
+    input_scale = kernels.effective_scale(given.input_quantizer(plan.input))
+    weight_codes, weight_scale = given.weight_codes, plan.weight_scale
     if weight_codes is None:
-        weight_codes, weight_scale = kernels.quantize_with_scale(saved.weight, quantizer)
+        weight_codes, weight_scale = kernels.quantize_with_scale(given.weight, quantizer)
     elif weight_scale is None:
         weight_scale = kernels.effective_scale(quantizer)
-    scales_and_codes = (codes, input_scale, weight_codes, weight_scale)
-    dtype, offsets = saved.weight.dtype, saved.offsets
-    return gemm.scaled_linear(*scales_and_codes, bias, dtype, offsets, fast_accum=plan.fast_accum)
+    codes = (given.codes, input_scale, weight_codes, weight_scale)
+    return gemm.scaled_linear(*codes, given.bias, given.weight.dtype, given.offsets, fast_accum=plan.fast_accum)
 
 
 def used_weight(
@@ -319,9 +315,9 @@ def used_weight(
     return kernels.dequantize(codes, quantizer, after=after)
 
 
-def _input_gradients(ctx: Any, saved: Saved, grad: Tensor, wanted: bool) -> tuple[Tensor | None, ...]:
-    """Compute the gradients of the input ``[..., in]`` (still unmasked if :func:`mask_` follows) and of its theta, from
-    ``grad [tokens, out]``. The third tensor is zeros like the weight's theta if ``wanted`` and written in the same
+def _input_gradients(ctx: Any, saved: Arguments, grad: Tensor, wanted: bool) -> tuple[Tensor | None, ...]:
+    """Compute the gradients of the input ``[..., in]`` (still unmasked if :func:`_mask_` follows) and of its theta,
+    from ``grad [tokens, out]``. The third tensor is zeros like the weight's theta if ``wanted`` and written in the same
     launch, else None."""
     plan, zeros = ctx.plan, None
     quantizer = None if plan.weight is None else saved.weight_quantizer(plan.weight)
@@ -340,18 +336,49 @@ def _input_gradients(ctx: Any, saved: Saved, grad: Tensor, wanted: bool) -> tupl
 
 
 def _weight_gradients(
-    ctx: Any, saved: Saved, grad: Tensor, used_x: Tensor, theta_gradient: bool
+    plan: Plan, saved: Arguments, grad: Tensor, used_x: Tensor, theta_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the gradient of the weight, in its shape, and if ``theta_gradient`` the gradient of its theta, from
-    ``grad [tokens, out]``."""
-    plan: Plan = ctx.plan
-    grad_used = gemm.weight_gradient(grad, used_x.reshape(-1, used_x.shape[-1]), saved.offsets)
+    ``grad [tokens, out]`` and ``used_x [tokens, in]``."""
+    grad_used = gemm.weight_gradient(grad, used_x, saved.offsets)
     if plan.weight is None or is_placeholder(saved.weight):
         # For a placeholder, the owner of the weight computes the rest (:mod:`model.zero.quantized_gather`).
         return grad_used, None
-    quantizer = saved.weight_quantizer(plan.weight)
-    how: dict[str, Any] = {"factor": lsq_factor(plan.weight_numel, plan.weight), "theta_gradient": theta_gradient}
-    return grad_used, kernels.fake_quantize_backward_(grad_used, saved.weight, quantizer, **how, of_weight=True)
+    quantizer, factor = saved.weight_quantizer(plan.weight), lsq_factor(plan.weight_numel, plan.weight)
+    return grad_used, kernels.fake_quantize_backward_(
+        grad_used, saved.weight, quantizer, factor=factor, theta_gradient=theta_gradient, of_weight=True
+    )
+
+
+def _mask_(ctx: Any, saved: Arguments, grad: Tensor) -> None:
+    """Set an input's gradient to 0 outside the range, in place, as :func:`_used_input` does."""
+    if ctx.keeps_codes:
+        kernels.masked_(grad, saved.mask)
+    else:
+        kernels.fake_quantize_tokens_and_mask_(grad, saved.x, ctx.plan.input, saved.input_s0, values=False)
+
+
+def _used_input(ctx: Any, saved: Arguments, unmasked: Tensor | None, *, after: Tensor) -> Tensor:
+    """Restore from the saved tensors the input that the forward's GEMM multiplied. Also sets the input's gradient
+    ``unmasked`` to 0 outside the range, in place and where possible in the same launch."""
+    spec, restored, x = ctx.plan.input, ctx.plan.restored, saved.x
+    make: Callable[[], Any]
+    if spec is None:
+        return x
+    if unmasked is not None and restored is not None and restored.has(x):
+        _mask_(ctx, saved, unmasked)
+    if saved.scales is not None:
+        make = partial(kernels.restore_tokens, x, saved.scales, spec, saved.weight.dtype, saved.input_s0, after=after)
+    elif spec.dynamic and unmasked is None:
+        make = partial(kernels.fake_quantize_tokens, x, spec, saved.input_s0, after=after)
+    elif spec.dynamic:
+        make = partial(kernels.fake_quantize_tokens_and_mask_, unmasked, x, spec, saved.input_s0, values=True)
+    elif unmasked is not None:
+        make = partial(kernels.dequantize_and_mask_, unmasked, saved.mask, x, saved.input_quantizer(spec))
+    else:
+        restore = kernels.dequantize if ctx.keeps_codes else kernels.fake_quantize
+        make = partial(restore, x, saved.input_quantizer(spec), after=after)
+    return make() if restored is None else restored.get(x, make)
 
 
 class UsedWeightFunction(torch.autograd.Function):

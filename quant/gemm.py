@@ -1,4 +1,5 @@
-"""Forward and gradient GEMMs of a linear layer, for one weight or a stack of expert weights.
+"""Forward and gradient GEMMs of a linear layer, for one weight or a stack of expert weights, and the Hadamard rotation
+of its input.
 
 For a stack ``[E, out, in]`` the input rows are sorted by expert, and ``offsets`` are the row ends: expert ``e`` has the
 rows ``[offsets[e - 1], offsets[e])``. The weight of an expert without rows has a gradient of zeros.
@@ -7,15 +8,32 @@ Where supported, ``torch.nn.functional.grouped_mm`` multiplies all experts in on
 does so with fp8 codes. Elsewhere experts are multiplied one by one, and the host waits for the offsets; on a GPU this
 warns. The kernels need addresses divisible by 16, but a Parameter gathered by DeepSpeed may begin at any address: it is
 then copied.
+
+The block-wise rotation (:func:`rotate`) spreads an outlier over its block, so that one scale fits all values (QuaRot,
+arXiv 2404.00456, section 4). The layer's weight contains the inverse rotation. It is meant for inputs whose rotation
+cannot be folded into a preceding weight: the input of ``down_proj`` is a product of two activations.
 """
 
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+BLOCKS = (64, 256, 1024)
+"""Block sizes of :func:`rotate`."""
+
+_MATRICES: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """Disable autocast on the device of ``x``, if it is enabled."""
+    device = x.device.type  # is_autocast_enabled raises for the meta device, where nothing is computed anyway
+    autocast = device != "meta" and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if autocast else nullcontext()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, offsets: Tensor | None = None) -> Tensor:
@@ -81,8 +99,16 @@ def scaled_linear(
     if offsets is None:
         rows = x.reshape(-1, x.shape[-1])
         return _scaled_mm(rows, x_scale, weight, weight_scale, bias, dtype, fast_accum).reshape(output_shape)
-    if x.device.type != "cpu":
-        return _scaled_grouped_mm(x, x_scale, weight, weight_scale, dtype, offsets, fast_accum)
+    if x.device.type != "cpu":  # all experts in one call, without a device sync; their rows may begin anywhere
+        return torch._scaled_grouped_mm(
+            x,
+            weight.transpose(-2, -1),
+            x_scale.expand(x.shape[0]).contiguous(),
+            weight_scale[:, None].expand(weight.shape[:2]).contiguous(),
+            offs=offsets,
+            out_dtype=dtype,
+            use_fast_accum=fast_accum,
+        )
     experts = zip(_split(x, offsets), weight, weight_scale.unbind(), strict=True)
     return torch.cat([_scaled_mm(rows, x_scale, one, scale, None, dtype, fast_accum) for rows, one, scale in experts])
 
@@ -120,27 +146,6 @@ def _scaled_mm(
         use_fast_accum=fast_accum,
     )
     return output if apart is None else output.add_(apart)
-
-
-def _scaled_grouped_mm(
-    x: Tensor,
-    x_scale: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    dtype: torch.dtype,
-    offsets: Tensor,
-    fast_accum: bool,
-) -> Tensor:
-    """Multiply all experts in one call, without a device sync; the rows of an expert may begin anywhere."""
-    return torch._scaled_grouped_mm(
-        x,
-        weight.transpose(-2, -1),
-        x_scale.expand(x.shape[0]).contiguous(),
-        weight_scale[:, None].expand(weight.shape[:2]).contiguous(),
-        offs=offsets,
-        out_dtype=dtype,
-        use_fast_accum=fast_accum,
-    )
 
 
 def _product(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
@@ -223,3 +228,36 @@ def zero_where_empty_(gradient: Tensor, offsets: Tensor) -> Tensor:
     """Zero the gradient ``[E, out, in]`` of experts without rows, in place and without a device sync."""
     empty = offsets == F.pad(offsets[:-1], (1, 0))
     return gradient.masked_fill_(empty[:, None, None], 0)
+
+
+def hadamard(block: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Build Sylvester's matrix ``[block, block]`` of 1 and -1; ``block`` is a power of two."""
+    matrix = torch.ones(1, 1, dtype=dtype, device=device)
+    while len(matrix) < block:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return matrix
+
+
+def rotate(values: Tensor, block: int) -> Tensor:
+    """Rotate each block of ``block`` values along the last axis of ``values [..., n block]``: ``x H / sqrt(block)``
+    with Sylvester's symmetric H; differentiable.
+
+    The rotation is its own inverse, and a weight ``[out, in]`` rotated by this function takes inputs rotated by it. A
+    block is a power of 4, so that 1 / sqrt(block) is a power of two: every entry is exact in fp16 and bf16, products
+    with it are exact, and only the fp32 sum is rounded, once. The type ``hadamard`` of compressed-tensors (0.20.0,
+    ``transform/factory/hadamard.py``) is the same rotation and also sums in fp32.
+    """
+    with without_autocast(values):
+        rotated = values.unflatten(-1, (-1, block)) @ _rotation_matrix(block, values.dtype, values.device)
+    return rotated.flatten(-2)
+
+
+def _rotation_matrix(block: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the orthogonal matrix ``[block, block]``, cached for each dtype and device."""
+    if torch.compiler.is_compiling():  # no cache: the compiler folds constants
+        return hadamard(block, dtype, device) / block**0.5
+    key = (block, dtype, device)
+    if key not in _MATRICES:
+        with torch.inference_mode(False), torch.no_grad():
+            _MATRICES[key] = hadamard(block, dtype, device) / block**0.5
+    return _MATRICES[key]

@@ -24,7 +24,6 @@ attention's version counter, so that a write to either between forward and backw
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -196,49 +195,6 @@ def _same_memory(other: Tensor, x: Tensor) -> bool:
         and other.dtype == x.dtype
         and x._version == other._version
     )
-
-
-def mask_(ctx: Any, saved: Any, grad: Tensor) -> None:
-    """Set an input's gradient to 0 outside the range, in place, as :func:`used_input` does. ``saved`` is a
-    :class:`quant.autograd.Saved`, ``ctx`` its autograd context."""
-    if ctx.keeps_codes:
-        kernels.masked_(grad, saved.mask)
-    else:
-        kernels.fake_quantize_tokens_and_mask_(grad, saved.x, ctx.plan.input, saved.input_s0, values=False)
-
-
-def used_input(ctx: Any, saved: Any, unmasked: Tensor | None = None, *, after: Tensor) -> Tensor:
-    """Restore from the saved tensors the input that the forward's GEMM multiplied. Also sets the input's gradient
-    ``unmasked`` to 0 outside the range, in place."""
-    spec: TensorSpec | None = ctx.plan.input
-    restored: Restored | None = ctx.plan.restored
-    make: Callable[[], Tensor]
-    if spec is None:
-        return saved.x
-    if unmasked is not None and restored is not None and restored.has(saved.x):
-        mask_(ctx, saved, unmasked)
-    if saved.scales is not None:
-        above, dtype = saved.input_s0, saved.weight.dtype
-        make = partial(kernels.restore_tokens, saved.x, saved.scales, spec, dtype, above, after=after)
-    elif spec.dynamic:
-        make = partial(_dynamic_values, saved, spec, unmasked, after)
-    elif unmasked is not None:
-        make = partial(kernels.dequantize_and_mask_, unmasked, saved.mask, saved.x, saved.input_quantizer(spec))
-    else:
-        restore = kernels.dequantize if ctx.keeps_codes else kernels.fake_quantize
-        make = partial(restore, saved.x, saved.input_quantizer(spec), after=after)
-    return make() if restored is None else restored.get(saved.x, make)
-
-
-def _dynamic_values(saved: Any, spec: TensorSpec, unmasked: Tensor | None, after: Tensor) -> Tensor:
-    """Restore the fake-quantized values of an input with dynamic scales; masks the gradient ``unmasked`` in the same
-    launch."""
-    x, above = saved.x, saved.input_s0
-    if unmasked is None:
-        return kernels.fake_quantize_tokens(x, spec, above, after=after)
-    values = kernels.fake_quantize_tokens_and_mask_(unmasked, x, spec, above, values=True)
-    assert values is not None
-    return values
 
 
 _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)

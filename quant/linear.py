@@ -11,7 +11,6 @@ quantizer, one grouped GEMM. Rules, checkpoints and serving use the Linears of s
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,9 +19,8 @@ from torch import Tensor, nn
 
 from quant import gemm, kernels
 from quant.autograd import Plan, UsedWeightFunction, quant_linear
-from quant.hadamard import rotate
 from quant.inputs import SharedInput, kept_by_attention
-from quant.lora import Adapter
+from quant.lora import Adapter, AdapterBeside
 from quant.observers import Observer
 from quant.packed_weight import packed_codes
 from quant.scale import Quantizer, Scale, lsq_factor
@@ -211,7 +209,7 @@ class QuantLinear(QuantLayer):
         weight_numel: number of weights that share one scale, over all layers that share ``weight_s0``.
         dynamic_codes: as in :class:`quant.autograd.Plan`, for inputs that attention does not keep anyway.
         aliases: as in :func:`quant.inputs.kept_by_attention`.
-        rotation: block size of the Hadamard rotation of the input (:mod:`quant.hadamard`), whose inverse the weight
+        rotation: block size of the Hadamard rotation of the input (:func:`quant.gemm.rotate`), whose inverse the weight
             contains; or None.
     """
 
@@ -259,7 +257,7 @@ class QuantLinear(QuantLayer):
         """
         self.trained = self.trained or torch.is_grad_enabled()
         if self.rotation is not None:
-            x = rotate(x, self.rotation)
+            x = gemm.rotate(x, self.rotation)
         if self.input_observer is not None:
             self.input_observer.update(x, self.input_scale() if self.input_fake_quant else None)
         learns = torch.is_grad_enabled() and (self.weight_theta is not None or self.input_theta is not None)
@@ -278,7 +276,8 @@ class QuantLinear(QuantLayer):
             dynamic_codes=self.dynamic_codes and not kept_by_attention(x, self.aliases),
             weight_scale=self.known_weight_scale,
         )
-        return quant_linear(
+        beside = self.adapter if isinstance(self.adapter, AdapterBeside) else None
+        output = quant_linear(
             x,
             self.weight,
             self.bias,
@@ -288,8 +287,9 @@ class QuantLinear(QuantLayer):
             weight_codes=self._kept_weight_codes() if self.weight_fake_quant else None,
             shared=self.shared_input,
             offsets=offsets,
-            apply=None if self.adapter is None else partial(self.adapter.apply, self.training),
+            adapter=self.adapter if beside is None else None,
         )
+        return output if beside is None else output + beside.added(x, self.training)
 
     def used_weight(self) -> Tensor:
         """Return the weight ``[out, in]`` that the forward multiplies now, differentiable; adapters are not supported.

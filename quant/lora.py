@@ -16,11 +16,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from quant import gemm
-from quant.autograd import Arguments, Plan, QuantLinearFunction, Saved, apply_function, keep, product
-from quant.inputs import used_input
 
 # Elements of a weight merged at a time: on a CPU few enough for its caches; on a GPU their fp64 copies take 64 MB.
 CPU_ELEMENTS, GPU_ELEMENTS = 2**18, 2**22
@@ -76,12 +73,6 @@ class Adapter:
         """Return the layer's weight with the adapter, see :func:`merge`. Parameters must be gathered."""
         return merge(weight, self.lora_a, self.lora_b, self.scaling)
 
-    def apply(self, training: bool, plan: Plan, *tensors: Tensor | None) -> Tensor:
-        """Compute the layer's output in place of :func:`quant.autograd.apply_function`. ``training`` is the layer's
-        mode; the other arguments are the same, with the weight without the adapter."""
-        output: Tensor = MergedLinearFunction.apply(self.scaling, self.lora_a, self.lora_b, plan, *tensors)
-        return output
-
 
 class AdapterBeside(Adapter):
     """Adapter of one Linear that leaves its weight unchanged: adds ``lora_b @ (lora_a @ x) * scaling`` to the output.
@@ -105,13 +96,11 @@ class AdapterBeside(Adapter):
         """Return the weight itself."""
         return weight.detach()
 
-    def apply(self, training: bool, plan: Plan, *tensors: Tensor | None) -> Tensor:
-        """Compute the layer's output in place of :func:`quant.autograd.apply_function`; not for a stack of experts."""
-        output = apply_function(plan, *tensors)
-        x = Arguments(*tensors).x
+    def added(self, x: Tensor, training: bool) -> Tensor:
+        """Compute ``[..., out]``, to be added to the layer's output, of the layer's input ``x``; not for a stack."""
         if training and self.dropout:
             x = F.dropout(x, self.dropout)
-        return output + F.linear(F.linear(x, self.lora_a), self.lora_b) * self.scaling
+        return F.linear(F.linear(x, self.lora_a), self.lora_b) * self.scaling
 
 
 @contextmanager
@@ -130,64 +119,6 @@ def without_adapters(quantization: Any) -> Iterator[None]:
             layer.adapter = adapter
 
 
-class MergedLinearFunction(torch.autograd.Function):
-    """Variant of :class:`quant.autograd.QuantLinearFunction` for a weight with an adapter: ``apply(scaling, lora_a,
-    lora_b, plan, *Arguments)``.
-
-    The merged weight exists only while the layer runs: backward saves the three Parameters and merges again. The
-    adapter's gradients are computed from ``grad``, the gradient of the merged weight, which is also temporary (for a
-    stack, per expert)::
-
-        grad_b = scaling * grad @ lora_a.t()    [out, rank]
-        grad_a = scaling * lora_b.t() @ grad    [rank, in]
-
-    For an unquantized weight see :func:`low_rank_gradients`. The weight itself gets no gradient.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, scaling: float, lora_a: Tensor, lora_b: Tensor, plan: Plan, *tensors: Tensor | None
-    ) -> Tensor:
-        given, needs = Arguments(*tensors), Arguments(*ctx.needs_input_grad[4:])
-        trains = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
-        inner = _Context((False, *needs._replace(weight=trains)))
-        ctx.save_for_backward(lora_a, lora_b, *keep(inner, plan, given, needs._replace(weight=trains)))
-        ctx.scaling, ctx.plan, ctx.needs = scaling, plan, inner.needs_input_grad
-        ctx.keeps_codes, ctx.input_shape = inner.keeps_codes, inner.input_shape
-        weight = given.weight
-        if plan.weight is None or given.weight_codes is None:  # else the codes are used
-            weight = merge(weight, lora_a, lora_b, scaling)
-        return product(plan, given._replace(weight=weight))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        lora_a, lora_b, *rest = ctx.saved_tensors  # once, see QuantLinearFunction
-        saved, inner = Saved(*rest), _Context(ctx.needs)
-        inner.plan, inner.keeps_codes, inner.input_shape = ctx.plan, ctx.keeps_codes, ctx.input_shape
-        saved = saved._replace(weight=merge(saved.weight, lora_a, lora_b, ctx.scaling))
-        needs = Arguments(*ctx.needs[1:])
-        low_rank = needs.weight and ctx.plan.weight is None
-        if low_rank:
-            inner.needs_input_grad = (False, *needs._replace(weight=False))
-        inner.save_for_backward(*saved)
-        _, *found = QuantLinearFunction.backward(inner, grad_output)
-        gradients = Arguments(*found)
-        grad_a = grad_b = None
-        if low_rank:
-            grad = grad_output.reshape(-1, grad_output.shape[-1])
-            x = used_input(inner, saved, after=grad)
-            x = x.reshape(-1, x.shape[-1])
-            grad_a, grad_b = low_rank_gradients(grad, x, lora_a, lora_b, ctx.scaling, saved.offsets)
-        elif gradients.weight is not None:
-            a, b, of_sum = lora_a.transpose(-2, -1), lora_b.transpose(-2, -1), gradients.weight
-            grad_a, grad_b = (b @ of_sum).mul_(ctx.scaling), (of_sum @ a).mul_(ctx.scaling)
-        grad_a, grad_b = (
-            one if wanted else None for one, wanted in zip((grad_a, grad_b), ctx.needs_input_grad[1:3], strict=True)
-        )
-        return None, grad_a, grad_b, None, *gradients._replace(weight=None)
-
-
 def low_rank_gradients(
     grad: Tensor, x: Tensor, lora_a: Tensor, lora_b: Tensor, scaling: float, offsets: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -203,18 +134,3 @@ def low_rank_gradients(
     down = gemm.input_gradient(grad, lora_b, offsets)  # [rows, rank]
     of_a, of_b = gemm.weight_gradient(down, x, offsets), gemm.weight_gradient(grad, up, offsets)
     return of_a.mul_(scaling), of_b.mul_(scaling)
-
-
-class _Context:
-    """Stand-in for the autograd context of :class:`quant.autograd.QuantLinearFunction`."""
-
-    plan: Plan
-    keeps_codes: bool
-    input_shape: torch.Size
-
-    def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
-        self.needs_input_grad = needs_input_grad
-        self.saved_tensors: tuple[Tensor | None, ...] = ()
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None:
-        self.saved_tensors = tensors

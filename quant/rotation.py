@@ -1,4 +1,4 @@
-"""Layers that rotate their inputs at run time (:mod:`quant.hadamard`), and their entry in a checkpoint's config.
+"""Layers that rotate their inputs at run time (:func:`quant.gemm.rotate`), and their entry in a checkpoint's config.
 
 The config is compressed-tensors' ``transform_config``: a group of type ``hadamard`` at the location ``input``, with the
 block size in ``head_dim``. Only rotations that vLLM also computes are supported (0.33.0,
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quant.hadamard import BLOCKS, hadamard
+from quant.gemm import BLOCKS, hadamard
 from quant.linear import QuantLayer, QuantLinear
 from quant.quantization import Quantization
 from quant.rules import FUSED, examples
@@ -34,7 +34,7 @@ def rotate_inputs(quantization: Quantization, patterns: Sequence[str], block: in
     Args:
         quantization: quantization of the model.
         patterns: regexes on full names of quantized layers; each must match at least one layer.
-        block: an element of :data:`quant.hadamard.BLOCKS`.
+        block: an element of :data:`quant.gemm.BLOCKS`.
 
     Raises:
         ValueError: a pattern matches nothing, or vLLM would not rotate the input of a layer; the text names the layers.

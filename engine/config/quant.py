@@ -6,7 +6,7 @@ from typing import Literal
 
 from engine.config.errors import FACTOR, Condition, at_least, derived, each, need, only_with, regex, values
 from quant import DEFAULT_EXEMPT, PRESETS, SCHEMES, Preset, QuantEmbedding, Ranges, Rule, Scheme, TensorSpec
-from quant.hadamard import BLOCKS
+from quant.gemm import BLOCKS
 
 NONE = "none"  # the scheme of a rule whose layers stay unquantized
 SOURCE = "source"  # the schemes and layers of a quantized model.path

@@ -33,7 +33,7 @@ from model.scales import load_scales, renew_weight_scales, write_scales
 from model.zero import INPUT_ALIASES, forget_secondary_copies, full_shape, gathered, partition_new_parameters, stage
 from quant import Quantization, QuantLinear, Scheme, prepare
 from quant.fused import fuse
-from quant.hadamard import rotate
+from quant.gemm import rotate
 from quant.packed_weight import as_weight
 from quant.rotation import rotate_inputs, rotated_layers
 

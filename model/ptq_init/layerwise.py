@@ -25,8 +25,8 @@ from model.ranks import errors_on_all_ranks, reduce_over_ranks
 from model.scales import write_scales
 from model.zero import full_shape, gathered, is_partitioned, local_data, local_range, whole_values
 from quant import Quantization, Quantizer, QuantLayer, QuantLinear, Scale, kernels
+from quant.gemm import rotate
 from quant.gptq import add_inputs, choose, output_error
-from quant.hadamard import rotate
 from quant.linear import LinearPart, linears_of
 from quant.reference import fake_quantize_tokens
 from quant.rules import fused_sets

@@ -25,7 +25,7 @@ from engine.session.adapter import add_adapters
 from engine.session.optimizer import SCALE_GROUPS, lr_factor, parameter_groups, peak_learning_rates, set_learnable
 from model.moe.experts import Form
 from quant import Quantization, prepare
-from quant.hadamard import rotate
+from quant.gemm import rotate
 from quant.reference import absmax_scale
 from quant.rotation import rotate_inputs
 from quant.scale import first_input_scale

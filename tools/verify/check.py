@@ -83,7 +83,7 @@ from model.scales import cache_keys
 from quant import Quantization, QuantLayer, QuantLinear, Scheme, TensorSpec
 from quant.formats.compressed_tensors import export_format, packed_shapes, unpack_weight, weight_codes
 from quant.formats.config_groups import quantization_args
-from quant.hadamard import rotate
+from quant.gemm import rotate
 from quant.kv_cache import QuantCache
 from quant.rotation import KEY, stored_matrix
 from tools.compressed import is_ignored, load_compressed, quantized_keys

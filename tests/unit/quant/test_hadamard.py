@@ -9,7 +9,7 @@ from compressed_tensors.transform import TransformFactory, TransformScheme
 from torch import nn
 
 from quant import DEFAULT_EXEMPT, SCHEMES, Quantization, prepare, reference
-from quant.hadamard import BLOCKS, hadamard, rotate
+from quant.gemm import BLOCKS, hadamard, rotate
 from quant.rotation import rotate_inputs, rotations_from_config, transform_config
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from transformers import Qwen3ForCausalLM
 
 import quant
 from benchmarks.timing import kept_bytes
-from quant.hadamard import rotate
+from quant.gemm import rotate
 from quant.inputs import ATTENTION, kept_by_attention
 from quant.spec import get_scheme
 from tests.lib.saved import kept_for_backward, kinds

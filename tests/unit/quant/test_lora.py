@@ -2,7 +2,6 @@
 
 import itertools
 import random
-from functools import partial
 
 import pytest
 import torch
@@ -44,7 +43,7 @@ class AdaptedCase(Case):
         return {**super().tensors(), "lora_a": self.adapter.lora_a, "lora_b": self.adapter.lora_b}
 
     def __call__(self):
-        return super().__call__(apply=partial(self.adapter.apply, True))
+        return super().__call__(adapter=self.adapter)
 
     def merged(self):
         """The same Linear with the sum as the weight, which trains."""
@@ -113,7 +112,7 @@ def test_a_stack_is_its_experts(schemes, seed):
     offsets = torch.tensor([3, 3, 8], dtype=torch.int32)
     arguments = (None, scale, first.scales()[1], first.plan)
     expected = quant_linear(x, merged, *arguments, offsets=offsets)
-    output = quant_linear(x, weight, *arguments, offsets=offsets, apply=partial(adapter.apply, True))
+    output = quant_linear(x, weight, *arguments, offsets=offsets, adapter=adapter)
     assert torch.equal(output, expected)
     grad = torch.randn_like(output)
     *theirs, of_sum = torch.autograd.grad(expected, [x, scale.theta, merged], grad)
@@ -173,8 +172,8 @@ def test_without_quantized_weights_no_product_has_their_size(experts, dtype, see
         weight, x, grad = (torch.randn(size).to(dtype) for size in (shape, (rows, in_), (rows, out)))
         adapter, s0 = random_adapter(rank, *shape, dtype=dtype), torch.full((1,), 2.5 / 448)
         lora_a, lora_b = adapter.lora_a, adapter.lora_b
-        plan, apply = Plan(None, FP8, weight_numel=1, input_numel=1), partial(adapter.apply, True)
-        output = quant_linear(x, weight, None, None, Scale(s0), plan, offsets=offsets, apply=apply)
+        plan = Plan(None, FP8, weight_numel=1, input_numel=1)
+        output = quant_linear(x, weight, None, None, Scale(s0), plan, offsets=offsets, adapter=adapter)
         with Products() as products:
             ours = torch.autograd.grad(output, [lora_a, lora_b], grad)
         assert (out, in_) not in products.shapes

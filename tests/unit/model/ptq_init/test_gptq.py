@@ -11,8 +11,8 @@ from model.ptq_init import choose_initial_codes
 from model.ranks import RankError
 from model.scales import renew_weight_scales
 from quant import Quantization, Quantizer, Scale, kernels
+from quant.gemm import rotate
 from quant.gptq import add_inputs, choose
-from quant.hadamard import rotate
 from quant.linear import linears_of
 from tests.families.variants import VARIANTS
 from tests.lib.checkpoints import CPU, load_model, quantize
