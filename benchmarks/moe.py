@@ -211,7 +211,7 @@ def main() -> None:
         chosen = [way for way in WAYS if way != "per_expert" or not options.without_per_expert]
         measure(*options.measure, options.threshold, options.rounds, chosen)
         return
-    from launch.launcher import find_launcher
+    from launch.scripts import find_launcher
 
     with tempfile.TemporaryDirectory() as temporary:
         directory, results = Path(temporary), Path(temporary) / "results.json"

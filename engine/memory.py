@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.config.errors import RecipeError
 from model.checkpoint.json_text import parse_json
 from model.ranks import world_size
 from model.zero import gradient_buffers, master_weights, partitions, secondary_partitions
@@ -120,9 +121,11 @@ def read_measured(file: Path) -> Measured:
     """Read the ``memory.json`` of a run.
 
     Raises:
-        ValueError: there is no such file, or its content is something else.
+        RecipeError: there is no such file, or its content is something else.
     """
     try:
         return Measured(**parse_json(file.read_bytes()))
     except (OSError, TypeError, ValueError) as error:
-        raise ValueError(f"--measured: {file}, expected the {MEASURED} in the output_dir of a run ({error})") from error
+        raise RecipeError(
+            f"--measured: {file}, expected the {MEASURED} in the output_dir of a run ({error})"
+        ) from error

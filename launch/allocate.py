@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not a model.py or data/ of the current directory
 
-from launch.early import check_model_path, end_quietly
+from launch.scripts import at_least, check_model_path, end_quietly, option_parser
 
 if __name__ == "__main__":
     end_quietly()
@@ -34,9 +34,9 @@ import yaml
 
 from data.loader import Loader
 from engine.config.config import Recipe
-from engine.fake_quant import calibrate_inputs
-from engine.session.context import TORCH_DTYPES, RunContext, build_loader, start_ranks
-from engine.session.session import Session, build_session, check_models
+from engine.session.context import TORCH_DTYPES, RunContext, start_ranks
+from engine.session.session import Session, check_models
+from launch.calibrate import calibrated
 from launch.exits import clean_exit, recipe_or_exit
 from model.ranks import errors_on_all_ranks, is_main, raise_everywhere, say
 from tools.memory.model import meta_student
@@ -64,7 +64,9 @@ def main() -> None:
         most, rules = rules_of_choice(parts, schemes)
         say("measuring the recipe")
         mixed = recipe_or_exit([*rest, "--quant.scheme", most, "--quant.rules", yaml.safe_dump(rules), *NEAREST])
-        costs[MIXED] = cost_of_all(*opened(mixed, context), arguments.batches)
+        costs[MIXED] = cost_of_all(
+            *calibrated(mixed, context, check_models(mixed, context, losses=False)), arguments.batches
+        )
         text = allocation_table(parts, schemes, costs)
         say(text)
         if is_main():
@@ -75,20 +77,18 @@ def main() -> None:
 
 def options() -> tuple[argparse.Namespace, list[str]]:
     """Parse the options of this script, and return the rest, which belong to the recipe."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = option_parser(__doc__)
     parser.add_argument("--schemes", nargs="+", required=True, help="names as of quant.scheme, two or more")
     parser.add_argument("--budget_bits", type=float, required=True, help="per weight at most, with scales")
-    parser.add_argument("--batches", type=int, default=4, help="micro-batches per rank that are measured (default 4)")
+    parser.add_argument(
+        "--batches", type=at_least(1), default=4, help="micro-batches per rank that are measured (default 4)"
+    )
     parser.add_argument("--out", type=Path, required=True, help="the recipe that is written, to be added to yours")
     arguments, rest = parser.parse_known_args()
     if len({*arguments.schemes}) < len(arguments.schemes) or len(arguments.schemes) < 2:
         parser.error(f"--schemes: {' '.join(arguments.schemes)}, expected two or more, each once")
     if not arguments.budget_bits > 0:
         parser.error(f"--budget_bits: {arguments.budget_bits}, expected a number above 0")
-    if arguments.batches < 1:
-        parser.error(f"--batches: {arguments.batches}, expected 1 or more")
     if arguments.out.is_dir() or not os.access(arguments.out.resolve().parent, os.W_OK):
         parser.error(f"--out: {arguments.out}, expected a file in a folder that can be written")
     return arguments, rest
@@ -111,17 +111,6 @@ def check_options(recipes: Mapping[str, Recipe], budget_bits: float) -> None:
         check_budget(parts, budget_bits)
 
 
-def opened(recipe: Recipe, context: RunContext) -> tuple[Session, Loader]:
-    """Build the quantized model in its engine, with all scales in place; a collective."""
-    models = check_models(recipe, context, losses=False)
-    loader, _ = build_loader(recipe, context.tokenizer, models.tokens)
-    session = build_session(recipe, context, None, loader.first, optimizer=False)
-    if session.uncalibrated:
-        batches = loader.first(recipe.quant.calibration_batches)
-        calibrate_inputs(session.engine, session.quantization, session.uncalibrated, batches, session.device)
-    return session, loader
-
-
 def cost_of_all(session: Session, loader: Loader, batches: int) -> float:
     """Measure the cost of all layers quantized together; a collective."""
     layers = [*session.quantization.layers]
@@ -130,7 +119,7 @@ def cost_of_all(session: Session, loader: Loader, batches: int) -> float:
 
 def measured(recipe: Recipe, context: RunContext, scheme: str, batches: int) -> tuple[list[LayerSet], float]:
     """Measure the parts' costs under a scheme, and the cost of all layers together; a collective."""
-    session, loader = opened(recipe, context)
+    session, loader = calibrated(recipe, context, check_models(recipe, context, losses=False))
     quantization = session.quantization
     parts = parts_of(session.model, quantization, scheme, TORCH_DTYPES[recipe.model.dtype])
     sets = [*(part.layers for part in parts), [*quantization.layers]]

@@ -11,16 +11,17 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not a model.py or data/ of the current directory
 
-from launch.early import check_model_path, end_quietly
+from launch.scripts import check_model_path, end_quietly
 
 if __name__ == "__main__":
     end_quietly()
     check_model_path()  # before the imports, which take many seconds
 
+from data.loader import Loader
 from engine.config.config import Recipe
 from engine.fake_quant import calibrate_inputs
-from engine.session.context import build_loader, start_ranks
-from engine.session.session import build_session, check_models
+from engine.session.context import RunContext, build_loader, start_ranks
+from engine.session.session import CheckedModels, Session, build_session, check_models
 from engine.session_export import check_export, check_exportable, export
 from launch.exits import clean_exit, recipe_or_exit
 from model.ranks import say
@@ -39,13 +40,19 @@ def calibrate(recipe: Recipe) -> None:
     context = start_ranks(recipe)
     models = check_models(recipe, context, losses=False)
     check_exportable(recipe, models.model, models.quantization)
+    session, _ = calibrated(recipe, context, models)
+    export(session, recipe.export_dir())
+
+
+def calibrated(recipe: Recipe, context: RunContext, models: CheckedModels) -> tuple[Session, Loader]:
+    """Build the quantized model in its engine, with all scales in place; a collective."""
     loader, _ = build_loader(recipe, context.tokenizer, models.tokens)
     session = build_session(recipe, context, None, loader.first, optimizer=False)
     if session.uncalibrated:
         say(f"calibrating activations on {recipe.quant.calibration_batches} micro-batches per rank")
         batches = loader.first(recipe.quant.calibration_batches)
         calibrate_inputs(session.engine, session.quantization, session.uncalibrated, batches, session.device)
-    export(session, recipe.export_dir())
+    return session, loader
 
 
 if __name__ == "__main__":

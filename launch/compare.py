@@ -17,11 +17,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not a model.py or data/ of the current directory
 
-import argparse
 from collections.abc import Sequence
 
 from launch.evaluate import add_questions, check_questions, check_results, read_questions, start_alike, write_results
 from launch.exits import clean_exit
+from launch.scripts import NamedDirectories, option_parser
 from model.ranks import errors_on_all_ranks, is_main, listed, say
 from tools.evaluation.perplexity import KL, check_checkpoint, evaluate_checkpoint, read_reference
 from tools.evaluation.results import Comparison, Evaluation, comparison_tables, read_evaluations, write_comparison
@@ -29,16 +29,16 @@ from tools.evaluation.results import Comparison, Evaluation, comparison_tables, 
 
 def main() -> None:
     """Evaluate checkpoints without results; print and write the comparison."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = option_parser(__doc__)
     parser.add_argument("--bf16", required=True, metavar="DIR", help="the unquantized checkpoint")
-    parser.add_argument("--ptq", type=named, action="append", default=[], metavar="NAME=DIR", help="repeatable")
-    parser.add_argument("--qat", type=named, action="append", default=[], metavar="NAME=DIR", help="repeatable")
+    parser.add_argument("--ptq", action=NamedDirectories, default={}, metavar="NAME=DIR", help="repeatable")
+    parser.add_argument("--qat", action=NamedDirectories, default={}, metavar="NAME=DIR", help="repeatable")
     parser.add_argument("--results", type=Path, action="append", default=[], metavar="FILE", help="repeatable")
     parser.add_argument("--out", type=Path, default=Path("comparison"), metavar="DIR", help="default: comparison")
     add_questions(parser)
     arguments = parser.parse_args()
     check_questions(parser, arguments)
-    ptq, qat = unique(parser, "ptq", arguments.ptq), unique(parser, "qat", arguments.qat)
+    ptq, qat = arguments.ptq, arguments.qat
     if not ptq and not qat:
         parser.error("nothing to compare with: expected --ptq or --qat")
 
@@ -79,28 +79,6 @@ def main() -> None:
             written = write_comparison(comparison, arguments.out) if is_main() else []
         write_results(arguments.out / "compare.json", [known[directory] for directory in directories])
         say(f"\n{comparison_tables(comparison)}\n\n{', '.join(map(str, written))}, {arguments.out / 'compare.json'}")
-
-
-def named(text: str) -> tuple[str, str]:
-    """Parse an option like ``NAME=DIR``.
-
-    Raises:
-        argparse.ArgumentTypeError: name or directory is missing.
-    """
-    name, equals, directory = text.partition("=")
-    if not (name and equals and directory):
-        raise argparse.ArgumentTypeError(f"{text!r}, expected NAME=DIR, where NAME is the name of a scheme")
-    return name, directory
-
-
-def unique(parser: argparse.ArgumentParser, option: str, pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """Map names of an option to directories; exits if a name is repeated."""
-    found: dict[str, str] = {}
-    for name, directory in pairs:
-        if name in found:
-            parser.error(f"--{option} {name}: given twice, {found[name]} and {directory}")
-        found[name] = directory
-    return found
 
 
 def read_results(files: Sequence[Path]) -> dict[str, Evaluation]:

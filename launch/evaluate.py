@@ -26,6 +26,7 @@ import torch
 
 from engine.session.context import TORCH_DTYPES, init_ranks
 from launch.exits import clean_exit
+from launch.scripts import at_least, option_parser
 from model.console import figure
 from model.ranks import errors_on_all_ranks, is_main, say
 from tools.evaluation.perplexity import DEFAULT_LENGTH, Questions, check_checkpoint, evaluate_checkpoint, read_reference
@@ -34,7 +35,7 @@ from tools.evaluation.results import Evaluation, check_writable, write_evaluatio
 
 def main() -> None:
     """Evaluate every model and print table rows per model and task."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = option_parser(__doc__)
     parser.add_argument("--model", type=Path, action="append", required=True, help="checkpoint directory; repeatable")
     parser.add_argument(
         "--reference", type=Path, metavar="DIR", help="the unquantized checkpoint: KL divergence and equal top tokens"
@@ -46,7 +47,7 @@ def main() -> None:
     if arguments.text is None and arguments.tasks is None:
         parser.error("nothing to evaluate: expected --text, --tasks or both")
     if arguments.reference is not None and arguments.text is None:
-        parser.error("--reference says nothing without --text")
+        parser.error("--reference has no effect without --text")
 
     with clean_exit():
         device = start_alike(arguments, arguments.model)
@@ -81,19 +82,21 @@ def start_alike(arguments: argparse.Namespace, models: Sequence[Path]) -> torch.
 def add_questions(parser: argparse.ArgumentParser) -> None:
     """Add the options that select what is measured, and how."""
     parser.add_argument("--text", type=Path, metavar="FILE", help="perplexity of this UTF-8 text file")
-    parser.add_argument("--tokens", type=int, help="only the first so many tokens of the text")
+    parser.add_argument("--tokens", type=at_least(1), help="only the first so many tokens of the text")
     parser.add_argument("--tasks", help="tasks or groups of lm-evaluation-harness, separated by commas")
     parser.add_argument(
         "--task_dir", type=Path, metavar="FOLDER", help="with task files (YAML); its Python code is run"
     )
-    parser.add_argument("--limit", type=int, help="only the first so many samples of each task")
-    parser.add_argument("--num_fewshot", type=int, help="examples before each question (default: as the task says)")
+    parser.add_argument("--limit", type=at_least(1), help="only the first so many samples of each task")
+    parser.add_argument(
+        "--num_fewshot", type=at_least(0), help="examples before each question (default: as the task says)"
+    )
     parser.add_argument(
         "--length",
-        type=int,
+        type=at_least(1),
         help=f"tokens that the model sees at a time (default: {DEFAULT_LENGTH} of a text, the context in tasks)",
     )
-    parser.add_argument("--batch_size", type=int, default=4, help="windows per forward (default 4)")
+    parser.add_argument("--batch_size", type=at_least(1), default=4, help="windows per forward (default 4)")
     parser.add_argument(
         "--dtype", choices=TORCH_DTYPES, default="bfloat16", help="of weights and GEMMs (default bfloat16)"
     )
@@ -102,14 +105,10 @@ def add_questions(parser: argparse.ArgumentParser) -> None:
 
 
 def check_questions(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
-    """Exit with a message if an option of :func:`add_questions` is out of bounds or without effect."""
-    for name, least in (("tokens", 1), ("limit", 1), ("num_fewshot", 0), ("length", 1), ("batch_size", 1)):
-        value = getattr(arguments, name)
-        if value is not None and value < least:
-            parser.error(f"--{name}: {value}, expected {least} or more")
+    """Exit with a message if an option of :func:`add_questions` has no effect."""
     for name, needed in (("tokens", "text"), ("task_dir", "tasks"), ("limit", "tasks"), ("num_fewshot", "tasks")):
         if getattr(arguments, name) is not None and getattr(arguments, needed) is None:
-            parser.error(f"--{name} says nothing without --{needed}")
+            parser.error(f"--{name} has no effect without --{needed}")
 
 
 def read_questions(arguments: argparse.Namespace) -> Questions:

@@ -105,7 +105,13 @@ def _exit_on_recipe_error() -> Iterator[None]:
     try:
         yield
     except RecipeError as error:
-        _print_recipe_error(error)
+        text = "\n".join(f"error: {line}" for line in str(error).splitlines())
+        # Once per machine, unless it is the error of another local rank alone. The others end with the same error.
+        first = os.environ.get("LOCAL_RANK", "0") == "0"
+        if first:
+            print(text, file=sys.stderr, flush=True)
+        if tell_other_ranks(str(error)) and not first:
+            print(text, file=sys.stderr, flush=True)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -113,14 +119,3 @@ def _exit_on_recipe_error() -> Iterator[None]:
         if world_size() > 1:
             os._exit(INTERRUPTED)
         raise SystemExit(INTERRUPTED) from None
-
-
-def _print_recipe_error(error: RecipeError) -> None:
-    """Print on local rank 0 only, so that a machine with 8 ranks prints once, unless the error is of another rank
-    alone. The ranks without it end with the same error."""
-    text = "\n".join(f"error: {line}" for line in str(error).splitlines())
-    speaks = os.environ.get("LOCAL_RANK", "0") == "0"
-    if speaks:
-        print(text, file=sys.stderr, flush=True)
-    if tell_other_ranks(str(error)) and not speaks:
-        print(text, file=sys.stderr, flush=True)

@@ -26,12 +26,13 @@ from engine.session.context import start_ranks
 from engine.session.session import build_session
 from engine.session_export import check_export, export_trained
 from launch.exits import clean_exit
+from launch.scripts import option_parser
 from model.ranks import errors_on_all_ranks
 
 
 def main() -> None:
     """Check the arguments, then export."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = option_parser(__doc__)
     parser.add_argument("--checkpoint", type=Path, required=True, help="a step directory that train.py wrote")
     parser.add_argument("--out", type=Path, required=True, help="directory to write; it must not hold anything yet")
     parser.add_argument(

@@ -12,15 +12,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not a model.py or data/ of the current directory
 
-import argparse
 import json
 from collections.abc import Sequence
 
 from engine.config.deepspeed import SHIPPED, DsConfigError
-from engine.config.errors import RecipeError
-from engine.memory import Measured, read_measured
+from engine.memory import read_measured
 from engine.session.student import quantized_share
 from launch.exits import clean_exit, recipe_or_exit
+from launch.scripts import at_least, option_parser
 from model.console import progress_bar
 from tools.memory.planner import (
     GB,
@@ -37,11 +36,9 @@ from tools.memory.planner import (
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the tables; write them as JSON if asked to. ``argv`` defaults to the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--ranks", type=positive, help="of the whole run; default: those of --measured, else 8")
-    parser.add_argument("--ranks_per_node", type=positive, default=8, help="GPUs of a node, among which hpZ shares")
+    parser = option_parser(__doc__)
+    parser.add_argument("--ranks", type=at_least(1), help="of the whole run; default: those of --measured, else 8")
+    parser.add_argument("--ranks_per_node", type=at_least(1), default=8, help="GPUs of a node, among which hpZ shares")
     parser.add_argument("--gpu_gb", type=float, help="memory of a GPU in 10^9 bytes: says what fits, and how many rows")
     parser.add_argument("--strategies", help="names in ds_configs/ or JSON files, by commas; default: all that ship")
     parser.add_argument("--measured", type=Path, metavar="FILE", help="memory.json of a run of this recipe")
@@ -53,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     gpu_bytes = None if arguments.gpu_gb is None else int(arguments.gpu_gb * GB)
     with clean_exit():
         recipe.validate_models()
-        measured = read(arguments.measured) if arguments.measured is not None else None
+        measured = read_measured(arguments.measured) if arguments.measured is not None else None
         ranks = arguments.ranks or (measured.ranks if measured is not None else 8)
         device = "cuda" if measured is None else measured.device
         planner = Planner(recipe, device=device, ranks_per_node=arguments.ranks_per_node)
@@ -92,29 +89,6 @@ def predict_all(
     if not predictions:
         raise DsConfigError("\n".join(refused.values()))
     return predictions, refused
-
-
-def read(file: Path) -> Measured:
-    """Read the measurements of a run.
-
-    Raises:
-        RecipeError: the file is not a memory.json of a run.
-    """
-    try:
-        return read_measured(file)
-    except ValueError as error:
-        raise RecipeError(str(error)) from error
-
-
-def positive(text: str) -> int:
-    """Parse the value of an option that counts ranks.
-
-    Raises:
-        argparse.ArgumentTypeError: the text is not a whole number above 0.
-    """
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}, expected 1 or more")
-    return int(text)
 
 
 if __name__ == "__main__":

@@ -21,15 +21,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not a model.py or data/ of the current directory
 
-import argparse
 import ast
 import functools
 import os
 import random
-import shlex
 import shutil
 import socket
-import subprocess
 import sysconfig
 import time
 import timeit
@@ -42,7 +39,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging
 
-from launch.launcher import ROOT, environment, find_launcher, program
+from launch.scripts import find_launcher, option_parser, run_command
 
 _SCHEMES = ("fp8_static", "w2a16_g32")  # one almost lossless without training, and one that degrades
 VOCABULARY = 512
@@ -55,7 +52,7 @@ _STEPS = 4 + 3 * len(_SCHEMES)
 
 def main() -> None:
     """Run all steps and print one table at the end."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = option_parser(__doc__)
     parser.add_argument(
         "--out", type=Path, default=Path("runs/quickstart"), help="made again (default runs/quickstart)"
     )
@@ -232,12 +229,8 @@ def run_logged(shown: Sequence[str], log: Path, *, report: bool = False) -> None
     Progress bars and errors (standard error) go to the terminal, and standard output to ``log``; with ``report`` it is
     the other way round.
     """
-    print(f"$ {shlex.join(shown)}", flush=True)
-    command = [program(shown), *shown[1:]]
-    command = [str(ROOT / word) if word.startswith("launch/") else word for word in command]
     with open(log, "w", encoding="utf-8") as file:
-        stdout, stderr = (None, file) if report else (file, None)
-        code = subprocess.run(command, check=False, env=environment(), stdout=stdout, stderr=stderr).returncode
+        code = run_command(shown, **{"stderr" if report else "stdout": file})
     if code:
         end = "\n".join(log.read_text(encoding="utf-8").splitlines()[-20:])
         sys.exit(f"\n{end}\nerror: exit code {code} of the command above; the last lines of {log} are above this one")

@@ -13,16 +13,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not a model.py or data/ of the current directory
 
-import argparse
-
 from launch.exits import clean_exit
+from launch.scripts import option_parser
 from model.ranks import errors_on_all_ranks
 from tools.rotate_checkpoint import rotate_checkpoint
 
 
 def main() -> None:
     """Rotate, and print a summary."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = option_parser(__doc__)
     parser.add_argument("--model", type=Path, required=True, help="checkpoint directory, not quantized")
     parser.add_argument("--output", type=Path, required=True, help="directory to make")
     parser.add_argument("--seed", type=int, default=0, help="of the matrices' signs (default 0)")

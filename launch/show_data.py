@@ -14,12 +14,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not a model.py or data/ of the current directory
 
-from launch.early import end_quietly
+from launch.scripts import at_least, end_quietly, option_parser
 
 if __name__ == "__main__":
     end_quietly()
 
-import argparse
 import json
 import os
 from collections.abc import Iterator
@@ -37,15 +36,13 @@ with redirect_stdout(sys.stderr):  # where DeepSpeed logs from now on: stdout is
 
 def main(argv: list[str] | None = None) -> None:
     """Read the data and print samples. ``argv`` defaults to the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    parser = option_parser(__doc__)
+    parser.add_argument(
+        "--rows", type=at_least(0), metavar="N", help="samples of each file (default: 3; all with --json)"
     )
-    parser.add_argument("--rows", type=int, metavar="N", help="samples of each file (default: 3; all with --json)")
     parser.add_argument("--line", metavar="FILE:LINE", help="only the sample of this line")
     parser.add_argument("--json", action="store_true", help="print a JSON object per sample")
     arguments, rest = parser.parse_known_args(argv)
-    if arguments.rows is not None and arguments.rows < 0:
-        parser.error(f"--rows: {arguments.rows}, expected 0 or more")
     recipe = recipe_or_exit(rest, check_files=False)
     recipe.data.show = 1
     with clean_exit():
@@ -58,7 +55,7 @@ def main(argv: list[str] | None = None) -> None:
         decoder = Detokenizer(tokenizer)
         rows = 3 if arguments.rows is None and not arguments.json else arguments.rows
         color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-        lines = as_json(splits, decoder, rows) if arguments.json else described(splits, decoder, rows, color=color)
+        lines = json_lines(splits, decoder, rows) if arguments.json else described(splits, decoder, rows, color=color)
         try:
             for line in lines:
                 print(line)
@@ -86,7 +83,7 @@ def only_line(splits: dict[Split, list[Sample]], place: str) -> dict[Split, list
     return found
 
 
-def as_json(splits: dict[Split, list[Sample]], decoder: Detokenizer, rows: int | None) -> Iterator[str]:
+def json_lines(splits: dict[Split, list[Sample]], decoder: Detokenizer, rows: int | None) -> Iterator[str]:
     """Yield a line of JSON per sample, and then count cut characters on stderr."""
     cut = 0
     with progress_bar(sum(map(len, splits.values())), "show", "sample") as bar:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not a model.py or data/ of the current directory
 
-from launch.early import check_model_path, end_quietly
+from launch.scripts import NamedDirectories, check_model_path, end_quietly, option_parser, program, run_command
 
 if __name__ == "__main__":
     end_quietly()
@@ -35,7 +35,6 @@ import copy
 import json
 import re
 import shlex
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from operator import attrgetter
@@ -48,9 +47,7 @@ from engine.config.errors import RecipeError
 from engine.config.quant import SOURCE, QuantRecipe
 from engine.config.reading import load_recipe, save_recipe
 from engine.session_export import check_export
-from launch.compare import named, unique
 from launch.exits import clean_exit, recipe_or_exit
-from launch.launcher import ROOT, environment, program
 from model.build import read_config
 from model.quantized.quantization_config import is_quantized
 from model.ranks import errors_on_all_ranks
@@ -92,19 +89,17 @@ def main() -> None:
         save_recipe(recipes[part], out / part / MADE_BY)
         begun = (out / part / "checkpoints" / LATEST).is_file()
         resume = ["--train.resume", "true"] if begun and script == TRAIN else []
-        run_command([*arguments.launcher, script, *words, *changes[part], *resume])
+        run_part([*arguments.launcher, script, *words, *changes[part], *resume])
     sides = ["--bf16", str(reference(recipe))]
     for name, export in ptqs.items():
         sides += ["--ptq", f"{name}={export}", "--qat", f"{name}={out / QAT / 'export'}"]
     asked = ["--text", str(arguments.text), "--dtype", recipe.model.dtype, "--out", str(out)]
-    run_command([*arguments.launcher, COMPARE, *sides, *asked])
+    run_part([*arguments.launcher, COMPARE, *sides, *asked])
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     """Parse the options of this script, and return the rest, which belong to the recipe."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = option_parser(__doc__)
     parser.add_argument("--text", type=Path, required=True, help="a UTF-8 file that none is trained on")
     parser.add_argument(
         "--launcher",
@@ -116,19 +111,13 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
         "--ptq_codes", nargs="+", choices=CODES, default=[], help="first codes of PTQs beside the recipe's"
     )
     parser.add_argument(
-        "--ptq",
-        type=named,
-        action="append",
-        default=[],
-        metavar="NAME=DIR",
-        help="a PTQ of FT made elsewhere; repeatable",
+        "--ptq", action=NamedDirectories, default={}, metavar="NAME=DIR", help="a PTQ of FT made elsewhere; repeatable"
     )
     arguments, words = parser.parse_known_args()
-    arguments.ptq = unique(parser, "ptq", arguments.ptq)
     if not arguments.text.is_file():
         parser.error(f"--text: {arguments.text}, expected a text file")
     try:
-        program(arguments.launcher)
+        program(arguments.launcher[0])
     except (FileNotFoundError, IndexError) as error:
         parser.error(f"--launcher: {error}")
     return arguments, words
@@ -266,13 +255,9 @@ def check_part(folder: Path, recipe: Recipe) -> None:
         check_export(recipe)
 
 
-def run_command(shown: Sequence[str]) -> None:
+def run_part(shown: Sequence[str]) -> None:
     """Print a command and run it; on failure exit with its exit code."""
-    print(f"$ {shlex.join(shown)}", flush=True)
-    command = [str(ROOT / word) if word in (TRAIN, CALIBRATE, COMPARE) else word for word in shown]
-    command[0] = program(shown)
-    code = subprocess.run(command, check=False, env=environment()).returncode
-    if code:
+    if code := run_command(shown):
         print(f"error: exit code {code} of {shlex.join(shown)}", file=sys.stderr, flush=True)
         raise SystemExit(code)
 

