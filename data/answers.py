@@ -1,8 +1,8 @@
-"""Locate the assistant's turns in what a chat template writes.
+"""Locate the assistant's turns in the output of a chat template.
 
 The whole conversation is rendered once, and that text is trained on. To find a turn in it, the conversation is rendered
-again with a word of ours, a mark, in place of each string of the turn: its content, its reasoning, the names, keys and
-values of its calls. The whole rendering has to be the marked one with every mark replaced by its string. So each
+again with a unique word, a mark, in place of each string of the turn: its content, its reasoning, the names, keys and
+values of its calls. The first rendering has to be the marked one with every mark replaced by its string. So each
 character of the turn is known to be the author's or the template's, and a template that changes, repeats or leaves out
 a string is refused.
 
@@ -12,11 +12,11 @@ a string is refused.
 - **Beginning.** A turn begins where the preceding conversation, rendered with the generation prompt, ends: that is the
   model's input in serving. If the whole rendering does not begin with it, the template writes the context or the
   beginning of a turn differently in serving: it strips the thinking of earlier turns, or opens ``<think>`` in the
-  generation prompt alone. Then what follows the turn before is compared instead, and the turn begins behind the words
-  and tags that the generation prompt shares with it.
+  generation prompt alone. Then the text that follows the preceding turn is compared instead, and the turn begins behind
+  the words and tags that the generation prompt shares with it.
 - **End.** A turn ends with its end-of-turn token: the first special token behind its last string, or one next to that
-  if generation stops only there (``<|end|>\\n<|endoftext|>``). What a template writes behind it is not the turn's: an
-  EOS after the conversation, or the next turn's header.
+  if generation stops only there (``<|end|>\\n<|endoftext|>``). Text that a template writes behind it is not part of the
+  turn: an EOS after the conversation, or the next turn's header.
 
 All strings of the last turn must be written. Of an earlier turn, a template may leave out reasoning or content once
 others follow, as it does in serving (`Answer.cut`). Words that it writes only if others follow are refused.
@@ -25,18 +25,23 @@ others follow, as it does in serving (`Answer.cut`). Words that it writes only i
 import json
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
 
-from data.jsonl import Conversation
-from data.marks import CONTENT, NAME, REASONING, TEXTS, TOOL, Marked, Marks, Piece
-from data.template import MARKER, Span, Template, is_blank, plain, shown_again
-from data.turns import BadLineError, Turn
+from data.jsonl import BadLineError, Conversation, Turn
+from data.template import MARKER, Span, Template, any_of, is_blank, plain, shown_again
 
 LossOn = Literal["last", "all"]
 
+REASONING, CONTENT, NAME, ARGUMENT, TOOL = "reasoning_content", "content", "call of", "argument", "tool"
+TEXTS = (REASONING, CONTENT)
+MARK, NUMBER = "deepqat{:06}mark", 73_195_000_000
+_MARKS = re.compile(r"deepqat\d{6}mark|73195\d{6}(?:\.0)?")
 _WORDS = re.compile(r"<[^<>\s]*>|\[[^\[\]\s]*\]|\w+|\s+|.")
+_SPACE = re.compile(r"\s*")
+NO_TAGS = any_of([])
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +80,11 @@ def render(template: Template, conversation: Conversation, loss_on: LossOn) -> R
         BadLineError: the template refuses the conversation, changes or omits a part of it, or a turn cannot be located
             exactly.
     """
-    turns = [template.formatted(turn) for turn in conversation.turns]
+    turns = [template.formatted(message.turn) for message in conversation.messages]
     chosen = [
         i
-        for i, turn in enumerate(turns)
-        if i and turn["role"] == "assistant" and not is_blank(turn) and conversation.learned[i] is not False
+        for i, (turn, message) in enumerate(zip(turns, conversation.messages, strict=True))
+        if i and turn["role"] == "assistant" and not is_blank(turn) and message.learned is not False
     ]
     if loss_on == "last":
         chosen = [i for i in chosen if i == len(turns) - 1]
@@ -94,17 +99,193 @@ def render(template: Template, conversation: Conversation, loss_on: LossOn) -> R
     return Rendering(writing.text, answers, *writing.spelled(), len(turns) - 1 - chosen[-1])
 
 
+# ---- marks
+
+
+@dataclass(frozen=True, slots=True)
+class Occurrence:
+    """A mark, or the string that it replaces: characters ``[start, end)`` of a text."""
+
+    mark: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Marked:
+    """A text with marks."""
+
+    text: str
+    pieces: list[Occurrence]
+
+    def behind(self) -> str:
+        """Return the text behind the last mark; empty without marks."""
+        return self.text[self.pieces[-1].end :] if self.pieces else ""
+
+    def literal(self, start: int, end: int) -> str:
+        """Return characters ``[start, end)`` without the marks in them."""
+        inside = [piece for piece in self.pieces if start <= piece.start < end]
+        edges = [start, *(edge for piece in inside for edge in (piece.start, piece.end)), end]
+        return "".join(self.text[left:right] for left, right in zip(edges[::2], edges[1::2], strict=True))
+
+
+class Marks:
+    """Marks of one turn, or of several.
+
+    Args:
+        tags: divide the content at these matches, and leave them as they are; none by default.
+
+    Attributes:
+        forms: the forms in which a template may write a mark's string: as it is, or escaped in JSON.
+        kinds: the part of a turn that a mark's string is, and the turn's index.
+        parts: the content's marks and tags, in order.
+        unlike: the first mark whose string the last call of `find` did not find; None if all are found.
+    """
+
+    def __init__(self, tags: re.Pattern[str] = NO_TAGS) -> None:
+        self._tags = tags
+        self._escaped = False
+        self._index = -1
+        self.forms: dict[str, tuple[str, ...]] = {}
+        self.kinds: dict[str, tuple[str, int]] = {}
+        self.parts: list[str] = []
+        self.unlike: str | None = None
+
+    def turn(self, turn: Turn, index: int) -> Turn:
+        """Return a turn with marks in place of its strings. Blank strings stay, and whitespace around others."""
+        marked, self._index, self._escaped = dict(turn), index, turn["role"] == "tool"
+        if REASONING in turn:
+            marked[REASONING] = self._string(turn[REASONING], REASONING)
+        if isinstance(turn[CONTENT], list):
+            marked[CONTENT] = [{**part, "text": self._content(part["text"])} for part in turn[CONTENT]]
+        elif turn[CONTENT]:
+            marked[CONTENT] = self._content(turn[CONTENT])
+        if "tool_calls" in turn:
+            marked["tool_calls"] = [self._call(call) for call in turn["tool_calls"]]
+        return marked
+
+    def tool(self, tool: dict[str, Any]) -> dict[str, Any]:
+        """Return a function schema with a mark in place of its name."""
+        function = tool["function"]
+        return {**tool, "function": {**function, "name": self._string(function["name"], TOOL)}}
+
+    def marked(self, text: str) -> _Marked:
+        """Find the marks in a text."""
+        return _Marked(text, [Occurrence(m[0], *m.span()) for m in _MARKS.finditer(text) if m[0] in self.forms])
+
+    def find(self, marked: str, text: str) -> list[Occurrence] | None:
+        """Find the strings in a text; None if it is not the marked text with every mark replaced by its string."""
+        self.unlike = next((mark for mark in self.forms if mark not in marked), None)
+        pieces = []
+        at = end = 0
+        for mark in self.marked(marked).pieces:
+            before = marked[at : mark.start]
+            start = end + len(before)
+            form = next((form for form in self.forms[mark.mark] if text.startswith(form, start)), None)
+            if form is None or not text.startswith(before, end):
+                self.unlike = mark.mark if text.startswith(before, end) else self.unlike
+                return None
+            at, end = mark.end, start + len(form)
+            pieces.append(Occurrence(mark.mark, start, end))
+        return pieces if text[end:] == marked[at:] else None
+
+    def content_end(self, pieces: list[Occurrence], text: str) -> int | None:
+        """Return the end of the content with its tags; 0 without content.
+
+        None if a tag is missing, or has more than whitespace beside it. Parts in front may be missing: they are
+        thinking that the template leaves out.
+        """
+        found = [piece for piece in pieces if piece.mark in self.parts]
+        if not found:
+            return 0
+        first = self.parts.index(found[0].mark)
+        if self.forms.keys().isdisjoint(self.parts[:first]):  # only tags are in front of the first mark
+            before = text[: found[0].start] if first else ""
+            for tag in reversed(self.parts[:first]):
+                if not before.rstrip().endswith(tag):
+                    return None
+                before = before.rstrip().removesuffix(tag)
+        end = found[0].end
+        for part in self.parts[first + 1 :]:
+            string, space = self.forms.get(part, (part,))[0], _SPACE.match(text, end)
+            if space is None or not text.startswith(string, space.end()):
+                return None
+            end = space.end() + len(string)
+        return end if end >= found[-1].end else None
+
+    def _content(self, text: str) -> str:
+        result, at = "", 0
+        for tag in self._tags.finditer(text):
+            result += self._part(text[at : tag.start()]) + tag[0]
+            self.parts.append(tag[0])
+            at = tag.end()
+        return result + self._part(text[at:])
+
+    def _part(self, text: str) -> str:
+        marked = self._string(text, CONTENT)
+        if text.strip():
+            self.parts.append(marked.strip())
+        return marked
+
+    def _string(self, text: str, kind: str) -> str:
+        core = text.strip()
+        if not core:
+            return text
+        mark = MARK.format(len(self.forms))
+        self.forms[mark] = tuple(dict.fromkeys(_escaped(core))) if kind == ARGUMENT or self._escaped else (core,)
+        self.kinds[mark] = kind, self._index
+        return text.replace(core, mark, 1)
+
+    def _call(self, call: dict[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        name = self._string(function["name"], NAME)
+        arguments = function["arguments"]
+        if isinstance(arguments, str):
+            marked: Any = json.dumps(self._value(json.loads(arguments)), ensure_ascii=False)
+        else:
+            marked = self._value(arguments)
+        return {**call, "function": {**function, "name": name, "arguments": marked}}
+
+    def _value(self, value: Any) -> Any:
+        """Mark strings, numbers and keys. Marks of keys are in the order of the keys, by which a template may sort."""
+        if isinstance(value, str):
+            return self._string(value, ARGUMENT)
+        if isinstance(value, dict):
+            keys = {key: self._string(key, ARGUMENT) for key in sorted(value, key=str.lower)}
+            return {keys[key]: self._value(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self._value(item) for item in value]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value:
+            return value
+        number = type(value)(NUMBER + len(self.forms))
+        self.forms[str(number)] = (str(value),)
+        self.kinds[str(number)] = ARGUMENT, self._index
+        return number
+
+
+def _escaped(text: str) -> Iterator[str]:
+    """Yield a string's forms, longest first: as JSON inside of JSON, as JSON, as Python's repr, as it is."""
+    for ascii_only in (True, False):
+        once = json.dumps(text, ensure_ascii=ascii_only)[1:-1]
+        yield json.dumps(once, ensure_ascii=ascii_only)[1:-1]
+        yield once
+    yield repr(text)[1:-1]
+    yield text
+
+
+# ---- turns
+
+
 @dataclass(frozen=True, slots=True)
 class _Found:
     """A turn's strings in the whole rendering, and its marks in the rendering that ends with it."""
 
-    pieces: list[Piece]
+    pieces: list[Occurrence]
     end: int
     """Character behind the last string."""
-    alone: Marked
-    kept: list[Piece]
+    alone: _Marked
+    kept: list[Occurrence]
     """The marks of the pieces in ``alone``, which may have more."""
-    cut: bool
 
 
 class _Writing:
@@ -133,28 +314,39 @@ class _Writing:
             return [], 0
         try:
             text, spans = shown_again(self.template.write(*special.hidden(conversation)))
+            if text == self.text:
+                return spans, 0
         except (BadLineError, RecursionError):  # a template may search for a special token that was replaced
-            return [], special.count_in(*conversation)
-        return (spans, 0) if text == self.text else ([], special.count_in(*conversation))
+            pass
+        return [], special.count_in(*conversation)
 
     def check_context(self, learned: list[int]) -> None:
         """Refuse a conversation if the template omits a tool, or a turn that is not learned: they change the answer.
 
         A template may leave out reasoning, and the content beside earlier calls, which often is reasoning.
         """
-        marks, turns = Marks(), list[Turn]()
+        marks = Marks()
         tools = [marks.tool(tool) for tool in self.tools or ()]
-        for index, turn in enumerate(self.turns):
-            turns.append(turn if index in learned else marks.turn(turn, index))
+        turns = [turn if index in learned else marks.turn(turn, index) for index, turn in enumerate(self.turns)]
+        needed = {
+            mark: marks.forms[mark]
+            for mark, (kind, index) in marks.kinds.items()
+            if kind in (NAME, TOOL) or (kind == CONTENT and "tool_calls" not in self.turns[index])
+        }
         try:
             text = self.template.write(turns, tools or None, self.variables)
             written = {piece.mark for piece in marks.marked(text).pieces}
         except BadLineError:  # a template may look for a name among the tools
-            written = {mark for mark, forms in marks.forms.items() if any(form in self.text for form in forms)}
-        for mark, (kind, index) in marks.kinds.items():
-            beside_calls = kind == CONTENT and "tool_calls" in self.turns[index]
-            if mark not in written and (kind in (NAME, TOOL) or (kind == CONTENT and not beside_calls)):
-                raise self._omitted(marks, mark)
+            strings = [forms[-1] for forms in needed.values()]
+            if len(self.turns) - 1 in learned:
+                strings += [plain(self.turns[-1][CONTENT]), self.turns[-1].get(REASONING, "")]
+            written = {
+                mark
+                for mark, forms in needed.items()
+                if sum(map(self.text.count, forms)) >= sum(string.count(forms[-1]) for string in strings)
+            }
+        if missing := [mark for mark in needed if mark not in written]:
+            raise self._omitted(marks, missing[0])
 
     def answer(self, index: int) -> Answer:
         """Locate one assistant turn."""
@@ -170,12 +362,12 @@ class _Writing:
                     f"found {self.text[left:right][slice(*early)]!r}, at which generation stops, in front of the last "
                     f"part of turn {index} (assistant), expected it behind the turn: mend the chat template or the turn"
                 )
-        return Answer(start, end, by_content=not exact, cut=found.cut)
+        return Answer(start, end, by_content=not exact, cut=len(found.kept) < len(found.alone.pieces))
 
     def _found(self, index: int) -> _Found:
         """Find a turn's strings: all of the last turn, and those that the template writes of an earlier one."""
         before, after = self.turns[:index], self.turns[index + 1 :]
-        for tags in (None, self.template.tags):
+        for tags in (NO_TAGS, self.template.tags):
             marks = Marks(tags)
             try:
                 turn = marks.turn(self.turns[index], index)
@@ -187,13 +379,14 @@ class _Writing:
             if pieces is None:
                 continue
             pieces, kept = self._of_turn(marks, pieces, alone, index)
-            content = marks.content_in(pieces, self.text)
-            if content is not None:
-                cut = len(kept) < len(alone.pieces)
-                return _Found(pieces, max(pieces[-1].end, content[1]), alone, kept, cut)
-        raise self._changed(index)
+            content_end = marks.content_end(pieces, self.text)
+            if content_end is not None:
+                return _Found(pieces, max(pieces[-1].end, content_end), alone, kept)
+        raise self._changed(index, marks)
 
-    def _of_turn(self, marks: Marks, pieces: list[Piece], alone: Marked, index: int) -> tuple[list[Piece], list[Piece]]:
+    def _of_turn(
+        self, marks: Marks, pieces: list[Occurrence], alone: _Marked, index: int
+    ) -> tuple[list[Occurrence], list[Occurrence]]:
         """Check that a turn's strings are written once and in order; return their places, and those of their marks.
 
         Names and keys of calls may be repeated, also behind the turn: the name of a function beside its result.
@@ -207,11 +400,8 @@ class _Writing:
                 raise self._otherwise(index, f"{marks.forms[mark][-1][:60]!r} {counts[mark]} times")
         kept = [piece for piece in alone.pieces if piece.mark in written]
         pieces = pieces[: len(kept)]
-        if (
-            not kept
-            or [piece.mark for piece in pieces] != [piece.mark for piece in kept]
-            or kept[-1] != alone.pieces[-1]
-        ):
+        in_order = [piece.mark for piece in pieces] == [piece.mark for piece in kept]
+        if not (kept and in_order and kept[-1] == alone.pieces[-1]):
             raise self._otherwise(index, "parts in another order if other turns follow")
         for (one, other), (left, right) in zip(pairwise(pieces), pairwise(kept), strict=True):
             self._check_words(index, self.text[one.end : other.start], alone.literal(left.end, right.start))
@@ -227,7 +417,7 @@ class _Writing:
         return start
 
     def _behind_turn_before(self, index: int, found: _Found) -> int:
-        """Return where a turn begins, from what follows the turn before it in serving and in the whole rendering."""
+        """Return where a turn begins, from the text behind the preceding turn in serving and in the whole rendering."""
         marks = Marks(self.template.tags)
         before = [*self.turns[: index - 1], marks.turn(self.turns[index - 1], index - 1)]
         theirs = set(marks.forms)
@@ -255,7 +445,7 @@ class _Writing:
         self._check_words(index, self.text[start : first.start], alone.literal(prior.end, kept.start))
         return start
 
-    def _end(self, index: int, found: _Found) -> tuple[int, int]:
+    def _end(self, index: int, found: _Found) -> Span:
         """Return the range of a turn's last token; an empty range at the turn's end if no special token ends it."""
         last = found.pieces[-1].end
         behind = found.alone.behind()
@@ -303,11 +493,10 @@ class _Writing:
         return ends.first(own, start)
 
     def _followed(self, index: int) -> str:
-        """Return what the template writes behind a turn if a question follows it."""
+        """Return the text that the template writes behind a turn if a question follows it."""
         marks = Marks()
         question = self.template.formatted({"role": "user", "content": "?"})
-        marked = marks.marked(self._write([*self.turns[:index], marks.turn(self.turns[index], index), question]))
-        return marked.behind()
+        return marks.marked(self._write([*self.turns[:index], marks.turn(self.turns[index], index), question])).behind()
 
     def _check_words(self, index: int, written: str, alone: str) -> None:
         """Refuse words inside of a turn that the template writes only if others follow: they may be the others'."""
@@ -329,27 +518,19 @@ class _Writing:
             "text: mend the template, or remove it from the line"
         )
 
-    def _changed(self, index: int) -> BadLineError:
-        """Name the part of a turn that the template changes."""
-        turn, changed = self.turns[index], CONTENT
-        for key in (REASONING, "tool_calls"):
-            if key in turn:
-                marks = Marks()
-                marked = {**turn, key: marks.turn({"role": "assistant", "content": None, key: turn[key]}, index)[key]}
-                try:
-                    whole = self._write([*self.turns[:index], marked, *self.turns[index + 1 :]])
-                except BadLineError:
-                    whole = ""
-                if marks.find(whole, self.text) is None:
-                    changed = key
-                    break
+    def _changed(self, index: int, marks: Marks) -> BadLineError:
+        kind = marks.kinds[marks.unlike][0] if marks.unlike else CONTENT
+        changed = kind if kind in TEXTS else "tool_calls"
+        value = self.turns[index][changed]
+        text = plain(value) if kind in TEXTS else json.dumps(value, ensure_ascii=False)
+        text = text if len(text) <= 60 else text[:57] + "..."
         return BadLineError(
             f"found a chat template that changes the {changed} of turn {index} (assistant), and not only whitespace "
-            f"around it, expected {_beginning(turn[changed])} as it is: mend the template or the turn"
+            f"around it, expected {text!r} as it is: mend the template or the turn"
         )
 
 
-def _border(pieces: list[Piece], theirs: set[str]) -> tuple[Piece | None, Piece | None]:
+def _border(pieces: list[Occurrence], theirs: set[str]) -> tuple[Occurrence | None, Occurrence | None]:
     """Return the last piece of another turn in front of this one's first piece, and that piece."""
     for one, other in pairwise(pieces):
         if one.mark in theirs and other.mark not in theirs:
@@ -365,9 +546,3 @@ def _common(one: str, other: str) -> int:
             break
         shared = mine.end()
     return shared
-
-
-def _beginning(value: Any) -> str:
-    """Return the beginning of a text or of calls, for an error."""
-    text = json.dumps(value, ensure_ascii=False) if isinstance(value, list) and "text" not in value[0] else plain(value)
-    return repr(text if len(text) <= 60 else text[:57] + "...")

@@ -22,23 +22,33 @@ Special cases, each counted in turns:
   among those at which generation stops, so that serving goes on behind it: ``unstopped``.
 """
 
+import json
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from data.answers import Answer, LossOn, Rendering, render
-from data.jsonl import Conversation, check_fields, conversation_of, lines_of
-from data.keys import FileKeys, Written
-from data.samples import IGNORE, Bars, DataError, Problems, Sample, check_files, no_bar
+from data.files import DataError, Problems, check_files
+from data.jsonl import BadLineError, Conversation, conversation_of, is_empty, lines_of
+from data.samples import IGNORE, Bars, Sample, no_bar
 from data.template import SpecialTokens, Template
 from data.tokens import CHARACTERS, TEXTS, OffsetTokenizer, TokenizerError, Tokens, in_groups
-from data.turns import BadLineError
+
+_SHOWN = 20  # keys that a note names
+_DATA = (".properties", ".arguments")
+"""Ends of paths to objects whose keys are data: names of parameters."""
+
+
+def _unusual(text: str) -> Any:
+    """Return the field of a count that the summary prints with this text, unless it is 0."""
+    return field(default=0, metadata={"text": text})
 
 
 @dataclass
@@ -51,29 +61,36 @@ class Counts:
     tokens: int = 0  # input positions of all samples
     targets: int = 0  # input positions with a label
     too_long: int = 0  # dropped: longer than max_length (when truncating: even without its beginning)
-    truncated: int = 0  # kept, the beginning cut off
-    targets_cut: int = 0  # tokens of earlier answers in truncated samples that are no longer targets
     without_target: int = 0  # dropped: there is no answer, or it is empty
-    by_content: int = 0  # kept answers: located by their content, because serving writes otherwise what precedes them
-    cut: int = 0  # kept answers: the template leaves out a part (the thinking), because others follow
-    straddling: int = 0  # kept answers: a token reaches from the prompt into the answer and is a target
-    without_end: int = 0  # kept answers: no special token ends them
-    unstopped: int = 0  # kept answers: generation does not stop at the special token that ends them
-    spelled: int = 0  # special tokens spelled out in the contents of kept samples
-    spelled_targets: int = 0  # spelled-out special tokens that are targets
-    unanswered: int = 0  # turns behind the last learned answer, which are left out
-    unlearned: int = 0  # turns whose flag asks to learn them, and which are not learned
-    nulls_left_out: int = 0  # nulls in schemas of tools, and in arguments that the called tool does not have
-    nulls_kept: int = 0  # other nulls in arguments of calls
-    keys: dict[str, FileKeys] = field(default_factory=dict)
-    """By file: rows of each key that is not used, or not written."""
+    # Of samples that are kept:
+    truncated: int = _unusual("truncated")
+    targets_cut: int = _unusual("targets cut away with it")
+    by_content: int = _unusual("answers found by their content")
+    cut: int = _unusual("earlier answers of which the chat template leaves out a part, such as the thinking")
+    straddling: int = _unusual("answers that begin inside a token")
+    without_end: int = _unusual("answers without an end-of-turn token")
+    unstopped: int = _unusual(
+        "answers that end with a token at which generation does not stop (generation_config.json)"
+    )
+    spelled: int = _unusual("special tokens spelled out in the chats and kept (data.special_tokens)")
+    spelled_targets: int = _unusual("of them targets")
+    unanswered: int = _unusual("turns behind the last learned answer left out")
+    unlearned: int = _unusual("turns not learned whose weight is 1 (data.loss_on)")
+    nulls_left_out: int = _unusual("nulls left out of tools and of arguments that the tool does not have")
+    nulls_kept: int = _unusual("nulls kept in arguments of calls")
+    # Rows by key:
+    unused: Counter[str] = field(default_factory=Counter)
+    """Keys that are not used."""
+    unwritten: Counter[str] = field(default_factory=Counter)
+    """Keys that are given to the chat template, which does not write (all of) their value."""
+    taken: Counter[str] = field(default_factory=Counter)
+    """Keys that the chat template takes as variables."""
     by_file: dict[str, "Counts"] = field(default_factory=dict)
 
     def add(self, file: str, counts: "Counts") -> None:
         """Add the counts of one file."""
-        for name in (item.name for item in fields(self)):
-            known, more = getattr(self, name), getattr(counts, name)
-            setattr(self, name, known | more if isinstance(more, dict) else known + more)
+        for name in (item.name for item in fields(self) if item.name != "by_file"):
+            setattr(self, name, getattr(self, name) + getattr(counts, name))
         self.by_file[file] = counts
 
     def summary(self) -> str:
@@ -84,40 +101,29 @@ class Counts:
             f"{self.tokens:,} tokens, {self.targets:,} of them targets ({share:.1f}%); "
             f"dropped {self.too_long:,} too long, {self.without_target:,} without target"
         )
-        unusual = {
-            "truncated": self.truncated,
-            "targets cut away with it": self.targets_cut,
-            "answers found by their content": self.by_content,
-            "earlier answers of which the chat template leaves out a part, such as the thinking": self.cut,
-            "answers that begin inside a token": self.straddling,
-            "answers without an end-of-turn token": self.without_end,
-            "answers that end with a token at which generation does not stop (generation_config.json)": self.unstopped,
-            "special tokens spelled out in the chats and kept (data.special_tokens)": self.spelled,
-            "of them targets": self.spelled_targets,
-            "turns behind the last learned answer left out": self.unanswered,
-            "turns not learned whose weight is 1 (data.loss_on)": self.unlearned,
-            "nulls left out of tools and of arguments that the tool does not have": self.nulls_left_out,
-            "nulls kept in arguments of calls": self.nulls_kept,
-        }
+        unusual = {item.metadata["text"]: getattr(self, item.name) for item in fields(self) if item.metadata}
         return text + "".join(f"; {count:,} {name}" for name, count in unusual.items() if count)
 
     def notes(self) -> Iterator[str]:
         """Say for each file, in a line each, how many rows have keys that are not used, and which keys."""
-        for file, keys in self.keys.items():
-            yield from (f"{file}: {note}" for note in keys.notes())
+        for file, counts in self.by_file.items():
+            if counts.unused:
+                are = "are" if len(counts.unused) > 1 else "is"
+                yield f"{file}: {_rows(counts.unused)}, which {are} not used"
+            if counts.unwritten:
+                yield f"{file}: {_rows(counts.unwritten)}, of which the chat template leaves out at least a part"
+            if counts.taken:
+                yield f"{file}: {_rows(counts.taken)}, which the chat template takes as variables"
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """Rendered line with its file and line number."""
-
-    rendering: Rendering
-    file: str
-    number: int
-
-    def where(self) -> str:
-        """Return ``file:line``."""
-        return f"{self.file}:{self.number}"
+def _rows(counts: Counter[str]) -> str:
+    """Return ``300 rows have "id", 12 "messages.name" and 2 more keys``, the most frequent keys first."""
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    shown = [f"{rows:,} {json.dumps(key, ensure_ascii=False)}" for key, rows in ordered[:_SHOWN]]
+    number, key = shown[0].split(" ", 1)
+    shown[0] = f"{number} row{'s have' if number != '1' else ' has'} {key}"
+    more = len(ordered) - _SHOWN
+    return ", ".join(shown) + (f" and {more:,} more key{'s' * (more > 1)}" if more > 0 else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,12 +164,6 @@ def read_chat(
     Raises:
         DataError: a file is missing or empty, lines are bad (up to 20 named in one error), or no sample is left.
     """
-    if max_length < 1 or too_long not in ("drop", "truncate") or loss_on not in ("last", "all"):
-        raise DataError(
-            f"found max_length {max_length}, too_long {too_long!r} and loss_on {loss_on!r}, expected at least 1, "
-            "'drop' or 'truncate', and 'last' or 'all'"
-        )
-    check_fields(fields)
     paths = check_files(files)
     if not tokenizer.chat_template:
         raise DataError(
@@ -173,9 +173,7 @@ def read_chat(
     size, counts = sum(path.stat().st_size for path in paths), Counts()
     with progress(size, "chats", "B") as bar:
         for path in paths:
-            builder.counts = Counts(files=1)
-            builder.read(path, bar)
-            counts.add(str(path), builder.counts)
+            counts.add(str(path), builder.read(path, bar))
     builder.problems.raise_if_any()
     if not builder.samples:
         raise DataError(
@@ -206,38 +204,40 @@ class _Builder:
         self.truncate = truncate
         self.bos = tokenizer.bos_token_id
         self.samples: list[Sample] = []
-        self.counts = Counts()
+        self.file, self.counts = "", Counts()
         self.problems = Problems()
 
-    def read(self, path: Path, bar: tqdm) -> None:
-        """Add one file, a batch of lines at a time."""
-        for batch in in_groups(self._lines(path, bar), TEXTS, CHARACTERS, lambda line: len(line.rendering.text)):
+    def read(self, path: Path, bar: tqdm) -> Counts:
+        """Add one file, a batch of lines at a time; return its counts."""
+        self.file, self.counts = str(path), Counts(files=1)
+        for batch in in_groups(self._lines(path, bar), TEXTS, CHARACTERS, lambda line: len(line[1].text)):
             self._add(batch)
+        return self.counts
 
-    def _lines(self, path: Path, bar: tqdm) -> Iterator[Line]:
-        name = str(path)
+    def _lines(self, path: Path, bar: tqdm) -> Iterator[tuple[int, Rendering]]:
+        """Yield numbers and renderings of lines that may become samples."""
         for number, line in lines_of(path):
             bar.update(len(line))
             if not line.strip():
                 continue
             self.counts.lines += 1
             try:
-                rendering = self._rendered(line, self.counts.keys.setdefault(name, FileKeys()))
+                rendering = self._rendered(line)
                 hopeless = self.tokenizer.is_longer(rendering.text, self.max_length)
             except (BadLineError, MemoryError, RecursionError) as error:
                 said = str(error) if isinstance(error, BadLineError) else "found a line that is too large or too deep"
-                self.problems.add(f"{name}:{number}", said)
+                self.problems.add(f"{path}:{number}", said)
                 continue
             if hopeless:
                 self.counts.too_long += 1
             elif rendering.answers:
-                yield Line(rendering, name, number)
+                yield number, rendering
             else:
                 self.counts.without_target += 1
         if not self.counts.lines:
-            self.problems.add(name, "found only blank lines, expected one JSON object per line")
+            self.problems.add(str(path), "found only blank lines, expected one JSON object per line")
 
-    def _rendered(self, line: bytes, keys: FileKeys) -> Rendering:
+    def _rendered(self, line: bytes) -> Rendering:
         """Render a line with the template. Raises BadLineError for spelled-out special tokens, if they are refused."""
         conversation = conversation_of(line, self.fields, self.template.reads)
         if self.special_tokens == "refuse" and (token := self.template.special_token_in(conversation)):
@@ -248,29 +248,29 @@ class _Builder:
                 "found a special token spelled out, and a chat template that writes the conversation otherwise without "
                 "it, expected data.special_tokens keep or refuse"
             )
-        self._count(conversation, rendering, keys)
+        self._count(conversation, rendering)
         return rendering
 
-    def _count(self, conversation: Conversation, rendering: Rendering, keys: FileKeys) -> None:
+    def _count(self, conversation: Conversation, rendering: Rendering) -> None:
         """Count all that a row has and the text has not."""
-        seen, learned = conversation.seen, conversation.learned
+        learned = [message.learned for message in conversation.messages]
         self.counts.unanswered += conversation.unanswered + rendering.behind
         self.counts.unlearned += (learned[:-1] if self.loss_on == "last" else learned[:1]).count(True)
-        self.counts.nulls_left_out += seen.nulls_left_out
-        self.counts.nulls_kept += seen.nulls_kept
-        keys.unused.update(seen.unused)
-        keys.taken.update(conversation.variables.keys())
+        self.counts.nulls_left_out += conversation.nulls_left_out
+        self.counts.nulls_kept += conversation.nulls_kept
+        self.counts.unused.update(conversation.unused)
+        self.counts.taken.update(conversation.variables.keys())
         if rendering.answers:
-            keys.unwritten.update(unwritten(conversation, Written(rendering.text, seen.reads)))
+            self.counts.unwritten.update(unwritten(conversation, rendering.text))
 
-    def _add(self, batch: list[Line]) -> None:
+    def _add(self, batch: list[tuple[int, Rendering]]) -> None:
         if self.problems.count:
             return  # there will be no samples: only look for more bad lines
-        for line, tokens in zip(batch, self._tokens(batch), strict=True):
+        for (number, rendering), tokens in zip(batch, self._tokens(batch), strict=True):
             try:
-                sample = self._sample(line, tokens)
+                sample = self._sample(number, rendering, tokens)
             except BadLineError as error:
-                self.problems.add(line.where(), str(error))
+                self.problems.add(f"{self.file}:{number}", str(error))
                 continue
             if sample is not None:
                 self.samples.append(sample)
@@ -278,22 +278,22 @@ class _Builder:
                 self.counts.tokens += len(sample.input_ids)
                 self.counts.targets += int((sample.labels != IGNORE).sum())
 
-    def _tokens(self, batch: list[Line]) -> Iterable[Tokens]:
+    def _tokens(self, batch: list[tuple[int, Rendering]]) -> Iterable[Tokens]:
         """Tokenize each line. Raises DataError, with file and line, for a text that the tokenizer refuses."""
         try:
-            return self.tokenizer.batch([line.rendering.text for line in batch])
+            return self.tokenizer.batch([rendering.text for _, rendering in batch])
         except TokenizerError as error:
-            for line in batch:
+            for number, rendering in batch:
                 try:
-                    self.tokenizer.one(line.rendering.text)
+                    self.tokenizer.one(rendering.text)
                 except TokenizerError as its_own:
-                    raise DataError(f"{line.where()}: {its_own}") from error
-            raise DataError(f"{batch[0].where()} to {batch[-1].where()}: {error}") from error
+                    raise DataError(f"{self.file}:{number}: {its_own}") from error
+            raise DataError(f"{self.file}:{batch[0][0]} to {batch[-1][0]}: {error}") from error
 
-    def _sample(self, line: Line, tokens: Tokens) -> Sample | None:
-        text, spelled = line.rendering.text, line.rendering.spelled
+    def _sample(self, number: int, rendering: Rendering, tokens: Tokens) -> Sample | None:
+        text, spelled, answers = rendering.text, rendering.spelled, rendering.answers
         tokens = self.tokenizer.with_text(text, tokens, spelled)
-        turns = [targets_of(answer, tokens, line.rendering, self.tokenizer) for answer in line.rendering.answers]
+        turns = [targets_of(answer, tokens, rendering, self.tokenizer) for answer in answers]
         length = turns[-1].last  # of the input: the last target is only predicted
         ids = np.array(tokens.ids[: length + 1], dtype=np.int32)
         begin, keeps_bos = self._cut(ids, turns[-1].first)
@@ -307,20 +307,20 @@ class _Builder:
             else:
                 self.counts.targets_cut += turn.last + 1 - turn.first
         self.counts.truncated += begin > 0
-        self.counts.by_content += sum(answer.by_content for answer in line.rendering.answers)
-        self.counts.cut += sum(answer.cut for answer in line.rendering.answers)
+        self.counts.by_content += sum(answer.by_content for answer in answers)
+        self.counts.cut += sum(answer.cut for answer in answers)
         self.counts.straddling += sum(turn.straddling for turn in turns)
         self.counts.without_end += sum(not turn.ended for turn in turns)
         stops = self.template.ends.stops
         self.counts.unstopped += sum(turn.ended and tokens.ids[turn.last] not in stops for turn in turns)
         kept = [index for index in self.tokenizer.spelled_at(tokens, spelled) if begin <= index <= length]
-        self.counts.spelled += len(kept) + line.rendering.unplaced
+        self.counts.spelled += len(kept) + rendering.unplaced
         self.counts.spelled_targets += sum(index > begin and labels[index - 1] != IGNORE for index in kept)
         inputs, labels = ids[begin:length], labels[begin:]
         if keeps_bos:
             inputs, labels = np.append(ids[:1], inputs), np.append(np.int32(IGNORE), labels)
         # Copy truncated arrays: a view would keep the whole conversation in memory.
-        return Sample(inputs.copy(), labels.copy(), line.file, line.number)
+        return Sample(inputs.copy(), labels.copy(), self.file, number)
 
     def _cut(self, ids: np.ndarray, first: int) -> tuple[int | None, bool]:
         """Return the number of tokens to cut off so that the rest fits, and True if BOS is put back before the rest.
@@ -336,18 +336,77 @@ class _Builder:
         return excess + keeps_bos, keeps_bos
 
 
-def unwritten(conversation: Conversation, written: Written) -> set[str]:
-    """Return the keys with texts or numbers that the rendered conversation does not contain."""
-    found = set(written.unwritten(conversation.seen.tools, conversation.tools))
+def unwritten(conversation: Conversation, text: str) -> set[str]:
+    """Return the keys with texts or numbers that the rendered conversation does not contain.
+
+    Each value takes up an occurrence in the text, the longest values first, so that a short one is not found in others.
+    Whitespace and case do not count: templates change them.
+    """
+    values: dict[str, list[_Value]] = {}
+    missing, left, short = set[str](), _squeezed(text), dict[str, int]()
+    for one in _values(conversation, text):
+        if one.asked:
+            values.setdefault(_squeezed(one.value), []).append(one)
+        else:
+            missing.add(one.path)
+    for key in sorted(filter(None, values), key=len, reverse=True):
+        wanted, value = len(values[key]), values[key][0].value
+        escaped = (json.dumps(value, ensure_ascii=False), json.dumps(value), repr(value))
+        forms = (form[1:-1] if isinstance(value, str) else form for form in escaped)  # without quotes
+        for form in dict.fromkeys([key, *map(_squeezed, forms)]):
+            taken = min(wanted, left.count(form))
+            left = left.replace(form, " ", taken)
+            wanted -= taken
+        short[key] = wanted
+    left = left.casefold()
+    for key, wanted in short.items():
+        if wanted > left.count(key.casefold()):
+            missing |= {one.path for one in values[key] if wanted == len(values[key]) or not one.located}
+    return missing
+
+
+class _Value(NamedTuple):
+    """Text or number of a conversation."""
+
+    path: str
+    """Its keys; names of parameters are a star."""
+    value: Any
+    asked: bool
+    """False if neither the template nor the text has its key: then it may be in the text by chance only."""
+    located: bool
+    """True if `render` has found it in its place."""
+
+
+def _values(conversation: Conversation, text: str) -> Iterator[_Value]:
+    def leaves(path: str, value: Any, asked: bool = True, located: bool = False) -> Iterator[_Value]:
+        if isinstance(value, dict):
+            data = path.endswith(_DATA)
+            for name, item in value.items():
+                if (name, item) != ("type", "function"):  # the only kind of tool
+                    asked = data or name in text or name in conversation.reads.keys
+                    is_function = (name, path.rpartition(".")[2]) == ("name", "function")
+                    yield from leaves(f"{path}.{'*' if data else name}", item, asked, is_function)
+        elif isinstance(value, list):
+            for item in value:
+                yield from leaves(path, item, asked, located)
+        elif not is_empty(value):
+            yield _Value(path, value, asked, located)
+
+    yield from leaves(conversation.tools_key, conversation.tools)
     for key, value in conversation.variables.items():
         if isinstance(value, str | list | dict):  # another one is a switch
-            found.update(written.unwritten(key, value))
-    for turn, places in zip(conversation.turns, conversation.places, strict=True):
-        for key, value in turn.items():
-            if key != "role":
-                content = [part["text"] for part in value] if key == "content" and isinstance(value, list) else value
-                found.update(written.unwritten(places[key], content))
-    return found
+            yield from leaves(key, value)
+    for message in conversation.messages:
+        for key, value in message.turn.items():
+            if key == "content":
+                parts = [part["text"] for part in value] if isinstance(value, list) else value
+                yield from leaves(message.places[key], parts, located="tool_calls" not in message.turn)
+            elif key != "role":
+                yield from leaves(message.places[key], value)
+
+
+def _squeezed(value: Any) -> str:
+    return "".join(str(value).split())
 
 
 def targets_of(answer: Answer, tokens: Tokens, rendering: Rendering, tokenizer: OffsetTokenizer) -> Targets:
@@ -367,7 +426,7 @@ def targets_of(answer: Answer, tokens: Tokens, rendering: Rendering, tokenizer: 
 
 
 def first_target(tokens: Tokens, rendering: Rendering, start: int, tokenizer: OffsetTokenizer) -> tuple[int, bool]:
-    """Return the first target's index (one past the last token if none), and whether it begins in the prompt."""
+    """Return the first target's index (one past the last token if none), and True if it begins in the prompt."""
     offsets = tokens.offsets
     # A token without characters (a prefix that the tokenizer adds to a word) belongs to the word after it.
     inside = (index for index, (left, right) in enumerate(offsets) if left >= start or right > start)
@@ -381,14 +440,9 @@ def first_target(tokens: Tokens, rendering: Rendering, start: int, tokenizer: Of
 
 
 def last_target(tokens: Tokens, text: str, first: int, stop: int, special: Collection[int]) -> tuple[int, bool]:
-    """Return the index of the last target token, and whether it is a special token, which ends the turn.
+    """Return the index of the last target token, and True if it is a special token, which ends the turn.
 
-    Args:
-        tokens: tokens of the whole text.
-        text: the conversation.
-        first: index of the first target.
-        stop: character at which the turn ends.
-        special: ids of the special tokens.
+    ``first`` is the index of the first target, and ``stop`` the character at which the turn ends.
 
     Raises:
         BadLineError: one token contains the end of this turn and the beginning of the next text.

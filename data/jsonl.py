@@ -10,67 +10,107 @@ the template's variables. A pair may have ``history``, its earlier questions and
 
 A line of another form is an error: guessing would silently train on half of it. A field map
 (``{"input": "question", "output": "answer"}``: our name to the file's key) describes other files; then only the
-mapped keys are read, and every line must have them. All keys that are not read are noted, for `data.chat.Counts`.
+mapped keys are used, and every line must have them. All keys that are not used are noted, for `data.chat.Counts`.
 """
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from data.keys import Reads, is_empty
-from data.samples import DataError
-from data.turns import (
-    FLAGS,
-    NOTHING,
-    BadLineError,
-    Said,
-    Seen,
-    Turn,
-    flag_of,
-    refuse_media,
-    said,
-    shown,
-    text_of,
-    tools_of,
-    without_doubles,
-)
+Turn = dict[str, Any]
+"""Message of a chat template: ``role`` (system, developer, user, assistant or tool), ``content`` (str, list of text
+parts, or None with tool calls), and if given ``tool_calls``, ``tool_call_id``, ``name``, ``reasoning_content``, and
+other keys that the template reads."""
+
+ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")}
+ROLES |= {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}
+ROLES |= {"model": "assistant", "observation": "tool", "function": "tool", "tool_response": "tool"}
+CALLERS = ("function_call", "tool_call")
+"""Roles of turns whose text is a tool call, or a list of them, in JSON."""
+
+FLAGS = {"weight": True, "train": True, "training": True, "trainable": True, "loss": True, "loss_mask": True}
+FLAGS |= {"loss_weight": True, "masked": False}
+"""Keys that say if a turn is learned, and the value with which it is."""
+
+NOTHING: tuple[Any, ...] = (None, "", [], "[]", "null")
+"""Values of a key for calls or tools if there are none."""
+
+MEDIA = ("images", "image", "videos", "video", "audios", "audio")
+COMPARED = ("chosen", "rejected", "chosen_response", "rejected_response", "rejected_messages", "rejected_output")
+UNDESIRED = ("label", "kto_tag")  # of TRL and of LLaMA-Factory
 
 PAIR = ("instruction", "input", "output")
 ANSWERS = ("prompt", "completion")
-COMPARED = ("chosen", "rejected", "chosen_response", "rejected_response", "rejected_messages", "rejected_output")
-UNDESIRED = ("label", "kto_tag")  # of TRL and of LLaMA-Factory
 FIELDS = {"messages": ("messages",), "conversations": ("conversations",), "pair": (*PAIR, "history")}
 FIELDS["completion"] = ANSWERS
 BESIDE = ("system", "tools", "functions", "chat_template_kwargs")
 FORMS = "exactly one of 'messages', 'conversations' or 'input' (or 'instruction') with 'output'"
 REMEDY = "name the file's keys in the field map (data.fields: {input: question, output: answer})"
 LINE_BYTES = 2**26  # more than any real conversation; reading, decoding and rendering take a multiple of it
-BOM = b"\xef\xbb\xbf"
+
+_ROLE, _TEXT, _CALLS = ("role", "from"), ("content", "value"), ("tool_calls", "function_call")
+_NO_CALL = {"name": None, "arguments": None}  # as an Arrow export writes it
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+_READ = {*_CALLS, *_REASONING, *FLAGS, *MEDIA, "prefix", "name", "tool_call_id"}
+_LIKE_FLAG = re.compile(r"(^|_)(loss|train\w*|weights?|learn\w*|mask\w*|supervis\w*)(_|$)")
+_NULLABLE = ("default", "const", "example", "examples", "enum")
+"""Keys of a JSON schema that may be null."""
+
+
+class BadLineError(ValueError):
+    """Error in one line, without file and line number."""
 
 
 @dataclass(frozen=True, slots=True)
+class Reads:
+    """Names that a chat template reads: variables, and all names that it may look up in a turn."""
+
+    variables: frozenset[str] = frozenset()
+    keys: frozenset[str] = frozenset()
+
+
+@dataclass(slots=True)
+class Message:
+    """A turn, the flag that says if it is learned (None without one), and the names of its keys in the file."""
+
+    turn: Turn
+    learned: bool | None = None
+    places: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
 class Conversation:
     """Turns up to the last assistant turn, the schemas of the available tools, and notes for the counts.
 
     Attributes:
-        turns: the turns.
+        reads: names that the chat template reads.
+        messages: the turns.
         tools: schemas of the tools.
         variables: the row's values of variables that the chat template takes.
-        learned: for each turn the flag that says if it is learned; None without one.
-        places: for each turn the names of its keys in the file.
         unanswered: number of turns behind the last assistant turn.
-        seen: keys that are not used, and nulls.
+        unused: keys that are not used.
+        tools_key: the key of the tools in the file.
+        parameters: names of each tool's parameters.
+        nulls_left_out: nulls in schemas of tools, and those of arguments that the tool does not have.
+        nulls_kept: other nulls in arguments.
     """
 
-    turns: list[Turn]
-    tools: list[dict[str, Any]] | None
-    variables: dict[str, Any]
-    learned: list[bool | None]
-    places: list[dict[str, str]]
-    unanswered: int
-    seen: Seen
+    reads: Reads
+    messages: list[Message] = field(default_factory=list)
+    tools: list[dict[str, Any]] | None = None
+    variables: dict[str, Any] = field(default_factory=dict)
+    unanswered: int = 0
+    unused: set[str] = field(default_factory=set)
+    tools_key: str = "tools"
+    parameters: dict[str, set[str]] = field(default_factory=dict)
+    nulls_left_out: int = 0
+    nulls_kept: int = 0
+
+
+# ---- rows
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -82,7 +122,7 @@ def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
         number = 0
         while line := file.readline(LINE_BYTES + 1):
             number += 1
-            yield number, line.removeprefix(BOM) if number == 1 else line
+            yield number, line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line  # a byte order mark
             while len(line) > LINE_BYTES and not line.endswith(b"\n"):
                 line = file.readline(LINE_BYTES + 1)
 
@@ -96,12 +136,6 @@ def expected_fields(fields: Mapping[str, str] | None) -> str | None:
         f"names out of {', '.join(known)}, each mapped to a key of the file: {FORMS}, and optionally 'history' (beside "
         f"'output'), {', '.join(map(repr, BESIDE))}"
     )
-
-
-def check_fields(fields: Mapping[str, str] | None) -> None:
-    """Raise `DataError` if the field map is invalid."""
-    if expected := expected_fields(fields):
-        raise DataError(f"data.fields: {fields}, expected {expected}")
 
 
 def conversation_of(line: bytes, fields: Mapping[str, str] | None, reads: Reads) -> Conversation:
@@ -118,7 +152,7 @@ def conversation_of(line: bytes, fields: Mapping[str, str] | None, reads: Reads)
     row = _object(line)
     if fields is None:
         values = {name: value for name, value in row.items() if value is not None}
-        _refuse_known(values)
+        _refuse_unsupported(values)
     else:
         missing = [key for key in fields.values() if key not in row]
         if missing:
@@ -130,69 +164,27 @@ def conversation_of(line: bytes, fields: Mapping[str, str] | None, reads: Reads)
         without = f" (without a value: {nulls})" if nulls else ""
         raise BadLineError(f"found the keys {list(row)}{without}, expected {FORMS}; {REMEDY}")
     names = {name: (fields or {}).get(name, name) for name in values}
-    seen = Seen(reads)
-    tools = _tools(values, names, seen)
-    turns = _with_system(_turns(values, names, form, seen), values, names)
-    flags = {} if fields else _row_flags(values)
-    if flag_of(flags, "the row") is False:
-        turns = [Said(one.turn, False, one.places) for one in turns]
-    used = {*names.values()} if fields else {*FIELDS[form], *BESIDE, *flags}
-    variables = _variables(values, {} if fields else row, names, used, seen)
-    seen.unused.update(key for key, value in row.items() if key not in used | variables.keys() and not is_empty(value))
-    kept = _up_to_answer(turns)
-    return Conversation(
-        [one.turn for one in kept],
-        tools,
-        variables,
-        [one.learned for one in kept],
-        [one.places for one in kept],
-        len(turns) - len(kept),
-        seen,
-    )
-
-
-def _refuse_known(values: Mapping[str, Any]) -> None:
-    """Refuse a row that says how to learn it in a way that is not supported."""
-    refuse_media(values, "")
-    for key in COMPARED:
-        if not is_empty(values.get(key)):
-            raise BadLineError(
-                f"found the key {key!r} of preference data, expected rows with the answer to learn only: learning from "
-                "comparisons is not supported"
-            )
-    for key in UNDESIRED:
-        if values.get(key) is False:
-            raise BadLineError(f"{key}: found false, which marks an undesired answer, expected only answers to learn")
-
-
-def _row_flags(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the flags of the whole row; a fraction named "loss" is a measured one."""
-    return {
+    found = Conversation(reads)
+    _read_tools(values, names, found)
+    found.messages = _with_system(_messages(values, names, form, found), values, names)
+    # Flags of the whole row; a fraction named "loss" is a measured one.
+    flags = {
         key: value
-        for key, value in values.items()
+        for key, value in ({} if fields else values).items()
         if key in FLAGS and not isinstance(value, str | dict) and not (key == "loss" and isinstance(value, float))
     }
-
-
-def _variables(
-    values: Mapping[str, Any], row: Mapping[str, Any], names: Mapping[str, str], used: set[str], seen: Seen
-) -> dict[str, Any]:
-    """Return the values of variables that the chat template takes: keys of the row, and of ``chat_template_kwargs``."""
-    found = {key: value for key, value in row.items() if key in seen.reads.variables - used and value is not None}
-    more, name = values.get("chat_template_kwargs"), names.get("chat_template_kwargs", "")
-    if more is None:
-        return found
-    if not isinstance(more, dict):
-        raise BadLineError(f"{name!r}: found {shown(more)}, expected an object with variables of the chat template")
-    for key, value in more.items():
-        if value is None:
-            continue
-        if key in found and found[key] != value:
-            raise BadLineError(f"found different {key!r} in the row and in {name!r}, expected it once")
-        if key in seen.reads.variables:
-            found[key] = value
-        elif not is_empty(value):
-            seen.unused.add(f"{name}.{key}")
+    if _flag_of(flags, "the row") is False:
+        found.messages = _not_learned(found.messages)
+    used = {*names.values()} if fields else {*FIELDS[form], *BESIDE, *flags}
+    _read_variables(values, {} if fields else row, names, used, found)
+    found.unused.update(key for key, v in row.items() if key not in used | found.variables.keys() and not is_empty(v))
+    roles = [message.turn["role"] for message in found.messages]
+    if "assistant" not in roles:
+        raise BadLineError(f"found the roles {roles}, expected an assistant turn to learn from")
+    found.unanswered = roles[::-1].index("assistant")
+    found.messages = found.messages[: len(roles) - found.unanswered]
+    if len(found.messages) == 1:
+        raise BadLineError("found nothing before the last assistant turn, expected a turn that it answers")
     return found
 
 
@@ -203,7 +195,7 @@ def _object(line: bytes) -> dict[str, Any]:
             "of them all"
         )
     try:
-        row = json.loads(line.decode("utf-8"), object_pairs_hook=without_doubles)
+        row = json.loads(line.decode("utf-8"), object_pairs_hook=_without_repeated_keys)
     except UnicodeDecodeError as error:
         raise BadLineError(
             f"found bytes that are not UTF-8 ({error.reason} at byte {error.start}), expected UTF-8"
@@ -215,8 +207,28 @@ def _object(line: bytes) -> dict[str, Any]:
             f"found invalid JSON ({error}), expected one object per line; data.kind: text reads plain text"
         ) from error
     if not isinstance(row, dict):
-        raise BadLineError(f"found {shown(row)}, expected an object")
+        raise BadLineError(f"found {excerpt(row)}, expected an object")
     return row
+
+
+def _refuse_unsupported(values: Mapping[str, Any]) -> None:
+    """Refuse media, preference data, and answers that are not to be learned."""
+    _refuse_media(values, "")
+    for key in COMPARED:
+        if not is_empty(values.get(key)):
+            raise BadLineError(
+                f"found the key {key!r} of preference data, expected rows with the answer to learn only: learning from "
+                "comparisons is not supported"
+            )
+    for key in UNDESIRED:
+        if values.get(key) is False:
+            raise BadLineError(f"{key}: found false, which marks an undesired answer, expected only answers to learn")
+
+
+def _refuse_media(given: Mapping[str, Any], place: str) -> None:
+    for key in MEDIA:
+        if given.get(key) and not is_empty(given[key]):
+            raise BadLineError(f"{place}{key}: found {excerpt(given[key])}, expected text only, without {key!r}")
 
 
 def _form(names: Mapping[str, Any]) -> str | None:
@@ -229,74 +241,328 @@ def _form(names: Mapping[str, Any]) -> str | None:
     return forms[0] if len(forms) == 1 else None
 
 
-def _turns(values: Mapping[str, Any], names: Mapping[str, str], form: str, seen: Seen) -> list[Said]:
+def _messages(values: Mapping[str, Any], names: Mapping[str, str], form: str, found: Conversation) -> list[Message]:
     if form == "pair":
-        return _from_pair(values, names)
+        return _pair(values, names)
     if form == "completion":  # only the completion's turns are learned
-        prompt, completion = (_from_list(values[name], names[name], seen) for name in ANSWERS)
-        return [*(Said(one.turn, False, one.places) for one in prompt), *completion]
-    return _from_list(values[form], names[form], seen)
+        prompt, completion = (_message_list(values[name], names[name], found) for name in ANSWERS)
+        return [*_not_learned(prompt), *completion]
+    return _message_list(values[form], names[form], found)
 
 
-def _from_list(turns: Any, name: str, seen: Seen) -> list[Said]:
+def _not_learned(messages: Iterable[Message]) -> list[Message]:
+    return [Message(message.turn, False, message.places) for message in messages]
+
+
+def _message_list(turns: Any, name: str, found: Conversation) -> list[Message]:
     if not isinstance(turns, list) or not turns:
-        raise BadLineError(f"{name!r}: found {shown(turns)}, expected a list of at least a user and an assistant turn")
-    return [said(turn, name, f"{name}[{index}]", seen) for index, turn in enumerate(turns)]
+        raise BadLineError(
+            f"{name!r}: found {excerpt(turns)}, expected a list of at least a user and an assistant turn"
+        )
+    return [_message(turn, name, f"{name}[{index}]", found) for index, turn in enumerate(turns)]
 
 
-def _from_pair(values: Mapping[str, Any], names: Mapping[str, str]) -> list[Said]:
-    """Join non-empty instruction and input with a newline into the user's turn, followed by the answer."""
-    asked = {name: text_of(values[name], repr(names[name])) for name in ("instruction", "input") if name in values}
-    answer = text_of(values["output"], repr(names["output"]))
-    question = "\n".join(filter(None, asked.values()))
+def _pair(values: Mapping[str, Any], names: Mapping[str, str]) -> list[Message]:
+    """Join non-empty instruction and input with a newline into the user's turn, between history and answer."""
+    asked = {name: _text(values[name], repr(names[name])) for name in ("instruction", "input") if name in values}
+    answer = _text(values["output"], repr(names["output"]))
+    history, name, messages = values.get("history"), names.get("history", ""), list[Message]()
+    if not is_empty(history):
+        if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+            raise BadLineError(f"{name!r}: found {excerpt(history)}, expected a list of pairs [question, answer]")
+        messages = [
+            Message({"role": role, "content": _text(text, f"{name}[{index}]")}, places={"content": name})
+            for index, pair in enumerate(history)
+            for role, text in zip(("user", "assistant"), pair, strict=True)
+        ]
+    question, place = "\n".join(filter(None, asked.values())), "/".join(names[name] for name in asked)
     return [
-        *_history(values.get("history"), names.get("history", "")),
-        Said({"role": "user", "content": question}, places={"content": "/".join(names[name] for name in asked)}),
-        Said({"role": "assistant", "content": answer}, places={"content": names["output"]}),
+        *messages,
+        Message({"role": "user", "content": question}, places={"content": place}),
+        Message({"role": "assistant", "content": answer}, places={"content": names["output"]}),
     ]
 
 
-def _history(history: Any, name: str) -> list[Said]:
-    """Return the earlier turns of a pair: a list of questions with their answers."""
-    if is_empty(history):
-        return []
-    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
-        raise BadLineError(f"{name!r}: found {shown(history)}, expected a list of pairs [question, answer]")
-    return [
-        Said({"role": role, "content": text_of(text, f"{name}[{index}]")}, places={"content": name})
-        for index, pair in enumerate(history)
-        for role, text in zip(("user", "assistant"), pair, strict=True)
-    ]
-
-
-def _tools(values: Mapping[str, Any], names: Mapping[str, str], seen: Seen) -> list[dict[str, Any]] | None:
-    """Return the schemas of the tools; ``functions`` is their older name."""
-    found = [name for name in ("tools", "functions") if values.get(name) not in NOTHING]
-    if len(found) > 1:
-        raise BadLineError(f"found {' and '.join(repr(names[name]) for name in found)}, expected one of them")
-    if not found:
-        return None
-    seen.tools = names[found[0]]
-    return tools_of(values[found[0]], repr(seen.tools), seen)
-
-
-def _with_system(turns: list[Said], values: Mapping[str, Any], names: Mapping[str, str]) -> list[Said]:
+def _with_system(messages: list[Message], values: Mapping[str, Any], names: Mapping[str, str]) -> list[Message]:
     if values.get("system") in (None, ""):
-        return turns
+        return messages
     name = names["system"]
-    system, first = text_of(values["system"], repr(name)), turns[0].turn
+    system, first = _text(values["system"], repr(name)), messages[0].turn
     if first["role"] != "system":
-        return [Said({"role": "system", "content": system}, places={"content": name}), *turns]
+        return [Message({"role": "system", "content": system}, places={"content": name}), *messages]
     if first["content"] != system:
         raise BadLineError(f"found a system turn and another text in {name!r} beside it, expected one system prompt")
-    return turns
+    return messages
 
 
-def _up_to_answer(turns: list[Said]) -> list[Said]:
-    roles = [one.turn["role"] for one in turns]
-    if "assistant" not in roles:
-        raise BadLineError(f"found the roles {roles}, expected an assistant turn to learn from")
-    last = len(roles) - 1 - roles[::-1].index("assistant")
-    if last == 0:
-        raise BadLineError("found nothing before the last assistant turn, expected a turn that it answers")
-    return turns[: last + 1]
+def _read_variables(
+    values: Mapping[str, Any], row: Mapping[str, Any], names: Mapping[str, str], used: set[str], found: Conversation
+) -> None:
+    """Read variables that the chat template takes: keys of the row, and of ``chat_template_kwargs``."""
+    taken = found.reads.variables
+    found.variables = {key: value for key, value in row.items() if key in taken - used and value is not None}
+    more, name = values.get("chat_template_kwargs", {}), names.get("chat_template_kwargs", "")
+    if not isinstance(more, dict):
+        raise BadLineError(f"{name!r}: found {excerpt(more)}, expected an object with variables of the chat template")
+    for key, value in more.items():
+        if value is None:
+            continue
+        if found.variables.get(key, value) != value:
+            raise BadLineError(f"found different {key!r} in the row and in {name!r}, expected it once")
+        if key in taken:
+            found.variables[key] = value
+        elif not is_empty(value):
+            found.unused.add(f"{name}.{key}")
+
+
+# ---- turns
+
+
+def _message(given: Any, name: str, place: str, found: Conversation) -> Message:
+    """Read one turn of the list ``name``."""
+    if not isinstance(given, dict):
+        raise BadLineError(f"{place}: found {excerpt(given)}, expected an object with 'role' and 'content'")
+    role_key, text_key = _first(given, _ROLE), _first(given, _TEXT)
+    called = [key for key in _CALLS if given.get(key) not in NOTHING and given[key] != _NO_CALL]
+    if len(called) > 1:
+        raise BadLineError(f"{place}: found {' and '.join(map(repr, called))}, expected one of them")
+    calls_key = called[0] if called else None
+    role, content = given.get(role_key), given.get(text_key)
+    if role_key not in given or (text_key not in given and not calls_key):
+        raise BadLineError(
+            f"{place}: found the keys {list(given)}, expected 'role' and 'content' (or 'from' and 'value')"
+        )
+    calls = given[calls_key] if calls_key else None
+    if role in CALLERS and not calls_key:
+        role, calls_key, calls, content = "assistant", text_key, _decoded(content, f"{place}.{text_key}"), None
+    role = ROLES.get(role.lower()) if isinstance(role, str) else None
+    if role is None:
+        raise BadLineError(
+            f"{place}.{role_key}: found {excerpt(given[role_key])}, expected one of {[*ROLES, *CALLERS]}"
+        )
+    turn: Turn = {"role": role, "content": _content(content, f"{name}.{text_key}", f"{place}.{text_key}", found)}
+    places = {"content": f"{name}.{text_key}", "tool_calls": f"{name}.{calls_key}"}
+    if calls_key:
+        if role != "assistant":
+            raise BadLineError(f"{place}: found {calls_key!r} in a turn of role {role!r}, expected it of 'assistant'")
+        calls = calls if calls_key == "tool_calls" or isinstance(calls, list) else [calls]
+        turn["tool_calls"] = _tool_calls(calls, f"{place}.{calls_key}", found)
+    elif content is None:
+        remedy = ", or tool_calls beside it" if role == "assistant" else ""
+        raise BadLineError(f"{place}.{text_key}: found null, expected a string{remedy}")
+    reasoning = [key for key in _REASONING if given.get(key) not in (None, "")]
+    if any(given[key] != given[reasoning[0]] for key in reasoning):
+        raise BadLineError(
+            f"{place}: found {' and '.join(map(repr, reasoning))} with different values, expected one of them"
+        )
+    for key in ("name", "tool_call_id", *reasoning[:1]):
+        if given.get(key) not in (None, ""):
+            kept = "reasoning_content" if key in _REASONING else key
+            turn[kept], places[kept] = _text(given[key], f"{place}.{key}"), f"{name}.{key}"
+    _refuse_media(given, f"{place}.")
+    if given.get("prefix"):
+        raise BadLineError(
+            f"{place}.prefix: found {excerpt(given['prefix'])}, expected an answer, not only its beginning"
+        )
+    for key, value in given.items():
+        if key in (role_key, text_key) or key in _READ or is_empty(value):
+            continue
+        if _LIKE_FLAG.search(key) and not isinstance(value, str | dict):
+            raise BadLineError(
+                f"{place}.{key}: found {excerpt(value)}, expected one of {list(FLAGS)} to say if a turn is learned"
+            )
+        if key in found.reads.keys and key not in (*_ROLE, *_TEXT):
+            turn[key], places[key] = value, f"{name}.{key}"
+        else:
+            found.unused.add(f"{name}.{key}")
+    learned = _flag_of(given, place)
+    if learned and role != "assistant":
+        raise BadLineError(
+            f"{place}: found a flag ({', '.join(key for key in FLAGS if given.get(key) is not None)}) that asks to "
+            f"learn a turn of role {role!r}, expected it of 'assistant': only answers are learned"
+        )
+    return Message(turn, learned, places)
+
+
+def _first(given: Mapping[str, Any], keys: tuple[str, str]) -> str:
+    """Return the first key with a value, else the first that is there, else the first."""
+    return next((k for k in keys if given.get(k) is not None), next((k for k in keys if k in given), keys[0]))
+
+
+def _flag_of(given: Mapping[str, Any], place: str) -> bool | None:
+    """Return False if a flag says that a turn or row is not learned, True if one says that it is; None without."""
+    found = {}
+    for key in FLAGS:
+        value = given.get(key)
+        if value is None:
+            continue
+        if isinstance(value, str | list | dict) or value not in (0, 1):
+            raise BadLineError(
+                f"{place}.{key}: found {excerpt(value)}, expected 0 or 1 (false or true): parts of turns and other "
+                "weights are not supported"
+            )
+        found[key] = bool(value) == FLAGS[key]
+    if len(set(found.values())) > 1:
+        raise BadLineError(f"{place}: found {' and '.join(map(repr, found))} that contradict each other, expected one")
+    return next(iter(found.values()), None)
+
+
+def _content(content: Any, name: str, place: str, found: Conversation) -> str | list[dict[str, str]] | None:
+    """Return a text, None, or the parts of a list content, of which only those of text are supported."""
+    if not isinstance(content, list):
+        return None if content is None else _text(content, place)
+    if not content:
+        raise BadLineError(f"{place}: found an empty list, expected a string or at least one text part")
+    parts = []
+    for index, part in enumerate(content):
+        if not isinstance(part, dict) or part.get("type") != "text" or "text" not in part:
+            raise BadLineError(
+                f'{place}[{index}]: found {excerpt(part)}, expected a text part {{"type": "text", "text": "..."}}'
+            )
+        found.unused.update(
+            f"{name}.{key}" for key, value in part.items() if key not in ("type", "text") and not is_empty(value)
+        )
+        text = "" if part["text"] is None else _text(part["text"], f"{place}[{index}].text")
+        parts.append({"type": "text", "text": text})
+    return parts
+
+
+# ---- calls and tools
+
+
+def _tool_calls(calls: Any, place: str, found: Conversation) -> list[dict[str, Any]]:
+    """Return tool calls in the form that servers give to templates, with their arguments as objects."""
+    calls = _decoded(calls, place)
+    if not isinstance(calls, list) or not calls:
+        raise BadLineError(f"{place}: found {excerpt(calls)}, expected a list of at least one call")
+    result = []
+    for index, given_call in enumerate(calls):
+        where = f"{place}[{index}]"
+        call = _decoded(given_call, where)
+        function = _function(call, where)
+        given = _decoded(function.get("arguments"), f"{where}.arguments")
+        if not isinstance(given, dict | None):
+            raise BadLineError(f"{where}.arguments: found {excerpt(given)}, expected an object, or one as JSON")
+        arguments = dict(given or {})
+        known = found.parameters.get(function["name"])
+        for key in [key for key, value in arguments.items() if value is None]:
+            if known is None or key in known:
+                found.nulls_kept += 1
+            else:
+                found.nulls_left_out += 1
+                del arguments[key]
+        function = {key: value for key, value in function.items() if value is not None} | {"arguments": arguments}
+        result.append(_wrapped(call, function, ("name", "arguments")))
+    return result
+
+
+def _read_tools(values: Mapping[str, Any], names: Mapping[str, str], found: Conversation) -> None:
+    """Read function schemas, in the form that servers give to templates; ``functions`` is their older name.
+
+    The list, a schema and its parameters may each be JSON text. Nulls in a schema are left out.
+    """
+    given = [name for name in ("tools", "functions") if values.get(name) not in NOTHING]
+    if len(given) > 1:
+        raise BadLineError(f"found {' and '.join(repr(names[name]) for name in given)}, expected one of them")
+    if not given:
+        return
+    found.tools_key = names[given[0]]
+    place = repr(found.tools_key)
+    tools = _decoded(values[given[0]], place)
+    if tools in NOTHING:
+        return
+    if not isinstance(tools, list):
+        raise BadLineError(f"{place}: found {excerpt(tools)}, expected a list of function schemas")
+    found.tools = []
+    for index, given_tool in enumerate(tools):
+        where = f"{place}[{index}]"
+        tool = _decoded(given_tool, where)
+        function = _function(tool, where)
+        if "parameters" in function:
+            function = function | {"parameters": _decoded(function["parameters"], f"{where}.parameters")}
+        function = _without_nulls(function, found)
+        parameters = function.get("parameters")
+        properties = parameters.get("properties", parameters) if isinstance(parameters, dict) else None
+        if isinstance(properties, dict):
+            found.parameters[function["name"]] = set(properties)
+        found.tools.append(_wrapped(tool, function, function.keys() - {"type"}))
+
+
+def _function(value: Any, place: str) -> dict[str, Any]:
+    """Return the function of a tool or a call, which may be wrapped in an object."""
+    function = value.get("function") or value if isinstance(value, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise BadLineError(f"{place}: found {excerpt(value)}, expected an object with 'function' and its 'name'")
+    return function
+
+
+def _wrapped(value: dict[str, Any], function: dict[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    """Return a tool or a call as ``{"type": "function", "function": {...}}``, with its other keys beside them."""
+    outer = value
+    if not value.get("function"):
+        outer = {key: item for key, item in value.items() if key not in keys}
+        function = {key: item for key, item in function.items() if key in keys}
+    return {"type": "function"} | {k: v for k, v in outer.items() if v is not None} | {"function": function}
+
+
+def _without_nulls(value: Any, found: Conversation) -> Any:
+    if isinstance(value, list):
+        return [_without_nulls(item, found) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kept = {name: item for name, item in value.items() if item is not None or name in _NULLABLE}
+    found.nulls_left_out += len(value) - len(kept)
+    return {name: _without_nulls(item, found) for name, item in kept.items()}
+
+
+# ---- values
+
+
+def is_empty(value: Any) -> bool:
+    """Return True for null, an empty text, and lists and objects of nothing else: an absent value in Arrow's files."""
+    if isinstance(value, dict):
+        return all(map(is_empty, value.values()))
+    return all(map(is_empty, value)) if isinstance(value, list) else value is None or value == ""
+
+
+def _decoded(value: Any, place: str) -> Any:
+    """Decode JSON in a text, if the value is one; an empty text is None."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value, object_pairs_hook=_without_repeated_keys) if value.strip() else None
+    except (ValueError, RecursionError) as error:
+        raise BadLineError(f"{place}: found {excerpt(value)}, expected an object, or one as JSON ({error})") from error
+
+
+def _without_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build an object and reject repeated keys, of which json would silently keep the last value."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = [key for key, _ in pairs]
+        repeated = next(key for key in keys if keys.count(key) > 1)
+        raise BadLineError(f"found the key {excerpt(repeated)} twice in one object, expected it once")
+    return values
+
+
+def _text(value: Any, name: str) -> str:
+    """Return a value that must be text."""
+    if not isinstance(value, str):
+        raise BadLineError(f"{name}: found {excerpt(value)}, expected a string")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        # JSON can encode half of a surrogate pair ("\ud83d"): not a character, and refused by every tokenizer.
+        raise BadLineError(
+            f"{name}: found half of a surrogate pair at character {error.start}, expected text"
+        ) from error
+    return value
+
+
+def excerpt(value: Any) -> str:
+    """Describe a JSON value, shortened."""
+    text = json.dumps(value)
+    kinds = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
+    kind = kinds.get(type(value))
+    text = text if len(text) <= 60 else text[:57] + "..."
+    return text if kind is None else f"{kind} {text}"

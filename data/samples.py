@@ -5,7 +5,7 @@ Labels of a sample are already shifted, because only the reader can tell the las
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -15,14 +15,10 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from data.file_kinds import other_kind
+from data.files import DataError
 
 IGNORE = -100
 """Label of a position that predicts nothing (the ``ignore_index`` of torch's cross entropy)."""
-
-MAX_PROBLEMS = 20
-"""Limit of the bad lines that one error names; the rest are only counted."""
-
 
 MAX_TOKEN_ID = 2**22
 """Limit of a tokenizer's ids: copying a tokenizer takes time and memory for every id up to the highest, used or not."""
@@ -35,10 +31,6 @@ Bars = Callable[[int, str, str], tqdm]
 def no_bar(total: int, description: str, unit: str) -> tqdm:
     """Create a progress bar that shows nothing."""
     return tqdm(total=total, disable=True)
-
-
-class DataError(ValueError):
-    """Error in the files or in their description; the text names file, line and remedy."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,53 +57,6 @@ def digest_of_samples(samples: Iterable[Sample]) -> str:
         digest.update(np.ascontiguousarray(sample.input_ids, dtype="<i4").data)
         digest.update(np.ascontiguousarray(sample.labels, dtype="<i4").data)
     return digest.hexdigest()
-
-
-class Problems:
-    """Collect errors in lines, so that one run shows all of them."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._texts: list[str] = []
-
-    def add(self, where: str, what: str) -> None:
-        """Add a bad line; ``where`` is ``file:line``."""
-        self.count += 1
-        if len(self._texts) < MAX_PROBLEMS:
-            self._texts.append(f"{where}: {what}")
-
-    def raise_if_any(self) -> None:
-        """Raise `DataError` with the first `MAX_PROBLEMS` lines and the number of the others."""
-        if not self.count:
-            return
-        more = self.count - len(self._texts)
-        rest = [f"... and {more:,} more bad lines"] if more else []
-        lines = "1 bad line" if self.count == 1 else f"{self.count:,} bad lines"
-        raise DataError("\n".join([f"{lines} in the data:", *self._texts, *rest]))
-
-
-def check_files(files: Sequence[str | Path], *, plain: bool = False) -> list[Path]:
-    """Return the paths of ``files``.
-
-    ``plain``: they are plain text, see :func:`data.file_kinds.other_kind`.
-
-    Raises:
-        DataError: files are missing, empty, folders or of another kind (compressed, a table); the text names all of
-            them.
-    """
-    paths = [Path(file) for file in files]
-    wrong = [f"{path}: {problem}" for path in paths if (problem := _file_problem(path, plain))]
-    if wrong or not paths:
-        raise DataError("\n".join(wrong) or "no data files given, expected at least one path")
-    return paths
-
-
-def _file_problem(path: Path, plain: bool) -> str | None:
-    if not path.exists():
-        return "no such file"
-    if not path.is_file():
-        return "found something else than a file (a folder?), expected the path of a file"
-    return other_kind(path, plain=plain) if path.stat().st_size else "the file is empty"
 
 
 def load_tokenizer(directory: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

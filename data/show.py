@@ -29,7 +29,7 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a byte in vocabularies of SentencePi
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Segment:
     """Text of neighboring tokens, which are all targets or all not."""
 
     text: str
@@ -46,18 +46,18 @@ class Detokenizer:
         self._added = frozenset(tokenizer.added_tokens_decoder)
         self._byte_of = _byte_names() if "ByteLevel" in repr(self._backend.decoder) else {}
 
-    def parts(self, sample: Sample) -> list[Part]:
+    def parts(self, sample: Sample) -> list[Segment]:
         """Return the whole text of a sample: its inputs, and the last target, which is only predicted."""
         ids, labels = sample.input_ids.tolist(), sample.labels.tolist()
         ids += [labels[-1]] * (labels[-1] != IGNORE)
         learned = [False, *(label != IGNORE for label in labels)][: len(ids)]
         assert all(label in (IGNORE, token) for label, token in zip(labels, ids[1:], strict=False)), sample.where()
-        parts, start = list[Part](), 0
+        parts, start = list[Segment](), 0
         for target, run in groupby(learned):
             end = start + len(list(run))
             found = self._bytes(ids, start, end)
             text = found.decode("utf-8", "backslashreplace")
-            parts.append(Part(text, target, cut=text.encode() != found))
+            parts.append(Segment(text, target, cut=text.encode() != found))
             start = end
         return parts
 
@@ -107,15 +107,15 @@ def described(
     splits: dict[Split, list[Sample]], decoder: Detokenizer, rows: int | None, *, color: bool = False
 ) -> Iterator[str]:
     """Yield texts to print: the numbers of each file and its first ``rows`` samples, the targets marked."""
-    blocks: list[tuple[str, list[Part]]] = []
+    blocks: list[tuple[str, list[Segment]]] = []
     for split, samples in splits.items():
         for file, its_own, shown in first_rows(samples, rows):
             count = f"{len(its_own):,} sample{'s' * (len(its_own) != 1)}"
-            blocks.append((f"{file}: {count} {USES[split]}: {numbers(its_own)}", []))
+            blocks.append((f"{file}: {count} {USES[split]}: {_numbers(its_own)}", []))
             for sample in shown:
                 parts = decoder.parts(sample)
                 cut = r"; \x.. are bytes of a character that is cut in two" * any(part.cut for part in parts)
-                blocks.append((f"--- {sample.where()}: {numbers([sample])}{cut}", parts))
+                blocks.append((f"--- {sample.where()}: {_numbers([sample])}{cut}", parts))
     before, after = (COLOR, END_OF_COLOR) if color else _marks([part.text for _, parts in blocks for part in parts])
     if any(parts for _, parts in blocks):
         marked = "colored text" if color else f"text between {before} and {after}"
@@ -123,11 +123,11 @@ def described(
     for head, parts in blocks:
         yield "\n" * (not parts) + head
         if parts:
-            text = (before + printable(part.text) + after if part.target else printable(part.text) for part in parts)
+            text = (before + _printable(part.text) + after if part.target else _printable(part.text) for part in parts)
             yield "".join(text)
 
 
-def numbers(samples: Sequence[Sample]) -> str:
+def _numbers(samples: Sequence[Sample]) -> str:
     """Count tokens and targets in words, as the readers count them."""
     tokens = sum(len(sample.input_ids) for sample in samples)
     targets = sum(int((sample.labels != IGNORE).sum()) for sample in samples)
@@ -142,7 +142,7 @@ def _marks(texts: Sequence[str]) -> tuple[str, str]:
     return "[" * count, "]" * count
 
 
-def printable(text: str) -> str:
+def _printable(text: str) -> str:
     """Escape characters that cannot be seen or that would control the terminal, and those that its encoding lacks."""
     seen = (one if one.isprintable() or one in "\n\t" else one.encode("unicode_escape").decode() for one in text)
     encoding = sys.stdout.encoding or "utf-8"

@@ -272,10 +272,6 @@ class TeacherCache:
         )
         return log_probs, indices.long(), log_tail
 
-    def array(self, name: str) -> np.ndarray:
-        """Return a whole array, memory-mapped."""
-        return self._arrays[name]
-
 
 def _read_manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST

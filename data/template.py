@@ -12,15 +12,17 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from functools import cached_property
+from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
 
+from jinja2 import Environment, TemplateError, nodes
+from jinja2.defaults import DEFAULT_NAMESPACE
+from jinja2.meta import find_undeclared_variables
 from transformers import PreTrainedTokenizerBase
 
-from data.jsonl import Conversation
-from data.keys import reads_of
-from data.samples import DataError
-from data.turns import BadLineError, Turn
+from data.files import DataError
+from data.jsonl import BadLineError, Conversation, Reads, Turn
 
 SpecialTokens = Literal["keep", "text", "refuse"]
 """Treatment of a spelled-out special token: it stays special, it becomes plain text, or the line is an error."""
@@ -28,13 +30,23 @@ SpecialTokens = Literal["keep", "text", "refuse"]
 Span = tuple[int, int]
 """Characters ``[start, end)`` of a text."""
 
+MARKER = "deepqat-answer-5b1e"
 _WORD = "deepqat5b1e{}z"
 _HIDDEN = re.compile(_WORD.format("([0-9a-f]+)"))
 
 _TAGS = re.compile(r"</?[^<>\s'\"{}]+>|\[/?[A-Z_]+\]")
 """Tags that a template names: ``<think>``, ``[/THINK]``."""
+_GENERATION = re.compile(r"{%-?\s*(end)?generation\s*-?%}")
+"""Tag of transformers, unknown to Jinja."""
+# Given by the reader or by transformers; only "documents" is a parameter of apply_chat_template that a row may give.
+_GIVEN = {*signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents"}
+_GIVEN |= {"messages", "raise_exception", "strftime_now", *DEFAULT_NAMESPACE}
 
-MARKER = "deepqat-answer-5b1e"
+
+def any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """Return a pattern that matches each of these texts; if two begin alike, the longer one."""
+    longest_first = sorted(filter(None, set(texts)), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
 class SpecialTexts:
@@ -42,14 +54,14 @@ class SpecialTexts:
 
     Attributes:
         ids: ids of the special tokens.
+        texts: their texts.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        special = {index: token for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+        special = {index: token.content for index, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.ids = frozenset(special)
-        # Longest first: if two begin alike, the longer one is matched.
-        texts = sorted({token.content for token in special.values() if token.content}, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+        self.texts = frozenset(special.values())
+        self._pattern = any_of(self.texts)
 
     def first_in(self, *values: Any) -> re.Match[str] | None:
         """Find the first special token in the strings of JSON values, keys included."""
@@ -57,7 +69,7 @@ class SpecialTexts:
 
     def count_in(self, *values: Any) -> int:
         """Count the special tokens spelled in the strings of JSON values."""
-        return sum(1 for text in _strings(values) for _ in self._pattern.finditer(text))
+        return sum(len(self._pattern.findall(text)) for text in _strings(values))
 
     def hidden(self, value: Any) -> Any:
         """Replace each special token in the strings of a JSON value by a plain word."""
@@ -66,6 +78,30 @@ class SpecialTexts:
         if isinstance(value, dict):
             return {self.hidden(key): self.hidden(item) for key, item in value.items()}
         return [self.hidden(item) for item in value] if isinstance(value, list) else value
+
+
+def shown_again(text: str) -> tuple[str, list[Span]]:
+    """Restore the special tokens that `SpecialTexts.hidden` replaced; return the text and their positions."""
+    spans, shift = list[Span](), 0
+    for match in _HIDDEN.finditer(text):
+        start, length = match.start() - shift, len(bytes.fromhex(match[1]).decode())
+        spans.append((start, start + length))
+        shift += len(match[0]) - length
+    return _HIDDEN.sub(lambda match: bytes.fromhex(match[1]).decode(), text), spans
+
+
+def _strings(values: Iterable[Any]) -> Iterator[str]:
+    """Yield all strings of JSON values, keys included. Not recursive: foreign JSON may be nested deeply."""
+    waiting = list(values)[::-1]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, dict):
+            for key, item in reversed(value.items()):
+                waiting += (item, key)
+        elif isinstance(value, list):
+            waiting += reversed(value)
 
 
 class Ends:
@@ -79,14 +115,10 @@ class Ends:
         DataError: one of these files cannot be read.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, special: SpecialTexts) -> None:
         self.stops = frozenset(_stop_ids(tokenizer))
         self._stops = {str(token) for token in tokenizer.convert_ids_to_tokens(sorted(self.stops)) if token}
-        special = {
-            token.content for token in tokenizer.added_tokens_decoder.values() if token.special and token.content
-        }
-        texts = sorted(special | self._stops, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+        self._pattern = any_of(special.texts | self._stops)
 
     def first_stop(self, text: str, start: int = 0) -> Span | None:
         """Find the first token at which generation stops."""
@@ -94,7 +126,7 @@ class Ends:
 
     def texts_in(self, text: str) -> list[str]:
         """Return the tokens in a text at which generation does not stop."""
-        return [match[0] for match in self._pattern.finditer(text) if match[0] not in self._stops]
+        return [token for token in self._pattern.findall(text) if token not in self._stops]
 
     def leading(self, text: str) -> list[str]:
         """Return these tokens in front of the first word of a text."""
@@ -130,31 +162,31 @@ def _stop_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     return {index for index in ids if isinstance(index, int) and 0 <= index < len(tokenizer)}
 
 
-def shown_again(text: str) -> tuple[str, list[Span]]:
-    """Restore the special tokens that `SpecialTexts.hidden` replaced; return the text and their positions."""
-    parts: list[str] = []
-    spans: list[Span] = []
-    length = end = 0
-    for match in _HIDDEN.finditer(text):
-        before, token = text[end : match.start()], bytes.fromhex(match[1]).decode()
-        parts += (before, token)
-        spans.append((length + len(before), length + len(before) + len(token)))
-        length, end = spans[-1][1], match.end()
-    return "".join([*parts, text[end:]]), spans
+def reads_of(tokenizer: PreTrainedTokenizerBase) -> Reads:
+    """Find the names that a tokenizer's chat template reads; a tokenizer may have several templates.
 
-
-def _strings(values: Iterable[Any]) -> Iterator[str]:
-    """Yield all strings of JSON values, keys included. Not recursive: foreign JSON may be nested deeply."""
-    waiting = list(values)[::-1]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, str):
-            yield value
-        elif isinstance(value, dict):
-            for key, item in reversed(value.items()):
-                waiting += (item, key)
-        elif isinstance(value, list):
-            waiting += reversed(value)
+    A variable that a template sets itself counts only if the template asks whether it is given.
+    """
+    variables: set[str] = set()
+    keys: set[str] = set()
+    template = tokenizer.chat_template
+    for text in template.values() if isinstance(template, dict) else [template]:
+        try:
+            tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION.sub("", text))
+        except TemplateError as error:
+            raise DataError(
+                f"the chat template of {tokenizer.name_or_path!r} is not valid ({error}), expected a Jinja template"
+            ) from error
+        stored = {name.name for name in tree.find_all(nodes.Name) if name.ctx == "store"}
+        asked = {
+            test.node.name
+            for test in tree.find_all((nodes.Test, nodes.Filter))
+            if test.name in ("defined", "undefined", "default", "d") and isinstance(test.node, nodes.Name)
+        }
+        variables |= find_undeclared_variables(tree) - (stored - asked) - _GIVEN
+        keys |= {attribute.attr for attribute in tree.find_all(nodes.Getattr)}
+        keys |= {constant.value for constant in tree.find_all(nodes.Const) if isinstance(constant.value, str)}
+    return Reads(frozenset(name for name in variables if not name.endswith("_token")), frozenset(keys))
 
 
 class Template:
@@ -164,20 +196,20 @@ class Template:
         reads: names that it reads.
         special: the tokenizer's special tokens.
         ends: tokens that may end a turn.
-        tags: tags in its source, at which it may divide a content; None if it names none.
+        tags: tags in its source, at which it may divide a content.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.reads = reads_of(tokenizer)
         self.special = SpecialTexts(tokenizer)
-        self.ends = Ends(tokenizer)
+        self.ends = Ends(tokenizer, self.special)
+        self.tags = any_of(_TAGS.findall(str(tokenizer.chat_template)))
         self._tokenizer = tokenizer
-        tags = sorted(set(_TAGS.findall(str(tokenizer.chat_template))), key=len, reverse=True)
-        self.tags = re.compile("|".join(map(re.escape, tags))) if tags else None
 
     def special_token_in(self, conversation: Conversation) -> str | None:
         """Find the first special token that is spelled out in a conversation; None if there is none."""
-        found = self.special.first_in(conversation.turns, conversation.tools, conversation.variables)
+        turns = [message.turn for message in conversation.messages]
+        found = self.special.first_in(turns, conversation.tools, conversation.variables)
         return found and found[0]
 
     def write(
@@ -237,7 +269,8 @@ class Template:
 
         Some templates fail without a content, and some insert the arguments as they are.
         """
-        call = {"id": "000000000", "function": {"name": MARKER, "arguments": {f"{MARKER}-key": MARKER}}}
+        function = {"name": MARKER, "arguments": {f"{MARKER}-key": MARKER}}
+        call = {"type": "function", "id": "000000000", "function": function}
         question = {"role": "user", "content": "?"}
         forms: list[tuple[str | None, bool]] = [(None, False), ("", False), (None, True), ("", True)]
         for blank, as_text in forms:
@@ -256,11 +289,10 @@ class Template:
 
 
 def _formatted_call(call: dict[str, Any], *, as_text: bool) -> dict[str, Any]:
-    """Return a call in the form of OpenAI, which templates read; the arguments are an object or JSON."""
-    function = call.get("function", call)
-    if as_text:
-        function = {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
-    return {"type": "function", **(call if "function" in call else {}), "function": function}
+    """Return a call whose arguments are an object, or JSON."""
+    function = call["function"]
+    arguments = json.dumps(function["arguments"], ensure_ascii=False) if as_text else function["arguments"]
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def plain(content: Any) -> str:

@@ -17,7 +17,8 @@ import numpy as np
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from data.samples import Bars, DataError, Sample, check_files, no_bar, plain_backend
+from data.files import DataError, check_files
+from data.samples import Bars, Sample, no_bar, plain_backend
 from data.template import SpecialTexts, SpecialTokens
 from data.tokens import named_errors
 
@@ -49,8 +50,6 @@ def read_text(
     Raises:
         DataError: a file is missing, empty or not UTF-8, there is no EOS to join files with, or fewer than two tokens.
     """
-    if block_length < 1:
-        raise DataError(f"found a block length of {block_length}, expected at least 1")
     paths = check_files(files, plain=True)
     eos = tokenizer.eos_token_id
     if len(paths) > 1 and not isinstance(eos, int):

@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
+from data.files import DataError
 from data.jsonl import BadLineError
-from data.samples import DataError, plain_backend
+from data.samples import plain_backend
 from data.template import Span, SpecialTexts
 
 T = TypeVar("T")
@@ -91,8 +92,10 @@ class OffsetTokenizer:
         if not theirs:
             return tokens
         ids, offsets = list[int](), list[Span]()
-        borders = [index for index, token in enumerate(tokens.ids) if token in self.special and index not in theirs]
-        for first, end in pairwise([-1, *borders, len(tokens.ids)]):
+        template_tokens = [
+            index for index, token in enumerate(tokens.ids) if token in self.special and index not in theirs
+        ]
+        for first, end in pairwise([-1, *template_tokens, len(tokens.ids)]):
             piece = Tokens(tokens.ids[first + 1 : end], tokens.offsets[first + 1 : end])
             if not theirs.isdisjoint(range(first + 1, end)):
                 start = tokens.offsets[first][1] if first >= 0 else 0
@@ -121,8 +124,8 @@ class OffsetTokenizer:
         assert self._as_text is not None
         if self._backend.encode(text, add_special_tokens=False).ids != expected:
             raise BadLineError(
-                "found a special token spelled out, and a tokenizer that does not tokenize by itself what stands "
-                "between two special tokens, expected data.special_tokens keep or refuse"
+                "found a special token spelled out, and a tokenizer whose tokens between two special tokens depend on "
+                "the text around them, expected data.special_tokens keep or refuse"
             )
         return _tokens(self._as_text.encode(text, add_special_tokens=False), shift)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from data.file_kinds import other_kind
+from data.files import other_kind
 from engine.config.contradictions import contradictions, derive
 from engine.config.errors import RecipeError, checkpoint_problems, default_of, not_empty, not_there, value_problems
 from engine.config.quant import QuantRecipe

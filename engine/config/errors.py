@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, field
 from typing import Any, NamedTuple
 
-from data.file_kinds import other_kind
+from data.files import other_kind
 
 LONGEST_PROBLEM = 1500  # characters; a problem that names every preset has some 600
 SIZE_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

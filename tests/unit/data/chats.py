@@ -91,6 +91,14 @@ def turns(*pairs: tuple[Any, Any]) -> dict[str, Any]:
     return {"messages": messages(*pairs)}
 
 
+TWO = messages(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
+
+
+def with_flags(*flags: dict[str, Any]) -> dict[str, Any]:
+    """A row of two questions and two answers, with more keys on the turns."""
+    return {"messages": [{**turn, **more} for turn, more in zip(TWO, flags, strict=True)]}
+
+
 # Kinds of tokenizers: each is returned with the token that ends a turn.
 
 

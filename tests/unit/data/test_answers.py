@@ -11,17 +11,7 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from data.samples import DataError
-from tests.unit.data.chats import (
-    END,
-    ONE_LINE,
-    Words,
-    answers,
-    cut_answers,
-    learned_turns,
-    messages,
-    read,
-    templated,
-)
+from tests.unit.data.chats import END, ONE_LINE, Words, answers, cut_answers, learned_turns, messages, read, templated
 
 EOS = "<|endoftext|>"
 

@@ -1,6 +1,5 @@
 """Fields of rows and turns: each is honoured, or refused by name, or counted by name."""
 
-import re
 from collections import Counter
 from typing import Any
 
@@ -8,17 +7,11 @@ import pytest
 
 from data.samples import DataError
 from tests.lib.tiny import CHAT_TEMPLATE, tiny_tokenizer
-from tests.unit.data.chats import END, GOOD, learned_turns, messages, read, templated, turns, whole
+from tests.unit.data.chats import END, GOOD, TWO, learned_turns, read, templated, turns, whole, with_flags
 from tests.unit.data.marked import Maker, passed_over
 from tests.unit.data.test_template import QWEN
 
-ASKED, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-TWO = [ASKED, ANSWER, {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]
-
-
-def with_flags(*flags: dict[str, Any]) -> dict[str, Any]:
-    """A row of two questions and two answers, with more keys on the turns."""
-    return {"messages": [{**turn, **more} for turn, more in zip(TWO, flags, strict=True)]}
+ASKED, ANSWER = TWO[:2]
 
 
 def learned_of(tmp_path, *rows: object, **options: Any) -> list[list[str]]:
@@ -62,41 +55,6 @@ def test_keys_that_nothing_reads_are_counted(tmp_path):
     assert note.endswith('1 row has "c", which is not used')
 
 
-REFUSED: list[tuple[object, str]] = [
-    *(
-        (with_flags({}, {"weight": weight}, {}, {}), r"messages\[1\]\.weight: found .*, expected 0 or 1")
-        for weight in (0.5, 2, -1, "1", [1])
-    ),
-    (with_flags({"weight": 1}, {}, {}, {}), r"messages\[0\]: found a flag \(weight\) that asks to learn .*'user'"),
-    (
-        with_flags({}, {"weight": 1, "train": False}, {}, {}),
-        r"messages\[1\]: found 'weight' and 'train' that contradict",
-    ),
-    (
-        with_flags({}, {"train_on_turn": False}, {}, {}),
-        r"messages\[1\]\.train_on_turn: found a boolean false, expected",
-    ),
-    (with_flags({}, {"train_detail": [{"begin_offset": 0}]}, {}, {}), r"messages\[1\]\.train_detail: found a list"),
-    (with_flags({}, {"prefix": True}, {}, {}), r"messages\[1\]\.prefix: found a boolean true"),
-    (GOOD | {"label": False}, "label: found false, which marks an undesired answer"),
-    (GOOD | {"kto_tag": False}, "kto_tag: found false, which marks an undesired answer"),
-    (GOOD | {"weight": 0.5}, r"the row\.weight: found a number 0\.5, expected 0 or 1"),
-    (turns(("user", "a"), ("assistant", "b")) | {"rejected": "c"}, "found the key 'rejected' of preference data"),
-    ({"prompt": "a", "chosen": "b", "rejected": "c"}, "found the key 'chosen' of preference data"),
-    (GOOD | {"image": "a.jpg"}, "image: found a string \"a.jpg\", expected text only, without 'image'"),
-    (with_flags({"images": ["a.jpg"]}, {}, {}, {}), r"messages\[0\]\.images: found a list"),
-    (GOOD | {"history": ["a"]}, "'history': found a list .*, expected a list of pairs"),
-]
-
-
-@pytest.mark.parametrize(("row", "message"), REFUSED)
-def test_fields_that_are_not_supported_are_refused(row, message, tmp_path):
-    with pytest.raises(DataError) as caught:
-        read(tmp_path, tiny_tokenizer(), row)
-    first, said = str(caught.value).split("\n")
-    assert first == "1 bad line in the data:" and re.match(f"{tmp_path}/a.jsonl:1: {message}", said), said
-
-
 def test_history_becomes_turns(tmp_path):
     row = {"instruction": "c", "input": "", "output": "d", "history": [["a", "b"]]}
     plain = {"messages": TWO}
@@ -128,16 +86,34 @@ def test_the_template_is_given_what_it_reads(tmp_path):
     assert '"documents", 1 "messages.mood"' in next(counts.notes())
 
 
+def test_a_short_text_that_is_left_out_is_not_found_in_others(tmp_path):
+    """Each value takes up an occurrence of the text; a content that the template must write is found in its place."""
+    row = turns(("user", "ok"), ("assistant", "look: ok"), ("user", "c"), ("assistant", "d"))
+    row["messages"][1]["reasoning_content"] = "ok"
+    tokenizer = templated(QWEN)
+    (note,) = read(tmp_path, tokenizer, row)[1].notes()
+    assert note.endswith(
+        '1 row has "messages.reasoning_content", of which the chat template leaves out at least a part'
+    )
+    row["messages"][1] |= {"content": "ok", "reasoning_content": "", "tool_calls": [{"name": "f"}]}
+    without = QWEN.replace("{{- content }}", "{{- '' if m.tool_calls else content }}")
+    (note,) = read(tmp_path, templated(without), row)[1].notes()
+    assert '1 row has "messages.content", of which' in note
+
+
+def test_a_short_turn_that_is_left_out_is_refused_where_marks_are(tmp_path):
+    """A template that asks for a name among the tools refuses marks, so texts are counted."""
+    asks = "{% if messages[1].content != 'ok' %}{{ raise_exception('who?') }}{% endif %}"
+    asks += CHAT_TEMPLATE.replace("in messages", "in messages[:1] + messages[2:]")
+    row = turns(("user", "a"), ("user", "ok"), ("user", "look: ok"), ("assistant", "ok"))
+    with pytest.raises(DataError, match="found turn 1's 'content' 'ok', which the chat template does not write"):
+        read(tmp_path, templated(asks), row)
+
+
 def test_turns_behind_the_last_answer_are_counted(tmp_path):
     row = turns(("user", "a"), ("assistant", "b"), ("user", "c"), ("user", "d"))
     _, counts = read(tmp_path, tiny_tokenizer(), row)
     assert counts.unanswered == 2 and "2 turns behind the last learned answer left out" in counts.summary()
-
-
-def test_prompt_and_completion_of_messages(tmp_path):
-    """Only the completion is learned."""
-    row = {"prompt": TWO[:3], "completion": messages(("assistant", "d"), ("user", "e"), ("assistant", "f"))}
-    assert learned_of(tmp_path, row, loss_on="all") == [["d" + END, "f" + END]]
 
 
 # Reads variables and keys of turns, writes some of them, and cuts thoughts of earlier turns out, as gpt-oss's and
@@ -165,10 +141,9 @@ def test_no_value_of_a_row_is_passed_over(template, tmp_path, rng):
             assert dropped or len(str(error).splitlines()) == 2, error
             outcomes["dropped" if dropped else "refused"] += 1
             continue
-        (keys,) = counts.keys.values()
-        missing = passed_over(row, whole(sample, tokenizer), keys.unused.keys() | keys.unwritten.keys())
+        missing = passed_over(row, whole(sample, tokenizer), counts.unused.keys() | counts.unwritten.keys())
         assert not missing or counts.unanswered, (missing, row)
-        outcomes["counted" if keys.unused or keys.unwritten else "whole"] += 1
+        outcomes["counted" if counts.unused or counts.unwritten else "whole"] += 1
     assert len(outcomes) == 4 and min(outcomes.values()) > 3, outcomes
 
 

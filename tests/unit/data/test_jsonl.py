@@ -7,9 +7,9 @@ import pytest
 
 from data import jsonl
 from data.chat import read_chat
-from data.samples import MAX_PROBLEMS, DataError
+from data.files import MAX_PROBLEMS, DataError
 from tests.lib.tiny import tiny_tokenizer
-from tests.unit.data.chats import END, GOOD, conversation, learned, messages, read, turns, write
+from tests.unit.data.chats import END, GOOD, conversation, learned, messages, read, turns, with_flags, write
 
 
 def pair(**changes: object) -> dict[str, object]:
@@ -101,6 +101,27 @@ BAD_LINES: list[tuple[object, str]] = [
         for bad in (3, ["a"], True)
     ),
     (answered(reasoning_content="Well."), "found turn 1's 'reasoning_content' 'Well.', which the chat template does"),
+    # Fields that are not supported.
+    *(
+        (with_flags({}, {"weight": weight}, {}, {}), r"messages\[1\]\.weight: found .*, expected 0 or 1")
+        for weight in (0.5, 2, -1, "1", [1])
+    ),
+    (with_flags({"weight": 1}, {}, {}, {}), r"messages\[0\]: found a flag \(weight\) that asks to learn .*'user'"),
+    (
+        with_flags({}, {"weight": 1, "train": False}, {}, {}),
+        r"messages\[1\]: found 'weight' and 'train' that contradict",
+    ),
+    (
+        with_flags({}, {"train_on_turn": False}, {}, {}),
+        r"messages\[1\]\.train_on_turn: found a boolean false, expected",
+    ),
+    (with_flags({}, {"prefix": True}, {}, {}), r"messages\[1\]\.prefix: found a boolean true"),
+    (GOOD | {"kto_tag": False}, "kto_tag: found false, which marks an undesired answer"),
+    (GOOD | {"weight": 0.5}, r"the row\.weight: found a number 0\.5, expected 0 or 1"),
+    (turns(("user", "a"), ("assistant", "b")) | {"rejected": "c"}, "found the key 'rejected' of preference data"),
+    (GOOD | {"image": "a.jpg"}, "image: found a string \"a.jpg\", expected text only, without 'image'"),
+    (with_flags({"images": ["a.jpg"]}, {}, {}, {}), r"messages\[0\]\.images: found a list"),
+    (GOOD | {"history": ["a"]}, "'history': found a list .*, expected a list of pairs"),
 ]
 NOT_UTF8 = [b'{"input": "caf\xe9", "output": "b"}', json.dumps(GOOD).encode("utf-16")]
 

@@ -27,69 +27,27 @@ def _templates() -> dict[str, Path]:
 
 TEMPLATES = _templates()
 TOKENS = re.compile(r"<[|\uff5c][^<>{}'\"\s|\uff5c]+[|\uff5c]>|</?s>|<(?:start|end)_of_turn>|<turn\|>|\[/?[A-Z_]{4,}\]")
-ENDS = [
-    "<|return|>",
-    "<turn|>",
-    "<|im_end|>",
-    "<|eot_id|>",
-    "<|END_OF_TURN_TOKEN|>",
-    "<\uff5cend\u2581of\u2581sentence\uff5c>",
-    "<|eot|>",
-]
-ENDS += ["<end_of_turn>", "<|end|>", "<|endoftext|>"]
+ENDS = ["<|return|>", "<turn|>", "<|im_end|>", "<|eot_id|>", "<|END_OF_TURN_TOKEN|>"]
+ENDS += ["<\uff5cend\u2581of\u2581sentence\uff5c>", "<|eot|>", "<end_of_turn>", "<|end|>", "<|endoftext|>"]
 
 # What is learned. Of the others, a part would not be in the text.
 REFUSED_INLINE = {"axolotl/deepseek_v3", "axolotl/exaone4", "trl/deepseek_r1_distill", "trl/deepseekv3"}
 """They remove the thinking in a content, of the last answer too."""
 REFUSED_EARLIER = {"axolotl/metharme", "trl/gptoss"}
 """They end an answer otherwise if it is the last."""
-REASONING = {f"axolotl/{name}" for name in ["qwen3", "qwen3_5"]}
+REASONING = {"axolotl/qwen3", "axolotl/qwen3_5"}
 REASONING |= {
     f"trl/{name}"
-    for name in [
-        "diffusion_gemma",
-        "gemma4_v5",
-        "glm4moe",
-        "lfm2_2_5",
-        "lfm2_2_5_v2",
-        "lfm2_2_5_vl",
-        "muse_glimmer",
-        "nemotron_3_5_lightning",
-        "nemotron_3_nano",
-        "nemotron_3_super",
-        "nemotron_3_ultra",
-        "qwen3",
-        "qwen3_5_nothink",
-        "qwen3_5_think",
-        "qwen3_6",
-        "qwen3_8",
-    ]
+    for name in re.findall(
+        r"\w+",
+        """diffusion_gemma gemma4_v5 glm4moe lfm2_2_5 lfm2_2_5_v2 lfm2_2_5_vl muse_glimmer nemotron_3_5_lightning
+        nemotron_3_nano nemotron_3_super nemotron_3_ultra qwen3 qwen3_5_nothink qwen3_5_think qwen3_6 qwen3_8""",
+    )
 }
 """They write the reasoning_content of the last answer."""
 AGENT = {f"axolotl/{name}" for name in ["deepseek_v3", "exaone4", "jamba", "llama4", "qwen3", "qwen3_5", "qwen_25"]}
-AGENT |= {
-    f"trl/{name}"
-    for name in [
-        "gemma4_v2",
-        "glm4moe",
-        "lfm2_2_5",
-        "lfm2_2_5_v2",
-        "lfm2_2_5_vl",
-        "lfm2_v2",
-        "nemotron_3_5_lightning",
-        "nemotron_3_nano",
-        "nemotron_3_super",
-        "nemotron_3_ultra",
-        "qwen2_5",
-        "qwen3",
-        "qwen3_5_nothink",
-        "qwen3_5_think",
-        "qwen3_6",
-        "qwen3_8",
-        "qwen3_instruct_2507",
-        "qwen3_vl",
-    ]
-}
+AGENT |= REASONING - {"trl/diffusion_gemma", "trl/gemma4_v5", "trl/muse_glimmer"}
+AGENT |= {f"trl/{name}" for name in ["gemma4_v2", "lfm2_v2", "qwen2_5", "qwen3_instruct_2507", "qwen3_vl"]}
 """They write contents, calls and results, also of two calls in a row."""
 
 

@@ -153,7 +153,6 @@ def test_errors(tmp_path):
         ([good, bad], tiny_tokenizer(), 8, r"/bad:3: found bytes that are not UTF-8"),
         ([good, empty, none], tiny_tokenizer(), 8, r"/empty: the file is empty\n.*/none: no such file"),
         ([one], tiny_tokenizer(), 8, r"/one: found 1 tokens, expected at least 2"),
-        ([good], tiny_tokenizer(), 0, "block length of 0"),
         ([good, good], no_eos, 8, "no EOS token to join 2 files"),
         (
             [good],

@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from data.chat import read_chat
-from data.file_kinds import other_kind
-from data.samples import DataError
+from data.files import DataError, other_kind
 from data.text import read_text
 from tests.lib.tiny import tiny_tokenizer
 
@@ -58,6 +57,8 @@ FILES = {
     "is a Python pickle": pickle.dumps({"a": 1}),
     "is UTF-16 text": ROW.decode().encode("utf-16"),
     "is a git-lfs pointer, not the file itself: run git lfs pull": POINTER,
+    "is an HTML page, as a failed download leaves: download the file": b"\n<!DOCTYPE html><html>Not found</html>",
+    "is an HTML page": b"\xef\xbb\xbf <HTML>",
 }
 
 
@@ -74,16 +75,6 @@ def test_a_file_of_another_kind_is_named_by_both_readers(tmp_path: Path, said: s
         assert str(raised.value).startswith(f"{path}: {said}") and "\n" not in str(raised.value)
 
 
-def test_a_web_page_is_text_but_no_rows(tmp_path: Path) -> None:
-    path = tmp_path / "train.jsonl"
-    path.write_text("\n<!DOCTYPE html><html>Not found</html>")
-    assert read_text([path], tiny_tokenizer(), 8)
-    with pytest.raises(
-        DataError, match=r"train\.jsonl: is an HTML page, as a failed download leaves: download the file"
-    ):
-        read_chat([path], tiny_tokenizer(), max_length=64)
-
-
 def test_zero_bytes_are_no_plain_text(tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     path.write_bytes(b"some words\0\0\0")
@@ -92,7 +83,7 @@ def test_zero_bytes_are_no_plain_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["GGUF is a format.", "PK is short for", "BZh, he said", "PAR2", "7z", "version 2", ""]
+    "text", ["GGUF is a format.", "PK is short for", "BZh, he said", "PAR2", "7z", "version 2", "", "On <html> tags"]
 )
 def test_a_text_that_begins_alike_is_text(tmp_path: Path, text: str) -> None:
     path = tmp_path / "text.txt"

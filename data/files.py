@@ -1,9 +1,14 @@
-"""Recognize files of another kind than expected by their first bytes: archives, tables, pickles, pointers, web pages.
+"""Check data files: errors in their lines, and files of another kind (archives, tables, pickles, pointers, web pages).
 
 Imports only the standard library, so that a script can check files before it loads torch.
 """
 
+from collections.abc import Sequence
 from os import PathLike
+from pathlib import Path
+
+MAX_PROBLEMS = 20
+"""Limit of the bad lines that one error names; the rest are only counted."""
 
 _HEAD = 4096  # bytes of a file that are looked at
 _AS_ROWS = "write its rows as JSONL, one object per line"
@@ -32,11 +37,57 @@ _BEGINNINGS: list[tuple[bytes, str, str]] = [
 _TAR = (257, b"ustar")  # place of the name of the format in a tar archive
 
 
+class DataError(ValueError):
+    """Error in the files or in their description; the text names file, line and remedy."""
+
+
+class Problems:
+    """Collect errors in lines, so that one run shows all of them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._texts: list[str] = []
+
+    def add(self, where: str, what: str) -> None:
+        """Add a bad line; ``where`` is ``file:line``."""
+        self.count += 1
+        if len(self._texts) < MAX_PROBLEMS:
+            self._texts.append(f"{where}: {what}")
+
+    def raise_if_any(self) -> None:
+        """Raise `DataError` with the first `MAX_PROBLEMS` lines and the number of the others."""
+        if not self.count:
+            return
+        more = self.count - len(self._texts)
+        rest = [f"... and {more:,} more bad lines"] if more else []
+        lines = "1 bad line" if self.count == 1 else f"{self.count:,} bad lines"
+        raise DataError("\n".join([f"{lines} in the data:", *self._texts, *rest]))
+
+
+def check_files(files: Sequence[str | Path], *, plain: bool = False) -> list[Path]:
+    """Return the paths of ``files``; ``plain``: they are plain text.
+
+    Raises:
+        DataError: files are missing, empty, folders or of another kind; the text names all of them.
+    """
+    paths = [Path(file) for file in files]
+    wrong = [f"{path}: {problem}" for path in paths if (problem := _file_problem(path, plain))]
+    if wrong or not paths:
+        raise DataError("\n".join(wrong) or "no data files given, expected at least one path")
+    return paths
+
+
+def _file_problem(path: Path, plain: bool) -> str | None:
+    if not path.exists():
+        return "no such file"
+    if not path.is_file():
+        return "found something else than a file (a folder?), expected the path of a file"
+    return other_kind(path, plain=plain) if path.stat().st_size else "the file is empty"
+
+
 def other_kind(path: str | PathLike[str], *, plain: bool = False) -> str | None:
     """Return a clause that says what a file is and what to do about it (``is gzip-compressed: ...``), unless its first
-    bytes are those of a text.
-
-    ``plain``: the file is plain text, which may be an HTML page, but has no zero bytes.
+    bytes are those of an expected file. ``plain`` text has no zero bytes either; of JSONL the reader names their lines.
     """
     with open(path, "rb") as file:
         head = file.read(_HEAD)
@@ -45,7 +96,7 @@ def other_kind(path: str | PathLike[str], *, plain: bool = False) -> str | None:
             return f"is {kind}: {remedy}"
     if head[_TAR[0] :].startswith(_TAR[1]):
         return "is a tar archive: unpack it"
-    if not plain and head.lstrip().lower().startswith((b"<!doctype html", b"<html")):
+    if head.removeprefix(b"\xef\xbb\xbf").lstrip().lower().startswith((b"<!doctype html", b"<html")):
         return "is an HTML page, as a failed download leaves: download the file again"
     if plain and b"\0" in head:
         return f"is not text: byte {head.index(0)} is zero"
