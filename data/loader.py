@@ -6,27 +6,19 @@ stream of rows (:class:`Order`: epoch after epoch, each shuffled separately), of
     rows_per_step = micro_batch_size * gradient_accumulation_steps * world
 
 so an epoch's tail that does not fill a step is completed from the next epoch, and within an epoch no row is skipped or
-repeated. The rows of a step do not depend on their split over ranks and micro-batches. Samples are not sorted by
-length: that would couple the order of the data to its content.
+repeated. The rows of a step do not depend on their split over ranks and micro-batches.
 
 A row is a sample, padded on the right to the longest of its micro-batch; or, packed, a bin of whole samples (`pack`).
 In a packed row ``position_ids`` restart at 0 with every sample. Without an attention mask and a cache, transformers
 derives sequence boundaries from them (``find_packed_sequence_indices`` of its masking_utils): attention is then causal
-within each sample and masked across samples. Padding at the end of a packed row counts as a separate sample, so no
-attention crosses into or out of padding. Flash attention reads the same boundaries only in batches of one row. The
-experts of a MoE compute padding in both kinds of batch; the router's auxiliary loss excludes padding only with an
-attention mask, so it counts the few padding positions of packed rows.
+within each sample and masked across samples. Padding at the end of a packed row counts as a separate sample. Flash
+attention finds the same boundaries only in batches of one row. The router's auxiliary loss of a MoE excludes padding
+only with an attention mask, so it counts the few padding positions of packed rows.
 
-Packing is best fit: a sample goes into the fullest bin with room for it. Within `PACKING_WINDOW` consecutive
-samples the long ones are placed first (best-fit decreasing), because short samples can fill the gaps. A window bounds
-the work per sample, and wastes space only in its last bins. In rows of 512, 97.7% of the positions have a token of
-GSM8K's chats, and more than 99% if more of the samples are short. Samples are packed whole: the second half of a split
-sample would be trained without its context.
-
-`on_device` moves a micro-batch to the device in one copy without blocking the host.
-
-Held-out samples are split off and batched for evaluation. The split depends on samples and seed only, so it is the same
-on every rank, in every resumed run and at any world size.
+Packing is best fit: a sample goes into the fullest bin with room for it. Within `PACKING_WINDOW` consecutive samples
+the long ones are placed first (best-fit decreasing), because short samples can fill the gaps. In rows of 512, 97.7% of
+the positions have a token of GSM8K's chats. Samples are packed whole: the second half of a split sample would be
+trained without its context.
 """
 
 import itertools
@@ -40,7 +32,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.samples import IGNORE, DataError, Sample, digest_of_samples
+from data.files import DataError
+from data.samples import IGNORE, Sample, digest_of_samples
 
 MicroBatch = dict[str, torch.Tensor]
 """Inputs of one forward and backward, int64 tensors:
@@ -69,11 +62,12 @@ class Loader:
         pad_token_id: pads ``input_ids`` on the right (masked, never predicted).
         packed_length: positions of a packed row; None pads each sample to the longest of its micro-batch.
         weights: each file's share of an epoch, by `Sample.file` (see `Order`); None takes every sample once.
-        skip: indices of samples without targets: they keep their place in the order, so that the others keep theirs.
+        skip: indices of samples without targets: they keep their place in the order, so that the others keep theirs. A
+            step of nothing else takes the rows of the next step that has others.
 
     Raises:
-        DataError: a size is not positive, a sample does not fit a packed row, weights do not fit the files, or an epoch
-            has fewer rows than one step takes.
+        DataError: a sample does not fit a packed row, weights do not fit the files, an epoch has fewer rows than one
+            step takes, or all samples are skipped.
     """
 
     def __init__(
@@ -90,15 +84,6 @@ class Loader:
         weights: Mapping[str, float] | None = None,
         skip: Collection[int] = (),
     ) -> None:
-        sizes = {
-            "micro_batch_size": micro_batch_size,
-            "gradient_accumulation_steps": gradient_accumulation_steps,
-            "world": world,
-        }
-        if min(sizes.values()) < 1 or not 0 <= rank < world or seed < 0:
-            raise DataError(
-                f"found {sizes}, rank {rank}, seed {seed}; expected sizes of at least 1, rank < world, seed >= 0"
-            )
         self.rows_per_step = micro_batch_size * gradient_accumulation_steps * world
         rows = "samples" if packed_length is None else f"packed rows of {packed_length:,} tokens"
         found = len(samples)
@@ -108,7 +93,8 @@ class Loader:
         if found < self.rows_per_step:
             raise DataError(
                 f"found {found:,} {rows}, expected at least the {self.rows_per_step:,} that one step takes "
-                f"({sizes}): give more data or smaller steps"
+                f"(data.micro_batch_size {micro_batch_size} * train.gradient_accumulation_steps "
+                f"{gradient_accumulation_steps} * {world} ranks): give more data or smaller steps"
             )
         self.samples = samples
         self._micro_batch_size = micro_batch_size
@@ -117,7 +103,9 @@ class Loader:
         self._world = world
         self._pad = pad_token_id
         self._packed_length = packed_length
-        self._skip = torch.tensor(sorted(skip), dtype=torch.int64)
+        self._skip = frozenset(skip)
+        if len(self._skip) == len(samples):
+            raise DataError(f"data.skip: names all {found:,} samples to train on, expected some that are learned")
 
     def step(self, k: int) -> list[MicroBatch]:
         """Return this rank's micro-batches of step ``k`` (from 0), as many as gradient_accumulation_steps."""
@@ -125,9 +113,10 @@ class Loader:
             batches = [pad(self.samples, rows, self._pad) for rows in self._rows(k)]
         else:
             batches = [pack_rows(self.samples, rows, self._pad, self._packed_length) for rows in self._rows(k)]
-        for batch in batches if len(self._skip) else ():
-            for row, start, end in batch["spans"][torch.isin(batch["sample_ids"], self._skip)].tolist():
-                batch["labels"][row, start:end] = IGNORE
+        for batch in batches if self._skip else ():
+            for sample, (row, start, end) in zip(batch["sample_ids"].tolist(), batch["spans"].tolist(), strict=True):
+                if sample in self._skip:
+                    batch["labels"][row, start:end] = IGNORE
         return batches
 
     def steps_of(self, epochs: float) -> int:
@@ -161,9 +150,10 @@ class Loader:
 
     def _rows(self, step: int) -> list[list[list[int]]]:
         """Return sample ids by micro-batch and row."""
-        size = self._micro_batch_size
-        first = step * self.rows_per_step + self._rank * size
-        starts = (first + index * size * self._world for index in range(self._accumulation))
+        size, first, total = self._micro_batch_size, step * self.rows_per_step, self.rows_per_step
+        while self._skip and all(i in self._skip for p in range(first, first + total) for i in self._order.row(p)):
+            first += total
+        starts = (first + (index * self._world + self._rank) * size for index in range(self._accumulation))
         return [[self._order.row(start + offset) for offset in range(size)] for start in starts]
 
 
@@ -262,11 +252,7 @@ class Order:
     With packing the epochs' numbers of rows differ, as the order changes how bins fill. So to find the row at a
     position, all epochs before it are packed once (about a second per epoch and million samples).
 
-    Args:
-        samples: list that the ids index.
-        seed: seed of all permutations.
-        weights: weight of each file by `Sample.file`; None takes every sample once per epoch.
-        packed_length: positions of a bin; None makes every sample a row.
+    The arguments are those of `Loader`.
 
     Raises:
         DataError: a sample is longer than a bin, or weights and files do not fit each other.
@@ -283,8 +269,12 @@ class Order:
         self._lengths = np.array([len(sample.input_ids) for sample in samples], dtype=np.int64)
         self._seed = seed
         self._packed_length = packed_length
-        if packed_length is not None:
-            _check_lengths(samples, self._lengths, packed_length)
+        longest = int(self._lengths.argmax())
+        if packed_length is not None and self._lengths[longest] > packed_length:
+            raise DataError(
+                f"{samples[longest].where() or f'sample {longest}'}: found {self._lengths[longest]:,} tokens, expected "
+                f"at most the {packed_length:,} that a packed row holds"
+            )
         self._files = None if weights is None else _files(samples, weights)
         self._ends = [0]  # rows before epoch 0, 1, ...; extended on demand
         # A step has rows of two epochs, rarely more; drawing an epoch for each row would repeat all of the work.
@@ -307,8 +297,6 @@ class Order:
 
     def _locate(self, position: int) -> tuple[int, int]:
         """Return the epoch of a row, and the row's index in it."""
-        if self._packed_length is None:
-            return divmod(position, len(self._lengths))
         while position >= self._ends[-1]:
             self._ends.append(self._ends[-1] + self.rows_in_epoch(len(self._ends) - 1))
         epoch = bisect_right(self._ends, position) - 1
@@ -335,15 +323,6 @@ class Order:
             cycle = np.random.default_rng((self._seed, index, FILES)).permutation(ids)
             parts += [np.repeat(ids, passes), cycle[(epoch * rest + np.arange(rest)) % len(ids)]]
         return np.concatenate(parts)
-
-
-def _check_lengths(samples: Sequence[Sample], lengths: np.ndarray, packed_length: int) -> None:
-    longest = int(lengths.argmax())
-    if lengths[longest] > packed_length:
-        raise DataError(
-            f"{samples[longest].where() or f'sample {longest}'}: found {lengths[longest]:,} tokens, expected at most "
-            f"the {packed_length:,} that a packed row holds"
-        )
 
 
 def _files(samples: Sequence[Sample], weights: Mapping[str, float]) -> list[tuple[np.ndarray, int]]:
@@ -378,9 +357,7 @@ PACKING_WINDOW = 4096
 def pack(lengths: np.ndarray, capacity: int) -> np.ndarray:
     """Return the bin of each sample, int64 [n], numbered from 0 without gaps; a pure function of the arguments.
 
-    Args:
-        lengths: int [n], each from 1 to ``capacity``.
-        capacity: positions of a bin.
+    ``lengths``, int [n], are from 1 to ``capacity``, the positions of a bin.
     """
     bins = np.empty(len(lengths), dtype=np.int64)
     count = 0
@@ -445,10 +422,8 @@ SPLIT = 3  # random stream of the split, separate from the streams of all epochs
 def split_held_out(samples: Sequence[Sample], held_out: int | float, seed: int) -> tuple[list[Sample], list[Sample]]:
     """Split samples into training and held-out samples, each in their original order.
 
-    Args:
-        samples: all samples.
-        held_out: number of samples to hold out, or, between 0 and 1, their fraction (at least one sample).
-        seed: seed of the random choice.
+    ``held_out`` is their number, or, as a float, their share of all samples (at least one sample). The split depends on
+    samples and seed only, so it is the same on every rank, in every resumed run and at any world size.
 
     Raises:
         DataError: no sample would be left to train on.
@@ -483,11 +458,7 @@ class HeldOut:
     (``sample_ids`` are indices in ``samples``). A rank without samples left gets a batch of one row without labels,
     whose ``sample_ids`` are empty: a forward under ZeRO-3 is a collective.
 
-    Args:
-        samples: held-out samples, the same on every rank and in the same order.
-        micro_batch_size: rows of a batch; the last batch may have fewer.
-        rank, world: this rank's index in the data-parallel group, and the group's size.
-        pad_token_id: pads ``input_ids`` on the right.
+    The arguments are those of `Loader`; the last batch may have fewer than ``micro_batch_size`` rows.
 
     Raises:
         DataError: there are no samples.
@@ -512,10 +483,8 @@ class HeldOut:
         for index in range(len(self)):
             start = (index * self._world + self._rank) * self._size
             ids = self._by_length[start : start + self._size]
-            yield pad(self.samples, [[i] for i in ids], self._pad) if ids else self._nothing()
-
-    def _nothing(self) -> MicroBatch:
-        """Return a batch of the shortest sample without labels."""
-        batch = pad(self.samples, [self._by_length[:1]], self._pad)
-        batch["labels"].fill_(IGNORE)
-        return batch | {"sample_ids": batch["sample_ids"][:0], "spans": batch["spans"][:0]}
+            batch = pad(self.samples, [[i] for i in ids or self._by_length[:1]], self._pad)
+            if not ids:
+                batch["labels"].fill_(IGNORE)
+                batch |= {"sample_ids": batch["sample_ids"][:0], "spans": batch["spans"][:0]}
+            yield batch

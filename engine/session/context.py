@@ -258,7 +258,9 @@ def _skipped(samples: Sequence[Sample], lines: Sequence[str]) -> list[int]:
             f"data.skip: {listed(unknown, 3)}, expected lines of data.train that are samples to train on, such as "
             f"{samples[0].where()}"
         )
-    say(f"data.skip: {len(set(lines)):,} samples are not learned")
+    say(
+        f"data.skip: {len(set(lines)):,} samples are not learned; a step of these alone takes the rows of the next step"
+    )
     return [indices[line] for line in set(lines)]
 
 
