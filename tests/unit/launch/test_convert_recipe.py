@@ -1,0 +1,198 @@
+"""Configurations of other tools, in the form in which they publish them, and the recipes that come out."""
+
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from engine.config.config import Recipe
+from engine.config.reading import parse_recipe
+from engine.loop import Loop
+from launch import convert_recipe
+from launch.calibrate import calibrate
+from launch.convert_recipe import HOUSEKEEPING, Source, convert
+from tests.lib.recipes import minimal
+from tests.lib.tiny import tiny_checkpoint
+
+# As configs/qwen3/qat/fp8_static/learn_scale/qwen3-30b-a3b_fp8_static_end2end_learn_scale_zero3.yaml.
+SCALES_ONLY = """
+global: {save_path: ./output}
+model: {name: Qwen, model_path: Qwen/Qwen3-30B-A3B, trust_remote_code: true, torch_dtype: auto, device_map: None,
+        low_cpu_mem_usage: true, use_cache: false}
+compression:
+  name: QAT
+  quantization:
+    {name: fp8_static, bits: 8, quant_method: {weight: per-tensor, activation: per-tensor},
+     ignore_layers: [lm_head, embed_tokens, gate.weight]}
+  QAT:
+    hf_dataset: null
+    from_ptq_ckpt: ./output_ptq_30b/qwen3-a3b_fp8_static
+    training_mode: end2end
+    dist_mode: hf
+    save_format: real
+    do_train: true
+    loss_type: cakld
+    loss_topk: null
+    kd_temperature: 1.0
+    kd_alpha: 0.5
+    lm_loss_weight: 1.0
+    kd_loss_weight: 1.0
+    plugin_config:
+      enable_scale: true
+      quant_config: {use_weight_quant: true, use_activation_quant: true, use_qkv_quant: false,
+        weight_scale_init_value: 0.1, activation_scale_init_value: 0.1,
+        learnable: {act_scale: false, weight_scale: true, kv_scale: false, norm: false, lwc: false}}
+    hf_args: {bf16: true, logging_steps: 1, logging_first_step: true, per_device_train_batch_size: 1,
+      gradient_accumulation_steps: 1, learning_rate: 1.0e-6, lr_scheduler_type: cosine, num_train_epochs: 1,
+      max_steps: 3,
+      save_strategy: "no", warmup_ratio: 0.0, max_grad_norm: 1.0, gradient_checkpointing: true,
+      gradient_checkpointing_kwargs: {use_reentrant: true}, deepspeed: configs/ds_config_zero3.json}
+dataset: {name: TextDataset, data_path: sharegpt.jsonl, max_seq_length: 4096, num_samples: 256, batch_size: 1}
+"""
+# As recipes/configs/llama3/8B_qat_full.yaml.
+TORCHTUNE = """
+tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, path: tokenizer.model, max_seq_len: 1024}
+dataset: {_component_: torchtune.datasets.alpaca_dataset, packed: false}
+seed: null
+shuffle: true
+model: {_component_: torchtune.models.llama3.llama3_8b}
+checkpointer: {_component_: torchtune.training.FullModelHFCheckpointer, checkpoint_dir: llama3,
+  checkpoint_files: [model.safetensors], recipe_checkpoint: null, output_dir: "${output_dir}", model_type: LLAMA3}
+resume_from_checkpoint: false
+batch_size: 2
+epochs: 3
+quantizer: {_component_: torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer, groupsize: 256}
+optimizer: {_component_: torch.optim.AdamW, lr: 2.0e-5, foreach: false}
+loss: {_component_: torchtune.modules.loss.LinearCrossEntropyLoss}
+max_steps_per_epoch: null
+gradient_accumulation_steps: 1
+device: cuda
+enable_activation_checkpointing: true
+memory_efficient_fsdp_wrap: true
+dtype: fp32
+metric_logger: {_component_: torchtune.training.metric_logging.DiskLogger, log_dir: "${output_dir}"}
+output_dir: alpaca-llama3-finetune
+log_every_n_steps: 1
+log_peak_memory_stats: false
+"""
+# With these values of other keys: a temperature and a top k of cakld, epochs beside steps; any model of torchtune.
+WITHOUT_EFFECT = [f"compression.QAT.{key}" for key in ("loss_topk", "kd_temperature", "hf_args.num_train_epochs")]
+WITHOUT_EFFECT += ["model._component_"]
+FILES = {"AngelSlim": SCALES_ONLY, "torchtune": TORCHTUNE}
+
+
+def read(text: str, **changes: Any) -> tuple[Recipe, list[str]]:
+    """The recipe that comes out, parsed as training does, and the notes."""
+    made = convert(yaml.safe_load(text))
+    recipe = made.recipe
+    for key, value in changes.items():
+        section, name = key.split("__")
+        recipe[section][name] = value
+    words = [f"--{section}={yaml.safe_dump(value, default_flow_style=True)}" for section, value in recipe.items()]
+    flat = [word.removesuffix("\n").removesuffix("\n...") for word in words]
+    return parse_recipe(flat, check_files=False), made.notes
+
+
+def test_scales_alone_learn_from_the_model_itself():
+    recipe, notes = read(SCALES_ONLY)
+    assert (recipe.quant.scheme, recipe.quant.scales) == ("fp8_static", "./output_ptq_30b/qwen3-a3b_fp8_static")
+    learnable = recipe.learnable
+    assert not learnable.weight and learnable.weight_scale and not learnable.act_scale and not learnable.norm
+    assert (recipe.loss.kd, recipe.loss.teacher, recipe.loss.lm_weight, recipe.loss.kd_weight) == (
+        "cakld",
+        "self",
+        1,
+        1,
+    )
+    assert (recipe.train.steps, recipe.optim.schedule, recipe.optim.min_lr_ratio) == (3, "cosine", 0)
+    assert (recipe.deepspeed, recipe.train.activation_checkpointing, recipe.data.max_length) == ("zero3", True, 4096)
+    said = {note.partition(":")[0].rpartition(".")[2] for note in notes}
+    assert said == {"model_path", "num_samples", "learning_rate"}
+
+
+def test_inputs_of_w4a8_fp8_keep_their_one_stored_scale():
+    changed = SCALES_ONLY.replace("fp8_static, bits", "w4a8_fp8, bits")
+    changed = changed.replace("weight: per-tensor", "weight: per-group, group_size: 128")
+    recipe, notes = read(changed)
+    scheme = recipe.quant.preset().linear
+    assert (scheme.weights.bits, scheme.weights.group_size) == (4, 128)
+    assert (scheme.activations.granularity, scheme.activations.dynamic) == ("tensor", False)
+    assert any("has a scale per token" in note for note in notes)
+
+
+def test_torchtune_trains_all_weights_with_the_scales_of_each_step():
+    recipe, _ = read(TORCHTUNE)
+    scheme = recipe.quant.preset().linear
+    assert (scheme.weights.bits, scheme.weights.group_size, scheme.activations.symmetric) == (4, 256, False)
+    assert recipe.quant.scales_follow_weights and not recipe.learnable.weight_scale
+    assert recipe.learnable.weight and recipe.learnable.norm and recipe.learnable.embedding
+    assert (recipe.optim.lr, recipe.optim.weight_decay, recipe.optim.schedule) == (2e-5, 0.01, "constant")
+    assert (recipe.train.epochs, recipe.model.dtype, recipe.optim.grad_clip) == (3, "float32", 0)
+
+
+@pytest.mark.parametrize("tool", FILES)
+def test_every_key_is_converted_or_named(tool, seed):
+    """A key of any name anywhere, or another value of a known key: the recipe changes or a note names the key."""
+    chance = random.Random(seed)
+    contents = yaml.safe_load(FILES[tool])
+    before = convert(contents)
+    places = [contents]
+    for place in places:
+        places += [value for value in place.values() if isinstance(value, dict)]
+    place = chance.choice(places)
+    place[f"new_{seed}"] = 7
+    after = convert(contents)
+    assert after.recipe == before.recipe and sum(f"new_{seed}: 7" in note for note in after.notes) == 1
+    for key in Source(yaml.safe_load(FILES[tool])).keys:
+        changed = yaml.safe_load(FILES[tool])
+        *sections, name = key.split(".")
+        place = changed
+        for section in sections:
+            place = place[section]
+        old = place[name]
+        place[name] = {bool: not old, int: 7, float: 0.25, list: ["other"], type(None): "other"}.get(type(old), "other")
+        if HOUSEKEEPING.fullmatch(key) or key in WITHOUT_EFFECT:
+            continue
+        try:
+            found = convert(changed)
+        except (ValueError, KeyError):
+            continue
+        assert (found.recipe, found.notes) != (before.recipe, before.notes), f"{key} is passed over"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("a: 1", "expected a QAT"), ("- 1", "mapping"), ("compression: {name: PTQ}", "QAT or QAD")]
+)
+def test_refused_in_one_line(text, said, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    monkeypatch.setattr(sys, "argv", ["convert_recipe.py", str(path)])
+    with pytest.raises(SystemExit):
+        convert_recipe.main()
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert str(path) in last and said in last
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_it_trains(kind, tmp_path: Path):
+    """AngelSlim's verified scenario on a small model: PTQ's scales, scales alone, cakld from the model itself."""
+    model = tiny_checkpoint(tmp_path / "model", kind, even=True)
+    chat = tmp_path / "chat.jsonl"
+    chat.write_text(
+        '{"conversations": [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "the quick fox"}]}\n' * 4
+    )
+    files = {"model": {"path": str(model)}, "data": {"train": [str(chat)]}}
+    calibrate(minimal(**files, quant={"scheme": "fp8_static"}, output_dir=str(tmp_path / "ptq"), deepspeed="zero0"))
+    recipe, _ = read(
+        SCALES_ONLY,
+        model__path=str(model),
+        model__trust_remote_code=False,
+        data__train=[str(chat)],
+        quant__scales=str(tmp_path / "ptq" / "export"),
+    )
+    recipe.output_dir, recipe.deepspeed = str(tmp_path / "out"), "zero0"
+    assert Loop(recipe).run().step == 3
+    assert (tmp_path / "out" / "export" / "model.safetensors").is_file()
