@@ -12,7 +12,7 @@ from engine.checkpoint.find import (
     verify_checkpoint,
 )
 from engine.checkpoint.resume import load_checkpoint
-from engine.checkpoint.stateful import StatefulStates
+from engine.checkpoint.save import StatefulStates
 from engine.cluster.job import RunLock
 from engine.cluster.nodes import check_shared
 from engine.config.config import Recipe

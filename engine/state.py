@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from data.loader import HeldOut, Loader
-from engine.checkpoint.stateful import StatefulStates
+from engine.checkpoint.save import StatefulStates
 from engine.cluster.job import StopRequests
 from engine.config.config import Recipe
 from engine.evaluation import HeldOutResults

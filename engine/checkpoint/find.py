@@ -1,12 +1,10 @@
-"""Find a checkpoint, check that it is complete, and check that a recipe may resume from it.
-
-``STAYS`` lists the options of a recipe that a resumed run must keep, and ``MAY_CHANGE`` all other options.
-"""
+"""Find a checkpoint, check that it is complete, and check that a recipe may resume from it."""
 
 import json
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -118,7 +116,7 @@ def _read_manifest(path: Path) -> TrainingCheckpoint:
     if not path.is_dir():
         raise ValueError("is not there")
     if not (path / "state.json").is_file():
-        raise ValueError("is not a whole checkpoint: it has no state.json")
+        raise ValueError("is incomplete: it has no state.json")
     try:
         state = json.loads((path / "state.json").read_text(encoding="utf-8"))
         step, ranks, stage = (int(state[key]) for key in ("step", "world_size", "stage"))
@@ -131,7 +129,7 @@ def _read_manifest(path: Path) -> TrainingCheckpoint:
         ):  # nothing outside of the directory
             raise ValueError
     except OSError:
-        raise ValueError("is not a whole checkpoint: it has no state.json") from None
+        raise ValueError("is incomplete: it has no state.json") from None
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError):
         raise ValueError("is damaged: state.json is not what was written") from None
     for name, (size, _) in files.items():
@@ -143,25 +141,19 @@ def _read_manifest(path: Path) -> TrainingCheckpoint:
     return TrainingCheckpoint(path, step, ranks, stage, files, samples, base, left_out)
 
 
-def _is_whole(path: Path) -> bool:
-    """Tell if a step directory is complete, by names and sizes of its files."""
-    try:
-        _read_manifest(path)
-    except ValueError:
-        return False
-    return True
-
-
 def _newest_whole(directory: Path, *, before: str = "step_~") -> Path | None:
     """Find the newest complete step directory with a name before ``before``; None if there is none."""
-    names = (path for path in sorted(directory.glob(STEP_DIRECTORIES), reverse=True) if path.name < before)
-    return next((path for path in names if _is_whole(path)), None)
+    for path in sorted(directory.glob(STEP_DIRECTORIES), reverse=True):
+        if path.name < before:
+            with suppress(ValueError):
+                return _read_manifest(path).path
+    return None
 
 
 def _offer(path: Path) -> str:
     """Write the end of an error text, which names the newest complete step directory before ``path``."""
     if (whole := _newest_whole(path.parent, before=path.name)) is None:
-        return "; there is no whole checkpoint before it"
+        return "; there is no complete checkpoint before it"
     return f"; the one before it is {whole.name}: set train.resume to {whole.name} to go on from there"
 
 
@@ -169,9 +161,9 @@ def check_resumable(recipe: Recipe, directory: Path) -> TrainingCheckpoint:
     """Find the checkpoint to resume from, and refuse it if the recipe changes options that must stay.
 
     Raises:
-        RecipeError: there is no complete checkpoint, an option in ``STAYS`` differs, adapters have another base model,
-            or the number of rows per step differs: the data cursor is a step, so the samples of a step must stay the
-            same at any number of ranks.
+        RecipeError: there is no complete checkpoint, an option differs that must not (:func:`stays`), adapters have
+            another base model, or the number of rows per step differs: the data cursor is a step, so the samples of a
+            step must stay the same at any number of ranks.
     """
     try:
         found = find_checkpoint(directory, recipe.train.resume)
@@ -214,7 +206,7 @@ def _rows_problem(before: Recipe, old_world: int, recipe: Recipe, world: int) ->
     rows = f"rows per step (were {was}, are {now} = data.micro_batch_size * train.gradient_accumulation_steps * ranks)"
     if was % world:
         fitting = ", ".join(str(count) for count in range(1, was + 1) if was % count == 0)
-        return [f"{rows}: {was} rows do not share out over {world} ranks, expected one of {fitting}"]
+        return [f"{rows}: {was} rows are not divisible by {world} ranks, expected one of {fitting}"]
     micro = recipe.data.micro_batch_size
     micro = micro if (was // world) % micro == 0 else 1
     expected = f"data.micro_batch_size {micro} and train.gradient_accumulation_steps {was // world // micro}"
@@ -243,115 +235,34 @@ def verify_checkpoint(checkpoint: TrainingCheckpoint) -> None:
                 read_object(checkpoint.path / name, mmap=True)
 
 
-# Options that the content of a checkpoint depends on, by section.
-STAYS = {
-    # The data cursor is a step: the samples of a step must stay the same.
-    "data": [
-        "train",
-        "weights",
-        "held_out",
-        "kind",
-        "loss_on",
-        "fields",
-        "max_length",
-        "too_long",
-        "special_tokens",
-        "packing",
-        "seed",
-    ],
-    # Shapes and types of the parameters.
-    "model": ["dtype", "experts"],
-    # Shapes of scales and the optimizer's groups depend on the schemes, and histograms of observers on input_range.
-    # theta corrects a fixed scale or the absmax of each step, with the allowed signs. Weights are rotated with inputs.
-    # Norms that write codes store the scales of the layers behind them under their own names.
-    "quant": [
-        "scheme",
-        "schemes",
-        "rules",
-        "lm_head",
-        "embedding",
-        "exempt",
-        "exempt_more",
-        "input_range",
-        "scales_follow_weights",
-        "signed_scales",
-        "rotate",
-        "rotate_block",
-        "fuse_norms",
-    ],
-    "learnable": ["weight", "embedding", "weight_scale", "act_scale", "kv_scale", "norm", "router", "freeze"],
-    "adapter": ["kind", "merge", "base", "rank", "alpha", "rslora", "targets", "ranks"],
+# Options that a resumed run takes from its new recipe, in the sections that a checkpoint's content depends on. All the
+# other options of these sections must stay: the data cursor is a step, so a step must select the same samples; shapes
+# and types of parameters, scales and the optimizer's groups depend on model, adapter, learnable and the schemes,
+# histograms of observers on input_range; theta corrects a fixed scale or the absmax of each step, with the allowed
+# signs; weights are rotated with inputs; norms that write codes store the scales of the layers behind them under their
+# own names.
+#
+# Sections that are not here may change: rates, losses, events, output. The number of rows per step and the ZeRO stage
+# have checks of their own.
+MAY_CHANGE: dict[str, set[str]] = {
+    "data": {"eval", "micro_batch_size", "show", "skip"},
+    "model": {"path", "trust_remote_code", "attn_implementation", "load"},
+    "quant": {
+        # First scales and codes, which the checkpoint's replace,
+        *("scales", "start", "snap_to_codes", "init", "weight_range", "percentile", "calibration_batches"),
+        *("initial_input_scale", "fake_quant_start"),
+        # and implementations of the same computation.
+        *("compute", "fp8_fast_accum", "keep_codes", "quantized_all_gather"),
+    },
+    "learnable": set(),
+    "adapter": {"start", "init", "dropout"},
 }
-# Options that a resumed run takes from its new recipe: rates, losses and events; implementations of the same
-# computation; paths; measurement, output and retention; initial scales, replaced by the checkpoint's. Rows per step
-# (data.micro_batch_size, train.gradient_accumulation_steps) and the ZeRO stage (deepspeed) have checks of their own.
-MAY_CHANGE = {
-    "": ["output_dir", "schedule", "deepspeed"],
-    "data": ["eval", "micro_batch_size", "show", "skip"],
-    "model": ["path", "trust_remote_code", "attn_implementation", "load"],
-    "adapter": ["start", "init", "dropout"],
-    "quant": [
-        "scales",
-        "start",
-        "snap_to_codes",
-        "init",
-        "weight_range",
-        "percentile",
-        "calibration_batches",
-        "initial_input_scale",
-        "compute",
-        "fp8_fast_accum",
-        "keep_codes",
-        "quantized_all_gather",
-        "fake_quant_start",
-    ],
-    "optim": [
-        "lr",
-        "embedding_lr",
-        "norm_lr",
-        "scale_lr",
-        "act_scale_lr",
-        "adapter_lr",
-        "min_lr_ratio",
-        "warmup_ratio",
-        "warmup_steps",
-        "schedule",
-        "decay_steps",
-        "weight_decay",
-        "betas",
-        "eps",
-        "grad_clip",
-    ],
-    "loss": [
-        "lm_weight",
-        "kd_weight",
-        "kd",
-        "temperature",
-        "top_k",
-        "tail",
-        "teacher",
-        "teacher_cache",
-        "diagnostics_every",
-        "chunk_tokens",
-    ],
-    "train": [
-        "steps",
-        "epochs",
-        "gradient_accumulation_steps",
-        "seed",
-        "activation_checkpointing",
-        "activation_offload",
-        "compile",
-        "log_every",
-        "quant_stats_every",
-        "checkpoint_every",
-        "resume",
-        "keep_checkpoints",
-        "max_skipped_steps",
-    ],
-    "eval": ["every", "best"],
-    "export": ["enabled", "dir", "format", "template", "max_shard_size"],
-}
+
+
+def stays(key: str) -> bool:
+    """Tell if a resumed run must keep the option ``key``."""
+    section, _, name = key.partition(".")
+    return section in MAY_CHANGE and name not in MAY_CHANGE[section]
 
 
 def changes(before: Recipe, recipe: Recipe) -> list[str]:
@@ -361,6 +272,6 @@ def changes(before: Recipe, recipe: Recipe) -> list[str]:
         was, now = getattr(old, item.name), getattr(new, item.name)
         if key == "data.train":  # files may be moved, but not renamed, left out or added
             was, now = ([Path(file).name for file in files] for files in (was, now))
-        if item.name in STAYS.get(key.partition(".")[0], ()) and was != now:
+        if stays(key) and was != now:
             found.append(f"{key} (was {was!r}, is {now!r})")
     return found

@@ -13,7 +13,7 @@ stage 3 does not restore frozen parameters, the initial scales.
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from engine.checkpoint.files import CheckedFiles, read_object
 from engine.checkpoint.find import TrainingCheckpoint
-from engine.checkpoint.stateful import StatefulStates, check_stateful, load_stateful, restore_random_states
+from engine.checkpoint.save import StatefulStates
 from engine.session.session import Session
 from model.checkpoint.fingerprint import fingerprints, frozen_weights
 from model.checkpoint.load import check_finite
@@ -36,6 +36,7 @@ from model.zero import (
     is_partitioned,
     local_data,
     local_range,
+    on_cuda,
     optimizer_pieces,
     stage,
     use_masters,
@@ -89,6 +90,28 @@ def load_checkpoint(session: Session, stateful: StatefulStates, checkpoint: Trai
     return checkpoint.step
 
 
+def check_stateful(stateful: StatefulStates, state: Mapping[str, Any]) -> None:
+    """Refuse a rank's file that lacks the state of a stateful object. Raises ValueError."""
+    if missing := sorted(stateful.keys() - state["stateful"].keys()):
+        raise ValueError(f"the checkpoint keeps no state of {', '.join(missing)}: another version has written it")
+
+
+def load_stateful(stateful: StatefulStates, state: Mapping[str, Any]) -> None:
+    """Restore the state of every stateful object. States of other objects are ignored: an export has no schedule."""
+    for name, owner in stateful.items():
+        owner.load_state_dict(state["stateful"][name])
+
+
+def restore_random_states(state: Mapping[str, Any]) -> None:
+    """Restore the result of :func:`engine.checkpoint.save.random_states`."""
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and on_cuda():
+        torch.cuda.set_rng_state(state["cuda"])
+    random.setstate(state["python"])
+    name, keys, *position = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *position))
+
+
 def check_base(session: Session, checkpoint: TrainingCheckpoint) -> None:
     """Refuse frozen weights that have changed since the checkpoint left them out; a collective.
 
@@ -102,7 +125,7 @@ def check_base(session: Session, checkpoint: TrainingCheckpoint) -> None:
         if other := [name for name, value in expected.items() if now.get(name) != value]:
             raise ValueError(
                 f"{checkpoint.path} does not hold the frozen weights, and {listed(other, 3)} as read from model.path "
-                f"{session.recipe.model.path!r} are not those of the run that wrote it: bring its files back, and set "
+                f"{session.recipe.model.path!r} are not those of the run that wrote it: restore its files, and set "
                 "quant.start and quant.snap_to_codes to what they were"
             )
 
@@ -140,12 +163,11 @@ def load_resharded(
     Raises:
         OSError, ValueError: a file cannot be read, or lacks a parameter of this model.
     """
-    masters = [
-        _Masters(_only(path, f"*zero_pp_rank_{old}_mp_rank_00_optim_states.pt"), stage) for old in _ranks(layouts)
-    ]
+    ranks = range(len(layouts))
+    masters = [_Masters(path, f"*zero_pp_rank_{old}_mp_rank_00_optim_states.pt", stage) for old in ranks]
     _load_masters(session, masters, layouts)
     if stage == 3:
-        files = [path / f"zero_pp_rank_{old}_mp_rank_00_model_states.pt" for old in _ranks(layouts)]
+        files = [path / f"zero_pp_rank_{old}_mp_rank_00_model_states.pt" for old in ranks]
         states = [read_object(file, mmap=True) for file in files]
         _load_frozen_partitions(session, states, left_out)
         buffers = {name: states[0]["module"][name] for name in states[0]["buffer_names"]}
@@ -158,22 +180,14 @@ def load_resharded(
         setattr(session.engine, counter, states[0][counter])
 
 
-def _ranks(layouts: list[list[OptimizerPiece]]) -> range:
-    return range(len(layouts))
-
-
-def _only(path: Path, pattern: str) -> Path:
-    found = list(path.glob(pattern))
-    if len(found) != 1:
-        raise ValueError(f"{path}: expected one file {pattern}, found {len(found)}")
-    return found[0]
-
-
 class _Masters:
-    """Optimizer file of one old rank, mapped into memory."""
+    """Optimizer file of one old rank, mapped into memory: the one whose name matches ``pattern``."""
 
-    def __init__(self, file: Path, stage: int) -> None:
-        saved = read_object(file, mmap=True)["optimizer_state_dict"]
+    def __init__(self, path: Path, pattern: str, stage: int) -> None:
+        found = list(path.glob(pattern))
+        if len(found) != 1:
+            raise ValueError(f"{path}: expected one file {pattern}, found {len(found)}")
+        saved = read_object(found[0], mmap=True)["optimizer_state_dict"]
         self.fp32: list[Tensor] = saved["fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"]
         inner = saved["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
         self.state: dict[int, dict[str, Tensor]] = inner["state"]
@@ -267,7 +281,7 @@ def reseed(seed: int, step: int) -> None:
 
 
 def merge_ranks(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the states in the files of all old ranks (:mod:`engine.checkpoint.stateful`) for this new rank.
+    """Merge the states in the files of all old ranks (:func:`engine.checkpoint.save.rank_state`) for this new rank.
 
     States are the same on every rank, except statistics of the quantization's observers.
     """

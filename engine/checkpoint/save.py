@@ -1,8 +1,8 @@
 """Save training checkpoints: DeepSpeed's state of every rank, and the state that DeepSpeed does not save.
 
 ``<directory>/step_00000100/`` contains DeepSpeed's files (weights and fp32 masters, optimizer state), ``recipe.yaml``,
-one ``rank_<r>.pt`` per rank (:mod:`engine.checkpoint.stateful`: on stages 1 and 2 DeepSpeed saves client state of rank
-0 only) and ``state.json``, the manifest: bytes and CRC-32 of every file. All files are written into
+one ``rank_<r>.pt`` per rank (:func:`rank_state`: on stages 1 and 2 DeepSpeed saves client state of rank 0 only) and
+``state.json``, the manifest: bytes and CRC-32 of every file. All files are written into
 ``step_00000100.partial`` with fsync, and the directory is renamed when every rank is done; then ``latest``, a file with
 the step's name, is replaced by a rename. So a directory without ``.partial`` was complete when renamed, and the
 manifest reveals later damage.
@@ -19,13 +19,18 @@ step: the loader's batches are a function of it. ``engine/checkpoint/resume.py``
 
 import json
 import math
+import random
 import shutil
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, astuple
 from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
 
 from engine.checkpoint.files import CheckedFiles, file_crc32, replace_text, write_text
 from engine.checkpoint.find import BEST, LATEST, STEP_DIRECTORIES, Best, best_checkpoint
-from engine.checkpoint.stateful import StatefulStates, rank_state
 from engine.config.reading import save_recipe
 from engine.session.session import Session
 from model.checkpoint.fingerprint import digest_of_checkpoint, fingerprints
@@ -33,9 +38,22 @@ from model.checkpoint.load import check_finite
 from model.console import working
 from model.ranks import RankError, barrier, errors_on_all_ranks, gather_objects, is_main, rank, say, world_size
 from model.save.aside import sync
-from model.zero import LeftOut, stage
+from model.zero import LeftOut, on_cuda, optimizer_pieces, stage
 
 SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")  # DeepSpeed copies them beside the checkpoints
+
+
+class Stateful(Protocol):
+    """Object with state that a resumed run needs, beside the state that DeepSpeed saves."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values and tensors on the CPU."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the result of :meth:`state_dict`."""
+
+
+StatefulStates = Mapping[str, Stateful]
 
 
 class SaveError(RankError):
@@ -98,6 +116,30 @@ def save_checkpoint(
     except RankError as error:
         raise SaveError(_not_written(directory, partial, files, error)) from error
     return final
+
+
+def rank_state(session: Session, stateful: StatefulStates) -> dict[str, Any]:
+    """Collect the content of this rank's file, ``rank_<r>.pt``.
+
+    ``stateful``: states of the stateful objects, by name. ``random``: see :func:`random_states`. ``pieces``: slices of
+    every parameter in this rank's DeepSpeed file, see engine.checkpoint.resume.
+    """
+    return {
+        "stateful": {name: owner.state_dict() for name, owner in stateful.items()},
+        "random": random_states(),
+        "pieces": [astuple(piece) for piece in optimizer_pieces(session.model, session.engine.optimizer)],
+    }
+
+
+def random_states() -> dict[str, Any]:
+    """Collect the random states of this process: torch on the CPU and on the current CUDA device, Python, numpy."""
+    name, keys, *position = np.random.get_state()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if on_cuda() else None,
+        "python": random.getstate(),
+        "numpy": (name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *position),
+    }
 
 
 def _save_engine(session: Session, files: CheckedFiles, directory: Path, tag: str) -> None:

@@ -132,7 +132,8 @@ def check_same_samples(*samples: Sequence[Sample]) -> None:
         RankError: on every rank, with numbers and digests of the samples.
     """
     if world_size() > 1:
-        _compare({"data (tokens and labels)": "; ".join(map(_samples_text, filter(None, samples)))})
+        texts = [f"{len(part):,} samples, digest {digest_of_samples(part)}" for part in samples if part]
+        _compare({"data (tokens and labels)": "; ".join(texts)})
 
 
 def check_shared(directory: Path, key: str) -> None:
@@ -155,13 +156,13 @@ def check_shared(directory: Path, key: str) -> None:
             (directory / probe).touch()
     probe = gather_objects(probe)[0]
     assert probe is not None
-    seen = _appears(directory / probe)
-    blind = [f"{host} (rank {index})" for index, (host, sees) in enumerate(gather_objects((_host(), seen))) if not sees]
+    found = gather_objects((socket.gethostname(), _appears(directory / probe)))
+    blind = [f"{host} (rank {index})" for index, (host, sees) in enumerate(found) if not sees]
     if is_main():
         (directory / probe).unlink(missing_ok=True)
     if blind:
         raise RanksDifferError(
-            f"{key}: {str(directory)!r} of {listed(blind)} is not that of {gather_objects(_host())[0]} (rank 0), "
+            f"{key}: {str(directory)!r} of {listed(blind)} is not that of {found[0][0]} (rank 0), "
             "expected a directory that all ranks share: each writes its part of a checkpoint there"
         )
 
@@ -176,11 +177,6 @@ def _appears(path: Path) -> bool:
     return True
 
 
-def _host() -> str:
-    """Return the name of this machine."""
-    return socket.gethostname()
-
-
 def _compare(facts: dict[str, str], loaded: Mapping[str, str] | None = None) -> None:
     """Raise on every rank if ranks differ in ``facts``, or in a value of ``loaded`` that both have; a collective.
 
@@ -189,7 +185,7 @@ def _compare(facts: dict[str, str], loaded: Mapping[str, str] | None = None) -> 
     known = (facts, loaded or {})
     if len({*gather_objects(hashlib.blake2b(repr(known).encode(), digest_size=16).digest())}) == 1:
         return
-    found = gather_objects((_host(), *known))
+    found = gather_objects((socket.gethostname(), *known))
     problems = []
     for name in dict.fromkeys(name for _, theirs, _ in found for name in theirs):
         problems += _difference(name, [(host, theirs.get(name, "not there")) for host, theirs, _ in found])
@@ -261,11 +257,6 @@ def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
             yield f"{prefix}{key}", json.dumps(value, default=str)
 
 
-def _samples_text(samples: Sequence[Sample]) -> str:
-    """Format the number of samples and a digest of their contents, for comparison and for the message."""
-    return f"{len(samples):,} samples, digest {digest_of_samples(samples)}"
-
-
 def tell_other_ranks(error: str) -> bool:
     """Raise an error that occurred before the process group existed on the other ranks, too.
 
@@ -281,7 +272,7 @@ def tell_other_ranks(error: str) -> bool:
         join_ranks()
     except RankError:  # the other ranks are not there
         return True
-    texts = gather_objects(text := f"on {_host()}: {error}")
+    texts = gather_objects(text := f"on {socket.gethostname()}: {error}")
     # The other ranks run the same barriers at the end of launch.exits.clean_exit. If this process exited earlier, they
     # would report its disappearance instead of the error.
     barrier()

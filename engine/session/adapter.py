@@ -38,37 +38,22 @@ def check_adapters(recipe: Recipe, model: PreTrainedModel, exempt: Sequence[str]
         ValueError: one line for each kind of problem, with the layers and the remedy.
     """
     adapter, head = recipe.adapter, model.get_output_embeddings()
-    layers = {name: module for name, module in _layers(model) if adapter.targets or module is not head}
     schemes = assign(model, recipe.quant.default_scheme(), recipe.quant.chosen_rules(), exempt, named).schemes
-    names = [name for name in layers if adapter.targets or name in schemes]
-    if not adapter.targets:
-        names = [name for name in names if not isinstance(layers[name], nn.Embedding)]
-    ranks = chosen_ranks(adapter, names)
+    layers = dict(_layers(model))
+    # Patterns may match any layer, some of which are refused below; without patterns none of these is chosen.
+    outer = {name for name, layer in layers.items() if layer is head or isinstance(layer, nn.Embedding)}
+    fit = [name for name in layers if adapter.targets or (name in schemes and name not in outer)]
+    ranks = chosen_ranks(adapter, fit)
+    chosen = {name: layers[name] for name in ranks}
     problems = [
-        f"{listed(wrong, 3)}: {why}"
-        for why, wrong in _problems(model, {name: layers[name] for name in ranks}, schemes, ranks)
+        f"adapter.targets: {listed(wrong, 3)}: {why}"
+        for why, wrong in _problems(adapter, model, chosen, schemes, ranks)
         if wrong
     ]
-    if adapter.beside or adapter.start:
-        problems += _problems_of_experts(model, {name: layers[name] for name in ranks}, adapter)
     if problems:
-        raise ValueError("adapter.targets: " + "\nadapter.targets: ".join(problems))
+        raise ValueError("\n".join(problems))
     if adapter.start is not None:
-        _check_start(recipe, model, {name: layers[name] for name in ranks}, ranks)
-
-
-def _problems_of_experts(
-    model: PreTrainedModel, layers: Mapping[str, nn.Module], adapter: AdapterRecipe
-) -> Iterator[str]:
-    """Yield error texts for adapters of experts that no tested reader computes in the same way as training."""
-    option = "merge: false" if adapter.beside else "start"
-    other = f"of which no reader of adapters was tried with adapter.{option}; name other layers, such as .*self_attn.*"
-    if stacks := [name for name, layer in layers.items() if isinstance(layer, StackedLinear)]:
-        yield f"{listed(stacks, 3)}: experts that lie in one weight, {other}"
-    apart = [name for name, module in model.named_modules() if isinstance(module, PerExpertMLPs)]
-    if own := [name for name in layers if any(name.startswith(f"{one}.") for one in apart)]:
-        # peft 0.21.2 renames or refuses such adapters where transformers stacks the experts in one weight.
-        yield f"{listed(own, 3)}: experts that transformers has in one weight, {other}"
+        _check_start(recipe, model, chosen, ranks)
 
 
 def pack_base(recipe: Recipe, model: PreTrainedModel, exempt: Sequence[str], named: Mapping[str, Scheme]) -> None:
@@ -95,9 +80,8 @@ def pack_base(recipe: Recipe, model: PreTrainedModel, exempt: Sequence[str], nam
         try:
             if made and not can_quantize_on_load(scheme.weights):
                 raise ValueError(
-                    f"adapter.base: quantized: scheme {scheme.name!r} has a scale that a whole weight, or "
-                    "several, must be "
-                    f"seen for, while the codes are made of single rows: {_ELSE}"
+                    f"adapter.base: quantized: scheme {scheme.name!r} has a scale of a whole weight, or of several, "
+                    f"but codes are made from single rows: {_ELSE}"
                 )
             store_packed(layer, scheme.weights, tuple(layer.weight.shape), recipe.quant.ranges() if made else None)
         except ValueError as error:
@@ -160,11 +144,15 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _problems(
-    model: PreTrainedModel, layers: Mapping[str, nn.Module], schemes: Mapping[str, Scheme], ranks: Mapping[str, int]
+    adapter: AdapterRecipe,
+    model: PreTrainedModel,
+    layers: Mapping[str, nn.Module],
+    schemes: Mapping[str, Scheme],
+    ranks: Mapping[str, int],
 ) -> Iterator[tuple[str, list[str]]]:
     """Yield each possible problem of the chosen layers as an error text, and the names of the layers with it."""
-    head, tables = model.get_output_embeddings(), (nn.Embedding,)
-    outer = [name for name, layer in layers.items() if layer is head or isinstance(layer, tables)]
+    head = model.get_output_embeddings()
+    outer = [name for name, layer in layers.items() if layer is head or isinstance(layer, nn.Embedding)]
     yield "lm_head and embeddings get no adapter; name other layers, or leave adapter.targets empty", outer
     left = [name for name in layers if name not in schemes and name not in outer]
     yield "not quantized; an adapter is merged where the sum is quantized, so name other layers", left
@@ -178,14 +166,25 @@ def _problems(
         for name, layer in stacks.items()
         if chosen[id(layer), ranks[name]] != layer.num_experts * len(layer.projections)
     ]
-    text = "these experts lie in one weight with others, so that all or none of them get an adapter, of one rank"
+    text = "these experts share one weight with others, so all or none of them get an adapter, of one rank"
     yield f"{text}; name all of them, or set model.experts to per_expert", apart
     for name, layer in layers.items():
         side = 0 if name in outer else min(int(layer.in_features), int(layer.out_features))  # type: ignore[arg-type]
         if 0 < side < ranks[name]:
             why = f"rank {ranks[name]}, expected at most {side}, the layer's smaller side: see adapter.rank and "
             yield f"{why}adapter.ranks", [name]
-            return
+            break
+    if adapter.beside or adapter.start:
+        # No tested reader computes such adapters as training does; peft 0.21.2 renames or refuses them where
+        # transformers stacks the experts in one weight.
+        option = "merge: false" if adapter.beside else "start"
+        why = (
+            f"of which no reader of adapters was tried with adapter.{option}; name other layers, such as .*self_attn.*"
+        )
+        yield f"experts that share one weight, {why}", list(stacks)
+        split = [f"{name}." for name, module in model.named_modules() if isinstance(module, PerExpertMLPs)]
+        own = [name for name in layers if name.startswith(tuple(split))]
+        yield f"experts that share one weight in transformers, {why}", own
 
 
 def chosen_ranks(adapter: AdapterRecipe, names: Sequence[str]) -> dict[str, int]:

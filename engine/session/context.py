@@ -197,10 +197,10 @@ def _check_tokens(
 
 
 def pad_token(tokenizer: PreTrainedTokenizerBase, count: int) -> int:
-    """Return the id that fills rows up, out of ``count``: neither attention nor losses see it."""
+    """Return the id that pads rows, below ``count``: neither attention nor losses see it."""
     pad = tokenizer.pad_token_id
     if pad is not None and pad >= count:
-        say(f"data: rows are filled up with token 0, for the tokenizer's pad token {pad} has no embedding (of {count})")
+        say(f"data: rows are padded with token 0: the tokenizer's pad token {pad} has no embedding (of {count})")
     return pad if pad is not None and pad < count else 0
 
 

@@ -16,7 +16,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import deepspeed
 import torch
@@ -38,8 +38,7 @@ from quant.rules import examples
 SCALE_EPS = 1e-15
 
 
-@dataclass(frozen=True)
-class OwnedParameter:
+class OwnedParameter(NamedTuple):
     """Parameter with its first name in the model and its kind.
 
     Kinds: weight, embedding, bias, norm, router, weight_scale, act_scale, kv_scale, adapter, frozen.
@@ -258,22 +257,17 @@ class SkippingAdamW(torch.optim.AdamW):
         return None if self.overflow else super().step(closure)
 
 
-def build_optimizer(model: nn.Module, optim: OptimRecipe, *, skip_non_finite: bool = False) -> torch.optim.Optimizer:
-    """Build AdamW (Loshchilov and Hutter 2019) over :func:`parameter_groups`.
-
-    It is torch's AdamW (fused on CUDA), as DeepSpeed's compiled versions take 45 s to build at first use. With
-    ``skip_non_finite`` it is a :class:`SkippingAdamW`.
-    """
-    kind = SkippingAdamW if skip_non_finite else torch.optim.AdamW
-    return kind(parameter_groups(model, optim), betas=optim.betas, fused=on_cuda())
-
-
 def initialize_student(recipe: Recipe, ds_config: dict[str, Any], model: PreTrainedModel) -> deepspeed.DeepSpeedEngine:
-    """Build the student's engine with its optimizer; a collective."""
+    """Build the student's engine with its optimizer, AdamW (Loshchilov and Hutter 2019); a collective.
+
+    It is torch's AdamW, as DeepSpeed's compiled versions take 45 s to build at first use.
+    """
+    # In all other cases DeepSpeed wraps the optimizer and skips steps whose gradients are not finite.
+    unguarded = stage(ds_config) == 0 and recipe.model.dtype == "float32"
     with errors_on_all_ranks(ValueError):
-        # In all other cases DeepSpeed wraps the optimizer and skips steps whose gradients are not finite.
-        unguarded = stage(ds_config) == 0 and recipe.model.dtype == "float32"
-        optimizer = build_optimizer(model, recipe.optim, skip_non_finite=unguarded)
+        groups = parameter_groups(model, recipe.optim)
+    kind = SkippingAdamW if unguarded else torch.optim.AdamW
+    optimizer = kind(groups, betas=recipe.optim.betas, fused=on_cuda())
     # Scales were gathered since the weights were loaded, and hpZ keeps copies of gathered parameters.
     forget_secondary_copies(model)
     config = ds_config

@@ -60,21 +60,6 @@ MOVED = 0.05  # limit for another position in the row
 TIMES = 4.0  # factor on differences by rounding only
 
 
-def check_sequence_boundaries(session: Session, samples: Sequence[Sample]) -> None:
-    """Refuse to pack for a student or teacher that attends across sequence boundaries; a collective.
-
-    Runs forwards only, with quantization paused: quantization would amplify tiny differences.
-
-    Raises:
-        RankError: on every rank, with the option that switches packing off.
-    """
-    settings = session.recipe.data
-    sizes = {"rows": settings.micro_batch_size, "length": settings.max_length}
-    for asked in models_to_ask(session):
-        problem = boundary_problem(asked.forward, vocabulary_of(samples), **sizes, exact=asked.exact)
-        raise_everywhere(None if problem is None else f"data.packing: true, expected false: {asked.name}: {problem}")
-
-
 class Asked(NamedTuple):
     """Model to test at the start of a run.
 
@@ -177,11 +162,17 @@ ROUNDINGS = 4.0  # in eps of the dtype, mean over tokens: kernels with and witho
 def with_checked_rows(session: Session, samples: Sequence[Sample]) -> Session:
     """Test the session's models on rows like those of training, and return it with ``mask`` set; a collective.
 
+    Runs forwards only, with quantization paused: quantization would amplify tiny differences.
+
     Raises:
-        RankError: see :func:`check_sequence_boundaries`.
+        RankError: on every rank: packed samples influence each other in the student or the teacher.
     """
-    if session.recipe.data.packing:
-        check_sequence_boundaries(session, samples)
+    settings = session.recipe.data
+    if settings.packing:
+        sizes = {"rows": settings.micro_batch_size, "length": settings.max_length}
+        for asked in models_to_ask(session):
+            problem = boundary_problem(asked.forward, vocabulary_of(samples), **sizes, exact=asked.exact)
+            raise_everywhere(problem and f"data.packing: true, expected false: {asked.name}: {problem}")
     elif session.device.type != "cpu":
         return replace(session, mask=needs_mask(session, samples))
     return session

@@ -120,7 +120,7 @@ def quantize_student(
             rotate_inputs(quantization, recipe.quant.rotate, recipe.quant.rotate_block)
             # The losses are computed from lm_head's weight and the unrotated hidden states.
             if getattr(model.get_output_embeddings(), "rotation", None) is not None:
-                raise ValueError("quant.rotate: lm_head's input is not turned; leave it out of the patterns")
+                raise ValueError("quant.rotate: the input of lm_head cannot be rotated; leave it out of the patterns")
         if recipe.adapter.on:
             add_adapters(recipe, model, quantization)
         if recipe.quant.fuse_norms:
@@ -137,21 +137,16 @@ def quantize_student(
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     if recipe.train.compile:
         _compile_layers(model)
-    if recipe.quant.keep_codes:
-        _keep_codes(quantization)
+    for layer in quantization.layers.values() if recipe.quant.keep_codes else ():
+        if isinstance(layer, QuantLinear):
+            # Save codes of inputs with dynamic scales for backward, except inputs that attention saves anyway.
+            layer.dynamic_codes, layer.aliases = True, INPUT_ALIASES
     if stage(ds_config) < 3 and recipe.train.gradient_accumulation_steps > 1:
         # Resident weights are used by several micro-batches, so they are quantized once per optimizer step; the codes
         # take one byte per weight. Under stage 3 a weight exists only while its layer runs.
         for layer in quantization.layers.values():
             layer.keeps_weight_codes = layer.held is None
     return quantization
-
-
-def _keep_codes(quantization: Quantization) -> None:
-    """Make layers save codes of inputs with dynamic scales for backward, except inputs that attention saves anyway."""
-    for layer in quantization.layers.values():
-        if isinstance(layer, QuantLinear):
-            layer.dynamic_codes, layer.aliases = True, INPUT_ALIASES
 
 
 def _has_router_logits(model: PreTrainedModel) -> bool:

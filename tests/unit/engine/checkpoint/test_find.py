@@ -30,6 +30,8 @@ def steps(directory: Path) -> list[int]:
 
 def test_latest_and_best_and_names_are_found(tmp_path):
     assert best_checkpoint(tmp_path) is None and best_line(tmp_path) is None
+    with pytest.raises(ValueError, match=r"has no checkpoint to resume from .*set train\.resume: false to start over"):
+        find_checkpoint(tmp_path)
     with pytest.raises(ValueError, match=r"has no best\.json"):
         find_checkpoint(tmp_path, "best")
     for step in (1, 2, 3):
@@ -123,7 +125,7 @@ def test_a_damaged_mark_of_the_best_is_refused_before_a_run_goes_on(tmp_path, te
     [
         (lambda path: (path / "b.pt").unlink(), "is damaged: b.pt is missing"),
         (lambda path: (path / "b.pt").write_bytes(b""), "is damaged: b.pt has 0 bytes, expected "),
-        (lambda path: (path / "state.json").unlink(), "is not a whole checkpoint: it has no state.json"),
+        (lambda path: (path / "state.json").unlink(), "is incomplete: it has no state.json"),
         (lambda path: (path / "state.json").write_text('{"step": 3, "fil'), "is damaged: state.json is not what"),
         (lambda path: (path / "state.json").write_text("{}"), "is damaged: state.json is not what"),
         (lambda path: path.rename(path.with_name("elsewhere")), "is not there"),
@@ -141,7 +143,7 @@ def test_what_is_damaged_is_named_and_the_one_before_it_offered(tmp_path, spoil,
     with pytest.raises(ValueError, match=r"the one before it is step_00000001: set train.resume to step_00000001"):
         find_checkpoint(tmp_path)
     (tmp_path / "step_00000001" / "a.pt").unlink()
-    with pytest.raises(ValueError, match="there is no whole checkpoint before it"):
+    with pytest.raises(ValueError, match="there is no complete checkpoint before it"):
         find_checkpoint(tmp_path)
 
 
@@ -180,5 +182,5 @@ def test_what_never_ends_when_it_is_read_is_no_file_of_a_checkpoint(tmp_path, ma
     make(step / name)
     if name == "a.pt":
         edit_json(step / "state.json", lambda state: state["files"].update({name: [0, 0]}))
-    with ends(name), pytest.raises(ValueError, match=rf"{step.name} is (damaged: a.pt is missing|not a whole)"):
+    with ends(name), pytest.raises(ValueError, match=rf"{step.name} is (damaged: a.pt is missing|incomplete)"):
         read_step_directory(step)

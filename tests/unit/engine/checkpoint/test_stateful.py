@@ -8,14 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.checkpoint.resume import merge_ranks
-from engine.checkpoint.stateful import (
-    StatefulStates,
-    check_stateful,
-    load_stateful,
-    random_states,
-    restore_random_states,
-)
+from engine.checkpoint.resume import check_stateful, load_stateful, merge_ranks, restore_random_states
+from engine.checkpoint.save import StatefulStates, random_states
 from engine.evaluation import HeldOutResults
 from engine.fake_quant import FakeQuant
 from engine.faults import SkippedSteps

@@ -101,7 +101,7 @@ def test_ranks_drop_elements_of_their_own(tmp_path, checkpoints, monkeypatch):
 
 GIVEN = {"initial_input_scale": 0.5, "calibration_batches": 0}
 UNQUANTIZED = {"scheme": "w4a16_g32", "rules": [{"layers": ".*o_proj", "scheme": "none"}]}
-ONE_WEIGHT = "these experts lie in one weight with others"
+ONE_WEIGHT = "these experts share one weight with others"
 # Choices of adapters, the rest of the recipe, and what is said before weights are read.
 REFUSED = [
     ({"targets": [".*proj", "nothing"]}, {}, "adapter.targets: 'nothing' matches no linear layer"),
@@ -116,11 +116,11 @@ REFUSED = [
     ({"targets": [".*experts.0.*"]}, {"moe": True}, "experts.0.up_proj, model.layers.0.mlp.experts.0.down"),
     ({"targets": [".*gate_proj"]}, {"moe": True}, ONE_WEIGHT),
     ({"ranks": {".*up_proj": 3}}, {"moe": True}, ONE_WEIGHT),
-    (BESIDE, {"moe": True}, "experts that lie in one weight"),
-    (BESIDE, {"moe": True, "model": {"experts": "per_expert"}}, "experts that transformers has in one weight"),
+    (BESIDE, {"moe": True}, "experts that share one weight, of which"),
+    (BESIDE, {"moe": True, "model": {"experts": "per_expert"}}, "experts that share one weight in transformers"),
     # Codes that cannot be made of an ordinary checkpoint.
-    (CODES, {"quant": {"scheme": "fp8_static", **GIVEN}}, "scheme 'fp8_static' has a scale that a whole weight"),
-    (CODES, {"quant": {"scheme": "nvfp4"}}, "scheme 'nvfp4' has a scale that a whole weight, or several, must be"),
+    (CODES, {"quant": {"scheme": "fp8_static", **GIVEN}}, "scheme 'fp8_static' has a scale of a whole weight"),
+    (CODES, {"quant": {"scheme": "nvfp4"}}, "scheme 'nvfp4' has a scale of a whole weight, or of several"),
     (CODES, {"quant": {"scheme": "w8a8_static"}}, "scales of inputs would be measured in another model"),
     (
         CODES,

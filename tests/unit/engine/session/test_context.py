@@ -171,7 +171,7 @@ def test_a_pad_token_without_an_embedding_is_not_looked_up(folder, capsys):
     tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
     loader, _ = build_loader(recipe, tokenizer, {"model.path": 300})
     assert (
-        "data: rows are filled up with token 0, for the tokenizer's pad token 300 has no embedding (of 300)"
+        "data: rows are padded with token 0: the tokenizer's pad token 300 has no embedding (of 300)"
         in capsys.readouterr().out
     )
     assert max(int(batch["input_ids"].max()) for batch in loader.step(0)) < 300

@@ -1,4 +1,4 @@
-"""What of a student is quantized, and what trains: families of transformers on the meta device, built as for a run."""
+"""Layers of a student that are quantized, and that train: families of transformers, built on the meta device."""
 
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ NO_NAME = r"learnable\.freeze: .* matches no parameter.*model\.embed_tokens\.wei
         ("qwen3", {"learnable": {"freeze": [r"layers\.0\.mlp"]}}, NO_NAME),
         ("qwen3", {"learnable": {"freeze": [r".*\.o_proj\.input_theta"]}}, NO_NAME),
         # Its losses are computed from its weight, and an input that no layer turns.
-        ("llama", {"quant": TURNED}, r"quant\.rotate: lm_head's input is not turned"),
+        ("llama", {"quant": TURNED}, r"quant\.rotate: the input of lm_head cannot be rotated"),
     ],
 )
 def test_refused(name: str, sections: dict[str, Any], said: str, tmp_path: Path):
