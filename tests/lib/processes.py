@@ -47,8 +47,7 @@ def start_python(
         program: the text of the program.
         argv: its arguments.
         cwd: where it runs.
-        out: file for its standard output.
-        err: file for its standard error.
+        out, err: files at the end of which its standard output and its standard error come.
         environment: beside that of this process, and ``CPU``.
     """
     everything = {**os.environ, "PYTHONPATH": str(ROOT), **CPU, **environment}
@@ -92,7 +91,7 @@ def _become(program: str, argv: list[str], cwd: Path, out: Path, err: Path, envi
     """In the child: what a new interpreter would do."""
     os.setsid()
     for path, number, name in ((out, 1, "stdout"), (err, 2, "stderr")):
-        with open(path, "wb") as file:
+        with open(path, "ab") as file:
             os.dup2(file.fileno(), number)
         setattr(
             sys, name, io.TextIOWrapper(io.FileIO(number, "w", closefd=False), encoding="utf-8", write_through=True)

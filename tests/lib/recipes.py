@@ -72,7 +72,7 @@ def write_ds_config(directory: Path, name: str, shipped: str, /, **sections: Any
 
 
 def write_recipe(
-    directory: Path, name: str, model: Path, chats: Path, /, *, stage: int, dtype: str, **sections: Any
+    directory: Path, name: str, model: Path, chats: Path, /, *, stage: int = 3, dtype: str = "bfloat16", **sections: Any
 ) -> Path:
     """``<directory>/<name>.yaml``, whose output goes to ``<directory>/<name>``.
 

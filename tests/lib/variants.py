@@ -1,11 +1,12 @@
 """Many small runs in one job: recipes that differ from the defaults, each with the action that its loop gets."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from engine.config.reading import load_recipe
@@ -15,11 +16,10 @@ from tests.lib.checkpoints import edit_json
 from tests.lib.launcher import on_ranks
 from tests.lib.plain import load_result, plain_weights
 from tests.lib.recipes import write_chats, write_ds_config, write_recipe
-from tests.lib.root import ROOT
 from tests.lib.tiny import tiny_checkpoint
+from tools.compressed import load_compressed
 
 SAID = "said.txt"  # what both ranks printed, beside the recipes
-SCRIPT = ROOT / "tests" / "distributed" / "engine" / "scripts" / "variants.py"
 TINY = ("qwen3", "llama", "qwen3_moe")
 EVEN = "qwen3 even"  # a model whose sizes are multiples of 32
 DROPOUT = "qwen3 config.attention_dropout=0.1"  # a model whose attention drops in training
@@ -46,6 +46,53 @@ class Variant:
     action: Action | None = None
     shipped: str = ""
     ds: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Runs(Mapping[str, Path]):
+    """Recipes of runs by their names. A job runs when the first of its recipes is asked for.
+
+    Args:
+        directory: where the jobs write, each into a folder of its own.
+        jobs: variants by name, or a function that returns those of a directory.
+    """
+
+    def __init__(self, directory: Path, *jobs: Mapping[str, Variant] | Callable[[Path], Mapping[str, Variant]]) -> None:
+        self._jobs: list[tuple[Path, Mapping[str, Variant]]] = []
+        for index, job in enumerate(jobs):
+            (base := directory / str(index)).mkdir()
+            self._jobs.append((base, job(base) if callable(job) else job))
+        self._recipes: dict[str, Path] = {}
+
+    def __getitem__(self, name: str) -> Path:
+        if name not in self._recipes:
+            self._recipes |= run_variants(*next(job for job in self._jobs if name in job[1]))
+        return self._recipes[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for _, job in self._jobs for name in job)
+
+    def __len__(self) -> int:
+        return sum(len(job) for _, job in self._jobs)
+
+    def said(self) -> str:
+        """Return what both ranks of the first job printed."""
+        self[next(iter(self))]
+        return (self._jobs[0][0] / SAID).read_text()
+
+
+def runs_of(*jobs: Mapping[str, Variant] | Callable[[Path], Mapping[str, Variant]]) -> Any:
+    """Make a fixture of a module: the runs of its jobs."""
+
+    @pytest.fixture(scope="module")
+    def paths(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+        return Runs(tmp_path_factory.mktemp("runs"), *jobs)
+
+    return paths
+
+
+def each(names: Iterable[str], more: Iterable[str] = ()) -> pytest.MarkDecorator:
+    """Parametrize a test by ``name``; those of ``more`` come with the large counts."""
+    return pytest.mark.parametrize("name", [*names, *(pytest.param(name, marks=pytest.mark.full) for name in more)])
 
 
 def run_variants(directory: Path, variants: Mapping[str, Variant]) -> dict[str, Path]:
@@ -102,3 +149,20 @@ def assert_same_weights(found: Mapping[str, Any], expected: Mapping[str, Any], *
     assert found["weights"].keys() == expected["weights"].keys()
     for name, value in expected["weights"].items():
         assert name.endswith(skip or "none") or torch.equal(found["weights"][name], value), name
+
+
+def assert_export_is_of_the_last_forward(path: Path) -> None:
+    """Weights and scales of a run's export are those that its last forward used, which ``used_weights`` kept."""
+    seen = load_result(path)["seen"]
+    model, quantization = load_compressed(load_recipe(path).export_dir(), dtype=torch.bfloat16)
+    assert not [key for key in model.state_dict() if "lora" in key]
+    assert quantization.layers.keys() == seen["used"].keys()
+    for name, layer in quantization.layers.items():
+        layer.input_fake_quant = False
+        with torch.no_grad():
+            served = layer(torch.eye(layer.in_features, dtype=torch.bfloat16)).t()
+        assert torch.equal(served, seen["used"][name]) and torch.equal(layer.weight_scale(), seen["scales"][name]), name
+    each_of_both = {**quantization.layers, **quantization.caches}
+    inputs = {name: one.input_scale() for name, one in each_of_both.items() if one.input_s0 is not None}
+    assert inputs.keys() == seen["inputs"].keys()
+    assert not [name for name, scale in inputs.items() if not torch.equal(scale, seen["inputs"][name])]

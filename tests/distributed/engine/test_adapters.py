@@ -16,11 +16,12 @@ from tests.lib.variants import (
     EVEN,
     NO_TEACHER,
     Variant,
+    assert_export_is_of_the_last_forward,
     assert_same_run,
-    run_variants,
+    each,
+    runs_of,
     start_of,
 )
-from tools.compressed import load_compressed
 
 MOE = "qwen3_moe even"
 FEW = {"steps": 3, "gradient_accumulation_steps": 2, "quant_stats_every": 2}
@@ -138,28 +139,14 @@ OTHERS = {
 }
 
 
-@pytest.fixture(scope="module")
-def paths(tmp_path_factory):
-    """One job for all of them."""
-    directory = tmp_path_factory.mktemp("adapters")
-    return run_variants(directory, runs(directory))
+paths = runs_of(runs, OTHERS)
+PLAIN = [name for name in OTHERS if name.startswith("plain")]
 
 
-@pytest.mark.parametrize("name", ["plain_0", "plain_3", "plain_moe"])
+@each(["plain_0", "plain_3", "plain_moe"], PLAIN)
 def test_training_equals_a_plain_loop(paths, name):
     """Dense, and on stage 3 stacked experts, to which the ranks send different tokens."""
     assert_equals_plain_loop(paths[name])
-
-
-@pytest.mark.full
-def test_the_rest_of_the_stages_and_configurations_are_alike(tmp_path):
-    others = run_variants(tmp_path, OTHERS)
-    for name, path in others.items():
-        if name.startswith("plain"):
-            assert_equals_plain_loop(path)
-        else:
-            assert_export_is_of_the_last_forward(path)
-    assert_scales_are_those_of_the_sum(others["stacked_2"])
 
 
 def test_adapters_and_scales_train_and_nothing_else(paths):
@@ -175,33 +162,15 @@ def test_adapters_and_scales_train_and_nothing_else(paths):
     assert trained == 2 * (4 * sum(map(sum, layers)) + 6 * (96 + 64))
 
 
-@pytest.mark.parametrize("name", ["mixed", "more", "followed", "experts", "stacked"])
+@each(["mixed", "more", "followed", "experts", "stacked"], sorted(OTHERS.keys() - PLAIN))
 def test_the_export_holds_what_the_last_forward_multiplied(paths, name):
     assert_export_is_of_the_last_forward(paths[name])
 
 
-def assert_export_is_of_the_last_forward(path):
-    """Codes and scales, of a model that has no adapter any more."""
-    result = load_result(path)
-    model, quantization = load_compressed(path.with_suffix("") / "export", dtype=torch.bfloat16)
-    assert not [key for key in model.state_dict() if "lora" in key]
-    assert quantization.layers.keys() == result["seen"]["used"].keys()
-    for layer_name, layer in quantization.layers.items():
-        layer.input_fake_quant = False
-        with torch.no_grad():
-            served = layer(torch.eye(layer.in_features, dtype=torch.bfloat16)).t()
-        used, scale = (result["seen"][key][layer_name] for key in ("used", "scales"))
-        assert torch.equal(layer.weight_scale(), scale), layer_name
-        assert torch.equal(served, used), layer_name
-
-
-@pytest.mark.parametrize("name", ["followed", "stacked", "later"])
+@each(["followed", "stacked", "later"], ["stacked_2"])
 def test_scales_are_measured_from_the_sum(paths, name):
     """If scales follow the weights, and if fake quant starts after steps in which the adapters moved."""
-    assert_scales_are_those_of_the_sum(paths[name])
-
-
-def assert_scales_are_those_of_the_sum(path):
+    path = paths[name]
     weights = load_result(path)["weights"]
     layers = [key.removesuffix(".lora_a") for key in weights if key.endswith("lora_a")]
     for layer in [one for one in layers if "stacked" not in path.stem or "experts" in one]:

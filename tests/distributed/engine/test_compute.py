@@ -22,7 +22,9 @@ from tests.lib.variants import (
     Variant,
     assert_same_run,
     assert_same_weights,
+    each,
     run_variants,
+    runs_of,
 )
 
 THREE = {"steps": 3, "gradient_accumulation_steps": 3, "quant_stats_every": 0}
@@ -123,10 +125,7 @@ RUNS = {
 }
 
 
-@pytest.fixture(scope="module")
-def paths(tmp_path_factory):
-    """One job for all runs."""
-    return run_variants(tmp_path_factory.mktemp("compute"), RUNS)
+paths = runs_of(RUNS)
 
 
 @pytest.fixture(scope="module")
@@ -134,12 +133,7 @@ def results(paths):
     return {name: load_result(path) for name, path in paths.items()}
 
 
-@pytest.fixture(scope="module")
-def output(paths) -> str:
-    return (paths["coded"].parent / SAID).read_text()
-
-
-@pytest.mark.parametrize("name", ["1", "int4"])
+@each(["1", "int4"])
 def test_kept_weight_codes_change_nothing_but_the_number_of_passes(results, name):
     """Bit for bit the same training; a weight is quantized once per step, not once per forward and backward."""
     kept, unkept = results[f"kept_{name}"], results[f"unkept_{name}"]
@@ -163,9 +157,9 @@ def test_kept_codes_of_inputs_change_nothing_and_spare_what_attention_keeps(resu
         assert_same_run(results[name], results["values"])
 
 
-def test_weights_gathered_as_codes_train_the_same_bit_for_bit(results, output):
+def test_weights_gathered_as_codes_train_the_same_bit_for_bit(results, paths):
     whole, coded = results["whole"], results["coded"]
-    assert f"gathered as codes: the weights of {LAYERS} layers" in output
+    assert f"gathered as codes: the weights of {LAYERS} layers" in paths.said()
     assert_same_run(coded, whole)
     assert coded["seen"]["evaluations"] == whole["seen"]["evaluations"]
     ratios = [whole["weights"][f"{name}.weight"].float().abs() / scale for name, scale in whole["scales"].items()]
@@ -208,18 +202,18 @@ def test_the_fp8_gemm_trains_like_simulate_and_with_norms_that_write_codes(resul
     assert_close_losses(results[f"fused_{stage}"], gemm)
 
 
-def test_norms_write_codes_where_layers_are_recomputed_and_switched(results, output):
+def test_norms_write_codes_where_layers_are_recomputed_and_switched(results, paths):
     """Recomputed bit for bit; where fake quant of a layer goes and comes between steps and evaluations."""
     assert_same_run(results["fused_recomputed"], results["fused_3"])
     # Steps as large as these carry a rounding far.
     assert_close_losses(results["fused_switched"], results["whole"], later=0.1)
-    assert "fused: 4 norms and 2 MLPs hand codes to the layers behind them" in output
+    assert "fused: 4 norms and 2 MLPs hand codes to the layers behind them" in paths.said()
 
 
-def test_layers_that_the_fp8_gemm_cannot_take_simulate_and_are_listed_once(results, output):
+def test_layers_that_the_fp8_gemm_cannot_take_simulate_and_are_listed_once(results, paths):
     """Hidden 48 is a multiple of 16, the intermediate size 83 is not."""
     assert len(results["gemm_odd"]["seen"]["fp8_gemm"]) == LAYERS - 2 * 3
-    said = [line for line in output.splitlines() if "simulated, for the fp8 GEMM" in line]
+    said = [line for line in paths.said().splitlines() if "simulated, for the fp8 GEMM" in line]
     assert len(said) == 1 and "model.layers.1.mlp.down_proj" in said[0]
 
 

@@ -14,6 +14,7 @@ import pytest
 from engine.checkpoint.find import best_checkpoint
 from engine.config.reading import load_recipe
 from engine.loop import Loop, LoopState
+from engine.session.optimizer import SCALE_EPS
 from model.ranks import barrier, is_main, rank
 from tests.distributed.engine.scripts.train import End, ends_of, run
 from tests.lib.garbage import collect
@@ -28,6 +29,7 @@ DISK = "8m"  # holds a few checkpoints of the tiny model
 BALLAST = "ballast"  # a file on the disk that fills up
 NO_LARGE_FILES = 100_000  # bytes of a file: less than a rank's part of a checkpoint, more than what the ranks print
 LIMITS = resource.getrlimit(resource.RLIMIT_FSIZE)
+OPTIONS: dict[str, Any] = {"weight_decay": 0.25, "eps": 1e-6, "betas": (0.8, 0.9)}
 OFTEN = {"checkpoint_every": 1, "keep_checkpoints": 1}
 # name: stage, section train.
 RUNS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -64,7 +66,7 @@ def empty(directory: Path) -> None:
 
 def full_disk(base: Path) -> dict[str, Any]:
     """An evaluation, a mark and a checkpoint after each step; those of steps 2, 3, 4 and 7, the last, fail on other
-    ranks for other reasons."""
+    ranks for other reasons. The last step is of a resumed run with other options of the optimizer, which exports."""
     loop = Loop(load_recipe(base / "full_disk.yaml"))
     output = Path(loop.recipe.output_dir)
     checkpoints = output / "checkpoints"
@@ -100,18 +102,24 @@ def full_disk(base: Path) -> dict[str, Any]:
     seen |= {"full_disk": run(loop), "straight": run(Loop(load_recipe(base / "straight.yaml")))}
     seen["end"] = sorted(path.name for path in checkpoints.iterdir())
     seen["best"] = best_checkpoint(checkpoints).name
-    collect()
     recipe = loop.recipe
-    loop = Loop(replace(recipe, train=replace(recipe.train, steps=STEPS + 1, resume=True)))
-    loop.at(STEPS)(lambda state: fill(output) if is_main() else None)
+    train = replace(recipe.train, steps=STEPS + 1, resume=True)
+    export = replace(recipe.export, enabled=True, dir=f"{base}/unsaved")
+    loop = Loop(replace(recipe, train=train, optim=replace(recipe.optim, **OPTIONS), export=export))
+
+    @loop.at(STEPS)
+    def no_place(state: LoopState) -> None:
+        groups = state.session.engine.optimizer.param_groups
+        seen["groups"] = {group["name"]: {key: group[key] for key in OPTIONS} for group in groups}
+        if is_main():
+            taken = checkpoints / f"step_{STEPS + 1:08d}"
+            taken.mkdir()  # it is moved aside, to where something is already
+            (taken.with_name(f"{taken.name}.replaced.partial") / "something").mkdir(parents=True)
+
     try:
         loop.run()
     except Exception as error:
         seen["last"] = f"{type(error).__name__}: {error}", (checkpoints / "latest").read_text()
-    barrier()
-    if is_main():
-        empty(output)
-    barrier()
     return seen
 
 
@@ -169,7 +177,6 @@ def ran(tmp_path_factory):
             model,
             chats,
             stage=stage,
-            dtype="bfloat16",
             train=train,
             optim={"schedule": "constant"},
             loss=NO_TEACHER,
@@ -197,7 +204,8 @@ def test_a_save_that_fails_loses_neither_the_run_nor_the_checkpoint_before(ran):
     disk = base / "full_disk"
     lines = [line for line in output.splitlines() if line.startswith("warning: ") and "was not written" in line]
     warnings = [line for line in lines if str(disk) in line]
-    assert [warning.partition("step_")[2][:8] for warning in warnings] == ["00000002", "00000003", "00000004"]
+    assert [warning.partition("step_")[2][:8] for warning in warnings] == [f"0000000{step}" for step in (2, 3, 4, 7)]
+    assert "; the export follows" in warnings.pop()
     for warning, reason in zip(warnings, ("File too large", "Is a directory", "No space left on device"), strict=True):
         assert " MB are free there; training goes on" in warning
         assert reason in warning or not os.path.ismount(disk)
@@ -206,10 +214,18 @@ def test_a_save_that_fails_loses_neither_the_run_nor_the_checkpoint_before(ran):
     assert "Traceback" not in output
 
 
-def test_at_the_end_of_a_run_a_save_that_fails_is_an_error(ran):
-    error, latest = ran[1]["last"]
+def test_at_the_end_of_a_run_a_save_that_fails_is_an_error_and_does_not_cost_the_export(ran):
+    base, found, *_ = ran
+    error, latest = found["last"]
+    assert (base / "unsaved" / "config.json").is_file()
     assert error.startswith("SaveError: ") and f"step_{STEPS + 1:08d} was not written" in error
     assert latest == f"step_{STEPS:08d}"
+
+
+def test_a_resumed_run_follows_the_optimizer_options_that_it_is_given(ran):
+    groups = ran[1]["groups"]
+    assert groups["weights"] == OPTIONS
+    assert groups["weight_scales"] == {**OPTIONS, "weight_decay": 0.0, "eps": SCALE_EPS}
 
 
 @pytest.mark.parametrize("name", ["replaced", "read_only"])

@@ -52,7 +52,7 @@ def cases(base: Path) -> dict[str, tuple[dict[str, Any], list[str]]]:
     bad_data = {"data": {"train": [f"{base}/bad_line.jsonl"]}}
     often = {"steps": STEPS, "checkpoint_every": 1, "keep_checkpoints": 1}
     return {
-        "bad_line": ({"data": {"train": [f"{base}/bad_line.jsonl"]}}, [f"{base}/bad_line.jsonl:31"]),
+        "bad_line": (bad_data, [f"{base}/bad_line.jsonl:31"]),
         "few_samples": ({"data": {"train": [f"{base}/few.jsonl"]}}, ["3 samples", "8"]),
         "no_tokenizer": (model("no_tokenizer"), [f"{base}/no_tokenizer"]),
         "export_not_empty": (
@@ -68,7 +68,6 @@ def cases(base: Path) -> dict[str, tuple[dict[str, Any], list[str]]]:
             ["loss.teacher", f"{base}/other", "300", "301", "290"],
         ),
         "teacher_tokens": ({"loss": {"teacher": f"{base}/strange"}}, ["has another tokenizer: token 290 is"]),
-        "damaged_weights": (model("damaged_weights"), [f"{base}/damaged_weights/model.safetensors"]),
         # Models are checked before data is read, with their scales and the layers that can be quantized.
         "weights_before_data": (
             {**model("damaged_weights"), **bad_data},
@@ -85,8 +84,8 @@ def cases(base: Path) -> dict[str, tuple[dict[str, Any], list[str]]]:
             ["schedule[0].layers: pattern 'nothing' matches no quantized layer"],
         ),
         "cache_before_data": (
-            {"loss": {"kd": "kl_top_k", "top_k": 5, "teacher": None, "teacher_cache": f"{base}/empty"}, **bad_data},
-            [f"{base}/empty has no manifest.json"],
+            {"loss": {"kd": "kl_top_k", "top_k": 5, "teacher": None, "teacher_cache": f"{base}/cache"}, **bad_data},
+            [f"{base}/cache/manifest.json is damaged ('format')"],
         ),
         "not_numbers": (
             model("not_numbers"),
@@ -96,7 +95,6 @@ def cases(base: Path) -> dict[str, tuple[dict[str, Any], list[str]]]:
             {"loss": NO_TEACHER, "train": often},
             ["step_00000002 was not written: the model diverged", "NaN or Inf in model.layers.0.self_at"],
         ),
-        "no_scales": ({"quant": {"scales": f"{base}/empty"}}, [f"{base}/empty", "safetensors"]),
         "input_scales": (
             {"quant": {"scales": f"{base}/input_scales"}},
             [
@@ -139,6 +137,8 @@ def write_what_is_wrong(base: Path, model: Path, chats: Path) -> None:
     edit_tensors(base / "not_numbers", embedding, lambda tensors: tensors[embedding][-1, -1].fill_(torch.nan))
     for directory in ("export_not_empty/export/precious", "recipe_not_written/recipe.yaml", "empty", "input_scales"):
         (base / directory).mkdir(parents=True)
+    (base / "cache").mkdir()
+    (base / "cache" / "manifest.json").write_text("{}")
     scales = {"model.layers.1.mlp.down_proj.input_scale": torch.tensor(1e6)}
     save_file(scales, base / "input_scales" / "model.safetensors")
     edit_json(tiny_checkpoint(base / "other") / "config.json", vocab_size=290)
@@ -173,8 +173,8 @@ def base(tmp_path_factory) -> Path:
     model, chats = tiny_checkpoint(base / "model"), write_chats(base / "chats.jsonl")
     write_what_is_wrong(base, model, chats)
     for name, (sections, _) in cases(base).items():
-        write_recipe(base, name, model, chats, stage=3, dtype="bfloat16", **sections)
-    write_recipe(base, "raises", model, chats, stage=3, dtype="bfloat16", loss=NO_TEACHER)
+        write_recipe(base, name, model, chats, **sections)
+    write_recipe(base, "raises", model, chats, loss=NO_TEACHER)
     return base
 
 
@@ -337,7 +337,6 @@ def differing(tmp_path_factory):
             model,
             chats,
             stage=index % 4,
-            dtype="bfloat16",
             train={"steps": STEPS, "gradient_accumulation_steps": 1},
             loss=NO_TEACHER,
             quant={"scheme": "w4a16_channel"} if name == "layers" else {"calibration_batches": 1},

@@ -19,14 +19,11 @@ from transformers import AutoTokenizer
 from data.chat import read_chat
 from data.loader import split_held_out
 from engine.checkpoint.find import best_checkpoint
-from engine.checkpoint.save import SaveError
 from engine.config.reading import load_recipe
 from engine.loop import Loop, LoopState
-from engine.session.optimizer import SCALE_EPS
-from model.ranks import is_main, rank
+from model.ranks import rank
 from tests.distributed.engine.scripts.train import run
 from tests.lib.definitions import kd_loss
-from tests.lib.garbage import collect
 from tests.lib.launcher import on_ranks
 from tests.lib.plain import QUANTIZED_RTOL, load_result, plain_model, plain_weights
 from tests.lib.recipes import write_chats, write_recipe
@@ -115,7 +112,6 @@ def test_the_checkpoint_of_the_best_evaluation_is_kept_beside_the_last(paths):
 
 STEPS, EVERY, START = 6, 2, 3
 STOP = 3  # steps done when signals stop the run, between two evaluations
-OPTIONS: dict[str, Any] = {"weight_decay": 0.25, "eps": 1e-6, "betas": (0.8, 0.9)}
 
 
 def keep(loop: Loop) -> dict[str, Any]:
@@ -123,9 +119,7 @@ def keep(loop: Loop) -> dict[str, Any]:
     evaluations: list[dict[str, Any]] = []
     for step in range(loop.recipe.train.steps):
         loop.at(step)(lambda state: evaluations.append(dict(state.evaluation)))
-    result = run(loop)
-    collect()
-    return {**result, "evaluations": evaluations}
+    return {**run(loop), "evaluations": evaluations}
 
 
 def stop_and_resume(directory: Path) -> dict[str, Any]:
@@ -149,29 +143,6 @@ def stop_and_resume(directory: Path) -> dict[str, Any]:
     found["second"] = keep(loop)
     run(Loop(recipe))
     found["mark"] = best_checkpoint(directory / "parts" / "checkpoints")
-    collect()
-    return {**found, **unsaved(replace(recipe, export=replace(recipe.export, dir=f"{directory}/unsaved")))}
-
-
-def unsaved(recipe: Any) -> dict[str, Any]:
-    """Two more steps with other options of the optimizer, whose checkpoint has no place, and an export."""
-    last, found = STEPS + 2, {}
-    train, optim = replace(recipe.train, steps=last), replace(recipe.optim, **OPTIONS)
-    loop = Loop(replace(recipe, train=train, optim=optim))
-
-    @loop.at(last - 1)
-    def spoil(state: LoopState) -> None:
-        groups = state.session.engine.optimizer.param_groups
-        found["groups"] = {group["name"]: {key: group[key] for key in OPTIONS} for group in groups}
-        if is_main():
-            taken = Path(recipe.output_dir) / "checkpoints" / f"step_{last:08d}"
-            taken.mkdir()  # it is moved aside, to where something is already
-            (taken.with_name(f"{taken.name}.replaced.partial") / "something").mkdir(parents=True)
-
-    try:
-        loop.run()
-    except SaveError as error:
-        found["error"] = str(error)
     return found
 
 
@@ -187,8 +158,6 @@ def ran(tmp_path_factory):
             name,
             model,
             chats,
-            stage=3,
-            dtype="bfloat16",
             # Batches of two: one rank runs out of samples, and its last batch has fewer than the other's.
             data={"held_out": 5},
             train={"steps": STEPS, "checkpoint_every": EVERY, "keep_checkpoints": 1},
@@ -241,15 +210,3 @@ def curves(output: Path) -> dict[str, list[tuple[int, float]]]:
     events = EventAccumulator(str(output / "tensorboard"))
     events.Reload()
     return {tag: [(one.step, one.value) for one in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-
-
-def test_a_resumed_run_follows_the_optimizer_options_that_it_is_given(ran):
-    groups = ran[1]["groups"]
-    assert groups["weights"] == OPTIONS
-    assert groups["weight_scales"] == {**OPTIONS, "weight_decay": 0.0, "eps": SCALE_EPS}
-
-
-def test_a_last_checkpoint_that_cannot_be_written_does_not_cost_the_export(ran):
-    directory, found, _ = ran
-    assert f"step_{STEPS + 2:08d} was not written: " in found["error"]
-    assert (directory / "unsaved" / "config.json").is_file()

@@ -21,7 +21,6 @@ def test_an_example_runs_and_does_what_it_says(tmp_path, name):
         tiny_checkpoint(tmp_path / "model"),
         write_chats(tmp_path / "chats.jsonl"),
         stage=1,
-        dtype="bfloat16",
         train={"steps": STEPS, "gradient_accumulation_steps": 1},
         loss=NO_TEACHER,
         export={"enabled": True},

@@ -6,14 +6,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import transformers
 from safetensors.torch import load, load_file
 
 from engine.config.reading import load_recipe
 from quant.formats.packing import unpack_int32
-from tests.lib.variants import NO_TEACHER, Variant, run_variants
+from tests.lib.variants import NO_TEACHER, Variant, each, runs_of
 from tools.verify.check import compare_with_transformers
 
 
@@ -64,10 +63,8 @@ AGAIN = {"from int4": "qwen3_5_moe", "from fp8": "qwen3_5"}
 UNMOVED = {"lr": 1e-20, "scale_lr": 1e-20, "weight_decay": 0.0}
 
 
-@pytest.fixture(scope="module")
-def recipes(tmp_path_factory) -> dict[str, Path]:
-    """One job; runs from the export of another are behind it."""
-    directory = tmp_path_factory.mktemp("layouts")
+def runs(directory: Path) -> dict[str, Variant]:
+    """Return the runs of one job; those from the export of another are behind it."""
 
     def of(name: str) -> dict[str, str]:
         return {"path": f"{directory}/{name}/export"}
@@ -83,22 +80,15 @@ def recipes(tmp_path_factory) -> dict[str, Path]:
         "narrow": NARROW,
         "from narrow": again(NARROW, model=of("narrow"), quant={"scheme": "source"}, optim=FAR),
     }
-    return run_variants(directory, RUNS | more)
+    return RUNS | more
 
 
-@pytest.mark.parametrize("name", RUNS)
+recipes = runs_of(runs, MORE)
+
+
+@each(RUNS, MORE)
 def test_an_export_loads_as_the_class_that_it_names(recipes, name):
-    assert_loads_as_its_class(name, recipes[name])
-
-
-@pytest.mark.full
-def test_exports_of_other_families_load_as_the_classes_that_they_name(tmp_path):
-    for name, path in run_variants(tmp_path, MORE).items():
-        assert_loads_as_its_class(name, path)
-
-
-def assert_loads_as_its_class(name: str, path: Path) -> None:
-    recipe = load_recipe(path)
+    recipe = load_recipe(recipes[name])
     source, export = Path(recipe.model.path), recipe.export_dir()
     config = json.loads((export / "config.json").read_text())
     assert config["architectures"] == json.loads((source / "config.json").read_text())["architectures"]
@@ -117,7 +107,7 @@ def assert_loads_as_its_class(name: str, path: Path) -> None:
     assert report.ok, report.table()
 
 
-@pytest.mark.parametrize("name", AGAIN)
+@each(AGAIN)
 def test_a_run_from_an_export_that_changes_nothing_writes_the_same_export(recipes, name):
     """Towers, codes of stacked experts, scales and config.json, byte for byte; but for the sign of a code of zero,
     which a weight of zero gets that moves by 1e-20."""

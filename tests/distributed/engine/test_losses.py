@@ -41,7 +41,7 @@ from tests.lib.plain import (
 )
 from tests.lib.root import ROOT
 from tests.lib.tiny import TEXT, tiny_checkpoint, tiny_config, tiny_tokenizer
-from tests.lib.variants import NO_TEACHER, Variant, run_variants
+from tests.lib.variants import NO_TEACHER, Variant, each, runs_of
 from tools.write_teacher_cache import check_recipe, write_cache
 
 TEACHER_VOCABULARY = 320
@@ -210,11 +210,7 @@ def runs(base: Path) -> dict[str, Variant]:
     }
 
 
-@pytest.fixture(scope="module")
-def paths(tmp_path_factory):
-    """One job for all runs."""
-    base = tmp_path_factory.mktemp("losses")
-    return run_variants(base, runs(base))
+paths = runs_of(runs, {f"empty_{stage}": without_targets(stage) for stage in (1, 2)})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -253,7 +249,7 @@ def test_every_loss_and_the_diagnostics_equal_their_definitions(paths):
         assert found["losses"][step] == pytest.approx(expected, rel=1e-4), kind
 
 
-@pytest.mark.parametrize("name", ["capped", "scaled"])
+@each(["capped", "scaled"])
 def test_models_that_change_their_logits_equal_a_plain_loop(paths, name):
     assert_equals_plain_loop(paths[name])
 
@@ -403,12 +399,7 @@ def test_samples_of_packed_rows_calibrate_as_they_do_by_themselves(paths):
     assert scales and all(torch.equal(packed[name], padded[name]) for name in scales)
 
 
-def test_a_rank_without_targets_takes_part_with_zero(paths):
+@each(["empty_3"], ["empty_1", "empty_2"])
+def test_a_rank_without_targets_takes_part_with_zero(paths, name):
     """The mean is over rank 0's tokens; the ranks stay together, with experts too."""
-    assert_equals_plain_loop(paths["empty_3"], without_targets=(1,))
-
-
-@pytest.mark.full
-def test_a_rank_without_targets_takes_part_with_zero_on_other_stages_too(tmp_path):
-    for path in run_variants(tmp_path, {str(stage): without_targets(stage) for stage in (1, 2)}).values():
-        assert_equals_plain_loop(path, without_targets=(1,))
+    assert_equals_plain_loop(paths[name], without_targets=(1,))

@@ -6,10 +6,10 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ from engine.state import LoopState
 from launch.evaluate import main as evaluate
 from launch.exits import clean_exit
 from launch.train import main as train
-from tests.lib.checkpoints import edit_json, edit_tensors
+from tests.lib.checkpoints import edit_tensors
 from tests.lib.forked import Job
 from tests.lib.hosts import Host, NoNamespaces, network
 from tests.lib.patience import PATIENCE, until
@@ -39,56 +39,27 @@ from tests.lib.variants import NO_TEACHER
 
 
 def run_jobs(directory: Path) -> None:
-    """Jobs on machines that differ, then jobs on one machine that end early; of each the exit codes, what was printed
-    and the files that it left."""
+    """Run all jobs; of each keep the exit codes, what each rank printed, and the files that it left."""
     nodes.PATIENCE_SECONDS = 0.5
     template = directory / "template"
     Job(1, lambda: write_machine(template), directory / "setup.log").finish()
-    found: dict[str, dict[str, Any]] = {}
-    for case in (
-        nothing,
-        output,
-        data_missing,
-        data,
-        recipe,
-        weights,
-        weights_in_the_middle,
-        tokenizer,
-        interrupted,
-        interrupted_early,
-        peer_lost,
-        orphaned,
-    ):
-        name, ends_early = case.__name__, case in (interrupted, interrupted_early, peer_lost, orphaned)
-        machines = [directory / name / f"machine{number}" for number in range(1 if ends_early else 2)]
+    found = {}
+    for name, case in CASES.items():
+        machines = [directory / name / f"machine{number}" for number in range(2)]
         for machine in machines:
             shutil.copytree(template, machine)
-        if case is not output:
-            (directory / name / "out").mkdir()
-            for machine in machines:
+            if name != "output":
+                (directory / name / "out").mkdir(exist_ok=True)
                 (machine / "out").symlink_to(directory / name / "out")
-        if ends_early:
-            job = Job(2, lambda machine=machines[0], case=case: end_early(machine, case), directory / f"{name}.log")
-        else:
-            case(machines[1])
-            job = Job(2, lambda machines=machines: rank(machines), directory / f"{name}.log")
+        job = Job(2, lambda machines=machines, case=case: rank(machines, case), directory / f"{name}.log")
         codes = job.wait(PATIENCE)
         if codes is None:
             job.kill()
-        left = sorted(str(path.relative_to(machine)) for machine in machines for path in (machine / "out").glob(".*"))
-        found[name] = {"codes": codes, "said": job.log.read_text(), "left": left}
-    for name, start in BY_HAND.items():
-        machine = directory / name
-        shutil.copytree(template, machine)
-        job = Job(2, lambda machine=machine, start=start: by_hand(machine, start), directory / f"{name}.log")
-        codes = job.wait(PATIENCE)
-        if codes is None:
-            job.kill()
+        logs = [machine / "log" for machine in machines]
         found[name] = {
             "codes": codes,
-            "said": "".join((machine / f"{rank}.log").read_text() for rank in range(2)),
-            "each": [(machine / f"{rank}.log").read_text() for rank in range(2)],
-            "left": [str(path) for path in (machine / "out").rglob("*") if path.is_file()],
+            "said": [log.read_text() if log.exists() else job.log.read_text() for log in logs],
+            "left": [str(path) for machine in machines for path in (machine / "out").glob(".*")],
         }
     (directory / "jobs.json").write_text(json.dumps(found))
 
@@ -102,8 +73,6 @@ def write_machine(machine: Path) -> None:
         "out",
         tiny_checkpoint(Path("model")),
         write_chats(Path("chats.jsonl")),
-        stage=3,
-        dtype="bfloat16",
         train={"steps": 1, "checkpoint_every": 1, "gradient_accumulation_steps": 1},
         optim={"warmup_steps": 0},
         quant={"fake_quant_start": -1},
@@ -111,152 +80,68 @@ def write_machine(machine: Path) -> None:
     )
 
 
-def rank(machines: list[Path]) -> None:
-    """Run launch/train.py as torchrun starts it on each machine."""
+def rank(machines: list[Path], case: "Case") -> None:
+    """Run a rank as torchrun starts it on each machine, in a terminal of its own."""
+    number = int(os.environ["RANK"])
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    os.chdir(machines[int(os.environ["RANK"])])
+    os.chdir(machines[number])
+    with open("log", "w") as log:
+        os.dup2(log.fileno(), sys.stdout.fileno())
+        os.dup2(log.fileno(), sys.stderr.fileno())
     sys.argv = ["train.py", "--config", "out.yaml"]
+    if case.change is not None and (number == 1 or case.both):
+        case.change()
     train()
 
 
-def nothing(machine: Path) -> None:
-    """The machines agree, and share the output directory."""
-
-
-def output(machine: Path) -> None:
-    """The output directory is one of each machine's own."""
-
-
-def data_missing(machine: Path) -> None:
-    (machine / "chats.jsonl").unlink()
-
-
-def data(machine: Path) -> None:
-    lines = (machine / "chats.jsonl").read_text().splitlines()
-    (machine / "chats.jsonl").write_text("\n".join([*lines[1:], lines[0]]) + "\n")
-
-
-def recipe(machine: Path) -> None:
-    text = (machine / "out.yaml").read_text()
-    assert "lr: 0.001\n" in text
-    (machine / "out.yaml").write_text(text.replace("lr: 0.001\n", "lr: 0.002\n"))
-
-
-def weights(machine: Path) -> None:
-    edit_tensors(machine / "model", "model.norm.weight", lambda tensors: tensors["model.norm.weight"].fill_(0.5))
-
-
-def weights_in_the_middle(machine: Path) -> None:
-    """One element of a tensor that has others on both sides, and in its file too."""
+def one_weight() -> None:
+    """Change one element of a tensor that has others on both sides, and in its file too."""
     name = "model.layers.1.mlp.up_proj.weight"
 
     def one(tensors: dict[str, torch.Tensor]) -> None:
         tensors[name][40, 20] += 1
 
-    edit_tensors(machine / "model", name, one)
+    edit_tensors(Path("model"), name, one)
 
 
-def tokenizer(machine: Path) -> None:
-    edit_json(machine / "model" / "tokenizer_config.json", model_max_length=100)
+def another_order() -> None:
+    lines = Path("chats.jsonl").read_text().splitlines()
+    Path("chats.jsonl").write_text("\n".join([*lines[1:], lines[0]]) + "\n")
 
 
-def elsewhere(machine: Path) -> None:
-    """Go to another directory of this machine, in which the same paths are another model."""
-    other = machine / "elsewhere"
-    other.mkdir()
-    for name in ("out.yaml", "chats.jsonl", "zero3.json"):
-        shutil.copy(machine / name, other)
-    tiny_checkpoint(other / "model", seed=1)
-    os.chdir(other)
-
-
-def with_a_module(machine: Path) -> None:
-    """Import a module of the user's, of which each rank has another version."""
-    (machine / os.environ["RANK"]).mkdir()
-    (machine / os.environ["RANK"] / "my_losses.py").write_text(f"WEIGHT = {os.environ['RANK']}\n")
-    sys.path.insert(0, str(machine / os.environ["RANK"]))
+def several() -> None:
+    """Give rank 1 another option, an event, a variable, and another version of a module of the user's."""
+    number, settings = os.environ["RANK"], load_recipe("out.yaml")
+    Path("my_losses.py").write_text(f"WEIGHT = {number}\n")
+    sys.path.insert(0, os.getcwd())
     __import__("my_losses")
-
-
-def with_an_event(machine: Path) -> None:
-    """Give the loop of rank 1 an event that rank 0 lacks."""
-    loop = Loop(load_recipe("out.yaml"))
-    if os.environ["RANK"] == "1":
-        loop.at(0)(end_early)
+    settings.train.steps += int(number)
+    loop = Loop(settings)
+    if number == "1":
+        os.environ["DS_X"] = "1"
+        loop.at(0)(several)
     with clean_exit():
         loop.run()
 
 
-def other_script(machine: Path) -> None:
+def another_script() -> None:
     sys.argv = ["evaluate.py", "--model", "model", "--text", "chats.jsonl"]
     evaluate()
 
 
-@dataclass(frozen=True)
-class Start:
-    """A start of two ranks by hand on one machine.
+def ends_early(end: Callable[[Loop], None]) -> Callable[[], None]:
+    """Run three steps, in which something ends the job; after its end comes a signal, too late to change anything."""
 
-    Attributes:
-        said: of the one line that each rank prints.
-        words: more words of rank 1's command line.
-        before: runs on rank 1 before its script; on both ranks if ``both``.
-        code: exit code of rank 1.
-    """
+    def run() -> None:
+        settings = load_recipe("out.yaml")
+        loop = Loop(replace(settings, train=replace(settings.train, steps=3, checkpoint_every=0)))
+        with clean_exit():
+            end(loop)
+            loop.run()
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise SystemExit(0)
 
-    said: str
-    words: tuple[str, ...] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
-    before: Callable[[Path], None] | None = None
-    both: bool = False
-    code: int = 1
-
-
-BY_HAND = {
-    "arguments": Start(
-        "train.steps: 1 on {host} (rank 0), 3 on {host} (rank 1); train.seed: 0 on {host} (rank 0), 7 on {host} "
-        '(rank 1); quant.scheme: "fp8_static" on {host} (rank 0), "fp8_dynamic" on {host} (rank 1). Start every rank',
-        ("--train.steps", "3", "--train.seed", "7", "--quant.scheme", "fp8_dynamic"),
-    ),
-    "other_model": Start('model.path: "model" on {host} (rank 0), "chats" on', ("--model.path", "chats")),
-    "bad_argument": Start("optim.lr: -1.0, expected", ("--optim.lr", "-1"), code=2),
-    "no_model": Start("model.path: 'none' (in ", ("--model.path", "none"), code=2),
-    "directory": Start("model.path model (files): model.safetensors: ", before=elsewhere),
-    "variable": Start("environment variable DS_X: not there on {host} (rank 0), 1 on", environment={"DS_X": "1"}),
-    "module": Start("module my_losses (my_losses.py): ", before=with_a_module, both=True),
-    "event": Start("events of the script: [", before=with_an_event, both=True),
-    "script": Start("script: train.py on {host} (rank 0), evaluate.py on {host} (rank 1)", before=other_script),
-}
-
-
-def by_hand(machine: Path, start: Start) -> None:
-    """Start a rank as in a terminal of its own, in which it prints."""
-    number = os.environ["RANK"]
-    os.chdir(machine)
-    with open(f"{number}.log", "w") as log:
-        os.dup2(log.fileno(), sys.stdout.fileno())
-        os.dup2(log.fileno(), sys.stderr.fileno())
-    if machine.name == "other_model":
-        (machine / "chats").mkdir(exist_ok=True)
-        if number == "1":
-            tiny_checkpoint(machine / "chats", seed=1)
-    sys.argv = ["train.py", "--config", "out.yaml"]
-    if number == "1":
-        sys.argv += start.words
-        os.environ.update(start.environment)
-    if start.before is not None and (start.both or number == "1"):
-        start.before(machine)
-    train()
-
-
-def end_early(machine: Path, end: Callable[[Loop], None]) -> None:
-    """A rank of a run of three steps; behind its end comes a signal, which is too late to change anything."""
-    os.chdir(machine)
-    recipe = load_recipe("out.yaml")
-    loop = Loop(replace(recipe, train=replace(recipe.train, steps=3, checkpoint_every=0)))
-    with clean_exit():
-        end(loop)
-        loop.run()
-    os.kill(os.getpid(), signal.SIGTERM)
+    return run
 
 
 def interrupted(loop: Loop) -> None:
@@ -292,12 +177,61 @@ def orphaned(loop: Loop) -> None:
             time.sleep(0.01)
 
 
+class Case(NamedTuple):
+    """A job of two ranks.
+
+    Attributes:
+        codes: exit codes, sorted.
+        said: parts of the one line on which each rank says why it ended; only rank 0 says so if it is not ``alone``.
+        change: runs on rank 1 before its script, or on both ranks.
+        both: see ``change``.
+        alone: rank 1 says it too.
+    """
+
+    codes: list[int]
+    said: tuple[str, ...] = ()
+    change: Callable[[], object] | None = None
+    both: bool = False
+    alone: bool = True
+
+
+EARLY = {
+    "interrupted": Case([0, 0], ("asked to stop: step 2 is saved",), ends_early(interrupted), True, False),
+    "interrupted_early": Case([130, 130], ("interrupted\n",), ends_early(interrupted_early), True, False),
+    "peer_lost": Case(
+        [1, 3], ("error on rank 0: another rank has ended, and its",), ends_early(peer_lost), True, False
+    ),
+    "orphaned": Case([0, 0], ("step 2 is saved",), ends_early(orphaned), True, False),
+}
+DIFFER = "error: the ranks differ: "
+CASES = {
+    "nothing": Case([0, 0]),
+    "output": Case([1, 1], ("error: output_dir: 'out' of {host} (rank 1) is not that of {host} (rank 0), expected a",)),
+    "data_missing": Case([1, 2], ("data.train[0]: 'chats.jsonl' (in ",), Path("chats.jsonl").unlink),
+    "data": Case([1, 1], (DIFFER, "data (tokens and labels): 48 samples, digest "), another_order),
+    "weights": Case([1, 1], (DIFFER, "model.path model (files): model.safetensors: "), one_weight),
+    "bad_argument": Case([1, 2], ("optim.lr: -1.0, expected",), lambda: sys.argv.extend(("--optim.lr", "-1"))),
+    "several": Case(
+        [1, 1],
+        (
+            f"{DIFFER}train.steps: 1 on {{host}} (rank 0), 2 on {{host}} (rank 1); events of the script: [",
+            "; environment variable DS_X: not there on {host} (rank 0), 1 on",
+            "; module my_losses (my_losses.py): ",
+            ". Start every rank with",
+        ),
+        several,
+        both=True,
+    ),
+    "script": Case([1, 1], (f"{DIFFER}script: train.py on {{host}} (rank 0), evaluate.py on",), another_script),
+    **EARLY,
+}
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Path:
-    """The directory of the jobs."""
+    """Run the jobs; return their directory."""
     base = tmp_path_factory.mktemp("nodes")
-    program = f"from pathlib import Path; from {__name__} import run_jobs; run_jobs(Path({str(base)!r}))"
-    result = run_python(program)
+    result = run_python(f"from pathlib import Path; from {__name__} import run_jobs; run_jobs(Path({str(base)!r}))")
     assert result.returncode == 0, result.stderr[-8000:]
     return base
 
@@ -307,55 +241,21 @@ def found(base) -> dict[str, dict[str, Any]]:
     return json.loads((base / "jobs.json").read_text())
 
 
-@pytest.mark.parametrize(
-    ("case", "codes", "said"),
-    [
-        ("nothing", [0, 0], ""),
-        ("output", [1, 1], "error: output_dir: 'out' of {host} (rank 1) is not that of {host} (rank 0), expected a"),
-        ("data_missing", [1, 2], "error: rank 1: on {host}: data.train[0]: 'chats.jsonl' (in "),
-        ("data", [1, 1], "data (tokens and labels): 48 samples, digest "),
-        ("recipe", [1, 1], "optim.lr: 0.001 on {host} (rank 0), 0.002 on {host} (rank 1)"),
-        ("weights", [1, 1], "model.path model (files): model.safetensors: "),
-        ("weights_in_the_middle", [1, 1], "model.path model (files): model.safetensors: "),
-        ("tokenizer", [1, 1], "model.path model (files): tokenizer_config.json: "),
-    ],
-)
-def test_machines_that_differ_end_with_the_difference_on_every_rank(found, case, codes, said):
-    result = found[case]
-    assert sorted(result["codes"]) == codes, result["said"]
-    assert said.format(host=os.uname().nodename) in result["said"]
-    assert "Traceback" not in result["said"]
-    assert case == "nothing" or "weights:" not in result["said"], "before weights are read"
-    assert result["left"] == []
-
-
-@pytest.mark.parametrize("case", BY_HAND)
-def test_ranks_of_one_machine_that_are_not_started_alike_end_with_the_difference_in_each_terminal(found, case):
-    result, start = found[case], BY_HAND[case]
-    assert sorted(result["codes"]) == [1, start.code], result["said"]
-    for said in result["each"]:
-        assert start.said.format(host=os.uname().nodename) in said and "Traceback" not in said, result["said"]
-        assert len([line for line in said.splitlines() if line.startswith("error: ")]) == 1, said
-        assert "weights:" not in said, "before weights are read"
-    assert result["left"] == []
-
-
-@pytest.mark.parametrize(
-    ("case", "codes", "said"),
-    [
-        ("interrupted", [0, 0], "asked to stop: step 2 is saved"),
-        ("interrupted_early", [130, 130], "interrupted\n"),
-        ("peer_lost", [1, 3], "error on rank 0: another rank has ended, and its connection is closed"),
-        ("orphaned", [0, 0], "step 2 is saved"),
-    ],
-)
-def test_a_job_that_ends_early_says_in_one_line_why(base, found, case, codes, said):
-    """A second signal changes nothing, nor does one behind the end."""
-    end = found[case]
-    assert sorted(end["codes"]) == codes, end["said"]
-    assert end["said"].count(said) == 1 and "Traceback" not in end["said"], end["said"]
-    latest = base / case / "out" / "checkpoints" / "latest"
-    assert latest.exists() == ("is saved" in said) and (not latest.exists() or latest.read_text() == "step_00000002")
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_end_with_their_exit_codes_and_the_reason_in_one_line(base, found, name):
+    """Ranks that differ say so before weights are read. A second signal changes nothing, nor does one after the end."""
+    case, result = CASES[name], found[name]
+    said = result["said"]
+    assert sorted(result["codes"]) == case.codes and "Traceback" not in "".join(said), said
+    for one in said if case.alone else said[:1]:
+        lines = [line for line in one.splitlines() if line.startswith("error")]
+        assert all(part.format(host=os.uname().nodename) in one for part in case.said), one
+        assert len(lines) == (case.codes[0] == 1), one
+        assert name in ("nothing", *EARLY) or "weights:" not in one, one
+    assert name in EARLY or result["left"] == []
+    latest = base / name / "out" / "checkpoints" / "latest"
+    saved = {"nothing": "step_00000001", "interrupted": "step_00000002", "orphaned": "step_00000002"}.get(name, "")
+    assert (latest.read_text() if latest.exists() else "") == saved
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -380,21 +280,15 @@ class Cluster:
         """``launch/train.py`` on both, with as many ``ranks`` on each; the output directory."""
         train = {"steps": 6, "checkpoint_every": 2, "gradient_accumulation_steps": 1}
         sections = {"train": train, "loss": NO_TEACHER, "export": {"enabled": True}}
-        recipe = write_recipe(self.directory, name, self.model, self.chats, stage=3, dtype="bfloat16", **sections)
+        recipe = write_recipe(self.directory, name, self.model, self.chats, **sections)
         self.port += 1  # a port that was in use stays taken for a while
         self.logs = [self.directory / f"{name}.{number}.log" for number in range(2)]
         self.processes = []
         for number, host in enumerate(self.hosts):
-            torchrun = [str(Path(sys.executable).parent / "torchrun"), "--nnodes", "2"]
-            torchrun += [
-                "--nproc_per_node",
-                str(ranks),
-                "--node_rank",
-                str(number),
-                "--master_addr",
-                self.hosts[0].address,
-            ]
-            torchrun += ["--master_port", str(self.port), "launch/train.py", "--config", str(recipe), *options]
+            place = f"--nnodes 2 --nproc_per_node {ranks} --node_rank {number}"
+            place += f" --master_addr {self.hosts[0].address} --master_port {self.port}"
+            torchrun = [str(Path(sys.executable).parent / "torchrun"), *place.split()]
+            torchrun += ["launch/train.py", "--config", str(recipe), *options]
             env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
             # gloo takes the interface that the host's name resolves to, and these names resolve to nothing.
             env |= {"GLOO_SOCKET_IFNAME": host.interface, **environment}

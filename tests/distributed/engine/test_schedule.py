@@ -16,7 +16,7 @@ from quant import SCHEMES, Ranges
 from quant.reference import absmax_scale, fake_quant
 from tests.distributed.engine.scripts.train import whole_parameters
 from tests.lib.plain import assert_equals_plain_loop, load_result
-from tests.lib.variants import EVEN, NO_TEACHER, SAID, Variant, run_variants, start_of
+from tests.lib.variants import EVEN, NO_TEACHER, Variant, each, runs_of, start_of
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What loops get beside their recipes
@@ -161,10 +161,7 @@ MORE = {
 }
 
 
-@pytest.fixture(scope="module")
-def paths(tmp_path_factory):
-    """One job for all runs."""
-    return run_variants(tmp_path_factory.mktemp("schedule"), RUNS)
+paths = runs_of(RUNS, MORE)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -172,37 +169,21 @@ def paths(tmp_path_factory):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.full
-def test_the_rest_of_the_stages_are_alike(tmp_path):
-    paths = run_variants(tmp_path, MORE)
-    for stage in (0, 1):
-        assert_equals_plain_loop(paths[f"switch_{stage}"])
-    assert_keys_and_values_train(paths["kv_2"])
-    for stage in (1, 2):
-        assert_theta_rested(paths[f"off_{stage}"])
-    assert_events_move_what_they_name(paths["events_1"])
-
-
-@pytest.mark.parametrize("name", ["switch_2", "switch_3"])
+@each(["switch_2", "switch_3"], ["switch_0", "switch_1"])
 def test_fake_quant_that_starts_later_equals_a_plain_loop(paths, name):
     """Theta's first step is its first, with Adam's state fresh, though the optimizer has taken two before."""
     assert_equals_plain_loop(paths[name])
 
 
-@pytest.mark.parametrize("name", ["kv_3", "onlykv"])
+@each(["kv_3", "onlykv"], ["kv_2"])
 def test_quantized_keys_and_values_train_like_a_plain_loop(paths, name):
-    assert_keys_and_values_train(paths[name])
-    found = load_result(paths[name])["weights"]
-    assert name != "onlykv" or all(value.any() for key, value in found.items() if "_cache." in key)
-
-
-def assert_keys_and_values_train(path: Path) -> None:
     """Their scales are measured in the middle from what observers saw on both ranks, and learned."""
-    assert_equals_plain_loop(path)
-    found = load_result(path)
+    assert_equals_plain_loop(paths[name])
+    found = load_result(paths[name])
     scales = {key: value for key, value in found["weights"].items() if "_cache." in key}
     assert len(scales) == 2 * 4 and all(bool(value.isfinite().all()) for value in scales.values())
     assert {key for key in found["requires_grad"] if "_cache." in key} == {key for key in scales if "theta" in key}
+    assert name != "onlykv" or all(value.any() for value in scales.values())
 
 
 @pytest.mark.parametrize("bits", [4, 2])
@@ -228,15 +209,11 @@ def test_scales_of_groups_are_measured_at_the_start_and_take_little_of_the_norm_
     assert moved > 0
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_fake_quant_switched_off_and_on_equals_a_plain_loop(paths, stage):
-    assert_theta_rested(paths[f"off_{stage}"])
-
-
-def assert_theta_rested(path):
-    """No update while fake quant is off, though Adam has moments of the steps before."""
-    assert_equals_plain_loop(path, off=range(2, 4))
-    seen = load_result(path)["seen"]
+@each(["off_0", "off_3"], ["off_1", "off_2"])
+def test_fake_quant_switched_off_and_on_equals_a_plain_loop(paths, name):
+    """Thetas get no update while fake quant is off, though Adam has moments of the steps before."""
+    assert_equals_plain_loop(paths[name], off=range(2, 4))
+    seen = load_result(paths[name])["seen"]
     thetas = [name for name in seen["off"] if name.endswith("_theta")]
     assert thetas and all(seen["off"][name].any() for name in thetas)
     for name in thetas:
@@ -255,7 +232,7 @@ def test_theta_begins_anew_where_each_parameter_has_an_fp32_copy_of_its_own(path
 
 def test_scales_that_were_brought_are_not_lost_without_a_line(paths):
     """One line, of the one run that had any."""
-    lines = [line for line in (paths["off_gptq"].parent / SAID).read_text().splitlines() if "are lost" in line]
+    lines = [line for line in paths.said().splitlines() if "are lost" in line]
     assert len(lines) == 1, lines
     assert re.search(r"warning: weight scales that quant.init gave are lost: (\d+) of \1 are measured again", *lines)
 
@@ -289,15 +266,10 @@ def test_what_was_seen_is_forgotten_when_the_next_step_begins(paths):
     assert all(torch.equal(value, at["weights"][name]) for name, value in every["weights"].items())
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_events_of_a_recipe_move_what_they_name_and_nothing_else(paths, stage):
-    assert_events_move_what_they_name(paths[f"events_{stage}"])
-
-
-def assert_events_move_what_they_name(path: Path) -> None:
+@each(["events_0", "events_2", "events_3"], ["events_1"])
+def test_events_of_a_recipe_move_what_they_name_and_nothing_else(paths, name):
     """Step by step which parameters moved; a scale that rests stays where it is although it has trained before."""
-    found = load_result(path)
-    first = start_of(path)
+    found, first = load_result(paths[name]), start_of(paths[name])
     before = {name: first.get(name, torch.zeros_like(value)) for name, value in found["after"][0].items()}
     moves: list[set[str]] = []
     for after in found["after"]:

@@ -5,7 +5,6 @@ import itertools
 import math
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -17,7 +16,7 @@ from tests.lib.launcher import on_ranks
 from tests.lib.plain import load_result
 from tests.lib.recipes import write_chats, write_recipe
 from tests.lib.tiny import tiny_checkpoint
-from tests.lib.variants import NO_TEACHER, Variant, run_variants
+from tests.lib.variants import NO_TEACHER, Variant, each, runs_of
 
 NAN, INFINITE = 1, 2  # steps that are spoiled
 
@@ -108,13 +107,10 @@ BLIND = Variant(
 )
 
 
-@pytest.fixture(scope="module")
-def paths(tmp_path_factory):
-    """One job for all runs."""
-    return run_variants(tmp_path_factory.mktemp("skipped"), {**SPOILED, "blind": BLIND})
+paths = runs_of({**SPOILED, "blind": BLIND})
 
 
-@pytest.mark.parametrize("name", SPOILED)
+@each(SPOILED)
 def test_a_step_that_is_not_finite_is_counted_and_moves_nothing(paths, name):
     found = load_result(paths[name])
     assert found["skipped"] == [0, 1, 2, 2]
@@ -139,7 +135,7 @@ def infinite_losses(loop: Loop) -> None:
 def test_too_many_steps_in_a_row_end_the_run_and_name_the_samples(tmp_path):
     model, chats = tiny_checkpoint(tmp_path / "model"), write_chats(tmp_path / "chats.jsonl")
     sections = {"train": {"steps": 6, "max_skipped_steps": 3}, "loss": NO_TEACHER}
-    path = write_recipe(tmp_path, "stops", model, chats, stage=1, dtype="bfloat16", **sections)
+    path = write_recipe(tmp_path, "stops", model, chats, stage=1, **sections)
     (first, second), output = on_ranks(end_of, path, infinite_losses)
     assert first == second
     assert first.text.startswith("RankError: step 4: the loss or its gradients are not finite\n")

@@ -5,7 +5,6 @@ in the first digits and rounding later; and in bf16, the way users train, stage 
 """
 
 import itertools
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from engine.config.reading import load_recipe
 from engine.session.optimizer import LossScale
 from launch import study
 from tests.lib.plain import assert_equals_plain_loop, inputs_of, load_result, plain_loaders, plain_weights
-from tests.lib.variants import DROPOUT, EVEN, NO_TEACHER, Variant, assert_same_run, changed, run_variants
+from tests.lib.variants import DROPOUT, EVEN, NO_TEACHER, Variant, assert_same_run, changed, each, runs_of
 
 TWICE = {"quant_stats_every": 2}  # two looks at the quantization in five steps
 # Doubles twice in five steps, and overflows in none.
@@ -92,7 +91,8 @@ SCHEMES = {
     "rotated-1": scheme(1, ROTATED),
     "signed-3": scheme(3, {"scheme": "w2a16_g32", "weight_range": "absmax", "signed_scales": True}),
 }
-MORE = {**stages(DENSE, (1, 2), BOTH), **stages(MOE, (0, 1, 2, 3), BOTH), **half(0), **SCHEMES}
+MORE = {**stages(DENSE, (2,), BOTH), **stages(MOE, (0, 1, 2, 3), BOTH), **half(0), **SCHEMES}
+MORE = {name: variant for name, variant in MORE.items() if name not in RUNS}
 
 
 FIXED = {"weight": False, "weight_scale": False}
@@ -147,54 +147,26 @@ LEARNABLE = {
 }
 
 
-def fp32(runs: dict[str, Variant]) -> list[str]:
-    return [name for name, variant in runs.items() if variant.dtype == "float32"]
+paths = runs_of(LEARNABLE | RUNS, MORE)
+FP32, MORE_FP32, BF16, MORE_BF16 = (
+    [name for name, run in runs.items() if run.dtype == dtype and "-1-bf" not in name]
+    for dtype in BOTH
+    for runs in (RUNS, MORE)
+)
 
 
-@pytest.fixture(scope="module")
-def paths(tmp_path_factory) -> dict[str, Path]:
-    """One job."""
-    return run_variants(tmp_path_factory.mktemp("train"), LEARNABLE | RUNS)
-
-
-@pytest.fixture(scope="module")
-def more(tmp_path_factory) -> dict[str, Path]:
-    """One job for the rest of the stages and for all kinds of schemes."""
-    return run_variants(tmp_path_factory.mktemp("more"), MORE)
-
-
-@pytest.mark.parametrize("name", fp32(RUNS))
+@each(FP32, MORE_FP32)
 def test_every_step_equals_a_plain_one(paths, name):
     assert_equals_plain_loop(paths[name])
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", fp32(MORE))
-def test_every_step_equals_a_plain_one_on_other_stages_and_in_other_schemes(more, name):
-    assert_equals_plain_loop(more[name])
-
-
-def test_bf16_stages_differ_less_from_each_other_than_bf16_from_fp32(paths):
-    assert_bf16_stages_are_close(paths, DENSE)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("model", [DENSE, MOE])
-def test_the_rest_of_the_bf16_stages_differ_less_from_each_other_than_bf16_from_fp32(more, model):
-    assert_bf16_stages_are_close(more, model)
-
-
-def assert_bf16_stages_are_close(paths: dict[str, Path], model: str) -> None:
+@each(BF16, MORE_BF16)
+def test_bf16_stages_differ_less_from_stage_1_than_bf16_from_fp32(paths, name):
     """Stages add bf16 gradients up in different orders, so they differ; what bf16 itself costs is the measure."""
-    exact, first = (load_result(paths[f"{model}-1-{dtype}"]) for dtype in BOTH)
-    others = [
-        name for name in paths if name.startswith(f"{model}-") and name.endswith("bfloat16") and "-1-" not in name
-    ]
-    assert others
-    for name in others:
-        found = load_result(paths[name])
-        assert distance(found, first, "losses") < distance(first, exact, "losses"), name
-        assert distance(found, first, "weights") < distance(first, exact, "weights"), name
+    exact, first = (load_result(paths[f"{name.partition('-')[0]}-1-{dtype}"]) for dtype in BOTH)
+    found = load_result(paths[name])
+    for what in ("losses", "weights"):
+        assert distance(found, first, what) < distance(first, exact, what), what
 
 
 def distance(a: dict[str, Any], b: dict[str, Any], what: str) -> float:
@@ -207,20 +179,12 @@ def distance(a: dict[str, Any], b: dict[str, Any], what: str) -> float:
     return float(torch.cat(differences).mean())
 
 
-def test_fp16_trains_as_fp32_does_and_leaves_out_what_overflows(paths):
-    assert_fp16_trains_as_fp32(paths, 3)
-
-
-@pytest.mark.full
-def test_fp16_on_stage_0(more):
-    assert_fp16_trains_as_fp32(more, 0)
-
-
-def assert_fp16_trains_as_fp32(paths: dict[str, Path], stage: int) -> None:
+@each([f"{DENSE}-3"], [f"{DENSE}-0"])
+def test_fp16_trains_as_fp32_does_and_leaves_out_what_overflows(paths, name):
     """The norms of all gradients, clipped later, and of the scales' are without it: within what 16 bits cost (2% and
     35%), where an error in the loss scale is a factor of 2, or of 1024."""
     exact, rounded = (load_result(paths[f"{DENSE}-1-{dtype}"]) for dtype in BOTH)
-    found = load_result(paths[f"{DENSE}-{stage}-float16"])
+    found = load_result(paths[f"{name}-float16"])
     assert found["skipped"][-1] == 0
     assert found["loss_scales"] == [2.0**10, 2.0**10, 2.0**11, 2.0**11, 2.0**12]
     assert found["norms"] == pytest.approx(exact["norms"], rel=0.1)
@@ -228,7 +192,7 @@ def assert_fp16_trains_as_fp32(paths: dict[str, Path], stage: int) -> None:
     assert found["scale_norms"][1] == pytest.approx(exact["scale_norms"][1], rel=0.8)
     assert distance(found, exact, "weights") < distance(rounded, exact, "weights")
 
-    path = paths[f"{DENSE}-{stage}-overflow"]
+    path = paths[f"{name}-overflow"]
     found, settings = load_result(path), load_recipe(path)
     assert len(found["losses"]) == settings.train.steps  # although one step without a lower scale would end the run
     counts = [0, *found["skipped"]]
@@ -249,7 +213,7 @@ def assert_fp16_trains_as_fp32(paths: dict[str, Path], stage: int) -> None:
     assert found["losses"][-1]["loss/lm"] < found["losses"][0]["loss/lm"]
 
 
-@pytest.mark.parametrize("name", RUNS)
+@each(RUNS)
 def test_nothing_is_skipped_and_scales_take_little_of_the_norm_that_clips(paths, name):
     """Under 1% of it, so that clipping the whole gradient does not throttle the weights for the scales' sake."""
     found = load_result(paths[name])
@@ -262,7 +226,7 @@ def test_nothing_is_skipped_and_scales_take_little_of_the_norm_that_clips(paths,
         assert all(scales < 0.01 * whole for scales, whole in measured), measured
 
 
-@pytest.mark.parametrize("name", fp32(RUNS))
+@each(FP32)
 def test_exactly_what_is_learnable_trains(paths, name):
     """Defaults: weights and weight scales. Norms, routers and initial scales keep their values, all else moves."""
     found = load_result(paths[name])
@@ -276,24 +240,24 @@ def test_exactly_what_is_learnable_trains(paths, name):
 
 
 @pytest.mark.full
-def test_what_is_quantized_and_what_moves(more):
+def test_what_is_quantized_and_what_moves(paths):
     """lm_head and embeddings have scales that train, one down_proj has none; scales that follow change in every step,
     and signed ones have both signs."""
-    mixed = load_result(more["mixed-3"])
+    mixed = load_result(paths["mixed-3"])
     assert {"lm_head", "model.embed_tokens"} <= mixed["scales"].keys()
     assert not any("layers.1.mlp.down_proj" in name for name in mixed["scales"])
     for name in ("lm_head", "model.embed_tokens"):
         assert mixed["weights"][f"{name}.weight_theta"].any(), name
-    clipping = load_result(more["clipping-3"])
+    clipping = load_result(paths["clipping-3"])
     name = "model.layers.1.mlp.up_proj"
     starts = [step[f"{name}.weight_s0"] for step in clipping["after"]]
     # The first step of the warm-up moves by half a learning rate, which shows in every absmax.
     assert all((a != b).float().mean() > 0.9 for a, b in itertools.pairwise(starts))
     assert clipping["weights"][f"{name}.weight_theta"].any()
-    shifted = [step[f"{name}.weight_zero"] for step in load_result(more["shifted-3"])["after"]]
+    shifted = [step[f"{name}.weight_zero"] for step in load_result(paths["shifted-3"])["after"]]
     assert shifted[0].unique().numel() > 2 and not torch.equal(shifted[0], shifted[-1]), "zero points follow as well"
-    assert not any(key.endswith("weight_theta") for key in load_result(more["absmax-2"])["weights"])
-    signs = torch.cat([scale.sign().flatten() for scale in load_result(more["signed-3"])["scales"].values()])
+    assert not any(key.endswith("weight_theta") for key in load_result(paths["absmax-2"])["weights"])
+    signs = torch.cat([scale.sign().flatten() for scale in load_result(paths["signed-3"])["scales"].values()])
     assert 0.3 < (signs < 0).float().mean() < 0.7
 
 

@@ -1,7 +1,7 @@
 """Resume at another number of ranks: masters, moments, step counts and scales are those saved, and the losses go on."""
 
+import itertools
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,8 @@ from engine.loop import Loop, LoopState
 from launch.export import export_checkpoint
 from model.ranks import gather_objects, is_main
 from model.zero import flat_masters, gathered, optimizer_pieces
-from tests.lib.forked import Job
 from tests.lib.garbage import collect
-from tests.lib.processes import run_python
+from tests.lib.launcher import on_ranks
 from tests.lib.recipes import write_chats, write_recipe
 from tests.lib.tiny import tiny_checkpoint
 from tests.lib.variants import NO_TEACHER
@@ -46,22 +45,6 @@ JOBS: dict[str, tuple[int, str | None, int]] = {
 RESUMED = [job for job, (_, source, _) in JOBS.items() if source]
 ROWS, MICRO = 12, 2
 EXPORTED = ("1_fp32", "3", "3_lora")
-
-
-def run_jobs(directory: Path) -> None:
-    """Jobs of 1, 2 and 3 ranks, each going on from what another number of ranks left, forked from this process.
-
-    Rank 0 of each writes ``<variant>_<job>.pt``: the whole fp32 masters, moments, step counts before step
-    ``AT`` and the next, and the losses. The last job exports on one rank what two and three ranks have trained.
-    """
-    Job(1, lambda: write_recipes(directory), directory / "setup.log").finish()
-    for job, (ranks, source, step) in JOBS.items():
-        for variant in VARIANTS if source else ():
-            name = f"checkpoints/step_{step:08d}"
-            shutil.copytree(directory / f"{variant}_{source}" / name, directory / f"{variant}_{job}" / name)
-        Job(ranks, of_all(directory, job), directory / f"{job}.log").finish()
-    for variant in EXPORTED:
-        Job(1, lambda variant=variant: export(directory, variant), directory / "export.log").finish()
 
 
 def write_recipes(directory: Path) -> None:
@@ -94,31 +77,27 @@ def write_recipes(directory: Path) -> None:
             )
 
 
-def of_all(directory: Path, job: str) -> Callable[[], None]:
-    """The part of a rank of the job."""
+def run(directory: Path, job: str) -> None:
+    """Run all variants of a job. Rank 0 writes ``<variant>_<job>.pt``: the whole fp32 masters, moments and step counts
+    before step ``AT`` and the next, and the losses."""
+    for variant in VARIANTS:
+        loop, result = Loop(load_recipe(directory / f"{variant}_{job}.yaml")), {"losses": {}}
 
-    def rank() -> None:
-        for variant in VARIANTS:
-            loop = Loop(load_recipe(directory / f"{variant}_{job}.yaml"))
-            result: dict[Any, Any] = {"losses": {}}
+        def look(state: LoopState, result: dict[Any, Any] = result) -> None:
+            result[state.step] = optimizer_state(state)
 
-            def look(state: LoopState, result: dict[Any, Any] = result) -> None:
-                result[state.step] = optimizer_state(state)
+        def keep(state: LoopState, result: dict[Any, Any] = result) -> None:
+            result["losses"][state.step] = state.last.losses["loss/total"]
 
-            def keep(state: LoopState, result: dict[Any, Any] = result) -> None:
-                result["losses"][state.step] = state.last.losses["loss/total"]
-
-            for step in (AT, AT + 1):
-                loop.at(step)(look)
-            loop.every(1)(keep)
-            state = loop.run()
-            if is_main():
-                torch.save(result, directory / f"{variant}_{job}.pt")
-            state.session.engine.destroy()
-            del state
-            collect()
-
-    return rank
+        for step in (AT, AT + 1):
+            loop.at(step)(look)
+        loop.every(1)(keep)
+        state = loop.run()
+        if is_main():
+            torch.save(result, directory / f"{variant}_{job}.pt")
+        state.session.engine.destroy()
+        del state
+        collect()
 
 
 def optimizer_state(state: LoopState) -> dict[str, Any]:
@@ -151,9 +130,9 @@ def optimizer_state(state: LoopState) -> dict[str, Any]:
     return found
 
 
-def export(directory: Path, variant: str) -> None:
-    """Export on one rank checkpoints that two and three ranks wrote."""
-    for job in ("two", "three"):
+def export(directory: Path) -> None:
+    """Export checkpoints that two and three ranks wrote."""
+    for variant, job in itertools.product(EXPORTED, ("two", "three")):
         path = directory / f"{variant}_{job}" / "checkpoints" / f"step_{AT + 1:08d}"
         recipe = load_recipe(path / "recipe.yaml")
         recipe.export.dir = str(directory / f"exported_{variant}_{job}")
@@ -163,10 +142,15 @@ def export(directory: Path, variant: str) -> None:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Path:
-    """All jobs of all variants."""
+    """Run the jobs, each of which goes on from what another number of ranks left; then one rank exports."""
     base = tmp_path_factory.mktemp("worlds")
-    result = run_python(f"from pathlib import Path; from {__name__} import run_jobs; run_jobs(Path({str(base)!r}))")
-    assert result.returncode == 0, result.stderr[-8000:]
+    write_recipes(base)
+    for job, (ranks, source, step) in JOBS.items():
+        for variant in VARIANTS if source else ():
+            name = f"checkpoints/step_{step:08d}"
+            shutil.copytree(base / f"{variant}_{source}" / name, base / f"{variant}_{job}" / name)
+        on_ranks(run, base, job, ranks=ranks)
+    on_ranks(export, base, ranks=1)
     return base
 
 

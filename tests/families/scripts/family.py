@@ -167,7 +167,7 @@ def recipe_of(directory: Path, name: str, source: Path, chats: Path, **sections:
         "export": {"enabled": True},
     }
     if is_main():
-        write_recipe(directory, name, source, chats, stage=3, dtype="bfloat16", **{**defaults, **sections})
+        write_recipe(directory, name, source, chats, **{**defaults, **sections})
     raise_everywhere(None)
     return directory / f"{name}.yaml"
 

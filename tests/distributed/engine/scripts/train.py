@@ -37,7 +37,6 @@ def run_all(jobs: Sequence[tuple[Action | None, Path]]) -> None:
         result = run(loop)
         if is_main():
             torch.save({**result, "seen": seen}, Path(loop.recipe.output_dir) / "result.pt")
-        collect()
 
 
 def ends_of(directory: Path, plants: Mapping[str, Callable[[Loop], None] | None]) -> dict[str, End]:
@@ -85,11 +84,17 @@ def whole_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def run(loop: Loop) -> dict[str, Any]:
-    """Run the loop and return what came of it, the same on every rank; its engine is destroyed then.
+    """Run the loop and return what came of it, the same on every rank; nothing of its engine is left.
 
     Losses and grad norms of every step, the whole Parameters by name after the last step (in fp32 and fp16 after every
     step too), the scales that the last forward used, and which Parameters the optimizer held.
     """
+    result = _run(loop)
+    collect()
+    return result
+
+
+def _run(loop: Loop) -> dict[str, Any]:
     losses, norms, scale_norms, skipped, loss_scales, after = [], [], [], [], [], []
 
     @loop.every(1)

@@ -1,10 +1,5 @@
-"""Actions of several test files, and loops launched on every rank with them (``run_all`` in train.py).
+"""Actions of several test files: what loops have beside their recipes (``run_all`` in train.py)."""
 
-scripts/variants.py ACTION:RECIPE...
-"""
-
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,11 +9,6 @@ from engine.loop import Loop, LoopState
 from model.ranks import rank
 from model.zero import gathered
 from quant.linear import linears_of
-from tests.distributed.engine.scripts.train import run_all
-
-
-def none(loop: Loop, seen: dict[str, Any]) -> None:
-    """Nothing beside what the recipe says."""
 
 
 class OnlyRankZero(Loader):
@@ -90,13 +80,3 @@ def changes_frozen(loop: Loop, seen: dict[str, Any]) -> None:
         norm = state.model.get_parameter("model.layers.1.input_layernorm.weight")
         with gathered([norm], modifier_rank=0), torch.no_grad():
             norm.mul_(1.5)
-
-
-def main() -> None:
-    """Recipes in the order given, one process group for all of them."""
-    jobs = [argument.partition(":") for argument in sys.argv[1:] if not argument.startswith("--local_rank")]
-    run_all([(globals()[action], Path(path)) for action, _, path in jobs])
-
-
-if __name__ == "__main__":
-    main()

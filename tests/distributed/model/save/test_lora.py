@@ -13,15 +13,15 @@ from transformers import AutoModelForCausalLM
 
 from model.peft import read_adapter
 from quant.lora import AdapterBeside
-from tests.lib.launcher import run_ranks
+from tests.distributed.engine.scripts import variants as actions
+from tests.distributed.engine.scripts.train import run_all
+from tests.lib.launcher import on_ranks
 from tests.lib.plain import assert_equals_plain_loop, load_result
 from tests.lib.recipes import write_chats, write_recipe
-from tests.lib.root import ROOT
 from tests.lib.tiny import tiny_checkpoint
 from tools.compressed import load_compressed
 from tools.evaluation.perplexity import load_for_evaluation
 
-SCRIPT = ROOT / "tests" / "distributed" / "engine" / "scripts" / "variants.py"
 NOTHING = {"weight": False, "weight_scale": False}
 BESIDE = {
     "adapter": {"kind": "lora", "rank": 4, "alpha": 6.0, "merge": False},
@@ -91,7 +91,7 @@ def train_all(directory: Path, runs: Runs, action: str, models: dict[str, Path] 
             whole["output_dir"] = str(directory / whole["output_dir"])
         source = models[kind] if kind in models else place(kind)
         written[name] = write_recipe(directory, name, source, chats, stage=stage, dtype=dtype, **whole)
-    run_ranks(SCRIPT, *(f"{action}:{path}" for path in written.values()))
+    on_ranks(run_all, [(getattr(actions, action), path) for path in written.values()])
     return written
 
 

@@ -21,14 +21,15 @@ from engine.session_export import check_export
 from launch.verify import main as verify
 from model.save.layout_checks import EXECUTORCH_MODELS, MLX_MODELS, check_support
 from quant import SCHEMES, prepare
+from tests.distributed.engine.scripts.train import run_all
 from tests.families.variants import VARIANTS
 from tests.lib.gguf_templates import gguf_template
-from tests.lib.launcher import run_ranks
+from tests.lib.launcher import on_ranks
 from tests.lib.patience import ends
 from tests.lib.recipes import write_chats, write_recipe
 from tests.lib.root import ROOT
 from tests.lib.tiny import tiny_checkpoint
-from tests.lib.variants import NO_TEACHER, SCRIPT
+from tests.lib.variants import NO_TEACHER
 from tools.verify.comparison import Engine, Report, compare_with_compressed
 from tools.verify.engines import GGUF, MLX, ExecuTorch
 
@@ -143,7 +144,7 @@ def exports(tmp_path_factory):
                     export={"enabled": True, "format": which, **export},
                     **form.options,
                 )
-        run_ranks(SCRIPT, *(f"none:{path}" for path in written.values()))
+        on_ranks(run_all, [(None, path) for path in written.values()])
         directories = {which: load_recipe(path).export_dir() for which, path in written.items()}
         return {kind: (directories[kind, layout], directories[kind, "compressed"]) for kind in form.kinds}
 
