@@ -8,16 +8,14 @@ states of B are compared between rows with samples A, A', B of random tokens:
     A B        A' B        B A        B A'        B
 
 - after A and after A': the influence of another sample on B. Shapes and kernels are the same, so dense models that
-  isolate samples return equal results. Experts of a MoE get other numbers of tokens, and round differently. The
-  difference between before A and before A' shows how much, as a causal model cannot see the following tokens.
-- after A and before A: the influence of the position in the row. Sums have another order there. The difference between
-  before A and alone shows how much.
+  isolate samples return equal results. Experts get other numbers of tokens and round differently, by as much as
+  between before A and before A', which a causal model cannot see;
+- after A and before A: the influence of the position in the row, and other rounding: as between before A and alone.
 
-Padding: do rows padded after their sample need an attention mask? In a causal model no token sees the padding after it,
-so no mask is needed. With one, transformers reads its content from the device, for which the host waits in every
-forward, and if there is any padding it passes attention a T x T mask, which flash kernels do not support. But a class
-may use the mask otherwise: attend in both directions, count positions by it, mix in other tokens. So hidden states of
-the samples are compared between forwards
+Padding: do rows padded after their sample need an attention mask? In a causal model no token sees the padding after it.
+With a mask, transformers reads its content from the device, for which the host waits in every forward, and if there is
+any padding it passes attention a T x T mask, which flash kernels do not support. But a class may attend in both
+directions, count positions by the mask, or mix in other tokens. So hidden states are compared between forwards
 
     with a mask, padded with one token or another       changes by rounding only, mainly of experts
     without a mask, padded with one token or another    influence of the padding, at equal shapes
@@ -26,10 +24,10 @@ the samples are compared between forwards
 In doubt the mask stays. On a CPU it always stays: the host never waits there, and gradients of attention would differ
 in their last bits.
 
-Without a mask transformers still checks on the device, once per forward, if positions restart within a row as in packed
-rows, except for attention implementations without registered masks. Registering sdpa under another name makes it such
-an implementation. This also loses masks that transformers would create anyway (a sliding window shorter than the row),
-so the new name is kept only if hidden states change no more than they do between repeated forwards.
+Without a mask transformers still checks on the device, once per forward, if positions restart within a row, except for
+attention implementations without registered masks. sdpa registered under another name is such an implementation. This
+also loses masks that transformers would create anyway (a sliding window shorter than the row), so the new name is kept
+only if hidden states change no more than they do between repeated forwards.
 """
 
 from collections.abc import Callable, Iterator, Sequence

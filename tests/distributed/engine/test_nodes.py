@@ -182,17 +182,17 @@ class Case(NamedTuple):
 
     Attributes:
         codes: exit codes, sorted.
-        said: parts of the one line on which each rank says why it ended; only rank 0 says so if it is not ``alone``.
-        change: runs on rank 1 before its script, or on both ranks.
-        both: see ``change``.
-        alone: rank 1 says it too.
+        said: parts of the line in which a rank says why it ended.
+        change: runs on rank 1 before its script.
+        both: ``change`` runs on both ranks.
+        everywhere: both ranks say it, not rank 0 alone.
     """
 
     codes: list[int]
     said: tuple[str, ...] = ()
     change: Callable[[], object] | None = None
     both: bool = False
-    alone: bool = True
+    everywhere: bool = True
 
 
 EARLY = {
@@ -247,7 +247,7 @@ def test_ranks_end_with_their_exit_codes_and_the_reason_in_one_line(base, found,
     case, result = CASES[name], found[name]
     said = result["said"]
     assert sorted(result["codes"]) == case.codes and "Traceback" not in "".join(said), said
-    for one in said if case.alone else said[:1]:
+    for one in said if case.everywhere else said[:1]:
         lines = [line for line in one.splitlines() if line.startswith("error")]
         assert all(part.format(host=os.uname().nodename) in one for part in case.said), one
         assert len(lines) == (case.codes[0] == 1), one
