@@ -91,7 +91,7 @@ def on_ranks(function: Callable[..., Any], *args: Any, ranks: int = 2) -> tuple[
         return [torch.load(call.with_suffix(f".{rank}"), weights_only=False) for rank in range(ranks)], output
 
 
-def run_waiting(script: Path | str, *args: object, ranks: int = 2) -> tuple[int, str]:
+def run_waiting(script: Path | str, *args: object, ranks: int = 2, timeout: float = PATIENCE) -> tuple[int, str]:
     """Run ``script`` on ranks, and wait for all of them; exit code and output.
 
     A rank that fails takes the others with it, as under the launcher.
@@ -105,7 +105,7 @@ def run_waiting(script: Path | str, *args: object, ranks: int = 2) -> tuple[int,
             start_python(program, script, *args, cwd=ROOT, out=log, err=log, environment={**environment, **of_rank})
             for of_rank in ({"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks))
         ]
-        code, end = 0, time.monotonic() + PATIENCE
+        code, end = 0, time.monotonic() + timeout
         while running:
             wait([rank.sentinel for rank in running], timeout=1.0)
             for rank in [rank for rank in running if rank.exitcode is not None]:
