@@ -150,9 +150,9 @@ def measure(source: Path, out: Path, results: Path, rounds: int) -> None:
     for _ in range(rounds + 1):
         done("read", lambda: read(source), everywhere=False)
         model = build_model(source, config, dtype=torch.bfloat16, device=device)
-        done("load", lambda model=model: load_weights(model, source, progress=False), everywhere=True)
+        done("load", lambda model=model: load_weights(model, source), everywhere=True)
         decoded = build_model(coded, config, dtype=torch.bfloat16, device=device)
-        done("decode", lambda model=decoded: load_weights(model, coded, progress=False), everywhere=True)
+        done("decode", lambda model=decoded: load_weights(model, coded), everywhere=True)
         del decoded
         done("write", lambda: write(tensors, out), everywhere=False)
         done(
@@ -182,7 +182,7 @@ def make_coded(source: Path, coded: Path, config: dict[str, Any], device: torch.
     from quant import SCHEMES, prepare
 
     model = build_model(source, config, dtype=torch.bfloat16, device=device)
-    load_weights(model, source, progress=False)
+    load_weights(model, source)
     quantization = prepare(model, SCHEMES["w4a16_g32"], learn_weight_scale=False, learn_input_scale=False)
     partition_new_parameters(model, config)
     renew_weight_scales(quantization)

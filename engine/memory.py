@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.config.errors import RecipeError
-from model.checkpoint.json_text import parse_json
+from model.checkpoint.safetensors import parse_json
 from model.ranks import world_size
 from model.zero import gradient_buffers, master_weights, partitions, secondary_partitions
 

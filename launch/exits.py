@@ -19,8 +19,7 @@ from engine.cluster.nodes import RanksDifferError, tell_other_ranks
 from engine.config.config import Recipe
 from engine.config.errors import RecipeError
 from engine.config.reading import parse_recipe
-from model.disk_errors import OF_DISKS, words_of
-from model.ranks import RankError, barrier, is_lost_peer, is_main, rank, shut_down, world_size
+from model.ranks import OF_DISKS, RankError, barrier, is_lost_peer, is_main, rank, shut_down, words_of, world_size
 
 INTERRUPTED = 130  # exit code of a shell for SIGINT
 

@@ -2,21 +2,15 @@
 been read.
 
 On every stage, the model's ``__init__`` runs with parameters on the meta device and real buffers: torch's hook for
-parameter registration replaces each Parameter by a meta one. Then MoE layers are arranged, which copies nothing,
-embeddings are tied, and :func:`model.zero.materialize` creates the parameters one by one, under ``zero.Init`` for stage
-3. Compared with running ``__init__`` inside ``zero.Init``:
-
-- no modeling code runs or is imported while torch's tensor constructors are patched. Under these patches, a float
-  ``torch.arange`` and the ``torch.tensor`` of a longrope configuration become bf16, and with them ``inv_freq``; and
-  torch._dynamo cannot be imported;
-- no rank ever allocates a whole layer: the peak is the partitions and one parameter;
-- an error in the configuration or in the modeling code is raised before the first collective.
-
-Compared with building everything on the meta device, no code is needed that computes each kind of buffer again.
+parameter registration replaces each Parameter by a meta one. Then MoE layers are arranged, embeddings are tied, and
+:func:`model.zero.materialize` creates the parameters one by one, under ``zero.Init`` for stage 3. Running ``__init__``
+inside ``zero.Init`` instead would patch torch's tensor constructors for all modeling code: float ``torch.arange`` and
+the ``torch.tensor`` of a longrope configuration become bf16, and with them ``inv_freq``, and torch._dynamo cannot be
+imported. Here no rank ever allocates a whole layer, and an error in the configuration or modeling code is raised before
+the first collective.
 """
 
 import json
-import re
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -60,9 +54,8 @@ def build_model(
     rotated: bool = False,
     untie: bool = False,
 ) -> PreTrainedModel:
-    """Build the causal language model of ``path/config.json``, with uninitialized parameters.
-
-    A collective under ZeRO-3.
+    """Build the causal language model of ``path/config.json``, with uninitialized parameters. A collective under
+    ZeRO-3.
 
     Args:
         path: directory of a Hugging Face checkpoint, maybe quantized; only ``config.json`` (and its code) is read.
@@ -78,8 +71,8 @@ def build_model(
             and has the attribute :data:`UNTIED`.
 
     Raises:
-        RankError: on every rank: there is no config.json, the quantized checkpoint or the MoE layout is not supported,
-            the model needs code that is not allowed, or ``dtype`` contradicts ``ds_config``.
+        RankError: on every rank: there is no config.json, the checkpoint or its MoE layout is not supported, the model
+            needs code that is not allowed, or ``dtype`` contradicts ``ds_config``.
     """
     path = Path(path)
     with errors_on_all_ranks(Exception):
@@ -100,8 +93,7 @@ def build_model(
                         setattr(part, UNTIED, True)
                     model = _empty(config, trust_remote_code, options)
             arrange_conv1d(model)
-            if may_hold_experts(model):
-                arrange_experts(model, experts)
+            arrange_experts(model, experts)
             for name in [name for name, _ in model.named_modules() if name.endswith(f".{INDEXER}")]:
                 zero.mark_leaf(model.get_submodule(name))
         model.tie_weights()  # no_init_weights disables the method that ties them
@@ -112,17 +104,6 @@ def build_model(
     raise_everywhere(_untied(model))
     check_rotary_buffers(model)
     return model
-
-
-def may_hold_experts(model: PreTrainedModel) -> bool:
-    """Return True if an empty model may have experts: its configuration mentions them, or it has stacks of matrices, or
-    lists of modules or matrices inside a layer. In all other models ``arrange_experts`` finds nothing."""
-    lists = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-    return (
-        "expert" in repr(model.config.to_dict())
-        or any(parameter.dim() > 2 for parameter in model.parameters())
-        or any(isinstance(one, lists) and re.search(r"\d\.|experts$", name) for name, one in model.named_modules())
-    )
 
 
 def _empty(config: PretrainedConfig, trust_remote_code: bool, options: dict[str, Any]) -> PreTrainedModel:
@@ -151,11 +132,8 @@ def _named(file: Path, attention: str = AUTO) -> Iterator[None]:
 
 
 def attention_for(config: PretrainedConfig, name: str) -> str:
-    """Return the attention implementation that ``name`` means for a model: "auto" is sdpa, or eager if the class has no
-    sdpa.
-
-    A class of remote code is assumed to have sdpa.
-    """
+    """Return the attention implementation that ``name`` means for a model: "auto" is sdpa, or eager if the class has
+    none. A class of remote code is assumed to have sdpa."""
     if name != AUTO:
         return name
     usual: Any = MODEL_FOR_CAUSAL_LM_MAPPING
@@ -202,7 +180,9 @@ def read_config(path: Path, trust_remote_code: bool, *, rotated: bool = False) -
     raw = read_json_object(file)
     if is_quantized(path):
         check_readable(path, rotated=rotated)
-    if not trust_remote_code and _needs_remote_code(raw):
+    # transformers has no class for this configuration, but the checkpoint names one.
+    needs_code = bool(raw.get("auto_map")) and raw.get("model_type") not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if needs_code and not trust_remote_code:
         raise ValueError(
             f"{file} needs Python code from the checkpoint (auto_map: {json.dumps(raw['auto_map'])}): read that code, "
             "and if you trust it set model.trust_remote_code to true"
@@ -220,11 +200,6 @@ def read_config(path: Path, trust_remote_code: bool, *, rotated: bool = False) -
         if hasattr(part, "quantization_config"):
             del part.quantization_config
     return config
-
-
-def _needs_remote_code(raw: dict[str, Any]) -> bool:
-    """Return True if transformers has no class for this configuration, but the checkpoint names one."""
-    return bool(raw.get("auto_map")) and raw.get("model_type") not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
 @contextmanager

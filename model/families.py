@@ -2,14 +2,13 @@
 
 A composite checkpoint (Qwen3.5, Gemma 3, LLaVA, ...) has a text model and towers: vision or audio encoders, projectors.
 The class named in its config.json is built, so that names and the forward of text are the same as in transformers. Its
-towers are removed before any parameter has memory: a forward of text does not use them, they are neither trained nor
-quantized, and an export copies their tensors from the source's files, bit for bit.
+towers are removed before any parameter has memory: they are neither trained nor quantized, and an export copies their
+tensors from the source's files, bit for bit.
 
-GPT-2's Linears are ``Conv1D`` in transformers, with weights ``[in, out]``. Each is replaced by an ``nn.Linear``, so
-that all other code treats it as a Linear. The weight is transposed on disk, which reading and writing take into account
-(:mod:`model.checkpoint.names`). No reader loads such a layer in quantized form: vLLM transposes every tensor called
-``weight`` of these models on loading, and compressed-tensors looks for Linears. So export these models with
-``export.format: dequantized``.
+GPT-2's Linears are ``Conv1D`` in transformers, with weights ``[in, out]``. Each is replaced by an ``nn.Linear``;
+reading and writing transpose the weight (:mod:`model.checkpoint.names`). No reader loads such a layer in quantized form
+(vLLM transposes every ``weight`` of these models on loading, compressed-tensors looks for Linears), so export these
+models with ``export.format: dequantized``.
 """
 
 from typing import Any
@@ -23,12 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 
 class Tower(nn.Module):
-    """Placeholder for a removed part that a forward of text does not need.
-
-    Args:
-        name: name of the part in the model.
-        kind: name of its class.
-    """
+    """Placeholder for a removed part, called ``name`` and of class ``kind``, that a forward of text does not need."""
 
     def __init__(self, name: str, kind: str) -> None:
         super().__init__()
@@ -49,8 +43,7 @@ _NOT_BUILT = "which is no part of its text model and was not built: this model c
 
 
 def is_composite(config: PretrainedConfig) -> bool:
-    """Return True if a configuration contains the configuration of a text model, as well as configurations of
-    towers."""
+    """Return True if a configuration contains the configurations of a text model and of towers."""
     return config.get_text_config() is not config
 
 
@@ -63,9 +56,8 @@ def class_names(config: PretrainedConfig) -> list[str]:
 
 
 def model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
-    """Return transformers' class of a checkpoint: the class named by ``architectures`` of its config.json, or the
-    default class of its model type if there is no such class for the configuration. None for a model type of remote
-    code."""
+    """Return transformers' class of a checkpoint: the class named by ``architectures`` of its config.json, else the
+    default class of its model type; None for a model type of remote code."""
     for name in class_names(config):
         named = getattr(transformers, name, None)
         if isinstance(named, type) and issubclass(named, PreTrainedModel) and type(config) is named.config_class:
@@ -78,10 +70,7 @@ def model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
 
 def text_of_composite(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
     """Build the composite model of ``config`` without its towers, in the current context for new parameters.
-
-    Args:
-        config: configuration of the checkpoint.
-        options: options of ``from_config``: ``dtype``, ``attn_implementation``.
+    ``options`` are those of ``from_config``.
 
     Raises:
         ValueError: transformers has no class for the configuration.
@@ -98,11 +87,8 @@ def text_of_composite(config: PretrainedConfig, **options: Any) -> PreTrainedMod
 
 
 def take_out_towers(model: PreTrainedModel) -> None:
-    """Replace all parts of a composite model outside of its text model by :class:`Tower`, in place.
-
-    The text model is the result of ``get_decoder``, with the embeddings and lm_head. Single parameters outside of it
-    (``image_newline``) become None.
-    """
+    """Replace all parts of a composite model outside of its text model (``get_decoder``, embeddings and lm_head) by
+    :class:`Tower`, in place. Single parameters outside of it (``image_newline``) become None."""
     parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
     kept = {name for name, module in model.named_modules() if any(module is part for part in parts)}
     above = {
@@ -150,16 +136,11 @@ def arrange_conv1d(model: nn.Module) -> None:
     meta device."""
     found = {name: module for name, module in model.named_modules() if isinstance(module, Conv1D)}
     for name, conv in found.items():
-        model.set_submodule(name, _linear(conv))
+        rows, columns = conv.weight.shape
+        linear = nn.Linear(rows, columns, bias=False, dtype=conv.weight.dtype, device="meta")
+        linear.bias = conv.get_parameter("bias")
+        model.set_submodule(name, linear.train(conv.training))
     _TRANSPOSED[model] = frozenset(f"{name}.weight" for name in found)
-
-
-def _linear(conv: nn.Module) -> nn.Linear:
-    weight = conv.get_parameter("weight")
-    rows, columns = weight.shape
-    linear = nn.Linear(rows, columns, bias=False, dtype=weight.dtype, device="meta")
-    linear.bias = conv.get_parameter("bias")
-    return linear.train(conv.training)
 
 
 def transposed_weights(model: nn.Module) -> frozenset[str]:

@@ -1,19 +1,16 @@
 """Replace lm_head so that forward returns the losses or hidden states.
 
 transformers' forward ends in lm_head and returns its output as ``logits``. A :class:`HeadProxy` in place of lm_head
-returns another tensor. So the model's own forward still runs (with the auxiliary loss of a MoE, and everything around
-its layers), but no [tokens, vocabulary] tensor needs to exist:
+returns another tensor, so the model's own forward still runs (with a MoE's auxiliary loss, and everything around its
+layers), but no [tokens, vocabulary] tensor needs to exist. An :class:`LMHead` keeps the Parameters and computes the
+losses during a forward: under ZeRO-3 the engine's hooks gather its weight and reduce the gradient. With
+:class:`HiddenStates`, which has no Parameters, a forward-only model returns its hidden states; the caller gathers
+lm_head and calls it separately.
 
-* an :class:`LMHead` keeps the Parameters and can compute a task with them during a forward. The losses of training are
-  computed this way: under ZeRO-3 the engine's hooks gather the weight for it and reduce its gradient.
-* a :class:`HiddenStates` has no Parameters. With it a forward-only model returns its hidden states; the caller gathers
-  lm_head and calls it separately.
-
-Some models process lm_head's output further: they multiply the logits, or softcap them. A :class:`LogitFunction` is
-derived from their configuration, and :func:`settle_function` tests in a forward of two tokens if the model computes
-exactly this function. If so, losses apply the function to the logits that they compute, and the model's own processing
-of the head's output is ignored. For all other models, :meth:`HeadProxy.check` verifies in the first forward that they
-do not change the head's output.
+Some models multiply or softcap the logits. A :class:`LogitFunction` is derived from their configuration, and
+:func:`settle_function` tests in a forward of two tokens if the model computes exactly this function. If so, losses
+apply the function to the logits that they compute, and the model's own processing is ignored. For all other models,
+:meth:`HeadProxy.check` verifies in the first forward that they do not change the head's output.
 """
 
 import math
@@ -65,10 +62,7 @@ class LogitFunction(NamedTuple):
 
     def chain_(self, gradient: Tensor, logits: Tensor) -> None:
         """Convert the gradient of a loss with respect to ``logits`` into the gradient with respect to lm_head's output,
-        in place.
-
-        The derivative is ``factor``; with a cap it is multiplied by ``1 - tanh^2 = 1 - (logits / cap)^2``.
-        """
+        in place: times ``factor``, and with a cap times ``1 - tanh^2 = 1 - (logits / cap)^2``."""
         if self == UNCHANGED:
             return
         gradient.mul_(self.factor)
@@ -80,8 +74,7 @@ UNCHANGED = LogitFunction()
 
 
 def proposed_function(config: PretrainedConfig) -> LogitFunction:
-    """Return the function of logits that a configuration suggests; only a forward shows which function the model
-    computes."""
+    """Return the function of logits that a configuration suggests; only a forward shows what the model computes."""
     text = config.get_text_config()
 
     def value(name: str) -> float:
@@ -99,11 +92,8 @@ def hidden_states(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
 
 
 class HeadProxy(nn.Module):
-    """Module in lm_head's place that returns a tensor other than logits.
-
-    Attributes:
-        function: the model's function of lm_head's output, see :func:`settle_function`.
-    """
+    """Module in lm_head's place that returns a tensor other than logits. ``function`` is the model's function of
+    lm_head's output, see :func:`settle_function`."""
 
     function = UNCHANGED
     _checked = False
@@ -138,11 +128,8 @@ class HeadProxy(nn.Module):
             hook.remove()
 
     def collect(self, logits: Tensor, model: str) -> Tensor:
-        """Return the tensor emitted in the forward that returned ``logits``; a collective in the first call only.
-
-        Raises:
-            RankError: see :meth:`check`.
-        """
+        """Return the tensor emitted in the forward that returned ``logits``; a collective in the first call only, which
+        raises RankError as :meth:`check` does."""
         if self.function == UNCHANGED:
             self.check(logits, model)
             # The model's output, not the emitted tensor: under stage 3 the engine's hooks are attached to it.
@@ -152,13 +139,8 @@ class HeadProxy(nn.Module):
         return caught
 
     def check(self, logits: Tensor, model: str) -> None:
-        """Check that a model returned the emitted tensor as its logits; a collective in the first call only.
-
-        Tensors with values that are not finite pass, as they cannot be compared.
-
-        Args:
-            logits: from the model's output.
-            model: name of its class, for the error.
+        """Check that a model of class ``model`` returned the emitted tensor as its logits; a collective in the first
+        call only. Tensors with values that are not finite pass, as they cannot be compared.
 
         Raises:
             RankError: on every rank: the model processes its logits (softcap, factor) but its configuration does not
@@ -191,9 +173,7 @@ class HiddenStates(HeadProxy):
 
 
 class LMHead(HeadProxy):
-    """Output layer of the model, which computes a task inside :meth:`computing`.
-
-    The weight of a quantized output layer is fake-quantized once for the whole task.
+    """Output layer of the model, which computes a task inside :meth:`computing`, with its weight fake-quantized once.
 
     Attributes:
         in_features, out_features: sizes of the layer.
@@ -264,11 +244,10 @@ class QuantHead(LMHead, QuantLinear):  # type: ignore[misc]  # it is no stack: i
         return QuantLinear.used_weight(self)
 
 
+@torch.no_grad()
 def settle_function(head_proxy: HeadProxy, forward: Callable[[Tensor], Tensor], config: PretrainedConfig) -> None:
     """Find the function that a model applies to lm_head's output, and set ``head_proxy.function``. A collective if the
-    configuration suggests a function.
-
-    Models whose configuration suggests no function run no forward here.
+    configuration suggests a function; otherwise no forward runs.
 
     Args:
         head_proxy: replacement of lm_head.
@@ -279,16 +258,8 @@ def settle_function(head_proxy: HeadProxy, forward: Callable[[Tensor], Tensor], 
         RankError: on every rank: the model computes neither its configuration's function nor the identity.
     """
     proposed = proposed_function(config)
-    if proposed != UNCHANGED:
-        head_proxy.function = _checked_function(proposed, head_proxy, forward, config)
-
-
-@torch.no_grad()
-def _checked_function(
-    proposed: LogitFunction, head_proxy: HeadProxy, forward: Callable[[Tensor], Tensor], config: PretrainedConfig
-) -> LogitFunction:
-    """Return ``proposed`` or the identity, according to a forward; arguments and errors as in
-    :func:`settle_function`."""
+    if proposed == UNCHANGED:
+        return
     head_proxy._probing = True
     try:
         found = forward(torch.ones(1, 2, dtype=torch.int64)).float()
@@ -305,7 +276,7 @@ def _checked_function(
         else f"{type(config).__name__} ({config.model_type}) changes its logits after lm_head in another way than its "
         f"configuration says ({proposed}): its losses cannot be computed from the hidden states"
     )
-    return UNCHANGED if unchanged else proposed
+    head_proxy.function = UNCHANGED if unchanged else proposed
 
 
 def output_head(model: PreTrainedModel) -> tuple[str, nn.Linear | QuantLinear]:
@@ -330,14 +301,9 @@ def embedding_rows(model: PreTrainedModel) -> int:
 
 
 def install_head(model: PreTrainedModel) -> LMHead:
-    """Replace the model's output embedding by an :class:`LMHead`, in place, with the same Parameters.
-
-    Call it after ``quant.prepare`` (which quantizes plain Linears) and before ``deepspeed.initialize`` (which hooks
-    modules).
-
-    Raises:
-        ValueError: see :func:`output_head`.
-    """
+    """Replace the model's output embedding by an :class:`LMHead`, in place, with the same Parameters; raises as
+    :func:`output_head`. Call it after ``quant.prepare`` (which quantizes plain Linears) and before
+    ``deepspeed.initialize`` (which hooks modules)."""
     name, linear = output_head(model)
     if isinstance(linear, LMHead):
         return linear
@@ -347,13 +313,9 @@ def install_head(model: PreTrainedModel) -> LMHead:
 
 
 def take_out_head(model: PreTrainedModel) -> tuple[nn.Module, HiddenStates]:
-    """Remove the output embedding, of any class, from a forward-only model. Call it before ``deepspeed.initialize``.
-
-    From then on the caller computes logits from the hidden states, for as many tokens at a time as needed. Under ZeRO-3
-    it must gather the embedding's Parameters for that (``model.zero.gathered``).
-
-    Returns:
-        The output embedding, and its replacement.
+    """Remove the output embedding, of any class, from a forward-only model, before ``deepspeed.initialize``, and return
+    it with its replacement. From then on the caller computes logits from the hidden states, for as many tokens at a
+    time as needed; under ZeRO-3 it must gather the embedding's Parameters (``model.zero.gathered``).
 
     Raises:
         ValueError: the model has no output embedding.

@@ -2,11 +2,9 @@
 weights.
 
 peft writes, and vLLM and SGLang serve, a folder with adapter_config.json and one safetensors file with
-``base_model.model.<module>.lora_A.weight [rank, in]`` and ``lora_B.weight [out, rank]`` of each Linear.
-
-The format is the same as in peft 0.21.2 (``tuners/lora``): to a Linear's output, ``lora_B @ (lora_A @ x)`` is added,
-times ``lora_alpha / r``, or ``lora_alpha / sqrt(r)`` with ``use_rslora``; ``rank_pattern`` and ``alpha_pattern``
-override r and alpha for modules.
+``base_model.model.<module>.lora_A.weight [rank, in]`` and ``lora_B.weight [out, rank]`` of each Linear. As in peft
+0.21.2 (``tuners/lora``), ``lora_B @ (lora_A @ x)`` is added to a Linear's output, times ``lora_alpha / r``, or
+``lora_alpha / sqrt(r)`` with ``use_rslora``; ``rank_pattern`` and ``alpha_pattern`` override r and alpha for modules.
 """
 
 import re
@@ -69,8 +67,8 @@ class PeftSource:
         for key, tensor in found.items():
             if not tensor.is_floating_point() or not bool(torch.isfinite(tensor.float()).all()):
                 raise ValueError(
-                    f"adapter.start: {self.directory / WEIGHTS}: {key} is {tensor.dtype} {list(tensor.shape)}, and not "
-                    "all of it finite floats"
+                    f"adapter.start: {self.directory / WEIGHTS}: {key} is {tensor.dtype} {list(tensor.shape)}, "
+                    "expected finite floats only"
                 )
         a, b = found.values()
         return a, b
@@ -82,32 +80,38 @@ def read_adapter(directory: Path, model: PreTrainedModel, linears: Iterable[str]
     Raises:
         ValueError: the folder has no adapter, or an unsupported kind of adapter; the text names the file and the key.
     """
-    config = _read_config(directory / CONFIG)
+    if not (config_file := directory / CONFIG).is_file():
+        raise ValueError(f"{config_file} does not exist, expected the folder of an adapter")
+    config = read_json_object(config_file)
+    if problem := next(_problems(config), None):
+        raise ValueError(f"{config_file}: {problem}")
     names = {module_name_on_disk(model, name): name for name in linears}
     names |= {name: name for name in names.values()}
     file = directory / WEIGHTS
     if not file.is_file():
-        raise ValueError(f"{file} is not there{_pickled(directory)}")
+        pickles = ", ".join(sorted(one.name for one in directory.glob("*.bin")))
+        only = f", only {pickles}: pickled weights can run code and are not read" if pickles else ""
+        raise ValueError(f"{file} does not exist{only}")
     try:
         with safe_open(file, "pt") as opened:
             shapes = {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}  # noqa: SIM118
             base = (opened.metadata() or {}).get("base")
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{file} is no safetensors file that can be read: {error}") from error
+        raise ValueError(f"{file} is not a readable safetensors file: {error}") from error
     keys: dict[str, dict[str, str]] = {}
     for key in sorted(shapes):
         found = re.fullmatch(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight", key)
         if found is None or len(shapes[key]) != 2:
-            raise ValueError(f"{file}: {key} {list(shapes[key])}, expected lora_A and lora_B of Linears alone")
+            raise ValueError(f"{file}: {key} {list(shapes[key])}, expected only lora_A and lora_B of Linears")
         name = names.get(found[1])
         if name is None:
-            raise ValueError(f"{file}: {key}: {found[1]} is no linear layer of the model that may have one")
+            raise ValueError(f"{file}: {key}: {found[1]} is no linear layer of the model that can have an adapter")
         other = keys.setdefault(name, {}).setdefault(found[2], key)
         if other != key:
-            raise ValueError(f"{file}: {key} and {other} are of one layer, expected one of them")
+            raise ValueError(f"{file}: {key} and {other} belong to the same layer, expected one of them")
     for name, pair in keys.items():
         if pair.keys() != {"A", "B"} or shapes[pair["A"]][0] != shapes[pair["B"]][1]:
-            raise ValueError(f"{file}: {name}: expected lora_A [rank, in] and lora_B [out, rank] of one rank")
+            raise ValueError(f"{file}: {name}: expected lora_A [rank, in] and lora_B [out, rank] of the same rank")
     return PeftSource(
         directory,
         {name: (shapes[pair["A"]], shapes[pair["B"]]) for name, pair in keys.items()},
@@ -115,21 +119,6 @@ def read_adapter(directory: Path, model: PreTrainedModel, linears: Iterable[str]
         {name: (pair["A"], pair["B"]) for name, pair in keys.items()},
         base,
     )
-
-
-def _pickled(directory: Path) -> str:
-    """Write a note for an error about weights in pickled files."""
-    pickles = sorted(file.name for file in directory.glob("*.bin"))
-    return f", only {', '.join(pickles)}: pickled weights can run code and are not read" if pickles else ""
-
-
-def _read_config(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        raise ValueError(f"{file} is not there, expected the folder of an adapter")
-    config = read_json_object(file)
-    if problem := next(_problems(config), None):
-        raise ValueError(f"{file}: {problem}")
-    return config
 
 
 def _problems(config: dict[str, Any]) -> Iterator[str]:
@@ -192,12 +181,9 @@ LOST = 0.1  # relative to an adapter's norm: more than rounding loses, less than
 
 
 def local_weight(layer: QuantLayer) -> tuple[int, Tensor]:
-    """Return the start of this rank's range of a layer's weight, and the elements of the range as the forward quantizes
-    them, flat.
-
-    With a merged adapter, this is a collective and returns a copy; otherwise it returns the memory of the weight
-    itself.
-    """
+    """Return the start of this rank's range of a layer's weight, and the range's elements as the forward quantizes
+    them, flat. With a merged adapter this is a collective and returns a copy; otherwise the memory of the weight
+    itself."""
     assert layer.held is None, "a rule of the recipe"
     start, stop = local_range(layer.weight)
     merges = layer.adapter is not None and layer.adapter.merges
@@ -206,7 +192,7 @@ def local_weight(layer: QuantLayer) -> tuple[int, Tensor]:
 
 @torch.no_grad()
 def _merged(layer: QuantLayer, start: int, stop: int) -> Tensor:
-    """Merge the adapter into elements ``[start, stop)`` of the weight, with the same bits as merging into the whole
+    """Merge the adapter into elements ``[start, stop)`` of the weight, with the bits of merging into the whole
     weight."""
     adapter, own = layer.adapter, local_data(layer.weight)
     assert adapter is not None
@@ -233,9 +219,8 @@ def _merged(layer: QuantLayer, start: int, stop: int) -> Tensor:
 def start_from_error(quantization: Quantization) -> None:
     """Initialize every unmerged adapter from the error of quantization: ``scaling * lora_b @ lora_a`` becomes the best
     approximation of its rank to ``W - Q(W)`` (the first step of LoftQ, Li et al. 2023, arXiv:2310.08659; LoRC, Yao et
-    al. 2023, arXiv:2303.08302).
-
-    Scales must be filled. A collective: layers are gathered one at a time, and rank 0 computes.
+    al. 2023, arXiv:2303.08302). Scales must be filled. A collective: layers are gathered one at a time, and rank 0
+    computes.
 
     Raises:
         RankError: the adapter's dtype cannot represent the factors, because ``adapter.alpha`` is too small or large.

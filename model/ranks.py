@@ -1,4 +1,4 @@
-"""Ranks, and errors that every rank sees.
+"""Ranks, errors that every rank sees, and the text of errors of the file system.
 
 If only one rank raises an error, the others wait in the next collective until the time-out. So errors that may occur on
 one rank only (a file, a tensor, a sample) are collected and raised by all ranks together, with the same text.
@@ -6,8 +6,10 @@ one rank only (a file, a tensor, a sample) are collected and raised by all ranks
 Every function also works without a process group: one process is then rank 0 of 1.
 """
 
+import errno
 import os
 import re
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -19,9 +21,14 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from model.disk_errors import words_of
-
-# In the words of gloo and NCCL.
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+# Errors of the machine's disks, not of the program: full, read-only, not this user's, broken, or no longer mounted.
+OF_DISKS = (
+    *_FULL,
+    *(errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG),
+    *(errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EHOSTDOWN, errno.ENODEV, errno.ENOENT),
+)
+# As gloo and NCCL report it.
 _LOST = re.compile(r"Connection (closed|reset) by peer|Broken pipe|remote process exited")
 
 
@@ -75,11 +82,9 @@ def listed(names: Sequence[str], limit: int = 20) -> str:
 
 
 def reduce_over_ranks(tensor: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-    """Reduce ``tensor`` over all ranks; the result is on every rank and on the tensor's device; a collective.
-
-    The result may be the tensor itself. NCCL only reduces CUDA tensors, so a CPU tensor (for example of offloaded
-    parameters) is copied to this rank's GPU and back.
-    """
+    """Reduce ``tensor`` over all ranks, on every rank and on the tensor's device; a collective. The result may be the
+    tensor itself. NCCL only reduces CUDA tensors, so a CPU tensor (of offloaded parameters) is copied to this rank's
+    GPU and back."""
     if world_size() == 1:
         return tensor
     if dist.get_backend() == dist.Backend.NCCL and tensor.device.type == "cpu":
@@ -91,12 +96,9 @@ def reduce_over_ranks(tensor: Tensor, operation: dist.ReduceOp.RedOpType = dist.
 
 
 def shut_down() -> None:
-    """Close the process group when all ranks are done; otherwise NCCL warns and gloo may abort at exit.
-
-    A rank that exits closes its connections, and gloo reports a lost connection to a peer that has not yet returned
-    from the last collective. So all ranks first wait for each other once more. It does not matter if a peer has already
-    left this last barrier.
-    """
+    """Close the process group when all ranks are done; otherwise NCCL warns and gloo may abort at exit. All ranks first
+    wait for each other once more, as gloo reports a lost connection to a peer that has not yet returned from the last
+    collective; it does not matter if a peer has already left this last barrier."""
     if dist.is_initialized():
         with suppress(RuntimeError):
             dist.barrier()
@@ -107,35 +109,27 @@ def shut_down() -> None:
 def _wait_for_gloo() -> None:
     """Wait until gloo's threads are idle.
 
-    A thread that has finished a collective first wakes the waiting thread, and then drops the tensors, for which it
-    needs Python's GIL (seen in torch 2.13: ~AsyncAllreduceWork, TensorImpl::decref_pyobject). If the interpreter is
-    exiting by then, Python ends the thread inside a C++ destructor, and the process aborts: "terminate called without
-    an active exception", exit code -6, though everything is written. The threads outlive destroy_process_group, since
-    DeepSpeed's modules, engines and parameters refer to the group; idle threads sleep. While this thread sleeps the GIL
-    is free, so a busy thread runs, or waits for a core, which the kernel reports.
+    A thread that has finished a collective wakes the waiting thread, and then drops the tensors, for which it needs
+    Python's GIL (seen in torch 2.13: ~AsyncAllreduceWork, TensorImpl::decref_pyobject). If the interpreter is exiting
+    by then, the thread ends inside a C++ destructor, and the process aborts ("terminate called without an active
+    exception", exit code -6) though everything is written. The threads outlive destroy_process_group, since DeepSpeed's
+    modules, engines and parameters refer to the group. While this thread sleeps the GIL is free, so a busy thread runs,
+    or waits for a core, which the kernel reports.
     """
     idle = 0
     while idle < 3:
         time.sleep(0.002)
-        idle = 0 if any(map(_runs, _gloo_threads())) else idle + 1
+        idle = 0 if _gloo_is_busy() else idle + 1
 
 
-def _gloo_threads() -> list[Path]:
-    """Directories in /proc of the threads that run gloo's collectives."""
-    found = []
+def _gloo_is_busy() -> bool:
+    """Return True if a thread of gloo's collectives runs, or waits for a core or a page, instead of sleeping."""
     for thread in Path("/proc/self/task").glob("*"):
-        with suppress(OSError):  # it has ended
-            if (thread / "comm").read_text().strip() == "pt_gloo_runloop":
-                found.append(thread)
-    return found
-
-
-def _runs(thread: Path) -> bool:
-    """Return True if a thread runs, or waits for a core or a page, instead of sleeping."""
-    try:
-        return (thread / "stat").read_text().rpartition(")")[2].split()[0] != "S"
-    except OSError:
-        return False
+        with suppress(OSError):  # the thread has ended
+            state = (thread / "stat").read_text().rpartition(")")[2].split()[0]
+            if state != "S" and (thread / "comm").read_text().strip() == "pt_gloo_runloop":
+                return True
+    return False
 
 
 def is_lost_peer(error: Exception) -> bool:
@@ -153,10 +147,8 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 def raise_everywhere(error: str | None) -> None:
-    """Raise :class:`RankError` on every rank if any rank passes a text. A collective: every rank must call it.
-
-    Ranks with the same text are named together, so that an error in a shared file is printed once.
-    """
+    """Raise :class:`RankError` on every rank if any rank passes a text; ranks with the same text are named together. A
+    collective: every rank must call it."""
     found: dict[str, list[int]] = {}
     for index, text in enumerate(gather_objects(error)):
         if text is not None:
@@ -170,7 +162,7 @@ def raise_everywhere(error: str | None) -> None:
 
 def raise_problems(head: str, problems: Sequence[str], most: int = 5) -> None:
     """Raise :class:`RankError` with the first ``most`` problems, unless there are none; every rank passes the same
-    problems."""
+    ones."""
     if problems:
         more = [f"and {len(problems) - most} more"] if len(problems) > most else []
         raise_everywhere("\n".join([head, *problems[:most], *more]))
@@ -178,11 +170,9 @@ def raise_problems(head: str, problems: Sequence[str], most: int = 5) -> None:
 
 @contextmanager
 def errors_on_all_ranks(*kinds: type[Exception], key: str = "") -> Iterator[None]:
-    """Convert an exception of ``kinds`` inside the block to a :class:`RankError` on every rank.
-
-    The end of the block is a collective: every rank must enter the block, and run no collective inside. ``key`` is a
-    prefix of the text.
-    """
+    """Convert an exception of ``kinds`` inside the block to a :class:`RankError` on every rank, with ``key`` as a
+    prefix of its text. The end of the block is a collective: every rank must enter the block, and run no collective
+    inside."""
     error, cause = None, None
     try:
         yield
@@ -192,3 +182,33 @@ def errors_on_all_ranks(*kinds: type[Exception], key: str = "") -> Iterator[None
         raise_everywhere(error)
     except RankError as everywhere:
         raise everywhere from cause
+
+
+@contextmanager
+def naming(path: str | os.PathLike[str], size: int | None = None) -> Iterator[None]:
+    """Add ``path``, a file of ``size`` bytes, to an OSError without a file name: only opening a file names it in the
+    error, a write or sync that fails does not."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = os.fspath(path)
+            if size is not None and error.errno in _FULL:
+                error.strerror = f"{error.strerror}, the file takes {size:,} bytes"
+        raise
+
+
+def words_of(error: BaseException) -> str:
+    """Describe an error in one phrase: for an OSError the file, the reason, and the free bytes of a full disk or the
+    missing folder."""
+    if not isinstance(error, OSError) or error.strerror is None or error.filename is None:
+        return str(error) or type(error).__name__
+    names = [str(name) for name in (error.filename, error.filename2) if name is not None]
+    text, path = f"{' -> '.join(names)}: {error.strerror}", Path(names[-1]).absolute()
+    there = next(filter(os.path.exists, path.parents))
+    if error.errno in _FULL:
+        with suppress(OSError):
+            text += f"; {shutil.disk_usage(there).free:,} bytes are free there"
+    elif error.errno == errno.ENOENT and there != path.parent:
+        text += f"; {there} has no {path.relative_to(there).parts[0]}: was it removed, or its disk unmounted?"
+    return text

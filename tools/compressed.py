@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from model.build import build_model
 from model.checkpoint.load import check_finite, keys_left_unread, missing_keys
-from model.checkpoint.names import Names, module_name_on_disk, own_tensors
+from model.checkpoint.names import Names, TensorSlice, module_name_on_disk, own_tensors
 from model.checkpoint.safetensors import (
     Checkpoint,
     CheckpointError,
@@ -27,7 +27,6 @@ from model.checkpoint.safetensors import (
     read_tensor,
     warn_of_zero_tails,
 )
-from model.checkpoint.slices import Piece
 from model.console import progress_bar
 from model.quantized.quantization_config import read_quantization_config
 from model.ranks import errors_on_all_ranks, listed
@@ -221,7 +220,7 @@ def _cache_key(spellings: list[str], checkpoint: Checkpoint) -> str:
 
 def _plain_tensors(
     model: PreTrainedModel, quantization: Quantization, checkpoint: Checkpoint, packed: set[str]
-) -> dict[str, list[tuple[Piece, torch.Tensor]]]:
+) -> dict[str, list[tuple[TensorSlice, torch.Tensor]]]:
     """Map keys of unquantized tensors on disk to the parameters and buffers, or slices of them, that each tensor fills.
 
     Args:

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from model.build import build_model, read_config
-from model.checkpoint.load import check_weights
+from model.checkpoint.load import check_headers
 from model.checkpoint.safetensors import INDEX, CheckpointError, DiskTensor, Reader, read_headers, read_tensor
 from model.console import progress_bar
 from model.quantized.quantization_config import is_quantized, read_json_object
@@ -167,7 +167,7 @@ def rotate_checkpoint(source: Path, out: Path, *, seed: int = 0, progress: bool 
     if is_quantized(source):
         raise CheckpointError(f"{source} is quantized: rotate the checkpoint that it was made from")
     empty = build_model(source, {}, dtype=torch.float32, device=torch.device("meta"), experts="per_expert")
-    check_weights(empty, source)
+    check_headers(empty, source)
     tensors = read_headers(source).tensors
     untied = bool(config.tie_word_embeddings)
     if untied:

@@ -25,8 +25,7 @@ from engine.session.build_teacher import check_teacher, load_teacher
 from engine.session.context import RunContext, build_loader, pad_token, start_ranks
 from model.checkpoint.fingerprint import digest_of_checkpoint
 from model.console import progress_bar
-from model.disk_errors import naming
-from model.ranks import barrier, errors_on_all_ranks, gather_objects, is_main, rank, say, world_size
+from model.ranks import barrier, errors_on_all_ranks, gather_objects, is_main, naming, rank, say, world_size
 from model.save.aside import Aside
 from model.zero import gathered
 

@@ -19,7 +19,7 @@ from typing import IO, Any, cast
 import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
 
-from model.disk_errors import naming
+from model.ranks import naming
 from model.save.aside import sync
 from model.zero import CHECKPOINT_GLOBALS, LeftOut
 

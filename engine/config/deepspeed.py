@@ -30,7 +30,7 @@ from pydantic import BaseModel, ValidationError
 
 from engine.config.config import Recipe
 from engine.config.errors import RecipeError
-from model.checkpoint.json_text import parse_json
+from model.checkpoint.safetensors import parse_json
 from model.ranks import local_world_size
 
 SHIPPED = Path(__file__).parents[2] / "ds_configs"

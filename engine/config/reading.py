@@ -28,8 +28,8 @@ from engine.config.config import Recipe
 from engine.config.errors import DERIVED, RecipeError, not_there
 from engine.config.quant import SOURCE, QuantRecipe, SchemeRecipe, TensorRecipe
 from model.checkpoint.safetensors import CheckpointError
-from model.disk_errors import naming
 from model.quantized.quantization_config import read_quantization_config, rules_of
+from model.ranks import naming
 from quant import TensorSpec
 
 # The text below each field is what --help shows; without this setting jsonargparse reads class docstrings only.

@@ -14,7 +14,7 @@ from engine.losses.teacher import CachedTeacher, ModelTeacher, common_vocabulary
 from engine.session.context import META, RunContext, build_for, stage_0
 from engine.session.optimizer import initialize_frozen
 from model.checkpoint.fingerprint import digest_of_checkpoint
-from model.checkpoint.load import check_weights, load_weights
+from model.checkpoint.load import check_headers, load_weights
 from model.head import embedding_rows, output_head, settle_function, take_out_head
 from model.quantized.quantization_config import is_quantized
 from model.ranks import errors_on_all_ranks, rank, say, world_size
@@ -46,7 +46,7 @@ def check_teacher(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, logits: in
             common_vocabulary(tokenizer, logits, own)
         except ValueError as error:
             raise ValueError(f"loss.teacher: {path}: {error}") from error
-    check_weights(model, path)
+    check_headers(model, path)
     return min(embedding_rows(model), own)
 
 

@@ -37,7 +37,7 @@ from engine.session.student import (
     uses_fp8_gemm,
 )
 from model.checkpoint.fingerprint import fingerprints, frozen_weights
-from model.checkpoint.load import check_weights
+from model.checkpoint.load import check_headers
 from model.console import working
 from model.head import LMHead, QuantHead, embedding_rows, install_head, output_head, settle_function
 from model.peft import start_from_error
@@ -156,7 +156,7 @@ def check_models(recipe: Recipe, context: RunContext, *, losses: bool = True) ->
         with errors_on_all_ranks(ValueError):
             uses_fp8_gemm(recipe, context.device)
         model, named = empty_student(recipe, stage_0(recipe), META, losses=losses)
-        check_weights(model, recipe.model.path)
+        check_headers(model, recipe.model.path)
         # Token ids that the model can read and, with losses, predict.
         tokens = {"model.path": embedding_rows(model)}
         logits = output_head(model)[1].out_features if losses else 0

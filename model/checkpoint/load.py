@@ -9,19 +9,15 @@ nothing is sent between ranks, and no rank allocates more than its partitions an
 for storage that only one process should read, and as an independent check of ``direct``.
 
 Both check all headers first: unless each tensor of the model would be filled exactly once, one error, on every rank,
-names every problem.
-
-Parameters with NaN or infinities are found after loading and before saving (:func:`check_finite`). A forward shows few
-of them: quantization turns an infinity into the largest value of the grid, most grids have no code for NaN, and rows of
-an embedding may be unused. The check is a collective in which each rank checks its partitions; nothing is gathered. It
-excludes packed weights, and frozen scales, which are NaN until filled and are checked whenever they are read or
-written.
+names every problem. After loading and before saving, :func:`check_finite` finds parameters with NaN or infinities, of
+which a forward shows few: quantization turns an infinity into the largest value of the grid, most grids have no code
+for NaN, and rows of an embedding may be unused.
 """
 
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -32,21 +28,31 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import dot_natural_key
 
 from model.build import UNTIED
-from model.checkpoint.names import ROTARY_TABLES, Names, UnsupportedConversionError, own_tensors
+from model.checkpoint.names import (
+    ROTARY_TABLES,
+    DiskLayout,
+    Names,
+    TensorSlice,
+    UnsupportedConversionError,
+    own_tensors,
+)
 from model.checkpoint.safetensors import CheckpointError, DiskTensor, Reader, garbage_kept, warn_of_zero_tails
-from model.checkpoint.slices import DiskLayout, Piece
 from model.console import progress_bar
-from model.disk_errors import words_of
 from model.quantized.checkpoint import read_checkpoint
 from model.quantized.quantize_on_load import in_codes
 from model.quantized.tensor import QuantizedTensor, chunks_of, fill
-from model.ranks import RankError, errors_on_all_ranks, is_main, listed, raise_everywhere, reduce_over_ranks
+from model.ranks import RankError, errors_on_all_ranks, is_main, listed, raise_everywhere, reduce_over_ranks, words_of
 from model.zero import forget_secondary_copies, full_numel, gathered, local_data, local_range
 from quant import SCALE_PARAMETERS
 from quant.kernels import amax
 from quant.packed_weight import packed_codes
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+# Kinds of problems of a checkpoint, as the error names them.
+_DTYPE = "not bf16, fp16 or fp32, and no codes that its quantization_config explains"
+_CONVERSION = "needs a conversion that is not supported"
+_MISSING, _UNEXPECTED, _SHAPE, _TWICE = "missing", "unexpected", "of another shape", "found twice"
+Problems = dict[str, list[str]]
 
 
 @dataclass(frozen=True)
@@ -63,62 +69,48 @@ class LoadReport:
 
 
 class _Read(NamedTuple):
-    """Slice of a tensor on disk to read into one tensor of the model.
-
-    ``filled_from`` is the key that fills a tied tensor instead; the slice on disk must equal it.
-    """
+    """Slice of a tensor on disk to read into one tensor of the model. ``filled_from`` is the key that fills a tied
+    tensor instead; the slice on disk must equal it."""
 
     source: DiskTensor | QuantizedTensor
-    piece: Piece
+    piece: TensorSlice
     target: Tensor
     filled_from: str | None
 
 
 @garbage_kept()
 def load_weights(
-    model: PreTrainedModel,
-    path: str | Path,
-    *,
-    method: Literal["direct", "rank0"] = "direct",
-    progress: bool = True,
+    model: PreTrainedModel, path: str | Path, *, method: Literal["direct", "rank0"] = "direct"
 ) -> LoadReport:
-    """Fill every parameter and persistent buffer of ``model``, except scales, from ``path/model*.safetensors``.
-
-    A collective. Values are cast to the dtype of the parameter.
+    """Fill every parameter and persistent buffer of ``model``, except scales, from ``path/model*.safetensors``, cast to
+    the parameter's dtype. A collective.
 
     Args:
         model: result of ``build_model``; before ``deepspeed.initialize``.
         path: directory of the checkpoint.
         method: see the module docstring.
-        progress: show a progress bar of bytes on rank 0.
 
     Raises:
-        RankError: on every rank: tensors are missing, unexpected, of another shape, of a dtype other than bf16, fp16 or
-            fp32, or in a damaged or absent file; tied tensors differ on disk; or weights have NaN or Inf. The text
-            names all of them.
+        RankError: on every rank, naming all of them: tensors are missing, unexpected, of another shape, of a dtype
+            other than bf16, fp16 or fp32, or in a damaged or absent file; tied tensors differ on disk; or weights have
+            NaN or Inf.
     """
     begin = time.perf_counter()
     with errors_on_all_ranks(CheckpointError, OSError):
         reads = [in_codes(one, model) if one.target.is_meta else one for one in _plan(model, Path(path))]
         warn_of_zero_tails(Path(path))
     fill = {"direct": _fill_direct, "rank0": _fill_from_rank0}[method]
-    shown = progress and is_main()
-    total = _bytes_to_read(reads, method) if shown else None
-    with (
-        progress_bar(total, "weights", "B", shown=shown) as bar,
-        Reader(bar.update) as reader,
-    ):
+    total = _bytes_to_read(reads, method) if is_main() else None
+    with progress_bar(total, "weights", "B") as bar, Reader(bar.update) as reader:
         fill(reads, reader)
         forget_secondary_copies(model)
         check_finite(model, f"the weights in {path} are not all numbers")
         return LoadReport(sum(read.filled_from is None for read in reads), reader.bytes, time.perf_counter() - begin)
 
 
-def check_weights(model: PreTrainedModel, path: str | Path) -> None:
-    """Compare the headers of the files in ``path`` with an empty model; a collective. Reads no weight.
-
-    Raises the errors of :func:`load_weights` that headers show.
-    """
+def check_headers(model: PreTrainedModel, path: str | Path) -> None:
+    """Compare the headers of the files in ``path`` with an empty model, and raise the errors of :func:`load_weights`
+    that headers show; a collective. Reads no weight."""
     with errors_on_all_ranks(CheckpointError, OSError):
         _plan(model, Path(path))
 
@@ -136,8 +128,8 @@ def _fill_direct(reads: list[_Read], reader: Reader) -> None:
 
 @torch.no_grad()
 def _fill_from_rank0(reads: list[_Read], reader: Reader) -> None:
-    """Fill everything from rank 0, which takes part in every collective even after an error; errors are raised after
-    the last collective."""
+    """Fill everything from rank 0, which takes part in every collective even after an error, raised after the last
+    one."""
     error: str | None = None
     differing = []
     by_target: dict[int, list[_Read]] = {}  # gathers a stack of experts once, not once per expert
@@ -160,44 +152,39 @@ def _fill_from_rank0(reads: list[_Read], reader: Reader) -> None:
 def _transfer(read: _Read, reader: Reader, start: int, values: Tensor) -> bool:
     """Read the slice's part of ``values``, which begin at element ``start`` of the model's tensor, or compare it if
     tied. Returns False if it differs."""
-    begin, end = _overlap(read.piece, start, start + values.numel())
+    piece = read.piece
+    begin, end = _overlap(piece, start, start + values.numel())
     if begin == end:
         return True
-    values = values[begin - start : end - start]
-    if read.piece.turned:
-        return _transfer_transposed(read, reader, begin - read.piece.start, values)
-    offset_on_disk = begin - read.piece.start + read.piece.offset
-    if read.filled_from is None:
-        fill(read.source, reader, offset_on_disk, values)
+    values, first = values[begin - start : end - start], begin - piece.start
+    if piece.turned:  # a matrix that is transposed on disk is read whole, into a copy
+        on_disk = torch.empty(piece.span, dtype=values.dtype)
+        fill(read.source, reader, piece.offset, on_disk)
+        chunks = iter([(0, piece.of(on_disk)[first : first + values.numel()])])
+    elif read.filled_from is None:
+        fill(read.source, reader, first + piece.offset, values)
         return True
+    else:
+        chunks = chunks_of(read.source, reader, first + piece.offset, values)
     equal = True
-    for offset, chunk in chunks_of(read.source, reader, offset_on_disk, values):
-        mine = values[offset : offset + chunk.numel()].cpu()
-        equal = equal and torch.equal(chunk.cpu().to(mine.dtype).view(torch.uint8), mine.view(torch.uint8))
+    for offset, chunk in chunks:
+        mine = values[offset : offset + chunk.numel()]
+        if read.filled_from is None:
+            mine.copy_(chunk)
+        else:
+            equal &= torch.equal(chunk.cpu().to(mine.dtype).view(torch.uint8), mine.cpu().view(torch.uint8))
     return equal
 
 
-def _transfer_transposed(read: _Read, reader: Reader, begin: int, values: Tensor) -> bool:
-    """Transfer the elements from ``begin`` on of a matrix that is transposed on disk: read it whole, into a copy."""
-    on_disk = torch.empty(read.piece.span, dtype=values.dtype)
-    fill(read.source, reader, read.piece.offset, on_disk)
-    found = read.piece.of(on_disk)[begin : begin + values.numel()]
-    if read.filled_from is None:
-        values.copy_(found)
-        return True
-    return torch.equal(values.cpu().view(torch.uint8), found.view(torch.uint8))
-
-
-def _overlap(piece: Piece, start: int, stop: int) -> tuple[int, int]:
-    """Return begin and end of the model tensor's elements both in the slice and in ``[start, stop)``; equal if there
-    are none."""
+def _overlap(piece: TensorSlice, start: int, stop: int) -> tuple[int, int]:
+    """Return begin and end of the model tensor's elements both in the slice and in ``[start, stop)``; equal if none."""
     begin = min(max(start, piece.start), stop)
     return begin, max(begin, min(stop, piece.start + piece.numel))
 
 
 def _differ(reads: list[_Read]) -> str:
-    """Write the error text for tied tensors that differ on disk: one Parameter cannot have both values, and choosing
-    one of them would silently damage the model."""
+    """Write the error text for tied tensors that differ on disk: choosing one of them would silently damage the
+    model."""
     return (
         f"{listed([f'{read.source.key} and {read.filled_from}' for read in reads])} are tied by the configuration, but "
         "differ on disk. If they are meant to, set tie_word_embeddings to false in config.json"
@@ -219,32 +206,6 @@ def _bytes_to_read(reads: list[_Read], method: str) -> int:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Problems:
-    """Problems of a checkpoint, by kind."""
-
-    files: list[str] = field(default_factory=list)
-    dtypes: list[str] = field(default_factory=list)
-    conversions: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    shapes: list[str] = field(default_factory=list)
-    twice: list[str] = field(default_factory=list)
-
-    def lines(self) -> list[str]:
-        """Format the problems, one line per kind."""
-        lines = [f"file: {problem}" for problem in self.files[:20]]
-        kinds = {
-            "not bf16, fp16 or fp32, and no codes that its quantization_config explains": self.dtypes,
-            "needs a conversion that is not supported": self.conversions,
-            "missing": self.missing,
-            "unexpected": self.unexpected,
-            "of another shape": self.shapes,
-            "there twice": self.twice,
-        }
-        return lines + [f"{kind}: {listed(names)}" for kind, names in kinds.items() if names]
-
-
 def _plan(model: PreTrainedModel, path: Path) -> list[_Read]:
     """Plan the reads, in file order.
 
@@ -254,7 +215,8 @@ def _plan(model: PreTrainedModel, path: Path) -> list[_Read]:
     checkpoint = read_checkpoint(path, model)
     names = Names(model, {key: tensor.shape for key, tensor in checkpoint.tensors.items()})
     tensors = own_tensors(model)
-    problems = _Problems(files=checkpoint.problems)
+    kinds = (_DTYPE, _CONVERSION, _MISSING, _UNEXPECTED, _SHAPE, _TWICE)
+    problems: Problems = {kind: [] for kind in kinds}
     layouts = _layouts(names, {*checkpoint.tensors, *checkpoint.lost}, problems)
     ignored = keys_left_unread(model)
     reads: list[_Read] = []
@@ -267,10 +229,10 @@ def _plan(model: PreTrainedModel, path: Path) -> list[_Read]:
                 target = tensors[piece.name]
                 name, by = filled.setdefault((id(target), piece.start), (piece.name, key))
                 if by != key and name == piece.name:
-                    problems.twice.append(f"{names.linear(piece) or name} (in {by} and in {key})")
+                    problems[_TWICE].append(f"{names.linear(piece) or name} (in {by} and in {key})")
                 reads.append(_Read(source, piece, target, by if by != key else None))
         elif key in layouts and layout is None and not (ignored.search(key) or names.is_left_out(key)):
-            problems.unexpected.append(key)
+            problems[_UNEXPECTED].append(key)
     if hasattr(model.config, UNTIED):  # the files of a tied model have one weight
         ends = (model.get_output_embeddings().weight, model.get_input_embeddings().weight)
         head, table = (next(name for name, tensor in tensors.items() if tensor is weight) for weight in ends)
@@ -278,17 +240,18 @@ def _plan(model: PreTrainedModel, path: Path) -> list[_Read]:
             twin = tensors.pop(head)
             copied = [read for read in reads if read.piece.name == table]
             reads += [read._replace(piece=read.piece._replace(name=head), target=twin) for read in copied]
-    problems.missing += missing_keys(names, tensors, layouts)
-    if any(vars(problems).values()):
-        lines = problems.lines()
+    problems[_MISSING] += missing_keys(names, tensors, layouts)
+    lines = [f"file: {problem}" for problem in checkpoint.problems[:20]]
+    lines += [f"{kind}: {listed(found)}" for kind, found in problems.items() if found]
+    if lines:
         between = " " if len(lines) == 1 else "\n"
         raise CheckpointError(between.join([f"the weights in {path} do not fill {type(model).__name__}:", *lines]))
     return reads
 
 
 def missing_keys(names: Names, tensors: Mapping[str, Tensor], layouts: Mapping[str, DiskLayout | None]) -> list[str]:
-    """List the keys of the model's tensors, or of slices of them, that are absent from the files. A tied tensor is
-    listed under its first name."""
+    """List the keys of the model's tensors, or of slices of them, that are absent from the files; of a tied tensor its
+    first name."""
     present: dict[int, dict[int, int]] = {}  # by identity: number of elements by start element
     for piece in (piece for layout in layouts.values() if layout for piece in layout.pieces):
         present.setdefault(id(tensors[piece.name]), {})[piece.start] = piece.numel
@@ -301,44 +264,44 @@ def missing_keys(names: Names, tensors: Mapping[str, Tensor], layouts: Mapping[s
     return missing
 
 
-def _layouts(names: Names, keys: set[str], problems: _Problems) -> dict[str, DiskLayout | None]:
-    """Find the layout of each key; an unsupported key becomes a problem.
-
-    Keys are resolved in transformers' order, because some of its rules depend on earlier keys.
-    """
+def _layouts(names: Names, keys: set[str], problems: Problems) -> dict[str, DiskLayout | None]:
+    """Find the layout of each key, in transformers' order, on which some of its rules depend; an unsupported key
+    becomes a problem."""
     layouts: dict[str, DiskLayout | None] = {}
     for key in sorted(keys, key=dot_natural_key):
         try:
             layouts[key] = names.layout(key)
         except UnsupportedConversionError as error:
-            problems.conversions.append(str(error))
+            problems[_CONVERSION].append(str(error))
     return layouts
 
 
 def _fits(
-    source: DiskTensor | QuantizedTensor, layout: DiskLayout, tensors: dict[str, Tensor], problems: _Problems
+    source: DiskTensor | QuantizedTensor, layout: DiskLayout, tensors: dict[str, Tensor], problems: Problems
 ) -> bool:
     """Return True if the model can use a tensor's shape and dtype on disk."""
     dtypes = {tensors[piece.name].dtype for piece in layout.pieces}
     if source.shape != layout.shape:
-        problems.shapes.append(f"{source.key} is {list(source.shape)}, the model has {list(layout.shape)}")
+        problems[_SHAPE].append(f"{source.key} is {list(source.shape)}, the model has {list(layout.shape)}")
     elif source.dtype in FLOATS if all(dtype.is_floating_point for dtype in dtypes) else dtypes == {source.dtype}:
         return True
     else:
-        problems.dtypes.append(f"{source.key} ({source.kind})")
+        problems[_DTYPE].append(f"{source.key} ({source.kind})")
     return False
 
 
 def keys_left_unread(model: PreTrainedModel) -> re.Pattern[str]:
-    """Return the pattern of keys that may stay unread in a checkpoint: keys listed by the model's class, and buffers
-    that the model computes."""
+    """Return the pattern of keys that may stay unread: those listed by the model's class, and buffers that the model
+    computes."""
     patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), ROTARY_TABLES]
     patterns += [f"^{re.escape(name)}$" for name, _ in model.named_non_persistent_buffers()]
     return re.compile("|".join(f"({pattern})" for pattern in patterns))
 
 
 def check_finite(model: nn.Module, said: str) -> None:
-    """Raise RankError, on every rank, if parameters have NaN or Inf; the text begins with ``said`` and names them."""
+    """Raise RankError, on every rank, if parameters have NaN or Inf; the text begins with ``said`` and names them. A
+    collective without gathering. Excludes packed weights, and frozen scales, which are NaN until filled and are checked
+    whenever they are read or written."""
     named = {
         name: own
         for name, own in model.named_parameters()

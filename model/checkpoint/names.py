@@ -3,7 +3,9 @@
 The names differ for three reasons. transformers renames keys on loading (mixtral's ``block_sparse_moe`` is ``mlp`` in
 its model); it merges per-expert tensors into fused 3-D parameters; and :mod:`model.moe.experts` may split these again.
 All three steps only move contiguous runs or transpose matrices. So a mapping consists of a key, the required shape of
-its tensor, and a :class:`model.checkpoint.slices.Piece` of a tensor of the model for each run in it.
+its tensor, and a :class:`TensorSlice` of a tensor of the model for each run or matrix in it. In the model a stack of
+experts is always ``[E, out, in]``, whatever its layout in transformers: so groups of weights run along the last
+dimension, and a partition is contiguous in the checkpoint.
 
 The renaming rules are transformers' own (``get_model_conversion_mapping``). The rules depend on model class and type,
 not on the expert modules, so they stay valid after these modules are replaced. Rules that compute something (splitting
@@ -14,7 +16,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
@@ -31,9 +33,8 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from model.checkpoint.slices import DiskLayout, ExpertTensor, Piece, Shape, Stack, expert_tensors, fused_layouts, turned
-from model.families import is_composite, left_out, transposed_weights
-from model.moe.experts import ExpertMLPs
+from model.families import left_out, transposed_weights
+from model.moe.experts import ExpertMLPs, StackedMLPs
 from model.zero import full_shape
 from quant import ADAPTER_PARAMETERS, SCALE_PARAMETERS
 from quant.packed_weight import as_weight
@@ -42,12 +43,85 @@ from quant.packed_weight import as_weight
 ROTARY_TABLES = r"(^|\.)(rotary|rope)\w*\.(\w*inv_freq|(cos|sin)(_cached?)?)$"
 
 
+Shape = tuple[int, ...]
+
+
+class TensorSlice(NamedTuple):
+    """Slice of a tensor on disk that is a contiguous run of ``prod(shape)`` elements of one tensor of the model.
+
+    Attributes:
+        name: name of the model's tensor.
+        offset: first element in the tensor on disk.
+        shape: shape of the slice in the model's tensor.
+        start: first element in the model's tensor.
+        turned: 0 if the slice is contiguous on disk too. Otherwise its rows are columns of a matrix on disk, and this
+            is the number of columns of that matrix.
+    """
+
+    name: str
+    offset: int
+    shape: Shape
+    start: int = 0
+    turned: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the slice."""
+        return math.prod(self.shape)
+
+    @property
+    def span(self) -> int:
+        """Number of elements on disk from the slice's first to its last."""
+        return (self.shape[1] - 1) * self.turned + self.shape[0] if self.turned else self.numel
+
+    def of(self, span: Tensor) -> Tensor:
+        """Extract the slice, flat and in the order of the model's tensor, from the flat elements on disk from
+        ``offset`` on."""
+        if not self.turned:
+            return span[: self.numel]
+        return span.as_strided(self.shape, (1, self.turned)).reshape(-1)
+
+
+class DiskLayout(NamedTuple):
+    """Required shape of a tensor on disk, and the slices of the model's tensors in it."""
+
+    shape: Shape
+    pieces: tuple[TensorSlice, ...]
+
+
+class Stack(NamedTuple):
+    """Tensor on disk with Linears of all experts, in the order of the experts.
+
+    Attributes:
+        key: the tensor's key.
+        shape: the tensor's shape.
+        projections: Linears of each expert in the tensor, their rows concatenated.
+        turned: True if the matrix of each expert is ``[in, out]``.
+        only: True if transformers reads these experts in no other form.
+    """
+
+    key: str
+    shape: Shape
+    projections: tuple[str, ...]
+    turned: bool
+    only: bool
+
+
+class ExpertTensor(NamedTuple):
+    """Weight of one Linear of one expert: the fused parameter of transformers that contains it, and its slice in
+    both."""
+
+    fused: str
+    shape: Shape  # of transformers' parameter
+    projection: str
+    piece: TensorSlice
+
+
 class Place(NamedTuple):
     """Location on disk of a tensor of the model, or of a slice of it.
 
     Attributes:
-        key: the tensor on disk.
-        shape: shape of the tensor on disk.
+        key, shape: the tensor on disk.
         start: first element of the slice in the model's tensor.
         turned: True if the matrix is transposed on disk.
     """
@@ -56,14 +130,6 @@ class Place(NamedTuple):
     shape: Shape
     start: int
     turned: bool = False
-
-
-class _Rows(NamedTuple):
-    """Rows of one tensor of the model that form a tensor on disk: the model's name, first element and shape."""
-
-    name: str
-    start: int
-    shape: Shape
 
 
 class UnsupportedConversionError(ValueError):
@@ -75,8 +141,8 @@ class Names:
 
     Args:
         model: from ``build_model``, also after ``quant.prepare``.
-        on_disk: shapes by key of a checkpoint's tensors. They are needed to locate tensors that the model concatenates
-            into one; without them the keys of such tensors are rejected.
+        on_disk: shapes by key of a checkpoint's tensors, needed to locate tensors that the model concatenates into one;
+            without them the keys of such tensors are rejected.
     """
 
     def __init__(self, model: PreTrainedModel, on_disk: Mapping[str, Shape] | None = None):
@@ -87,8 +153,7 @@ class Names:
         self._prefix = model.base_model_prefix
         self.own = {name: tuple(full_shape(tensor)) for name, tensor in own_tensors(model).items()}
         self.turned = transposed_weights(model)
-        dense = not any(isinstance(module, ExpertMLPs) for module in model.modules())
-        self._experts = {} if dense else expert_tensors(model)
+        self._experts = expert_tensors(model)
         self._fused = fused_layouts(self._experts)
         self._fused_of: dict[str, dict[str, list[str]]] = {}  # by model's name: transformers' names, and their Linears
         for expert in self._experts.values():
@@ -101,21 +166,18 @@ class Names:
         rules = get_model_conversion_mapping(model, add_legacy=False)
         reverse = [rule.reverse_transform() for rule in reversed(rules) if not isinstance(rule, PrefixChange)]
         self._reverse_renamings = [rule for rule in reverse if isinstance(rule, WeightRenaming)]
-        stacking = [rule for rule in self._converters if _is_stacking(rule)]
+        stacking = [rule for rule in self._converters if _moves(rule) == "stack"]
         self._stackings = [(rule, rule.reverse_transform()) for rule in stacking]
         self._sources: dict[str, list[tuple[list[str], str]]] = {}
-        self._expert_of = {p: re.compile(_expert_pattern(p)) for rule in stacking for p in rule.source_patterns}
-        self._left_out = left_out(model) if is_composite(model.config) else []
+        sources = [source for rule in stacking for source in rule.source_patterns]
+        self._expert_of = {source: re.compile(source.replace("*.", r"(\d+)\.")) for source in sources}
+        self._left_out = left_out(model)
         self._on_disk = on_disk or {}
-        concatenations = [rule for rule in self._converters if _is_concatenation(rule)]
-        self._rows = self._concatenated(concatenations, self._on_disk) if concatenations else {}
+        self._rows = self._concatenated()
 
     def layout(self, key: str) -> DiskLayout | None:
-        """Return the layout of the tensor ``key`` of a checkpoint; None if no tensor of the model contains it.
-
-        Raises:
-            UnsupportedConversionError: transformers would compute a parameter from this tensor.
-        """
+        """Return the layout of the tensor ``key`` of a checkpoint; None if no tensor of the model contains it. Raises
+        UnsupportedConversionError if transformers would compute a parameter from this tensor."""
         renamed, name, pattern = self._find(key)
         if name in self._theirs:
             if pattern is not None:
@@ -128,28 +190,26 @@ class Names:
         return DiskLayout(piece.shape, (piece._replace(offset=0, turned=0),))
 
     def key(self, name: str) -> str:
-        """Return the key under which ``save_pretrained`` writes the model's parameter ``name``.
-
-        A single expert's weight is named as in :func:`quant.linear.linears_of`. If transformers has only fused tensors
-        on disk, its per-expert key is that name, renamed.
-        """
+        """Return the key under which ``save_pretrained`` writes the model's parameter ``name``. A single expert's
+        weight is named as in :func:`quant.linear.linears_of`; if transformers has only fused tensors on disk, its key
+        is that name, renamed."""
         key = name
         if name in self._experts:
             key = self._expert_key(self._experts[name]) or name
         return apply_renamings(key, self._reverse_renamings)
 
     def places(self, name: str) -> list[Place]:
-        """Return the locations on disk of the model's parameter or buffer ``name``: one tensor, or several that the
-        model concatenates."""
-        parts = [(start, key) for key, (whole, start, _) in self._rows.items() if whole == name]
+        """Return the locations on disk of the model's parameter or buffer ``name``: several if the model concatenates
+        them."""
+        parts = [Place(key, rows.shape, rows.start) for key, rows in self._rows.items() if rows.name == name]
         if parts:
-            return [Place(key, self._rows[key].shape, start) for start, key in sorted(parts)]
+            return sorted(parts, key=lambda place: place.start)
         turned = name in self.turned
         return [Place(self.key(name), self.own[name][::-1] if turned else self.own[name], 0, turned)]
 
     def stacks(self, name: str) -> list[Stack]:
-        """Return the tensors on disk with all experts of the model's parameter ``name``; empty if it is no weight of
-        experts. Their layout is transposed if the tensors in ``on_disk`` are transposed."""
+        """Return the tensors on disk with all experts of the model's parameter ``name``, transposed if those in
+        ``on_disk`` are; empty if it is no weight of experts."""
         stacks = []
         for fused, projections in self._fused_of.get(name, {}).items():
             key = apply_renamings(fused, self._reverse_renamings)
@@ -173,11 +233,9 @@ class Names:
         """Rename the key of a tensor on disk by transformers' rules for the model, which need not have the tensor."""
         return apply_renamings(key, self._renamings)
 
-    def linear(self, piece: Piece) -> str | None:
-        """Return the weight's name of the expert's Linear that ``piece``, a slice of stacked experts, holds.
-
-        None if ``piece`` is no such slice.
-        """
+    def linear(self, piece: TensorSlice) -> str | None:
+        """Return the weight's name of the expert's Linear that ``piece``, a slice of stacked experts, holds, or
+        None."""
         return next(
             (
                 name
@@ -189,63 +247,55 @@ class Names:
 
     def missing(self, name: str, covered: Collection[int]) -> list[str]:
         """Return the keys of missing slices of the model's parameter ``name``; ``covered`` has the first elements of
-        the present slices."""
+        the present ones."""
         parts = [part for part, expert in self._experts.items() if expert.piece.name == name]
         absent = [self.key(part) for part in parts if self._experts[part].piece.start not in covered]
         return absent if parts else [self.key(name)]
 
-    def _converted_name(self, renamed: str, converters: list[WeightConverter]) -> tuple[str, str | None]:
-        """Return the name in transformers' model, and the source pattern of the converter that matched, if any."""
-        return rename_source_key(renamed, [], converters, self._prefix, self._theirs)
-
     def _find(self, key: str) -> tuple[str, str, str | None]:
-        """Return ``key`` renamed, its name in transformers' model, and the source pattern of the converter that
-        matched."""
+        """Return ``key`` renamed, its name in transformers' model, and the source pattern of the matching converter."""
         renamed = apply_renamings(key, self._renamings)
-        name, pattern = self._converted_name(renamed, self._converters)
+        name, pattern = rename_source_key(renamed, [], self._converters, self._prefix, self._theirs)
         if name not in self._theirs and key in self._theirs:
             # Already the model's own spelling, matched by a rule for another one.
-            name, pattern = self._converted_name(key, [])
+            name, pattern = rename_source_key(key, [], [], self._prefix, self._theirs)
         return renamed, name, pattern
 
-    def _concatenated(self, rules: list[WeightConverter], on_disk: Mapping[str, Shape]) -> dict[str, _Rows]:
-        """Find the keys whose tensors are concatenated in one tensor of the model: for each, that tensor's name, and
-        the first element and shape in it."""
-        patterns = {pattern: (index, rule) for rule in rules for index, pattern in enumerate(rule.source_patterns)}
-        parts: dict[str, dict[int, str]] = defaultdict(dict)
-        number: dict[str, int] = {}
-        for key in on_disk:
+    def _concatenated(self) -> dict[str, TensorSlice]:
+        """Find the keys whose tensors are concatenated in one tensor of the model, and the slice that each of them
+        has."""
+        rules = [rule for rule in self._converters if _moves(rule) == "concatenate"]
+        of_pattern = {pattern: rule.source_patterns for rule in rules for pattern in rule.source_patterns}
+        parts: dict[str, dict[str, str]] = defaultdict(dict)  # by model's name: key by pattern
+        for key in self._on_disk if rules else ():
             _, name, pattern = self._find(key)
-            if name in self._theirs and pattern in patterns:
-                index, rule = patterns[pattern]
-                parts[name][index], number[name] = key, len(rule.source_patterns)
-        rows: dict[str, _Rows] = {}
+            if name in self._theirs and pattern in of_pattern:
+                parts[name][pattern] = key
+        pieces: dict[str, TensorSlice] = {}
         for name, keys in parts.items():
-            ordered = [keys[index] for index in sorted(keys)]
-            whole = (sum(on_disk[key][0] for key in ordered), *on_disk[ordered[0]][1:])
-            if len(ordered) == number[name] and whole == self.own[name]:
+            patterns = of_pattern[next(iter(keys))]
+            shapes = [self._on_disk[keys[pattern]] for pattern in patterns if pattern in keys]
+            whole = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+            if len(shapes) == len(patterns) and whole == self.own[name]:
                 start = 0
-                for key in ordered:
-                    rows[key] = _Rows(name, start, on_disk[key])
-                    start += math.prod(on_disk[key])
-        return rows
+                for pattern, shape in zip(patterns, shapes, strict=True):
+                    pieces[keys[pattern]] = TensorSlice(name, 0, shape, start)
+                    start += math.prod(shape)
+        return pieces
 
     def _whole(self, name: str) -> DiskLayout:
         shape = self.own[name]
         if name in self.turned:
-            return DiskLayout(shape[::-1], (Piece(name, 0, shape, turned=shape[0]),))
-        return DiskLayout(shape, (Piece(name, 0, shape),))
+            return DiskLayout(shape[::-1], (TensorSlice(name, 0, shape, turned=shape[0]),))
+        return DiskLayout(shape, (TensorSlice(name, 0, shape),))
 
     def _converted(self, key: str, renamed: str, name: str, pattern: str) -> DiskLayout | None:
-        """Return the layout of ``key`` as a slice of the fused parameter ``name``, according to the matching converter.
-
-        None for an expert that the model does not have.
-        """
+        """Return the layout of ``key`` as a slice of the fused parameter ``name``, according to the matching converter;
+        None for an expert that the model does not have."""
         if key in self._rows:
-            _, start, shape = self._rows[key]
-            return DiskLayout(shape, (Piece(name, 0, shape, start),))
+            return DiskLayout(self._rows[key].shape, (self._rows[key],))
         converter = self._by_pattern[pattern]
-        if name in self._fused and _is_transposing(converter):
+        if name in self._fused and _moves(converter) == "transpose":
             return self._fused_at(key, name, pattern)
         expert = self._expert_of[pattern].search(renamed) if pattern in self._expert_of else None
         if name not in self._fused or expert is None:
@@ -258,15 +308,15 @@ class Names:
         # All slices of a fused parameter have the same size.
         size = fused.pieces[0].numel
         inside = fused.pieces[start // size : (start + math.prod(shape)) // size]
-        pieces = tuple(Piece(piece.name, piece.offset - start, piece.shape, piece.start) for piece in inside)
+        pieces = tuple(TensorSlice(piece.name, piece.offset - start, piece.shape, piece.start) for piece in inside)
         return DiskLayout(shape, pieces) if pieces else None
 
     def _fused_at(self, key: str, fused: str, pattern: str | None) -> DiskLayout:
-        """Return the layout of the tensor ``key`` that becomes transformers' parameter ``fused`` by the converter with
-        the source ``pattern``, if any."""
+        """Return the layout of the tensor ``key`` that becomes transformers' parameter ``fused``, by the converter with
+        the source ``pattern`` if any."""
         layout = self._fused[fused]
         converter = self._by_pattern.get(pattern or "")
-        if converter is None or not _is_transposing(converter):
+        if converter is None or _moves(converter) != "transpose":
             return layout
         operation: Any
         (operation,) = converter.operations
@@ -285,8 +335,8 @@ class Names:
         return None
 
     def _stacked_from(self, fused: str) -> list[tuple[list[str], str]]:
-        """Return the source patterns of every stacking converter that creates the parameter ``fused``, and the key of
-        the first one."""
+        """Return the source patterns of every stacking converter that creates ``fused``, and the key of the first
+        one."""
         if fused not in self._sources:
             found = self._sources[fused] = []
             for converter, reverse in self._stackings:
@@ -298,10 +348,7 @@ class Names:
 
 def own_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of a checkpoint of ``model``: parameters (a tied one under each of its names) and persistent
-    buffers.
-
-    Scales and adapters of :mod:`quant`'s layers are left out; packed weights are represented by meta tensors.
-    """
+    buffers, without scales and adapters of :mod:`quant`'s layers; packed weights are represented by meta tensors."""
     tensors: dict[str, Tensor] = {
         name: as_weight(parameter)
         for name, parameter in model.named_parameters(remove_duplicate=False)
@@ -315,8 +362,7 @@ def own_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def module_name_on_disk(model: PreTrainedModel, module: str) -> str:
-    """Return the name on disk of a module, such as ``model.layers.0.mlp.experts.3.gate_proj``: the prefix of its
-    tensors' keys."""
+    """Return the name on disk of a module: the prefix of its tensors' keys."""
     if model not in _NAMES:
         _NAMES[model] = Names(model)
     return _NAMES[model].key(f"{module}.weight").removesuffix(".weight")
@@ -329,30 +375,83 @@ _NAMES: WeakKeyDictionary[PreTrainedModel, Names] = WeakKeyDictionary()
 def concatenates(model: PreTrainedModel) -> bool:
     """Return True if transformers concatenates several tensors on disk into one tensor of ``model``."""
     rules = get_model_conversion_mapping(model)
-    return any(isinstance(rule, WeightConverter) and _is_concatenation(rule) for rule in rules)
+    return any(isinstance(rule, WeightConverter) and _moves(rule) == "concatenate" for rule in rules)
 
 
-def _is_stacking(converter: WeightConverter) -> bool:
-    """Return True if a converter only stacks experts; it may also concatenate gate and up of each expert."""
-    kinds = [(type(operation), operation.dim) for operation in converter.operations if hasattr(operation, "dim")]
+def _moves(converter: WeightConverter) -> Literal["stack", "transpose", "concatenate"] | None:
+    """Return how a converter moves values: it stacks experts (and may concatenate gate and up of each), transposes the
+    matrices of a stack, or concatenates tensors along their first dimension. None if it does anything else."""
     several = len(converter.source_patterns) > 1
-    expected = [(MergeModulelist, 0), (Concatenate, 1)] if several else [(MergeModulelist, 0)]
-    return len(kinds) == len(converter.operations) and kinds == expected and len(converter.target_patterns) == 1
+    steps = [
+        (type(one), {one.dim0, one.dim1} if isinstance(one, Transpose) else getattr(one, "dim", None))
+        for one in converter.operations
+    ]
+    if len(converter.target_patterns) > 1:
+        return None
+    if steps == ([(MergeModulelist, 0), (Concatenate, 1)] if several else [(MergeModulelist, 0)]):
+        return "stack"
+    if steps == [(Transpose, {1, 2})] and not several:
+        return "transpose"
+    return "concatenate" if steps == [(Concatenate, 0)] else None
 
 
-def _is_transposing(converter: WeightConverter) -> bool:
-    """Return True if a converter only transposes the matrices of a stack."""
-    kinds = [(type(one), {getattr(one, "dim0", 0), getattr(one, "dim1", 0)}) for one in converter.operations]
-    return kinds == [(Transpose, {1, 2})] and len(converter.source_patterns) == len(converter.target_patterns) == 1
+def expert_tensors(model: nn.Module) -> dict[str, ExpertTensor]:
+    """Map per-expert names to the weight of every Linear of every expert, in transformers' order."""
+    found = {}
+    for prefix, module in model.named_modules():
+        if not isinstance(module, ExpertMLPs):
+            continue
+        for held in module.of.held:
+            (rows, columns), inside = module.of.stacks[held.stack]
+            all_rows = rows * len(held.projections)
+            for index in range(module.num_experts * len(held.projections)):
+                expert, part = divmod(index, len(held.projections))
+                projection = held.projections[part]
+                name = f"{prefix}.{expert}.{projection}.weight"
+                offset = (expert * all_rows + part * rows) * columns
+                if held.turned:
+                    offset = expert * all_rows * columns + part * rows
+                piece = TensorSlice(name, offset, (rows, columns), 0, all_rows if held.turned else 0)
+                if isinstance(module, StackedMLPs):
+                    start = (expert * len(inside) + inside.index(projection)) * rows * columns
+                    piece = piece._replace(name=f"{prefix}.{held.stack}.weight", start=start)
+                shape = module.of.shape_of(held)
+                found[name] = ExpertTensor(f"{prefix}.{held.name}", shape, projection, piece)
+    return found
 
 
-def _is_concatenation(converter: WeightConverter) -> bool:
-    """Return True if a converter only concatenates tensors along their first dimension."""
-    kinds = [(type(operation), getattr(operation, "dim", None)) for operation in converter.operations]
-    return kinds == [(Concatenate, 0)] and len(converter.target_patterns) == 1
+def fused_layouts(experts: dict[str, ExpertTensor]) -> dict[str, DiskLayout]:
+    """Map names of transformers' fused parameters to their shapes and the slices of the model's tensors in them."""
+    shapes, pieces = {}, defaultdict(list)
+    for expert in experts.values():
+        shapes[expert.fused] = expert.shape
+        pieces[expert.fused].append(expert.piece)
+    return {name: DiskLayout(shape, _merged(pieces[name])) for name, shape in shapes.items()}
 
 
-def _expert_pattern(pattern: str) -> str:
-    """Convert a converter's source pattern to a regular expression, with the star of the expert as a group of
-    digits."""
-    return pattern.replace("*.", r"(\d+)\.")
+def turned(layout: DiskLayout) -> DiskLayout:
+    """Transpose a layout of experts ``[E, out, in]`` to ``[E, in, out]``."""
+    experts, rows, columns = layout.shape
+    pieces = []
+    for piece in layout.pieces:
+        expert, row = divmod(piece.offset // columns, rows)
+        pieces.append(piece._replace(offset=expert * rows * columns + row, turned=rows))
+    return DiskLayout((experts, columns, rows), _merged(pieces))
+
+
+def _merged(pieces: list[TensorSlice]) -> tuple[TensorSlice, ...]:
+    """Merge transposed slices that are adjacent in one matrix and in one tensor of the model, to read them once."""
+    merged: list[TensorSlice] = []
+    for piece in pieces:
+        last = merged[-1] if merged else None
+        if (
+            last is not None
+            and piece.turned
+            and piece.offset % piece.turned
+            and (last.name, last.start + last.numel, last.offset + last.shape[0])
+            == (piece.name, piece.start, piece.offset)
+        ):
+            merged[-1] = last._replace(shape=(last.shape[0] + piece.shape[0], last.shape[1]))
+        else:
+            merged.append(piece)
+    return tuple(merged)

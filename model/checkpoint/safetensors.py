@@ -7,6 +7,7 @@ Only if the dtype differs, or the memory is on a GPU, the bytes pass through a b
 """
 
 import gc
+import json
 import math
 import os
 import struct
@@ -19,9 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from model.checkpoint.json_text import parse_json
-from model.disk_errors import naming, words_of
-from model.ranks import is_main, listed, say
+from model.ranks import is_main, listed, naming, say, words_of
 from model.zero import on_cuda
 
 CHUNK_BYTES = 64 * 2**20
@@ -86,63 +85,80 @@ class Checkpoint:
     lost: set[str]
 
 
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON of any origin; every kind of bad text is a ValueError.
+
+    The library itself raises a RecursionError for deep nesting, keeps the last of two values of one key, and reads keys
+    that are no text (half of a surrogate pair), on which any later output would fail.
+    """
+    try:
+        return json.loads(text.decode() if isinstance(text, bytes) else text, object_pairs_hook=_object)
+    except RecursionError:
+        raise ValueError("brackets are nested too deeply") from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = [key for key, _ in pairs]
+        double = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"{double!r} occurs twice in one object")
+    try:
+        "".join(values).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"a key has half of a surrogate pair: {error.object[:100]!r}") from None
+    return values
+
+
 def read_headers(directory: Path) -> Checkpoint:
     """Read the header of every safetensors file of a checkpoint. Reads no tensor.
 
     Raises:
         CheckpointError: there is no safetensors checkpoint in ``directory``, or its index is invalid.
     """
+    index: dict[str, str] = {}
     if (directory / SINGLE).is_file():
-        placed: dict[str, str] | None = None
         files = [SINGLE]
     elif (directory / INDEX).is_file():
-        placed = _read_index(directory / INDEX)
-        files = sorted(set(placed.values()))
+        index = _read_index(directory / INDEX)
+        files = sorted(set(index.values()))
     else:
         raise CheckpointError(_nothing_to_read(directory))
     checkpoint = Checkpoint({}, [], set())
     for file in files:
         try:
-            tensors = list(read_header(directory / file))
+            for tensor in read_header(directory / file):
+                other = checkpoint.tensors.setdefault(tensor.key, tensor)
+                if other is not tensor:
+                    checkpoint.problems.append(f"{tensor.key} is in two files, {other.file} and {tensor.file}")
         except (CheckpointError, OSError) as error:
             checkpoint.problems.append(words_of(error))
-            checkpoint.lost.update(key for key, where in (placed or {}).items() if where == file)
-            continue
-        for tensor in tensors:
-            other = checkpoint.tensors.setdefault(tensor.key, tensor)
-            if other is not tensor:
-                checkpoint.problems.append(f"{tensor.key} is in {other.file} and in {tensor.file} too")
-    if placed is not None:
-        _check_places(checkpoint, placed, directory / INDEX)
+            checkpoint.lost.update(key for key, where in index.items() if where == file)
+    for key, file in index.items():
+        found = checkpoint.tensors.get(key)
+        if key not in checkpoint.lost and (found is None or found.file.name != file):
+            checkpoint.problems.append(f"{directory / INDEX} maps {key} to {file}, which does not contain it")
+            checkpoint.lost.add(key)
     return checkpoint
 
 
-def _check_places(checkpoint: Checkpoint, placed: dict[str, str], index: Path) -> None:
-    """Record as problems the tensors that are not in the files to which the index maps them."""
-    for key, file in placed.items():
-        found = checkpoint.tensors.get(key)
-        if key not in checkpoint.lost and (found is None or found.file.name != file):
-            checkpoint.problems.append(f"{index} places {key} in {file}, which does not hold it")
-            checkpoint.lost.add(key)
-
-
 def read_header(file: Path) -> Iterator[DiskTensor]:
-    """Read the header of one safetensors file and yield its tensors in file order.
-
-    Raises:
-        CheckpointError: the file is no safetensors file, or is shorter or longer than its header implies.
-    """
+    """Read the header of one safetensors file and yield its tensors in file order. Raises CheckpointError if the file
+    is no safetensors file, or is shorter or longer than its header implies."""
     if not file.is_file():
         raise CheckpointError(f"{file} does not exist")
     size = file.stat().st_size
     with naming(file), file.open("rb") as stream:
         length = struct.unpack("<Q", stream.read(8))[0] if size >= 8 else 0
         if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-            raise CheckpointError(f"{file} is truncated or not a safetensors file: {size} bytes, a header of {length}")
+            raise CheckpointError(
+                f"{file} is truncated or not a safetensors file: it has {size} bytes, and begins with {length} as the "
+                "length of its header"
+            )
         try:
             entries: dict[str, Any] = parse_json(stream.read(length))
             if any(not isinstance(value, str) for value in entries.pop("__metadata__", {}).values()):
-                raise ValueError("__metadata__ holds something else than texts")
+                raise ValueError("__metadata__ has a value that is no string")
             ordered = sorted(entries.items(), key=lambda item: item[1]["data_offsets"])
             tensors = [_entry(file, 8 + length, key, entry) for key, entry in ordered]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -150,11 +166,14 @@ def read_header(file: Path) -> Iterator[DiskTensor]:
     end = 8 + length
     for tensor in tensors:
         if tensor.begin != end:
-            raise CheckpointError(f"{file} has a damaged header: a gap or an overlap before {tensor.key}")
+            raise CheckpointError(
+                f"{file} has a damaged header: {tensor.key} begins at byte {tensor.begin}, expected {end}, where the "
+                "tensor before it ends"
+            )
         end = tensor.end
     if size != end:
-        kind = "truncated" if size < end else "longer than it should be"
-        raise CheckpointError(f"{file} is {kind}: {size} bytes, while its header says {end}")
+        kind = "truncated" if size < end else "too long"
+        raise CheckpointError(f"{file} is {kind}: it has {size} bytes, expected {end} according to its header")
     yield from tensors
 
 
@@ -162,53 +181,47 @@ def _entry(file: Path, data: int, key: str, entry: dict[str, Any]) -> DiskTensor
     """Parse one entry of a header; ``data`` is the first byte of the tensors."""
     (begin, end), shape = entry["data_offsets"], tuple(entry["shape"])
     if any(type(number) is not int or number < 0 for number in (begin, end, *shape)):
-        raise ValueError(f"{key} of shape {list(shape)} in bytes {begin} to {end}, expected integers from 0 on")
+        raise ValueError(f"{key} has shape {list(shape)} and data_offsets {[begin, end]}, expected integers >= 0")
     tensor = DiskTensor(key, file, str(entry["dtype"]), shape, data + begin, data + end)
     if tensor.dtype is not None and end - begin != math.prod(tensor.shape) * tensor.dtype.itemsize:
-        raise ValueError(f"{key} of shape {list(tensor.shape)} and dtype {tensor.kind} in bytes {begin} to {end}")
+        size = math.prod(tensor.shape) * tensor.dtype.itemsize
+        raise ValueError(
+            f"{key} has shape {list(tensor.shape)} and dtype {tensor.kind}, which take {size} bytes, but data_offsets "
+            f"{[begin, end]}"
+        )
     return tensor
 
 
 def warn_of_zero_tails(directory: Path) -> None:
-    """Warn on rank 0 of files of a checkpoint that end in zeros instead of matrices.
-
-    Raises:
-        CheckpointError, OSError: as in :func:`read_headers`, or a file cannot be read.
-    """
-    tensors = read_headers(directory).tensors.values() if is_main() else ()
-    for file in sorted({tensor.file for tensor in tensors}):
-        with file.open("rb", buffering=0) as stream:
-            stream.seek(max(0, file.stat().st_size - PAGE_BYTES))
-            if not any(stream.read()):
-                _warn_of_zeros(file, [tensor for tensor in tensors if tensor.file == file])
-
-
-def _warn_of_zeros(file: Path, tensors: list[DiskTensor]) -> None:
-    """Warn of the matrices among the zeros at the end of a file with these ``tensors``, if there are any.
+    """Warn on rank 0 of files of a checkpoint that end in zeros instead of matrices; raises as :func:`read_headers`.
 
     A file system that lost the end of a file in a crash may fill it with zeros: sizes and headers are right, but the
     weights are lost. A model may have matrices of zeros too (a fresh output of a residual block) and rows of zeros
     (vocabulary padding), so this is no error, and less than a tenth of a matrix is ignored.
     """
-    size, zeros = file.stat().st_size, _zeros_at_end(file)
-    gone = [
-        tensor.key
-        for tensor in tensors
-        if len(tensor.shape) > 1 and 10 * (tensor.end - size + zeros) > tensor.end - tensor.begin
-    ]
-    if zeros >= PAGE_BYTES and gone:
-        say(
-            f"warning: the last {zeros:,} bytes of {file} are zeros, and with them {listed(gone, 3)}: a file that "
-            "lost its end in a crash looks like this; compare its checksum with that of the original"
-        )
+    tensors = read_headers(directory).tensors.values() if is_main() else ()
+    for file in sorted({tensor.file for tensor in tensors}):
+        size, zeros = file.stat().st_size, _zeros_at_end(file)
+        gone = [
+            tensor.key
+            for tensor in tensors
+            if tensor.file == file
+            and len(tensor.shape) > 1
+            and 10 * (tensor.end - size + zeros) > tensor.end - tensor.begin
+        ]
+        if zeros >= PAGE_BYTES and gone:
+            say(
+                f"warning: the last {zeros:,} bytes of {file} are zeros, and with them {listed(gone, 3)}: a file that "
+                "lost its end in a crash looks like this; compare its checksum with that of the original"
+            )
 
 
 def _zeros_at_end(file: Path) -> int:
     """Count the zero bytes at the end of a file."""
     end = size = file.stat().st_size
-    with file.open("rb") as stream:
+    with file.open("rb", buffering=0) as stream:
         while end:
-            begin = max(0, end - 16 * PAGE_BYTES)
+            begin = max(0, end - PAGE_BYTES)
             stream.seek(begin)
             kept = len(stream.read(end - begin).rstrip(b"\0"))
             if kept:
@@ -220,19 +233,19 @@ def _zeros_at_end(file: Path) -> int:
 def _read_index(file: Path) -> dict[str, str]:
     """Read the file name of each key. File names must stay inside the directory."""
     try:
-        placed = parse_json(file.read_bytes())["weight_map"]
-        outside = [name for name in set(placed.values()) if Path(name).name != name or name == ".."]
+        index: dict[str, str] = parse_json(file.read_bytes())["weight_map"]
+        outside = [name for name in set(index.values()) if Path(name).name != name or name == ".."]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"{file} is no index of a checkpoint (a JSON object with a weight_map): {error}"
+            f"{file} is no index of a checkpoint, expected a JSON object with a weight_map: {error}"
         ) from error
     if outside:
         raise CheckpointError(f"{file} names files outside its directory: {', '.join(sorted(outside))}")
-    return placed
+    return index
 
 
 def _nothing_to_read(directory: Path) -> str:
-    text = f"{directory} holds neither {SINGLE} nor {INDEX}"
+    text = f"{directory} has neither {SINGLE} nor {INDEX}"
     pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in directory.glob(pattern))
     if pickles:
         text += (
@@ -273,15 +286,9 @@ class Reader:
             self._descriptor = None
 
     def read(self, tensor: DiskTensor, start: int, into: Tensor) -> None:
-        """Fill ``into``, flat, with the elements of ``tensor`` from ``start`` on, cast to the dtype of ``into``.
-
-        Raises:
-            OSError, CheckpointError: the file cannot be read, or ends early.
-        """
+        """Fill ``into``, flat, with the elements of ``tensor`` from ``start`` on, cast to the dtype of ``into``. Raises
+        OSError or CheckpointError if the file cannot be read, or ends early."""
         if into.device.type == "cpu" and into.dtype == tensor.dtype:
-            if into.nbytes <= self._chunk_bytes:
-                self._fill(tensor, start, into)
-                return
             for offset, size in self._spans(into.numel(), into.dtype):
                 self._fill(tensor, start + offset, into[offset : offset + size])
         else:
@@ -289,13 +296,11 @@ class Reader:
                 into[offset : offset + values.numel()].copy_(values)
 
     def chunks(self, tensor: DiskTensor, start: int, count: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield ``(offset, values)`` for elements [start, start + count), in the dtype on disk.
-
-        The values are in a buffer of at most ``chunk_bytes``, which the next chunk overwrites.
-        """
+        """Yield ``(offset, values)`` for elements [start, start + count), in the dtype on disk. The values are in a
+        buffer of at most ``chunk_bytes``, which the next chunk overwrites."""
         dtype = tensor.dtype
         if dtype is None:
-            raise CheckpointError(f"{tensor.file}: {tensor.key} has the dtype {tensor.kind}, which is not read")
+            raise CheckpointError(f"{tensor.file}: {tensor.key} has dtype {tensor.kind}, which is not supported here")
         if self._buffer is None:
             # Pinned, so that the copy to a GPU needs no staging by the driver.
             size = max(self._chunk_bytes, 8)
@@ -332,13 +337,7 @@ class Reader:
 
 
 def read_tensor(reader: Reader, tensor: DiskTensor) -> Tensor:
-    """Read the whole tensor, in its dtype on disk.
-
-    Raises:
-        CheckpointError: torch has no such dtype.
-    """
-    if tensor.dtype is None:
-        raise CheckpointError(f"{tensor.file}: {tensor.key} is {tensor.kind}, a dtype that is not read")
+    """Read the whole tensor, in its dtype on disk. Raises CheckpointError if torch has no such dtype."""
     whole = torch.empty(tensor.shape, dtype=tensor.dtype)
     reader.read(tensor, 0, whole.view(-1))
     return whole
@@ -346,11 +345,9 @@ def read_tensor(reader: Reader, tensor: DiskTensor) -> Tensor:
 
 @contextmanager
 def garbage_kept() -> Iterator[None]:
-    """Pause Python's cyclic garbage collector while many objects are created that are all freed in the end.
-
-    As their number grows, the collector repeatedly scans all objects of the process, a million with transformers'
-    modules: 0.25 s each time, and a fifth of the time of writing ten thousand tensors.
-    """
+    """Pause Python's cyclic garbage collector while many objects are created that are all freed in the end. As their
+    number grows, the collector repeatedly scans all objects of the process, a million with transformers' modules: 0.25
+    s each time, and a fifth of the time of writing ten thousand tensors."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,12 +1,17 @@
-"""Find the experts in transformers' modules, by structure instead of name, and replace them by this project's modules.
+"""Find the experts and routers in transformers' modules, by structure instead of name, and replace the experts by this
+project's modules.
 
 The function of each module is compared with its replacement on a tiny case. A module with several experts in an unknown
 form is an error that names it: ranks that route differently would run different parts of it.
 
 For Llama 4, :class:`Routed` replaces the MoE block, so that an expert gets only the tokens that chose it. transformers
-passes all tokens to every expert, multiplied by a score that is zero if the token did not choose the expert. This takes
-E times the arithmetic, and E copies of the hidden states. An expert's output and gradient for zeros are zero, so the
-result is the same.
+passes all tokens to every expert, multiplied by a score that is zero if the token did not choose the expert: E times
+the arithmetic, and E copies of the hidden states. An expert's output and gradient for zeros are zero, so the result is
+the same.
+
+Routers compute the weights of the chosen experts. So a block's forward is run on the meta device up to its experts, and
+autograd's graph of these weights is followed back to the last matrix product: the parameters on this path, and the
+block's children that contain them, are the router.
 """
 
 import copy
@@ -17,12 +22,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.func import functional_call
 from transformers import PreTrainedModel
 from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 
 from model import zero
 from model.moe.experts import ExpertMLPs, Experts, Form, Function, PerExpertMLPs, StackedMLPs
-from model.moe.routers import routers_of
 
 # Attribute names of classes for their sizes, and for their activation function.
 SIZES = {
@@ -33,12 +39,13 @@ SIZES = {
 ACT_FN = ("act_fn", "activation_fn")
 # Parts of configuration keys about experts whose value is not the number of experts to choose from.
 _NO_NUMBER = re.compile(r"tok|top|shared|group|size|dim|interval|freq|step|layer|zero")
+_PRODUCTS = ("MmBackward0", "AddmmBackward0", "BmmBackward0", "BaddbmmBackward0")
+_UNSUPPORTED = "is a mixture of experts that is not supported"
 
 
 def arrange_experts(model: nn.Module, form: Form) -> int:
-    """Replace every fused experts module of an empty model by a module of ``form``, which ZeRO-3 gathers as a whole.
-
-    Run it in a context that creates parameters on the meta device: nothing is copied. Returns the number of modules.
+    """Replace every fused experts module of an empty model by a module of ``form``, which ZeRO-3 gathers as a whole,
+    and return their number. Run it in a context that creates parameters on the meta device: nothing is copied.
 
     Raises:
         ValueError: experts have an unknown layout or function; the text names the class.
@@ -69,7 +76,7 @@ def arrange_experts(model: nn.Module, form: Form) -> int:
         zero.mark_leaf(experts)
         model.set_submodule(name, experts)
         if of.scales_inputs:
-            model.set_submodule(block, _routed(block, model.get_submodule(block)))
+            model.set_submodule(block, Routed(block, model.get_submodule(block)))
     return len(found)
 
 
@@ -82,14 +89,6 @@ def _parameter(fused: nn.Module, name: str, of: Experts) -> nn.Parameter:
     wholes = [whole if held.flat else whole.squeeze(1) for held, whole in zip(inside, wholes, strict=True)]
     matrices = [whole.mT if held.turned else whole for held, whole in zip(inside, wholes, strict=True)]
     return nn.Parameter(torch.cat(matrices, dim=1).contiguous())
-
-
-def _routed(name: str, block: nn.Module) -> nn.Module:
-    """Replace a block that passes all tokens to each expert by a block that routes them."""
-    # Imported only for such a model, as the file imports the classes of its family.
-    from model.moe.arrange import Routed
-
-    return Routed.of(name, block)
 
 
 def _gated_of(fused: nn.Module) -> Function | None:
@@ -105,10 +104,8 @@ def _gated_of(fused: nn.Module) -> Function | None:
 
 def _looks_like_experts(name: str, module: nn.Module, model: nn.Module, counts: set[int]) -> bool:
     """Return True if ``module`` of ``model`` has several experts in any form; an unknown form is then an error.
-
     Evidence is the module's name, or its number of equal parts: the number of experts in the configuration
-    (``counts``), or the number from which another module of the same block can choose.
-    """
+    (``counts``), or the number from which another module of the same block can choose."""
     if isinstance(module, ExpertMLPs):
         return False
     own = {key: tuple(zero.full_shape(parameter)) for key, parameter in module.named_parameters(recurse=False)}
@@ -134,8 +131,8 @@ def _looks_like_experts(name: str, module: nn.Module, model: nn.Module, counts: 
 
 
 def _holder(name: str, module: nn.Module, model: nn.Module) -> tuple[str, nn.Module]:
-    """Find the module, with its name, whose forward takes tokens and choices: in DBRX the parent of the module with the
-    weights."""
+    """Find the module, with its name, whose forward takes tokens and choices: in DBRX the parent of the weights'
+    module."""
     parent = name.rpartition(".")[0]
     if {key for key, _ in module.named_parameters(recurse=False)} == {"w1", "v1", "w2"} and parent.endswith("experts"):
         return parent, model.get_submodule(parent)
@@ -144,10 +141,7 @@ def _holder(name: str, module: nn.Module, model: nn.Module) -> tuple[str, nn.Mod
 
 def _alike_parts(module: nn.Module, own: Mapping[str, tuple[int, ...]]) -> tuple[int, set[int]]:
     """Count the equally shaped matrices, or modules with matrices, in the container ``module``, and return the sizes of
-    these matrices; 0 if it is no container.
-
-    ``own`` has the shapes of its parameters, which are 3-D in a stack.
-    """
+    these matrices; 0 if it is no container. ``own`` has the shapes of its parameters, which are 3-D in a stack."""
     shapes: list[tuple[int, ...]] = []
     parts = 0
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
@@ -278,13 +272,11 @@ def _check_function(name: str, module: nn.Module, of: Experts) -> bool:
         # In fp32 with fp64 weights, a sum in fp64 is rounded once. Some classes only take weights in their own dtype.
         wide = same and not (of.scales_inputs or of.apart) and not agree(of, torch.float32)
     except Exception as error:
-        raise ValueError(
-            f"{name} ({type(module).__name__}) is a mixture of experts that is not supported: {error}"
-        ) from error
+        raise ValueError(f"{name} ({type(module).__name__}) {_UNSUPPORTED}: {error}") from error
     if not same:
         raise ValueError(
-            f"{name} ({type(module).__name__}) is a mixture of experts that is not supported: it has the usual "
-            "parameters, but computes something else than down(gated(gate(x), up(x)))"
+            f"{name} ({type(module).__name__}) {_UNSUPPORTED}: it has the usual parameters, but computes "
+            "something else than down(gated(gate(x), up(x)))"
         )
     return wide and agree(of._replace(sums_of_weights=True), torch.float32)
 
@@ -328,22 +320,20 @@ def _as_ours(theirs: nn.Module, of: Experts) -> Callable[[Tensor, Tensor, Tensor
 
 
 class Routed(nn.Module):
-    """Block with the children, names and results of transformers' block, but with the replaced experts."""
+    """Block with the children, names and results of transformers' block, but which routes tokens to replaced experts.
 
-    def __init__(self, block: Llama4TextMoe):
+    Raises ValueError for a ``block``, called ``name``, of a class other than Llama 4's, whose forward might differ.
+    """
+
+    def __init__(self, name: str, block: nn.Module):
         super().__init__()
-        self.top_k, self.hidden_dim = block.top_k, block.hidden_dim
-        self.experts, self.router, self.shared_expert = block.experts, block.router, block.shared_expert
-
-    @classmethod
-    def of(cls, name: str, block: nn.Module) -> "Routed":
-        """Convert ``block``, called ``name``. Raises ValueError for another class, whose forward might differ."""
         if type(block) is not Llama4TextMoe:
             raise ValueError(
-                f"{name} ({type(block).__name__}) hands all tokens to every expert, expected Llama 4's Llama4TextMoe: "
-                "a mixture of experts in a layout that is not supported"
+                f"{name} ({type(block).__name__}) {_UNSUPPORTED}: it passes all tokens to every expert, which only "
+                "Llama 4's Llama4TextMoe may do"
             )
-        return cls(block)
+        self.top_k, self.hidden_dim = block.top_k, block.hidden_dim
+        self.experts, self.router, self.shared_expert = block.experts, block.router, block.shared_expert
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """Compute ``[T, H]`` and the router's logits ``[T, E]`` from ``[..., H]``."""
@@ -352,3 +342,90 @@ class Routed(nn.Module):
         chosen = logits.topk(self.top_k, dim=1).indices
         routed = self.experts(hidden_states, chosen, scores.gather(1, chosen))
         return self.shared_expert(hidden_states) + routed, logits
+
+
+class _Reached(Exception):
+    """Raised when the forward reaches the experts."""
+
+
+def routers_of(block: nn.Module, experts: nn.Module, *, num_experts: int, hidden_dim: int) -> list[str]:
+    """Find the names, inside ``block``, of the router of ``experts``: children of the block, or its own parameters. The
+    gate of shared experts (a Linear with one output) counts as a router, and so do parameters with a value per expert.
+
+    Args:
+        block: parent of ``experts``; its parameters may be on the meta device.
+        experts: called with hidden states, the chosen experts and their weights.
+        num_experts, hidden_dim: sizes of the experts.
+
+    Raises:
+        ValueError: the block has no router.
+    """
+    (own,) = (name for name, module in block.named_modules() if module is experts)
+    parameters = {name: value for name, value in block.named_parameters() if not name.startswith(f"{own}.")}
+    found = _by_computation(block, experts, parameters, hidden_dim)
+    if not found:
+        found = {name for name, value in parameters.items() if tuple(value.shape) == (num_experts, hidden_dim)}
+    if not found:
+        raise ValueError(f"nothing in {type(block).__name__} computes which of the {num_experts} experts are chosen")
+    children = {name.partition(".")[0] for name in found}
+    modules, own_parameters = block.named_children(), block.named_parameters(recurse=False)
+    children |= {name for name, one in modules if isinstance(one, nn.Linear) and one.out_features == 1}
+    children |= {name for name, value in own_parameters if value.numel() == num_experts}
+    return sorted(children)
+
+
+def _by_computation(
+    block: nn.Module, experts: nn.Module, parameters: dict[str, nn.Parameter], hidden_dim: int
+) -> set[str]:
+    """Find the names of the parameters in the last product before the weights of the chosen experts; empty if the
+    block's forward takes more than hidden states, or needs values."""
+    meta = {
+        name: torch.empty_like(value, device="meta").requires_grad_(name in parameters and value.is_floating_point())
+        for name, value in (*block.named_parameters(), *block.named_buffers())
+    }
+    dtype = next(iter(parameters.values())).dtype if parameters else torch.float32
+    hidden = torch.empty(1, 8, hidden_dim, dtype=dtype, device="meta", requires_grad=True)
+    given: list[Tensor] = []
+
+    def reached(module: nn.Module, arguments: tuple, named: dict) -> None:
+        given.extend(value for value in (*arguments, *named.values()) if isinstance(value, Tensor))
+        raise _Reached
+
+    hook = experts.register_forward_pre_hook(reached, with_kwargs=True)
+    try:
+        with torch.enable_grad():
+            functional_call(block, meta, (hidden,))
+    except _Reached:
+        pass
+    except Exception:  # of any kind: then the caller uses the parameters' shapes
+        return set()
+    finally:
+        hook.remove()
+    names = {id(value): name for name, value in meta.items()}
+    ends = [value.grad_fn for value in given[1:] if value.is_floating_point() and value.grad_fn is not None]
+    return {names[id(leaf)] for end in ends for leaf in _last_product(end, hidden) if id(leaf) in names}
+
+
+def _last_product(end: Node, hidden: Tensor) -> Iterator[Tensor]:
+    """Yield the leaves that ``end`` is computed from, back to the nearest matrix products of ``hidden``."""
+    for leaf in _leaves(end, through=lambda node, before: node.name() not in _PRODUCTS or not _reaches(before, hidden)):
+        if leaf is not hidden:
+            yield leaf
+
+
+def _reaches(start: Node, leaf: Tensor) -> bool:
+    """Return True if ``start`` is computed from ``leaf``."""
+    return any(found is leaf for found in _leaves(start))
+
+
+def _leaves(end: Node, through: Callable[[Node, Node], bool] = lambda node, before: True) -> Iterator[Tensor]:
+    """Yield the leaves of the graph of ``end``, along the edges to earlier nodes that ``through`` accepts."""
+    seen: set[Node] = set()
+    waiting = [end]
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            if (leaf := getattr(node, "variable", None)) is not None:
+                yield leaf
+            waiting += [before for before, _ in node.next_functions if before is not None and through(node, before)]

@@ -4,16 +4,15 @@ Li et al. 2021, arXiv 2102.05426), of all weights at once (EfficientQAT's first 
 
 GPTQ compensates the error within each Linear. In a decoder layer, a Linear can also compensate the error of another
 Linear, and the error of the layers before, from which it gets its inputs. The weights are rounded in every forward, as
-in training, and trained by Adam on fp32 masters; norms, routers and biases are frozen. The loss of a token is ``|y -
-t|^2 / |t|^2``, with ``y`` the quantized layer's output for the quantized model's hidden states, and ``t`` the original
-layer's output for the original model's hidden states. It is relative to the token's size because a norm follows, and so
-that few tokens with huge states do not dominate.
+in training, and trained by Adam on fp32 masters, of which each rank has those of its own elements; gradients are summed
+over ranks. Norms, routers and biases are frozen. The loss of a token is ``|y - t|^2 / |t|^2``, with ``y`` the quantized
+layer's output for the quantized model's hidden states, and ``t`` the original layer's output for the original model's
+hidden states. It is relative to the token's size because a norm follows, and so that few tokens with huge states do not
+dominate.
 
 Afterwards each weight returns to its original value if this is rounded to the trained code; otherwise it gets the
-code's value, as after GPTQ (:mod:`quant.scale`).
-
-Learning rates are in units of the scale, as in AutoRound (Cheng et al. 2023, arXiv 2309.05516), so that they fit any
-model. Gradients are summed over ranks. Each rank has masters and moments of its own elements.
+code's value, as after GPTQ (:mod:`quant.scale`). Learning rates are in units of the scale, as in AutoRound (Cheng et
+al. 2023, arXiv 2309.05516), so that they fit any model.
 """
 
 import random
@@ -72,10 +71,9 @@ def tune(
     errors: LayerErrors,
     progress: Callable[[], object],
 ) -> None:
-    """Train the quantized weights of a decoder layer, and their scales if these are learned; a collective.
-
-    If the errors of all samples do not decrease, everything is restored. Scales of integers end up in s0, with theta 0;
-    scales of float formats keep a theta.
+    """Train the quantized weights of a decoder layer, and their scales if these are learned; a collective. If the
+    errors of all samples do not decrease, everything is restored. Scales of integers end up in s0, with theta 0; scales
+    of float formats keep a theta.
 
     Args:
         quantization: with fake quantization on in this layer, and in its final state in the layers before.
@@ -134,22 +132,13 @@ class _Order:
 
 
 class _Tuned:
-    """Trained parameters of a decoder layer, which must be gathered on construction.
-
-    Attributes:
-        parameters: weights, then thetas.
-    """
+    """Trained parameters of a decoder layer (weights, then thetas), which must be gathered on construction."""
 
     def __init__(self, layers: dict[str, QuantLayer]) -> None:
         self._layers = layers
         self._weights = list(dict.fromkeys(layer.weight for layer in layers.values()))
-        self._thetas = list(
-            dict.fromkeys(
-                layer.weight_theta
-                for layer in layers.values()
-                if layer.weight_theta is not None and layer.weight_theta.requires_grad
-            )
-        )
+        thetas = dict.fromkeys(layer.weight_theta for layer in layers.values())
+        self._thetas = [theta for theta in thetas if theta is not None and theta.requires_grad]
         self.parameters = [*self._weights, *self._thetas]
         self._trained = [parameter.requires_grad for parameter in self.parameters]
         for parameter in self.parameters:
@@ -162,17 +151,13 @@ class _Tuned:
         self._first_thetas = [theta.detach().clone() for theta in self._thetas]
         self._values = [theta.float() for theta in self._first_thetas]
         rates = {layer.weight: WEIGHT_RATE * float(_effective(layer).abs().mean()) for layer in layers.values()}
-        groups = [
-            {"params": [master], "lr": rates[weight]}
-            for weight, master in zip(self._weights, self._masters, strict=True)
-        ]
-        groups += [{"params": [value], "lr": SCALE_RATE} for value in self._values]
-        self._rates = [float(group["lr"]) for group in groups]  # type: ignore[arg-type]
-        self._adam = torch.optim.Adam(groups, betas=BETAS)
+        self._rates = [rates[weight] for weight in self._weights] + [SCALE_RATE] * len(self._values)
+        masters = zip([*self._masters, *self._values], self._rates, strict=True)
+        self._adam = torch.optim.Adam([{"params": [one], "lr": rate} for one, rate in masters], betas=BETAS)
 
     def show_scales(self) -> None:
-        """Copy the masters of scales into the gathered Parameters, which after each gather have the outdated values of
-        the partitions."""
+        """Copy the masters of scales into the Parameters, which after each gather have the outdated partitions'
+        values."""
         for theta, value in zip(self._thetas, self._values, strict=True):
             theta.detach().copy_(value)
         self._forget()
@@ -199,27 +184,27 @@ class _Tuned:
             inside = {
                 layer.weight: _snapped(one, layer, originals[layer.weight]) for one, layer in self._layers.items()
             }
-        self._write([inside[weight] for weight in self._weights])
         folded = {id(layer.weight_theta) for layer in integers.values()}
-        with gathered(self._thetas, modifier_rank=0):
-            for theta, value in zip(self._thetas, self._values, strict=True):
-                theta.detach().copy_(torch.zeros_like(value) if id(theta) in folded else value)
+        pairs = zip(self._thetas, self._values, strict=True)
+        thetas = [torch.zeros_like(value) if id(theta) in folded else value for theta, value in pairs]
+        self._end([inside[weight] for weight in self._weights], thetas)
         write_scales(quantization.weight_groups, scales)
-        self._end()
+        self._forget()
 
     def put_back(self) -> None:
         """Restore the values from before training."""
-        self._write(self._first)
-        with gathered(self._thetas, modifier_rank=0):
-            for theta, value in zip(self._thetas, self._first_thetas, strict=True):
-                theta.detach().copy_(value)
-        self._end()
+        self._end(self._first, self._first_thetas)
 
     def _write(self, weights: Sequence[Tensor]) -> None:
         for weight, values in zip(self._weights, weights, strict=True):
             local_data(weight).copy_(values)
 
-    def _end(self) -> None:
+    def _end(self, weights: Sequence[Tensor], thetas: Sequence[Tensor]) -> None:
+        """Write the final values, and restore the switches."""
+        self._write(weights)
+        with gathered(self._thetas, modifier_rank=0):
+            for theta, value in zip(self._thetas, thetas, strict=True):
+                theta.detach().copy_(value)
         for parameter, trained in zip(self.parameters, self._trained, strict=True):
             parameter.requires_grad_(trained)
         for layer in self._layers.values():

@@ -3,10 +3,6 @@
 Samples of equal length form groups, which pass a layer together, since each run of a layer quantizes its weights. All
 samples run through the whole model once, to record the other arguments of each decoder layer. From then on a single
 layer can run on the hidden states of all samples.
-
-While a layer is tuned, stored scales of its inputs are measured from the largest magnitudes in some samples. The scales
-that training starts with are measured later in the whole model, according to the recipe. Scales set before
-(``quant.initial_input_scale``) are measured neither later nor here.
 """
 
 import math
@@ -82,11 +78,8 @@ def decoder_layers(model: nn.Module, quantization: Quantization) -> dict[str, nn
 def record(
     model: nn.Module, blocks: dict[str, nn.Module], samples: Sequence[tuple[Tensor, bool]], device: torch.device
 ) -> Samples:
-    """Run samples through a model, with one decoder layer gathered at a time; a collective.
-
-    Args:
-        model, blocks: the model, and its decoder layers by name.
-        samples, device: as in :func:`model.ptq_init.choose_initial_codes`.
+    """Run samples (as in :func:`model.ptq_init.choose_initial_codes`) through a model, with one of its decoder layers
+    ``blocks`` gathered at a time; a collective.
 
     Raises:
         RankError: on every rank: decoder layers do not run once each, one after the other.
@@ -106,7 +99,7 @@ def record(
         if name in seen:
             problems[f"{name} runs more than once"] = None
         elif hidden and given is not hidden[-1]:
-            problems[f"{name} does not get what {seen[-1]} gives, as it is"] = None
+            problems[f"the input of {name} is not the output of {seen[-1]}"] = None
         if not seen:
             hidden.append(given)  # type: ignore[arg-type]
         seen.append(name)
@@ -148,12 +141,10 @@ def _first(output: Any) -> Tensor:
 
 
 def measure_inputs(quantization: Quantization, block: nn.Module, name: str, samples: Samples) -> None:
-    """Measure missing scales of the inputs of Linears in a decoder layer with its current weights; a collective.
-
-    Args:
-        quantization: without active observers.
-        block, name: the decoder layer.
-        samples: with the hidden states before it.
+    """Measure missing stored scales of the inputs of Linears in a decoder layer, for tuning it, from the largest
+    magnitudes with its current weights; a collective. ``quantization`` has no active observers. The scales that
+    training starts with are measured later in the whole model, according to the recipe, but scales set before
+    (``quant.initial_input_scale``) neither later nor here.
 
     Raises:
         RankError: on every rank: inputs have NaN or Inf.
@@ -175,7 +166,7 @@ def measure_inputs(quantization: Quantization, block: nn.Module, name: str, samp
     quantization.observe(False)
     largest = reduce_over_ranks(seen.nan_to_num(nan=torch.inf), dist.ReduceOp.MAX)
     bad = [group.owner for group, most in zip(groups, largest.tolist(), strict=True) if most == torch.inf]
-    raise_everywhere(f"inputs with NaN or Inf: {', '.join(bad)}" if bad else None)
+    raise_everywhere(f"quant.init: inputs of these layers have NaN or Inf: {', '.join(bad)}" if bad else None)
     largest = largest.clamp(min=1e-6)  # for an expert that no token reached
     scales = {
         group.owner: first_input_scale(most, group.spec) for group, most in zip(groups, largest.split(1), strict=True)

@@ -1,7 +1,6 @@
 """GPTQ for a decoder layer (:mod:`quant.gptq` has the arithmetic): Linears with the same input are quantized together,
-and later Linears then see inputs from quantized layers.
-
-Inputs are summed over ranks; each rank chooses codes for the rows of which it has a part.
+and later Linears then see inputs from quantized layers. Inputs are summed over ranks; each rank chooses codes for the
+rows of which it has a part.
 
 Inputs with dynamic scales are already quantized as in training. Inputs with a stored scale, keys and values are not:
 their scales are measured later, in the model with these codes.
@@ -55,7 +54,7 @@ class CodeErrors:
 def choose_codes(
     model: nn.Module, quantization: Quantization, block: nn.Module, name: str, samples: Samples, errors: CodeErrors
 ) -> Iterator[list[str]]:
-    """Choose the codes and scales of a decoder layer, some Linears at a time; a collective.
+    """Choose the codes and scales of a decoder layer, some Linears at a time, and yield their names; a collective.
 
     Args:
         model, quantization: the quantized model.
@@ -63,11 +62,8 @@ def choose_codes(
         samples: with the layer's inputs. Layers that were yielded must be fake-quantized before the next step.
         errors: accumulates the errors of these layers.
 
-    Yields:
-        Names of the layers whose codes have just been chosen.
-
     Raises:
-        RankError: on every rank: inputs have NaN or Inf, or the model's dtype cannot represent all steps of the codes.
+        RankError: on every rank: inputs have NaN or Inf, or the model's dtype cannot represent all values of the codes.
     """
     for sets in quantized_together(model, quantization, name):
         grams = _grams(quantization, block, sets, samples, name)
@@ -76,7 +72,7 @@ def choose_codes(
 
 
 def quantized_together(model: nn.Module, quantization: Quantization, name: str) -> Iterator[Sets]:
-    """Yield layers of a decoder layer to quantize together, in module order: layers with the same input, and the same
+    """Yield layers of a decoder layer to quantize together, in module order: those with the same input, and the same
     Linear of all experts that are separate modules."""
     schemes = {one: layer.scheme for one, layer in quantization.layers.items() if one.startswith(f"{name}.")}
     steps: dict[str, Sets] = defaultdict(list)
@@ -86,8 +82,8 @@ def quantized_together(model: nn.Module, quantization: Quantization, name: str) 
 
 
 def _grams(quantization: Quantization, block: nn.Module, sets: Sets, samples: Samples, name: str) -> dict[str, Tensor]:
-    """Sum ``X'X`` of the inputs over all ranks' samples, by name of the quantized layer: fp64 ``[in, in]``, for stacked
-    experts ``[E, in, in]``; a collective."""
+    """Sum ``X'X`` of the inputs over all ranks' samples, by name of the layer: fp64 ``[in, in]``, for stacked experts
+    ``[E, in, in]``; a collective."""
     firsts = [quantization.layers[names[0]] for names in sets]
     sums = [_zeros(layer) for layer in firsts]
     hooks = [
@@ -192,7 +188,7 @@ def _of_rank(layer: QuantLayer, part: LinearPart, gram: Tensor) -> _Rows | None:
 
 
 def _of_all_ranks(layer: QuantLayer, found: Sequence[_Rows]) -> Tensor:
-    """Collect the layer's scales on every rank; a row split over two ranks gets the first rank's scales. A
+    """Collect the layer's scales on every rank; a row split over two ranks gets the first one's scales. A
     collective."""
     own = local_data(layer.weight_s0)
     whole = torch.zeros(full_shape(layer.weight_s0), device=own.device)
@@ -215,8 +211,8 @@ def _moved(layer: QuantLayer, found: _Rows, scales: Tensor, gram: Tensor, errors
     decoded = kernels.dequantize(found.codes, after)
     if not bool(have_codes(decoded, found.codes, after).all()):
         raise ValueError(
-            f"quant.init, expected rtn, or model.dtype float32: {weight.dtype} does not hold all "
-            f"steps of the codes of {found.part.name}"
+            f"quant.init, expected rtn, or model.dtype float32: {weight.dtype} cannot represent all values "
+            f"of the codes of {found.part.name}"
         )
     single, exact = (gram if found.part.expert is None else gram[found.part.expert]).float(), weight.float()
     errors.nearest += float(output_error(kernels.fake_quantize(weight, found.before).float() - exact, single))

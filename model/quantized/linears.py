@@ -10,7 +10,7 @@ import torch
 
 from model.checkpoint.safetensors import Checkpoint, CheckpointError, DiskTensor, Reader
 from model.quantized.tensor import QuantizedTensor
-from model.scales.read import CACHE_SCALES
+from model.scales.grouping import CACHE_SCALES
 from quant import Rule, Scheme
 from quant.formats.compressed_tensors import Shapes, packed_shapes
 from quant.spec import TensorSpec

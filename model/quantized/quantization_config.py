@@ -12,8 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from model.checkpoint.json_text import parse_json
-from model.checkpoint.safetensors import CheckpointError, DiskTensor, read_headers
+from model.checkpoint.safetensors import CheckpointError, DiskTensor, parse_json, read_headers
 from model.quantized.foreign_layouts import Packing
 from quant import Rule, Scheme, TensorSpec
 from quant.formats.config_groups import kv_cache_from_config, rules_from_config

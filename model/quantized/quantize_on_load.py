@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from model.checkpoint.names import TensorSlice
 from model.checkpoint.safetensors import CheckpointError, DiskTensor, Reader
-from model.checkpoint.slices import Piece
 from model.quantized.narrow_range import check_codes
 from model.quantized.tensor import QuantizedTensor, check_return, row_chunks
 from model.ranks import errors_on_all_ranks
@@ -312,5 +312,5 @@ def in_codes(read: Any, model: nn.Module) -> Any:
         record_quantized_on_load(
             parameter, QuantizeOnLoadRows(piece.start // columns, rows, coded, piece.offset // columns)
         )
-    moved = Piece(piece.name, piece.offset // columns * width, (rows, width), piece.start // columns * width)
+    moved = TensorSlice(piece.name, piece.offset // columns * width, (rows, width), piece.start // columns * width)
     return read._replace(source=PackedTensor(coded, held), piece=moved, target=parameter)

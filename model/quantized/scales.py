@@ -22,16 +22,24 @@ from transformers import PreTrainedModel
 
 from model.checkpoint.names import module_name_on_disk
 from model.checkpoint.safetensors import CheckpointError, Reader
-from model.disk_errors import words_of
 from model.quantized.checkpoint import SourceCheckpoint, read_checkpoint
 from model.quantized.narrow_range import check_codes, check_weights
 from model.quantized.tensor import QuantizedTensor, row_chunks
-from model.ranks import errors_on_all_ranks, listed, raise_everywhere, raise_problems, reduce_over_ranks, say
+from model.ranks import errors_on_all_ranks, listed, raise_everywhere, raise_problems, reduce_over_ranks, say, words_of
 from model.scales.codes import Values, add_products, count_of_sums, other_weights
-from model.scales.grouping import ArrangedScales, GroupScale, arrange, scales_per_head
+from model.scales.grouping import (
+    GLOBAL_SCALE,
+    WEIGHT_SCALE,
+    ArrangedScales,
+    GroupScale,
+    StoredScales,
+    arrange,
+    cache_keys,
+    input_ending,
+    scales_per_head,
+)
 from model.scales.in_place import check_scale, check_values, fill_scales, measure_global_scales, measure_weight_scales
 from model.scales.loading import ScaleReport, given_scales
-from model.scales.read import GLOBAL_SCALE, WEIGHT_SCALE, StoredScales, cache_keys, input_ending
 from model.zero import forget_secondary_copies, is_partitioned, local_data, local_range
 from quant import Quantization, Quantizer, QuantLayer, ScaleGroup, TensorSpec, kernels
 from quant.linear import LinearPart, linears_of

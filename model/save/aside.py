@@ -17,8 +17,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from model.disk_errors import naming
-from model.ranks import say
+from model.ranks import naming, say
 
 WRITING = ".writing"
 QUIET_SECONDS = 3600.0

@@ -12,10 +12,9 @@ from transformers import PreTrainedModel
 
 from model.checkpoint.names import Names, module_name_on_disk
 from model.checkpoint.safetensors import INDEX
-from model.disk_errors import naming
 from model.families import text_part
 from model.quantized.quantization_config import read_json_object
-from model.ranks import listed
+from model.ranks import listed, naming
 from model.save.aside import sync
 from model.save.plan import Item, copied_modules, mlx_place
 from model.zero import full_shape

@@ -13,9 +13,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.quantizers.base import MODULES_TO_PATCH_FOR_QUANTIZATION
 from transformers.utils.quantization_config import QuantizationMethod
 
-from model.checkpoint.names import ROTARY_TABLES, Names, Place, module_name_on_disk
+from model.checkpoint.names import ROTARY_TABLES, Names, Place, Stack, module_name_on_disk
 from model.checkpoint.safetensors import DiskTensor
-from model.checkpoint.slices import Stack
 from model.quantized.tensor import QuantizedTensor
 from model.save.shard_writer import KINDS
 from model.scales import cache_keys

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from model.checkpoint.safetensors import DTYPES
-from model.disk_errors import naming
+from model.ranks import naming
 from quant.formats.compressed_tensors import Shapes
 
 # In the library's order: wide elements first, so that each tensor begins at a multiple of its element's size.

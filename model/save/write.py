@@ -12,9 +12,8 @@ from tqdm import tqdm
 
 from model.checkpoint.safetensors import SINGLE, Reader
 from model.console import progress_bar
-from model.disk_errors import words_of
 from model.quantized.tensor import chunks_of
-from model.ranks import errors_on_all_ranks, is_main, raise_everywhere
+from model.ranks import errors_on_all_ranks, is_main, raise_everywhere, words_of
 from model.save.plan import Item
 from model.save.shard_writer import ShardWriter
 from model.zero import ReceiveBuffer, batches, gathered_on_main

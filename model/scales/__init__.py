@@ -8,32 +8,20 @@ after ``deepspeed.initialize``.
 The values of an asymmetric weight are ``[2, *scale shape]`` everywhere in this package: scales, then zero points, so
 that neither changes without the other.
 
-A checkpoint goes through ``read.py`` (files to tensors by key), ``grouping.py`` (tensors of Linears to scale groups),
+A checkpoint goes through ``grouping.py`` (files to tensors by key, and tensors of Linears to scale groups),
 ``scale_check.py`` and ``codes.py`` (shapes, values, comparison with the weights) and ``in_place.py`` (writing into
-partitions, and measuring from the weights), each called once by ``loading.py``. ``statistics.py`` is for monitoring.
+partitions, and measuring from the weights), each called once by ``loading.py``.
 """
 
+from model.scales.grouping import cache_keys
 from model.scales.in_place import (
+    WeightStatistics,
     follow_weights,
+    input_scales,
     measure_weight_scales,
     release_scales,
     renew_weight_scales,
+    weight_statistics,
     write_scales,
 )
 from model.scales.loading import ScaleReport, load_scales
-from model.scales.read import cache_keys
-from model.scales.statistics import WeightStatistics, input_scales, weight_statistics
-
-__all__ = [
-    "ScaleReport",
-    "WeightStatistics",
-    "cache_keys",
-    "follow_weights",
-    "input_scales",
-    "load_scales",
-    "measure_weight_scales",
-    "release_scales",
-    "renew_weight_scales",
-    "weight_statistics",
-    "write_scales",
-]

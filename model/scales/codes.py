@@ -1,21 +1,21 @@
-"""Compare the loaded weights with the codes that a checkpoint has in addition to its scales.
+"""Compare the loaded weights with the codes that a checkpoint has in addition to its scales, which show whether the
+scales belong to these weights: codes times scales must equal the weight up to rounding.
 
-The codes in a checkpoint show whether its scales belong to the loaded weight: codes times scales must equal the weight
-up to rounding. So each rank decodes its own range of a weight, a few rows at a time, and sums products
-(:func:`local_products`). From their sums over all ranks :func:`other_weights` compares the distance between the decoded
-and the loaded weight with two other distances: the error of rounding with the same scales, and the distance if the
-codes had the scales that fit them best.
+Each rank decodes its own range of a weight, a few rows at a time, and sums products (:func:`local_products`). From
+their sums over all ranks :func:`other_weights` compares the distance between the decoded and the loaded weight with two
+other distances: the error of rounding with the same scales, and the distance if the codes had the scales that fit them
+best.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from model.checkpoint.safetensors import DiskTensor, Reader
-from model.quantized.tensor import read_codes
+from model.quantized.tensor import read_codes, row_chunks
 from quant.formats.packing import packed_columns
 from quant.linear import LinearPart
 from quant.reference import dequantize, fake_quant, inside_range
@@ -32,7 +32,6 @@ FAR, TRAINED, FARTHEST = 4.0, 0.12, 1.5
 REFITTED = 2.5
 
 _TOTALS = 4  # sums over a whole Linear
-_CHUNK = 2**20  # weights decoded at a time
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -41,8 +40,7 @@ class FileWeight(NamedTuple):
 
     Attributes:
         tensor: its codes, or its values if it is not quantized.
-        scale: its effective scale in the file, fp32 in the scheme's shape.
-        zero: its zero points, fp32 in the same shape; None if there are none.
+        scale, zero: its effective scale and zero points (None without) in the file, fp32 in the scheme's shape.
     """
 
     tensor: DiskTensor
@@ -53,11 +51,8 @@ class FileWeight(NamedTuple):
 def file_weight(
     name: str, part: LinearPart, spec: TensorSpec, tensors: Mapping[str, DiskTensor], scale: Tensor, zero: Tensor | None
 ) -> FileWeight | None:
-    """Find the codes of the Linear called ``name`` on disk; None if the files only have scales.
-
-    Raises:
-        ValueError: the tensor does not have the dtype or the size of codes of ``spec``.
-    """
+    """Find the codes of the Linear called ``name`` on disk; None if the files only have scales. Raises ValueError if
+    the tensor does not have the dtype or the size of codes of ``spec``."""
     found = tensors.get(f"{name}.weight_packed") or tensors.get(f"{name}.weight")
     if found is None:
         return None
@@ -93,8 +88,8 @@ def count_of_sums(part: LinearPart, spec: TensorSpec) -> int:
 def local_products(
     file: FileWeight, part: LinearPart, spec: TensorSpec, local: Tensor, start: int, rows: int, reader: Reader
 ) -> Tensor:
-    """Sum products of three tensors over this rank's part of a Linear: the weight, the weight rounded with the file's
-    scales, and the decoded weight; fp64, flat, on the CPU.
+    """Compute the sums of :func:`add_products` over this rank's part of a Linear, to be added over ranks; fp64, flat,
+    on the CPU.
 
     Args:
         file, part: weight of the Linear in the file, and the Linear as a part of its layer.
@@ -103,15 +98,14 @@ def local_products(
         start: first element of the range in the row-major weight.
         rows: rows of one expert of a stack, or of the weight.
         reader: reader of the files.
-
-    Returns:
-        The sums of :func:`add_products`, to be added over ranks.
     """
     size = part.in_features
     sums = torch.zeros(count_of_sums(part, spec), dtype=torch.float64, device=local.device)
     begin = ((part.expert or 0) * rows + part.first_row) * size
     first, last = max(start - begin, 0), min(start + local.numel() - begin, part.out_features * size)
-    for chunk in _row_chunks(first, last, size, spec):
+    together = spec.group_size or 1 if spec.granularity == "block" else 1
+    of_rows = size * together  # elements of rows that share scales
+    for chunk in row_chunks(first // of_rows * of_rows, -(-last // of_rows) * of_rows, size, together=together):
         codes = read_codes(file.tensor, chunk, size, spec, reader).to(local.device)
         low, high = max(first, chunk.start * size), min(last, chunk.stop * size)
         inside = slice(low - chunk.start * size, high - chunk.start * size)
@@ -184,8 +178,8 @@ def _scales_of(part: LinearPart, spec: TensorSpec) -> tuple[int, int]:
 
 
 def other_weights(sums: Tensor, spec: TensorSpec) -> str | None:
-    """Return the reason why codes do not belong to the loaded weight, from the sums of :func:`local_products` over all
-    ranks; None if they may."""
+    """Return the reason why codes do not belong to the loaded weight, from the sums over all ranks; None if they
+    may."""
     squares, product, rounding, distance = sums[:_TOTALS].tolist()
     if squares == 0:
         return "model.path has zeros where the codes are of other weights" if distance > 0 else None
@@ -194,15 +188,16 @@ def other_weights(sums: Tensor, spec: TensorSpec) -> str | None:
     if kept > REFITTED * fitted and fitted <= most:
         numbers = "scales or zero points" if spec.has_zero_points else "scales"
         return (
-            f"the codes times the scales are {product / squares:.2g} times the weights of model.path, and "
-            f"{distance / squares:.2g} of their squares lie between, {fitted / squares:.2g} with the {numbers} that "
-            f"fit the codes best: the {numbers} were changed, or are in another order"
+            f"the codes times the scales are {product / squares:.2g} times the weights of model.path; the squared "
+            f"distance is {distance / squares:.2g} of the squared weights, {fitted / squares:.2g} with the {numbers} "
+            f"that fit the codes best: the {numbers} were changed, or are in another order"
         )
     if distance > most or product <= 0 or kept > REFITTED * fitted:
         return (
-            f"the codes beside it are of other weights than those of model.path: {distance / squares:.2g} of their "
-            f"squares lie between, rounding makes {rounding / squares:.2g}. Name the checkpoint that they were made of "
-            "as model.path: another one, or one whose weights were smoothed (AWQ, SmoothQuant)"
+            f"the codes beside it are of other weights than those of model.path: the squared distance is "
+            f"{distance / squares:.2g} of the squared weights, rounding alone causes {rounding / squares:.2g}. Set "
+            "model.path to the checkpoint that was quantized: another one, or one whose weights were smoothed (AWQ, "
+            "SmoothQuant)"
         )
     return None
 
@@ -222,18 +217,6 @@ def _refitted(sums: Tensor) -> tuple[float, float]:
         )
     best = weights - products.square() / decoded.clamp(min=1e-30)
     return kept, float(best.clamp(min=0).sum())
-
-
-def _row_chunks(first: int, last: int, size: int, spec: TensorSpec) -> Iterator[slice]:
-    """Yield the rows with the elements [first, last), about ``_CHUNK`` elements at a time, in whole blocks."""
-    if first >= last:
-        return
-    together = spec.group_size or 1 if spec.granularity == "block" else 1
-    step = max(1, _CHUNK // (size * together)) * together
-    stop = math.ceil(last / size)
-    stop += -stop % together
-    for row in range(first // size // together * together, stop, step):
-        yield slice(row, min(row + step, stop))
 
 
 def _of_rows(scale: Tensor | None, rows: slice, spec: TensorSpec) -> Tensor | None:

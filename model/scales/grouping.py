@@ -1,4 +1,4 @@
-"""Arrange the scales of a checkpoint's Linears by the model's scale groups.
+"""Read scales from a checkpoint's files, in the spellings of several writers, and arrange them by the model's groups.
 
 A checkpoint has a scale per Linear. In the model several Linears may share a scale, and the Linears of all experts of a
 MoE layer may form one layer, with a stack of scales. :func:`arrange` finds the tensors of each group's scale by their
@@ -6,22 +6,128 @@ names only; :meth:`GroupScale.value` computes the scale after :mod:`model.scales
 """
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from model.checkpoint.names import module_name_on_disk
-from model.scales.read import GLOBAL_SCALE, WEIGHT_SCALE, ZERO_POINT, StoredScales, cache_keys, input_ending
+from model.checkpoint.safetensors import DiskTensor, read_header
 from model.zero import full_shape
 from quant import Quantization, QuantLayer, ScaleGroup
+from quant.formats.compressed_tensors import input_suffix
 from quant.formats.packing import packed_columns, unpack_zero_points
 from quant.linear import LinearPart, linears_of
-from quant.spec import TensorSpec
+from quant.reference import E8M0_BIAS
+from quant.spec import Scheme, TensorSpec
+
+# Suffixes of keys, after the name of the Linear.
+WEIGHT_SCALE = ".weight_scale"
+GLOBAL_SCALE = ".weight_global_scale"
+INPUT_SCALE = ".input_scale"
+INPUT_GLOBAL_SCALE = ".input_global_scale"
+ZERO_POINT = ".weight_zero_point"
+GROUP_INDEX = ".weight_g_idx"
+# Other spellings of the first two. DeepSeek's fp8 multiplies by its "inverse". ModelOpt's NVFP4 multiplies by its
+# second scale and its input_scale, while compressed-tensors divides by its global scale.
+INVERSE = ".weight_scale_inv"
+SECOND_SCALE = ".weight_scale_2"
+
+# Spellings of the KV cache's scales (llm-compressor's now and before, ModelOpt's and AutoFP8's), after the name of the
+# attention module.
+CACHE_SCALES = {
+    "k_cache": (".k_scale", ".k_cache.scale", ".k_proj.k_scale", ".k_proj.output_scale"),
+    "v_cache": (".v_scale", ".v_cache.scale", ".v_proj.v_scale", ".v_proj.output_scale"),
+}
 
 LinearParts = dict[str, LinearPart]  # by name on disk
+
+
+class StoredScales(NamedTuple):
+    """Contents of the files of a directory, by key.
+
+    Attributes:
+        scales: fp32, under the keys of compressed-tensors for any writer's spelling.
+        zero_points, group_indices: the tensors as stored.
+        tensors: headers of all tensors, including scales and zero points.
+    """
+
+    scales: dict[str, Tensor]
+    zero_points: dict[str, Tensor]
+    group_indices: dict[str, Tensor]
+    tensors: dict[str, DiskTensor]
+
+
+def read_scales(directory: Path) -> StoredScales:
+    """Read every scale and every zero point in the directory's safetensors files.
+
+    Raises:
+        ValueError: there is no safetensors file, a file is damaged, or a key in two files, or a scale in two spellings,
+            has different values.
+    """
+    cache = [end for ends in CACHE_SCALES.values() for end in ends]
+    endings = (WEIGHT_SCALE, GLOBAL_SCALE, INPUT_SCALE, INPUT_GLOBAL_SCALE, INVERSE, SECOND_SCALE, *cache)
+    stored = StoredScales({}, {}, {}, {})
+    for path in scale_files(directory):
+        if not path.is_file():
+            raise ValueError(f"{path}: expected a safetensors file, found something else")
+        try:
+            with safe_open(path, framework="pt") as reader:
+                for key in reader.keys():  # noqa: SIM118 (a safe_open handle is not iterable)
+                    if key.endswith(endings):
+                        _add(stored.scales, *_as_ours(key, reader.get_tensor(key)), path)
+                    elif key.endswith("zero_point"):
+                        _add(stored.zero_points, key, reader.get_tensor(key), path)
+                    elif key.endswith(GROUP_INDEX):
+                        _add(stored.group_indices, key, reader.get_tensor(key), path)
+        except SafetensorError as error:
+            raise ValueError(f"{path}: not a whole safetensors file ({error})") from error
+        stored.tensors.update({tensor.key: tensor for tensor in read_header(path)})
+    # ModelOpt's scales of NVFP4 inputs get compressed-tensors' keys and meaning.
+    for name in [key.removesuffix(SECOND_SCALE) for key in stored.tensors if key.endswith(SECOND_SCALE)]:
+        if (scale := stored.scales.pop(name + INPUT_SCALE, None)) is not None:
+            stored.scales[name + INPUT_GLOBAL_SCALE] = 1 / scale
+    return stored
+
+
+def scale_files(directory: Path) -> list[Path]:
+    """List the safetensors files of a directory. Raises ValueError if there are none."""
+    if not (files := sorted(directory.glob("*.safetensors"))):
+        raise ValueError(f"{directory} has no *.safetensors file: expected a PTQ checkpoint")
+    return files
+
+
+def input_ending(scheme: Scheme) -> str:
+    """Return the suffix of an input scale's key in a file of this scheme."""
+    return INPUT_SCALE if scheme.stored_input is None else f".{input_suffix(scheme.stored_input)}"
+
+
+def _as_ours(key: str, stored: Tensor) -> tuple[str, Tensor]:
+    """Convert a scale to compressed-tensors' key and meaning, in fp32. Powers of two are stored in uint8, as exponents
+    plus a bias."""
+    value = torch.exp2(stored.float() - E8M0_BIAS) if stored.dtype == torch.uint8 else stored.float()
+    if key.endswith(INVERSE):
+        return key.removesuffix(INVERSE) + WEIGHT_SCALE, value
+    if key.endswith(SECOND_SCALE):
+        return key.removesuffix(SECOND_SCALE) + GLOBAL_SCALE, 1 / value
+    return key, value
+
+
+def _add(found: dict[str, Tensor], key: str, value: Tensor, path: Path) -> None:
+    if key in found and not torch.equal(found[key], value):
+        raise ValueError(f"{path}: {key} is there twice, with different values (in another file or spelling)")
+    found[key] = value
+
+
+def cache_keys(model: PreTrainedModel, name: str) -> list[str]:
+    """List possible keys of the scale of ``name``, a quantizer of keys or values; the first is used for writing."""
+    attention, _, kind = name.rpartition(".")
+    return [module_name_on_disk(model, attention) + ending for ending in CACHE_SCALES[kind]]
 
 
 @dataclass(frozen=True)
@@ -30,8 +136,7 @@ class ZeroPoints:
 
     Attributes:
         key: their key in the files.
-        values: zero points, one per scale, or a tensor of a wrong shape as found in the files; None if the files have
-            none.
+        values: one per scale, or a tensor of a wrong shape as found in the files; None if the files have none.
         shape, packed_shape: the allowed shapes: unpacked, and packed into int32.
     """
 
@@ -68,8 +173,7 @@ class GroupScale:
             scale is measured or set otherwise.
         projections: number of Linears per expert in the group's layer, a stack of experts; 0 if the group's layers are
             no stacks, or have one scale for all experts.
-        smallest: take the smallest of several scales. Otherwise the largest is taken, as engines do when they fuse
-            layers.
+        smallest: take the smallest of several scales instead of the largest, which engines take when they fuse layers.
     """
 
     group: ScaleGroup
@@ -105,11 +209,8 @@ class ArrangedScales:
 
     Attributes:
         weights, globals, inputs: every group of each kind; ``layers`` is empty if the files have no scale of it.
-        without_global: names on disk of Linears that have a scale, but lack its global scale.
-        not_symmetric: keys of zero points that are not 0, of layers with a symmetric scheme in the model.
+        expected: possible keys of scales of the model's layers.
         unused: keys of scales of layers that are not quantized in the model.
-        none_used: True if all scales in the files are unused.
-        expected: example key of a scale of the model's layers, for a message.
         linears: Linears of each layer, by the layer's name.
         caches: True if the files have scales of keys or values that the model quantizes.
     """
@@ -117,11 +218,8 @@ class ArrangedScales:
     weights: list[GroupScale]
     globals: list[GroupScale]
     inputs: list[GroupScale]
-    without_global: list[str]
-    not_symmetric: list[str]
+    expected: set[str]
     unused: list[str]
-    none_used: bool
-    expected: str
     linears: dict[str, LinearParts]
     caches: bool
 
@@ -147,16 +245,12 @@ def arrange(model: PreTrainedModel, quantization: Quantization, stored: StoredSc
     expected = {key for keys in inputs.values() for key in keys}
     expected |= {disk + kind for parts in linears.values() for disk in parts for kind in (WEIGHT_SCALE, GLOBAL_SCALE)}
     of_layers = {key.rpartition(".")[0] for key in expected}
-    unused = [key for key in stored.scales if key.rpartition(".")[0] not in of_layers]
     return ArrangedScales(
         weights=[_weight_scale(group, quantization, linears, stored) for group in quantization.weight_groups],
         globals=[_global_scale(group, quantization, linears, stored) for group in quantization.global_groups],
         inputs=[_input_scale(group, inputs, stored, heads[group.owner]) for group in quantization.input_groups],
-        without_global=_without_global(quantization, linears, stored),
-        not_symmetric=_not_symmetric(quantization, linears, of_layers, stored),
-        unused=unused,
-        none_used=len(unused) == len(stored.scales),
-        expected=min(expected),
+        expected=expected,
+        unused=[key for key in stored.scales if key.rpartition(".")[0] not in of_layers],
         linears=linears,
         caches=any(key in stored.scales for name in quantization.caches for key in inputs[name]),
     )
@@ -192,8 +286,7 @@ def _global_scale(
 
 
 def _input_scale(group: ScaleGroup, keys: Mapping[str, Sequence[str]], stored: StoredScales, heads: int) -> GroupScale:
-    """Find the scales of a group of inputs, or of keys or values, which may have one scale for each of ``heads`` in the
-    files."""
+    """Find the scales of a group of inputs, or of keys or values, which may have one scale per head in the files."""
     found = [[key for key in keys[name] if key in stored.scales] for name in group.members]
     shape = tuple(full_shape(group.s0))
     values = {key: stored.scales[key] for some in found for key in some}
@@ -224,20 +317,3 @@ def _zero_points(key: str, part: LinearPart, spec: TensorSpec, stored: StoredSca
     if values is not None and values.dtype == torch.int32 and values.shape == packed:
         values = unpack_zero_points(values, spec.bits, shape[0])
     return ZeroPoints(key, values, shape, packed)
-
-
-def _not_symmetric(
-    quantization: Quantization, linears: Mapping[str, LinearParts], of_layers: Collection[str], stored: StoredScales
-) -> list[str]:
-    groups = [group for group in quantization.weight_groups if group.zero is not None]
-    expected = {disk + ZERO_POINT for group in groups for disk in linears[group.owner]}
-    return [
-        key
-        for key, zero in stored.zero_points.items()
-        if key.rpartition(".")[0] in of_layers and key not in expected and bool(zero.any())
-    ]
-
-
-def _without_global(quantization: Quantization, linears: Mapping[str, LinearParts], stored: StoredScales) -> list[str]:
-    disks = (disk for group in quantization.global_groups for name in group.members for disk in linears[name])
-    return [d for d in disks if d + WEIGHT_SCALE in stored.scales and d + GLOBAL_SCALE not in stored.scales]

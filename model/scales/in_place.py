@@ -1,11 +1,10 @@
-"""Measure scales from the partitions of weights, and write them into their own partitions.
-
-Each rank computes the maxima of its own range of a weight. The scale is computed from the maxima of all ranks, after
-one all-reduce of a few bytes per scale. No weight is gathered.
-"""
+"""Measure scales from the partitions of weights, write them into their own partitions, and monitor both. Each rank
+computes the maxima of its own range of a weight; after one all-reduce of a few bytes per scale the scale is computed
+from the maxima of all ranks. No weight is gathered."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import deepspeed
 import torch
@@ -14,15 +13,18 @@ from torch import Tensor
 
 from model.peft import local_weight
 from model.ranks import listed, raise_everywhere, reduce_over_ranks
-from model.zero import batches, full_numel, full_shape, gathered, release
+from model.zero import batches, full_numel, full_shape, gathered, is_partitioned, release
 from quant import (
     ADAPTER_PARAMETERS,
     SCALE_PARAMETERS,
     Quantization,
+    QuantLayer,
     Ranges,
     ScaleGroup,
     combine,
+    partial_clipped,
     partial_errors,
+    partial_squares,
     partial_stats,
     scales_from_errors,
     scales_from_stats,
@@ -34,15 +36,8 @@ from quant.spec import FP8_TENSOR, TensorSpec
 
 
 def renew_weight_scales(quantization: Quantization, owners: set[str] | None = None) -> None:
-    """Measure the current weights and write their scales, including global scales; a collective.
-
-    Args:
-        quantization: returned by ``quant.prepare``.
-        owners: owners of the weight groups to measure; all by default.
-
-    Raises:
-        RankError: a weight has NaN or Inf (on every rank, naming the layers).
-    """
+    """Measure the current weights and write their scales, including global scales, of all groups or of ``owners``; a
+    collective. Raises RankError, naming the layers, if a weight has NaN or Inf."""
     write_scales(quantization.weight_groups, measure_weight_scales(quantization, owners))
     if quantization.global_groups:
         write_scales(quantization.global_groups, measure_global_scales(quantization, owners))
@@ -50,11 +45,9 @@ def renew_weight_scales(quantization: Quantization, owners: set[str] | None = No
 
 def follow_weights(quantization: Quantization) -> None:
     """Set every s0 to the absmax scale of the current weight, ignoring theta, and zero points to those of the weight's
-    range; a collective under ZeRO-3.
-
-    With a learned theta, ``exp(theta)`` is then the fraction of the range that is kept: learnable weight clipping
-    (OmniQuant, Shao et al. 2024, section 3.2, with a sigmoid instead of the exponential).
-    """
+    range; a collective under ZeRO-3. With a learned theta, ``exp(theta)`` is then the fraction of the range that is
+    kept: learnable weight clipping (OmniQuant, Shao et al. 2024, section 3.2, with a sigmoid instead of the
+    exponential)."""
     for bucket in scale_buckets(quantization.weight_groups):
         stats = _bucket_stats(quantization, bucket)
         written = [p for group in bucket for p in (group.s0, group.zero) if p is not None]
@@ -76,8 +69,8 @@ def measure_weight_scales(
         ranges: method to choose scales; ``quantization.ranges`` by default.
 
     Returns:
-        fp32 tensors of the groups' scale shapes (with zero points ``[2, *scale shape]``), equal on every rank. Write
-        them with :func:`write_scales`.
+        fp32 tensors of the groups' scale shapes (with zero points ``[2, *scale shape]``), equal on every rank, for
+            :func:`write_scales`.
 
     Raises:
         RankError: a weight has NaN or Inf (on every rank, naming the layers).
@@ -115,14 +108,9 @@ def _bucket_stats(quantization: Quantization, bucket: Sequence[ScaleGroup]) -> l
 
 
 def measure_global_scales(quantization: Quantization, owners: set[str] | None = None) -> dict[str, Tensor]:
-    """Measure NVFP4's global scales, one for each set of layers that serving fuses, by owner; a collective.
-
-    With ``448 * 6 / absmax``, as compressed-tensors stores it, the largest scale of a group becomes 448.
-
-    Args:
-        quantization: returned by ``quant.prepare``.
-        owners: measure only the sets with any of these layers; all by default.
-    """
+    """Measure NVFP4's global scales, one for each set of layers that serving fuses, by owner, of all sets or of those
+    with any layer in ``owners``; a collective. With ``448 * 6 / absmax``, as compressed-tensors stores it, the largest
+    scale of a group becomes 448."""
     groups = [g for g in quantization.global_groups if owners is None or not owners.isdisjoint(g.members)]
     if not groups:
         return {}
@@ -132,8 +120,8 @@ def measure_global_scales(quantization: Quantization, owners: set[str] | None = 
 
 
 def _searched(quantization: Quantization, group: ScaleGroup, stats: Tensor, *, signed: bool) -> Tensor:
-    """Search the scales with the smallest squared error over all ranks; ``stats`` are statistics of the whole weights.
-    A collective."""
+    """Search the scales with the smallest squared error over all ranks; ``stats`` are those of the whole weights. A
+    collective."""
     spec, errors = group.spec, torch.zeros((), device=stats.device)
     for name in group.members:
         layer = quantization.layers[name]
@@ -162,16 +150,16 @@ BUCKET_ELEMENTS = 16 * 2**20
 
 
 def scale_buckets(groups: Sequence[ScaleGroup]) -> Iterator[list[ScaleGroup]]:
-    """Split groups into lists of at most ``BUCKET_ELEMENTS`` scales, so that each list takes one collective and memory
-    is bounded."""
+    """Split groups into lists of at most ``BUCKET_ELEMENTS`` scales, each for one collective, so that memory is
+    bounded."""
     return batches(groups, lambda group: full_numel(group.s0), BUCKET_ELEMENTS)
 
 
 def write_scales(groups: Sequence[ScaleGroup], values: Mapping[str, Tensor]) -> None:
     """Set each group's scale to ``values[group.owner]`` by writing its s0; a collective under ZeRO-3.
 
-    Theta does not change, so ``s0 = value / exp(theta)``. The reason is that theta has an fp32 master copy and moments
-    in the optimizer, which this function could not change. Before training theta is 0 and s0 is the value.
+    Theta does not change, so ``s0 = value / exp(theta)``: theta has an fp32 master copy and moments in the optimizer,
+    which this function could not change. Before training theta is 0 and s0 is the value.
 
     Args:
         groups: scale groups; groups whose owner has no value do not change.
@@ -179,8 +167,7 @@ def write_scales(groups: Sequence[ScaleGroup], values: Mapping[str, Tensor]) -> 
             the values of rank 0 are used, but every rank must pass the same owners.
 
     Raises:
-        ValueError: a scale is not finite and positive (for integer weights: is 0 or not finite), a zero point is out of
-            range, or a shape is wrong; raised before anything is written.
+        ValueError: as :func:`check_values`, before anything is written.
     """
     check_values(groups, values)
     fill_scales(groups, values)
@@ -205,11 +192,7 @@ def write_zero_points(group: ScaleGroup, value: Tensor) -> Tensor:
 
 
 def check_values(groups: Sequence[ScaleGroup], values: Mapping[str, Tensor]) -> None:
-    """Check scales from a measurement or a recipe.
-
-    Args:
-        groups: scale groups; groups whose owner has no value are ignored.
-        values: by owner, see :func:`model.scales.in_place.write_scales`.
+    """Check scales (see :func:`write_scales`) from a measurement or a recipe.
 
     Raises:
         ValueError: a scale is not finite and positive (for integer weights: is 0 or not finite), a zero point is out of
@@ -233,10 +216,7 @@ def check_scale(name: str, value: Tensor, shape: tuple[int, ...], group: ScaleGr
     """Reject a tensor that cannot be a scale of the group, or has another shape, ignoring dimensions of size 1."""
     # The same number of elements in another order of dimensions would be scales of other weights.
     if [side for side in value.shape if side != 1] != [side for side in shape if side != 1]:
-        raise ValueError(
-            f"{name} has shape {tuple(value.shape)}, but this scheme has {math.prod(shape)} scale(s) there, of shape "
-            f"{shape}"
-        )
+        raise ValueError(f"{name} has shape {tuple(value.shape)}, expected {shape} in this scheme")
     may_be_negative = group.observer is None and group.spec.dtype == "int" and group.spec.symmetric
     usable = torch.isfinite(value) & ((value != 0) if may_be_negative else (value > 0))
     if not bool(usable.all()):
@@ -261,3 +241,74 @@ def release_scales(engine: deepspeed.DeepSpeedEngine, quantization: Quantization
             if name in (*SCALE_PARAMETERS, *ADAPTER_PARAMETERS)
         ),
     )
+
+
+@dataclass(frozen=True)
+class WeightStatistics:
+    """Statistics of one layer's weights with their current scales."""
+
+    clipped: float
+    """Fraction of the weights outside the range."""
+    error: float
+    """Squared quantization error over the squared weights."""
+    scale: float
+    """Geometric mean of the magnitudes of the effective scales."""
+
+
+def weight_statistics(quantization: Quantization) -> dict[str, WeightStatistics]:
+    """Compute the statistics of every layer's weight, by the layer's name; a collective. Every rank uses its own
+    partition, with the scales of the forward, which are gathered."""
+    groups = quantization.weight_groups
+    if not groups:
+        return {}
+    names, sums, scales = [], [], []
+    for bucket in scale_buckets(groups):
+        members = [name for group in bucket for name in group.members]
+        parameters = [p for group in bucket for p in group.parameters]
+        above = [quantization.layers[name].weight_global for name in members]
+        parameters += dict.fromkeys(scale for scale in above if scale is not None)
+        with gathered(parameters), torch.no_grad():
+            for name in members:
+                layer = quantization.layers[name]
+                names.append(name)
+                sums.append(_local_sums(layer))
+                scales.append(layer.weight_scale().abs().log().mean().cpu())
+    whole = torch.stack(sums)
+    # Without partitioning, every rank has counted all weights.
+    if is_partitioned(groups[0].s0):
+        whole = reduce_over_ranks(whole)
+    return {
+        name: WeightStatistics(
+            clipped / math.prod(quantization.layers[name].weight_shape),
+            error / energy if energy else 0.0,
+            math.exp(scale),
+        )
+        for name, (clipped, error, energy), scale in zip(names, whole.tolist(), scales, strict=True)
+    }
+
+
+def input_scales(quantization: Quantization) -> dict[str, float]:
+    """Return every effective activation scale, by owner of its group; a collective under ZeRO-3."""
+    groups, modules = quantization.input_groups, quantization.modules
+    found = {}
+    for bucket in scale_buckets(groups):
+        with gathered([p for group in bucket for p in group.parameters]), torch.no_grad():
+            for group in bucket:
+                scale = modules[group.owner].input_scale()
+                assert scale is not None
+                found[group.owner] = scale.item()
+    return found
+
+
+def _local_sums(layer: QuantLayer) -> Tensor:
+    """Compute the number of clipped weights, squared errors and squared weights of this rank's range, fp64 [3] on the
+    CPU; zeros for a packed weight, which is on the grid."""
+    if layer.held is not None:
+        return torch.zeros(3, dtype=torch.float64)
+    start, local = local_weight(layer)
+    spec, shape = layer.scheme.weights, layer.weight_shape
+    # An offloaded partition is on the CPU, gathered scales are on the GPU.
+    scale = layer.weight_scale().to(local.device)
+    zero = None if layer.weight_zero is None else layer.weight_zero.to(local.device)
+    clipped = partial_clipped(local, start, shape, scale, spec, zero)
+    return torch.cat([clipped.double().view(1), partial_squares(local, start, shape, scale, spec, zero)]).cpu()

@@ -1,9 +1,9 @@
 """Load the scales of a PTQ checkpoint into a model, from files to partitions.
 
-The directory's configuration tells for which scheme each layer's scales were made. Supported configurations are the
-``quantization_config`` in config.json of compressed-tensors, of vLLM's and DeepSeek's ``fp8``, and of ModelOpt, and
-ModelOpt's own ``hf_quant_config.json``. Other methods are rejected by name. Without a configuration, scales are only
-checked against the weights (``scale_check.py``).
+The directory's configuration tells for which scheme each layer's scales were made: the ``quantization_config`` in
+config.json of compressed-tensors, of vLLM's and DeepSeek's ``fp8``, or of ModelOpt, or ModelOpt's own
+``hf_quant_config.json``. Other methods are rejected by name. Without a configuration, scales are only checked against
+the weights (``scale_check.py``).
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -26,10 +26,20 @@ from model.quantized.quantization_config import (
 )
 from model.ranks import errors_on_all_ranks, listed
 from model.scales.codes import FileWeight, file_weight
-from model.scales.grouping import ArrangedScales, GroupScale, LinearParts, arrange, scales_per_head
-from model.scales.in_place import check_values, fill_scales, measure_global_scales, measure_weight_scales
-from model.scales.read import WEIGHT_SCALE, StoredScales, input_ending, read_scales
-from model.scales.scale_check import check_beside, check_fit, check_kind, check_stored
+from model.scales.grouping import (
+    WEIGHT_SCALE,
+    ArrangedScales,
+    GroupScale,
+    LinearParts,
+    StoredScales,
+    arrange,
+    input_ending,
+    read_scales,
+    scale_files,
+    scales_per_head,
+)
+from model.scales.in_place import measure_global_scales, measure_weight_scales, write_scales
+from model.scales.scale_check import check_beside, check_fit, check_stored
 from quant import Quantization, Rule, ScaleGroup, Scheme, TensorSpec
 from quant.formats.config_groups import kv_cache_from_config, rules_from_config
 
@@ -43,14 +53,12 @@ class Source(NamedTuple):
     Attributes:
         file: the file with the configuration.
         rules: scheme of each layer's scales; the first rule that matches decides.
-        kv_cache: number format of keys and values; None if they are not quantized.
         kv_problem: reason why the configuration of the KV cache cannot be read; an error only if the model quantizes
             its cache.
     """
 
     file: Path
     rules: list[Rule]
-    kv_cache: TensorSpec | None = None
     kv_problem: str | None = None
 
     def scheme(self, names: Iterable[str]) -> Scheme | None:
@@ -76,11 +84,13 @@ def read_source(directory: Path) -> Source | None:
     file = directory / (MODELOPT_FILE if method == "modelopt" and (directory / MODELOPT_FILE).is_file() else CONFIG)
     try:
         if method == "compressed-tensors":
-            return _with_cache(file, rules_from_config(config, scales_only=True), kv_cache_from_config, config)
+            rules = rules_from_config(config, scales_only=True)
+            return Source(file, rules, _problem_of_cache(kv_cache_from_config, config))
         if method == "fp8":
             return Source(file, fp8_rules(config))
         if method == "modelopt":
-            return _with_cache(file, modelopt_rules(config, scales_only=True), modelopt_kv_cache, config)
+            rules = modelopt_rules(config, scales_only=True)
+            return Source(file, rules, _problem_of_cache(modelopt_kv_cache, config))
         start = "; give this directory as quant.start instead" if method in _STARTS else ""
         raise ValueError(
             f"quant_method is {method!r}, whose scales are not read: expected 'compressed-tensors', 'fp8' or 'modelopt'"
@@ -92,32 +102,25 @@ def read_source(directory: Path) -> Source | None:
         raise ValueError(f"{file}: a value is not of the kind that {method!r} has ({error})") from None
 
 
-def _with_cache(
-    file: Path,
-    rules: list[Rule],
-    read_cache: Callable[[Mapping[str, Any]], TensorSpec | None],
-    config: Mapping[str, Any],
-) -> Source:
+def _problem_of_cache(read: Callable[[Mapping[str, Any]], object], config: Mapping[str, Any]) -> str | None:
     try:
-        return Source(file, rules, read_cache(config))
-    except ValueError as error:  # matters to models whose cache is quantized here
-        return Source(file, rules, kv_problem=str(error))
+        read(config)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def check_source(
     quantization: Quantization, linears: Mapping[str, LinearParts], stored: StoredScales, source: Source, caches: bool
 ) -> None:
-    """Compare the scheme of every layer with the scheme for which its scales were made.
+    """Compare the scheme of every layer with the scheme for which its scales were made. Raises ValueError if they
+    differ.
 
     Args:
         quantization: the layers, with their schemes.
         linears: Linears of each layer by name on disk.
-        stored: scales of the directory.
-        source: configuration of the directory.
+        stored, source: scales and configuration of the directory.
         caches: True if the directory has scales of keys and values that the model uses.
-
-    Raises:
-        ValueError: the schemes differ.
     """
     problems: dict[str, list[str]] = {}
     for layer, parts in linears.items():
@@ -128,7 +131,7 @@ def check_source(
             theirs = source.scheme((disk, part.name))
             static = ours.stored_input if disk + input_ending(ours) in stored.scales else None
             if theirs is None:
-                problem = "says that they are not quantized, but there are scales of them"
+                problem = "says that these layers are not quantized, but the files have scales of them"
             elif theirs.weights != ours.weights.wide:
                 problem = f"says {_words(theirs.weights)}, but scheme {ours.name!r} has {_words(ours.weights)}"
             elif static is not None and theirs.stored_input != static:
@@ -179,29 +182,21 @@ class ScaleReport:
 
     def summary(self) -> str:
         """Format the report as one line for the log."""
+        merged = "of layers that are served as one and have several in the files, of which the largest is taken: their"
+        per_head = "of keys and values have one for each head in the files, of which the largest is taken"
+        named = {
+            "measured from the weights": self.weights_measured,
+            "of inputs to calibrate": self.inputs_missing,
+            "in the files of layers that are not quantized here": self.unused,
+            f"{merged} codes are computed again": self.merged,
+            per_head: self.per_head,
+        }
         parts = [f"{len(self.weights_loaded)} of weights and {len(self.inputs_loaded)} of inputs loaded"]
-        if self.weights_measured:
-            parts.append(f"{len(self.weights_measured)} measured from the weights ({listed(self.weights_measured)})")
         if self.inputs_initial:
             parts.append(f"{len(self.inputs_initial)} of inputs set to the initial value")
-        if self.inputs_missing:
-            parts.append(f"{len(self.inputs_missing)} of inputs to calibrate ({listed(self.inputs_missing)})")
-        if self.unused:
-            parts.append(
-                f"{len(self.unused)} in the files of layers that are not quantized here ({listed(self.unused)})"
-            )
-        if self.merged:
-            parts.append(
-                f"{len(self.merged)} of layers that are served as one and have several in the files, of which the "
-                f"largest is taken: their codes are computed again ({listed(self.merged)})"
-            )
+        parts += [f"{len(names)} {text} ({listed(names)})" for text, names in named.items() if names]
         if self.rounded:
             parts.append(f"those of the files are {self.rounded}, and are rounded to the model's dtype")
-        if self.per_head:
-            parts.append(
-                f"{len(self.per_head)} of keys and values have one for each head in the files, of which the largest is "
-                f"taken ({listed(self.per_head)})"
-            )
         return "scales: " + ", ".join(parts)
 
 
@@ -223,8 +218,7 @@ def load_scales(
     the weights, and listed in the report.
 
     Args:
-        model: the quantized model; the weights are loaded.
-        quantization: returned by ``quant.prepare`` for it.
+        model, quantization: the quantized model; the weights are loaded.
         directory: a directory with ``*.safetensors``.
         initial_input_scale: value for activation scales that are in no file.
         inputs_calibrated_later: leave activation scales that are in no file to a later calibration.
@@ -235,72 +229,58 @@ def load_scales(
             for a symmetric scheme; an activation scale is in no file and is neither calibrated nor set; or scales
             belong to another scheme (:func:`check_source`) or do not fit the weights (``scale_check.py``).
     """
+    directory = Path(directory)
     with errors_on_all_ranks(OSError, ValueError, SafetensorError):
-        arranged, codes = _read(model, quantization, Path(directory))
+        source, stored = read_source(directory), read_scales(directory)
+        arranged = arrange(model, quantization, stored)
+        check_beside(quantization, arranged, stored)
+        if source is not None:
+            check_source(quantization, arranged.linears, stored, source, arranged.caches)
+        check_stored(quantization, arranged, stored, directory)
+        codes = _codes(arranged, stored)
         missing_inputs = _missing(arranged.inputs)
         if missing_inputs and initial_input_scale is None and not inputs_calibrated_later:
             raise ValueError(
                 f"{directory} has no input scale for {listed(missing_inputs)}. Set quant.calibration_batches to "
                 "measure them in place, or quant.initial_input_scale, or name a PTQ checkpoint that has them"
             )
-    weights, global_scales, inputs = _not_in_the_files(quantization, arranged, initial_input_scale)
-    kinds = (
-        (quantization.weight_groups, arranged.weights, weights),
-        (quantization.global_groups, arranged.globals, global_scales),
-        (quantization.input_groups, arranged.inputs, inputs),
-    )
-    for groups, _, other in kinds:
-        check_values(groups, other)
-    global_values = {scale.group.owner: scale.value() for scale in arranged.globals if scale.layers} | global_scales
-    check_fit(
-        quantization, [scale for scale in arranged.weights if scale.layers], global_values, codes, Path(directory)
-    )
-    for groups, read, other in kinds:
-        fill_scales(groups, {scale.group.owner: scale.value() for scale in read if scale.layers} | other)
-    return ScaleReport(
-        weights_loaded=[scale.group.owner for scale in arranged.weights if scale.layers],
+    loaded = [scale for scale in arranged.weights if scale.layers]
+    global_scales = {scale.group.owner: scale.value() for scale in arranged.globals if scale.layers}
+    inputs = {scale.group.owner: scale.value() for scale in arranged.inputs if scale.layers}
+    report = ScaleReport(
+        weights_loaded=[scale.group.owner for scale in loaded],
         weights_measured=_missing(arranged.weights),
-        inputs_loaded=[scale.group.owner for scale in arranged.inputs if scale.layers],
-        inputs_initial=list(inputs),
-        inputs_missing=[owner for owner in missing_inputs if owner not in inputs],
+        inputs_loaded=list(inputs),
+        inputs_initial=[] if initial_input_scale is None else missing_inputs,
+        inputs_missing=missing_inputs if initial_input_scale is None else [],
         unused=arranged.unused,
         per_head=scales_per_head(arranged),
     )
+    measured = measure_weight_scales(quantization, set(report.weights_measured)) if report.weights_measured else {}
+    if missing := _missing(arranged.globals):
+        global_scales |= measure_global_scales(quantization, set(missing))
+    if initial_input_scale is not None:
+        inputs |= given_scales([scale.group for scale in arranged.inputs if not scale.layers], initial_input_scale)
+    check_fit(quantization, loaded, global_scales, codes, directory)
+    values = (measured | {scale.group.owner: scale.value() for scale in loaded}, global_scales, inputs)
+    groups = (quantization.weight_groups, quantization.global_groups, quantization.input_groups)
+    for some, of_groups in zip(groups, values, strict=True):
+        write_scales(some, of_groups)
+    return report
 
 
 def check_scale_files(directory: str | Path) -> None:
-    """Check the configuration and the headers of a directory with scales; a collective.
-
-    Raises the errors of :func:`load_scales` that these show.
-    """
+    """Check the configuration and the headers of a directory with scales, raising the errors of :func:`load_scales`
+    that these show; a collective."""
     with errors_on_all_ranks(OSError, ValueError):
         read_source(Path(directory))
-        if not (files := sorted(Path(directory).glob("*.safetensors"))):
-            raise ValueError(f"{directory} has no *.safetensors file: expected a PTQ checkpoint")
-        for file in files:
+        for file in scale_files(Path(directory)):
             list(read_header(file))
 
 
-def _read(
-    model: PreTrainedModel, quantization: Quantization, directory: Path
-) -> tuple[ArrangedScales, dict[str, FileWeight]]:
-    """Read the files, and run all checks that need no weight."""
-    source, stored = read_source(directory), read_scales(directory)
-    check_kind(stored, directory)
-    arranged = arrange(model, quantization, stored)
-    check_beside(quantization, arranged, stored)
-    if source is not None:
-        check_source(quantization, arranged.linears, stored, source, arranged.caches)
-    check_stored(arranged, directory)
-    return arranged, _codes(arranged, stored)
-
-
 def _codes(arranged: ArrangedScales, stored: StoredScales) -> dict[str, FileWeight]:
-    """Find the weights that the files have in addition to scales, by the key of the scale.
-
-    Raises:
-        ValueError: a weight's tensor does not have codes of the layer's scheme.
-    """
+    """Find the weights that the files have in addition to scales, by the key of the scale; raises as
+    :func:`file_weight`."""
     parts = {disk: part for of_layer in arranged.linears.values() for disk, part in of_layer.items()}
     found = {}
     for scale in arranged.weights:
@@ -318,27 +298,9 @@ def _missing(scales: list[GroupScale]) -> list[str]:
     return [scale.group.owner for scale in scales if not scale.layers]
 
 
-def _not_in_the_files(
-    quantization: Quantization, arranged: ArrangedScales, initial_input_scale: float | None
-) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """Measure or set the scales that are in no file, by owner: scales of weights, global scales, and scales of inputs.
-    A collective."""
-    weights, global_scales, inputs = {}, {}, {}
-    if missing := _missing(arranged.weights):
-        weights = measure_weight_scales(quantization, set(missing))
-    if missing := _missing(arranged.globals):
-        global_scales = measure_global_scales(quantization, set(missing))
-    if initial_input_scale is not None:
-        inputs = given_scales([scale.group for scale in arranged.inputs if not scale.layers], initial_input_scale)
-    return weights, global_scales, inputs
-
-
 def given_scales(groups: list[ScaleGroup], value: float) -> dict[str, Tensor]:
-    """Map groups of inputs to the recipe's initial scale, by owner.
-
-    Raises:
-        ValueError: a group has a global scale, for which the recipe's value is not meant.
-    """
+    """Map groups of inputs to the recipe's initial scale, by owner. Raises ValueError if a group has a global scale,
+    for which the recipe's value is not meant."""
     above = [group.owner for group in groups if group.spec.has_global_scale]
     if above:
         raise ValueError(

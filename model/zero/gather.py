@@ -1,19 +1,22 @@
-"""Gather whole parameters temporarily, on every rank or, batch by batch, on rank 0 only."""
+"""Gather whole parameters temporarily, on every rank or, batch by batch, on rank 0 only; and let forward and backward
+gather parameters in another form, as bytes (see :mod:`model.zero.quantized_gather`)."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import deepspeed
+import deepspeed.comm
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.runtime.zero.partition_parameters import MultipleAllGatherHandles, ZeroParamStatus
 from torch import Tensor, nn
+from torch.nn import Parameter
 
-from model.zero.as_bytes import gather_as_they_are, release_decoded
 from model.zero.parameters import (
     WHOLE_ELEMENTS,
     full_numel,
@@ -35,11 +38,10 @@ def gathered(parameters: Iterable[Tensor], modifier_rank: int | None = None) -> 
     """Gather parameters on every rank inside the block; plain parameters are whole without gathering.
 
     Args:
-        parameters: any mixture of partitioned and plain parameters. If they are only read, the small parameters of a
-            dtype share one collective, during which they exist twice; every other parameter has its own collective.
-            Blocks must not nest on the same parameter.
-        modifier_rank: rank whose changes to partitioned and plain parameters reach all ranks. With None, changes are
-            refused or lost.
+        parameters: any mixture of partitioned and plain parameters. If they are only read, the small ones of a dtype
+            share one collective, during which they exist twice; every other one has its own collective. Blocks must not
+            nest on the same parameter.
+        modifier_rank: rank whose changes to the parameters reach all ranks. With None, changes are refused or lost.
     """
     parameters = list(parameters)
     partitioned = [parameter for parameter in parameters if is_partitioned(parameter)]
@@ -75,10 +77,8 @@ def _broadcast(parameters: Sequence[Tensor], source: int) -> None:
 
 def _gather_together(parameters: Sequence[Tensor]) -> None:
     """Gather small partitioned parameters in one collective per dtype; with a single rank, gather large ones too.
-
-    GatheredParameters then finds them gathered. Without this it would run a collective of at least 0.2 ms for each, and
-    with a single rank a copy. Under hpZ nothing is done, as the secondary copies would be gathered.
-    """
+    GatheredParameters then finds them gathered; else it would run a collective of at least 0.2 ms for each, and with a
+    single rank a copy. Under hpZ nothing is done, as the secondary copies would be gathered."""
     apart = [p for p in parameters if p.ds_status == ZeroParamStatus.NOT_AVAILABLE]  # type: ignore[attr-defined]
     small = [
         p
@@ -91,10 +91,8 @@ def _gather_together(parameters: Sequence[Tensor]) -> None:
 
 @torch.no_grad()
 def whole_values(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Copy small parameters whole, as fp32 and 1-D, to every rank; at most one collective for all of them.
-
-    It does not change which parameters are gathered, so it may run in the middle of a forward.
-    """
+    """Copy small parameters whole, as fp32 and 1-D, to every rank; at most one collective for all of them. It does not
+    change which parameters are gathered, so it may run in the middle of a forward."""
     sizes = [full_numel(parameter) for parameter in parameters]
     flat = torch.zeros(sum(sizes), device=get_accelerator().current_device_name())
     shared = [is_partitioned(parameter) and not is_whole(parameter) for parameter in parameters]
@@ -119,11 +117,8 @@ def forward_only(module: nn.Module) -> Iterator[None]:
     nothing is needed again. At the first backward it records a new trace, but its conclusions per module and position
     are cached forever (0.19.8: ``__params_to_release`` has a ``functools.lru_cache``): every later step then gathers
     module by module, and twice. So the forward's trace is dropped, unless a trace of whole steps already existed, which
-    begins with the same forward.
-
-    On exit, pending prefetches for a backward that does not follow are awaited: GatheredParameters rejects parameters
-    in flight. Every forward without a backward needs this wrapper: DeepSpeed would take an unwrapped one for a whole
-    step.
+    begins with the same forward. On exit, pending prefetches for a backward that does not follow are awaited:
+    GatheredParameters rejects parameters in flight.
     """
     offload = getattr(getattr(module, "optimizer", None), "parameter_offload", None)
     if offload is None:
@@ -139,15 +134,8 @@ def forward_only(module: nn.Module) -> Iterator[None]:
 
 
 def batches(items: Iterable[_T], size: Callable[[_T], int], limit: int) -> Iterator[list[_T]]:
-    """Split ``items``, to be gathered, sent or written together, into consecutive lists of at most ``limit`` in total.
-
-    A larger item forms a list of one.
-
-    Args:
-        items: in the order of the lists.
-        size: returns the size of one item, in the unit of ``limit``.
-        limit: largest sum of sizes in one list.
-    """
+    """Split ``items``, to be gathered, sent or written together, into consecutive lists whose sizes sum to at most
+    ``limit``. A larger item forms a list of one."""
     batch: list[_T] = []
     total = 0
     for item in items:
@@ -164,19 +152,16 @@ Batch = Sequence[Tensor]  # parameters, partitioned or plain
 
 
 class ReceiveBuffer:
-    """Memory of rank 0 for two batches at a time: a complete batch, and the next batch, which is being received.
-
-    On a CPU, the system provides new memory page by page, which takes about as long as receiving the data. So one block
-    is used for all batches, alternately from its beginning and from its end. It is as large as the largest two
-    consecutive batches.
-    """
+    """Memory of rank 0 for two batches at a time: a complete batch, and the next batch, which is being received. On a
+    CPU, the system provides new memory page by page, which takes about as long as receiving the data. So one block, as
+    large as the largest two consecutive batches, is used for all, alternately from its beginning and from its end."""
 
     def __init__(self) -> None:
         self._memory: Tensor | None = None
 
     def reserve(self, batches: Sequence[Batch]) -> None:
-        """Allocate memory for these consecutive batches, so that a lack of memory is an error before other ranks begin
-        to send."""
+        """Allocate memory for these consecutive batches: a lack of memory is an error before other ranks begin to
+        send."""
         sizes = [sum(_aligned_sizes(_shared(batch))) for batch in batches]
         size = max((a + b for a, b in pairwise([*sizes, 0])), default=0)
         if self._memory is None or self._memory.numel() < size:
@@ -212,14 +197,13 @@ def _aligned_sizes(shared: Iterable[Tensor]) -> list[int]:
 def gathered_on_main(batches: Sequence[Batch], buffer: ReceiveBuffer | None = None) -> Iterator[None]:
     """Gather batches of parameters on rank 0, for reading; yields once for each batch. A collective.
 
-    On the other ranks parameters do not change. Each rank sends its partitions to rank 0. This is faster than an
-    all-gather, and the other ranks need no memory except for a copy of offloaded partitions. DeepSpeed is not involved.
-    Rank 0's parameters are restored when the next batch is requested. While rank 0 reads a batch, it receives the next
-    one; after the last batch nothing is in flight.
+    Each rank sends its partitions to rank 0. This is faster than an all-gather, and the other ranks, where parameters
+    do not change, need no memory except for a copy of offloaded partitions. DeepSpeed is not involved. Rank 0's
+    parameters are restored when the next batch is requested. While rank 0 reads a batch, it receives the next one;
+    after the last batch nothing is in flight.
 
     Args:
-        batches: lists of parameters, partitioned and plain in any mixture. The parameters of a list are gathered
-            together.
+        batches: lists of parameters, partitioned and plain in any mixture, to gather together.
         buffer: memory reserved for ``batches``, for callers that gather repeatedly.
     """
     if dist.is_initialized() and dist.get_rank() > 0:
@@ -233,8 +217,8 @@ def gathered_on_main(batches: Sequence[Batch], buffer: ReceiveBuffer | None = No
         buffer.reserve(batches)
     following = _receive(buffer, 0, batches)
     for number, batch in enumerate(batches):
-        coming, following = following, _receive(buffer, number + 1, batches)
-        whole = coming.values()
+        received, following = following, _receive(buffer, number + 1, batches)
+        whole = received()
         stubs = [parameter for parameter in dict.fromkeys(batch) if is_partitioned(parameter)]
         kept = [parameter.data for parameter in stubs]
         try:
@@ -247,25 +231,11 @@ def gathered_on_main(batches: Sequence[Batch], buffer: ReceiveBuffer | None = No
                 parameter.data = data
 
 
-@dataclass
-class _Receiving:
-    """Batch being received by rank 0: its partitioned parameters, their buffers and the pending receives."""
+def _receive(buffer: ReceiveBuffer, number: int, batches: Sequence[Batch]) -> Callable[[], dict[Tensor, Tensor]]:
+    """Start receiving the other ranks' partitions of batch ``number``, if there is one, on rank 0.
 
-    shared: list[Tensor]
-    places: list[Tensor]
-    works: list[dist.Work]
-
-    def values(self) -> dict[Tensor, Tensor]:
-        """Wait for all partitions and return the whole parameters, 1-D, by parameter."""
-        for parameter, place in zip(self.shared, self.places, strict=True):  # overlaps with receiving
-            share = partition_of(parameter).detach()
-            place[: share.numel()].copy_(share)
-        _finish(self.works)
-        return {p: place[: full_numel(p)] for p, place in zip(self.shared, self.places, strict=True)}
-
-
-def _receive(buffer: ReceiveBuffer, number: int, batches: Sequence[Batch]) -> _Receiving:
-    """Start receiving the other ranks' partitions of batch ``number``, if there is one, on rank 0."""
+    Returns a function that waits for all partitions and returns the whole parameters, 1-D, by parameter.
+    """
     shared = _shared(batches[number]) if number < len(batches) else []
     places = buffer.places(number, shared) if shared else []
     from_others = [
@@ -274,7 +244,16 @@ def _receive(buffer: ReceiveBuffer, number: int, batches: Sequence[Batch]) -> _R
         for rank, part in enumerate(place.split(partition_of(parameter).numel()))
         if rank > 0
     ]
-    return _Receiving(shared, places, _begin(from_others))
+    works = _begin(from_others)
+
+    def received() -> dict[Tensor, Tensor]:
+        for parameter, place in zip(shared, places, strict=True):  # overlaps with receiving
+            share = partition_of(parameter).detach()
+            place[: share.numel()].copy_(share)
+        _finish(works)
+        return {p: place[: full_numel(p)] for p, place in zip(shared, places, strict=True)}
+
+    return received
 
 
 def _begin(operations: list[dist.P2POp]) -> list[dist.Work]:
@@ -289,3 +268,129 @@ def _finish(works: list[dist.Work]) -> None:
 def _for_collectives(tensor: Tensor) -> Tensor:
     """Move ``tensor`` to a device that NCCL accepts; an offloaded partition is in host memory."""
     return tensor.to(get_accelerator().current_device_name())
+
+
+@dataclass(frozen=True)
+class ByteForm:
+    """Form in which a partitioned parameter is all-gathered for forward and backward.
+
+    Attributes:
+        encode: converts the elements of :func:`local_range`, flat, to bytes (uint8).
+        decode: converts the bytes of the whole parameter, ``[ranks, bytes of each]`` with padding at the end, to the
+            tensor that forward uses in its place, in the parameter's shape and dtype.
+        width: bytes per element.
+    """
+
+    encode: Callable[[Tensor], Tensor]
+    decode: Callable[[Tensor], Tensor]
+    width: int = 1
+
+
+def gather_as_bytes(model: nn.Module, form_of: Callable[[Parameter], ByteForm | None]) -> None:
+    """Make stage 3 gather some parameters for forward and backward in a :class:`ByteForm`.
+
+    Before a module runs, and when prefetching, DeepSpeed gathers lists of parameters with ``all_gather_coalesced``, an
+    attribute of every partitioned Parameter. For each list it calls the function of the first parameter, and any
+    parameter may be first, as lists come from sets (0.19.8: ``PartitionedParameterCoordinator.__all_gather_params_``,
+    the only caller). DeepSpeed has no hook for another form, so the function is replaced on every Parameter of the
+    model. All other code gathers the parameters themselves: :func:`gathered`, and DeepSpeed's saving, use
+    ``all_gather``.
+
+    Args:
+        model: after ``deepspeed.initialize``; stage 3.
+        form_of: called at every gather, in the same order on all ranks. If it returns None, the parameter is gathered
+            unchanged, as are those that DeepSpeed keeps gathered (``stage3_param_persistence_threshold``).
+
+    Raises:
+        ValueError: hpZ is on, which copies gathered parameters.
+    """
+    parameters = [parameter for parameter in model.parameters() if is_partitioned(parameter)]
+    for parameter in parameters:
+        if parameter.ds_zero_param_process_group is not None:  # type: ignore[attr-defined]
+            raise ValueError("zero_hpz_partition_size: hpZ would keep the decoded bytes as the parameter: set it to 1")
+    for parameter in parameters:
+        own = parameter.all_gather_coalesced  # type: ignore[attr-defined]
+        parameter.all_gather_coalesced = partial(_gather, own, form_of)  # type: ignore[attr-defined]
+
+
+def _gather(
+    as_they_are: Callable[..., Any],
+    form_of: Callable[[Parameter], ByteForm | None],
+    parameters: Iterable[Parameter],
+    safe_mode: bool = False,
+    quantize: bool = False,
+) -> Any:
+    """Start gathering in place of ``all_gather_coalesced``, and return a handle to wait for."""
+    assert not quantize, "the recipe refuses zero_quantized_weights"
+    # The order of the list differs between ranks.
+    ordered: list[Any] = sorted(parameters, key=lambda parameter: parameter.ds_id)
+    forms = {parameter: None if parameter.ds_persist else form_of(parameter) for parameter in ordered}
+    if all(form is None for form in forms.values()):
+        return as_they_are(ordered, safe_mode=safe_mode)
+    # The list's other parameters are gathered in the same collective; widest dtype first, for their alignment.
+    sent = sorted(
+        (parameter for parameter in ordered if not is_whole(parameter)),
+        key=lambda parameter: -parameter.element_size() if forms[parameter] is None else 0,
+    )
+    handles = [_BytesInFlight([(parameter, forms[parameter]) for parameter in sent])]
+    if len(sent) < len(ordered):
+        handles.append(as_they_are([parameter for parameter in ordered if is_whole(parameter)], safe_mode=safe_mode))
+    return MultipleAllGatherHandles(handles)
+
+
+def gather_as_they_are(parameters: Sequence[Any]) -> Any:
+    """Run DeepSpeed's own ``all_gather_coalesced``, ignoring any :class:`ByteForm`; returns a handle to wait for."""
+    gather = parameters[0].all_gather_coalesced
+    return (gather.args[0] if isinstance(gather, partial) else gather)(parameters)
+
+
+def _unchanged(parameter: Any) -> ByteForm:
+    size = parameter.ds_numel * parameter.element_size()
+    return ByteForm(
+        encode=lambda flat: flat.view(torch.uint8),
+        decode=lambda parts: parts.reshape(-1)[:size].view(parameter.dtype).view(parameter.ds_shape),
+        width=parameter.element_size(),
+    )
+
+
+class _BytesInFlight:
+    """Handle of one all-gather of bytes, for which DeepSpeed's coordinator may wait more than once."""
+
+    def __init__(self, sent: Sequence[tuple[Any, ByteForm | None]]) -> None:
+        self.decoded = [parameter for parameter, form in sent if form is not None]
+        self.sent = [(parameter, form or _unchanged(parameter)) for parameter, form in sent]
+        group = sent[0][0].ds_process_group
+        self.sizes = [parameter.ds_tensor.ds_numel * form.width for parameter, form in self.sent]
+        device = get_accelerator().current_device_name()
+        shape = (dist.get_world_size(group), sum(self.sizes))
+        self.bytes: Tensor | None = torch.empty(shape, dtype=torch.uint8, device=device)
+        own = self.bytes[dist.get_rank(group)]
+        for (parameter, form), place in zip(self.sent, own.split(self.sizes), strict=True):
+            parameter.ds_status = ZeroParamStatus.INFLIGHT
+            encoded = form.encode(local_data(parameter).to(device))
+            place[: encoded.numel()] = encoded
+        self.work = deepspeed.comm.all_gather_into_tensor(self.bytes.view(-1), own, group=group, async_op=True)
+
+    def wait(self, handle_dependency: bool = True) -> None:
+        if self.bytes is None:
+            return
+        self.work.wait()
+        self.work = None  # it references the bytes, and the handle lives until the last parameter is read
+        for (parameter, form), parts in zip(self.sent, self.bytes.split(self.sizes, dim=1), strict=True):
+            parameter.data = form.decode(parts)
+            parameter.ds_status = ZeroParamStatus.AVAILABLE
+        for parameter in self.decoded:
+            parameter.holds_decoded = True
+        if not get_accelerator().is_synchronized_device():
+            self.bytes.record_stream(get_accelerator().current_stream())
+        self.bytes = None
+
+
+def release_decoded(parameters: Iterable[Tensor]) -> None:
+    """Partition parameters that a forward left decoded, so that the next gather decodes them again. DeepSpeed keeps
+    parameters that it expects to need soon, also after an evaluation's forward. Do not call this inside a forward."""
+    for parameter in parameters:
+        if getattr(parameter, "holds_decoded", False):
+            if parameter.ds_status is ZeroParamStatus.AVAILABLE:  # type: ignore[attr-defined]
+                parameter.partition()  # type: ignore[attr-defined]
+            parameter.holds_decoded = False  # type: ignore[attr-defined]

@@ -36,11 +36,7 @@ CHECKPOINT_CLASSES = (LossScaler, ZeroStageEnum, fragment_address)
 
 def stage_of(kind: Any, name: Any) -> ZeroStageEnum:
     """Replace ``getattr`` in a checkpoint's pickle: Python 3.11.0 to 3.11.3 write an enum member as
-    ``getattr(ZeroStageEnum, name)``, other versions write its value.
-
-    Raises:
-        ValueError: the arguments are not ``ZeroStageEnum`` and a name.
-    """
+    ``getattr(ZeroStageEnum, name)``, other versions write its value. Raises ValueError for any other arguments."""
     if kind is not ZeroStageEnum or name not in ZeroStageEnum.__members__:
         raise ValueError(f"GLOBAL getattr of {kind!r} and {name!r}")
     return ZeroStageEnum[name]
@@ -51,9 +47,8 @@ CHECKPOINT_GLOBALS: list[Any] = [*CHECKPOINT_CLASSES, (stage_of, "builtins.getat
 
 
 def reset_moments(optimizer: Any, parameters: Iterable[Parameter]) -> None:
-    """Zero Adam's moments of single parameters. With a gradient of 0 these parameters then do not move.
-
-    The step count belongs to a whole parameter group: see :func:`reset_optimizer_state`. No collective.
+    """Zero Adam's moments of single parameters, which then do not move with a gradient of 0. No collective. The step
+    count belongs to a whole parameter group: see :func:`reset_optimizer_state`.
 
     Args:
         optimizer: ``engine.optimizer``: DeepSpeed's wrapper of torch's, or torch's own.
@@ -111,11 +106,8 @@ def _unfused_masters(optimizer: Any) -> dict[int, Tensor]:
 
 def gradient_norm(parameters: Iterable[Parameter]) -> float:
     """Compute the L2 norm of the gradients over all ranks, valid between the last backward of an optimizer step and the
-    step.
-
-    A collective. On stages 0-2 it runs one collective per parameter, so do not call it in every step. Parameters
-    without a gradient count as 0.
-    """
+    step. A collective; on stages 0-2 one per parameter, so do not call it in every step. Parameters without a gradient
+    count as 0."""
     square = torch.zeros((), dtype=torch.float64, device=get_accelerator().current_device_name())
     partitioned = False
     for parameter in parameters:
@@ -132,17 +124,14 @@ def gradient_norm(parameters: Iterable[Parameter]) -> float:
 
 
 def backward(engine: Any, loss: Tensor) -> None:
-    """Run ``engine.backward`` with the loss multiplied by fp16's loss scale on every stage.
-
-    On stage 0 DeepSpeed 0.19 omits the factor (``engine.backward`` reads it from its ZeRO optimizers only) but still
-    divides the gradients by it: without this function they would be too small by this factor and never clipped.
-    """
+    """Run ``engine.backward`` with the loss multiplied by fp16's loss scale on every stage. On stage 0 DeepSpeed 0.19
+    omits the factor (``engine.backward`` reads it from its ZeRO optimizers only) but still divides the gradients by it:
+    they would be too small by this factor and never clipped."""
     engine.backward(loss * engine.optimizer.loss_scale if _wraps_fp16_unsharded(engine) else loss)
 
 
 def global_gradient_norm(engine: Any, device: torch.device) -> Tensor | None:
-    """Return the L2 norm [1] of all gradients in the last step, fp64, before clipping and without fp16's loss scale.
-
+    """Return the L2 norm [1] of all gradients in the last step, fp64, before clipping and without fp16's loss scale;
     None on stage 0 in fp32, where DeepSpeed keeps no norm. No collective."""
     norm = engine.get_global_grad_norm()
     if norm is None:
@@ -156,12 +145,8 @@ def _wraps_fp16_unsharded(engine: Any) -> bool:
 
 
 def reset_optimizer_state(optimizer: Any, group: str) -> None:
-    """Zero the optimizer's moments and step counts of a parameter group.
-
-    Args:
-        optimizer: ``engine.optimizer``: DeepSpeed's wrapper of torch's, or torch's own.
-        group: ``name`` of the parameter group; if there is none, nothing is done.
-    """
+    """Zero the moments and step counts of the parameter group named ``group``, if there is one, in
+    ``engine.optimizer``."""
     inner = getattr(optimizer, "optimizer", optimizer)
     for index, settings in enumerate(inner.param_groups):
         if settings["name"] != group:
@@ -230,13 +215,10 @@ def master_weights(optimizer: Any) -> list[Tensor]:
 
 
 def gradient_buffers(optimizer: Any) -> list[Tensor]:
-    """List the tensors outside of the parameters in which DeepSpeed 0.19 accumulates gradients, while they exist.
-
-    Stage 3 has one flat buffer and, with an offloaded optimizer, also a gradient per master. Stage 1 in bf16 has one
-    buffer per group. Stage 2 has one buffer per group too, which becomes the gradient of the group's master. If stages
-    1 and 2 keep gradients in the parameters' own dtype, they have lists of tensors, and the masters' gradients are
-    copies of these tensors.
-    """
+    """List the tensors outside of the parameters in which DeepSpeed 0.19 accumulates gradients, while they exist. Stage
+    3 has one flat buffer and, with an offloaded optimizer, also a gradient per master. Stages 1 (in bf16) and 2 have
+    one buffer per group; that of stage 2 becomes the gradient of the group's master. If stages 1 and 2 keep gradients
+    in the parameters' own dtype, they have lists of tensors, and the masters' gradients are copies of these tensors."""
     flat = getattr(optimizer, "grad_partitions_flat_buffer", None)
     if flat is not None:
         masters = master_weights(optimizer) if optimizer.offload_optimizer else []

@@ -1,12 +1,6 @@
 """Parameters under ZeRO (creation, whole shapes, this rank's elements), process group and devices.
 
 Ranks use the device of DeepSpeed's accelerator, which DS_ACCELERATOR may set, not the device that torch finds.
-
-:class:`LeftOut` leaves chosen frozen parameters out of the files that DeepSpeed writes, and restores them on reading.
-DeepSpeed excludes all frozen parameters or none (``exclude_frozen_parameters``), and some of them are calibrated
-scales. On loading it needs all of them: ``load_module_strict=False`` would ignore any missing name, and on stage 3 a
-missing name is a KeyError. So on saving, frozen parameters to keep are added to the state that DeepSpeed is about to
-write. On loading, excluded parameters are added, with the model's values, to the state that DeepSpeed has read.
 """
 
 import copy
@@ -56,10 +50,8 @@ def full_numel(parameter: Tensor) -> int:
 
 
 def local_range(parameter: Tensor) -> tuple[int, int]:
-    """Return the range ``(start, stop)`` of this rank's elements in the row-major flattened parameter.
-
-    It is the whole range for a plain parameter, and empty (start == stop) on a rank whose chunk is all padding.
-    """
+    """Return the range ``(start, stop)`` of this rank's elements in the row-major flattened parameter: the whole range
+    for a plain parameter, and empty (start == stop) on a rank whose chunk is all padding."""
     numel = full_numel(parameter)
     if not is_partitioned(parameter):
         return 0, numel
@@ -69,12 +61,10 @@ def local_range(parameter: Tensor) -> tuple[int, int]:
 
 
 def local_data(parameter: Tensor) -> Tensor:
-    """Return a flat view of the elements of :func:`local_range`; writing to it writes to the parameter.
-
-    The padding behind the elements is zeroed: DeepSpeed leaves it uninitialized, and a NaN there would reach norms over
-    the partition. Do not call this inside a :func:`gathered` block on the same parameter, and call
-    :func:`forget_secondary_copies` after writing.
-    """
+    """Return a flat view of the elements of :func:`local_range`; writing to it writes to the parameter. The padding
+    behind them is zeroed: DeepSpeed leaves it uninitialized, and a NaN there would reach norms over the partition. Do
+    not call this inside a :func:`gathered` block on the same parameter, and call :func:`forget_secondary_copies` after
+    writing."""
     if not is_partitioned(parameter):
         return parameter.detach().view(-1)
     start, stop = local_range(parameter)
@@ -85,8 +75,8 @@ def local_data(parameter: Tensor) -> Tensor:
 
 
 def partition_of(parameter: Tensor) -> Tensor:
-    """Return this rank's chunk of a partitioned parameter. Raises RuntimeError if the chunk is not plain memory with
-    the parameter's own values."""
+    """Return this rank's chunk of a partitioned parameter. Raises RuntimeError unless it is plain memory with its
+    values."""
     partition: Tensor = parameter.ds_tensor  # type: ignore[attr-defined]
     if partition.final_location is OffloadDeviceEnum.nvme:  # type: ignore[attr-defined]
         raise RuntimeError(
@@ -102,24 +92,19 @@ def partition_of(parameter: Tensor) -> Tensor:
 
 
 def forget_secondary_copies(model: nn.Module) -> None:
-    """Drop hpZ's copies within a node, so that the next gather recreates them from the partitions.
-
-    With ``zero_hpz_partition_size`` > 1, forward gathers from the secondary copy, which a write to the partition does
-    not change. The copies of *all* parameters must be dropped: DeepSpeed checks only the first parameter of a bucket to
-    decide which copy to gather.
-    """
+    """Drop hpZ's copies within a node, so that the next gather recreates them from the partitions. With
+    ``zero_hpz_partition_size`` > 1, forward gathers from the secondary copy, which a write to the partition does not
+    change. The copies of *all* parameters must be dropped: DeepSpeed checks only the first parameter of a bucket to
+    decide which copy to gather."""
     for parameter in model.parameters():
         if is_partitioned(parameter):
             parameter.ds_secondary_tensor = None  # type: ignore[attr-defined]
 
 
 def local_gradient(parameter: Parameter) -> Tensor | None:
-    """Return the fp32 gradient of the elements of :func:`local_range`, between the last backward of a step and the
-    step.
-
-    For stage 3 only. None if the parameter is not trained. The result may be a copy: change the gradient with
-    :func:`set_local_gradient`.
-    """
+    """Return the fp32 gradient of the elements of :func:`local_range`, on stage 3 between the last backward of a step
+    and the step; None if the parameter is not trained. The result may be a copy: change it with
+    :func:`set_local_gradient`."""
     gradient: Tensor | None = safe_get_local_grad(parameter)
     start, stop = local_range(parameter)
     return None if gradient is None else gradient.flatten()[: stop - start]
@@ -144,8 +129,7 @@ def zeros_of_partition(parameter: Parameter) -> Tensor:
 
 
 def partitions(model: nn.Module) -> list[Tensor]:
-    """List every tensor with values of parameters (whole parameters and partitions), except hpZ's secondary
-    partitions."""
+    """List every tensor with values of parameters, whole or partitioned, except hpZ's secondary partitions."""
     held: list[Tensor] = []
     for parameter in model.parameters():
         held.append(parameter.data)
@@ -155,8 +139,7 @@ def partitions(model: nn.Module) -> list[Tensor]:
 
 
 def secondary_partitions(model: nn.Module) -> list[Tensor]:
-    """List hpZ's secondary partitions. At the end of a step, DeepSpeed drops the secondary partitions of trained
-    parameters."""
+    """List hpZ's secondary partitions. DeepSpeed drops those of trained parameters at the end of a step."""
     copies = (getattr(parameter, "ds_secondary_tensor", None) for parameter in model.parameters())
     return [copy.data for copy in copies if copy is not None]
 
@@ -170,51 +153,37 @@ WHOLE_ELEMENTS = 100_000
 
 
 WHOLE_ELEMENTS_IN_ALL = 16 * 2**20
-CLOSED = (
-    "this process has closed its process group and cannot start another one: let all trainings of a script run inside "
-    "one clean_exit()"
-)
 
 
 def init_process_group() -> None:
-    """Start the process group of this run: NCCL with CUDA, gloo without. Does nothing if a process group exists.
-
-    RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must be set, by the launcher or by the caller.
+    """Start the process group of this run, unless one exists: NCCL with CUDA, gloo without. RANK, LOCAL_RANK,
+    WORLD_SIZE, MASTER_ADDR and MASTER_PORT must be set, by the launcher or by the caller.
 
     Raises:
         RankError: the ranks did not meet, or this process closed a group before (DeepSpeed keeps references to it).
     """
     if deepspeed.comm.comm.cdb is not None and not dist.is_initialized():
-        raise RankError(CLOSED)
+        raise RankError(
+            "this process has closed its process group and cannot start another one: let all trainings of a script run "
+            "inside one clean_exit()"
+        )
     if get_accelerator().device_name() == "cpu":
         # On CPU DeepSpeed compiles a shared-memory op here (25 s when cold) that only inference_all_reduce uses.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     try:
         deepspeed.init_distributed()
     except (RuntimeError, ValueError) as error:
-        raise RankError(_no_meeting(error)) from error
-
-
-def _no_meeting(error: Exception) -> str:
-    """Write the error text of a rank that did not meet the others."""
-    where = "{MASTER_ADDR}:{MASTER_PORT}".format_map(os.environ)
-    remedy = "look for what ended another rank before, and whether this machine reaches that address"
-    if "EADDRINUSE" in str(error):
-        remedy = "another job listens there: set another MASTER_PORT (deepspeed --master_port, torchrun --master_port)"
-    return (
-        f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} has not met the others at {where} "
-        f"({str(error).splitlines()[0]}): {remedy}"
-    )
+        where = "rank {RANK} of {WORLD_SIZE} has not met the others at {MASTER_ADDR}:{MASTER_PORT}"
+        remedy = "look for what ended another rank before, and whether this machine reaches that address"
+        if "EADDRINUSE" in str(error):
+            remedy = "another job uses that port: set another one (deepspeed --master_port, torchrun --master_port)"
+        text = f"{where.format_map(os.environ)} ({str(error).splitlines()[0]}): {remedy}"
+        raise RankError(text) from error
 
 
 def stage(ds_config: DsConfig) -> int:
     """Return the ZeRO stage of a resolved DeepSpeed configuration (default 0)."""
     return int(ds_config.get("zero_optimization", {}).get("stage", 0))
-
-
-def hpz_size(ds_config: DsConfig) -> int:
-    """Return the number of ranks that share hpZ's secondary partitioning of the weights; 1 without hpZ."""
-    return int(ds_config.get("zero_optimization", {}).get("zero_hpz_partition_size", 1))
 
 
 class _One(nn.Module):
@@ -229,11 +198,8 @@ class _One(nn.Module):
 
 def materialize(model: nn.Module, ds_config: DsConfig, device: torch.device) -> None:
     """Allocate memory, uninitialized, for every parameter that is on the meta device; under stage 3 for its partition
-    only.
-
-    Parameters are allocated one at a time: a rank never allocates more than its partitions and the parameter being
-    partitioned. A Parameter object that several modules share stays one object. A collective under stage 3.
-    """
+    only, and a collective. Parameters are allocated one at a time: a rank never allocates more than its partitions and
+    the parameter being partitioned. A Parameter object that several modules share stays one object."""
     made: dict[int, Parameter] = {}
     with _zero_init(ds_config):
         for module in model.modules():
@@ -245,10 +211,8 @@ def materialize(model: nn.Module, ds_config: DsConfig, device: torch.device) -> 
 
 
 def _zero_init(ds_config: DsConfig) -> AbstractContextManager[object]:
-    """Return ``zero.Init`` under stage 3, and an empty context on the other stages.
-
-    Import nothing inside: ``zero.Init`` patches torch's tensor constructors.
-    """
+    """Return ``zero.Init`` under stage 3, and an empty context on the other stages. Import nothing inside:
+    ``zero.Init`` patches torch's tensor constructors."""
     if stage(ds_config) < 3:
         return nullcontext()
     # Pass the configuration, never `dtype`: with dtype=torch.float32 zero.Init creates bf16 parameters on a CPU.
@@ -258,21 +222,20 @@ def _zero_init(ds_config: DsConfig) -> AbstractContextManager[object]:
 def _hpz_group(ds_config: DsConfig) -> dict[str, Any]:
     """Return the option that passes hpZ's existing group of ranks to later calls of ``zero.Init``, in which DeepSpeed
     0.19 would try to create it again and raise AssertionError. Empty without hpZ, or before there is a group."""
-    if hpz_size(ds_config) == 1:
+    if int(ds_config.get("zero_optimization", {}).get("zero_hpz_partition_size", 1)) == 1:
         return {}
     group = groups._get_zero_param_intra_parallel_group()
     return {} if group is None else {"zero_param_parallel_group": group}
 
 
 def partition_new_parameters(module: nn.Module, ds_config: DsConfig) -> None:
-    """Partition the parameters of ``module`` that are not partitioned yet, with rank 0's values; no-op on stages 0-2.
+    """Partition the parameters of ``module`` that are not partitioned yet, with rank 0's values; no-op on stages 0-2. A
+    collective.
 
     It is meant for parameters created after the model was built (scales). They keep their dtype, so that frozen fp32
-    parameters are possible; parameters created inside ``zero.Init`` get the training dtype. A collective.
-
-    Small frozen parameters are partitioned over a group of one rank (``zero.Init``'s ``data_parallel_group``), so that
-    each rank has them whole: otherwise every module would need an extra collective to gather fp32 parameters in
-    addition to bf16 weights.
+    parameters are possible; parameters created inside ``zero.Init`` get the training dtype. Small frozen parameters are
+    partitioned over a group of one rank (``zero.Init``'s ``data_parallel_group``), so that each rank has them whole:
+    otherwise every module would need an extra collective for fp32 parameters in addition to bf16 weights.
     """
     if stage(ds_config) < 3:
         return
@@ -299,12 +262,12 @@ def to_be_whole(new: Iterable[Parameter]) -> list[Parameter]:
 
 
 def release(engine: deepspeed.DeepSpeedEngine, parameters: Iterable[Parameter]) -> None:
-    """Make DeepSpeed gather these small parameters only when they are used, like large parameters.
+    """Make DeepSpeed gather these small parameters only when they are used, like large parameters; no-op on stages 0-2.
+    Call this after ``initialize`` and before the first forward.
 
     DeepSpeed keeps small parameters gathered, and after every step gathers each of them in its own collective
     (``_post_step`` in stage3.py, over the list of ``mark_persistent_parameters`` in parameter_offload.py, 0.19).
-    Gathered on use, they share a collective with the other parameters needed next. Call this after ``initialize`` and
-    before the first forward; it does nothing on stages 0-2.
+    Gathered on use, they share a collective with the other parameters needed next.
     """
     persistent = getattr(engine.optimizer, "persistent_parameters", None)
     if persistent is None:
@@ -318,18 +281,14 @@ def release(engine: deepspeed.DeepSpeedEngine, parameters: Iterable[Parameter]) 
 
 def mark_leaf(module: nn.Module) -> None:
     """Make stage 3 gather the parameters of ``module`` together and treat the module as one step of its trace.
-
-    Otherwise every submodule costs its own collectives, and all ranks must run the submodules in the same order.
-    """
+    Otherwise every submodule costs its own collectives, and all ranks must run the submodules in the same order."""
     set_z3_leaf_module(module, True)
 
 
 def leaves_of_stage_3(model: nn.Module, ds_config: DsConfig) -> set[int]:
     """Return the ids of the modules that stage 3 gathers as a whole: modules marked by :func:`mark_leaf`, and modules
-    named by DeepSpeed's configuration.
-
-    DeepSpeed's default names the sparse MoE blocks of three model families by class; ``initialize`` marks them.
-    """
+    named by DeepSpeed's configuration, by default the sparse MoE blocks of three model families, which ``initialize``
+    marks."""
     zero = DeepSpeedZeroConfig(**ds_config.get("zero_optimization", {}))
     apply_zero_leaf_module_config(model, zero.leaf_module)
     return {id(module) for module in model.modules() if z3_leaf_module(module)}
@@ -337,9 +296,7 @@ def leaves_of_stage_3(model: nn.Module, ds_config: DsConfig) -> set[int]:
 
 def upcast_named_buffers(model: nn.Module, dtype: torch.dtype) -> None:
     """Convert to fp32 the buffers that the model's transformers class lists as fp32 (such as MoE routing biases).
-
-    DeepSpeed does the same in ``initialize``, but by then the weights have been loaded and rounded.
-    """
+    DeepSpeed does the same in ``initialize``, but by then the weights have been loaded and rounded."""
     pattern = keep_in_fp32_pattern(model, KEEP_IN_FP32_AUTO, dtype)
     if pattern is not None:
         keep_buffers_in_fp32(model, pattern)
@@ -347,11 +304,9 @@ def upcast_named_buffers(model: nn.Module, dtype: torch.dtype) -> None:
 
 @contextmanager
 def keep_frozen_fp32(model: nn.Module) -> Iterator[None]:
-    """Wrap ``deepspeed.initialize`` so that frozen fp32 parameters keep their dtype and values.
-
-    On stages 0-2 the engine casts every parameter to the training dtype. Frozen parameters are in no optimizer's flat
-    buffer, so their data can be restored. Under stage 3 partitions keep their dtype, and nothing is done.
-    """
+    """Wrap ``deepspeed.initialize`` so that frozen fp32 parameters keep their dtype and values. On stages 0-2 the
+    engine casts every parameter to the training dtype; frozen ones are in no optimizer's flat buffer, so their data can
+    be restored. Under stage 3 partitions keep their dtype, and nothing is done."""
     kept = [
         (parameter, parameter.data)
         for parameter in model.parameters()
@@ -371,26 +326,29 @@ def own_device(local_rank: int) -> torch.device:
     """Return the device of a rank. Raises RankError if DeepSpeed's accelerator is neither cuda nor cpu, or if this
     machine has too few devices."""
     name = get_accelerator().device_name()
-    if name != "cpu" and not (on_cuda() and local_rank < torch.cuda.device_count()):
-        raise RankError(_missing(name, local_rank))
-    return torch.device("cuda", local_rank) if on_cuda() else torch.device("cpu")
-
-
-def _missing(name: str, local_rank: int) -> str:
+    if name == "cpu":
+        return torch.device("cpu")
     if name != "cuda":
-        return f"DeepSpeed's accelerator is {name!r}, expected cuda or cpu: DS_ACCELERATOR chooses one"
-    return (
-        f"LOCAL_RANK is {local_rank}, but torch finds {torch.cuda.device_count()} CUDA devices here: start as many "
-        "ranks on a machine as it has GPUs (CUDA_VISIBLE_DEVICES hides some), or set DS_ACCELERATOR=cpu"
-    )
+        raise RankError(f"DeepSpeed's accelerator is {name!r}, expected cuda or cpu: DS_ACCELERATOR chooses one")
+    if local_rank >= torch.cuda.device_count():
+        raise RankError(
+            f"LOCAL_RANK is {local_rank}, but torch finds {torch.cuda.device_count()} CUDA devices here: start as many "
+            "ranks on a machine as it has GPUs (CUDA_VISIBLE_DEVICES hides some), or set DS_ACCELERATOR=cpu"
+        )
+    return torch.device("cuda", local_rank)
 
 
-MODULE = "module"
+_MODULE = "module"  # DeepSpeed's key of the model's state
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Frozen parameters of a model that its checkpoints exclude.
+    """Frozen parameters of a model that its checkpoints exclude, and that are restored on reading.
+
+    DeepSpeed excludes all frozen parameters or none (``exclude_frozen_parameters``), and some of them are calibrated
+    scales. On loading it needs all of them: ``load_module_strict=False`` would ignore any missing name, and on stage 3
+    a missing name is a KeyError. So frozen parameters to keep are added to the state that DeepSpeed is about to write,
+    and excluded ones, with the model's values, to the state that DeepSpeed has read.
 
     Attributes:
         model: the whole model, with its current values.
@@ -401,11 +359,11 @@ class LeftOut:
     names: Collection[str]
 
     def leave_out(self, state: dict[str, Any]) -> None:
-        """Remove the parameters from the state that a rank writes, and add the other frozen parameters, which
-        ``exclude_frozen_parameters`` also dropped. A state without a model is not changed."""
-        if not self.names or MODULE not in state:
+        """Remove the parameters from the state that a rank writes, and add the other frozen parameters. A state without
+        a model is not changed."""
+        if not self.names or _MODULE not in state:
             return
-        module, frozen = state[MODULE], self._frozen()
+        module, frozen = state[_MODULE], self._frozen()
         for name, value in self.model.state_dict().items():
             if name in self.names:
                 module.pop(name, None)  # DeepSpeed leaves a tied parameter's second name in
@@ -418,11 +376,11 @@ class LeftOut:
 
     def put_in(self, state: dict[str, Any]) -> None:
         """Add the parameters, with the model's current values, to a state that was read and is about to be loaded."""
-        if not self.names or MODULE not in state:
+        if not self.names or _MODULE not in state:
             return
         own = self.model.state_dict()
         for name in self.names:
-            state[MODULE].setdefault(name, own[name])
+            state[_MODULE].setdefault(name, own[name])
         if state.get(FROZEN_PARAM_FRAGMENTS) is not None:
             for name, parameter in self._frozen().items():
                 if name in self.names:
@@ -434,7 +392,6 @@ class LeftOut:
 
 
 def _local_part(parameter: Tensor) -> Tensor:
-    """Return the part of a frozen parameter that DeepSpeed writes: under stage 3 this rank's chunk, padding
-    included."""
+    """Return the part of a frozen parameter that DeepSpeed writes: on stage 3 this rank's chunk, padding included."""
     part: Tensor = parameter.ds_tensor if is_partitioned(parameter) else parameter  # type: ignore[attr-defined]
     return part.detach()

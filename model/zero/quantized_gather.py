@@ -13,18 +13,9 @@ Compared with gathering the weights, the forward, the gradients of inputs and th
 bits. The gradient of a learned scale sums the same terms in another order and in fp32, while without this feature each
 micro-batch and rank rounds its own sum to the model's dtype.
 
-The rest of the project has only two general hooks for this feature, which no other feature uses:
-``Session.after_backward``, which runs between the last backward and the update; ``QuantLayer.when_changed``, called
-when weights, scales or switches have changed. To delete the feature:
-
-* delete this file, ``model/zero/as_bytes.py``, the tests in ``tests/unit/model/zero/test_quantized_gather.py`` and
-  ``tests/distributed/engine/test_compute.py``, and mentions of ``quantized_all_gather`` in other tests and ``docs/``;
-* ``quant``: the functions of placeholders in ``packed_weight.py``, and their use in ``autograd.py``;
-* ``engine/config``: the field ``quantized_all_gather`` in ``quant.py``, and ``_gather_problems`` in ``deepspeed.py``;
-* ``engine/session/session.py``: the import and the construction;
-* ``tools/memory``: ``as_codes`` and the item "scales of codes";
-* ``model/zero/gather.py``: the import from ``as_bytes.py`` and the call of ``release_decoded``; replace
-  ``gather_as_they_are(small)`` by DeepSpeed's own ``small[0].all_gather_coalesced(small)``.
+The rest of the project has two general hooks that only this feature uses: ``Session.after_backward``, which runs
+between the last backward and the update, and ``QuantLayer.when_changed``, called when weights, scales or switches have
+changed. Only :func:`model.zero.gather.gather_as_bytes` replaces a function of DeepSpeed for it.
 """
 
 import math
@@ -40,15 +31,12 @@ from torch.nn import Parameter
 
 from model.ranks import errors_on_all_ranks, say
 from model.zero import is_partitioned, local_data, local_gradient, local_range, set_local_gradient, whole_values
-from model.zero.as_bytes import ByteForm, gather_as_bytes, release_decoded
+from model.zero.gather import ByteForm, gather_as_bytes, release_decoded
 from quant import Quantization, QuantLayer, QuantLinear, kernels
 from quant.observers import by_run
 from quant.packed_weight import placeholder
 from quant.scale import Quantizer, Scale, lsq_factor
 from quant.spec import FP8_TENSOR
-
-__all__ = ["NONE_GATHERED_QUANTIZED", "can_gather_quantized", "gather_quantized"]
-
 
 NONE_GATHERED_QUANTIZED = (
     "quant.quantized_all_gather: true, expected false: no layer has a weight in bfloat16 or float32, larger than "
@@ -73,37 +61,22 @@ class _WeightAndScales:
 
 
 def gather_quantized(model: nn.Module, quantization: Quantization) -> Callable[[], None]:
-    """Make stage 3 gather codes in place of the weights of every supported layer; a collective.
-
-    Args:
-        model: after ``deepspeed.initialize``.
-        quantization: returned by ``quant.prepare`` for the model.
-
-    Returns:
-        A function to call after the last backward of every optimizer step, before the update.
+    """Make stage 3 gather codes in place of the weights of every supported layer, after ``deepspeed.initialize``; a
+    collective. Returns a function to call after the last backward of every optimizer step, before the update.
 
     Raises:
         RankError: on every rank: there is no supported layer, or DeepSpeed is configured to change gathered parameters.
     """
     with errors_on_all_ranks(ValueError):
-        coded = QuantizedGather(model, quantization.layers.values())
-    say(f"gathered as codes: the weights of {len(coded)} layers")
-    return coded.finish_gradients
+        return QuantizedGather(model, quantization.layers.values()).finish_gradients
 
 
 class QuantizedGather:
     """Weights of a stage 3 model that are gathered as codes."""
 
     def __init__(self, model: nn.Module, layers: Iterable[QuantLayer]) -> None:
-        """Replace the gathering of the weights of supported layers (see :func:`can_gather_quantized`).
-
-        Args:
-            model: after ``deepspeed.initialize``.
-            layers: its quantized layers. Weights that stay gathered are left out.
-
-        Raises:
-            ValueError: there is no supported layer, or DeepSpeed is configured to change gathered parameters.
-        """
+        """Replace the gathering of the weights of supported ``layers`` (see :func:`can_gather_quantized`), except
+        weights that stay gathered. Raises ValueError as :func:`gather_quantized` raises RankError."""
         self._weights = {
             id(layer.weight): _WeightAndScales(layer, layer.weight, layer.weight_s0, layer.weight_theta)
             for layer in layers
@@ -116,17 +89,12 @@ class QuantizedGather:
         self._scale_memory: Tensor | None = None
         for one in self._weights.values():
             one.layer.when_changed = self._invalidate
-
-    def __len__(self) -> int:
-        """Return the number of weights that are gathered as codes."""
-        return len(self._weights)
+        say(f"gathered as codes: the weights of {len(self._weights)} layers")
 
     @torch.no_grad()
     def finish_gradients(self) -> None:
-        """Apply the quantizers' rules to the reduced gradients; a collective if scales are learned.
-
-        Call it after the last backward of an optimizer step, before the update.
-        """
+        """Apply the quantizers' rules to the reduced gradients, after the last backward of an optimizer step and before
+        the update; a collective if scales are learned."""
         thetas: dict[int, tuple[Parameter, Tensor]] = {}
         for key, one in self._weights.items():
             gradient = local_gradient(one.weight)
@@ -216,13 +184,10 @@ class QuantizedGather:
 
 
 def can_gather_quantized(layer: QuantLayer) -> TypeGuard[QuantLinear]:
-    """Return True if the weight of a layer can be gathered as codes.
-
-    Scales of groups and blocks are too many to keep whole on every rank. A layer other than :class:`QuantLinear`
-    computes its weight's gradient differently. A frozen weight has no reduced gradient from which the gradient of a
-    learned scale could be computed. In fp16 the product of a small code and its scale may round to a number with
-    another code.
-    """
+    """Return True if the weight of a layer can be gathered as codes. Scales of groups and blocks are too many to keep
+    whole on every rank. A layer other than :class:`QuantLinear` computes its weight's gradient differently. A frozen
+    weight has no reduced gradient from which the gradient of a learned scale could be computed. In fp16 the product of
+    a small code and its scale may round to a number with another code."""
     weights, theta = layer.scheme.weights, layer.weight_theta
     return (
         type(layer) is QuantLinear
@@ -234,16 +199,13 @@ def can_gather_quantized(layer: QuantLayer) -> TypeGuard[QuantLinear]:
 
 
 def quantize_part(flat: Tensor, start: int, numel: int, quantizer: Quantizer) -> Tensor:
-    """Quantize a slice of a weight.
+    """Quantize a slice of a weight to bytes of codes (``float8_e4m3fn`` or ``int8``) as uint8, one per element.
 
     Args:
         flat: elements ``[start, start + len(flat))`` of the weight, 1-D, in its dtype.
         start: first element of the slice in the row-major weight.
         numel: number of elements of the whole weight.
         quantizer: quantizer of the whole weight; all of its scales belong to equally many consecutive elements.
-
-    Returns:
-        Bytes of the codes (``float8_e4m3fn`` or ``int8``) as uint8, one per element.
     """
     codes = flat.new_empty(flat.numel(), dtype=torch.uint8)
     for runs, rows, out in _runs(flat, codes, start, numel, quantizer):

@@ -36,7 +36,7 @@ def build(path: Path | str, dtype: torch.dtype = torch.bfloat16, **options: Any)
 def load_model(path: Path | str, dtype: torch.dtype = torch.bfloat16, **options: Any) -> PreTrainedModel:
     """Build the model of a checkpoint and load its weights."""
     model = build(path, dtype, **options)
-    load_weights(model, path, progress=False)
+    load_weights(model, path)
     return model
 
 

@@ -21,7 +21,7 @@ from engine.config.config import Recipe
 from engine.config.deepspeed import DsConfigError, resolve
 from engine.config.errors import RecipeError
 from engine.config.reading import load_recipe, parse_recipe
-from model.disk_errors import OF_DISKS
+from model.ranks import OF_DISKS
 from quant import PRESETS
 from quant.formats.compressed_tensors import packed_shapes
 from tests.lib.root import ROOT

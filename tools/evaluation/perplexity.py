@@ -29,7 +29,7 @@ from data.samples import load_tokenizer
 from engine.session.context import META
 from model.build import build_model
 from model.checkpoint.fingerprint import digest_of_checkpoint
-from model.checkpoint.load import check_weights, load_weights
+from model.checkpoint.load import check_headers, load_weights
 from model.console import perplexity
 from model.peft import say_left_out
 from model.quantized.quantization_config import read_json_object, weights_alone
@@ -180,7 +180,7 @@ def check_checkpoint(directory: str | Path) -> None:
         if compressed:
             load_compressed(directory, device=META)
         else:
-            check_weights(build_model(directory, {}, dtype=torch.float32, device=META), directory)
+            check_headers(build_model(directory, {}, dtype=torch.float32, device=META), directory)
 
 
 def _is_compressed(directory: str | Path) -> bool:

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from engine.checkpoint.files import replace_text
-from model.checkpoint.json_text import parse_json
+from model.checkpoint.safetensors import parse_json
 from model.console import figure, markdown_table
 
 

@@ -33,7 +33,8 @@ from collections.abc import Iterable, Mapping
 from torch import nn
 from transformers import PreTrainedConfig
 
-from model.ptq_init import decoder_layers, quantized_together
+from model.ptq_init import decoder_layers
+from model.ptq_init.layerwise import quantized_together
 from quant import QuantLayer
 from quant.linear import linears_of
 from tools.memory.model import MetaStudent

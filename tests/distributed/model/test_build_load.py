@@ -123,7 +123,7 @@ DAMAGES = {
     ),
     "truncated-on-one-rank": Damage(None, r"^rank 1: .*model-00002-of-\d+\.safetensors is truncated", only_rank_1=True),
     "twice": Damage(
-        stack, r"there twice: model\.layers\.1\.mlp\.experts\.0\.down_proj\.weight \(in .* and in ", base="moe"
+        stack, r"found twice: model\.layers\.1\.mlp\.experts\.0\.down_proj\.weight \(in .* and in ", base="moe"
     ),
     "an-expert-too-many": Damage(
         lambda tensors: tensors.update({EXPERT.format(0, 5, "up"): tensors[EXPERT.format(0, 4, "up")].clone()}),

@@ -88,7 +88,7 @@ def same_values(ours: Tensor, theirs: Tensor) -> bool:
 def plain(source: Path, out: Path) -> None:
     """Load under ZeRO-3, export without quantizing: the same keys and the same bytes."""
     model = build_model(source, ZERO_3, dtype=torch.bfloat16, device=torch.device("cpu"))
-    load_weights(model, source, progress=False)
+    load_weights(model, source)
     export_model(model, None, source, out)
     ours, theirs = read_tensors(out), read_tensors(source)
     same_keys(ours, theirs)
@@ -105,7 +105,7 @@ def exact(variant: Variant, source: Path, out: Path) -> None:
     """
     theirs = variant.model(dtype=torch.float32, attention=attention_for(variant.config(), AUTO))
     model = build_model(source, ZERO_0, dtype=torch.float32, device=torch.device("cpu")).eval()
-    load_weights(model, source, progress=False)
+    load_weights(model, source)
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(7, 300, (2, 24), generator=generator)
     logits = []

@@ -7,8 +7,7 @@ import re
 import pytest
 
 from launch.exits import clean_exit, recipe_or_exit
-from model.disk_errors import naming
-from model.ranks import RankError
+from model.ranks import RankError, naming
 from tests.lib.processes import run_python
 from tests.lib.recipes import write_minimal
 

@@ -1,7 +1,6 @@
 """Models that build_model refuses, and what must not depend on how it builds. Stages and values: tests/distributed."""
 
 import json
-import random
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,8 +9,6 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from model.build import may_hold_experts
-from model.moe.arrange import _looks_like_experts, _numbers_of_experts
 from model.ranks import RankError
 from tests.families.variants import VARIANTS
 from tests.lib.checkpoints import build, edit_json, load_model
@@ -178,16 +175,3 @@ def test_an_attention_that_cannot_be_used_is_one_line_with_its_key(tmp_path: Pat
     with pytest.raises(RankError, match=rf"^model\.attn_implementation: '{attention}', expected auto.*{why}") as caught:
         build(tmp_path, torch.float32, attn_implementation=attention)
     assert "\n" not in str(caught.value)
-
-
-def test_models_that_are_passed_over_have_no_experts(seed):
-    """`may_hold_experts` saves the search of plain models: none may be passed over in which it would find some."""
-    passed_over = set()
-    for name in {"qwen3", "llama", "qwen3_moe", *random.sample(sorted(VARIANTS), 12)}:
-        model = VARIANTS[name].model()
-        counts = _numbers_of_experts(model.config.to_dict())
-        if not may_hold_experts(model):
-            passed_over.add(name)
-            found = [one for one, part in model.named_modules() if _looks_like_experts(one, part, model, counts)]
-            assert found == [], name
-    assert {"qwen3", "llama"} <= passed_over and "qwen3_moe" not in passed_over

@@ -1,4 +1,4 @@
-"""lm_head as a module that computes what it is asked to, inside the model's own forward."""
+"""lm_head as a module that computes a task inside the model's own forward."""
 
 from contextlib import nullcontext
 from functools import partial
@@ -176,7 +176,7 @@ def test_output_head_takes_plain_linears_alone():
 
 @pytest.mark.parametrize("taken_out", [False, True])
 def test_a_model_that_goes_on_from_its_logits_is_refused_once_it_has_run(seed, taken_out):
-    """Either module in lm_head's place checks what the model made of its output."""
+    """Both replacements of lm_head check that the model returned their output."""
     model = tiny("llama", seed=seed)
     ids, _ = batch_of(model)
     head_proxy = take_out_head(model)[1] if taken_out else install_head(model)

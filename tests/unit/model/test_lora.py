@@ -1,4 +1,4 @@
-"""Adapters: those that start from the error of quantization, and those beside products of codes."""
+"""Adapters that start from the error of quantization, and adapters beside products of codes."""
 
 import copy
 import re
@@ -52,8 +52,8 @@ def test_an_adapter_that_its_dtype_cannot_hold_is_refused(dtype, scaling, seed):
     ("scheme", "way"), [("fp8_static", "fp8_gemm"), ("nvfp4_w4a4", "dynamic_codes"), ("mxfp4_mxfp8", "dynamic_codes")]
 )
 def test_other_ways_to_multiply_have_the_gradients_of_the_sum(tmp_path, scheme, way, kind):
-    """Products of codes, and codes that are kept of inputs: bit for bit the outputs of the layer that has the sum as
-    its weight, and gradients within what bf16 rounds. Of a Linear, and of a stack of experts."""
+    """Products of codes, and cached codes of inputs: outputs have the bits of a layer whose weight is the sum, and
+    gradients differ by bf16 rounding at most. For a Linear and a stack of experts."""
     model = load_model(tiny_checkpoint(tmp_path, kind, wide=True, layers=1)).requires_grad_(False)
     quantization = quantize(model, scheme, input_scale=0.02)
     ending = "o_proj" if kind == "qwen3" else "gate_up_proj"

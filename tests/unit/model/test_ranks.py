@@ -1,4 +1,4 @@
-"""The end of a process: gloo's threads are waited for while they still have something to do."""
+"""Wait for gloo's threads at the end of a process."""
 
 import hashlib
 import threading
@@ -8,8 +8,8 @@ from model.ranks import _wait_for_gloo
 
 
 def test_a_thread_of_gloo_that_works_is_waited_for():
-    """It works without Python's lock, as one does that has told who waits for it and has not yet dropped its tensors.
-    The abort itself comes once in some twenty ends, and cannot be asked for."""
+    """The thread works without Python's GIL, like one that has woken its waiter and has not yet dropped its tensors.
+    The abort itself occurs once in about twenty exits, and cannot be provoked."""
     named, done, end, data = threading.Event(), [], threading.Event(), bytes(2**28)
 
     def work() -> None:

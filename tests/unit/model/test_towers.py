@@ -1,4 +1,4 @@
-"""Composite checkpoints: what is trained of them, and what an export has of the rest."""
+"""Composite checkpoints: which part is trained, and that an export contains the rest."""
 
 import json
 import re

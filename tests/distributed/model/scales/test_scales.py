@@ -146,7 +146,7 @@ def kind(request) -> str:
 
 
 def case(base: Path, kind: str, name: str) -> dict:
-    """What both ranks got of a case, which must be the same."""
+    """Return the result of a case, which must be the same on both ranks."""
     found = [torch.load(base / "cases" / kind / f"{name}_{rank}.pt", weights_only=True) for rank in range(RANKS)]
     assert found[0].keys() == found[1].keys() and found[0].get("error") == found[1].get("error")
     assert same(found[0]["scales"], found[1]["scales"])

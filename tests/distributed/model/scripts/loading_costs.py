@@ -1,4 +1,4 @@
-"""What loading costs on real ranks: the bytes that live at one time, and those that are read."""
+"""Costs of loading on real ranks: bytes alive at one time, and bytes read."""
 
 import re
 from collections.abc import Callable
@@ -92,7 +92,7 @@ def check_bytes_read(path: Path) -> None:
     for method in ("direct", "rank0", "direct"):  # the first time Python reads modules too
         model = built(path, config)
         before = _kernel_count()
-        report = load_weights(model, path, method=method, progress=False)
+        report = load_weights(model, path, method=method)
         read[method] = _kernel_count() - before
         share = sum(2 * (stop - start) for start, stop in map(local_range, model.parameters()))
         assert report.bytes == {"direct": share, "rank0": total * is_main()}[method]

@@ -36,7 +36,7 @@ def built(path: Path, config: dict[str, Any], dtype: torch.dtype = torch.bfloat1
 
 def loaded(path: Path, config: dict[str, Any], dtype: torch.dtype = torch.bfloat16, **options: Any) -> PreTrainedModel:
     model = built(path, config, dtype, **options)
-    load_weights(model, path, progress=False)
+    load_weights(model, path)
     return model
 
 

@@ -41,7 +41,7 @@ def step_of(paths: dict[str, Path], stage: int) -> Path:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_resumed_run_goes_on_bit_for_bit(paths, stage):
-    """Also with what has changed since it was read, which nobody can read again."""
+    """Including a frozen parameter that changed after it was read, which is in no file of the model."""
     straight, resumed = load_result(paths[f"straight_{stage}"]), load_result(paths[f"begun_{stage}"])
     assert resumed["losses"] == straight["losses"][2:]
     source = load_file(paths[f"begun_{stage}"].parent / "tied" / "model.safetensors")

@@ -182,7 +182,7 @@ WRONG = [
     (lambda t: {k: torch.cat([v, v], 1) if "A" in k else v for k, v in t.items()}, "and [64, 4], expected"),
     (
         lambda t: {**t, f"{KEY}.lora_A.default.weight": torch.ones(4, 64)},
-        "q_proj.lora_A.default.weight are of one layer",
+        "q_proj.lora_A.default.weight belong to the same layer",
     ),
     (lambda t: {**t, "base_model.model.lm_head.lora_A.weight": torch.ones(4, 64)}, "lm_head is no linear"),
     (lambda t: {**t, "base_model.model.x.lora_embedding_A": torch.ones(4, 64)}, "lora_embedding_A"),
@@ -228,7 +228,7 @@ def test_no_folder_garbage_and_pipes_are_named(tmp_path, checkpoints, start, fil
 def test_an_adapter_of_other_values_than_finite_floats_is_refused(tmp_path, checkpoints, start, change):
     key = f"{KEY}.lora_B.weight"
     edit_tensors(start, key, lambda tensors: tensors.update({key: change(tensors[key])}))
-    with pytest.raises(RankError, match=rf"adapter.start: .*{key} is .*, and not all of it finite floats"):
+    with pytest.raises(RankError, match=rf"adapter.start: .*{key} is .*, expected finite floats only"):
         adapters(recipe(tmp_path, checkpoints["qwen3"], {"start": str(start)}))
 
 

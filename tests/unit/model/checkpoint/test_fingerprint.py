@@ -1,4 +1,4 @@
-"""A number for each frozen weight: every difference changes it, and the size of the chunks does not."""
+"""Fingerprints of frozen weights: every difference changes them, and the size of the chunks does not."""
 
 import random
 
@@ -24,7 +24,7 @@ def number(tensor: torch.Tensor) -> int:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_every_bit_and_every_place_counts(dtype, monkeypatch, seed):
-    """One that changes, two that change places, a sign of 0, and what comes in other pieces."""
+    """One changed bit, two exchanged elements, the sign of a 0, and other chunks."""
     tensor = torch.randn(37, 11).to(dtype)
     tensor[3, 4] = 0.0
     bits = tensor.view({2: torch.int16, 4: torch.int32}[dtype.itemsize])

@@ -1,4 +1,4 @@
-"""NaN and infinities in parameters: refused by name when a model is read, and before anything of it is written."""
+"""NaN and infinities in parameters: refused by name when a model is read, and before it is written."""
 
 import math
 import random
@@ -30,7 +30,7 @@ from tools.compressed import load_compressed
 
 @torch.no_grad()
 def damage(tensor: Tensor) -> None:
-    """Make one element of it NaN or infinite; of bytes that are no floats of torch, what their format has for NaN."""
+    """Make one element NaN or infinite; in one-byte formats, the format's code for NaN."""
     place = random.randrange(tensor.numel())
     if tensor.itemsize == 1:
         tensor.view(torch.uint8).view(-1)[place] = 255 if tensor.dtype == torch.uint8 else random.choice((127, 255))

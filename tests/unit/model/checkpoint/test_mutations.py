@@ -1,6 +1,5 @@
-"""Models and exports in which something is not what it was: an error that names it, or what the files hold. No code of
-theirs runs, and nothing outside of the folder is read.
-"""
+"""Models and exports with random damage: either an error that names it, or the values in the files. No code of the
+files runs, and nothing outside of the folder is read."""
 
 import io
 import os
@@ -126,7 +125,7 @@ def start(folder: Path, scheme: str) -> torch.nn.Module:
 
 
 def mutate_and_load(rng: random.Random, folders: dict[str, Path], work: Path) -> str:
-    """One mutation of one folder; what came of it."""
+    """Mutate one folder, load it, and return the outcome."""
     kind = rng.choice(list(folders))
     shutil.rmtree(work, ignore_errors=True)
     shutil.copytree(folders[kind], work)

@@ -1,4 +1,4 @@
-"""Names on disk against names in the model. transformers itself is the judge: what it saves, we must find."""
+"""Names on disk against names in the model, compared with transformers' own files."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -64,7 +64,7 @@ def test_what_transformers_saves_is_found_exactly_once_and_gives_its_logits(kind
     for name, tensor in tensors.items():
         assert sorted(covered[id(tensor)]) == list(range(tensor.numel())), name
 
-    load_weights(ours, tmp_path, progress=False)
+    load_weights(ours, tmp_path)
     ids = torch.randint(3, 300, (2, 19))
     with torch.no_grad():
         # Gate and up are two products in one form and one in the other: fp32 rounding over two layers. Swapping gate

@@ -1,4 +1,4 @@
-"""Matrices that are transposed, or apart, in transformers' files: read and written as they were."""
+"""Matrices that are transposed, or split, in transformers' files: read and written unchanged."""
 
 import itertools
 from dataclasses import replace
@@ -10,9 +10,8 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from model.checkpoint.load import _Read, _transfer, load_weights
-from model.checkpoint.names import own_tensors
+from model.checkpoint.names import TensorSlice, own_tensors
 from model.checkpoint.safetensors import Reader, read_headers
-from model.checkpoint.slices import Piece
 from model.ranks import RankError
 from model.save import check_plan, export_model
 from tests.families.variants import VARIANTS
@@ -36,13 +35,13 @@ KINDS = ["gpt_oss", "llama4_text", "aria_text", "dbrx", "qwen3_vl_moe", "qwen3_v
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_read_is_written_as_it_was(kind: str, tmp_path: Path, seed: int):
-    """By either way of reading, and with quantized layers whose values are written in the place of the weights."""
+    """By both ways of reading, and with quantized layers whose values are exported in place of the weights."""
     source = checkpoint(kind, tmp_path / "source", seed)
     model = load_model(source)
     export_model(model, None, source, tmp_path / "plain")
     assert_same_tensors(tmp_path / "plain", source)
     other = build(source)
-    load_weights(other, source, progress=False, method="rank0")
+    load_weights(other, source, method="rank0")
     for (name, value), (_, found) in zip(own_tensors(model).items(), own_tensors(other).items(), strict=True):
         assert torch.equal(value, found), name
 
@@ -80,7 +79,7 @@ def test_any_range_of_a_transposed_matrix_is_read(tmp_path: Path, seed: int):
     ours = whole.transpose(1, 2).reshape(-1)
     source = read_headers(tmp_path).tensors["w"]
     size = rows * columns
-    pieces = [Piece("w", expert * size, (rows, columns), expert * size, rows) for expert in range(experts)]
+    pieces = [TensorSlice("w", expert * size, (rows, columns), expert * size, rows) for expert in range(experts)]
     with Reader() as reader:
         for start, stop in itertools.combinations(range(0, ours.numel() + 1, 7), 2):
             values = torch.full((stop - start,), torch.nan)

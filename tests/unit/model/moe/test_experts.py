@@ -1,4 +1,4 @@
-"""Experts in either form against transformers' own, and what must be refused."""
+"""Experts in both forms compared with transformers' own, and layouts that must be refused."""
 
 import copy
 import random
@@ -92,14 +92,10 @@ def case(form: Form, dtype: torch.dtype, *, exact: bool = False, clamped: bool =
 @FORMS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_equal_to_transformers_fused_experts(form: Form, dtype: torch.dtype):
-    """Bit-equal where matrix products are, which is all that can be asked: the rows of an expert have other addresses
-    there, and gate and up are one product. For either, fp32 products of MKL differ in the last bit, in one of ten
-    random cases on some CPUs.
-
-    Where they are not, fp32 sums of 90 terms differ a little, by up to 1.6e-6 of the largest output where they cancel
-    (7,000 draws); swapped experts differ in the first digit. In bf16 such a sum is rounded to the next of two values
-    once in a while, 2^-8 apart, and a token adds up several.
-    """
+    """Bit-equal where matrix products are exact in any order. Elsewhere fp32 sums of 90 terms differ by up to 1.6e-6 of
+    the largest output where they cancel (7,000 draws; MKL's products differ in the last bit in one of ten cases on some
+    CPUs), and in bf16 such a sum is occasionally rounded to a neighbor, 2^-8 apart. Swapped experts differ in the first
+    digit."""
     for _ in range(10):
         ours, theirs = case(form, dtype, exact=True).outputs()
         assert torch.equal(ours, theirs)
@@ -252,8 +248,8 @@ def test_lists_named_experts_are_refused_and_other_modules_left_alone():
 
 
 def test_rows_are_grouped_by_expert_and_moves_are_those_of_indexing():
-    """Values and gradients, bit for bit: autograd adds up in the order of the rows here, since torch works with one
-    thread on tensors of this size. Some experts are not chosen, some tokens choose one twice, or there are none."""
+    """Values and gradients, bit for bit: autograd adds in the order of the rows here, since torch uses one thread for
+    tensors of this size. Some experts are not chosen, some tokens choose one twice, or there are none."""
     for dtype in (torch.float64, torch.float32, torch.bfloat16) * 10:
         tokens, experts, width = random.randint(0, 40), random.randint(1, 9), random.randint(1, 33)
         chosen = torch.randint(random.randint(1, experts), (tokens, random.randint(1, 4)))
@@ -280,8 +276,8 @@ def test_rows_are_grouped_by_expert_and_moves_are_those_of_indexing():
 
 
 def test_nothing_is_accumulated_at_indices():
-    """Which sorts on a GPU, or adds in any order; but for the integers that count rows. The host waits for nothing: on
-    the meta device it would find no value."""
+    """An accumulation sorts on a GPU, or adds in any order. The host waits for nothing: the meta device has no
+    values."""
     of = Experts(4, 16, 8, nn.functional.silu)
     weights = (nn.Parameter(torch.empty(shape, device="meta")) for shape in of.shapes().values())
     experts = StackedMLPs(of, weights)

@@ -10,8 +10,8 @@ from model.moe.experts import Form
 from model.save import export_model
 from model.scales import follow_weights, load_scales, weight_statistics
 from quant import SCHEMES, Quantization, Ranges, prepare
-from quant.linear import linears_of
 from tests.lib.checkpoints import assert_same_tensors, build, load_model, quantize
+from tests.lib.linears import linears
 from tests.lib.thinned import thinned
 from tests.lib.tiny import tiny_checkpoint
 
@@ -30,21 +30,16 @@ def quantized(source: Path, form: Form, scheme: str, dtype: torch.dtype = torch.
 
 def by_linear(quantization: Quantization, value_of) -> dict[str, torch.Tensor]:
     """A value of each layer's weight, ``[experts, out, in]`` of a stack, by the name of the Linear in a checkpoint."""
-    return {
-        part.name: part.weight(value_of(layer))
-        for name, layer in quantization.layers.items()
-        for part in linears_of(name, layer)
-    }
+    return {part.name: part.weight(value_of(layer)) for part, layer in linears(quantization)}
 
 
 def scales_by_linear(quantization: Quantization, value_of=None) -> dict[str, torch.Tensor]:
     """A value of the shape of each layer's scale; else effective scales, and zero points behind them."""
     found = {}
-    for name, layer in quantization.layers.items():
+    for part, layer in linears(quantization):
         whole = [layer.weight_scale() if value_of is None else value_of(layer)]
         whole += [layer.weight_zero] if value_of is None and layer.weight_zero is not None else []
-        for part in linears_of(name, layer):
-            found[part.name] = torch.cat([part.scale(one, layer.scheme.weights) for one in whole])
+        found[part.name] = torch.cat([part.scale(one, layer.scheme.weights) for one in whole])
     return found
 
 
@@ -62,11 +57,10 @@ def test_scales_and_files_are_those_of_per_expert_linears(name: str, tmp_path: P
     assert_equal(*(scales_by_linear(quantization) for _, quantization in both.values()))
     # gate and up share a theta where they share a scale: give each Linear's scale its theta by its position.
     for form, (model, quantization) in both.items():
-        for layer_name, layer in quantization.layers.items():
-            for part in linears_of(layer_name, layer):
-                theta = part.scale(layer.weight_theta.data, layer.scheme.weights)
-                expert = int(part.name.split("experts.")[1].split(".")[0]) if "experts." in part.name else 7
-                theta.copy_(0.01 * expert * torch.arange(theta.numel()).cos().view_as(theta))
+        for part, layer in linears(quantization):
+            theta = part.scale(layer.weight_theta.data, layer.scheme.weights)
+            expert = int(part.name.split("experts.")[1].split(".")[0]) if "experts." in part.name else 7
+            theta.copy_(0.01 * expert * torch.arange(theta.numel()).cos().view_as(theta))
         export_model(model, quantization, source, tmp_path / form)
     assert_same_tensors(*(tmp_path / form for form in FORMS))
     assert len({(tmp_path / form / "config.json").read_text() for form in FORMS}) == 1

@@ -1,14 +1,23 @@
 """Scales that another writer left, as each format stores them, and zero points; one process."""
 
+import math
 import os
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from model.ranks import RankError
-from model.scales import follow_weights, load_scales, measure_weight_scales, renew_weight_scales, weight_statistics
-from quant import Scheme, TensorSpec
+from model.scales import (
+    follow_weights,
+    input_scales,
+    load_scales,
+    measure_weight_scales,
+    renew_weight_scales,
+    weight_statistics,
+)
+from quant import SCHEMES, Scheme, TensorSpec
 from quant.formats.packing import pack_zero_points
 from quant.reference import fake_quant, inside_range
 from tests.lib.checkpoints import quantize
@@ -209,7 +218,7 @@ BAD_ZERO_POINTS = {
     ),
     "of inputs": (
         lambda file: file.update({f"{QKV[0]}.input_zero_point": torch.ones(1)}),
-        r"input_zero_point is not 0, but what it belongs to has a symmetric scheme here",
+        r"input_zero_point is not 0, expected 0: its layer has a symmetric scheme here",
     ),
 }
 
@@ -223,3 +232,25 @@ def test_bad_zero_points_are_named(case, tmp_path, seed):
     with pytest.raises(RankError, match=message):
         load(file, model, quantization, tmp_path)
     assert all(group.s0.isnan().all() and group.zero.isnan().all() for group in quantization.weight_groups)
+
+
+@pytest.mark.parametrize("scheme", ["fp8_static", "w4a16_g32"])
+def test_weight_statistics_are_of_the_effective_scales(scheme, seed):
+    """With a theta that is not 0: what is clipped and how large the error is follow the scale that the forward uses."""
+    model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 96)).bfloat16()
+    learn = SCHEMES[scheme].activations is not None
+    quantization = quantize(model, scheme, learn_input_scale=learn, input_scale=0.02)
+    with torch.no_grad():
+        for group in (*quantization.weight_groups, *quantization.input_groups):
+            group.theta.fill_(-0.5)
+    found = weight_statistics(quantization)
+    assert found.keys() == quantization.layers.keys()
+    for name, layer in quantization.layers.items():
+        weight, scale, spec = layer.weight.detach().float(), layer.weight_scale().detach(), layer.scheme.weights
+        error = (fake_quant(weight, scale, spec) - weight).double().square().sum() / weight.double().square().sum()
+        assert found[name].error == pytest.approx(float(error), rel=1e-6)
+        assert found[name].clipped == pytest.approx(float((~inside_range(weight, scale, spec)).double().mean()))
+        assert found[name].clipped > 0
+        assert found[name].scale == pytest.approx(math.exp(float(scale.double().log().mean())), rel=1e-5)
+    expected = 0.02 * math.exp(-0.5)
+    assert all(scale == pytest.approx(expected, rel=1e-5) for scale in input_scales(quantization).values())

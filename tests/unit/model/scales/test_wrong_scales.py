@@ -1,7 +1,7 @@
-"""Scales of something else: each way of handing them over is an error that names the layer, or changes no number.
+"""Scales that belong to other weights or schemes: each is an error that names the layer, or changes no number.
 
-A model with rows of unequal size is exported as a scheme says, its files are changed, and its scales are read back into
-the same weights. ``alone`` keeps scales and nothing else, as another program may write them.
+A model with rows of unequal size is exported with a scheme, its files are changed, and its scales are read back into
+the same weights. ``alone`` keeps only the scales, as another program may write them.
 """
 
 import json
@@ -187,7 +187,7 @@ WAYS: dict[str, tuple] = {
     "group size in the config": (INT4, set_group("weights", group_size=64), SCHEME),
     "int8 inputs for fp8": ("fp8_static", set_group("input_activations", **INT8), "says int8 per tensor of inputs"),
     "ModelOpt's fp8 for nvfp4": ("nvfp4", replaced(quant_method="modelopt", quant_algo="FP8"), "says e4m3 per tensor"),
-    "ignored in the config": (INT4, set_config(ignore=["lm_head", Q]), "says that they are not quantized"),
+    "ignored in the config": (INT4, set_config(ignore=["lm_head", Q]), "says that these layers are not quantized"),
     "int8 for int4, alone": ("int8_dynamic", alone, FIT + r".*Probably they are of int8", "w4a16_channel"),
     "codes in e5m2": ("fp8_dynamic", put(f"{Q}.weight", E5M2), "q_proj.weight is F8_E5M2"),
     "groups of 64": (INT4, (NO_CONFIG, each(lambda s: s[:, ::2])), "has shape"),

@@ -1,4 +1,4 @@
-"""Codes and gradients of parts of a weight against those of the whole one, and moments of the optimizer."""
+"""Codes and gradients of slices of a weight compared with those of the whole weight; moments of the optimizer."""
 
 import pytest
 import torch

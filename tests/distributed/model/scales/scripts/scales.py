@@ -1,11 +1,10 @@
-"""Launched on every rank: calibrates, reads PTQ checkpoints good and bad, and measures weights from their partitions.
+"""Run on every rank: calibrate, read good and bad PTQ checkpoints, and measure weights from their partitions.
 
     scripts/scales.py DIRECTORY
 
-``DIRECTORY/calibrate_<kind>.yaml`` are recipes to calibrate; ``cases/<kind>/<name>/`` are PTQ checkpoints that are read
-into one ZeRO-3 model of that kind, with the arguments in ``arguments.json``. Each rank writes ``<name>_<rank>.pt``
-beside a case: the scales and the report, or the error. ``measured/<kind>/measured_<scheme>_<rank>.pt`` holds measured
-scales and whole weights.
+``DIRECTORY/calibrate_<kind>.yaml`` are recipes to calibrate; ``cases/<kind>/<name>/`` are PTQ checkpoints to read into
+one ZeRO-3 model of that kind, with ``arguments.json``. Each rank writes ``<name>_<rank>.pt`` beside a case: the scales
+and the report, or the error. ``measured/<kind>/measured_<scheme>_<rank>.pt`` has measured scales and whole weights.
 """
 
 import json
