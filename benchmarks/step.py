@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial, reduce
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -31,8 +31,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, initialization
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding
 
 from benchmarks import timing
-from quant import SCHEMES, QuantLinear, combine, partial_stats, prepare, prepare_kernels, scales_from_stats
+from quant import SCHEMES, QuantLinear, prepare, prepare_kernels
 from quant.fused import LAYERS, fuse
+from quant.observers import partial_stats, scales_from_stats
 from quant.scale import first_input_scale
 from quant.spec import FP4_MAX, FP8_MAX
 
@@ -261,7 +262,7 @@ def ours(
         for group in quantization.weight_groups:
             weights = [quantization.layers[name].weight for name in group.members]
             stats = [partial_stats(w.flatten(), 0, (w.shape[0], w.shape[1]), chosen.weights) for w in weights]
-            group.s0.copy_(scales_from_stats(reduce(combine, stats), chosen.weights))
+            group.s0.copy_(scales_from_stats(torch.stack(stats).amax(0), chosen.weights))
         for group in quantization.global_groups:
             largest = max(float(quantization.layers[name].weight.abs().max()) for name in group.members)
             group.s0.fill_(FP8_MAX * FP4_MAX / largest)

@@ -12,8 +12,8 @@ from torch import nn
 from data.loader import without_wait
 from engine.state import LoopState
 from model.ranks import RankError, gather_objects, listed, raise_everywhere, reduce_over_ranks, world_size
-from quant import Quantization, exempt_line
-from quant.rules import name_patterns
+from quant import Quantization
+from quant.rules import exempt_line, name_patterns
 
 
 def sum_where_ranks_agree(state: LoopState, counts: tuple[int, int] = (0, 0)) -> tuple[int, int]:

@@ -31,8 +31,10 @@ from model.scales import (
     write_scales,
 )
 from model.zero import forward_only, reset_moments, reset_optimizer_state, zero_parameters
-from quant import Quantization, Ranges, ScaleGroup, exempt_line, scale_from_histogram, weights_changed
+from quant import Quantization, Ranges, ScaleGroup, weights_changed
 from quant.lora import without_adapters
+from quant.observers import scale_from_histogram
+from quant.rules import exempt_line
 from quant.scale import first_input_scale
 
 

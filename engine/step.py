@@ -22,7 +22,8 @@ from engine.state import LoopState, StepResult
 from model.head import LogitFunction
 from model.ranks import RankError, raise_everywhere, reduce_over_ranks, world_size
 from model.zero import backward, gathered, global_gradient_norm, gradient_norm
-from quant import recomputing, weights_changed
+from quant import weights_changed
+from quant.observers import recomputing
 
 
 def train_step(state: LoopState) -> StepResult:

@@ -2,35 +2,18 @@
 
 from quant.kernels import prepare_kernels
 from quant.kv_cache import QuantCache
-from quant.linear import ADAPTER_PARAMETERS, SCALE_PARAMETERS, QuantEmbedding, QuantLayer, QuantLinear, weights_changed
-from quant.observers import (
-    Observer,
-    Ranges,
-    combine,
-    partial_clipped,
-    partial_errors,
-    partial_fit,
-    partial_squares,
-    partial_stats,
-    recomputing,
-    scale_from_histogram,
-    scales_from_errors,
-    scales_from_stats,
-    zero_points_from_stats,
-)
-from quant.prepare import prepare
-from quant.quantization import Quantization, ScaleGroup
-from quant.rules import DEFAULT_EXEMPT, Rule, exempt_line
+from quant.linear import SCALE_PARAMETERS, QuantEmbedding, QuantLayer, QuantLinear, weights_changed
+from quant.observers import Ranges
+from quant.quantization import Quantization, ScaleGroup, prepare
+from quant.rules import DEFAULT_EXEMPT, Rule
 from quant.scale import Quantizer, Scale
 from quant.spec import PRESETS, SCHEMES, Preset, Scheme, TensorSpec, get_scheme
 
 __all__ = [
-    "ADAPTER_PARAMETERS",
     "DEFAULT_EXEMPT",
     "PRESETS",
     "SCALE_PARAMETERS",
     "SCHEMES",
-    "Observer",
     "Preset",
     "QuantCache",
     "QuantEmbedding",
@@ -44,20 +27,8 @@ __all__ = [
     "ScaleGroup",
     "Scheme",
     "TensorSpec",
-    "combine",
-    "exempt_line",
     "get_scheme",
-    "partial_clipped",
-    "partial_errors",
-    "partial_fit",
-    "partial_squares",
-    "partial_stats",
     "prepare",
     "prepare_kernels",
-    "recomputing",
-    "scale_from_histogram",
-    "scales_from_errors",
-    "scales_from_stats",
     "weights_changed",
-    "zero_points_from_stats",
 ]

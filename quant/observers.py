@@ -1,9 +1,9 @@
 """Choice of first scales: for a weight from the shards on the ranks, for an input from observed statistics.
 
 ZeRO-3 gives each rank a contiguous range of the row-major weight. A rank reduces its range to two numbers per scale
-(:func:`partial_stats`), the engine combines these over ranks (:func:`combine` is a maximum, thus an all-reduce) and
-converts the result to scales (:func:`scales_from_stats`) and zero points (:func:`zero_points_from_stats`). A scale
-whose elements are spread over ranks comes out exactly as on one rank.
+(:func:`partial_stats`), the engine combines these over ranks (a maximum, thus an all-reduce) and converts the result to
+scales (:func:`scales_from_stats`) and zero points (:func:`zero_points_from_stats`). A scale
+whose elements are on several ranks is exactly that of one rank.
 
 The absmax scale is poor for a coarse grid: at 2 bits it leaves 22% of the energy of a Gaussian weight as error (groups
 of 32), the best scale 14%. If :meth:`Ranges.searches`, a second pass measures the squared error of a few fractions of
@@ -21,7 +21,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -162,15 +162,10 @@ def partial_stats(flat: Tensor, start: int, shape: tuple[int, ...], spec: Tensor
         ValueError: the range is not inside the weight.
     """
     stats = torch.zeros(2, _runs(shape, spec), dtype=torch.float32, device=flat.device)
-    for runs, rows in _by_run(flat, start, shape, spec):
+    for runs, rows in _pieces(flat, start, shape, spec):
         smallest, largest = torch.aminmax(rows, dim=-1)  # unlike abs(), makes no copy of the rows
         stats[0, runs], stats[1, runs] = largest.float().clamp(min=0), (-smallest).float().clamp(min=0)
     return _over_blocks(stats, shape, spec).amax(2).view(2, *spec.scale_shape(shape))
-
-
-def combine(a: Tensor, b: Tensor) -> Tensor:
-    """Combine statistics of two ranges, or of two weights that share their scales: elementwise maximum."""
-    return torch.maximum(a, b)
 
 
 def scales_from_stats(stats: Tensor, spec: TensorSpec, *, signed: bool = False) -> Tensor:
@@ -210,14 +205,12 @@ def partial_errors(
     """
     errors = torch.zeros(len(SEARCH_FRACTIONS), _runs(shape, spec), dtype=torch.float32, device=flat.device)
     candidates = [_per_run(scale, shape, spec) for scale in _candidates(stats, spec, signed)]
-    zero = zero_points_from_stats(stats, spec)
-    zero_per_run = _zero_per_run(zero, shape, spec)
-    for runs, rows in _by_run(flat, start, shape, spec):
-        for part in _chunks(runs, rows.shape[1]):
-            values = rows[part.start - runs.start : part.stop - runs.start].float()
-            for index, scales in enumerate(candidates):
-                error = fake_quant(values, scales[part], spec, _of(zero_per_run, part)).sub_(values)
-                errors[index, part] = error.square_().sum(-1)
+    zeros = _per_run(zero_points_from_stats(stats, spec), shape, spec)
+    for runs, rows in _pieces(flat, start, shape, spec):
+        values = rows.float()
+        for index, scales in enumerate(candidates):
+            error = fake_quant(values, scales[runs], spec, _of(zeros, runs)).sub_(values)
+            errors[index, runs] = error.square_().sum(-1)
     return _over_blocks(errors, shape, spec).sum(2).view(-1, *spec.scale_shape(shape))
 
 
@@ -278,35 +271,28 @@ def partial_clipped(
         zero: zero points of the whole weight, or None.
     """
     clipped = torch.zeros((), dtype=torch.int64, device=flat.device)
-    per_run, zero_per_run = _per_run(scale, shape, spec), _zero_per_run(zero, shape, spec)
-    for runs, rows in _by_run(flat, start, shape, spec):
-        clipped += (~inside_range(rows, per_run[runs], spec, _of(zero_per_run, runs))).sum()
+    scales, zeros = _per_run(scale, shape, spec), _per_run(zero, shape, spec)
+    for runs, rows in _pieces(flat, start, shape, spec):
+        clipped += (~inside_range(rows, scales[runs], spec, _of(zeros, runs))).sum()
     return clipped
-
-
-def partial_squares(
-    flat: Tensor, start: int, shape: tuple[int, ...], scale: Tensor, spec: TensorSpec, zero: Tensor | None = None
-) -> Tensor:
-    """Sum the squared quantization error and the squared values over one range of a weight; fp64 ``[2]``.
-
-    Their quotient is the weight's relative error, the inverse of the signal-to-noise ratio. Arguments as in
-    :func:`partial_clipped`.
-    """
-    return partial_fit(flat, start, shape, scale, spec, zero).flatten(1).sum(1)
 
 
 def partial_fit(
     flat: Tensor, start: int, shape: tuple[int, ...], scale: Tensor, spec: TensorSpec, zero: Tensor | None = None
 ) -> Tensor:
-    """Compute the two sums of :func:`partial_squares` for each scale; fp64 ``[2, *scale shape]``."""
+    """Sum the squared quantization error and the squared values per scale over one range of a weight; fp64 ``[2, *scale
+    shape]``.
+
+    The quotient of both is the relative error, the inverse of the signal-to-noise ratio. Arguments as in
+    :func:`partial_clipped`.
+    """
     sums = torch.zeros(2, _runs(shape, spec), dtype=torch.float64, device=flat.device)
-    per_run, zero_per_run = _per_run(scale, shape, spec), _zero_per_run(zero, shape, spec)
-    for runs, rows in _by_run(flat, start, shape, spec):
-        for part in _chunks(runs, rows.shape[1]):
-            for piece in rows[part.start - runs.start : part.stop - runs.start].split(_CHUNK, dim=1):
-                values = piece.float()
-                error = fake_quant(values, per_run[part], spec, _of(zero_per_run, part)).sub_(values)
-                sums[:, part] += torch.stack([t.square().sum(-1, dtype=torch.float64) for t in (error, values)])
+    scales, zeros = _per_run(scale, shape, spec), _per_run(zero, shape, spec)
+    for runs, rows in _pieces(flat, start, shape, spec):
+        for piece in rows.split(_CHUNK, dim=1):
+            values = piece.float()
+            error = fake_quant(values, scales[runs], spec, _of(zeros, runs)).sub_(values)
+            sums[:, runs] += torch.stack([t.square().sum(-1, dtype=torch.float64) for t in (error, values)])
     return _over_blocks(sums, shape, spec).sum(2).view(2, *spec.scale_shape(shape))
 
 
@@ -329,15 +315,19 @@ def by_run(flat: Tensor, start: int, size: int) -> Iterator[tuple[slice, Tensor]
         yield slice(first + whole, first + whole + 1), flat[head + whole * size :].view(1, -1)
 
 
-def _by_run(flat: Tensor, start: int, shape: tuple[int, ...], spec: TensorSpec) -> Iterator[tuple[slice, Tensor]]:
-    """Split the range into runs of elements that share a scale; see :func:`by_run`."""
+def _pieces(flat: Tensor, start: int, shape: tuple[int, ...], spec: TensorSpec) -> Iterator[tuple[slice, Tensor]]:
+    """Split a range of a weight into runs of elements that share a scale, see :func:`by_run`, in pieces of whole runs
+    with at most :data:`_CHUNK` elements, if these are several runs."""
     numel, stop = math.prod(shape), start + flat.numel()
     if flat.dim() != 1 or not 0 <= start <= stop <= numel:
         raise ValueError(
             f"expected a 1-D range inside the {numel} values of a weight {tuple(shape)}, "
             f"got shape {tuple(flat.shape)} at [{start}, {stop})"
         )
-    yield from by_run(flat, start, spec.run_length(shape))
+    for runs, rows in by_run(flat, start, spec.run_length(shape)):
+        step = max(1, _CHUNK // rows.shape[1])
+        for first, piece in zip(range(runs.start, runs.stop, step), rows.split(step), strict=True):
+            yield slice(first, first + len(piece)), piece
 
 
 def _runs(shape: tuple[int, ...], spec: TensorSpec) -> int:
@@ -353,22 +343,13 @@ def _over_blocks(per_run: Tensor, shape: tuple[int, ...], spec: TensorSpec) -> T
     return per_run.view(per_run.shape[0], -1, rows, across)
 
 
-def _per_run(scale: Tensor, shape: tuple[int, ...], spec: TensorSpec) -> Tensor:
-    """Expand scales (or zero points) to one per run, ``[runs, 1]``."""
+def _per_run(scale: Any, shape: tuple[int, ...], spec: TensorSpec) -> Any:
+    """Expand scales (or zero points, or None) to one per run, ``[runs, 1]``."""
+    if scale is None:
+        return None
     rows = spec.elements_per_scale(shape) // spec.run_length(shape)
     return (scale.repeat_interleave(rows, -2) if rows > 1 else scale).reshape(-1, 1)
 
 
-def _zero_per_run(zero: Tensor | None, shape: tuple[int, ...], spec: TensorSpec) -> Tensor | None:
-    return None if zero is None else _per_run(zero, shape, spec)
-
-
 def _of(zero: Tensor | None, runs: slice) -> Tensor | None:
     return None if zero is None else zero[runs]
-
-
-def _chunks(runs: slice, size: int) -> Iterator[slice]:
-    """Split ``runs`` of ``size`` elements each into slices of about ``_CHUNK`` elements."""
-    step = max(1, _CHUNK // size)
-    for begin in range(runs.start, runs.stop, step):
-        yield slice(begin, min(begin + step, runs.stop))

@@ -36,7 +36,8 @@ from transformers.core_model_loading import (
 from model.families import left_out, transposed_weights
 from model.moe.experts import ExpertMLPs, StackedMLPs
 from model.zero import full_shape
-from quant import ADAPTER_PARAMETERS, SCALE_PARAMETERS
+from quant import SCALE_PARAMETERS
+from quant.linear import ADAPTER_PARAMETERS
 from quant.packed_weight import as_weight
 
 # Keys of rotary tables, which every reader computes; files written by old versions of transformers hold them.

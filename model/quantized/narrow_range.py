@@ -22,7 +22,8 @@ from model.quantized.tensor import QuantizedTensor
 from model.ranks import listed, raise_everywhere, reduce_over_ranks
 from model.scales.in_place import scale_buckets
 from model.zero import gathered, is_partitioned, local_data, local_range
-from quant import Quantization, ScaleGroup, Scheme, TensorSpec, partial_clipped
+from quant import Quantization, ScaleGroup, Scheme, TensorSpec
+from quant.observers import partial_clipped
 
 # Sample per scheme: weights, spread over the model, and rows of each.
 _WEIGHTS, _ROWS = 32, 64

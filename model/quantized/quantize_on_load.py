@@ -31,20 +31,8 @@ from model.quantized.narrow_range import check_codes
 from model.quantized.tensor import QuantizedTensor, check_return, row_chunks
 from model.ranks import errors_on_all_ranks
 from model.zero import forget_secondary_copies, local_data, local_range
-from quant import (
-    Quantization,
-    Quantizer,
-    Ranges,
-    Scale,
-    ScaleGroup,
-    TensorSpec,
-    kernels,
-    partial_errors,
-    partial_stats,
-    scales_from_errors,
-    scales_from_stats,
-    zero_points_from_stats,
-)
+from quant import Quantization, Quantizer, Ranges, Scale, ScaleGroup, TensorSpec, kernels
+from quant.observers import partial_errors, partial_stats, scales_from_errors, scales_from_stats, zero_points_from_stats
 from quant.packed_weight import PackedCodes, packed_codes
 
 

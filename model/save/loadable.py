@@ -28,7 +28,7 @@ from model.checkpoint.safetensors import read_headers
 from model.families import model_class
 from model.ranks import listed
 from model.save.plan import Item, linears_of_quantized
-from quant import Quantization, exempt_line
+from quant import Quantization
 from quant.formats.compressed_tensors import (
     FLOAT_QUANTIZED,
     INT_QUANTIZED,
@@ -39,6 +39,7 @@ from quant.formats.compressed_tensors import (
 )
 from quant.kv_cache import QuantCache
 from quant.linear import QuantEmbedding, StackedLinear
+from quant.rules import exempt_line
 
 _META = torch.device("meta")
 UNPACKED = (FLOAT_QUANTIZED, INT_QUANTIZED, MXFP8_QUANTIZED)

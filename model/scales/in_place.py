@@ -14,23 +14,18 @@ from torch import Tensor
 from model.peft import local_weight
 from model.ranks import listed, raise_everywhere, reduce_over_ranks
 from model.zero import batches, full_numel, full_shape, gathered, is_partitioned, release
-from quant import (
-    ADAPTER_PARAMETERS,
-    SCALE_PARAMETERS,
-    Quantization,
-    QuantLayer,
-    Ranges,
-    ScaleGroup,
-    combine,
+from quant import SCALE_PARAMETERS, Quantization, QuantLayer, Ranges, ScaleGroup
+from quant.formats.compressed_tensors import bad_zero_points
+from quant.linear import ADAPTER_PARAMETERS
+from quant.observers import (
     partial_clipped,
     partial_errors,
-    partial_squares,
+    partial_fit,
     partial_stats,
     scales_from_errors,
     scales_from_stats,
     zero_points_from_stats,
 )
-from quant.formats.compressed_tensors import bad_zero_points
 from quant.reference import global_scale
 from quant.spec import FP8_TENSOR, TensorSpec
 
@@ -140,7 +135,7 @@ def _local_stats(quantization: Quantization, group: ScaleGroup, spec: TensorSpec
         start, flat = local_weight(layer)
         stat = partial_stats(flat, start, layer.weight_shape, spec or group.spec)
         stat = torch.where(torch.isnan(stat), torch.inf, stat)
-        total = stat if total is None else combine(total, stat)
+        total = stat if total is None else torch.maximum(total, stat)
     assert total is not None, f"the scale group of {group.owner} has no members"
     return total
 
@@ -311,4 +306,5 @@ def _local_sums(layer: QuantLayer) -> Tensor:
     scale = layer.weight_scale().to(local.device)
     zero = None if layer.weight_zero is None else layer.weight_zero.to(local.device)
     clipped = partial_clipped(local, start, shape, scale, spec, zero)
-    return torch.cat([clipped.double().view(1), partial_squares(local, start, shape, scale, spec, zero)]).cpu()
+    sums = partial_fit(local, start, shape, scale, spec, zero).flatten(1).sum(1)
+    return torch.cat([clipped.double().view(1), sums]).cpu()

@@ -23,8 +23,9 @@ from model.scales.grouping import (
 )
 from model.scales.in_place import check_scale, check_zero_points, measure_weight_scales, scale_buckets
 from model.zero import is_partitioned, local_data, local_range
-from quant import Quantization, Quantizer, QuantLayer, Ranges, Scale, kernels, partial_fit
+from quant import Quantization, Quantizer, QuantLayer, Ranges, Scale, kernels
 from quant.linear import LinearPart, linears_of
+from quant.observers import partial_fit
 from quant.scale import Fit, scale_problem
 from quant.spec import TensorSpec
 

@@ -8,10 +8,17 @@ import torch
 from torch import Tensor
 
 from model.scales.codes import Values, add_products, count_of_sums, other_weights
-from quant import SCHEMES, Ranges, partial_errors, partial_fit, partial_stats, scales_from_errors, scales_from_stats
+from quant import SCHEMES, Ranges
 from quant.gptq import add_inputs, compensate
 from quant.linear import LinearPart
-from quant.observers import zero_points_from_stats
+from quant.observers import (
+    partial_errors,
+    partial_fit,
+    partial_stats,
+    scales_from_errors,
+    scales_from_stats,
+    zero_points_from_stats,
+)
 from quant.reference import dequantize, fake_quant, inside_range, quantize, round_scale
 from quant.scale import CLIPPED, WORSE, Fit, Scale, scale_problem
 from quant.spec import TensorSpec

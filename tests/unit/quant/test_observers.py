@@ -11,10 +11,9 @@ from quant.observers import (
     SEARCH_FRACTIONS,
     Observer,
     Ranges,
-    combine,
     partial_clipped,
     partial_errors,
-    partial_squares,
+    partial_fit,
     partial_stats,
     scale_from_histogram,
     scales_from_errors,
@@ -64,7 +63,7 @@ def test_statistics_of_pieces_make_those_of_the_whole(spec, dtype, seed):
         flat, cuts = weight.reshape(-1), pieces(weight.numel())
         stats = torch.zeros(2, *of_scales)
         for start, stop in cuts:
-            stats = combine(stats, partial_stats(flat[start:stop], start, shape, spec))
+            stats = torch.maximum(stats, partial_stats(flat[start:stop], start, shape, spec))
         parts = per_scale(weight.float(), of_scales)
         whole = torch.stack([parts.amax(-1), (-parts).amax(-1)]).clamp(min=0)
         assert stats.dtype == torch.float32 and torch.equal(stats, whole)
@@ -79,7 +78,8 @@ def test_statistics_of_pieces_make_those_of_the_whole(spec, dtype, seed):
         scales = scales * random.uniform(0.3, 0.9)
         clipped = sum(partial_clipped(flat[start:stop], start, shape, scales, spec, zero) for start, stop in cuts)
         assert clipped == (~inside_range(weight, scales, spec, zero)).sum()
-        squares = sum(partial_squares(flat[start:stop], start, shape, scales, spec, zero) for start, stop in cuts)
+        sums = sum(partial_fit(flat[start:stop], start, shape, scales, spec, zero) for start, stop in cuts)
+        squares = sums.flatten(1).sum(1)
         error = fake_quant(weight.float(), scales, spec, zero).sub(weight.float())
         torch.testing.assert_close(squares[0], error.double().square().sum(), rtol=1e-6, atol=0)
 
@@ -112,7 +112,7 @@ def test_values_that_are_not_finite_reach_the_scale():
         weight = torch.zeros(64)
         weight[40] = value
         parts = (partial_stats(weight[a:b], a, (2, 32), INT4) for a, b in ((0, 50), (50, 64)))
-        stats = combine(*parts)
+        stats = torch.maximum(*parts)
         assert stats[:, 0].amax() == 0 and not stats[:, 1].isfinite().all()
         assert not scales_from_stats(stats, FP8)[1].isfinite().any()
 
