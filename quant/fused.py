@@ -3,11 +3,12 @@
 The input of q, k and v, and of gate and up, is the output of an RMSNorm; the input of down is ``silu(gate) * up``. The
 model's own modules write these tensors in the model's dtype, and the layers read them again to quantize them. The
 modules here replace the model's own, keep their Parameters and children under the same names, and return codes
-(:mod:`quant.inputs`), with the arithmetic of :mod:`quant.fused_reference`. They need layers with a static input scale.
+(:mod:`quant.inputs`), with the arithmetic of :mod:`quant.reference`. They need layers with a static input scale.
 While a reader does not quantize its input, or observes it, they compute the same bits as the replaced module.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +17,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from quant import kernels
-from quant.inputs import QuantizedActivation, QuantizedActivationInput, QuantizedInput, Restored
+from quant.inputs import QuantizedActivation, QuantizedInput, Restored, SharedInput
 from quant.linear import QuantLinear
+from quant.quantization import forward_with, random_tensors
 from quant.rules import examples
 from quant.scale import Quantizer, Scale
 
@@ -51,9 +53,9 @@ class FusedModule(nn.Module):
         self.input_s0 = readers[0].input_s0
         self.source = source
         self.readers = tuple(readers)  # a tuple of modules registers none
-        shared = QuantizedActivationInput(sum(reader.input_fake_quant for reader in readers))
+        self.shared_input = SharedInput(sum(reader.input_fake_quant for reader in readers))
         for reader in readers:
-            reader.shared_input = shared
+            reader.shared_input = self.shared_input
 
     def hands_over(self) -> bool:
         """Return True if all readers take codes now. False under ``torch.compile``, as the compiler does its own
@@ -74,7 +76,7 @@ class FusedModule(nn.Module):
     def handed(self, like: Tensor, values: Tensor, codes: Tensor) -> QuantizedActivation:
         """Build the output tensor from the values and codes of an operator."""
         quantized = QuantizedInput(values if values.numel() == codes.numel() else None, codes)
-        return QuantizedActivation(like, quantized, Restored(), self.source)
+        return QuantizedActivation(like, quantized, Restored(), self.source, self.shared_input)
 
 
 class FusedRMSNorm(FusedModule):
@@ -251,13 +253,13 @@ def _nothing_to_fuse(model: nn.Module, fused: Fused) -> str:
 def _problem_of_norm(norm: nn.Module, parent: nn.Module, readers: Sequence[str]) -> str | None:
     """Return the reason why a norm is not replaced, or None."""
     if "gate_proj" in readers and type(parent).__name__ not in MLPS:
-        return f"a {type(parent).__name__} may read it in other ways, experts by their router"
+        return f"a {type(parent).__name__} may read its values, such as a router of experts"
     layers: list[Any] = [getattr(parent, name, None) for name in readers]
     if problem := _problem_of_readers(layers):
         return problem
     width = layers[0].in_features
     if width % 8 or width > MOST_FEATURES:
-        return f"its {width} features are no multiple of 8, or more than {MOST_FEATURES}"
+        return f"its {width} features are not a multiple of 8, or are more than {MOST_FEATURES}"
     return None if _computes_rms_norm(norm) else f"a {type(norm).__name__} computes something else"
 
 
@@ -282,15 +284,8 @@ def _problem_of_readers(layers: Sequence[nn.Module | None]) -> str | None:
     if any(one.input_theta is not None for one in readers):
         return "the scale of its output learns"
     if any(one.rotation is not None or one.adapter is not None for one in readers):
-        return "a layer that reads it turns its input, or has an adapter"
+        return "a layer that reads it rotates its input, or has an adapter"
     return None
-
-
-def _with_small_weights(module: nn.Module, parameters: dict[str, Any], modules: dict[str, Any]) -> Any:
-    """Copy a module with the same attributes, but with the given small Parameters and children."""
-    small = object.__new__(type(module))
-    small.__dict__ = {**module.__dict__, "_parameters": parameters, "_modules": modules}
-    return small
 
 
 def _computes_rms_norm(norm: nn.Module) -> bool:
@@ -298,31 +293,18 @@ def _computes_rms_norm(norm: nn.Module) -> bool:
     eps = getattr(norm, "variance_epsilon", None)
     if set(norm._parameters) != {"weight"} or norm._modules or not isinstance(eps, float):
         return False
-    with torch.device("cpu"), torch.no_grad():
-        generator = torch.Generator().manual_seed(0)
-        x, weight = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((2, 3, 8), (8,)))
-        try:
-            found = type(norm).forward(_with_small_weights(norm, {"weight": weight}, {}), x)
-        except Exception:  # any error means another signature
-            return False
-        return torch.equal(found, rms_norm(x, weight, eps))
+    x, weight = random_tensors((2, 3, 8), (8,), dtype=torch.bfloat16)
+    found = forward_with(norm, x, parameters={"weight": weight})
+    return isinstance(found, Tensor) and torch.equal(found, rms_norm(x, weight, eps))
 
 
 def _computes_swiglu(mlp: nn.Module) -> bool:
     """Return True if an MLP computes ``down(silu(gate(x)) * up(x))``; tested with small children."""
-    children = dict(mlp.named_children())
-    if set(children) != {"gate_proj", "up_proj", "down_proj", "act_fn"} or mlp._parameters:
+    names = ("gate_proj", "up_proj", "down_proj")
+    if set(mlp._modules) != {*names, "act_fn"} or mlp._parameters:
         return False
-    with torch.device("cpu"), torch.no_grad():
-        generator = torch.Generator().manual_seed(0)
-        x, gate, up, down = (torch.randn(*shape, generator=generator) for shape in ((2, 3, 8), (6, 8), (6, 8), (8, 6)))
-        linears = {
-            name: lambda one, weight=weight: F.linear(one, weight)
-            for name, weight in (("gate_proj", gate), ("up_proj", up), ("down_proj", down))
-        }
-        try:
-            found = type(mlp).forward(_with_small_weights(mlp, {}, {**linears, "act_fn": children["act_fn"]}), x)
-        except Exception:  # any error means another signature
-            return False
-        expected = F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
-        return isinstance(found, Tensor) and torch.equal(found, expected)
+    x, *weights = random_tensors((2, 3, 8), (6, 8), (6, 8), (8, 6), dtype=torch.float32)
+    gate, up, down = (partial(F.linear, weight=weight) for weight in weights)
+    children = {**dict(zip(names, (gate, up, down), strict=True)), "act_fn": mlp._modules["act_fn"]}
+    found = forward_with(mlp, x, parameters={}, _modules=children)
+    return isinstance(found, Tensor) and torch.equal(found, down(F.silu(gate(x)) * up(x)))

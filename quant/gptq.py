@@ -4,7 +4,7 @@ Let ``w`` be a row of the weight, ``q`` its quantized values and ``X [tokens, in
 minimizes ``|w - q|``, but the error of the output is ``|X w - X q|^2 = (w - q) H (w - q)`` with the Gram matrix ``H =
 X'X``. As inputs are correlated, other columns can compensate for the rounding error of a column: columns are rounded
 one after the other, and each error is spread over the remaining columns. With ``U`` upper triangular and ``inverse(H) =
-U'U``, for each column ``j`` and the columns behind it (``rest``)::
+U'U``, for each column ``j`` and the columns after it (``rest``)::
 
     e = (w_j - Q(w_j)) / U_jj        w_rest = w_rest - e U_j,rest
 
@@ -53,7 +53,7 @@ def choose(weight: Tensor, quantizer: Quantizer, gram: Tensor) -> tuple[Tensor, 
         ValueError: ``H`` is not finite.
     """
     spec, dtype = quantizer.spec, quantizer.dtype
-    scale = quantizer.scale._replace(theta=None)
+    scale = first = quantizer.scale._replace(theta=None)
     for _ in range(ROUNDS if spec.dtype == "int" else 1):
         chosen = compensate(weight, scale, spec, gram, dtype=dtype)
         codes = quantize(chosen, scale.s0, spec, scale.zero)
@@ -61,7 +61,6 @@ def choose(weight: Tensor, quantizer: Quantizer, gram: Tensor) -> tuple[Tensor, 
             ones = torch.ones_like(scale.s0)
             fitted = fit_scales(weight, dequantize(codes, ones, spec, torch.float32, scale.zero), scale.s0, gram)
             scale = scale._replace(s0=effective_scale(fitted, None, spec, dtype))
-    first = quantizer.scale._replace(theta=None)
     nearest = quantize(weight, first.s0, spec, first.zero)
     damped = _damped(gram, DAMPING).float()
     errors = [
@@ -130,28 +129,23 @@ def fit_scales(weight: Tensor, values: Tensor, scale: Tensor, gram: Tensor, *, d
         fp32 ``[rows, groups]``, not yet rounded to the stored format.
     """
     damped = _damped(gram, damping)
-    found = [
-        _fitted(w.double(), q.double(), s.double(), damped)
-        for w, q, s in zip(weight.split(_ROWS), values.split(_ROWS), scale.split(_ROWS), strict=True)
-    ]
+    groups, size = scale.shape[1], weight.shape[1] // scale.shape[1]
+    found = []
+    for rows in zip(weight.split(_ROWS), values.split(_ROWS), scale.split(_ROWS), strict=True):
+        w, q, s = (one.double() for one in rows)
+        matrix, right = w.new_empty(len(w), groups, groups), w.new_empty(len(w), groups)
+        for group in range(groups):
+            columns = slice(group * size, (group + 1) * size)
+            outputs = q[:, columns] @ damped[columns]  # [rows, in]
+            matrix[:, group] = (outputs * q).unflatten(1, (groups, size)).sum(-1)
+            right[:, group] = (outputs * w).sum(-1)
+        diagonal = matrix.diagonal(dim1=1, dim2=2)
+        empty = diagonal == 0  # all codes of the group are 0: any scale does
+        matrix = matrix + torch.diag_embed(empty.double() + 1e-9 * diagonal.mean(1, keepdim=True))
+        fitted, failed = torch.linalg.solve_ex(matrix, torch.where(empty, s, right))
+        good = (fitted * s > 0).all(1) & fitted.isfinite().all(1) & (failed == 0)
+        found.append(torch.where(good.unsqueeze(1), fitted, s))
     return torch.cat(found).float()
-
-
-def _fitted(weight: Tensor, values: Tensor, scale: Tensor, gram: Tensor) -> Tensor:
-    rows, groups = scale.shape
-    size = weight.shape[1] // groups
-    matrix, right = weight.new_empty(rows, groups, groups), weight.new_empty(rows, groups)
-    for group in range(groups):
-        columns = slice(group * size, (group + 1) * size)
-        outputs = values[:, columns] @ gram[columns]  # [rows, in]
-        matrix[:, group] = (outputs * values).unflatten(1, (groups, size)).sum(-1)
-        right[:, group] = (outputs * weight).sum(-1)
-    diagonal = matrix.diagonal(dim1=1, dim2=2)
-    empty = diagonal == 0  # all codes of the group are 0: any scale does
-    matrix = matrix + torch.diag_embed(empty.double() + 1e-9 * diagonal.mean(1, keepdim=True))
-    found, failed = torch.linalg.solve_ex(matrix, torch.where(empty, scale, right))
-    good = (found * scale > 0).all(1, keepdim=True) & found.isfinite().all(1, keepdim=True) & (failed == 0).unsqueeze(1)
-    return torch.where(good, found, scale)
 
 
 def add_inputs(gram: Tensor, x: Tensor) -> None:
@@ -165,11 +159,6 @@ def row_errors(difference: Tensor, gram: Tensor) -> Tensor:
     """Compute ``|X d|^2`` of each row ``d`` of ``difference [rows, in]``: fp64 ``[rows]``."""
     parts = (rows.to(gram.dtype) for rows in difference.split(_ROWS))
     return torch.cat([((rows @ gram) * rows).sum(1, dtype=torch.float64) for rows in parts])
-
-
-def output_error(difference: Tensor, gram: Tensor) -> Tensor:
-    """Sum ``|X d|^2`` over the rows, see :func:`row_errors`; fp64 scalar."""
-    return row_errors(difference, gram).sum()
 
 
 def _damped(gram: Tensor, damping: float) -> Tensor:

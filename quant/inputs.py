@@ -9,7 +9,7 @@ the same memory in the same version. Nothing is cached under ``torch.compile``: 
 
 A norm whose readers all quantize its output with one fixed scale returns codes only: a tensor with shape, dtype, device
 and gradient but without values (:class:`QuantizedActivation`), from which the readers take the codes
-(:class:`QuantizedActivationInput`). Any other use of its values (a router, a hook, an unknown forward) raises an error
+(:meth:`SharedInput.get`). Any other use of its values (a router, a hook, an unknown forward) raises an error
 that names the cause.
 
 Codes are kept for backward so that the input can be freed. The input of o_proj would not be freed: it is a view of
@@ -170,7 +170,21 @@ class SharedInput:
     def get(
         self, x: Tensor, wanted: Wanted, make: Callable[[], QuantizedInput]
     ) -> tuple[QuantizedInput, Restored | None]:
-        """Return the quantized form of ``x``, cached or computed now, and its :class:`Restored` for backward."""
+        """Return the quantized form of ``x``, cached or computed now, and its :class:`Restored` for backward.
+
+        The mask is None for a :class:`QuantizedActivation`.
+
+        Raises:
+            RuntimeError: a :class:`QuantizedActivation` lacks a needed output: fake quantization was switched between
+                norm and layer.
+        """
+        if isinstance(x, QuantizedActivation) and x.readers is self:
+            if x.quantized.values is None and not wanted.codes_for_gemm:
+                raise RuntimeError(
+                    f"{x.source} returned only codes, but a layer that reads it needs values: fake quant was switched "
+                    "between them; switch it between steps"
+                )
+            return x.quantized, x.restored if self.consumers > 1 else None
         if torch.compiler.is_compiling() or x.is_inference():
             return make(), None
         entry = self._entry
@@ -210,19 +224,23 @@ class QuantizedActivation(Tensor):
             all readers.
         restored: cache of the input for backward.
         source: name of the producer, for an error.
+        readers: cache of the layers that take the quantized form.
     """
 
     quantized: QuantizedInput
     restored: Restored
     source: str
+    readers: SharedInput
 
     @staticmethod
-    def __new__(cls, like: Tensor, quantized: QuantizedInput, restored: Restored, source: str) -> "QuantizedActivation":
+    def __new__(
+        cls, like: Tensor, quantized: QuantizedInput, restored: Restored, source: str, readers: SharedInput
+    ) -> "QuantizedActivation":
         """Create a tensor in the shape and dtype of ``like``, contiguous."""
         made: QuantizedActivation = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, dtype=like.dtype, device=like.device
         )
-        made.quantized, made.restored, made.source = quantized, restored, source
+        made.quantized, made.restored, made.source, made.readers = quantized, restored, source, readers
         return made
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -236,36 +254,14 @@ class QuantizedActivation(Tensor):
     ) -> Any:
         if func in _ALIASES:
             one = args[0]
-            return QuantizedActivation(one, one.quantized, one.restored, one.source)
+            return QuantizedActivation(one, one.quantized, one.restored, one.source, one.readers)
         if func is torch.ops.aten.new_empty.default:
             return torch.empty(args[1], dtype=args[0].dtype, device=args[0].device)
         given = next(one for one in (*args, *(kwargs or {}).values()) if isinstance(one, QuantizedActivation))
         raise RuntimeError(
-            f"{given.source} hands the layers behind it their quantized input and has no values, which {func} reads; "
-            "set quant.fuse_norms: false"
+            f"{given.source} returns only codes for the layers that read it and has no values, but {func} reads "
+            "values; set quant.fuse_norms: false"
         )
-
-
-class QuantizedActivationInput(SharedInput):
-    """:class:`SharedInput` that also accepts a :class:`QuantizedActivation`."""
-
-    def get(
-        self, x: Tensor, wanted: Wanted, make: Callable[[], QuantizedInput]
-    ) -> tuple[QuantizedInput, Restored | None]:
-        """Return the quantized form of ``x`` and its :class:`Restored`. The mask is None for a
-        :class:`QuantizedActivation`.
-
-        Raises:
-            RuntimeError: a needed output is missing: fake quantization was switched between norm and layer.
-        """
-        if not isinstance(x, QuantizedActivation):
-            return super().get(x, wanted, make)
-        if x.quantized.values is None and not wanted.codes_for_gemm:
-            raise RuntimeError(
-                f"{x.source} gave codes alone and a layer behind it simulates: fake quant was switched between them; "
-                "switch it between steps"
-            )
-        return x.quantized, x.restored if self.consumers > 1 else None
 
 
 # Autograd nodes whose output shares the memory and version of their one input. Not _unsafe_view, which has its own

@@ -30,7 +30,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from quant import kernels
 from quant.observers import Observer
-from quant.scale import Quantizer, Scale, lsq_factor
+from quant.scale import Quantizer, Scale, check_fp32, lsq_factor
 from quant.spec import TensorSpec
 
 KEY, VALUE = "k_cache", "v_cache"
@@ -38,6 +38,11 @@ KEY, VALUE = "k_cache", "v_cache"
 
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 _EAGER = "eager_attention_forward"
+# Attributes of attention modules whose cache does not have the keys and values that the attention reads.
+_NOT_CACHED = {
+    "kv_b_proj": "it is served from the latent that keys and values are projected from",
+    "is_kv_shared_layer": "it reads the keys and values of another layer",
+}
 
 
 class QuantCache(nn.Module):
@@ -70,11 +75,7 @@ class QuantCache(nn.Module):
         learns = self.input_theta is not None and torch.is_grad_enabled()
         if not (self.input_fake_quant or learns):
             return x
-        if self.input_s0.dtype != torch.float32:
-            raise TypeError(
-                f"input_s0 is {self.input_s0.dtype}, expected torch.float32: something cast the whole module; "
-                "restore the frozen scales after it"
-            )
+        check_fp32({"input_s0": self.input_s0})
         spec = self.spec if self.input_fake_quant else None
         return _FakeQuantize.apply(x, self.input_s0, self.input_theta, spec, x.shape[1] * x.shape[-1])
 
@@ -192,19 +193,12 @@ def _attention_modules(model: nn.Module) -> dict[str, Any]:
             "its keys and values cannot be quantized"
         )
     for name, attention in found.items():
-        what = _not_cached(attention)
-        if what:
-            raise ValueError(f"the KV cache of {name}, a {type(attention).__name__}, cannot be quantized: {what}")
+        for attribute, problem in _NOT_CACHED.items():
+            if getattr(attention, attribute, False):
+                raise ValueError(
+                    f"the KV cache of {name}, a {type(attention).__name__}, cannot be quantized: {problem}"
+                )
     return found
-
-
-def _not_cached(attention: nn.Module) -> str | None:
-    """Return the reason why the module's cache does not have the keys and values that its attention reads, or None."""
-    if hasattr(attention, "kv_b_proj"):
-        return "it is served from the latent that keys and values are projected from"
-    if getattr(attention, "is_kv_shared_layer", False):
-        return "it reads the keys and values of another layer"
-    return None
 
 
 def _globals_used(module: nn.Module) -> tuple[str, ...]:
@@ -229,7 +223,9 @@ def _register(base: str, attentions: dict[str, Any]) -> str:
     def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
         if hasattr(module, KEY):
             key, value = getattr(module, KEY)(key), getattr(module, VALUE)(value)
-        caller = _Renamed(module, base) if renames else module
+        caller = module
+        if renames:
+            caller = _Changed(module, config=_Changed(module.config, _attn_implementation=base))
         return implementation(caller, query, key, value, *args, **kwargs)
 
     # transformers would look up a kernel for a name with "flash" or a slash.
@@ -254,21 +250,11 @@ def _implementation(base: str, name: str, attention: nn.Module) -> Callable[...,
     return scope[eager[0]]
 
 
-class _Renamed:
-    """Attention module with another implementation name in its configuration."""
+class _Changed:
+    """Object with some attributes replaced."""
 
-    def __init__(self, module: nn.Module, name: str) -> None:
-        self._module = module
-        self.config = _RenamedConfig(module.config, name)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-
-class _RenamedConfig:
-    def __init__(self, config: Any, name: str) -> None:
-        self._config = config
-        self._attn_implementation = name
+    def __init__(self, inner: Any, **attributes: Any) -> None:
+        self.__dict__ |= {"_inner": inner, **attributes}
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._config, name)
+        return getattr(self._inner, name)

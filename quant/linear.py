@@ -23,7 +23,7 @@ from quant.inputs import SharedInput, kept_by_attention
 from quant.lora import Adapter, AdapterBeside
 from quant.observers import Observer
 from quant.packed_weight import packed_codes
-from quant.scale import Quantizer, Scale, lsq_factor
+from quant.scale import Quantizer, Scale, check_fp32, lsq_factor
 from quant.spec import FP8_TENSOR, Scheme, TensorSpec
 
 # Parameters that a quantized layer adds to the layer it replaces, and their names in checkpoints: the fields of the
@@ -96,14 +96,13 @@ class QuantLayer(nn.Module):
             ValueError: scheme and scales do not agree.
         """
         super().__init__()
-        if (input is None) != (scheme.stored_input is None):
-            raise ValueError(f"scheme {scheme.name!r} and input_s0 disagree on whether a scale of the input is stored")
-        if input is not None and input.theta is not None and not scheme.learns_input:
-            raise ValueError(f"scheme {scheme.name!r} has a global scale of the input, which does not learn")
-        if (weight.global_ is None) != (scheme.weights.scale_format != "e4m3"):
-            raise ValueError(f"scheme {scheme.name!r} and weight_global disagree on whether there is a global scale")
-        if (weight.zero is None) != (not scheme.weights.has_zero_points):
-            raise ValueError(f"scheme {scheme.name!r} and weight_zero disagree on whether there are zero points")
+        for name, scale, expected in (
+            ("input_s0", input, scheme.stored_input is not None),
+            ("weight_global", weight.global_, scheme.weights.has_global_scale),
+            ("weight_zero", weight.zero, scheme.weights.has_zero_points),
+        ):
+            if (scale is not None) != expected:
+                raise ValueError(f"scheme {scheme.name!r}: {name} is {'missing' if expected else 'given'}")
         self.in_features = in_features
         self.out_features = out_features
         self.num_experts = 0
@@ -189,14 +188,8 @@ class QuantLayer(nn.Module):
         return kernels.effective_scale(Quantizer(scale, spec, self.weight.dtype))
 
     def _check_scale_dtypes(self) -> None:
-        """Raise if a module-wide cast (as DeepSpeed's to bf16 on stages 0 to 2) silently rounded the frozen scales."""
-        for name in ("weight_s0", "weight_global", "weight_zero", "input_s0"):
-            scale = getattr(self, name)
-            if scale is not None and scale.dtype != torch.float32:
-                raise TypeError(
-                    f"{name} is {scale.dtype}, expected torch.float32: something cast the whole module; "
-                    f"restore the frozen scales after it"
-                )
+        names = ("weight_s0", "weight_global", "weight_zero", "input_s0")
+        check_fp32({name: getattr(self, name) for name in names})
 
 
 class QuantLinear(QuantLayer):
@@ -228,8 +221,7 @@ class QuantLinear(QuantLayer):
 
         Args:
             linear: the Linear, or stack of Linears, to replace.
-            scheme, weight, input, weight_numel: as in :class:`QuantLayer` and :class:`QuantLinear`.     ZQZ
-                weight_numel: number of weights that share one scale.
+            scheme, weight, input, weight_numel: as in :class:`QuantLayer` and :class:`QuantLinear`.
 
         Raises:
             ValueError: scheme and scales do not agree, or the inputs' groups do not divide ``in_features``.
@@ -385,7 +377,7 @@ class QuantEmbedding(QuantLayer):
         spec = self.scheme.weights
         if theta is not None:
             numel = spec.elements_per_scale((self.out_features, self.in_features))
-            theta = F.embedding(ids, scaled_gradient(theta, lsq_factor(numel, spec))).flatten(0, -2)
+            theta = F.embedding(ids, _ScaledGradient.apply(theta, lsq_factor(numel, spec))).flatten(0, -2)
         s0 = F.embedding(ids, self.weight_s0).flatten(0, -2)
         of_rows = Quantizer(Scale(s0, theta), spec, self.weight.dtype)
         return kernels.fake_quantize(rows.flatten(0, -2), of_rows).view(rows.shape)
@@ -397,6 +389,8 @@ class QuantEmbedding(QuantLayer):
 
 
 class _ScaledGradient(torch.autograd.Function):
+    """Return ``x`` with its gradient multiplied by ``factor``: ``apply(x, factor)``."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
         ctx.factor = factor
@@ -405,11 +399,6 @@ class _ScaledGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad * ctx.factor, None
-
-
-def scaled_gradient(x: Tensor, factor: float) -> Tensor:
-    """Return ``x`` with its gradient multiplied by ``factor``."""
-    return _ScaledGradient.apply(x, factor)
 
 
 class StackedLinear(nn.Module):
@@ -471,13 +460,9 @@ class LinearPart:
 
     def of_scale(self, whole: Scale, spec: TensorSpec) -> Scale:
         """Slice all tensors of the layer's scale, see :meth:`scale`."""
-        s0, theta, above, zero = whole
-        return Scale(
-            self.scale(s0, spec),
-            None if theta is None else self.scale(theta, spec),
-            None if above is None else self.scale(above, FP8_TENSOR),
-            None if zero is None else self.scale(zero, spec),
-        )
+        specs = (spec, spec, FP8_TENSOR, spec)
+        parts = [None if one is None else self.scale(one, of) for one, of in zip(whole, specs, strict=True)]
+        return Scale(*parts)  # type: ignore[arg-type]
 
 
 def linears_of(name: str, layer: nn.Module) -> Iterator[LinearPart]:

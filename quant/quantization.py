@@ -1,5 +1,4 @@
-"""Result of :func:`quant.prepare`: the quantized layers of a model, their shared scales, and the switches of a
-schedule.
+"""Quantize a model: replace its Linears by layers that share scales as serving does, and switch them in a schedule.
 
 Serving keeps one scale for the layers it fuses (:mod:`quant.rules`) and one scale for their input; a fused MoE kernel
 keeps one input scale per layer for all experts. With separate scales in training, serving would requantize with the
@@ -18,18 +17,21 @@ Keys and values each have one scale per layer, never shared; their groups are li
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from quant.kv_cache import QuantCache
-from quant.linear import QuantLayer, StackedLinear
+from quant.gemm import takes_codes_of_stacks
+from quant.inputs import SharedInput
+from quant.kv_cache import QuantCache, attach_kv_cache
+from quant.linear import QuantEmbedding, QuantLayer, QuantLinear, StackedLinear, linears_of
 from quant.observers import Observer, Ranges
-from quant.rules import examples
+from quant.rules import DEFAULT_EXEMPT, Rule, assign, examples, exempt_line, fused_sets, schemes_of_layers
 from quant.scale import Scale
 from quant.spec import FP8_TENSOR, Scheme, TensorSpec
 
@@ -76,105 +78,6 @@ class ScaleGroup:
     def parameters(self) -> list[nn.Parameter]:
         """Parameters to gather for reading the scale."""
         return [parameter for parameter in (self.s0, self.theta, self.zero) if parameter is not None]
-
-
-def weight_shape(linear: nn.Linear | StackedLinear) -> tuple[int, ...]:
-    """Return ``(out, in)``, or ``(E, out, in)`` for a stack, even if the weight is a partition."""
-    stack = (linear.num_experts,) if isinstance(linear, StackedLinear) else ()
-    return (*stack, linear.out_features, linear.in_features)
-
-
-def weight_groups(
-    sets: list[list[str]], linears: Linears, schemes: Mapping[str, Scheme], learn: bool
-) -> tuple[list[ScaleGroup], list[ScaleGroup]]:
-    """Build the scale groups of weights, and the groups of their global scales.
-
-    Args:
-        sets: names of the layers that serving fuses, see :func:`quant.rules.fused_sets`.
-        linears: the layers by name.
-        schemes: their schemes by name.
-        learn: give the scales a theta; global scales and zero points never have one.
-
-    Raises:
-        ValueError: a weight does not divide into the groups of its scheme.
-    """
-    groups, global_groups = [], []
-    for members in sets:
-        spec = schemes[members[0]].weights
-        for some in [members] if spec.granularity == "tensor" else [[name] for name in members]:
-            owner = linears[some[0]]
-            scale = _new_scale(owner, spec.scale_shape(weight_shape(owner)), learn, zero_points=spec.has_zero_points)
-            groups.append(ScaleGroup(some[0], some, spec, scale))
-        if spec.scale_format == "e4m3":
-            owner = linears[members[0]]
-            scale = _new_scale(owner, FP8_TENSOR.scale_shape(weight_shape(owner)), False)
-            global_groups.append(ScaleGroup(members[0], members, spec, scale))
-    return groups, global_groups
-
-
-def embedding_group(name: str, embedding: nn.Embedding, spec: TensorSpec, learn: bool) -> ScaleGroup:
-    """Build the scale group of an embedding's table, never shared.
-
-    Raises:
-        ValueError: the table does not divide into the groups of ``spec``.
-    """
-    shape = spec.scale_shape((embedding.num_embeddings, embedding.embedding_dim))
-    return ScaleGroup(name, [name], spec, _new_scale(embedding, shape, learn))
-
-
-def input_groups(
-    sets: list[list[str]], linears: Linears, schemes: Mapping[str, Scheme], learn: bool, ranges: Ranges
-) -> list[ScaleGroup]:
-    """Build the scale groups of inputs, for each set (see :func:`quant.rules.fused_sets`) whose scheme stores an input
-    scale.
-
-    Raises:
-        ValueError: layers of a set read inputs of different widths.
-    """
-    groups = []
-    for members in sets:
-        spec = schemes[members[0]].stored_input
-        if spec is not None:
-            _check_same_width(members, linears)
-            scale = _new_scale(linears[members[0]], (1,), learn and not spec.dynamic)
-            groups.append(ScaleGroup(members[0], members, spec, scale, _observer(spec, ranges)))
-    return groups
-
-
-def _check_same_width(members: list[str], linears: Linears) -> None:
-    widths = {name: linears[name].in_features for name in members}
-    if len(set(widths.values())) > 1:
-        raise ValueError(
-            f"layers that share an input scale read inputs of different widths: {widths}; exempt all of them"
-        )
-
-
-def cache_group(name: str, cache: QuantCache, ranges: Ranges) -> ScaleGroup:
-    """Build the scale group of the keys, or of the values, of one layer."""
-    scale = Scale(cache.input_s0, cache.input_theta)
-    return ScaleGroup(name, [name], cache.spec, scale, _observer(cache.spec, ranges))
-
-
-def _observer(spec: TensorSpec, ranges: Ranges) -> Observer:
-    return Observer(spec, histogram=ranges.inputs != "absmax")
-
-
-def _new_scale(
-    owner: nn.Linear | StackedLinear | nn.Embedding,
-    shape: tuple[int, ...],
-    learn: bool,
-    *,
-    zero_points: bool = False,
-) -> Scale:
-    """Create a frozen fp32 scale of NaNs, optionally with a theta of zeros in the weight's dtype and zero points of
-    NaNs."""
-    device, dtype = owner.weight.device, owner.weight.dtype
-
-    def frozen() -> nn.Parameter:
-        return nn.Parameter(torch.full(shape, torch.nan, dtype=torch.float32, device=device), requires_grad=False)
-
-    theta = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device)) if learn else None
-    return Scale(frozen(), theta, zero=frozen() if zero_points else None)
 
 
 @dataclass(frozen=True)
@@ -257,17 +160,20 @@ class Quantization:
 
     def _switched(self) -> None:
         """Update the consumers of shared inputs, and call ``when_changed``, after the switches changed."""
-        sharing = [layer for layer in self.layers.values() if layer.shared_input is not None]
-        for layer in sharing:
-            assert layer.shared_input is not None
-            layer.shared_input.consumers = 0
-            layer.shared_input.drop()
-        for layer in sharing:
-            assert layer.shared_input is not None
-            layer.shared_input.consumers += layer.input_fake_quant
+        for shared in {layer.shared_input for layer in self.layers.values()} - {None}:
+            assert shared is not None
+            shared.consumers = 0
+            shared.drop()
         for layer in self.layers.values():
+            if layer.shared_input is not None:
+                layer.shared_input.consumers += layer.input_fake_quant
             if layer.when_changed is not None:
                 layer.when_changed()
+
+    @property
+    def _observers(self) -> dict[str, Observer]:
+        """Observers of inputs, keys and values, by owner of the group."""
+        return {group.owner: group.observer for group in self.input_groups if group.observer is not None}
 
     @property
     def observing(self) -> bool:
@@ -276,10 +182,10 @@ class Quantization:
 
     def observe(self, on: bool) -> None:
         """Start or stop observing the inputs of every input group; starting resets the statistics."""
-        modules = self.modules
+        modules, observers = self.modules, self._observers
         for group in self.input_groups:
-            if on and group.observer is not None:
-                group.observer.reset()
+            if on:
+                observers[group.owner].reset()
             for name in group.members:
                 modules[name].input_observer = group.observer if on else None
 
@@ -308,29 +214,305 @@ class Quantization:
 
         Nothing is copied or read from the device: an observer replaces its tensors and never writes into them.
         """
-        return {group.owner: dict(vars(group.observer)) for group in self.input_groups if group.observer is not None}
+        return {owner: dict(vars(observer)) for owner, observer in self._observers.items()}
 
     def restore_seen(self, seen: Mapping[str, dict[str, Any]]) -> None:
         """Reset the observers to statistics returned by :meth:`seen`."""
-        for group in self.input_groups:
-            if group.observer is not None:
-                vars(group.observer).update(seen[group.owner])
+        for owner, observer in self._observers.items():
+            vars(observer).update(seen[owner])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the switches and the observers' statistics, by owner of the group, as plain values and CPU tensors for
         a checkpoint."""
-        return {
-            "fake_quant": self.fake_quant_state(),
-            "observing": self.observing,
-            "observers": {
-                group.owner: group.observer.state_dict() for group in self.input_groups if group.observer is not None
-            },
-        }
+        observers = {owner: observer.state_dict() for owner, observer in self._observers.items()}
+        return {"fake_quant": self.fake_quant_state(), "observing": self.observing, "observers": observers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state returned by :meth:`state_dict`."""
         self.restore_fake_quant(state["fake_quant"])
         self.observe(state["observing"])
-        for group in self.input_groups:
-            if group.observer is not None:
-                group.observer.load_state_dict(state["observers"][group.owner])
+        for owner, observer in self._observers.items():
+            observer.load_state_dict(state["observers"][owner])
+
+
+def prepare(
+    model: nn.Module,
+    scheme: Scheme | None,
+    *,
+    rules: Sequence[Rule] = (),
+    exempt: Sequence[str] = DEFAULT_EXEMPT,
+    named: Mapping[str, Scheme] | None = None,
+    learn_weight_scale: bool,
+    learn_input_scale: bool,
+    learn_kv_scale: bool = False,
+    ranges: Ranges = Ranges(),  # noqa: B008 (frozen)
+    fp8_gemm: bool = False,
+    fast_accum: bool = True,
+    kv_cache: TensorSpec | None = None,
+) -> Quantization:
+    """Replace every nn.Linear of ``model`` that has a scheme by a QuantLinear, and every named embedding by a
+    QuantEmbedding, in place.
+
+    Weights and biases stay the same Parameters. Scales are new Parameters on the weights' device, not partitioned:
+    under ZeRO-3 partition them next. They start as NaN, so that an unfilled scale shows in the loss.
+
+    Args:
+        model: any module tree; Linears may be partitioned or on the meta device.
+        scheme, rules, exempt, named: scheme of each layer, see :func:`quant.rules.assign`.
+        learn_weight_scale: learn the scales of weights.
+        learn_input_scale: learn the stored scales of inputs.
+        learn_kv_scale: learn the scales of keys and values.
+        ranges: method to measure scales.
+        fp8_gemm, fast_accum: options of the fp8 GEMM, see :class:`QuantLayer`.
+        kv_cache: format of keys and values, see :func:`quant.kv_cache.attach_kv_cache`; None leaves them unquantized.
+
+    Raises:
+        ValueError: a rule or pattern matches nothing, nothing is left to quantize, layers that serving fuses have
+            different schemes, a weight is shared, a layer cannot be quantized, or an option needs something that the
+            model lacks: a stored input scale, an fp8 GEMM or a KV cache.
+    """
+    assigned, exempted = assign(model, scheme, rules, exempt, named)
+    modules = dict(model.named_modules())
+    schemes = schemes_of_layers(assigned, modules)
+    embeddings = [name for name in schemes if isinstance(modules[name], nn.Embedding)]
+    linears: dict[str, Any] = {name: modules[name] for name in schemes if name not in embeddings}
+    if not schemes and (kv_cache is None or scheme is not None or any(rule.scheme for rule in rules)):
+        raise ValueError(_nothing_to_quantize(model))
+    of_linears = {name: schemes[name] for name in linears}
+    names = ", ".join(dict.fromkeys(one.name for one in of_linears.values()))
+    if learn_input_scale and kv_cache is None and not any(one.learns_input for one in of_linears.values()):
+        raise ValueError(f"learnable.act_scale: true, expected false: no scheme stores a scale of inputs ({names})")
+    if fp8_gemm and not any(one.has_fp8_gemm for one in of_linears.values()):
+        raise ValueError(
+            "quant.compute: the fp8 GEMM needs fp8 codes with one scale per tensor for weights and inputs; none of "
+            f"{names} has them: set auto"
+        )
+    _check_layers(modules, linears, schemes, embeddings)
+    by_weight, by_input = (fused_sets(of_linears, modules, across_experts=across) for across in (False, True))
+    of_weights, of_globals = _weight_groups(by_weight, linears, schemes, learn_weight_scale)
+    of_inputs = _input_groups(by_input, linears, schemes, learn_input_scale, ranges)
+    caches = {} if kv_cache is None else attach_kv_cache(model, kv_cache, learn=learn_kv_scale)
+    replaced: dict[str, QuantLayer] = {**_quant_linears(linears, schemes, of_weights, of_globals, of_inputs)}
+    for name, cache in caches.items():
+        scale = Scale(cache.input_s0, cache.input_theta)
+        of_inputs.append(ScaleGroup(name, [name], cache.spec, scale, _observer(cache.spec, ranges)))
+    for members in by_weight:  # experts share a scale, not an input
+        if len(members) > 1 and schemes[members[0]].activations is not None:
+            shared = SharedInput(len(members))
+            for name in members:
+                replaced[name].shared_input = shared
+    simulated = _use_fp8_gemm(replaced, fast_accum) if fp8_gemm else []
+    for name in embeddings:
+        try:
+            spec, table = schemes[name].weights, modules[name]
+            shape = spec.scale_shape((table.num_embeddings, table.embedding_dim))  # type: ignore[arg-type]
+            group = ScaleGroup(name, [name], spec, _new_scale(table, shape, learn_weight_scale))
+            replaced[name] = QuantEmbedding(table, schemes[name], weight=group.scale)  # type: ignore[arg-type]
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        of_weights.append(group)
+    for name, layer in replaced.items():
+        model.set_submodule(name, layer)
+    layers = {name: replaced[name] for name in schemes}  # in module order
+    order = {name: index for index, name in enumerate(layers)}
+    of_weights.sort(key=lambda group: order[group.owner])
+    return Quantization(layers, exempted, of_weights, of_inputs, of_globals, ranges, simulated, caches)
+
+
+def _nothing_to_quantize(model: nn.Module) -> str:
+    """Write the error text for a model without an nn.Linear to quantize, with the classes of modules that have
+    matrices."""
+    kinds = Counter(
+        type(module).__name__
+        for module in model.modules()
+        if not isinstance(module, (nn.Linear, nn.Embedding))
+        and any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
+    )
+    elsewhere = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(3))
+    return (
+        f"nothing to quantize: every nn.Linear of {type(model).__name__} is exempt (quant.exempt, quant.exempt_more), "
+        "or it has none" + (f"; its matrices are in {elsewhere}, which are not supported" if elsewhere else "")
+    )
+
+
+def _check_layers(
+    modules: Mapping[str, nn.Module], linears: Linears, schemes: Mapping[str, Scheme], embeddings: Iterable[str]
+) -> None:
+    """Raise one error for all layers that cannot be quantized, with the recipe line that exempts them."""
+    shared = _shared(modules, [*linears, *embeddings])
+    problems = {
+        name: problem
+        for name, linear in linears.items()
+        if (problem := shared.get(name) or _problem(name, linear, schemes[name]))
+    }
+    tables = {name: problem for name, problem in shared.items() if name not in linears}
+    if problems or tables:
+        raise ValueError(_cannot_be_quantized(modules, linears, schemes, problems, tables))
+
+
+def _cannot_be_quantized(
+    modules: Mapping[str, nn.Module],
+    linears: Linears,
+    schemes: Mapping[str, Scheme],
+    problems: dict[str, str],
+    tables: dict[str, str],
+) -> str:
+    """Write the error text for layers with ``problems`` and embedding ``tables``, by name, with all layers to exempt.
+    These include layers that serving fuses with such a layer, and the other Linears of a stack."""
+    names = dict.fromkeys(problems)
+    for members in fused_sets({name: schemes[name] for name in linears}, dict(modules), across_experts=False):
+        names |= dict.fromkeys(members) if problems.keys() & members else {}
+    for stack in [name for name in names if isinstance(linears[name], StackedLinear)]:
+        names |= dict.fromkeys(name for name in linears if name.rpartition(".")[0] == stack.rpartition(".")[0])
+    parts = [part.name for name in names for part in linears_of(name, linears[name])]
+    return examples(list(dict.fromkeys([*tables.values(), *problems.values()]))) + (
+        f"; to leave them as they are, set {exempt_line(parts)}" if parts else ""
+    )
+
+
+def _problem(name: str, linear: nn.Linear | StackedLinear, scheme: Scheme) -> str | None:
+    """Return the reason why a layer cannot be quantized with a scheme, or None."""
+    if type(linear) is not nn.Linear and not isinstance(linear, StackedLinear) and not _computes_linear(linear):
+        return f"{name} is a {type(linear).__name__}, a subclass of nn.Linear that computes something else"
+    try:
+        scheme.weights.scale_shape(_weight_shape(linear))
+    except ValueError as error:
+        return f"{name}: {error}"
+    return None
+
+
+def forward_with(module: nn.Module, *inputs: Tensor, parameters: dict[str, Any], **attributes: Any) -> Any:
+    """Run a module's forward with other (small) Parameters and attributes, on the CPU; None if it raises."""
+    small = object.__new__(type(module))
+    small.__dict__ = {**module.__dict__, "_parameters": parameters, **attributes}
+    with torch.device("cpu"), torch.no_grad():
+        try:
+            return type(module).forward(small, *inputs)
+        except Exception:  # any error means another signature
+            return None
+
+
+def random_tensors(*shapes: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+    """Draw small tensors on the CPU, always the same ones, to compare what two modules compute."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator, device="cpu").to(dtype) for shape in shapes]
+
+
+def _computes_linear(module: nn.Linear) -> bool:
+    """Return True if a subclass of nn.Linear (such as Falcon's) computes the same as nn.Linear; tested with a small
+    weight."""
+    x, weight, bias = random_tensors((2, 3, 8), (4, 8), (4,), dtype=torch.float64)
+    values = {"weight": nn.Parameter(weight), "bias": None if module.bias is None else nn.Parameter(bias)}
+    expected = nn.functional.linear(x, weight, values["bias"])
+    found = forward_with(module, x, parameters=values, in_features=8, out_features=4)
+    return isinstance(found, Tensor) and found.shape == expected.shape and torch.allclose(found, expected)
+
+
+def _shared(modules: Mapping[str, nn.Module], chosen: Iterable[str]) -> dict[str, str]:
+    """Find the error texts of layers that share their weight with another module: one tensor on disk cannot be both
+    quantized and unquantized."""
+    users: dict[int, list[str]] = {}
+    for name, module in modules.items():
+        for parameter in module.parameters(recurse=False):
+            users.setdefault(id(parameter), []).append(name)
+    found = {}
+    for name in chosen:
+        names = users[id(modules[name].weight)]
+        if len(names) > 1:
+            found[name] = f"{' and '.join(names)} share one weight; leave {name} unquantized"
+    return found
+
+
+def _weight_groups(
+    sets: list[list[str]], linears: Linears, schemes: Mapping[str, Scheme], learn: bool
+) -> tuple[list[ScaleGroup], list[ScaleGroup]]:
+    """Build the scale groups of weights, and the groups of their global scales, which do not learn, for sets of layers
+    that serving fuses (:func:`quant.rules.fused_sets`)."""
+    groups, global_groups = [], []
+    for members in sets:
+        spec = schemes[members[0]].weights
+        for some in [members] if spec.granularity == "tensor" else [[name] for name in members]:
+            shape = spec.scale_shape(_weight_shape(linears[some[0]]))
+            scale = _new_scale(linears[some[0]], shape, learn, zero_points=spec.has_zero_points)
+            groups.append(ScaleGroup(some[0], some, spec, scale))
+        if spec.has_global_scale:
+            shape = FP8_TENSOR.scale_shape(_weight_shape(linears[members[0]]))
+            global_groups.append(ScaleGroup(members[0], members, spec, _new_scale(linears[members[0]], shape, False)))
+    return groups, global_groups
+
+
+def _weight_shape(linear: nn.Linear | StackedLinear) -> tuple[int, ...]:
+    """Return ``(out, in)``, or ``(E, out, in)`` for a stack, even if the weight is a partition."""
+    stack = (linear.num_experts,) if isinstance(linear, StackedLinear) else ()
+    return (*stack, linear.out_features, linear.in_features)
+
+
+def _input_groups(
+    sets: list[list[str]], linears: Linears, schemes: Mapping[str, Scheme], learn: bool, ranges: Ranges
+) -> list[ScaleGroup]:
+    """Build the scale groups of inputs, for each set (see :func:`quant.rules.fused_sets`) whose scheme stores an input
+    scale."""
+    groups = []
+    for members in sets:
+        spec = schemes[members[0]].stored_input
+        if spec is None:
+            continue
+        widths = {name: linears[name].in_features for name in members}
+        if len(set(widths.values())) > 1:
+            raise ValueError(
+                f"layers that share an input scale read inputs of different widths: {widths}; exempt all of them"
+            )
+        scale = _new_scale(linears[members[0]], (1,), learn and not spec.dynamic)
+        groups.append(ScaleGroup(members[0], members, spec, scale, _observer(spec, ranges)))
+    return groups
+
+
+def _observer(spec: TensorSpec, ranges: Ranges) -> Observer:
+    return Observer(spec, histogram=ranges.inputs != "absmax")
+
+
+def _new_scale(owner: nn.Module, shape: tuple[int, ...], learn: bool, *, zero_points: bool = False) -> Scale:
+    """Create a frozen fp32 scale of NaNs, optionally with a theta of zeros in the weight's dtype and zero points of
+    NaNs."""
+    weight: Any = owner.weight
+
+    def frozen() -> nn.Parameter:
+        return nn.Parameter(torch.full(shape, torch.nan, device=weight.device), requires_grad=False)
+
+    theta = nn.Parameter(torch.zeros(shape, dtype=weight.dtype, device=weight.device)) if learn else None
+    return Scale(frozen(), theta, zero=frozen() if zero_points else None)
+
+
+def _quant_linears(
+    linears: Linears,
+    schemes: Mapping[str, Scheme],
+    of_weights: list[ScaleGroup],
+    of_globals: list[ScaleGroup],
+    of_inputs: list[ScaleGroup],
+) -> dict[str, QuantLinear]:
+    weight_group, global_group, input_group = (
+        {name: group for group in groups for name in group.members} for groups in (of_weights, of_globals, of_inputs)
+    )
+    layers = {}
+    for name, linear in linears.items():
+        weight, input_, global_ = weight_group[name], input_group.get(name), global_group.get(name)
+        shapes = [_weight_shape(linears[member]) for member in weight.members]
+        layers[name] = QuantLinear(
+            linear,
+            schemes[name],
+            weight=weight.scale if global_ is None else weight.scale._replace(global_=global_.s0),
+            input=None if input_ is None else input_.scale,
+            weight_numel=sum(weight.spec.elements_per_scale(shape) for shape in shapes),
+        )
+    return layers
+
+
+def _use_fp8_gemm(layers: Mapping[str, Any], fast_accum: bool) -> list[str]:
+    """Enable the fp8 GEMM where possible; return the names of layers whose scheme allows it but whose shape or device
+    does not."""
+    able = {name: layer for name, layer in layers.items() if layer.scheme.has_fp8_gemm}
+    for layer in able.values():
+        layer.fast_accum = fast_accum
+        whole = layer.in_features % 16 == 0 and layer.out_features % 16 == 0
+        layer.fp8_gemm = whole and (not layer.projections or takes_codes_of_stacks(layer.weight))
+    return [name for name, layer in able.items() if not layer.fp8_gemm]

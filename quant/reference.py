@@ -1,4 +1,5 @@
-"""Reference quantizers in plain PyTorch, against which every kernel and every export is tested.
+"""Reference quantizers in plain PyTorch, against which every kernel and every export is tested; at the end RMSNorm and
+SwiGLU with quantized results.
 
 Formulas, with ``s`` the scale and ``v = x * (1/s)``, both operations in fp32 (for a bf16 tensor, dividing by ``s``
 changes 0.07% of the codes, computing in bf16 changes 3%)::
@@ -81,6 +82,7 @@ Shapes: for a scale per tensor, shape ``(1,)``, ``x`` has any shape. Otherwise `
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -200,7 +202,7 @@ def quantize(x: Tensor, scale: Tensor, spec: TensorSpec, zero: Tensor | None = N
     """Compute the codes of ``x``, in its shape: ``torch.float8_e4m3fn``, ``torch.int8``, or for e2m1 ``torch.uint8`` 0
     to 15 (sign in bit 3, then exponent and mantissa). A NaN has the code 0 on grids without NaN. ``zero``: zero points,
     fp32 in the scale's shape."""
-    zero = _zero_per_part(zero)
+    zero = _per_part(zero)
     return _encode(_round_to_grid(_in_codes(x, scale), spec, zero), spec, zero).reshape(x.shape)
 
 
@@ -208,13 +210,13 @@ def dequantize(
     codes: Tensor, scale: Tensor, spec: TensorSpec, dtype: torch.dtype, zero: Tensor | None = None
 ) -> Tensor:
     """Compute ``(codes - zero) * scale`` in fp32, returned in ``dtype``; arguments as in :func:`quantize`."""
-    values = _decode(_parts(codes, scale), spec, _zero_per_part(zero))
+    values = _decode(_parts(codes, scale), spec, _per_part(zero))
     return (values * _per_part(scale)).to(dtype).reshape(codes.shape)
 
 
 def fake_quant(x: Tensor, scale: Tensor, spec: TensorSpec, zero: Tensor | None = None) -> Tensor:
     """Compute ``dequantize(quantize(x))`` in ``x``'s dtype, except that a NaN stays NaN on every grid."""
-    rounded = _round_to_grid(_in_codes(x, scale), spec, _zero_per_part(zero))
+    rounded = _round_to_grid(_in_codes(x, scale), spec, _per_part(zero))
     return rounded.mul_(_per_part(scale)).to(x.dtype).reshape(x.shape)
 
 
@@ -223,7 +225,7 @@ def inside_range(x: Tensor, scale: Tensor, spec: TensorSpec, zero: Tensor | None
     ``scale`` is the global scale."""
     if spec.dynamic:
         return tokens_inside(x, spec, scale)
-    return _inside(_in_codes(x, scale), spec, _zero_per_part(zero)).reshape(x.shape)
+    return _inside(_in_codes(x, scale), spec, _per_part(zero)).reshape(x.shape)
 
 
 def fake_quant_backward(
@@ -251,7 +253,7 @@ def fake_quant_backward(
         Gradient of ``x`` in ``grad``'s dtype, and gradient of the scale, fp32 in the scale's shape, summed over the
         elements that share it (or None).
     """
-    v, zero = _in_codes(x, scale), _zero_per_part(zero)
+    v, zero = _in_codes(x, scale), _per_part(zero)
     inside = _inside(v, spec, zero)
     grad_parts = _parts(grad, scale)
     grad_x = grad_parts.masked_fill(~inside, 0).reshape(x.shape)
@@ -270,9 +272,7 @@ def quantize_tokens(x: Tensor, spec: TensorSpec, above: Tensor | None = None) ->
 
     ``above`` is the global scale, fp32 ``(1,)``, if ``spec`` has one.
     """
-    groups = _token_groups(x, spec)
-    scale, zero_point = _token_grid(groups, spec, above)
-    v = groups.float() * (1.0 / scale)
+    v, scale, zero_point = _tokens_in_codes(x, spec, above)
     codes = _encode(_round_to_grid(v, spec, zero_point), spec, zero_point)
     zero_point = torch.zeros_like(scale) if zero_point is None else zero_point
     return codes.reshape(x.shape), scale.squeeze(-1), zero_point.squeeze(-1).to(torch.int8)
@@ -281,10 +281,8 @@ def quantize_tokens(x: Tensor, spec: TensorSpec, above: Tensor | None = None) ->
 def fake_quantize_tokens(x: Tensor, spec: TensorSpec, above: Tensor | None = None) -> Tensor:
     """Quantize ``x [..., features]`` with dynamic scales and dequantize it, in its dtype; ``above`` is the global scale
     or None."""
-    groups = _token_groups(x, spec)
-    scale, zero_point = _token_grid(groups, spec, above)
-    rounded = _round_to_grid(groups.float() * (1.0 / scale), spec, zero_point)
-    return rounded.mul_(scale).to(x.dtype).reshape(x.shape)
+    v, scale, zero_point = _tokens_in_codes(x, spec, above)
+    return _round_to_grid(v, spec, zero_point).mul_(scale).to(x.dtype).reshape(x.shape)
 
 
 def fake_quantize_tokens_backward(grad: Tensor, x: Tensor, spec: TensorSpec, above: Tensor | None = None) -> Tensor:
@@ -294,9 +292,8 @@ def fake_quantize_tokens_backward(grad: Tensor, x: Tensor, spec: TensorSpec, abo
 
 def tokens_inside(x: Tensor, spec: TensorSpec, above: Tensor | None = None) -> Tensor:
     """Compute a bool mask, in ``x``'s shape, of the elements inside the range of their token or group."""
-    groups = _token_groups(x, spec)
-    scale, zero_point = _token_grid(groups, spec, above)
-    return _inside(groups.float() * (1.0 / scale), spec, zero_point).reshape(x.shape)
+    v, _, zero_point = _tokens_in_codes(x, spec, above)
+    return _inside(v, spec, zero_point).reshape(x.shape)
 
 
 def dynamic_scale(absmax: Tensor, above: Tensor) -> Tensor:
@@ -309,24 +306,23 @@ def dynamic_scale(absmax: Tensor, above: Tensor) -> Tensor:
 # ---- tokens
 
 
-def _token_groups(x: Tensor, spec: TensorSpec) -> Tensor:
-    """View ``x`` as ``[..., n, size]``, with one scale for each of the ``n`` groups."""
-    return x.unflatten(-1, (1, -1) if spec.group_size is None else (-1, spec.group_size))
-
-
-def _token_grid(groups: Tensor, spec: TensorSpec, above: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Compute scale and zero point of ``groups [..., n, size]``, fp32 ``[..., n, 1]``; the scale is NaN for a group
-    with a non-finite value. Floats have no zero point."""
+def _tokens_in_codes(x: Tensor, spec: TensorSpec, above: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Compute ``v = x * (1/s)``, fp32 ``[..., n, size]`` for the ``n`` groups of a token, with their scales and zero
+    points, fp32 ``[..., n, 1]``. The scale is NaN for a group with a non-finite value. Floats have no zero point."""
+    groups = x.unflatten(-1, (1, -1) if spec.group_size is None else (-1, spec.group_size))
+    zero_point = None
     if above is not None:
-        return dynamic_scale(groups.abs().amax(-1, keepdim=True).float(), above), None
-    lowest, highest = (edge.float() for edge in torch.aminmax(groups, dim=-1, keepdim=True))
-    lowest, highest = lowest.clamp(max=0), highest.clamp(min=0)
-    if spec.symmetric:
-        scale = absmax_scale(torch.maximum(-lowest, highest), spec)
-        zero_point = torch.zeros_like(scale) if spec.dtype == "int" else None
+        scale = dynamic_scale(groups.abs().amax(-1, keepdim=True).float(), above)
     else:
-        scale, zero_point = asymmetric_grid(lowest, highest, spec)
-    return torch.where(scale.isfinite(), scale, torch.nan), zero_point
+        lowest, highest = (edge.float() for edge in torch.aminmax(groups, dim=-1, keepdim=True))
+        lowest, highest = lowest.clamp(max=0), highest.clamp(min=0)
+        if spec.symmetric:
+            scale = absmax_scale(torch.maximum(-lowest, highest), spec)
+            zero_point = torch.zeros_like(scale) if spec.dtype == "int" else None
+        else:
+            scale, zero_point = asymmetric_grid(lowest, highest, spec)
+        scale = torch.where(scale.isfinite(), scale, torch.nan)
+    return groups.float() * (1.0 / scale), scale, zero_point
 
 
 # ---- grids: functions of only v, and codes
@@ -400,10 +396,145 @@ def _parts(x: Tensor, scale: Tensor) -> Tensor:
     return x.unflatten(1, (scale.shape[1], -1)).unflatten(0, (scale.shape[0], -1))
 
 
-def _per_part(scale: Tensor) -> Tensor:
-    """Reshape the scale to broadcast over :func:`_parts`."""
+def _per_part(scale: Any) -> Any:
+    """Reshape the scale (or zero points, or None) to broadcast over :func:`_parts`."""
+    if scale is None:
+        return None
     return scale.reshape(1) if scale.numel() == 1 else scale[:, None, :, None]
 
 
-def _zero_per_part(zero: Tensor | None) -> Tensor | None:
-    return None if zero is None else _per_part(zero)
+# ---- RMSNorm and SwiGLU with a quantized result
+
+POSITIONS, NEIGHBOURS, ROWS_PER_SUM = 2048, 8, 32
+
+
+def sum_in_order(terms: Tensor) -> Tensor:
+    """Sum the last dimension in a fixed order: fp32 ``[..., n]`` to ``[..., 1]``, n at most 16,384. Accumulator p of
+    2,048 adds the terms p, p + 2048, ...; each 8 neighboring accumulators are added by halves, then their 256 sums are
+    also added by halves."""
+    padded = torch.nn.functional.pad(terms, (0, -terms.shape[-1] % POSITIONS))
+    sums = torch.zeros_like(padded[..., :POSITIONS])
+    for step in padded.split(POSITIONS, dim=-1):
+        sums = sums + step
+    lanes = _sum_by_halves(sums.unflatten(-1, (-1, NEIGHBOURS)), NEIGHBOURS)
+    return _sum_by_halves(lanes.squeeze(-1), POSITIONS // NEIGHBOURS)
+
+
+def _sum_by_halves(sums: Tensor, size: int) -> Tensor:
+    while size > 1:
+        size //= 2
+        sums = sums[..., :size] + sums[..., size : 2 * size]
+    return sums
+
+
+def rms_norm_quantize(
+    x: Tensor, weight: Tensor, eps: float, scale: Tensor, spec: TensorSpec
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute codes, bool mask and fake-quantized values of RMSNorm's result, in the shape of ``x [..., n]``, and
+    ``rstd``, fp32 ``[rows]``. ``scale`` is the effective scale, fp32 ``(1,)``.
+
+    In fp32, except where a value is rounded to the model's dtype T::
+
+        rstd = 1 / sqrt(sum(x^2) / n + eps)        each operation rounded once
+        h = T(x * rstd)      y = T(weight * h)      codes, mask = quantize(y)
+
+    The rounding steps are the same as in LlamaRMSNorm and its variants in transformers, but the bits are not: the sum
+    has a fixed order, equal on every device (:func:`sum_in_order` and quant/kernels/kernels.h), and the root is not
+    torch's rsqrt. vLLM's ``rms_norm_static_fp8_quant_kernel`` (csrc/layernorm_quant_kernels.cu, commit 0112cf2) rounds
+    in the same places and also multiplies by ``1 / scale``; its sum is a block reduction, its root CUDA's approximate
+    rsqrt.
+    """
+    rows = x.float()
+    mean = sum_in_order(rows * rows) / torch.tensor(float(x.shape[-1]), device=x.device)
+    root = (mean + torch.tensor(eps, device=x.device)).double().sqrt().float()  # torch's fp32 root may be off by a bit
+    rstd = 1.0 / root
+    y = weight * (rows * rstd).to(x.dtype)
+    return *_quantized(y, scale, spec), rstd.reshape(-1)
+
+
+def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the gradients of ``x`` and of the weight, in their dtypes, from the gradient of the quantized result.
+
+    Straight-through, with ``dy`` the gradient of ``y``, set to 0 outside of the mask::
+
+        g = dy * weight      c = sum(g * (x * rstd)) / n      dx = T((g - (x * rstd) * c) * rstd)
+        dweight = T(sum over rows of dy * h)      in fp32, over 32 rows one by one, then over these sums one by one
+    """
+    n = x.shape[-1]
+    dy = grad.masked_fill(~mask, 0).reshape(-1, n)
+    rows, w = x.reshape(-1, n).float(), weight.float()
+    h = rows * rstd[:, None]
+    g = dy.float() * w
+    c = sum_in_order(g * h) / torch.tensor(float(n), device=x.device)
+    of_weight = torch.zeros(0, n, device=x.device)
+    for dy_rows, h_rows in zip(dy.float().split(ROWS_PER_SUM), h.to(x.dtype).float().split(ROWS_PER_SUM), strict=True):
+        of_weight = torch.cat([of_weight, _sum_rows(dy_rows * h_rows)])
+    return ((g - h * c) * rstd[:, None]).to(x.dtype).reshape(x.shape), _sum_rows(of_weight)[0].to(weight.dtype)
+
+
+def _sum_rows(rows: Tensor) -> Tensor:
+    """Sum the rows in their order to ``[1, n]``."""
+    total = rows.new_zeros(1, rows.shape[-1])
+    for row in rows:
+        total = total + row
+    return total
+
+
+def silu_mul_quantize(gate: Tensor, up: Tensor, scale: Tensor, spec: TensorSpec) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute codes, bool mask and fake-quantized values of ``silu(gate) * up``, in the shape of ``gate``. ``scale`` is
+    the effective scale, fp32 ``(1,)``.
+
+    With ``a`` the gate and ``b`` the up projection::
+
+        s = T(a / (1 + exp(-a)))      y = T(s * b)      codes, mask = quantize(y)
+
+    This equals torch's ``silu(a) * b`` except for the exponential, which in torch differs between devices.
+    :func:`exponential` uses only additions and multiplications and is within 2 ulp of the exact value in fp32. After
+    rounding to bf16, a few elements of a million differ from torch's.
+    """
+    return _quantized(_silu(gate) * up, scale, spec)
+
+
+def silu_mul_backward(grad: Tensor, gate: Tensor, up: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the gradients of gate and up, in their dtype, from the gradient of the quantized result::
+
+    db = T(dy * s)      d = T(dy * b)      sigma = 1 / (1 + exp(-a))
+    da = T((d * sigma) * (1 + a * (1 - sigma)))
+    """
+    dy = grad.masked_fill(~mask, 0)
+    a, d = gate.float(), (dy * up).float()
+    sigma = 1.0 / (1.0 + exponential(-a))
+    return ((d * sigma) * (1.0 + a * (1.0 - sigma))).to(gate.dtype), dy * _silu(gate)
+
+
+def _silu(x: Tensor) -> Tensor:
+    wide = x.float()
+    return (wide / (1.0 + exponential(-wide))).to(x.dtype)
+
+
+def exponential(x: Tensor) -> Tensor:
+    """Compute ``e^x`` in fp32, one rounding per operation: with ``x = k ln2 + r``, the polynomial of Cephes' expf
+    (single/expf.c) in ``r``, multiplied by 2^k in two factors."""
+    x = torch.where(x > 104, 104.0, torch.where(x < -104, -104.0, x))
+    magic = torch.tensor(12582912.0, device=x.device)
+    shifted = x * 1.44269504088896341 + magic
+    k = shifted - magic
+    r = (x - k * 0.693359375) - k * -2.12194440e-4
+    total = torch.full_like(r, 1.9875691500e-4)
+    for term in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+        total = total * r + term
+    total = (total * (r * r) + r) + 1.0
+    power = shifted.view(torch.int32) - magic.view(torch.int32)
+    half = power >> 1
+    return (total * ((half + 127) << 23).view(torch.float32)) * ((power - half + 127) << 23).view(torch.float32)
+
+
+def _quantized(y: Tensor, scale: Tensor, spec: TensorSpec) -> tuple[Tensor, Tensor, Tensor]:
+    y = y.contiguous()
+    if y.numel() == 0:
+        return quantize(y, scale, spec), torch.ones_like(y, dtype=torch.bool), y
+    return (
+        quantize(y, scale, spec),
+        inside_range(y, scale, spec),
+        fake_quant(y, scale, spec),
+    )

@@ -63,23 +63,23 @@ def rotate_inputs(quantization: Quantization, patterns: Sequence[str], block: in
 def _problem(name: str, layer: QuantLayer, names: Sequence[str], block: int) -> str | None:
     """Return the reason why the input of a layer cannot be rotated, or None."""
     if not isinstance(layer, QuantLinear):
-        return "is an embedding, which has no input to turn"
+        return "is an embedding, which has no input to rotate"
     if layer.projections or _EXPERT.fullmatch(name):
-        return "is an expert's: vLLM runs experts without looking at transforms (launch/rotate.py turns their inputs)"
+        return "belongs to an expert, and vLLM ignores transforms of experts (launch/rotate.py rotates their inputs)"
     parent, _, _ = name.rpartition(".")
     for members, _ in FUSED:
         if any(name == f"{parent}.{one}".lstrip(".") for one in members):
             others = [one for one in members if f"{parent}.{one}".lstrip(".") in names]
             if len(others) > 1:
-                return f"reads its input with {', '.join(others)} (launch/rotate.py turns what they read)"
+                return f"shares its input with {', '.join(others)} (launch/rotate.py rotates such inputs)"
     if layer.bias is not None:
-        return "has a bias, with which vLLM takes no transform"
+        return "has a bias, and vLLM applies no transform to layers with a bias"
     if layer.in_features % block:
-        return f"has {layer.in_features} inputs, which quant.rotate_block {block} does not divide"
+        return f"has {layer.in_features} inputs, not divisible by quant.rotate_block {block}"
     inputs = layer.scheme.activations
     if inputs is not None and inputs.has_global_scale and block in _QUTLASS:
         larger = " or ".join(str(one) for one in BLOCKS if one not in _QUTLASS)
-        return f"has NVFP4 inputs, which vLLM codes otherwise with blocks of {block}: set quant.rotate_block {larger}"
+        return f"has NVFP4 inputs, which vLLM codes differently with blocks of {block}: set quant.rotate_block {larger}"
     return None
 
 

@@ -20,7 +20,7 @@ layers.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from re import _constants, _parser  # type: ignore[attr-defined]
 from typing import Any, NamedTuple
@@ -77,27 +77,13 @@ class Rule:
         return ", ".join(f"{key}: {value}" for key, value in parts.items() if value is not None) or "every layer"
 
 
-@dataclass(frozen=True)
-class Assignment:
-    """Result of :func:`assign`.
-
-    Attributes:
-        schemes: schemes of the quantized layers by name, in module order.
-        exempt: names of the modules that an exempt pattern matched (also routers that are not nn.Linear), in module
-            order.
-    """
-
-    schemes: dict[str, Scheme]
-    exempt: list[str]
-
-
 def assign(
     model: nn.Module,
     scheme: Scheme | None,
     rules: Sequence[Rule] = (),
     exempt: Sequence[str] = DEFAULT_EXEMPT,
     named: Mapping[str, Scheme] | None = None,
-) -> Assignment:
+) -> tuple[dict[str, Scheme], list[str]]:
     """Assign a scheme to every nn.Linear of ``model`` and to the named embeddings.
 
     Patterns match stacked experts by the names of their Linears in a checkpoint, such as ``experts.7.gate_proj``.
@@ -108,6 +94,10 @@ def assign(
         rules: the first rule that matches a Linear decides.
         exempt: regexes on full module names, before the rules. A pattern outside :data:`DEFAULT_EXEMPT` must match.
         named: schemes by exact name, before everything else.
+
+    Returns:
+        Schemes of the quantized layers by name, and names of the modules that an exempt pattern matched (also routers
+        that are not nn.Linear), both in module order.
 
     Raises:
         ValueError: a rule, pattern or name matches no layer.
@@ -122,22 +112,23 @@ def assign(
         )
     depth = 1 + max((int(found[1]) for name in layers if (found := _DECODER_LAYER.fullmatch(name))), default=-1)
     kept = _matched(modules, exempt) - named.keys()
-    unused = dict(enumerate(rules))
+    used = set()
     schemes: dict[str, Scheme] = {}
     for name in layers:
         chosen = named.get(name)
         if name not in named and name not in kept and isinstance(modules[name], _LINEARS):
-            index = next((index for index, rule in enumerate(rules) if rule.matches(name, depth)), None)
-            chosen = scheme if index is None else rules[index].scheme
-            unused.pop(index, None)  # type: ignore[arg-type]
+            deciding = ((index, rule.scheme) for index, rule in enumerate(rules) if rule.matches(name, depth))
+            index, chosen = next(deciding, (None, scheme))
+            used.add(index)
         if chosen is not None:
             schemes[name] = chosen
-    for index, rule in unused.items():
-        raise ValueError(
-            f"rule {index} ({rule}) matches no layer that an exempt pattern or a rule before it leaves to it "
-            f"(quant.rules); names look like {examples([name for name in layers if name not in kept])}"
-        )
-    return Assignment(schemes, [name for name in modules if name in kept])
+    for index, rule in enumerate(rules):
+        if index not in used:
+            raise ValueError(
+                f"rule {index} ({rule}) matches no layer that an exempt pattern or a rule before it leaves to it "
+                f"(quant.rules); names look like {examples([name for name in layers if name not in kept])}"
+            )
+    return schemes, [name for name in modules if name in kept]
 
 
 _LINEARS = (nn.Linear, StackedLinear)
@@ -206,13 +197,6 @@ def schemes_of_layers(schemes: Mapping[str, Scheme], modules: Mapping[str, nn.Mo
     Raises:
         ValueError: the Linears of one layer's stacked experts have different schemes, or only some have one.
     """
-    if any(isinstance(module, StackedLinear) for module in modules.values()):
-        return _schemes_of_stacks(schemes, modules)
-    return {name: schemes[name] for name in modules if name in schemes}
-
-
-def _schemes_of_stacks(schemes: Mapping[str, Scheme], modules: Mapping[str, nn.Module]) -> dict[str, Scheme]:
-    """Convert schemes as :func:`schemes_of_layers` does, for a model with stacks."""
     experts: dict[str, list[str]] = {}  # Linears by the parent module of the stacks
     for name, module in modules.items():
         if isinstance(module, StackedLinear):
@@ -257,21 +241,17 @@ def _members(parent: str, leaves: Sequence[str], modules: dict[str, nn.Module], 
 
 
 def _check_one_scheme(members: Sequence[str], schemes: Mapping[str, Scheme]) -> None:
-    if len({schemes.get(name) for name in members}) > 1:
-        raise ValueError(_not_one_scheme(members, schemes))
-
-
-def _not_one_scheme(members: Sequence[str], schemes: Mapping[str, Scheme]) -> str:
+    if len({schemes.get(name) for name in members}) <= 1:
+        return
     if missing := [name for name in members if name not in schemes]:
-        return (
+        raise ValueError(
             f"{examples(members, 6)} are served as one layer, so all or none of them can be quantized, but "
             f"{examples(missing, 6)} {'is' if len(missing) == 1 else 'are'} exempt or no nn.Linear; exempt the others "
             "too (quant.exempt_more)"
         )
     found = {schemes[name]: name for name in reversed(members)}
-    return f"{examples(members, 6)} are served as one layer, so they need one scheme, but " + ", ".join(
-        f"{name} has {scheme.name}" for scheme, name in reversed(found.items())
-    )
+    each = ", ".join(f"{name} has {scheme.name}" for scheme, name in reversed(found.items()))
+    raise ValueError(f"{examples(members, 6)} are served as one layer, so they need one scheme, but {each}")
 
 
 MOST_CHARACTERS, MOST_REPEATS = 2000, 4
@@ -295,7 +275,7 @@ def pattern_problem(text: str) -> str | None:
         return str(error) or type(error).__name__
     repeats = _repeats(parsed, inside=False)
     if repeats is None:
-        return "it repeats what holds a repetition or alternatives, which may take for ever; name the parts one by one"
+        return "a repetition contains a repetition or alternatives, which may take for ever; write the parts one by one"
     if repeats > MOST_REPEATS:
         return f"it has {repeats} repetitions like .*, at most {MOST_REPEATS} are allowed: more may take for ever"
     return None
@@ -321,7 +301,7 @@ def _repeats(parsed: Any, *, inside: bool) -> int | None:
         elif operation is _constants.BRANCH and inside:
             return None
         else:
-            for part in _parts(operation, argument):
+            for part in _subpatterns(argument):
                 below = _repeats(part, inside=inside)
                 if below is None:
                     return None
@@ -329,19 +309,13 @@ def _repeats(parsed: Any, *, inside: bool) -> int | None:
     return count
 
 
-def _parts(operation: Any, argument: Any) -> list[Any]:
-    """List the subpatterns of a parsed regex element that is not a repetition."""
-    if operation is _constants.BRANCH:
-        return list(argument[1])
-    if operation is _constants.SUBPATTERN:
-        return [argument[-1]]
-    if operation in (_constants.ASSERT, _constants.ASSERT_NOT):
-        return [argument[1]]
-    if operation is _constants.ATOMIC_GROUP:
-        return [argument]
-    if operation is _constants.GROUPREF_EXISTS:
-        return [part for part in argument[1:] if part is not None]
-    return []
+def _subpatterns(argument: Any) -> Iterator[Any]:
+    """Find the patterns inside the argument of an element of a parsed regex."""
+    if isinstance(argument, _parser.SubPattern):
+        yield argument
+    elif isinstance(argument, list | tuple):
+        for part in argument:
+            yield from _subpatterns(part)
 
 
 def name_patterns(names: Iterable[str], others: Iterable[str], end: str = "", *, anywhere: bool = False) -> list[str]:

@@ -26,6 +26,7 @@ and unequal rows, and on trained weights; see ``tests/unit/quant/test_fit.py``.
 """
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -79,6 +80,16 @@ def first_input_scale(absmax: Tensor, spec: TensorSpec) -> Tensor:
 def lsq_factor(numel: int, spec: TensorSpec) -> float:
     """Compute LSQ's gradient scale (Esser et al. 2020, section 2.2): ``1/sqrt(numel * qmax)``."""
     return 1 / math.sqrt(numel * spec.qmax)
+
+
+def check_fp32(scales: Mapping[str, Tensor | None]) -> None:
+    """Raise if a module-wide cast (as DeepSpeed's to bf16 on stages 0 to 2) silently rounded the frozen scales."""
+    for name, scale in scales.items():
+        if scale is not None and scale.dtype != torch.float32:
+            raise TypeError(
+                f"{name} is {scale.dtype}, expected torch.float32: something cast the whole module; "
+                "restore the frozen scales after it"
+            )
 
 
 def have_codes(values: Tensor, codes: Tensor, quantizer: Quantizer) -> Tensor:

@@ -9,7 +9,7 @@ Terms: a *code* is the stored value (an e4m3 byte, a small integer, a nibble of 
 is the value, the *grid* is the set of codes, and ``v = x / scale`` is a value measured in codes.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 Dtype = Literal["fp8_e4m3", "fp4_e2m1", "int"]
@@ -67,50 +67,52 @@ class TensorSpec:
     def __post_init__(self) -> None:
         if self.dtype == "fp4_e2m1" and (self.granularity, self.group_size) == ("group", MX_GROUP):
             object.__setattr__(self, "mx", True)
-        if self.dtype == "fp8_e4m3" and self.bits != 8:
-            raise ValueError(f"fp8_e4m3 has 8 bits, got bits={self.bits}")
-        if self.dtype == "fp4_e2m1" and self.bits != 4:
-            raise ValueError(f"fp4_e2m1 has 4 bits, got bits={self.bits}")
-        if self.dtype == "int" and not 2 <= self.bits <= 8:
-            raise ValueError(f"int codes have 2 to 8 bits, got bits={self.bits}")
-        if (self.granularity in ("group", "block")) != (self.group_size is not None):
-            raise ValueError(
-                f"group_size goes with granularity 'group' or 'block' and only with them, "
-                f"got granularity={self.granularity!r} and group_size={self.group_size}"
-            )
-        if self.group_size is not None and self.group_size < 1:
-            raise ValueError(f"group_size must be at least 1, got {self.group_size}")
-        self._check_kind_of_scale()
-
-    def _check_kind_of_scale(self) -> None:
-        fp4_groups = (NVFP4_GROUP, MX_GROUP)
-        if self.dtype == "fp4_e2m1" and (self.granularity != "group" or self.group_size not in fp4_groups):
-            raise ValueError(
-                f"fp4_e2m1 has groups of 16 (NVFP4) or 32 (MXFP4), got granularity={self.granularity!r} and "
-                f"group_size={self.group_size}"
-            )
-        if self.mx and (self.dtype == "int" or (self.granularity, self.group_size) != ("group", MX_GROUP)):
-            raise ValueError(
-                f"scales that are powers of two (mx) are of floats in groups of {MX_GROUP}, got {self.dtype} with "
-                f"granularity={self.granularity!r} and group_size={self.group_size}"
-            )
-        if self.dynamic and self.granularity not in ("token", "group"):
-            raise ValueError(
-                f"a dynamic scale is per token or per group of a token, got {self.dtype} with "
-                f"granularity={self.granularity!r} and group_size={self.group_size}"
-            )
-        if self.granularity == "token" and not self.dynamic:
-            raise ValueError("a scale per token is dynamic: the tokens to come are not known")
-        if self.narrow and (self.dtype != "int" or not self.symmetric or self.dynamic or self.ggml):
-            raise ValueError(f"only symmetric int weights have a narrow grid, except ggml formats, got {self}")
-        if not self.symmetric and (
-            self.dtype != "int" or self.granularity not in (("token",) if self.dynamic else ("channel", "group"))
+        fp8, fp4, integer = (self.dtype == one for one in ("fp8_e4m3", "fp4_e2m1", "int"))
+        group = self.granularity == "group"
+        in_mx_groups = group and self.group_size == MX_GROUP
+        weight_grain = ("token",) if self.dynamic else ("channel", "group")
+        for wrong, text in (
+            (fp8 and self.bits != 8, "fp8_e4m3 has 8 bits"),
+            (fp4 and self.bits != 4, "fp4_e2m1 has 4 bits"),
+            (integer and not 2 <= self.bits <= 8, "int codes have 2 to 8 bits"),
+            (
+                (group or self.granularity == "block") != (self.group_size is not None),
+                "group_size goes with granularity 'group' or 'block' and only with them",
+            ),
+            (self.group_size is not None and self.group_size < 1, "group_size must be at least 1"),
+            (
+                fp4 and not (in_mx_groups or (group and self.group_size == NVFP4_GROUP)),
+                "fp4_e2m1 has groups of 16 (NVFP4) or 32 (MXFP4)",
+            ),
+            (
+                self.mx and (integer or not in_mx_groups),
+                f"scales that are powers of two (mx) are of floats in groups of {MX_GROUP}",
+            ),
+            (
+                self.dynamic and self.granularity not in ("token", "group"),
+                "a dynamic scale is per token or per group of a token",
+            ),
+            (
+                self.granularity == "token" and not self.dynamic,
+                "a scale per token is dynamic: the tokens to come are not known",
+            ),
+            (
+                self.narrow and (not integer or not self.symmetric or self.dynamic or self.ggml),
+                "only symmetric int weights have a narrow grid, except ggml formats",
+            ),
+            (
+                not self.symmetric and (not integer or self.granularity not in weight_grain),
+                "only int codes per channel or group, or dynamic ones per token, may be asymmetric",
+            ),
+            (
+                self.ggml and not (integer and group and self.symmetric and not self.dynamic),
+                "ggml's scales are for symmetric int weights in groups",
+            ),
         ):
-            raise ValueError(
-                f"only int codes per channel or group, or dynamic ones per token, may be asymmetric, got {self}"
-            )
-        if self.ggml and (self.dtype != "int" or self.granularity != "group" or not self.symmetric or self.dynamic):
-            raise ValueError(f"ggml's scales are for symmetric int weights in groups, got {self}")
+            if wrong:
+                values = {one.name: getattr(self, one.name) for one in fields(self)}
+                given = [f"{one.name}={values[one.name]}" for one in fields(self) if values[one.name] != one.default]
+                raise ValueError(f"{text}, got {', '.join(given)}")
 
     @property
     def qmin(self) -> float:
@@ -254,14 +256,6 @@ def _int(bits: int, group_size: int | None = None, *, symmetric: bool = True) ->
     return TensorSpec("int", bits, "group" if group_size else "channel", group_size, symmetric)
 
 
-def _ggml(bits: int) -> Scheme:
-    return Scheme(f"q{bits}_0", TensorSpec("int", bits, "group", 32, ggml=True))
-
-
-def _weight_only(bits: int, group_size: int | None) -> Scheme:
-    return Scheme(f"w{bits}a16_{f'g{group_size}' if group_size else 'channel'}", _int(bits, group_size))
-
-
 SCHEMES: dict[str, Scheme] = {
     scheme.name: scheme
     for scheme in (
@@ -274,9 +268,12 @@ SCHEMES: dict[str, Scheme] = {
         ),
         Scheme("int8_dynamic", _int(8), _INT8_TOKEN),
         Scheme("w8a8_static", _int(8), TensorSpec("int", 8, "tensor")),
-        *(_weight_only(bits, group_size) for bits in (8, 4, 3, 2) for group_size in (128, 32, None)),
-        _ggml(4),
-        _ggml(8),
+        *(
+            Scheme(f"w{bits}a16_{f'g{size}' if size else 'channel'}", _int(bits, size))
+            for bits in (8, 4, 3, 2)
+            for size in (128, 32, None)
+        ),
+        *(Scheme(f"q{bits}_0", TensorSpec("int", bits, "group", 32, ggml=True)) for bits in (4, 8)),
         Scheme("w4a16_asym", _int(4, 128, symmetric=False)),  # as in AWQ (Lin et al. 2024)
         Scheme("w8a16_asym", _int(8, symmetric=False)),
         # As in torchao's Int8DynamicActivationIntxWeightConfig: asymmetric inputs, groups of 32.

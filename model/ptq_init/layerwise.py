@@ -25,7 +25,7 @@ from model.scales import write_scales
 from model.zero import full_shape, gathered, is_partitioned, local_data, local_range, whole_values
 from quant import Quantization, Quantizer, QuantLayer, QuantLinear, Scale, kernels
 from quant.gemm import rotate
-from quant.gptq import add_inputs, choose, output_error
+from quant.gptq import add_inputs, choose, row_errors
 from quant.linear import LinearPart, linears_of
 from quant.reference import fake_quantize_tokens
 from quant.rules import fused_sets
@@ -215,9 +215,9 @@ def _moved(layer: QuantLayer, found: _Rows, scales: Tensor, gram: Tensor, errors
             f"of the codes of {found.part.name}"
         )
     single, exact = (gram if found.part.expert is None else gram[found.part.expert]).float(), weight.float()
-    errors.nearest += float(output_error(kernels.fake_quantize(weight, found.before).float() - exact, single))
-    errors.chosen += float(output_error(decoded.float() - exact, single))
-    errors.squares += float(output_error(exact, single))
+    errors.nearest += float(row_errors(kernels.fake_quantize(weight, found.before).float() - exact, single).sum())
+    errors.chosen += float(row_errors(decoded.float() - exact, single).sum())
+    errors.squares += float(row_errors(exact, single).sum())
     return snap_to_codes(weight, decoded, found.codes, after).flatten()[found.own]
 
 

@@ -3,8 +3,7 @@
 The package calls :mod:`quant.kernels.ops`; :mod:`quant.kernels.registration` declares the operators;
 :mod:`quant.kernels.build` compiles the sources at first use. ``arithmetic.h`` contains the arithmetic shared by both
 backends, ``cpu/quantizers.cpp`` and ``cuda/quantizers.cu`` with their headers the kernels, ``bindings.cpp`` their
-binding as operators. The files ``fused*`` contain RMSNorm and SwiGLU with quantized results
-(:mod:`quant.fused_reference`).
+binding as operators. The files ``fused*`` contain RMSNorm and SwiGLU with quantized results.
 """
 
 from quant.kernels.build import prepare_kernels

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quant import fused_reference, reference
+from quant import reference
 from quant.formats.packing import pack_bits, pack_nibbles, unpack_bits
 from quant.spec import MX_GROUP, NVFP4_GROUP, Dtype, TensorSpec
 
@@ -271,7 +271,7 @@ def rms_norm_quantize(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute codes, packed mask and values of a norm's result, and the reciprocal root of each row's mean square."""
     of_tensor = (_scales(s0, None, scale_dtype, None).view(1), _spec_of_tensor(grid))
-    codes, inside, rounded, rstd = fused_reference.rms_norm_quantize(x, weight, eps, *of_tensor)
+    codes, inside, rounded, rstd = reference.rms_norm_quantize(x, weight, eps, *of_tensor)
     return *_wanted(codes, inside, rounded, mask, values), rstd
 
 
@@ -279,7 +279,7 @@ def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, mask: Tensor, weight_gradient: bool
 ) -> tuple[Tensor, Tensor]:
     """Compute the gradients of ``x`` and the weight (empty if not requested)."""
-    of_x, of_weight = fused_reference.rms_norm_backward(grad, x, weight, rstd, unpack_bits(mask, x.shape))
+    of_x, of_weight = reference.rms_norm_backward(grad, x, weight, rstd, unpack_bits(mask, x.shape))
     return of_x.contiguous(), of_weight if weight_gradient else weight.new_empty(0)
 
 
@@ -288,12 +288,12 @@ def silu_mul_quantize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute codes, packed mask and values of ``silu(gate) * up``."""
     of_tensor = (_scales(s0, None, scale_dtype, None).view(1), _spec_of_tensor(grid))
-    return _wanted(*fused_reference.silu_mul_quantize(gate, up, *of_tensor), mask, values)
+    return _wanted(*reference.silu_mul_quantize(gate, up, *of_tensor), mask, values)
 
 
 def silu_mul_backward(grad: Tensor, gate: Tensor, up: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the gradients of gate and up."""
-    of_gate, of_up = fused_reference.silu_mul_backward(grad, gate, up, unpack_bits(mask, gate.shape))
+    of_gate, of_up = reference.silu_mul_backward(grad, gate, up, unpack_bits(mask, gate.shape))
     return of_gate.contiguous(), of_up.contiguous()
 
 

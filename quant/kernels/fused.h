@@ -1,5 +1,5 @@
 // RMSNorm and SwiGLU, each with the quantization of its result: arithmetic of one value, and the interface of both
-// backends. quant/fused_reference.py is the reference.
+// backends. quant/reference.py is the reference.
 //
 // Tensors are dense and row-major, [count, features] or flat; all but codes, masks, rstd and `partial` have one dtype.
 // There is a single scale. features is a multiple of kVector and at most kSegment, so that a row is one segment of

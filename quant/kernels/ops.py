@@ -279,7 +279,7 @@ def sum_rows(rows: Tensor, places: Tensor) -> Tensor:
 def rms_norm_quantize(
     x: Tensor, weight: Tensor, eps: float, quantizer: Quantizer, *, mask: bool, values: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute RMSNorm and quantize its result with one fixed scale, see :mod:`quant.fused_reference`; no gradient.
+    """Compute RMSNorm and quantize its result with one fixed scale, see :mod:`quant.reference`; no gradient.
 
     Args:
         x, weight: ``[..., n]`` and ``[n]`` of one dtype; n is a multiple of 8 and at most 16,384.

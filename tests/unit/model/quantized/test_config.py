@@ -60,7 +60,7 @@ REFUSED = {
         "quant_algo is 'NVFP4', whose codes are not read: expected 'FP8'",
     ),
     "order": (int4(actorder="group"), "weights.actorder is 'group'"),
-    "9 bits": (int4(num_bits=9), "config_groups.group_0.weights: int codes have 2 to 8 bits, got bits=9"),
+    "9 bits": (int4(num_bits=9), "config_groups.group_0.weights: int codes have 2 to 8 bits, got dtype=int, bits=9"),
     "rotated": ({**COMPRESSED, "transform_config": {"u": 1}}, "transform_config is set"),
     "format": (group(format="marlin-24"), "format is 'marlin-24', expected '"),
     "marlin": ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),

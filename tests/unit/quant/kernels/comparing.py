@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quant.fused_reference import sum_in_order
 from quant.kernels import eager
+from quant.reference import sum_in_order
 from tests.unit.quant.kernels.cases import POSITIONS, SEGMENT, Case
 
 OPS = torch.ops.deepqat
