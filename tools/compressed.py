@@ -41,8 +41,7 @@ from quant.formats.compressed_tensors import (
 )
 from quant.formats.config_groups import kv_cache_from_config, rules_from_config
 from quant.linear import QuantLayer, QuantLinear
-from quant.prepare import prepare
-from quant.quantization import Quantization, ScaleGroup
+from quant.quantization import Quantization, ScaleGroup, prepare
 from quant.rotation import KEY, RotatedInputs, rotated_layers, rotations_from_config
 from quant.rules import Rule
 from quant.spec import Scheme, TensorSpec

@@ -38,7 +38,7 @@ def check_adapters(recipe: Recipe, model: PreTrainedModel, exempt: Sequence[str]
         ValueError: one line for each kind of problem, with the layers and the remedy.
     """
     adapter, head = recipe.adapter, model.get_output_embeddings()
-    schemes = assign(model, recipe.quant.default_scheme(), recipe.quant.chosen_rules(), exempt, named).schemes
+    schemes, _ = assign(model, recipe.quant.default_scheme(), recipe.quant.chosen_rules(), exempt, named)
     layers = dict(_layers(model))
     # Patterns may match any layer, some of which are refused below; without patterns none of these is chosen.
     outer = {name for name, layer in layers.items() if layer is head or isinstance(layer, nn.Embedding)}
@@ -71,7 +71,7 @@ def pack_base(recipe: Recipe, model: PreTrainedModel, exempt: Sequence[str], nam
     if made:
         _check_made(recipe)
     modules, head = dict(model.named_modules()), model.get_output_embeddings()
-    chosen = assign(model, recipe.quant.default_scheme(), recipe.quant.chosen_rules(), exempt, named).schemes
+    chosen, _ = assign(model, recipe.quant.default_scheme(), recipe.quant.chosen_rules(), exempt, named)
     users = Counter(id(own) for module in modules.values() for own in module.parameters(recurse=False))
     for name, scheme in schemes_of_layers(chosen, modules).items():
         layer = modules[name]

@@ -1,6 +1,7 @@
 """Three Linears that read one tensor and one that reads another: their results, and how often operators run."""
 
-from collections import Counter
+import weakref
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -43,25 +44,38 @@ def attention(
     return model, q
 
 
+QUANTIZING = {"quantize", "quantize_with_values", "quantize_with_scale", "fake_quantized", "fake_quantized_tokens"}
+QUANTIZING |= {"fake_quantize_tokens_and_mask_"}
+RESTORING = {"dequantize", "dequantize_and_mask_", "fake_quantized", "fake_quantized_tokens"}
+RESTORING |= {"fake_quantize_tokens_and_mask_"}
+
+
 class Count(TorchDispatchMode):
-    """Counts calls of the operators, by name and by the shape of what they get."""
+    """Record the operators of this project: name, shape of the first tensor, and a weak reference to the result."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: Counter[tuple[str, tuple[int, ...]]] = Counter()
+        self.calls: list[tuple[str, tuple[int, ...], Callable[[], Tensor | None]]] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
         if func.namespace == "deepqat":
             name = func.overloadpacket.__name__
             alone = name == "fake_quantize_tokens_and_mask_" and not args[4]
-            self.calls["masked" if alone else name, tuple(args[0].shape)] += 1
-        return func(*args, **(kwargs or {}))
+            reference = weakref.ref(result) if isinstance(result, Tensor) else lambda: None
+            self.calls.append(("masked" if alone else name, tuple(args[0].shape), reference))
+        return result
 
     def quantized(self, shape: tuple[int, ...]) -> int:
-        """How often a tensor of this shape was."""
-        names = ("quantize", "quantize_with_values", "quantize_with_scale", "fake_quantized", "fake_quantized_tokens")
-        names += ("fake_quantize_tokens_and_mask_",)
-        return sum(self.calls[name, shape] for name in names)
+        """Count how often a tensor of this shape was quantized."""
+        return sum(name in QUANTIZING and at == shape for name, at, _ in self.calls)
+
+    def restored(self, *shape: int) -> list[Callable[[], Tensor | None]]:
+        """Find what was restored of inputs of this shape."""
+        return [result for name, at, result in self.calls if name in RESTORING and at == shape]
+
+    def alive(self, *shape: int) -> bool:
+        return any(result() is not None for result in self.restored(*shape))
 
 
 def entry(model: Attention):

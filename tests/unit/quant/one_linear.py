@@ -1,4 +1,4 @@
-"""Random operands of one quantized Linear, and its gradients."""
+"""One quantized Linear: the module with measured scales, and random operands of its function with their gradients."""
 
 import math
 import random
@@ -7,10 +7,13 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from quant import QuantLinear, Scheme, get_scheme, prepare
 from quant.autograd import Plan, quant_linear
+from quant.linear import StackedLinear
 from quant.reference import absmax_scale, effective_scale, fake_quant, fake_quantize_tokens
 from quant.scale import Scale
 from quant.spec import TensorSpec
+from tests.lib.scales import fill_scales
 from tests.unit.quant.oracle import per_scale
 
 FP8 = TensorSpec("fp8_e4m3", 8, "tensor")
@@ -38,6 +41,20 @@ SCHEMES = [
     (replace(MX8, dynamic=False), MX8),
     (TensorSpec("int", 4, "group", 32, ggml=True), None),
 ]
+
+
+def quantized_linear(
+    scheme: Scheme | str, out: int, in_: int, *, dtype=torch.bfloat16, bias=False, experts=0, largest=2.5, **options
+) -> QuantLinear:
+    """Build a quantized Linear, or a stack of experts, with measured scales; ``options`` are those of prepare."""
+    scheme = get_scheme(scheme) if isinstance(scheme, str) else scheme
+    layer: nn.Module = nn.Linear(in_, out, bias=bias).to(dtype)
+    if experts:
+        weight = nn.Parameter(torch.randn(experts, out, in_).div(16).to(dtype))
+        layer = StackedLinear(weight, (experts, out, in_), ("up_proj",))
+    model = nn.ModuleDict({"up_proj": layer})
+    fill_scales(prepare(model, scheme, **{"learn_weight_scale": False, "learn_input_scale": False, **options}), largest)
+    return model["up_proj"]
 
 
 class Case:

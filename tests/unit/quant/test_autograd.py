@@ -1,4 +1,4 @@
-"""quant_linear: its output bit for bit, its gradients against finite differences, and what it keeps for backward."""
+"""quant_linear: its output bit for bit, its gradients by those of the reference, and what it keeps for backward."""
 
 import itertools
 import math
@@ -11,89 +11,18 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from quant.reference import inside_range, quantize_tokens
+from quant.reference import fake_quant_backward, inside_range
 from quant.spec import TensorSpec
 from tests.lib.saved import kept_for_backward, storages
 from tests.unit.quant.one_linear import ASYMMETRIC, FP8, INT4, MX8, NVFP4, SCHEMES, Case, gradients
-from tests.unit.quant.oracle import Surrogate as reference_surrogate
-
-
-@pytest.mark.parametrize("schemes", SCHEMES, ids=str)
-def test_gradients_against_finite_differences(schemes, seed):
-    """Of a Linear whose operands are the fp64 surrogates, for input, weight, bias and both thetas.
-
-    See oracle.py for the surrogate, and test_reference.py for why differences are taken inwards. The Function's thetas
-    have LSQ's factor in addition, which is divided out here.
-    """
-    for _ in range(3):
-        case = Case(*schemes)
-        ours, grad = gradients(case)
-        base = {name: t.detach().double() for name, t in case.trained().items()}
-        surrogates = {"x": Surrogate(case, "input", case.x), "weight": Surrogate(case, "weight", case.weight)}
-
-        def loss(values):
-            x = surrogates["x"](values["x"], values.get("input_theta"))  # noqa: B023 (called within this iteration)
-            weight = surrogates["weight"](values["weight"], values.get("weight_theta"))  # noqa: B023
-            return (F.linear(x, weight, values["bias"]) * grad.double()).sum()  # noqa: B023
-
-        for name, gradient in ours.items():
-            factor = 1.0
-            if name.endswith("theta"):
-                kind = name.removesuffix("_theta")
-                spec = getattr(case.plan, kind)
-                factor = math.sqrt(getattr(case.plan, f"{kind}_numel") * spec.qmax)
-            for index in random.sample(range(gradient.numel()), min(gradient.numel(), 12)):
-                step = surrogates[name].step(index) if name in surrogates else 1e-6
-                moved = {key: value.clone() for key, value in base.items()}
-                moved[name].view(-1)[index] += step
-                expected = (loss(moved) - loss(base)).item() / step
-                # fp32 matmuls of up to 96 terms of order 1 to 10 (scales of clipped tensors), summed over up to 10
-                # tokens, and exp() curved by a step of 1e-6: 1e-4 of the largest gradient bounds both.
-                tolerance = 1e-4 * (1 + gradient.abs().max().item() * factor)
-                found = gradient.view(-1)[index].item() * factor
-                assert found == pytest.approx(expected, abs=tolerance, rel=1e-4), name
-
-
-class Surrogate:
-    """The fp64 surrogate of one operand as a function of its theta, its stop-gradient parts at the case's values."""
-
-    def __init__(self, case, kind, tensor):
-        self.spec = getattr(case.plan, kind)
-        self.inwards = torch.where(tensor > 0, -1.0, 1.0)
-        if self.spec is None:
-            return
-        rows = self._rows(tensor.detach())
-        if self.spec.dynamic:  # its scale does not depend on x for the gradient
-            _, scale, zero = quantize_tokens(rows, self.spec)
-            self.s0, self.offset = scale.double(), 0.0
-            spec = replace(self.spec, dynamic=False, granularity="group" if self.spec.group_size else "channel")
-            self.of_scale = reference_surrogate(rows, scale, spec, None if spec.symmetric else zero.float())
-        else:
-            self.s0, scale = getattr(case, f"{kind}_s0").detach().double(), case.scale(kind)
-            self.offset = scale.double() - self.s0 * getattr(case, f"{kind}_theta").detach().double().exp()
-            zero = case.weight_zero if kind == "weight" else None
-            self.of_scale = reference_surrogate(rows, scale, self.spec, zero)
-        self.inwards = self.of_scale.inwards
-
-    def __call__(self, x, theta):
-        if self.spec is None:
-            return x
-        scale = self.s0 if theta is None else self.s0 * theta.exp() + self.offset
-        return self.of_scale(self._rows(x), scale).reshape(x.shape)
-
-    def step(self, index):
-        """Inwards: away from the kink that an element at the edge of the grid sits on."""
-        return 1e-6 * self.inwards.reshape(-1)[index].item()
-
-    def _rows(self, x):
-        return x.reshape(-1, x.shape[-1])
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 @pytest.mark.parametrize("schemes", SCHEMES, ids=str)
 def test_every_dtype_against_the_formulas_written_out(schemes, dtype, seed):
-    """The output bit for bit that of F.linear of the fake-quantized operands; gradients by GEMMs in the model's dtype
-    and masks by the reference. Whether the input scale learns (the input is kept) or not (its codes are kept)."""
+    """The output bit for bit that of F.linear of the fake-quantized operands; gradients by GEMMs in the model's dtype,
+    with masks and gradients of scales by the reference. The input scale learns (the input is kept) or not (its codes
+    are kept)."""
     for learn, bias in itertools.product((True, False), (True, False)):
         case = Case(*schemes, dtype, bias=bias)
         if case.input_theta is not None:
@@ -112,10 +41,19 @@ def test_every_dtype_against_the_formulas_written_out(schemes, dtype, seed):
             assert ours[name].dtype == dtype
             # The same products, rounded once to the dtype; the order of fp32 sums may differ.
             torch.testing.assert_close(ours[name], expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
+            theta = getattr(case, f"{kind}_theta")
+            if theta is not None and theta.requires_grad:
+                tensor, s0 = getattr(case, name).detach(), getattr(case, f"{kind}_s0")
+                _, of_scale = fake_quant_backward(operand.grad, tensor, scale, spec, zero, scale_gradient=True)
+                factor = 1 / math.sqrt(getattr(case.plan, f"{kind}_numel") * spec.qmax)  # of LSQ
+                expected = of_scale.double() * s0 * theta.detach().double().exp() * factor
+                found = ours[f"{kind}_theta"]
+                assert found.dtype == dtype and found.shape == theta.shape
+                # Sums of some 1,000 terms of both signs, and as above.
+                bound = 4 * torch.finfo(dtype).eps + 1e-4
+                torch.testing.assert_close(found.double(), expected, rtol=bound, atol=bound * expected.abs().max())
         if bias:
             torch.testing.assert_close(ours["bias"], grad.reshape(-1, grad.shape[-1]).sum(0))
-        if schemes[0] is not None:
-            assert ours["weight_theta"].dtype == dtype and ours["weight_theta"].shape == case.weight_theta.shape
 
 
 @pytest.mark.parametrize("schemes", SCHEMES, ids=str)

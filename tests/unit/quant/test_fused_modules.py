@@ -175,7 +175,7 @@ def test_reading_values_that_are_not_there_is_an_error(read):
     model, _ = quantized()
     fuse(model)
     model.model.layers[0].post_attention_layernorm.register_forward_hook(lambda module, given, output: read(output))
-    said = r"post_attention_layernorm hands .* has no values.* quant.fuse_norms: false"
+    said = r"post_attention_layernorm returns .* has no values.* quant.fuse_norms: false"
     with pytest.raises(RuntimeError, match=said):
         run(model)
 
@@ -197,12 +197,12 @@ def test_what_cannot_be_fused_stays_and_is_named():
     model, _ = quantized("qwen3_moe")
     done = fuse(model)
     assert done.norms == [f"model.layers.{i}.input_layernorm" for i in range(2)] and not done.mlps
-    assert "experts by their router" in done.left["model.layers.0.post_attention_layernorm"]
+    assert "such as a router of experts" in done.left["model.layers.0.post_attention_layernorm"]
     assert "2 norms and 0 MLPs" in done.summary() and "stay" in done.summary()
 
     model, quantization = quantized()
     quantization.layers["model.layers.0.mlp.down_proj"].rotation = 32
-    assert "turns its input" in fuse(model).left["model.layers.0.mlp"]
+    assert "rotates its input" in fuse(model).left["model.layers.0.mlp"]
     assert isinstance(model.model.layers[1].mlp, FusedMLP) and not isinstance(model.model.layers[0].mlp, FusedMLP)
 
 

@@ -13,6 +13,7 @@ from quant.spec import get_scheme
 from tests.lib.saved import kept_for_backward, kinds
 from tests.lib.scales import fill_scales
 from tests.unit.quant.attention import DTYPES, assert_equal, results
+from tests.unit.quant.one_linear import quantized_linear
 from tests.unit.quant.oracle import FP8
 
 pytestmark = pytest.mark.usefixtures("prepared")
@@ -117,11 +118,9 @@ def test_codes_of_a_stack_are_multiplied_expert_by_expert(rows, dtype, seed):
 # ---- layers that multiply codes
 
 
-def single(out: int, in_: int, *, dtype=torch.bfloat16, learn: bool = False, bias: bool = False) -> QuantLinear:
-    model = nn.Sequential(nn.Linear(in_, out, bias=bias)).to(dtype)
-    q = quant.prepare(model, get_scheme("fp8_static"), learn_weight_scale=learn, learn_input_scale=learn, fp8_gemm=True)
-    fill_scales(q)
-    return model[0]
+def single(out: int, in_: int, *, learn: bool = False, **options) -> QuantLinear:
+    learns = {"learn_weight_scale": learn, "learn_input_scale": learn}
+    return quantized_linear("fp8_static", out, in_, fp8_gemm=True, **learns, **options)
 
 
 def exact_product(layer: QuantLinear, x: Tensor) -> tuple[Tensor, Tensor]:

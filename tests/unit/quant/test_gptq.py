@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quant import SCHEMES, Quantizer, Scale, TensorSpec
-from quant.gptq import DAMPING, add_inputs, choose, compensate, fit_scales, output_error, takes
+from quant.gptq import DAMPING, add_inputs, choose, compensate, fit_scales, row_errors, takes
 from quant.observers import partial_stats, scales_from_stats, zero_points_from_stats
 from quant.reference import dequantize, fake_quant, quantize
 
@@ -155,4 +155,4 @@ def test_codes_and_scales_that_are_chosen_keep_the_outputs(dtype):
     assert torch.equal(chosen, chosen.to(dtype).float())
     nearest = fake_quant(weight.float(), quantizer.scale.s0, spec) - weight.float()
     difference = dequantize(codes, chosen, spec, torch.float32) - weight.float()
-    assert output_error(difference, gram) < 0.5 * output_error(nearest, gram)
+    assert row_errors(difference, gram).sum() < 0.5 * row_errors(nearest, gram).sum()

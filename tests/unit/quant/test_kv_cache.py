@@ -1,4 +1,4 @@
-"""Fake quant of keys and values against a cache that quantizes by the reference, and its gradients against fp64."""
+"""Fake quant of keys and values against a cache that quantizes by the reference, and its gradients."""
 
 import copy
 import random
@@ -14,10 +14,10 @@ from engine.session.optimizer import classify
 from quant import prepare
 from quant.kv_cache import QuantCache, attach_kv_cache
 from quant.observers import Observer
-from quant.reference import fake_quant, inside_range
+from quant.reference import fake_quant, fake_quant_backward, inside_range
 from quant.spec import PRESETS
 from tests.lib.saved import kept_for_backward
-from tests.unit.quant.oracle import DTYPES, Surrogate
+from tests.unit.quant.oracle import DTYPES
 
 SPEC = PRESETS["fp8_kv"].kv_cache
 LAYERS, KV_HEADS, SIZE = 2, 2, 16
@@ -110,14 +110,6 @@ class QuantizingCache(DynamicCache):
 def reference_cache(model, caches):
     scales = [cache.input_scale() for cache in caches.values()]
     return QuantizingCache(model.config, [lambda x, s=scale: fake_quant(x, s, SPEC) for scale in scales])
-
-
-def record_inputs(caches):
-    """Inputs of each quantizer in the next forward, by name."""
-    seen = {}
-    for name, cache in caches.items():
-        cache.register_forward_pre_hook(lambda _, args, name=name: seen.__setitem__(name, args[0].detach()))
-    return seen
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -249,52 +241,6 @@ def test_models_whose_cache_is_another_are_refused_by_name(config, extra, named)
         prepare(nn.Linear(8, 8), None, learn_weight_scale=False, learn_input_scale=False)
 
 
-# ---- gradients
-
-
-class Smooth:
-    """The fp64 surrogate of one tensor, rounding errors and clipping held as they are at ``x``; smooth in both."""
-
-    def __init__(self, cache, x):
-        scale = cache.input_scale()
-        self.surrogate, self.inside = Surrogate(x, scale, SPEC), inside_range(x, scale, SPEC)
-        self.bound, self.s0 = x.sign().double() * SPEC.qmax, cache.input_s0.double()
-        self.rounding = scale.double() - self.s0 * cache.input_theta.detach().double().exp()
-
-    def __call__(self, x, theta):
-        at, s = self.surrogate, self.s0 * theta.exp() + self.rounding
-        error = torch.where(at.follows_x, at.error * at.scale / s, at.error)
-        inside = torch.where(at.beyond, s * self.bound + x - at.x, x + s * error)
-        return torch.where(self.inside, inside, s * self.bound)
-
-
-@pytest.mark.parametrize(("family", "attention"), [("qwen3", "sdpa"), ("qwen3_moe", "eager"), ("llama", "eager")])
-def test_gradients_of_a_model_against_fp64(family, attention, seed):
-    """Gradients of all weights and thetas equal those of the fp64 model with surrogates. With grouped queries a key's
-    gradient is the sum over the queries that read it. LSQ's factor counts the features of a token, not tokens: the
-    gradient of a batch is the sum of those of its parts."""
-    model, ids = build(family, attention), tokens()
-    precise = copy.deepcopy(model).double()
-    caches = attach(model)
-    seen, weights = record_inputs(caches), torch.randn(*ids.shape, 64)
-    (model(ids, use_cache=False).logits * weights).sum().backward()
-    thetas = {name: cache.input_theta.detach().double().requires_grad_() for name, cache in caches.items()}
-    smooth = {name: Smooth(cache, seen[name]) for name, cache in caches.items()}
-    functions = [lambda x, name=name: smooth[name](x, thetas[name]) for name in caches]
-    logits = precise(ids, past_key_values=QuantizingCache(precise.config, functions)).logits
-    (logits * weights.double()).sum().backward()
-    factor = 1 / (KV_HEADS * SIZE * SPEC.qmax) ** 0.5
-    expected = {name: parameter.grad for name, parameter in precise.named_parameters()}
-    expected |= {f"{name}.input_theta": theta.grad * factor for name, theta in thetas.items()}
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    assert trained.keys() == expected.keys()
-    largest = max(theta.grad.abs().item() for theta in thetas.values()) * factor
-    for name, parameter in trained.items():
-        # fp32 against fp64: at most 3e-6 in 150 runs. A theta's gradient may cancel: measured by the largest of them.
-        size = largest if name.endswith("theta") else expected[name].norm()
-        assert (parameter.grad - expected[name]).norm() / size < 1e-4, name
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_quantizer_is_the_reference_and_keeps_no_second_copy(dtype, seed):
     """Bit for bit, in any stride. With a fixed scale a bit of each element is kept for backward, with a learned one the
@@ -313,6 +259,11 @@ def test_a_quantizer_is_the_reference_and_keeps_no_second_copy(dtype, seed):
         values.backward(grad)
         inside = inside_range(x, cache.input_scale(), SPEC)
         assert torch.equal(leaf.grad, grad * inside)
+        if learns:  # LSQ's factor counts the features of a token
+            _, of_scale = fake_quant_backward(grad.float(), x.float(), cache.input_scale(), SPEC, scale_gradient=True)
+            expected = of_scale * cache.input_scale() / (3 * 16 * SPEC.qmax) ** 0.5
+            eps = max(torch.finfo(dtype).eps, 1e-5)  # of theta's dtype, or of fp32 sums of some 700 terms
+            torch.testing.assert_close(cache.input_theta.grad.float(), expected, rtol=2 * eps, atol=eps)
         assert seen.absmax == x.abs().max() and seen.clipped == (~inside).sum() > 0
         assert [tensor.nbytes for tensor in saved.values()] == [kept]
     with torch.no_grad():

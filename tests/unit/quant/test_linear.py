@@ -1,20 +1,24 @@
-"""QuantLinear: its switches, F.linear bit for bit when they are off, and the gradients of several layers."""
+"""Modules that replace a Linear or an embedding: switches, kept weight codes, exactly the layer when switched off."""
 
 import itertools
+import math
+import random
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import quant
-from quant import prepare
+from quant import Rule, prepare
 from quant.autograd import Plan, quant_linear
-from quant.linear import SCALE_PARAMETERS, QuantLinear
+from quant.linear import SCALE_PARAMETERS, QuantEmbedding, QuantLinear
 from quant.observers import Observer
-from quant.reference import effective_scale, fake_quant, fake_quantize_tokens, inside_range
+from quant.reference import absmax_scale, effective_scale, fake_quant, fake_quant_backward, fake_quantize_tokens
+from quant.scale import Scale
 from quant.spec import SCHEMES, Scheme, TensorSpec, get_scheme
 from tests.lib.scales import fill_scales
+from tests.unit.quant.attention import WIDTH, Count, assert_equal, attention, results
 
 pytestmark = pytest.mark.usefixtures("prepared")
 
@@ -149,8 +153,8 @@ def test_what_does_not_fit_is_refused():
     static = {"weight": layer.scale_of_weight, "input": layer.scale_of_input}
     groups = Scheme("mine", TensorSpec("fp8_e4m3", 8, "channel"), TensorSpec("fp8_e4m3", 8, "group", 64, dynamic=True))
     for scheme, scales, words in (
-        (get_scheme("w4a16_g32"), static, r"w4a16_g32.* a scale of the input is stored"),
-        (get_scheme("nvfp4"), {**static, "input": None}, r"nvfp4.* whether there is a global scale"),
+        (get_scheme("w4a16_g32"), static, r"w4a16_g32.* input_s0 is given"),
+        (get_scheme("nvfp4"), {**static, "input": None}, r"nvfp4.* weight_global is missing"),
         (groups, {**static, "input": None}, r"in_features 96 is not divisible by the inputs' group_size 64 .* 'mine'"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -179,72 +183,129 @@ def test_the_input_observer_sees_what_the_forward_sees(seed):
     assert observer.total == second.numel()
 
 
-# ---- several layers
+# ---- weight codes that are kept until the weights change
 
 
-WIDTHS = (128, 160, 96, 64)
-ROWS = 2048  # of 256, a few masks that differ by chance move a cosine by 1e-3 in one model of 400
+def keep(q: quant.Quantization, kept: bool = True) -> None:
+    for layer in q.layers.values():
+        layer.keeps_weight_codes = kept
 
 
-def straight_through(x: Tensor, scale: Tensor, spec: TensorSpec) -> Tensor:
-    """Fake quant in fp64 whose gradient passes where the reference says inside."""
-    rounded = x.detach().float()  # exact where x holds bf16 values
-    values = fake_quant(rounded, scale.float(), spec).double()
-    return torch.where(inside_range(rounded, scale, spec), x + (values - x).detach(), values)
+@pytest.mark.parametrize("scheme", ["fp8_static", "fp8_gemm", "w4a16_g32", "int8_dynamic", "nvfp4", "mxfp4"])
+def test_kept_weight_codes(scheme, seed):
+    """The same bits, quantized once over forwards and backwards, until the weights change, or theta alone."""
+    gemm = scheme == "fp8_gemm"
+    model, q = attention("fp8_static" if gemm else scheme, fp8_gemm=gemm, bias=True)
+    x, grad = torch.randn(6, WIDTH).bfloat16(), torch.randn(6, WIDTH).bfloat16()
+    sizes = {tuple(layer.weight.shape) for layer in q.layers.values()}
+    with Count() as count:
+        expected = results(model, x, grad)
+    assert sum(map(count.quantized, sizes)) == 2 * len(q.layers), "once in forward, once in backward"
+    keep(q)
+    with Count() as count:
+        for _ in range(3):
+            assert_equal(results(model, x, grad), expected)
+    assert sum(map(count.quantized, sizes)) == len(q.layers)
+
+    for name, change in (("weight", lambda one: one.mul_(-1)), ("weight_theta", lambda one: one.add_(0.8))):
+        with torch.no_grad():
+            change(getattr(model.q_proj, name))
+        stale = results(model, x, grad)
+        if name == "weight":
+            assert torch.equal(stale["output"], expected["output"]), "nothing said that it changed: the old codes"
+        quant.weights_changed(model)
+        changed = results(model, x, grad)
+        assert not torch.equal(changed["output"], expected["output"])
+        keep(q, False)
+        assert_equal(results(model, x, grad), changed)
+        keep(q)
+        expected = results(model, x, grad)
 
 
-def mlp(scheme: str, *, learn: bool, fp8_gemm: bool) -> nn.Sequential:
-    """Three QuantLinears in bf16 with measured weight scales, and inputs of which some are clipped."""
-    linears = [nn.Linear(in_, out) for in_, out in itertools.pairwise(WIDTHS)]
-    model = nn.Sequential(linears[0], nn.SiLU(), linears[1], nn.SiLU(), linears[2]).bfloat16()
-    learn_input = learn and scheme == "fp8_static"
-    q = quant.prepare(
-        model, get_scheme(scheme), learn_weight_scale=learn, learn_input_scale=learn_input, fp8_gemm=fp8_gemm
+def test_weight_codes_made_in_inference_mode(seed):
+    """An evaluation before the first step must not leave codes that training cannot save."""
+    model, q = attention()
+    x, grad = torch.randn(6, WIDTH).bfloat16(), torch.randn(6, WIDTH).bfloat16()
+    expected = results(model, x, grad)
+    keep(q)
+    with torch.inference_mode():
+        model(x)
+    assert_equal(results(model, x, grad), expected)
+
+
+# ---- a quantized embedding table: rows as a Linear's weight would be, and gradients as its
+
+ROWS, FEATURES = 20, 96
+
+
+def embedding(scheme: Scheme, dtype: torch.dtype, *, learn: bool = True, padding: int | None = None) -> QuantEmbedding:
+    """With scales that clip some, and thetas that are not 0."""
+    plain = nn.Embedding(ROWS, FEATURES, padding_idx=padding).to(dtype)
+    shape = scheme.weights.scale_shape((ROWS, FEATURES))
+    s0 = absmax_scale(plain.weight.detach().float().reshape(*shape, -1).abs().amax(-1), scheme.weights) * 0.8
+    theta = nn.Parameter((torch.randn(shape) / 10).to(dtype)) if learn else None
+    return QuantEmbedding(plain, scheme, weight=Scale(nn.Parameter(s0, requires_grad=False), theta))
+
+
+@pytest.mark.parametrize("name", ["w8a16_channel", "w4a16_g32", "w2a16_g32"])
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_values_and_gradients_are_those_of_the_quantized_table(name, dtype, seed):
+    """The whole table quantized and then looked up is the definition; a row that is read twice gets both gradients."""
+    layer = embedding(get_scheme(name), dtype, padding=random.choice((None, 3)))
+    spec = layer.scheme.weights
+    ids = torch.randint(ROWS, random.choice(((7,), (3, 5), (0,))))
+    scale = effective_scale(layer.weight_s0, layer.weight_theta.detach(), spec, dtype)
+    table = fake_quant(layer.weight.detach(), scale, spec)
+    out = layer(ids)
+    assert out.dtype == dtype and torch.equal(out, F.embedding(ids, table))
+    assert torch.equal(layer.weight_scale(), scale)
+
+    grad = torch.randn(out.shape, dtype=torch.float64).to(dtype)
+    out.backward(grad)
+    of_rows = torch.zeros(ROWS, FEATURES, dtype=torch.float64).index_add_(
+        0, ids.flatten(), grad.double().flatten(0, -2)
     )
-    fill_scales(q, {"0": 2.5, "2": 1.0, "4": 0.3}, clip=0.8, theta=0.0)
-    return model
+    inside, _ = fake_quant_backward(torch.ones_like(table), layer.weight.detach(), scale, spec, scale_gradient=False)
+    expected = of_rows * inside.double()
+    padded = torch.arange(ROWS) == (-1 if layer.padding_idx is None else layer.padding_idx)
+    expected[padded] = 0
+    # A row is read a few times: a few roundings of the sum in dtype.
+    bound = {torch.float32: 1e-5, torch.bfloat16: 0.03}[dtype]
+    torch.testing.assert_close(layer.weight.grad.double(), expected, rtol=bound, atol=bound)
+    _, of_scale = fake_quant_backward(of_rows, layer.weight.detach().double(), scale, spec, scale_gradient=True)
+    unrounded = layer.weight_s0.double() * layer.weight_theta.detach().double().exp()
+    numel = FEATURES if spec.group_size is None else spec.group_size
+    of_theta = of_scale.double() * unrounded / math.sqrt(numel * spec.qmax)
+    torch.testing.assert_close(layer.weight_theta.grad.double(), of_theta, rtol=bound, atol=bound)
+
+    # Off it is the table, and theta gets zeros: without a gradient it would be stepped with its last one under ZeRO-3.
+    layer.weight_fake_quant = False
+    layer.zero_grad()
+    out = layer(ids)
+    assert torch.equal(out, F.embedding(ids, layer.weight))
+    out.sum().backward()
+    assert torch.equal(layer.weight_theta.grad, torch.zeros_like(layer.weight_theta))
+    with torch.no_grad():
+        assert torch.equal(layer(ids), out)
 
 
-def exact_gradients(model: nn.Sequential, x: Tensor, grad: Tensor) -> list[Tensor]:
-    """Gradients of the MLP in fp64, straight-through: of the input, then of the weights."""
-    leaves = [x.double().requires_grad_()]
-    y = leaves[0]
-    for layer in model:
-        if not isinstance(layer, QuantLinear):
-            y = layer(y)
-            continue
-        leaves.append(layer.weight.detach().double().requires_grad_())
-        if layer.scheme.activations is not None:
-            y = straight_through(y, layer.input_scale(), layer.scheme.activations)
-        weight = straight_through(leaves[-1], layer.weight_scale(), layer.scheme.weights)
-        y = F.linear(y, weight, layer.bias.detach().double())
-    return list(torch.autograd.grad(y, leaves, grad.double()))
+def test_it_is_prepared_by_name_only():
+    """A rule is for Linears; what an embedding cannot have is refused by its name."""
 
+    def prepared(scheme, table: nn.Embedding | None = None, **options):
+        model = nn.Sequential(table or nn.Embedding(ROWS, FEATURES), nn.Linear(FEATURES, 4))
+        return model, prepare(model, scheme, learn_weight_scale=True, learn_input_scale=False, **options)
 
-def cosine(a: Tensor, b: Tensor) -> float:
-    return F.cosine_similarity(a.double().flatten(), b.double().flatten(), dim=0).item()
-
-
-@pytest.mark.parametrize("learn", (False, True))
-@pytest.mark.parametrize(("scheme", "fp8_gemm"), [("fp8_static", False), ("fp8_static", True), ("w4a16_g32", False)])
-def test_cosine_to_the_exact_straight_through_gradient(scheme, fp8_gemm, learn, seed):
-    """Above 0.999 for the input and every weight.
-
-    The bf16 chain rounds activations and gradients at some ten places, by 2^-9 / sqrt(3) of each at random: an angle of
-    sqrt(10) 2^-9 / sqrt(3), a cosine of 0.99999, which the weight-only scheme has. With fp8 inputs some activations are
-    rounded across the edge of the range or a boundary of the grid: an element's mask, or its value by one step, differs
-    in about one of a thousand. The lowest of 400 models was 0.9995.
-    """
-    for _ in range(3):
-        model = mlp(scheme, learn=learn, fp8_gemm=fp8_gemm)
-        x = torch.randn(ROWS, WIDTHS[0]).bfloat16()
-        grad = (torch.randn(ROWS, WIDTHS[-1]) / (ROWS * WIDTHS[-1])).bfloat16()  # as of a mean
-        leaf = x.clone().requires_grad_()
-        model(leaf).backward(grad)
-        ours = [leaf.grad, *(layer.weight.grad for layer in model if isinstance(layer, QuantLinear))]
-        assert all(gradient.dtype == torch.bfloat16 for gradient in ours)
-        exact = exact_gradients(model, x, grad)
-        cosines = [cosine(a, b) for a, b in zip(ours, exact, strict=True)]
-        assert min(cosines) > 0.999, cosines
-        if scheme == "fp8_static":
-            assert 0.001 < (exact[0] == 0).double().mean() < 0.2, "some inputs must be clipped"
+    int4 = get_scheme("w4a16_g32")
+    assert list(prepared(None, rules=[Rule(int4, layers=".*")])[1].layers) == ["1"]
+    table = nn.Embedding(ROWS, FEATURES)
+    model, quantization = prepared(get_scheme("fp8_static"), table, named={"0": get_scheme("w8a16_channel")})
+    assert list(quantization.layers) == [group.owner for group in quantization.weight_groups] == ["0", "1"]
+    assert model[0] is quantization.layers["0"] and model[0].weight is table.weight
+    assert quantization.weight_groups[0].s0 is model[0].weight_s0
+    per_tensor = Scheme("t", TensorSpec("int", 8, "tensor"))
+    for scheme in (get_scheme("fp8_static"), get_scheme("nvfp4"), get_scheme("w8a16_asym"), per_tensor):
+        with pytest.raises(ValueError, match=r"0: scheme .* embeddings can have symmetric integer weights"):
+            prepared(None, named={"0": scheme})
+    with pytest.raises(ValueError, match="does more than look up"):
+        prepared(None, nn.Embedding(4, 32, max_norm=1.0), named={"0": int4})

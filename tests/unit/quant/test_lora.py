@@ -10,14 +10,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from quant import get_scheme, lora, prepare, weights_changed
+from quant import lora, weights_changed
 from quant.autograd import Plan, quant_linear
 from quant.lora import Adapter, AdapterBeside, merge
 from quant.reference import fake_quant
 from quant.scale import Scale
 from tests.lib.saved import kept_for_backward
-from tests.unit.quant.attention import fill_scales
-from tests.unit.quant.one_linear import FP8, SCHEMES, Case
+from tests.unit.quant.one_linear import FP8, SCHEMES, Case, quantized_linear
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -199,10 +198,7 @@ def assert_within(ours: Tensor, expected: Tensor, sizes: Tensor, terms: int, dty
 
 def adapted_layer(scheme: str, adapter: Adapter | None = None, dtype: torch.dtype = torch.bfloat16):
     """A quantized Linear of 64 inputs and 48 outputs with scales and an adapter."""
-    model = nn.Sequential(nn.Linear(64, 48, dtype=dtype)).requires_grad_(False)
-    quantization = prepare(model, get_scheme(scheme), exempt=(), learn_weight_scale=False, learn_input_scale=False)
-    layer = quantization.layers["0"]
-    fill_scales(quantization)
+    layer = quantized_linear(scheme, 48, 64, dtype=dtype, bias=True).requires_grad_(False)
     layer.attach_adapter(random_adapter(4, 48, 64, dtype=dtype) if adapter is None else adapter)
     return layer
 

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 import quant
 from model.zero.quantized_gather import can_gather_quantized, part_gradients_, quantize_part
 from quant import SCHEMES, QuantEmbedding, Quantizer, QuantLayer, QuantLinear, Scheme
-from quant.linear import StackedLinear
 from quant.lora import Adapter
 from quant.packed_weight import placeholder
 from quant.scale import lsq_factor
-from tests.unit.quant.attention import fill_scales
+from tests.lib.scales import fill_scales
+from tests.unit.quant.one_linear import quantized_linear
 
 OUT, IN, EXPERTS, TOKENS, RANK = 128, 256, 3, 9, 4
 NOT_FINITE = (math.nan, math.inf, -math.inf)
@@ -29,15 +29,10 @@ Run = Callable[[], list[Tensor]]
 
 def layer_of(scheme: Scheme, *, learns: bool, stack: bool = False, adapter: bool = False, **how: object) -> QuantLinear:
     """A layer with finite scales of its weights; no input is clipped."""
-    model = nn.Sequential(nn.Linear(IN, OUT, bias=False)).bfloat16()
-    if stack:
-        weight = nn.Parameter(torch.randn(EXPERTS, OUT, IN).div(16).bfloat16())
-        model[0] = StackedLinear(weight, (EXPERTS, OUT, IN), ("up_proj",))
-    of_input = learns and scheme.learns_input
-    quantization = quant.prepare(model, scheme, learn_weight_scale=learns, learn_input_scale=of_input, exempt=(), **how)
-    layer = model[0]
     spec = scheme.stored_input
-    fill_scales(quantization, 1.0 if spec is None else 448.0 if spec.has_global_scale else 6 / spec.qmax)
+    largest = 1.0 if spec is None else 448.0 if spec.has_global_scale else 6 / spec.qmax
+    how |= {"learn_weight_scale": learns, "learn_input_scale": learns and scheme.learns_input}
+    layer = quantized_linear(scheme, OUT, IN, experts=EXPERTS if stack else 0, largest=largest, **how)
     if adapter:
         shape = (EXPERTS,) if stack else ()
         pair = torch.randn(*shape, RANK, IN).div(16), torch.randn(*shape, OUT, RANK).div(16)

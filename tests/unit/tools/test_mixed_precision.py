@@ -68,7 +68,7 @@ def test_rules_give_the_choice_back(kind, seed):
     """As quant.rules are applied to the Linears of a model, experts included; over many choices."""
     model = tiny_model(kind, layers=3)
     schemes = [SCHEMES[name] for name in ("w2a16_g32", "w4a16_g32", "w8a16_channel")]
-    linears = list(assign(model, schemes[0]).schemes)
+    linears = list(assign(model, schemes[0])[0])
     attention = [[f"model.layers.{n}.self_attn.{name}_proj" for name in "qkv"] for n in range(3)]
     sets = attention + [[f"model.layers.{n}.self_attn.o_proj"] for n in range(3)]
     for n in range(3):
@@ -80,7 +80,7 @@ def test_rules_give_the_choice_back(kind, seed):
         parts = [LayerSet(tuple(names), tuple(names), len(names), {}) for names in sets]
         chosen = [random.choice(schemes) for _ in sets]
         most, rules = rules_of_choice(parts, [scheme.name for scheme in chosen])
-        found = assign(model, SCHEMES[most], [Rule(SCHEMES[rule["scheme"]], rule["layers"]) for rule in rules]).schemes
+        found = assign(model, SCHEMES[most], [Rule(SCHEMES[rule["scheme"]], rule["layers"]) for rule in rules])[0]
         expected = {name: scheme for names, scheme in zip(sets, chosen, strict=True) for name in names}
         assert found == expected
 

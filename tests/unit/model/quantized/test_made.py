@@ -29,7 +29,7 @@ def loaded(source: Path, name: str, dtype: torch.dtype = BF16, ranges=RANGES, *,
 
     def hold(model: torch.nn.Module) -> None:
         modules = dict(model.named_modules())
-        for name, one in schemes_of_layers(assign(model, scheme).schemes, modules).items():
+        for name, one in schemes_of_layers(assign(model, scheme)[0], modules).items():
             store_packed(modules[name], one.weights, tuple(modules[name].weight.shape), ranges)
 
     model = load_model(source, dtype, hold=hold if packed else None, **options)

@@ -67,8 +67,8 @@ def quantized(scheme: str, *, bias: bool = False) -> Quantization:
     return prepare(nn.Sequential(nn.ModuleDict(block)), SCHEMES[scheme], exempt=DEFAULT_EXEMPT, **learn)
 
 
-def test_turned_layer_is_the_same_function_and_quantizes_the_turned_input(seed):
-    """Without fake quant the product is that of before; with it, each operand is quantized after it is turned."""
+def test_a_rotated_layer_is_the_same_function_and_quantizes_the_rotated_input(seed):
+    """Without fake quant the product is that of before; with it, each operand is quantized after it is rotated."""
     quantization = quantized("mxfp4_mxfp8")
     x = torch.randn(7, 256) * torch.where(torch.rand(256) < 0.02, 30.0, 1.0)
     layer = quantization.layers["0.down_proj"]
@@ -93,9 +93,9 @@ def test_turned_layer_is_the_same_function_and_quantizes_the_turned_input(seed):
     ("scheme", "block", "patterns", "bias", "text"),
     [
         ("mxfp8", 64, [r".*\.nothing"], False, "matches no quantized layer"),
-        ("mxfp8", 64, [r".*\.up_proj"], False, "reads its input with gate_proj, up_proj"),
+        ("mxfp8", 64, [r".*\.up_proj"], False, "shares its input with gate_proj, up_proj"),
         ("mxfp8", 64, [r".*\.down_proj"], True, "has a bias"),
-        ("mxfp8", 1024, [r".*\.down_proj"], False, "has 256 inputs, which quant.rotate_block 1024 does not divide"),
+        ("mxfp8", 1024, [r".*\.down_proj"], False, "has 256 inputs, not divisible by quant.rotate_block 1024"),
         ("nvfp4_w4a4", 64, [r".*\.down_proj"], False, "set quant.rotate_block 256 or 1024"),
     ],
 )
