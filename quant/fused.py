@@ -57,7 +57,7 @@ class FusedModule(nn.Module):
         for reader in readers:
             reader.shared_input = self.shared_input
 
-    def hands_over(self) -> bool:
+    def passes_codes(self) -> bool:
         """Return True if all readers take codes now. False under ``torch.compile``, as the compiler does its own
         fusion."""
         taken = all(reader.input_fake_quant and reader.input_observer is None for reader in self.readers)
@@ -73,7 +73,7 @@ class FusedModule(nn.Module):
         assert spec is not None
         return Quantizer(Scale(self.input_s0), spec, dtype)
 
-    def handed(self, like: Tensor, values: Tensor, codes: Tensor) -> QuantizedActivation:
+    def output(self, like: Tensor, values: Tensor, codes: Tensor) -> QuantizedActivation:
         """Build the output tensor from the values and codes of an operator."""
         quantized = QuantizedInput(values if values.numel() == codes.numel() else None, codes)
         return QuantizedActivation(like, quantized, Restored(), self.source, self.shared_input)
@@ -94,14 +94,14 @@ class FusedRMSNorm(FusedModule):
     def forward(self, x: Tensor) -> Tensor:
         """Normalize ``x [..., features]``; the result has the same shape, and has no values if it is passed on as
         codes."""
-        if x.dtype != self.weight.dtype or not self.hands_over():
+        if x.dtype != self.weight.dtype or not self.passes_codes():
             return rms_norm(x, self.weight, self.variance_epsilon)
         trains = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
         output: Tensor = _NormFunction.apply(self, trains, x, self.weight, self.input_s0)
         return output
 
     def extra_repr(self) -> str:
-        return f"eps={self.variance_epsilon}, hands codes to {len(self.readers)} layers"
+        return f"eps={self.variance_epsilon}, codes for {len(self.readers)} layers"
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -126,7 +126,7 @@ class _NormFunction(torch.autograd.Function):
             values=module.wants_values(),
         )
         ctx.save_for_backward(x, weight, rstd, mask)
-        return module.handed(x, values, codes)
+        return module.output(x, values, codes)
 
     @staticmethod
     @once_differentiable
@@ -148,7 +148,7 @@ class FusedSwiGLU(FusedModule):
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:
         """Compute ``silu(gate) * up`` of two tensors of one shape; the result has the same shape, and has no values if
         it is passed on as codes."""
-        if gate.dtype != up.dtype or not self.hands_over():
+        if gate.dtype != up.dtype or not self.passes_codes():
             product: Tensor = self.act(gate) * up
             return product
         trains = torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad)
@@ -164,7 +164,7 @@ class _SwiGLUFunction(torch.autograd.Function):
         how = {"mask": trains, "values": module.wants_values()}
         codes, mask, values = kernels.silu_mul_quantize(gate, up, module.quantizer(gate.dtype), **how)
         ctx.save_for_backward(gate, up, mask)
-        return module.handed(gate, values, codes)
+        return module.output(gate, values, codes)
 
     @staticmethod
     @once_differentiable
@@ -205,7 +205,7 @@ class Fused(NamedTuple):
 
     def summary(self) -> str:
         """Summarize the result in one line."""
-        done = f"{len(self.norms)} norms and {len(self.mlps)} MLPs hand codes to the layers behind them"
+        done = f"{len(self.norms)} norms and {len(self.mlps)} MLPs pass codes to the layers that read them"
         left = [f"{name} ({why})" for name, why in self.left.items()]
         return done + (f"; {len(left)} stay: {examples(left, 2)}" if left else "")
 

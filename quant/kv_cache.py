@@ -223,7 +223,7 @@ def _register(base: str, attentions: dict[str, Any]) -> str:
     def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
         if hasattr(module, KEY):
             key, value = getattr(module, KEY)(key), getattr(module, VALUE)(value)
-        caller = module
+        caller: Any = module
         if renames:
             caller = _Changed(module, config=_Changed(module.config, _attn_implementation=base))
         return implementation(caller, query, key, value, *args, **kwargs)

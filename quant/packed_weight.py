@@ -112,7 +112,7 @@ def placeholder(parts: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Te
     """Create a tensor in the shape and dtype of a weight whose memory contains only the codes.
 
     Autograd and ZeRO see an ordinary weight, and the codes live as long as the tensor. All its elements are one NaN
-    stored behind the codes (strides of 0): a computation with the tensor itself instead of :func:`codes_of_placeholder`
+    stored after the codes (strides of 0): a computation with the tensor itself instead of :func:`codes_of_placeholder`
     results in NaN.
 
     Args:

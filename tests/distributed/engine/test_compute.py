@@ -207,7 +207,7 @@ def test_norms_write_codes_where_layers_are_recomputed_and_switched(results, pat
     assert_same_run(results["fused_recomputed"], results["fused_3"])
     # Steps as large as these carry a rounding far.
     assert_close_losses(results["fused_switched"], results["whole"], later=0.1)
-    assert "fused: 4 norms and 2 MLPs hand codes to the layers behind them" in paths.said()
+    assert "fused: 4 norms and 2 MLPs pass codes to the layers that read them" in paths.said()
 
 
 def test_layers_that_the_fp8_gemm_cannot_take_simulate_and_are_listed_once(results, paths):

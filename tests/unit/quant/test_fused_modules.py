@@ -1,4 +1,4 @@
-"""Norms and SwiGLU that hand codes to the layers behind them: in whole models, and with every switch."""
+"""Norms and SwiGLU that pass codes to the layers that read them: in whole models, and with every switch."""
 
 import pytest
 import torch
