@@ -125,7 +125,7 @@ def quant_linear(
     lora_a = lora_b = None
     if adapter is not None:
         plan, lora_a, lora_b = replace(plan, scaling=adapter.scaling), adapter.lora_a, adapter.lora_b
-    scales = (*(weight_scale or no_scale), input_s0, input_theta)
+    scales: tuple[Any, ...] = (*(weight_scale or no_scale), input_s0, input_theta)
     given = Arguments(x, weight, bias, *scales, *quantized, weight_codes, offsets, lora_a, lora_b)
     if not torch.is_grad_enabled():
         return product(plan, given)
@@ -369,16 +369,17 @@ def _used_input(ctx: Any, saved: Arguments, unmasked: Tensor | None, *, after: T
         _mask_(ctx, saved, unmasked)
     if saved.scales is not None:
         make = partial(kernels.restore_tokens, x, saved.scales, spec, saved.weight.dtype, saved.input_s0, after=after)
-    elif spec.dynamic and unmasked is None:
-        make = partial(kernels.fake_quantize_tokens, x, spec, saved.input_s0, after=after)
-    elif spec.dynamic:
+    elif spec.dynamic and unmasked is not None:
         make = partial(kernels.fake_quantize_tokens_and_mask_, unmasked, x, spec, saved.input_s0, values=True)
+    elif spec.dynamic:
+        make = partial(kernels.fake_quantize_tokens, x, spec, saved.input_s0, after=after)
     elif unmasked is not None:
         make = partial(kernels.dequantize_and_mask_, unmasked, saved.mask, x, saved.input_quantizer(spec))
     else:
         restore = kernels.dequantize if ctx.keeps_codes else kernels.fake_quantize
         make = partial(restore, x, saved.input_quantizer(spec), after=after)
-    return make() if restored is None else restored.get(x, make)
+    values: Any = make() if restored is None else restored.get(x, make)
+    return values
 
 
 class UsedWeightFunction(torch.autograd.Function):

@@ -305,9 +305,9 @@ def prepare(
     for name in embeddings:
         try:
             spec, table = schemes[name].weights, modules[name]
-            shape = spec.scale_shape((table.num_embeddings, table.embedding_dim))  # type: ignore[arg-type]
+            shape = spec.scale_shape((table.num_embeddings, table.embedding_dim))
             group = ScaleGroup(name, [name], spec, _new_scale(table, shape, learn_weight_scale))
-            replaced[name] = QuantEmbedding(table, schemes[name], weight=group.scale)  # type: ignore[arg-type]
+            replaced[name] = QuantEmbedding(table, schemes[name], weight=group.scale)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
         of_weights.append(group)
