@@ -141,7 +141,8 @@ def weight_codes(
         part = weight[rows]
         if not bool(torch.isfinite(part).all()):
             raise ValueError("the weight holds NaN or Inf; the model diverged, export an earlier checkpoint")
-        codes[rows] = quantize(part, _rows_of_scale(scale, rows, spec), spec, _rows_of(zero, rows)).cpu()
+        of_rows, zero_of_rows = _of_rows(rows, scale, zero, spec)
+        codes[rows] = quantize(part, of_rows, spec, zero_of_rows).cpu()
     return codes
 
 
@@ -155,8 +156,8 @@ def dequantized_weight(
     """Compute ``dequantize(codes, scale, spec, dtype, zero)`` of a weight's codes [out, in], in chunks of rows."""
     weight = torch.empty(codes.shape, dtype=dtype)
     for rows in _row_chunks(codes.shape, spec):
-        part = _rows_of_scale(scale, rows, spec)
-        weight[rows] = dequantize(codes[rows], part, spec, dtype, _rows_of(zero, rows))
+        of_rows, zero_of_rows = _of_rows(rows, scale, zero, spec)
+        weight[rows] = dequantize(codes[rows], of_rows, spec, dtype, zero_of_rows)
     return weight
 
 
@@ -167,18 +168,14 @@ def _row_chunks(shape: torch.Size, spec: TensorSpec) -> Iterable[slice]:
     return (slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step))
 
 
-def _rows_of_scale(scale: torch.Tensor, rows: slice, spec: TensorSpec) -> torch.Tensor:
-    """Slice a weight's scale for ``rows``; return the whole scale if it is per tensor."""
+def _of_rows(
+    rows: slice, scale: torch.Tensor, zero: torch.Tensor | None, spec: TensorSpec
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Slice a weight's scale, unless it is per tensor, and its zero points for a slice of :func:`_row_chunks`."""
     if spec.granularity == "tensor":
-        return scale
-    if spec.granularity == "block":
-        assert spec.group_size is not None
-        return scale[rows.start // spec.group_size : rows.stop // spec.group_size]
-    return scale[rows]
-
-
-def _rows_of(zero: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
-    return None if zero is None else zero[rows]
+        return scale, None
+    size = spec.group_size or 1 if spec.granularity == "block" else 1
+    return scale[rows.start // size : rows.stop // size], None if zero is None else zero[rows]
 
 
 @dataclass(frozen=True)

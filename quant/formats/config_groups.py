@@ -11,7 +11,7 @@ schemes that differ between the experts of two layers are read correctly by vLLM
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 from quant.formats.compressed_tensors import export_format
 from quant.rules import ANYWHERE, Rule, name_patterns
@@ -80,9 +80,7 @@ def _targets(layers: Mapping[str, Scheme], scheme: Scheme, anywhere: bool) -> li
     for name, its in layers.items():
         if (expert := _EXPERTS.fullmatch(name)) is not None:
             of_experts.setdefault(expert["experts"], set()).add(its)
-    mine: dict[str, None] = {}
-    others: dict[str, None] = {}
-    whole: dict[str, None] = {}
+    mine, others, whole = dict[str, None](), dict[str, None](), dict[str, None]()
     for name, its in layers.items():
         expert = _EXPERTS.fullmatch(name)
         if expert is None or len(of_experts[expert["experts"]]) > 1:
@@ -111,9 +109,7 @@ def quantization_args(spec: TensorSpec) -> dict[str, Any]:
     return args | {"dynamic": "local" if spec.dynamic and spec.has_global_scale else spec.dynamic}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Names
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- names
 
 
 def ignore_patterns(
@@ -153,9 +149,7 @@ def _inside(module: str, others: Iterable[str]) -> str:
     return f"re:{pattern}"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Reading
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- reading
 
 
 def rules_from_config(config: Mapping[str, Any], *, scales_only: bool = False) -> list[Rule]:
@@ -177,7 +171,7 @@ def rules_from_config(config: Mapping[str, Any], *, scales_only: bool = False) -
     if config.get("quant_method") != "compressed-tensors":
         raise ValueError(f"quant_method is {config.get('quant_method')!r}, expected 'compressed-tensors'")
     if config.get("transform_config"):
-        raise ValueError("transform_config is set: weights and inputs were rotated, which is not read")
+        raise ValueError("transform_config is set, expected none: rotated weights and inputs are not supported")
     rules = [Rule(None, _regex(entry)) for entry in config.get("ignore") or []]
     named: dict[str, Scheme] = {}
     for name, group in (config.get("config_groups") or {}).items():
@@ -255,7 +249,8 @@ def _arguments(key: str, args: Any) -> Mapping[str, Any] | None:
 
 
 def _spec(key: str, args: Mapping[str, Any]) -> TensorSpec:
-    bits, strategy = args.get("num_bits", 8), args.get("strategy")
+    bits = args.get("num_bits", 8)
+    strategy: Any = args.get("strategy")
     dtype: Dtype
     match args.get("type", "int"):
         case "float" if bits == 8:
@@ -265,20 +260,14 @@ def _spec(key: str, args: Mapping[str, Any]) -> TensorSpec:
         case "int":
             dtype = "int"
         case other:
-            raise ValueError(f"{key}: type {other!r} with num_bits {bits} is not read")
-    strategies: tuple[Granularity, ...] = ("tensor", "channel", "group", "block", "token")
-    granularity: Granularity | None = next((each for each in strategies if each == strategy), None)
-    if strategy == "tensor_group":
-        granularity = "group"
-    if granularity is None:
-        raise ValueError(
-            f"{key}.strategy is {strategy!r}, expected {', '.join(map(repr, strategies))} or 'tensor_group'"
-        )
+            raise ValueError(f"{key} has type {other!r} with num_bits {bits}, expected int, or float with 4 or 8 bits")
+    known = (*get_args(Granularity), "tensor_group")
+    if strategy not in known:
+        raise ValueError(f"{key}.strategy is {strategy!r}, expected {', '.join(map(repr, known))}")
+    granularity: Granularity = "group" if strategy == "tensor_group" else strategy
     size = args.get("group_size") if granularity == "group" else None
     if granularity == "block":
-        size, other_side = _sides(key, args.get("block_structure"))
-        if size != other_side:
-            raise ValueError(f"{key}.block_structure is {[size, other_side]}, expected equal sides")
+        size = _side(key, args.get("block_structure"))
     dynamic = args.get("dynamic", False)
     if not isinstance(dynamic, bool) and (dynamic, strategy) != ("local", "tensor_group"):
         raise ValueError(f"{key}.dynamic is {dynamic!r}, expected true or false")
@@ -300,14 +289,16 @@ def _spec(key: str, args: Mapping[str, Any]) -> TensorSpec:
     return spec
 
 
-def _sides(key: str, structure: Any) -> tuple[int, int]:
-    """Read both sides of a block; old checkpoints write '128x128'."""
+def _side(key: str, structure: Any) -> int:
+    """Read the equal sides of a block; old checkpoints write '128x128'."""
     sides = structure.split("x") if isinstance(structure, str) else structure
     try:
         height, width = (int(side) for side in sides)
     except (TypeError, ValueError):
         raise ValueError(f"{key}.block_structure is {structure!r}, expected [height, width]") from None
-    return height, width
+    if height != width:
+        raise ValueError(f"{key}.block_structure is {structure!r}, expected equal sides")
+    return height
 
 
 def _name(weights: TensorSpec, activations: TensorSpec | None) -> str:

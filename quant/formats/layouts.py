@@ -13,7 +13,7 @@
 - ``executorch``: torchao's tensors (``torchao.py``), which ExecuTorch lowers to XNNPACK, for ``8da4w``.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, get_args
 
 import torch
@@ -39,10 +39,11 @@ Layout = Literal["compressed", "vllm_fp8", "gpt_oss", "dequantized", "gguf", "ml
 # Suffixes for a stack of experts, by the suffix of compressed-tensors' MXFP4.
 BLOCK_ENDS = {"weight_packed": "_blocks", "weight_scale": "_scales"}
 
-_BLOCK = SCHEMES["fp8_block"]
-_PER_TENSOR = SCHEMES["fp8_static"]
-# Codes of gpt-oss' experts. The layout has no format of inputs; a server leaves them unquantized or uses MXFP8.
-_GPT_OSS = (SCHEMES["mxfp4"], SCHEMES["mxfp4_mxfp8"])
+# Schemes of layouts that have one for all quantized layers. gpt_oss has no format of inputs; a server leaves them
+# unquantized or uses MXFP8.
+_ONE_SCHEME = {"vllm_fp8": ("fp8_static", "fp8_block"), "gpt_oss": ("mxfp4", "mxfp4_mxfp8")}
+# Raise ValueError for a scheme that a layout does not support.
+_CHECKS: dict[str, Callable[[Scheme], object]] = {"gguf": block_type, "mlx": check_affine, "executorch": check_intx}
 # As gpt-oss is published, with only its experts quantized.
 _NO_EXPERTS = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
 
@@ -58,22 +59,12 @@ def check_layout(layout: str, schemes: Iterable[Scheme]) -> None:
     schemes = list(schemes)
     for scheme in schemes:
         export_format(scheme)
-        if layout == "gguf":
-            block_type(scheme)
-        if layout == "mlx":
-            check_affine(scheme)
-        if layout == "executorch":
-            check_intx(scheme)
+        _CHECKS.get(layout, export_format)(scheme)
     found = {(scheme.weights, scheme.activations): scheme.name for scheme in schemes}
-    ours = [(scheme.weights, scheme.activations) for scheme in (_PER_TENSOR, _BLOCK)]
-    if layout == "vllm_fp8" and (len(found) != 1 or next(iter(found)) not in ours):
+    names = _ONE_SCHEME.get(layout, ())
+    if names and list(found) not in [[(SCHEMES[name].weights, SCHEMES[name].activations)] for name in names]:
         raise ValueError(
-            f"layout 'vllm_fp8' holds {_PER_TENSOR.name} or {_BLOCK.name} for all quantized layers, "
-            f"got {', '.join(found.values()) or 'none'}; use layout 'compressed'"
-        )
-    if layout == "gpt_oss" and list(found) not in [[(scheme.weights, scheme.activations)] for scheme in _GPT_OSS]:
-        raise ValueError(
-            f"layout 'gpt_oss' holds {' or '.join(one.name for one in _GPT_OSS)} for all quantized layers, got "
+            f"layout {layout!r} holds {' or '.join(names)} for all quantized layers, got "
             f"{', '.join(found.values()) or 'none'}; use layout 'compressed'"
         )
 

@@ -182,7 +182,7 @@ GROUP = "config_groups.group_0"
         (lambda c, g: g.update(format="pack-quantized"), f"{GROUP}.format is 'pack-quantized', expected 'float-qu"),
         (lambda c, g: g["weights"].update(symmetric=False), f"{GROUP}.weights: only int codes per channel"),
         (lambda c, g: g["weights"].update(actorder="group"), f"{GROUP}.weights.actorder is 'group', expected None"),
-        (lambda c, g: g["weights"].update(num_bits=6), "type 'float' with num_bits 6 is not read"),
+        (lambda c, g: g["weights"].update(num_bits=6), "type 'float' with num_bits 6, expected int, or"),
         (lambda c, g: g["weights"].update(scale_dtype="torch.uint8"), "weights.scale_dtype is 'torch.uint8'"),
         (lambda c, g: g["weights"].update(strategy="block"), "weights.block_structure is None, expected"),
         (lambda c, g: g["weights"].update(strategy="block", block_structure=[1, 128]), r"is \[1, 128\], expected eq"),
