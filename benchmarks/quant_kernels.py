@@ -2,7 +2,7 @@
 
     python benchmarks/quant_kernels.py [--device cuda] [--threads 1] [--rounds 15] [--no-compile]
 
-Every operator gets the arguments of the reference that defines it (``quant/kernels/eager.py``), and must give the same
+Every operator gets the arguments of its reference (``quant/kernels/operators.py``), and must give the same
 forward results before it is timed. "of copy" is the rate of the bytes that an operation must read and write, over that
 of a copy of the tensor. torchao computes other functions (it divides by the scale, and has no theta); its backward is
 timed on a graph that is kept.
@@ -26,8 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import timing
-from quant.kernels import eager, prepare_kernels
-from quant.kernels.ops import grid_of, stored_dtype
+from quant.kernels import grid_of, prepare_kernels, stored_dtype
+from quant.kernels.operators import REFERENCE
 from quant.reference import absmax_scale
 from quant.spec import TensorSpec
 
@@ -60,7 +60,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Operation:
-    """One operator, which the function of this name in eager.py defines, and the bytes that it must move."""
+    """One operator, which a function in operators.py defines, and the bytes that it must move."""
 
     title: str
     name: str
@@ -76,21 +76,20 @@ def operations(case: Case, x: Tensor, grad: Tensor) -> list[Operation]:
         how = (grid, case.spec.symmetric)
         return [
             Operation(FORWARD, "fake_quantize_tokens", (x, *how), 2 * n * size),
-            Operation("quantize", "quantize_tokens", (x, *how), n * (size + 1) + x.shape[0] * 5),
-            Operation(BACKWARD, "fake_quantize_tokens_backward", (grad, x, *how), 3 * n * size),
+            Operation(BACKWARD, "fake_quantize_tokens_and_mask_", (grad, x, *how, False), 3 * n * size),
         ]
     s0, theta = scales(case.spec, x)
     scale = (s0, theta, grid, stored)
-    codes, mask = torch.ops.deepqat.quantize(x, *scale, True)
+    codes, mask, *_ = torch.ops.deepqat.quantize(x, *scale, True, False, False)
     read = s0.numel() * (s0.element_size() + theta.element_size())
     rows = [
         (FORWARD, "fake_quantize", (x, *scale), 2 * n * size),
-        ("quantize, mask", "quantize", (x, *scale, True), n * (size + 1 + 1 / 8)),
-        ("quantize, mask, values", "quantize_with_values", (x, *scale, True), n * (2 * size + 1 + 1 / 8)),
-        ("dequantize", "dequantize", (codes, s0, theta, stored, x.dtype), n * (1 + size)),
-        (BACKWARD, "fake_quantize_backward", (grad, x, *scale, 1.0, False), 3 * n * size),
-        (SCALE_BACKWARD, "fake_quantize_backward", (grad, x, *scale, 1.0, True), 3 * n * size),
-        ("backward by mask", "masked", (grad, mask), n * (2 * size + 1 / 8)),
+        ("quantize, mask", "quantize", (x, *scale, True, False, False), n * (size + 1 + 1 / 8)),
+        ("quantize, mask, values", "quantize", (x, *scale, True, True, False), n * (2 * size + 1 + 1 / 8)),
+        ("dequantize", "dequantize", (codes, s0, theta, stored, x.dtype, False), n * (1 + size)),
+        (BACKWARD, "fake_quantize_backward_", (grad, x, *scale, 1.0, False), 3 * n * size),
+        (SCALE_BACKWARD, "fake_quantize_backward_", (grad, x, *scale, 1.0, True), 3 * n * size),
+        ("backward by mask", "masked_", (grad, mask), n * (2 * size + 1 / 8)),
         ("amax", "amax", (x, s0.numel()), n * size),
     ]
     return [Operation(title, name, arguments, moved + read) for title, name, arguments, moved in rows]
@@ -170,7 +169,7 @@ def measure(case: Case, shape: tuple[int, int], clock: Clock, rounds: int, compi
     its = torchao_operations(case, x, grad) if timing.installed("torchao") else {}
     rows = []
     for operation in operations(case, x, grad):
-        fused, reference = getattr(torch.ops.deepqat, operation.name), getattr(eager, operation.name)
+        fused, reference = getattr(torch.ops.deepqat, operation.name), REFERENCE[operation.name]
         if not operation.title.startswith("backward"):
             check_equal(fused(*operation.arguments), reference(*operation.arguments), operation)
         ways = {

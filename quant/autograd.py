@@ -385,13 +385,13 @@ def _used_input(ctx: Any, saved: Arguments, unmasked: Tensor | None, *, after: T
 class UsedWeightFunction(torch.autograd.Function):
     """Fake-quantize a weight for a layer whose product is not a plain GEMM. The caller keeps the fake-quantized copy.
 
-    ``apply(spec, numel, weight, *scale)``, where ``numel`` weights share one scale. Saves the Parameters.
+    ``apply(spec, factor, weight, *scale)``, where ``factor`` multiplies theta's gradient. Saves the Parameters.
     """
 
     @staticmethod
-    def forward(ctx: Any, spec: TensorSpec, numel: int, weight: Tensor, *scale: Any) -> Tensor:
+    def forward(ctx: Any, spec: TensorSpec, factor: float, weight: Tensor, *scale: Any) -> Tensor:
         ctx.save_for_backward(weight, *scale)
-        ctx.spec, ctx.factor = spec, lsq_factor(numel, spec)
+        ctx.spec, ctx.factor = spec, factor
         codes = codes_of_placeholder(weight, spec) if is_placeholder(weight) else None
         return used_weight(weight, Quantizer(Scale(*scale), spec, weight.dtype), codes)
 

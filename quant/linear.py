@@ -297,7 +297,8 @@ class QuantLinear(QuantLayer):
             # Under ZeRO-3 a Parameter without a gradient would get its last gradient again.
             return self.weight + 0 * self.weight_theta.sum()
         self._check_scale_dtypes()
-        return UsedWeightFunction.apply(self.scheme.weights, self.weight_numel, self.weight, *self.scale_of_weight)
+        spec = self.scheme.weights
+        return UsedWeightFunction.apply(spec, lsq_factor(self.weight_numel, spec), self.weight, *self.scale_of_weight)
 
     def _kept_weight_codes(self) -> Tensor | None:
         """Return the codes of the weight, computed at the first use after a change; None without
@@ -379,8 +380,7 @@ class QuantEmbedding(QuantLayer):
             numel = spec.elements_per_scale((self.out_features, self.in_features))
             theta = F.embedding(ids, _ScaledGradient.apply(theta, lsq_factor(numel, spec))).flatten(0, -2)
         s0 = F.embedding(ids, self.weight_s0).flatten(0, -2)
-        of_rows = Quantizer(Scale(s0, theta), spec, self.weight.dtype)
-        return kernels.fake_quantize(rows.flatten(0, -2), of_rows).view(rows.shape)
+        return UsedWeightFunction.apply(spec, 1.0, rows.flatten(0, -2), *Scale(s0, theta)).view(rows.shape)
 
     def extra_repr(self) -> str:
         return (

@@ -51,18 +51,14 @@ def fixed_grids(x: Tensor, grad: Tensor) -> None:
         for grid in GRIDS:
             arguments = (s0, theta, grid, torch.float32)
             ops.effective_scale(s0, theta, torch.float32)
-            codes, mask = ops.quantize(x, *arguments, True)
-            ops.quantize_with_values(x, *arguments, True)
-            ops.quantize_with_scale(x, *arguments)
+            ops.quantize(x, *arguments, False, False, True)
+            codes, mask, *_ = ops.quantize(x, *arguments, True, True, False)
             ops.fake_quantize(x, *arguments)
-            ops.fake_quantized(x, *arguments)
-            ops.dequantize(codes, s0, theta, torch.float32, torch.bfloat16)
-            ops.dequantize_with_zeros(codes, s0, theta, torch.float32, torch.bfloat16)
-            ops.masked(grad, mask)
+            for zeros in (False, True):
+                ops.dequantize(codes, s0, theta, torch.float32, torch.bfloat16, zeros)
             ops.masked_(grad.clone(), mask)
             ops.dequantize_and_mask_(grad.clone(), mask, codes, s0, theta, torch.float32)
             for wanted in (False, True):
-                ops.fake_quantize_backward(grad, x, *arguments, 1.0, wanted)
                 ops.fake_quantize_backward_(grad.clone(), x, *arguments, 1.0, wanted)
         ops.amax(x, s0.numel())
 
@@ -72,10 +68,7 @@ def dynamic_grids(x: Tensor, grad: Tensor) -> None:
     ops = torch.ops.deepqat
     ops.keep_tokens(x, 0, False)
     for tokens in TOKENS:
-        ops.quantize_tokens(x, *tokens)
         ops.fake_quantize_tokens(x, *tokens)
-        ops.fake_quantized_tokens(x, *tokens)
-        ops.fake_quantize_tokens_backward(grad, x, *tokens)
         ops.fake_quantize_tokens_and_mask_(grad.clone(), x, *tokens, True)
 
 

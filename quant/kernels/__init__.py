@@ -1,61 +1,318 @@
-"""Fused quantizers as torch operators: quant/reference.py in one pass over memory, on CPU and CUDA.
+"""Fused quantizers: quant/reference.py in one pass over memory, on CPU and CUDA.
 
-The package calls :mod:`quant.kernels.ops`; :mod:`quant.kernels.registration` declares the operators;
-:mod:`quant.kernels.build` compiles the sources at first use. ``arithmetic.h`` contains the arithmetic shared by both
-backends, ``cpu/quantizers.cpp`` and ``cuda/quantizers.cu`` with their headers the kernels, ``bindings.cpp`` their
-binding as operators. The files ``fused*`` contain RMSNorm and SwiGLU with quantized results.
+Each function calls an operator of :mod:`quant.kernels.operators`, which :mod:`quant.kernels.build` compiles at first
+use. ``arithmetic.h`` contains the arithmetic shared by both backends, ``cpu/`` and ``cuda/`` the kernels,
+``bindings.cpp`` their binding as operators. The files ``fused*`` contain RMSNorm and SwiGLU with quantized results.
 """
 
-from quant.kernels.build import prepare_kernels
-from quant.kernels.ops import (
-    amax,
-    dequantize,
-    dequantize_and_mask_,
-    dequantize_with_zeros,
-    effective_scale,
-    fake_quantize,
-    fake_quantize_backward_,
-    fake_quantize_tokens,
-    fake_quantize_tokens_and_mask_,
-    fake_quantize_tokens_backward,
-    keep_tokens,
-    kept_gradient_,
-    masked_,
-    quantize,
-    quantize_tokens,
-    quantize_with_scale,
-    quantize_with_values,
-    restore_tokens,
-    rms_norm_backward,
-    rms_norm_quantize,
-    silu_mul_backward,
-    silu_mul_quantize,
-    sum_rows,
-)
+from typing import Any
 
-__all__ = [
-    "amax",
-    "dequantize",
-    "dequantize_and_mask_",
-    "dequantize_with_zeros",
-    "effective_scale",
-    "fake_quantize",
-    "fake_quantize_backward_",
-    "fake_quantize_tokens",
-    "fake_quantize_tokens_and_mask_",
-    "fake_quantize_tokens_backward",
-    "keep_tokens",
-    "kept_gradient_",
-    "masked_",
-    "prepare_kernels",
-    "quantize",
-    "quantize_tokens",
-    "quantize_with_scale",
-    "quantize_with_values",
-    "restore_tokens",
-    "rms_norm_backward",
-    "rms_norm_quantize",
-    "silu_mul_backward",
-    "silu_mul_quantize",
-    "sum_rows",
-]
+import torch
+from torch import Tensor
+
+from quant.formats.packing import unpack_nibbles
+from quant.kernels.build import ensure_ready
+from quant.kernels.build import prepare_kernels as prepare_kernels
+from quant.kernels.operators import REFERENCE
+from quant.scale import Quantizer
+from quant.spec import TensorSpec
+
+_FLOAT_GRIDS = {"fp8_e4m3": 0, "fp4_e2m1": 1}
+_STORED = {"float16": torch.float16, "e8m0": torch.float8_e8m0fnu, "e4m3": torch.float8_e4m3fn}
+
+
+def _operators() -> Any:
+    """Return the operators, compiled if they were not yet."""
+    ensure_ready()
+    return torch.ops.deepqat
+
+
+def grid_of(spec: TensorSpec) -> int:
+    """Return the integer that encodes the grid of ``spec`` in calls of the operators."""
+    return _FLOAT_GRIDS.get(spec.dtype, -spec.bits if spec.narrow else spec.bits)
+
+
+def stored_dtype(spec: TensorSpec, model_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype to which the operators round a scale."""
+    return {"model": model_dtype, **_STORED}.get(spec.scale_format, torch.float32)
+
+
+def effective_scale(quantizer: Quantizer, *, after: Tensor | None = None) -> Tensor:
+    """Compute the forward's scale, :func:`quant.reference.effective_scale`, without a gradient. For the argument
+    ``after``, which other functions of this module also have, see :mod:`quant.kernels.operators`."""
+    (s0, theta, above, _), spec, dtype = quantizer
+    stored = stored_dtype(spec, dtype)
+    if theta is None and stored == torch.float32 and after is None:
+        return s0
+    return _operators().effective_scale(s0, theta, stored, after, above)
+
+
+def quantize(x: Tensor, quantizer: Quantizer, *, mask: bool = False) -> tuple[Tensor, Tensor]:
+    """Compute codes of ``x``, in its shape, and the mask of elements inside the range.
+
+    Args:
+        x: any shape and stride; fp32, bf16 or fp16.
+        quantizer: format and scale. Except for scales per block, ``n`` scales divide ``x`` into ``n`` equal consecutive
+            segments. The scale's tensors must be contiguous.
+        mask: compute the mask.
+
+    Returns:
+        Codes (``float8_e4m3fn``, ``int8`` or, for e2m1, ``uint8``), and the mask as uint8 ``[ceil(numel / 8)]``,
+        element ``i`` at bit ``i % 8`` of byte ``i // 8`` (empty without ``mask``).
+
+    Raises:
+        RuntimeError: the scales do not divide ``x``, or a dtype is not supported. Other functions of this module raise
+            it for the same reasons.
+    """
+    codes, inside, *_ = _quantized(x, quantizer, mask=mask)
+    return codes, inside
+
+
+def quantize_with_values(x: Tensor, quantizer: Quantizer, *, mask: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute :func:`quantize` and :func:`fake_quantize` in one pass: codes, mask, values."""
+    return _quantized(x, quantizer, mask=mask, values=True)[:3]
+
+
+def quantize_with_scale(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
+    """Compute the codes of :func:`quantize` and the scale of :func:`effective_scale` in one launch; not for scales per
+    block."""
+    s0, theta, _, stored = _run_scales(quantizer)
+    known = theta is None and stored == torch.float32
+    codes, _, _, scale = _quantized(x, quantizer, scale=not known)
+    return codes, s0 if known else scale
+
+
+def _quantized(
+    x: Tensor, quantizer: Quantizer, *, mask: bool = False, values: bool = False, scale: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute codes, and if requested mask, values and scale, in one launch."""
+    return _operators().quantize(x, *_run_scales(quantizer), mask, values, scale, *_zero_and_above(quantizer))
+
+
+def dequantize(codes: Tensor, quantizer: Quantizer, *, after: Tensor | None = None) -> Tensor:
+    """Compute ``(codes - zero) * scale`` in the model's dtype, in the shape of ``codes``."""
+    return _dequantized(codes, quantizer, False, after)[0]
+
+
+def dequantize_with_zeros(codes: Tensor, quantizer: Quantizer, *, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Compute :func:`dequantize`, and zeros in the shape and dtype of theta, in one launch; not for scales per
+    block."""
+    return _dequantized(codes, quantizer, True, after)
+
+
+def _dequantized(codes: Tensor, quantizer: Quantizer, zeros: bool, after: Tensor | None) -> tuple[Tensor, Tensor]:
+    s0, theta, _, stored = _run_scales(quantizer, after)
+    operands = (codes, s0, theta, stored, quantizer.dtype, zeros, after, *_zero_and_above(quantizer))
+    return _operators().dequantize(*operands)
+
+
+def fake_quantize(x: Tensor, quantizer: Quantizer, *, after: Tensor | None = None) -> Tensor:
+    """Quantize and dequantize ``x``, in its shape and dtype, without a gradient (:func:`fake_quantize_backward_`)."""
+    return _operators().fake_quantize(x, *_run_scales(quantizer, after), after, *_zero_and_above(quantizer))
+
+
+def fake_quantize_backward_(
+    grad: Tensor, x: Tensor, quantizer: Quantizer, *, factor: float, theta_gradient: bool, of_weight: bool = False
+) -> Tensor | None:
+    """Compute the gradients of :func:`fake_quantize` in one pass: overwrites ``grad`` with the gradient of ``x``, and
+    returns theta's gradient times ``factor`` if ``theta_gradient``.
+
+    With ``of_weight``, a non-finite ``x / s`` makes theta's gradient NaN if it is requested, else the gradient of
+    ``x``.
+
+    ``grad`` is contiguous, in the shape and dtype of ``x``. Sums are fp32, in an order that depends only on the shape.
+    """
+    if not theta_gradient or quantizer.spec.granularity != "block":
+        operands = (*_run_scales(quantizer, grad), factor, theta_gradient, *_zero_and_above(quantizer), of_weight)
+        grad_theta = _operators().fake_quantize_backward_(grad, x, *operands)
+        return grad_theta if theta_gradient else None
+    return _block_gradients_(grad, x, quantizer, factor, of_weight)
+
+
+def _block_gradients_(grad: Tensor, x: Tensor, quantizer: Quantizer, factor: float, of_weight: bool) -> Tensor:
+    """Compute :func:`fake_quantize_backward_` for learned scales per block."""
+    (s0, theta, *_), spec, _ = quantizer
+    assert theta is not None
+    effective = effective_scale(quantizer, after=grad)
+    runs = _per_run(effective, spec)
+    # With theta 0, the kernel multiplies by the effective scale instead of s0 * exp(theta).
+    operands = (runs, torch.zeros_like(runs), grid_of(spec), torch.float32)
+    gradient = _operators().fake_quantize_backward_(grad, x, *operands, factor, True, of_weight=of_weight)
+    gradient = gradient.unflatten(-2, (effective.shape[-2], -1)).sum(-2)
+    if stored_dtype(spec, quantizer.dtype) != torch.float32:  # else the factor is 1
+        gradient = gradient * (_operators().effective_scale(s0, theta, torch.float32, grad) / effective)
+    return gradient.to(theta.dtype)
+
+
+def _run_scales(quantizer: Quantizer, after: Tensor | None = None) -> tuple[Tensor, Tensor | None, int, torch.dtype]:
+    """Return ``s0, theta, grid, scale_dtype`` for the operators.
+
+    The operators compute the scale of each of ``n`` equal runs of consecutive elements. A scale per block covers runs
+    in many rows, so its effective scale is computed first and repeated for each run.
+    """
+    (s0, theta, _, _), spec, dtype = quantizer
+    if spec.granularity != "block":
+        return s0, theta, grid_of(spec), stored_dtype(spec, dtype)
+    return _per_run(effective_scale(quantizer, after=after), spec), None, grid_of(spec), torch.float32
+
+
+def _zero_and_above(quantizer: Quantizer) -> tuple[Tensor | None, Tensor | None]:
+    """Return ``zero, above`` for the operators."""
+    return quantizer.scale.zero, quantizer.scale.global_
+
+
+def _per_run(scale: Tensor, spec: TensorSpec) -> Tensor:
+    """Repeat ``[..., out / size, in / size]`` of blocks to ``[..., out, in / size]``."""
+    assert spec.group_size is not None
+    return scale.repeat_interleave(spec.group_size, dim=-2)
+
+
+def masked_(grad: Tensor, mask: Tensor) -> Tensor:
+    """Zero the contiguous ``grad`` outside of the mask of :func:`quantize`, in place."""
+    _operators().masked_(grad, mask)
+    return grad
+
+
+def dequantize_and_mask_(grad: Tensor, mask: Tensor, codes: Tensor, quantizer: Quantizer) -> Tensor:
+    """Apply :func:`masked_` to ``grad``, and :func:`dequantize` in its dtype to as many codes, in one launch; not for
+    scales per block."""
+    s0, theta, _, stored = _run_scales(quantizer)
+    return _operators().dequantize_and_mask_(grad, mask, codes, s0, theta, stored, *_zero_and_above(quantizer))
+
+
+def amax(x: Tensor, count: int = 1) -> Tensor:
+    """Compute the largest magnitude of each of ``count`` equal consecutive segments: fp32 ``[count]``, NaN for a
+    segment with NaN, 0 if empty."""
+    return _operators().amax(x, count)
+
+
+def fake_quantize_tokens(
+    x: Tensor, spec: TensorSpec, above: Tensor | None = None, *, after: Tensor | None = None
+) -> Tensor:
+    """Quantize and dequantize ``x [..., features]`` with dynamic scales per token or group, without a gradient: see
+    :func:`fake_quantize_tokens_and_mask_`. ``above`` is the global scale, fp32 ``(1,)``, if ``spec`` has one."""
+    return _operators().fake_quantize_tokens(*_token_arguments(x, spec), after, *_stored(spec, above)).view(x.shape)
+
+
+def fake_quantize_tokens_and_mask_(
+    grad: Tensor, x: Tensor, spec: TensorSpec, above: Tensor | None = None, *, values: bool
+) -> Tensor | None:
+    """Compute :func:`fake_quantize_tokens` (if ``values``) and its backward in one launch: overwrites ``grad``,
+    contiguous in the shape and dtype of ``x``, with the gradient of ``x``."""
+    groups, of_x = _token_groups(grad, spec), _token_arguments(x, spec)
+    found: Tensor = _operators().fake_quantize_tokens_and_mask_(groups, *of_x, values, *_stored(spec, above))
+    return found.view(x.shape) if values else None
+
+
+def keep_tokens(
+    x: Tensor, spec: TensorSpec, above: Tensor | None = None, *, mask: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute :func:`fake_quantize_tokens` of floats, with the tensors for :func:`restore_tokens` and
+    :func:`kept_gradient_`.
+
+    Returns:
+        Values in the shape and dtype of ``x``; packed codes (e2m1: uint8 ``[..., features / 2]``, e4m3 in the shape of
+        ``x``); the mask of :func:`quantize` if requested and elements may be clipped, else empty; and the scales of the
+        groups ``[..., n, 1]`` in their stored format, which is exact. Scales in fp32 or powers of two never clip
+        elements. e4m3 scales may: they saturate if a group is too large for the global scale, and small e4m3 numbers
+        are coarse.
+    """
+    groups, clips = _token_groups(x, spec), mask and above is not None
+    values, codes, clipped, scales = _operators().keep_tokens(groups, grid_of(spec), clips, *_stored(spec, above))
+    return values.view(x.shape), codes.view(*x.shape[:-1], -1), clipped, scales.view(*groups.shape[:-1], 1)
+
+
+def restore_tokens(
+    codes: Tensor, scales: Tensor, spec: TensorSpec, dtype: torch.dtype, above: Tensor | None, *, after: Tensor | None
+) -> Tensor:
+    """Restore the values of :func:`keep_tokens`, bit for bit."""
+    if spec.dtype == "fp4_e2m1":
+        codes = unpack_nibbles(codes.view(-1, codes.shape[-1])).view(*codes.shape[:-1], -1)
+    scale = scales.float() if above is None else scales.float() / above
+    return _operators().dequantize(codes, scale, None, torch.float32, dtype, False, after)[0]
+
+
+def kept_gradient_(grad: Tensor, scales: Tensor, mask: Tensor) -> Tensor:
+    """Apply the backward of :func:`fake_quantize_tokens` to the contiguous ``grad`` in place, from the tensors of
+    :func:`keep_tokens`."""
+    if grad.numel() == 0:
+        return grad
+    if mask.numel() > 0:
+        return masked_(grad, mask)
+    nan = scales.float().isnan()
+    # On the CPU a check of the few scales often skips the pass. On a GPU the host would wait for the check.
+    if grad.device.type != "cpu" or torch.compiler.is_compiling() or nan.any():
+        grad.view(*scales.shape[:-1], -1).masked_fill_(nan, 0)
+    return grad
+
+
+def sum_rows(rows: Tensor, places: Tensor) -> Tensor:
+    """Sum ``rows`` [N, H] at the indices ``places`` [T, K] (int64, below N) to [T, H], without a gradient.
+
+    Rows are added one by one in index order, each sum rounded to their dtype: fp32, bf16 or fp16. fp64, used in tests,
+    has no kernel.
+    """
+    if rows.dtype == torch.float64:
+        return REFERENCE["sum_rows"](rows, places)
+    return _operators().sum_rows(rows, places)
+
+
+def rms_norm_quantize(
+    x: Tensor, weight: Tensor, eps: float, quantizer: Quantizer, *, mask: bool, values: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute RMSNorm and quantize its result with one fixed scale, see :mod:`quant.reference`; no gradient.
+
+    Args:
+        x, weight: ``[..., n]`` and ``[n]`` of one dtype; n is a multiple of 8 and at most 16,384.
+        eps: added to the mean square.
+        quantizer: format and scale, without theta.
+        mask, values: compute these results.
+
+    Returns:
+        Codes and mask of :func:`quantize`, values of :func:`fake_quantize` (both empty if not requested), and ``rstd``
+        for :func:`rms_norm_backward`.
+    """
+    return _operators().rms_norm_quantize(x, weight, eps, *_single_scale(quantizer), mask, values)
+
+
+def rms_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, mask: Tensor, *, weight_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the gradients of :func:`rms_norm_quantize`: of ``x``, and of the weight if requested."""
+    of_x, of_weight = _operators().rms_norm_backward(grad, x, weight, rstd, mask, weight_gradient)
+    return of_x, of_weight if weight_gradient else None
+
+
+def silu_mul_quantize(
+    gate: Tensor, up: Tensor, quantizer: Quantizer, *, mask: bool, values: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute ``silu(gate) * up``, quantized as in :func:`rms_norm_quantize`: codes, mask, values; all inputs have one
+    shape and dtype."""
+    return _operators().silu_mul_quantize(gate, up, *_single_scale(quantizer), mask, values)
+
+
+def silu_mul_backward(grad: Tensor, gate: Tensor, up: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the gradients of gate and up for :func:`silu_mul_quantize`."""
+    return _operators().silu_mul_backward(grad, gate, up, mask)
+
+
+def _single_scale(quantizer: Quantizer) -> tuple[Tensor, int, torch.dtype]:
+    """Return ``s0, grid, scale_dtype`` of a single scale that does not learn."""
+    (s0, theta, _, _), spec, dtype = quantizer
+    assert theta is None and spec.granularity == "tensor"
+    return s0, grid_of(spec), stored_dtype(spec, dtype)
+
+
+def _token_arguments(x: Tensor, spec: TensorSpec) -> tuple[Tensor, int, bool]:
+    """Return ``x, grid, symmetric`` for the operators."""
+    return _token_groups(x, spec), grid_of(spec), spec.symmetric
+
+
+def _stored(spec: TensorSpec, above: Tensor | None) -> tuple[torch.dtype | None, Tensor | None]:
+    """Return ``scale_dtype, above`` for the operators on tokens."""
+    return _STORED.get(spec.scale_format), above
+
+
+def _token_groups(x: Tensor, spec: TensorSpec) -> Tensor:
+    """View ``x`` with the elements that share a scale along the last dimension."""
+    return x if spec.group_size is None else x.unflatten(-1, (-1, spec.group_size))

@@ -13,10 +13,10 @@
 
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
-
-#include <cmath>
+#include <type_traits>
 
 #if defined(__CUDACC__)
 #include <cuda_fp16.h>
@@ -97,23 +97,16 @@ DEEPQAT_INLINE float rounded_to(float x) {
   return load(stored);
 }
 
-// Clamp a scale that will be stored as T. For Half the magnitude becomes 2^-24 to 65504, and NaN if not finite: a
-// stored scale must not be 0 or infinite.
-template <typename T>
-DEEPQAT_INLINE float within_range(float x, T) {
-  return x;
-}
-
-DEEPQAT_INLINE float within_range(float x, Half) {
-  const uint32_t size = bits_of(x) & 0x7fffffffu;
-  if (size >= 0x7f800000u) return float_of(0x7fc00000u);
-  return with_sign_of(float_of(smaller(larger(size, 0x33800000u), 0x477fe000u)), x);
-}
-
-// A scale rounded to T.
+// A scale rounded to T. For Half its magnitude is first clamped to 2^-24 to 65504, or NaN if not finite: a stored scale
+// must not be 0 or infinite.
 template <typename T>
 DEEPQAT_INLINE float stored_scale(float x) {
-  return rounded_to<T>(within_range(x, T{}));
+  if constexpr (std::is_same_v<T, Half>) {
+    const uint32_t size = bits_of(x) & 0x7fffffffu;
+    if (size >= 0x7f800000u) return float_of(0x7fc00000u);
+    x = with_sign_of(float_of(smaller(larger(size, 0x33800000u), 0x477fe000u)), x);
+  }
+  return rounded_to<T>(x);
 }
 
 // Power of two nearest to a scale by its logarithm, from 2^-127 (a subnormal number) to 2^127. sqrt(2) is between
@@ -137,16 +130,11 @@ DEEPQAT_INLINE Half kept(Half x, bool inside) {
 }
 
 // dx, but NaN if v is NaN or an infinity.
-DEEPQAT_INLINE float nan_unless_finite(float dx, float v) {
-  return float_of((bits_of(v) & 0x7f800000u) == 0x7f800000u ? 0x7fc00000u : bits_of(dx));
-}
-
-DEEPQAT_INLINE BFloat16 nan_unless_finite(BFloat16 dx, float v) {
-  return BFloat16{static_cast<uint16_t>((bits_of(v) & 0x7f800000u) == 0x7f800000u ? 0x7fc0u : dx.bits)};
-}
-
-DEEPQAT_INLINE Half nan_unless_finite(Half dx, float v) {
-  return Half{static_cast<uint16_t>((bits_of(v) & 0x7f800000u) == 0x7f800000u ? 0x7e00u : dx.bits)};
+template <typename T>
+DEEPQAT_INLINE T nan_unless_finite(T dx, float v) {
+  T nan;
+  store(float_of(0x7fc00000u), &nan);
+  return (bits_of(v) & 0x7f800000u) == 0x7f800000u ? nan : dx;
 }
 
 // ---- scales

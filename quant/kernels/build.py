@@ -30,12 +30,11 @@ from typing import Any
 import torch
 from torch.utils import cpp_extension
 
-from quant.kernels import eager
-from quant.kernels.registration import OPERATORS, SCHEMAS
+from quant.kernels.operators import OPERATORS, REFERENCE
 
 SOURCES = Path(__file__).parent
 LIBRARY = "deepqat_kernels"
-CPP = ("bindings.cpp", "cpu/quantizers.cpp", "fused_bindings.cpp", "cpu/fused.cpp")
+CPP = ("bindings.cpp", "cpu/quantizers.cpp", "cpu/fused.cpp")
 CUDA = ("cuda/quantizers.cu", "cuda/fused.cu")
 
 # Contracting a*b+c to one rounding would make CPU, GPU and reference differ in the last bit.
@@ -101,15 +100,15 @@ def prepare_kernels() -> str:
     built = build()
     remarks = []
     if built.library is None:
-        _implement("CPU", lambda name: getattr(eager, name))
+        _implement("CPU", lambda reference: reference)
         remarks.append(f"fake quantization runs in eager mode on the CPU, many times slower: {built.why}")
     if torch.cuda.is_available() and not built.cuda:
         compilable = find_spec("triton") is not None and any(map(shutil.which, ("cc", "gcc", "clang")))
         if compilable:
-            _implement("CUDA", lambda name: torch.compile(getattr(eager, name), dynamic=True, options=_AS_EAGER))
+            _implement("CUDA", lambda reference: torch.compile(reference, dynamic=True, options=_AS_EAGER))
             remarks.append(f"fake quantization on CUDA runs the reference through torch.compile, slower: {built.why}")
         else:
-            _implement("CUDA", lambda name: getattr(eager, name))
+            _implement("CUDA", lambda reference: reference)
             remarks.append(
                 f"fake quantization on CUDA runs in eager mode, many times slower: {built.why}; "
                 "torch.compile needs triton and a C compiler"
@@ -118,10 +117,9 @@ def prepare_kernels() -> str:
     return "; ".join(remarks)
 
 
-def _implement(key: str, implementation: Callable[[str], Callable[..., Any]]) -> None:
-    for schema in SCHEMAS:
-        name = schema.partition("(")[0]
-        OPERATORS.impl(name, implementation(name), key)
+def _implement(key: str, made_of: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    for name, reference in REFERENCE.items():
+        OPERATORS.impl(name, made_of(reference), key)
 
 
 def ensure_ready() -> None:

@@ -35,19 +35,10 @@ void with_dtype_and_grid(Dtype dtype, int grid, const Scales& scales, F f) {
 template <typename F>
 void with_dtype_and_token_grid(Dtype dtype, const Tokens& tokens, F f) {
   with_dtype(dtype, [&](auto zero) {
-    if (tokens.grid == kE4M3Grid) return f(zero, FloatTokens{tokens.stored_as == Stored::kE8M0});
-    if (tokens.grid == kE2M1Grid) return f(zero, Float4Tokens{tokens.above});
+    if (tokens.grid == kE4M3Grid) return f(zero, FloatTokens<E4M3>{tokens.stored_as, tokens.above});
+    if (tokens.grid == kE2M1Grid) return f(zero, FloatTokens<E2M1>{tokens.stored_as, tokens.above});
     const float half = static_cast<float>(1 << (tokens.grid - 1));
     f(zero, IntegerTokens{{-half, half - 1.0f}, tokens.symmetric});
-  });
-}
-
-// Likewise, for float grids only.
-template <typename F>
-void with_dtype_and_float_token_grid(Dtype dtype, const Tokens& tokens, F f) {
-  with_dtype(dtype, [&](auto zero) {
-    if (tokens.grid == kE4M3Grid) return f(zero, FloatTokens{tokens.stored_as == Stored::kE8M0});
-    f(zero, Float4Tokens{tokens.above});
   });
 }
 

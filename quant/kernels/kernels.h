@@ -65,22 +65,15 @@ constexpr int kShortToken = 32;
   void effective_scale(const Scales& scales, float* out STREAM);                                                       \
   void quantize(const void* x, Dtype dtype, const Scales& scales, int grid, void* codes, uint8_t* mask,                \
                 void* values, float* effective STREAM);                                                                \
-  void dequantize(const void* codes, const Scales& scales, int grid, Dtype dtype, void* out, void* zeros STREAM);      \
-  void dequantize_and_mask(const void* codes, const Scales& scales, int grid, Dtype dtype, void* out, void* grad,      \
-                           const uint8_t* mask STREAM);                                                                \
+  void dequantize(const void* codes, const Scales& scales, int grid, Dtype dtype, void* out, void* zeros, void* grad,  \
+                  const uint8_t* mask STREAM);                                                                         \
   void fake_quantize(const void* x, Dtype dtype, const Scales& scales, int grid, void* out STREAM);                    \
-  void fake_quantize_backward(const void* grad, const void* x, Dtype dtype, const Scales& scales, int grid,            \
-                              float factor, bool of_weight, void* grad_x, float* partial_sums,                         \
-                              void* grad_theta STREAM);                                                                \
-  void masked(const void* grad, const uint8_t* mask, Dtype dtype, int64_t numel, void* out STREAM);                    \
+  void fake_quantize_backward(void* grad, const void* x, Dtype dtype, const Scales& scales, int grid, float factor,    \
+                              bool of_weight, float* partial_sums, void* grad_theta STREAM);                           \
+  void masked(void* grad, const uint8_t* mask, Dtype dtype, int64_t numel STREAM);                                     \
   void amax(const void* x, Dtype dtype, int64_t count, int64_t block, float* partial, float* out STREAM);              \
-  void quantize_tokens(const void* x, Dtype dtype, const Tokens& tokens, void* codes, float* scale,                    \
-                       int8_t* zero_point STREAM);                                                                     \
-  void keep_tokens(const void* x, Dtype dtype, const Tokens& tokens, void* values, uint8_t* codes, uint8_t* mask,      \
-                   void* scales STREAM);                                                                               \
-  void fake_quantize_tokens(const void* x, Dtype dtype, const Tokens& tokens, void* out, void* grad STREAM);           \
-  void fake_quantize_tokens_backward(const void* grad, const void* x, Dtype dtype, const Tokens& tokens,               \
-                                     void* grad_x STREAM);                                                             \
+  void fake_quantize_tokens(const void* x, Dtype dtype, const Tokens& tokens, void* out, void* grad, uint8_t* codes,   \
+                            uint8_t* mask, void* scales STREAM);                                                       \
   void sum_rows(const void* rows, const int64_t* places, Dtype dtype, int64_t count, int64_t per_sum, int64_t width,   \
                 void* out STREAM);
 
@@ -96,22 +89,20 @@ DEEPQAT_DECLARE_KERNELS(DEEPQAT_STREAM)
 
 #undef DEEPQAT_DECLARE_KERNELS
 
-// Arguments:
-//   grad_x, out    may be grad, except in dequantize_and_mask: an element is read before it is written
+// Arguments; every output of quantize and fake_quantize_tokens but the codes of quantize may be null:
 //   codes          uint8 (e4m3, or e2m1 in the low four bits) or int8
-//   values         the result of fake_quantize; may be null
-//   effective      the result of effective_scale; may be null
+//   values         the result of fake_quantize
+//   effective      the result of effective_scale
 //   zeros          one per run, in theta's dtype; may be null
-//   grad           in fake_quantize_tokens overwritten with the gradient of x; it or out may be null
-//   mask           one bit per element, i at bit i % 8 of byte i / 8: 1 inside the range; may be null in quantize
+//   grad           overwritten with the gradient of x; in dequantize the gradient of as many elements, or null
+//   mask           one bit per element, i at bit i % 8 of byte i / 8: 1 inside the range; as an input, 0 zeroes grad
 //   factor         grad_theta = factor * s0 * exp(theta) * sum(grad * d fq / d s) per run, in theta's dtype
-//   of_weight      NaN if x / s is not finite: in grad_theta of its run if present, else in grad_x
+//   of_weight      NaN if x / s is not finite: in grad_theta of its run if present, else in grad
 //   partial_sums   scratch, count * segments_of(block) floats, unused if grad_theta is null; likewise `partial` of amax
 //   grad_theta     null if not requested
 //   places         [count, per_sum]: indices of the rows [.., width] of each of the sums [count, width]
-//   scale, zero_point   one per token; the zero point is 0 for symmetric grids and floats
 //   scales         one per token, as stored: float, its E8M0 byte, or the e4m3 byte of scale times global scale
-//   codes          in keep_tokens (floats only) two codes of e2m1 in a byte, the first in the low four bits; tokens with
-//                  a mask or e2m1 codes have a multiple of eight features
+//   codes          in fake_quantize_tokens (floats only) two codes of e2m1 in a byte, the first in the low four bits;
+//                  tokens with a mask or e2m1 codes have a multiple of eight features
 
 }  // namespace deepqat

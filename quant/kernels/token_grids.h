@@ -39,27 +39,18 @@ DEEPQAT_INLINE float below_global_of(float absmax, float above) {
 
 // Factories of the tokens' grids; token(lowest, highest) is the grid of a token whose values span this range, extended
 // to 0. kShort: groups of at most kShortToken features.
+template <typename G>
 struct FloatTokens {
-  using Grid = E4M3;
-  static constexpr bool kShort = false, kCentred = true;
-  bool power_of_two;
-
-  DEEPQAT_INLINE Token<Grid> token(float lowest, float highest) const {
-    const float absmax = largest_of(lowest, highest);
-    const float scale = power_of_two ? smallest_power_of_two(absmax, Grid::kMax) : token_scale(absmax, Grid::kMax);
-    return {Grid{}, scale, 1.0f / scale};
-  }
-};
-
-// MXFP4, or NVFP4 with a global scale.
-struct Float4Tokens {
-  using Grid = E2M1;
-  static constexpr bool kShort = true, kCentred = true;
+  using Grid = G;
+  static constexpr bool kShort = G::kBits == 4, kCentred = true;
+  Stored stored_as;
   const float* above;
 
   DEEPQAT_INLINE Token<Grid> token(float lowest, float highest) const {
     const float absmax = largest_of(lowest, highest);
-    const float scale = above == nullptr ? smallest_power_of_two(absmax, Grid::kMax) : below_global_of(absmax, *above);
+    float scale = token_scale(absmax, Grid::kMax);
+    if (stored_as == Stored::kE8M0) scale = smallest_power_of_two(absmax, Grid::kMax);
+    if (stored_as == Stored::kE4M3) scale = below_global_of(absmax, *above);
     return {Grid{}, scale, 1.0f / scale};
   }
 };
@@ -83,28 +74,17 @@ struct IntegerTokens {
   }
 };
 
-DEEPQAT_INLINE int8_t zero_point_of(const E4M3&) { return 0; }
-
-DEEPQAT_INLINE int8_t zero_point_of(const E2M1&) { return 0; }
-
-DEEPQAT_INLINE int8_t zero_point_of(const ShiftedInteger& grid) { return static_cast<int8_t>(grid.zero_point); }
-
 // Two codes of four bits in a byte, the first in the low bits.
 DEEPQAT_INLINE uint8_t pair_of(uint32_t first, uint32_t second) { return static_cast<uint8_t>(first | second << 4); }
 
-// Stored form of a token's scale: the exponent of a power of two, or for NVFP4 the e4m3 code of scale times global scale.
-DEEPQAT_INLINE uint8_t exponent_of(float scale) {
-  return static_cast<uint8_t>(scale != scale ? 0xffu : bits_of(scale) >> 23);
-}
-
-DEEPQAT_INLINE uint8_t code_below(float scale, float above) { return E4M3{}.quantized(scale * above); }
-
+// Store a token's scale: as fp32, as the exponent of a power of two, or for NVFP4 as the e4m3 code of scale times global
+// scale.
 DEEPQAT_INLINE void store_scale(float scale, const Tokens& tokens, int64_t token, void* scales) {
   auto* bytes = static_cast<uint8_t*>(scales);
   if (tokens.stored_as == Stored::kE8M0) {
-    bytes[token] = exponent_of(scale);
+    bytes[token] = static_cast<uint8_t>(scale != scale ? 0xffu : bits_of(scale) >> 23);
   } else if (tokens.stored_as == Stored::kE4M3) {
-    bytes[token] = code_below(scale, *tokens.above);
+    bytes[token] = E4M3{}.quantized(scale * *tokens.above);
   } else {
     static_cast<float*>(scales)[token] = scale;
   }

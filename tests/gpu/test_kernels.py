@@ -9,12 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from quant.kernels import eager
 from quant.kernels.build import build
 from quant.reference import absmax_scale, asymmetric_grid
 from quant.spec import TensorSpec
-from tests.unit.quant.kernels.cases import DTYPES, Case, random_case, rows_to_sum
-from tests.unit.quant.kernels.comparing import OPS, TOKEN_GRIDS, assert_same, check_theta_gradient, results
+from tests.unit.quant.kernels.cases import DTYPES, Case, eager, every_value, random_case, rows_to_sum
+from tests.unit.quant.kernels.comparing import (
+    OPS,
+    TOKEN_GRIDS,
+    assert_same,
+    check_operators,
+    check_theta_gradient,
+    gradients,
+    results,
+)
 from tests.unit.quant.kernels.test_fused import EPS, random_rows
 
 
@@ -39,7 +46,6 @@ def on_gpu(x: Tensor | None) -> Tensor | None:
 def check(case: Case) -> None:
     """Every operator: the GPU's result is the CPU's."""
     what, beside = str(case), (case.zero, case.above)
-    stored = (*case.scales, case.scale_dtype)
     quantizer = (*case.scales, case.grid, case.scale_dtype)
 
     def same(name: str, *arguments: object) -> list[Tensor]:
@@ -50,29 +56,13 @@ def check(case: Case) -> None:
             assert_same(ours.cpu(), other, f"{name}, {what}")
         return theirs
 
-    same("effective_scale", *stored, None, case.above)
-    same("quantize_with_scale", case.x, *quantizer, *beside)
-    same("fake_quantize", case.x, *quantizer, None, *beside)
-    for with_mask in (False, True):
-        same("quantize_with_values", case.x, *quantizer, with_mask, *beside)
-        codes, mask = same("quantize", case.x, *quantizer, with_mask, *beside)
-    for dtype in DTYPES:
-        same("dequantize", codes, *stored, dtype, None, *beside)
-        if case.theta is not None:
-            same("dequantize_with_zeros", codes, *stored, dtype, None, *beside)
-    same("masked", case.grad, mask)
-    same("masked_", case.grad, mask)
-    same("dequantize_and_mask_", case.grad, mask, codes, *stored, *beside)
-    same("amax", case.x, case.s0.numel())
+    check_operators(case, same)
     for wanted in (False, True) if case.theta is not None else (False,):
         for of_weight in (False, True):
-            for name in ("fake_quantize_backward", "fake_quantize_backward_"):
-                same(name, case.grad, case.x, *quantizer, case.factor, wanted, *beside, of_weight)
+            same("fake_quantize_backward_", case.grad, case.x, *quantizer, case.factor, wanted, *beside, of_weight)
     same("keep_tokens", case.x, 0, False)
     for tokens in TOKEN_GRIDS:
-        for name in ("quantize_tokens", "fake_quantize_tokens"):
-            same(name, case.x, *tokens)
-        same("fake_quantize_tokens_backward", case.grad, case.x, *tokens)
+        same("fake_quantize_tokens", case.x, *tokens)
         same("fake_quantize_tokens_and_mask_", case.grad, case.x, *tokens, True)
 
 
@@ -112,13 +102,14 @@ def test_norms_and_swiglu(seed):
 def test_every_bf16_and_fp16_value():
     """All bit patterns, with scales that put ties, subnormals and saturation everywhere."""
     for dtype in (torch.bfloat16, torch.float16):
-        x = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+        x = every_value(dtype)
         for scale in (1.0, 0.37, 2.0**-9, 1e-3, 300.0):
             for grid in (0, 1, 2, 4, 8):
                 arguments = (torch.tensor([scale]), None, grid, torch.float32)
                 on_device = (torch.tensor([scale]).cuda(), None, grid, torch.float32)
                 assert_same(OPS.fake_quantize(x.cuda(), *on_device).cpu(), eager.fake_quantize(x, *arguments))
-                ours, theirs = OPS.quantize(x.cuda(), *on_device, True), eager.quantize(x, *arguments, True)
+                wanted = (True, False, False)
+                ours, theirs = OPS.quantize(x.cuda(), *on_device, *wanted), eager.quantize(x, *arguments, *wanted)
                 for a, b in zip(ours, theirs, strict=True):
                     assert_same(a.cpu(), b)
 
@@ -139,9 +130,9 @@ def test_theta_gradient_against_fp64(seed):
     x, grad = torch.randn(4096, 4099).bfloat16(), torch.randn(4096, 4099).bfloat16()
     case = Case(x, grad, torch.tensor([0.004]), torch.tensor([0.1]), 0, torch.float32, 1e-3)
     arguments = (grad.cuda(), x.cuda(), case.s0.cuda(), case.theta.cuda(), 0, torch.float32, 1e-3, True)
-    results = [OPS.fake_quantize_backward(*arguments)[1].cpu() for _ in range(5)]
-    check_theta_gradient(case, results[0])
-    assert all(torch.equal(result, results[0]) for result in results), "the order of addition is not fixed"
+    found = [gradients(OPS, *arguments)[1].cpu() for _ in range(5)]
+    check_theta_gradient(case, found[0])
+    assert all(torch.equal(one, found[0]) for one in found), "the order of addition is not fixed"
 
 
 def test_more_than_2_to_the_31_elements():
@@ -155,11 +146,12 @@ def test_more_than_2_to_the_31_elements():
     expected = OPS.fake_quantize(x[-3:].cpu(), s0.cpu(), None, 0, torch.float32)
     assert torch.equal(values[-3:].cpu(), expected) and values.count_nonzero() == 3
     del values
-    codes, mask = OPS.quantize(x, s0, None, 0, torch.float32, True)
+    codes, mask, *_ = OPS.quantize(x, s0, None, 0, torch.float32, True, False, False)
     assert codes.view(torch.uint8).count_nonzero() == 3
     assert mask[-1] == 0 and (mask != 255).sum() == 1, "of the last element, alone in its byte, and it clips"
     del codes, mask
-    grad_x, _ = OPS.fake_quantize_backward(torch.ones_like(x), x, s0, None, 0, torch.float32, 1.0, False)
+    grad_x = torch.ones_like(x)
+    OPS.fake_quantize_backward_(grad_x, x, s0, None, 0, torch.float32, 1.0, False)
     assert grad_x[-3:].tolist() == [1, 1, 0] and grad_x.count_nonzero() == numel - 1
 
 
@@ -170,20 +162,17 @@ def test_the_current_stream_and_cuda_graphs(seed):
     groups = torch.full((512, 32), 0.02, device="cuda")
 
     def all_of_them() -> list[Tensor]:
-        codes, mask = OPS.quantize(x, s0, theta, 0, torch.float32, True)
-        overwritten, masked = grad.clone(), grad.clone()
-        OPS.masked_(masked, mask)
+        codes, mask, *others = OPS.quantize(x, s0, theta, 0, torch.float32, True, True, True)
         return [
-            OPS.fake_quantize_backward_(overwritten, x, groups, None, 4, torch.float32, 1.0, False),
-            overwritten,
-            masked,
-            *OPS.quantize_with_values(x, s0, theta, 0, torch.float32, True),
+            codes,
+            mask,
+            *others,
+            *results(OPS, "fake_quantize_backward_", grad, x, groups, None, 4, torch.float32, 1.0, False),
+            *results(OPS, "fake_quantize_backward_", grad, x, s0, theta, 0, torch.float32, 1.0, True),
+            *results(OPS, "masked_", grad, mask),
             OPS.fake_quantize(x, groups, None, 4, torch.float32),
-            *OPS.quantize_tokens(x, 8, False),
             OPS.fake_quantize(x, s0, theta, 0, torch.float32),
-            OPS.dequantize(codes, s0, theta, torch.float32, torch.bfloat16),
-            *OPS.fake_quantize_backward(grad, x, s0, theta, 0, torch.float32, 1.0, True),
-            OPS.masked(grad, mask),
+            *OPS.dequantize(codes, s0, theta, torch.float32, torch.bfloat16, True),
             OPS.amax(x, 4),
             OPS.fake_quantize_tokens(x, 8, False),
             OPS.fake_quantize_tokens(x, 0, True),

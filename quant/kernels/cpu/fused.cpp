@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <memory>
-#include <type_traits>
 
 #include "loops.h"
 #include "../dispatch.h"
@@ -17,38 +16,6 @@ namespace {
 template <typename Body>
 void for_rows(int64_t count, int64_t features, Body body) {
   at::parallel_for(0, count, 1 + 4 * kSegment / (features + 1), body);
-}
-
-// Output of up to kChunk values: codes, and unless null, mask and fake-quantized values.
-template <typename T, typename G>
-struct Writer {
-  G grid;
-  Scale scale;
-  typename G::Code* codes;
-  uint8_t* mask;
-  T* values;
-
-  // Write the n values y at element i, a multiple of eight; y is overwritten.
-  DEEPQAT_INLINE void write(float* y, int64_t i, int64_t n) const {
-    const G g = grid;  // copies, as references could alias the output
-    const float inverse = scale.inverse, value = scale.value;
-    unrolled(n, [&](int64_t j) { y[j] *= inverse; });
-    auto* to = codes + i;
-    unrolled(n, [&](int64_t j) { to[j] = g.quantized(y[j]); });
-    if (mask != nullptr) pack_inside(g, y, n, mask + i / 8);
-    if (values == nullptr) return;
-    T* out = values + i;
-    unrolled(n, [&](int64_t j) { store(g.round(y[j]) * value, out + j); });
-  }
-};
-
-template <typename T, typename G>
-auto writer(const Scales& scales, G grid, void* codes, uint8_t* mask, void* values) {
-  Scale scale{};
-  effective_scales(scales, 0, 1, &scale.value, &scale.inverse, &scale.learned);
-  const auto its_grid = grid.at(0.0f);
-  using Its = std::remove_const_t<decltype(its_grid)>;
-  return Writer<T, Its>{its_grid, scale, static_cast<typename Its::Code*>(codes), mask, static_cast<T*>(values)};
 }
 
 // n gradients from element i on, a multiple of eight, as fp32: 0 where the mask bit is 0.
@@ -65,7 +32,8 @@ void rms_norm_quantize(const void* x_, const void* weight_, Dtype dtype, int64_t
     using T = decltype(zero);
     const auto* x = static_cast<const T*>(x_);
     const auto* weight = static_cast<const T*>(weight_);
-    const auto out = writer<T>(scales, the_grid, codes, mask, values);
+    const auto out = writer<T>(the_grid, codes, mask, values);
+    const Scale scale = scale_of(scales, 0);
     for_rows(count, features, [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
         const T* from = x + row * features;
@@ -78,7 +46,7 @@ void rms_norm_quantize(const void* x_, const void* weight_, Dtype dtype, int64_t
           const int64_t n = std::min(kChunk, features - i);
           float y[kChunk];
           unrolled(n, [&](int64_t j) { y[j] = normed<T>(load(from[i + j]), r, load(weight[i + j])); });
-          out.write(y, row * features + i, n);
+          out.write(y, row * features + i, n, scale);
         }
       }
     });
@@ -131,7 +99,8 @@ void silu_mul_quantize(const void* gate_, const void* up_, Dtype dtype, const Sc
   with_dtype_and_grid(dtype, grid, scales, [&](auto zero, auto the_grid) {
     using T = decltype(zero);
     const auto *gate = static_cast<const T*>(gate_), *up = static_cast<const T*>(up_);
-    const auto out = writer<T>(scales, the_grid, codes, mask, values);
+    const auto out = writer<T>(the_grid, codes, mask, values);
+    const Scale scale = scale_of(scales, 0);
     const int64_t numel = scales.numel(), chunks = (numel + kChunk - 1) / kChunk;
     for_rows(chunks, kChunk, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin * kChunk; i < std::min(end * kChunk, numel); i += kChunk) {
@@ -140,7 +109,7 @@ void silu_mul_quantize(const void* gate_, const void* up_, Dtype dtype, const Sc
         unrolled(n, [&](int64_t j) {
           y[j] = rounded_to<T>(rounded_to<T>(silu(load(gate[i + j]))) * load(up[i + j]));
         });
-        out.write(y, i, n);
+        out.write(y, i, n, scale);
       }
     });
   });

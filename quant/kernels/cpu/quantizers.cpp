@@ -6,8 +6,8 @@
 #include <cstring>
 
 #include "loops.h"
-#include "tokens.h"
 #include "../dispatch.h"
+#include "../token_grids.h"
 
 namespace deepqat::cpu {
 
@@ -21,45 +21,35 @@ void effective_scale(const Scales& scales, float* out) {
   });
 }
 
-void quantize(const void* x_, Dtype dtype, const Scales& scales, int grid, void* codes_, uint8_t* mask, void* values_,
+void quantize(const void* x_, Dtype dtype, const Scales& scales, int grid, void* codes, uint8_t* mask, void* values,
               float* effective) {
   if (effective != nullptr) effective_scale(scales, effective);
   with_dtype_and_grid(dtype, grid, scales, [&](auto zero, auto the_grid) {
-    using T = decltype(zero);
-    const auto* x = static_cast<const T*>(x_);
-    auto* codes = static_cast<typename decltype(the_grid)::Code*>(codes_);
-    auto* values = static_cast<T*>(values_);
+    const auto* x = static_cast<const decltype(zero)*>(x_);
     // If bytes of the mask may belong to two runs, the mask is computed in a separate pass.
     const bool bytes_of_runs = scales.block % 8 == 0 || scales.count == 1;
-    for_each_stretch<the_grid.kShifted>(scales, [&](int64_t offset, int64_t length, const auto& s) {
-      const auto g = grid_at(the_grid, s);  // a copy, as a reference could alias the output
-      for (int64_t i = 0; i < length; i += kChunk) {
-        const int64_t n = std::min(kChunk, length - i);
-        const auto* in = x + offset + i;
-        float v[kChunk];
-        unrolled(n, [&](int64_t j) { v[j] = load(in[j]) * s.inverse_at(j); });
-        auto* out = codes + offset + i;
-        unrolled(n, [&](int64_t j) { out[j] = g.quantized(v[j]); });
-        if (values != nullptr) {
-          auto* to = values + offset + i;
-          unrolled(n, [&](int64_t j) { store(g.round(v[j]) * s.value_at(j), to + j); });
-        }
-        if (mask != nullptr && bytes_of_runs) pack_inside(g, v, n, mask + (offset + i) / 8);
+    const auto out = writer<decltype(zero)>(the_grid, codes, bytes_of_runs ? mask : nullptr, values);
+    for_each_segment(scales, [&](int64_t offset, int64_t length, const Scale& s, auto...) {
+      for (int64_t i = offset; i < offset + length; i += kChunk) {
+        const int64_t n = std::min(kChunk, offset + length - i);
+        float y[kChunk];
+        unrolled(n, [&](int64_t j) { y[j] = load(x[i + j]); });
+        out.write(y, i, n, s);
       }
     });
     if (mask == nullptr || bytes_of_runs) return;
     std::fill(mask, mask + (scales.numel() + 7) / 8, 0);
-    float value, inverse, learned;
     for (int64_t run = 0; run < scales.count; ++run) {
-      effective_scales(scales, run, run + 1, &value, &inverse, &learned);
-      const auto g = the_grid.at(zero_of(scales, run));
+      const Scale s = scale_of(scales, run);
+      const auto g = the_grid.at(s.zero);
       for (int64_t i = run * scales.block; i < (run + 1) * scales.block; ++i)
-        mask[i / 8] |= static_cast<uint8_t>((g.inside(load(x[i]) * inverse) ? 1 : 0) << (i % 8));
+        mask[i / 8] |= static_cast<uint8_t>((g.inside(load(x[i]) * s.inverse) ? 1 : 0) << (i % 8));
     }
   });
 }
 
-void dequantize(const void* codes_, const Scales& scales, int grid, Dtype dtype, void* out_, void* zeros) {
+void dequantize(const void* codes_, const Scales& scales, int grid, Dtype dtype, void* out_, void* zeros, void* grad,
+                const uint8_t* mask) {
   if (zeros != nullptr) {
     with_dtype(scales.theta_dtype, [&](auto zero) {
       std::fill_n(static_cast<decltype(zero)*>(zeros), scales.count, decltype(zero){});
@@ -68,60 +58,52 @@ void dequantize(const void* codes_, const Scales& scales, int grid, Dtype dtype,
   with_dtype_and_grid(dtype, grid, scales, [&](auto zero, auto the_grid) {
     const auto* codes = static_cast<const typename decltype(the_grid)::Code*>(codes_);
     auto* out = static_cast<decltype(zero)*>(out_);
-    for_each_stretch<the_grid.kShifted>(scales, [&](int64_t offset, int64_t length, const auto& s) {
-      const auto g = grid_at(the_grid, s);  // a copy, as a reference could alias the output
+    for_each_segment(scales, [&](int64_t offset, int64_t length, const Scale& s, auto...) {
+      const auto g = the_grid.at(s.zero);
       const auto* from = codes + offset;
       auto* to = out + offset;
-      unrolled(length, [&](int64_t i) { store(g.decode(from[i]) * s.value_at(i), to + i); });
+      unrolled(length, [&](int64_t i) { store(g.decode(from[i]) * s.value, to + i); });
     });
   });
-}
-
-void dequantize_and_mask(const void* codes, const Scales& scales, int grid, Dtype dtype, void* out, void* grad,
-                         const uint8_t* mask) {
-  dequantize(codes, scales, grid, dtype, out, nullptr);
-  masked(grad, mask, dtype, scales.numel(), grad);
+  if (grad != nullptr) masked(grad, mask, dtype, scales.numel());
 }
 
 void fake_quantize(const void* x_, Dtype dtype, const Scales& scales, int grid, void* out_) {
   with_dtype_and_grid(dtype, grid, scales, [&](auto zero, auto the_grid) {
     const auto* x = static_cast<const decltype(zero)*>(x_);
     auto* out = static_cast<decltype(zero)*>(out_);
-    for_each_stretch<the_grid.kShifted>(scales, [&](int64_t offset, int64_t length, const auto& s) {
-      const auto g = grid_at(the_grid, s);  // a copy, as a reference could alias the output
+    for_each_segment(scales, [&](int64_t offset, int64_t length, const Scale& s, auto...) {
+      const auto g = the_grid.at(s.zero);
       const auto* from = x + offset;
       auto* to = out + offset;
-      through_grid(from, to, length, g, s);
+      unrolled(length, [&](int64_t i) { store(g.round(load(from[i]) * s.inverse) * s.value, to + i); });
     });
   });
 }
 
 namespace {
 
-// Compute grad_x, and the sums over segments of grad_theta's terms if partial_sums is not null.
+// Compute grad in place, and the sums over segments of grad_theta's terms if partial_sums is not null.
 template <bool kWeight, typename T, typename Grid>
-void backward_of(Grid the_grid, const T* grad, const T* x, const Scales& scales, T* grad_x, float* partial_sums) {
-  if (partial_sums == nullptr)
-    return for_each_stretch<the_grid.kShifted>(scales, [&](int64_t offset, int64_t length, const auto& s) {
-      const auto g = grid_at(the_grid, s);  // a copy, as a reference could alias the output
-      const auto *from = x + offset, *dy = grad + offset;
-      auto* dx = grad_x + offset;
-      unrolled(length, [&](int64_t i) {
-        const float v = load(from[i]) * s.inverse_at(i);
-        if constexpr (kWeight) dx[i] = nan_unless_finite(kept(dy[i], g.inside(v)), v);
-        if constexpr (!kWeight) dx[i] = kept(dy[i], g.inside(v));
-      });
-    });
+void backward_of(Grid the_grid, T* grad, const T* x, const Scales& scales, float* partial_sums) {
   const int64_t segments = segments_of(scales.block);
-  for_each_segment(scales, [&](int64_t offset, int64_t length, Scale s, int64_t run, int64_t segment) {
+  for_each_segment(scales, [&](int64_t offset, int64_t length, const Scale& s, int64_t run, int64_t segment) {
     const auto g = the_grid.at(s.zero);
-    const auto *from = x + offset, *dy = grad + offset;
-    auto* dx = grad_x + offset;
+    const float inverse = s.inverse;
+    const auto* from = x + offset;
+    auto* dx = grad + offset;
+    if (partial_sums == nullptr) {
+      unrolled(length, [&](int64_t i) {
+        const float v = load(from[i]) * inverse;
+        dx[i] = kWeight ? nan_unless_finite(kept(dx[i], g.inside(v)), v) : kept(dx[i], g.inside(v));
+      });
+      return;
+    }
     partial_sums[run * segments + segment] = sum_in_order(length, [&](int64_t i) {
-      const float v = load(from[i]) * s.inverse;
-      const T dy_i = dy[i];
-      dx[i] = kept(dy_i, g.inside(v));
-      const float term = load(dy_i) * g.scale_term(v, g.round(v));
+      const float v = load(from[i]) * inverse;
+      const T dy = dx[i];
+      dx[i] = kept(dy, g.inside(v));
+      const float term = load(dy) * g.scale_term(v, g.round(v));
       return kWeight ? term + (v - v) : term;  // adds 0, or NaN
     });
   });
@@ -129,18 +111,16 @@ void backward_of(Grid the_grid, const T* grad, const T* x, const Scales& scales,
 
 }  // namespace
 
-void fake_quantize_backward(const void* grad_, const void* x_, Dtype dtype, const Scales& scales, int grid,
-                            float factor, bool of_weight, void* grad_x_, float* partial_sums, void* grad_theta) {
-  const int64_t segments = segments_of(scales.block);
+void fake_quantize_backward(void* grad_, const void* x_, Dtype dtype, const Scales& scales, int grid, float factor,
+                            bool of_weight, float* partial_sums, void* grad_theta) {
   with_dtype_and_grid(dtype, grid, scales, [&](auto zero, auto the_grid) {
-    using T = decltype(zero);
-    const auto *grad = static_cast<const T*>(grad_), *x = static_cast<const T*>(x_);
-    auto* grad_x = static_cast<T*>(grad_x_);
+    auto* grad = static_cast<decltype(zero)*>(grad_);
+    const auto* x = static_cast<const decltype(zero)*>(x_);
     float* const sums = grad_theta == nullptr ? nullptr : partial_sums;
-    of_weight ? backward_of<true>(the_grid, grad, x, scales, grad_x, sums)
-              : backward_of<false>(the_grid, grad, x, scales, grad_x, sums);
+    of_weight ? backward_of<true>(the_grid, grad, x, scales, sums) : backward_of<false>(the_grid, grad, x, scales, sums);
   });
   if (grad_theta == nullptr) return;
+  const int64_t segments = segments_of(scales.block);
   with_dtype(scales.theta_dtype, [&](auto zero) {
     auto* out = static_cast<decltype(zero)*>(grad_theta);
     at::parallel_for(0, (scales.count + kScalesAtOnce - 1) / kScalesAtOnce, 4, [&](int64_t begin, int64_t end) {
@@ -158,22 +138,15 @@ void fake_quantize_backward(const void* grad_, const void* x_, Dtype dtype, cons
   });
 }
 
-void masked(const void* grad_, const uint8_t* mask, Dtype dtype, int64_t numel, void* out_) {
+void masked(void* grad_, const uint8_t* mask, Dtype dtype, int64_t numel) {
   with_dtype(dtype, [&](auto zero) {
-    using T = decltype(zero);
-    const auto* grad = static_cast<const T*>(grad_);
-    auto* out = static_cast<T*>(out_);
-    at::parallel_for(0, (numel + kSegment - 1) / kSegment, 4, [&](int64_t begin, int64_t end) {
-      const int64_t last = std::min<int64_t>(end * kSegment, numel);
-      int64_t i = begin * kSegment;
-      for (; i + 8 <= last; i += 8) {
-        if (grad == out && mask[i / 8] == 0xff) continue;  // in place, nothing to do
-        uint64_t eight[sizeof(T)];
-        memcpy(eight, grad + i, sizeof eight);
-        for (size_t w = 0; w < sizeof(T); ++w) eight[w] &= kKept<sizeof(T)>.words[mask[i / 8]][w];
-        memcpy(out + i, eight, sizeof eight);
+    auto* grad = static_cast<decltype(zero)*>(grad_);
+    at::parallel_for(0, (numel + 7) / 8, kSegment / 2, [&](int64_t begin, int64_t end) {
+      for (int64_t byte = begin; byte < end; ++byte) {
+        if (mask[byte] == 0xff) continue;
+        for (int64_t i = byte * 8; i < std::min(byte * 8 + 8, numel); ++i)
+          grad[i] = kept(grad[i], (mask[byte] >> (i % 8) & 1) != 0);
       }
-      for (; i < last; ++i) out[i] = kept(grad[i], (mask[i / 8] >> (i % 8) & 1) != 0);
     });
   });
 }
@@ -184,90 +157,88 @@ void amax(const void* x_, Dtype dtype, int64_t count, int64_t block, float* part
   with_dtype(dtype, [&](auto zero) {
     const auto* x = static_cast<const decltype(zero)*>(x_);
     at::parallel_for(0, count * segments, 4, [&](int64_t begin, int64_t end) {
-      int64_t run = begin / segments, segment = begin % segments;
       for (int64_t task = begin; task < end; ++task) {
-        const int64_t start = segment * kSegment, length = std::min<int64_t>(kSegment, block - start);
-        found[task] = float_of(largest_magnitude(x + run * block + start, length));
-        if (++segment == segments) segment = 0, ++run;
+        const int64_t run = task / segments, start = task % segments * kSegment;
+        found[task] = largest_magnitude(x + run * block + start, std::min<int64_t>(kSegment, block - start));
       }
     });
   });
   if (segments == 1) return;
-  for (int64_t run = 0; run < count; ++run)
-    out[run] = float_of(largest_magnitude(partial + run * segments, segments));
+  for (int64_t run = 0; run < count; ++run) out[run] = largest_magnitude(partial + run * segments, segments);
 }
 
-void quantize_tokens(const void* x_, Dtype dtype, const Tokens& tokens, void* codes_, float* scale,
-                     int8_t* zero_point) {
+namespace {
+
+// Grid of one token from its range, extended to 0; grids centered on 0 need only the largest magnitude. NaNs are
+// tracked separately: comparisons would drop them.
+template <typename Grids, typename T>
+auto token_of(const Grids& grids, const T* x, int64_t n) {
+  if constexpr (Grids::kCentred) return grids.token(0.0f, largest_magnitude(x, n));
+  float lowest[16] = {}, highest[16] = {};
+  uint32_t nan[16] = {};
+  const auto take = [&](int lane, float value) {
+    lowest[lane] = value < lowest[lane] ? value : lowest[lane];
+    highest[lane] = value > highest[lane] ? value : highest[lane];
+    nan[lane] |= value != value ? 1u : 0u;
+  };
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16)
+    for (int j = 0; j < 16; ++j) take(j, load(x[i + j]));
+  for (; i < n; ++i) take(0, load(x[i]));
+  const float low = *std::min_element(lowest, lowest + 16), high = *std::max_element(highest, highest + 16);
+  const bool any_nan = *std::max_element(nan, nan + 16) != 0;
+  return grids.token(low, any_nan ? float_of(0x7fc00000u) : high);
+}
+
+// Codes of one token of n features, in their packed form, and unless null its mask.
+template <typename Grid, typename T>
+void keep_codes(const T* x, int64_t n, const Token<Grid>& token, uint8_t* codes, uint8_t* mask) {
+  const Grid g = token.grid;
+  for (int64_t i = 0; i < n; i += kChunk) {
+    const int64_t length = std::min(kChunk, n - i);
+    float v[kChunk];
+    uint8_t code[kChunk];
+    unrolled(length, [&](int64_t j) { v[j] = load(x[i + j]) * token.inverse; });
+    unrolled(length, [&](int64_t j) { code[j] = g.quantized(v[j]); });
+    if (mask != nullptr) pack_inside(g, v, length, mask + i / 8);
+    if (Grid::kBits == 8) {
+      std::copy_n(code, length, codes + i);
+    } else {
+      for (int64_t j = 0; j < length; j += 2) codes[(i + j) / 2] = pair_of(code[j], code[j + 1]);
+    }
+  }
+}
+
+}  // namespace
+
+void fake_quantize_tokens(const void* x_, Dtype dtype, const Tokens& tokens, void* out_, void* grad_, uint8_t* codes,
+                          uint8_t* mask, void* scales) {
   with_dtype_and_token_grid(dtype, tokens, [&](auto zero, auto grids) {
-    const auto* x = static_cast<const decltype(zero)*>(x_);
-    auto* codes = static_cast<typename decltype(grids)::Grid::Code*>(codes_);
-    const auto known = [&](int64_t first, int64_t count, const float* its_scales, const auto& grid) {
-      std::copy_n(its_scales, count, scale + first);
-      std::fill_n(zero_point + first, count, zero_point_of(grid));
-    };
-    for_each_token(tokens, grids, x, known, [&](int64_t offset, int64_t length, auto g, const auto& s) {
-      const auto* from = x + offset;
-      auto* to = codes + offset;
-      unrolled(length, [&](int64_t i) { to[i] = g.quantized(load(from[i]) * s.inverse_at(i)); });
-    });
-  });
-}
-
-void keep_tokens(const void* x_, Dtype dtype, const Tokens& tokens, void* values_, uint8_t* codes, uint8_t* mask,
-                 void* scales) {
-  with_dtype_and_float_token_grid(dtype, tokens, [&](auto zero, auto grids) {
     using Grid = typename decltype(grids)::Grid;
     const auto* x = static_cast<const decltype(zero)*>(x_);
-    auto* values = static_cast<decltype(zero)*>(values_);
-    const auto known = [&](int64_t first, int64_t count, const float* its_scales, const auto&) {
-      store_scales(its_scales, tokens, first, count, scales);
-    };
-    for_each_token(tokens, grids, x, known, [&](int64_t offset, int64_t length, auto g, const auto& s) {
-      for (int64_t i = 0; i < length; i += kChunk) {
-        const int64_t n = std::min(kChunk, length - i);
-        const auto* from = x + offset + i;
-        auto* to = values + offset + i;
-        float v[kChunk];
-        uint8_t code[kChunk];
-        unrolled(n, [&](int64_t j) { v[j] = load(from[j]) * s.inverse_at(j); });
-        unrolled(n, [&](int64_t j) { store(g.round(v[j]) * s.value_at(j), to + j); });
-        auto* its_codes = codes + (offset + i) * Grid::kBits / 8;
-        unrolled(n, [&](int64_t j) { (Grid::kBits == 8 ? its_codes : code)[j] = g.quantized(v[j]); });
-        if (Grid::kBits == 4) pack_pairs(code, n, its_codes);
-        if (mask != nullptr) pack_inside(g, v, n, mask + (offset + i) / 8);
-      }
-    });
-  });
-}
-
-void fake_quantize_tokens(const void* x_, Dtype dtype, const Tokens& tokens, void* out_, void* grad_) {
-  with_dtype_and_token_grid(dtype, tokens, [&](auto zero, auto grids) {
-    const auto* x = static_cast<const decltype(zero)*>(x_);
     auto *out = static_cast<decltype(zero)*>(out_), *grad = static_cast<decltype(zero)*>(grad_);
-    const auto known = [](int64_t, int64_t, const float*, const auto&) {};
-    for_each_token(tokens, grids, x, known, [&](int64_t offset, int64_t length, auto g, const auto& s) {
-      const auto* from = x + offset;
-      if (out != nullptr) through_grid(from, out + offset, length, g, s);
-      if (grad == nullptr) return;
-      auto* dx = grad + offset;
-      unrolled(length, [&](int64_t i) { dx[i] = kept(dx[i], g.inside(load(from[i]) * s.inverse_at(i))); });
-    });
-  });
-}
-
-void fake_quantize_tokens_backward(const void* grad_, const void* x_, Dtype dtype, const Tokens& tokens,
-                                   void* grad_x_) {
-  with_dtype_and_token_grid(dtype, tokens, [&](auto zero, auto grids) {
-    using T = decltype(zero);
-    const auto* x = static_cast<const T*>(x_);
-    const auto* grad = static_cast<const T*>(grad_);
-    auto* grad_x = static_cast<T*>(grad_x_);
-    const auto known = [](int64_t, int64_t, const float*, const auto&) {};
-    for_each_token(tokens, grids, x, known, [&](int64_t offset, int64_t length, auto g, const auto& s) {
-      const auto *from = x + offset, *dy = grad + offset;
-      auto* dx = grad_x + offset;
-      unrolled(length, [&](int64_t i) { dx[i] = kept(dy[i], g.inside(load(from[i]) * s.inverse_at(i))); });
+    const int64_t features = tokens.features;
+    at::parallel_for(0, tokens.count, 1 + 4 * kSegment / (features + 1), [&](int64_t begin, int64_t end) {
+      for (int64_t token = begin; token < end; ++token) {
+        const int64_t offset = token * features;
+        const auto* from = x + offset;
+        const Token<Grid> its = token_of(grids, from, features);
+        const Grid g = its.grid;
+        const float scale = its.scale, inverse = its.inverse;
+        if (out != nullptr) {
+          auto* to = out + offset;
+          unrolled(features, [&](int64_t i) { store(g.round(load(from[i]) * inverse) * scale, to + i); });
+        }
+        if (grad != nullptr) {
+          auto* dx = grad + offset;
+          unrolled(features, [&](int64_t i) { dx[i] = kept(dx[i], g.inside(load(from[i]) * inverse)); });
+        }
+        if constexpr (requires { Grid::kBits; }) {
+          if (codes != nullptr)
+            keep_codes(from, features, its, codes + offset * Grid::kBits / 8, mask == nullptr ? mask : mask + offset / 8);
+        }
+        if (scales != nullptr) store_scale(scale, tokens, token, scales);
+      }
     });
   });
 }

@@ -131,16 +131,6 @@ DEEPQAT_DEVICE Range over_warp(const Range& range) {
           float_of(__reduce_max_sync(kAllLanes, highest)), false};
 }
 
-template <typename T>
-DEEPQAT_DEVICE const Vector<T>& x_of(const Vector<T>& in) {
-  return in;
-}
-
-template <typename T>
-DEEPQAT_DEVICE const Vector<T>& x_of(const GradAndX<T>& in) {
-  return in.x;
-}
-
 // Maximum over `width` neighboring lanes, a power of two; all of them get the result.
 DEEPQAT_DEVICE uint32_t largest_of_lanes(uint32_t value, int width) {
 #pragma unroll
@@ -163,15 +153,15 @@ DEEPQAT_DEVICE void short_tokens_of_warp(const Op& op, int64_t count, int featur
     return kFull ? kVector : token_at(u) < present ? elements_in(features - position) : 0;
   };
   typename Op::In in[kSteps];
-  unrolled<kSteps>([&](int u) { in[u] = op.template load<kFull>(begin + token_at(u) * features, n(u)); });
+  unrolled<kSteps>([&](int u) { in[u] = load_vector<kFull>(op.x + begin + token_at(u) * features, n(u)); });
   unrolled<kSteps>([&](int u) {
     float values[kVector];
-    values_of(x_of(in[u]), values);
+    values_of(in[u], values);
     uint32_t largest = 0;
     unrolled<kVector>([&](int j) { largest = max(largest, bits_of(magnitude(values[j]))); });
     const auto of_token = op.grids.token(0.0f, float_of(largest_of_lanes(largest, 1 << shift)));
     op.template apply<kFull>(in[u], begin + token_at(u) * features, n(u), of_token);
-    if (position == 0 && n(u) > 0) op.finish(first + token_at(u), of_token);
+    if (position == 0 && n(u) > 0) op.finish(first + token_at(u), of_token.scale);
   });
 }
 
@@ -193,14 +183,13 @@ template <bool kWide, int kThreads, typename Op>
 DEEPQAT_DEVICE void take_token(const Op& op, int64_t token, int64_t features, Range (&of_warps)[kWarpsPerBlock]) {
   const int thread = threadIdx.x % kThreads;
   const int64_t offset = token * features;
+  const auto load = [&](int64_t i, int n) { return load_vector<kWide>(op.x + offset + i, n); };
   Range range{};
-  for_vectors<kWide>(
-      features, thread, kThreads, [&](int64_t i, int n) { return load_vector<kWide>(op.x + offset + i, n); },
-      [&](const auto& in, int64_t, int) {
-        float values[kVector];
-        values_of(in, values);
-        unrolled<kVector>([&](int j) { range.take(values[j]); });
-      });
+  for_vectors<kWide>(features, thread, kThreads, load, [&](const auto& in, int64_t, int) {
+    float values[kVector];
+    values_of(in, values);
+    unrolled<kVector>([&](int j) { range.take(values[j]); });
+  });
   range = over_warp(range);
   if constexpr (kThreads > kWarp) {
     if (thread % kWarp == 0) of_warps[thread / kWarp] = range;
@@ -208,10 +197,10 @@ DEEPQAT_DEVICE void take_token(const Op& op, int64_t token, int64_t features, Ra
     range = over_warp(of_warps[thread % (kThreads / kWarp)]);
   }
   const auto of_token = op.grids.token(range.lowest, range.highest);
-  for_vectors<kWide>(
-      features, thread, kThreads, [&](int64_t i, int n) { return op.template load<kWide>(offset + i, n); },
-      [&](const auto& in, int64_t i, int n) { op.template apply<kWide>(in, offset + i, n, of_token); });
-  if (thread == 0) op.finish(token, of_token);
+  for_vectors<kWide>(features, thread, kThreads, load, [&](const auto& in, int64_t i, int n) {
+    op.template apply<kWide>(in, offset + i, n, of_token);
+  });
+  if (thread == 0) op.finish(token, of_token.scale);
 }
 
 template <typename Op, int kThreads>

@@ -15,6 +15,23 @@ namespace deepqat::cuda {
 
 // ---- operations on elements
 
+// Bit mask of the condition for eight elements: element j at bit j.
+template <typename Condition>
+DEEPQAT_DEVICE uint32_t bits_where(const Condition& condition) {
+  uint32_t bits = 0;
+  unrolled<kVector>([&](int j) { bits |= condition(j) ? 1u << j : 0u; });
+  return bits;
+}
+
+constexpr uint32_t kAllOfThem = (1u << kVector) - 1;
+
+// Zero the elements of a gradient whose bit is 0, in place: eight gradients without a 0 are neither read nor written.
+template <bool kWide, typename T>
+DEEPQAT_DEVICE void keep_where(uint32_t bits, T* grad, int n) {
+  if (bits == kAllOfThem) return;
+  store_vector<kWide>(kept(load_vector<kWide>(grad, n), [&](int j) { return (bits >> j & 1u) != 0; }), grad, n);
+}
+
 template <typename T, typename G>
 struct Quantize {
   using In = Vector<T>;
@@ -49,20 +66,24 @@ struct Quantize {
       store_vector<kWide>(stored<T>(rounded), values + i, n);
     }
     if (mask == nullptr || n <= 0) return;
-    uint32_t inside = 0;
-    unrolled<kVector>([&](int j) { inside |= j < n && grid_of(j).inside(v[j]) ? 1u << j : 0u; });
-    mask[i / kVector] = static_cast<uint8_t>(inside);
+    mask[i / kVector] = bits_where([&](int j) { return j < n && grid_of(j).inside(v[j]); });
   }
 };
 
+// Dequantize codes; unless null, also write zeros like theta, and mask a gradient of as many elements.
 template <typename T, typename G>
 struct Dequantize {
-  using In = Vector<typename G::Code>;
+  struct In {
+    Vector<typename G::Code> codes;
+    uint32_t mask;
+  };
   static constexpr bool kScaled = true, kShifted = G::kShifted;
   const typename G::Code* codes;
   T* out;
   G grid;
   void* zeros;
+  T* grad;
+  const uint8_t* mask;
 
   DEEPQAT_DEVICE void take_run(int64_t run, const DeviceScales& scales) const {
     if (zeros != nullptr) scales.store_gradient(run, 0.0f, zeros);
@@ -70,15 +91,16 @@ struct Dequantize {
 
   template <bool kWide>
   DEEPQAT_DEVICE In load(int64_t i, int n) const {
-    return load_vector<kWide>(codes + i, n);
+    return {load_vector<kWide>(codes + i, n), n > 0 && mask != nullptr ? mask[i / kVector] : kAllOfThem};
   }
 
   template <bool kWide, typename ScaleOf>
   DEEPQAT_DEVICE void apply(const In& in, int64_t i, int n, ScaleOf scale) const {
     float values[kVector];
-    decode([&](int j) { return grid.at(scale(j).zero); }, in, values);
+    decode([&](int j) { return grid.at(scale(j).zero); }, in.codes, values);
     unrolled<kVector>([&](int j) { values[j] *= scale(j).value; });
     store_vector<kWide>(stored<T>(values), out + i, n);
+    keep_where<kWide>(in.mask, grad + i, n);
   }
 };
 
@@ -106,100 +128,50 @@ struct FakeQuantize {
   }
 };
 
-// Bit mask of the condition for eight elements: element j at bit j.
-template <typename Condition>
-DEEPQAT_DEVICE uint32_t bits_where(const Condition& condition) {
-  uint32_t bits = 0;
-  unrolled<kVector>([&](int j) { bits |= condition(j) ? 1u << j : 0u; });
-  return bits;
-}
-
-constexpr uint32_t kAllOfThem = (1u << kVector) - 1;
-
 template <typename T, typename G>
 struct Backward {
-  using In = GradAndX<T>;
+  using In = Vector<T>;
   static constexpr bool kScaled = true, kShifted = G::kShifted;
-  const T *grad, *x;
-  T* grad_x;
+  T* grad;
+  const T* x;
   G grid;
   bool of_weight;
 
   template <bool kWide>
   DEEPQAT_DEVICE In load(int64_t i, int n) const {
-    // In place, a gradient is read only if an element was clipped.
-    return {grad == grad_x ? Vector<T>{} : load_vector<kWide>(grad + i, n), load_vector<kWide>(x + i, n)};
+    return load_vector<kWide>(x + i, n);
   }
 
   template <bool kWide, typename ScaleOf>
   DEEPQAT_DEVICE void apply(const In& in, int64_t i, int n, ScaleOf scale) const {
     float v[kVector];
-    values_of(in.x, v);
+    values_of(in, v);
     unrolled<kVector>([&](int j) { v[j] *= scale(j).inverse; });
     const uint32_t bits = bits_where([&](int j) { return grid.at(scale(j).zero).inside(v[j]); });
-    if (grad == grad_x && bits == kAllOfThem) return;
-    const auto bit = [&](int j) { return (bits >> j & 1u) != 0; };
-    Vector<T> dx = kept(grad == grad_x ? load_vector<kWide>(grad + i, n) : in.grad, bit);
+    if (!of_weight) return keep_where<kWide>(bits, grad + i, n);
+    if (bits == kAllOfThem) return;
+    Vector<T> dx = kept(load_vector<kWide>(grad + i, n), [&](int j) { return (bits >> j & 1u) != 0; });
     // Non-finite elements are outside, too.
-    if (of_weight && bits != kAllOfThem) unrolled<kVector>([&](int j) { dx.at[j] = nan_unless_finite(dx.at[j], v[j]); });
-    store_vector<kWide>(dx, grad_x + i, n);
+    unrolled<kVector>([&](int j) { dx.at[j] = nan_unless_finite(dx.at[j], v[j]); });
+    store_vector<kWide>(dx, grad + i, n);
   }
 };
 
 template <typename T>
 struct Masked {
-  struct In {
-    Vector<T> grad;
-    uint32_t mask;
-  };
+  using In = uint32_t;  // of the mask
   static constexpr bool kScaled = false, kShifted = false;
-  const T* grad;
+  T* grad;
   const uint8_t* mask;
-  T* out;
 
   template <bool kWide>
   DEEPQAT_DEVICE In load(int64_t i, int n) const {
-    const uint32_t bits = n > 0 ? mask[i / kVector] : 0u;
-    return {untouched(bits) ? Vector<T>{} : load_vector<kWide>(grad + i, n), bits};
+    return n > 0 ? mask[i / kVector] : kAllOfThem;
   }
 
   template <bool kWide, typename ScaleOf>
   DEEPQAT_DEVICE void apply(const In& in, int64_t i, int n, ScaleOf) const {
-    if (untouched(in.mask)) return;
-    store_vector<kWide>(kept(in.grad, [&](int j) { return (in.mask >> j & 1u) != 0; }), out + i, n);
-  }
-
-  // In place, eight unclipped gradients are neither read nor written.
-  DEEPQAT_DEVICE bool untouched(uint32_t bits) const { return grad == out && bits == kAllOfThem; }
-};
-
-// Dequantize codes and mask a gradient of as many elements in place, as backward needs both for an input.
-template <typename T, typename G>
-struct DequantizeAndMask {
-  struct In {
-    Vector<typename G::Code> codes;
-    uint32_t mask;
-  };
-  static constexpr bool kScaled = true, kShifted = G::kShifted;
-  const typename G::Code* codes;
-  T *out, *grad;
-  const uint8_t* mask;
-  G grid;
-
-  template <bool kWide>
-  DEEPQAT_DEVICE In load(int64_t i, int n) const {
-    return {load_vector<kWide>(codes + i, n), n > 0 ? mask[i / kVector] : kAllOfThem};
-  }
-
-  template <bool kWide, typename ScaleOf>
-  DEEPQAT_DEVICE void apply(const In& in, int64_t i, int n, ScaleOf scale) const {
-    float values[kVector];
-    decode([&](int j) { return grid.at(scale(j).zero); }, in.codes, values);
-    unrolled<kVector>([&](int j) { values[j] *= scale(j).value; });
-    store_vector<kWide>(stored<T>(values), out + i, n);
-    if (in.mask == kAllOfThem) return;
-    const auto bit = [&](int j) { return (in.mask >> j & 1u) != 0; };
-    store_vector<kWide>(kept(load_vector<kWide>(grad + i, n), bit), grad + i, n);
+    keep_where<kWide>(in, grad + i, n);
   }
 };
 
@@ -207,7 +179,9 @@ struct DequantizeAndMask {
 
 template <typename T, typename G>
 struct BackwardSums : Backward<T, G> {
-  using In = GradAndX<T>;
+  struct In {
+    Vector<T> grad, x;
+  };
   using Value = float;
   float* partial;
   void* grad_theta;
@@ -230,9 +204,9 @@ struct BackwardSums : Backward<T, G> {
     unrolled<kVector>([&](int j) { v[j] *= scale.inverse; });
     const auto its_grid = this->grid.at(scale.zero);
     round_to_grid([&](int) { return its_grid; }, v, rounded);
-    // In place, also written if nothing was clipped: a check costs registers that sm_100 does not have here.
+    // Also written if nothing was clipped: a check costs registers that sm_100 does not have here.
     const auto inside = [&](int j) { return its_grid.inside(v[j]); };
-    store_vector<kWide>(kept(in.grad, inside), this->grad_x + i, n);
+    store_vector<kWide>(kept(in.grad, inside), this->grad + i, n);
     // Beyond the end both are zero, and so is the term for any scale.
     unrolled<kVector>([&](int j) {
       sums[j] += grad[j] * its_grid.scale_term(v[j], rounded[j]);

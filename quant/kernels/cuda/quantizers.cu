@@ -77,23 +77,13 @@ void quantize(const void* x_, Dtype dtype, const Scales& scales, int grid, void*
   });
 }
 
-void dequantize(const void* codes_, const Scales& scales, int grid, Dtype dtype, void* out_, void* zeros,
-                void* stream) {
+void dequantize(const void* codes_, const Scales& scales, int grid, Dtype dtype, void* out_, void* zeros, void* grad_,
+                const uint8_t* mask, void* stream) {
   with_dtype_and_grid(dtype, grid, scales, [&](auto zero, auto g) {
     using Op = Dequantize<decltype(zero), decltype(g)>;
     const auto* codes = static_cast<const typename decltype(g)::Code*>(codes_);
-    auto* out = static_cast<decltype(zero)*>(out_);
-    launch_elementwise("dequantize", Op{codes, out, g, zeros}, scales, scales.numel(), aligned(codes, out), stream);
-  });
-}
-
-void dequantize_and_mask(const void* codes_, const Scales& scales, int grid, Dtype dtype, void* out_, void* grad_,
-                         const uint8_t* mask, void* stream) {
-  with_dtype_and_grid(dtype, grid, scales, [&](auto zero, auto g) {
-    using Op = DequantizeAndMask<decltype(zero), decltype(g)>;
-    const auto* codes = static_cast<const typename decltype(g)::Code*>(codes_);
     auto *out = static_cast<decltype(zero)*>(out_), *grad = static_cast<decltype(zero)*>(grad_);
-    launch_elementwise("dequantize_and_mask", Op{codes, out, grad, mask, g}, scales, scales.numel(),
+    launch_elementwise("dequantize", Op{codes, out, g, zeros, grad, mask}, scales, scales.numel(),
                        aligned(codes, out, grad), stream);
   });
 }
@@ -107,29 +97,26 @@ void fake_quantize(const void* x_, Dtype dtype, const Scales& scales, int grid, 
   });
 }
 
-void fake_quantize_backward(const void* grad_, const void* x_, Dtype dtype, const Scales& scales, int grid,
-                            float factor, bool of_weight, void* grad_x_, float* partial_sums, void* grad_theta,
-                            void* stream) {
+void fake_quantize_backward(void* grad_, const void* x_, Dtype dtype, const Scales& scales, int grid, float factor,
+                            bool of_weight, float* partial_sums, void* grad_theta, void* stream) {
   const char* name = "fake_quantize_backward";
   with_dtype_and_grid(dtype, grid, scales, [&](auto zero, auto g) {
     using T = decltype(zero);
     using G = decltype(g);
-    const auto *grad = static_cast<const T*>(grad_), *x = static_cast<const T*>(x_);
-    auto* grad_x = static_cast<T*>(grad_x_);
-    const Backward<T, G> op{grad, x, grad_x, g, of_weight};
-    const bool wide = aligned(grad, x, grad_x);
+    auto* grad = static_cast<T*>(grad_);
+    const auto* x = static_cast<const T*>(x_);
+    const Backward<T, G> op{grad, x, g, of_weight};
+    const bool wide = aligned(grad, x);
     if (grad_theta == nullptr) return launch_elementwise(name, op, scales, scales.numel(), wide, stream);
     launch_reduction(name, BackwardSums<T, G>{op, partial_sums, grad_theta, factor}, scales, wide, stream);
   });
 }
 
-void masked(const void* grad_, const uint8_t* mask, Dtype dtype, int64_t numel, void* out_, void* stream) {
+void masked(void* grad_, const uint8_t* mask, Dtype dtype, int64_t numel, void* stream) {
   with_dtype(dtype, [&](auto zero) {
-    using T = decltype(zero);
-    const auto* grad = static_cast<const T*>(grad_);
-    auto* out = static_cast<T*>(out_);
+    auto* grad = static_cast<decltype(zero)*>(grad_);
     const Scales none{nullptr, nullptr, Dtype::kFloat32, Stored::kFloat32, 1, numel};
-    launch_elementwise("masked", Masked<T>{grad, mask, out}, none, numel, aligned(grad, out), stream);
+    launch_elementwise("masked", Masked<decltype(zero)>{grad, mask}, none, numel, aligned(grad), stream);
   });
 }
 
@@ -142,44 +129,14 @@ void amax(const void* x_, Dtype dtype, int64_t count, int64_t block, float* part
   });
 }
 
-void quantize_tokens(const void* x_, Dtype dtype, const Tokens& tokens, void* codes_, float* scale, int8_t* zero_point,
-                     void* stream) {
-  with_dtype_and_token_grid(dtype, tokens, [&](auto zero, auto grids) {
-    using Op = QuantizeTokens<decltype(zero), decltype(grids)>;
-    const auto* x = static_cast<const decltype(zero)*>(x_);
-    auto* codes = static_cast<typename decltype(grids)::Grid::Code*>(codes_);
-    launch_tokens("quantize_tokens", Op{x, codes, scale, zero_point, grids}, tokens, aligned(x, codes), stream);
-  });
-}
-
-void keep_tokens(const void* x_, Dtype dtype, const Tokens& tokens, void* values_, uint8_t* codes, uint8_t* mask,
-                 void* scales, void* stream) {
-  with_dtype_and_float_token_grid(dtype, tokens, [&](auto zero, auto grids) {
-    using Op = KeepTokens<decltype(zero), decltype(grids)>;
-    const auto* x = static_cast<const decltype(zero)*>(x_);
-    auto* values = static_cast<decltype(zero)*>(values_);
-    launch_tokens("keep_tokens", Op{x, values, codes, mask, scales, tokens, grids}, tokens, aligned(x, values, codes),
-                  stream);
-  });
-}
-
-void fake_quantize_tokens(const void* x_, Dtype dtype, const Tokens& tokens, void* out_, void* grad_, void* stream) {
+void fake_quantize_tokens(const void* x_, Dtype dtype, const Tokens& tokens, void* out_, void* grad_, uint8_t* codes,
+                          uint8_t* mask, void* scales, void* stream) {
   with_dtype_and_token_grid(dtype, tokens, [&](auto zero, auto grids) {
     using Op = FakeQuantizeTokens<decltype(zero), decltype(grids)>;
     const auto* x = static_cast<const decltype(zero)*>(x_);
     auto *out = static_cast<decltype(zero)*>(out_), *grad = static_cast<decltype(zero)*>(grad_);
-    launch_tokens("fake_quantize_tokens", Op{x, out, grad, grids}, tokens, aligned(x, out, grad), stream);
-  });
-}
-
-void fake_quantize_tokens_backward(const void* grad_, const void* x_, Dtype dtype, const Tokens& tokens, void* grad_x_,
-                                   void* stream) {
-  with_dtype_and_token_grid(dtype, tokens, [&](auto zero, auto grids) {
-    using T = decltype(zero);
-    const auto *grad = static_cast<const T*>(grad_), *x = static_cast<const T*>(x_);
-    auto* grad_x = static_cast<T*>(grad_x_);
-    launch_tokens("fake_quantize_tokens_backward", TokensBackward<T, decltype(grids)>{grad, x, grad_x, grids}, tokens,
-                  aligned(grad, x, grad_x), stream);
+    const Op op{x, out, grad, codes, mask, scales, tokens, grids};
+    launch_tokens("fake_quantize_tokens", op, tokens, aligned(x, out, grad, codes), stream);
   });
 }
 

@@ -39,11 +39,6 @@ struct Vector {
 };
 
 template <typename T>
-struct GradAndX {
-  Vector<T> grad, x;
-};
-
-template <typename T>
 using Word = std::conditional_t<sizeof(T) == 1, uint2, uint4>;
 
 template <typename T>

@@ -54,7 +54,7 @@ class CountWeightPasses(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func).removesuffix(".default")
-        if name in ("deepqat.quantize", "deepqat.fake_quantized") and args[0].shape in self.shapes:
+        if name in ("deepqat.quantize", "deepqat.fake_quantize") and args[0].shape in self.shapes:
             self.calls[name] += 1
         if name == "c10d._allgather_base_":
             self.gathered["calls"] += 1
@@ -142,7 +142,7 @@ def test_kept_weight_codes_change_nothing_but_the_number_of_passes(results, name
     steps = THREE["steps"]
     assert kept["seen"]["calls"] == [{"deepqat.quantize": LAYERS}] * steps
     passes = 3 * 2 * LAYERS  # micro-batches, forward and backward
-    assert unkept["seen"]["calls"] == [{"deepqat.fake_quantized": passes}] * steps
+    assert unkept["seen"]["calls"] == [{"deepqat.fake_quantize": passes}] * steps
     assert kept["seen"]["left"] == [0] * steps, "codes of the weights before the step would be used after it"
     assert not results["kept_3"]["seen"]["keeps"], "under stage 3 none are kept"
 

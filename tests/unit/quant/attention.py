@@ -44,10 +44,8 @@ def attention(
     return model, q
 
 
-QUANTIZING = {"quantize", "quantize_with_values", "quantize_with_scale", "fake_quantized", "fake_quantized_tokens"}
-QUANTIZING |= {"fake_quantize_tokens_and_mask_"}
-RESTORING = {"dequantize", "dequantize_and_mask_", "fake_quantized", "fake_quantized_tokens"}
-RESTORING |= {"fake_quantize_tokens_and_mask_"}
+QUANTIZING = {"quantize", "fake_quantize", "fake_quantize_tokens", "fake_quantize_tokens_and_mask_"}
+RESTORING = {"dequantize", "dequantize_and_mask_", *QUANTIZING} - {"quantize"}
 
 
 class Count(TorchDispatchMode):
@@ -62,7 +60,8 @@ class Count(TorchDispatchMode):
         if func.namespace == "deepqat":
             name = func.overloadpacket.__name__
             alone = name == "fake_quantize_tokens_and_mask_" and not args[4]
-            reference = weakref.ref(result) if isinstance(result, Tensor) else lambda: None
+            first = result[0] if isinstance(result, tuple) else result
+            reference = weakref.ref(first) if isinstance(first, Tensor) else lambda: None
             self.calls.append(("masked" if alone else name, tuple(args[0].shape), reference))
         return result
 

@@ -156,10 +156,10 @@ def test_a_used_weight_comes_from_codes_that_stand_in_for_it(seed):
     """That of lm_head."""
     spec, weight = TensorSpec("int", 4, "channel"), torch.randn(6, 10)
     scale = (torch.rand(6, 1) / 4 + 0.1, nn.Parameter(torch.zeros(6, 1)), None, None)
-    used = UsedWeightFunction.apply(spec, 60, nn.Parameter(weight), *scale)
+    used = UsedWeightFunction.apply(spec, 0.1, nn.Parameter(weight), *scale)
     codes = kernels.quantize(weight, Quantizer(Scale(*scale), spec, torch.float32))[0]
     standing = nn.Parameter(placeholder(codes.view(torch.uint8), (6, 10), torch.float32))
-    again = UsedWeightFunction.apply(spec, 60, standing, *scale)
+    again = UsedWeightFunction.apply(spec, 0.1, standing, *scale)
     assert torch.equal(used, again)
     grad = torch.randn(6, 10)
     again.backward(grad)

@@ -285,14 +285,17 @@ def test_codes_values_and_gradients(spec, dtype, seed):
         clipped += int((masked == 0).sum())
         # One scale per token, or one for every group of it.
         scale_shape = (*x.shape[:-1], x.shape[-1] // spec.group_size if spec.group_size else 1)
+        codes, its_scale, zero_point = quantize_tokens(x, spec)
+        assert its_scale.dtype == torch.float32 and torch.equal(its_scale, scale.reshape(scale_shape))
+        assert zero_point.dtype == torch.int8 and torch.equal(zero_point.float(), zero.reshape(scale_shape))
+        assert codes.dtype == (torch.float8_e4m3fn if spec.dtype == "fp8_e4m3" else torch.int8)
+        assert torch.equal(codes.float(), reference.quantize(rows, *grid).float().view(x.shape))
         for module in (reference, kernels):
-            codes, its_scale, zero_point = module.quantize_tokens(x, spec)
-            assert its_scale.dtype == torch.float32 and torch.equal(its_scale, scale.reshape(scale_shape))
-            assert zero_point.dtype == torch.int8 and torch.equal(zero_point.float(), zero.reshape(scale_shape))
-            assert codes.dtype == (torch.float8_e4m3fn if spec.dtype == "fp8_e4m3" else torch.int8)
-            assert torch.equal(codes.float(), reference.quantize(rows, *grid).float().view(x.shape))
             assert torch.equal(module.fake_quantize_tokens(x, spec), reference.fake_quant(rows, *grid).view(x.shape))
-            assert torch.equal(module.fake_quantize_tokens_backward(grad, x, spec), masked.view(x.shape))
+        assert torch.equal(fake_quantize_tokens_backward(grad, x, spec), masked.view(x.shape))
+        grad = grad.contiguous()
+        kernels.fake_quantize_tokens_and_mask_(grad, x, spec, values=False)
+        assert torch.equal(grad, masked.view(x.shape))
     if spec.symmetric:  # integers have no code for absmax / scale = 127.5, e4m3 has one for 448
         assert (clipped > 0) == (spec.dtype == "int")
 

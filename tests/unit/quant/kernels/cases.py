@@ -3,15 +3,17 @@
 import math
 import random
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
 from quant import reference
 from quant.formats import packing
-from quant.kernels import eager
+from quant.kernels.operators import REFERENCE
 from quant.spec import TensorSpec
 
+eager = SimpleNamespace(**REFERENCE)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GRIDS = (0, 1, 2, 3, 4, 5, 6, 7, 8, -2, -4, -8)
 POSITIONS, SEGMENT = 2048, 16384  # of the order of addition in kernels.h
@@ -181,31 +183,20 @@ def calls_with_scales(x: Tensor, s0: Tensor) -> list[tuple[str, tuple]]:
     theta, grad = (0.1 * torch.randn(s0.shape)).to(x.dtype), torch.randn_like(x)
     for t, grid, wanted in ((theta, 0, True), (theta, 4, False), (None, 0, False), (theta, 1, True)):
         stored = x.dtype if grid > 1 else torch.float32
-        codes = eager.quantize(x, s0, t, grid, stored, False)[0]
+        codes = eager.quantize(x, s0, t, grid, stored, False, False, False)[0]
         found += [
             ("effective_scale", (s0, t, stored)),
-            ("quantize", (x, s0, t, grid, stored, wanted)),
-            ("quantize_with_values", (x, s0, t, grid, stored, wanted)),
-            ("quantize_with_scale", (x, s0, t, grid, stored)),
-            ("dequantize", (codes, s0, t, stored, x.dtype)),
-            ("dequantize_with_zeros", (codes, s0, theta, stored, x.dtype)),
+            ("quantize", (x, s0, t, grid, stored, wanted, not wanted, wanted)),
+            ("dequantize", (codes, s0, theta, stored, x.dtype, wanted)),
             ("fake_quantize", (x, s0, t, grid, stored)),
-            ("fake_quantized", (x, s0, t, grid, stored)),
-            ("fake_quantize_backward", (grad, x, s0, t, grid, stored, 0.5, wanted)),
-            ("fake_quantize_backward_", (grad.contiguous(), x, s0, t, grid, stored, 0.5, wanted)),
+            ("fake_quantize_backward_", (grad.contiguous(), x, s0, t, grid, stored, 0.5, wanted and t is not None)),
         ]
     mask = packing.pack_bits(torch.rand(x.shape) < 0.5)
-    found += [("masked", (grad, mask)), ("masked_", (grad.contiguous(), mask)), ("amax", (x, s0.numel()))]
+    found += [("masked_", (grad.contiguous(), mask)), ("amax", (x, s0.numel())), ("keep_tokens", (x, 0, False))]
     found.append(("dequantize_and_mask_", (grad.contiguous(), mask, codes, s0, None, torch.float32)))
-    found.append(("keep_tokens", (x, 0, False)))
     for tokens in ((0, True), (8, False)):
-        found += [
-            ("quantize_tokens", (x, *tokens)),
-            ("fake_quantize_tokens", (x, *tokens)),
-            ("fake_quantized_tokens", (x, *tokens)),
-            ("fake_quantize_tokens_backward", (grad, x, *tokens)),
-            ("fake_quantize_tokens_and_mask_", (grad.contiguous(), x, *tokens, tokens[1])),
-        ]
+        found.append(("fake_quantize_tokens", (x, *tokens)))
+        found.append(("fake_quantize_tokens_and_mask_", (grad.contiguous(), x, *tokens, tokens[1])))
     return found
 
 

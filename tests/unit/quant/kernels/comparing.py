@@ -1,7 +1,8 @@
 """Compare results of operators bit for bit, and theta's gradient with the sum in the documented order."""
 
 import math
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quant.kernels import eager
 from quant.reference import sum_in_order
-from tests.unit.quant.kernels.cases import POSITIONS, SEGMENT, Case
+from tests.unit.quant.kernels.cases import DTYPES, POSITIONS, SEGMENT, Case, eager
 
 OPS = torch.ops.deepqat
 TOKEN_GRIDS = ((0, True), *((bits, symmetric) for bits in (2, 4, 8) for symmetric in (False, True)))
@@ -37,12 +37,34 @@ def results(module: Any, name: str, *arguments: Any) -> list[Tensor]:
     return [one for one in (*(found if isinstance(found, tuple) else (found,)), *written) if one is not None]
 
 
+def gradients(module: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+    """The gradients of ``x`` and theta that ``fake_quantize_backward_`` gives."""
+    of_theta, of_x = results(module, "fake_quantize_backward_", *arguments)
+    return of_x, of_theta
+
+
 def check_same(name: str, *arguments: Any, what: str = "") -> list[Tensor]:
     """Results of an operator, which are those of the reference."""
     ours = results(OPS, name, *arguments)
     for one, other in zip(ours, results(eager, name, *arguments), strict=True):
         assert_same(one, other, f"{name}, {what}")
     return ours
+
+
+def check_operators(case: Case, same: Callable[..., list[Tensor]]) -> Tensor:
+    """Call ``same`` for the operators with static scales that add nothing up; return the codes."""
+    x, beside, stored = case.x, (case.zero, case.above), (*case.scales, case.scale_dtype)
+    quantizer = (*case.scales, case.grid, case.scale_dtype)
+    same("effective_scale", *stored, None, case.above)
+    same("fake_quantize", x, *quantizer, None, *beside)
+    for wanted in ((False, False, True), (False, True, False), (True, True, True), (True, False, False)):
+        codes, mask, *_ = same("quantize", x, *quantizer, *wanted, *beside)
+    for zeros in (False, True) if case.theta is not None else (False,):
+        same("dequantize", codes, *stored, random.choice(DTYPES), zeros, None, *beside)
+    same("masked_", case.grad, mask)
+    same("dequantize_and_mask_", case.grad, mask, codes, *stored, *beside)
+    same("amax", x, case.s0.numel())
+    return codes
 
 
 def added_in_order(terms: Tensor) -> Tensor:
@@ -91,8 +113,6 @@ def check_tokens(x: Tensor, grad: Tensor, what: str, grids: Sequence[tuple[int, 
     """The operators of dynamic codes."""
     for grid in grids:
         about = f"grid and symmetry {grid}, {what}"
-        for name in ("quantize_tokens", "fake_quantize_tokens"):
-            check_same(name, x, *grid, what=about)
-        check_same("fake_quantize_tokens_backward", grad, x, *grid, what=about)
+        check_same("fake_quantize_tokens", x, *grid, what=about)
         for values in (True, False):
             check_same("fake_quantize_tokens_and_mask_", grad, x, *grid, values, what=about)

@@ -133,9 +133,9 @@ def check(way: str, dtype: torch.dtype, backend: str, *, device: str = "cpu") ->
     wanted = 7 + (4 if get_scheme(WAYS[way][0]).activations is not None else 0)
     for run in (graph, plain):
         calls = layer.calls(run)
-        codes = calls["quantize"] + calls["quantize_with_scale"]
-        weights = codes + calls["quantize_with_values"] + calls["fake_quantized"]
-        assert weights + calls["fake_quantized_tokens"] + calls["keep_tokens"] == wanted, calls
+        codes = calls["quantize"]
+        others = calls["fake_quantize"] + calls["fake_quantize_tokens"] + calls["keep_tokens"]
+        assert codes + others == wanted, calls
         assert not WAYS[way][2] or codes == wanted, f"inputs and weights as codes: {calls}"
     # No fake-quantized copy of a weight is kept, and not more than in eager mode: fewer, as norms are computed again.
     shapes = {tuple(shape) for p in plain.parameters() if p.dim() == 2 for shape in (p.shape, p.shape[::-1])}

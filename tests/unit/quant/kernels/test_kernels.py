@@ -6,15 +6,15 @@ documents, bit for bit, and lie within fp32 rounding of the exact sum."""
 import itertools
 import math
 import random
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from quant import SCHEMES, kernels
+from quant import SCHEMES, kernels, reference
 from quant.formats import packing
-from quant.kernels import eager, ops
 from tests.unit.quant.kernels.cases import (
     DTYPES,
     GRIDS,
@@ -23,6 +23,7 @@ from tests.unit.quant.kernels.cases import (
     Case,
     calls_of_layers,
     calls_with_scales,
+    eager,
     every_value,
     random_case,
     random_layout,
@@ -33,9 +34,11 @@ from tests.unit.quant.kernels.comparing import (
     OPS,
     TOKEN_GRIDS,
     assert_same,
+    check_operators,
     check_same,
     check_theta_gradient,
     check_tokens,
+    gradients,
     results,
 )
 
@@ -43,30 +46,14 @@ pytestmark = pytest.mark.usefixtures("compiled")
 
 
 def check(case: Case) -> None:
-    """All operators on one case."""
-    x, what, beside = case.x, str(case), (case.zero, case.above)
-    stored = (*case.scales, case.scale_dtype)
-    quantizer = (*case.scales, case.grid, case.scale_dtype)
-
-    def same(name: str, *arguments: object) -> list[Tensor]:
-        return check_same(name, *arguments, what=what)
-
-    same("effective_scale", *stored, None, case.above)
-    same("quantize_with_scale", x, *quantizer, *beside)
-    same("fake_quantize", x, *quantizer, None, *beside)
-    for mask in (False, True):
-        same("quantize_with_values", x, *quantizer, mask, *beside)
-        codes, inside = same("quantize", x, *quantizer, mask, *beside)
-    any_codes = random_layout(torch.randint(256, (x.numel(),), dtype=torch.uint8).view(codes.dtype), tuple(x.shape))
-    for some in (codes, any_codes):
-        for name in ("dequantize", "dequantize_with_zeros") if case.theta is not None else ("dequantize",):
-            same(name, some, *stored, random.choice(DTYPES), None, *beside)
-    same("masked", case.grad, inside)
-    same("masked_", case.grad, inside)
-    same("dequantize_and_mask_", case.grad, inside, codes, *stored, *beside)
-    same("amax", x, case.s0.numel())
-    check_tokens(x, case.grad, what, random.sample(TOKEN_GRIDS, 3))
-    check_gradients(case, (case.grad, x, *quantizer, case.factor), beside)
+    """All operators on one case, with codes that no quantizer made, too."""
+    what, beside = str(case), (case.zero, case.above)
+    codes = check_operators(case, partial(check_same, what=what))
+    any_codes = random_layout(torch.randint(256, (codes.numel(),), dtype=torch.uint8).view(codes.dtype), codes.shape)
+    given = (*case.scales, case.scale_dtype, random.choice(DTYPES), case.theta is not None, None, *beside)
+    check_same("dequantize", any_codes, *given, what=what)
+    check_tokens(case.x, case.grad, what, random.sample(TOKEN_GRIDS, 3))
+    check_gradients(case, (case.grad, case.x, *case.scales, case.grid, case.scale_dtype, case.factor), beside)
 
 
 def check_gradients(case: Case, arguments: tuple, beside: tuple) -> None:
@@ -74,11 +61,8 @@ def check_gradients(case: Case, arguments: tuple, beside: tuple) -> None:
     for wanted in (False, True) if case.theta is not None else (False,):
         for of_weight in (False, True):
             given = (*arguments, wanted, *beside, of_weight)
-            grad_x, grad_theta = OPS.fake_quantize_backward(*given)
-            assert_same(grad_x, eager.fake_quantize_backward(*given)[0], f"gradient of x, {case}")
-            in_place = results(OPS, "fake_quantize_backward_", *given)
-            assert_same(in_place[0], grad_theta, f"theta's in place, {case}")
-            assert_same(in_place[1], grad_x, f"gradient of x in place, {case}")
+            grad_x, grad_theta = gradients(OPS, *given)
+            assert_same(grad_x, gradients(eager, *given)[0], f"gradient of x, {case}")
             assert grad_theta.shape == (case.theta.shape if wanted else (0,))
             if not wanted:
                 continue
@@ -101,7 +85,7 @@ def test_random_tensors(seed):
 
 def test_theta_of_nothing_has_a_gradient_of_0_whatever_the_scale():
     x, s0 = torch.empty(0, 8), torch.tensor([math.nan, math.inf, 1.0])
-    _, grad_theta = check_same("fake_quantize_backward", x, x, s0, torch.zeros(3), 4, torch.float32, 1.0, True)
+    grad_theta, _ = check_same("fake_quantize_backward_", x, x, s0, torch.zeros(3), 4, torch.float32, 1.0, True)
     assert grad_theta.tolist() == [0, 0, 0]
 
 
@@ -131,16 +115,16 @@ def test_inputs_kept_as_codes(scheme, dtype, seed):
         x = (tame * torch.randn(shape).exp()).to(dtype)
         flat = x.view(-1)
         flat[3], flat[200], flat[32:64], flat[-16:] = float("inf"), float("nan"), 0, flat[-16:] * 1e3
-        groups = ops._token_groups(x, spec)
+        groups = kernels._token_groups(x, spec)
         for mask in (False, True) if above is not None else (False,):
-            check_same("keep_tokens", groups, ops.grid_of(spec), mask, *ops._stored(spec, above))
+            check_same("keep_tokens", groups, kernels.grid_of(spec), mask, *kernels._stored(spec, above))
         values, codes, _, scales = kernels.keep_tokens(x, spec, above, mask=True)
         assert_same(values, kernels.fake_quantize_tokens(x, spec, above))
         restored = kernels.restore_tokens(codes, scales, spec, dtype, above, after=None)
         assert torch.equal(torch.nan_to_num(restored), torch.nan_to_num(values))
         for some in (x, tame):  # of the second no group is masked as a whole
             _, _, mask, scales = kernels.keep_tokens(some, spec, above, mask=True)
-            expected = kernels.fake_quantize_tokens_backward(grad, some, spec, above)
+            expected = reference.fake_quantize_tokens_backward(grad, some, spec, above)
             assert torch.equal(kernels.kept_gradient_(grad.clone(), scales, mask), expected)
 
 
@@ -150,7 +134,7 @@ def test_a_run_of_more_segments_than_accumulators(seed):
     numel = SEGMENT * POSITIONS + 3 * SEGMENT + 5
     x, grad = torch.randn(numel).bfloat16(), torch.randn(numel).bfloat16()
     case = Case(x, grad, torch.tensor([0.3]), torch.tensor([0.1]), 4, torch.bfloat16, 1.0)
-    _, grad_theta = OPS.fake_quantize_backward(grad, x, *case.scales, 4, torch.bfloat16, 1.0, True)
+    _, grad_theta = gradients(OPS, grad, x, *case.scales, 4, torch.bfloat16, 1.0, True)
     check_theta_gradient(case, grad_theta)
 
 
@@ -160,7 +144,7 @@ def test_more_than_2_to_31_elements():
     codes = torch.zeros(2**31 + 40, dtype=torch.int8)
     codes[-40:] = torch.arange(-20, 20)
     codes[2**31 - 1] = 7
-    values = OPS.dequantize(codes, torch.tensor([0.5]), None, torch.float32, torch.bfloat16)
+    values, _ = OPS.dequantize(codes, torch.tensor([0.5]), None, torch.float32, torch.bfloat16, False)
     assert torch.equal(values[-40:].float(), torch.arange(-20, 20) * 0.5)
     assert values[2**31 - 1] == 3.5
     for begin in range(0, 2**31 - 1, 2**28):
@@ -204,9 +188,9 @@ def test_every_value_of_a_16_bit_dtype(dtype):
     for grid in GRIDS:
         for scale in (1.0, 0.25, 0.0123, 3.3e-5, 700.0):
             arguments, what = (torch.tensor([scale]), None, grid, torch.float32), f"grid {grid}, scale {scale}"
-            check_same("quantize", x, *arguments, True, what=what)
+            check_same("quantize", x, *arguments, True, True, False, what=what)
             check_same("fake_quantize", x, *arguments, what=what)
-            check_same("fake_quantize_backward", grad, x, *arguments, 1.0, False, what=what)
+            check_same("fake_quantize_backward_", grad, x, *arguments, 1.0, False, what=what)
     for others in ((), (1.0,), (-0.7, 2.0), (1e-3, -1e3)):
         tokens = torch.stack([x, *(torch.full_like(x, other) for other in others)], dim=1)
         check_tokens(tokens, torch.ones_like(tokens), str(others))
@@ -218,7 +202,7 @@ def test_every_code(seed):
     code_dtypes = (torch.float8_e4m3fn, torch.int8, torch.uint8)
     for code_dtype, dtype, scale_dtype in itertools.product(code_dtypes, DTYPES, DTYPES):
         s0, codes = torch.exp(3 * torch.randn(40)), every.view(code_dtype).expand(40, 256)
-        (ours,) = check_same("dequantize", codes, s0, None, scale_dtype, dtype)
+        ours, _ = check_same("dequantize", codes, s0, None, scale_dtype, dtype, False)
         held = s0.clamp(2.0**-24, 65504.0) if scale_dtype == torch.float16 else s0  # neither 0 nor infinite
         values = codes.float()  # what a code is, torch says
         if code_dtype == torch.uint8:
@@ -248,16 +232,16 @@ def test_every_boundary_of_floating_point_grids(grid):
     expected = torch.stack([below, below, below + below % 2, below + 1, below + 1]).clamp(max=last)
     one = (ONE, None, grid, torch.float32)
     for sign, bit in ((1, 0), (-1, sign_bit)):
-        codes, mask = check_same("quantize", sign * ties, *one, True)
+        codes, mask, *_ = check_same("quantize", sign * ties, *one, True, False, False)
         assert torch.equal(codes.view(torch.uint8), (expected | bit).to(torch.uint8))
         assert torch.equal(packing.unpack_bits(mask, ties.shape), ties.double() <= last_inside)
         around = sign * torch.cat([ties.flatten(), neighbors(values[1:-1]).flatten()])
         check_same("fake_quantize", around, *one)
         case = Case(around, torch.ones_like(around), ONE, torch.zeros(1), grid, torch.float32, 1.0)
         given = (case.grad, around, *case.scales, grid, torch.float32, 1.0, True)
-        grad_x, grad_theta = OPS.fake_quantize_backward(*given)
+        grad_x, grad_theta = gradients(OPS, *given)
         assert torch.equal(grad_x, (around.abs().double() <= last_inside).float())
-        assert torch.equal(grad_x, eager.fake_quantize_backward(*given)[0])
+        assert torch.equal(grad_x, gradients(eager, *given)[0])
         check_theta_gradient(case, grad_theta)
 
 
@@ -269,7 +253,7 @@ def test_every_boundary_of_integers(bits):
     for shift in (0,) if bits < 0 else range(low, high + 1, 1 if bits < 5 else 37):
         zero = None if bits < 0 else torch.tensor([float(shift)])
         ties = neighbors(torch.arange(low - shift - 2, high - shift + 2) + 0.5)
-        codes, mask = check_same("quantize", ties, ONE, None, bits, torch.float32, True, zero)
+        codes, mask, *_ = check_same("quantize", ties, ONE, None, bits, torch.float32, True, False, False, zero)
         reached = torch.from_numpy(np.rint(ties.double().numpy())) + shift
         inside = (reached >= low) & (reached <= high)
         assert torch.equal(codes.double(), reached.clamp(low, high))
@@ -278,8 +262,8 @@ def test_every_boundary_of_integers(bits):
         assert torch.equal(values.double(), reached.clamp(low, high) - shift)
         case = Case(ties, torch.ones_like(ties), ONE, torch.zeros(1), bits, torch.float32, 1.0, zero)
         given = (case.grad, ties, *case.scales, bits, torch.float32, 1.0, True, zero)
-        grad_x, grad_theta = OPS.fake_quantize_backward(*given)
-        assert torch.equal(grad_x, inside.float()) and torch.equal(grad_x, eager.fake_quantize_backward(*given)[0])
+        grad_x, grad_theta = gradients(OPS, *given)
+        assert torch.equal(grad_x, inside.float()) and torch.equal(grad_x, gradients(eager, *given)[0])
         check_theta_gradient(case, grad_theta)
 
 
@@ -300,7 +284,7 @@ def test_no_scale_of_fp16_is_0_or_infinite(seed):
 def exponentials(theta: Tensor) -> Tensor:
     """The kernel's fp32 ``exp(theta)``, which makes a scale of theta: of a code 1 with s0 = 1."""
     ones = torch.ones(theta.numel(), dtype=torch.int8)
-    return OPS.dequantize(ones, torch.ones(theta.numel()), theta, torch.float32, torch.float32)
+    return OPS.dequantize(ones, torch.ones(theta.numel()), theta, torch.float32, torch.float32, False)[0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
