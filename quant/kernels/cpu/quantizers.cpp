@@ -143,9 +143,12 @@ void masked(void* grad_, const uint8_t* mask, Dtype dtype, int64_t numel) {
     auto* grad = static_cast<decltype(zero)*>(grad_);
     at::parallel_for(0, (numel + 7) / 8, kSegment / 2, [&](int64_t begin, int64_t end) {
       for (int64_t byte = begin; byte < end; ++byte) {
-        if (mask[byte] == 0xff) continue;
-        for (int64_t i = byte * 8; i < std::min(byte * 8 + 8, numel); ++i)
-          grad[i] = kept(grad[i], (mask[byte] >> (i % 8) & 1) != 0);
+        const uint32_t bits = mask[byte];
+        if (bits == 0xff) continue;
+        auto* eight = grad + byte * 8;
+        const int64_t n = std::min<int64_t>(8, numel - byte * 8);
+        const auto mask_one = [&](int64_t j) { eight[j] = kept(eight[j], (bits >> j & 1) != 0); };
+        for (int64_t j = blocks_of<8>(0, n, mask_one); j < n; ++j) mask_one(j);
       }
     });
   });

@@ -25,12 +25,8 @@ void test_norms() {
   const bool valued = chance(0.5), masked = chance(0.8);
   Result codes(numel, 1, any_offset()), mask(numel / 8, 1, below(3)), values(numel, size, any_offset());
   Result rstd(c.rows, 4, below(3));
-  cpu::rms_norm_quantize(c.x.data(), c.weight.data(), c.dtype, c.rows, c.features, 1e-6f, c.scales, c.grid,
-                         codes.cpu.data(), masked ? static_cast<uint8_t*>(mask.cpu.data()) : nullptr,
-                         valued ? values.cpu.data() : nullptr, static_cast<float*>(rstd.cpu.data()));
-  cuda::rms_norm_quantize(c.x.data(), c.weight.data(), c.dtype, c.rows, c.features, 1e-6f, c.scales, c.grid,
-                          codes.cuda.data(), masked ? static_cast<uint8_t*>(mask.cuda.data()) : nullptr,
-                          valued ? values.cuda.data() : nullptr, static_cast<float*>(rstd.cuda.data()), stream);
+  ON_BOTH(rms_norm_quantize, c.x.data(), c.weight.data(), c.dtype, c.rows, c.features, 1e-6f, c.scales, c.grid,
+          at(codes), at(mask, masked), at(values, valued), at(rstd));
   rstd.compare("rstd", Dtype::kFloat32);
   codes.compare("codes");
   if (valued) values.compare("values", c.dtype);
@@ -41,14 +37,8 @@ void test_norms() {
   const bool weighted = chance(0.8);
   Result grad_x(numel, size, any_offset()), partial(sums_of_rows(c.rows) * c.features, 4, below(3));
   Result grad_weight(c.features, size, any_offset());
-  const auto* r = static_cast<float*>(rstd.cpu.data());
-  const auto* bits = static_cast<uint8_t*>(inside.data());
-  cpu::rms_norm_backward(c.grad.data(), c.x.data(), c.weight.data(), r, bits, c.dtype, c.rows, c.features,
-                         grad_x.cpu.data(), weighted ? static_cast<float*>(partial.cpu.data()) : nullptr,
-                         weighted ? grad_weight.cpu.data() : nullptr);
-  cuda::rms_norm_backward(c.grad.data(), c.x.data(), c.weight.data(), r, bits, c.dtype, c.rows, c.features,
-                          grad_x.cuda.data(), weighted ? static_cast<float*>(partial.cuda.data()) : nullptr,
-                          weighted ? grad_weight.cuda.data() : nullptr, stream);
+  ON_BOTH(rms_norm_backward, c.grad.data(), c.x.data(), c.weight.data(), at(rstd), Pointer{inside.data()}, c.dtype,
+          c.rows, c.features, at(grad_x), at(partial, weighted), at(grad_weight, weighted));
   grad_x.compare("grad_x", c.dtype);
   if (weighted) grad_weight.compare("grad_weight", c.dtype);
 }
@@ -59,19 +49,14 @@ void test_swiglu() {
   c.scales = {c.scales.s0, nullptr, Dtype::kFloat32, Stored::kFloat32, 1, c.numel};
   const bool valued = chance(0.5);
   Result codes(c.numel, 1, any_offset()), mask((c.numel + 7) / 8, 1, below(3)), values(c.numel, size, any_offset());
-  cpu::silu_mul_quantize(c.x.data(), c.grad.data(), c.dtype, c.scales, c.grid, codes.cpu.data(),
-                         static_cast<uint8_t*>(mask.cpu.data()), valued ? values.cpu.data() : nullptr);
-  cuda::silu_mul_quantize(c.x.data(), c.grad.data(), c.dtype, c.scales, c.grid, codes.cuda.data(),
-                          static_cast<uint8_t*>(mask.cuda.data()), valued ? values.cuda.data() : nullptr, stream);
+  ON_BOTH(silu_mul_quantize, c.x.data(), c.grad.data(), c.dtype, c.scales, c.grid, at(codes), at(mask),
+          at(values, valued));
   codes.compare("codes");
   mask.compare("mask");
   if (valued) values.compare("values", c.dtype);
   Result grad_gate(c.numel, size, any_offset()), grad_up(c.numel, size, any_offset());
-  const auto* bits = static_cast<uint8_t*>(mask.cpu.data());
-  cpu::silu_mul_backward(c.grad.data(), c.x.data(), c.grad.data(), bits, c.dtype, c.numel, grad_gate.cpu.data(),
-                         grad_up.cpu.data());
-  cuda::silu_mul_backward(c.grad.data(), c.x.data(), c.grad.data(), bits, c.dtype, c.numel, grad_gate.cuda.data(),
-                          grad_up.cuda.data(), stream);
+  ON_BOTH(silu_mul_backward, c.grad.data(), c.x.data(), c.grad.data(), at(mask), c.dtype, c.numel, at(grad_gate),
+          at(grad_up));
   grad_gate.compare("grad_gate", c.dtype);
   grad_up.compare("grad_up", c.dtype);
 }

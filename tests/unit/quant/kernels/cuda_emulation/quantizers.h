@@ -9,45 +9,29 @@ namespace {
 void test_effective_scale() {
   ScaledCase c("effective_scale", chance(0.8));
   Result out(c.count, 4, below(3));
-  cpu::effective_scale(c.scales, static_cast<float*>(out.cpu.data()));
-  cuda::effective_scale(c.scales, static_cast<float*>(out.cuda.data()), stream);
+  ON_BOTH(effective_scale, c.scales, at(out));
   out.compare("scale", Dtype::kFloat32);
 }
 
 void test_quantize() {
   ScaledCase c("quantize", chance(0.5));
-  const bool masked = chance(0.6);
-  const bool valued = chance(0.5);
+  const bool masked = chance(0.6), valued = chance(0.5), scaled = chance(0.5);
   what += std::string(masked ? " with mask" : "") + (valued ? " with values" : "");
-  Result codes(c.numel, 1, any_offset()), mask((c.numel + 7) / 8, 1, below(3));
-  Result values(c.numel, size_of(c.dtype), any_offset());
-  auto* cpu_mask = masked ? static_cast<uint8_t*>(mask.cpu.data()) : nullptr;
-  auto* cuda_mask = masked ? static_cast<uint8_t*>(mask.cuda.data()) : nullptr;
-  Result effective(c.count, 4, below(3));
-  const bool scaled = chance(0.5);
-  cpu::quantize(c.x.data(), c.dtype, c.scales, c.grid, codes.cpu.data(), cpu_mask,
-                valued ? values.cpu.data() : nullptr, scaled ? static_cast<float*>(effective.cpu.data()) : nullptr);
-  cuda::quantize(c.x.data(), c.dtype, c.scales, c.grid, codes.cuda.data(), cuda_mask,
-                 valued ? values.cuda.data() : nullptr, scaled ? static_cast<float*>(effective.cuda.data()) : nullptr,
-                 stream);
+  Result codes(c.numel, 1, any_offset()), mask((c.numel + 7) / 8, 1, below(3)), effective(c.count, 4, below(3));
+  Result values(c.numel, size_of(c.dtype), any_offset()), grad(c.numel, size_of(c.dtype), any_offset());
+  ON_BOTH(quantize, c.x.data(), c.dtype, c.scales, c.grid, at(codes), at(mask, masked), at(values, valued),
+          at(effective, scaled));
   codes.compare("codes");
   if (scaled) effective.compare("scales beside codes", Dtype::kFloat32);
   if (valued) values.compare("values", c.dtype);
   if (!masked) return;
   mask.compare("mask");
-
-  Result grad(c.numel, size_of(c.dtype), any_offset());
   grad.start(c.grad);
-  cpu::masked(grad.cpu.data(), cpu_mask, c.dtype, c.numel);
-  cuda::masked(grad.cuda.data(), cuda_mask, c.dtype, c.numel, stream);
+  ON_BOTH(masked, at(grad), at(mask), c.dtype, c.numel);
   grad.compare("masked");
-
-  Result out(c.numel, size_of(c.dtype), any_offset());
   grad.start(c.grad);
-  cpu::dequantize(codes.cpu.data(), c.scales, c.grid, c.dtype, out.cpu.data(), nullptr, grad.cpu.data(), cpu_mask);
-  cuda::dequantize(codes.cpu.data(), c.scales, c.grid, c.dtype, out.cuda.data(), nullptr, grad.cuda.data(), cpu_mask,
-                   stream);
-  out.compare("dequantized while masking", c.dtype);
+  ON_BOTH(dequantize, at(codes), c.scales, c.grid, c.dtype, at(values), nullptr, at(grad), at(mask));
+  values.compare("dequantized while masking", c.dtype);
   grad.compare("masked while dequantizing");
 }
 
@@ -55,13 +39,9 @@ void test_dequantize() {
   ScaledCase c("dequantize", chance(0.5));
   Buffer codes(c.numel, 1, any_offset(), 0);
   for (int64_t i = 0; i < c.numel; ++i) static_cast<uint8_t*>(codes.data())[i] = static_cast<uint8_t>(below(256));
-  Result out(c.numel, size_of(c.dtype), any_offset());
-  Result zeros(c.count, size_of(c.theta_dtype), below(3));
+  Result out(c.numel, size_of(c.dtype), any_offset()), zeros(c.count, size_of(c.theta_dtype), below(3));
   const bool zeroed = c.scales.theta != nullptr && chance(0.5);
-  cpu::dequantize(codes.data(), c.scales, c.grid, c.dtype, out.cpu.data(), zeroed ? zeros.cpu.data() : nullptr, nullptr,
-                  nullptr);
-  cuda::dequantize(codes.data(), c.scales, c.grid, c.dtype, out.cuda.data(), zeroed ? zeros.cuda.data() : nullptr,
-                   nullptr, nullptr, stream);
+  ON_BOTH(dequantize, codes.data(), c.scales, c.grid, c.dtype, at(out), at(zeros, zeroed), nullptr, nullptr);
   out.compare("dequantized", c.dtype);
   if (!zeroed) return;
   zeros.compare("zeros");
@@ -72,24 +52,19 @@ void test_dequantize() {
 void test_fake_quantize() {
   ScaledCase c("fake_quantize", chance(0.5));
   Result out(c.numel, size_of(c.dtype), any_offset());
-  cpu::fake_quantize(c.x.data(), c.dtype, c.scales, c.grid, out.cpu.data());
-  cuda::fake_quantize(c.x.data(), c.dtype, c.scales, c.grid, out.cuda.data(), stream);
+  ON_BOTH(fake_quantize, c.x.data(), c.dtype, c.scales, c.grid, at(out));
   out.compare("fake-quantized", c.dtype);
 }
 
 void test_backward() {
   const bool learned = chance(0.8), of_weight = chance(0.5);
   ScaledCase c("fake_quantize_backward", learned);
-  const int64_t sums = c.count * segments_of(c.block);
-  Result grad(c.numel, size_of(c.dtype), any_offset());
-  Result grad_theta(c.count, size_of(c.theta_dtype), below(3)), partial(sums, 4, below(3));
+  Result grad(c.numel, size_of(c.dtype), any_offset()), grad_theta(c.count, size_of(c.theta_dtype), below(3));
+  Result partial(c.count * segments_of(c.block), 4, below(3));
   grad.start(c.grad);
-  cpu::fake_quantize_backward(grad.cpu.data(), c.x.data(), c.dtype, c.scales, c.grid, 0.37f, of_weight,
-                              static_cast<float*>(partial.cpu.data()), learned ? grad_theta.cpu.data() : nullptr);
   Reduction reduction;
-  cuda::fake_quantize_backward(grad.cuda.data(), c.x.data(), c.dtype, c.scales, c.grid, 0.37f, of_weight,
-                               static_cast<float*>(partial.cuda.data()), learned ? grad_theta.cuda.data() : nullptr,
-                               stream);
+  ON_BOTH(fake_quantize_backward, at(grad), c.x.data(), c.dtype, c.scales, c.grid, 0.37f, of_weight, at(partial),
+          at(grad_theta, learned));
   if (learned) reduction.check(c);
   grad.compare("gradient", c.dtype);
   if (learned) grad_theta.compare("grad_theta", c.theta_dtype);
@@ -98,11 +73,8 @@ void test_backward() {
 void test_amax() {
   Case c("amax");
   Result out(c.count, 4, below(3)), partial(c.count * segments_of(c.block), 4, below(3));
-  cpu::amax(c.x.data(), c.dtype, c.count, c.block, static_cast<float*>(partial.cpu.data()),
-            static_cast<float*>(out.cpu.data()));
   Reduction reduction;
-  cuda::amax(c.x.data(), c.dtype, c.count, c.block, static_cast<float*>(partial.cuda.data()),
-             static_cast<float*>(out.cuda.data()), stream);
+  ON_BOTH(amax, c.x.data(), c.dtype, c.count, c.block, at(partial), at(out));
   reduction.check(c);
   out.compare("amax", Dtype::kFloat32);
 }
@@ -132,11 +104,8 @@ void test_tokens() {
   Result values(c.numel, size_of(c.dtype), any_offset()), grad(c.numel, size_of(c.dtype), any_offset());
   Result codes(bytes, 1, any_offset()), mask(c.numel / 8, 1, below(3)), scales(c.count, size, below(3));
   grad.start(c.grad);
-  const auto byte = [](Buffer& buffer, bool wanted) { return wanted ? static_cast<uint8_t*>(buffer.data()) : nullptr; };
-  cpu::fake_quantize_tokens(c.x.data(), c.dtype, c.tokens, byte(values.cpu, valued), byte(grad.cpu, graded),
-                            byte(codes.cpu, kept), byte(mask.cpu, masked), byte(scales.cpu, kept));
-  cuda::fake_quantize_tokens(c.x.data(), c.dtype, c.tokens, byte(values.cuda, valued), byte(grad.cuda, graded),
-                             byte(codes.cuda, kept), byte(mask.cuda, masked), byte(scales.cuda, kept), stream);
+  ON_BOTH(fake_quantize_tokens, c.x.data(), c.dtype, c.tokens, at(values, valued), at(grad, graded), at(codes, kept),
+          at(mask, masked), at(scales, kept));
   if (valued) values.compare("values", c.dtype);
   if (graded) grad.compare("gradient", c.dtype);
   if (!kept) return;
@@ -152,9 +121,7 @@ void test_sum_rows() {
   Buffer places(sums * per_sum, 8, below(3), 0);
   for (int64_t i = 0; i < sums * per_sum; ++i) static_cast<int64_t*>(places.data())[i] = below(c.count);
   Result out(sums * c.block, size_of(c.dtype), any_offset());
-  const auto* at = static_cast<int64_t*>(places.data());
-  cpu::sum_rows(c.x.data(), at, c.dtype, sums, per_sum, c.block, out.cpu.data());
-  cuda::sum_rows(c.x.data(), at, c.dtype, sums, per_sum, c.block, out.cuda.data(), stream);
+  ON_BOTH(sum_rows, c.x.data(), Pointer{places.data()}, c.dtype, sums, per_sum, c.block, at(out));
   out.compare("sums", c.dtype);
 }
 

@@ -115,6 +115,32 @@ struct Result {
   }
 };
 
+// A pointer to data of any type.
+struct Pointer {
+  void* data;
+
+  template <typename T>
+  operator T*() const {
+    return static_cast<T*>(data);
+  }
+};
+
+void* const stream = reinterpret_cast<void*>(0x1234);
+
+// Run a kernel on both backends. In its arguments, at(result) is the result's memory of one backend, and
+// at(result, wanted) null unless wanted.
+#define ON_BOTH(kernel, ...)                                                                                    \
+  do {                                                                                                          \
+    {                                                                                                           \
+      const auto at = [](Result& one, bool wanted = true) { return Pointer{wanted ? one.cpu.data() : nullptr}; };  \
+      cpu::kernel(__VA_ARGS__);                                                                                 \
+    }                                                                                                           \
+    {                                                                                                           \
+      const auto at = [](Result& one, bool wanted = true) { return Pointer{wanted ? one.cuda.data() : nullptr}; }; \
+      cuda::kernel(__VA_ARGS__, stream);                                                                        \
+    }                                                                                                           \
+  } while (false)
+
 Dtype any_dtype() { return one_of({Dtype::kFloat32, Dtype::kBFloat16, Dtype::kBFloat16, Dtype::kHalf}); }
 
 Stored any_stored() {
@@ -184,8 +210,6 @@ struct ScaledCase : Case {
     what += with_theta ? " theta " + std::to_string(static_cast<int>(theta_dtype)) : "";
   }
 };
-
-void* const stream = reinterpret_cast<void*>(0x1234);
 
 // Of the runs of a case, on a stream that is sometimes captured: the number of launches since `before` is to be one, but
 // where counts that outlive a launch cannot be used.
