@@ -1,4 +1,4 @@
-"""What is here needs a GPU, and is skipped without. A test that asks for ``device`` runs on the CPU too, in small."""
+"""Tests that need a GPU, and are skipped without one. A test that asks for ``device`` runs on the CPU too, in small."""
 
 import pytest
 import torch

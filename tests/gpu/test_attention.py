@@ -1,4 +1,4 @@
-"""What fused attention keeps on a GPU, and that layers know its nodes (quant.keep_codes)."""
+"""Tensors that fused attention keeps on a GPU, in nodes that layers recognize (quant.keep_codes)."""
 
 import pytest
 import torch

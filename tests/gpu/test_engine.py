@@ -50,7 +50,7 @@ class Runs:
         (directory / "recipe.yaml").write_text(json.dumps(recipe))  # JSON is YAML
 
     def __call__(self, script: str, *arguments: str) -> str:
-        """What a script said; an AssertionError unless it succeeds."""
+        """Run a script and return its output; an AssertionError unless it succeeds."""
         environment = {**os.environ, "DS_ACCELERATOR": self.device, "PYTHONPATH": str(ROOT)}
         command = [sys.executable, str(ROOT / "launch" / script), *arguments]
         ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -60,7 +60,7 @@ class Runs:
     def train(
         self, name: str, *options: str, script: str = "train.py", strategy: str = "zero3", export: str = "export"
     ) -> dict[str, Tensor]:
-        """What a run exports."""
+        """Train and return the exported tensors."""
         served = self.directory / name / export
         places = ["--output_dir", str(self.directory / name), "--deepspeed", self.strategies[strategy]]
         self(script, "--config", str(self.directory / "recipe.yaml"), *places, *options, "--export.dir", str(served))

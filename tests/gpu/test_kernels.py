@@ -27,7 +27,7 @@ from tests.unit.quant.kernels.test_fused import EPS, random_rows
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled():
-    """What would be tested without nvcc is torch.compile."""
+    """The compiled kernels; without nvcc the tests would run torch.compile."""
     if torch.cuda.is_available():
         built = build()
         assert built.cuda, built.why
@@ -136,7 +136,7 @@ def test_theta_gradient_against_fp64(seed):
 
 
 def test_more_than_2_to_the_31_elements():
-    """Index arithmetic: what lies beyond 2^31 elements is computed, and nothing else is written."""
+    """Index arithmetic: elements beyond 2^31 are computed, and nothing else is written."""
     numel = 2**31 + 12_345
     x = torch.zeros(numel, dtype=torch.bfloat16, device="cuda")
     x[-3:] = torch.tensor([0.3, -2.0, 1000.0])

@@ -23,7 +23,7 @@ def test_words_are_those_of_compressed_tensors(bits, seed):
         assert torch.equal(words, pack_to_int32(codes, bits)) and words.is_contiguous()
         assert words.shape == (len(codes), packing.packed_columns(columns, bits))
         assert torch.equal(packing.unpack_int32(words, bits, columns), codes)
-        across = words.t().clone(memory_format=torch.contiguous_format).t()  # as zero points lie
+        across = words.t().clone(memory_format=torch.contiguous_format).t()  # as zero points are stored
         assert torch.equal(packing.unpack_int32(across, bits, columns), codes)
         assert torch.equal(unpack_from_int32(words, bits, codes.shape), codes)
     assert not packing.pack_int32(torch.full((3, 64), low, dtype=torch.int8), bits).any()

@@ -22,7 +22,7 @@ EDGES = (1, 8, 16, 24, 64, 80, 128, POSITIONS, POSITIONS + 64, 2 * POSITIONS, SE
 
 
 def spec_of(grid: int) -> TensorSpec:
-    """Of a tensor with one scale per row, whatever its length."""
+    """The spec of a tensor with one scale per row, of any length."""
     if grid == 1:
         return TensorSpec("fp4_e2m1", 4, "group", 16)
     if grid == 0:
@@ -118,7 +118,7 @@ class Case:
         return reference.effective_scale(self.s0, self.theta, spec_of(0), torch.float32).reshape(-1)
 
     def terms(self) -> Tensor:
-        """What theta's gradient is the sum of, ``[runs, block]``: the reference's, asked for one element at a time."""
+        """Terms of theta's gradient ``[runs, block]``: the reference's gradients of single elements."""
         scale = eager.effective_scale(self.s0, self.theta, self.scale_dtype, above=self.above).reshape(-1, 1)
         rows = self.x.reshape(scale.numel(), self.x.numel() // scale.numel())
         one_each = scale.expand(rows.shape).reshape(-1, 1)

@@ -8,7 +8,7 @@ from quant.kernels.build import build
 
 @pytest.fixture(scope="module")
 def compiled():
-    """What would be tested without a compiler is the reference, against itself."""
+    """The compiled kernels; without a compiler the tests would compare the reference with itself."""
     built = build()
     if built.library is None and "no C++ compiler" in built.why:
         pytest.skip(built.why)

@@ -74,7 +74,7 @@ class Builds:
             raise OSError("made for another machine")
 
     def libraries(self) -> list[Path]:
-        """Those that look complete."""
+        """Libraries that look complete."""
         return [path for path in self.folder.glob("deepqat_kernels_*/*.so") if path.parent.suffix != ".build"]
 
 

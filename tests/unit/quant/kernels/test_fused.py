@@ -51,7 +51,7 @@ def test_kernels_equal_the_reference(dtype, wild, seed):
 
 
 def smallest(dtype: torch.dtype) -> float:
-    """What a result near zero may be off by, however small it is: the spacing of subnormal numbers."""
+    """Allowed error of results near zero: the spacing of subnormal numbers."""
     return torch.finfo(dtype).tiny * torch.finfo(dtype).eps
 
 

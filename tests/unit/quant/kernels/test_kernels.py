@@ -1,7 +1,7 @@
 """The compiled CPU kernels against the reference: every operator, bit for bit, whatever the shape, stride and value.
 
 Only theta's gradient, a sum, need not equal the reference's: it must equal the sum in the order that kernels.h
-documents, bit for bit, and lie within fp32 rounding of the exact sum."""
+documents, bit for bit, and be within fp32 rounding of the exact sum."""
 
 import itertools
 import math
@@ -291,7 +291,7 @@ def exponentials(theta: Tensor) -> Tensor:
 def test_the_exponential(dtype, seed):
     """The correctly rounded fp32 number: for every 16-bit theta, and for a million fp32 ones around 0 and beyond.
 
-    Where e^theta lies within 2^-50 of itself from a tie between two fp32 numbers, either may come out: fp64 is not
+    Where e^theta is within 2^-50 of itself from a tie between two fp32 numbers, either may come out: fp64 is not
     exact. One in some 2^26 random arguments does.
     """
     theta = torch.cat([scale * torch.randn(250_000) for scale in (0.01, 1.0, 20.0, 80.0)])

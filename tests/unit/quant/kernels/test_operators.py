@@ -1,4 +1,4 @@
-"""What torch must know of the operators: schemas, shapes, and a reference that can stand in."""
+"""The operators as torch sees them: schemas, shapes, errors, and the reference in place of the kernels."""
 
 import pytest
 import torch

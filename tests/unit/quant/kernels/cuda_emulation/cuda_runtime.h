@@ -3,7 +3,7 @@
 //
 // The threads of a block are fibers. A warp runs until all its lanes wait at the same barrier of the block or are done;
 // its lanes run until they meet in the same shuffle. Warps, lanes and blocks take turns in random order, so that a
-// result which depends on the order, for want of a barrier, does not come out right for long. What CUDA leaves
+// result which depends on the order, as a barrier is missing, does not come out right for long. What CUDA leaves
 // undefined ends the program: lanes that wait in different places, or for lanes that are done.
 
 #pragma once
