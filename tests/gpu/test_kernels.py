@@ -4,6 +4,8 @@ The cases are those of the CPU kernels' test, where the CPU's results are compar
 """
 
 import random
+from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor
 from quant.kernels.build import build
 from quant.reference import absmax_scale, asymmetric_grid
 from quant.spec import TensorSpec
-from tests.unit.quant.kernels.cases import DTYPES, Case, eager, every_value, random_case, rows_to_sum
+from tests.unit.quant.kernels.cases import DTYPES, GRIDS, Case, every_value, random_case, rows_to_sum
 from tests.unit.quant.kernels.comparing import (
     OPS,
     TOKEN_GRIDS,
@@ -22,7 +24,7 @@ from tests.unit.quant.kernels.comparing import (
     gradients,
     results,
 )
-from tests.unit.quant.kernels.test_fused import EPS, random_rows
+from tests.unit.quant.kernels.test_fused import check_layers
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -43,27 +45,28 @@ def on_gpu(x: Tensor | None) -> Tensor | None:
     return torch.cat([x.new_zeros(shift), x.reshape(-1)]).cuda()[shift:].view(x.shape)
 
 
+def same(name: str, *arguments: object, what: str = "") -> list[Tensor]:
+    """Results of an operator on the CPU, which are those on the GPU."""
+    theirs = results(OPS, name, *arguments)
+    on_device = [on_gpu(one) if isinstance(one, Tensor) else one for one in arguments]
+    for ours, other in zip(results(OPS, name, *on_device), theirs, strict=True):
+        assert ours.is_cuda
+        assert_same(ours.cpu(), other, f"{name}, {what}")
+    return theirs
+
+
 def check(case: Case) -> None:
-    """Every operator: the GPU's result is the CPU's."""
-    what, beside = str(case), (case.zero, case.above)
-    quantizer = (*case.scales, case.grid, case.scale_dtype)
-
-    def same(name: str, *arguments: object) -> list[Tensor]:
-        on_device = [on_gpu(one) if isinstance(one, Tensor) else one for one in arguments]
-        theirs = results(OPS, name, *arguments)
-        for ours, other in zip(results(OPS, name, *on_device), theirs, strict=True):
-            assert ours.is_cuda
-            assert_same(ours.cpu(), other, f"{name}, {what}")
-        return theirs
-
-    check_operators(case, same)
+    """Every operator on one case."""
+    of_case = partial(same, what=str(case))
+    check_operators(case, of_case)
+    given = (case.grad, case.x, *case.scales, case.grid, case.scale_dtype, case.factor)
     for wanted in (False, True) if case.theta is not None else (False,):
         for of_weight in (False, True):
-            same("fake_quantize_backward_", case.grad, case.x, *quantizer, case.factor, wanted, *beside, of_weight)
-    same("keep_tokens", case.x, 0, False)
+            of_case("fake_quantize_backward_", *given, wanted, case.zero, case.above, of_weight)
+    of_case("keep_tokens", case.x, 0, False)
     for tokens in TOKEN_GRIDS:
-        same("fake_quantize_tokens", case.x, *tokens)
-        same("fake_quantize_tokens_and_mask_", case.grad, case.x, *tokens, True)
+        of_case("fake_quantize_tokens", case.x, *tokens)
+        of_case("fake_quantize_tokens_and_mask_", case.grad, case.x, *tokens, True)
 
 
 def test_random_tensors(seed):
@@ -75,43 +78,20 @@ def test_random_tensors(seed):
 
 def test_sums_of_rows(seed):
     for _ in range(100):
-        rows, places = rows_to_sum()
-        assert_same(OPS.sum_rows(on_gpu(rows), places.cuda()).cpu(), OPS.sum_rows(rows, places), f"{rows.shape}")
+        same("sum_rows", *rows_to_sum())
 
 
 def test_norms_and_swiglu(seed):
-    """With the quantization of their results: equal to the CPU's bit for bit."""
-    for _ in range(60):
-        dtype, wild = random.choice(DTYPES), random.random() < 0.3
-        x, up, grad, weight = random_rows(dtype, wild)
-        on_device = [one.cuda() for one in (x, up, grad, weight)]
-        for grid in (0, 8):
-            how, on_gpu_how = ((s0, grid, torch.float32) for s0 in (torch.tensor([0.02]), torch.tensor([0.02]).cuda()))
-            theirs = OPS.rms_norm_quantize(x, weight, EPS, *how, True, True)
-            ours = OPS.rms_norm_quantize(on_device[0], on_device[3], EPS, *on_gpu_how, True, True)
-            theirs += OPS.rms_norm_backward(grad, x, weight, theirs[3], theirs[1], True)
-            ours += OPS.rms_norm_backward(*(on_device[i] for i in (2, 0, 3)), ours[3], ours[1], True)
-            of_swiglu = OPS.silu_mul_quantize(x, up, *how, True, True)
-            on_gpu_swiglu = OPS.silu_mul_quantize(*on_device[:2], *on_gpu_how, True, True)
-            theirs += of_swiglu + OPS.silu_mul_backward(grad, x, up, of_swiglu[1])
-            ours += on_gpu_swiglu + OPS.silu_mul_backward(on_device[2], *on_device[:2], on_gpu_swiglu[1])
-            for a, b in zip(ours, theirs, strict=True):
-                assert_same(a.cpu(), b, f"{tuple(x.shape)} {dtype} grid {grid}")
+    for _ in range(120):
+        check_layers(random.choice(DTYPES), random.random() < 0.3, same)
 
 
 def test_every_bf16_and_fp16_value():
     """All bit patterns, with scales that put ties, subnormals and saturation everywhere."""
-    for dtype in (torch.bfloat16, torch.float16):
-        x = every_value(dtype)
-        for scale in (1.0, 0.37, 2.0**-9, 1e-3, 300.0):
-            for grid in (0, 1, 2, 4, 8):
-                arguments = (torch.tensor([scale]), None, grid, torch.float32)
-                on_device = (torch.tensor([scale]).cuda(), None, grid, torch.float32)
-                assert_same(OPS.fake_quantize(x.cuda(), *on_device).cpu(), eager.fake_quantize(x, *arguments))
-                wanted = (True, False, False)
-                ours, theirs = OPS.quantize(x.cuda(), *on_device, *wanted), eager.quantize(x, *arguments, *wanted)
-                for a, b in zip(ours, theirs, strict=True):
-                    assert_same(a.cpu(), b)
+    for dtype, scale, grid in product((torch.bfloat16, torch.float16), (1.0, 0.37, 2.0**-9, 1e-3, 300.0), GRIDS):
+        arguments = (every_value(dtype), torch.tensor([scale]), None, grid, torch.float32)
+        same("fake_quantize", *arguments)
+        same("quantize", *arguments, True, False, False)
 
 
 def test_measured_scales_are_those_of_a_cpu(seed):

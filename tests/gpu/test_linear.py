@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quant import gemm
 from quant.autograd import Plan, quant_linear
@@ -25,10 +25,25 @@ def make(tokens: int, in_: int, out: int):
     return x, weight, bias, scales, thetas
 
 
+def check_both_ways(
+    operands: tuple, numel: int, grad: Tensor, wanted: list, exact: Tensor, size: Tensor, **how: Tensor
+):
+    """Codes are exact; simulate rounds each operand to bf16 (2^-9 relative), both add up in fp32 and round once.
+    Backward is the same function in both."""
+    gradients, width = [], operands[0].shape[-1]
+    for fp8_gemm in (False, True):
+        output = quant_linear(*operands, Plan(FP8, FP8, numel, width, fp8_gemm), **how)
+        operand_rounding = 0 if fp8_gemm else 2 * 2.0**-9
+        bound = 2.0**-8 * exact.abs() + (operand_rounding + width * 2.0**-24 + 2.0**-13) * size
+        assert ((output.double() - exact).abs() <= bound).all(), f"fp8_gemm {fp8_gemm}"
+        gradients.append(torch.autograd.grad(output, wanted, grad))
+    for simulated, ours in zip(*gradients, strict=True):
+        assert torch.equal(simulated, ours)
+
+
 @pytest.mark.parametrize("learned", [True, False])
 @pytest.mark.parametrize("shape", [(64, 256, 128), (1, 16, 16), (777, 1024, 3072)])
 def test_the_fp8_gemm_and_simulate_against_fp64(shape, learned, seed):
-    """Codes are exact; simulate rounds each operand to bf16 (2^-9 relative), both add up in fp32 and round once."""
     capability = torch.cuda.get_device_capability()
     if capability < (8, 9):
         pytest.skip(f"fp8 tensor cores begin with compute capability 8.9, this is {capability}")
@@ -37,23 +52,14 @@ def test_the_fp8_gemm_and_simulate_against_fp64(shape, learned, seed):
     exact = operands[0] @ operands[1].t() + bias.double()
     size = operands[0].abs() @ operands[1].abs().t() + bias.double().abs()
     grad = torch.randn(shape[0], shape[2], device="cuda").bfloat16()
-    gradients = []
-    for fp8_gemm in (False, True):
-        plan = Plan(FP8, FP8, weight.numel(), shape[1], fp8_gemm)
-        theta = input_theta if learned else None
-        output = quant_linear(x, weight, bias, Scale(weight_s0, weight_theta), Scale(input_s0, theta), plan)
-        operand_rounding = 0 if fp8_gemm else 2 * 2.0**-9
-        bound = 2.0**-8 * exact.abs() + (operand_rounding + shape[1] * 2.0**-24 + 2.0**-13) * size
-        assert ((output.double() - exact).abs() <= bound).all(), f"fp8_gemm {fp8_gemm}"
-        wanted = [x, weight, bias, weight_theta, *([input_theta] if learned else [])]
-        gradients.append(torch.autograd.grad(output, wanted, grad))
-    for simulated, ours in zip(*gradients, strict=True):
-        assert torch.equal(simulated, ours), "backward is the same function in both"
+    operands = (x, weight, bias, Scale(weight_s0, weight_theta), Scale(input_s0, input_theta if learned else None))
+    wanted = [x, weight, bias, weight_theta, *([input_theta] if learned else [])]
+    check_both_ways(operands, weight.numel(), grad, wanted, exact, size)
 
 
 @pytest.mark.parametrize("counts", [[0, 5, 16, 0], [300, 1, 77, 130], [1, 0, 0, 0]])
 def test_the_fp8_gemm_of_stacked_experts_against_fp64(counts, seed):
-    """Bounds as above; experts without rows, and rows that no 16 divides."""
+    """Experts without rows, and numbers of rows that are not divisible by 16."""
     capability = torch.cuda.get_device_capability()
     if capability != (9, 0):
         pytest.skip(f"the grouped fp8 GEMM is for compute capability 9.0, this is {capability}")
@@ -70,19 +76,11 @@ def test_the_fp8_gemm_of_stacked_experts_against_fp64(counts, seed):
     exact = torch.cat([rows @ one.t() for rows, one in zip(used_x, used_weight, strict=True)])
     size = torch.cat([rows.abs() @ one.abs().t() for rows, one in zip(used_x, used_weight, strict=True)])
     grad = torch.randn(sum(counts), out, device="cuda").bfloat16()
-    gradients = []
-    for fp8_gemm in (False, True):
-        plan = Plan(FP8, FP8, weight.numel() // experts, in_, fp8_gemm)
-        output = quant_linear(x, weight, None, Scale(weight_s0), Scale(input_s0), plan, offsets=offsets)
-        operand_rounding = 0 if fp8_gemm else 2 * 2.0**-9
-        bound = 2.0**-8 * exact.abs() + (operand_rounding + in_ * 2.0**-24 + 2.0**-13) * size
-        assert ((output.double() - exact).abs() <= bound).all(), f"fp8_gemm {fp8_gemm}"
-        gradients.append(torch.autograd.grad(output, [x, weight], grad))
-    for simulated, ours in zip(*gradients, strict=True):
-        assert torch.equal(simulated, ours), "backward is the same function in both"
+    operands = (x, weight, None, Scale(weight_s0), Scale(input_s0))
+    check_both_ways(operands, weight.numel() // experts, grad, [x, weight], exact, size, offsets=offsets)
 
 
-def at_an_odd_address(tensor: torch.Tensor) -> torch.Tensor:
+def at_an_odd_address(tensor: Tensor) -> Tensor:
     """The tensor, behind one element of a larger one: ZeRO-3 gathers Parameters anywhere."""
     return torch.cat([tensor.flatten()[:1], tensor.flatten()])[1:].view(tensor.shape)
 

@@ -2,6 +2,7 @@
 how far both are from what torch computes without fusing."""
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -35,19 +36,24 @@ def random_rows(dtype: torch.dtype, wild: bool, *, most: int = 200_000) -> list[
     return [*found, (1 + 0.3 * torch.randn(features)).to(dtype)]
 
 
+def check_layers(dtype: torch.dtype, wild: bool, same: Callable[..., list[Tensor]]) -> None:
+    """Call ``same`` for the operators of norms and SwiGLU."""
+    x, up, grad, weight = random_rows(dtype, wild)
+    s0, grid = torch.tensor([random.choice((0.002, 0.02, 0.1))]), random.choice((0, 8))
+    how, what = (s0, grid, dtype if grid else torch.float32), f"{tuple(x.shape)} {dtype} grid {grid}"
+    for wanted in (False, True):
+        norm = same("rms_norm_quantize", x, weight, EPS, *how, wanted, wanted, what=what)
+        swiglu = same("silu_mul_quantize", x, up, *how, wanted, wanted, what=what)
+    for wanted in (False, True):
+        same("rms_norm_backward", grad, x, weight, norm[3], norm[1], wanted, what=what)
+    same("silu_mul_backward", grad, x, up, swiglu[1], what=what)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("wild", [False, True])
 def test_kernels_equal_the_reference(dtype, wild, seed):
     for _ in range(12):
-        x, up, grad, weight = random_rows(dtype, wild)
-        s0, grid = torch.tensor([random.choice((0.002, 0.02, 0.1))]), random.choice((0, 8))
-        how, what = (s0, grid, dtype if grid else torch.float32), f"{tuple(x.shape)} {dtype} grid {grid}"
-        for wanted in (False, True):
-            norm = check_same("rms_norm_quantize", x, weight, EPS, *how, wanted, wanted, what=what)
-            swiglu = check_same("silu_mul_quantize", x, up, *how, wanted, wanted, what=what)
-        for wanted in (False, True):
-            check_same("rms_norm_backward", grad, x, weight, norm[3], norm[1], wanted, what=what)
-        check_same("silu_mul_backward", grad, x, up, swiglu[1], what=what)
+        check_layers(dtype, wild, check_same)
 
 
 def smallest(dtype: torch.dtype) -> float:
