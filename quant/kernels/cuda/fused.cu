@@ -242,7 +242,7 @@ void rms_norm_quantize(const void* x_, const void* weight_, Dtype dtype, int64_t
     const auto *x = static_cast<const T*>(x_), *weight = static_cast<const T*>(weight_);
     auto* codes = static_cast<typename G::Code*>(codes_);
     auto* values = static_cast<T*>(values_);
-    const Norm<T, G> op{{nullptr, codes, mask, values, g, nullptr}, x, weight, rstd, features, eps};
+    const Norm<T, G> op{{{nullptr}, codes, mask, values, g, nullptr}, x, weight, rstd, features, eps};
     launch<norms<Norm<T, G>>>("rms_norm_quantize", stream, count, op, DeviceScales(scales), count,
                               aligned(x, weight, codes, values));
   });
@@ -283,7 +283,7 @@ void silu_mul_quantize(const void* gate_, const void* up_, Dtype dtype, const Sc
     const auto *gate = static_cast<const T*>(gate_), *up = static_cast<const T*>(up_);
     auto* codes = static_cast<typename G::Code*>(codes_);
     auto* values = static_cast<T*>(values_);
-    const SiluMul<T, G> op{{nullptr, codes, mask, values, g, nullptr}, gate, up};
+    const SiluMul<T, G> op{{{nullptr}, codes, mask, values, g, nullptr}, gate, up};
     launch_elementwise("silu_mul_quantize", op, scales, scales.numel(), aligned(gate, up, codes, values), stream);
   });
 }

@@ -4,8 +4,6 @@
 //     load<kWide>(i, n)              load n elements at i, i + 1, ...
 //     apply<kWide>(in, i, n, ...)    compute and store the results
 //     take_run(run, scales)          optional: store a result per run
-//
-// Each has its own load, without a base class for the few common lines, so that its memory traffic is visible.
 
 #pragma once
 
@@ -14,6 +12,18 @@
 namespace deepqat::cuda {
 
 // ---- operations on elements
+
+// Base of operations that read x alone.
+template <typename T>
+struct ReadsX {
+  using In = Vector<T>;
+  const T* x;
+
+  template <bool kWide>
+  DEEPQAT_DEVICE In load(int64_t i, int n) const {
+    return load_vector<kWide>(x + i, n);
+  }
+};
 
 // Bit mask of the condition for eight elements: element j at bit j.
 template <typename Condition>
@@ -33,10 +43,8 @@ DEEPQAT_DEVICE void keep_where(uint32_t bits, T* grad, int n) {
 }
 
 template <typename T, typename G>
-struct Quantize {
-  using In = Vector<T>;
+struct Quantize : ReadsX<T> {
   static constexpr bool kScaled = true, kShifted = G::kShifted;
-  const T* x;
   typename G::Code* codes;
   uint8_t* mask;
   T* values;
@@ -47,13 +55,8 @@ struct Quantize {
     if (effective != nullptr) effective[run] = scales.of_run<false>(run).value;
   }
 
-  template <bool kWide>
-  DEEPQAT_DEVICE In load(int64_t i, int n) const {
-    return load_vector<kWide>(x + i, n);
-  }
-
   template <bool kWide, typename ScaleOf>
-  DEEPQAT_DEVICE void apply(const In& in, int64_t i, int n, ScaleOf scale) const {
+  DEEPQAT_DEVICE void apply(const Vector<T>& in, int64_t i, int n, ScaleOf scale) const {
     float v[kVector];
     values_of(in, v);
     unrolled<kVector>([&](int j) { v[j] *= scale(j).inverse; });
@@ -105,20 +108,13 @@ struct Dequantize {
 };
 
 template <typename T, typename G>
-struct FakeQuantize {
-  using In = Vector<T>;
+struct FakeQuantize : ReadsX<T> {
   static constexpr bool kScaled = true, kShifted = G::kShifted;
-  const T* x;
   T* out;
   G grid;
 
-  template <bool kWide>
-  DEEPQAT_DEVICE In load(int64_t i, int n) const {
-    return load_vector<kWide>(x + i, n);
-  }
-
   template <bool kWide, typename ScaleOf>
-  DEEPQAT_DEVICE void apply(const In& in, int64_t i, int n, ScaleOf scale) const {
+  DEEPQAT_DEVICE void apply(const Vector<T>& in, int64_t i, int n, ScaleOf scale) const {
     float v[kVector], rounded[kVector];
     values_of(in, v);
     unrolled<kVector>([&](int j) { v[j] *= scale(j).inverse; });
@@ -129,21 +125,14 @@ struct FakeQuantize {
 };
 
 template <typename T, typename G>
-struct Backward {
-  using In = Vector<T>;
+struct Backward : ReadsX<T> {
   static constexpr bool kScaled = true, kShifted = G::kShifted;
   T* grad;
-  const T* x;
   G grid;
   bool of_weight;
 
-  template <bool kWide>
-  DEEPQAT_DEVICE In load(int64_t i, int n) const {
-    return load_vector<kWide>(x + i, n);
-  }
-
   template <bool kWide, typename ScaleOf>
-  DEEPQAT_DEVICE void apply(const In& in, int64_t i, int n, ScaleOf scale) const {
+  DEEPQAT_DEVICE void apply(const Vector<T>& in, int64_t i, int n, ScaleOf scale) const {
     float v[kVector];
     values_of(in, v);
     unrolled<kVector>([&](int j) { v[j] *= scale(j).inverse; });
@@ -221,11 +210,9 @@ struct BackwardSums : Backward<T, G> {
 
 // As integers, the bits of magnitudes have the order of their values, with NaNs at the end.
 template <typename T>
-struct Amax {
-  using In = Vector<T>;
+struct Amax : ReadsX<T> {
   using Value = uint32_t;
   static constexpr bool kScaled = false, kShifted = false;
-  const T* x;
   float *partial, *out;
 
   static DEEPQAT_DEVICE uint32_t combine(uint32_t a, uint32_t b) { return max(a, b); }
@@ -233,12 +220,7 @@ struct Amax {
   static DEEPQAT_DEVICE float to_partial(uint32_t largest) { return float_of(largest); }
 
   template <bool kWide>
-  DEEPQAT_DEVICE In load(int64_t i, int n) const {
-    return load_vector<kWide>(x + i, n);
-  }
-
-  template <bool kWide>
-  DEEPQAT_DEVICE void apply(const In& in, int64_t, int, const Scale&, uint32_t (&largest)[kVector]) const {
+  DEEPQAT_DEVICE void apply(const Vector<T>& in, int64_t, int, const Scale&, uint32_t (&largest)[kVector]) const {
     float values[kVector];
     values_of(in, values);
     unrolled<kVector>([&](int j) { largest[j] = max(largest[j], bits_of(magnitude(values[j]))); });

@@ -73,7 +73,7 @@ void quantize(const void* x_, Dtype dtype, const Scales& scales, int grid, void*
     auto* codes = static_cast<typename decltype(g)::Code*>(codes_);
     auto* values = static_cast<decltype(zero)*>(values_);
     const bool wide = aligned(x, codes, values);  // true for null
-    launch_elementwise("quantize", Op{x, codes, mask, values, g, effective}, scales, scales.numel(), wide, stream);
+    launch_elementwise("quantize", Op{{x}, codes, mask, values, g, effective}, scales, scales.numel(), wide, stream);
   });
 }
 
@@ -93,7 +93,7 @@ void fake_quantize(const void* x_, Dtype dtype, const Scales& scales, int grid, 
     using Op = FakeQuantize<decltype(zero), decltype(g)>;
     const auto* x = static_cast<const decltype(zero)*>(x_);
     auto* out = static_cast<decltype(zero)*>(out_);
-    launch_elementwise("fake_quantize", Op{x, out, g}, scales, scales.numel(), aligned(x, out), stream);
+    launch_elementwise("fake_quantize", Op{{x}, out, g}, scales, scales.numel(), aligned(x, out), stream);
   });
 }
 
@@ -105,7 +105,7 @@ void fake_quantize_backward(void* grad_, const void* x_, Dtype dtype, const Scal
     using G = decltype(g);
     auto* grad = static_cast<T*>(grad_);
     const auto* x = static_cast<const T*>(x_);
-    const Backward<T, G> op{grad, x, g, of_weight};
+    const Backward<T, G> op{{x}, grad, g, of_weight};
     const bool wide = aligned(grad, x);
     if (grad_theta == nullptr) return launch_elementwise(name, op, scales, scales.numel(), wide, stream);
     launch_reduction(name, BackwardSums<T, G>{op, partial_sums, grad_theta, factor}, scales, wide, stream);
@@ -125,7 +125,7 @@ void amax(const void* x_, Dtype dtype, int64_t count, int64_t block, float* part
     using T = decltype(zero);
     const auto* x = static_cast<const T*>(x_);
     const Scales none{nullptr, nullptr, Dtype::kFloat32, Stored::kFloat32, count, block};
-    launch_reduction("amax", Amax<T>{x, partial, out}, none, aligned(x), stream);
+    launch_reduction("amax", Amax<T>{{x}, partial, out}, none, aligned(x), stream);
   });
 }
 

@@ -24,7 +24,7 @@ void test_partials() {
   const Scales scales{static_cast<float*>(s0.data()), nullptr, Dtype::kFloat32, Stored::kFloat32, runs,
                       per_run * kSegment};
   using Op = cuda::BackwardSums<float, E4M3>;
-  const Op op{{nullptr, nullptr, E4M3{}, false}, sums, grad_theta.cuda.data(), 0.37f};
+  const Op op{{{nullptr}, nullptr, E4M3{}, false}, sums, grad_theta.cuda.data(), 0.37f};
   cuda::launch<cuda::partials<Op>>("partials", stream, runs, op, cuda::DeviceScales(scales), per_run);
   grad_theta.compare("sum", Dtype::kFloat32);
 }
