@@ -125,8 +125,9 @@ def quant_linear(
     lora_a = lora_b = None
     if adapter is not None:
         plan, lora_a, lora_b = replace(plan, scaling=adapter.scaling), adapter.lora_a, adapter.lora_b
-    scales: tuple[Any, ...] = (*(weight_scale or no_scale), input_s0, input_theta)
-    given = Arguments(x, weight, bias, *scales, *quantized, weight_codes, offsets, lora_a, lora_b)
+    scales = (*(weight_scale or no_scale), input_s0, input_theta)
+    tensors: list[Any] = [x, weight, bias, *scales, *quantized, weight_codes, offsets, lora_a, lora_b]
+    given = Arguments(*tensors)
     if not torch.is_grad_enabled():
         return product(plan, given)
     # Tensors are saved before the product is computed: with activation checkpointing, the last layer is then not
