@@ -26,8 +26,7 @@ from torch import Tensor
 from benchmarks import timing
 from benchmarks.timing import MIB, peak_bytes
 from engine.losses.chunked import TeacherHidden, chunked_losses
-from engine.losses.kd import KD_KINDS, Distillation
-from engine.losses.objective import Objective, tokens_at_a_time
+from engine.losses.objective import KD_KINDS, Distillation, Objective, tokens_at_a_time
 
 BAR = 1.2  # of the direct form with one plain KL, at T = 1024
 LARGEST_DIRECT = 16 * 2**30

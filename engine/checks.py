@@ -23,9 +23,7 @@ def sum_where_ranks_agree(state: LoopState, counts: tuple[int, int] = (0, 0)) ->
     squares, times the number of ranks, is the square of its sum. At the end of a run the counts are 0. If only some
     ranks have stopped, the others take part in this all-reduce with the counts of their next step.
 
-    Raises:
-        RankError: on every rank: a setting differs between ranks; with its values on two ranks.
-    """
+    Raises RankError: on every rank: a setting differs between ranks; with its values on two ranks."""
     # Of 24 bits, so that a sum of squares over 2^15 ranks is exact in 64.
     checksum = zlib.crc32("\n".join(_settings(state).values()).encode()) >> 8
     numbers = without_wait(torch.tensor([*counts, checksum, checksum**2]), state.session.device)
@@ -77,9 +75,7 @@ def _difference(state: LoopState) -> str:
 def check_layers_ran(quantization: Quantization) -> None:
     """Check after the first forward that the model called every quantized layer; a collective.
 
-    Raises:
-        RankError: on every rank: a forward of the model uses the weight of a layer without calling the layer.
-    """
+    Raises RankError: on every rank: a forward of the model uses the weight of a layer without calling the layer."""
     unused = [name for name, layer in quantization.layers.items() if not layer.trained]
     raise_everywhere(
         f"{listed(unused, 3)}: the model's forward did not call them, so that training would not quantize what the "

@@ -1,7 +1,7 @@
 """Switches of fake quantization during training (``state.quant``), and the input scales that they need.
 
 Input scales are measured by forward passes of the unquantized model, on any ZeRO stage. Input, key and value scales
-that were loaded from files are checked on one micro-batch per rank (:func:`check_inputs`). :func:`watching` measures
+that were loaded from files are checked on one micro-batch per rank (:func:`check_inputs`). :func:`measure` computes
 statistics of the quantization while training: scales, clipped shares and the error of every weight.
 """
 
@@ -31,27 +31,23 @@ from model.scales import (
     write_scales,
 )
 from model.zero import forward_only, reset_moments, reset_optimizer_state, zero_parameters
-from quant import Quantization, Ranges, ScaleGroup, weights_changed
+from quant import Quantization, ScaleGroup, weights_changed
 from quant.lora import without_adapters
 from quant.observers import scale_from_histogram
 from quant.rules import exempt_line
 from quant.scale import first_input_scale
 
 
-def observed_input_scales(quantization: Quantization, owners: Set[str] | None = None) -> dict[str, Tensor]:
+def observed_input_scales(quantization: Quantization, owners: Set[str]) -> dict[str, Tensor]:
     """Compute static activation scales from the observers of all ranks; a collective.
 
-    Args:
-        quantization: the model's input groups and their observers.
-        owners: owners (first modules) of the wanted groups; None: all groups.
-
     Returns:
-        fp32 tensors of shape (1,), equal on every rank, by owner of the group.
+        fp32 tensors of shape (1,), equal on every rank, for the groups of ``owners`` (first modules), by owner.
 
     Raises:
         RankError: on every rank, naming layers whose inputs were never seen or contained NaN or Inf.
     """
-    groups = [group for group in quantization.input_groups if owners is None or group.owner in owners]
+    groups = [group for group in quantization.input_groups if group.owner in owners]
     if not groups:
         return {}
     device = groups[0].s0.device
@@ -64,7 +60,12 @@ def observed_input_scales(quantization: Quantization, owners: Set[str] | None = 
         raise RankError(_without_scales(values, quantization))  # on every rank: they have the same values
     if quantization.ranges.inputs == "absmax":
         return {group.owner: first_input_scale(torch.tensor([values[group.owner]]), group.spec) for group in groups}
-    return {group.owner: _from_histogram(group, quantization.ranges) for group in groups}
+    scales = {}
+    for group in groups:
+        assert group.observer is not None and group.observer.histogram is not None
+        counts = reduce_over_ranks(group.observer.histogram.to(group.s0.device))
+        scales[group.owner] = scale_from_histogram(counts, quantization.ranges, group.spec)
+    return scales
 
 
 def _without_scales(absmax: dict[str, float], quantization: Quantization) -> str:
@@ -81,13 +82,6 @@ def _without_scales(absmax: dict[str, float], quantization: Quantization) -> str
     return "; ".join(problems)
 
 
-def _from_histogram(group: ScaleGroup, ranges: Ranges) -> Tensor:
-    """Choose the scale from the sum of all ranks' histograms; a collective."""
-    assert group.observer is not None and group.observer.histogram is not None
-    counts = reduce_over_ranks(group.observer.histogram.to(group.s0.device))
-    return scale_from_histogram(counts, ranges, group.spec)
-
-
 @torch.no_grad()
 def calibrate_inputs(
     forward: nn.Module,
@@ -96,14 +90,10 @@ def calibrate_inputs(
     batches: Iterable[MicroBatch],
     device: torch.device,
 ) -> None:
-    """Run ``batches`` through the unquantized model and write the activation scales measured there; a collective.
+    """Measure the activation scales of the groups of ``owners`` on ``batches``, with the unquantized model.
 
-    Args:
-        forward: the engine (or the plain model); called without an attention mask.
-        quantization: quantization of the model; paused during the passes. Switches and observers are restored after.
-        owners: owners of the input groups to write; other groups keep their scales.
-        batches: micro-batches, equally many on every rank.
-        device: device of the forward passes.
+    A collective; every rank needs the same number of batches. ``forward`` is the engine (or the plain model), called
+    without an attention mask. Switches and observers are restored afterwards.
     """
     with _observing(forward, quantization):
         for batch in progress_bar(desc="calibration", unit="batch", over=list(batches)):
@@ -236,16 +226,11 @@ class FakeQuant:
         self.observe(False)
         self.observe(True)
 
-    def freeze_scales(self, on: bool = True, *, weights: bool = True, activations: bool = True) -> None:
+    def freeze_scales(self, on: bool = True) -> None:
         """Freeze learned scales, or train them again with fresh moments."""
-        for kind, chosen in (("weight", weights), ("input", activations)):
-            if not chosen:
-                continue
-            if on:
-                self.overrides.frozen.add(THETA_GROUPS[kind])
-            else:
-                self.overrides.frozen.discard(THETA_GROUPS[kind])
-            reset_optimizer_state(self.session.engine.optimizer, THETA_GROUPS[kind])
+        self.overrides.frozen = set(THETA_GROUPS.values()) if on else set()
+        for group in THETA_GROUPS.values():
+            reset_optimizer_state(self.session.engine.optimizer, group)
 
     def learning(self, group: str) -> bool:
         """Tell if the thetas of a parameter group train now: their fake quant is on, and they are not frozen."""
@@ -277,18 +262,14 @@ class FakeQuant:
     def measure(self, batches: Iterable[MicroBatch] = ()) -> None:
         """Measure every outdated scale again, for an export; a collective.
 
-        Args:
-            batches: micro-batches to measure inputs without an observer on.
-        """
+        Outdated scales of inputs without an observer are measured on ``batches``."""
         self._begin({kind: set(owners) for kind, owners in self.stale.items()}, batches)
 
     @contextmanager
     def as_served(self, batches: Iterable[MicroBatch]) -> Iterator[None]:
         """Context with serving numerics: all layers fake-quantized, no outdated scale, no observer; a collective.
 
-        Args:
-            batches: micro-batches to measure inputs without an observer on.
-        """
+        Outdated scales of inputs without an observer are measured on ``batches``."""
         self._write(self.stale, batches)
         try:
             with self.quantization.paused():
@@ -388,18 +369,13 @@ def check_inputs(session: Session, first: Callable[[int], Iterable[MicroBatch]])
     Call it after calibration. Raises RankError on every rank."""
     quant = session.recipe.quant
     source = quant.start or quant.scales or session.recipe.model.path
-    if quant.start or quant.scales or is_quantized(Path(source)):
-        owners = _owners(session)
-        check_input_scales(session.engine, session.quantization, owners, first(1), session.device, source)
-
-
-def _owners(session: Session) -> set[str]:
-    """Find the owners of the input groups whose scales came from files."""
+    if not (quant.start or quant.scales or is_quantized(Path(source))):
+        return
     owners = {group.owner for group in session.quantization.input_groups} - session.uncalibrated
-    if (initial := session.recipe.quant.initial_input_scale) is None:
-        return owners
-    written, scales = torch.tensor(initial).item(), input_scales(session.quantization)
-    return {owner for owner in owners if scales[owner] != written}  # the others have the recipe's scale
+    if quant.initial_input_scale is not None:  # groups without a scale in the files have this one
+        written, scales = torch.tensor(quant.initial_input_scale).item(), input_scales(session.quantization)
+        owners = {owner for owner in owners if scales[owner] != written}
+    check_input_scales(session.engine, session.quantization, owners, first(1), session.device, source)
 
 
 @torch.no_grad()
@@ -415,16 +391,9 @@ def check_input_scales(
 
     The model is left unchanged. Scales from other data and scales that clip pass within the limits
     :data:`MOST_CLIPPED` and :data:`TOO_LARGE`. The global scale of dynamic scales (NVFP4) may also be too small, by a
-    factor up to :data:`TOO_LARGE`.
+    factor up to :data:`TOO_LARGE`. ``source`` is the origin of the scales, for the error.
 
-    Args:
-        forward, quantization, batches, device: see :func:`engine.fake_quant.calibrate_inputs`.
-        owners: owners of the input groups whose scales are checked.
-        source: origin of the scales, for the error.
-
-    Raises:
-        RankError: on every rank, with the inputs, both values and the remedy.
-    """
+    Raises RankError: on every rank, with the inputs, both values and the remedy."""
     groups = [group for group in quantization.input_groups if group.owner in owners]
     if not groups:
         return
@@ -440,7 +409,7 @@ def check_input_scales(
     for group, (clipped, total), most in zip(groups, counts.tolist(), largest.tolist(), strict=True):
         wanted, above = first_input_scale(torch.tensor([most]), group.spec).item(), group.spec.has_global_scale
         if above and not wanted / TOO_LARGE <= scales[group.owner] <= wanted * TOO_LARGE:
-            beyond = "the scales below this one, which divides, are all 0 or clipped"
+            beyond = "the dynamic scales, which are divided by this one, are all 0 or clipped"
         elif above:
             continue  # the dynamic scales decide what is clipped
         elif clipped > MOST_CLIPPED * total:
@@ -469,39 +438,24 @@ class QuantStats:
 
 def measure(quantization: Quantization) -> QuantStats:
     """Measure statistics of the current weights and of the observers; a collective."""
-    return QuantStats(weight_statistics(quantization), input_scales(quantization), _clipped_inputs(quantization))
-
-
-def _clipped_inputs(quantization: Quantization) -> dict[str, float]:
-    groups = quantization.input_groups
-    if not groups:
-        return {}
-    observers = [group.observer for group in groups if group.observer is not None]
-    counts = torch.tensor([[int(observer.clipped), observer.total] for observer in observers], dtype=torch.float64)
-    reduced = reduce_over_ranks(counts).tolist()
-    return {group.owner: clipped / total for group, (clipped, total) in zip(groups, reduced, strict=True) if total}
-
-
-@dataclass
-class Watch:
-    """Result of :func:`watching`; ``stats`` is None until its block ends."""
-
-    stats: QuantStats | None = None
+    weights, scales = weight_statistics(quantization), input_scales(quantization)
+    observers = {group.owner: group.observer for group in quantization.input_groups if group.observer is not None}
+    clipped: dict[str, float] = {}
+    if observers:
+        counts = [[int(observer.clipped), observer.total] for observer in observers.values()]
+        reduced = reduce_over_ranks(torch.tensor(counts, dtype=torch.float64)).tolist()
+        clipped = {owner: part / total for owner, (part, total) in zip(observers, reduced, strict=True) if total}
+    return QuantStats(weights, scales, clipped)
 
 
 @contextmanager
-def watching(quant: FakeQuant) -> Iterator[Watch]:
-    """Context that observes inputs, and measures the quantization at its end, in a collective.
-
-    Observers that run already (switched on by a script or a schedule) keep their state and continue.
-    """
-    watch = Watch()
+def observed(quant: FakeQuant) -> Iterator[None]:
+    """Context that observes inputs. Observers that a script or a schedule switched on keep their state and continue."""
     own = not quant.quantization.observing
     if own:
         quant.observe(True)
     try:
-        yield watch
-        watch.stats = measure(quant.quantization)
+        yield
     finally:
         if own:
             quant.observe(False)

@@ -26,6 +26,7 @@ Actions run on every rank, so they may use collectives; they must take the same 
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from engine.checkpoint.save import SaveError
@@ -60,41 +61,24 @@ class Loop:
 
     def at(self, step: int) -> Callable[[Action], Action]:
         """Decorator: run the action when ``step`` optimizer steps are done, before the next begins."""
-
-        def register(action: Action) -> Action:
-            self.schedule.at(step, action)
-            return action
-
-        return register
+        return _registers(partial(self.schedule.at, step))
 
     def every(self, steps: int) -> Callable[[Action], Action]:
         """Decorator: run the action after every ``steps``-th optimizer step."""
-
-        def register(action: Action) -> Action:
-            self.schedule.every(steps, action)
-            return action
-
-        return register
+        return _registers(partial(self.schedule.every, steps))
 
     def when(self, condition: Callable[[LoopState], bool]) -> Callable[[Action], Action]:
         """Decorator: run the action once, after the first step at which the condition holds.
 
         The condition must be the same on every rank, as losses are.
         """
-
-        def register(action: Action) -> Action:
-            self.schedule.when(condition, action)
-            return action
-
-        return register
+        return _registers(partial(self.schedule.when, condition))
 
     def token_loss(self, name: str, *, weight: float) -> Callable[[TokenLoss], TokenLoss]:
         """Decorator: add a loss per token with a weight, logged as ``loss/<name>``; see
         engine.losses.objective.TokenLoss.
 
-        Raises:
-            ValueError: the name is taken.
-        """
+        Raises ValueError: the name is taken."""
         taken = ("total", "lm", "kd", ROUTER_AUX, *DIAGNOSTICS, *(loss.name for loss in self.token_losses))
         if name in taken:
             raise ValueError(f"loss {name!r}: expected another name than {', '.join(taken)}")
@@ -144,6 +128,16 @@ class Loop:
                 break
         sum_where_ranks_agree(state)  # raises if only some ranks stop: the others run it in their next step
         report.trained(state)
+
+
+def _registers(add: Callable[[Action], None]) -> Callable[[Action], Action]:
+    """Return a decorator that adds its action to the schedule."""
+
+    def register(action: Action) -> Action:
+        add(action)
+        return action
+
+    return register
 
 
 def _finish(state: LoopState) -> RankError | None:

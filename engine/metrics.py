@@ -7,6 +7,7 @@ import socket
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,27 +26,6 @@ from model.ranks import is_main, say
 RETRY_SECONDS = 60.0
 _LIMITS = 1e-12 * 1.1 ** np.arange(774)
 BINS = np.concatenate([-_LIMITS[::-1], [0.0], _LIMITS])  # of all histograms, so that TensorBoard can compare steps
-
-
-class _EventFile:
-    """File of TensorBoard, which the calling thread writes, and which is complete after each call.
-
-    SummaryWriter of torch writes in a thread of its own, and a full disk ends that thread with a traceback.
-    """
-
-    def __init__(self, directory: Path, first_step: int | None) -> None:
-        """Create a file; with ``first_step``, points of other files from that step on are hidden."""
-        directory.mkdir(parents=True, exist_ok=True)
-        self._path = directory / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
-        self.add(Event(file_version="brain.Event:2"))
-        if first_step is not None:
-            self.add(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
-
-    def add(self, event: Event) -> None:
-        """Append an event. The file is opened by its name each time: it may have been removed. Raises OSError."""
-        event.wall_time = time.time()
-        with self._path.open("ab") as file:
-            RecordWriter(file).write(event.SerializeToString())
 
 
 class Metrics:
@@ -68,18 +48,40 @@ class Metrics:
             done: optimizer steps done. Later points are hidden: an earlier continuation of this run wrote them.
         """
         self._directory = directory
-        self._file: _EventFile | None = None
+        self._file: Path | None = None  # an event file, on rank 0
         self._lost: float | None = None  # time of the last failure to write; None: no failure yet
         if is_main():
             self._open(done + 1 if done else None)
         self._write(text("recipe", f"```yaml\n{recipe.read_text(encoding='utf-8')}\n```"), done)
 
     def _open(self, first_step: int | None = None) -> None:
-        """Open a new event file, on rank 0."""
+        """Create an event file; with ``first_step``, points of other files from that step on are hidden."""
+        self._file = self._directory / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+        with suppress(OSError):  # the first write reports it
+            self._directory.mkdir(parents=True, exist_ok=True)
+        self._append(Event(file_version="brain.Event:2"))
+        if first_step is not None:
+            self._append(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
+
+    def _append(self, event: Event) -> None:
+        """Write an event in the calling thread, so that the file is complete afterwards.
+
+        SummaryWriter of torch writes in a thread of its own, and a full disk ends that thread with a traceback. The
+        file is opened by its name each time, since it may have been removed. After a failure it is abandoned: it may
+        end in half an event.
+        """
+        if self._file is None:
+            return
+        event.wall_time = time.time()
         try:
-            self._file = _EventFile(self._directory, first_step)
+            with self._file.open("ab") as file:
+                RecordWriter(file).write(event.SerializeToString())
         except OSError as error:
-            self._lose(error)
+            if self._lost is None:
+                why = f"{self._directory} cannot be written ({error.strerror})"
+                say(f"warning: {why}: points are missing in TensorBoard")
+            self._lost = time.monotonic()
+            self._file = None
 
     def _writes(self) -> bool:
         """Return True on rank 0 if there is a file, or a new one after a failure."""
@@ -90,18 +92,7 @@ class Metrics:
     def _write(self, summary: EventSummary, step: int) -> None:
         """Write values at ``step``."""
         if self._writes():
-            assert self._file is not None
-            try:
-                self._file.add(Event(step=step, summary=summary))
-            except OSError as error:
-                self._lose(error)
-
-    def _lose(self, error: OSError) -> None:
-        """Continue without a file: the failed one may end in half an event."""
-        if self._lost is None:
-            say(f"warning: {self._directory} cannot be written ({error.strerror}): points are missing in TensorBoard")
-        self._lost = time.monotonic()
-        self._file = None
+            self._append(Event(step=step, summary=summary))
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Add one point per value at ``step`` (optimizer steps done)."""
@@ -154,7 +145,7 @@ class Summary:
 
     Attributes:
         recent: last values of each loss, at most ``LAST``; some are measured in some steps only.
-        peak_bytes: peak memory of rank 0 while training, see :func:`engine.memory.peak_memory`.
+        peak_bytes: peak memory of rank 0 while training, see :func:`engine.report.peak_memory`.
     """
 
     started: float = field(default_factory=time.perf_counter)

@@ -1,19 +1,29 @@
-"""Reports of a run: progress bar, TensorBoard and the last lines."""
+"""Reports of a run: progress bar, TensorBoard, the measured memory and the last lines."""
 
+import json
 import math
 import re
+import resource
+import warnings
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 from matplotlib.figure import Figure
+from torch import Tensor, nn
 
 from engine.checkpoint.find import best_checkpoint
+from engine.config.errors import RecipeError
 from engine.fake_quant import QuantStats
-from engine.memory import MemoryWatch, peak_memory, write_measured
 from engine.metrics import Metrics, Summary
 from engine.state import LoopState, StepResult
+from model.checkpoint.safetensors import parse_json
 from model.console import progress_bar
 from model.ranks import is_main, say, world_size
+from model.zero import gradient_buffers, master_weights, partitions, secondary_partitions
 
 _LAYER = re.compile(r"(?:.*\.)?layers\.(?P<index>\d+)\.(?P<place>.+)")
 _EXPERT = re.compile(r"\.\d+\.")
@@ -55,7 +65,7 @@ class RunReport:
         self._bar.close()
         self._summary.peak_bytes = peak = peak_memory(state.session.device)
         if self._memory is not None and is_main():
-            write_measured(Path(state.recipe.output_dir), self._memory, state.session.device, peak)
+            self._memory.write(Path(state.recipe.output_dir) / MEASURED, state.session.device, peak)
 
     def end(self, state: LoopState, checkpoints: Path) -> None:
         """Print the final lines, and log the run's results to TensorBoard."""
@@ -161,3 +171,94 @@ def error_picture(errors: dict[str, float], step: int) -> Figure:
     axes.set_title(f"error of the weights, step {step}", fontsize="medium")
     figure.colorbar(image, ax=axes, label="dB")
     return figure
+
+
+MEASURED = "memory.json"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Memory measured on rank 0.
+
+    Attributes:
+        device: device type of the rank.
+        ranks: number of ranks of the run.
+        peak: :func:`peak_memory` after the last step, before the export.
+        items: bytes by item.
+    """
+
+    device: str
+    ranks: int
+    peak: int
+    items: dict[str, int]
+
+
+class MemoryWatch:
+    """Measures parameters, gradients and optimizer states on this rank in the first step after its creation."""
+
+    def __init__(self, model: nn.Module, optimizer: Any) -> None:
+        """Watch ``model``, the student wrapped in its engine, and ``optimizer``, that of the engine."""
+        self._model, self._optimizer = model, optimizer
+        self._items: dict[str, int] = {}
+        # When this hook is called the gradients of the step are complete, and not yet freed.
+        inner = getattr(optimizer, "optimizer", optimizer)
+        inner.register_step_post_hook(self._measure)
+
+    def _measure(self, inner: torch.optim.Optimizer, *_: Any) -> None:
+        if self._items:  # a hook cannot remove itself
+            return
+        moments = [held[key] for held in inner.state.values() for key in ("exp_avg", "exp_avg_sq") if key in held]
+        own = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
+        seen: set[int] = set()
+        self._items = {
+            "parameters": _bytes(secondary_partitions(self._model), set()),  # hpZ's; write() adds the others
+            "gradients": _bytes([*gradient_buffers(self._optimizer), *own], seen),
+            "master weights": _bytes(master_weights(self._optimizer), seen),
+            "moments": _bytes(moments, seen),
+        }
+
+    def write(self, path: Path, device: torch.device, peak: int) -> None:
+        """Write the file that ``launch/memory.py --measured`` reads, unless no step was measured; call it between two
+        steps.
+
+        If the disk is full there is a warning and no file; the run goes on.
+        """
+        if not self._items:
+            return
+        items = self._items | {"parameters": self._items["parameters"] + _bytes(partitions(self._model), set())}
+        try:
+            path.unlink(missing_ok=True)  # it may be a link to a file elsewhere
+            path.write_text(json.dumps(asdict(Measured(device.type, world_size(), peak, items)), indent=1) + "\n")
+        except OSError as error:
+            warnings.warn(f"the measured memory could not be written: {error}", stacklevel=2)
+
+
+def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
+    """Count bytes of the tensors' storages except storages in ``seen``, and add the counted storages to ``seen``."""
+    total = 0
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            total += storage.nbytes()
+    return total
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the peak memory of this process so far, in bytes: of torch's allocator on CUDA, resident on a CPU.
+
+    This is the only measure of a run's peak: in TensorBoard, in ``memory.json`` and in the last lines.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # it counts KiB on Linux
+
+
+def read_measured(file: Path) -> Measured:
+    """Read the ``memory.json`` of a run. Raises RecipeError: there is no such file, or its content is something else."""
+    try:
+        return Measured(**parse_json(file.read_bytes()))
+    except (OSError, TypeError, ValueError) as error:
+        raise RecipeError(
+            f"--measured: {file}, expected the {MEASURED} in the output_dir of a run ({error})"
+        ) from error

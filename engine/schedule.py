@@ -7,17 +7,24 @@ runs once, the first time. One line of YAML under ``schedule`` has the effect of
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
+from data.loader import HeldOut, on_device, valid_tokens
 from engine.checkpoint.save import SaveError, mark_best, save_checkpoint
 from engine.config.config import Recipe
 from engine.config.sections import EventRecipe, parse_condition
-from engine.evaluation import evaluate
+from engine.losses.objective import Objective
+from engine.micro_batch import micro_batch_losses
 from engine.state import Action, LoopState, StateCondition
-from engine.step import held_out_losses
-from model.console import figure, perplexity
-from model.ranks import say
+from model.console import figure, perplexity, progress_bar
+from model.ranks import reduce_over_ranks, say
+from model.zero import forward_only
 from quant import Quantization
 
 
@@ -134,11 +141,8 @@ def evaluate_held_out(state: LoopState) -> None:
     """
     if not state.recipe.eval.every or state.evaluations.step == state.step or state.held_out is None:
         return
-    session, objective = state.session, state.objective()
-    calibration = state.loader.first(max(1, state.recipe.quant.calibration_batches))
-    means = evaluate(
-        session, state.quant, state.held_out, calibration, lambda batch: held_out_losses(session, batch, objective)
-    )
+    objective = state.objective()
+    means = _held_out_means(state, state.held_out, objective)
     losses = objective.report(means)
     results = {name.replace("loss/", "eval/"): value for name, value in losses.items()}
     results["eval/perplexity"] = perplexity(means["lm"])
@@ -146,6 +150,33 @@ def evaluate_held_out(state: LoopState) -> None:
     state.log(results)
     figures = ", ".join(f"{name.removeprefix('eval/')} {figure(value)}" for name, value in results.items())
     say(f"step {state.step}: held-out {figures}")
+
+
+@torch.no_grad()
+def _held_out_means(state: LoopState, held_out: HeldOut, objective: Objective) -> dict[str, float]:
+    """Compute loss means over the valid tokens of all held-out samples and ranks, by loss; a collective.
+
+    All layers are fake-quantized, with outdated scales measured again, unless the run never quantizes. Trained
+    parameters do not change.
+    """
+    session = state.session
+    # Outdated input scales are measured on training samples: held-out batches are ordered by length, and short samples
+    # would give small scales.
+    calibration = state.loader.first(max(1, state.recipe.quant.calibration_batches))
+    never = state.recipe.never_quantizes() and not state.quant.enabled
+    session.engine.eval()
+    sums: dict[str, Tensor] = {}
+    valid = 0
+    with nullcontext() if never else state.quant.as_served(calibration):
+        for batch in progress_bar(desc="evaluation", unit="batch", over=held_out):
+            with forward_only(session.engine):
+                found = micro_batch_losses(session, on_device(batch, session.device), objective, held_out=True).sums
+            sums = {name: sums.get(name, 0) + value.double() for name, value in found.items()}
+            valid += valid_tokens([batch])
+    session.engine.train()
+    own = torch.stack([*sums.values(), torch.tensor(float(valid), dtype=torch.float64, device=session.device)])
+    *whole, tokens = reduce_over_ranks(own).tolist()
+    return {name: value / tokens for name, value in zip(sums, whole, strict=True)}
 
 
 def evaluate_start(state: LoopState) -> None:
@@ -175,9 +206,7 @@ def checkpoints(recipe: Recipe) -> Path:
 def save(state: LoopState) -> None:
     """Save a training checkpoint, and mark it as the best if its evaluation is the best so far; a collective.
 
-    Raises:
-        SaveError: on every rank: the checkpoint could not be written.
-    """
+    Raises SaveError: on every rank: the checkpoint could not be written."""
     save_checkpoint(
         state.session,
         state.stateful,
@@ -212,10 +241,7 @@ def _try_to_save(state: LoopState) -> None:
 
 def add_event(schedule: Schedule, event: EventRecipe) -> None:
     """Add a recipe's event to the schedule."""
-
-    def act(state: LoopState) -> None:
-        apply_event(event, state)
-
+    act = partial(apply_event, event)
     if event.at is not None:
         schedule.at(event.at, act)
     elif event.every is not None:

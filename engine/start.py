@@ -18,9 +18,7 @@ from engine.cluster.nodes import check_shared
 from engine.config.config import Recipe
 from engine.config.errors import RecipeError
 from engine.config.reading import save_recipe
-from engine.evaluation import HeldOutResults
 from engine.fake_quant import FakeQuant, check_inputs
-from engine.faults import SkippedSteps
 from engine.losses.objective import DIAGNOSTICS, NamedTokenLoss
 from engine.metrics import Metrics
 from engine.schedule import Schedule, check_events
@@ -29,7 +27,7 @@ from engine.session.optimizer import parameter_groups
 from engine.session.probes import with_checked_rows
 from engine.session.session import CheckedModels, build_session, check_models
 from engine.session_export import check_export, check_exportable
-from engine.state import LoopState
+from engine.state import HeldOutResults, LoopState, SkippedSteps
 from model.console import working
 from model.ranks import errors_on_all_ranks, is_main, say
 from model.save.aside import remove_left

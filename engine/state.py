@@ -4,17 +4,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from data.loader import HeldOut, Loader
 from engine.checkpoint.save import StatefulStates
 from engine.cluster.job import StopRequests
 from engine.config.config import Recipe
-from engine.evaluation import HeldOutResults
 from engine.fake_quant import FakeQuant, QuantStats
-from engine.faults import SkippedSteps
 from engine.losses.objective import NamedTokenLoss, Objective
 from engine.metrics import Metrics
 from engine.session.session import Session
+from model.ranks import RankError, gather_objects, say
 
 
 @dataclass
@@ -37,6 +37,79 @@ class StepResult:
     """Loss scale of the step in fp16, else None."""
     quantization: QuantStats | None
     """Statistics of the quantization; None in steps that do not measure them."""
+
+
+@dataclass
+class HeldOutResults:
+    """Results of a run's evaluations: means over the held-out tokens, by logged name."""
+
+    last: dict[str, float] = field(default_factory=dict)
+    """Losses of the last evaluation, also if it was before a resume; used by conditions of a schedule."""
+    first: dict[str, float] = field(default_factory=dict)
+    """Losses of the first evaluation of this process."""
+    step: int | None = None
+    """Optimizer steps done at the last evaluation of this process; None before the first."""
+
+    def record(self, step: int, results: dict[str, float]) -> None:
+        """Add an evaluation after ``step`` optimizer steps."""
+        self.last, self.first, self.step = results, self.first or results, step
+
+    def state_dict(self) -> dict[str, dict[str, float]]:
+        """Return plain values for a checkpoint."""
+        return {"last": self.last}
+
+    def load_state_dict(self, state: Mapping[str, dict[str, float]]) -> None:
+        """Restore the result of :meth:`state_dict`."""
+        self.last = state["last"]
+
+
+@dataclass
+class SkippedSteps:
+    """Counter of steps that were skipped because their loss or gradients were not finite.
+
+    DeepSpeed skips such a step on all ranks together, as it tests the gradient norm over all ranks. Where DeepSpeed has
+    no optimizer of its own, ``engine.session.optimizer.SkippingAdamW`` does the same. Parameters, moments and Adam's
+    step counts do not change.
+    """
+
+    limit: int
+    """``train.max_skipped_steps``: the run ends after this many skipped steps in a row."""
+    in_a_row: int = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Return how many steps up to the last were skipped in a row, for a checkpoint."""
+        return {"in_a_row": self.in_a_row}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Restore the result of :meth:`state_dict`."""
+        self.in_a_row = state["in_a_row"]
+
+    def record(self, step: int, losses: Tensor, loader: Loader, *, lowered: bool) -> None:
+        """Count step ``step`` (from 0), which was skipped, and name its samples; a collective.
+
+        Args:
+            step: number of the step.
+            losses: this rank's sums of the step's losses, before a reduction.
+            loader: describes the samples of the step.
+            lowered: True if the loss scale was halved. If also all losses are finite, the step does not count as a
+                skipped one.
+
+        Raises:
+            RankError: ``limit`` steps in a row were skipped.
+        """
+        finite = bool(losses.isfinite().all())
+        if lowered and all(gather_objects(finite)):
+            say(f"step {step}: a gradient overflowed at this loss scale: left out, and the scale halved")
+            return
+        self.in_a_row += 1
+        found = f"  {loader.describe(step)}: loss {'finite' if finite else 'not finite'}"
+        text = "\n".join([f"step {step}: the loss or its gradients are not finite", *gather_objects(found)])
+        if self.in_a_row >= self.limit:
+            raise RankError(
+                f"{text}\n{self.in_a_row} steps in a row were left out (train.max_skipped_steps): the run does not "
+                "recover by itself. Weights, scales and optimizer state are as before them"
+            )
+        say(f"warning: {text}\n  left out ({self.in_a_row} in a row; the run ends at {self.limit})")
 
 
 @dataclass

@@ -16,7 +16,7 @@ import json
 from collections.abc import Sequence
 
 from engine.config.deepspeed import SHIPPED, DsConfigError
-from engine.memory import read_measured
+from engine.report import read_measured
 from engine.session.student import quantized_share
 from launch.exits import clean_exit, recipe_or_exit
 from launch.scripts import at_least, option_parser

@@ -18,8 +18,7 @@ from data.teacher_cache import CACHE_DTYPES, Manifest, Writer
 from engine.config.config import Recipe
 from engine.config.errors import RecipeError
 from engine.losses.chunked import TeacherHidden, row_blocks
-from engine.losses.kd import take_top_k
-from engine.losses.objective import tokens_at_a_time
+from engine.losses.objective import take_top_k, tokens_at_a_time
 from engine.losses.teacher import ModelTeacher
 from engine.session.build_teacher import check_teacher, load_teacher
 from engine.session.context import RunContext, build_loader, pad_token, start_ranks

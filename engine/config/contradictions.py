@@ -13,7 +13,7 @@ from data.jsonl import expected_fields
 from engine.config.errors import DERIVED, ONLY_WITH, default_of
 from engine.config.quant import SOURCE
 from engine.config.sections import DECAYING
-from engine.losses.kd import CACHED_KINDS, TOP_K_KINDS
+from engine.losses.objective import CACHED_KINDS, TOP_K_KINDS
 from quant.gptq import takes
 
 _Recipe = Any  # engine.config.config.Recipe, which imports this module

@@ -1,7 +1,7 @@
 """The recipe's sections except ``quant``: model, data, learnable, adapter, loss, optim, train, schedule, eval, export.
 
 One field is one option: ``--help`` shows the text below it, and its metadata declares allowed values and conditions of
-an effect. Checks of several options together are in engine/config/contradictions.py.
+an effect. Checks of several options together are in engine/config/config.py.
 """
 
 import math
@@ -28,8 +28,7 @@ from engine.config.errors import (
     values,
 )
 from engine.config.quant import LEARNED_INPUTS, QUANTIZED_CACHE, QUANTIZED_WEIGHTS, QUANTIZES
-from engine.losses.kd import TOP_K_KINDS, Distillation
-from engine.losses.objective import NamedTokenLoss, Objective
+from engine.losses.objective import TOP_K_KINDS, Distillation, NamedTokenLoss, Objective
 from quant.formats.layouts import Layout
 from quant.rules import pattern_problem
 
@@ -89,7 +88,7 @@ class ModelRecipe:
     path: str = field(metadata=not_empty("a directory"))
     """Directory of the checkpoint: config.json, safetensors files, tokenizer. Relative to the current directory."""
     trust_remote_code: bool = False
-    """Run the Python files that the checkpoint directory brings along. They can do anything: read them first."""
+    """Run the Python files in the checkpoint directory. They can do anything: read them first."""
     attn_implementation: str = field(default="auto", metadata=not_empty("a name like sdpa"))
     """Attention implementation of transformers: sdpa, eager, flash_attention_2 (which needs its own package), ...
     auto: sdpa, or eager for the few models without it."""
@@ -247,8 +246,8 @@ class LossRecipe:
     )
     """kl: KL(teacher||student); rkl: KL(student||teacher); cakld: both, mixed by the teacher's confidence in the label;
     kd: kl at loss.temperature; mse: squared difference of the logits; kl_top_k: kl on the teacher's loss.top_k most
-    likely tokens; r_kl_top_k: rkl on the student's. engine/losses/kd.py has the formulas. null: cakld; kl_top_k with
-    loss.teacher_cache."""
+    likely tokens; r_kl_top_k: rkl on the student's. engine/losses/objective.py has the formulas. null: cakld; kl_top_k
+    with loss.teacher_cache."""
     temperature: float = field(default=1.0, metadata=FACTOR | only_with(_TEMPERATURE))
     """Temperature of loss.kd kd; the other kinds have no temperature."""
     top_k: int | None = field(default=None, metadata=at_least(1))

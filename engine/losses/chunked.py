@@ -3,9 +3,9 @@
 Logits [T, V] are the largest tensors of a training step: at T = 4096 and V = 152k one such tensor takes 2.5 GB in fp32,
 and a distillation loss of torch operators allocates several. Here no such tensor exists. The forward loops over the
 positions with a target, ``chunk_tokens`` at a time: logits of student and teacher (GEMMs in the model's dtype), losses
-and the gradient of the logits in closed form (fp32, see :mod:`engine.losses.kd`), then the gradients of hidden states,
-weight and bias. The backward only multiplies these by the incoming gradient. No GEMM is computed twice. Memory at any
-time, with C tokens per chunk:
+and the gradient of the logits in closed form (fp32, see :mod:`engine.losses.objective`), then the gradients of hidden
+states, weight and bias. The backward only multiplies these by the incoming gradient. No GEMM is computed twice. Memory
+at any time, with C tokens per chunk:
 
     2 V C bytes of bf16 logits, for student and teacher each;
     a few fp32 blocks of ``BLOCK_ELEMENTS``, each for some rows of a chunk;
@@ -19,18 +19,27 @@ fp32, but fp16 has less. So in fp16 the loss scale (``gradient_scale``), by whic
 anyway, multiplies the gradient of the logits before that rounding, too.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from data.samples import IGNORE
-from engine.losses.kd import TopK
-from engine.losses.objective import Objective, block_losses, tokens_at_a_time
+from engine.losses.objective import (
+    LossChunk,
+    NamedTokenLoss,
+    Objective,
+    TopK,
+    distil,
+    forward_kl,
+    reverse_kl,
+    tokens_at_a_time,
+)
 from model.head import UNCHANGED, LogitFunction
 
 # Elements of one fp32 block, by device: small enough for a core's cache, large enough to hide launch overhead.
@@ -110,13 +119,8 @@ def chunked_losses(
         ValueError: shapes do not match, or a user's loss does not return one number per token.
     """
     objective = objective or Objective()
-    _check(hidden, weight, labels, teacher)
     positions = (labels.flatten() != IGNORE).nonzero().squeeze(-1) if positions is None else positions
-    if isinstance(teacher, TeacherTopK) and len(teacher.top.indices) != len(positions):
-        raise ValueError(
-            f"the teacher has {len(teacher.top.indices)} rows, expected one for each of the {len(positions)} valid "
-            "positions"
-        )
+    _check(hidden, weight, labels, positions, teacher)
     wanted = [
         torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)
     ]
@@ -126,25 +130,31 @@ def chunked_losses(
     return LossResult(total, dict(zip(names, sums.unbind(), strict=True)))
 
 
-def _check(hidden: Tensor, weight: Tensor, labels: Tensor, teacher: TeacherTargets | None) -> None:
+def _check(hidden: Tensor, weight: Tensor, labels: Tensor, positions: Tensor, teacher: TeacherTargets | None) -> None:
+    """Refuse shapes that do not match. Raises ValueError."""
     if hidden.shape[:-1] != labels.shape:
         raise ValueError(
             f"hidden states {tuple(hidden.shape)} and labels {tuple(labels.shape)} differ in their leading dimensions"
         )
-    if isinstance(teacher, TeacherTopK) and (teacher.vocabulary or 0) > weight.shape[0]:
-        raise ValueError(f"{teacher.vocabulary} common tokens, but a vocabulary of {weight.shape[0]}")
-    if not isinstance(teacher, TeacherHidden):
+    if teacher is None:
         return
-    if teacher.hidden.shape[:-1] != labels.shape:
+    ours = theirs = weight.shape[0]
+    if isinstance(teacher, TeacherHidden):
+        theirs = teacher.weight.shape[0]
+        if teacher.hidden.shape[:-1] != labels.shape:
+            raise ValueError(
+                f"the teacher's hidden states are {tuple(teacher.hidden.shape)}, the student's "
+                f"{tuple(hidden.shape)}: expected the same leading dimensions"
+            )
+    elif len(teacher.top.indices) != len(positions):
         raise ValueError(
-            f"the teacher's hidden states are {tuple(teacher.hidden.shape)}, the student's {tuple(hidden.shape)}: "
-            "expected the same leading dimensions"
+            f"the teacher has {len(teacher.top.indices)} rows, expected one for each of the {len(positions)} valid "
+            "positions"
         )
-    sizes = weight.shape[0], teacher.weight.shape[0]
-    if teacher.vocabulary is None and sizes[0] != sizes[1]:
-        raise ValueError(f"vocabularies of {sizes[0]} and {sizes[1]}: expected the number of common tokens")
-    if teacher.vocabulary is not None and teacher.vocabulary > min(sizes):
-        raise ValueError(f"{teacher.vocabulary} common tokens, but vocabularies of {sizes[0]} and {sizes[1]}")
+    if teacher.vocabulary is None and ours != theirs:
+        raise ValueError(f"vocabularies of {ours} and {theirs}: expected the number of common tokens")
+    if (teacher.vocabulary or 0) > min(ours, theirs):
+        raise ValueError(f"{teacher.vocabulary} common tokens, but vocabularies of {ours} and {theirs}")
 
 
 class _Job(NamedTuple):
@@ -164,11 +174,6 @@ class _Job(NamedTuple):
     wanted: list[bool]
     function: LogitFunction
 
-    @property
-    def factor(self) -> float:
-        """Factor of the gradient of the logits."""
-        return self.scale * self.gradient_scale
-
 
 class _ChunkedLosses(torch.autograd.Function):
     """Loop over the chunks. The forward also computes the gradients; the backward only multiplies them by a number."""
@@ -180,18 +185,24 @@ class _ChunkedLosses(torch.autograd.Function):
         flat = hidden.reshape(-1, hidden.shape[-1])
         gradients = _Gradients.like(hidden, weight, bias, len(positions), job)
         values = torch.empty(len(job.names), len(positions), dtype=_work_dtype(weight.dtype), device=weight.device)
-        student = _Projection(weight, bias)
-        teacher = _NO_TEACHER if job.teacher is None else _teacher_rows(job.teacher, positions)
+        student, teacher = _Projection(weight, bias), job.teacher
+        if isinstance(teacher, TeacherHidden):
+            flat_teacher = teacher.hidden.reshape(-1, teacher.hidden.shape[-1])
+            bias_of_teacher = teacher.bias[: teacher.vocabulary] if teacher.bias is not None else None
+            project = _Projection(teacher.weight[: teacher.vocabulary], bias_of_teacher)
         size = tokens_at_a_time(job.objective.chunk_tokens, hidden.device)
         for start in range(0, len(positions), size):
             chunk = slice(start, start + size)
             rows = flat.index_select(0, positions[chunk])  # [C, H]
             logits = student(rows)  # [C, V]; overwritten by its gradient, block by block
-            of_teacher = teacher(chunk)
+            of_teacher: Tensor | TopK | None = None
+            if isinstance(teacher, TeacherHidden):
+                of_teacher = project(flat_teacher.index_select(0, positions[chunk]))
+            elif teacher is not None:
+                of_teacher = _rows(teacher.top, chunk)
             for block in row_blocks(logits):
-                _losses_of_block(
-                    logits[block], of_teacher(block), labels[chunk][block], job, values[:, chunk][:, block]
-                )
+                here = values[:, chunk][:, block]
+                _losses_of_block(job, logits[block], _rows(of_teacher, block), labels[chunk][block], here)
             gradients.add(rows, logits, weight, positions[chunk])
         sums = values.sum(-1)
         total = sums.new_zeros(())
@@ -241,44 +252,78 @@ class _Projection:
         return torch.addmm(self.bias, rows, self.weight.t(), out=out)
 
 
-BlockTeacher = Callable[[slice], Tensor | TopK | None]
-_NO_TEACHER: Callable[[slice], BlockTeacher] = lambda chunk: lambda block: None  # noqa: E731
+def _rows(teacher: Tensor | TopK | None, rows: slice) -> Tensor | TopK | None:
+    """Take rows of the teacher's output."""
+    if isinstance(teacher, TopK):
+        return TopK(*(tensor[rows] for tensor in teacher))
+    return None if teacher is None else teacher[rows]
 
 
-def _teacher_rows(teacher: TeacherTargets, positions: Tensor) -> Callable[[slice], BlockTeacher]:
-    """Return a function of a chunk; it returns a function from a block of rows to the teacher's logits or top K."""
-    if isinstance(teacher, TeacherTopK):
-        top = teacher.top
-        return lambda chunk: lambda block: TopK(*(tensor[chunk][block] for tensor in top))
-    flat = teacher.hidden.reshape(-1, teacher.hidden.shape[-1])
-    bias = teacher.bias[: teacher.vocabulary] if teacher.bias is not None else None
-    project, function = _Projection(teacher.weight[: teacher.vocabulary], bias), teacher.function
+def _losses_of_block(job: _Job, logits: Tensor, teacher: Tensor | TopK | None, labels: Tensor, values: Tensor) -> None:
+    """Compute all losses of R tokens, and the gradient of their weighted sum with respect to lm_head's output.
 
-    def of_chunk(chunk: slice) -> BlockTeacher:
-        logits = project(flat.index_select(0, positions[chunk]))
-        return lambda block: function(logits[block].to(_work_dtype(logits.dtype)))
+    Args:
+        job: the losses, their weights, and the factor of the gradient.
+        logits: output of the student's lm_head [R, V]; overwritten by the gradient, if it is needed.
+        teacher: output of the teacher's lm_head [R, V'], the top K of a cache, or None without distillation.
+        labels: int64 [R].
+        values: [losses, R]; the losses are written here, in the order of :meth:`Objective.parts`.
 
-    return of_chunk
-
-
-def _losses_of_block(logits: Tensor, teacher: Tensor | TopK | None, labels: Tensor, job: _Job, values: Tensor) -> None:
-    """Write losses of R tokens into ``values`` [losses, R]; overwrite ``logits`` [R, V] by the gradient, if needed."""
+    Raises:
+        ValueError: see :func:`_token_loss`.
+    """
+    objective, factor = job.objective, job.scale * job.gradient_scale
     student = job.function(logits.to(_work_dtype(logits.dtype)))
     gradient = torch.zeros_like(student) if any(job.wanted) else None
-    block_losses(
-        job.objective,
-        student,
-        teacher,
-        labels,
-        values,
-        common=job.teacher.vocabulary if job.teacher is not None else None,
-        gradient=gradient,
-        factor=job.factor,
-        diagnostics=job.diagnostics,
-    )
+    if isinstance(job.teacher, TeacherHidden) and isinstance(teacher, Tensor):
+        teacher = job.teacher.function(teacher.to(_work_dtype(teacher.dtype)))
+    row = iter(values)
+    targets = labels.unsqueeze(-1)
+    log_q = F.log_softmax(student, dim=-1)
+    next(row).copy_(log_q.gather(-1, targets).squeeze(-1).neg_())
+    if gradient is not None and objective.lm_weight:
+        weight = objective.lm_weight * factor
+        gradient.add_(log_q.exp(), alpha=weight)
+        gradient.scatter_add_(-1, targets, targets.new_full(targets.shape, -weight, dtype=gradient.dtype))
+    if job.teacher is not None and teacher is not None:
+        common = job.teacher.vocabulary or student.shape[-1]
+        ours = student[:, :common]
+        log_q = log_q if common == student.shape[-1] else F.log_softmax(ours, dim=-1)
+        weight = objective.kd_weight * factor
+        within = gradient[:, :common] if gradient is not None and weight else None
+        next(row).copy_(distil(objective.kd, ours, log_q, teacher, labels, gradient=within, weight=weight))
+    teacher_logits = teacher if isinstance(teacher, Tensor) else None
+    for loss in objective.token_losses:
+        next(row).copy_(_token_loss(loss, LossChunk(student, teacher_logits, labels), gradient, factor))
+    if job.diagnostics:
+        assert teacher_logits is not None, "diagnostics compare with a teacher in memory"
+        log_p = F.log_softmax(teacher_logits, dim=-1)
+        next(row).copy_(forward_kl(log_p, log_q))
+        next(row).copy_(reverse_kl(log_p, log_q))
+        next(row).copy_(log_p.argmax(-1) == log_q.argmax(-1))
     if gradient is not None:
         job.function.chain_(gradient, student)
         logits.copy_(gradient)
+
+
+def _token_loss(loss: NamedTokenLoss, chunk: LossChunk, gradient: Tensor | None, factor: float) -> Tensor:
+    """Compute a user's loss of R tokens, and add its gradient from autograd to ``gradient``.
+
+    Raises ValueError: the loss is not a tensor [R], or does not depend on the student's logits."""
+    leaf = chunk.student.detach().requires_grad_()
+    with torch.enable_grad():
+        value = loss.function(chunk._replace(student=leaf))
+    if not isinstance(value, Tensor) or value.shape != chunk.labels.shape:
+        found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(
+            f"loss {loss.name!r} returned {found}, expected a tensor {list(chunk.labels.shape)}: one per token"
+        )
+    if gradient is not None:
+        if not value.requires_grad:
+            raise ValueError(f"loss {loss.name!r} does not depend on the student's logits, so that nothing can learn")
+        (of_logits,) = torch.autograd.grad(value, leaf, torch.ones_like(value))
+        gradient.add_(of_logits, alpha=loss.weight * factor)
+    return value.detach()
 
 
 @dataclass

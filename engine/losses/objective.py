@@ -1,7 +1,44 @@
-"""Objective of training: weighted losses, with values and gradients from the logits of some tokens.
+"""Objective of training: weighted losses; distillation losses per token, values and gradients in closed form.
 
-Logits are computed in :mod:`engine.losses.chunked`, a chunk of tokens at a time; distillation losses are in
-:mod:`engine.losses.kd`.
+Logits are computed in :mod:`engine.losses.chunked`, a chunk of tokens at a time. With ``z`` and ``t`` the student's and
+the teacher's logits of one token, ``q = softmax(z)`` and ``p = softmax(t)``:
+
+============== =====================================================================================================
+kind           loss
+============== =====================================================================================================
+``kl``         KL(p || q) = sum_v p (log p - log q), forward KL (Hinton et al. 2015, arXiv:1503.02531)
+``rkl``        KL(q || p), reverse KL (Gu et al. 2023, MiniLLM, arXiv:2306.08543)
+``cakld``      c KL(q || p) + (1 - c) KL(p || q), c = p(label), detached (Du et al. 2024, BitDistiller,
+               arXiv:2402.10631; there c is a mean over a data set, here and in AngelSlim it is the token's own)
+``kd``         T^2 KL(p_T || q_T) with both softmaxes at temperature T (Hinton et al. 2015)
+``mse``        mean over the vocabulary of (z - t)^2
+``kl_top_k``   KL(p' || q') on S, the teacher's K most likely tokens, p' = p / p(S) and q' = q / q(S)
+``r_kl_top_k`` KL(q' || p') on S, the student's K most likely tokens
+============== =====================================================================================================
+
+With ``tail`` the last two kinds are not renormalized: all tokens outside S form one more bucket, of mass p(tail) and
+q(tail), and the divergence is taken over the K + 1 buckets. This penalizes a student that moves mass out of S.
+
+The gradients with respect to z:
+
+    KL(p || q)               q - p                          (kd: T (q_T - p_T))
+    KL(q || p)               q (log q - log p - KL)
+    mse                      2 (z - t) / V
+    KL(p' || q') on S        q' - p' inside S, 0 outside; with a tail q - p inside S and q - q p(tail) / q(tail) outside
+    KL(q' || p') on S        q' (log q' - log p' - KL) inside, 0 outside; with a tail q (log q(b) - log p(b) - KL),
+                             b the token's bucket
+
+AngelSlim (angelslim/compressor/distill/loss.py at 67394ce) defines the same kinds, with differences: K is in the name
+(``kl_top_1000``), ``loss.top_k`` here; means are over a micro-batch, here over the whole optimizer step; there is no
+tail; masked tokens are not specified.
+
+Edge cases:
+
+* **Ties** in the K most likely tokens: the lower token id comes first. bf16 logits tie often, and the order of
+  ``torch.topk`` is unspecified, so a cache written on another machine could hold other tokens.
+* **Logits of -inf** (masked vocabulary): in KL(a || b) a token with a = 0 counts 0 whatever b is, so both models may
+  mask it. A token with only b = 0 makes the divergence +inf. For ``mse`` two masked logits differ by 0.
+* **NaN** in any logit of a token makes its loss NaN.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,9 +48,12 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from engine.losses.kd import Distillation, TopK, distil, forward_kl, reverse_kl
+KD_KINDS = ("kl", "rkl", "cakld", "kd", "mse", "kl_top_k", "r_kl_top_k")
+TOP_K_KINDS = ("kl_top_k", "r_kl_top_k")
+CACHED_KINDS = ("kl_top_k",)
+"""Kinds possible with a cached teacher, which has only the total mass of tokens outside its own K."""
+
 
 # Distances between student and teacher, measured every ``loss.diagnostics_every`` steps, without weight in the total.
 DIAGNOSTICS = ("forward_kl", "backward_kl", "top1_agreement")
@@ -21,19 +61,29 @@ DIAGNOSTICS = ("forward_kl", "backward_kl", "top1_agreement")
 ROUTER_AUX = "router_aux"
 
 
-def router_loss_factor(model: PreTrainedModel) -> float:
-    """Look up the factor of the load-balancing auxiliary loss in a transformers model.
+@dataclass(frozen=True)
+class Distillation:
+    """Kind and options of the distillation loss.
 
-    Raises:
-        ValueError: neither the model nor its config has the factor.
+    Attributes:
+        kind: see the table in the module's docstring.
+        temperature: temperature of kind ``kd``; unused by the other kinds.
+        top_k: K of ``kl_top_k`` and ``r_kl_top_k``.
+        tail: True for one more bucket for all other tokens, in ``kl_top_k`` and ``r_kl_top_k``.
     """
-    for owner in (model, model.config.get_text_config()):
-        if (factor := getattr(owner, "router_aux_loss_coef", None)) is not None:
-            return float(factor)
-    raise ValueError(
-        f"learnable.router: {type(model).__name__} computes an auxiliary loss, but has no router_aux_loss_coef; set "
-        "router_aux_loss_coef in its config.json"
-    )
+
+    kind: str = "cakld"
+    temperature: float = 1.0
+    top_k: int = 100
+    tail: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in KD_KINDS:
+            raise ValueError(f"unknown distillation loss {self.kind!r}, expected one of {', '.join(KD_KINDS)}")
+        if self.top_k < 1 or not self.temperature > 0:
+            raise ValueError(
+                f"top_k {self.top_k} and temperature {self.temperature}: expected at least 1 and a number above 0"
+            )
 
 
 class LossChunk(NamedTuple):
@@ -97,7 +147,7 @@ class Objective:
         return {"lm": self.lm_weight, "kd": self.kd_weight, **{loss.name: loss.weight for loss in self.token_losses}}
 
     def parts(self, *, distils: bool, diagnostics: bool) -> list[str]:
-        """List the names of all losses and diagnostics that :func:`block_losses` computes, in its order."""
+        """List the names of all losses and diagnostics that are computed, in their order."""
         own = [loss.name for loss in self.token_losses]
         return ["lm", *(["kd"] if distils else []), *own, *(DIAGNOSTICS if diagnostics else ())]
 
@@ -114,77 +164,159 @@ class Objective:
         return {"loss/total": total, **{self.tag(part): value for part, value in means.items()}}
 
 
-def block_losses(
-    objective: Objective,
+class TopK(NamedTuple):
+    """K most likely tokens of R positions: ``log_probs`` [R, K], ``indices`` int64 [R, K], ``log_tail`` [R].
+
+    Log-probabilities are over the whole vocabulary, in descending order; ``log_tail`` is the log-probability of all
+    other tokens together.
+    """
+
+    log_probs: Tensor
+    indices: Tensor
+    log_tail: Tensor
+
+    def first(self, k: int) -> "TopK":
+        """Keep the first ``k`` tokens, and add the others to the tail."""
+        if k >= self.log_probs.shape[-1]:
+            return self
+        rest = torch.cat([self.log_probs[:, k:], self.log_tail.unsqueeze(-1)], -1).logsumexp(-1)
+        return TopK(self.log_probs[:, :k], self.indices[:, :k], rest)
+
+
+def top_indices(logits: Tensor, k: int) -> Tensor:
+    """Find the ids of the ``k`` largest ``logits`` [R, V], largest first, equal logits by id: int64 [R, min(k, V)]."""
+    # Bits of a float, read as an integer, order like the float if it is positive, and in reverse if negative. Adding 0
+    # gives -0 and +0 the same bits.
+    bits = (logits.float() + 0.0).view(torch.int32)
+    rank = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32
+    vocabulary = logits.shape[-1]
+    rank += torch.arange(vocabulary - 1, -1, -1, device=logits.device)
+    return rank.topk(min(k, vocabulary), dim=-1).indices
+
+
+def take_top_k(logits: Tensor, log_probs: Tensor, k: int) -> TopK:
+    """Select the ``k`` most likely tokens by ``logits`` [R, V] with log-softmax ``log_probs``."""
+    indices = top_indices(logits, k)
+    return TopK(log_probs.gather(-1, indices), indices, _log_tail(log_probs, indices))
+
+
+def distil(
+    spec: Distillation,
     student: Tensor,
-    teacher: Tensor | TopK | None,
+    log_q: Tensor,
+    teacher: Tensor | TopK,
     labels: Tensor,
-    values: Tensor,
     *,
-    common: int | None,
-    gradient: Tensor | None,
-    factor: float,
-    diagnostics: bool,
-) -> None:
-    """Compute all losses of R tokens, and the gradient of their weighted sum with respect to the student's logits.
+    gradient: Tensor | None = None,
+    weight: float = 1.0,
+) -> Tensor:
+    """Compute the distillation loss per token, [R].
 
     Args:
-        objective: the losses and their weights.
-        student: logits [R, V], fp32 (fp64 for a model in fp64).
-        teacher: logits [R, V'] in the same dtype, the top K of a cache, or None without distillation.
-        labels: int64 [R].
-        values: [losses, R]; the losses are written here, in the order of :meth:`Objective.parts`.
-        common: student and teacher are compared on token ids below this number; None: on all token ids.
-        gradient: [R, V]; ``factor`` times the gradient is added to it. None: no gradient is computed.
-        factor: see ``gradient``.
-        diagnostics: also write the :data:`DIAGNOSTICS`, which need the teacher's logits.
-
-    Raises:
-        ValueError: see :func:`_token_loss`.
+        spec: kind and options of the loss.
+        student: logits [R, V], fp32.
+        log_q: log-softmax of ``student``.
+        teacher: logits [R, V], fp32, or the top K of a cache.
+        labels: int64 [R], each below V.
+        gradient: [R, V]; ``weight`` times the gradient of each token's loss is added to its row.
+        weight: see ``gradient``.
     """
-    teacher_logits = teacher if isinstance(teacher, Tensor) else None
-    row = iter(values)
-    targets = labels.unsqueeze(-1)
-    log_q = F.log_softmax(student, dim=-1)
-    next(row).copy_(log_q.gather(-1, targets).squeeze(-1).neg_())
-    if gradient is not None and objective.lm_weight:
-        weight = objective.lm_weight * factor
-        gradient.add_(log_q.exp(), alpha=weight)
-        gradient.scatter_add_(-1, targets, targets.new_full(targets.shape, -weight, dtype=gradient.dtype))
-    if teacher is not None:
-        common = common or student.shape[-1]
-        ours = student[:, :common]
-        log_q = log_q if common == student.shape[-1] else F.log_softmax(ours, dim=-1)
-        weight = objective.kd_weight * factor
-        within = gradient[:, :common] if gradient is not None and weight else None
-        next(row).copy_(distil(objective.kd, ours, log_q, teacher, labels, gradient=within, weight=weight))
-    for loss in objective.token_losses:
-        next(row).copy_(_token_loss(loss, LossChunk(student, teacher_logits, labels), gradient, factor))
-    if diagnostics:
-        assert teacher_logits is not None, "diagnostics compare with a teacher in memory"
-        log_p = F.log_softmax(teacher_logits, dim=-1)
-        next(row).copy_(forward_kl(log_p, log_q))
-        next(row).copy_(reverse_kl(log_p, log_q))
-        next(row).copy_(log_p.argmax(-1) == log_q.argmax(-1))
+    if spec.kind in TOP_K_KINDS:
+        return _on_top_k(spec, student, log_q, teacher, gradient, weight)
+    assert isinstance(teacher, Tensor), f"{spec.kind} needs the teacher's logits"
+    if spec.kind == "mse":
+        return _mse(student, teacher, gradient, weight)
+    if spec.kind == "kd":
+        log_q = F.log_softmax(student / spec.temperature, dim=-1)
+        log_p = F.log_softmax(teacher / spec.temperature, dim=-1)
+        value = forward_kl(log_p, log_q, gradient, weight * spec.temperature)
+        return value.mul_(spec.temperature**2)
+    log_p = F.log_softmax(teacher, dim=-1)
+    if spec.kind == "kl":
+        return forward_kl(log_p, log_q, gradient, weight)
+    if spec.kind == "rkl":
+        return reverse_kl(log_p, log_q, gradient, weight)
+    confidence = log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1).exp_()
+    reverse = reverse_kl(log_p, log_q, gradient, weight * confidence.unsqueeze(-1))
+    forward = forward_kl(log_p, log_q, gradient, weight * (1 - confidence).unsqueeze(-1))
+    return confidence * reverse + (1 - confidence) * forward
 
 
-def _token_loss(loss: NamedTokenLoss, chunk: LossChunk, gradient: Tensor | None, factor: float) -> Tensor:
-    """Compute a user's loss of R tokens, and add its gradient from autograd to ``gradient``.
-
-    Raises:
-        ValueError: the loss is not a tensor [R], or does not depend on the student's logits.
-    """
-    leaf = chunk.student.detach().requires_grad_()
-    with torch.enable_grad():
-        value = loss.function(chunk._replace(student=leaf))
-    if not isinstance(value, Tensor) or value.shape != chunk.labels.shape:
-        found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise ValueError(
-            f"loss {loss.name!r} returned {found}, expected a tensor {list(chunk.labels.shape)}: one per token"
-        )
+def forward_kl(log_p: Tensor, log_q: Tensor, gradient: Tensor | None = None, weight: float | Tensor = 1.0) -> Tensor:
+    """Return KL(p || q) per row; add ``weight`` (a number, or [R, 1]) times its gradient to ``gradient``."""
+    p = log_p.exp()
+    value = _log_ratio(p, log_p, log_q).mul_(p).sum(-1)
     if gradient is not None:
-        if not value.requires_grad:
-            raise ValueError(f"loss {loss.name!r} does not depend on the student's logits, so that nothing can learn")
-        (of_logits,) = torch.autograd.grad(value, leaf, torch.ones_like(value))
-        gradient.add_(of_logits, alpha=loss.weight * factor)
-    return value.detach()
+        gradient.add_(p.neg_().add_(log_q.exp()).mul_(weight))
+    return value
+
+
+def reverse_kl(log_p: Tensor, log_q: Tensor, gradient: Tensor | None = None, weight: float | Tensor = 1.0) -> Tensor:
+    """Return KL(q || p) per row; add ``weight`` (a number, or [R, 1]) times its gradient to ``gradient``.
+
+    Gradients are with respect to the logits of q."""
+    q = log_q.exp()
+    ratio = _log_ratio(q, log_q, log_p)
+    value = (ratio * q).sum(-1)
+    if gradient is not None:
+        gradient.add_(ratio.sub_(value.unsqueeze(-1)).mul_(q).mul_(weight))
+    return value
+
+
+def _log_ratio(a: Tensor, log_a: Tensor, log_b: Tensor) -> Tensor:
+    """Return log a - log b, but 0 where a is 0: there the difference may be infinite, and its product with a is 0."""
+    return torch.sub(log_a, log_b).masked_fill_(a == 0, 0.0)
+
+
+def _mse(student: Tensor, teacher: Tensor, gradient: Tensor | None, weight: float) -> Tensor:
+    difference = torch.sub(student, teacher)
+    difference.masked_fill_((student == teacher) & student.isinf(), 0.0)
+    vocabulary = student.shape[-1]
+    value = difference.square().mean(-1)
+    if gradient is not None:
+        gradient.add_(difference, alpha=2 * weight / vocabulary)
+    return value
+
+
+def _on_top_k(
+    spec: Distillation, student: Tensor, log_q: Tensor, teacher: Tensor | TopK, gradient: Tensor | None, weight: float
+) -> Tensor:
+    """Compute ``kl_top_k`` or ``r_kl_top_k``: the divergence over K tokens, or with a tail over K + 1 buckets."""
+    if spec.kind == "r_kl_top_k":
+        assert isinstance(teacher, Tensor), "the student's K tokens need the teacher's logits"
+        log_p_all = F.log_softmax(teacher, dim=-1)
+        indices = top_indices(student, spec.top_k)
+        top = TopK(log_p_all.gather(-1, indices), indices, _log_tail(log_p_all, indices))
+    elif isinstance(teacher, TopK):
+        top = teacher.first(spec.top_k)
+    else:
+        top = take_top_k(teacher, F.log_softmax(teacher, dim=-1), spec.top_k)
+    divergence = forward_kl if spec.kind == "kl_top_k" else reverse_kl
+    inside = log_q.gather(-1, top.indices)  # [R, K]
+    if not spec.tail:
+        log_p, log_q_here = F.log_softmax(top.log_probs, dim=-1), F.log_softmax(inside, dim=-1)
+        local = None if gradient is None else torch.zeros_like(inside)
+        value = divergence(log_p, log_q_here, local, weight)
+        if gradient is not None and local is not None:
+            gradient.scatter_add_(-1, top.indices, local)
+        return value
+    log_q_tail = _log_tail(log_q, top.indices).unsqueeze(-1)
+    log_p = torch.cat([top.log_probs, top.log_tail.unsqueeze(-1)], -1)  # [R, K + 1]
+    buckets = torch.cat([inside, log_q_tail], -1)
+    # Gradient of the buckets' logits; a token outside S gets its share q / q(tail) of the tail's gradient.
+    local = None if gradient is None else torch.zeros_like(buckets)
+    value = divergence(log_p, buckets, local, weight)
+    if gradient is not None and local is not None:
+        share = log_q.sub(log_q_tail).exp_().scatter_(-1, top.indices, 0.0)
+        # Without tokens outside S the tail is empty: -inf - -inf is NaN.
+        share.masked_fill_(log_q_tail == -torch.inf, 0.0)
+        gradient.add_(share.mul_(local[:, -1:])).scatter_add_(-1, top.indices, local[:, :-1])
+    return value
+
+
+def _log_tail(log_probs: Tensor, indices: Tensor) -> Tensor:
+    """Compute the log-probability [R] of all tokens except ``indices`` together.
+
+    It is the sum over these tokens: log(1 - p(S)) would lose precision by cancellation.
+    """
+    return log_probs.scatter(-1, indices, -torch.inf).logsumexp(-1)

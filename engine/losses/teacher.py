@@ -1,11 +1,11 @@
 """Teachers: another model, the student itself without fake quant, or a cache on disk.
 
-:meth:`Teacher.forward` runs before the student's forward and returns hidden states, not logits; the losses are computed
-from them inside the student's lm_head. Under ZeRO stage 3 the lm_head of another model is gathered there, once per
-micro-batch, by all ranks, including ranks without a valid token.
+``forward(inputs, batch)`` of a teacher runs it on a micro-batch (on the device), with the arguments of the student's
+forward, before that forward; a collective. It returns hidden states, not logits; the losses are computed from them
+inside the student's lm_head. Under ZeRO stage 3 the lm_head of another model is gathered there, once per micro-batch,
+by all ranks, including ranks without a valid token.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from data.loader import MicroBatch, without_wait
 from data.teacher_cache import TeacherCache
 from engine.losses import chunked as losses
-from engine.losses.kd import TopK
+from engine.losses.objective import TopK
 from model.head import HiddenStates, LMHead, hidden_states
 from model.zero import forward_only
 from quant import Quantization, QuantLinear
@@ -37,21 +37,8 @@ class TeacherOutput(NamedTuple):
     parameters: Sequence[Parameter] = ()
 
 
-class Teacher(ABC):
-    """Source of distributions over the vocabulary."""
-
-    @abstractmethod
-    def forward(self, inputs: dict[str, Any], batch: MicroBatch) -> TeacherOutput:
-        """Run the teacher on a micro-batch; a collective.
-
-        Args:
-            inputs: arguments of the student's forward.
-            batch: the micro-batch, on the device.
-        """
-
-
 @dataclass
-class ModelTeacher(Teacher):
+class ModelTeacher:
     """Frozen model beside the student.
 
     Attributes:
@@ -78,7 +65,7 @@ class ModelTeacher(Teacher):
 
 
 @dataclass
-class SelfTeacher(Teacher):
+class SelfTeacher:
     """Student without fake quant and adapters: the initial model, as long as weights are frozen.
 
     Costs a second forward and no memory for weights.
@@ -117,7 +104,7 @@ def unquantized_forward(
 
 
 @dataclass
-class CachedTeacher(Teacher):
+class CachedTeacher:
     """Cache of the training samples written by ``launch/cache_teacher.py``; no model in memory."""
 
     cache: TeacherCache
@@ -125,9 +112,7 @@ class CachedTeacher(Teacher):
     def forward(self, inputs: dict[str, Any], batch: MicroBatch) -> TeacherOutput:
         """Read the rows of the batch's samples; valid positions have the same order in cache and batch.
 
-        Raises:
-            ValueError: the batch and the cache have different numbers of targets for these samples.
-        """
+        Raises ValueError: the batch and the cache have different numbers of targets for these samples."""
         positions = len(batch["positions"])
         rows = self.cache.rows(batch["sample_ids"].tolist())
         if positions == 0:  # a batch with all targets removed
@@ -142,6 +127,9 @@ class CachedTeacher(Teacher):
         )
         top = TopK(log_probs, indices, log_tail)
         return TeacherOutput(losses.TeacherTopK(top, self.cache.manifest.vocabulary))
+
+
+Teacher = ModelTeacher | SelfTeacher | CachedTeacher
 
 
 def first_difference(ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase) -> str | None:

@@ -14,9 +14,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from data.loader import on_device, pad
 from data.samples import Sample
-from engine.faults import nan_unless_finite
 from engine.losses.chunked import chunked_losses
 from engine.losses.objective import Objective
+from engine.step import nan_unless_finite
 from model.head import install_head
 from quant import SCHEMES, Quantization, prepare
 from tests.lib.counting import Counting

@@ -86,7 +86,7 @@ def test_folders_and_packages_import_what_their_rows_name() -> None:
         ("model.load", "if TYPE_CHECKING:\n    import data.chat"),
         ("quant.linear", "from ..model import zero"),
         ("engine.loop", "import tests.lib.tiny as tiny"),
-        ("engine.losses.kd", "from engine.config.config import Recipe"),
+        ("engine.losses.objective", "from engine.config.config import Recipe"),
         ("engine.session.context", "from ..schedule import Schedule"),
         ("engine.checkpoint.find", "from engine import state"),
     ],

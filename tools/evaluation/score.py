@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from data.samples import IGNORE
 from engine.losses.chunked import row_blocks
-from engine.losses.kd import forward_kl
+from engine.losses.objective import forward_kl
 from engine.session.optimizer import initialize_frozen
 from model.console import progress_bar
 from model.head import HiddenStates, embedding_rows, settle_function, take_out_head

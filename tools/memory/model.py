@@ -20,7 +20,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from engine.config.config import Recipe
 from engine.losses.chunked import TeacherHidden, TeacherTargets, TeacherTopK, chunked_losses
-from engine.losses.kd import CACHED_KINDS, TopK
+from engine.losses.objective import CACHED_KINDS, TopK
 from engine.session.context import META, TORCH_DTYPES, build_for, stage_0
 from engine.session.student import empty_student, quantize_student
 from model.build import attention_for, read_config

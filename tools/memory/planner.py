@@ -18,7 +18,7 @@ from engine.config.config import Recipe
 from engine.config.deepspeed import DsConfigError, resolve, teacher_config
 from engine.losses.chunked import BLOCK_ELEMENTS
 from engine.losses.objective import tokens_at_a_time
-from engine.memory import Measured
+from engine.report import Measured
 from model.console import markdown_table
 from model.zero.quantized_gather import NONE_GATHERED_QUANTIZED, can_gather_quantized
 from tools.memory.model import Step, meta_student, meta_teacher, student_events, teacher_events

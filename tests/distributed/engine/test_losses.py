@@ -21,8 +21,7 @@ from data.samples import IGNORE
 from data.teacher_cache import TeacherCache
 from engine.config.reading import load_recipe
 from engine.loop import Loop, LoopState
-from engine.losses.kd import KD_KINDS
-from engine.losses.objective import LossChunk
+from engine.losses.objective import KD_KINDS, LossChunk
 from engine.session.probes import needs_mask
 from model.save import export_model
 from quant import SCHEMES

@@ -91,5 +91,5 @@ def test_global_scales_of_inputs_are_not_their_reciprocals(tmp_path):
     for factor in (0.5, 1, 30):
         nvfp4.check({name: value * factor for name, value in nvfp4.scales.items()})
     for wrong in (lambda value: 1 / value, lambda value: value * 1e3):
-        with pytest.raises(RankError, match="the scales below this one, which divides"):
+        with pytest.raises(RankError, match="the dynamic scales, which are divided by this one"):
             nvfp4.check({name: wrong(value) for name, value in nvfp4.scales.items()})

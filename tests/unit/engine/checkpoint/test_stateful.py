@@ -10,12 +10,11 @@ import torch
 
 from engine.checkpoint.resume import check_stateful, load_stateful, merge_ranks, restore_random_states
 from engine.checkpoint.save import StatefulStates, random_states
-from engine.evaluation import HeldOutResults
 from engine.fake_quant import FakeQuant
-from engine.faults import SkippedSteps
 from engine.schedule import Schedule
 from engine.session.optimizer import LossScale
 from engine.session.session import Overrides
+from engine.state import HeldOutResults, SkippedSteps
 from quant import Quantization, get_scheme, prepare
 from tests.lib.recipes import minimal
 from tests.lib.tiny import tiny_model

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from data.samples import IGNORE
 from engine.losses.chunked import TeacherHidden, chunked_losses
-from engine.losses.kd import TOP_K_KINDS, Distillation
+from engine.losses.objective import TOP_K_KINDS, Distillation
 from model.head import UNCHANGED
 from tests.lib.definitions import kd_loss, lm_loss
 

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from data.samples import IGNORE
 from engine.losses import chunked as losses
 from engine.losses.chunked import TeacherHidden, TeacherTopK, chunked_losses
-from engine.losses.kd import KD_KINDS, TOP_K_KINDS, Distillation, TopK
-from engine.losses.objective import Objective, tokens_at_a_time
+from engine.losses.objective import KD_KINDS, TOP_K_KINDS, Distillation, Objective, TopK, tokens_at_a_time
 from model.head import LogitFunction
 from tests.lib.counting import Counting
 from tests.lib.definitions import kd_loss, lm_loss

@@ -17,7 +17,7 @@ import torch
 from benchmarks.timing import most_allocated
 from engine.config.reading import load_recipe
 from engine.loop import Loop, LoopState
-from engine.memory import MEASURED, read_measured
+from engine.report import MEASURED, read_measured
 from model.ranks import is_main
 
 MEASURED_STEPS = range(3, 11)  # from the first whose gathers follow a complete trace
