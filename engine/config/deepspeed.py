@@ -16,17 +16,17 @@ import functools
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from deepspeed.comm.config import CommsLoggerConfig
 from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-from pydantic import BaseModel, ValidationError
+from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
+from pydantic import BaseModel, Field, StrictBool, StrictFloat, StrictInt, ValidationError
 
 from engine.config.config import Recipe
 from engine.config.errors import RecipeError
@@ -39,17 +39,6 @@ COMPILED = (
     "zero_optimization.stage is 3, but train.compile is true: under stage 3 hooks gather the parameters of each "
     "module, which a compiled graph cannot hold; use stage 0, 1 or 2, or train.compile false"
 )
-# DeepSpeed's own pydantic models of sections.
-MODELS: dict[str, type[BaseModel]] = {
-    "zero_optimization": DeepSpeedZeroConfig,
-    "bf16": DeepSpeedBF16Config,
-    "fp16": DeepSpeedFP16Config,
-    "comms_logger": CommsLoggerConfig,
-    "tensorboard": TensorBoardConfig,
-    "csv_monitor": CSVConfig,
-    "wandb": WandbConfig,
-    "comet": CometConfig,
-}
 # Top-level keys whose values come from the recipe.
 FROM_RECIPE = frozenset(
     {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"}
@@ -77,26 +66,59 @@ BROKEN = {
     "pipeline": _PARALLEL,
     "tensor_parallel": _PARALLEL,
 }
-# Keys of zero_optimization that break a run, unless they have DeepSpeed's default.
-BROKEN_ZERO = {
-    "load_from_fp32_weights": "a resumed run would go on from rounded weights, not from the optimizer's fp32 copies",
-    "zero_quantized_weights": (
-        "it rounds weights and scales (through fp16) when they are gathered for the forward, but not when they are "
-        "gathered for the export, so the exported model would differ from the trained one"
+_COPIES = "the optimizer's copies are fp32"
+_CODES = (
+    "it rounds weights and scales (through fp16) when they are gathered for the forward, but not when they are "
+    "gathered for the export, so the exported model would differ from the trained one"
+)
+# Keys of sections that break a run unless they have DeepSpeed's default, and why.
+BROKEN_NESTED = {
+    "zero_optimization.load_from_fp32_weights": (
+        "a resumed run would go on from rounded weights, not from the optimizer's fp32 copies"
     ),
-    "zero_quantized_gradients": (
+    "zero_optimization.zero_quantized_weights": _CODES,
+    "zero_optimization.zero_quantized_nontrainable_weights": _CODES,
+    "zero_optimization.zero_quantized_gradients": (
         "across nodes DeepSpeed 0.19.8 reads bf16 gradients as fp16, thousands of times too large, and divides their "
         "sum by the nodes, not by the ranks; on one node it does nothing"
     ),
-    "elastic_checkpoint": "a resume reads shards of the ordinary layout",
-    "legacy_stage1": "it is gone from DeepSpeed",
-    "zenflow": "it updates weights with gradients of earlier steps",
-    "leaf_module": "model.experts decides which modules are gathered as a whole",
-    "compute_grad_norm": "gradients are clipped by their norm, which is logged",
-    "cpu_offload": "write offload_optimizer: {device: cpu}",
-    "cpu_offload_param": "write offload_param: {device: cpu}",
+    "zero_optimization.elastic_checkpoint": "a resume reads shards of the ordinary layout",
+    "zero_optimization.legacy_stage1": "it is gone from DeepSpeed",
+    "zero_optimization.zenflow": "it updates weights with gradients of earlier steps",
+    "zero_optimization.leaf_module": "model.experts decides which modules are gathered as a whole",
+    "zero_optimization.compute_grad_norm": "gradients are clipped by their norm, which is logged",
+    "zero_optimization.cpu_offload": "write offload_optimizer: {device: cpu}",
+    "zero_optimization.cpu_offload_param": "write offload_param: {device: cpu}",
+    "bf16.check_grad_overflow": (
+        "without it a step whose gradients are not finite is taken on some stages, and every weight is NaN after it"
+    ),
+    "bf16.bf16_master_weights_and_grads": _COPIES,
+    "bf16.bf16_optimizer_states": "the optimizer's moments are fp32",
+    "fp16.auto_cast": "inputs are token ids",
+    "fp16.fp16_master_weights_and_grads": _COPIES,
 }
-BROKEN_ZERO["zero_quantized_nontrainable_weights"] = BROKEN_ZERO["zero_quantized_weights"]
+# Offload to NVMe, and why it is refused.
+NVME = {
+    "zero_optimization.offload_param": (
+        "weights are read into their partitions and scales measured there, in memory; a file would have to be read and "
+        "written for each"
+    ),
+    "zero_optimization.offload_optimizer": (
+        "such a run cannot be resumed: DeepSpeed (0.19.8, engine.py:4456) would copy its files back and load neither "
+        "the weights nor groups below 1 MB, among which are the scales"
+    ),
+}
+# Numbers that pass DeepSpeed's own checks, but fail long after the start: elements of a bucket, which more than 2^40
+# would exceed any memory, and loss scales beyond fp32's range.
+RANGES: dict[str, tuple[float, float]] = {
+    "zero_optimization.reduce_bucket_size": (1, 2**40),
+    "zero_optimization.allgather_bucket_size": (1, 2**40),
+    "zero_optimization.sub_group_size": (1, 2**40),
+    "zero_optimization.stage3_prefetch_bucket_size": (0, 2**40),
+    "fp16.loss_scale": (0, 2**32),
+    "fp16.min_loss_scale": (0, 2**32),
+    "fp16.initial_scale_power": (0, 32),
+}
 
 # Keys of the student's configuration that are copied for its teacher, which has no optimizer.
 TEACHER_KEYS = (
@@ -111,135 +133,74 @@ TEACHER_KEYS = (
 )
 
 
-@dataclass(frozen=True)
-class Expected:
-    """Check of a value that DeepSpeed does not check at all, or only when it uses the value."""
-
-    good: Callable[[Any], bool]
-    text: str
+class _Strict(BaseModel, extra="forbid"):
+    """Allowed keys and values. DeepSpeed would silently ignore others, or use them: other dtypes of parameters and
+    buffers would train another model, and a resumed run cannot read other checkpoint formats."""
 
 
-def _whole(lowest: int) -> Expected:
-    return Expected(lambda value: type(value) is int and value >= lowest, f"a whole number, {lowest} or more")
+class _DataTypes(_Strict):
+    grad_accum_dtype: Any = None  # see _fill_precision
 
 
-_BOOL = Expected(lambda value: isinstance(value, bool), "true or false")
-_FILE = Expected(lambda value: value is None or (isinstance(value, str) and value.isprintable()), "a file name or null")
-_NUMBER = Expected(lambda value: type(value) in (int, float) and 0 <= value < math.inf, "a number, 0 or more")
-VALUES: dict[str, Expected] = {
-    **dict.fromkeys(("wall_clock_breakdown", "memory_breakdown", "dump_state", "disable_python_gc"), _BOOL),
-    **dict.fromkeys(("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"), _BOOL),
-    "steps_per_print": Expected(
-        lambda value: value is None or (type(value) is int and value >= 1), "a number of steps, 1 or more, or null"
-    ),
-    "log_level": Expected(
-        lambda value: value in ("debug", "info", "warning", "error", "critical"),
-        "debug, info, warning, error or critical",
-    ),
-    "communication_data_type": Expected(
-        lambda value: value in (None, "fp16", "bf16", "fp32"), "fp16, bf16, fp32 or null"
-    ),
+class _FlopsProfiler(_Strict):
+    enabled: StrictBool = False
+    recompute_fwd_factor: StrictInt | StrictFloat = Field(0, ge=0, allow_inf_nan=False)
+    profile_step: StrictInt = Field(1, ge=1)
+    module_depth: StrictInt = Field(-1, ge=-1)
+    top_modules: StrictInt = Field(1, ge=1)
+    detailed: StrictBool = True
+    output_file: str | None = Field(None, pattern=r"^[^\x00-\x1f\x7f]*$")
+
+
+class _Timers(_Strict):
+    throughput: DeepSpeedThroughputTimerConfig | None = None
+
+
+class _Checkpoint(_Strict):
+    tag_validation: str = Field("Warn", pattern="(?i)^(ignore|warn|fail)$")
+
+
+class Checked(BaseModel, validate_assignment=True):
+    """Keys of a file whose values are checked: sections (by DeepSpeed's own models where it has some), then values."""
+
+    zero_optimization: DeepSpeedZeroConfig
+    bf16: DeepSpeedBF16Config
+    fp16: DeepSpeedFP16Config
+    comms_logger: CommsLoggerConfig
+    tensorboard: TensorBoardConfig
+    csv_monitor: CSVConfig
+    wandb: WandbConfig
+    comet: CometConfig
+    data_types: _DataTypes
+    flops_profiler: _FlopsProfiler
+    timers: _Timers
+    checkpoint: _Checkpoint
+    wall_clock_breakdown: StrictBool
+    memory_breakdown: StrictBool
+    dump_state: StrictBool
+    disable_python_gc: StrictBool
+    zero_allow_untested_optimizer: StrictBool
+    zero_force_ds_cpu_optimizer: StrictBool
+    steps_per_print: StrictInt | None = Field(ge=1)
+    log_level: Literal["debug", "info", "warning", "error", "critical"]
+    communication_data_type: Literal["fp16", "bf16", "fp32"] | None
+
+
+# DeepSpeed's or our own model of every section that is checked.
+MODELS: dict[str, type[BaseModel]] = {
+    key: field.annotation
+    for key, field in Checked.model_fields.items()
+    if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
 }
-# Allowed keys of sections that DeepSpeed checks by no pydantic model. DeepSpeed would silently ignore other keys,
-# or obey them: other dtypes of parameters and buffers would train another model, and a resumed run cannot read other
-# checkpoint formats.
-NESTED: dict[str, dict[str, Expected]] = {
-    "data_types": {"grad_accum_dtype": Expected(lambda value: True, "")},  # see _fill_precision
-    "flops_profiler": {
-        "enabled": _BOOL,
-        "recompute_fwd_factor": _NUMBER,
-        "profile_step": _whole(1),
-        "module_depth": _whole(-1),
-        "top_modules": _whole(1),
-        "detailed": _BOOL,
-        "output_file": _FILE,
-    },
-    "aio": {
-        **dict.fromkeys(("block_size", "queue_depth", "intra_op_parallelism"), _whole(1)),
-        **dict.fromkeys(("single_submit", "overlap_events", "use_gds"), _BOOL),
-    },
-    "timers": {
-        "throughput": Expected(
-            lambda value: (
-                isinstance(value, dict)
-                and all(key in ("enabled", "synchronized") and isinstance(on, bool) for key, on in value.items())
-            ),
-            "an object with enabled and synchronized, true or false",
-        )
-    },
-    "checkpoint": {
-        "tag_validation": Expected(
-            lambda value: isinstance(value, str) and value.upper() in ("IGNORE", "WARN", "FAIL"),
-            "Ignore, Warn or Fail",
-        )
-    },
-}
-# Top-level keys whose values are checked, here or by DeepSpeed's own models.
-CHECKED = frozenset({*FROM_RECIPE, *MODELS, *NESTED, *VALUES, "optimizer", "scheduler"})
-# Values that pass DeepSpeed's own models, but fail long after the start, or change the training.
-_COPIES = "leave it out: the optimizer's copies are fp32"
-_NVME = "{!r}, expected cpu or none: "
-_MOST_ELEMENTS = 2**40  # of a bucket; more exceeds any memory
-
-
-def _not_true(value: Any) -> bool:
-    return not value
-
-
-def _not_false(value: Any) -> bool:
-    return value is None or value is True
-
-
-def _between(least: float, most: float) -> Callable[[Any], bool]:
-    return lambda value: not isinstance(value, int | float) or least <= value <= most
-
-
-SETTINGS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    # DeepSpeed's default stage is 0: every rank would hold the whole model, and large ones run out of memory.
-    ("zero_optimization.stage", lambda value: value not in (None, "auto"), "missing, expected 0, 1, 2 or 3"),
-    # DeepSpeed takes true for 1.
-    ("zero_optimization.stage", lambda value: not isinstance(value, bool), "{!r}, expected 0, 1, 2 or 3"),
-    *(
-        (f"zero_optimization.{key}", _between(least, _MOST_ELEMENTS), f"{{!r}}, expected {least} to 2^40 elements")
-        for key, least in (
-            ("reduce_bucket_size", 1),
-            ("allgather_bucket_size", 1),
-            ("sub_group_size", 1),
-            ("stage3_prefetch_bucket_size", 0),
-        )
-    ),
-    (
-        "zero_optimization.offload_param.device",
-        lambda value: value != "nvme",
-        _NVME + "weights are read into their partitions and scales measured there, in memory; a file would have to be "
-        "read and written for each",
-    ),
-    (
-        "zero_optimization.offload_optimizer.device",
-        lambda value: value != "nvme",
-        _NVME + "such a run cannot be resumed: DeepSpeed (0.19.8, engine.py:4456) would copy its files back and load "
-        "neither the weights nor groups below 1 MB, among which are the scales",
-    ),
-    (
-        "bf16.check_grad_overflow",
-        _not_false,
-        "leave it out: without it a step whose gradients are not finite is taken on some stages, and every weight is "
-        "NaN after it",
-    ),
-    ("bf16.bf16_master_weights_and_grads", _not_true, _COPIES),
-    ("bf16.bf16_optimizer_states", _not_true, "leave it out: the optimizer's moments are fp32"),
-    ("fp16.auto_cast", _not_true, "leave it out: inputs are token ids"),
-    ("fp16.fp16_master_weights_and_grads", _not_true, _COPIES),
-    # Numbers within fp32's range.
-    ("fp16.loss_scale", _between(-math.inf, 2.0**32), "{!r}, expected at most 4.29497e+09"),
-    ("fp16.min_loss_scale", _between(-math.inf, 2.0**32), "{!r}, expected at most 4.29497e+09"),
-    ("fp16.initial_scale_power", _between(-math.inf, 32), "{!r}, expected at most 32"),
-)
-# Keys of published files that have no effect here.
+# Sections, and keys of sections, that have no effect here.
 WITHOUT_EFFECT = {
+    "optimizer": "the recipe owns it",
+    "scheduler": "the recipe owns it",
+    "aio": "nothing is offloaded to NVMe",
     "fp16.hysteresis": "every overflow halves the loss scale",
     "fp16.consecutive_hysteresis": "every overflow halves the loss scale",
 }
+CHECKED = frozenset({*FROM_RECIPE, *Checked.model_fields, "optimizer", "scheduler", "aio"})
 
 
 class DsConfigError(RecipeError):
@@ -249,9 +210,7 @@ class DsConfigError(RecipeError):
 def config_path(name_or_path: str) -> Path:
     """Find the file of ``zero3`` (a name in ds_configs/) or ``my/config.json`` (relative to the current directory).
 
-    Raises:
-        DsConfigError: the file does not exist; the text lists the names in ds_configs/.
-    """
+    Raises DsConfigError: the file does not exist; the text lists the names in ds_configs/."""
     is_path = name_or_path.endswith(".json") or os.path.sep in name_or_path
     path = Path(name_or_path) if is_path else SHIPPED / f"{name_or_path}.json"
     if not path.is_file():
@@ -265,9 +224,7 @@ def config_path(name_or_path: str) -> Path:
 def read_ds_config(path: Path) -> dict[str, Any]:
     """Read a file and check its top-level keys.
 
-    Raises:
-        DsConfigError: not JSON (with file and line), not an object, a duplicate key, or a refused key.
-    """
+    Raises DsConfigError: not JSON (with file and line), not an object, a duplicate key, or a refused key."""
     try:
         config = parse_json(path.read_bytes())
     except ValueError as error:
@@ -325,23 +282,11 @@ def _key_problems(key: str, value: Any) -> list[str]:
         close = difflib.get_close_matches(key, sorted(keys_of_deepspeed() - BROKEN.keys()), n=1)
         hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(sorted(CHECKED))}"
         return [f"{key}: unknown key, which DeepSpeed would ignore in silence; {hint}"]
-    if key in {*MODELS, *NESTED, "optimizer", "scheduler"} and value != "auto" and not isinstance(value, dict):
-        return [f"{key}: {value!r}, expected an object"]
-    if key in NESTED and isinstance(value, dict):
-        return [problem for name, inner in value.items() for problem in _nested_problems(key, name, inner)]
     if value == "auto" and key not in FROM_RECIPE:
         return [f'{key}: the recipe has no value for "auto"; write one, or leave the key out']
-    if key in VALUES and not VALUES[key].good(value):
-        return [f"{key}: {value!r}, expected {VALUES[key].text}"]
+    if key in {*MODELS, "optimizer", "scheduler", "aio"} and not isinstance(value, dict):
+        return [f"{key}: {value!r}, expected an object"]
     return []
-
-
-def _nested_problems(section: str, key: str, value: Any) -> Iterator[str]:
-    """Yield the problem of a key in a section that DeepSpeed does not check."""
-    if key not in (known := NESTED[section]):
-        yield f"{section}.{key}: leave it out; expected {', '.join(known)} at most"
-    elif not known[key].good(value):
-        yield f"{section}.{key}: {value!r}, expected {known[key].text}"
 
 
 def resolve(recipe: Recipe, world_size: int, *, local_size: int | None = None) -> dict[str, Any]:
@@ -363,7 +308,7 @@ def resolve(recipe: Recipe, world_size: int, *, local_size: int | None = None) -
     problems += _fill_from_recipe(config, recipe, world_size) + _fill_precision(config, recipe)
     if config.get("zero_optimization", {}).get("zero_hpz_partition_size") is not None:
         problems += _fill_hpz(config["zero_optimization"], world_size, local_size or local_world_size())
-    problems += _section_problems(config)
+    problems += _value_problems(config)
     if recipe.train.compile and config.get("zero_optimization", {}).get("stage") == 3:
         problems.append(COMPILED)
     if recipe.quant.quantized_all_gather:
@@ -380,12 +325,12 @@ def remarks(name_or_path: str) -> list[str]:
     """List keys of a valid file that have no effect, or that DeepQAT passes on untested; one line each."""
     path = config_path(name_or_path)
     config = read_ds_config(path)
-    lines = [f"{key}: has no effect: the recipe owns it" for key in ("optimizer", "scheduler") if key in config]
+    lines = []
     for dotted, why in WITHOUT_EFFECT.items():
         section, _, key = dotted.partition(".")
-        if isinstance(config.get(section), dict) and config[section].get(key, "auto") != "auto":
+        if section in config and (not key or config[section].get(key, "auto") != "auto"):
             lines.append(f"{dotted}: has no effect: {why}")
-    lines += [f"{key}: handed on to DeepSpeed as it is, untried" for key in config if key not in CHECKED]
+    lines += [f"{key}: passed on to DeepSpeed, untested" for key in config if key not in CHECKED]
     return [f"{path}: {line}" for line in lines]
 
 
@@ -420,26 +365,20 @@ def _take_out_optimizer(config: dict[str, Any], recipe: Recipe) -> list[str]:
     ]
 
 
-def _gather_problems(config: dict[str, Any], recipe: Recipe) -> list[str]:
-    """Return the problem that rules out quant.quantized_all_gather, if any: the model's dtype, the stage or hpZ."""
+def _gather_problems(config: dict[str, Any], recipe: Recipe) -> Iterator[str]:
+    """Yield problems with quant.quantized_all_gather: the model's dtype, the stage or hpZ."""
     zero = config.get("zero_optimization", {})
+    stage, hpz = zero.get("stage", 0), zero.get("zero_hpz_partition_size", 1)
+    on = "but quant.quantized_all_gather is true"
     if recipe.model.dtype == "float16":
-        return [
-            "fp16 is on (model.dtype: float16), but quant.quantized_all_gather is true: codes are gathered in "
-            "bfloat16 and float32 only; use one of the two"
-        ]
-    if zero.get("stage") != 3:
-        return [
-            f"zero_optimization.stage is {zero.get('stage', 0)}, but quant.quantized_all_gather is true: only stage 3 "
-            "gathers weights for every layer; use stage 3, or quant.quantized_all_gather false"
-        ]
-    if zero.get("zero_hpz_partition_size", 1) != 1:
-        return [
-            f"zero_optimization.zero_hpz_partition_size is {zero['zero_hpz_partition_size']}, but "
-            "quant.quantized_all_gather is true: hpZ would keep the decoded codes in place of the weights; use "
-            "one of the two"
-        ]
-    return []
+        yield f"fp16 is on (model.dtype: float16), {on}: codes are gathered in bfloat16 and float32 only"
+    if stage != 3:
+        yield f"zero_optimization.stage is {stage}, {on}: only stage 3 gathers the weights of every layer"
+    if hpz != 1:
+        yield (
+            f"zero_optimization.zero_hpz_partition_size is {hpz}, {on}: hpZ would keep the decoded codes in place of "
+            "the weights"
+        )
 
 
 def _fill_from_recipe(config: dict[str, Any], recipe: Recipe, world_size: int) -> list[str]:
@@ -478,18 +417,14 @@ def _fill_precision(config: dict[str, Any], recipe: Recipe) -> list[str]:
     # On stage 0 DeepSpeed raises "unsupported mix" for anything but the parameters' own type.
     only_own = stage == 0 and own != "fp32"
     if written not in ("auto", own) and (only_own or written != "fp32"):
-        return [f"data_types.grad_accum_dtype is {written!r}{_other_precision(own, only_own)}"]
+        expected = f"expected fp32 (the default){'' if own == 'fp32' else f' or {own}'}"
+        why = f", {expected}: DeepSpeed would add up gradients in any type that torch has"
+        if only_own:
+            why = f": stage 0 accumulates in {own} only; leave it out or use stage 1"
+        return [f"data_types.grad_accum_dtype is {written!r}{why}"]
     if own != "fp32" and not only_own:
         types.setdefault("grad_accum_dtype", "fp32")
     return []
-
-
-def _other_precision(own: str, only_own: bool) -> str:
-    """Write the end of the error text for a refused ``grad_accum_dtype`` with parameters of type ``own``."""
-    if only_own:
-        return f": stage 0 accumulates in {own} only; leave it out or use stage 1"
-    also = "" if own == "fp32" else f" or {own}"
-    return f", expected fp32 (the default){also}: DeepSpeed would add up gradients in any type that torch has"
 
 
 def _fill_hpz(zero: dict[str, Any], world_size: int, local_size: int | None) -> list[str]:
@@ -510,70 +445,73 @@ def _fill_hpz(zero: dict[str, Any], world_size: int, local_size: int | None) -> 
     return []
 
 
-def _section_problems(config: dict[str, Any]) -> Iterator[str]:
-    """Yield problems in nested sections, with our own checks and DeepSpeed's pydantic models.
-
-    DeepSpeed itself would report them only after the process group has started, or never.
-    """
-    for path, good, problem in SETTINGS:
-        value: Any = config
-        for key in path.split("."):
-            value = value.get(key) if isinstance(value, dict) else None
-        if not good(value):
-            yield f"{path}: {problem.format(value)}"
-    for section, model in MODELS.items():
-        values = config.get(section, {})
-        if section == "zero_optimization":  # without the refused keys, which may raise any exception
-            broken = {key for key in values if key in BROKEN_ZERO and not _is_default(key, values[key])}
-            yield from (f"{section}.{key}: leave it out: {BROKEN_ZERO[key]}" for key in sorted(broken))
-            values = {key: value for key, value in values.items() if key not in broken}
+def _value_problems(config: dict[str, Any]) -> Iterator[str]:
+    """Yield problems of values, which DeepSpeed would report only after the process group has started, or never."""
+    # DeepSpeed's default stage is 0: every rank would hold the whole model, and large ones run out of memory.
+    stage = config.get("zero_optimization", {}).get("stage", "auto")
+    if stage in (None, "auto") or isinstance(stage, bool):  # DeepSpeed takes true for 1
+        yield f"zero_optimization.stage: {stage if isinstance(stage, bool) else 'missing'}, expected 0, 1, 2 or 3"
+    for key in Checked.model_fields:
+        values = config.get(key, "auto")
+        if values == "auto":
+            continue
+        if key in MODELS:
+            problems = {name: _nested_problem(key, name, value) for name, value in values.items()}
+            yield from (f"{key}.{name}: {problem}" for name, problem in problems.items() if problem)
+            # Without the refused keys, for which DeepSpeed's models may raise any exception.
+            values = {name: value for name, value in values.items() if not problems[name]}
         try:
-            model(**values)
+            setattr(Checked.model_construct(), key, values)
         except ValidationError as error:
-            for found in error.errors():
-                yield f"{'.'.join(map(str, (section, *found['loc'])))}: {found['msg']}, found {found['input']!r}"
-        except (TypeError, OverflowError) as error:
-            yield _not_taken(section, values, error)
+            yield from _lines(error)
+        except (TypeError, OverflowError) as error:  # a key such as "self", or an integer too large for a float
+            yield f"{key}: DeepSpeed cannot read its keys and values: {error}"
 
 
-def _not_taken(section: str, values: dict[str, Any], error: Exception) -> str:
-    """Write the error text for a key such as ``self``, or an integer too large for DeepSpeed's conversion to float."""
-    large = [key for key, one in values.items() if isinstance(one, int) and abs(one) >= 2**63]
-    if isinstance(error, OverflowError):
-        return f"{'.'.join((section, *large[:1]))}: expected numbers that 64 bits hold"
-    return f"{section}: DeepSpeed cannot take its keys ({error})"
+def _nested_problem(section: str, key: str, value: Any) -> str | None:
+    """Describe the problem of a value that DeepSpeed's own models accept."""
+    dotted, field = f"{section}.{key}", MODELS[section].model_fields.get(key)
+    unchanged = value in (None, "auto") or (field is not None and value == field.default)
+    if dotted in BROKEN_NESTED and not unchanged:
+        return f"leave it out: {BROKEN_NESTED[dotted]}"
+    if dotted in NVME and isinstance(value, dict) and value.get("device") == "nvme":
+        return f"device 'nvme', expected cpu or none: {NVME[dotted]}"
+    least, most = RANGES.get(dotted, (-math.inf, math.inf))
+    if isinstance(value, int | float) and not least <= value <= most:
+        return f"{value!r}, expected {least} to {most}"
+    return None
 
 
-def _is_default(key: str, value: Any) -> bool:
-    """Tell if a key of zero_optimization has DeepSpeed's default."""
-    field = DeepSpeedZeroConfig.model_fields.get(key)
-    return value in (None, "auto") or (field is not None and value == field.default)
+def _lines(error: ValidationError) -> Iterator[str]:
+    """Yield a line for each problem that pydantic found."""
+    for found in error.errors():
+        yield f"{'.'.join(map(str, found['loc']))}: {found['msg']}, found {found['input']!r}"
 
 
 def _refused_by_deepspeed(config: dict[str, Any]) -> Iterator[str]:
     """Yield problems that DeepSpeed finds in the configuration; it would raise them after the process group starts."""
     # Without a process group DeepSpeed would compare train_batch_size with the batch of a single rank.
-    given = {key: copy.deepcopy(value) for key, value in config.items() if key != "train_batch_size"}
-    try:
-        DeepSpeedConfig(given)
-    except ValidationError as error:
-        for found in error.errors():
-            yield f"{'.'.join(map(str, found['loc']))}: {found['msg']}, found {found['input']!r}"
-    except Exception as error:  # of any type: it reads some keys without type checks
+    given = {key: value for key, value in config.items() if key != "train_batch_size"}
+    error = _error_of_deepspeed(given)
+    if isinstance(error, ValidationError):
+        yield from _lines(error)
+    elif error is not None:
         why = f"DeepSpeed cannot read it: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        cause = next((key for key in given if _reads({name: given[name] for name in given if name != key})), None)
-        yield why if cause is None else f"{cause}: {why}"
+        for key in given:  # it is the cause if DeepSpeed reads the others
+            left = _error_of_deepspeed({name: value for name, value in given.items() if name != key})
+            if left is None or isinstance(left, ValidationError):
+                why = f"{key}: {why}"
+                break
+        yield why
 
 
-def _reads(config: dict[str, Any]) -> bool:
-    """Return True if DeepSpeed reads the configuration, even if it refuses values in it."""
+def _error_of_deepspeed(config: dict[str, Any]) -> Exception | None:
+    """Return the exception that DeepSpeed raises for a configuration, if any."""
     try:
         DeepSpeedConfig(copy.deepcopy(config))
-    except ValidationError:
-        return True
-    except Exception:  # as above
-        return False
-    return True
+    except Exception as error:  # of any type: it reads some keys without type checks
+        return error
+    return None
 
 
 def teacher_config(ds_config: dict[str, Any]) -> dict[str, Any]:
