@@ -255,7 +255,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def read_measured(file: Path) -> Measured:
-    """Read the ``memory.json`` of a run. Raises RecipeError: there is no such file, or its content is something else."""
+    """Read the ``memory.json`` of a run. Raises RecipeError: there is no such file, or it has another content."""
     try:
         return Measured(**parse_json(file.read_bytes()))
     except (OSError, TypeError, ValueError) as error:

@@ -41,8 +41,7 @@ from operator import attrgetter
 from typing import get_args, get_type_hints
 
 from engine.checkpoint.find import LATEST
-from engine.config.config import Recipe
-from engine.config.contradictions import idle
+from engine.config.config import Recipe, idle
 from engine.config.errors import RecipeError
 from engine.config.quant import SOURCE, QuantRecipe
 from engine.config.reading import load_recipe, save_recipe

@@ -55,8 +55,8 @@ class TensorSpec:
     """
 
     dtype: Dtype
-    bits: int
-    granularity: Granularity
+    bits: int = 8
+    granularity: Granularity = "tensor"
     group_size: int | None = None
     symmetric: bool = True
     dynamic: bool = False

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.checkpoint.files import file_crc32, read_object
-from engine.config.config import Recipe
-from engine.config.contradictions import options
+from engine.config.config import Recipe, recipe_options
 from engine.config.errors import RecipeError
 from engine.config.reading import load_recipe
 from model.checkpoint.fingerprint import digest_of_checkpoint
@@ -268,7 +267,7 @@ def stays(key: str) -> bool:
 def changes(before: Recipe, recipe: Recipe) -> list[str]:
     """List changed options that must stay, like ``data.seed (was 0, is 3)``."""
     found = []
-    for (key, old, item), (_, new, _) in zip(options(before), options(recipe), strict=True):
+    for (key, old, item), (_, new, _) in zip(recipe_options(before), recipe_options(recipe), strict=True):
         was, now = getattr(old, item.name), getattr(new, item.name)
         if key == "data.train":  # files may be moved, but not renamed, left out or added
             was, now = ([Path(file).name for file in files] for files in (was, now))

@@ -95,23 +95,16 @@ def values(expected: str, good: Callable[[Any], object]) -> dict[str, Any]:
 
 def at_least(lowest: float, most: float = FP32_MAX) -> dict[str, Any]:
     """Return metadata of a finite number from ``lowest`` to ``most``; without ``most`` integers must fit 64 bits."""
-    held = "fp32 holds" if most == FP32_MAX else f"is at most {most:.10g}"
-    return _numbers(f"at least {lowest}", lambda value: value >= lowest, held, most=most)
 
-
-def _numbers(
-    expected: str, good: Callable[[Any], bool], held: str, least: float = -FP32_MAX, most: float = FP32_MAX
-) -> dict[str, Any]:
     def check(value: float) -> str | None:
-        whole = isinstance(value, int) and most == FP32_MAX
-        fits = -(2**63) <= value < 2**63 if whole else least <= value <= most
-        return None if fits and good(value) else expected + _beyond(whole, held) * good(value)
+        if not value >= lowest:
+            return f"at least {lowest}"
+        if isinstance(value, int) and most == FP32_MAX:
+            return None if value < 2**63 else f"at least {lowest}, and a number that 64 bits hold"
+        held = "fp32 holds" if most == FP32_MAX else f"is at most {most:.10g}"
+        return None if value <= most else f"at least {lowest}, and a number that {held}"
 
     return {CHECK: check}
-
-
-def _beyond(whole: bool, held: str) -> str:
-    return f", and a number that {'64 bits hold' if whole else held}"
 
 
 # Learning rate. AdamW divides it by 1 - beta, in fp32, and changes fp16 weights by about the rate: both must be finite.
@@ -119,7 +112,7 @@ RATE = at_least(0, 1e4)
 # Weight of a loss. Its product with the loss and, in fp16, with the loss scale must be within fp32's range.
 LOSS_WEIGHT = at_least(0, 1e15)
 # Number above 0 that is squared or a divisor: its square and its inverse must be within fp32's range.
-FACTOR = _numbers("a number above 0", lambda value: value > 0, "lies between 1e-15 and 1e+15", 1e-15, 1e15)
+FACTOR = at_least(1e-15, 1e15)
 
 
 def not_empty(expected: str) -> dict[str, Any]:

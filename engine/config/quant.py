@@ -60,45 +60,17 @@ _ROTATES = Condition("quant.rotate names layers", lambda r: r.quant.rotate)
 
 
 @dataclass
-class TensorRecipe:
-    """Quantization of one tensor; quant.spec.TensorSpec explains the fields."""
-
-    dtype: Literal["int", "fp8_e4m3", "fp4_e2m1"]
-    """Number format."""
-    bits: int = 8
-    """Bits per code."""
-    granularity: Literal["tensor", "channel", "group", "block", "token"] = "tensor"
-    """Elements that share a scale."""
-    group_size: int | None = None
-    """Elements per group, or along each side of a block."""
-    symmetric: bool = True
-    """false: a zero point per scale, for int weights per group or channel and dynamic int inputs per token."""
-    dynamic: bool = False
-    """true, for inputs: a scale per token or group of a token, computed as the model runs and not stored."""
-    ggml: bool = False
-    """true, for int weights in groups: scales as in llama.cpp's blocks, fp16 numbers that may be negative."""
-    narrow: bool = False
-    """true, for symmetric int weights: the smallest code is not used: -7..7 at 4 bits, first scale absmax / 7."""
-    mx: bool = False
-    """true, for floats in groups of 32: scales are powers of two (OCP MX); always for fp4_e2m1 in groups of 32."""
-
-    def spec(self) -> TensorSpec:
-        """Convert to a :class:`quant.TensorSpec`. Raises ValueError for an invalid combination."""
-        return TensorSpec(**vars(self))
-
-
-@dataclass
 class SchemeRecipe:
-    """A scheme composed in the recipe from quantizations of weights and inputs."""
+    """A scheme composed in the recipe from quantizations of weights and inputs (see quant.spec.TensorSpec)."""
 
-    weights: TensorRecipe
+    weights: TensorSpec
     """Quantization of the weights."""
-    activations: TensorRecipe | None = None
+    activations: TensorSpec | None = None
     """Quantization of the inputs. null: not quantized."""
 
     def scheme(self, name: str) -> Scheme:
         """Convert to a :class:`quant.Scheme` of this name. Raises ValueError for an invalid combination."""
-        return Scheme(name, self.weights.spec(), None if self.activations is None else self.activations.spec())
+        return Scheme(name, self.weights, self.activations)
 
 
 @dataclass
@@ -257,7 +229,7 @@ class QuantRecipe:
 
     def own_weights(self) -> list[TensorSpec]:
         """List the weight specs of the recipe's own schemes."""
-        return [own.weights.spec() for own in self.schemes.values()]
+        return [own.weights for own in self.schemes.values()]
 
     def preset(self) -> Preset:
         """Return the preset of quant.scheme; a scheme of the recipe's own becomes a preset without KV cache."""

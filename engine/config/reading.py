@@ -26,7 +26,7 @@ from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
 from engine.config.config import Recipe
 from engine.config.errors import DERIVED, RecipeError, not_there
-from engine.config.quant import SOURCE, QuantRecipe, SchemeRecipe, TensorRecipe
+from engine.config.quant import SOURCE, QuantRecipe, SchemeRecipe
 from model.checkpoint.safetensors import CheckpointError
 from model.quantized.quantization_config import read_quantization_config, rules_of
 from model.ranks import naming
@@ -58,9 +58,7 @@ def _parser() -> ArgumentParser:
 def _check_keys(path: str) -> None:
     """Refuse YAML that jsonargparse accepts: duplicate keys, keys without a value, names of classes.
 
-    Raises:
-        RecipeError: one line per problem, with file, line and key.
-    """
+    Raises RecipeError: one line per problem, with file, line and key."""
     try:
         root = yaml.compose(_text_of(path), Loader=yaml.SafeLoader)
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError, OSError) as error:
@@ -81,9 +79,9 @@ def _no_yaml(path: str, error: Exception) -> str:
         return f"{path}{line}: not YAML ({error.problem})"
     if isinstance(error, OSError):
         return f"--config: {not_there(path)}: {error.strerror}"
-    return f"{path}: " + (
-        "nested too deep for a recipe" if isinstance(error, RecursionError) else f"not a YAML text ({error})"
-    )
+    if isinstance(error, RecursionError):
+        return f"{path}: nested too deep for a recipe"
+    return f"{path}: not a YAML text ({error})"
 
 
 def _text_of(path: str) -> str:
@@ -166,15 +164,6 @@ def _value_problems(node: yaml.Node, kind: Any, path: str, line: int) -> Iterato
         yield from _value_problems(node, containers[0], path, line)  # such a value, or null
 
 
-def _option_keys() -> list[str]:
-    """List the paths of all keys of the command line, like optim.lr."""
-    keys = []
-    for section in dataclass_fields(Recipe):
-        nested = dataclass_fields(cast(type, section.type)) if is_dataclass(section.type) else ()
-        keys += [f"{section.name}.{item.name}" for item in nested] or [section.name]
-    return keys
-
-
 def _lines(error: ArgumentError, *, without_file: bool) -> str:
     """Convert jsonargparse's message to a line that starts with the key's path; to one line for each missing key, or to
     one line that asks for a recipe if the command line names none."""
@@ -191,7 +180,7 @@ def _lines(error: ArgumentError, *, without_file: bool) -> str:
         text,
     )
     if unknown := re.match(r"unrecognized arguments: --([\w.]+)", text):
-        close = difflib.get_close_matches(unknown[1], _option_keys(), n=1)
+        close = difflib.get_close_matches(unknown[1], list(_parser().get_defaults().keys()), n=1)
         text += f"; did you mean --{close[0]}?" if close else "; --help lists what there is"
     return re.sub(r'^Parser key "([\w.]+)":', r"\1:", text)
 
@@ -202,11 +191,7 @@ def _too_large(argv: Sequence[str]) -> str:
 
 
 def _parse(argv: Sequence[str]) -> Recipe:
-    """Parse the recipe from the words of a command line.
-
-    Raises:
-        RecipeError: all problems found, one line each.
-    """
+    """Parse the recipe from the words of a command line. Raises RecipeError."""
     config_option = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     config_option.add_argument("--config", action="append", default=[], nargs="?", const="")
     for path in config_option.parse_known_args(argv)[0].config:
@@ -219,6 +204,8 @@ def _parse(argv: Sequence[str]) -> Recipe:
         raise RecipeError(_lines(error, without_file=without)) from error
     except OverflowError as error:  # in an option; files were checked above
         raise RecipeError(_too_large(argv)) from error
+    except ValueError as error:
+        raise RecipeError(f"quant.schemes: {error}") from error
     if values["quant"].scheme == SOURCE:
         resolve_source(values["quant"], values["quant"].start or values["model"].path)
     return Recipe(**{item.name: values[item.name] for item in dataclass_fields(Recipe)})
@@ -247,9 +234,7 @@ def parse_recipe(argv: Sequence[str] | None = None, *, check_files: bool = True)
 def load_recipe(path: str | os.PathLike[str]) -> Recipe:
     """Read the recipe from a YAML file, without checking its files: call :meth:`Recipe.validate_files` for that.
 
-    Raises:
-        RecipeError: all problems, one line each, with the file.
-    """
+    Raises RecipeError."""
     name = os.fspath(path)
     try:
         return _parse(["--config", name])
@@ -276,9 +261,7 @@ def resolve_source(quant: QuantRecipe, path: str) -> None:
     The schemes include the range of the codes, narrow or full. They are assigned to layers when the model is built. A
     saved recipe contains them already.
 
-    Raises:
-        RecipeError: the checkpoint is not quantized, or its quantization is not supported.
-    """
+    Raises RecipeError: the checkpoint is not quantized, or its quantization is not supported."""
     if SOURCE in quant.schemes:
         return
     try:
@@ -296,9 +279,8 @@ def resolve_source(quant: QuantRecipe, path: str) -> None:
         raise RecipeError(f"quant.scheme: 'source', {expected}: {error}") from error
     narrow = _narrow(Path(path))
     for index, scheme in enumerate(found):
-        inputs = None if scheme.activations is None else _tensor(scheme.activations)
         name = SOURCE if index == 0 else f"{SOURCE}_{index + 1}"
-        quant.schemes[name] = SchemeRecipe(replace(_tensor(scheme.weights), narrow=scheme.weights in narrow), inputs)
+        quant.schemes[name] = SchemeRecipe(replace(scheme.weights, narrow=scheme.weights in narrow), scheme.activations)
 
 
 def _narrow(directory: Path) -> set[TensorSpec]:
@@ -309,7 +291,3 @@ def _narrow(directory: Path) -> set[TensorSpec]:
         weights = {one.scheme.weights for one in read_checkpoint(directory, None).coded.values()}
         return {spec.wide for spec in weights if spec.narrow}
     return set()
-
-
-def _tensor(spec: TensorSpec) -> TensorRecipe:
-    return TensorRecipe(**asdict(spec))

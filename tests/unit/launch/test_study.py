@@ -9,14 +9,15 @@ from transformers import DbrxConfig, GPT2Config, LlamaConfig, MixtralConfig
 
 from engine.config.config import Recipe
 from engine.config.errors import RecipeError
-from engine.config.quant import SchemeRecipe, TensorRecipe
+from engine.config.quant import SchemeRecipe
 from engine.config.reading import parse_recipe, save_recipe
 from engine.config.sections import EventRecipe
 from launch import study
+from quant import TensorSpec
 from tests.lib.recipes import minimal
 from tests.lib.tiny import tiny_config
 
-OF_FILES = SchemeRecipe(TensorRecipe("int", bits=4, granularity="channel"))
+OF_FILES = SchemeRecipe(TensorSpec("int", bits=4, granularity="channel"))
 
 
 def recipe_of(directory: Path, **sections: Any) -> Recipe:

@@ -11,7 +11,7 @@ import torch
 
 from engine.checkpoint import resume
 from engine.checkpoint.find import MAY_CHANGE, check_resumable, check_samples, read_step_directory, stays
-from engine.config.contradictions import options
+from engine.config.config import recipe_options
 from engine.config.errors import RecipeError
 from engine.config.reading import save_recipe
 from model.checkpoint.fingerprint import digest_of_checkpoint, fingerprints
@@ -41,10 +41,10 @@ def test_every_option_either_stays_and_is_refused_by_name_or_may_change(tmp_path
     write_step(tmp_path, 1)
     (tmp_path / "config.json").write_text("{}")  # a digest of a model's directory is taken where there are adapters
     before = recipe(tmp_path)
-    known = {key for key, _, _ in options(before)}
+    known = {key for key, _, _ in recipe_options(before)}
     assert {f"{section}.{name}" for section, names in MAY_CHANGE.items() for name in names} <= known
     together = {"data.micro_batch_size", "train.gradient_accumulation_steps"}
-    for key, owner, item in options(before):
+    for key, owner, item in recipe_options(before):
         if key in together | {"train.resume"}:  # which says what checkpoint is meant
             continue
         wanted = copy.deepcopy(before)

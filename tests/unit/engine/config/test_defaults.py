@@ -9,12 +9,12 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 import yaml
 
-from engine.config.contradictions import options
+from engine.config.config import recipe_options
 from engine.config.errors import RecipeError
-from engine.config.quant import RuleRecipe, SchemeRecipe, TensorRecipe
+from engine.config.quant import RuleRecipe, SchemeRecipe
 from engine.config.reading import parse_recipe
 from engine.config.sections import EventRecipe
-from quant import PRESETS
+from quant import PRESETS, TensorSpec
 from tests.lib.recipes import MINIMAL, minimal
 from tests.lib.root import ROOT
 
@@ -47,7 +47,7 @@ VALUES: dict[str, list[Any]] = {
     "output_dir": ["elsewhere"],
     "deepspeed": ["zero1"],
     "quant.scheme": [*PRESETS],
-    "quant.schemes": [{"mine": SchemeRecipe(TensorRecipe("int", 4, "group", 32))}],
+    "quant.schemes": [{"mine": SchemeRecipe(TensorSpec("int", 4, "group", 32))}],
     "quant.rules": [[RuleRecipe("none", first=1)]],
     "schedule": [
         [EventRecipe(1, fake_quant=False)],
@@ -72,7 +72,7 @@ SCHEMES = sorted((ROOT / "launch" / "recipes" / "schemes").glob("*.yaml"))
 
 def cases() -> Iterator[tuple[str, Any]]:
     """Every option with each of its values, null left out."""
-    for key, _, item in options(minimal()):
+    for key, _, item in recipe_options(minimal()):
         kinds = [kind for one in (item.type, *get_args(item.type)) for kind in (one, *get_args(one))]
         listed = [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
         values = VALUES.get(key) or listed or ([False, True] if item.type is bool else [])

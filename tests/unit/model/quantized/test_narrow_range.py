@@ -62,7 +62,7 @@ def test_the_codes_say_which_grid_they_are_on(tmp_path, scheme):
         chosen = recipe(tmp_path, quant={"scheme": "source"}, model={"path": str(files)}).quant
         assert chosen.schemes["source"].weights.narrow == is_narrow
         # Layers are on the grid that the recipe says: a run of before that knew one grid goes on with that.
-        said = [chosen.schemes["source"].weights.spec()]
+        said = [chosen.schemes["source"].weights]
         assert {one.weights for one in source_schemes(model, files, said).values()} == set(said)
         if is_narrow:
             assert {one.weights for one in source_schemes(model, files, [said[0].wide]).values()} == {said[0].wide}
