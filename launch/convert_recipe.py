@@ -18,8 +18,7 @@ from typing import Any
 
 import yaml
 
-from engine.config.quant import TensorRecipe
-from quant import SCHEMES, Scheme
+from quant import SCHEMES, Scheme, TensorSpec
 
 # Keys without effect on what is trained.
 HOUSEKEEPING = re.compile(
@@ -109,41 +108,40 @@ def expect(source: Source, made: Converted, key: str, usual: Any, text: str) -> 
         made.say(key, f"{found}: {text}")
 
 
-def tensor(given: dict[str, Any], *, inputs: bool) -> TensorRecipe:
+def tensor(given: dict[str, Any], *, inputs: bool) -> TensorSpec:
     """Convert AngelSlim's description of a quantized tensor. Raises ValueError for a format that is not supported."""
     qtype = str(given.get("qtype", "")).lower()
     granularity = given.get("granularity", "per-tensor")
     dynamic = bool(given.get("dynamic")) or (inputs and granularity == "per-token")
     if qtype == "nvfp4":
-        return TensorRecipe("fp4_e2m1", 4, "group", 16, dynamic=inputs)
+        return TensorSpec("fp4_e2m1", 4, "group", 16, dynamic=inputs)
     if qtype in ("mxfp4", "mxfp4_rceil"):  # rceil: the scale is rounded up, as an absmax scale is here
-        return TensorRecipe("fp4_e2m1", 4, "group", 32, dynamic=inputs, mx=True)
+        return TensorSpec("fp4_e2m1", 4, "group", 32, dynamic=inputs, mx=True)
     if granularity not in GRANULARITIES:
         raise ValueError(f"granularity {granularity!r}, expected one of {', '.join(GRANULARITIES)}")
     size = given.get("group_size") if granularity == "per-group" else None
     shape = {"granularity": GRANULARITIES[granularity], "group_size": size, "dynamic": dynamic}
     if qtype in BITS:
-        return TensorRecipe("int", BITS[qtype], symmetric=bool(given.get("is_sym", True)), **shape)
+        return TensorSpec("int", BITS[qtype], symmetric=bool(given.get("is_sym", True)), **shape)
     if qtype.startswith("fp8"):
-        return TensorRecipe("fp8_e4m3", **shape)
+        return TensorSpec("fp8_e4m3", **shape)
     raise ValueError(f"qtype {qtype!r}, expected one of {', '.join(BITS)}, fp8, nvfp4 and mxfp4")
 
 
-def put_scheme(made: Converted, weights: TensorRecipe, activations: TensorRecipe | None, key: str) -> None:
+def put_scheme(made: Converted, weights: TensorSpec, activations: TensorSpec | None, key: str) -> None:
     """Set quant.scheme: the name of the scheme with these tensors, or one of the recipe's own."""
     try:
-        spec = weights.spec(), None if activations is None else activations.spec()
-        wanted = Scheme("converted", *spec)
+        wanted = Scheme("converted", weights, activations)
     except ValueError as error:
         made.say(key, f"no scheme has this combination ({error}): choose a quant.scheme")
         made.put("quant.scheme", UNKNOWN)
         return
-    same = (name for name, scheme in SCHEMES.items() if (scheme.weights, scheme.activations) == spec)
+    same = (name for name, scheme in SCHEMES.items() if (scheme.weights, scheme.activations) == (weights, activations))
     name = next(same, wanted.name)
     made.put("quant.scheme", name)
     if name == wanted.name:
         tensors = {"weights": weights, "activations": activations}
-        default = vars(TensorRecipe("int"))
+        default = vars(TensorSpec("int"))
         parts = {
             part: {"dtype": one.dtype} | {field: value for field, value in vars(one).items() if value != default[field]}
             for part, one in tensors.items()
@@ -406,8 +404,8 @@ def from_torchtune(source: Source) -> Converted:
 def _torchtune_quantizer(source: Source, made: Converted) -> None:
     name = str(source.take("quantizer._component_")).rpartition(".")[2]
     size = source.take("quantizer.groupsize", 32 if "Int8DynAct" in name else 256)
-    weights = TensorRecipe("int", 4, "group", size)
-    inputs = TensorRecipe("int", 8, "token", symmetric=False, dynamic=True)
+    weights = TensorSpec("int", 4, "group", size)
+    inputs = TensorSpec("int", 8, "token", symmetric=False, dynamic=True)
     found = {"Int8DynActInt4WeightQATQuantizer": inputs, "Int4WeightOnlyQATQuantizer": None}
     if name in found:
         put_scheme(made, weights, found[name], "quantizer")
