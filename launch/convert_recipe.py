@@ -120,7 +120,7 @@ def tensor(given: dict[str, Any], *, inputs: bool) -> TensorSpec:
     if granularity not in GRANULARITIES:
         raise ValueError(f"granularity {granularity!r}, expected one of {', '.join(GRANULARITIES)}")
     size = given.get("group_size") if granularity == "per-group" else None
-    shape = {"granularity": GRANULARITIES[granularity], "group_size": size, "dynamic": dynamic}
+    shape: dict[str, Any] = {"granularity": GRANULARITIES[granularity], "group_size": size, "dynamic": dynamic}
     if qtype in BITS:
         return TensorSpec("int", BITS[qtype], symmetric=bool(given.get("is_sym", True)), **shape)
     if qtype.startswith("fp8"):

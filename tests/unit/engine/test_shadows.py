@@ -9,7 +9,7 @@ import pytest
 
 from tests.lib.root import ROOT
 
-NO_SCRIPTS = ("__init__", "early", "exits", "launcher")
+NO_SCRIPTS = ("__init__", "exits", "scripts")
 
 
 def run(*words: object, cwd: Path, path: Path = ROOT) -> subprocess.CompletedProcess[str]:

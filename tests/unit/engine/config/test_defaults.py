@@ -123,6 +123,8 @@ def test_an_option_on_a_shipped_recipe_contradicts_only_what_that_sets(tmp_path:
     files = files if files in RECIPES else [tmp_path / "minimal.yaml", *files]
     base = said_by(tmp_path, files)
     for key, value in cases():
+        if key == "quant.schemes" and key in base:
+            continue  # other schemes of its own take the place of the one that it names
         said = {**base, key: value}
         for line in problems(said):
             text = re.sub(r"\b(weight|weight_scale|norm)\b", r"learnable.\1", line) if "learnable: " in line else line

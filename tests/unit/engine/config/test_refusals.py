@@ -178,7 +178,7 @@ REFUSED = rows(r"""
     quant.start=g schedule='[{at: 2, fake_quant: activations}]' | schedule: [EventRecipe(at=2, every=None, when=None,
     quant.calibration_batches=-1                | quant.calibration_batches: -1, expected at least 0
     quant.calibration_batches=0                 | quant.calibration_batches: 0, expected 1 or more (or quant.scales,
-    quant.initial_input_scale=0 quant.calibration_batches=0 | quant.initial_input_scale: 0.0, expected a number above
+    quant.initial_input_scale=0 quant.calibration_batches=0 | quant.initial_input_scale: 0.0, expected at least
     quant.initial_input_scale=.5 quant.calibration_batches=16 | quant.initial_input_scale: 0.5, expected null or
     quant.initial_input_scale=.5 quant.fake_quant_start=2 | quant.initial_input_scale: 0.5, expected null with
     quant.scheme=nvfp4_w4a4 quant.initial_input_scale=1 | quant.initial_input_scale: 1.0, expected null with
