@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-import quant
+import quant.observers
 from engine.micro_batch import OnHost
 from model.head import install_head
 from tests.lib.checkpoints import load_model
@@ -53,7 +53,7 @@ class Run:
         """The loss and all gradients; ``around`` the forward."""
         with around or nullcontext():
             loss = self.loss()
-        with quant.recomputing():
+        with quant.observers.recomputing():
             loss.backward()
         return {"loss": loss.detach()} | {
             name: parameter.grad for name, parameter in self.model.named_parameters() if parameter.grad is not None
