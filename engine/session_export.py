@@ -16,32 +16,14 @@ from engine.session.session import Session
 from model.checkpoint.fingerprint import digest_of_checkpoint
 from model.ranks import listed, say
 from model.save import check_plan, export_model, not_loaded
-from model.save.peft_adapter import PeftFolder, collect_adapter
+from model.save.peft_adapter import collect_adapter
 from quant import Quantization
 from quant.formats.layouts import Layout, check_layout
 
 
 def check_export(recipe: Recipe) -> None:
     """Check before training that layout and destination of the export can be written. Raises RecipeError."""
-    layout = _layout(recipe)
-    if layout is None:
-        _check_base(recipe)
-    else:
-        try:
-            check_layout(layout, recipe.quant.linear_schemes())
-        except ValueError as error:
-            raise RecipeError(f"export.format: {error}") from None
-    wide = recipe.model.dtype == "float32" and any(not each.weights.ggml for each in recipe.quant.linear_schemes())
-    if recipe.export.format in ("gguf", "mlx") and wide:
-        others = ", or q4_0 and q8_0 for all layers" if recipe.export.format == "gguf" else ""
-        raise RecipeError(
-            f"model.dtype: float32, expected bfloat16 or float16{others}: export.format {recipe.export.format} does "
-            "not hold scales of fp32 exactly"
-        )
-    if recipe.export.format == "gguf":
-        _check_gguf(recipe)
-    if recipe.export.format == "executorch":
-        _check_executorch(recipe)
+    _check_format(recipe)
     directory, output = recipe.export_dir(), Path(recipe.output_dir)
     problem, there, held = None, Path(os.path.realpath(directory)), Path(os.path.realpath(output))
     if any(map(Path.is_symlink, (directory, there, *there.parents))):  # a whole export is renamed to its name
@@ -55,51 +37,57 @@ def check_export(recipe: Recipe) -> None:
     else:
         above = next(parent for parent in there.parents if parent.exists())
         if not above.is_dir() or not os.access(above, os.W_OK):
-            problem = f"{str(above)!r} is not a directory that may be written"
+            problem = f"{str(above)!r} is not a writable directory"
     if problem is not None:
         raise RecipeError(f"export.dir: {str(directory)!r}: {problem}")
+
+
+def _check_format(recipe: Recipe) -> None:
+    """Refuse options that contradict export.format, and a missing template or package."""
+    name, layout, dtype = recipe.export.format, _layout(recipe), recipe.model.dtype
+    if layout is not None:
+        try:
+            check_layout(layout, recipe.quant.linear_schemes())
+        except ValueError as error:
+            raise RecipeError(f"export.format: {error}") from None
+    elif recipe.quant.scheme != SOURCE:
+        raise RecipeError(
+            f"quant.scheme: {recipe.quant.scheme!r}, expected {SOURCE!r} with export.format peft, and a quantized "
+            "checkpoint in model.path, with which the adapter is served: launch/calibrate.py makes one. Or choose "
+            "export.format compressed, which writes the quantized model with the adapter in it"
+        )
+    stored_in_dtype = any(not each.weights.ggml for each in recipe.quant.linear_schemes())
+    if name in ("gguf", "mlx") and dtype == "float32" and stored_in_dtype:
+        others = ", or q4_0 and q8_0 for all layers" if name == "gguf" else ""
+        raise RecipeError(
+            f"model.dtype: float32, expected bfloat16 or float16{others}: export.format {name} cannot store fp32 "
+            "scales exactly"
+        )
+    if name == "executorch" and dtype != "bfloat16":
+        raise RecipeError(
+            f"model.dtype: {dtype}, expected bfloat16: export.format executorch is for XNNPACK, which keeps scales in "
+            "bf16"
+        )
+    if name == "executorch" and recipe.quant.signed_scales:
+        raise RecipeError(
+            "quant.signed_scales: true, expected false: export.format executorch is for XNNPACK, which needs positive "
+            "scales"
+        )
+    if name == "gguf":
+        template = _template(recipe)
+        if template is None or not template.is_file():
+            found = "null" if template is None else f"{str(template)!r} is not a file"
+            raise RecipeError(
+                f"export.template: {found}, expected a GGUF file of the base model (export.format gguf): make it with "
+                "llama.cpp's convert_hf_to_gguf.py"
+            )
+        if find_spec("gguf") is None:
+            raise RecipeError("export.format: gguf needs the package gguf: pip install -e '.[gguf]'")
 
 
 def _layout(recipe: Recipe) -> Layout | None:
     """Return the layout of the exported model; None if only an adapter is written."""
     return None if recipe.export.format == "peft" else recipe.export.format
-
-
-def _check_base(recipe: Recipe) -> None:
-    """Refuse to export only an adapter unless it was trained on a quantized checkpoint, which serves it."""
-    if recipe.quant.scheme != SOURCE:
-        raise RecipeError(
-            f"quant.scheme: {recipe.quant.scheme!r}, expected {SOURCE!r} with export.format peft, and a quantized "
-            "checkpoint in model.path, which the adapter is served on: launch/calibrate.py makes one. Or choose "
-            "export.format compressed, which writes the quantized model with the adapter in it"
-        )
-
-
-def _check_executorch(recipe: Recipe) -> None:
-    """Refuse scales that XNNPACK would round or reject."""
-    if recipe.model.dtype != "bfloat16":
-        raise RecipeError(
-            f"model.dtype: {recipe.model.dtype}, expected bfloat16: export.format executorch holds scales that XNNPACK "
-            "keeps in bf16"
-        )
-    if recipe.quant.signed_scales:
-        raise RecipeError(
-            "quant.signed_scales: true, expected false: export.format executorch holds scales for XNNPACK, which takes "
-            "positive ones"
-        )
-
-
-def _check_gguf(recipe: Recipe) -> None:
-    """Refuse a GGUF export without a template in the recipe, or without the package gguf."""
-    template = _template(recipe)
-    if template is None or not template.is_file():
-        found = "null" if template is None else f"{str(template)!r} is not a file"
-        raise RecipeError(
-            f"export.template: {found}, expected a GGUF file of the base model (export.format gguf), which llama.cpp's "
-            "convert_hf_to_gguf.py makes"
-        )
-    if find_spec("gguf") is None:
-        raise RecipeError("export.format: gguf needs the package gguf: pip install -e '.[gguf]'")
 
 
 def _template(recipe: Recipe) -> Path | None:
@@ -112,9 +100,8 @@ CACHE_SCALES_DROPPED = ("qwen3_5", "qwen3_next")
 
 
 def check_exportable(recipe: Recipe, model: PreTrainedModel, quantization: Quantization) -> None:
-    """Refuse before training a model whose export could not be loaded; a collective.
-
-    Raises the errors of :func:`model.save.export_model`."""
+    """Refuse before training a model whose export could not be loaded, with the errors of
+    :func:`model.save.export_model`; a collective."""
     layout = _layout(recipe)
     if layout is None:
         return
@@ -122,14 +109,14 @@ def check_exportable(recipe: Recipe, model: PreTrainedModel, quantization: Quant
     if compressed and (reason := not_loaded(model, quantization)):
         say(
             f"warning: {reason}: the export will be one for vLLM and SGLang, and launch/verify.py will compare it with "
-            "what compressed-tensors decompresses. With export.format: dequantized transformers loads it"
+            "the weights that compressed-tensors decompresses. transformers loads export.format: dequantized"
         )
     kind = model.config.model_type
     if quantization.caches and layout != "dequantized" and kind.startswith(CACHE_SCALES_DROPPED):
         say(
             f"warning: vLLM drops the scales of keys and values of {kind} (its issue 54623) and serves them with 1.0: "
-            "it will not compute what is trained here. Choose a quant.scheme that leaves keys and values as they are, "
-            "or a server that reads k_scale and v_scale"
+            "its results will differ from training. Choose a quant.scheme that does not quantize keys and values, or a "
+            "server that reads k_scale and v_scale"
         )
     check_plan(
         model,
@@ -146,14 +133,24 @@ def export(session: Session, directory: Path, *, compressed: bool = True) -> Non
 
     Raises the errors of :func:`model.save.export_model`."""
     recipe, layout = session.recipe, _layout(session.recipe)
-    adapter = _adapter(session, directory) if recipe.adapter.beside else None
+    adapter = None
+    if recipe.adapter.beside:
+        adapter = collect_adapter(
+            session.model,
+            session.quantization,
+            alpha=recipe.adapter.alpha,
+            rslora=recipe.adapter.rslora,
+            dropout=recipe.adapter.dropout,
+            base_path=str(Path(recipe.model.path if layout is None else directory).resolve()),
+            base=digest_of_checkpoint(recipe.model.path),
+        )
     if layout is None:
-        assert adapter is not None, "a rule of the recipe"
+        assert adapter is not None, "checked by the recipe"
         adapter.publish(directory)
         say(f"export: {directory}, the adapter for {recipe.model.path}")
         return
     max_shard_size = parse_size(recipe.export.max_shard_size)
-    assert max_shard_size is not None, "the recipe refuses what is no size"
+    assert max_shard_size is not None, "checked by the recipe"
     report = export_model(
         session.model,
         session.quantization if compressed else None,
@@ -168,23 +165,8 @@ def export(session: Session, directory: Path, *, compressed: bool = True) -> Non
     size = report.bytes / 1e6
     files = f"{len(report.files)} file{'s' * (len(report.files) != 1)}"
     if report.copied:
-        say(f"export: {listed(report.copied)} copied from {recipe.model.path} as they are")
+        say(f"export: {listed(report.copied)} copied unchanged from {recipe.model.path}")
     say(f"export: {report.path}, {report.tensors} tensors, {size:,.1f} MB in {files}, {report.seconds:.1f} s")
-
-
-def _adapter(session: Session, directory: Path) -> PeftFolder:
-    """Collect the trained adapters of the model in ``directory``, or with export.format peft of ``model.path``."""
-    recipe = session.recipe
-    alone = _layout(recipe) is None
-    return collect_adapter(
-        session.model,
-        session.quantization,
-        alpha=recipe.adapter.alpha,
-        rslora=recipe.adapter.rslora,
-        dropout=recipe.adapter.dropout,
-        base_path=str(Path(recipe.model.path if alone else directory).resolve()),
-        base=digest_of_checkpoint(recipe.model.path),
-    )
 
 
 def export_trained(session: Session, quant: FakeQuant, batches: Iterable[MicroBatch] = ()) -> None:

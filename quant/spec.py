@@ -186,6 +186,11 @@ class TensorSpec:
                 )
         return (*stack, out_features // size if self.granularity == "block" else out_features, in_features // size)
 
+    @property
+    def rows_per_scale(self) -> int:
+        """Number of rows of a weight that share a scale: those of a block. 1 also for a scale per tensor."""
+        return self.group_size if self.granularity == "block" and self.group_size is not None else 1
+
     def run_length(self, weight_shape: tuple[int, ...]) -> int:
         """Count the consecutive elements of the row-major weight ``[..., out, in]`` that share one scale."""
         *_, out_features, in_features = weight_shape

@@ -1,8 +1,9 @@
 """Tensors of a plain or quantized checkpoint, with decodable weights in place of codes, and schemes of its layers."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 from torch import nn
@@ -10,8 +11,7 @@ from transformers import PreTrainedModel
 
 from model.checkpoint.names import module_name_on_disk
 from model.checkpoint.safetensors import Checkpoint, CheckpointError, DiskTensor, read_headers
-from model.quantized.foreign_layouts import read_blocks, read_columns
-from model.quantized.linears import read_quantized
+from model.quantized.linears import read_blocks, read_columns, read_quantized
 from model.quantized.narrow_range import on_other_grid, with_grids
 from model.quantized.quantization_config import (
     is_quantized,
@@ -22,7 +22,7 @@ from model.quantized.quantization_config import (
 )
 from model.quantized.tensor import QuantizedTensor
 from model.ranks import listed, say
-from quant import DEFAULT_EXEMPT, SCHEMES, Rule, Scheme, TensorSpec
+from quant import DEFAULT_EXEMPT, SCHEMES, QuantLayer, Rule, Scheme, TensorSpec
 from quant.linear import LinearPart, StackedLinear, linears_of
 
 
@@ -50,59 +50,44 @@ class SourceCheckpoint:
 
 
 def read_checkpoint(directory: Path, model: PreTrainedModel | None) -> SourceCheckpoint:
-    """Read the headers of a checkpoint of ``model``, and combine the tensors of quantized weights.
-
-    Raises:
-        CheckpointError: there is no safetensors checkpoint in ``directory``, or its quantization is not supported.
-    """
+    """Read the headers of a checkpoint of ``model``, and combine the tensors of quantized weights. Raises
+    CheckpointError if ``directory`` has no safetensors checkpoint, or if its quantization is not supported."""
     found = read_headers(directory)
     if is_quantized(directory):
         return _with_weights(found, directory, model)
     return SourceCheckpoint({**found.tensors}, found.problems, found.lost)
 
 
-def _with_weights(found: Checkpoint, directory: Path, model: PreTrainedModel | None) -> SourceCheckpoint:
+def _with_weights(checkpoint: Checkpoint, directory: Path, model: PreTrainedModel | None) -> SourceCheckpoint:
     """Replace codes of a quantized checkpoint by weights, with narrow or full range according to the codes. Without a
     model, layers have their names on disk."""
     config = read_quantization_config(directory)
+
+    @cache
+    def our_names() -> dict[str, str]:
+        if model is None:
+            return {}
+        return {module_name_on_disk(model, part.name): part.name for part in _parts(model)}
+
     try:
-        rules = rules_of(config)
-        names: dict[str, str] = {}
-
-        def spellings(name: str) -> set[str]:
-            if not names and model is not None:
-                names.update(_our_names(model))
-            return {name, names.get(name, name)}
-
-        packing = packing_of(config)
+        rules, packing = rules_of(config), packing_of(config)
         if config["quant_method"] == "mxfp4":
-            coded, beside, problems = read_blocks(found, SCHEMES["mxfp4"])
+            found = read_blocks(checkpoint, SCHEMES["mxfp4"])
         elif packing is not None:
-            coded, beside, problems = read_columns(found, rules, packing)
+            found = read_columns(checkpoint, rules, packing)
         else:
-            coded, beside, problems = read_quantized(found, rules, spellings)
-        coded = with_grids(coded)
+            found = read_quantized(checkpoint, rules, lambda name: {name, our_names().get(name, name)})
+        coded = with_grids(found.coded)
     except CheckpointError:
         raise
     except ValueError as error:
         raise CheckpointError(f"{directory / 'config.json'}: quantization_config: {error}") from error
-    tensors = {key: tensor for key, tensor in found.tensors.items() if key not in beside}
-    source = SourceCheckpoint({**tensors, **coded}, found.problems + problems, found.lost, beside)
+    plain = {key: tensor for key, tensor in checkpoint.tensors.items() if key not in found.beside}
+    problems = checkpoint.problems + found.problems
+    source = SourceCheckpoint({**plain, **coded}, problems, checkpoint.lost, found.beside)
     with suppress(ValueError):
         source.kv_cache = kv_cache_of(config)
     return source
-
-
-def _our_names(model: PreTrainedModel) -> dict[str, str]:
-    """Map names on disk of the Linears and embeddings of ``model`` to its own names."""
-    names = {}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding):
-            names[module_name_on_disk(model, name)] = name
-        elif hasattr(module, "out_features") and hasattr(module, "in_features"):
-            for part in linears_of(name, module):
-                names[module_name_on_disk(model, part.name)] = part.name
-    return names
 
 
 def source_schemes(
@@ -122,8 +107,7 @@ def source_schemes(
         ValueError: the checkpoint is damaged, has no codes, or has full-range codes for a narrow recipe.
     """
     rules = [*(Rule(None, pattern) for pattern in DEFAULT_EXEMPT), *rules_of(read_quantization_config(directory))]
-    there = any(directory.glob("*.safetensors"))
-    read = read_checkpoint(directory, model) if there else None
+    read = read_checkpoint(directory, model) if any(directory.glob("*.safetensors")) else None
     if read is not None and read.problems:
         raise CheckpointError("\n".join([f"{directory} is damaged:", *(f"file: {one}" for one in read.problems[:20])]))
     coded = {} if read is None else read.coded
@@ -131,56 +115,51 @@ def source_schemes(
     left_out: list[str] = []
     for part in _parts(model):
         disk = module_name_on_disk(model, part.name)
-        if there:
+        if read is not None:
             scheme = coded[disk].scheme if disk in coded else None
         else:
-            rule = next((rule for rule in rules if rule.matches(part.name, 0) or rule.matches(disk, 0)), None)
-            scheme = None if rule is None else rule.scheme
+            matching = (rule.scheme for rule in rules if rule.matches(part.name, 0) or rule.matches(disk, 0))
+            scheme = next(matching, None)
         if scheme is None:
             continue
         if said is not None:
-            scheme = _on_grid(scheme, said, part.name if there else None)
+            scheme = _on_grid(scheme, said, None if read is None else part.name)
         try:
             scheme.weights.scale_shape((part.out_features, part.in_features))
             schemes[part.name] = scheme
         except ValueError:
             left_out.append(part.name)
     if left_out:
-        say(f"not quantized, for their last block is not full: {listed(left_out, 5)}")
+        say(f"not quantized, as their last block is incomplete: {listed(left_out, 5)}")
     if not schemes and coded:
         raise ValueError(
             f"{directory} has codes of {listed(list(coded), 2)}, but the {type(model).__name__} of its config.json has "
-            "no such layers: one of the two is damaged, or they are of different models"
+            "no such layers: config.json or the weights are damaged, or belong to another model"
         )
     if not schemes:
-        raise ValueError(f"{directory} has no layer of {type(model).__name__} as codes: name a quant.scheme")
+        raise ValueError(f"{directory} has no quantized layer of {type(model).__name__}: name a quant.scheme")
     return schemes
 
 
 def _on_grid(scheme: Scheme, said: Collection[TensorSpec], name: str | None) -> Scheme:
     """Return the scheme of layer ``name`` (None if its codes were not read) with the recipe's narrow or full range.
-
-    Raises:
-        ValueError: the recipe has narrow range, but the codes have full range.
-    """
+    Raises ValueError if the recipe has narrow range, but the codes have full range."""
     other = on_other_grid(scheme)
     if other is None or scheme.weights in said or other.weights not in said:
         return scheme
     if name is not None and other.weights.narrow:
         raise ValueError(
-            f"quant.schemes says narrow: true for {name}, but codes of its scheme are {scheme.weights.qmin:g}: this is "
-            "not the checkpoint that the recipe was written for. Take the schemes out of the recipe, or set narrow to "
+            f"quant.schemes has narrow: true for {name}, but its checkpoint has codes down to {scheme.weights.qmin:g}, "
+            "so the recipe was written for another checkpoint: remove quant.schemes from the recipe, or set narrow: "
             "false"
         )
     return other
 
 
-def _parts(model: nn.Module) -> list[LinearPart]:
-    """List every Linear, also of stacks, and embeddings, which may be quantized in the files."""
-    parts: list[LinearPart] = []
+def _parts(model: nn.Module) -> Iterator[LinearPart]:
+    """Yield every Linear, also of stacks, and embeddings, which may be quantized in the files."""
     for name, module in model.named_modules():
-        if isinstance(module, (nn.Linear, StackedLinear)):
-            parts += linears_of(name, module)
-        elif isinstance(module, nn.Embedding):
-            parts.append(LinearPart(name, module.num_embeddings, module.embedding_dim))
-    return parts
+        if isinstance(module, nn.Embedding):
+            yield LinearPart(name, module.num_embeddings, module.embedding_dim)
+        elif isinstance(module, (nn.Linear, StackedLinear, QuantLayer)):
+            yield from linears_of(name, module)

@@ -1,15 +1,34 @@
 """Find the codes and scales of each Linear in a checkpoint, and its scheme.
 
-Tensors have the names of compressed-tensors, or of the method ``fp8`` of vLLM, transformers and DeepSeek. Its names are
-the same, except that the scale of blocks is called ``weight_scale_inv``.
+compressed-tensors: names and shapes of :mod:`quant.formats.compressed_tensors`. The method ``fp8`` of vLLM,
+transformers and DeepSeek has the same names, except that the scale of blocks is called ``weight_scale_inv``.
+
+GPTQ and AWQ store weights as ``[in, out]``, while the model's weights are ``[out, in]``:
+
+GPTQ (AutoGPTQ, GPTQModel) and AutoRound: ``qweight`` int32 [in * bits / 32, out], a little-endian stream of codes down
+each column; ``qzeros`` int32 [groups, out * bits / 32] along each row, with the zero point minus one (``gptq_v2``: the
+zero point); ``scales`` [groups, out]; ``g_idx`` int32 [in], the group of each input.
+
+AWQ's ``gemm`` (AutoAWQ): ``qweight`` int32 [in, out / 8] and ``qzeros`` [groups, out / 8], eight 4-bit codes per word
+in the order of :data:`AWQ_ORDER`.
+
+In these layouts codes begin at 0, and the value is ``(code - zero point) * scale``. The codes and zero points of this
+project are smaller by 2^(bits - 1).
+
+gpt-oss has experts in MXFP4, with the Linears of all experts of a layer in one tensor of codes and one of scales:
+``<stack>_blocks`` uint8 [E, out, in / 32, 16], two e2m1 codes a byte, the first in the low half; ``<stack>_scales``
+uint8 [E, out, in / 32], the exponent of a power of two plus 127. Rows are outputs, though transformers' decoded
+matrices are transposed. So an expert's bytes are the same as for a Linear in compressed-tensors' MXFP4.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
-from model.checkpoint.safetensors import Checkpoint, CheckpointError, DiskTensor, Reader
-from model.quantized.tensor import QuantizedTensor
+from model.checkpoint.safetensors import Checkpoint, DiskTensor, Reader, read_tensor
+from model.quantized.tensor import ColumnTensor, Packing, QuantizedTensor
 from model.scales.grouping import CACHE_SCALES
 from quant import Rule, Scheme
 from quant.formats.compressed_tensors import Shapes, packed_shapes
@@ -25,21 +44,37 @@ _INVERSE = "weight_scale_inv"
 _OF_WEIGHT = (_INVERSE, "weight_scale", "weight_global_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
 _OF_INPUT = ("input_scale", "input_global_scale", "input_zero_point")
 _OF_CACHE = tuple(end for ends in CACHE_SCALES.values() for end in ends)
+_OF_COLUMNS = ("qweight", "qzeros", "scales", "g_idx")
+# Suffixes of gpt-oss' keys, after the name of the stack, and bytes per block.
+_BLOCKS, _SCALES, _BLOCK_BYTES = "_blocks", "_scales", 16
 
 
-def read_quantized(
-    checkpoint: Checkpoint, rules: Sequence[Rule], spellings: Spellings
-) -> tuple[dict[str, QuantizedTensor], dict[str, DiskTensor], list[str]]:
-    """Find the quantized weights of a checkpoint with the rules of its configuration.
+class Found(NamedTuple):
+    """Quantized weights of a checkpoint.
 
-    Returns:
-        Quantized weights by the key that the plain weight would have; tensors that belong to these weights or to the
-        keys and values of attention, by their own keys; and problems, a line each.
+    Attributes:
+        coded: weights by the key that the plain weight would have.
+        beside: tensors that belong to these weights or to the keys and values of attention, by their own keys.
+        problems: a line each.
     """
+
+    coded: dict[str, QuantizedTensor]
+    beside: dict[str, DiskTensor]
+    problems: list[str]
+
+    @contextmanager
+    def problem_of(self, name: str, codes: DiskTensor) -> Iterator[None]:
+        """Record a ValueError of the block as a problem of the weight ``name``."""
+        try:
+            yield
+        except ValueError as error:
+            self.problems.append(f"{codes.file}: {name}: {error}")
+
+
+def read_quantized(checkpoint: Checkpoint, rules: Sequence[Rule], spellings: Spellings) -> Found:
+    """Find the weights of compressed-tensors and ``fp8``, with the rules of the configuration."""
     tensors = checkpoint.tensors
-    coded: dict[str, QuantizedTensor] = {}
-    beside = {key: tensor for key, tensor in tensors.items() if key.endswith(_OF_CACHE)}
-    problems: list[str] = []
+    found = Found({}, {key: tensor for key, tensor in tensors.items() if key.endswith(_OF_CACHE)}, [])
     with Reader() as reader:
         for key, codes in tensors.items():
             name, _, suffix = key.rpartition(".")
@@ -49,14 +84,11 @@ def read_quantized(
             of_input = [f"{name}.{end}" for end in _OF_INPUT if f"{name}.{end}" in tensors]
             if _INVERSE in parts and "weight_scale" not in parts:
                 parts["weight_scale"] = parts.pop(_INVERSE)
-            beside |= {key: codes, **{part.key: part for part in parts.values()}}
-            beside |= {each: tensors[each] for each in of_input}
-            try:
-                scheme = _scheme(name, rules, spellings)
-                coded[f"{name}.weight"] = _coded(name, codes, parts, scheme, reader)
-            except ValueError as error:
-                problems.append(f"{codes.file}: {name}: {error}")
-    return coded, beside, problems
+            found.beside.update({each.key: each for each in (codes, *parts.values())})
+            found.beside.update({each: tensors[each] for each in of_input})
+            with found.problem_of(name, codes):
+                found.coded[f"{name}.weight"] = _coded(name, codes, parts, _scheme(name, rules, spellings), reader)
+    return found
 
 
 def _scheme(name: str, rules: Iterable[Rule], spellings: Spellings) -> Scheme:
@@ -67,19 +99,16 @@ def _scheme(name: str, rules: Iterable[Rule], spellings: Spellings) -> Scheme:
     names = set(spellings(name))
     rule = next((rule for rule in rules if any(rule.matches(one, 0) for one in names)), None)
     if rule is None or rule.scheme is None:
-        said = "none of its groups is for it" if rule is None else "it is among those that are ignored"
-        raise ValueError(f"the files have codes of it, but quantization_config says that {said}")
+        said = "no group matches it" if rule is None else "it is ignored"
+        raise ValueError(f"the files have codes of this layer, but according to quantization_config {said}")
     return rule.scheme
 
 
 def _coded(
     name: str, codes: DiskTensor, parts: Mapping[str, DiskTensor], scheme: Scheme, reader: Reader
 ) -> QuantizedTensor:
-    """Combine the tensors of a weight, after checking that they match.
-
-    Raises:
-        ValueError: a tensor is missing, or does not have the dtype or shape of the scheme.
-    """
+    """Combine the tensors of a weight. Raises ValueError if one is missing, or has another dtype or shape than in the
+    scheme."""
     spec = scheme.weights
     shape = _shape(codes, parts, spec, reader)
     expected = _expected(shape, scheme)
@@ -88,18 +117,18 @@ def _coded(
         if suffix in _OF_INPUT:
             continue  # missing tensors are calibrated
         if suffix not in found:
-            raise ValueError(f"{suffix} is missing, which {scheme.name} has: expected {dtype} {list(sides)}")
+            raise ValueError(f"{suffix} is missing, expected {dtype} {list(sides)} for {scheme.name}")
         dtypes = _FLOATS if suffix == "weight_scale" and dtype in _FLOATS else (dtype,)
         same = _sides(found[suffix].shape) == _sides(sides) if "scale" in suffix else found[suffix].shape == sides
         if found[suffix].dtype not in dtypes or not same:
             raise ValueError(
-                f"{suffix} is {found[suffix].kind} {list(found[suffix].shape)}, but {scheme.name} has {dtype} "
-                f"{list(sides)}"
+                f"{suffix} is {found[suffix].kind} {list(found[suffix].shape)}, expected {dtype} {list(sides)} for "
+                f"{scheme.name}"
             )
-    _check_order(parts, shape, spec, reader)
+    _check_order("weight_g_idx", parts, shape, spec, reader)
     zero = parts.get("weight_zero_point")
     if zero is not None and not spec.has_zero_points:
-        if bool(_whole(reader, zero).any()):
+        if bool(read_tensor(reader, zero).any()):
             raise ValueError(f"weight_zero_point is not 0, but {scheme.name} is symmetric")
         zero = None
     above = parts["weight_global_scale"] if "weight_global_scale" in expected else None
@@ -108,9 +137,7 @@ def _coded(
 
 def _expected(shape: tuple[int, int], scheme: Scheme) -> Shapes:
     """Return the expected dtypes and shapes of a weight's tensors. The last block of its rows may be incomplete."""
-    rows, size = shape[0], scheme.weights.group_size
-    if scheme.weights.granularity == "block" and size is not None:
-        rows += -rows % size
+    rows = shape[0] + -shape[0] % scheme.weights.rows_per_scale
     expected = packed_shapes(shape[1], rows, scheme, torch.bfloat16)
     if rows != shape[0]:
         expected["weight"] = (expected["weight"][0], shape)
@@ -127,31 +154,107 @@ def _shape(codes: DiskTensor, parts: Mapping[str, DiskTensor], spec: TensorSpec,
     if spec.dtype != "int":
         return rows, 2 * columns
     if "weight_shape" not in parts or parts["weight_shape"].shape != (2,):
-        raise ValueError("weight_shape is missing, or not of two numbers")
-    rows, columns = _whole(reader, parts["weight_shape"]).tolist()
+        raise ValueError("weight_shape is missing, or does not have two numbers")
+    rows, columns = read_tensor(reader, parts["weight_shape"]).tolist()
     if rows < 1 or columns < 1:
         raise ValueError(f"weight_shape is {[rows, columns]}, expected positive numbers")
     return rows, columns
 
 
-def _check_order(parts: Mapping[str, DiskTensor], shape: tuple[int, int], spec: TensorSpec, reader: Reader) -> None:
-    """Reject groups whose columns are not consecutive."""
-    if "weight_g_idx" not in parts:
-        return
-    index = _whole(reader, parts["weight_g_idx"]).long().flatten()
-    if not torch.equal(index, torch.arange(shape[1]) // spec.run_length(shape)):
-        raise ValueError(
-            "weight_g_idx: its columns were quantized in another order (actorder: group), which no scheme here has"
-        )
+def _check_order(
+    key: str, parts: Mapping[str, DiskTensor], shape: tuple[int, int], spec: TensorSpec, reader: Reader
+) -> None:
+    """Reject groups whose columns are not consecutive; ``key`` names the tensor with the group of each column."""
+    if key in parts:
+        index = read_tensor(reader, parts[key]).long().flatten()
+        if not torch.equal(index, torch.arange(shape[1]) // spec.run_length(shape)):
+            raise ValueError(
+                f"{key}: the columns were quantized in another order (desc_act or actorder), which is not supported: "
+                "quantize without it"
+            )
 
 
 def _sides(shape: tuple[int, ...]) -> list[int]:
     return [side for side in shape if side != 1]
 
 
-def _whole(reader: Reader, tensor: DiskTensor) -> torch.Tensor:
-    if tensor.dtype is None:
-        raise CheckpointError(f"{tensor.key} is {tensor.kind}, a dtype that is not read")
-    whole = torch.empty(tensor.shape, dtype=tensor.dtype)
-    reader.read(tensor, 0, whole.view(-1))
-    return whole
+def read_columns(checkpoint: Checkpoint, rules: Sequence[Rule], packing: Packing) -> Found:
+    """Find the weights of GPTQ, AWQ or AutoRound, which have a single scheme."""
+    scheme = next(rule.scheme for rule in rules if rule.scheme is not None)
+    tensors, found = checkpoint.tensors, Found({}, {}, [])
+    with Reader() as reader:
+        for key, codes in tensors.items():
+            name, _, suffix = key.rpartition(".")
+            if suffix == "qweight":
+                parts = {end: tensors[f"{name}.{end}"] for end in _OF_COLUMNS if f"{name}.{end}" in tensors}
+                found.beside.update({part.key: part for part in parts.values()})
+                with found.problem_of(name, codes):
+                    found.coded[f"{name}.weight"] = _columns(name, parts, scheme, packing, reader)
+    return found
+
+
+def _columns(
+    name: str, parts: Mapping[str, DiskTensor], scheme: Scheme, packing: Packing, reader: Reader
+) -> ColumnTensor:
+    """Combine the tensors of a weight. Raises ValueError if one is missing, or has another dtype or shape, or if the
+    columns of groups are not consecutive."""
+    if missing := [end for end in _OF_COLUMNS[:3] if end not in parts]:
+        raise ValueError(f"qweight has no {', '.join(missing)} beside it")
+    spec, codes = scheme.weights, parts["qweight"]
+    if len(codes.shape) != 2:
+        raise ValueError(f"qweight has shape {list(codes.shape)}, expected two dimensions")
+    rows, columns = codes.shape[1], codes.shape[0] * 32 // spec.bits
+    words = (codes.shape[0], rows)
+    if packing == "awq":
+        rows, columns = codes.shape[1] * 8, codes.shape[0]
+        words = (columns, rows // 8)
+    groups = spec.scale_shape((rows, columns))[1]
+    expected = {"qweight": words, "qzeros": (groups, rows * spec.bits // 32), "scales": (groups, rows)}
+    for end, shape in expected.items():
+        dtypes = _FLOATS if end == "scales" else (torch.int32,)
+        if parts[end].shape != shape or parts[end].dtype not in dtypes:
+            raise ValueError(
+                f"{end} is {parts[end].kind} {list(parts[end].shape)}, expected {dtypes[-1]} {list(shape)}"
+            )
+    _check_order("g_idx", parts, (rows, columns), spec, reader)
+    return ColumnTensor(
+        f"{name}.weight", (rows, columns), scheme, codes, parts["scales"], parts["qzeros"], packing=packing
+    )
+
+
+def read_blocks(checkpoint: Checkpoint, scheme: Scheme) -> Found:
+    """Find the experts of gpt-oss. Each Linear is named ``<experts>.<index>.<stack>``."""
+    tensors, found = checkpoint.tensors, Found({}, {}, [])
+    for key, codes in tensors.items():
+        name = key.removesuffix(_BLOCKS)
+        if name != key:
+            scale = tensors.get(name + _SCALES)
+            found.beside.update({each.key: each for each in (codes, scale) if each is not None})
+            with found.problem_of(name, codes):
+                found.coded.update({one.key: one for one in _experts(name, codes, scale, scheme)})
+    return found
+
+
+def _experts(name: str, codes: DiskTensor, scale: DiskTensor | None, scheme: Scheme) -> Iterator[QuantizedTensor]:
+    """Yield the Linear of each expert of a stack. Raises ValueError if a tensor is missing, or has another dtype or
+    shape."""
+    if codes.dtype != torch.uint8 or len(codes.shape) != 4 or codes.shape[-1] != _BLOCK_BYTES:
+        raise ValueError(
+            f"{_BLOCKS} is {codes.kind} {list(codes.shape)}, expected U8 [experts, out, in / 32, {_BLOCK_BYTES}]"
+        )
+    if scale is None:
+        raise ValueError(f"{_SCALES} is missing beside {_BLOCKS}")
+    if scale.dtype != torch.uint8 or scale.shape != codes.shape[:-1]:
+        raise ValueError(f"{_SCALES} is {scale.kind} {list(scale.shape)}, expected U8 {list(codes.shape[:-1])}")
+    parent, _, stack = name.rpartition(".")
+    experts, rows, groups, _ = codes.shape
+    for expert in range(experts):
+        own = _of_expert(codes, expert, (rows, groups * _BLOCK_BYTES)), _of_expert(scale, expert, (rows, groups))
+        yield QuantizedTensor(f"{parent}.{expert}.{stack}.weight", (rows, 2 * _BLOCK_BYTES * groups), scheme, *own)
+
+
+def _of_expert(tensor: DiskTensor, expert: int, shape: tuple[int, int]) -> DiskTensor:
+    """Return the byte range of one expert in a tensor."""
+    size = (tensor.end - tensor.begin) // tensor.shape[0]
+    begin = tensor.begin + expert * size
+    return tensor._replace(shape=shape, begin=begin, end=begin + size)

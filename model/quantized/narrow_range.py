@@ -34,11 +34,8 @@ _NARROW = "_narrow"  # suffix of a scheme's name
 
 
 def with_grids(coded: Mapping[str, QuantizedTensor]) -> dict[str, QuantizedTensor]:
-    """Return ``coded`` with narrow-range schemes for weights whose codes are in narrow range.
-
-    Raises:
-        CheckpointError: a file cannot be read.
-    """
+    """Return ``coded`` with narrow-range schemes for weights whose codes are in narrow range. Raises CheckpointError if
+    a file cannot be read."""
     narrow = {scheme: on_other_grid(scheme) or scheme for scheme in _narrow(coded.values())}
     return {key: replace(one, scheme=narrow[one.scheme]) if one.scheme in narrow else one for key, one in coded.items()}
 
@@ -54,24 +51,17 @@ def on_other_grid(scheme: Scheme) -> Scheme | None:
 
 
 def check_codes(codes: Tensor, spec: TensorSpec, weight: QuantizedTensor) -> None:
-    """Reject codes outside of the range of ``spec``, if this range is narrow.
-
-    Raises:
-        CheckpointError: a code is outside; the text names the weight.
-    """
+    """Raise CheckpointError, which names the weight, if a code is outside of a narrow range."""
     if spec.narrow and codes.numel() and float(codes.min()) < spec.qmin:
         raise CheckpointError(f"{weight.file}: {weight.codes.key} {_beyond(spec)}")
 
 
-def check_weights(quantization: Quantization, owners: Iterable[str]) -> None:
-    """Reject weights read from full-range codes for narrow-range layers; a collective.
+def check_not_clipped(quantization: Quantization, owners: Iterable[str]) -> None:
+    """Raise RankError, which names the layers, if narrow-range layers have weights from full-range codes; a collective.
 
     Args:
         quantization: returned by ``quant.prepare``; weights and scales are loaded.
         owners: owners of the groups whose scales were read from the files.
-
-    Raises:
-        RankError: on every rank: a layer has such weights; the text names the layers.
     """
     chosen = {*owners}
     groups = [group for group in quantization.weight_groups if group.spec.narrow and group.owner in chosen]
@@ -101,9 +91,8 @@ def _clipped(quantization: Quantization, name: str, group: ScaleGroup) -> Tensor
 
 def _beyond(spec: TensorSpec) -> str:
     return (
-        f"has the code {spec.wide.qmin:g}, but the scheme here has {spec.qmin:g} to {spec.qmax:g}, "
-        "as had the codes that were looked at first: set narrow to false in quant.schemes, or name a preset as "
-        "quant.scheme"
+        f"has the code {spec.wide.qmin:g}, but its scheme has the narrow range {spec.qmin:g} to {spec.qmax:g}, which a "
+        "sample of the codes showed: set narrow to false in quant.schemes, or set quant.scheme to a preset"
     )
 
 
@@ -118,14 +107,10 @@ def _narrow(coded: Iterable[QuantizedTensor]) -> Iterable[Scheme]:
             spec = scheme.weights
             counts = torch.zeros(3, dtype=torch.int64)
             for one in weights[:: -(-len(weights) // _WEIGHTS)]:
-                codes = _sample(one, reader)
+                try:
+                    codes = one.codes_of_rows(reader, slice(0, min(_ROWS, one.shape[0])))
+                except OSError as error:
+                    raise CheckpointError(f"{one.file}: {one.codes.key} cannot be read: {error}") from error
                 counts += torch.stack([(codes == edge).sum() for edge in (spec.qmin, -spec.qmax, spec.qmax)])
             if counts[0] == 0 and int(counts[1:].min()) >= _ENOUGH:
                 yield scheme
-
-
-def _sample(weight: QuantizedTensor, reader: Reader) -> Tensor:
-    try:
-        return weight.codes_of_rows(reader, slice(0, min(_ROWS, weight.shape[0])))
-    except OSError as error:
-        raise CheckpointError(f"{weight.file}: {weight.codes.key} cannot be read: {error}") from error

@@ -13,11 +13,35 @@ from pathlib import Path
 from typing import Any
 
 from model.checkpoint.safetensors import CheckpointError, DiskTensor, parse_json, read_headers
-from model.quantized.foreign_layouts import Packing
+from model.quantized.tensor import Packing
 from quant import Rule, Scheme, TensorSpec
 from quant.formats.config_groups import kv_cache_from_config, rules_from_config
 from quant.rules import pattern_problem
 from quant.spec import FP8_TENSOR, SCHEMES
+
+MODELOPT_FILE = "hf_quant_config.json"
+_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # of AutoGPTQ and AutoAWQ, with their methods
+
+_BLOCK = TensorSpec("fp8_e4m3", 8, "block", 128)
+# Algorithms whose scales match a scheme here; AWQ and SmoothQuant change the weights.
+_ALGORITHMS = {
+    "FP8": Scheme("FP8", FP8_TENSOR, FP8_TENSOR),
+    "FP8_PER_CHANNEL_PER_TOKEN": Scheme("FP8_PER_CHANNEL_PER_TOKEN", TensorSpec("fp8_e4m3", 8, "channel")),
+    "FP8_PB_WO": Scheme("FP8_PB_WO", _BLOCK),
+    "NVFP4": Scheme("NVFP4", SCHEMES["nvfp4_w4a4"].weights, SCHEMES["nvfp4_w4a4"].activations),
+    "W4A16_NVFP4": Scheme("W4A16_NVFP4", TensorSpec("fp4_e2m1", 4, "group", 16)),
+}
+
+# By method: the key for the packing of codes, its default, and the supported values.
+_LAYOUTS: dict[str, tuple[str, str, dict[str, Packing]]] = {
+    "gptq": ("checkpoint_format", "gptq", {"gptq": "gptq", "gptq_v2": "gptq_v2"}),
+    "awq": ("version", "gemm", {"gemm": "awq", "GEMM": "awq"}),
+    "auto-round": (
+        "packing_format",
+        "auto_round:auto_gptq",
+        {"auto_round:auto_gptq": "gptq", "auto_round:gptq": "gptq", "auto_round:auto_awq": "awq"},
+    ),
+}
 
 
 def is_quantized(directory: Path) -> bool:
@@ -30,25 +54,22 @@ def is_quantized(directory: Path) -> bool:
 
 
 def find_quantization_config(directory: Path) -> dict[str, Any] | None:
-    """Read the ``quantization_config`` of a checkpoint directory; None if it has none.
-
-    Raises:
-        ValueError: there is no config.json, or it has an invalid pattern.
-    """
+    """Read the ``quantization_config`` of a checkpoint directory; None if it has none. Raises ValueError if there is no
+    config.json, or if it has an invalid pattern."""
     file, own = directory / "config.json", directory / MODELOPT_FILE
     if not file.is_file() and not own.is_file():
         raise ValueError(f"{file} does not exist: expected the directory of a checkpoint")
     whole = read_json_object(file) if file.is_file() else {}
     text = whole.get("text_config")  # composite models may have it there
-    inside = text.get("quantization_config") if isinstance(text, dict) else None
-    config = whole.get("quantization_config") or inside
+    config = whole.get("quantization_config") or (text.get("quantization_config") if isinstance(text, dict) else None)
     if own.is_file() and (not config or (isinstance(config, dict) and config.get("quant_method") == "modelopt")):
         said = read_json_object(own).get("quantization")
         if not isinstance(said, dict):
-            raise ValueError(f"{own} has no quantization, expected what ModelOpt says of the layers")
+            raise ValueError(f"{own} has no object quantization, in which ModelOpt describes the layers")
         return {**said, "quant_method": "modelopt"}
-    if not config:
-        config = _of_own_file(directory)
+    for name, method in _FILES.items():  # as early AutoGPTQ and AutoAWQ describe the codes beside it
+        if not config and (directory / name).is_file() and any(key.endswith(".qweight") for key in _headers(directory)):
+            config = {"quant_method": method, **read_json_object(directory / name)}
     if not config:
         return None
     if not isinstance(config, dict):
@@ -56,14 +77,6 @@ def find_quantization_config(directory: Path) -> dict[str, Any] | None:
     if problem := next(_pattern_problems(config), None):
         raise ValueError(f"{file}: quantization_config.{problem}")
     return config
-
-
-def _of_own_file(directory: Path) -> dict[str, Any] | None:
-    """Read the file in which early AutoGPTQ and AutoAWQ describe the codes beside it; None without codes."""
-    for name, method in _FILES.items():
-        if (directory / name).is_file() and any(key.endswith(".qweight") for key in _headers(directory)):
-            return {"quant_method": method, **read_json_object(directory / name)}
-    return None
 
 
 def _headers(directory: Path) -> dict[str, DiskTensor]:
@@ -94,26 +107,17 @@ def read_json_object(file: Path) -> dict[str, Any]:
 
 
 def read_quantization_config(directory: Path) -> dict[str, Any]:
-    """Read the ``quantization_config`` of a checkpoint directory.
-
-    Raises:
-        ValueError: there is no config.json, or it has no quantization_config or an invalid pattern.
-    """
+    """Read the ``quantization_config`` of a checkpoint directory, with the errors of :func:`find_quantization_config`;
+    another error if it has none."""
     config = find_quantization_config(directory)
     if config is None:
-        file = directory / "config.json"
-        raise ValueError(f"{file} has no quantization_config: this checkpoint is not a compressed one")
+        raise ValueError(f"{directory / 'config.json'} has no quantization_config: this checkpoint is not quantized")
     return config
 
 
 def check_readable(directory: Path, *, rotated: bool = False) -> None:
-    """Reject a quantized checkpoint whose weights cannot be decoded; reads its config.json and headers.
-
-    ``rotated``: ignore ``transform_config``, which the caller handles.
-
-    Raises:
-        ValueError: the checkpoint is not quantized, its method or numerics are not supported, or its weights are plain.
-    """
+    """Reject a quantized checkpoint whose weights cannot be decoded, with a ValueError; reads its config.json and
+    headers. ``rotated``: ignore ``transform_config``, which the caller handles."""
     config, file = read_quantization_config(directory), directory / "config.json"
     try:
         rules = rules_of({**config, "transform_config": None} if rotated else config)
@@ -122,65 +126,57 @@ def check_readable(directory: Path, *, rotated: bool = False) -> None:
         problem = str(error)
     if problem is not None and _has_plain_weights(directory):
         raise ValueError(
-            f"{file}: quantization_config names {config.get('quant_method')!r}, but the weights of {directory} are not "
-            "quantized: remove quantization_config from config.json to train from them"
+            f"{file}: quantization_config has quant_method {config.get('quant_method')!r}, but the weights in "
+            f"{directory} are not quantized: remove quantization_config from config.json to train them"
         )
     if problem:
         raise ValueError(f"{file}: quantization_config: {problem}")
 
 
 def rules_of(config: Mapping[str, Any]) -> list[Rule]:
-    """Convert a ``quantization_config`` to rules for layers: the first rule that matches decides.
-
-    Raises:
-        ValueError: the method is not supported, or no scheme of this project has its numerics.
-    """
-    try:
-        return _rules_of(config)
-    except (AttributeError, KeyError, TypeError, OverflowError) as error:
-        raise ValueError(f"a value is not of the kind that {config.get('quant_method')!r} has ({error})") from error
-
-
-def _rules_of(config: Mapping[str, Any]) -> list[Rule]:
-    """Implement :func:`rules_of`; values of wrong types raise the errors of Python."""
+    """Convert a ``quantization_config`` to rules for layers: the first rule that matches decides. Raises ValueError if
+    the method is not supported, or if no scheme of this project has its numerics."""
     method = config.get("quant_method")
-    if method == "compressed-tensors":
-        return rules_from_config(config)
-    if method == "fp8":
-        return fp8_rules(config)
-    if method == "modelopt":
-        return modelopt_rules(config)
-    if method == "mxfp4":
-        return [Rule(SCHEMES["mxfp4"], r".*\.experts\..*")]
-    if packing_of(config) is not None:
-        return [Rule(_integers(config))]
+    try:
+        if method == "compressed-tensors":
+            return rules_from_config(config)
+        if method == "fp8":
+            return fp8_rules(config)
+        if method == "modelopt":
+            return modelopt_rules(config)
+        if method == "mxfp4":
+            return [Rule(SCHEMES["mxfp4"], r".*\.experts\..*")]
+        if packing_of(config) is not None:
+            return [Rule(_integers(config))]
+    except (AttributeError, KeyError, TypeError, OverflowError) as error:
+        raise ValueError(f"a value has a type that {method!r} does not have ({error})") from error
     raise ValueError(
-        f"quant_method is {method!r}, whose codes are not read: expected 'compressed-tensors', 'fp8', 'modelopt', "
+        f"quant_method is {method!r}, whose codes cannot be read: expected 'compressed-tensors', 'fp8', 'modelopt', "
         "'mxfp4', 'gptq', 'awq' or 'auto-round'; start from the unquantized checkpoint"
     )
 
 
 def kv_cache_of(config: Mapping[str, Any]) -> TensorSpec | None:
-    """Return the number format of keys and values; None if they are not quantized.
-
-    Raises:
-        ValueError: the format is not supported.
-    """
-    if config.get("quant_method") == "modelopt":
-        return modelopt_kv_cache(config)
-    return kv_cache_from_config(config)
+    """Return the number format of keys and values; None if they are not quantized. Raises ValueError if the format is
+    not supported."""
+    if config.get("quant_method") != "modelopt":
+        return kv_cache_from_config(config)
+    cache, scheme = config.get("kv_cache_quant_algo"), config.get("kv_cache_scheme")
+    if cache is None and scheme:
+        fp8 = isinstance(scheme, dict) and (scheme.get("num_bits"), scheme.get("type")) == (8, "float")
+        cache = "FP8" if fp8 and not scheme.get("dynamic") else scheme
+    if cache not in (None, "FP8"):
+        raise ValueError(f"kv_cache_quant_algo is {cache!r}, expected 'FP8'")
+    return FP8_TENSOR if cache else None
 
 
 def packing_of(config: Mapping[str, Any]) -> Packing | None:
-    """Return the layout of the codes, if it belongs to :mod:`model.quantized.foreign_layouts`; else None.
-
-    Raises:
-        ValueError: the layout of GPTQ, AWQ or AutoRound is not supported.
-    """
-    key, found, known = _LAYOUTS.get(str(config.get("quant_method")), ("", "", {}))
-    if not key:
+    """Return the layout of the codes of GPTQ, AWQ or AutoRound; None for other methods. Raises ValueError if it is not
+    supported."""
+    if str(config.get("quant_method")) not in _LAYOUTS:
         return None
-    name = str(config.get(key) or found)
+    key, usual, known = _LAYOUTS[str(config["quant_method"])]
+    name = str(config.get(key) or usual)
     if name not in known:
         raise ValueError(f"{key} is {name!r}, expected {' or '.join(map(repr, known))}")
     return known[name]
@@ -188,35 +184,16 @@ def packing_of(config: Mapping[str, Any]) -> Packing | None:
 
 def weights_alone(directory: Path) -> bool:
     """Return True if a checkpoint directory is quantized by another writer's weight-only method: then its decoded codes
-    are the model. False if it is not quantized.
-
-    Raises:
-        ValueError: as :func:`find_quantization_config`.
-    """
+    are the model. Raises the errors of :func:`find_quantization_config`."""
     config = find_quantization_config(directory)
     return config is not None and (config.get("quant_method") in _LAYOUTS or config.get("quant_method") == "mxfp4")
 
 
-# By method: the key for the packing of codes, its default, and the supported values.
-_LAYOUTS: dict[str, tuple[str, str, dict[str, Packing]]] = {
-    "gptq": ("checkpoint_format", "gptq", {"gptq": "gptq", "gptq_v2": "gptq_v2"}),
-    "awq": ("version", "gemm", {"gemm": "awq", "GEMM": "awq"}),
-    "auto-round": (
-        "packing_format",
-        "auto_round:auto_gptq",
-        {"auto_round:auto_gptq": "gptq", "auto_round:gptq": "gptq", "auto_round:auto_awq": "awq"},
-    ),
-}
-
-
 def _integers(config: Mapping[str, Any]) -> Scheme:
-    """Create the scheme of a file of GPTQ, AWQ or AutoRound: integer weights, unquantized inputs.
-
-    Raises:
-        ValueError: layers have several schemes, or no scheme of this project has their numerics.
-    """
+    """Create the scheme of a file of GPTQ, AWQ or AutoRound: integer weights, unquantized inputs. Raises ValueError if
+    layers have several schemes, or if no scheme of this project has their numerics."""
     if config.get("desc_act"):
-        raise ValueError("desc_act is true: columns were quantized in another order, which no scheme here has")
+        raise ValueError("desc_act is true: quantizing columns in another order is not supported")
     awq = config["quant_method"] == "awq"
     others = {**(config.get("dynamic") or {}), **(config.get("extra_config") or {})}
     for name, other in others.items():
@@ -224,7 +201,10 @@ def _integers(config: Mapping[str, Any]) -> Scheme:
         if not left_out:
             raise ValueError(f"{name!r} has a scheme of its own, expected one for all layers")
     if config.get("data_type", "int") != "int" or config.get("act_bits", 16) < 16:
-        raise ValueError("data_type or act_bits says more than integer weights, which is not read")
+        raise ValueError(
+            f"data_type is {config.get('data_type', 'int')!r} and act_bits {config.get('act_bits', 16)!r}, expected "
+            "'int' and 16: only integer weights with unquantized inputs can be read"
+        )
     bits, size = config.get("bits", config.get("w_bit", 4)), config.get("group_size", config.get("q_group_size", 128))
     symmetric = not config.get("zero_point", True) if awq else bool(config.get("sym", True))
     widths = (4,) if awq or packing_of(config) == "awq" else (2, 3, 4, 8)
@@ -239,11 +219,7 @@ def _integers(config: Mapping[str, Any]) -> Scheme:
 
 
 def fp8_rules(config: Mapping[str, Any]) -> list[Rule]:
-    """Create rules for the fp8 of vLLM, DeepSeek and transformers: one scheme, except for the modules that it names.
-
-    Raises:
-        ValueError: the codes or blocks are not supported.
-    """
+    """Create rules for the fp8 of vLLM, DeepSeek and transformers: one scheme, except for the modules that it names."""
     sides = config.get("weight_block_size")
     if sides not in (None, [128, 128]):
         raise ValueError(f"weight_block_size is {sides!r}, expected [128, 128] or none")
@@ -273,30 +249,13 @@ def _pattern_problems(config: dict[str, Any]) -> Iterator[str]:
             continue
         for entry in entries or []:
             if entry.startswith("re:") and (problem := pattern_problem(entry.removeprefix("re:"))):
-                yield f"{key}: {entry[:80]!r}, expected a regular expression that ends soon: {problem}"
-
-
-MODELOPT_FILE = "hf_quant_config.json"
-_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # of AutoGPTQ and AutoAWQ, with their methods
-
-_BLOCK = TensorSpec("fp8_e4m3", 8, "block", 128)
-# Algorithms whose scales match a scheme here; AWQ and SmoothQuant change the weights.
-_ALGORITHMS = {
-    "FP8": Scheme("FP8", FP8_TENSOR, FP8_TENSOR),
-    "FP8_PER_CHANNEL_PER_TOKEN": Scheme("FP8_PER_CHANNEL_PER_TOKEN", TensorSpec("fp8_e4m3", 8, "channel")),
-    "FP8_PB_WO": Scheme("FP8_PB_WO", _BLOCK),
-    "NVFP4": Scheme("NVFP4", SCHEMES["nvfp4_w4a4"].weights, SCHEMES["nvfp4_w4a4"].activations),
-    "W4A16_NVFP4": Scheme("W4A16_NVFP4", TensorSpec("fp4_e2m1", 4, "group", 16)),
-}
+                yield f"{key}: {entry[:80]!r}, expected a regular expression that is fast to match: {problem}"
 
 
 def modelopt_rules(config: Mapping[str, Any], *, scales_only: bool = False) -> list[Rule]:
     """Convert ModelOpt's configuration to rules for layers: the first rule that matches decides.
 
-    ``scales_only``: only the scales will be read, not the codes.
-
-    Raises:
-        ValueError: the algorithm is not supported.
+    ``scales_only``: only the scales will be read, not the codes. Raises ValueError if the algorithm is not supported.
     """
     skipped = config.get("exclude_modules") or config.get("ignore") or []
     if not isinstance(skipped, list) or not all(isinstance(name, str) for name in skipped):
@@ -312,28 +271,13 @@ def modelopt_rules(config: Mapping[str, Any], *, scales_only: bool = False) -> l
     return rules
 
 
-def modelopt_kv_cache(config: Mapping[str, Any]) -> TensorSpec | None:
-    """Return the number format of keys and values; None if they are not quantized.
-
-    Raises:
-        ValueError: the format is not supported.
-    """
-    cache, scheme = config.get("kv_cache_quant_algo"), config.get("kv_cache_scheme")
-    if cache is None and scheme:
-        fp8 = isinstance(scheme, dict) and (scheme.get("num_bits"), scheme.get("type")) == (8, "float")
-        cache = "FP8" if fp8 and not scheme.get("dynamic") else scheme
-    if cache not in (None, "FP8"):
-        raise ValueError(f"kv_cache_quant_algo is {cache!r}, expected 'FP8'")
-    return FP8_TENSOR if cache else None
-
-
 def _algorithm(name: Any, scales_only: bool) -> Scheme:
     found = _ALGORITHMS.get(str(name).upper())
     if found is None:
         raise ValueError(f"quant_algo is {name!r}, expected {', '.join(_ALGORITHMS)} or MIXED_PRECISION of these")
     if found.name != "FP8" and not scales_only:
         raise ValueError(
-            f"quant_algo is {name!r}, whose codes are not read: expected 'FP8'; give the unquantized checkpoint as "
-            "model.path and this one as quant.scales"
+            f"quant_algo is {name!r}, whose codes cannot be read: expected 'FP8'; set model.path to the unquantized "
+            "checkpoint and quant.scales to this one"
         )
     return found

@@ -19,7 +19,6 @@ again, to check that the codes are the same and a layer computes with the file's
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -69,39 +68,23 @@ class QuantizeOnLoad:
     ranges: Ranges
 
     @property
-    def key(self) -> str:
-        """Key of the tensor."""
-        return self.plain.key
-
-    @property
-    def file(self) -> Path:
-        """File of the tensor."""
-        return self.plain.file
-
-    @property
     def shape(self) -> tuple[int, int]:
         """``(rows, in)``, with the rows of all matrices of a 3-D tensor."""
         columns = self.plain.shape[-1]
         return math.prod(self.plain.shape[:-1]), columns
 
-    def bytes_of(self, count: int) -> int:
-        """Return the number of bytes to read for ``count`` values."""
-        return self.plain.bytes_of(count)
-
     def checked_rows(
         self, reader: Reader, rows: slice, dtype: torch.dtype, device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """Quantize some rows: their codes, one per element, and the decoded values in ``dtype``.
-
-        Raises:
-            CheckpointError: a weight is not finite, or the values are quantized to other codes.
-        """
-        around = self._whole_blocks(rows)
+        """Quantize some rows: their codes, one per element, and the decoded values in ``dtype``. Raises CheckpointError
+        if a weight is not finite, or if the values are quantized to other codes."""
+        down = self.spec.rows_per_scale
+        around = slice(rows.start // down * down, -(-rows.stop // down) * down)  # whole blocks
         weight, scale, zero = self._measured(reader, around, dtype, device)
         spec = self.spec
         if spec.granularity == "block":
             # Groups of the same width quantize single rows like blocks.
-            spec, scale = replace(spec, granularity="group"), scale.repeat_interleave(self.down, 0)
+            spec, scale = replace(spec, granularity="group"), scale.repeat_interleave(down, 0)
             inside = slice(rows.start - around.start, rows.stop - around.start)
             weight, scale = weight[inside], scale[inside].contiguous()
         quantizer = Quantizer(Scale(scale, zero=zero), spec, dtype)
@@ -116,8 +99,8 @@ class QuantizeOnLoad:
     ) -> Iterator[tuple[int, Tensor, Tensor | None]]:
         """Yield ``(offset, scales, zero points)``, flat, for the scales [start, start + count) in order; raises as
         :meth:`checked_rows`."""
-        columns, down = self.shape[1], self.down
-        _, across = self.scale_shape
+        columns, down = self.shape[1], self.spec.rows_per_scale
+        across = self.spec.scale_shape(self.shape)[1]
         first, last = start // across * down, -(-(start + count) // across) * down  # rows of the weight
         for rows in row_chunks(first * columns, last * columns, columns, together=down):
             _, *measured = self._measured(reader, rows, dtype, device)
@@ -127,41 +110,23 @@ class QuantizeOnLoad:
             assert scale is not None
             yield low - start, scale, zero
 
-    @property
-    def scale_shape(self) -> tuple[int, int]:
-        """Shape of the scales: one row for each row of the weight, or for each block of rows."""
-        rows, across = self.spec.scale_shape(self.shape)
-        return rows, across
-
-    @property
-    def down(self) -> int:
-        """Number of rows that share a scale."""
-        return self.spec.group_size or 1 if self.spec.granularity == "block" else 1
-
-    def _whole_blocks(self, rows: slice) -> slice:
-        """Extend ``rows`` to whole blocks."""
-        return slice(rows.start // self.down * self.down, -(-rows.stop // self.down) * self.down)
-
     def _measured(
         self, reader: Reader, rows: slice, dtype: torch.dtype, device: torch.device
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Read rows of whole scales in ``dtype``, and measure their scales and zero points.
-
-        Raises:
-            CheckpointError: a weight is not finite.
-        """
+        """Read rows of whole scales in ``dtype``, and measure their scales and zero points."""
         columns = self.shape[1]
         weight = torch.empty((rows.stop - rows.start) * columns, dtype=dtype, device=device)
         reader.read(self.plain, rows.start * columns, weight)
         weight = weight.view(-1, columns)
         scale, zero = measured_scales(weight, self.spec, self.ranges)
         if not bool(torch.isfinite(scale).all()):
-            raise CheckpointError(f"{self.file}: weights with NaN or Inf cannot be quantized: {self.key}")
+            raise CheckpointError(f"{self.plain.file}: weights with NaN or Inf cannot be quantized: {self.plain.key}")
         return weight, scale, zero
 
 
 class QuantizeOnLoadRows(NamedTuple):
-    """Rows of a packed weight, and the tensor that they were quantized from.
+    """Rows of a packed weight, and the tensor that they were quantized from; in the Parameter's dict ``made``, by first
+    row.
 
     Attributes:
         first: first row in the Parameter.
@@ -176,54 +141,29 @@ class QuantizeOnLoadRows(NamedTuple):
     on_disk: int
 
 
-def record_quantized_on_load(parameter: Tensor, rows: QuantizeOnLoadRows) -> None:
-    """Record in a Parameter the tensor that some of its rows were quantized from.
-
-    Raises:
-        CheckpointError: the rows do not fill whole blocks.
-    """
-    tensor = rows.tensor
-    if any(edge % tensor.down for edge in (rows.first, rows.number, rows.on_disk)):
-        raise CheckpointError(
-            f"adapter.base: quantized: the rows of {tensor.key} do not fill whole blocks of {tensor.down}: set "
-            "adapter.base to weights"
-        )
-    parameter.made = {**quantized_on_load_of(parameter), rows.first: rows}  # type: ignore[attr-defined]
-
-
-def quantized_on_load_of(parameter: Tensor) -> dict[int, QuantizeOnLoadRows]:
-    """Return the tensors that a Parameter was quantized from, by first row; empty if its codes were read."""
-    found: dict[int, QuantizeOnLoadRows] = getattr(parameter, "made", {})
-    return found
-
-
 @torch.no_grad()
 def fill_quantize_on_load_scales(model: nn.Module, quantization: Quantization) -> set[str]:
-    """Fill scales and zero points of all weights quantized on load; a collective, before ``deepspeed.initialize``.
+    """Fill scales and zero points of all weights quantized on load; returns the owners of their groups.
 
-    Args:
-        model, quantization: the quantized model; the weights are loaded.
-
-    Returns:
-        The owners of the groups of these scales.
-
-    Raises:
-        RankError: on every rank: a file can no longer be read.
+    A collective, after the weights are loaded and before ``deepspeed.initialize``. Raises RankError if a file can no
+    longer be read.
     """
-    groups = {group.owner: group for group in quantization.weight_groups}
-    made = {owner: quantized_on_load_of(quantization.layers[owner].weight) for owner in groups}
+    owners = set()
     with errors_on_all_ranks(OSError, CheckpointError), Reader() as reader:
-        for owner, rows in ((owner, rows) for owner, found in made.items() for rows in found.values()):
-            _fill_range(groups[owner], rows, quantization.layers[owner].weight.dtype, reader)
+        for group in quantization.weight_groups:
+            weight = quantization.layers[group.owner].weight
+            for rows in getattr(weight, "made", {}).values():
+                _fill_range(group, rows, weight.dtype, reader)
+                owners.add(group.owner)
     forget_secondary_copies(model)
-    return {owner for owner, found in made.items() if found}
+    return owners
 
 
 def _fill_range(group: ScaleGroup, rows: QuantizeOnLoadRows, dtype: torch.dtype, reader: Reader) -> None:
     """Write this rank's part of the scales of some rows."""
     (start, stop), local, tensor = local_range(group.s0), local_data(group.s0), rows.tensor
-    _, across = tensor.scale_shape
-    begin, end, first = ((row // tensor.down) * across for row in (rows.first, rows.first + rows.number, rows.on_disk))
+    down, across = tensor.spec.rows_per_scale, tensor.spec.scale_shape(tensor.shape)[1]
+    begin, end, first = (row // down * across for row in (rows.first, rows.first + rows.number, rows.on_disk))
     low, high = max(start, begin), min(stop, end)
     if low >= high:
         return
@@ -246,20 +186,21 @@ class PackedTensor:
     @property
     def key(self) -> str:
         """Key that the plain weight would have."""
-        return self.coded.key
+        return self._on_disk.key
 
     def bytes_of(self, count: int) -> int:
         """Estimate the number of bytes to read for ``count`` elements, assuming two bytes per element."""
-        return self.coded.bytes_of(count * 2 * self.coded.shape[1] // self.held.row_bytes)
+        return self._on_disk.bytes_of(count * 2 * self.coded.shape[1] // self.held.row_bytes)
+
+    @property
+    def _on_disk(self) -> QuantizedTensor | DiskTensor:
+        return self.coded if isinstance(self.coded, QuantizedTensor) else self.coded.plain
 
     def values(
         self, reader: Reader, start: int, count: int, dtype: torch.dtype, device: torch.device
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield ``(offset, elements)`` for the elements [start, start + count) of the packed rows.
-
-        Raises:
-            CheckpointError: as :meth:`QuantizedTensor.values`.
-        """
+        """Yield ``(offset, elements)`` for the elements [start, start + count) of the packed rows; raises as
+        :meth:`QuantizedTensor.values`."""
         columns, width = self.coded.shape[1], self.held.row_bytes // dtype.itemsize
         for rows in row_chunks(start // width * columns, -(-(start + count) // width) * columns, columns):
             codes, _ = self.coded.checked_rows(reader, rows, dtype, device)
@@ -271,34 +212,38 @@ class PackedTensor:
 
 
 def in_codes(read: Any, model: nn.Module) -> Any:
-    """Convert a read of :mod:`model.checkpoint.load` into a packed weight to a read of packed rows.
-
-    Raises:
-        CheckpointError: the weight is not stored in these codes.
-    """
-    parameter, piece, coded = model.get_parameter(read.piece.name), read.piece, read.source
+    """Convert a read of :mod:`model.checkpoint.load` into a packed weight to a read of packed rows. Raises
+    CheckpointError if the weight is not stored in these codes."""
+    parameter, piece, source = model.get_parameter(read.piece.name), read.piece, read.source
     held = packed_codes(parameter)
     assert held is not None
-    if held.ranges is not None and isinstance(coded, DiskTensor):
-        coded = QuantizeOnLoad(coded, held.spec, held.ranges)
-    elif not isinstance(coded, QuantizedTensor) or not held.spec.takes(coded.scheme.weights):
-        there = f"quantized as {coded.scheme.weights}" if isinstance(coded, QuantizedTensor) else "not quantized"
+    coded: QuantizedTensor | QuantizeOnLoad
+    if held.ranges is not None and isinstance(source, DiskTensor):
+        coded = QuantizeOnLoad(source, held.spec, held.ranges)
+    elif isinstance(source, QuantizedTensor) and held.spec.takes(source.scheme.weights):
+        coded = source
+    else:
+        found = f"quantized as {source.scheme.weights}" if isinstance(source, QuantizedTensor) else "not quantized"
         raise CheckpointError(
-            f"adapter.base: quantized: {coded.key} is {there} in {coded.file.parent}, and the recipe says "
-            f"{held.spec}: set "
-            "quant.scheme to source, or adapter.base to weights"
+            f"adapter.base: quantized: {source.key} is {found} in {source.file.parent}, but {held.spec} in the recipe: "
+            "set quant.scheme to source, or adapter.base to weights"
         )
     columns, width = held.shape[-1], held.row_bytes // parameter.dtype.itemsize
     whole = coded.shape[-1] == columns and not piece.turned and piece.offset % columns == 0 == piece.start % columns
     if not whole or read.filled_from is not None:
         raise CheckpointError(
-            f"adapter.base: quantized: the rows of {coded.key} are not those of {piece.name}: set adapter.base to "
+            f"adapter.base: quantized: the rows of {source.key} are not the rows of {piece.name}: set adapter.base to "
             "weights"
         )
-    rows = piece.numel // columns
+    first, on_disk, rows = piece.start // columns, piece.offset // columns, piece.numel // columns
     if isinstance(coded, QuantizeOnLoad):
-        record_quantized_on_load(
-            parameter, QuantizeOnLoadRows(piece.start // columns, rows, coded, piece.offset // columns)
-        )
-    moved = TensorSlice(piece.name, piece.offset // columns * width, (rows, width), piece.start // columns * width)
+        down = coded.spec.rows_per_scale
+        if any(edge % down for edge in (first, on_disk, rows)):
+            raise CheckpointError(
+                f"adapter.base: quantized: the rows of {source.key} do not fill whole blocks of {down}: set "
+                "adapter.base to weights"
+            )
+        made = {**getattr(parameter, "made", {}), first: QuantizeOnLoadRows(first, rows, coded, on_disk)}
+        parameter.made = made  # type: ignore[attr-defined]
+    moved = TensorSlice(piece.name, on_disk * width, (rows, width), first * width)
     return read._replace(source=PackedTensor(coded, held), piece=moved, target=parameter)

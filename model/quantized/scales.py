@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from model.checkpoint.names import module_name_on_disk
 from model.checkpoint.safetensors import CheckpointError, Reader
 from model.quantized.checkpoint import SourceCheckpoint, read_checkpoint
-from model.quantized.narrow_range import check_codes, check_weights
+from model.quantized.narrow_range import check_codes, check_not_clipped
 from model.quantized.tensor import QuantizedTensor, row_chunks
 from model.ranks import errors_on_all_ranks, listed, raise_everywhere, raise_problems, reduce_over_ranks, say, words_of
 from model.scales.codes import Values, add_products, count_of_sums, other_weights
@@ -31,7 +31,6 @@ from model.scales.grouping import (
     GLOBAL_SCALE,
     WEIGHT_SCALE,
     ArrangedScales,
-    GroupScale,
     StoredScales,
     arrange,
     cache_keys,
@@ -41,7 +40,7 @@ from model.scales.grouping import (
 from model.scales.in_place import check_scale, check_values, fill_scales, measure_global_scales, measure_weight_scales
 from model.scales.loading import ScaleReport, given_scales
 from model.zero import forget_secondary_copies, is_partitioned, local_data, local_range
-from quant import Quantization, Quantizer, QuantLayer, ScaleGroup, TensorSpec, kernels
+from quant import Quantization, Quantizer, QuantLayer, TensorSpec, kernels
 from quant.linear import LinearPart, linears_of
 from quant.reference import inside_range
 from quant.scale import snap_to_codes
@@ -74,16 +73,16 @@ def take_scales(
     with errors_on_all_ranks(OSError, ValueError):
         checkpoint = read_checkpoint(Path(directory), model)
         taken = _taken(model, quantization, checkpoint.coded)
-        stored = _small_scales(model, quantization, checkpoint, taken)
-        arranged = arrange(model, quantization, stored)
+        arranged = arrange(model, quantization, _small_scales(model, quantization, checkpoint, taken))
+        merged = _merged(arranged)
         for scale in arranged.inputs:
             for one in (one for of_layer in scale.layers for one in of_layer):
                 check_scale(one.key, one.value, one.shape, scale.group)
-        _check_packed(quantization, taken, _merged(arranged))
+        _check_packed(quantization, taken, merged)
         missing_inputs = [scale.group.owner for scale in arranged.inputs if not scale.layers]
         if missing_inputs and initial_input_scale is None and not inputs_calibrated_later:
             raise ValueError(
-                f"{directory} has no input scale for {listed(missing_inputs)}. Set quant.calibration_batches to "
+                f"{directory} has no input scale for {listed(missing_inputs)}: set quant.calibration_batches to "
                 "measure them in place, or quant.initial_input_scale"
             )
     with errors_on_all_ranks(OSError, CheckpointError):
@@ -91,30 +90,22 @@ def take_scales(
     forget_secondary_copies(model)
     report = _fill_others(quantization, arranged, set(taken), initial_input_scale)
     if decoded:
-        check_weights(quantization, taken)
-    linears = [one for members in taken.values() for of_layer in members.values() for one in of_layer]
-    per_head = scales_per_head(arranged)
-    return replace(report, merged=_merged(arranged), rounded=_rounded(linears, model.dtype), per_head=per_head)
+        check_not_clipped(quantization, taken)
+    rounded = _rounded([one for linears in taken.values() for one in linears], model.dtype)
+    return replace(report, merged=merged, rounded=rounded, per_head=scales_per_head(arranged))
 
 
 def _taken(
     model: PreTrainedModel, quantization: Quantization, coded: Mapping[str, QuantizedTensor]
-) -> dict[str, dict[str, list[QuantizedTensor]]]:
-    """Find the Linears on disk of each member of a group, by the owner of the group, for groups of weights whose every
-    Linear is quantized in the files as in the model."""
+) -> dict[str, list[QuantizedTensor]]:
+    """Find the Linears on disk of each group of weights whose every Linear is quantized in the files as in the model,
+    by the group's owner."""
     found = {}
     for group in quantization.weight_groups:
-        members = {
-            name: [
-                coded.get(module_name_on_disk(model, part.name)) for part in linears_of(name, quantization.layers[name])
-            ]
-            for name in group.members
-        }
-        fitting = {
-            name: [one for one in linears if one is not None and group.spec.takes(one.scheme.weights)]
-            for name, linears in members.items()
-        }
-        if all(len(fitting[name]) == len(linears) for name, linears in members.items()):
+        parts = [part for name in group.members for part in linears_of(name, quantization.layers[name])]
+        linears = [coded.get(module_name_on_disk(model, part.name)) for part in parts]
+        fitting = [one for one in linears if one is not None and group.spec.takes(one.scheme.weights)]
+        if len(fitting) == len(parts):
             found[group.owner] = fitting
     for above in quantization.global_groups:  # groups under one global scale: all of them or none
         if any(name not in found for name in above.members):
@@ -130,8 +121,8 @@ def _check_packed(quantization: Quantization, taken: Iterable[str], merged: Sequ
     other = [group for group in groups if group.owner in merged or group.owner in weights - {*taken}]
     if names := [name for group in other for name in group.members if layers[name].held is not None]:
         raise ValueError(
-            f"adapter.base: quantized: {listed(names, 3)} cannot use the checkpoint's scales: it has several "
-            "where this model has one, or has none: set adapter.base to weights"
+            f"adapter.base: quantized: {listed(names, 3)} cannot use the checkpoint's scales, as it has several for "
+            "layers that share one in the model, or none: set adapter.base to weights"
         )
 
 
@@ -162,15 +153,14 @@ def _is_fine(spec: TensorSpec) -> bool:
     return spec.granularity != "tensor"
 
 
-def _fill_fine(quantization: Quantization, taken: Mapping[str, Mapping[str, Sequence[QuantizedTensor]]]) -> None:
+def _fill_fine(quantization: Quantization, taken: Mapping[str, Sequence[QuantizedTensor]]) -> None:
     """Write every scale of a row, group or block, and the zero points, into this rank's range."""
     with Reader() as reader, torch.no_grad():
         for group in quantization.weight_groups:
             if group.owner in taken and _is_fine(group.spec):
-                (linears,) = taken[group.owner].values()
-                _fill_ranges(group.s0, linears, reader, zero=False)
+                _fill_ranges(group.s0, taken[group.owner], reader, zero=False)
                 if group.zero is not None:
-                    _fill_ranges(group.zero, linears, reader, zero=True)
+                    _fill_ranges(group.zero, taken[group.owner], reader, zero=True)
 
 
 def _fill_ranges(target: Tensor, linears: Sequence[QuantizedTensor], reader: Reader, *, zero: bool) -> None:
@@ -196,13 +186,13 @@ def _small_scales(
     model: PreTrainedModel,
     quantization: Quantization,
     checkpoint: SourceCheckpoint,
-    taken: Mapping[str, Mapping[str, Sequence[QuantizedTensor]]],
+    taken: Mapping[str, Sequence[QuantizedTensor]],
 ) -> StoredScales:
     """Read the chosen scales of whole weights, global scales, and scales of inputs, keys and values."""
     stored = StoredScales({}, {}, {}, {})
     with Reader() as reader:
         for group in quantization.weight_groups:
-            for linear in (one for linears in taken.get(group.owner, {}).values() for one in linears):
+            for linear in taken.get(group.owner, ()):
                 if not _is_fine(group.spec):
                     stored.scales[linear.name + WEIGHT_SCALE] = linear.scales(reader, 0, 1)
                 if linear.above is not None:
@@ -232,39 +222,27 @@ def _fill_others(
 ) -> ScaleReport:
     """Write the scales of whole weights and of inputs, and measure scales missing in the files; a collective."""
     fine = {group.owner for group in quantization.weight_groups if group.owner in taken and _is_fine(group.spec)}
-    measured = {group.owner for group in quantization.weight_groups} - taken
+    measured = [group.owner for group in quantization.weight_groups if group.owner not in taken]
     without_global = {scale.group.owner for scale in arranged.globals if not scale.layers}
-    inputs: dict[str, Tensor] = {}
-    if initial_input_scale is not None:
-        inputs = given_scales([scale.group for scale in arranged.inputs if not scale.layers], initial_input_scale)
-    kinds: Iterator[tuple[list[ScaleGroup], list[GroupScale], dict[str, Tensor]]] = iter(
-        (
-            (
-                quantization.weight_groups,
-                [scale for scale in arranged.weights if scale.group.owner not in fine],
-                measure_weight_scales(quantization, measured) if measured else {},
-            ),
-            (
-                quantization.global_groups,
-                arranged.globals,
-                measure_global_scales(quantization, without_global) if without_global else {},
-            ),
-            (quantization.input_groups, arranged.inputs, inputs),
-        )
-    )
-    for groups, read, other in kinds:
+    without_input = [scale.group for scale in arranged.inputs if not scale.layers]
+    weights = measure_weight_scales(quantization, set(measured)) if measured else {}
+    above = measure_global_scales(quantization, without_global) if without_global else {}
+    inputs = {} if initial_input_scale is None else given_scales(without_input, initial_input_scale)
+    for groups, read, other in (
+        (quantization.weight_groups, [one for one in arranged.weights if one.group.owner not in fine], weights),
+        (quantization.global_groups, arranged.globals, above),
+        (quantization.input_groups, arranged.inputs, inputs),
+    ):
         values = {scale.group.owner: scale.value() for scale in read if scale.layers} | other
         with errors_on_all_ranks(ValueError):
             check_values(groups, values)
         fill_scales(groups, values)
     return ScaleReport(
         weights_loaded=[group.owner for group in quantization.weight_groups if group.owner in taken],
-        weights_measured=[group.owner for group in quantization.weight_groups if group.owner not in taken],
+        weights_measured=measured,
         inputs_loaded=[scale.group.owner for scale in arranged.inputs if scale.layers],
         inputs_initial=list(inputs),
-        inputs_missing=[
-            scale.group.owner for scale in arranged.inputs if not scale.layers and scale.group.owner not in inputs
-        ],
+        inputs_missing=[group.owner for group in without_input if group.owner not in inputs],
         unused=[],
     )
 
@@ -328,42 +306,28 @@ def take_start(
     if inside:
         if report.merged:
             raise_everywhere(
-                f"quant.snap_to_codes: true, expected false: {listed(report.merged, _MOST)} and the layers that are "
-                f"served with them have several scales in {directory}, of which one is taken, so that codes change"
+                f"quant.snap_to_codes: true, expected false: {listed(report.merged, _MOST)} and the layers fused with "
+                f"them in serving have different scales in {directory}, and share one here, so their codes change"
             )
         moved, whole = _move(quantization, linears)
         forget_secondary_copies(model)
-        say(f"start: {moved / max(1, whole):.2%} of the weights were moved into the cells of the codes")
+        say(f"start: {moved / max(1, whole):.2%} of the weights were moved into the rounding bins of the codes")
     return report
 
 
 def check_start(model: PreTrainedModel, quantization: Quantization, directory: str | Path) -> ReadLinears:
-    """Find the codes of every quantized layer in the headers of a quantized checkpoint; a collective.
-
-    Raises:
-        RankError: on every rank: a layer has no codes in the files, or codes of another shape or scheme.
-    """
+    """Find the codes of every quantized layer in the headers of a quantized checkpoint; a collective. Raises RankError
+    if a layer has no codes in the files, or codes of another shape or scheme."""
+    found: ReadLinears = {name: [] for name in quantization.layers}
     with errors_on_all_ranks(OSError, ValueError):
         checkpoint = read_checkpoint(Path(directory), model)
         if checkpoint.problems:
             raise ValueError("\n".join(checkpoint.problems[:_MOST]))
-        return _linears(model, quantization, checkpoint.coded, directory)
-
-
-def _linears(
-    model: PreTrainedModel, quantization: Quantization, coded: dict[str, QuantizedTensor], directory: str | Path
-) -> ReadLinears:
-    """Pair the Linears of every quantized layer with their codes.
-
-    Raises:
-        ValueError: codes are missing, of another shape, or quantized differently.
-    """
-    found: ReadLinears = {}
-    for name, layer in quantization.layers.items():
-        found[name] = []
-        for part in linears_of(name, layer):
-            disk, shape, spec = module_name_on_disk(model, part.name), _shape(part), layer.scheme.weights
-            linear = coded.get(disk)
+        coded = checkpoint.coded
+        parts = [(name, part) for name, layer in quantization.layers.items() for part in linears_of(name, layer)]
+        for name, part in parts:
+            disk, scheme = module_name_on_disk(model, part.name), quantization.layers[name].scheme
+            linear, shape = coded.get(disk), (part.out_features, part.in_features)
             if linear is None:
                 raise ValueError(f"quant.start: {directory} has no codes of {disk}, which is quantized here")
             if linear.shape != shape:
@@ -371,17 +335,13 @@ def _linears(
                     f"quant.start: {linear.file}: {disk} has the shape {list(linear.shape)}, expected {list(shape)} as "
                     "in model.path"
                 )
-            if not spec.takes(linear.scheme.weights):
+            if not scheme.weights.takes(linear.scheme.weights):
                 raise ValueError(
                     f"quant.start: {linear.file}: {disk} is quantized as {linear.scheme.weights}, but scheme "
-                    f"{layer.scheme.name!r} has {spec}: set quant.scheme to source"
+                    f"{scheme.name!r} has {scheme.weights}: set quant.scheme to source"
                 )
             found[name].append((part, linear))
     return found
-
-
-def _shape(part: LinearPart) -> tuple[int, int]:
-    return part.out_features, part.in_features
 
 
 def _chunks(layer: QuantLayer, part: LinearPart, linear: QuantizedTensor, reader: Reader) -> Iterator[_Chunk]:

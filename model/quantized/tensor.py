@@ -2,7 +2,7 @@
 
 A :class:`QuantizedTensor` replaces a plain tensor among the tensors of a checkpoint. Reading a range of it returns
 ``code * scale``, decoded a few rows at a time: a rank reads and allocates no more than its own part of the weights and
-a bounded number of rows.
+a bounded number of rows. A :class:`ColumnTensor` is the same for the transposed weights of GPTQ and AWQ.
 
 Values are rounded to the model's dtype. An export without a training step must write the file's codes again, so
 everything that is read is checked: the values, quantized again with the same scale, must have the same codes.
@@ -11,6 +11,7 @@ everything that is read is checked: the values, quantized again with the same sc
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ from quant.formats.packing import unpack_int32, unpack_nibbles, unpack_zero_poin
 
 _CHUNK = 2**20  # weights decoded at a time
 _TOGETHER = 32  # codes that fill whole words for any width
+Packing = Literal["gptq", "gptq_v2", "awq"]
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight neighbors is in each nibble of a word, lowest first
 
 
 @dataclass(frozen=True)
@@ -67,11 +70,7 @@ class QuantizedTensor:
         self, reader: Reader, start: int, count: int, dtype: torch.dtype, device: torch.device
     ) -> Iterator[tuple[int, Tensor]]:
         """Yield ``(offset, values)`` for elements [start, start + count) of the row-major weight, in ``dtype``, decoded
-        on ``device``.
-
-        Raises:
-            CheckpointError: a scale is invalid, or the values in that dtype are quantized to other codes.
-        """
+        on ``device``. Raises CheckpointError if a scale is invalid, or if the values are quantized to other codes."""
         columns = self.shape[1]
         for rows in row_chunks(start, start + count, columns):
             _, values = self.checked_rows(reader, rows, dtype, device)
@@ -110,7 +109,7 @@ class QuantizedTensor:
         spec = self.scheme.weights
         if spec.granularity == "tensor":
             return self.scales(reader, 0, 1)
-        down = spec.group_size or 1 if spec.granularity == "block" else 1
+        down = spec.rows_per_scale
         across = spec.scale_shape((self.shape[0] + -self.shape[0] % down, self.shape[1]))[1]
         first, last = rows.start // down, -(-rows.stop // down)
         scale = self.scales(reader, first * across, (last - first) * across).view(-1, across)
@@ -119,11 +118,8 @@ class QuantizedTensor:
         return scale.contiguous()
 
     def scales(self, reader: Reader, start: int, count: int) -> Tensor:
-        """Read the fp32 scales [start, start + count), in the scheme's order, divided by the global scale.
-
-        Raises:
-            CheckpointError: an invalid scale.
-        """
+        """Read the fp32 scales [start, start + count), in the scheme's order, divided by the global scale. Raises
+        CheckpointError for an invalid scale."""
         assert self.scale.dtype is not None
         stored = torch.empty(count, dtype=self.scale.dtype)
         reader.read(self.scale, start, stored)
@@ -138,17 +134,14 @@ class QuantizedTensor:
             good, expected = scale != 0, "finite and not 0"
         elif spec.scale_format == "e4m3":  # 0 if far below the largest one of its layer
             good, expected = scale >= 0, "finite and not negative"
-        if not bool((good & torch.isfinite(scale)).all()):
-            wrong = scale[~(good & torch.isfinite(scale))]
+        wrong = scale[~(good & torch.isfinite(scale))]
+        if wrong.numel():
             raise CheckpointError(f"{self.scale.file}: {self.scale.key} must be {expected}, got {wrong[:4].tolist()}")
         return scale
 
     def read_above(self, reader: Reader) -> Tensor:
-        """Read the fp32 global scale ``(1,)``, by which stored scales are divided.
-
-        Raises:
-            CheckpointError: the global scale is not finite and positive.
-        """
+        """Read the fp32 global scale ``(1,)``, by which stored scales are divided; raises CheckpointError unless it is
+        finite and positive."""
         assert self.above is not None
         above = torch.empty(1, dtype=torch.float32)
         reader.read(self.above, 0, above)
@@ -171,25 +164,87 @@ class QuantizedTensor:
         return unpack_zero_points(words.view(-1, across), bits, rows.stop - begin)[rows.start - begin :].float()
 
 
+@dataclass(frozen=True)
+class ColumnTensor(QuantizedTensor):
+    """Weight that is transposed on disk; ``codes``, ``scale`` and ``zero`` are the tensors qweight, scales and
+    qzeros."""
+
+    packing: Packing = "gptq"
+
+    def codes_of_rows(self, reader: Reader, rows: slice) -> Tensor:
+        """Read the codes of some rows, int8."""
+        bits, columns = self.scheme.weights.bits, self.shape[1]
+        if self.packing != "awq":
+            return unpack_int32(_columns(self.codes, rows, reader).t().contiguous(), bits, columns)
+        words = slice(rows.start // 8, -(-rows.stop // 8))
+        codes = _awq(_columns(self.codes, words, reader)).t()
+        return codes[rows.start - 8 * words.start :][: rows.stop - rows.start].contiguous()
+
+    def scale_of_rows(self, reader: Reader, rows: slice) -> Tensor:
+        """Read the fp32 scales of some rows, ``[rows, n]``."""
+        return self._checked(_columns(self.scale, rows, reader).t().float().contiguous())
+
+    def scales(self, reader: Reader, start: int, count: int) -> Tensor:
+        """Read the fp32 scales [start, start + count) of ``[out, n]``, row-major."""
+        across = self.scale.shape[0]
+        rows = slice(start // across, -(-(start + count) // across))
+        return self.scale_of_rows(reader, rows).view(-1)[start - rows.start * across :][:count]
+
+    def zero_of_rows(self, reader: Reader, rows: slice) -> Tensor | None:
+        """Read the fp32 zero points ``[rows, n]`` of some rows; None if the scheme has none. Raises CheckpointError if
+        one is out of range, or is not in the middle of the range for a symmetric scheme."""
+        assert self.zero is not None
+        spec = self.scheme.weights
+        together = 8 if self.packing == "awq" else _TOGETHER
+        first, stop = rows.start // together, -(-rows.stop // together)
+        each = together * spec.bits // 32  # words
+        words = _columns(self.zero, slice(first * each, min(stop * each, self.zero.shape[1])), reader)
+        known = min(stop * together, self.shape[0]) - first * together
+        zero = _awq(words)[:, :known] if self.packing == "awq" else unpack_int32(words, spec.bits, known)
+        zero = zero.t()[rows.start - first * together :][: rows.stop - rows.start].float()
+        if self.packing == "gptq":
+            zero = zero + 1
+        wrong = (zero != 0) if spec.symmetric else (zero > spec.qmax)
+        if bool(wrong.any()):
+            expected = f"{-spec.qmin:g}, as the scheme is symmetric" if spec.symmetric else f"0 to {2**spec.bits - 1}"
+            found = zero[wrong][0].item() - spec.qmin
+            raise CheckpointError(f"{self.file}: {self.zero.key} has the zero point {found:g}, expected {expected}")
+        return None if spec.symmetric else zero.contiguous()
+
+
+def _columns(tensor: DiskTensor, columns: slice, reader: Reader) -> Tensor:
+    """Read ``tensor[:, columns]``, one row at a time."""
+    assert tensor.dtype is not None
+    height, width = tensor.shape
+    found = torch.empty(height, columns.stop - columns.start, dtype=tensor.dtype)
+    if found.shape[1] == width:
+        reader.read(tensor, 0, found.view(-1))
+        return found
+    for row in range(height):
+        reader.read(tensor, row * width + columns.start, found[row])
+    return found
+
+
+def _awq(words: Tensor) -> Tensor:
+    """Unpack words ``[n, m]`` to codes int8 ``[n, 8 m]``."""
+    codes = torch.empty(*words.shape, 8, dtype=torch.int8)
+    for nibble, place in enumerate(AWQ_ORDER):
+        codes[..., place] = ((words >> (4 * nibble)) & 0xF) - 8
+    return codes.flatten(1)
+
+
 def check_return(codes: Tensor, again: Tensor, values: Tensor, tensor: DiskTensor) -> None:
-    """Reject values that are not finite, or that quantize to other codes.
-
-    Args:
-        codes, again: codes of the weight, and of ``values``.
-        values: decoded ``codes``, in the model's dtype.
-        tensor: the weight on disk.
-
-    Raises:
-        CheckpointError: a value is not finite or has another code; the text names the tensor.
-    """
+    """Raise CheckpointError unless ``values``, the decoded ``codes`` of a weight on disk in the model's dtype, are
+    finite and quantize to the same codes (``again``)."""
     differ = codes.view(torch.uint8) ^ again.view(torch.uint8)
     # A sum is finite only if all of its terms are, and testing each of them costs 40 times as much in bf16.
     if not bool(torch.isfinite(values.sum())) and not bool(torch.isfinite(values).all()):
         raise CheckpointError(f"{tensor.file}: {tensor.key} holds values that are not finite")
     if bool(differ.any()):
         raise CheckpointError(
-            f"{tensor.file}: {int(differ.count_nonzero())} of {differ.numel()} codes of {tensor.key} do not come back "
-            f"from its values in {values.dtype}, so that the model would not be the file's: set model.dtype to float32"
+            f"{tensor.file}: {tensor.key}: {int(differ.count_nonzero())} of {differ.numel()} codes change if they are "
+            f"decoded to {values.dtype} and quantized again, so the model would differ from the file: set model.dtype "
+            "to float32"
         )
 
 

@@ -24,20 +24,14 @@ QUIET_SECONDS = 3600.0
 
 
 class Aside:
-    """Directory in which one process writes what becomes ``out``. Always call :meth:`close`.
+    """Directory in which one process writes the files of ``out``, ``size`` bytes or more. Always call :meth:`close`.
 
-    Args:
-        out: directory to create.
-        size: bytes that will be written, at least.
-
-    Raises:
-        ValueError: ``out`` is not empty or a file, or the disk is too full.
-        OSError: the directory cannot be made.
+    Raises ValueError if ``out`` is a file or not empty, or if the disk is too full.
     """
 
     def __init__(self, out: Path, size: int) -> None:
         if out.exists() and not out.is_dir():
-            raise ValueError(f"{out} is a file, expected a directory to make")
+            raise ValueError(f"{out} is a file, expected a directory that is empty or does not exist")
         if out.is_dir() and any(out.iterdir()):
             raise ValueError(f"{out} is not empty: name another directory, or remove it")
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -76,7 +70,7 @@ def remove_left(out: Path) -> None:
             with suppress(OSError):
                 _remove(left)
             if left.exists():
-                say(f"warning: {left} is of another run to {out}: remove it if no such run is left")
+                say(f"warning: {left} belongs to another run that writes {out}: remove it if no such run is active")
 
 
 def _remove(left: Path) -> None:

@@ -20,13 +20,14 @@ import sys
 import time
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
 from transformers import PreTrainedModel
 
 from model.checkpoint.load import check_finite
-from model.checkpoint.safetensors import garbage_kept
+from model.checkpoint.safetensors import SINGLE, garbage_kept
 from model.peft import FOLDER
 from model.quantized.checkpoint import read_checkpoint
 from model.ranks import errors_on_all_ranks, is_main
@@ -37,8 +38,7 @@ from model.save.layout_checks import check_support
 from model.save.loadable import check_loadable, check_written
 from model.save.peft_adapter import PeftFolder
 from model.save.plan import Item, copied_modules, plan_shards
-from model.save.shard_writer import ShardWriter, safetensors_head
-from model.save.write import Writers, write_shards
+from model.save.write import Writers, safetensors_file, write_shards
 from quant import Quantization, QuantLayer
 from quant.formats.layouts import Layout
 from quant.formats.torchao import PLAIN, TENSOR_NAMES, intx_metadata
@@ -81,12 +81,12 @@ def check_plan(
     :func:`export_model`."""
     with errors_on_all_ranks(Exception):
         if is_main():
-            shards = _plan(model, quantization, Path(source_dir), layout, 5 * 10**9)
+            items = list(chain(*_plan(model, quantization, Path(source_dir), layout, 5 * 10**9)))
             if layout == "gguf":
-                plan_gguf(model, chain(*shards), template)
-            check_loadable(Path(source_dir), shards, trust_remote_code=trust_remote_code)
+                plan_gguf(model, items, template)
+            check_loadable(Path(source_dir), items, trust_remote_code=trust_remote_code)
             if quantization is not None:
-                configuration(model, quantization, layout, shards)
+                configuration(model, quantization, layout, items)
 
 
 def _plan(
@@ -139,65 +139,53 @@ def export_model(
     check_finite(model, f"{out} was not written: the model diverged, export an earlier checkpoint")
     with errors_on_all_ranks(ValueError, OSError):
         shards = _plan(model, quantization, source, layout, max_shard_size if layout != "gguf" else sys.maxsize)
-    total = sum(item.bytes for shard in shards for item in shard)
-    aside, gguf = None, None
+    items = list(chain(*shards))
+    total = sum(item.bytes for item in items)
+    aside: Aside | None = None
+    writer: Writers = safetensors_file
+    if layout == "executorch":
+        writer = partial(safetensors_file, metadata=_torchao_metadata(items))
     with ExitStack() as stack:
         # Any error only on rank 0 must reach the other ranks, which are already in the next collective.
         with errors_on_all_ranks(Exception):
             if is_main():
-                check_loadable(source, shards, trust_remote_code=trust_remote_code)
-                gguf = plan_gguf(model, chain(*shards), template) if layout == "gguf" else None
+                check_loadable(source, items, trust_remote_code=trust_remote_code)
+                if layout == "gguf":
+                    gguf = plan_gguf(model, items, template)
+                    writer = partial(_gguf_file, plan=gguf)
                 aside = stack.enter_context(closing(Aside(out, total)))
-        files, peak = _written(shards, out if aside is None else aside.path, layout, gguf)
+        directory, single = out if aside is None else aside.path, GGUF_FILE if layout == "gguf" else SINGLE
+        files, peak = write_shards(shards, directory, single, writer)
         with errors_on_all_ranks(Exception):
             if aside is not None:
-                _check_files(shards, files, aside.path, gguf)
-                write_config(model, quantization, layout, source, aside.path, shards)
-                copy_companions(source, aside.path)
+                if layout == "gguf":
+                    check_gguf_written(directory / GGUF_FILE, gguf)
+                else:
+                    write_index(shards, files, directory)
+                    check_written(directory, items)
+                write_config(model, quantization, layout, source, directory, items)
+                copy_companions(source, directory)
                 if adapter is not None:
-                    adapter.write(aside.path / FOLDER)
+                    adapter.write(directory / FOLDER)
                 aside.publish()
-    count, seconds = sum(len(item.shapes) for item in chain(*shards)), time.perf_counter() - begin
-    return ExportReport(out, files, count, total, seconds, peak, copied_modules(shards))
+    count, seconds = sum(len(item.shapes) for item in items), time.perf_counter() - begin
+    return ExportReport(out, files, count, total, seconds, peak, copied_modules(items))
 
 
-def _written(shards: list[list[Item]], directory: Path, layout: Layout, gguf: GGUFPlan | None) -> tuple[list[str], int]:
-    """Write the files; returns the result of :func:`write_shards`. ``gguf`` is set on rank 0, the only writer."""
-    if layout == "executorch":
-        return write_shards(shards, directory, writer=_torchao_files(shards))
-    if layout != "gguf":
-        return write_shards(shards, directory)
-
-    def writer(path: Path, _: list[Item]) -> GGUFWriter:
-        assert gguf is not None
-        return GGUFWriter(path, gguf)
-
-    return write_shards(shards, directory, GGUF_FILE, writer)
-
-
-def _torchao_files(shards: list[list[Item]]) -> Writers:
-    """Create the writer of files for ExecuTorch. The metadata of each file names all tensors of the model, as readers
-    merge the metadata and keep only one list of names."""
+def _torchao_metadata(items: list[Item]) -> dict[str, str]:
+    """Create the metadata of each file for ExecuTorch, which names all tensors of the model: readers merge the metadata
+    of the files and keep only one list of names."""
     kinds: dict[str, str] = {}
-    for item in chain(*shards):
-        layer = item.module if item.layout is not None else None
-        for name, part in item.linears.items() if isinstance(layer, QuantLayer) else ():
+    for item in items:
+        layer = item.module
+        if item.layout is None or not isinstance(layer, QuantLayer):
+            kinds |= dict.fromkeys(item.shapes, PLAIN)
+            continue
+        for name, part in item.linears.items():
             kinds[f"{name}.weight"] = intx_metadata(layer.scheme, part.in_features, layer.weight.dtype)
             kinds |= {key: PLAIN for key in [f"{name}.bias"] if key in item.shapes}
-        kinds |= dict.fromkeys(() if item.layout is not None else item.shapes, PLAIN)
-    metadata = {**kinds, TENSOR_NAMES: json.dumps(list(kinds))}
-
-    def writer(path: Path, items: list[Item]) -> ShardWriter:
-        shapes = {key: shape for item in items for key, shape in item.shapes.items()}
-        return ShardWriter(path, shapes, safetensors_head(shapes, metadata))
-
-    return writer
+    return {**kinds, TENSOR_NAMES: json.dumps(list(kinds))}
 
 
-def _check_files(shards: list[list[Item]], files: list[str], directory: Path, gguf: GGUFPlan | None) -> None:
-    """Check the written files, and write the index of several files."""
-    if gguf is not None:
-        check_gguf_written(directory / GGUF_FILE, gguf)
-        return
-    write_index(shards, files, directory)
-    check_written(directory, shards)
+def _gguf_file(path: Path, _: list[Item], plan: GGUFPlan) -> GGUFWriter:
+    return GGUFWriter(path, plan)

@@ -58,9 +58,9 @@ def write_config(
     layout: Layout,
     source: Path,
     directory: Path,
-    shards: list[list[Item]],
+    items: list[Item],
 ) -> None:
-    """Write the source's config.json with the model's dtype and quantization_config, for the tensors in ``shards``.
+    """Write the source's config.json with the model's dtype and quantization_config, for the tensors of ``items``.
 
     The source's file is edited rather than writing ``model.config``, so that switches of training (``use_cache``, the
     attention implementation) do not leak into it.
@@ -76,7 +76,7 @@ def write_config(
             if part.get("tie_word_embeddings"):
                 part["tie_word_embeddings"] = False
     if quantization is not None:
-        quantized = configuration(model, quantization, layout, shards)
+        quantized = configuration(model, quantization, layout, items)
         if quantized is not None:
             config["quantization_config"] = quantized
         if layout == "mlx":
@@ -107,17 +107,14 @@ def _add_mlx_entries(config: dict[str, Any], model: PreTrainedModel, quantizatio
 
 
 def configuration(
-    model: PreTrainedModel, quantization: Quantization, layout: Layout, shards: list[list[Item]]
+    model: PreTrainedModel, quantization: Quantization, layout: Layout, items: list[Item]
 ) -> dict[str, Any] | None:
     """Create the ``quantization_config``. None if the layout needs none.
 
     It names every module twice if the names differ: as on disk, for vLLM, and as in transformers. The text model of a
     composite model has another prefix in every reader (``model.language_model.layers`` on disk and in transformers,
     ``language_model.model.layers`` in vLLM, which does not translate patterns). So names omit the prefix, and patterns
-    match any prefix.
-
-    Raises:
-        ValueError: an entry of ``ignore`` matches a quantized layer.
+    match any prefix. Raises ValueError if an entry of ``ignore`` matches a quantized layer.
     """
     part = text_part(model)
     anywhere = bool(part) and layout == "compressed"
@@ -157,32 +154,30 @@ def configuration(
         spellings(routers),
         kv_cache,
         no_linears=list(spellings(name for name in no_linears if name in schemes)),
-        copied=_copied(model, layout, shards),
+        copied=_copied(model, layout, items),
         anywhere=anywhere,
     )
     if config is not None and (rotated := rotated_layers(quantization)):
         others = spellings([*(name for name in schemes if name not in rotated), *skipped])
         targets = name_patterns(spellings(rotated), others, anywhere=anywhere)
         config["transform_config"] = transform_config(targets, next(iter(rotated.values())))
-    _check_ignored((config or {}).get("ignore", ()), {*schemes, *(module_name_on_disk(model, one) for one in schemes)})
+    quantized = {*schemes, *(module_name_on_disk(model, one) for one in schemes)}
+    for entry in (config or {}).get("ignore", ()):
+        pattern = re.compile(entry[3:] if entry.startswith("re:") else re.escape(entry) + "$")
+        if taken := sorted(filter(pattern.match, quantized)):
+            raise ValueError(
+                f"the entry {entry!r} of ignore would match {listed(taken, 2)}, so readers would not decode its codes"
+            )
     return config
 
 
-def _copied(model: PreTrainedModel, layout: Layout, shards: list[list[Item]]) -> list[str]:
+def _copied(model: PreTrainedModel, layout: Layout, items: list[Item]) -> list[str]:
     """List the modules that are copied although the model does not have them, in the spelling of the layout's
     readers."""
     if layout == "vllm_fp8":  # its readers only know whole names of Linears
-        plain = [item.copied for shard in shards for item in shard if item.copied and len(item.copied.shape) == 2]
+        plain = [item.copied for item in items if item.copied and len(item.copied.shape) == 2]
         return [tensor.key.removesuffix(".weight") for tensor in plain if tensor.key.endswith(".weight")]
-    return [*copied_modules(shards), *copied_modules(shards, Names(model).renamed)]
-
-
-def _check_ignored(ignore: Iterable[str], quantized: Iterable[str]) -> None:
-    """Raise ValueError if an entry of ``ignore`` matches the name of a quantized layer."""
-    for entry in ignore:
-        pattern = re.compile(entry[3:] if entry.startswith("re:") else re.escape(entry) + "$")
-        if taken := sorted(filter(pattern.match, quantized)):
-            raise ValueError(f"ignore would hold {entry!r}, which leaves {listed(taken, 2)} unquantized for a reader")
+    return [*copied_modules(items), *copied_modules(items, Names(model).renamed)]
 
 
 def is_router(module: nn.Module) -> bool:

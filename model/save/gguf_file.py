@@ -100,12 +100,14 @@ class GGUFTensor:
     Attributes:
         kind: ggml's name of its type.
         dtype, stored: dtype and shape in the file, without the dimension of experts; blocks are bytes.
+        heads: number of heads whose rows are interleaved; 0 if rows are ordered as in transformers.
         parts: keys of the plan's tensors in it, by expert index; a tensor without experts has the index 0.
     """
 
     kind: str
     dtype: torch.dtype
     stored: tuple[int, ...]
+    heads: int = 0
     parts: dict[int, str] = field(default_factory=dict)
 
     @property
@@ -133,14 +135,12 @@ class GGUFPlan:
     Attributes:
         architecture: llama.cpp's name of the model's architecture.
         tensors: tensors by name, in the order of the file.
-        heads: number of heads by key of q or k, whose rows are interleaved by head.
         template: the template, a ``gguf.GGUFReader``.
         rope_freqs: the template's RoPE frequency factors, fp32; None without them.
     """
 
     architecture: str
     tensors: dict[str, GGUFTensor]
-    heads: dict[str, int]
     template: Any
     rope_freqs: Tensor | None
 
@@ -170,22 +170,19 @@ def plan_gguf(model: PreTrainedModel, items: Iterable[Item], template: Path | No
         )
     reader = open_gguf(template)
     _check_template(reader, template, model.config)
-    tensors, heads = _tensors(model, items, architecture)
+    tensors = _tensors(model, items, architecture)
     factors = next((torch.from_numpy(one.data.copy()) for one in reader.tensors if one.name == ROPE_FREQS), None)
     if factors is not None:
-        tensors[ROPE_FREQS] = GGUFTensor("F32", torch.float32, tuple(factors.shape), {0: ROPE_FREQS})
-    plan = GGUFPlan(architecture, tensors, heads, reader, factors)
+        tensors[ROPE_FREQS] = GGUFTensor("F32", torch.float32, tuple(factors.shape), parts={0: ROPE_FREQS})
+    plan = GGUFPlan(architecture, tensors, reader, factors)
     _check_tensors(plan, template, tied=bool(model.config.tie_word_embeddings))
     return plan
 
 
-def _tensors(
-    model: PreTrainedModel, items: Iterable[Item], architecture: str
-) -> tuple[dict[str, GGUFTensor], dict[str, int]]:
-    """Plan the tensors by name, and the number of heads of tensors whose rows are interleaved."""
+def _tensors(model: PreTrainedModel, items: Iterable[Item], architecture: str) -> dict[str, GGUFTensor]:
+    """Plan the tensors by name."""
     names = GGUFNames(model.config)
     found: dict[str, GGUFTensor] = {}
-    heads: dict[str, int] = {}
     nowhere = []
     for item in items:
         for key, (dtype, shape) in item.shapes.items():
@@ -193,10 +190,8 @@ def _tensors(
             if name is None or item.copied is not None or item.fused:
                 nowhere.append(key)
                 continue
-            if count := names.heads(key):
-                heads[key] = count
             kind = _kind(item, name, key, dtype, shape)
-            own = GGUFTensor(kind, torch.float32 if kind == "F32" else dtype, shape)
+            own = GGUFTensor(kind, torch.float32 if kind == "F32" else dtype, shape, names.heads(key))
             tensor = found.setdefault(name, own)
             if (tensor.kind, tensor.stored) != (kind, shape):
                 raise ValueError(
@@ -208,7 +203,7 @@ def _tensors(
             tensor.parts[expert] = key
     if nowhere:
         raise ValueError(f"a GGUF file of architecture {architecture} cannot store {listed(nowhere, 6)}")
-    return found, heads
+    return found
 
 
 def _kind(item: Item, name: str, key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> str:
@@ -249,10 +244,8 @@ class GGUFWriter(ShardWriter):
     """Writer of one GGUF file, tensor by tensor, with the errors of :class:`ShardWriter`."""
 
     def __init__(self, path: Path, plan: GGUFPlan) -> None:
-        self._heads = plan.heads
-        shapes = {
-            key: (tensor.dtype, tensor.stored) for tensor in plan.tensors.values() for key in tensor.parts.values()
-        }
+        self._tensors = {key: tensor for tensor in plan.tensors.values() for key in tensor.parts.values()}
+        shapes = {key: (tensor.dtype, tensor.stored) for key, tensor in self._tensors.items()}
         header, begin, size = _head(path.with_name(f"{path.name}.head"), plan)
         super().__init__(path, shapes, (header, begin))
         try:
@@ -265,9 +258,10 @@ class GGUFWriter(ShardWriter):
 
     def write(self, key: str, tensor: Tensor) -> None:
         """Write a tensor of the plan in its dtype and row order in the file."""
-        if key in self._heads:
-            tensor = interleaved(tensor, self._heads[key])
-        super().write(key, tensor.to(self._shapes[key][0]).contiguous())
+        planned = self._tensors[key]
+        if planned.heads:
+            tensor = interleaved(tensor, planned.heads)
+        super().write(key, tensor.to(planned.dtype).contiguous())
 
 
 def _head(scratch: Path, plan: GGUFPlan) -> tuple[bytes, dict[str, int], int]:

@@ -45,17 +45,10 @@ _META = torch.device("meta")
 UNPACKED = (FLOAT_QUANTIZED, INT_QUANTIZED, MXFP8_QUANTIZED)
 
 
-def check_loadable(source: Path, shards: Sequence[Sequence[Item]], *, trust_remote_code: bool = False) -> None:
-    """Check a planned export of a model of ``source``.
-
-    Args:
-        source: directory whose config.json the export will have.
-        shards: plan of the export, see :func:`model.save.plan.plan_shards`.
-        trust_remote_code: allow running Python code in ``source``; a class from such code is not checked.
-
-    Raises:
-        ValueError: the class would find tensors missing, unknown or of another shape; the text names them.
-    """
+def check_loadable(source: Path, items: Sequence[Item], *, trust_remote_code: bool = False) -> None:
+    """Raise ValueError if the class in the config.json of ``source`` would find tensors of a planned export missing,
+    unknown or of another shape. ``trust_remote_code`` allows running Python code in ``source``; a class from such code
+    is not checked."""
     config = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=trust_remote_code)
     kind = model_class(config)
     if kind is None:
@@ -64,10 +57,12 @@ def check_loadable(source: Path, shards: Sequence[Sequence[Item]], *, trust_remo
         del config.quantization_config
     with _META, no_init_weights():
         model: PreTrainedModel = kind(config)
-        if any(item.layout not in (None, "dequantized") for shard in shards for item in shard):
-            _experts_to_linears(model)
+        if any(item.layout not in (None, "dequantized") for item in items):
+            # as transformers does before it loads a quantized checkpoint
+            for name, module in list(model.named_modules()):
+                if (linears := linears_of_quantized(type(module).__name__)) is not None:
+                    model.set_submodule(name, linears(model.config.get_text_config()))
     model.tie_weights()
-    items = [item for shard in shards for item in shard]
     problems = _problems(model, _unquantized(items))
     if problems:
         raise ValueError(
@@ -76,25 +71,16 @@ def check_loadable(source: Path, shards: Sequence[Sequence[Item]], *, trust_remo
         )
 
 
-def check_written(directory: Path, shards: Iterable[Iterable[Item]]) -> None:
-    """Check that the files of ``directory`` have the planned tensors and no others.
-
-    Raises:
-        ValueError: keys are missing, not planned, or of another dtype or shape; or a file is damaged.
-    """
-    planned = {key: expected for shard in shards for item in shard for key, expected in item.shapes.items()}
+def check_written(directory: Path, items: Iterable[Item]) -> None:
+    """Raise ValueError unless the files of ``directory`` have the planned tensors and no others."""
+    planned = {key: expected for item in items for key, expected in item.shapes.items()}
     checkpoint = read_headers(directory)
     found = {key: (tensor.dtype, tensor.shape) for key, tensor in checkpoint.tensors.items()}
-    wrong = sorted(key for key in planned.keys() | found.keys() if planned.get(key) != found.get(key))
-    if wrong or checkpoint.problems:
-        raise ValueError("; ".join([*checkpoint.problems, *([f"not as planned: {listed(wrong)}"] if wrong else [])]))
-
-
-def _experts_to_linears(model: PreTrainedModel) -> None:
-    """Replace experts by Linears as transformers does before it loads a quantized checkpoint."""
-    for name, module in list(model.named_modules()):
-        if (linears := linears_of_quantized(type(module).__name__)) is not None:
-            model.set_submodule(name, linears(model.config.get_text_config()))
+    problems = checkpoint.problems
+    if wrong := sorted(key for key in planned.keys() | found.keys() if planned.get(key) != found.get(key)):
+        problems = [*problems, f"{directory}: these tensors are not as planned: {listed(wrong)}"]
+    if problems:
+        raise ValueError("; ".join(problems))
 
 
 def _unquantized(items: Iterable[Item]) -> Shapes:
@@ -151,18 +137,20 @@ def fused_there(model: PreTrainedModel) -> Callable[[str], bool]:
 
 def not_loaded(model: PreTrainedModel, quantization: Quantization) -> str | None:
     """Return the reason why transformers cannot read this checkpoint of ``model`` correctly; None if it can."""
-    if any(isinstance(layer, QuantEmbedding) for layer in quantization.layers.values()):
+    layers = quantization.layers
+    if any(isinstance(layer, QuantEmbedding) for layer in layers.values()):
         return "transformers does not load quantized embeddings"
     is_fused = fused_there(model)
-    schemes = {layer.scheme for name, layer in quantization.layers.items() if is_fused(name)}
+    schemes = {layer.scheme for name, layer in layers.items() if is_fused(name)}
     plain = any(isinstance(one, nn.Linear | StackedLinear) and is_fused(name) for name, one in model.named_modules())
-    packed = any(export_format(layer.scheme) != FLOAT_QUANTIZED for layer in quantization.layers.values())
+    packed = any(export_format(layer.scheme) != FLOAT_QUANTIZED for layer in layers.values())
     if packed and concatenates(model):
         return "transformers does not put the parts of a tensor together in a checkpoint with packed layers"
     if len(schemes) > 1 or (plain and packed):
         return "transformers decodes all experts with one scheme"
-    if _has_zero_points(quantization) and len({layer.scheme for layer in quantization.layers.values()}) > 1:
-        return "transformers decodes all layers with one scheme where weights have zero points"
+    has_zero_points = any(layer.weight_zero is not None for layer in layers.values())
+    if has_zero_points and len({layer.scheme for layer in layers.values()}) > 1:
+        return "transformers decodes all layers with one scheme if weights have zero points"
     for scheme in schemes:
         if scheme.weights.has_zero_points:
             return "transformers does not load zero points of experts"
@@ -170,29 +158,18 @@ def not_loaded(model: PreTrainedModel, quantization: Quantization) -> str | None
             return "transformers does not load experts with a scale per block"
         if export_format(scheme) == NVFP4_PACKED:
             return (
-                "transformers reads NVFP4 experts without their global scales (its issue 48371), so that they are "
-                "noise there, without an error"
+                "transformers reads NVFP4 experts without their global scales (its issue 48371): their weights become "
+                "noise, without an error"
             )
         if export_format(scheme) in (INT_QUANTIZED, MXFP8_QUANTIZED):
             return f"transformers does not load experts stored as {export_format(scheme)}"
-    packed_alone = [
-        name
-        for name, layer in quantization.layers.items()
-        if export_format(layer.scheme) not in UNPACKED and not is_fused(name)
-    ]
-    if read := weights_read(model, packed_alone):
+    alone = {name: export_format(layer.scheme) for name, layer in layers.items() if not is_fused(name)}
+    if read := weights_read(model, [name for name, kind in alone.items() if kind not in UNPACKED]):
         return (
             f"transformers reads the weights of packed layers of a {type(model).__name__}, which have none: "
             f"{listed(read, 2)} (it loads with {exempt_line(read)})"
         )
     return None
-
-
-def _has_zero_points(quantization: Quantization) -> bool:
-    return any(layer.weight_zero is not None for layer in quantization.layers.values())
-
-
-TOKENS = 8
 
 
 def weights_read(model: PreTrainedModel, packed: Collection[str]) -> list[str]:
@@ -209,13 +186,12 @@ def weights_read(model: PreTrainedModel, packed: Collection[str]) -> list[str]:
         return []
     with _META, no_init_weights():
         empty: PreTrainedModel = type(model)(model.config)
-    linears = {name: module for name, module in empty.named_modules() if isinstance(module, nn.Linear)}
-    here = sorted(linears.keys() & set(packed))
-    if read := [name for name in here if _initialized(empty, name)]:
+    linears = {name: one for name, one in empty.named_modules() if isinstance(one, nn.Linear) and name in packed}
+    if read := sorted(name for name in linears if _initialized(empty, name)):
         return read
-    for name in here:
-        _pack(linears[name])
-    return here if _forward_lacks_a_weight(empty) else []
+    for linear in linears.values():
+        _pack(linear)
+    return sorted(linears) if linears and _forward_lacks_a_weight(empty) else []
 
 
 def _initialized(model: PreTrainedModel, name: str) -> bool:
@@ -223,23 +199,22 @@ def _initialized(model: PreTrainedModel, name: str) -> bool:
     parts = name.split(".")
     above = [model.get_submodule(".".join(parts[:end])) for end in range(len(parts) + 1)]
     holders = [module for module in above if not isinstance(module, PreTrainedModel)]
-    if _lacks(model, holders):
+
+    def fails() -> bool:
+        try:
+            with _META:
+                for module in holders:
+                    model._init_weights(module)
+        except AttributeError:
+            return True
+        return False
+
+    if fails():
         return False
     weight = holders[-1]._parameters.pop("weight")
-    found = _lacks(model, holders)
+    found = fails()
     holders[-1]._parameters["weight"] = weight
     return found
-
-
-def _lacks(model: PreTrainedModel, modules: Iterable[nn.Module]) -> bool:
-    """Return True if the class's initialization of these modules reads an attribute that does not exist."""
-    try:
-        with _META:
-            for module in modules:
-                model._init_weights(module)
-    except AttributeError:
-        return True
-    return False
 
 
 def _pack(linear: nn.Linear) -> None:
@@ -254,11 +229,9 @@ def _pack(linear: nn.Linear) -> None:
 
 @torch.no_grad()
 def _forward_lacks_a_weight(model: PreTrainedModel) -> bool:
-    ids = torch.zeros(1, TOKENS, dtype=torch.long, device=_META)
+    ids = torch.zeros(1, 8, dtype=torch.long, device=_META)
     try:
         model.eval()(input_ids=ids, use_cache=False)
-    except AttributeError as error:
-        return "no attribute 'weight'" in str(error)
-    except Exception:  # a forward that needs values cannot test this
-        return False
+    except Exception as error:  # a forward that needs values cannot test this
+        return isinstance(error, AttributeError) and "no attribute 'weight'" in str(error)
     return False

@@ -45,12 +45,8 @@ class PeftFolder:
             writer.finish()
 
     def publish(self, out: Path) -> None:
-        """Write the folder and rename it when everything is on disk; a collective.
-
-        Raises:
-            RankError: on every rank: the folder could not be written, or the adapter has NaN or Inf; ``out`` is not
-                created.
-        """
+        """Write the folder and rename it when everything is on disk; a collective. Raises RankError if the folder
+        cannot be written, or if the adapter has NaN or Inf; then ``out`` is not created."""
         with errors_on_all_ranks(ValueError, OSError):
             if is_main():
                 broken = [key for key, tensor in self.tensors.items() if not bool(tensor.isfinite().all())]

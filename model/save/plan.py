@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -100,37 +100,25 @@ def plan_shards(
             items.append(_quantized_item(model, names, name, quantization.layers[name], layout, source))
         elif isinstance(module, QuantCache):
             if quantization is not None and layout != "dequantized":
-                items.append(_cache_item(cache_keys(model, name)[0], module))
+                key = cache_keys(model, name)[0]
+                items.append(Item(key, module, list(module.parameters()), {key: (torch.float32, (1,))}))
         elif getattr(module, "projections", ()):
             items.append(_stacked_item(model, names, name, module, source, quantized=quantized))
         else:
             items.append(_plain_item(names, name, module, seen))
-    items += [_copied_item(tensor, model.dtype) for tensor in not_read(model, names, source)]
+    # Tensors that this model does not use but readers may: of towers outside of the text model, and of heads for
+    # speculative decoding (MTP); without buffers that every reader computes.
+    computed, tables = {name for name, _ in model.named_non_persistent_buffers()}, re.compile(ROTARY_TABLES)
+    for key, tensor in source.items():
+        if not tables.search(key) and key not in computed and names.is_unknown(key):
+            items.append(_copied_item(tensor, model.dtype))
     return list(batches((item for item in items if item.shapes), lambda item: item.bytes, max_shard_size))
 
 
-def not_read(
-    model: PreTrainedModel, names: Names, source: Mapping[str, DiskTensor | QuantizedTensor]
-) -> list[DiskTensor | QuantizedTensor]:
-    """List the tensors of a checkpoint that this model does not use but readers may: tensors of towers outside of the
-    text model, and of heads for speculative decoding (MTP). Buffers that every reader computes are not listed."""
-    computed, tables = {name for name, _ in model.named_non_persistent_buffers()}, re.compile(ROTARY_TABLES)
-    return [
-        tensor
-        for key, tensor in source.items()
-        if not tables.search(key) and key not in computed and names.is_unknown(key)
-    ]
-
-
-def copied_modules(shards: Iterable[Iterable[Item]], spelled: Callable[[str], str] = str) -> list[str]:
+def copied_modules(items: Sequence[Item], spelled: Callable[[str], str] = str) -> list[str]:
     """List modules, named as on disk, that are copied completely because the model has no part of them. Only the
-    outermost modules are listed (``model.visual``, ``mtp``, ``model.layers.61``).
-
-    Args:
-        shards: from :func:`plan_shards`.
-        spelled: converts the key of a copied tensor to the spelling in which to name the modules.
-    """
-    items = [item for shard in shards for item in shard]
+    outermost modules are listed (``model.visual``, ``mtp``, ``model.layers.61``). ``spelled`` converts the key of a
+    copied tensor to the spelling in which to name the modules."""
     # Include the model's own spelling: a module that has one of its layers in any reader is not copied.
     own = [key for item in items if item.copied is None for key in (f"{item.name}.", *item.shapes)]
     above = {key[:end] for key in own for end in _ends(key)}
@@ -255,11 +243,6 @@ def _stacked_item(
     if not fused:
         shapes = {f"{key}.weight": (stack.dtype, (one.out_features, one.in_features)) for key, one in linears.items()}
     return Item(name, module, [stack], shapes, linears=linears, fused=fused)
-
-
-def _cache_item(key: str, cache: QuantCache) -> Item:
-    """Create the item of the quantizer of keys or of values, which stores only its scale."""
-    return Item(key, cache, list(cache.parameters()), {key: (torch.float32, (1,))})
 
 
 def _copied_item(tensor: DiskTensor | QuantizedTensor, dtype: torch.dtype) -> Item:

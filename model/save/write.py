@@ -1,7 +1,7 @@
 """Gather modules on rank 0, pack them, and write them into the files of the plan."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from model.console import progress_bar
 from model.quantized.tensor import chunks_of
 from model.ranks import errors_on_all_ranks, is_main, raise_everywhere, words_of
 from model.save.plan import Item
-from model.save.shard_writer import ShardWriter
+from model.save.shard_writer import ShardWriter, safetensors_head
 from model.zero import ReceiveBuffer, batches, gathered_on_main
 from quant import QuantLayer, QuantLinear
 from quant.formats.compressed_tensors import TrainedLinear, cache_scale
@@ -43,9 +43,10 @@ class BufferedBytes:
 Writers = Callable[[Path, list[Item]], ShardWriter]
 
 
-def safetensors_file(path: Path, items: list[Item]) -> ShardWriter:
+def safetensors_file(path: Path, items: list[Item], metadata: Mapping[str, str] | None = None) -> ShardWriter:
     """Open a safetensors file for these items."""
-    return ShardWriter(path, {key: shape for item in items for key, shape in item.shapes.items()})
+    shapes = {key: shape for item in items for key, shape in item.shapes.items()}
+    return ShardWriter(path, shapes, safetensors_head(shapes, metadata))
 
 
 def write_shards(

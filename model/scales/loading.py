@@ -21,7 +21,7 @@ from model.quantized.quantization_config import (
     MODELOPT_FILE,
     find_quantization_config,
     fp8_rules,
-    modelopt_kv_cache,
+    kv_cache_of,
     modelopt_rules,
 )
 from model.ranks import errors_on_all_ranks, listed
@@ -90,7 +90,7 @@ def read_source(directory: Path) -> Source | None:
             return Source(file, fp8_rules(config))
         if method == "modelopt":
             rules = modelopt_rules(config, scales_only=True)
-            return Source(file, rules, _problem_of_cache(modelopt_kv_cache, config))
+            return Source(file, rules, _problem_of_cache(kv_cache_of, config))
         start = "; give this directory as quant.start instead" if method in _STARTS else ""
         raise ValueError(
             f"quant_method is {method!r}, whose scales are not read: expected 'compressed-tensors', 'fp8' or 'modelopt'"

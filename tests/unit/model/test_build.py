@@ -45,7 +45,7 @@ REFUSED = {
     },
     "unknown codes": (
         lambda path: write_config(path, quantization_config={"quant_method": "bitsandbytes"}),
-        r"config\.json: quantization_config: .*whose codes are not read",
+        r"config\.json: quantization_config: .*whose codes cannot be read",
     ),
     "unknown type": (lambda path: write_config(path, model_type="marvellous"), "marvellous"),
     "images": (lambda path: config_of("vit", path, ["ViTForImageClassification"]), CAUSAL.format("ViTFor.*", "vit")),
@@ -83,8 +83,8 @@ def test_a_quantization_config_over_plain_weights_is_to_be_removed(method: str, 
     with pytest.raises(RankError) as refused:
         build(path)
     assert str(refused.value) == (
-        f"{path}/config.json: quantization_config names {method!r}, but the weights of {path} are not quantized: "
-        "remove quantization_config from config.json to train from them"
+        f"{path}/config.json: quantization_config has quant_method {method!r}, but the weights in {path} are not "
+        "quantized: remove quantization_config from config.json to train them"
     )
     edit_json(path / "config.json", lambda config: config.pop("quantization_config"))
     load_model(path)

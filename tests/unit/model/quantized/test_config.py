@@ -53,11 +53,11 @@ REFUSED = {
     "half a group": (group(weights=FP8 | {"group_size": 1.5}), "group_size is 1.5, expected an integer or null"),
     # Methods and numerics that are not read.
     "none": ({"bits": 4}, "quant_method is None"),
-    "hqq": ({"quant_method": "hqq", "bits": 4}, "quant_method is 'hqq', whose codes are not read"),
+    "hqq": ({"quant_method": "hqq", "bits": 4}, "quant_method is 'hqq', whose codes cannot be read"),
     "modelopt": ({"quant_method": "modelopt"}, "quant_algo is None"),
     "NVFP4": (
         {"quant_method": "modelopt", "quant_algo": "NVFP4"},
-        "quant_algo is 'NVFP4', whose codes are not read: expected 'FP8'",
+        "quant_algo is 'NVFP4', whose codes cannot be read: expected 'FP8'",
     ),
     "order": (int4(actorder="group"), "weights.actorder is 'group'"),
     "9 bits": (int4(num_bits=9), "config_groups.group_0.weights: int codes have 2 to 8 bits, got dtype=int, bits=9"),
@@ -72,9 +72,9 @@ REFUSED = {
     "groups of text": ({**GPTQ, "group_size": "x"}, "group_size is 'x', expected a number"),
     "groups of 0": ({**GPTQ, "group_size": 0}, "group_size is 0, expected a number"),
     "float bits": ({**GPTQ, "bits": 4.0}, "bits is 4.0, expected 2 or 3"),
-    "list of layers": ({**GPTQ, "dynamic": [1]}, "not of the kind that 'gptq' has"),
-    "text of input bits": ({**ROUND, "act_bits": "x"}, "not of the kind that 'auto-round' has"),
-    "inputs": ({**ROUND, "act_bits": 8}, "data_type or act_bits"),
+    "list of layers": ({**GPTQ, "dynamic": [1]}, "a value has a type that 'gptq' does not have"),
+    "text of input bits": ({**ROUND, "act_bits": "x"}, "a value has a type that 'auto-round' does not have"),
+    "inputs": ({**ROUND, "act_bits": 8}, "act_bits 8, expected 'int' and 16"),
 }
 
 
@@ -123,7 +123,7 @@ def test_memory_of_a_quantized_checkpoint_is_predicted_from_its_configuration(tm
     assert source == same != other
     with pytest.raises(SystemExit):
         predicted({"quant_method": "hqq", "bits": 4}, "w4a16_channel")
-    assert "whose codes are not read" in capsys.readouterr().err
+    assert "whose codes cannot be read" in capsys.readouterr().err
 
 
 KV = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from model.checkpoint.safetensors import CheckpointError, Reader, read_headers
-from model.quantized.foreign_layouts import read_columns
+from model.quantized.linears import read_columns
 from model.quantized.quantization_config import packing_of, rules_of
 from model.ranks import RankError
 from model.scales import load_scales
@@ -47,7 +47,7 @@ def test_any_range_is_what_the_formula_says(tmp_path, monkeypatch, kind, bits, s
 
 
 BAD = {
-    "another order": ("g_idx", lambda t: t.flip(0), "g_idx: its columns were quantized in another order"),
+    "another order": ("g_idx", lambda t: t.flip(0), "g_idx: the columns were quantized in another order"),
     "other groups": ("scales", lambda t: t[:2].contiguous(), r"scales is F16 \[2, 64\], expected"),
     "other bits": ("qweight", lambda t: t[:8].contiguous(), "qzeros is|scales is"),
 }
@@ -67,7 +67,10 @@ def test_what_does_not_fit_is_a_problem(tmp_path, case):
 def test_zero_points_that_contradict_the_configuration_are_refused(tmp_path):
     """In a file that says symmetric, and in one whose zero point readers disagree on: 15 + 1 is 16 or 0."""
     tensors, _ = packed_linear("gptq", 4, 64, 128, 32, symmetric=True)
-    for symmetric, word, text in ((True, 0x66666666, "expected the middle"), (False, -1, "expected one of 16 codes")):
+    for symmetric, word, text in (
+        (True, 0x66666666, "expected 8, as the scheme is symmetric"),
+        (False, -1, "expected 0 to 15"),
+    ):
         tensors[f"{NAME}.qzeros"][1, 2] = word
         save_file(tensors, tmp_path / "model.safetensors")
         coded, _, _ = read_columns(read_headers(tmp_path), rules_of(config_of("gptq", 4, 32, symmetric)), "gptq")

@@ -72,10 +72,10 @@ def test_trained_experts_are_written_as_the_forward_has_them(tmp_path, seed):
 
 
 BAD = {
-    "no scales": (lambda t: t.pop(f"{GATE_UP}_scales"), r"gate_up_proj: scales missing beside its blocks"),
-    "fewer scales": (lambda t: t.update({f"{GATE_UP}_scales": t[f"{GATE_UP}_scales"][:, 1:]}), r"its scales are U8"),
-    "flat": (lambda t: t.update({f"{GATE_UP}_blocks": t[f"{GATE_UP}_blocks"].flatten(2)}), r"its blocks are U8"),
-    "floats": (lambda t: t.update({f"{GATE_UP}_blocks": t[f"{GATE_UP}_blocks"].float()}), r"its blocks are F32"),
+    "no scales": (lambda t: t.pop(f"{GATE_UP}_scales"), r"gate_up_proj: _scales is missing beside _blocks"),
+    "fewer scales": (lambda t: t.update({f"{GATE_UP}_scales": t[f"{GATE_UP}_scales"][:, 1:]}), r"_scales is U8"),
+    "flat": (lambda t: t.update({f"{GATE_UP}_blocks": t[f"{GATE_UP}_blocks"].flatten(2)}), r"_blocks is U8"),
+    "floats": (lambda t: t.update({f"{GATE_UP}_blocks": t[f"{GATE_UP}_blocks"].float()}), r"_blocks is F32"),
     "NaN": (lambda t: t[f"{GATE_UP}_scales"].view(-1)[7:8].fill_(255), r"gate_up_proj_scales must be finite"),
     "no blocks": (lambda t: t.pop(f"{GATE_UP}_blocks"), r"unexpected: .*gate_up_proj_scales"),
     "an expert too few": (

@@ -67,7 +67,7 @@ def test_the_codes_say_which_grid_they_are_on(tmp_path, scheme):
         if is_narrow:
             assert {one.weights for one in source_schemes(model, files, [said[0].wide]).values()} == {said[0].wide}
         else:
-            refused = r"says narrow: true for model.*, but codes of its scheme are -\d+: this"
+            refused = r"has narrow: true for model.*, but its checkpoint has codes down to -\d+, so"
             with pytest.raises(ValueError, match=refused):
                 source_schemes(model, files, [narrow(scheme).weights])
         configs.append((files / "config.json").read_text())
@@ -102,7 +102,7 @@ def test_a_recipe_may_say_narrow_itself(tmp_path):
 def test_a_smallest_code_that_no_sample_saw_is_an_error(tmp_path, packed):
     """And not one where the recipe names the whole grid."""
     files = checkpoint(tmp_path, narrow("w4a16_g32"))
-    expected = rf"{GATE}.* has the code -8, but the scheme here has -7 to 7.*: set narrow to false in quant\.schemes"
+    expected = rf"{GATE}.* has the code -8, but its scheme has the narrow range -7 to 7.*: set narrow to false in"
     if packed:
         model = load_model(files, hold=hold_packed(files))
         assert packed_codes(model.get_submodule(GATE).weight).spec == narrow("w4a16_g32").weights
@@ -135,5 +135,7 @@ def test_original_weights_in_the_cells_of_the_narrow_grid(tmp_path):
     take_start(model, quantization, files, inside=True)
     assert torch.equal(weight, beyond)
     write_a_smallest_code(files)
-    with pytest.raises(RankError, match=rf"{GATE}\.weight_packed has the code -8, but the scheme here has -7 to 7"):
+    with pytest.raises(
+        RankError, match=rf"{GATE}\.weight_packed has the code -8, but its scheme has the narrow range -7 to 7"
+    ):
         take_start(model, quantization, files, inside=False)

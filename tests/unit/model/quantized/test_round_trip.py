@@ -92,11 +92,9 @@ def test_the_scheme_source_is_written_into_the_recipe(tmp_path):
     assert found.default_scheme() is None and found.stores_input_scales()
     (scheme,) = found.linear_schemes()
     assert (scheme.weights, scheme.activations) == (SCHEMES["fp8_static"].weights, SCHEMES["fp8_static"].activations)
+    rules = {"rules": [{"scheme": "none", "first": 1}]}
     for more, message in (
-        (
-            {"rules": [{"scheme": "none", "first": 1}]},
-            r"quant\.rules: .*, expected nothing beside quant\.scheme source",
-        ),
+        (rules, r"quant\.rules: .*, expected nothing beside quant\.scheme source"),
         ({"fake_quant_start": 3}, r"quant\.fake_quant_start: 3, expected 0: with quant\.scheme source"),
     ):
         with pytest.raises(RecipeError, match=message):
@@ -184,5 +182,5 @@ def test_of_scales_per_head_the_largest_is_taken(tmp_path, seed, read):
 def test_a_file_of_modelopt_that_says_nothing_is_named(tmp_path):
     for name in ("config.json", "hf_quant_config.json"):
         (tmp_path / name).write_text("{}")
-    with pytest.raises(ValueError, match=r"hf_quant_config.json has no quantization, expected what ModelOpt says"):
+    with pytest.raises(ValueError, match=r"hf_quant_config.json has no object quantization, in which ModelOpt"):
         check_readable(tmp_path)

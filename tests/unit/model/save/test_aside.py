@@ -50,7 +50,7 @@ def test_what_may_be_in_use_or_is_something_else_stays(tmp_path, capsys):
         assert all((path / "model.safetensors").exists() for path in (fresh, users, elsewhere, *others))
         assert (running.path / WRITING).exists()
         said = capsys.readouterr().out.splitlines()
-        text = "warning: {} is of another run to {}: remove it if no such run is left"
+        text = "warning: {} belongs to another run that writes {}: remove it if no such run is active"
         assert sorted(said) == sorted(text.format(path, tmp_path / "out") for path in (fresh, users, running.path))
     assert not running.path.exists()
 

@@ -11,6 +11,7 @@ from model.save import check_plan, export_model
 from quant import Ranges, reference
 from quant.formats.gguf import blocks
 from quant.formats.layouts import check_layout
+from quant.linear import linears_of
 from quant.rules import Rule
 from quant.spec import PRESETS, SCHEMES
 from tests.lib.checkpoints import load_model, quantize
@@ -63,34 +64,29 @@ def rotated(weight: torch.Tensor, heads: int) -> torch.Tensor:
     return weight[rows]
 
 
+NAMES = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output"}
+NAMES |= {"gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down", "lm_head": "output"}
+
+
 @torch.no_grad()
 def forward_weights(model, quantization) -> dict[str, torch.Tensor]:
     """The weights of the last forward, by llama.cpp's names, in fp32 (a bf16 forward rounds them)."""
-    found = {}
-    names = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output"}
-    names |= {"gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down"}
-    config = model.config
+    found: dict[str, list[torch.Tensor]] = {}
     for name, layer in quantization.layers.items():
         spec, scale = layer.scheme.weights, layer.weight_scale()
-        stacked = layer.weight.dim() == 3
-        parts = zip(layer.weight, scale, strict=True) if stacked else [(layer.weight, scale)]
-        values = [
-            reference.dequantize(reference.quantize(weight, s, spec), s, spec, torch.float32) for weight, s in parts
-        ]
-        number, leaf = re.search(r"layers\.(\d+)\..*?(\w+)$", name).groups() if "layers" in name else ("", name)
-        if stacked and leaf == "gate_up_proj":
-            gate, up = torch.stack(values).chunk(2, dim=1)
-            found |= {f"blk.{number}.ffn_gate_exps.weight": gate, f"blk.{number}.ffn_up_exps.weight": up}
-        elif stacked:
-            found[f"blk.{number}.ffn_down_exps.weight"] = torch.stack(values)
-        elif number:
-            if config.model_type == "llama" and leaf in ("q_proj", "k_proj"):
+        for part in linears_of(name, layer):
+            own = part.scale(scale, spec)
+            codes = reference.quantize(part.weight(layer.weight), own, spec)
+            weight = reference.dequantize(codes, own, spec, torch.float32)
+            leaf, number = part.name.rpartition(".")[2], re.search(r"layers\.(\d+)\.", part.name)
+            if model.config.model_type == "llama" and leaf in ("q_proj", "k_proj"):
+                config = model.config
                 heads = config.num_attention_heads if leaf == "q_proj" else config.num_key_value_heads
-                values = [rotated(values[0], heads)]
-            found[f"blk.{number}.{names[leaf]}.weight"] = values[0]
-        else:
-            found["output.weight" if leaf == "lm_head" else "token_embd.weight"] = values[0]
-    return found
+                weight = rotated(weight, heads)
+            block = f"blk.{number[1]}." if number else ""
+            end = "" if part.expert is None else "_exps"
+            found.setdefault(f"{block}{NAMES[leaf]}{end}.weight", []).append(weight)
+    return {name: torch.stack(some) if "_exps" in name else some[0] for name, some in found.items()}
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_moe"])

@@ -153,17 +153,20 @@ def test_parts_of_a_tensor_beside_packed_layers_are_known_not_to_load(scheme: st
             loads(tmp_path / "export")
 
 
-@pytest.mark.parametrize("experts", ("stacked", "per_expert"))
 @pytest.mark.parametrize("exempt", (".*experts.*", r".*layers\.0.*experts.*", ".*self_attn.*"))
 @pytest.mark.parametrize("scheme", ("w4a16_g32", "w8a16_channel", "fp8_dynamic", "mxfp4"))
 def test_experts_beside_layers_of_another_kind_load_where_that_is_said(
-    scheme: str, exempt: str, experts: str, tmp_path: Path, seed: int
+    scheme: str, exempt: str, tmp_path: Path, seed: int
 ):
     """Some of the layers quantized and the rest not: transformers reads each weight, or it is known not to."""
     source = tiny_checkpoint(tmp_path / "source", "qwen3_moe", seed=seed, even=True)
-    model, quantization = quantized(source, scheme, [exempt], experts=experts)
+    model, quantization = quantized(source, scheme, [exempt])
     reason = not_loaded(model, quantization)
+    apart = quantized(source, scheme, [exempt], experts="per_expert")
+    assert not_loaded(*apart) == reason
     export_model(model, quantization, source, tmp_path / "export")
+    export_model(*apart, source, tmp_path / "apart")
+    assert_same_tensors(tmp_path / "apart", tmp_path / "export")
     export_model(model, quantization, source, tmp_path / "weights", layout="dequantized")
     try:
         found = loads(tmp_path / "export").state_dict()
@@ -175,7 +178,7 @@ def test_experts_beside_layers_of_another_kind_load_where_that_is_said(
 
 
 def same(found: dict[str, torch.Tensor], key: str, value: torch.Tensor) -> bool:
-    """Tell if a model that was loaded has a weight, or codes and scales of it."""
+    """Compare a weight of a model that was loaded, or its codes and scales, with its value."""
     if key not in found:
         return False
     weight = found[key].float()
@@ -186,11 +189,11 @@ def same(found: dict[str, torch.Tensor], key: str, value: torch.Tensor) -> bool:
 
 def test_files_that_are_not_as_planned_are_an_error(tmp_path: Path, seed: int):
     source = tiny_checkpoint(tmp_path / "source", "llama", seed=seed)
-    shards = plan_shards(load_model(source), None, "compressed", 10**9, read_headers(source).tensors)
-    check_written(source, shards)
+    (items,) = plan_shards(load_model(source), None, "compressed", 10**9, read_headers(source).tensors)
+    check_written(source, items)
     edit_checkpoint(source, lambda tensors: [tensors.pop(key) for key in list(tensors) if "norm" in key])
-    with pytest.raises(ValueError, match=r"not as planned: model\.layers\.0\.input_layernorm\.weight"):
-        check_written(source, shards)
+    with pytest.raises(ValueError, match=r"are not as planned: model\.layers\.0\.input_layernorm\.weight"):
+        check_written(source, items)
 
 
 @pytest.mark.parametrize(

@@ -93,8 +93,13 @@ def test_no_more_of_a_weight_is_there_than_a_few_rows(tmp_path, monkeypatch):
     assert 0 < max(most) <= 512 and len(most) > 100
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("scheme", ["w2a16_g32", "fp8_dynamic", "w4a16_asym", "mxfp4"])
+@pytest.mark.parametrize(
+    ("scheme", "value"),
+    [
+        *(("w2a16_g32", torch.nan), ("fp8_dynamic", torch.inf), ("mxfp4", -torch.inf)),
+        *(("w4a16_asym", value) for value in (torch.nan, torch.inf, -torch.inf)),
+    ],
+)
 def test_weights_that_are_not_finite_are_refused(tmp_path, scheme, value):
     source, name = tiny_checkpoint(tmp_path / "source", "llama", wide=True), "model.layers.1.self_attn.o_proj.weight"
     edit_checkpoint(source, lambda tensors: tensors[name][3, 5:6].fill_(value))
@@ -105,5 +110,5 @@ def test_weights_that_are_not_finite_are_refused(tmp_path, scheme, value):
 def test_codes_that_do_not_come_back_are_refused(tmp_path):
     """As they are where they are read."""
     source = tiny_checkpoint(tmp_path / "source", "llama", wide=True)
-    with pytest.raises(RankError, match=r"codes of model.* do not come back from its values in torch.bfloat16"):
+    with pytest.raises(RankError, match=r"model.*: \d+ of \d+ codes change if they are decoded to torch.bfloat16"):
         loaded(source, "w8a16_asym")
