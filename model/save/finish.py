@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from model.build import UNTIED
 from model.checkpoint.names import Names, module_name_on_disk
 from model.checkpoint.safetensors import INDEX
 from model.families import text_part
@@ -71,10 +72,9 @@ def write_config(
     # Older checkpoints spell it torch_dtype, which older readers need.
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(model.dtype).removeprefix("torch.")
     config.setdefault("architectures", [type(model).__name__])
-    if not model.config.tie_word_embeddings:  # a model that was built untied
-        for part in (config, config.get("text_config", {})):
-            if part.get("tie_word_embeddings"):
-                part["tie_word_embeddings"] = False
+    if hasattr(model.config, UNTIED):
+        for part in (config, *([config["text_config"]] if "text_config" in config else [])):
+            part["tie_word_embeddings"] = False
     if quantization is not None:
         quantized = configuration(model, quantization, layout, items)
         if quantized is not None:

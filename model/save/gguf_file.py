@@ -175,7 +175,7 @@ def plan_gguf(model: PreTrainedModel, items: Iterable[Item], template: Path | No
     if factors is not None:
         tensors[ROPE_FREQS] = GGUFTensor("F32", torch.float32, tuple(factors.shape), parts={0: ROPE_FREQS})
     plan = GGUFPlan(architecture, tensors, reader, factors)
-    _check_tensors(plan, template, tied=bool(model.config.tie_word_embeddings))
+    _check_tensors(plan, template, tied=bool(getattr(model.config, "tie_word_embeddings", False)))
     return plan
 
 
