@@ -67,7 +67,7 @@ class Source:
 
     def left(self) -> list[str]:
         """Return the keys that were not taken and change the training."""
-        empty = (None, "", False, [], {})
+        empty: tuple[Any, ...] = (None, "", False, [], {})
         return [key for key, value in self.keys.items() if value not in empty and not HOUSEKEEPING.fullmatch(key)]
 
 
