@@ -39,7 +39,7 @@ from data.files import DataError, Problems, check_files
 from data.jsonl import BadLineError, Conversation, conversation_of, is_empty, lines_of
 from data.samples import IGNORE, Bars, Sample, no_bar
 from data.template import SpecialTokens, Template
-from data.tokens import CHARACTERS, TEXTS, OffsetTokenizer, TokenizerError, Tokens, in_groups
+from data.tokens import CHARACTERS, TEXTS_AT_ONCE, OffsetTokenizer, TokenizerError, Tokens, in_groups
 
 _SHOWN = 20  # keys that a note names
 _DATA = (".properties", ".arguments")
@@ -210,7 +210,7 @@ class _Builder:
     def read(self, path: Path, bar: tqdm) -> Counts:
         """Add one file, a batch of lines at a time; return its counts."""
         self.file, self.counts = str(path), Counts(files=1)
-        for batch in in_groups(self._lines(path, bar), TEXTS, CHARACTERS, lambda line: len(line[1].text)):
+        for batch in in_groups(self._lines(path, bar), TEXTS_AT_ONCE, CHARACTERS, lambda line: len(line[1].text)):
             self._add(batch)
         return self.counts
 

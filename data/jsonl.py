@@ -25,14 +25,18 @@ Turn = dict[str, Any]
 parts, or None with tool calls), and if given ``tool_calls``, ``tool_call_id``, ``name``, ``reasoning_content``, and
 other keys that the template reads."""
 
-ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")}
-ROLES |= {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}
-ROLES |= {"model": "assistant", "observation": "tool", "function": "tool", "tool_response": "tool"}
+ROLES = {
+    **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
+    **{"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"},
+    **{"model": "assistant", "observation": "tool", "function": "tool", "tool_response": "tool"},
+}
 CALLERS = ("function_call", "tool_call")
 """Roles of turns whose text is a tool call, or a list of them, in JSON."""
 
-FLAGS = {"weight": True, "train": True, "training": True, "trainable": True, "loss": True, "loss_mask": True}
-FLAGS |= {"loss_weight": True, "masked": False}
+FLAGS = {
+    **{"weight": True, "train": True, "training": True, "trainable": True, "loss": True, "loss_mask": True},
+    **{"loss_weight": True, "masked": False},
+}
 """Keys that say if a turn is learned, and the value with which it is."""
 
 NOTHING: tuple[Any, ...] = (None, "", [], "[]", "null")
@@ -46,7 +50,7 @@ PAIR = ("instruction", "input", "output")
 ANSWERS = ("prompt", "completion")
 FIELDS = {"messages": ("messages",), "conversations": ("conversations",), "pair": (*PAIR, "history")}
 FIELDS["completion"] = ANSWERS
-BESIDE = ("system", "tools", "functions", "chat_template_kwargs")
+OPTIONAL_FIELDS = ("system", "tools", "functions", "chat_template_kwargs")
 FORMS = "exactly one of 'messages', 'conversations' or 'input' (or 'instruction') with 'output'"
 REMEDY = "name the file's keys in the field map (data.fields: {input: question, output: answer})"
 LINE_BYTES = 2**26  # more than any real conversation; reading, decoding and rendering take a multiple of it
@@ -129,12 +133,12 @@ def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
 
 def expected_fields(fields: Mapping[str, str] | None) -> str | None:
     """Describe the expected field map; None if the map is None or describes exactly one of the three forms."""
-    if fields is None or ((form := _form(fields)) and {*fields} <= {*FIELDS[form], *BESIDE}):
+    if fields is None or ((form := _form(fields)) and {*fields} <= {*FIELDS[form], *OPTIONAL_FIELDS}):
         return None
-    known = ("messages", "conversations", *FIELDS["pair"], *BESIDE)
+    known = ("messages", "conversations", *FIELDS["pair"], *OPTIONAL_FIELDS)
     return (
         f"names out of {', '.join(known)}, each mapped to a key of the file: {FORMS}, and optionally 'history' (beside "
-        f"'output'), {', '.join(map(repr, BESIDE))}"
+        f"'output'), {', '.join(map(repr, OPTIONAL_FIELDS))}"
     )
 
 
@@ -175,7 +179,7 @@ def conversation_of(line: bytes, fields: Mapping[str, str] | None, reads: Reads)
     }
     if _flag_of(flags, "the row") is False:
         found.messages = _not_learned(found.messages)
-    used = {*names.values()} if fields else {*FIELDS[form], *BESIDE, *flags}
+    used = {*names.values()} if fields else {*FIELDS[form], *OPTIONAL_FIELDS, *flags}
     _read_variables(values, {} if fields else row, names, used, found)
     found.unused.update(key for key, v in row.items() if key not in used | found.variables.keys() and not is_empty(v))
     roles = [message.turn["role"] for message in found.messages]

@@ -47,7 +47,7 @@ MicroBatch = dict[str, torch.Tensor]
 """
 
 NOT_FOR_THE_MODEL = ("labels", "sample_ids", "spans", "positions")
-SHOWN = 32  # samples that an error names; the rest are only counted
+NAMED_SAMPLES = 32  # samples that an error names; the rest are only counted
 
 
 class Loader:
@@ -144,8 +144,8 @@ class Loader:
     def describe(self, step: int) -> str:
         """Describe the samples of this rank in a step, for error messages: number, and file and line where known."""
         ids = [i for rows in self._rows(step) for row in rows for i in row]
-        names = [f"{i} ({where})" if (where := self.samples[i].where()) else str(i) for i in ids[:SHOWN]]
-        more = f" and {len(ids) - SHOWN} more" if len(ids) > SHOWN else ""
+        names = [f"{i} ({where})" if (where := self.samples[i].where()) else str(i) for i in ids[:NAMED_SAMPLES]]
+        more = f" and {len(ids) - NAMED_SAMPLES} more" if len(ids) > NAMED_SAMPLES else ""
         return f"rank {self._rank}, step {step}, samples {', '.join(names)}{more}"
 
     def _rows(self, step: int) -> list[list[list[int]]]:

@@ -21,7 +21,7 @@ from data.template import Span, SpecialTexts
 
 T = TypeVar("T")
 
-TEXTS = 1024  # tokenized at a time: enough for all cores
+TEXTS_AT_ONCE = 1024  # tokenized at a time: enough for all cores
 CHARACTERS = 2**20  # tokenized at a time, unless a single text is longer
 
 

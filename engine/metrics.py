@@ -25,7 +25,7 @@ from model.ranks import is_main, say
 
 RETRY_SECONDS = 60.0
 _LIMITS = 1e-12 * 1.1 ** np.arange(774)
-BINS = np.concatenate([-_LIMITS[::-1], [0.0], _LIMITS])  # of all histograms, so that TensorBoard can compare steps
+EDGES = np.concatenate([-_LIMITS[::-1], [0.0], _LIMITS])  # of all histograms, so that TensorBoard can compare steps
 
 
 class Metrics:
@@ -103,7 +103,7 @@ class Metrics:
         """Add a histogram of the finite values, if any."""
         finite = np.array([value for value in values if math.isfinite(value)])
         if len(finite):
-            self._write(histogram(tag, finite, BINS), step)
+            self._write(histogram(tag, finite, EDGES), step)
 
     def picture(self, tag: str, draw: Callable[[], Figure], step: int) -> None:
         """Add the picture that ``draw`` returns; ``draw`` is called on rank 0 only."""

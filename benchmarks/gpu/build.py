@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from quant.kernels import build as kernels
+from quant.kernels import build_kernels as kernels
 from quant.kernels import operators  # noqa: F401  (which the library implements)
 
 

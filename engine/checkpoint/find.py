@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.checkpoint.files import file_crc32, read_object
+from engine.checkpoint.checked_files import file_crc32, read_object
 from engine.config.config import Recipe, recipe_options
 from engine.config.errors import RecipeError
 from engine.config.reading import load_recipe

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.checkpoint.files import CheckedFiles, read_object
+from engine.checkpoint.checked_files import CheckedFiles, read_object
 from engine.checkpoint.find import TrainingCheckpoint
 from engine.checkpoint.save import StatefulStates
 from engine.session.session import Session

@@ -29,7 +29,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from engine.checkpoint.files import CheckedFiles, file_crc32, replace_text, write_text
+from engine.checkpoint.checked_files import CheckedFiles, file_crc32, replace_text, write_text
 from engine.checkpoint.find import BEST, LATEST, STEP_DIRECTORIES, Best, best_checkpoint
 from engine.config.reading import save_recipe
 from engine.session.session import Session

@@ -46,7 +46,7 @@ from engine.config.sections import (
 from engine.losses.objective import CACHED_KINDS, TOP_K_KINDS
 from quant.gptq import takes
 
-Problems = Iterator[tuple[str, str]]
+Contradictions = Iterator[tuple[str, str]]
 """Keys to change, each with a description of the expected value. The error text also shows the key's value, unless the
 key has a text of its own (``learnable: nothing is learnable``)."""
 
@@ -54,7 +54,7 @@ TRAINED = ("weight", "weight_scale", "act_scale", "kv_scale", "norm", "router") 
 # Switches that are allowed with merged adapters.
 SHARED = ("weight_scale", "act_scale", "kv_scale", "norm", "router")
 # Export formats that contain an unmerged adapter, or nothing else (peft).
-BESIDE = ("compressed", "vllm_fp8", "dequantized", "peft")
+UNMERGED_FORMATS = ("compressed", "vllm_fp8", "dequantized", "peft")
 
 
 @dataclass
@@ -258,7 +258,7 @@ def idle(recipe: Recipe) -> Iterator[tuple[str, Any, str]]:
                     break
 
 
-def _data(r: Recipe) -> Problems:
+def _data(r: Recipe) -> Contradictions:
     data = r.data
     if data.kind == "chat" and (expected := expected_fields(data.fields)):
         yield "data.fields", expected
@@ -272,7 +272,7 @@ def _data(r: Recipe) -> Problems:
         )
 
 
-def _steps(r: Recipe) -> Problems:
+def _steps(r: Recipe) -> Contradictions:
     optim, steps = r.optim, r.train.steps
     warmup, decay = optim.warmup(steps), optim.decay_steps
     if not steps and not r.train.epochs:
@@ -296,7 +296,7 @@ def _steps(r: Recipe) -> Problems:
         yield "optim.weight_decay", f"at most {1 / rate:g}: {taken}"
 
 
-def _learnable(r: Recipe) -> Problems:
+def _learnable(r: Recipe) -> Contradictions:
     learnable, quant = r.learnable, r.quant
     if not (r.adapter.on or any(getattr(learnable, name) for name in TRAINED)):
         expected = f"at least one of {', '.join(TRAINED)} to be true, or adapter.kind lora"
@@ -315,7 +315,7 @@ def _learnable(r: Recipe) -> Problems:
         yield "learnable.act_scale", f"false with learnable.kv_scale false: quant.scheme {quant.scheme} has no others"
 
 
-def _losses(r: Recipe) -> Problems:
+def _losses(r: Recipe) -> Contradictions:
     loss = r.loss
     if loss.lm_weight == 0 and loss.kd_weight == 0:
         yield "loss.lm_weight, loss.kd_weight: both 0", "at least one above 0: there is no loss"
@@ -342,7 +342,7 @@ def _losses(r: Recipe) -> Problems:
             yield "loss.diagnostics_every", "0: loss.teacher_cache does not hold the distributions that are compared"
 
 
-def _evaluation(r: Recipe) -> Problems:
+def _evaluation(r: Recipe) -> Contradictions:
     every = r.eval.every
     if every > 0 and not (r.data.held_out or r.data.eval):
         yield "eval.every", "0, or samples to evaluate on (data.held_out, data.eval)"
@@ -353,7 +353,7 @@ def _evaluation(r: Recipe) -> Problems:
         yield "eval.best", "lm: loss.teacher_cache holds no held-out samples"
 
 
-def _fake_quant(r: Recipe) -> Problems:
+def _fake_quant(r: Recipe) -> Contradictions:
     quant, start = r.quant, r.quant.fake_quant_start
     if start > 0 and any(event.fake_quant is not None for event in r.schedule):
         yield "quant.fake_quant_start", "0 or -1, since events under schedule switch fake quant"
@@ -374,7 +374,7 @@ def _fake_quant(r: Recipe) -> Problems:
         yield "export.format", "compressed with quant.rotate: no reader of other formats rotates inputs"
 
 
-def _schemes(r: Recipe) -> Problems:
+def _schemes(r: Recipe) -> Contradictions:
     quant = r.quant
     if not quant.known():
         return
@@ -397,7 +397,7 @@ def _schemes(r: Recipe) -> Problems:
         yield "quant.calibration_batches", f"1 or more (or quant.scales, or quant.initial_input_scale): {nothing}"
 
 
-def _first_scales(r: Recipe) -> Problems:
+def _first_scales(r: Recipe) -> Contradictions:
     quant, start = r.quant, r.quant.fake_quant_start
     if quant.scales_follow_weights and quant.weight_range == "mse":
         yield "quant.weight_range", "absmax, since quant.scales_follow_weights measures in every step"
@@ -440,7 +440,7 @@ def _first_scales(r: Recipe) -> Problems:
         yield "quant.init", f"rtn with {scheme}: a scheme here has a scale for several rows of a weight"
 
 
-def _adapters(r: Recipe) -> Problems:
+def _adapters(r: Recipe) -> Contradictions:
     if not r.adapter.on:
         return
     kind = f"adapter.kind {r.adapter.kind}"
@@ -463,7 +463,7 @@ def _adapters(r: Recipe) -> Problems:
         yield "quant.rotate", f"nothing with {kind}: no reader supports an adapter of a rotated weight"
 
 
-def _adapters_beside(r: Recipe) -> Problems:
+def _adapters_beside(r: Recipe) -> Contradictions:
     adapter, quant = r.adapter, r.quant
     if not adapter.beside:
         return
@@ -473,8 +473,8 @@ def _adapters_beside(r: Recipe) -> Problems:
     if adapter.ranks:
         reads = "vLLM multiplies every layer's adapter by lora_alpha / r, with one r"
         yield "adapter.ranks", f"nothing with adapter.merge false: {reads}"
-    if r.export.format not in BESIDE:
-        yield "export.format", f"one of {', '.join(BESIDE)} with adapter.merge false"
+    if r.export.format not in UNMERGED_FORMATS:
+        yield "export.format", f"one of {', '.join(UNMERGED_FORMATS)} with adapter.merge false"
     if adapter.init == "error" and adapter.start is not None:
         yield "adapter.init", "zeros with adapter.start"
     if adapter.base != "quantized":
@@ -489,7 +489,7 @@ def _adapters_beside(r: Recipe) -> Problems:
         yield "adapter.init", "zeros with adapter.base quantized: the weights are the decoded codes"
 
 
-def _export(r: Recipe) -> Problems:
+def _export(r: Recipe) -> Contradictions:
     if r.export.format == "peft" and not r.adapter.beside:
         expected = "another format, or adapter.kind lora with adapter.merge false: there is no adapter to write"
         yield "export.format", expected
@@ -498,7 +498,7 @@ def _export(r: Recipe) -> Problems:
         yield "export.format", f"compressed or dequantized: {never}, the export is a plain checkpoint"
 
 
-def _events(r: Recipe) -> Problems:
+def _events(r: Recipe) -> Contradictions:
     steps, scheme = r.train.steps, r.quant.scheme
     known, weights = r.quant.known(), r.quant.linear_schemes()
     for index, event in enumerate(r.schedule):
@@ -515,7 +515,7 @@ def _events(r: Recipe) -> Problems:
             yield f"{key}.fake_quant: 'weights'", expected
 
 
-def _losses_of_events(r: Recipe) -> Problems:
+def _losses_of_events(r: Recipe) -> Contradictions:
     """Refuse events that may set the weights of both losses to 0. Events with a condition may happen at any step."""
     changes = {index: event for index, event in enumerate(r.schedule) if event.loss}
     fixed = sorted((event.at, index) for index, event in changes.items() if event.at is not None)

@@ -52,7 +52,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _DTYPE = "not bf16, fp16 or fp32, and no codes that its quantization_config explains"
 _CONVERSION = "needs a conversion that is not supported"
 _MISSING, _UNEXPECTED, _SHAPE, _TWICE = "missing", "unexpected", "of another shape", "found twice"
-Problems = dict[str, list[str]]
+ProblemsByKind = dict[str, list[str]]
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ def _plan(model: PreTrainedModel, path: Path) -> list[_Read]:
     names = Names(model, {key: tensor.shape for key, tensor in checkpoint.tensors.items()})
     tensors = own_tensors(model)
     kinds = (_DTYPE, _CONVERSION, _MISSING, _UNEXPECTED, _SHAPE, _TWICE)
-    problems: Problems = {kind: [] for kind in kinds}
+    problems: ProblemsByKind = {kind: [] for kind in kinds}
     layouts = _layouts(names, {*checkpoint.tensors, *checkpoint.lost}, problems)
     ignored = keys_left_unread(model)
     reads: list[_Read] = []
@@ -264,7 +264,7 @@ def missing_keys(names: Names, tensors: Mapping[str, Tensor], layouts: Mapping[s
     return missing
 
 
-def _layouts(names: Names, keys: set[str], problems: Problems) -> dict[str, DiskLayout | None]:
+def _layouts(names: Names, keys: set[str], problems: ProblemsByKind) -> dict[str, DiskLayout | None]:
     """Find the layout of each key, in transformers' order, on which some of its rules depend; an unsupported key
     becomes a problem."""
     layouts: dict[str, DiskLayout | None] = {}
@@ -277,7 +277,7 @@ def _layouts(names: Names, keys: set[str], problems: Problems) -> dict[str, Disk
 
 
 def _fits(
-    source: DiskTensor | QuantizedTensor, layout: DiskLayout, tensors: dict[str, Tensor], problems: Problems
+    source: DiskTensor | QuantizedTensor, layout: DiskLayout, tensors: dict[str, Tensor], problems: ProblemsByKind
 ) -> bool:
     """Return True if the model can use a tensor's shape and dtype on disk."""
     dtypes = {tensors[piece.name].dtype for piece in layout.pieces}

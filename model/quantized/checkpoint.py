@@ -1,4 +1,9 @@
-"""Tensors of a plain or quantized checkpoint, with decodable weights in place of codes, and schemes of its layers."""
+"""Tensors of a plain or quantized checkpoint, with decodable weights in place of codes, and schemes of its layers.
+
+``quantization_config.py`` decides which checkpoints can be read, ``linears.py`` finds the tensors of each Linear,
+``tensor.py`` decodes ranges of a Linear's weight. This file adds decoded weights to the tensors of a checkpoint for the
+readers of plain weights, and ``scales.py`` loads the scales.
+"""
 
 from collections.abc import Collection, Iterator
 from contextlib import suppress

@@ -1,7 +1,7 @@
 """Fused quantizers: quant/reference.py in one pass over memory, on CPU and CUDA.
 
-Each function calls an operator of :mod:`quant.kernels.operators`, which :mod:`quant.kernels.build` compiles at first
-use. ``arithmetic.h`` contains the arithmetic shared by both backends, ``cpu/`` and ``cuda/`` the kernels,
+Each function calls an operator of :mod:`quant.kernels.operators`, which :mod:`quant.kernels.build_kernels` compiles at
+first use. ``arithmetic.h`` contains the arithmetic shared by both backends, ``cpu/`` and ``cuda/`` the kernels,
 ``bindings.cpp`` their binding as operators. The files ``fused*`` contain RMSNorm and SwiGLU with quantized results.
 """
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from quant.formats.packing import unpack_nibbles
-from quant.kernels.build import ensure_ready
-from quant.kernels.build import prepare_kernels as prepare_kernels
+from quant.kernels.build_kernels import ensure_ready
+from quant.kernels.build_kernels import prepare_kernels as prepare_kernels
 from quant.kernels.operators import REFERENCE
 from quant.scale import Quantizer
 from quant.spec import TensorSpec

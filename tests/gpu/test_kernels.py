@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quant.kernels.build import build
+from quant.kernels.build_kernels import build
 from quant.reference import absmax_scale, asymmetric_grid
 from quant.spec import TensorSpec
 from tests.unit.quant.kernels.cases import DTYPES, GRIDS, Case, every_value, random_case, rows_to_sum

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from engine.checkpoint.files import replace_text
+from engine.checkpoint.checked_files import replace_text
 from model.checkpoint.safetensors import parse_json
 from model.console import figure, markdown_table
 

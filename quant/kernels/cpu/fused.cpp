@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <memory>
 
-#include "loops.h"
+#include "thread_loops.h"
 #include "../dispatch.h"
 #include "../fused.h"
 

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "loops.h"
+#include "thread_loops.h"
 #include "../dispatch.h"
 #include "../token_grids.h"
 

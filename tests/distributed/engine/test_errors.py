@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from data.loader import Loader, MicroBatch
-from engine.checkpoint.files import file_crc32
+from engine.checkpoint.checked_files import file_crc32
 from engine.config.reading import load_recipe
 from engine.loop import Loop, LoopState
 from engine.losses.objective import LossChunk

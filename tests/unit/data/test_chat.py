@@ -263,7 +263,7 @@ def test_a_slow_tokenizer_is_refused(tmp_path):
 
 
 def test_order_over_files_and_batches(tmp_path, monkeypatch):
-    monkeypatch.setattr("data.chat.TEXTS", 7)
+    monkeypatch.setattr("data.chat.TEXTS_AT_ONCE", 7)
     paths = [
         write(tmp_path / f"{start}.jsonl", *({"input": "n", "output": str(n)} for n in range(start, start + 25)))
         for start in (0, 25)

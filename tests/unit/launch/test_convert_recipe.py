@@ -13,7 +13,7 @@ from engine.config.reading import parse_recipe
 from engine.loop import Loop
 from launch import convert_recipe
 from launch.calibrate import calibrate
-from launch.convert_recipe import HOUSEKEEPING, Source, convert
+from launch.convert_recipe import HOUSEKEEPING, ForeignRecipe, convert
 from tests.lib.recipes import minimal
 from tests.lib.tiny import tiny_checkpoint
 
@@ -146,7 +146,7 @@ def test_every_key_is_converted_or_named(tool, seed):
     place[f"new_{seed}"] = 7
     after = convert(contents)
     assert after.recipe == before.recipe and sum(f"new_{seed}: 7" in note for note in after.notes) == 1
-    for key in Source(yaml.safe_load(FILES[tool])).keys:
+    for key in ForeignRecipe(yaml.safe_load(FILES[tool])).keys:
         changed = yaml.safe_load(FILES[tool])
         *sections, name = key.split(".")
         place = changed

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from launch.scripts import NamedDirectories, at_least, check_model_path, find_launcher, option_parser
+from launch.scripts import NamedDirectories, check_model_path, find_launcher, int_from, option_parser
 from model import TRANSFORMERS, check_transformers
 from tests.lib.root import ROOT
 
@@ -130,7 +130,7 @@ def test_beside_the_interpreter_then_in_path(tmp_path, monkeypatch):
 )
 def test_options_that_are_refused(words, said, capsys):
     parser = option_parser("A script.")
-    parser.add_argument("--rows", type=at_least(2))
+    parser.add_argument("--rows", type=int_from(2))
     parser.add_argument("--ptq", action=NamedDirectories, default={})
     with pytest.raises(SystemExit):
         parser.parse_args(words.split())

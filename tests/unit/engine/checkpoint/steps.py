@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from engine.checkpoint.files import CheckedFiles, file_crc32
+from engine.checkpoint.checked_files import CheckedFiles, file_crc32
 from engine.checkpoint.save import _make_current
 from engine.config.config import Recipe
 from engine.config.reading import save_recipe

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.checkpoint import save
-from engine.checkpoint.files import replace_text
+from engine.checkpoint.checked_files import replace_text
 from engine.checkpoint.find import (
     Best,
     best_checkpoint,

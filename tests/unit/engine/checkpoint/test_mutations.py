@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.checkpoint.files import read_object
+from engine.checkpoint.checked_files import read_object
 from engine.checkpoint.find import check_resumable, verify_checkpoint
 from engine.config.errors import RecipeError
 from model.ranks import RankError

@@ -3,7 +3,7 @@
 import pytest
 
 from quant import kernels
-from quant.kernels.build import build
+from quant.kernels.build_kernels import build
 
 
 @pytest.fixture(scope="module")

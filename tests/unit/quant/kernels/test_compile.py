@@ -10,7 +10,7 @@ from transformers import Qwen3ForCausalLM
 import quant
 from engine.session.student import COMPILE_OPTIONS
 from quant.kernels import prepare_kernels
-from quant.kernels.build import _AS_EAGER, build
+from quant.kernels.build_kernels import _AS_EAGER, build
 from quant.spec import get_scheme
 from tests.lib.saved import kept_for_backward, storages
 from tests.lib.scales import fill_scales

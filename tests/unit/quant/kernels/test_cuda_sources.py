@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from torch.utils.cpp_extension import COMMON_NVCC_FLAGS
 
-from quant.kernels.build import NVCC_FLAGS, SOURCES
+from quant.kernels.build_kernels import NVCC_FLAGS, SOURCES
 
 EMULATION = Path(__file__).parent / "cuda_emulation"
 # Unoptimized: the compiler takes most of the time. The sanitizers see accesses beyond a tensor and misaligned words.

@@ -13,7 +13,7 @@ from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
-from engine.checkpoint.files import CheckedFiles, file_crc32, read_object, replace_text
+from engine.checkpoint.checked_files import CheckedFiles, file_crc32, read_object, replace_text
 from engine.checkpoint.find import read_step_directory, verify_checkpoint
 from model.ranks import RankError
 from tests.unit.engine.checkpoint.steps import NOTHING, refit, write_step

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch.utils import cpp_extension
 
-from quant.kernels import build as module
-from quant.kernels.build import _architectures, _cuda_runtime, build
+from quant.kernels import build_kernels as module
+from quant.kernels.build_kernels import _architectures, _cuda_runtime, build
 from tests.lib.patience import PATIENCE, until
 from tests.lib.processes import run_python
 
