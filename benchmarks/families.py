@@ -103,13 +103,14 @@ def table(results: dict[str, Outcome]) -> str:
     lines = [
         "# Which models work",
         "",
-        f"This page is written by `python benchmarks/families.py --write`. Results of {len(verdicts)} variants: "
-        + ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
+        "This page is written by `python benchmarks/families.py --write`. "
+        f"Results of {len(verdicts)} variants: "
+        + ", ".join(f"*{kind}* {count}" for kind, count in counts.most_common())
         + ".",
         f"torch {torch.__version__.partition('+')[0]}, transformers {transformers.__version__}, two CPU ranks under "
         "ZeRO-3.",
         "",
-        "Each variant is a tiny random checkpoint, made from transformers' own configuration class with a quirk of",
+        "Each variant is a tiny random checkpoint, made from transformers' own configuration class, with one trait of",
         "the published models. *Works* means that loading and exporting it changes no byte, that logits and gradients",
         "in fp32 are those of transformers, and that 12 steps of `fp8_static` and of `w4a16_g32` run. Both exports",
         "load as the class that their `config.json` names, without a missing or an unexpected key, and compute what",

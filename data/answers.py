@@ -360,7 +360,8 @@ class _Writing:
             if early := self.template.ends.first_stop(self.text[left:right]):
                 raise BadLineError(
                     f"found {self.text[left:right][slice(*early)]!r}, at which generation stops, in front of the last "
-                    f"part of turn {index} (assistant), expected it behind the turn: mend the chat template or the turn"
+                    f"part of turn {index} (assistant), expected it behind the turn: correct the chat template or the "
+                    "turn"
                 )
         return Answer(start, end, by_content=not exact, cut=len(found.kept) < len(found.alone.pieces))
 
@@ -507,7 +508,7 @@ class _Writing:
     def _otherwise(self, index: int, what: str) -> BadLineError:
         return BadLineError(
             f"found a chat template that writes for the assistant's turn {index} {what}, expected its text once, and "
-            "the same with and without turns behind it: mend the template, or set data.loss_on: last"
+            "the same with and without turns behind it: correct the template, or set data.loss_on: last"
         )
 
     def _omitted(self, marks: Marks, mark: str) -> BadLineError:
@@ -515,7 +516,7 @@ class _Writing:
         part = "the tool" if kind == TOOL else f"turn {index}'s {repr(kind) if kind in TEXTS else kind}"
         return BadLineError(
             f"found {part} {marks.forms[mark][-1][:60]!r}, which the chat template does not write, expected it in the "
-            "text: mend the template, or remove it from the line"
+            "text: correct the template, or remove it from the line"
         )
 
     def _changed(self, index: int, marks: Marks) -> BadLineError:
@@ -526,7 +527,7 @@ class _Writing:
         text = text if len(text) <= 60 else text[:57] + "..."
         return BadLineError(
             f"found a chat template that changes the {changed} of turn {index} (assistant), and not only whitespace "
-            f"around it, expected {text!r} as it is: mend the template or the turn"
+            f"around it, expected {text!r} as it is: correct the template or the turn"
         )
 
 

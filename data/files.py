@@ -38,7 +38,7 @@ _TAR = (257, b"ustar")  # place of the name of the format in a tar archive
 
 
 class DataError(ValueError):
-    """Error in the files or in their description; the text names file, line and remedy."""
+    """Error in the files or in their description; the message names file, line and remedy."""
 
 
 class Problems:
@@ -68,7 +68,7 @@ def check_files(files: Sequence[str | Path], *, plain: bool = False) -> list[Pat
     """Return the paths of ``files``; ``plain``: they are plain text.
 
     Raises:
-        DataError: files are missing, empty, folders or of another kind; the text names all of them.
+        DataError: files are missing, empty, folders or of another kind; the message names all of them.
     """
     paths = [Path(file) for file in files]
     wrong = [f"{path}: {problem}" for path in paths if (problem := _file_problem(path, plain))]

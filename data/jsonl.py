@@ -151,7 +151,7 @@ def conversation_of(line: bytes, fields: Mapping[str, str] | None, reads: Reads)
         reads: names that the chat template reads.
 
     Raises:
-        BadLineError: the text names the found and the expected value.
+        BadLineError: the message names the found and the expected value.
     """
     row = _object(line)
     if fields is None:

@@ -287,7 +287,7 @@ class Order:
         return rows.ids[rows.starts[index] : rows.starts[index + 1]].tolist()
 
     def epoch_at(self, position: int) -> float:
-        """Return the number of epochs before a position of the stream, with fraction."""
+        """Return the number of epochs before a position of the stream, as a fraction."""
         epoch, index = self._locate(position)
         return epoch + index / self.rows_in_epoch(epoch)
 
@@ -334,8 +334,8 @@ def _files(samples: Sequence[Sample], weights: Mapping[str, float]) -> list[tupl
     other = sorted({samples[i].file for i in np.flatnonzero(files == -1)[:1]})
     if empty or other:
         raise DataError(
-            f"data.weights: found no sample of the files {empty} and no weight for {other}, expected both for every "
-            "file: the weights decide how many samples of an epoch come from which file"
+            f"data.weights: found files without samples {empty} and without a weight {other}, expected both for every "
+            "file: remove the weights of empty files, and add the missing weights"
         )
     shares = np.array(list(weights.values()), dtype=np.float64)
     exact = len(samples) * shares / shares.sum()
@@ -391,7 +391,7 @@ READ_BY_THE_HOST = ("sample_ids", "spans")
 
 
 def on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
-    """Move a loader's micro-batch to the device; add ``positions`` [N], flat indices (of B * T) with labels, in order.
+    """Move a loader's micro-batch to the device; add ``positions`` [N]: the indices into [B * T] with labels.
 
     Tensors that the host reads stay on the host. Positions could also be computed from labels on a GPU, but their
     number depends on the data, so the host would wait for all queued GPU work.

@@ -47,10 +47,11 @@ CACHE_DTYPES = {
 }
 _TOLERANCE = 1e-3  # tolerance above 0 of a log-probability, which is the difference of two rounded numbers
 CHECKED_BYTES = 2**26  # per checksum, so that ranks can share the checking
+_AGAIN = "write it again with launch/cache_teacher.py"
 
 
 class CacheError(ValueError):
-    """Error of an unusable cache; the text names the directory, the problem and the remedy."""
+    """Error of an unusable cache; the message names the directory, the problem and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ class Writer:
         self._files = {name: os.open(directory / name, os.O_WRONLY) for name in CACHE_DTYPES}
 
     def write(self, start: int, arrays: Mapping[str, np.ndarray]) -> None:
-        """Write rows from position ``start`` on, by name of the array."""
+        """Write rows of the named arrays to their files; the first row has the position ``start``."""
         for name, array in arrays.items():
             data = np.ascontiguousarray(array, dtype=CACHE_DTYPES[name])
             row = data.itemsize * int(np.prod(data.shape[1:]))
@@ -183,7 +184,7 @@ class TeacherCache:
             found = path.stat().st_size if path.is_file() else None
             if found != size:
                 state = "is not there" if found is None else f"has {found:,} bytes"
-                raise CacheError(f"{path} {state}, expected {size:,} bytes: the cache is damaged, write it again")
+                raise CacheError(f"{path} {state}, expected {size:,} bytes: the cache is damaged, {_AGAIN}")
             # An empty file cannot be mapped.
             self._arrays[name] = (
                 np.memmap(path, CACHE_DTYPES[name], "r", shape=shape) if size else np.empty(shape, CACHE_DTYPES[name])
@@ -193,7 +194,7 @@ class TeacherCache:
         """Check this rank's share of the checksums and of the values.
 
         Raises:
-            CacheError: a file differs or contains invalid values; the text names the first such file.
+            CacheError: a file differs or contains invalid values; the message names the first such file.
         """
         for name, blocks in checksums(self.directory, self.manifest, share, of).items():
             expected = self.manifest.checksums.get(name, [])
@@ -201,7 +202,7 @@ class TeacherCache:
                 if index >= len(expected) or expected[index] != found:
                     raise CacheError(
                         f"{self.directory / name}: bytes {index * CHECKED_BYTES:,} onwards are not what was written: "
-                        "the cache is damaged, write it again"
+                        f"the cache is damaged, {_AGAIN}"
                     )
         step = max(1, CHECKED_BYTES // (8 * self.manifest.top_k))
         for start in range(share * step, self.manifest.positions, of * step):
@@ -213,50 +214,47 @@ class TeacherCache:
         indices = self._arrays["indices"][rows]
         if ((indices < 0) | (indices >= self.manifest.vocabulary)).any():
             raise CacheError(
-                f"{self.directory / 'indices'} contains token ids beyond the {self.manifest.vocabulary:,} of the "
-                "vocabulary: write the cache again"
+                f"{self.directory / 'indices'} has token ids that are negative or too large, expected ids below "
+                f"{self.manifest.vocabulary:,}: the cache is damaged, {_AGAIN}"
             )
         for name in ("log_probs", "log_tail"):
             values = self._arrays[name][rows]
             if not (values <= _TOLERANCE).all():  # NaN is not
                 raise CacheError(
                     f"{self.directory / name} holds {values[~(values <= _TOLERANCE)][0]}, expected log-probabilities: "
-                    "write the cache again"
+                    f"the cache is damaged, {_AGAIN}"
                 )
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Refuse a cache that was made with another tokenizer. Raises CacheError."""
         if self.manifest.tokenizer_digest != digest_of_tokenizer(tokenizer):
-            raise CacheError(
-                f"{self.directory} was made with another tokenizer: write it again with launch/cache_teacher.py"
-            )
+            raise CacheError(f"{self.directory} was made with another tokenizer than the recipe's: {_AGAIN}")
 
     def check_samples(self, samples: Sequence[Sample]) -> None:
         """Refuse a cache that was made from other samples, or for other targets.
 
         Raises:
-            CacheError: the text names the difference.
+            CacheError: the message names the difference.
         """
-        again = "write it again with launch/cache_teacher.py"
         if self.manifest.samples != len(samples):
             raise CacheError(
-                f"{self.directory} is of {self.manifest.samples:,} samples, the recipe's data of "
-                f"{len(samples):,}: {again}"
+                f"{self.directory} has {self.manifest.samples:,} samples, expected {len(samples):,}, as the recipe's "
+                f"data has: {_AGAIN}"
             )
         if self.manifest.samples_digest != digest_of_samples(samples):
             raise CacheError(
                 f"{self.directory} is of other samples than the recipe's data (files, data.max_length, data.too_long, "
-                f"data.loss_on, data.special_tokens, data.held_out, chat template): {again}"
+                f"data.loss_on, data.special_tokens, data.held_out, chat template): {_AGAIN}"
             )
         if not np.array_equal(self._arrays["offsets"], offsets_of(samples)):
-            raise CacheError(f"{self.directory / 'offsets'} is not of the samples that the manifest names: {again}")
+            raise CacheError(f"{self.directory / 'offsets'} does not fit the samples: the cache is damaged, {_AGAIN}")
 
     def check_teacher(self, teacher: str, digest: str) -> None:
         """Raise CacheError unless the cache was made by the checkpoint ``teacher``, whose digest is ``digest``."""
         if self.manifest.teacher_digest != digest:
             raise CacheError(
                 f"{self.directory} was made by another teacher ({self.manifest.teacher}) than loss.teacher, "
-                f"{teacher}: write it again with launch/cache_teacher.py"
+                f"{teacher}: {_AGAIN}"
             )
 
     def rows(self, sample_ids: Sequence[int]) -> np.ndarray:
@@ -281,7 +279,7 @@ def _read_manifest(directory: Path) -> Manifest:
         values = json.loads(path.read_text(encoding="utf-8"))
         found = values.pop("format")
         if found != FORMAT:
-            raise CacheError(f"{path} is of format {found!r}, expected {FORMAT}: write the cache again")
+            raise CacheError(f"{path} is of format {found!r}, expected {FORMAT}: {_AGAIN}")
         manifest = Manifest(**values)
         for name, least in {"top_k": 1, "vocabulary": 1, "samples": 0, "positions": 0}.items():
             value = getattr(manifest, name)
@@ -293,4 +291,4 @@ def _read_manifest(directory: Path) -> Manifest:
     except CacheError:
         raise
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
-        raise CacheError(f"{path} is damaged ({error}): write the cache again") from error
+        raise CacheError(f"{path} is damaged ({error}): {_AGAIN}") from error

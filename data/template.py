@@ -163,7 +163,7 @@ def _stop_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
 
 
 def reads_of(tokenizer: PreTrainedTokenizerBase) -> Reads:
-    """Find the names that a tokenizer's chat template reads; a tokenizer may have several templates.
+    """Find the variables and keys that a tokenizer's chat templates read.
 
     A variable that a template sets itself counts only if the template asks whether it is given.
     """
@@ -193,10 +193,10 @@ class Template:
     """Chat template of a tokenizer.
 
     Attributes:
-        reads: names that it reads.
+        reads: variables and keys that the template reads.
         special: the tokenizer's special tokens.
         ends: tokens that may end a turn.
-        tags: tags in its source, at which it may divide a content.
+        tags: tags in the template's source, at which it may split the content of a turn.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -69,7 +69,7 @@ def observed_input_scales(quantization: Quantization, owners: Set[str]) -> dict[
 
 
 def _without_scales(absmax: dict[str, float], quantization: Quantization) -> str:
-    """Return the error text for input groups whose absmax is not finite, or 0, as no values reached them."""
+    """Return the error text for input groups without a scale: absmax is not finite, or is 0 as no values arrived."""
     bad = [owner for owner, value in absmax.items() if not math.isfinite(value)]
     unseen = [owner for owner, value in absmax.items() if value == 0]
     problems = []

@@ -118,7 +118,7 @@ def best_line(checkpoints: Path) -> str | None:
 def log_quantization(stats: QuantStats, metrics: Metrics, step: int) -> None:
     """Log histograms over layers, the worst layers as scalars, and a picture of the weights' errors by layer.
 
-    A model has hundreds of layers, with experts thousands: too many for a chart each.
+    A model has hundreds of layers, and thousands if experts are counted: too many for one chart per layer.
     """
     errors = {name: decibels(one.error) for name, one in stats.weights.items()}
     clipped = {name: one.clipped for name, one in stats.weights.items()}
@@ -144,7 +144,7 @@ def log_quantization(stats: QuantStats, metrics: Metrics, step: int) -> None:
 
 
 def decibels(relative_error: float) -> float:
-    """Convert a ratio of squares to dB, at least -100, also for an error of 0."""
+    """Convert a ratio of squares to dB; a ratio of 0 becomes -100 dB, the smallest result."""
     return float(10 * np.log10(max(relative_error, 1e-10)))
 
 

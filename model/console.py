@@ -115,8 +115,8 @@ def figure(value: float, digits: int = 4) -> str:
 
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> str:
-    """Format rows, of which the first names the columns, as a Markdown table whose columns are aligned in the text,
-    too: the first one on the left, the others on the right."""
+    """Format rows as a Markdown table. The first row has the names of the columns. Columns are aligned in the text as
+    well: the first column to the left, the others to the right."""
     cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
     first, *others = (max(3, *map(len, column)) for column in zip(*cells, strict=True))
     cells = [[row[0].ljust(first), *map(str.rjust, row[1:], others)] for row in cells]

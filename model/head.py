@@ -210,7 +210,7 @@ class LMHead(HeadProxy):
 
 
 class PlainHead(LMHead, nn.Linear):
-    """Head that replaces an nn.Linear."""
+    """Output layer that replaces an nn.Linear."""
 
     def __init__(self, linear: nn.Linear) -> None:
         """Take over the Parameter objects of ``linear``, so that they stay tied and partitioned."""
@@ -225,7 +225,7 @@ class PlainHead(LMHead, nn.Linear):
 
 
 class QuantHead(LMHead, QuantLinear):  # type: ignore[misc]  # it is no stack: its forward takes no offsets
-    """Head that replaces a QuantLinear whose input is not quantized."""
+    """Output layer that replaces a QuantLinear whose input is not quantized."""
 
     def __init__(self, linear: QuantLinear) -> None:
         """Take over the Parameter objects and the switch of ``linear``."""

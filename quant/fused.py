@@ -92,8 +92,8 @@ class FusedRMSNorm(FusedModule):
         self.train(norm.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize ``x [..., features]``; the result has the same shape, and has no values if it is passed on as
-        codes."""
+        """Normalize ``x [..., features]``; the result has the same shape. If the layers that read it take
+        codes, it is a :class:`quant.inputs.QuantizedActivation`."""
         if x.dtype != self.weight.dtype or not self.passes_codes():
             return rms_norm(x, self.weight, self.variance_epsilon)
         trains = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
@@ -146,8 +146,8 @@ class FusedSwiGLU(FusedModule):
         self.train(act.training)
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Compute ``silu(gate) * up`` of two tensors of one shape; the result has the same shape, and has no values if
-        it is passed on as codes."""
+        """Compute ``silu(gate) * up`` of two tensors of one shape; the result has the same shape. If the
+        layer that reads it takes codes, it is a :class:`quant.inputs.QuantizedActivation`."""
         if gate.dtype != up.dtype or not self.passes_codes():
             product: Tensor = self.act(gate) * up
             return product

@@ -43,6 +43,7 @@ _NOT_CACHED = {
     "kv_b_proj": "it is served from the latent that keys and values are projected from",
     "is_kv_shared_layer": "it reads the keys and values of another layer",
 }
+_OTHER_SCHEME = "choose a quant.scheme that leaves the KV cache unquantized"
 
 
 class QuantCache(nn.Module):
@@ -160,8 +161,8 @@ def attach_kv_cache(model: nn.Module, spec: TensorSpec, *, learn: bool) -> dict[
     for path, attention in attentions.items():
         if attention.config._attn_implementation != name:
             raise ValueError(
-                f"{path}, a {type(attention).__name__}, did not take another attention implementation: keys and values "
-                "cannot be quantized"
+                f"{path}, a {type(attention).__name__}, did not take another attention implementation, so its keys and "
+                f"values cannot be quantized: {_OTHER_SCHEME}"
             )
         like = next(attention.parameters())
         for attribute in (KEY, VALUE):
@@ -172,8 +173,8 @@ def attach_kv_cache(model: nn.Module, spec: TensorSpec, *, learn: bool) -> dict[
 
 
 def _attention_modules(model: nn.Module) -> dict[str, Any]:
-    """Find the modules that call an attention implementation, by name; raises for attention that does not use
-    transformers' interface."""
+    """Find the modules that call an attention implementation, by name. Raises ValueError for attention that does not
+    use transformers' interface."""
     modules = dict(model.named_modules())
     found = {name: module for name, module in modules.items() if _INTERFACE in _globals_used(module)}
     others = [
@@ -184,19 +185,20 @@ def _attention_modules(model: nn.Module) -> dict[str, Any]:
     ]
     if others:
         raise ValueError(
-            f"{', '.join(others[:3])}: attention that does not go through transformers' AttentionInterface, so its "
-            "keys and values cannot be quantized"
+            f"{', '.join(others[:3])}: found attention that does not go through transformers' AttentionInterface, so "
+            f"its keys and values cannot be quantized: {_OTHER_SCHEME}"
         )
     if not found:
         raise ValueError(
             f"{type(model).__name__} has no module that calls attention through transformers' AttentionInterface, so "
-            "its keys and values cannot be quantized"
+            f"its keys and values cannot be quantized: {_OTHER_SCHEME}"
         )
     for name, attention in found.items():
         for attribute, problem in _NOT_CACHED.items():
             if getattr(attention, attribute, False):
                 raise ValueError(
-                    f"the KV cache of {name}, a {type(attention).__name__}, cannot be quantized: {problem}"
+                    f"the KV cache of {name}, a {type(attention).__name__}, cannot be quantized: {problem}; "
+                    f"{_OTHER_SCHEME}"
                 )
     return found
 

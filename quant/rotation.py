@@ -37,7 +37,7 @@ def rotate_inputs(quantization: Quantization, patterns: Sequence[str], block: in
         block: an element of :data:`quant.gemm.BLOCKS`.
 
     Raises:
-        ValueError: a pattern matches nothing, or vLLM would not rotate the input of a layer; the text names the layers.
+        ValueError: a pattern matches nothing, or vLLM would not rotate a layer's input; the message names the layers.
     """
     names = list(quantization.layers)
     chosen: dict[str, None] = {}

@@ -251,7 +251,10 @@ def _check_one_scheme(members: Sequence[str], schemes: Mapping[str, Scheme]) -> 
         )
     found = {schemes[name]: name for name in reversed(members)}
     each = ", ".join(f"{name} has {scheme.name}" for scheme, name in reversed(found.items()))
-    raise ValueError(f"{examples(members, 6)} are served as one layer, so they need one scheme, but {each}")
+    raise ValueError(
+        f"{examples(members, 6)} are served as one layer, so they need one scheme, but {each}: write "
+        "quant.rules so that one scheme matches all of them"
+    )
 
 
 MOST_CHARACTERS, MOST_REPEATS = 2000, 4

@@ -323,7 +323,7 @@ def get_scheme(name: str) -> Scheme:
     """Return the scheme of the Linears for a preset's name.
 
     Raises:
-        ValueError: no preset has this name, or the preset leaves Linears unquantized; the text lists the known names.
+        ValueError: no preset has this name, or it leaves Linears unquantized; the message lists the known names.
     """
     if name not in SCHEMES:
         raise ValueError(f"unknown quantization scheme of linear layers {name!r}; known: {', '.join(SCHEMES)}")

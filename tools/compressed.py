@@ -110,7 +110,7 @@ def load_compressed(
 
 
 def _numerics(directory: Path) -> tuple[list[Rule], TensorSpec | None, list[RotatedInputs]]:
-    """Read the numerics in config.json: of layers, of keys and values, and of rotated inputs."""
+    """Read the rules of layers, the quantization of keys and values, and the rotated inputs from config.json."""
     config = read_quantization_config(directory)
     try:
         rotations = rotations_from_config(config.get("transform_config"))

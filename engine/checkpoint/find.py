@@ -101,7 +101,7 @@ def read_step_directory(path: Path) -> TrainingCheckpoint:
     """Read the manifest of a step directory, and compare the size of every file with it.
 
     Raises:
-        ValueError: the directory does not exist or is incomplete; the text names the bad file, and the last complete
+        ValueError: the directory does not exist or is incomplete; the message names the bad file, and the last complete
             checkpoint before this one.
     """
     try:

@@ -369,7 +369,7 @@ def _fake_quant(r: Recipe) -> Contradictions:
         yield "quant.fuse_norms", "false with train.compile, which fuses norms itself"
     if quant.rotate and (quant.scheme == SOURCE or quant.scales or quant.start):
         sources = "quant.scheme source, quant.scales or quant.start"
-        yield "quant.rotate", f"nothing with {sources}, whose scales belong to weights that are not rotated"
+        yield "quant.rotate", f"[] with {sources}, whose scales belong to weights that are not rotated"
     if quant.rotate and r.export.format != "compressed":
         yield "export.format", "compressed with quant.rotate: no reader of other formats rotates inputs"
 
@@ -460,7 +460,7 @@ def _adapters(r: Recipe) -> Contradictions:
     if r.quant.fuse_norms:
         yield "quant.fuse_norms", f"false with {kind}: adapters were not tested with inputs that exist only as codes"
     if r.quant.rotate:
-        yield "quant.rotate", f"nothing with {kind}: no reader supports an adapter of a rotated weight"
+        yield "quant.rotate", f"[] with {kind}: no reader supports an adapter of a rotated weight"
 
 
 def _adapters_beside(r: Recipe) -> Contradictions:
@@ -472,7 +472,7 @@ def _adapters_beside(r: Recipe) -> Contradictions:
         yield "learnable: more than adapters learns", f"{expected} too"
     if adapter.ranks:
         reads = "vLLM multiplies every layer's adapter by lora_alpha / r, with one r"
-        yield "adapter.ranks", f"nothing with adapter.merge false: {reads}"
+        yield "adapter.ranks", f"{{}} with adapter.merge false: {reads}"
     if r.export.format not in UNMERGED_FORMATS:
         yield "export.format", f"one of {', '.join(UNMERGED_FORMATS)} with adapter.merge false"
     if adapter.init == "error" and adapter.start is not None:

@@ -210,7 +210,7 @@ class DsConfigError(RecipeError):
 def config_path(name_or_path: str) -> Path:
     """Find the file of ``zero3`` (a name in ds_configs/) or ``my/config.json`` (relative to the current directory).
 
-    Raises DsConfigError: the file does not exist; the text lists the names in ds_configs/."""
+    Raises DsConfigError: the file does not exist; the message lists the names in ds_configs/."""
     is_path = name_or_path.endswith(".json") or os.path.sep in name_or_path
     path = Path(name_or_path) if is_path else SHIPPED / f"{name_or_path}.json"
     if not path.is_file():
@@ -335,7 +335,7 @@ def remarks(name_or_path: str) -> list[str]:
 
 
 def _take_out_optimizer(config: dict[str, Any], recipe: Recipe) -> list[str]:
-    """Remove ``optimizer`` and ``scheduler`` of published files; return problems where they differ from the recipe."""
+    """Remove the sections ``optimizer`` and ``scheduler``; return problems where they differ from the recipe."""
     optim = recipe.optim
     optimizer, scheduler = config.pop("optimizer", {}), config.pop("scheduler", {})
     for section, values in (("optimizer", optimizer), ("scheduler", scheduler)):

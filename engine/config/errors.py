@@ -65,7 +65,7 @@ class Condition(NamedTuple):
 
 
 def only_with(*conditions: Condition) -> dict[str, Any]:
-    """Return metadata of a field without effect unless all conditions hold: then only its default is allowed."""
+    """Return metadata of a field that has an effect only if all conditions hold; otherwise it must have its default."""
     return {ONLY_WITH: conditions}
 
 

@@ -201,7 +201,7 @@ class QuantRecipe:
                 yield from self._problems_of_place(place)
 
     def _problems_beside_source(self) -> Iterator[str]:
-        expected = "nothing beside quant.scheme source, which sets the schemes of all layers"
+        expected = "[] with quant.scheme source, which sets the schemes of all layers"
         for key in ("rules", "lm_head", "embedding"):
             yield from need(not getattr(self, key), f"quant.{key}", getattr(self, key), expected)
         expected = "{}: with quant.scheme source the scales come from the files, and this option measures them again"
@@ -323,7 +323,7 @@ class QuantRecipe:
 def _problems_of_scheme(name: str, own: SchemeRecipe) -> Iterator[str]:
     """Yield a problem line if a composed scheme's name is taken, and another line if the scheme is invalid."""
     if name in PRESETS or name == NONE:
-        yield f"quant.schemes.{name}: a name that is taken, expected another one"
+        yield f"quant.schemes.{name}: this name is taken, expected a name other than {NONE} and the presets'"
     try:
         own.scheme(name)
     except ValueError as error:

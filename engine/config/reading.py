@@ -64,9 +64,9 @@ def _check_keys(path: str) -> None:
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError, OSError) as error:
         raise RecipeError(_no_yaml(path, error)) from error
     if not isinstance(root, yaml.MappingNode):
-        raise RecipeError(f"{path}: expected sections like model, data and train")
+        raise RecipeError(f"{path}: {_found(root)}, expected sections like model, data and train")
     if _size(root, {}) > MOST_VALUES:
-        raise RecipeError(f"{path}: more than {MOST_VALUES:,} values, its aliases (*name) written out")
+        raise RecipeError(f"{path}: more than {MOST_VALUES:,} values, its aliases (*name) written out; expected fewer")
     problems = [f"{path}, line {line}: {problem}" for line, problem in _key_problems(root, Recipe, prefix="")]
     if problems:
         raise RecipeError("\n".join(problems))
@@ -119,12 +119,13 @@ def _key_problems(node: yaml.MappingNode, section: type, prefix: str) -> Iterato
             hint = f"did you mean {prefix}{close[0]}?" if close else f"expected one of {', '.join(known)}"
             yield line, f"{prefix}{_shown(key)}: unknown key; {hint}"
         elif key in seen:
-            yield line, f"{prefix}{key}: this key is there twice"
+            yield line, f"{prefix}{key}: this key is there twice, expected it once"
         elif is_dataclass(section_type := known[key]):
             if isinstance(value, yaml.MappingNode):
                 yield from _key_problems(value, cast(type, section_type), prefix=f"{prefix}{key}.")
             else:
-                yield line, f"{prefix}{key}: expected keys and values below it (leave the section out for its defaults)"
+                expected = "expected keys and values below it (leave the section out for its defaults)"
+                yield line, f"{prefix}{key}: {_found(value)}, {expected}"
         else:
             yield from _value_problems(value, known[key], f"{prefix}{key}", line)
         seen.add(key)
@@ -134,6 +135,13 @@ def _shown(key: str) -> str:
     """Format a key for a message: cut if long, quoted unless it is a plain word."""
     key = key if len(key) <= LONGEST_KEY else f"{key[:LONGEST_KEY]}..."
     return key if re.fullmatch(r"[\w.-]+", key) else repr(key)
+
+
+def _found(node: yaml.Node | None) -> str:
+    """Describe a node that should be a mapping: its value in short, or its kind."""
+    if node is None or node.tag == "tag:yaml.org,2002:null":
+        return "null"
+    return _shown(str(node.value)) if isinstance(node, yaml.ScalarNode) else "a list"
 
 
 def _value_problems(node: yaml.Node, kind: Any, path: str, line: int) -> Iterator[tuple[int, str]]:
@@ -159,7 +167,7 @@ def _value_problems(node: yaml.Node, kind: Any, path: str, line: int) -> Iterato
         if isinstance(node, yaml.MappingNode):
             yield from _key_problems(node, cast(type, types[0]), prefix=f"{path}.")
         else:
-            yield line, f"{path}: expected keys and values below it"
+            yield line, f"{path}: {_found(node)}, expected keys and values below it"
     elif containers := [part for part in parts if get_origin(part) in (list, dict)]:
         yield from _value_problems(node, containers[0], path, line)  # such a value, or null
 
@@ -275,7 +283,7 @@ def resolve_source(quant: QuantRecipe, path: str) -> None:
         if not found:
             raise ValueError("quantization_config has no group of layers")
     except ValueError as error:
-        expected = "expected a name unless quant.start or model.path is a quantized checkpoint"
+        expected = "expected a quantized checkpoint in quant.start or model.path, or the name of another scheme"
         raise RecipeError(f"quant.scheme: 'source', {expected}: {error}") from error
     narrow = _narrow(Path(path))
     for index, scheme in enumerate(found):

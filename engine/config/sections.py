@@ -270,7 +270,7 @@ class LossRecipe:
     null: 4096 on a GPU, where few large GEMMs are faster, and 512 on a CPU."""
 
     def named_teacher(self) -> TeacherKind:
-        """Return the teacher's kind in this section, even if the run does not distil (:meth:`Recipe.teacher_kind`)."""
+        """Return the teacher's kind in this section, even if the run does not distill (:meth:`Recipe.teacher_kind`)."""
         if self.teacher_cache is not None:
             return "cache"  # the teacher that wrote it may be named too
         if self.teacher == "self":

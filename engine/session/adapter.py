@@ -92,14 +92,14 @@ _ELSE = "set adapter.base to weights, or model.path to a quantized checkpoint, w
 
 
 def _check_made(recipe: Recipe) -> None:
-    """Refuse options that need the unquantized weights of ``model.path``, which are not kept when quantized on load."""
+    """Refuse options that need unquantized weights: weights that are quantized on load are kept as codes only."""
     path = f"adapter.base: quantized: model.path {recipe.model.path!r} is not quantized, and only its codes are kept: "
     if recipe.teacher_kind() == "self":
         raise ValueError(f"{path}set loss.teacher to it, as loss.teacher self would be the quantized model")
     if any(event.fake_quant in (False, "activations") for event in recipe.schedule):
         raise ValueError(f"{path}leave fake_quant of weights on in the schedule, as they are quantized for good")
     if recipe.quant.stores_input_scales() and recipe.quant.initial_input_scale is None:
-        raise ValueError(f"{path}scales of inputs would be measured in another model than it: {_ELSE}")
+        raise ValueError(f"{path}scales of inputs would be measured in the quantized model instead: {_ELSE}")
 
 
 def _check_start(
@@ -111,7 +111,9 @@ def _check_start(
     if source.base is not None and source.base != digest_of_checkpoint(recipe.model.path):
         raise ValueError(f"{start}it was trained on another checkpoint than model.path {recipe.model.path!r}")
     if missing := [name for name in layers if name not in source.shapes]:
-        raise ValueError(f"{start}it has nothing for {listed(missing, 3)}; name its layers in adapter.targets")
+        raise ValueError(
+            f"{start}it has no A and B for {listed(missing, 3)}; set adapter.targets to the layers that it has"
+        )
     for name, (a, b) in source.shapes.items():
         rank, layer = ranks[name], layers[name]
         expected = (rank, layer.in_features), (layer.out_features, rank)

@@ -158,7 +158,7 @@ ROUNDINGS = 4.0  # in eps of the dtype, mean over tokens: kernels with and witho
 
 
 def with_checked_rows(session: Session, samples: Sequence[Sample]) -> Session:
-    """Test the session's models on rows like those of training, and return it with ``mask`` set; a collective.
+    """Test the models on random rows of the run's shape, and return the session with ``mask`` set; a collective.
 
     Runs forwards only, with quantization paused: quantization would amplify tiny differences.
 

@@ -141,13 +141,13 @@ class CheckedModels:
 
 
 def check_models(recipe: Recipe, context: RunContext, *, losses: bool = True) -> CheckedModels:
-    """Check the student, its scales and the teacher; a collective. Prints nothing: the run does when it builds them.
+    """Check the student, its scales and the teacher; a collective. It prints nothing: :func:`build_session` does.
 
     ``losses``: as in :func:`engine.session.student.build_student`; without losses there is no teacher.
 
     Raises:
-        RankError: on every rank: a model cannot be built, quantized or filled from its files, or the teacher's cache
-            does not fit.
+        RankError: on every rank: a model cannot be built or quantized, its files do not fit it, or the teacher's cache
+            does not fit the run.
     """
     with contextlib.redirect_stdout(io.StringIO()):
         # Nothing is computed, so nothing is compiled, and no codes are kept for the next micro-batch.

@@ -89,7 +89,7 @@ def empty_student(
             output_head(model)  # raises if the losses cannot be computed from hidden states
         if recipe.quant.rotate and is_quantized(Path(recipe.model.path)):
             raise ValueError(
-                f"quant.rotate: {recipe.quant.rotate}, expected nothing: {recipe.model.path} is quantized, and its "
+                f"quant.rotate: {recipe.quant.rotate}, expected []: {recipe.model.path} is quantized, and its "
                 "scales are of weights that are not rotated; start from the checkpoint that it was made from"
             )
         if recipe.adapter.on:

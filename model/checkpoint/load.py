@@ -210,7 +210,7 @@ def _plan(model: PreTrainedModel, path: Path) -> list[_Read]:
     """Plan the reads, in file order.
 
     Raises:
-        CheckpointError: the files do not have each tensor of the model exactly once; the text names every problem.
+        CheckpointError: the files do not have each tensor of the model exactly once; the message names every problem.
     """
     checkpoint = read_checkpoint(path, model)
     names = Names(model, {key: tensor.shape for key, tensor in checkpoint.tensors.items()})
@@ -299,7 +299,7 @@ def keys_left_unread(model: PreTrainedModel) -> re.Pattern[str]:
 
 
 def check_finite(model: nn.Module, said: str) -> None:
-    """Raise RankError, on every rank, if parameters have NaN or Inf; the text begins with ``said`` and names them. A
+    """Raise RankError, on every rank, if parameters have NaN or Inf; the message begins with ``said`` and names them. A
     collective without gathering. Excludes packed weights, and frozen scales, which are NaN until filled and are checked
     whenever they are read or written."""
     named = {

@@ -47,7 +47,7 @@ DTYPES = {
 
 
 class CheckpointError(ValueError):
-    """Error for a checkpoint that cannot be read; the text names the file."""
+    """Error for a checkpoint that cannot be read; the message names the file."""
 
 
 class DiskTensor(NamedTuple):

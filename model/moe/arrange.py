@@ -48,7 +48,7 @@ def arrange_experts(model: nn.Module, form: Form) -> int:
     and return their number. Run it in a context that creates parameters on the meta device: nothing is copied.
 
     Raises:
-        ValueError: experts have an unknown layout or function; the text names the class.
+        ValueError: experts have an unknown layout or function; the message names the class.
     """
     counts = _numbers_of_experts(model.config.to_dict() if isinstance(model, PreTrainedModel) else {})
     found = [

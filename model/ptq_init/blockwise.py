@@ -175,7 +175,7 @@ class _Tuned:
         self._write(self._masters)
 
     def settle(self, quantization: Quantization, originals: Mapping[nn.Parameter, Tensor]) -> None:
-        """Keep the result: weights move into the rounding bins of their codes, scales of integers into s0."""
+        """Keep the result: move each weight into the rounding bin of its code; write the scales of integers to s0."""
         integers = {one: layer for one, layer in self._layers.items() if layer.scheme.weights.dtype == "int"}
         read = [parameter for layer in self._layers.values() for parameter in layer.parameters(recurse=False)]
         with gathered(dict.fromkeys(read)):

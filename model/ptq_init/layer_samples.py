@@ -64,7 +64,7 @@ class Samples:
 
 
 def decoder_layers(model: nn.Module, quantization: Quantization) -> dict[str, nn.Module]:
-    """Find the outermost layers that transformers checkpoints individually, if they have quantized layers inside."""
+    """Find the outermost layers with activation checkpointing in transformers that contain quantized layers."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer in found)

@@ -147,8 +147,11 @@ def source_schemes(
 
 
 def _on_grid(scheme: Scheme, said: Collection[TensorSpec], name: str | None) -> Scheme:
-    """Return the scheme of layer ``name`` (None if its codes were not read) with the recipe's narrow or full range.
-    Raises ValueError if the recipe has narrow range, but the codes have full range."""
+    """Return the scheme with the range of codes, full or narrow, that the recipe gives it.
+
+    ``name`` is the layer whose codes were read, or None. Raises ValueError if the recipe has the narrow range and the
+    codes have the full range.
+    """
     other = on_other_grid(scheme)
     if other is None or scheme.weights in said or other.weights not in said:
         return scheme

@@ -219,7 +219,7 @@ def _integers(config: Mapping[str, Any]) -> Scheme:
 
 
 def fp8_rules(config: Mapping[str, Any]) -> list[Rule]:
-    """Create rules for the fp8 of vLLM, DeepSeek and transformers: one scheme, except for the modules that it names."""
+    """Create rules from the fp8 config of vLLM, DeepSeek or transformers: one scheme, except for skipped modules."""
     sides = config.get("weight_block_size")
     if sides not in (None, [128, 128]):
         raise ValueError(f"weight_block_size is {sides!r}, expected [128, 128] or none")

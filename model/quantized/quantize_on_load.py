@@ -1,4 +1,4 @@
-"""Quantize weights while they are read, or read their codes, into packed weights (``adapter.base: quantized``).
+"""Fill packed weights (``adapter.base: quantized``): quantize plain weights while they are read, or read codes.
 
 A :class:`QuantizeOnLoad` represents a weight of a plain checkpoint, as a
 :class:`model.quantized.tensor.QuantizedTensor` represents a weight of a quantized checkpoint. Its rows are read in the
@@ -13,7 +13,7 @@ but no scales need to be kept until then.
 
 A :class:`PackedTensor` packs these codes, or the codes of a quantized checkpoint, as the Parameter stores them
 (:mod:`quant.packed_weight`). A rank reads the rows of its partition. A few rows at a time are decoded and quantized
-again, to check that the codes are the same and a layer computes with the file's values.
+again. If this gives the same codes, a layer computes with the file's values.
 """
 
 import math

@@ -160,7 +160,7 @@ def plan_gguf(model: PreTrainedModel, items: Iterable[Item], template: Path | No
 
     Raises:
         ValueError: there is no template, or it is a template of another model; or there are tensors that a GGUF file
-            cannot have, or that only the template has. The text names each of them.
+            cannot have, or that only the template has. The message names each of them.
     """
     architecture = _architecture_of(model.config)
     if template is None:
@@ -375,7 +375,7 @@ def _check_template(template: Any, path: Path, config: PretrainedConfig) -> None
 
 
 def _other_values(template: Any, architecture: str, config: PretrainedConfig) -> Iterator[str]:
-    """Yield differences in sizes."""
+    """Yield a problem for each size in the template that differs from the model's."""
     for end, attribute in _SAME.items():
         found = _value_of(template, key := f"{architecture}.{end}")
         expected = getattr(config, attribute, None)
@@ -389,7 +389,7 @@ def _same(found: Any, expected: float) -> bool:
 
 
 def _other_positions(template: Any, architecture: str, config: PretrainedConfig) -> Iterator[str]:
-    """Yield differences in positional encoding."""
+    """Yield a problem for each difference between the template's and the model's positional encoding."""
     rope = config.rope_parameters
     base, theta = _value_of(template, f"{architecture}.rope.freq_base"), rope["rope_theta"]
     if base is not None and not _same(base, theta):

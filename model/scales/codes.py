@@ -203,8 +203,8 @@ def other_weights(sums: Tensor, spec: TensorSpec) -> str | None:
 
 
 def _refitted(sums: Tensor) -> tuple[float, float]:
-    """Compute the squared distance between weight and decoded weight without clipped weights, for the given scales and
-    for the best scales."""
+    """Compute the squared distance of unclipped weights from their decoded codes: with the given scales, and with the
+    scales that minimize it."""
     weights, products, decoded = sums[:3]
     kept = float((weights - 2 * products + decoded).sum())
     if len(sums) > 3:  # and with the best zero points

@@ -373,7 +373,8 @@ def unpack_weight(tensors: dict[str, torch.Tensor], scheme: Scheme) -> torch.Ten
     shape = tensors["weight_shape"]
     if tuple(shape.shape) != (2,) or shape.is_floating_point() or not (shape > 0).all():
         raise ValueError(
-            f"weight_shape is {shape.flatten()[:4].tolist()} of shape {list(shape.shape)}, expected [out, in]"
+            f"weight_shape is {shape.dtype} {list(shape.shape)} with the values {shape.flatten()[:4].tolist()}, "
+            "expected two positive integers [out, in]"
         )
     rows, columns = shape.tolist()
     expected = (rows, packed_columns(columns, bits))

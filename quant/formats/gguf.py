@@ -23,7 +23,7 @@ def block_type(scheme: Scheme) -> str:
     """Return the block type, ``"Q4_0"`` or ``"Q8_0"``, that decodes to the training numerics of ``scheme``.
 
     Raises:
-        ValueError: no block type does; the text names the nearest supported scheme.
+        ValueError: no block type does; the message names the nearest supported scheme.
     """
     for known, name in _TYPES.items():
         if (scheme.weights.wide, scheme.activations) == (known.weights, known.activations):

@@ -18,7 +18,7 @@ GROUP_SIZES = (32, 64, 128)
 
 
 def check_affine(scheme: Scheme) -> None:
-    """Raise ValueError if affine groups cannot express ``scheme``; the text names the nearest supported scheme."""
+    """Raise ValueError if affine groups cannot express ``scheme``; the message names the nearest supported scheme."""
     weights = scheme.weights
     plain = weights.dtype == "int" and scheme.activations is None and not weights.ggml
     if plain and weights.group_size in GROUP_SIZES:

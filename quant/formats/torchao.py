@@ -28,7 +28,7 @@ _SMALLEST = torch.finfo(torch.bfloat16).smallest_normal
 
 
 def check_intx(scheme: Scheme) -> None:
-    """Raise ValueError if ExecuTorch has no operator for ``scheme``; the text names an alternative."""
+    """Raise ValueError if ExecuTorch has no operator for ``scheme``; the message names an alternative."""
     weights = scheme.weights
     size = weights.group_size or 0
     integers = weights.dtype == "int" and weights.symmetric and weights.granularity in ("channel", "group")

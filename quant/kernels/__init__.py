@@ -174,8 +174,8 @@ def masked_(grad: Tensor, mask: Tensor) -> Tensor:
 
 
 def dequantize_and_mask_(grad: Tensor, mask: Tensor, codes: Tensor, quantizer: Quantizer) -> Tensor:
-    """Apply :func:`masked_` to ``grad``, and :func:`dequantize` in its dtype to as many codes, in one launch; not for
-    scales per block."""
+    """Mask ``grad`` in place (:func:`masked_`) and decode as many ``codes`` in the dtype of ``grad``
+    (:func:`dequantize`), in one launch; not for scales per block."""
     s0, theta, _, stored = _run_scales(quantizer)
     return _operators().dequantize_and_mask_(grad, mask, codes, s0, theta, stored, *_zero_and_above(quantizer))
 

@@ -44,7 +44,7 @@ class StepCost:
         added: bytes by part in two places per event, as in :func:`tools.memory.trace.own_bytes`: ``held`` (parameters,
             gradients, optimizer states and buckets), ``gathered``, ``reduction`` (copies while gradients are reduced).
         backward: True for places that belong to backward.
-        step: the worst moment of the optimizer's step itself.
+        step: the moment of the optimizer's step with the most bytes.
         traffic: bytes of the whole step's collectives by kind, each of the whole tensor: the result of an all-gather,
             the operand of a reduction.
     """
@@ -60,7 +60,7 @@ class StepCost:
         return int(self.added["gathered"].max())
 
     def moments(self, events: Sequence[Event]) -> dict[str, Moment]:
-        """Find the worst moment of each phase."""
+        """Find the moment of each phase with the most bytes."""
         parts = {**self.added, "activations": own_bytes(events)}
         total = np.sum(list(parts.values()), axis=0)
         found = {}
@@ -70,7 +70,7 @@ class StepCost:
         return {**found, "step": self.step}
 
     def most(self, own: np.ndarray) -> int:
-        """Compute the bytes at the worst of all moments, if the model itself has ``own`` bytes."""
+        """Compute the peak bytes of the step, if the model's tensors at each event take ``own`` bytes."""
         return max(self.step.total, int((sum(self.added.values()) + own).max()))
 
 

@@ -8,12 +8,13 @@ it (:func:`tools.verify.vllm.run`) has none of the project's requirements. JOBS.
     export: directory of the export.
     tokens: .npy file of token ids [windows, T].
     dtype: dtype of the computation, a name of torch.
-    out: .npz file to write: ``logprobs`` [windows, T - 1, V] in fp32, the log-probabilities of every token of the
-        vocabulary after each but the last, and ``kernels``, those of the layers; ``version`` of vLLM.
-    codes: also write each fp8 parameter of the loaded model, as bytes under its name.
+    out: .npz file to write. ``logprobs`` [windows, T - 1, V] in fp32 has the log-probability of every token of the
+        vocabulary at positions 1 to T - 1, ``kernels`` the names of the kernels that compute the layers, and
+        ``version`` the version of vLLM.
+    codes: if true, ``out`` also has the bytes of each fp8 parameter of the loaded model, under its name.
 
-Each job runs in a process of its own, forked after the slow imports. Instead of ``out``, a job that fails leaves a
-file of the same name with ``.error`` added, which has the error in one line.
+Each job runs in a process of its own, forked after the slow imports. A job that fails does not write ``out``, but a
+file of this name with ``.error`` added, which has the error in one line.
 """
 
 import gc
@@ -55,7 +56,7 @@ def load(job: dict[str, Any], tokens: Any) -> Any:
 
 
 def compute(job: dict[str, Any], engine: Any, tokens: Any) -> dict[str, Any]:
-    """Compute what ``out`` of the job gets."""
+    """Compute the arrays of the job's file ``out``, by name."""
     import numpy as np
     import vllm
     from vllm import SamplingParams

@@ -318,7 +318,7 @@ def test_another_epoch_and_another_seed_take_other_samples(rng):
 
 def test_weights_that_do_not_fit_the_files_are_refused():
     samples = files({"a": 5, "b": 5})
-    with pytest.raises(DataError, match=r"no sample of the files \['c'\] and no weight for \['b'\]"):
+    with pytest.raises(DataError, match=r"files without samples \['c'\] and without a weight \['b'\]"):
         Order(samples, seed=0, weights={"a": 1, "c": 1})
     with pytest.raises(DataError, match=r"weights that give \['b'\] none of an epoch's 10 samples"):
         Order(samples, seed=0, weights={"a": 1, "b": 0.01})

@@ -184,7 +184,7 @@ def test_offsets_of_other_samples_are_refused(made):
     offsets[3:-1] += 2**40
     (directory / "offsets").write_bytes(offsets.tobytes())
     refit(directory)
-    with pytest.raises(CacheError, match=f"{directory / 'offsets'} is not of the samples"):
+    with pytest.raises(CacheError, match=f"{directory / 'offsets'} does not fit the samples"):
         TeacherCache(directory).check_samples(samples)
 
 
@@ -203,7 +203,7 @@ def test_a_cache_of_something_else_is_refused(made, tmp_path):
     tokenizer.add_tokens("new")
     masked = Sample(samples[0].input_ids, np.full_like(samples[0].labels, IGNORE))
     for others, said in (
-        (samples[1:], "is of 20 samples, the recipe's data of 19"),
+        (samples[1:], "has 20 samples, expected 19"),
         ([*samples[1:], samples[0]], "is of other samples"),
         ([masked, *samples[1:]], r"is of other samples .*data\.loss_on"),
     ):

@@ -72,7 +72,7 @@ REFUSED = rows(r"""
 
     $LORA adapter.rank=0                        | adapter.rank: 0, expected at least 1
     $LORA adapter.ranks="{'(': 3}"              | adapter.ranks: {'(': 3}, expected regular expressions
-    $BESIDE adapter.ranks='{.*q_proj: 3}'       | adapter.ranks: {'.*q_proj': 3}, expected nothing with adapter.merge
+    $BESIDE adapter.ranks='{.*q_proj: 3}'       | adapter.ranks: {'.*q_proj': 3}, expected {} with adapter.merge
     adapter.base=nf4                            | adapter.base: Expected one of ['weights', 'quantized']. Got value:
     $BESIDE adapter.dropout=1                   | adapter.dropout: 1.0, expected a number of at least 0 and below 1
     $BESIDE adapter.dropout=-.1                 | adapter.dropout: -0.1, expected a number of at least 0 and below 1
@@ -150,9 +150,9 @@ REFUSED = rows(r"""
     quant.fuse_norms=true train.compile=true    | quant.fuse_norms: True, expected false with train.compile
     $LORA quant.fuse_norms=true                 | quant.fuse_norms: True, expected false with adapter.kind lora:
     $LORA quant.quantized_all_gather=true       | quant.quantized_all_gather: True, expected false with adapter.kind
-    $ROTATED quant.scales=p                     | quant.rotate: ['.*\\.down_proj'], expected nothing with quant.scheme
-    $ROTATED quant.start=p                      | quant.rotate: ['.*\\.down_proj'], expected nothing with quant.scheme
-    $LORA $ROTATED                              | quant.rotate: ['.*\\.down_proj'], expected nothing with adapter.kind
+    $ROTATED quant.scales=p                     | quant.rotate: ['.*\\.down_proj'], expected [] with quant.scheme
+    $ROTATED quant.start=p                      | quant.rotate: ['.*\\.down_proj'], expected [] with quant.scheme
+    $LORA $ROTATED                              | quant.rotate: ['.*\\.down_proj'], expected [] with adapter.kind
     quant.scheme=nvfp4_w4a4 quant.input_range=percentile | quant.input_range: 'percentile', expected absmax with
 
     quant.fake_quant_start=-2                   | quant.fake_quant_start: -2, expected at least -1

@@ -121,7 +121,7 @@ REFUSED = [
     # Codes that cannot be made of an ordinary checkpoint.
     (CODES, {"quant": {"scheme": "fp8_static", **GIVEN}}, "scheme 'fp8_static' has a scale of a whole weight"),
     (CODES, {"quant": {"scheme": "nvfp4"}}, "scheme 'nvfp4' has a scale of a whole weight, or of several"),
-    (CODES, {"quant": {"scheme": "w8a8_static"}}, "scales of inputs would be measured in another model"),
+    (CODES, {"quant": {"scheme": "w8a8_static"}}, "scales of inputs would be measured in the quantized model"),
     (
         CODES,
         {"loss": {"kd_weight": 1.0, "kd": "kl", "teacher": "self"}},
@@ -178,7 +178,7 @@ WRONG = [
     ({"rank_pattern": {"(a+)+b": 4}}, "rank_pattern: "),
     ({"rank_pattern": ["a"]}, "rank_pattern is ['a'], expected numbers above 0 by pattern"),
     (lambda t: {k: v for k, v in t.items() if "q_proj.lora_B" not in k}, "expected lora_A [rank, in] and"),
-    (lambda t: {k: v for k, v in t.items() if "q_proj" not in k}, "it has nothing for model.layers.0.self"),
+    (lambda t: {k: v for k, v in t.items() if "q_proj" not in k}, "it has no A and B for model.layers.0.self"),
     (lambda t: {k: torch.cat([v, v], 1) if "A" in k else v for k, v in t.items()}, "and [64, 4], expected"),
     (
         lambda t: {**t, f"{KEY}.lora_A.default.weight": torch.ones(4, 64)},

@@ -94,7 +94,7 @@ def test_the_scheme_source_is_written_into_the_recipe(tmp_path):
     assert (scheme.weights, scheme.activations) == (SCHEMES["fp8_static"].weights, SCHEMES["fp8_static"].activations)
     rules = {"rules": [{"scheme": "none", "first": 1}]}
     for more, message in (
-        (rules, r"quant\.rules: .*, expected nothing beside quant\.scheme source"),
+        (rules, r"quant\.rules: .*, expected \[\] with quant\.scheme source"),
         ({"fake_quant_start": 3}, r"quant\.fake_quant_start: 3, expected 0: with quant\.scheme source"),
     ):
         with pytest.raises(RecipeError, match=message):
