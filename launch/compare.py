@@ -99,7 +99,7 @@ def check_missing(directories: Sequence[str], *, asked: bool) -> None:
     """Refuse directories that have no results and cannot be evaluated.
 
     Raises:
-        ValueError: the text names the directories.
+        ValueError: the message names the directories.
     """
     if not directories:
         return

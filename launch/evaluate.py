@@ -143,7 +143,7 @@ def check_results(path: Path, option: str) -> None:
     """Refuse a results file that rank 0 cannot write; a collective.
 
     Raises:
-        RankError: on every rank: the file cannot be written; the text names the option.
+        RankError: on every rank: the file cannot be written; the message names the option.
     """
     with errors_on_all_ranks(ValueError):
         if is_main():

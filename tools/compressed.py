@@ -70,7 +70,7 @@ def load_compressed(
 
     Raises:
         RankError: there is no quantization_config, or its numerics are not supported; a file is damaged; keys are
-            missing, unexpected or of another shape (the text names all); a scale is not finite, zero, or negative
+            missing, unexpected or of another shape (the message names all); a scale is not finite, zero, or negative
             (allowed for integers); or a weight is not finite.
     """
     directory, device = Path(directory), device or torch.device("cpu")
@@ -227,7 +227,7 @@ def _plain_tensors(
         packed: keys of codes and scales, which the checkpoint must have too.
 
     Raises:
-        CheckpointError: keys are missing, unexpected or of another shape; the text names all of them.
+        CheckpointError: keys are missing, unexpected or of another shape; the message names all of them.
     """
     names = Names(model, {key: tensor.shape for key, tensor in checkpoint.tensors.items()})
     quantized = {f"{name}.weight" for name in quantization.layers}

@@ -57,7 +57,7 @@ def check_writable(path: Path, option: str) -> None:
     """Reject an unwritable results file before hours of evaluation; creates its directories.
 
     Raises:
-        ValueError: the file cannot be written; the text names the command-line ``option``, the file and the reason.
+        ValueError: the file cannot be written; the message names the command-line ``option``, the file and the reason.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -82,7 +82,7 @@ def read_evaluations(path: Path) -> list[Evaluation]:
     """Read the file of :func:`write_evaluations`.
 
     Raises:
-        ValueError: the content is not as :func:`write_evaluations` writes it; the text names the file and the location
+        ValueError: the content is not as :func:`write_evaluations` writes it; the message names file and location
             of the error.
     """
     where = ""
