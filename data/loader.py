@@ -128,7 +128,7 @@ class Loader:
         return max(1, math.ceil(rows / self.rows_per_step))
 
     def first(self, count: int) -> Iterator[MicroBatch]:
-        """Yield this rank's first ``count`` micro-batches of the run, for calibration; equally many on every rank."""
+        """Yield this rank's first ``count`` micro-batches, for calibration; the same number on every rank."""
         steps = (self.step(k) for k in itertools.count())
         return itertools.islice(itertools.chain.from_iterable(steps), count)
 
@@ -452,7 +452,7 @@ def seen_in_training(training: Iterable[Sample], held_out: Sequence[Sample]) -> 
 
 
 class HeldOut:
-    """This rank's evaluation batches: each sample is in one batch of one rank; all ranks have equally many batches.
+    """This rank's evaluation batches: each sample is in one batch of one rank; all ranks have the same number.
 
     Samples are ordered by length, so that rows of a batch need little padding and the ranks have equal work
     (``sample_ids`` are indices in ``samples``). A rank without samples left gets a batch of one row without labels,

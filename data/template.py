@@ -234,7 +234,8 @@ class Template:
         except Exception as error:  # a template is a program and may raise anything
             roles = [turn["role"] for turn in turns]
             raise BadLineError(
-                f"found the roles {roles}, which the chat template refuses: {' '.join(str(error).split())}"
+                f"found the roles {roles}, which the chat template refuses: {' '.join(str(error).split())}; expected "
+                "turns that it takes"
             ) from error
 
     def formatted(self, turn: Turn) -> Turn:

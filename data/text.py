@@ -53,7 +53,10 @@ def read_text(
     paths = check_files(files, plain=True)
     eos = tokenizer.eos_token_id
     if len(paths) > 1 and not isinstance(eos, int):
-        raise DataError(f"the tokenizer of {tokenizer.name_or_path!r} has no EOS token to join {len(paths)} files with")
+        raise DataError(
+            f"the tokenizer of {tokenizer.name_or_path!r} has no EOS token to join {len(paths)} files with, "
+            "expected one: take another tokenizer, or a single file"
+        )
     backend = plain_backend(tokenizer)
     backend.encode_special_tokens = special_tokens == "text"
     if special_tokens == "refuse":

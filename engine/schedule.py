@@ -275,7 +275,10 @@ def check_events(
             raise ValueError(f"schedule[{index}].when: {event.when!r}, expected one of {', '.join(metrics)}")
         for name in event.lr or {}:
             if name not in known:
-                raise ValueError(f"schedule[{index}].lr: nothing of {name} trains, only {', '.join(known)} (learnable)")
+                raise ValueError(
+                    f"schedule[{index}].lr: no parameter of the group {name} trains, expected "
+                    f"one of {', '.join(known)} (see learnable)"
+                )
 
 
 def apply_event(event: EventRecipe, state: LoopState) -> None:

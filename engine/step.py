@@ -66,7 +66,10 @@ def _count(state: LoopState, batches: Sequence[MicroBatch]) -> tuple[int, int]:
     """Count the step's tokens over all ranks: (tokens with a target, tokens without padding); a collective."""
     valid, tokens = sum_where_ranks_agree(state, (valid_tokens(batches), sum(map(real_tokens, batches))))
     if valid == 0:  # the same on every rank, after the reduction
-        raise RankError(f"step {state.step}: no token of any rank has a target (N = 0): nothing to learn from")
+        raise RankError(
+            f"step {state.step}: no token of any rank has a target, expected at least one: look at the data, "
+            "its answers are empty or truncated"
+        )
     return valid, tokens
 
 

@@ -82,12 +82,12 @@ def start_alike(arguments: argparse.Namespace, models: Sequence[Path]) -> torch.
 def add_questions(parser: argparse.ArgumentParser) -> None:
     """Add the options that select what is measured, and how."""
     parser.add_argument("--text", type=Path, metavar="FILE", help="perplexity of this UTF-8 text file")
-    parser.add_argument("--tokens", type=int_from(1), help="only the first so many tokens of the text")
+    parser.add_argument("--tokens", type=int_from(1), help="use only this many tokens from the start of the text")
     parser.add_argument("--tasks", help="tasks or groups of lm-evaluation-harness, separated by commas")
     parser.add_argument(
         "--task_dir", type=Path, metavar="FOLDER", help="with task files (YAML); its Python code is run"
     )
-    parser.add_argument("--limit", type=int_from(1), help="only the first so many samples of each task")
+    parser.add_argument("--limit", type=int_from(1), help="use only this many samples from the start of each task")
     parser.add_argument(
         "--num_fewshot", type=int_from(0), help="examples before each question (default: as the task says)"
     )

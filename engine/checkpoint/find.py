@@ -175,7 +175,10 @@ def check_resumable(recipe: Recipe, directory: Path) -> TrainingCheckpoint:
     if recipe.adapter.on and found.base != (digest := digest_of_checkpoint(recipe.model.path)):
         changed.append(f"model.path (its files' digest was {found.base}, is {digest}: adapters of another base)")
     if changed:
-        raise RecipeError(f"train.resume: {found.path} cannot be continued with other {', '.join(changed)}")
+        raise RecipeError(
+            f"train.resume: {found.path} cannot be continued with other {', '.join(changed)}; set these "
+            "options to their old values, or start a new run in another output_dir"
+        )
     return found
 
 

@@ -93,7 +93,10 @@ def load_checkpoint(session: Session, stateful: StatefulStates, checkpoint: Trai
 def check_stateful(stateful: StatefulStates, state: Mapping[str, Any]) -> None:
     """Refuse a rank's file that lacks the state of a stateful object. Raises ValueError."""
     if missing := sorted(stateful.keys() - state["stateful"].keys()):
-        raise ValueError(f"the checkpoint keeps no state of {', '.join(missing)}: another version has written it")
+        raise ValueError(
+            f"the checkpoint keeps no state of {', '.join(missing)}: another version has written it; resume it "
+            "with that version of DeepQAT, or start a new run"
+        )
 
 
 def load_stateful(stateful: StatefulStates, state: Mapping[str, Any]) -> None:
@@ -216,7 +219,8 @@ def _load_masters(session: Session, sources: list[_Masters], layouts: list[list[
             found = _copy(target, piece.start, _parts(old, key))
             if found != target.numel():
                 raise ValueError(
-                    f"the checkpoint holds {found:,} of {target.numel():,} elements of {piece.name} ({key})"
+                    f"the checkpoint has only {found:,} of {target.numel():,} elements of {piece.name} ({key}): use "
+                    "another checkpoint"
                 )
 
 

@@ -134,7 +134,8 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor, positions: Tensor, te
     """Refuse shapes that do not match. Raises ValueError."""
     if hidden.shape[:-1] != labels.shape:
         raise ValueError(
-            f"hidden states {tuple(hidden.shape)} and labels {tuple(labels.shape)} differ in their leading dimensions"
+            f"hidden states are {tuple(hidden.shape)} and labels {tuple(labels.shape)}, expected the same leading "
+            "dimensions"
         )
     if teacher is None:
         return
@@ -152,9 +153,11 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor, positions: Tensor, te
             "positions"
         )
     if teacher.vocabulary is None and ours != theirs:
-        raise ValueError(f"vocabularies of {ours} and {theirs}: expected the number of common tokens")
+        raise ValueError(f"student and teacher have {ours} and {theirs} logits: expected the number of common tokens")
     if (teacher.vocabulary or 0) > min(ours, theirs):
-        raise ValueError(f"{teacher.vocabulary} common tokens, but vocabularies of {ours} and {theirs}")
+        raise ValueError(
+            f"{teacher.vocabulary} common tokens, expected at most {min(ours, theirs)}, the number of logits"
+        )
 
 
 class _Job(NamedTuple):

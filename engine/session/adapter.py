@@ -123,8 +123,8 @@ def _check_start(
             )
         if source.scalings[name] != adapter.scaling(rank):
             raise ValueError(
-                f"{start}{name} is multiplied by {source.scalings[name]:g}, and adapter.alpha, rank and rslora give "
-                f"{adapter.scaling(rank):g}"
+                f"{start}{name} is multiplied by {source.scalings[name]:g}, expected {adapter.scaling(rank):g}, as "
+                "adapter.alpha, adapter.rank and adapter.rslora give"
             )
 
 
@@ -217,8 +217,8 @@ def chosen_ranks(adapter: AdapterRecipe, names: Sequence[str]) -> dict[str, int]
             unused.pop(own, None)
     if unused:
         raise ValueError(
-            f"adapter.ranks: {next(iter(unused))!r} matches no layer with an adapter that a pattern before it leaves "
-            f"to it; names look like {examples(chosen)}"
+            f"adapter.ranks: {next(iter(unused))!r} decides for no layer: it matches no layer with an adapter, or "
+            f"patterns before it match the same layers; names look like {examples(chosen)}"
         )
     return ranks
 

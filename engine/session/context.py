@@ -293,12 +293,12 @@ def read_samples(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, files: Sequ
 
 
 def samples_on_all_ranks(batches: Iterable[MicroBatch], together: int = 1) -> Iterator[tuple[torch.Tensor, bool]]:
-    """Yield the samples of all batches without padding, in groups of equal length, equally many on every rank.
+    """Yield the samples of all batches without padding, in groups of equal length, the same number on every rank.
 
     A collective runs before the first group.
 
     Args:
-        batches: micro-batches, equally many on every rank.
+        batches: micro-batches, the same number on every rank.
         together: maximal number of samples in a group.
 
     Yields:

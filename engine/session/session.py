@@ -87,9 +87,7 @@ class Overrides:
         known = peak_learning_rates(self.recipe.optim)
         for name, rate in rates.items():
             if name not in known or not rate >= 0:
-                raise ValueError(
-                    f"learning rate {name}: {rate}, expected 0 or more, of a group out of {', '.join(known)}"
-                )
+                raise ValueError(f"learning rate {name}: {rate}, expected 0 or more for one of {', '.join(known)}")
         self.peak_rates = self.peak_rates | rates
 
     def set_loss_weights(self, **weights: float) -> None:
@@ -100,7 +98,7 @@ class Overrides:
         """
         for name, weight in weights.items():
             if name not in ("lm", "kd") or not weight >= 0:
-                raise ValueError(f"loss weight {name}: {weight}, expected 0 or more, of lm or kd")
+                raise ValueError(f"loss weight {name}: {weight}, expected 0 or more for lm or kd")
         if weights.get("kd") and self.recipe.teacher_kind() == "none":
             raise ValueError(
                 "loss weight kd: no teacher is loaded; name one in loss.teacher, and set loss.kd_weight or an event "

@@ -300,7 +300,9 @@ class Reader:
         buffer of at most ``chunk_bytes``, which the next chunk overwrites."""
         dtype = tensor.dtype
         if dtype is None:
-            raise CheckpointError(f"{tensor.file}: {tensor.key} has dtype {tensor.kind}, which is not supported here")
+            raise CheckpointError(
+                f"{tensor.file}: {tensor.key} has dtype {tensor.kind}, expected one of {', '.join(DTYPES)}"
+            )
         if self._buffer is None:
             # Pinned, so that the copy to a GPU needs no staging by the driver.
             size = max(self._chunk_bytes, 8)

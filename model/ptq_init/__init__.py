@@ -33,7 +33,7 @@ def choose_initial_codes(
 
     Args:
         model, quantization: the quantized model; weights and their scales are loaded.
-        samples: groups that pass a layer together, equally many on every rank. Each has its ``input_ids [n, T]``, and
+        samples: groups that pass a layer together, the same number on every rank. Each has ``input_ids [n, T]``, and
             True if the group counts; False marks a group that only keeps this rank in step with the others.
         device: device of the samples.
         tuned_rows: samples per rank and step for tuning each decoder layer, rounded up to whole groups; None for GPTQ

@@ -234,7 +234,7 @@ def _check_reference(reference: Reference, model: ScoringModel, windows: Sequenc
     if model.vocabulary != reference.vocabulary:
         raise RankError(
             f"the model has logits of {model.vocabulary:,} tokens and the reference of {reference.vocabulary:,}, "
-            "expected equally many"
+            "expected the same number: compare models of one family"
         )
 
 
@@ -250,7 +250,7 @@ class WindowBatch(NamedTuple):
 def _batches(windows: Sequence[Window], batch_size: int, label: str) -> Iterator[WindowBatch]:
     """Yield this rank's batches, with a progress bar.
 
-    Every rank gets equally many, as a ZeRO-3 forward is a collective: a rank without further windows repeats some
+    Every rank gets the same number, as a ZeRO-3 forward is a collective: a rank without further windows repeats some
     without labels. Windows of similar length are together, the longest first, so that running out of memory shows at
     once.
     """

@@ -83,7 +83,7 @@ def _result(out: Path, said: str, python: str | Path) -> Result:
 def compare_with_vllm(
     directory: Path, python: str | Path, tokens: Tensor, *, trust_remote_code: bool = False
 ) -> tuple[str, bool]:
-    """Compare a compressed export in vLLM's CPU backend, in bf16, with our reader of it.
+    """Compare a compressed export in vLLM's CPU backend, in bf16, with DeepQAT's forward of this export.
 
     Kernels of some CPUs (AMX) leave further inputs as they are, or ignore stored scales: the cost of quantizing the
     inputs is allowed as a difference.
@@ -121,9 +121,9 @@ def divergence(theirs: Tensor, ours: Tensor) -> float:
 
 
 def rounded(model: PreTrainedModel, quantization: Quantization, times: int) -> Iterator[None]:
-    """Change the embeddings, and the inputs of all quantized layers, by about a rounding, so many times.
+    """Change the embeddings, and the inputs of all quantized layers, by about one rounding; yield ``times`` times.
 
-    Each time they get other changes; after the last the model is as before.
+    The changes differ each time. After the last one the model is as before.
     """
     weight = cast("Tensor", model.get_input_embeddings().weight)
     before, size = weight.clone(), 1e-6 if weight.dtype == torch.float32 else torch.finfo(weight.dtype).eps / 2

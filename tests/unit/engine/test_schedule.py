@@ -89,9 +89,9 @@ def test_overrides_refuse_what_would_do_nothing_or_harm():
     again.load_state_dict(overrides.state_dict())
     assert again == overrides
     for call, message in [
-        (lambda: overrides.set_peak_rates(scales=1.0), "scales: 1.0, expected 0 or more, of a group out of weights,"),
+        (lambda: overrides.set_peak_rates(scales=1.0), "scales: 1.0, expected 0 or more for one of weights,"),
         (lambda: overrides.set_peak_rates(weights=float("nan")), "weights: nan"),
-        (lambda: overrides.set_loss_weights(kl=1.0), "kl: 1.0, expected 0 or more, of lm or kd"),
+        (lambda: overrides.set_loss_weights(kl=1.0), "kl: 1.0, expected 0 or more for lm or kd"),
         (lambda: overrides.set_loss_weights(kd=0.0), "both 0"),
         (lambda: Overrides(minimal()).set_loss_weights(kd=1.0), "no teacher is loaded"),
     ]:

@@ -158,11 +158,11 @@ EXPERT = r"experts\.0\.gate_proj has w2a16_g32, \S+experts"
         ([Rule(INT4, layers=r".*v_proj")], {}, r"one scheme, but \S+q_proj has w2a16_g32, \S+v_proj has w4a16_g32"),
         ([Rule(INT4, layers=r".*experts\.2\..*")], {}, rf"{EXPERT}\.2\.gate_proj has"),
         ([Rule(INT4, layers=r".*experts\..*down_proj")], {}, rf"{EXPERT}\.0\.down_proj has w4a16_g32"),
-        ([Rule(INT4, first=1), Rule(INT4, layers="lm_head")], {}, r"rule 1 \(layers: lm_head\) matches no layer"),
+        ([Rule(INT4, first=1), Rule(INT4, layers="lm_head")], {}, r"rule 1 \(layers: lm_head\) decides for no layer"),
         (
             [Rule(INT4, first=1), Rule(FP8, first=1, layers=".*mlp.*")],
             {},
-            r"rule 1 \(layers: \.\*mlp\.\*, first: 1\) matches no layer",
+            r"rule 1 \(layers: \.\*mlp\.\*, first: 1\) decides for no layer",
         ),
         ([], {"model.head": INT4}, r"model\.head: no such nn\.Linear"),
     ],

@@ -227,7 +227,7 @@ def test_bad_arguments_say_what_was_expected():
             (lambda teacher=teacher: chunked_losses(hidden, weight, None, labels, teacher), said)
             for teacher, said in (
                 (TeacherHidden(hidden[:1], weight), "teacher's hidden states are"),
-                (TeacherHidden(hidden, weight[:6]), "vocabularies of 7 and 6"),
+                (TeacherHidden(hidden, weight[:6]), "have 7 and 6 logits"),
                 (TeacherHidden(hidden, weight[:6], None, 7), "7 common tokens"),
             )
         ),

@@ -110,7 +110,7 @@ REFUSED = [
     ({"targets": [".*"]}, {}, "adapter.targets: model.embed_tokens, lm_head: lm_head and embeddings"),
     ({"rank": 65}, {}, "rank 65, expected at most 64, the layer's smaller side"),
     ({"ranks": {".*k_proj": 17}}, {}, "k_proj: rank 17, expected at most 16"),
-    ({"ranks": {".*x_proj": 2}}, {}, "adapter.ranks: '.*x_proj' matches no layer with an adapter"),
+    ({"ranks": {".*x_proj": 2}}, {}, "adapter.ranks: '.*x_proj' decides for no layer"),
     ({"targets": [".*(o|q)_proj"]}, {"quant": UNQUANTIZED}, "o_proj: not quantized"),
     # Experts.
     ({"targets": [".*experts.0.*"]}, {"moe": True}, "experts.0.up_proj, model.layers.0.mlp.experts.0.down"),
@@ -169,7 +169,7 @@ WRONG = [
     ({"init_lora_weights": "pissa_niter_4"}, "which changes the weights of the base as well"),
     ({"bias": "all"}, "bias is 'all', expected 'none'"),
     ({"peft_type": "IA3"}, "peft_type is 'IA3', expected 'LORA'"),
-    ({"lora_alpha": 8}, "is multiplied by 2, and adapter.alpha, rank and rslora give 8"),
+    ({"lora_alpha": 8}, "is multiplied by 2, expected 8, as adapter.alpha"),
     ({"alpha_pattern": {"layers.1.*q_proj": 8}}, "layers.1.self_attn.q_proj is multiplied by 2"),
     ({"r": 8}, "r is 8, and its lora_A has 4 rows"),
     ({"r": None}, "r is None, expected a number above 0"),
