@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from data.loader import valid_tokens
 from data.samples import IGNORE
-from data.teacher_cache import TeacherCache
+from data.teacher_cache import CACHE_DTYPES, TeacherCache
 from engine.config.reading import load_recipe
 from engine.loop import Loop, LoopState
 from engine.losses.objective import KD_KINDS, LossChunk
@@ -340,7 +340,10 @@ def test_a_cache_holds_what_the_teacher_says(paths):
         rows = cache.rows([index])
         assert len(rows) == int(valid.sum())
         found, indices, tail = cache.top_k(rows)
-        stored = {name: torch.from_numpy(cache.array(name)[rows].copy()) for name in ("logsumexp", "label_log_probs")}
+        stored = {
+            name: torch.from_numpy(np.fromfile(directory / name, CACHE_DTYPES[name])[rows])
+            for name in ("logsumexp", "label_log_probs")
+        }
         # The K-th and the next may be as good as equal; their log-probabilities are compared, and where they stand.
         for value, expected in (
             (found, log_probs.topk(7).values),

@@ -1,20 +1,18 @@
 """Configurations of other tools, in the form in which they publish them, and the recipes that come out."""
 
+import json
 import random
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from engine.config.config import Recipe
 from engine.config.reading import parse_recipe
-from engine.loop import Loop
 from launch import convert_recipe
-from launch.calibrate import calibrate
 from launch.convert_recipe import HOUSEKEEPING, ForeignRecipe, convert
-from tests.lib.recipes import minimal
+from tests.lib.processes import run_python
 from tests.lib.tiny import tiny_checkpoint
 
 # As configs/qwen3/qat/fp8_static/learn_scale/qwen3-30b-a3b_fp8_static_end2end_learn_scale_zero3.yaml.
@@ -84,16 +82,14 @@ WITHOUT_EFFECT += ["model._component_"]
 FILES = {"AngelSlim": SCALES_ONLY, "torchtune": TORCHTUNE}
 
 
-def read(text: str, **changes: Any) -> tuple[Recipe, list[str]]:
+def read(text: str) -> tuple[Recipe, list[str]]:
     """The recipe that comes out, parsed as training does, and the notes."""
     made = convert(yaml.safe_load(text))
-    recipe = made.recipe
-    for key, value in changes.items():
-        section, name = key.split("__")
-        recipe[section][name] = value
-    words = [f"--{section}={yaml.safe_dump(value, default_flow_style=True)}" for section, value in recipe.items()]
-    flat = [word.removesuffix("\n").removesuffix("\n...") for word in words]
-    return parse_recipe(flat, check_files=False), made.notes
+    words = [
+        f"--{section}={json.dumps(value) if isinstance(value, dict) else value}"
+        for section, value in made.recipe.items()
+    ]
+    return parse_recipe(words, check_files=False), made.notes
 
 
 def test_scales_alone_learn_from_the_model_itself():
@@ -184,15 +180,13 @@ def test_it_trains(kind, tmp_path: Path):
     chat.write_text(
         '{"conversations": [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "the quick fox"}]}\n' * 4
     )
-    files = {"model": {"path": str(model)}, "data": {"train": [str(chat)]}}
-    calibrate(minimal(**files, quant={"scheme": "fp8_static"}, output_dir=str(tmp_path / "ptq"), deepspeed="zero0"))
-    recipe, _ = read(
-        SCALES_ONLY,
-        model__path=str(model),
-        model__trust_remote_code=False,
-        data__train=[str(chat)],
-        quant__scales=str(tmp_path / "ptq" / "export"),
-    )
-    recipe.output_dir, recipe.deepspeed = str(tmp_path / "out"), "zero0"
-    assert Loop(recipe).run().step == 3
+    words = ["--model.path", model, "--data.train", f"[{chat}]", "--deepspeed", "zero0"]
+    ptq = [*words, "--quant.scheme", "fp8_static", "--train.steps", 1, "--output_dir", tmp_path / "ptq"]
+    assert run_python("from launch.calibrate import main; main()", *ptq).returncode == 0
+    recipe = convert(yaml.safe_load(SCALES_ONLY)).recipe
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    scales = ["--quant.scales", tmp_path / "ptq" / "export", "--output_dir", tmp_path / "out"]
+    options = ["--config", tmp_path / "recipe.yaml", "--model.trust_remote_code", "false", *words, *scales]
+    done = run_python("from launch.train import main; main()", *options)
+    assert done.returncode == 0, done.stderr
     assert (tmp_path / "out" / "export" / "model.safetensors").is_file()
