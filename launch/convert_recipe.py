@@ -360,7 +360,8 @@ def from_torchtune(source: ForeignRecipe) -> Converted:
     model = str(source.take("model._component_"))
     if "lora" in model:
         made.say("model._component_", f"{model}: adapter.kind lora trains an adapter")
-    made.put("model.dtype", {"fp32": "float32", "bf16": "bfloat16"}[source.take("dtype", "bf16")])
+    dtype = source.take("dtype", "bf16")
+    made.put("model.dtype", {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}.get(dtype, dtype))
     if made.recipe["model"]["dtype"] == "bfloat16":
         made.say("dtype", "bf16: torchtune's optimizer then updates bf16 weights; here it always updates fp32 copies")
     _torchtune_quantizer(source, made)
