@@ -12,7 +12,7 @@ torchao
     torchao's QAT in a plain loop with the same losses, samples, order, rates and steps.
 other
     files of other tools: a checkpoint that transformers or this project reads (GPTQ, AWQ, AutoRound), or a GGUF file,
-    which transformers dequantizes.
+    which transformers dequantizes (pip install gguf accelerate).
 
 ``--set`` changes keys of the recipe in rtn to qat, and names the rows. Every model is written, read again and measured
 in fp32 on the first ``--tokens`` tokens of each text: perplexity, and KL(unquantized || model) and equal top tokens per
@@ -34,6 +34,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from safetensors.torch import save_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import timing
@@ -139,8 +140,10 @@ class Bench:
         if path.suffix == ".gguf" and not self.file(name).exists():
             directory = self.out / name
             model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-            model.save_pretrained(directory)
-            AutoTokenizer.from_pretrained(self.options.model).save_pretrained(directory)
+            directory.mkdir(exist_ok=True)
+            save_model(model, str(directory / "model.safetensors"), metadata={"format": "pt"})
+            for file in self.options.model.glob("*.json"):
+                shutil.copy(file, directory)
             del model
         size = path.stat().st_size if path.is_file() else weights_size(path)
         self.keep(name, "", name, 0, 0, directory, size)
