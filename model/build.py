@@ -91,6 +91,7 @@ def build_model(
                     for part in (config, config.get_text_config()):
                         part.tie_word_embeddings = False
                         setattr(part, UNTIED, True)
+                    say("untied: lm_head and embeddings share a weight in the files; each gets its own weight")
                     model = _empty(config, trust_remote_code, options)
             arrange_conv1d(model)
             arrange_experts(model, experts)

@@ -30,6 +30,7 @@ def exported(checkpoint: Path, out: Path, **quant) -> Path:
     done = run_python("from launch.calibrate import main; main()", "--config", file)
     if done.returncode:
         raise RuntimeError(done.stderr)
+    assert ("each gets its own weight" in done.stdout) == (checkpoint.name == "tied")
     return out / "export"
 
 
