@@ -179,11 +179,11 @@ def make_coded(source: Path, coded: Path, config: dict[str, Any], device: torch.
     from model.save import export_model
     from model.scales import renew_weight_scales
     from model.zero import partition_new_parameters
-    from quant import SCHEMES, prepare
+    from quant import SCHEMES, replace_layers
 
     model = build_model(source, config, dtype=torch.bfloat16, device=device)
     load_weights(model, source)
-    quantization = prepare(model, SCHEMES["w4a16_g32"], learn_weight_scale=False, learn_input_scale=False)
+    quantization = replace_layers(model, SCHEMES["w4a16_g32"], learn_weight_scale=False, learn_input_scale=False)
     partition_new_parameters(model, config)
     renew_weight_scales(quantization)
     export_model(model, quantization, source, coded, max_shard_size=SHARD, overwrite=True)

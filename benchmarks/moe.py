@@ -82,7 +82,7 @@ def engine_of(way: str, directory: Path, threshold: int | None, **options: int):
     from model.build import build_model
     from model.scales import release_scales, renew_weight_scales, write_scales
     from model.zero import keep_frozen_fp32, local_data, partition_new_parameters
-    from quant import SCHEMES, prepare, weights_changed
+    from quant import SCHEMES, replace_layers, weights_changed
 
     config = ds_config(threshold, **options)
     quantization = None
@@ -97,7 +97,7 @@ def engine_of(way: str, directory: Path, threshold: int | None, **options: int):
             local = local_data(parameter)
             local.fill_(1) if "norm" in name else local.normal_(0, 0.02)
     if way != "plain":
-        quantization = prepare(model, SCHEMES["fp8_static"], learn_weight_scale=True, learn_input_scale=False)
+        quantization = replace_layers(model, SCHEMES["fp8_static"], learn_weight_scale=True, learn_input_scale=False)
         partition_new_parameters(model, config)
         renew_weight_scales(quantization)
         write_scales(quantization.input_groups, {g.owner: torch.tensor([0.02]) for g in quantization.input_groups})

@@ -31,7 +31,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, initialization
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding
 
 from benchmarks import timing
-from quant import SCHEMES, QuantLinear, prepare, prepare_kernels
+from quant import SCHEMES, QuantLinear, prepare_kernels, replace_layers
 from quant.fused import LAYERS, fuse
 from quant.observers import partial_stats, scales_from_stats
 from quant.scale import first_input_scale
@@ -251,7 +251,9 @@ def ours(
 ) -> None:
     """QuantLinears with absmax scales of the weights and of the inputs of one batch."""
     chosen = SCHEMES[scheme]
-    quantization = prepare(module, chosen, learn_weight_scale=weight, learn_input_scale=inputs, fp8_gemm=fp8_gemm)
+    quantization = replace_layers(
+        module, chosen, learn_weight_scale=weight, learn_input_scale=inputs, fp8_gemm=fp8_gemm
+    )
     assert not quantization.simulated, quantization.simulated
     for layer in quantization.layers.values():
         if isinstance(layer, QuantLinear):

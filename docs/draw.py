@@ -83,7 +83,7 @@ FILES = [
 PREPARE = [
     Box("code", "model.build", "an empty model, in partitions", SET_UP[0], row(0), SET_UP[1]),
     Box("code", "model.load", "each rank reads its own slices", SET_UP[0], row(1), SET_UP[1]),
-    Box("code", "quant.prepare", "Linears become QuantLinears", SET_UP[0], row(2), SET_UP[1]),
+    Box("code", "quant.replace_layers", "Linears become QuantLinears", SET_UP[0], row(2), SET_UP[1]),
     Box("code", "model.scales", "first scales, read or measured", SET_UP[0], row(3), SET_UP[1]),
     Box("code", "engine.fake_quant", "activation scales, if none were read", SET_UP[0], row(4), SET_UP[1]),
     Box("code", "data.chat, data.text", "tokens, and which are learned", SET_UP[0], row(5), SET_UP[1]),

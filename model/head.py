@@ -302,7 +302,7 @@ def embedding_rows(model: PreTrainedModel) -> int:
 
 def install_head(model: PreTrainedModel) -> LMHead:
     """Replace the model's output embedding by an :class:`LMHead`, in place, with the same Parameters; raises as
-    :func:`output_head`. Call it after ``quant.prepare`` (which quantizes plain Linears) and before
+    :func:`output_head`. Call it after ``quant.replace_layers`` (which quantizes plain Linears) and before
     ``deepspeed.initialize`` (which hooks modules)."""
     name, linear = output_head(model)
     if isinstance(linear, LMHead):

@@ -4,7 +4,7 @@ from quant.kernels import prepare_kernels
 from quant.kv_cache import QuantCache
 from quant.linear import SCALE_PARAMETERS, QuantEmbedding, QuantLayer, QuantLinear, weights_changed
 from quant.observers import Ranges
-from quant.quantization import Quantization, ScaleGroup, prepare
+from quant.quantization import Quantization, ScaleGroup, replace_layers
 from quant.rules import DEFAULT_EXEMPT, Rule
 from quant.scale import Quantizer, Scale
 from quant.spec import PRESETS, SCHEMES, Preset, Scheme, TensorSpec, get_scheme
@@ -28,7 +28,7 @@ __all__ = [
     "Scheme",
     "TensorSpec",
     "get_scheme",
-    "prepare",
     "prepare_kernels",
+    "replace_layers",
     "weights_changed",
 ]

@@ -235,7 +235,7 @@ class Quantization:
             observer.load_state_dict(state["observers"][owner])
 
 
-def prepare(
+def replace_layers(
     model: nn.Module,
     scheme: Scheme | None,
     *,

@@ -41,7 +41,7 @@ from quant.formats.compressed_tensors import (
 )
 from quant.formats.config_groups import kv_cache_from_config, rules_from_config
 from quant.linear import QuantLayer, QuantLinear
-from quant.quantization import Quantization, ScaleGroup, prepare
+from quant.quantization import Quantization, ScaleGroup, replace_layers
 from quant.rotation import KEY, RotatedInputs, rotated_layers, rotations_from_config
 from quant.rules import Rule
 from quant.spec import Scheme, TensorSpec
@@ -91,7 +91,7 @@ def load_compressed(
         if not schemes and kv_cache is None:
             file = directory / "config.json"
             raise ValueError(f"{file}: quantization_config has targets for no layer of {type(model).__name__}")
-        quantization = prepare(
+        quantization = replace_layers(
             model,
             None,
             named=schemes,

@@ -165,8 +165,8 @@ def parts_of(model: nn.Module, quantization: Quantization, scheme: str, dtype: t
     (lm_head, embeddings) are not included.
 
     Args:
-        model: quantized by ``quant.prepare``.
-        quantization: result of ``quant.prepare``.
+        model: quantized by ``quant.replace_layers``.
+        quantization: result of ``quant.replace_layers``.
         scheme: name of the scheme.
         dtype: dtype of the model, and of scales without a fixed dtype.
     """

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.timing import synchronize
-from quant import SCHEMES, gemm, prepare, prepare_kernels
+from quant import SCHEMES, gemm, prepare_kernels, replace_layers
 
 TOKENS = 8192
 SHAPES = [(4096, 4096), (1024, 4096), (6144, 4096), (12288, 4096), (24576, 4096), (4096, 12288)]  # out, in
@@ -126,7 +126,7 @@ def host(device: torch.device, dry: bool) -> None:
     for scheme, fp8_gemm in WAYS:
         model = nn.ModuleDict({"up_proj": linear(device)})
         learn = {"learn_weight_scale": True, "learn_input_scale": False}
-        quantization = prepare(model, SCHEMES[scheme], **learn, fp8_gemm=fp8_gemm)
+        quantization = replace_layers(model, SCHEMES[scheme], **learn, fp8_gemm=fp8_gemm)
         with torch.no_grad():
             for group in (*quantization.weight_groups, *quantization.input_groups):
                 group.s0.fill_(0.01)

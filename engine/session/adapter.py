@@ -32,7 +32,7 @@ def check_adapters(recipe: Recipe, model: PreTrainedModel, exempt: Sequence[str]
     Args:
         recipe: recipe of a run with adapters.
         model: the student, before it is quantized.
-        exempt, named: see :func:`quant.prepare`.
+        exempt, named: see :func:`quant.replace_layers`.
 
     Raises:
         ValueError: one line for each kind of problem, with the layers and the remedy.

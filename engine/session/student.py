@@ -31,7 +31,7 @@ from model.quantized.scales import take_scales, take_start
 from model.ranks import errors_on_all_ranks, is_main, listed, raise_everywhere, say
 from model.scales import load_scales, renew_weight_scales, write_scales
 from model.zero import INPUT_ALIASES, forget_secondary_copies, full_shape, gathered, partition_new_parameters, stage
-from quant import Quantization, QuantLinear, Scheme, prepare
+from quant import Quantization, QuantLinear, Scheme, replace_layers
 from quant.fused import fuse
 from quant.gemm import rotate
 from quant.packed_weight import as_weight
@@ -102,7 +102,7 @@ def quantize_student(
 ) -> Quantization:
     """Replace Linears by quantized layers and set ``requires_grad``, in place; scales are not filled yet."""
     with errors_on_all_ranks(ValueError):
-        quantization = prepare(
+        quantization = replace_layers(
             model,
             recipe.quant.default_scheme(),
             rules=recipe.quant.chosen_rules(),

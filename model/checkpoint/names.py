@@ -141,7 +141,7 @@ class Names:
     """Translator of names for one model. It is cheap to create, as no tensor is read.
 
     Args:
-        model: from ``build_model``, also after ``quant.prepare``.
+        model: from ``build_model``, also after ``quant.replace_layers``.
         on_disk: shapes by key of a checkpoint's tensors, needed to locate tensors that the model concatenates into one;
             without them the keys of such tensors are rejected.
     """

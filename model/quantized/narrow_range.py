@@ -60,7 +60,7 @@ def check_not_clipped(quantization: Quantization, owners: Iterable[str]) -> None
     """Raise RankError, which names the layers, if narrow-range layers have weights from full-range codes; a collective.
 
     Args:
-        quantization: returned by ``quant.prepare``; weights and scales are loaded.
+        quantization: returned by ``quant.replace_layers``; weights and scales are loaded.
         owners: owners of the groups whose scales were read from the files.
     """
     chosen = {*owners}

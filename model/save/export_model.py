@@ -120,7 +120,7 @@ def export_model(
 
     Args:
         model: the model in training, partitioned or not; its parameters are only read.
-        quantization: returned by ``quant.prepare``. None writes every weight unchanged, without scales: a plain
+        quantization: returned by ``quant.replace_layers``. None writes every weight unchanged, without scales: a plain
             checkpoint.
         source_dir: checkpoint that the model was built from; its configuration, tokenizer and chat template are copied.
         out_dir: directory to create.

@@ -59,7 +59,7 @@ def measure_weight_scales(
     """Measure initial scales of the current weights, by owner of the scale group; a collective.
 
     Args:
-        quantization: returned by ``quant.prepare``.
+        quantization: returned by ``quant.replace_layers``.
         owners: owners of the groups to measure; all by default.
         ranges: method to choose scales; ``quantization.ranges`` by default.
 

@@ -209,7 +209,7 @@ def check_fit(
     """Compare loaded scales of weights with the weights, before the scales are written; a collective.
 
     Args:
-        quantization: returned by ``quant.prepare``; the weights are loaded.
+        quantization: returned by ``quant.replace_layers``; the weights are loaded.
         loaded: scales from the files, already checked by :func:`check_stored`.
         global_scales: their global scales, by owner of the group.
         codes: weights in the files, by the key of the scale.

@@ -18,7 +18,7 @@ from engine.losses.chunked import chunked_losses
 from engine.losses.objective import Objective
 from engine.step import nan_unless_finite
 from model.head import install_head
-from quant import SCHEMES, Quantization, prepare
+from quant import SCHEMES, Quantization, replace_layers
 from tests.lib.counting import Counting
 from tests.lib.tiny import tiny_config
 
@@ -43,7 +43,7 @@ def no_waits(device: torch.device) -> Iterator[None]:
 
 def prepared(model: nn.Module, scheme: str) -> Quantization:
     """Quantize a model, with scales of its own size."""
-    quantization = prepare(model, SCHEMES[scheme], learn_weight_scale=True, learn_input_scale=False)
+    quantization = replace_layers(model, SCHEMES[scheme], learn_weight_scale=True, learn_input_scale=False)
     with torch.no_grad():
         for group in (*quantization.weight_groups, *quantization.input_groups):
             group.s0.fill_(0.01)

@@ -18,7 +18,7 @@ from model.quantized.scales import take_scales
 from model.save import export_model
 from model.scales import renew_weight_scales, write_scales
 from model.scales.loading import ScaleReport
-from quant import SCHEMES, Quantization, Scheme, prepare
+from quant import SCHEMES, Quantization, Scheme, replace_layers
 from quant.packed_weight import store_packed
 from quant.rules import schemes_of_layers
 from quant.scale import first_input_scale
@@ -57,10 +57,10 @@ def quantize(
         learn: learn the scales of weights.
         measure: fill all scales: those of weights are measured.
         input_scale: the value of the others; a global scale gets 6 / ``input_scale``.
-        options: of ``quant.prepare``.
+        options: of ``quant.replace_layers``.
     """
     scheme = SCHEMES[scheme] if isinstance(scheme, str) else scheme
-    quantization = prepare(model, scheme, **{"learn_weight_scale": learn, "learn_input_scale": False, **options})
+    quantization = replace_layers(model, scheme, **{"learn_weight_scale": learn, "learn_input_scale": False, **options})
     if measure:
         renew_weight_scales(quantization)
         values = {

@@ -24,7 +24,7 @@ from engine.config.sections import LossRecipe, OptimRecipe
 from engine.session.adapter import add_adapters
 from engine.session.optimizer import SCALE_GROUPS, lr_factor, parameter_groups, peak_learning_rates, set_learnable
 from model.moe.experts import Form
-from quant import Quantization, prepare
+from quant import Quantization, replace_layers
 from quant.gemm import rotate
 from quant.reference import absmax_scale
 from quant.rotation import rotate_inputs
@@ -102,7 +102,7 @@ def plain_weights(path: str, experts: Form = "stacked") -> nn.Module:
 def plain_model(settings: Recipe) -> tuple[nn.Module, Quantization]:
     """The student, quantized; scales measured and calibrated as the recipe says, unless fake quant starts later."""
     model, preset = plain_weights(settings.model.path, settings.model.experts), settings.quant.preset()
-    quantization = prepare(
+    quantization = replace_layers(
         model,
         preset.linear,
         rules=settings.quant.chosen_rules(),

@@ -18,7 +18,7 @@ def fill_scales(
     """Fill the scales of weights, times ``clip``, of inputs, and learned corrections.
 
     Args:
-        quantization: returned by ``quant.prepare``.
+        quantization: returned by ``quant.replace_layers``.
         largest: largest magnitude of inputs that is not clipped, for all or by the last name of a group's owner.
         clip: less than 1 clips some of the weights.
         theta: value of every theta.

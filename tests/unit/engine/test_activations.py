@@ -15,7 +15,7 @@ from tests.lib.checkpoints import load_model
 from tests.lib.scales import fill_scales
 from tests.lib.tiny import tiny_checkpoint
 
-# kind, scheme, whether input scales learn, the rest of what quant.prepare takes
+# kind, scheme, whether input scales learn, the rest of what quant.replace_layers takes
 CASES = {
     "learned": ("qwen3", "fp8_static", True, {}),
     "fixed": ("qwen3", "fp8_static", False, {}),
@@ -36,7 +36,7 @@ class Run:
         if not path.exists():
             tiny_checkpoint(path, kind, seed=torch.initial_seed(), layers=layers, even=True)
         self.model = load_model(path).train()
-        self.quantization = quant.prepare(
+        self.quantization = quant.replace_layers(
             self.model, quant.get_scheme(scheme), learn_weight_scale=True, learn_input_scale=learns, **options
         )
         fill_scales(self.quantization, 1.0, clip=0.7, theta=0.0)

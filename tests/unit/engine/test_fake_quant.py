@@ -9,7 +9,7 @@ import torch
 from engine.fake_quant import calibrate_inputs, check_input_scales
 from model.ranks import RankError
 from model.scales import input_scales, renew_weight_scales, write_scales
-from quant import prepare
+from quant import replace_layers
 from quant.spec import PRESETS
 from tests.lib.checkpoints import CPU, load_model
 from tests.lib.tiny import tiny_checkpoint
@@ -32,7 +32,7 @@ class Calibrated:
         self.model = load_model(tiny_checkpoint(directory, "qwen3", seed=random.randrange(2**31), **sizes)).eval()
         linear, cache = PRESETS[preset].linear, PRESETS[preset].kv_cache
         options = {"learn_weight_scale": False, "learn_input_scale": False}
-        self.quantization = prepare(self.model, linear, kv_cache=cache, **options)
+        self.quantization = replace_layers(self.model, linear, kv_cache=cache, **options)
         renew_weight_scales(self.quantization)
         owners = {group.owner for group in self.quantization.input_groups}
         calibrate_inputs(self.model, self.quantization, owners, [batch_of(3, 40), batch_of(2, 30)], CPU)

@@ -10,7 +10,7 @@ from engine.config.sections import EVENT_RATES, EventRecipe
 from engine.schedule import Schedule, check_events
 from engine.session.optimizer import lr_factor, peak_learning_rates
 from engine.session.session import Overrides
-from quant import get_scheme, prepare
+from quant import get_scheme, replace_layers
 from tests.lib.recipes import minimal
 
 
@@ -103,7 +103,7 @@ def test_overrides_refuse_what_would_do_nothing_or_harm():
 
 def test_a_condition_on_what_is_never_measured_is_an_error():
     model = nn.Sequential(nn.Linear(32, 32))
-    quantization = prepare(model, get_scheme("w4a16_g32"), learn_weight_scale=True, learn_input_scale=False)
+    quantization = replace_layers(model, get_scheme("w4a16_g32"), learn_weight_scale=True, learn_input_scale=False)
     events = [EventRecipe(at=1, fake_quant=False), EventRecipe(when="loss/ml < 2", fake_quant=True)]
     check_events(events, quantization, [], ["loss/ml"])
     said = "schedule[1].when: 'loss/ml < 2', expected one of loss/lm, eval/lm"

@@ -37,7 +37,7 @@ def attention(
     bias: bool = False,
 ) -> tuple[Attention, quant.Quantization]:
     model = Attention(bias=bias).to(dtype)
-    q = quant.prepare(
+    q = quant.replace_layers(
         model, get_scheme(scheme), learn_weight_scale=True, learn_input_scale=learn_input, fp8_gemm=fp8_gemm
     )
     fill_scales(q)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from quant import QuantLinear, Scheme, get_scheme, prepare
+from quant import QuantLinear, Scheme, get_scheme, replace_layers
 from quant.autograd import Plan, quant_linear
 from quant.linear import StackedLinear
 from quant.reference import absmax_scale, effective_scale, fake_quant, fake_quantize_tokens
@@ -46,14 +46,17 @@ SCHEMES = [
 def quantized_linear(
     scheme: Scheme | str, out: int, in_: int, *, dtype=torch.bfloat16, bias=False, experts=0, largest=2.5, **options
 ) -> QuantLinear:
-    """Build a quantized Linear, or a stack of experts, with measured scales; ``options`` are those of prepare."""
+    """Build a quantized Linear, or a stack of experts, with measured scales; ``options`` are those of
+    :func:`quant.replace_layers`."""
     scheme = get_scheme(scheme) if isinstance(scheme, str) else scheme
     layer: nn.Module = nn.Linear(in_, out, bias=bias).to(dtype)
     if experts:
         weight = nn.Parameter(torch.randn(experts, out, in_).div(16).to(dtype))
         layer = StackedLinear(weight, (experts, out, in_), ("up_proj",))
     model = nn.ModuleDict({"up_proj": layer})
-    fill_scales(prepare(model, scheme, **{"learn_weight_scale": False, "learn_input_scale": False, **options}), largest)
+    fill_scales(
+        replace_layers(model, scheme, **{"learn_weight_scale": False, "learn_input_scale": False, **options}), largest
+    )
     return model["up_proj"]
 
 

@@ -30,7 +30,7 @@ def quantized(
     torch.manual_seed(0)
     model = (FAMILIES[kind]() if kind in FAMILIES else tiny_model(kind, even=True)).to(dtype)
     others = {"learn_weight_scale": False, "learn_input_scale": False, **others}
-    quantization = quant.prepare(model, quant.SCHEMES[scheme], fp8_gemm=fp8_gemm, **others)
+    quantization = quant.replace_layers(model, quant.SCHEMES[scheme], fp8_gemm=fp8_gemm, **others)
     fill_scales(quantization, CLIPS if scheme == "fp8_static" else 0.02 * 127.5)
     return model, quantization
 

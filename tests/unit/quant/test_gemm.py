@@ -197,7 +197,7 @@ def test_where_the_gemm_is_not_taken_layers_simulate(seed):
         sizes = {"fits": (64, 48), "narrow": (48, 40), "other": (40, 64)}
         model = nn.ModuleDict({name: nn.Linear(*size) for name, size in sizes.items()}).bfloat16()
         learn = {"learn_weight_scale": False, "learn_input_scale": False}
-        q = quant.prepare(model, get_scheme("fp8_static"), **learn, fp8_gemm=fp8_gemm)
+        q = quant.replace_layers(model, get_scheme("fp8_static"), **learn, fp8_gemm=fp8_gemm)
         fill_scales(q)
         models.append(model)
         assert q.simulated == (["narrow", "other"] if fp8_gemm else [])

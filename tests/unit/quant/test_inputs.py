@@ -106,7 +106,7 @@ def test_dynamic_inputs_are_quantized_once_and_kept_once(scheme, seed):
 def test_layers_of_different_parents_share_nothing(seed):
     """Two blocks have an input each; a group of one shares with none."""
     model = nn.Sequential(Attention(), Attention()).bfloat16()
-    q = quant.prepare(model, get_scheme("fp8_static"), learn_weight_scale=False, learn_input_scale=False)
+    q = quant.replace_layers(model, get_scheme("fp8_static"), learn_weight_scale=False, learn_input_scale=False)
     assert model[0].q_proj.shared_input is model[0].v_proj.shared_input
     assert model[0].q_proj.shared_input is not model[1].q_proj.shared_input
     assert model[0].q_proj.shared_input.consumers == 3
@@ -334,7 +334,7 @@ def model_of(scheme: str) -> tuple[nn.Module, Tensor]:
     config = tiny_config("qwen3", layers=LAYERS, even=True)
     config._attn_implementation = "sdpa"
     model = Qwen3ForCausalLM(config).bfloat16().train()
-    quantization = quant.prepare(model, get_scheme(scheme), learn_weight_scale=True, learn_input_scale=False)
+    quantization = quant.replace_layers(model, get_scheme(scheme), learn_weight_scale=True, learn_input_scale=False)
     fill_scales(quantization, 2.0)  # global scales that clip some
     return model, torch.randint(config.vocab_size, (BATCH, TOKENS))
 

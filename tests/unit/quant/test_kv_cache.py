@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache
 
 from engine.session.optimizer import classify
-from quant import prepare
+from quant import replace_layers
 from quant.kv_cache import QuantCache, attach_kv_cache
 from quant.observers import Observer
 from quant.reference import fake_quant, fake_quant_backward, inside_range
@@ -180,7 +180,7 @@ def test_prepare_switches_and_watches_keys_and_values_as_inputs(name, of_inputs,
     """Alone, and beside layers: their scale groups are the last of the inputs', their switch is that of activations."""
     model, preset = build("qwen3"), PRESETS[name]
     learn = {"learn_weight_scale": False, "learn_input_scale": of_inputs, "learn_kv_scale": True}
-    quantization = prepare(model, preset.linear, kv_cache=preset.kv_cache, **learn)
+    quantization = replace_layers(model, preset.linear, kv_cache=preset.kv_cache, **learn)
     caches = quantization.caches
     groups = quantization.input_groups[-2 * LAYERS :]
     assert all((group.theta is not None) == of_inputs for group in quantization.input_groups[: -2 * LAYERS])
@@ -238,7 +238,7 @@ def test_models_whose_cache_is_another_are_refused_by_name(config, extra, named)
         attach_kv_cache(model, SPEC, learn=False)
     assert model.config._attn_implementation == "eager"
     with pytest.raises(ValueError, match="nothing to quantize"):
-        prepare(nn.Linear(8, 8), None, learn_weight_scale=False, learn_input_scale=False)
+        replace_layers(nn.Linear(8, 8), None, learn_weight_scale=False, learn_input_scale=False)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

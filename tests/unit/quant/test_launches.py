@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from model.moe.arrange import arrange_experts
-from quant import SCHEMES, prepare
+from quant import SCHEMES, replace_layers
 from quant.fused import fuse
 from quant.packed_weight import placeholder
 from tests.lib.counting import Counting
@@ -29,7 +29,7 @@ def quantize(model: nn.Module, scheme: str | None, *, learn=True, codes=False, f
     """Prepare a model on the meta device; ``codes``: codes in place of weights, as stage 3 gathers them."""
     if scheme is None:
         return
-    quantization = prepare(model, SCHEMES[scheme], learn_weight_scale=learn, learn_input_scale=False, **compute)
+    quantization = replace_layers(model, SCHEMES[scheme], learn_weight_scale=learn, learn_input_scale=False, **compute)
     if fused:
         fuse(model)
     for layer in quantization.layers.values() if codes else ():

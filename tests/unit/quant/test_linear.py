@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import quant
-from quant import Rule, prepare
+from quant import Rule, replace_layers
 from quant.autograd import Plan, quant_linear
 from quant.linear import SCALE_PARAMETERS, QuantEmbedding, QuantLinear
 from quant.observers import Observer
@@ -37,7 +37,7 @@ def make(scheme: Scheme, dtype: torch.dtype, *, learn=True, bias=True) -> tuple[
     out_features, in_features = shape_for(scheme)
     linear = nn.Linear(in_features, out_features, bias=bias).to(dtype)
     model = nn.ModuleDict({"up_proj": linear})
-    q = prepare(model, scheme, learn_weight_scale=learn, learn_input_scale=learn and scheme.learns_input)
+    q = replace_layers(model, scheme, learn_weight_scale=learn, learn_input_scale=learn and scheme.learns_input)
     fill_scales(q, 2.0)
     with torch.no_grad():
         for group in (*q.weight_groups, *q.input_groups):
@@ -294,7 +294,7 @@ def test_it_is_prepared_by_name_only():
 
     def prepared(scheme, table: nn.Embedding | None = None, **options):
         model = nn.Sequential(table or nn.Embedding(ROWS, FEATURES), nn.Linear(FEATURES, 4))
-        return model, prepare(model, scheme, learn_weight_scale=True, learn_input_scale=False, **options)
+        return model, replace_layers(model, scheme, learn_weight_scale=True, learn_input_scale=False, **options)
 
     int4 = get_scheme("w4a16_g32")
     assert list(prepared(None, rules=[Rule(int4, layers=".*")])[1].layers) == ["1"]

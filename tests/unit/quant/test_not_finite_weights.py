@@ -74,7 +74,7 @@ def ways(scheme: Scheme, learns: bool) -> Iterator[tuple[str, QuantLayer, Run, d
     if QuantEmbedding.takes(scheme):
         model = nn.Sequential(nn.Embedding(OUT, IN), nn.Linear(IN, OUT)).bfloat16()
         options = {"learn_weight_scale": learns, "learn_input_scale": False, "exempt": ()}
-        fill_scales(quant.prepare(model, scheme, named={"0": scheme}, **options))
+        fill_scales(quant.replace_layers(model, scheme, named={"0": scheme}, **options))
         run = run_of(model[0], lambda x: model[0](torch.arange(OUT)))
         yield "embedding", model[0], run, {"weight": model[0].weight}
 

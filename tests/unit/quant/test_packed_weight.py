@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from quant import SCHEMES, Quantizer, QuantLinear, Scale, TensorSpec, kernels, prepare
+from quant import SCHEMES, Quantizer, QuantLinear, Scale, TensorSpec, kernels, replace_layers
 from quant.autograd import UsedWeightFunction
 from quant.linear import StackedLinear
 from quant.packed_weight import (
@@ -63,7 +63,7 @@ def pair(name: str, stacked: bool, dtype: torch.dtype) -> tuple[QuantLinear, Qua
     store_packed(meta.get_submodule(""), SCHEMES[name].weights, tuple(meta.weight.shape))
     for one in (linear(stacked, dtype), meta):
         inner = nn.ModuleDict({"experts": nn.ModuleDict({"gate_up_proj": one})} if stacked else {"q_proj": one})
-        quantization = prepare(inner, SCHEMES[name], learn_weight_scale=False, learn_input_scale=False)
+        quantization = replace_layers(inner, SCHEMES[name], learn_weight_scale=False, learn_input_scale=False)
         if not layers:
             fill_scales(quantization)
         layers += quantization.layers.values()
@@ -126,7 +126,7 @@ def test_a_layer_computes_the_same_from_codes_that_stand_in_for_its_weight(name,
     layer = linear(stacked, dtype)
     model = nn.ModuleDict({"gate_up_proj" if stacked else "up_proj": layer})
     scales = {"learn_weight_scale": True, "learn_input_scale": False, "fp8_gemm": fp8_gemm}
-    layer = next(iter(prepare(model, SCHEMES[name], exempt=(), **scales).layers.values()))
+    layer = next(iter(replace_layers(model, SCHEMES[name], exempt=(), **scales).layers.values()))
     largest = layer.weight.detach().abs().max().float() / layer.scheme.weights.qmax
     layer.weight_s0.data = largest * (0.4 + torch.rand(layer.weight_s0.shape) / 5)  # clips some weights
     if layer.input_s0 is not None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from quant import SCALE_PARAMETERS, SCHEMES, QuantLinear, prepare
+from quant import SCALE_PARAMETERS, SCHEMES, QuantLinear, replace_layers
 from tests.families.variants import VARIANTS
 from tests.unit.quant.trees import (
     ATTENTION,
@@ -38,7 +38,7 @@ def test_switches():
         quantization.set_fake_quant(True, True, pattern="o_proj")
     quantization.restore_fake_quant(states)
     assert quantization.fake_quant_state() == states
-    weight_only = prepare(moe_model(), INT4, learn_weight_scale=True, learn_input_scale=False)
+    weight_only = replace_layers(moe_model(), INT4, learn_weight_scale=True, learn_input_scale=False)
     weight_only.set_fake_quant(weights=True, activations=True)
     assert set(weight_only.fake_quant_state().values()) == {(True, False)}
 
@@ -101,7 +101,7 @@ def test_after_a_pause_switches_and_observers_are_what_they_were(seed, observing
 
 
 def int4(model: nn.Module):
-    return prepare(model, INT4, learn_weight_scale=True, learn_input_scale=False)
+    return replace_layers(model, INT4, learn_weight_scale=True, learn_input_scale=False)
 
 
 @pytest.mark.parametrize("kind", ("llama", "qwen3"))
@@ -166,7 +166,7 @@ def test_experts_share_input_scales_over_the_layer_and_weight_scales_within_each
 def test_the_routers_of_transformers_are_exempt_and_listed():
     """Its router is a class of its own, no nn.Linear, but serving takes it for one."""
     model = causal_lm("qwen3_moe")
-    quantization = prepare(model, FP8, learn_weight_scale=True, learn_input_scale=False)
+    quantization = replace_layers(model, FP8, learn_weight_scale=True, learn_input_scale=False)
     assert "model.layers.0.mlp.gate" in quantization.exempt
     assert not isinstance(model.get_submodule("model.layers.0.mlp.gate"), QuantLinear | nn.Linear)
 
@@ -194,7 +194,7 @@ def test_static_scales_have_no_theta():
     for scheme in (INT4, SCHEMES["nvfp4_w4a4"]):
         said = rf"learnable.act_scale: true, expected false: .*inputs \({scheme.name}\)"
         with pytest.raises(ValueError, match=said):
-            prepare(moe_model(), scheme, learn_weight_scale=True, learn_input_scale=True)
+            replace_layers(moe_model(), scheme, learn_weight_scale=True, learn_input_scale=True)
 
 
 def test_meta_and_partitioned_weights_will_do():

@@ -8,7 +8,7 @@ import torch
 from compressed_tensors.transform import TransformFactory, TransformScheme
 from torch import nn
 
-from quant import DEFAULT_EXEMPT, SCHEMES, Quantization, prepare, reference
+from quant import DEFAULT_EXEMPT, SCHEMES, Quantization, reference, replace_layers
 from quant.gemm import BLOCKS, hadamard, rotate
 from quant.rotation import rotate_inputs, rotations_from_config, transform_config
 
@@ -64,7 +64,7 @@ def quantized(scheme: str, *, bias: bool = False) -> Quantization:
     block = {name: nn.Linear(64, 256, bias=False) for name in ("up_proj", "gate_proj")}
     block["down_proj"] = nn.Linear(256, 64, bias=bias)
     learn = {"learn_weight_scale": False, "learn_input_scale": False}
-    return prepare(nn.Sequential(nn.ModuleDict(block)), SCHEMES[scheme], exempt=DEFAULT_EXEMPT, **learn)
+    return replace_layers(nn.Sequential(nn.ModuleDict(block)), SCHEMES[scheme], exempt=DEFAULT_EXEMPT, **learn)
 
 
 def test_a_rotated_layer_is_the_same_function_and_quantizes_the_rotated_input(seed):

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.initialization import no_init_weights
 
-from quant import DEFAULT_EXEMPT, SCHEMES, QuantLinear, Rule, prepare
+from quant import DEFAULT_EXEMPT, SCHEMES, QuantLinear, Rule, replace_layers
 from quant.rules import FUSED, VLLM_VERSION, name_patterns, pattern_problem
 from tests.families.make import composite
 from tests.families.variants import VARIANTS
@@ -113,7 +113,7 @@ def test_a_pattern_that_matches_nothing_is_an_error():
 
 
 def mixed(model: nn.Module, *rules: Rule, scheme=INT2, **kwargs):
-    return prepare(model, scheme, rules=rules, learn_weight_scale=True, learn_input_scale=False, **kwargs)
+    return replace_layers(model, scheme, rules=rules, learn_weight_scale=True, learn_input_scale=False, **kwargs)
 
 
 def test_the_first_rule_that_matches_decides():
@@ -243,7 +243,7 @@ def test_the_groups_of_a_family_are_those_that_serving_fuses(name: str, expected
     with torch.device("meta"), no_init_weights():
         model = auto.from_config(config)
     exempt = (*DEFAULT_EXEMPT, *([r".*visual\..+"] if name == "qwen3_5" else []))
-    quantization = prepare(
+    quantization = replace_layers(
         model, SCHEMES["fp8_static"], exempt=exempt, learn_weight_scale=False, learn_input_scale=False
     )
     for group in (*quantization.weight_groups, *quantization.input_groups):
@@ -261,6 +261,6 @@ def test_a_name_that_other_classes_have_does_not_join_their_groups():
         for leaf in ("q_proj", "k_proj", "v_proj", "gate_proj"):
             parent.add_module(leaf, nn.Linear(32, 32))
         model.add_module(name, parent)
-    quantization = prepare(model, SCHEMES["fp8_static"], learn_weight_scale=False, learn_input_scale=False)
+    quantization = replace_layers(model, SCHEMES["fp8_static"], learn_weight_scale=False, learn_input_scale=False)
     found = [[member.rpartition(".")[2] for member in group.members] for group in quantization.weight_groups]
     assert found == [["q_proj", "k_proj", "v_proj", "gate_proj"], ["q_proj", "k_proj", "v_proj"], ["gate_proj"]]

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from quant import get_scheme, prepare
+from quant import get_scheme, replace_layers
 from tests.lib.tiny import tiny_config
 
 FP8, INT4, INT2 = get_scheme("fp8_static"), get_scheme("w4a16_g32"), get_scheme("w2a16_g32")
@@ -50,4 +50,4 @@ def members(groups) -> list[list[str]]:
 
 
 def fp8(model: nn.Module, **options):
-    return prepare(model, FP8, **{"learn_weight_scale": True, "learn_input_scale": True, **options})
+    return replace_layers(model, FP8, **{"learn_weight_scale": True, "learn_input_scale": True, **options})

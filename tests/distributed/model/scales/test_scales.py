@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.config.reading import load_recipe
-from quant import SCHEMES, Quantization, prepare
+from quant import SCHEMES, Quantization, replace_layers
 from quant.reference import absmax_scale, asymmetric_grid, fake_quant
 from quant.spec import PRESETS, TensorSpec
 from tests.distributed.model.scales.scripts.scales import MEASURED
@@ -55,7 +55,7 @@ WRONG_WORDS = {name: words for name, (_, words) in WRONG.items()} | {
 def structure(model: Path) -> Quantization:
     """The layers and groups of a checkpoint, in one process."""
     preset, learned = PRESETS["fp8_static_kv"], {"learn_weight_scale": True, "learn_input_scale": False}
-    return prepare(plain_weights(str(model), "per_expert"), preset.linear, kv_cache=preset.kv_cache, **learned)
+    return replace_layers(plain_weights(str(model), "per_expert"), preset.linear, kv_cache=preset.kv_cache, **learned)
 
 
 def key_of(member: str, what: str, spelling: str | None = None) -> str:

@@ -17,7 +17,7 @@ from model.ranks import is_main, world_size
 from model.save import export_model
 from model.scales import renew_weight_scales
 from model.zero import full_numel, local_range, partition_new_parameters
-from quant import SCHEMES, prepare
+from quant import SCHEMES, replace_layers
 from tests.distributed.model.scripts.models import CPU, built, ds_config, loaded
 
 # Codes packed and one by one, weights in the dtype of the model, what they are rounded to again, and fp32 on the way.
@@ -68,7 +68,7 @@ def coded(path: Path) -> Path:
     """The checkpoint in int4, one scale per row; a collective."""
     out = path.with_name(f"{path.name}-coded")
     model = loaded(path, ds_config(3))
-    quantization = prepare(model, SCHEMES["w4a16_channel"], learn_weight_scale=False, learn_input_scale=False)
+    quantization = replace_layers(model, SCHEMES["w4a16_channel"], learn_weight_scale=False, learn_input_scale=False)
     partition_new_parameters(model, ds_config(3))
     renew_weight_scales(quantization)
     export_model(model, quantization, path, out)

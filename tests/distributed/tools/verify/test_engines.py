@@ -20,7 +20,7 @@ from engine.config.reading import load_recipe
 from engine.session_export import check_export
 from launch.verify import main as verify
 from model.save.layout_checks import EXECUTORCH_MODELS, MLX_MODELS, check_support
-from quant import SCHEMES, prepare
+from quant import SCHEMES, replace_layers
 from tests.distributed.engine.scripts.train import run_all
 from tests.families.variants import VARIANTS
 from tests.lib.gguf_templates import gguf_template
@@ -337,7 +337,7 @@ def test_recipes_are_refused_before_training(tmp_path, options, error):
 )
 def test_models_that_an_engine_does_not_compute_are_refused(layout, kind, scheme, message):
     model = VARIANTS[kind].model()
-    quantization = prepare(model, SCHEMES[scheme], learn_weight_scale=False, learn_input_scale=False)
+    quantization = replace_layers(model, SCHEMES[scheme], learn_weight_scale=False, learn_input_scale=False)
     with pytest.raises(ValueError, match=message):
         check_support(model, quantization, layout)
 

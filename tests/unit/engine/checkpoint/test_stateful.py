@@ -15,7 +15,7 @@ from engine.schedule import Schedule
 from engine.session.optimizer import LossScale
 from engine.session.session import Overrides
 from engine.state import HeldOutResults, SkippedSteps
-from quant import Quantization, get_scheme, prepare
+from quant import Quantization, get_scheme, replace_layers
 from tests.lib.recipes import minimal
 from tests.lib.tiny import tiny_model
 
@@ -23,7 +23,9 @@ INPUT = "model.layers.0.self_attn.q_proj"
 
 
 def quantization() -> Quantization:
-    return prepare(tiny_model("llama"), get_scheme("fp8_static"), learn_weight_scale=True, learn_input_scale=True)
+    return replace_layers(
+        tiny_model("llama"), get_scheme("fp8_static"), learn_weight_scale=True, learn_input_scale=True
+    )
 
 
 def stateful() -> dict[str, Any]:

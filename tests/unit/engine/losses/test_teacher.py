@@ -8,7 +8,7 @@ from engine.losses.chunked import chunked_losses
 from engine.losses.objective import Objective
 from engine.losses.teacher import SelfTeacher
 from model.head import install_head
-from quant import get_scheme, prepare
+from quant import get_scheme, replace_layers
 from tests.lib.tiny import tiny_model
 
 
@@ -17,7 +17,7 @@ def student(seed):
     """A quantized student in training mode with switches set differently by layer, its inputs watched."""
     model = tiny_model("llama", seed=seed % 1000, even=True)
     original = tiny_model("llama", seed=seed % 1000, even=True).eval()
-    quantization = prepare(model, get_scheme("fp8_static"), learn_weight_scale=True, learn_input_scale=True)
+    quantization = replace_layers(model, get_scheme("fp8_static"), learn_weight_scale=True, learn_input_scale=True)
     for group in (*quantization.weight_groups, *quantization.input_groups):
         with torch.no_grad():
             group.s0.fill_(0.05)

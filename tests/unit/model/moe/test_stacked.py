@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 from model.moe.experts import Form
 from model.save import export_model
 from model.scales import follow_weights, load_scales, weight_statistics
-from quant import SCHEMES, Quantization, Ranges, prepare
+from quant import SCHEMES, Quantization, Ranges, replace_layers
 from tests.lib.checkpoints import assert_same_tensors, build, load_model, quantize
 from tests.lib.linears import linears
 from tests.lib.thinned import thinned
@@ -160,4 +160,4 @@ def test_measuring_is_that_of_per_expert_linears(name: str, tmp_path: Path, seed
 def test_experts_are_quantized_all_or_none(exempt: str, message: str, tmp_path: Path):
     model = build(tiny_checkpoint(tmp_path, "qwen3_moe"), torch.float32)
     with pytest.raises(ValueError, match=message):
-        prepare(model, SCHEMES["fp8_static"], exempt=(exempt,), learn_weight_scale=True, learn_input_scale=True)
+        replace_layers(model, SCHEMES["fp8_static"], exempt=(exempt,), learn_weight_scale=True, learn_input_scale=True)

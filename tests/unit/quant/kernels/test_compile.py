@@ -52,7 +52,7 @@ class Layer:
         config._attn_implementation, config.num_key_value_heads = "sdpa", 2
         model = Qwen3ForCausalLM(config).to(device, dtype)
         learn = {"learn_weight_scale": True, "learn_input_scale": learn_input}
-        q = quant.prepare(model, get_scheme(scheme), **learn, fp8_gemm=fp8_gemm)
+        q = quant.replace_layers(model, get_scheme(scheme), **learn, fp8_gemm=fp8_gemm)
         # All of them clip some, so that masks and thetas have something to do.
         sizes = {"q_proj": 2.0, "o_proj": 0.1, "gate_proj": 2.0, "down_proj": 0.02}
         fill_scales(q, sizes, clip=0.7, theta=0.0)
@@ -175,7 +175,7 @@ def test_what_stands_in_for_the_cuda_kernels_is_compiled_to_round_as_they_do():
 def test_a_switch_compiles_another_graph(seed):
     """Fake quantization that a schedule turns on in the middle: the compiled layer must not stay as it was."""
     model = nn.Sequential(nn.Linear(32, 32)).bfloat16()
-    q = quant.prepare(model, get_scheme("w4a16_g32"), learn_weight_scale=True, learn_input_scale=False)
+    q = quant.replace_layers(model, get_scheme("w4a16_g32"), learn_weight_scale=True, learn_input_scale=False)
     with torch.no_grad():
         q.weight_groups[0].s0.fill_(0.03)
     x = torch.randn(5, 32).bfloat16()

@@ -12,7 +12,7 @@ from benchmarks.timing import kept_bytes
 from engine.config.deepspeed import DsConfigError
 from launch.memory import main
 from model.zero import WHOLE_ELEMENTS, WHOLE_ELEMENTS_IN_ALL, to_be_whole
-from quant import SCALE_PARAMETERS, SCHEMES, prepare
+from quant import SCALE_PARAMETERS, SCHEMES, replace_layers
 from tests.lib.recipes import bare_recipe as recipe
 from tests.lib.tiny import tiny_config
 from tools.memory import trace
@@ -182,7 +182,9 @@ def test_codes_of_inputs_are_kept_instead_of_these(tmp_path, attention):
         config = tiny_config("qwen3", layers=6)
         config._attn_implementation = attention
         model = Qwen3ForCausalLM(config).bfloat16().train()
-        for layer in prepare(model, SCHEMES["fp8_dynamic"], learn_weight_scale=True, learn_input_scale=False).layers:
+        for layer in replace_layers(
+            model, SCHEMES["fp8_dynamic"], learn_weight_scale=True, learn_input_scale=False
+        ).layers:
             model.get_submodule(layer).dynamic_codes = kept
         counted.append(kept_bytes(lambda model=model: model(torch.zeros(2, 64, dtype=torch.int64)).logits, model))
     assert predicted[0] - predicted[1] == counted[0] - counted[1] > 0

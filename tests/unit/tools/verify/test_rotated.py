@@ -11,7 +11,7 @@ from engine.session.student import rotate_weights
 from model.ranks import RankError
 from model.save import export_model
 from model.scales import renew_weight_scales, write_scales
-from quant import SCHEMES, prepare
+from quant import SCHEMES, replace_layers
 from quant.rotation import KEY, rotate_inputs
 from quant.scale import first_input_scale
 from tests.lib.checkpoints import edit_json, edit_tensors, load_model, read_tensors
@@ -33,7 +33,7 @@ def exported(directory: Path, case: str) -> Path:
     scheme, patterns, block = CASES[case]
     source = tiny_checkpoint(directory / "source", "qwen3", wide=True, seed=torch.initial_seed())
     model = load_model(source).eval()
-    quantization = prepare(model, SCHEMES[scheme], learn_weight_scale=True, learn_input_scale=False)
+    quantization = replace_layers(model, SCHEMES[scheme], learn_weight_scale=True, learn_input_scale=False)
     rotate_inputs(quantization, patterns, block)
     assert rotate_weights(model, quantization) == sum(one.rotation is not None for one in quantization.layers.values())
     plain = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)

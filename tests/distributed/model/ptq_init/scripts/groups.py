@@ -19,7 +19,7 @@ from model.ptq_init import choose_initial_codes
 from model.ranks import rank
 from model.scales import renew_weight_scales
 from model.zero import gathered, partition_new_parameters
-from quant import SCHEMES, prepare
+from quant import SCHEMES, replace_layers
 from tests.distributed.model.scripts.models import ds_config, loaded
 
 ROWS, STEPS = 4, 20
@@ -41,7 +41,7 @@ def main() -> None:
     lengths = json.loads((directory / "lengths.json").read_text())[rank()]
     given = list(samples_on_all_ranks([micro_batch(each, generator) for each in lengths], together=ROWS))
     model = loaded(directory / "model", ds_config(3))
-    quantization = prepare(model, SCHEMES["w2a16_g32"], learn_weight_scale=True, learn_input_scale=False)
+    quantization = replace_layers(model, SCHEMES["w2a16_g32"], learn_weight_scale=True, learn_input_scale=False)
     partition_new_parameters(model, ds_config(3))
     renew_weight_scales(quantization)
     tuning.STEPS = STEPS

@@ -17,7 +17,7 @@ from model.quantized.scales import take_scales
 from model.ranks import shut_down
 from model.save import export_model
 from model.zero import full_numel, init_process_group, is_partitioned, local_range, partition_new_parameters
-from quant import prepare
+from quant import replace_layers
 from tests.distributed.model.scripts.models import ds_config, loaded
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -34,7 +34,7 @@ def main() -> None:
         config = ds_config(3, DTYPES[dtype])
         model = loaded(path, config, DTYPES[dtype], experts=form)
         schemes = source_schemes(model, path)
-        quantization = prepare(model, None, named=schemes, learn_weight_scale=True, learn_input_scale=False)
+        quantization = replace_layers(model, None, named=schemes, learn_weight_scale=True, learn_input_scale=False)
         partition_new_parameters(model, config)
         report = take_scales(model, quantization, path)
         assert report.weights_loaded and not report.weights_measured and not report.merged, name

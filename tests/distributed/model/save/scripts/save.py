@@ -30,7 +30,7 @@ from model.zero import (
     partition_new_parameters,
 )
 from model.zero.quantized_gather import gather_quantized
-from quant import SCHEMES, Scheme, TensorSpec, prepare, weights_changed
+from quant import SCHEMES, Scheme, TensorSpec, replace_layers, weights_changed
 from quant.linear import linears_of
 from quant.packed_weight import codes_of_placeholder, is_placeholder
 from quant.reference import effective_scale, quantize
@@ -47,7 +47,9 @@ def trained(stage: int, scheme: Scheme, way: str, checkpoint: str, device: torch
     # Norms and scales stay whole on every rank, the rest is partitioned.
     config = ds_config(stage, stage3_param_persistence_threshold=1000, **offload)
     model = loaded(Path(checkpoint), config)
-    quantization = prepare(model, scheme, learn_weight_scale=True, learn_input_scale=scheme.activations is not None)
+    quantization = replace_layers(
+        model, scheme, learn_weight_scale=True, learn_input_scale=scheme.activations is not None
+    )
     partition_new_parameters(model, config)
     write_scales(quantization.weight_groups, measure_weight_scales(quantization))
     inputs = quantization.input_groups

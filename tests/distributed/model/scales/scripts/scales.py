@@ -23,7 +23,7 @@ from launch.calibrate import calibrate
 from model.ranks import RankError, rank
 from model.scales import load_scales, measure_weight_scales
 from model.zero import gathered, partition_new_parameters
-from quant import DEFAULT_EXEMPT, SCHEMES, Quantization, Scheme, TensorSpec, prepare
+from quant import DEFAULT_EXEMPT, SCHEMES, Quantization, Scheme, TensorSpec, replace_layers
 from tests.distributed.model.scripts.models import ds_config, loaded
 from tests.lib.garbage import collect
 
@@ -67,7 +67,7 @@ def measure(directory: Path, name: str, scheme: Scheme, source: Path) -> None:
     # The intermediate sizes are primes, which no group size divides; experts are quantized whole or not at all.
     odd = r".*\.(down_proj|experts\.\d+\.\w+)"
     exempt = [*DEFAULT_EXEMPT, odd] if scheme.weights.granularity == "group" else DEFAULT_EXEMPT
-    quantization = prepare(model, scheme, exempt=exempt, learn_weight_scale=True, learn_input_scale=False)
+    quantization = replace_layers(model, scheme, exempt=exempt, learn_weight_scale=True, learn_input_scale=False)
     partition_new_parameters(model, ds_config(3))
     scales = measure_weight_scales(quantization)
     result = {}
