@@ -410,11 +410,8 @@ def _squeezed(value: Any) -> str:
 
 
 def targets_of(answer: Answer, tokens: Tokens, rendering: Rendering, tokenizer: OffsetTokenizer) -> Targets:
-    """Return the range of a turn's target tokens.
-
-    Raises:
-        BadLineError: the turn has no token of its own, or no token precedes it.
-    """
+    """Return the range of a turn's target tokens. Raises BadLineError if the turn has no token of its own, or no token
+    precedes it."""
     first, straddling = first_target(tokens, rendering, answer.start, tokenizer)
     last, ended = last_target(tokens, rendering.text, first, answer.end, tokenizer.special)
     if not 0 < first <= last:

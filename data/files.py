@@ -65,11 +65,8 @@ class Problems:
 
 
 def check_files(files: Sequence[str | Path], *, plain: bool = False) -> list[Path]:
-    """Return the paths of ``files``; ``plain``: they are plain text.
-
-    Raises:
-        DataError: files are missing, empty, folders or of another kind; the message names all of them.
-    """
+    """Return the paths of ``files``; ``plain``: they are plain text. Raises DataError if files are missing, empty,
+    folders or of another kind; the message names all of them."""
     paths = [Path(file) for file in files]
     wrong = [f"{path}: {problem}" for path in paths if (problem := _file_problem(path, plain))]
     if wrong or not paths:

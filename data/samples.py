@@ -60,11 +60,7 @@ def digest_of_samples(samples: Iterable[Sample]) -> str:
 
 
 def load_tokenizer(directory: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a checkpoint.
-
-    Raises:
-        DataError: the tokenizer is missing or cannot be read.
-    """
+    """Load the tokenizer of a checkpoint. Raises DataError if the tokenizer is missing or cannot be read."""
     try:
         found = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
     except BaseException as error:

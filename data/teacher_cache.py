@@ -108,10 +108,7 @@ def offsets_of(samples: Sequence[Sample]) -> np.ndarray:
 
 def create(directory: Path, manifest: Manifest) -> None:
     """Allocate the files in ``directory`` at their final size; call it in one process. A full disk is detected here.
-
-    Raises:
-        OSError: the disk is full.
-    """
+    Raises OSError if the disk is full."""
     for name in CACHE_DTYPES:
         size = manifest.bytes_of(name)
         with open(directory / name, "wb") as stream:
@@ -191,11 +188,8 @@ class TeacherCache:
             )
 
     def verify(self, share: int, of: int) -> None:
-        """Check this rank's share of the checksums and of the values.
-
-        Raises:
-            CacheError: a file differs or contains invalid values; the message names the first such file.
-        """
+        """Check this rank's share of the checksums and of the values. Raises CacheError if a file differs or contains
+        invalid values; the message names the first such file."""
         for name, blocks in checksums(self.directory, self.manifest, share, of).items():
             expected = self.manifest.checksums.get(name, [])
             for index, found in blocks.items():

@@ -44,12 +44,9 @@ def read_text(
     *,
     progress: Bars = no_bar,
 ) -> list[Sample]:
-    """Read UTF-8 text files into blocks of ``block_length`` positions, in order.
-    ``special_tokens``: treatment of special tokens that the files spell out.
-
-    Raises:
-        DataError: a file is missing, empty or not UTF-8, there is no EOS to join files with, or fewer than two tokens.
-    """
+    """Read UTF-8 text files into blocks of ``block_length`` positions, in order. ``special_tokens``: treatment of
+    special tokens that the files spell out. Raises DataError if a file is missing, empty or not UTF-8, there is no EOS
+    to join files with, or fewer than two tokens."""
     paths = check_files(files, plain=True)
     eos = tokenizer.eos_token_id
     if len(paths) > 1 and not isinstance(eos, int):

@@ -58,11 +58,8 @@ class OffsetTokenizer:
             self._as_text.encode_special_tokens = True
 
     def batch(self, texts: list[str]) -> Iterator[Tokens]:
-        """Tokenize several texts on all cores; spelled-out special tokens stay special.
-
-        Raises:
-            TokenizerError: the tokenizer refuses a text.
-        """
+        """Tokenize several texts on all cores; spelled-out special tokens stay special. Raises TokenizerError if the
+        tokenizer refuses a text."""
         with named_errors():
             return map(_tokens, self._backend.encode_batch(texts, add_special_tokens=False))
 

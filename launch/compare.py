@@ -82,11 +82,8 @@ def main() -> None:
 
 
 def read_results(files: Sequence[Path]) -> dict[str, Evaluation]:
-    """Read the evaluations in all files, by the directory of the evaluated checkpoint.
-
-    Raises:
-        ValueError: a file is missing or of another kind, or two results of one directory differ.
-    """
+    """Read the evaluations in all files, by the directory of the evaluated checkpoint. Raises ValueError if a file is
+    missing or of another kind, or two results of one directory differ."""
     found: dict[str, Evaluation] = {}
     for file in files:
         for evaluation in read_evaluations(file):

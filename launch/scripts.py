@@ -118,11 +118,8 @@ class NamedDirectories(argparse.Action):
 
 
 def find_launcher() -> str:
-    """Find ``deepspeed`` in the interpreter's folder, whose environment need not be active, or in PATH.
-
-    Raises:
-        FileNotFoundError: the launcher is in neither.
-    """
+    """Find ``deepspeed`` in the interpreter's folder, whose environment need not be active, or in PATH. Raises
+    FileNotFoundError if the launcher is in neither."""
     folder = Path(sys.executable).parent
     found = shutil.which("deepspeed", path=os.pathsep.join([str(folder), os.environ.get("PATH", os.defpath)]))
     if found is None:
@@ -133,11 +130,8 @@ def find_launcher() -> str:
 
 
 def program(name: str) -> str:
-    """Return the path of a program; ``deepspeed`` and ``python`` come from this environment.
-
-    Raises:
-        FileNotFoundError: there is no such program.
-    """
+    """Return the path of a program; ``deepspeed`` and ``python`` come from this environment. Raises FileNotFoundError
+    if there is no such program."""
     if name in ("deepspeed", "python"):
         return find_launcher() if name == "deepspeed" else sys.executable
     found = shutil.which(name)

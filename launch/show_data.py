@@ -65,11 +65,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def only_line(splits: dict[Split, list[Sample]], place: str) -> dict[Split, list[Sample]]:
-    """Select the sample of a line.
-
-    Raises:
-        RecipeError: there is none.
-    """
+    """Select the sample of a line. Raises RecipeError if there is none."""
     file, _, line = place.rpartition(":")
     wanted = (str(Path(file)), line)  # as readers name files
     found = {

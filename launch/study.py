@@ -130,11 +130,8 @@ def scripts_of(recipe: Recipe, ptq_codes: Sequence[str]) -> dict[str, str]:
 
 
 def compared(recipe: Recipe, scripts: Mapping[str, str], elsewhere: Mapping[str, str]) -> dict[str, str]:
-    """Map table names to the exports of all PTQs. A single PTQ has the scheme's name.
-
-    Raises:
-        RecipeError: an external PTQ is missing, or has the name of a PTQ that is made here.
-    """
+    """Map table names to the exports of all PTQs. A single PTQ has the scheme's name. Raises RecipeError if an external
+    PTQ is missing, or has the name of a PTQ that is made here."""
     out, scheme = Path(recipe.output_dir), recipe.quant.scheme
     made = {
         part.removeprefix(f"{PTQ}_") if part != PTQ else recipe.quant.init: str(out / part / "export")

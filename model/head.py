@@ -280,11 +280,8 @@ def settle_function(head_proxy: HeadProxy, forward: Callable[[Tensor], Tensor], 
 
 
 def output_head(model: PreTrainedModel) -> tuple[str, nn.Linear | QuantLinear]:
-    """Find name and module of the model's output embedding.
-
-    Raises:
-        ValueError: the model has no output embedding, or it is no plain nn.Linear, quantized or not.
-    """
+    """Find name and module of the model's output embedding. Raises ValueError if the model has no output embedding, or
+    it is no plain nn.Linear, quantized or not."""
     module = model.get_output_embeddings()
     if type(module) not in (nn.Linear, PlainHead, QuantLinear, QuantHead):
         raise ValueError(

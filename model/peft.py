@@ -75,11 +75,8 @@ class PeftSource:
 
 
 def read_adapter(directory: Path, model: PreTrainedModel, linears: Iterable[str]) -> PeftSource:
-    """Read the folder of an adapter for some of the ``linears`` of ``model``, without the values of its tensors.
-
-    Raises:
-        ValueError: the folder has no adapter, or an unsupported kind of adapter; the message names file and key.
-    """
+    """Read the folder of an adapter for some of the ``linears`` of ``model``, without the values of its tensors. Raises
+    ValueError if the folder has no adapter, or an unsupported kind of adapter; the message names file and key."""
     if not (config_file := directory / CONFIG).is_file():
         raise ValueError(f"{config_file} does not exist, expected the folder of an adapter")
     config = read_json_object(config_file)

@@ -1,4 +1,4 @@
-"""Quantization numerics and modules; independent of ranks and clusters."""
+"""Numerics and modules of quantization, for one process: no collectives, no DeepSpeed."""
 
 from quant.kernels import prepare_kernels
 from quant.kv_cache import QuantCache

@@ -47,14 +47,15 @@ class Plan:
         weight: format of the weight; None leaves it unquantized.
         input: format of the input; None leaves it unquantized.
         weight_numel: number of weights that share one scale, over all modules that share its Parameter.
-        input_numel: features of the input. LSQ counts features, not tokens, so that the gradient of a batch is the sum
-            of the gradients of its parts.
-        fp8_gemm: multiply the codes. Both operands must be e4m3 per tensor, both sides of the weight multiples of 16.
-        fast_accum: option of the fp8 GEMM, as in :func:`quant.gemm.scaled_linear`.
-        held: layout of the codes if ``weight`` is a packed weight, which is frozen and always quantized; else None.
-        restored: cache, for backward, of the input as the forward multiplied it, shared by layers with the same input.
-        dynamic_codes: for floats with dynamic scales, too, save the input's codes for backward. They need less memory
-            and are decoded in backward.
+        input_numel: features of the input. LSQ's factor counts features, not tokens, so that gradients of micro-batches
+            add up to the gradient of the batch.
+        fp8_gemm: multiply the codes. Both operands must be e4m3 with one scale per tensor; ``in`` and ``out`` are
+            multiples of 16.
+        fast_accum: accumulate the fp8 GEMM in Hopper's tensor cores, faster but in fewer bits than fp32.
+        held: layout of the codes if ``weight`` is a packed weight (frozen, stored as codes); else None.
+        restored: cache for backward: the quantized input, decoded once for all layers with the same input.
+        dynamic_codes: save codes for backward also of e4m3 or e2m1 inputs with dynamic scales: less memory, but decoded
+            again.
         weight_scale: precomputed effective scale of the weight for the fp8 GEMM, or None.
         scaling: factor of the adapter that is merged into the weight, if there is one.
     """
@@ -141,8 +142,8 @@ def _learns(scale: Scale | None) -> bool:
 
 
 class Arguments(NamedTuple):
-    """Tensor arguments of :class:`QuantLinearFunction` after its plan, in the order of their gradients; also the
-    tensors saved for backward. A field is None if there is no such tensor.
+    """Tensor arguments of :class:`QuantLinearFunction` after its plan, and tensors that it saves for backward. A field
+    is None if the layer has no such tensor.
 
     ``values, codes, mask, scales`` is a :class:`quant.inputs.QuantizedInput`. Saved are ``x`` (the input or its codes),
     the weight with its codes, scales and adapter, the scale of the input, ``mask``, ``scales`` and ``offsets``.
@@ -174,13 +175,13 @@ class Arguments(NamedTuple):
         return Quantizer(Scale(self.input_s0, self.input_theta), spec, self.weight.dtype)
 
     def merged(self, plan: Plan) -> "Arguments":
-        """Merge the adapter, if there is one, into the weight."""
+        """Return the arguments with the adapter, if there is one, merged into the weight."""
         if self.lora_a is None:
             return self
         return self._replace(weight=merge(self.weight, self.lora_a, self.lora_b, plan.scaling))
 
     def unpacked(self, plan: Plan) -> "Arguments":
-        """Add the codes stored in the weight (packed weight or placeholder)."""
+        """Return the arguments with ``weight_codes`` set, if the weight stores codes (packed weight or placeholder)."""
         if plan.held is not None:
             return self._replace(weight_codes=plan.held.unpack(self.weight))
         if plan.weight is None or not is_placeholder(self.weight):
@@ -196,10 +197,10 @@ def _needs(ctx: Any) -> Arguments:
 
 
 class QuantLinearFunction(torch.autograd.Function):
-    """Save the tensors for backward and compute the gradients of :func:`quant_linear`.
+    """Autograd function of :func:`quant_linear`: saves the tensors for backward and computes the gradients.
 
     ``apply(plan, *Arguments)`` returns a tensor of the output's shape without values or memory;
-    :class:`_ProductFunction` then computes the output. No tensor is passed twice, which torch.compile would not accept.
+    :class:`_ProductFunction` then computes the output. torch.compile would reject a tensor that is passed twice.
 
     The merged weight of an adapter exists only while the layer runs. The adapter's gradients are computed from ``g``,
     the gradient of the merged weight, which is also temporary (for a stack, per expert); for an unquantized weight see
@@ -270,8 +271,11 @@ class QuantLinearFunction(torch.autograd.Function):
 
 
 class _ProductFunction(torch.autograd.Function):
-    """Compute the output for :class:`QuantLinearFunction`: ``apply(its placeholder, plan, *Arguments)``. Saves
-    nothing."""
+    """Autograd function that computes the output of :func:`quant_linear`, with straight-through backward.
+
+    ``apply(placeholder, plan, *Arguments)``: the placeholder is the output of :class:`QuantLinearFunction`, which gets
+    the gradient unchanged. No tensor is saved.
+    """
 
     @staticmethod
     def forward(ctx: Any, placeholder: Tensor, plan: Plan, *tensors: Tensor | None) -> Tensor:
@@ -283,7 +287,7 @@ class _ProductFunction(torch.autograd.Function):
 
 
 def product(plan: Plan, given: Arguments) -> Tensor:
-    """Compute ``[..., out]``, without a gradient; see :func:`quant_linear`."""
+    """Compute the output ``[..., out]`` of :func:`quant_linear`, without a gradient."""
     if plan.weight is None or given.weight_codes is None:  # else the codes are used
         given = given.merged(plan)
     given = given.unpacked(plan)
@@ -317,9 +321,9 @@ def used_weight(
 
 
 def _input_gradients(ctx: Any, saved: Arguments, grad: Tensor, wanted: bool) -> tuple[Tensor | None, ...]:
-    """Compute the gradients of the input ``[..., in]`` (still unmasked if :func:`_mask_` follows) and of its theta,
-    from ``grad [tokens, out]``. The third tensor is zeros like the weight's theta if ``wanted`` and written in the same
-    launch, else None."""
+    """Compute the gradients of the input ``[..., in]`` and of its theta from ``grad [tokens, out]``. Clipped elements
+    are not yet zeroed where :func:`_mask_` follows. The third result is zeros for the weight's theta, if ``wanted`` and
+    the same kernel can write them; else None."""
     plan, zeros = ctx.plan, None
     quantizer = None if plan.weight is None else saved.weight_quantizer(plan.weight)
     if quantizer is not None and wanted and saved.weight_codes is not None and is_placeholder(saved.weight):
@@ -352,7 +356,7 @@ def _weight_gradients(
 
 
 def _mask_(ctx: Any, saved: Arguments, grad: Tensor) -> None:
-    """Set an input's gradient to 0 outside the range, in place, as :func:`_used_input` does."""
+    """Zero the gradient ``grad`` of the input in place where the forward clipped the input."""
     if ctx.keeps_codes:
         kernels.masked_(grad, saved.mask)
     else:
@@ -360,8 +364,8 @@ def _mask_(ctx: Any, saved: Arguments, grad: Tensor) -> None:
 
 
 def _used_input(ctx: Any, saved: Arguments, unmasked: Tensor | None, *, after: Tensor) -> Tensor:
-    """Restore from the saved tensors the input that the forward's GEMM multiplied. Also sets the input's gradient
-    ``unmasked`` to 0 outside the range, in place and where possible in the same launch."""
+    """Restore the quantized input of the forward's GEMM from the saved tensors. Also zeroes the input's gradient
+    ``unmasked`` in place where the forward clipped the input, if possible in the same kernel."""
     spec, restored, x = ctx.plan.input, ctx.plan.restored, saved.x
     make: Callable[[], Any]
     if spec is None:
@@ -384,7 +388,7 @@ def _used_input(ctx: Any, saved: Arguments, unmasked: Tensor | None, *, after: T
 
 
 class UsedWeightFunction(torch.autograd.Function):
-    """Fake-quantize a weight for a layer whose product is not a plain GEMM. The caller keeps the fake-quantized copy.
+    """Autograd function that fake-quantizes a weight, for layers whose product is not a plain GEMM, such as lm_head.
 
     ``apply(spec, factor, weight, *scale)``, where ``factor`` multiplies theta's gradient. Saves the Parameters.
     """

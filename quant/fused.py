@@ -1,10 +1,11 @@
-"""RMSNorm and SwiGLU modules whose only output is the quantized input of the layers that read it.
+"""RMSNorm and SwiGLU modules that quantize their output for the layers that read it (their *readers*).
 
 The input of q, k and v, and of gate and up, is the output of an RMSNorm; the input of down is ``silu(gate) * up``. The
 model's own modules write these tensors in the model's dtype, and the layers read them again to quantize them. The
 modules here replace the model's own, keep their Parameters and children under the same names, and return codes
-(:mod:`quant.inputs`), with the arithmetic of :mod:`quant.reference`. They need layers with a static input scale.
-While a reader does not quantize its input, or observes it, they compute the same bits as the replaced module.
+(:mod:`quant.inputs`), with the arithmetic of :mod:`quant.reference`. They need layers with a static input scale. While
+fake quant of a reader's input is off, or an observer measures it, the module computes the same bits as the replaced
+one.
 """
 
 from collections.abc import Sequence
@@ -36,10 +37,11 @@ NORMS: dict[str, tuple[str, ...]] = {
 
 
 class FusedModule(nn.Module):
-    """Module that returns its output quantized for its readers.
+    """Base of a norm or activation that returns its output quantized for its readers, the layers that take it as input.
 
     Attributes:
-        input_s0: the Parameter of the readers' scale, registered here too so that ZeRO-3 gathers it for this module.
+        input_s0: the frozen scale of the readers' input, also registered here so that ZeRO-3 gathers it for this
+            module.
         readers: the layers that read the output, not registered as children.
         source: name of the module, for an error.
     """
@@ -47,7 +49,7 @@ class FusedModule(nn.Module):
     input_s0: nn.Parameter
 
     def __init__(self, source: str, readers: Sequence[QuantLinear]) -> None:
-        """Take ``readers`` that passed :func:`_problem_of_readers`."""
+        """Store the readers, which :func:`_problem_of_readers` accepted."""
         super().__init__()
         assert readers[0].input_s0 is not None
         self.input_s0 = readers[0].input_s0
@@ -58,13 +60,13 @@ class FusedModule(nn.Module):
             reader.shared_input = self.shared_input
 
     def passes_codes(self) -> bool:
-        """Return True if all readers take codes now. False under ``torch.compile``, as the compiler does its own
-        fusion."""
+        """Return True if every reader now takes codes as input. False under ``torch.compile``, which fuses operators
+        itself."""
         taken = all(reader.input_fake_quant and reader.input_observer is None for reader in self.readers)
         return taken and not torch.compiler.is_compiling()
 
     def wants_values(self) -> bool:
-        """Return True if a reader multiplies fake-quantized values now, not codes."""
+        """Return True if a reader now multiplies fake-quantized values instead of codes."""
         return not all(reader.fp8_gemm and reader.weight_fake_quant for reader in self.readers)
 
     def quantizer(self, dtype: torch.dtype) -> Quantizer:
@@ -74,7 +76,7 @@ class FusedModule(nn.Module):
         return Quantizer(Scale(self.input_s0), spec, dtype)
 
     def output(self, like: Tensor, values: Tensor, codes: Tensor) -> QuantizedActivation:
-        """Build the output tensor from the values and codes of an operator."""
+        """Build the output, a tensor without values in the shape of ``like``, from an operator's results."""
         quantized = QuantizedInput(values if values.numel() == codes.numel() else None, codes)
         return QuantizedActivation(like, quantized, Restored(), self.source, self.shared_input)
 
@@ -112,8 +114,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class _NormFunction(torch.autograd.Function):
-    """``apply(module, trains, x, weight, s0)``. Saves the input, the Parameter, ``rstd`` (one per row) and one bit per
-    element."""
+    """Autograd function of RMSNorm with quantized output: ``apply(module, trains, x, weight, s0)``. Saves ``x``, the
+    weight, 1 / RMS of each row, and one bit per element: 0 if clipped."""
 
     @staticmethod
     def forward(ctx: Any, module: FusedRMSNorm, trains: bool, x: Tensor, weight: Tensor, s0: Tensor) -> Tensor:
@@ -157,7 +159,8 @@ class FusedSwiGLU(FusedModule):
 
 
 class _SwiGLUFunction(torch.autograd.Function):
-    """``apply(module, trains, gate, up, s0)``. Saves both inputs and one bit per element."""
+    """Autograd function of ``silu(gate) * up`` with quantized output: ``apply(module, trains, gate, up, s0)``. Saves
+    ``gate``, ``up`` and one bit per element: 0 if clipped."""
 
     @staticmethod
     def forward(ctx: Any, module: FusedSwiGLU, trains: bool, gate: Tensor, up: Tensor, s0: Tensor) -> Tensor:
@@ -173,7 +176,8 @@ class _SwiGLUFunction(torch.autograd.Function):
 
 
 class FusedMLP(nn.Module):
-    """MLP that replaces ``mlp``, with its children, the activation as a :class:`FusedSwiGLU`."""
+    """MLP ``down(silu(gate(x)) * up(x))`` with the children of ``mlp``, which it replaces, and a
+    :class:`FusedSwiGLU`."""
 
     def __init__(self, mlp: nn.Module, source: str) -> None:
         super().__init__()
@@ -186,7 +190,7 @@ class FusedMLP(nn.Module):
         self.train(mlp.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map ``x [..., hidden]`` to ``[..., hidden]``."""
+        """Compute the MLP of ``x [..., hidden]``, in the same shape."""
         gate, up, down, act = (self.get_submodule(name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn"))
         return down(act(gate(x), up(x)))
 
@@ -196,7 +200,7 @@ class Fused(NamedTuple):
 
     Attributes:
         norms, mlps: names of the replaced modules.
-        left: reasons by name for modules that were not replaced, although their layers have a known class.
+        left: names of modules that could be fused but were not replaced, with the reasons.
     """
 
     norms: list[str]
@@ -204,14 +208,15 @@ class Fused(NamedTuple):
     left: dict[str, str]
 
     def summary(self) -> str:
-        """Summarize the result in one line."""
+        """Write one line: how many norms and MLPs were replaced, and why others were not."""
         done = f"{len(self.norms)} norms and {len(self.mlps)} MLPs pass codes to the layers that read them"
         left = [f"{name} ({why})" for name, why in self.left.items()]
         return done + (f"; {len(left)} stay: {examples(left, 2)}" if left else "")
 
 
 def fuse(model: nn.Module) -> Fused:
-    """Replace the norms and MLPs of ``model`` whose readers can take codes, in place.
+    """Replace norms and MLPs of ``model`` in place by modules that quantize their output, where the layers that read it
+    can take codes.
 
     Call it after rotations and adapters are attached, since layers with a rotation or an adapter need values instead of
     codes. Parameters may be partitions.
@@ -251,7 +256,7 @@ def _nothing_to_fuse(model: nn.Module, fused: Fused) -> str:
 
 
 def _problem_of_norm(norm: nn.Module, parent: nn.Module, readers: Sequence[str]) -> str | None:
-    """Return the reason why a norm is not replaced, or None."""
+    """Return the reason why a norm cannot be replaced, or None."""
     if "gate_proj" in readers and type(parent).__name__ not in MLPS:
         return f"a {type(parent).__name__} may read its values, such as a router of experts"
     layers: list[Any] = [getattr(parent, name, None) for name in readers]

@@ -1,8 +1,9 @@
 """Forward and gradient GEMMs of a linear layer, for one weight or a stack of expert weights, and the Hadamard rotation
 of its input.
 
-For a stack ``[E, out, in]`` the input rows are sorted by expert, and ``offsets`` are the row ends: expert ``e`` has the
-rows ``[offsets[e - 1], offsets[e])``. The weight of an expert without rows has a gradient of zeros.
+For a stack ``[E, out, in]`` the input rows are sorted by expert, and ``offsets`` are the ends of the experts' rows,
+int32 [E]: expert ``e`` has the rows ``[offsets[e - 1], offsets[e])``. The weight of an expert without rows has a
+gradient of zeros.
 
 Where supported, ``torch.nn.functional.grouped_mm`` multiplies all experts in one call, and ``torch._scaled_grouped_mm``
 does so with fp8 codes. Elsewhere experts are multiplied one by one, and the host waits for the offsets; on a GPU this
@@ -81,7 +82,7 @@ def scaled_linear(
     """Compute ``(x @ weight.t()) * x_scale * weight_scale + bias`` of e4m3 codes, on fp8 tensor cores if available.
 
     Args:
-        x, weight, bias, offsets: as in :func:`linear`, with ``x`` and ``weight`` as codes; both sides of a weight are
+        x, weight, bias, offsets: as in :func:`linear`, but ``x`` and ``weight`` are codes; ``in`` and ``out`` are
             multiples of 16. Stacks are only supported if :func:`takes_codes_of_stacks` is True.
         x_scale, weight_scale: fp32 ``[1]``; for a stack the latter is ``[E]``.
         dtype: dtype of the result.
@@ -157,7 +158,8 @@ def _product(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
 
 
 def input_gradient(grad: Tensor, weight: Tensor, offsets: Tensor | None) -> Tensor:
-    """Compute ``grad @ weight``: ``[rows, out]`` to ``[rows, in]``; ``offsets`` as in :func:`linear`."""
+    """Compute ``grad @ weight``: ``[rows, out]`` to ``[rows, in]``. For a stack, ``offsets`` are the ends of the
+    experts' rows."""
     if offsets is None:
         return grad @ weight
     if _only_shapes(grad):
@@ -168,8 +170,8 @@ def input_gradient(grad: Tensor, weight: Tensor, offsets: Tensor | None) -> Tens
 
 
 def weight_gradient(grad: Tensor, x: Tensor, offsets: Tensor | None) -> Tensor:
-    """Compute ``grad.t() @ x`` of ``[rows, out]`` and ``[rows, in]``, in the weight's shape; ``offsets`` as in
-    :func:`linear`."""
+    """Compute ``grad.t() @ x`` of ``[rows, out]`` and ``[rows, in]``: ``[out, in]``. For a stack, ``offsets`` are the
+    ends of the experts' rows and the result is ``[E, out, in]``."""
     if offsets is None:
         return grad.t() @ x
     if _only_shapes(grad):
@@ -182,12 +184,12 @@ def weight_gradient(grad: Tensor, x: Tensor, offsets: Tensor | None) -> Tensor:
 
 
 def _only_shapes(rows: Tensor) -> bool:
-    """Return True for meta tensors in another dtype than bf16, for which torch's ``grouped_mm`` has no meta kernel."""
+    """Return True for meta tensors that are not bf16: torch's ``grouped_mm`` has no meta kernel for them."""
     return rows.is_meta and rows.dtype != torch.bfloat16
 
 
 def _split(rows: Tensor, offsets: Tensor) -> tuple[Tensor, ...]:
-    """Split rows by expert."""
+    """Split ``rows [rows, n]`` into the rows of each expert."""
     ends = offsets.tolist() if len(rows) else [0] * len(offsets)
     return rows.split([end - begin for begin, end in zip([0, *ends], ends, strict=False)])
 
@@ -209,8 +211,8 @@ def _grouped(rows: Tensor, other: Tensor) -> bool:
 def _aligned(tensor: Tensor) -> Tensor:
     """Return the tensor, copied if not contiguous or (on CUDA) not aligned to 16 bytes.
 
-    In a compiled graph, addresses are unknown and not checked. Codes are new tensors there, and scales have their own
-    memory, as without ZeRO-3.
+    Under torch.compile, addresses are unknown and not checked: codes are then new tensors, and scales are not part of a
+    ZeRO-3 buffer, so both are aligned.
     """
     tensor = tensor.contiguous()
     if torch.compiler.is_compiling() or not tensor.is_cuda:

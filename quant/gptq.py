@@ -9,8 +9,8 @@ U'U``, for each column ``j`` and the columns after it (``rest``)::
     e = (w_j - Q(w_j)) / U_jj        w_rest = w_rest - e U_j,rest
 
 Columns with the largest inputs come first, while most columns remain to compensate (``act_order`` in the authors'
-code). Scales are computed before, from the groups of the original column order (``static_groups`` there). A share of
-the mean diagonal of ``H`` is added to its diagonal, as few samples do not determine ``H``.
+code). Scales are computed before, for groups of columns in the original order (``static_groups`` in the authors' code).
+A share of the mean diagonal of ``H`` is added to its diagonal, as few samples do not determine ``H``.
 
 Rows are independent, so ranks with different rows need no communication.
 """
@@ -37,14 +37,14 @@ def takes(spec: TensorSpec) -> bool:
 def choose(weight: Tensor, quantizer: Quantizer, gram: Tensor) -> tuple[Tensor, Tensor]:
     """Choose codes and scales of some rows of a Linear.
 
-    For integer formats, scales are then fitted to the codes (rounded as stored) and codes chosen again, :data:`ROUNDS`
-    times; scales of float formats stay. Sequential rounding may end with a larger error than rounding to nearest: such
-    a row keeps the nearest codes and its first scales.
+    For integer formats, the scales are then fitted to the codes and the codes chosen again, :data:`ROUNDS` times;
+    scales of float formats do not change. A row whose error ends larger than with rounding to nearest keeps the nearest
+    codes and its given scales.
 
     Args:
         weight: ``[rows, in]`` in the model's dtype.
         quantizer: effective scales of these rows, with zero points ``[rows, groups]`` if the format has them.
-        gram: ``H [in, in]`` of the inputs, fp64, see :func:`add_inputs`.
+        gram: ``H = X'X [in, in]`` of the inputs ``X [tokens, in]``, fp64.
 
     Returns:
         Codes ``[rows, in]`` and their scales, fp32 ``[rows, groups]``.
@@ -75,13 +75,14 @@ def choose(weight: Tensor, quantizer: Quantizer, gram: Tensor) -> tuple[Tensor, 
 def compensate(
     weight: Tensor, scale: Scale, spec: TensorSpec, gram: Tensor, *, dtype: torch.dtype, damping: float = DAMPING
 ) -> Tensor:
-    """Compute weights that round to GPTQ's codes: each has the value that its element had when its column was rounded.
+    """Compute weights whose nearest codes are GPTQ's codes: each element as it was, errors of earlier columns added,
+    when it was rounded.
 
     Args:
         weight: ``[rows, in]``, some or all rows of a Linear.
         scale: ``s0`` is the effective scale ``[rows, groups]`` of these rows, ``zero`` their zero points.
         spec: number format.
-        gram: ``H [in, in]`` of the inputs, fp64, see :func:`add_inputs`.
+        gram: ``H = X'X [in, in]`` of the inputs ``X [tokens, in]``, fp64.
         dtype: the model's dtype, in which codes and scales are multiplied.
         damping: added to the diagonal of ``H``, as a share of its mean.
 
@@ -116,14 +117,15 @@ def fit_scales(weight: Tensor, values: Tensor, scale: Tensor, gram: Tensor, *, d
     """Fit scales to given codes so that the output error is smallest.
 
     For each row, the scales ``s_g`` minimize ``(w - sum_g s_g q_g) H (w - sum_g s_g q_g)``, where ``q_g`` has the codes
-    inside group ``g`` and 0 elsewhere: a linear system with as many unknowns as groups. If the sign of a scale would
-    change, the row keeps its scales.
+    inside group ``g`` and 0 elsewhere: a linear system with as many unknowns as groups. A row keeps its scales if the
+    sign of one would change.
 
     Args:
         weight: ``[rows, in]``.
         values: codes as numbers ``[rows, in]``, zero points subtracted.
         scale: the scales used to choose the codes, ``[rows, groups]``.
-        gram, damping: as in :func:`compensate`.
+        gram, damping: ``H [in, in]`` of the inputs, fp64, and the share of its mean diagonal that is added to its
+            diagonal.
 
     Returns:
         fp32 ``[rows, groups]``, not yet rounded to the stored format.

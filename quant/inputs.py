@@ -1,24 +1,24 @@
 """Quantized form of a layer's input, computed once for all layers that read the same tensor.
 
-q, k and v read one tensor and share its scale, as do gate and up; quantizing it three times would waste two passes over
-it and keep three copies of the codes for backward. As ZeRO-3 hooks each module, the modules stay separate: the first
-module that gets a tensor caches its quantized form for the others (:class:`SharedInput`). In backward, each module
-multiplies its gradient by the values that the forward's GEMM multiplied; the first module restores these from the codes
-for all (:class:`Restored`). Under ZeRO-3 each module gets an alias of the tensor: two inputs are the same if they show
-the same memory in the same version. Nothing is cached under ``torch.compile``: the compiler merges identical operators.
+q, k and v read one tensor and share its scale, as do gate and up. Quantizing the tensor three times would cost two more
+passes over it and two more copies of the codes for backward. The modules stay separate, because ZeRO-3 hooks each of
+them: the first module that gets a tensor caches its quantized form for the others (:class:`SharedInput`). In backward,
+each module needs the dequantized input; the first module decodes it for all (:class:`Restored`). ZeRO-3 passes each
+module an alias of the tensor, so two inputs are the same if they share memory and version. Nothing is cached under
+``torch.compile``: the compiler merges identical operators.
 
-A norm whose readers all quantize its output with one fixed scale returns codes only: a tensor with shape, dtype, device
-and gradient but without values (:class:`QuantizedActivation`), from which the readers take the codes
-(:meth:`SharedInput.get`). Any other use of its values (a router, a hook, an unknown forward) raises an error
-that names the cause.
+If all layers that read a norm's output quantize it with one fixed scale, the norm returns codes only: a tensor with
+shape, dtype, device and gradient but without values (:class:`QuantizedActivation`), from which the layers take the
+codes (:meth:`SharedInput.get`). Any other use of its values (a router, a hook, an unknown forward) raises an error that
+names the cause.
 
-Codes are kept for backward so that the input can be freed. The input of o_proj would not be freed: it is a view of
-fused attention's output, which attention keeps for its own backward. Such an input is kept instead of codes, at no
-cost, and quantized again in backward, with the same bits. :func:`kept_by_attention` detects it in the autograd graph:
-behind the input there are only view nodes, then attention's node. Any computation in between (a gate, a cast, a copy in
-another layout, a rotation) has its own node, and codes are kept. Eager attention does not count, as its last product
-saves its operands, not its output. A wrong detection would cost memory, but never change results: the input shares
-attention's version counter, so that a write to either between forward and backward raises.
+Layers keep codes for backward so that the input can be freed. The input of o_proj would not be freed, as it is a view
+of fused attention's output, which attention keeps for its own backward. So o_proj keeps the input instead of codes, at
+no cost, and quantizes it again in backward, with the same bits. :func:`kept_by_attention` detects it in the autograd
+graph: behind the input there are only view nodes, then attention's node. Any computation in between (a gate, a cast, a
+copy in another layout, a rotation) has its own node, and codes are kept. Eager attention does not count, as its last
+product saves its operands, not its output. A wrong detection would cost memory, but never change results: the input
+shares attention's version counter, so that a write to either between forward and backward raises.
 """
 
 import weakref
@@ -35,13 +35,13 @@ from quant.spec import TensorSpec
 
 
 class QuantizedInput(NamedTuple):
-    """Input ready for the GEMM, with the tensors that backward keeps.
+    """Input of a layer after quantization: operand of the GEMM, and tensors that are saved for backward.
 
     Attributes:
-        values: fake-quantized input; None if the codes are multiplied, or the input is not quantized.
+        values: fake-quantized input; None if the GEMM multiplies codes, or the input is not quantized.
         codes: codes of the input, packed if its scales are dynamic; None if neither the GEMM nor backward needs them.
-        mask: packed bits, 1 inside the range; None if backward does not need it.
-        scales: scales of the codes of a dynamic input, as in :func:`quant.kernels.keep_tokens`; else None.
+        mask: one bit per element in uint8, 0 where the value was clipped; None if backward does not need it.
+        scales: scales of a dynamic input's codes ``[..., groups, 1]`` in their stored format; else None.
     """
 
     values: Tensor | None = None
@@ -51,12 +51,12 @@ class QuantizedInput(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Outputs needed from quantizing an input.
+    """Results that a caller needs from :func:`quantize_input`.
 
     Attributes:
-        codes_for_gemm: the GEMM multiplies the codes, not the fake-quantized values.
-        codes: backward needs the codes.
-        mask: backward needs the mask.
+        codes_for_gemm: codes for the GEMM; if False, fake-quantized values.
+        codes: codes for backward.
+        mask: bit mask of unclipped elements for backward.
     """
 
     codes_for_gemm: bool
@@ -87,13 +87,13 @@ def quantize_input(
 
 
 class Restored:
-    """Cache, during backward, of the values that the forward of some layers multiplied as their input.
+    """Cache, during backward, of the dequantized input that several layers share.
 
-    The layers' autograd nodes share one such object per input, created in forward and empty until their first backward.
-    The object is emptied by the last of these backwards, when another such object is filled (only one is filled at a
+    Autograd nodes of layers with the same input share this object, created in forward and empty until their first
+    backward. It is emptied after the last of these backwards, when another cache is filled (only one is filled at a
     time), and at the end of a backward pass that reached only some of the layers. After a backward that raised, it is
-    freed with the nodes. If the cache is empty or was filled from other memory (saved tensors may be moved), the input
-    is computed again, with the same bits.
+    freed with the nodes. If it is empty, or saved tensors were moved to other memory, the input is dequantized again,
+    with the same bits.
 
     Attributes:
         layers: number of layers that keep the input for backward.
@@ -107,12 +107,12 @@ class Restored:
         self._entry: tuple[Tensor, Tensor] | None = None
 
     def has(self, kept: Tensor) -> bool:
-        """Return True if :meth:`get` would compute nothing."""
+        """Return True if the values of ``kept`` are cached, so that :meth:`get` computes nothing."""
         return self._entry is not None and _same_memory(self._entry[0], kept)
 
     def get(self, kept: Tensor, make: Callable[[], Tensor]) -> Tensor:
-        """Return the cached result of ``make`` for ``kept``, or call ``make``; only for backward. Callers must not
-        write to the result."""
+        """Return the dequantized input, cached for the saved tensor ``kept`` or computed by ``make``. Callers must not
+        write to it."""
         entry = self._entry
         if entry is None or not _same_memory(entry[0], kept):
             other = None if Restored._filled is None else Restored._filled()
@@ -128,14 +128,14 @@ class Restored:
         return entry[1]
 
     def drop(self) -> None:
-        """Empty the cache."""
+        """Free the cached values."""
         self._entry, self._uses = None, 0
 
 
 def _quantize_dynamic(x: Tensor, above: Tensor | None, spec: TensorSpec, wanted: Wanted) -> QuantizedInput:
-    """Run :func:`quantize_input` for a dynamic input; ``above`` is the global scale or None.
+    """Quantize an input with dynamic scales; ``above`` is the global scale, fp32 ``(1,)``, or None.
 
-    For integers no codes or mask are kept for backward: they clip at one end of every token and may have zero points.
+    Integer inputs keep no codes or mask for backward: they clip at one end of every token and may have zero points.
     """
     if not any(wanted) or spec.dtype == "int" or x.numel() == 0:
         return QuantizedInput(kernels.fake_quantize_tokens(x, spec, above))
@@ -145,7 +145,8 @@ def _quantize_dynamic(x: Tensor, above: Tensor | None, spec: TensorSpec, wanted:
 
 @dataclass
 class _Entry:
-    """Cached input of a layer. Keeping ``x`` prevents reuse of its address by another tensor."""
+    """Quantized input in a cache, with the tensor ``x``: keeping ``x`` prevents another tensor from reusing its
+    address."""
 
     x: Tensor
     version: int
@@ -170,7 +171,8 @@ class SharedInput:
     def get(
         self, x: Tensor, wanted: Wanted, make: Callable[[], QuantizedInput]
     ) -> tuple[QuantizedInput, Restored | None]:
-        """Return the quantized form of ``x``, cached or computed now, and its :class:`Restored` for backward.
+        """Return the quantized ``x``, cached or computed by ``make``, and the cache of its dequantized form for
+        backward.
 
         The mask is None for a :class:`QuantizedActivation`.
 
@@ -196,12 +198,12 @@ class SharedInput:
         return (entry.value, entry.restored) if entry.wanted == wanted else (make(), None)
 
     def drop(self) -> None:
-        """Drop the entry, after its last use or a change of the scale."""
+        """Empty the cache, after its last use or a change of the scale."""
         self._entry = None
 
 
 def _same_memory(other: Tensor, x: Tensor) -> bool:
-    """Return True if two tensors show the same memory with the same version."""
+    """Return True if two tensors are views of the same elements, unchanged in between (same version counter)."""
     return (
         other.data_ptr() == x.data_ptr()
         and other.shape == x.shape
@@ -222,9 +224,9 @@ class QuantizedActivation(Tensor):
     Attributes:
         quantized: the quantized form. The producer (a fused norm or SwiGLU) keeps its mask and masks the gradient for
             all readers.
-        restored: cache of the input for backward.
+        restored: cache of the dequantized input for backward.
         source: name of the producer, for an error.
-        readers: cache of the layers that take the quantized form.
+        readers: the cache from which the layers take the quantized form.
     """
 
     quantized: QuantizedInput
@@ -286,7 +288,7 @@ ATTENTION = frozenset(
 
 
 def kept_by_attention(x: Tensor, aliases: frozenset[str] = frozenset()) -> bool:
-    """Return True if ``x`` shows the memory of an output that fused attention keeps for its own backward.
+    """Return True if ``x`` is a view of an output that fused attention keeps for its own backward.
 
     Args:
         x: a layer's input, with its autograd graph.

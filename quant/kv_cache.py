@@ -1,5 +1,5 @@
-"""Fake quantization of keys and values as in a quantized KV cache: after q/k-norm and RoPE, each with one scale per
-layer.
+"""Fake quantization of keys and values as a server stores them in a KV cache: after q/k-norm and RoPE, with one scale
+for the keys and one for the values of a layer.
 
 vLLM stores ``e4m3(k / k_scale)``, saturating, and attention multiplies the stored codes by ``k_scale``, in prompt and
 generation; values have the same form with ``v_scale``. So do transformers and, since August 2026 (its pull request
@@ -55,7 +55,7 @@ class QuantCache(nn.Module):
     Attributes:
         spec: number format.
         input_s0: frozen fp32 scale ``(1,)``; NaN until filled.
-        input_theta: its learned logarithmic correction in the model's dtype, or None.
+        input_theta: logarithmic correction that trains, ``(1,)`` in the model's dtype; None for a fixed scale.
         input_fake_quant: switch of fake quantization.
         input_observer: if set, observes the keys or values in every forward.
     """
@@ -91,7 +91,8 @@ class QuantCache(nn.Module):
 
 
 class _FakeQuantize(torch.autograd.Function):
-    """``apply(x, s0, theta, spec, features)``; returns ``x`` if spec is None."""
+    """Autograd function that fake-quantizes keys or values: ``apply(x, s0, theta, spec, features)``; no effect if spec
+    is None."""
 
     @staticmethod
     def forward(
@@ -204,7 +205,7 @@ def _attention_modules(model: nn.Module) -> dict[str, Any]:
 
 
 def _globals_used(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of globals and attributes used in the module's forward."""
+    """Return the names of globals and attributes that the code of the module's forward uses."""
     code = getattr(_forward(module), "__code__", None)
     return code.co_names if code is not None else ()
 
@@ -244,8 +245,7 @@ def _register(base: str, attentions: dict[str, Any]) -> str:
 
 
 def _implementation(base: str, name: str, attention: nn.Module) -> Callable[..., Any]:
-    """Return the function that ``attention`` calls for the implementation ``base``; eager attention is defined in the
-    model's file."""
+    """Return the attention function for the implementation ``base``; "eager" is a function in the model's own file."""
     scope = _forward(attention).__globals__
     if base != "eager":
         return scope[_INTERFACE].get_interface(base, None)
@@ -258,7 +258,7 @@ def _implementation(base: str, name: str, attention: nn.Module) -> Callable[...,
 
 
 class _Changed:
-    """Object with some attributes replaced."""
+    """Proxy of an object with some attributes replaced."""
 
     def __init__(self, inner: Any, **attributes: Any) -> None:
         self.__dict__ |= {"_inner": inner, **attributes}

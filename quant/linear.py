@@ -42,18 +42,20 @@ class QuantLayer(nn.Module):
     Attributes:
         scheme: number formats of the layer.
         in_features, out_features: for a stack, of one expert.
-        num_experts, projections: as in :class:`quant.linear.StackedLinear`; 0 and () without a stack.
+        num_experts, projections: experts of a stack, and names of one expert's Linears in it (gate_proj, up_proj); 0
+            and () without a stack.
         weight, bias: ``[out, in]`` and ``[out]`` or None, in the model's dtype; or ``[E, out, in]`` and None.
         held: layout of the codes in ``weight`` if it is a packed weight; else None.
         weight_s0, weight_global, input_s0: frozen fp32 scales, NaN until filled; ``weight_global`` only for weights
             with e4m3 scales, ``input_s0`` only if a scale of the input is stored, else None.
         weight_zero: frozen zero points of the weight, fp32, NaN until filled; None if symmetric.
-        weight_theta, input_theta: learned logarithmic corrections in the model's dtype, or None.
+        weight_theta, input_theta: logarithmic corrections of the scales that train, in the model's dtype; None for
+            fixed scales.
         weight_fake_quant, input_fake_quant: switches of fake quantization.
         input_observer: if set, observes the input in every forward.
         shared_input: cache of the quantized input for layers that read the same tensor, or None.
         fp8_gemm: multiply the codes instead of their values while both operands are quantized.
-        fast_accum: option of the fp8 GEMM, as in :func:`quant.gemm.scaled_linear`.
+        fast_accum: accumulate the fp8 GEMM in Hopper's tensor cores, faster but in fewer bits than fp32.
         keeps_weight_codes: keep the weight's codes between forwards, until :func:`weights_changed`. Only for weights
             that stay resident.
         trained: True after a forward with gradients. If it stays False in training, the model's code uses the weight
@@ -89,8 +91,9 @@ class QuantLayer(nn.Module):
 
         Args:
             replaced, scheme: the layer and its number formats.
-            in_features, out_features: see the class.
-            weight, input: scales made of Parameters; ``input`` is None if the scheme stores none.
+            in_features, out_features: sizes of the weight, for a stack of one expert.
+            weight, input: scales of weight and input, made of Parameters; ``input`` is None if the scheme stores no
+                input scale.
 
         Raises:
             ValueError: scheme and scales do not agree.
@@ -131,7 +134,7 @@ class QuantLayer(nn.Module):
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
-        """Shape of the whole weight."""
+        """Shape of the weight, also while its Parameter is a ZeRO-3 partition: ``(out, in)`` or ``(E, out, in)``."""
         stack = (self.num_experts,) if self.projections else ()
         return (*stack, self.out_features, self.in_features)
 
@@ -145,12 +148,13 @@ class QuantLayer(nn.Module):
 
     @property
     def scale_of_weight(self) -> Scale:
-        """Current Parameters of the weight's scale; under ZeRO-3 possibly partitions."""
+        """Scale of the weight, made of the layer's Parameters; under ZeRO-3 possibly partitions."""
         return Scale(self.weight_s0, self.weight_theta, self.weight_global, self.weight_zero)
 
     @property
     def scale_of_input(self) -> Scale | None:
-        """Current Parameters of the input's scale, under ZeRO-3 possibly partitions; None if none is stored."""
+        """Scale of the input, made of the layer's Parameters, under ZeRO-3 possibly partitions; None if none is
+        stored."""
         return None if self.input_s0 is None else Scale(self.input_s0, self.input_theta)
 
     def attach_adapter(self, adapter: Adapter) -> None:
@@ -172,7 +176,7 @@ class QuantLayer(nn.Module):
 
     @torch.no_grad()
     def weight_scale(self) -> Tensor:
-        """Compute the effective scale of the weight as the forward uses it: fp32, its shape given by the scheme.
+        """Compute the effective scale of the weight as the forward uses it: fp32, in the shape of ``weight_s0``.
         Parameters must be gathered."""
         return kernels.effective_scale(self._weight_quantizer())
 
@@ -200,8 +204,9 @@ class QuantLinear(QuantLayer):
 
     Attributes:
         weight_numel: number of weights that share one scale, over all layers that share ``weight_s0``.
-        dynamic_codes: as in :class:`quant.autograd.Plan`, for inputs that attention does not keep anyway.
-        aliases: as in :func:`quant.inputs.kept_by_attention`.
+        dynamic_codes: save codes for backward also of inputs with dynamic scales: less memory, but decoded again.
+        aliases: names of autograd Functions whose output is the same tensor as their input; used to detect attention's
+            output.
         rotation: block size of the Hadamard rotation of the input (:func:`quant.gemm.rotate`), whose inverse the weight
             contains; or None.
     """
@@ -221,7 +226,8 @@ class QuantLinear(QuantLayer):
 
         Args:
             linear: the Linear, or stack of Linears, to replace.
-            scheme, weight, input, weight_numel: as in :class:`QuantLayer` and :class:`QuantLinear`.
+            scheme, weight, input, weight_numel: number formats; scales made of Parameters; weights that share one
+                scale.
 
         Raises:
             ValueError: scheme and scales do not agree, or the inputs' groups do not divide ``in_features``.
@@ -284,9 +290,10 @@ class QuantLinear(QuantLayer):
         return output if beside is None else output + beside.added(x, self.training)
 
     def used_weight(self) -> Tensor:
-        """Return the weight ``[out, in]`` that the forward multiplies now, differentiable; adapters are not supported.
+        """Return the weight ``[out, in]`` as the forward multiplies it, fake-quantized if that is on; differentiable,
+        without adapters.
 
-        It is meant for callers whose product is not a plain GEMM.
+        For callers whose product is not a plain GEMM.
         """
         assert self.adapter is None, "lm_head is no target of adapters"
         if torch.is_grad_enabled():
@@ -341,11 +348,8 @@ class QuantEmbedding(QuantLayer):
     """
 
     def __init__(self, embedding: nn.Embedding, scheme: Scheme, *, weight: Scale) -> None:
-        """Take over the Parameter object of ``embedding``; ``weight`` is the scale of its table.
-
-        Raises:
-            ValueError: the scheme is not supported, or the embedding does more than look up rows.
-        """
+        """Take over the Parameter object of ``embedding``; ``weight`` is the scale of its table. Raises ValueError if
+        the scheme is not supported, or the embedding does more than look up rows."""
         if not self.takes(scheme):
             raise ValueError(
                 f"scheme {scheme.name!r}: embeddings can have symmetric integer weights per channel or group, without "
@@ -360,7 +364,7 @@ class QuantEmbedding(QuantLayer):
 
     @staticmethod
     def takes(scheme: Scheme) -> bool:
-        """Return True if an embedding can have this scheme."""
+        """Return True if embeddings support this scheme."""
         spec = scheme.weights
         integers = spec.dtype == "int" and spec.symmetric and spec.granularity in ("channel", "group")
         return scheme.activations is None and integers
@@ -389,7 +393,7 @@ class QuantEmbedding(QuantLayer):
 
 
 class _ScaledGradient(torch.autograd.Function):
-    """Return ``x`` with its gradient multiplied by ``factor``: ``apply(x, factor)``."""
+    """Autograd function ``apply(x, factor)``: returns ``x``, and multiplies its gradient by ``factor``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
@@ -408,7 +412,7 @@ class StackedLinear(nn.Module):
         weight: ``[E, out, in]``; a ZeRO-3 partition (shape ``[0]``) outside forward.
         in_features, out_features: sizes of one expert.
         num_experts: E.
-        projections: names of the Linears of one expert, of equal size, concatenated along ``out``.
+        projections: names of one expert's Linears (gate_proj, up_proj), of equal size, concatenated along ``out``.
     """
 
     bias = None
@@ -420,8 +424,8 @@ class StackedLinear(nn.Module):
         self.projections = projections
 
     def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
-        """Compute the output ``[rows, out]`` for ``x [rows, in]``, sorted by expert; ``offsets`` as in
-        :mod:`quant.gemm`."""
+        """Compute the output ``[rows, out]`` for ``x [rows, in]``, sorted by expert; ``offsets``, int32 [E], are the
+        ends of the experts' rows."""
         return gemm.linear(x, self.weight, None, offsets)
 
     def extra_repr(self) -> str:
@@ -430,13 +434,13 @@ class StackedLinear(nn.Module):
 
 @dataclass(frozen=True)
 class LinearPart:
-    """Slice of a layer that is one Linear in a checkpoint.
+    """Slice of a layer that a checkpoint stores as one Linear.
 
     Attributes:
         name: module name of the Linear in the checkpoint.
         out_features, in_features: its sizes.
         expert: index in the stack; None if the layer is the Linear itself.
-        first_row: first of its rows in the expert's weight.
+        first_row: index of its first row in the expert's weight.
     """
 
     name: str
@@ -446,11 +450,11 @@ class LinearPart:
     first_row: int = 0
 
     def weight(self, whole: Tensor) -> Tensor:
-        """Slice ``[out, in]`` of the layer's weight, a view."""
+        """Return the Linear's weight ``[out, in]``, a view of the layer's weight ``whole``."""
         return whole if self.expert is None else whole[self.expert].narrow(0, self.first_row, self.out_features)
 
     def scale(self, whole: Tensor, spec: TensorSpec) -> Tensor:
-        """Slice of the layer's scale, a view in the shape of a single Linear's scale."""
+        """Return the Linear's scale, a view of the layer's scale ``whole``, in the shape for a weight ``[out, in]``."""
         if self.expert is None:
             return whole
         if whole.dim() == 1:
@@ -459,7 +463,7 @@ class LinearPart:
         return whole[self.expert].narrow(0, self.first_row // size, self.out_features // size)
 
     def of_scale(self, whole: Scale, spec: TensorSpec) -> Scale:
-        """Slice all tensors of the layer's scale, see :meth:`scale`."""
+        """Return the Linear's slices of all tensors of the layer's scale ``whole``."""
         specs = (spec, spec, FP8_TENSOR, spec)
         parts = [None if one is None else self.scale(one, of) for one, of in zip(whole, specs, strict=True)]
         return Scale(*parts)  # type: ignore[arg-type]

@@ -27,15 +27,15 @@ CPU_ELEMENTS, GPU_ELEMENTS = 2**18, 2**22
 def merge(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scaling: float) -> Tensor:
     """Compute ``weight + scaling * lora_b @ lora_a`` in fp64, rounded once to the weight's dtype.
 
-    In fp64 the summation order of a GEMM does not show after rounding: a forward on a GPU, an export on another machine
-    and any slice of the rows have the same bits. The sum is rounded to the weight's dtype: all readers of a weight
-    expect that dtype, and a weight that trains without an adapter is also rounded to it before quantization. No update
-    is lost by the rounding, as the optimizer accumulates in fp32 copies of the adapter.
+    In fp64 the summation order of a GEMM does not change the rounded result: a GPU, another machine and any slice of
+    the rows get the same bits. The sum is rounded to the weight's dtype: all readers of a weight expect that dtype, and
+    a weight that trains without an adapter is also rounded to it before quantization. No update is lost by the
+    rounding, as the optimizer accumulates in fp32 copies of the adapter.
 
     Args:
         weight: ``[out, in]``, or some of its rows; or a stack ``[E, out, in]`` with an adapter per expert.
         lora_a: ``[rank, in]``, for a stack ``[E, rank, in]``.
-        lora_b: ``[out, rank]``, or the same rows; for a stack ``[E, out, rank]``.
+        lora_b: ``[out, rank]``, or the rows that match ``weight``; for a stack ``[E, out, rank]``.
         scaling: factor of the adapter, such as ``alpha / rank``.
 
     Returns:
@@ -97,7 +97,7 @@ class AdapterBeside(Adapter):
         return weight.detach()
 
     def added(self, x: Tensor, training: bool) -> Tensor:
-        """Compute ``[..., out]``, to be added to the layer's output, of the layer's input ``x``; not for a stack."""
+        """Compute the adapter's output ``[..., out]`` for the layer's input ``x [..., in]``; not for a stack."""
         if training and self.dropout:
             x = F.dropout(x, self.dropout)
         return F.linear(F.linear(x, self.lora_a), self.lora_b) * self.scaling
@@ -126,8 +126,9 @@ def low_rank_gradients(
 
     Args:
         grad, x: ``[rows, out]`` and ``[rows, in]``, the gradient of the layer's output and the input of its GEMM.
-        lora_a, lora_b, scaling: as in :func:`merge`.
-        offsets: for a stack, the row ends of the experts.
+        lora_a, lora_b, scaling: the adapter: ``[rank, in]``, ``[out, rank]`` (for a stack with ``E`` in front), and its
+            factor.
+        offsets: for a stack, the ends of the experts' rows, int32 [E].
     """
     # The GEMMs take the second operand in the layout of a Linear: [out, in].
     up = gemm.linear(x, lora_a, None, offsets)  # [rows, rank]

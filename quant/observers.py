@@ -2,8 +2,8 @@
 
 ZeRO-3 gives each rank a contiguous range of the row-major weight. A rank reduces its range to two numbers per scale
 (:func:`partial_stats`), the engine combines these over ranks (a maximum, thus an all-reduce) and converts the result to
-scales (:func:`scales_from_stats`) and zero points (:func:`zero_points_from_stats`). A scale
-whose elements are on several ranks is exactly that of one rank.
+scales (:func:`scales_from_stats`) and zero points (:func:`zero_points_from_stats`). If the elements of a scale are on
+several ranks, the scale has the same bits as on one rank.
 
 The absmax scale is poor for a coarse grid: at 2 bits it leaves 22% of the energy of a Gaussian weight as error (groups
 of 32), the best scale 14%. If :meth:`Ranges.searches`, a second pass measures the squared error of a few fractions of
@@ -40,7 +40,8 @@ MAGNITUDES[0] = 0
 
 
 class _Recomputing:
-    """Plain flag, not a context variable: on CUDA, autograd recomputes in another thread."""
+    """Flag that a backward pass is running. Not a context variable, as on CUDA autograd recomputes in another
+    thread."""
 
     now = False
 
@@ -87,7 +88,7 @@ class Observer:
     def update(self, x: Tensor, scale: Tensor | None) -> None:
         """Add the elements of ``x``, any shape; with a scale, also count those outside its range.
 
-        Does nothing inside :func:`recomputing`.
+        No effect inside :func:`recomputing`.
         """
         if _Recomputing.now or x.numel() == 0:  # an expert without tokens
             return
@@ -192,12 +193,14 @@ def zero_points_from_stats(stats: Tensor, spec: TensorSpec) -> Tensor | None:
 def partial_errors(
     flat: Tensor, start: int, shape: tuple[int, ...], stats: Tensor, spec: TensorSpec, *, signed: bool = False
 ) -> Tensor:
-    """Compute the squared quantization error per candidate fraction and scale over one range of a weight.
+    """Compute the squared quantization error over one range of a weight, for each scale times each of
+    ``SEARCH_FRACTIONS``.
 
     Args:
-        flat, start, shape, spec: as in :func:`partial_stats`.
+        flat, start, shape, spec: 1-D range of the row-major weight, its first element, the weight's shape, and the
+            number format.
         stats: statistics of the whole weight, combined over all ranges.
-        signed: as in :func:`scales_from_errors`.
+        signed: scales are negative where the largest magnitude is a positive value.
 
     Returns:
         fp32 ``[len(SEARCH_FRACTIONS), *scale shape]``; 0 if the range has no element of that scale. The caller adds up
@@ -266,7 +269,8 @@ def partial_clipped(
     """Count the elements of one range of a weight that its scales clip; int64 scalar on the range's device.
 
     Args:
-        flat, start, shape, spec: as in :func:`partial_stats`.
+        flat, start, shape, spec: 1-D range of the row-major weight, its first element, the weight's shape, and the
+            number format.
         scale: effective scale of the whole weight, fp32.
         zero: zero points of the whole weight, or None.
     """
@@ -297,7 +301,7 @@ def partial_fit(
 
 
 def by_run(flat: Tensor, start: int, size: int) -> Iterator[tuple[slice, Tensor]]:
-    """Split the elements ``[start, start + len(flat))`` of a tensor into at most three views ``[runs, values]``, each
+    """Split a range of a row-major tensor, ``flat`` at ``start``, into at most three views ``[runs, values]``, each
     with the slice of its run indices.
 
     A run is ``size`` consecutive elements. The views are the rest of a run that begins on an earlier rank, the whole
@@ -316,8 +320,8 @@ def by_run(flat: Tensor, start: int, size: int) -> Iterator[tuple[slice, Tensor]
 
 
 def _pieces(flat: Tensor, start: int, shape: tuple[int, ...], spec: TensorSpec) -> Iterator[tuple[slice, Tensor]]:
-    """Split a range of a weight into runs of elements that share a scale, see :func:`by_run`, in pieces of whole runs
-    with at most :data:`_CHUNK` elements, if these are several runs."""
+    """Split a range of a weight into runs, consecutive elements that share a scale. Yields views ``[runs, values]`` of
+    at most :data:`_CHUNK` elements, or one run, each with the slice of its run indices."""
     numel, stop = math.prod(shape), start + flat.numel()
     if flat.dim() != 1 or not 0 <= start <= stop <= numel:
         raise ValueError(
@@ -331,13 +335,12 @@ def _pieces(flat: Tensor, start: int, shape: tuple[int, ...], spec: TensorSpec) 
 
 
 def _runs(shape: tuple[int, ...], spec: TensorSpec) -> int:
-    """Count the runs of a weight. With scales per block there are more runs than scales, as a block has one in each
-    row."""
+    """Count the runs of a weight, consecutive elements that share a scale. A block has a run in each of its rows."""
     return math.prod(shape) // spec.run_length(shape)
 
 
 def _over_blocks(per_run: Tensor, shape: tuple[int, ...], spec: TensorSpec) -> Tensor:
-    """View ``[n, runs]`` as ``[n, scales down, runs per scale, scales across]``."""
+    """View ``[n, runs]`` as ``[n, block rows, rows of a block, block columns]``."""
     rows = spec.elements_per_scale(shape) // spec.run_length(shape)
     across = shape[-1] // spec.run_length(shape) if rows > 1 else 1
     return per_run.view(per_run.shape[0], -1, rows, across)

@@ -35,7 +35,7 @@ class PackedCodes:
     Attributes:
         spec: the weight's number format.
         shape: the weight's shape, ``(out, in)`` or ``(E, out, in)``.
-        ranges: how to choose scales if the codes are computed from loaded weights; None if codes are loaded.
+        ranges: method to choose scales if weights are loaded and quantized; None if codes are loaded.
     """
 
     spec: TensorSpec
@@ -52,10 +52,7 @@ class PackedCodes:
 
     def packed_shape(self, dtype: torch.dtype) -> tuple[int, ...]:
         """Compute the shape of the Parameter in the model's dtype: the weight's shape with a shorter last dimension.
-
-        Raises:
-            ValueError: the codes of a row do not fill whole elements.
-        """
+        Raises ValueError if the codes of a row do not fill whole elements."""
         if self.row_bytes % dtype.itemsize:
             raise ValueError(
                 f"adapter.base: quantized: the {self.row_bytes} bytes of codes in a row of {list(self.shape)} do not "
@@ -78,7 +75,7 @@ class PackedCodes:
         return codes.view(self.shape)
 
     def values(self, packed: Tensor, quantizer: Quantizer) -> Tensor:
-        """Dequantize a gathered Parameter to the model's dtype."""
+        """Dequantize a gathered Parameter: the weight in its shape and the model's dtype."""
         return kernels.dequantize(self.unpack(packed), quantizer)
 
 
@@ -95,12 +92,9 @@ def packed_codes(parameter: Tensor) -> PackedCodes | None:
 
 
 def store_packed(layer: nn.Module, spec: TensorSpec, shape: tuple[int, ...], ranges: Ranges | None = None) -> None:
-    """Replace the weight of a layer (a Linear or stack, on the meta device) by a Parameter for its codes; ``spec``,
-    ``shape`` and ``ranges`` are those of :class:`PackedCodes`.
-
-    Raises:
-        ValueError: see :meth:`PackedCodes.packed_shape`.
-    """
+    """Replace the weight of a layer (a Linear or stack, on the meta device) by a Parameter for its codes; ``spec`` and
+    ``shape`` describe the weight; ``ranges`` chooses scales if weights are loaded and quantized. Raises ValueError if
+    the codes of a row do not fill whole elements of the model's dtype."""
     weight, held = layer.weight, PackedCodes(spec, shape, ranges)
     assert isinstance(weight, nn.Parameter) and weight.is_meta and math.prod(shape) == weight.numel()
     packed = torch.empty(held.packed_shape(weight.dtype), dtype=weight.dtype, device="meta")
@@ -133,11 +127,8 @@ def is_placeholder(weight: Tensor) -> bool:
 
 
 def codes_of_placeholder(weight: Tensor, spec: TensorSpec) -> Tensor:
-    """Return the codes stored in a :func:`placeholder`, in the weight's shape.
-
-    Raises:
-        ValueError: the tensor is not a placeholder.
-    """
+    """Return the codes stored in a :func:`placeholder`, in the weight's shape. Raises ValueError if the tensor is not a
+    placeholder."""
     before = weight.storage_offset() * weight.itemsize
     storage = weight.untyped_storage()
     if any(weight.stride()) or before < weight.numel() or before + weight.itemsize != storage.nbytes():

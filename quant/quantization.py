@@ -1,8 +1,8 @@
 """Quantize a model: replace its Linears by layers that share scales as serving does, and switch them in a schedule.
 
-Serving keeps one scale for the layers it fuses (:mod:`quant.rules`) and one scale for their input; a fused MoE kernel
-keeps one input scale per layer for all experts. With separate scales in training, serving would requantize with the
-largest scale and compute something else than was trained. So the same groups share one Parameter in training:
+Servers keep one scale for the layers that they fuse (:mod:`quant.rules`) and one for their input; a fused MoE kernel
+keeps one input scale per layer for all experts. If these layers trained separate scales, a server would requantize with
+the largest one, and the outputs would differ from training. So they share one Parameter in training:
 
 * a weight scale per tensor is shared by q, k and v, and by gate and up (of one expert in an MoE); finer scales belong
   to single rows and are never shared;
@@ -11,7 +11,7 @@ largest scale and compute something else than was trained. So the same groups sh
 
 If the experts of a layer are one stack, its scales are also one Parameter with an entry per expert. The Parameter is
 registered on every member and owned by the first one in module order, so ``model.parameters()`` lists it once. A group
-that is only partly quantized is an error, as it could not be served as trained.
+that is only partly quantized is an error, as no server can run it.
 
 Keys and values each have one scale per layer, never shared; their groups are listed with the groups of inputs.
 """
@@ -44,12 +44,12 @@ class ScaleGroup:
 
     Attributes:
         owner: name of the first member in module order; the scale's Parameters have its name in ``named_parameters()``.
-        members: names of all layers (or the quantizer of keys, or of values) that share the scale, in module order.
+        members: names of all layers that share the scale, in module order; for keys or values the name of their
+            quantizer.
         spec: number format of the scaled tensors.
         scale: scale made of Parameters. s0 has the shape given by ``spec``, ``(1,)`` for an input; s0 and zero points
-            are NaN until filled. theta has the model's dtype and starts at 0. The global scale of a weight with e4m3
-            scales is the s0 of a separate group. For an input with dynamic e4m3 scales, the global scale is the only
-            s0.
+            are NaN until filled. theta has the model's dtype and starts at 0. For NVFP4, a weight's global scale is the
+            s0 of a separate group, and an input's global scale is the group's s0.
         observer: observer of the group's input, or None for weights.
     """
 
@@ -76,7 +76,7 @@ class ScaleGroup:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Parameters to gather for reading the scale."""
+        """Parameters of the scale, to be gathered before it is read."""
         return [parameter for parameter in (self.s0, self.theta, self.zero) if parameter is not None]
 
 
@@ -92,7 +92,7 @@ class Quantization:
         input_groups: every stored scale of inputs, then the scales of keys and values; may be empty.
         global_groups: every global scale of weights whose scales are e4m3 (NVFP4).
         ranges: method to choose first scales.
-        simulated: names of the layers that simulate although the fp8 GEMM was requested.
+        simulated: names of the layers that use fake quant and a bf16 GEMM although the fp8 GEMM was requested.
         caches: quantizers of keys and values by module name, in module order; empty for an unquantized KV cache.
     """
 
@@ -131,10 +131,7 @@ class Quantization:
 
     def matching(self, pattern: str | None) -> list[str]:
         """Find the names of the layers (and quantizers of keys and values) that fully match the regex; all for None.
-
-        Raises:
-            ValueError: the pattern matches no layer.
-        """
+        Raises ValueError if the pattern matches no layer."""
         names = [name for name in self.modules if pattern is None or re.fullmatch(pattern, name)]
         if not names:
             raise ValueError(
@@ -159,7 +156,8 @@ class Quantization:
         self._switched()
 
     def _switched(self) -> None:
-        """Update the consumers of shared inputs, and call ``when_changed``, after the switches changed."""
+        """After a change of switches, clear and recount the caches of shared inputs, and call the layers'
+        ``when_changed``."""
         for shared in {layer.shared_input for layer in self.layers.values()} - {None}:
             assert shared is not None
             shared.consumers = 0
@@ -172,7 +170,7 @@ class Quantization:
 
     @property
     def _observers(self) -> dict[str, Observer]:
-        """Observers of inputs, keys and values, by owner of the group."""
+        """Observers of inputs, keys and values, by owner of their scale group."""
         return {group.owner: group.observer for group in self.input_groups if group.observer is not None}
 
     @property
@@ -191,7 +189,7 @@ class Quantization:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Switch off fake quantization and observation inside the block, unless the block switches them on.
+        """Context in which fake quantization and observation are off at first; the block may switch them on.
 
         Afterwards, also after an exception, switches, observers and their statistics are restored. Nothing is copied or
         read from the device.
@@ -210,7 +208,7 @@ class Quantization:
             self.restore_fake_quant(switches)
 
     def seen(self) -> dict[str, dict[str, Any]]:
-        """Return the observers' statistics by owner of the group, for :meth:`restore_seen`.
+        """Return the observers' statistics by owner of the scale group, for :meth:`restore_seen`.
 
         Nothing is copied or read from the device: an observer replaces its tensors and never writes into them.
         """
@@ -222,8 +220,8 @@ class Quantization:
             vars(observer).update(seen[owner])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the switches and the observers' statistics, by owner of the group, as plain values and CPU tensors for
-        a checkpoint."""
+        """Return the switches of the layers and the observers' statistics, as plain values and CPU tensors for a
+        checkpoint."""
         observers = {owner: observer.state_dict() for owner, observer in self._observers.items()}
         return {"fake_quant": self.fake_quant_state(), "observing": self.observing, "observers": observers}
 
@@ -258,13 +256,15 @@ def replace_layers(
 
     Args:
         model: any module tree; Linears may be partitioned or on the meta device.
-        scheme, rules, exempt, named: scheme of each layer, see :func:`quant.rules.assign`.
+        scheme, rules, exempt, named: default scheme; rules for single layers; patterns of unquantized layers; schemes
+            by exact name.
         learn_weight_scale: learn the scales of weights.
         learn_input_scale: learn the stored scales of inputs.
         learn_kv_scale: learn the scales of keys and values.
         ranges: method to measure scales.
-        fp8_gemm, fast_accum: options of the fp8 GEMM, see :class:`QuantLayer`.
-        kv_cache: format of keys and values, see :func:`quant.kv_cache.attach_kv_cache`; None leaves them unquantized.
+        fp8_gemm, fast_accum: multiply codes where both operands are e4m3; accumulate faster, in fewer bits than fp32,
+            on Hopper.
+        kv_cache: format of keys and values; None leaves them unquantized.
 
     Raises:
         ValueError: a rule or pattern matches nothing, nothing is left to quantize, layers that serving fuses have
@@ -320,8 +320,7 @@ def replace_layers(
 
 
 def _nothing_to_quantize(model: nn.Module) -> str:
-    """Write the error text for a model without an nn.Linear to quantize, with the classes of modules that have
-    matrices."""
+    """Write the error text for a model without an nn.Linear to quantize; it names other classes that have matrices."""
     kinds = Counter(
         type(module).__name__
         for module in model.modules()
@@ -357,8 +356,8 @@ def _cannot_be_quantized(
     problems: dict[str, str],
     tables: dict[str, str],
 ) -> str:
-    """Write the error text for layers with ``problems`` and embedding ``tables``, by name, with all layers to exempt.
-    These include layers that serving fuses with such a layer, and the other Linears of a stack."""
+    """Write the error text for layers (``problems``) and embeddings (``tables``) that cannot be quantized, by name. It
+    lists all layers to exempt: also layers that serving fuses with them, and the other Linears of a stack."""
     names = dict.fromkeys(problems)
     for members in fused_sets({name: schemes[name] for name in linears}, dict(modules), across_experts=False):
         names |= dict.fromkeys(members) if problems.keys() & members else {}
@@ -426,8 +425,8 @@ def _shared(modules: Mapping[str, nn.Module], chosen: Iterable[str]) -> dict[str
 def _weight_groups(
     sets: list[list[str]], linears: Linears, schemes: Mapping[str, Scheme], learn: bool
 ) -> tuple[list[ScaleGroup], list[ScaleGroup]]:
-    """Build the scale groups of weights, and the groups of their global scales, which do not learn, for sets of layers
-    that serving fuses (:func:`quant.rules.fused_sets`)."""
+    """Build the scale groups of weights, and of their global scales (never learned). ``sets`` are names of layers that
+    serving fuses."""
     groups, global_groups = [], []
     for members in sets:
         spec = schemes[members[0]].weights
@@ -450,8 +449,8 @@ def _weight_shape(linear: nn.Linear | StackedLinear) -> tuple[int, ...]:
 def _input_groups(
     sets: list[list[str]], linears: Linears, schemes: Mapping[str, Scheme], learn: bool, ranges: Ranges
 ) -> list[ScaleGroup]:
-    """Build the scale groups of inputs, for each set (see :func:`quant.rules.fused_sets`) whose scheme stores an input
-    scale."""
+    """Build the scale groups of inputs, for schemes that store an input scale. ``sets`` are names of layers that
+    serving fuses."""
     groups = []
     for members in sets:
         spec = schemes[members[0]].stored_input

@@ -10,9 +10,9 @@ changes 0.07% of the codes, computing in bf16 changes 3%)::
     fq(x)   = Q(v) * s                                  product in fp32, result in x's dtype
 
 Asymmetric integer weights have a *zero point* ``z`` for each scale: the code of 0. Their codes are ``q = clamp(round(v)
-+ z, qmin, qmax)``, and ``Q(v) = q - z``: the grid of ``Q`` goes from ``qmin - z`` to ``qmax - z``, and the formulas
-below mean these bounds where they say ``qmin`` and ``qmax``. ``z`` does not learn, and need not if ``s`` learns: the
-position of 0 within the range does not change when the range grows or shrinks by a factor.
++ z, qmin, qmax)``, and ``Q(v) = q - z``: the grid of ``Q`` goes from ``qmin - z`` to ``qmax - z``, and these are the
+bounds ``qmin`` and ``qmax`` in the formulas below. ``z`` does not learn, and need not if ``s`` learns: the position of
+0 within the range does not change when the range grows or shrinks by a factor.
 
 The floating-point grids are defined in the OCP Microscaling (MX) Specification v1.0, section 5.3 (e4m3 has one NaN).
 
@@ -238,7 +238,7 @@ def fake_quant_backward(
     scale_gradient: bool,
     of_weight: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the gradients of :func:`fake_quant`, by the surrogate in the module's docstring.
+    """Compute the gradients of :func:`fake_quant`, straight-through, and for the scale by the surrogate above.
 
     Args:
         grad: gradient of the fake-quantized tensor, in the shape of ``x``.
@@ -329,7 +329,7 @@ def _tokens_in_codes(x: Tensor, spec: TensorSpec, above: Tensor | None) -> tuple
 
 
 def _round_to_grid(v: Tensor, spec: TensorSpec, zero: Tensor | None = None) -> Tensor:
-    """Compute ``Q(v)``, fp32."""
+    """Round ``v``, values in units of their scale, to the grid, clipped to its ends; fp32."""
     if spec.dtype == "fp8_e4m3":
         return v.clamp(spec.qmin, spec.qmax).to(torch.float8_e4m3fn).float()
     if spec.dtype == "fp4_e2m1":
@@ -352,7 +352,7 @@ def _inside(v: Tensor, spec: TensorSpec, zero: Tensor | None = None) -> Tensor:
 
 
 def _scale_terms(v: Tensor, rounded: Tensor, inside: Tensor, spec: TensorSpec) -> Tensor:
-    """Compute ``d fq / d s`` per element."""
+    """Compute the derivative of each fake-quantized element with respect to its scale."""
     if spec.dtype == "int":
         return torch.where(inside, rounded - v, rounded)
     size = v.abs()
@@ -361,7 +361,7 @@ def _scale_terms(v: Tensor, rounded: Tensor, inside: Tensor, spec: TensorSpec) -
 
 
 def _encode(rounded: Tensor, spec: TensorSpec, zero: Tensor | None = None) -> Tensor:
-    """Convert values of the grid to codes."""
+    """Convert grid values (rounded, in units of the scale) to codes as stored."""
     if spec.dtype == "fp8_e4m3":
         return rounded.to(torch.float8_e4m3fn)
     number = (rounded if zero is None else rounded + zero).nan_to_num(nan=0.0)
@@ -373,7 +373,7 @@ def _encode(rounded: Tensor, spec: TensorSpec, zero: Tensor | None = None) -> Te
 
 
 def _decode(codes: Tensor, spec: TensorSpec, zero: Tensor | None = None) -> Tensor:
-    """Convert codes to values, fp32."""
+    """Convert stored codes to grid values (in units of the scale), fp32."""
     if spec.dtype != "fp4_e2m1":
         return codes.float() if zero is None else codes.float() - zero
     code = codes.bitwise_and(7).float()
@@ -385,7 +385,7 @@ def _decode(codes: Tensor, spec: TensorSpec, zero: Tensor | None = None) -> Tens
 
 
 def _in_codes(x: Tensor, scale: Tensor) -> Tensor:
-    """Compute ``v = x * (1/s)`` in fp32, in the shape of :func:`_parts`."""
+    """Compute ``v = x * (1/s)`` in fp32, in the shape of :func:`_parts`: dimensions split by the scale's shape."""
     return _parts(x, scale).float() * (1.0 / _per_part(scale))
 
 
@@ -473,7 +473,7 @@ def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, mas
 
 
 def _sum_rows(rows: Tensor) -> Tensor:
-    """Sum the rows in their order to ``[1, n]``."""
+    """Sum rows ``[m, n]`` one after the other to ``[1, n]``."""
     total = rows.new_zeros(1, rows.shape[-1])
     for row in rows:
         total = total + row
@@ -496,7 +496,8 @@ def silu_mul_quantize(gate: Tensor, up: Tensor, scale: Tensor, spec: TensorSpec)
 
 
 def silu_mul_backward(grad: Tensor, gate: Tensor, up: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of gate and up, in their dtype, from the gradient of the quantized result::
+    """Compute the gradients of gate and up, in their dtype, from the gradient of the quantized result (a the gate, b
+    the up projection, T the dtype)::
 
     db = T(dy * s)      d = T(dy * b)      sigma = 1 / (1 + exp(-a))
     da = T((d * sigma) * (1 + a * (1 - sigma)))

@@ -3,9 +3,9 @@
 The config is compressed-tensors' ``transform_config``: a group of type ``hadamard`` at the location ``input``, with the
 block size in ``head_dim``. Only rotations that vLLM also computes are supported (0.33.0,
 ``compressed_tensors/transform/linear.py``, ``module.py``): inputs of Linears without a bias that vLLM does not fuse
-with others. Not supported are experts (vLLM's MoE kernel ignores transforms) and queries and keys (``q_attn``,
-``k_cache``, which vLLM skips). The stored weights already contain the inverse rotation; it is not listed in the config,
-as readers would apply it again.
+with others. Experts are not supported, because vLLM's MoE kernel ignores transforms, nor are queries and keys
+(``q_attn``, ``k_cache``), which vLLM skips. The stored weights already contain the inverse rotation; it is not listed
+in the config, as readers would apply it again.
 """
 
 import re
@@ -34,7 +34,7 @@ def rotate_inputs(quantization: Quantization, patterns: Sequence[str], block: in
     Args:
         quantization: quantization of the model.
         patterns: regexes on full names of quantized layers; each must match at least one layer.
-        block: an element of :data:`quant.gemm.BLOCKS`.
+        block: side of the Hadamard matrix, an element of :data:`quant.gemm.BLOCKS`.
 
     Raises:
         ValueError: a pattern matches nothing, or vLLM would not rotate a layer's input; the message names the layers.
@@ -90,7 +90,8 @@ def rotated_layers(quantization: Quantization) -> dict[str, int]:
 
 
 def transform_config(targets: Iterable[str], block: int) -> dict[str, Any]:
-    """Build the ``transform_config`` of the layers in ``targets`` (as in ``config_groups``)."""
+    """Build the ``transform_config`` that rotates the inputs of ``targets`` (module names, or regexes after
+    ``re:``)."""
     arguments = {"targets": list(targets), "location": "input", "inverse": False, "ignore": []}
     return {
         "config_groups": {
@@ -114,7 +115,8 @@ def stored_matrix(layer: QuantLayer) -> Tensor:
 
 
 class RotatedInputs(NamedTuple):
-    """Input rotation of layers in a config: ``targets`` and ``ignore`` as in a config group, and the block size."""
+    """Entry of a ``transform_config``: layers whose inputs are rotated (``targets``, except ``ignore``), and the block
+    size."""
 
     targets: list[str]
     ignore: list[str]

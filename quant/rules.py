@@ -1,10 +1,10 @@
 """Assign schemes to layers (exempt patterns, rules for mixed precision, default), and find the layers that serving
 fuses.
 
-An exempt layer stays unquantized; otherwise the first matching rule decides, then the default. lm_head and embeddings,
-exempt by default, are quantized by naming them. Serving fuses q/k/v, gate/up and others into one GEMM (:data:`FUSED`),
-and runs all experts of a MoE layer in one kernel. Fused layers must have the same scheme; :mod:`quant.quantization`
-shares their scales.
+Exempt layers stay unquantized. For other layers the first matching rule decides, or else the default scheme. lm_head
+and embeddings are exempt by default and are quantized if a recipe names them. Serving fuses q/k/v, gate/up and others
+into one GEMM (:data:`FUSED`), and runs all experts of a MoE layer in one kernel. Fused layers must have the same
+scheme; :mod:`quant.quantization` shares their scales.
 
 :func:`pattern_problem` rejects regexes of recipes that may take exponential time: Python's engine tries every way to
 split a name over the repetitions of a pattern. With nested repetitions the number of ways is exponential. Each further
@@ -92,8 +92,9 @@ def assign(
         model: any module tree.
         scheme: default scheme of the Linears; None leaves them unquantized.
         rules: the first rule that matches a Linear decides.
-        exempt: regexes on full module names, before the rules. A pattern outside :data:`DEFAULT_EXEMPT` must match.
-        named: schemes by exact name, before everything else.
+        exempt: regexes on full names of modules that stay unquantized, whatever the rules are. A pattern outside
+            :data:`DEFAULT_EXEMPT` must match.
+        named: schemes by exact module name; they take precedence over ``exempt`` and ``rules``.
 
     Returns:
         Schemes of the quantized layers by name, and names of the modules that an exempt pattern matched (also routers
@@ -147,7 +148,8 @@ def _modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _matched(modules: dict[str, nn.Module], patterns: Sequence[str]) -> set[str]:
-    """Find the names of the modules that a pattern matches; raises if a pattern outside the defaults matches none."""
+    """Find the names of all modules that a pattern matches. Raises ValueError if a pattern outside the defaults matches
+    none."""
     matched: set[str] = set()
     for pattern in patterns:
         names = {name for name in modules if re.fullmatch(pattern, name)}
@@ -166,7 +168,8 @@ def examples(names: Sequence[str], most: int = 3) -> str:
 
 
 def exempt_line(names: Iterable[str]) -> str:
-    """Write the recipe line that exempts layers of these names, and their counterparts in other decoder layers."""
+    """Write the recipe line (``quant.exempt_more``) that exempts these layers and their counterparts in other decoder
+    layers."""
     parts = ((r"\d+" if part.isdigit() else re.escape(part) for part in name.split(".")) for name in names)
     quoted = [f"'{pattern}'" for pattern in dict.fromkeys(r"\.".join(some) for some in parts)]
     return f"quant.exempt_more: [{', '.join(quoted)}]"
@@ -176,11 +179,9 @@ _EXPERT = re.compile(r"(?P<experts>(?:.*\.)?experts)\.\d+\.(?P<projection>gate_p
 
 
 def fused_sets(schemes: dict[str, Scheme], modules: dict[str, nn.Module], *, across_experts: bool) -> list[list[str]]:
-    """Group the layers into the sets that serving fuses; each name is in one set, sets and names in module order.
-
-    Raises:
-        ValueError: layers of a set have different schemes, or only some have one.
-    """
+    """Group the layers into the sets that serving fuses, in module order; each name is in exactly one set. With
+    ``across_experts``, all experts of a MoE layer are in the same sets. Raises ValueError if layers of a set have
+    different schemes, or only some have one."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for name in schemes:
         groups.setdefault(_fused_key(name, modules, across_experts), []).append(name)
@@ -193,11 +194,8 @@ def fused_sets(schemes: dict[str, Scheme], modules: dict[str, nn.Module], *, acr
 
 
 def schemes_of_layers(schemes: Mapping[str, Scheme], modules: Mapping[str, nn.Module]) -> dict[str, Scheme]:
-    """Convert schemes by names of a checkpoint's Linears to schemes by names of layers, in module order.
-
-    Raises:
-        ValueError: the Linears of one layer's stacked experts have different schemes, or only some have one.
-    """
+    """Convert schemes by names of a checkpoint's Linears to schemes by names of layers, in module order. Raises
+    ValueError if the Linears of one layer's stacked experts have different schemes, or only some have one."""
     experts: dict[str, list[str]] = {}  # Linears by the parent module of the stacks
     for name, module in modules.items():
         if isinstance(module, StackedLinear):
@@ -216,7 +214,8 @@ def schemes_of_layers(schemes: Mapping[str, Scheme], modules: Mapping[str, nn.Mo
 
 
 def _fused_key(name: str, modules: dict[str, nn.Module], across_experts: bool) -> tuple[str, ...]:
-    """Return the key of a layer's set: its parent (or MoE layer) and the names fused there."""
+    """Return the key by which layers are grouped: the parent's name (or MoE layer's) and the names of layers fused
+    there."""
     expert = _EXPERT.fullmatch(name)
     if across_experts and expert is not None:
         return (expert["experts"], *(GATE_UP if expert["projection"] in GATE_UP else ("down_proj",)))
@@ -288,7 +287,7 @@ def pattern_problem(text: str) -> str | None:
 def _repeats(parsed: Any, *, inside: bool) -> int | None:
     """Count the unlimited repetitions of a pattern; None if one contains another, or alternatives.
 
-    Repetitions of digits do not count: a name has few digits in a row. All alternatives count.
+    Repetitions of digits are not counted: a name has few digits in a row. Alternatives are added up.
     """
     count = 0
     for operation, argument in parsed:
@@ -333,7 +332,8 @@ def name_patterns(names: Iterable[str], others: Iterable[str], end: str = "", *,
         names: module names.
         others: module names.
         end: a regex that follows each name.
-        anywhere: use only patterns, with an optional prefix, for readers that nest the modules inside another one.
+        anywhere: write all names as patterns with an optional prefix, for readers that nest the model in another
+            module.
     """
     others = list(others)
     alike, strangers = _by_numbers(names), _by_numbers(others)
@@ -363,7 +363,7 @@ def name_patterns(names: Iterable[str], others: Iterable[str], end: str = "", *,
 
 
 def _by_numbers(names: Iterable[str]) -> dict[tuple[str, ...], dict[tuple[str, ...], None]]:
-    """Group names by the text between their numbers."""
+    """Group names by the text between their numbers, and list the numbers of each group."""
     found: dict[tuple[str, ...], dict[tuple[str, ...], None]] = {}
     for name in names:
         found.setdefault(tuple(_NUMBER.split(name)), {})[tuple(_NUMBER.findall(name))] = None
@@ -384,11 +384,10 @@ VLLM_VERSION = "0.33.0"
 
 
 class FusedLayers(NamedTuple):
-    """Layers of one parent that are served as one.
+    """Layers of one parent module that a server runs as one GEMM.
 
     Attributes:
-        members: names of the layers inside the parent. If a model lacks one of them, serving uses another in its place
-            (Gemma 4's values are its keys), or none.
+        members: names of the layers inside the parent. A model may lack some of them (Gemma 4 uses its keys as values).
         classes: prefixes of the parents' class names; any class if empty.
     """
 

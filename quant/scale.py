@@ -5,8 +5,8 @@ operator, and Parameters of a module.
 
 The rounding bin of a code is the set of all numbers that round to it. If codes were not chosen by rounding to nearest
 (GPTQ, a file of another tool) and the weight trains, :func:`snap_to_codes` moves each weight outside the bin of its
-code to the middle of the bin. The edge of the bin would be nearer to the original value, but there the first training
-steps would move every other weight out of its bin again. Weights inside their bin keep their original value
+code to the middle of the bin. At the edge of the bin, nearer to the original value, half of these weights would leave
+the bin again in the first training steps. Weights inside their bin keep their original value
 (benchmarks/results/recovery_start.md).
 
 The scale check judges the scales of a weight by their quantization error. Many scales are valid for one weight: absmax,
@@ -45,7 +45,7 @@ class Scale(NamedTuple):
     Attributes:
         s0: frozen scale as loaded or measured, fp32, in the shape of :meth:`quant.spec.TensorSpec.scale_shape`;
             ``(1,)`` for an input.
-        theta: learned logarithmic correction, in the shape of ``s0`` and any float dtype, or None.
+        theta: logarithmic correction that trains, in the shape of ``s0`` and any float dtype; None for a fixed scale.
         global_: global scale of scales stored in e4m3 (NVFP4), fp32 ``(1,)``, for a stack one per expert; None for
             other formats.
         zero: zero points, fp32, in the shape of ``s0``; None for a symmetric grid.
@@ -83,7 +83,8 @@ def lsq_factor(numel: int, spec: TensorSpec) -> float:
 
 
 def check_fp32(scales: Mapping[str, Tensor | None]) -> None:
-    """Raise if a module-wide cast (as DeepSpeed's to bf16 on stages 0 to 2) silently rounded the frozen scales."""
+    """Raise if frozen scales are not fp32: a cast of the whole module, as DeepSpeed's to bf16 on stages 0 to 2, has
+    rounded them."""
     for name, scale in scales.items():
         if scale is not None and scale.dtype != torch.float32:
             raise TypeError(
@@ -93,14 +94,14 @@ def check_fp32(scales: Mapping[str, Tensor | None]) -> None:
 
 
 def have_codes(values: Tensor, codes: Tensor, quantizer: Quantizer) -> Tensor:
-    """Compare the codes of ``values`` with ``codes``: a bool tensor of their shape."""
+    """Quantize ``values`` and compare the result with ``codes``: a bool tensor of their shape."""
     found, _ = kernels.quantize(values, quantizer)
     return found.view(torch.uint8) == codes.view(torch.uint8)
 
 
 def snap_to_codes(weight: Tensor, decoded: Tensor, codes: Tensor, quantizer: Quantizer) -> Tensor:
-    """Replace each element of ``weight`` that does not round to its code in ``codes`` by ``decoded``, the codes' values
-    in the dtype of ``weight``."""
+    """Replace each element of ``weight`` that does not round to its code in ``codes`` by the dequantized code,
+    ``decoded``."""
     return torch.where(have_codes(weight, codes, quantizer), weight, decoded)
 
 
@@ -121,11 +122,11 @@ LOST, KEPT = 0.9, 0.2
 
 
 class Fit(NamedTuple):
-    """Loaded and measured scales of one Linear with their errors, each fp64 ``[scales]``.
+    """Loaded and measured scales of one Linear with their squared quantization errors, each fp64 ``[scales]``.
 
     Attributes:
         scale: loaded scales, effective.
-        own: measured scales: absmax, or at 3 bits and fewer the scales of the smallest error.
+        own: scales measured from the weight: absmax, or at 3 bits and fewer the scales with the smallest squared error.
         error, own_error: squared errors with ``scale`` and with ``own``.
         squares: squared weights.
     """
@@ -162,7 +163,7 @@ def scale_problem(fit: Fit, spec: TensorSpec) -> str | None:
 
 
 def _follow(scale: Tensor, own: Tensor) -> float:
-    """Correlate the logarithms of loaded and measured scales; 1 if they are too few or too similar to judge."""
+    """Compute the correlation of the logarithms of loaded and measured scales; 1 if they are too few or too similar."""
     logs = torch.stack([scale, own]).abs().log()
     if len(scale) < ENOUGH or bool((logs.std(1) < DIFFER).any()):
         return 1.0
@@ -185,7 +186,7 @@ def _mean(scale: Tensor) -> float:
 
 
 def _cause(width: float, fit: Fit, spec: TensorSpec) -> str:
-    """Guess the likely cause from the ratio of loaded to measured scales."""
+    """Write the likely cause of wrong scales; ``width`` is the ratio of loaded to measured scales."""
     half = (spec.qmax - spec.qmin) / 2
     known = {f"they are of int{bits}": half / ((2**bits - 1) / 2) for bits in range(2, 9)}
     known |= {"they are of e4m3": half / 448, "they are of e2m1": half / 6, "they are of e5m2": half / 57344}

@@ -128,7 +128,7 @@ class TensorSpec:
 
     @property
     def wide(self) -> "TensorSpec":
-        """The same spec with the full range, as in checkpoints."""
+        """The spec without ``narrow``, as checkpoints record it (they do not store ``narrow``)."""
         return replace(self, narrow=False)
 
     def takes(self, other: "TensorSpec") -> bool:
@@ -142,8 +142,8 @@ class TensorSpec:
 
     @property
     def has_global_scale(self) -> bool:
-        """Return True if the scales are stored relative to a second scale per tensor, the global scale (NVFP4). It is
-        stored even if the others are dynamic."""
+        """Return True if the scales are stored relative to a second scale per tensor, the global scale (NVFP4). The
+        global scale is stored even if the others are dynamic."""
         return self.scale_format == "e4m3"
 
     @property
@@ -188,7 +188,7 @@ class TensorSpec:
 
     @property
     def rows_per_scale(self) -> int:
-        """Number of rows of a weight that share a scale: those of a block. 1 also for a scale per tensor."""
+        """Rows of a block for scales per block; 1 for all other granularities, also for a scale per tensor."""
         return self.group_size if self.granularity == "block" and self.group_size is not None else 1
 
     def run_length(self, weight_shape: tuple[int, ...]) -> int:
@@ -320,11 +320,8 @@ PRESETS: dict[str, Preset] = {name: Preset(scheme) for name, scheme in SCHEMES.i
 
 
 def get_scheme(name: str) -> Scheme:
-    """Return the scheme of the Linears for a preset's name.
-
-    Raises:
-        ValueError: no preset has this name, or it leaves Linears unquantized; the message lists the known names.
-    """
+    """Return the scheme of the Linears for a preset's name. Raises ValueError if no preset has this name, or it leaves
+    Linears unquantized; the message lists the known names."""
     if name not in SCHEMES:
         raise ValueError(f"unknown quantization scheme of linear layers {name!r}; known: {', '.join(SCHEMES)}")
     return SCHEMES[name]

@@ -147,11 +147,8 @@ def _schemes(model: PreTrainedModel, rules: list[Rule]) -> dict[str, Scheme]:
 
 
 def _rotate(model: PreTrainedModel, quantization: Quantization, rotations: list[RotatedInputs]) -> None:
-    """Switch on the rotation of inputs for the layers that the file lists.
-
-    Raises:
-        ValueError: a listed layer is not quantized, is an expert, or has inputs that the blocks do not divide.
-    """
+    """Switch on the rotation of inputs for the layers that the file lists. Raises ValueError if a listed layer is not
+    quantized, is an expert, or has inputs that the blocks do not divide."""
     linears = {name for name, module in model.named_modules() if isinstance(module, (nn.Linear, QuantLinear))}
     for targets, ignore, block in rotations:
         for name in linears:

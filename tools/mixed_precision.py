@@ -75,11 +75,8 @@ def check_budget(parts: Sequence[LayerSet], budget_bits: float) -> None:
 
 
 def allocate(parts: Sequence[LayerSet], budget_bits: float) -> list[str]:
-    """Choose the scheme of each part, such that all weights have at most ``budget_bits`` bits on average.
-
-    Raises:
-        ValueError: the smallest options do not fit; the message names the required budget.
-    """
+    """Choose the scheme of each part, such that all weights have at most ``budget_bits`` bits on average. Raises
+    ValueError if the smallest options do not fit; the message names the required budget."""
     check_budget(parts, budget_bits)
     hulls = [_hull(part.options) for part in parts]
     chosen = [0] * len(parts)

@@ -220,11 +220,8 @@ def _rotated(
     reader: Reader, tensors: Mapping[str, DiskTensor], key: str, change: Change, rotations: Mapping[str, Rotation]
 ) -> Tensor:
     """Compute a tensor of the rotated checkpoint in the dtype of its file, in blocks along the axis that is not rotated
-    as a whole.
-
-    Raises:
-        CheckpointError: the tensor has NaN or infinite values, which a rotation would spread over whole rows.
-    """
+    as a whole. Raises CheckpointError if the tensor has NaN or infinite values, which a rotation would spread over
+    whole rows."""
     whole = read_tensor(reader, tensors[key])
     if change.ones:
         return torch.ones_like(whole)

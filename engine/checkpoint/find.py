@@ -54,11 +54,8 @@ class Best:
 
 
 def find_checkpoint(directory: Path, which: bool | str = True) -> TrainingCheckpoint:
-    """Find the checkpoint of ``train.resume``: True (the latest), ``best``, or a directory's name.
-
-    Raises:
-        ValueError: there is no such checkpoint, or it is incomplete.
-    """
+    """Find the checkpoint of ``train.resume``: True (the latest), ``best``, or a directory's name. Raises ValueError if
+    there is no such checkpoint, or it is incomplete."""
     if which == "best":
         best = best_checkpoint(directory)
         if best is None:
@@ -98,12 +95,9 @@ def best_checkpoint(directory: Path) -> Best | None:
 
 
 def read_step_directory(path: Path) -> TrainingCheckpoint:
-    """Read the manifest of a step directory, and compare the size of every file with it.
-
-    Raises:
-        ValueError: the directory does not exist or is incomplete; the message names the bad file, and the last complete
-            checkpoint before this one.
-    """
+    """Read the manifest of a step directory, and compare the size of every file with it. Raises ValueError if the
+    directory does not exist or is incomplete; the message names the bad file, and the last complete checkpoint before
+    this one."""
     try:
         return _read_manifest(path)
     except ValueError as error:

@@ -79,11 +79,8 @@ class Overrides:
         self.frozen = set(state["frozen"])
 
     def set_peak_rates(self, **rates: float) -> None:
-        """Set peak learning rates by parameter group; the schedule over the steps continues.
-
-        Raises:
-            ValueError: a group is unknown, or a rate negative.
-        """
+        """Set peak learning rates by parameter group; the schedule over the steps continues. Raises ValueError if a
+        group is unknown, or a rate negative."""
         known = peak_learning_rates(self.recipe.optim)
         for name, rate in rates.items():
             if name not in known or not rate >= 0:
@@ -91,11 +88,8 @@ class Overrides:
         self.peak_rates = self.peak_rates | rates
 
     def set_loss_weights(self, **weights: float) -> None:
-        """Set the weights of the losses ``lm`` and ``kd``.
-
-        Raises:
-            ValueError: a loss is unknown, a weight negative, both weights are 0, or ``kd`` has no teacher.
-        """
+        """Set the weights of the losses ``lm`` and ``kd``. Raises ValueError if a loss is unknown, a weight negative,
+        both weights are 0, or ``kd`` has no teacher."""
         for name, weight in weights.items():
             if name not in ("lm", "kd") or not weight >= 0:
                 raise ValueError(f"loss weight {name}: {weight}, expected 0 or more for lm or kd")

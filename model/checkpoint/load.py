@@ -207,11 +207,8 @@ def _bytes_to_read(reads: list[_Read], method: str) -> int:
 
 
 def _plan(model: PreTrainedModel, path: Path) -> list[_Read]:
-    """Plan the reads, in file order.
-
-    Raises:
-        CheckpointError: the files do not have each tensor of the model exactly once; the message names every problem.
-    """
+    """Plan the reads, in file order. Raises CheckpointError if the files do not have each tensor of the model exactly
+    once; the message names every problem."""
     checkpoint = read_checkpoint(path, model)
     names = Names(model, {key: tensor.shape for key, tensor in checkpoint.tensors.items()})
     tensors = own_tensors(model)

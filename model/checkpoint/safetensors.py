@@ -111,11 +111,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_headers(directory: Path) -> Checkpoint:
-    """Read the header of every safetensors file of a checkpoint. Reads no tensor.
-
-    Raises:
-        CheckpointError: there is no safetensors checkpoint in ``directory``, or its index is invalid.
-    """
+    """Read the header of every safetensors file of a checkpoint. Reads no tensor. Raises CheckpointError if there is no
+    safetensors checkpoint in ``directory``, or its index is invalid."""
     index: dict[str, str] = {}
     if (directory / SINGLE).is_file():
         files = [SINGLE]

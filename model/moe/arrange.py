@@ -45,11 +45,8 @@ _UNSUPPORTED = "is a mixture of experts that is not supported"
 
 def arrange_experts(model: nn.Module, form: Form) -> int:
     """Replace every fused experts module of an empty model by a module of ``form``, which ZeRO-3 gathers as a whole,
-    and return their number. Run it in a context that creates parameters on the meta device: nothing is copied.
-
-    Raises:
-        ValueError: experts have an unknown layout or function; the message names the class.
-    """
+    and return their number. Run it in a context that creates parameters on the meta device: nothing is copied. Raises
+    ValueError if experts have an unknown layout or function; the message names the class."""
     counts = _numbers_of_experts(model.config.to_dict() if isinstance(model, PreTrainedModel) else {})
     found = [
         _holder(name, module, model)

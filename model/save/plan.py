@@ -212,11 +212,8 @@ def _becomes_linears(model: PreTrainedModel, name: str) -> bool:
 
 def _fused(names: Names, name: str, module: nn.Module, source: Container[str]) -> tuple[Stack, ...]:
     """Find the tensors on disk that contain all experts, for the weight of a module. Empty unless the source has such
-    tensors or transformers reads no other form.
-
-    Raises:
-        ValueError: transformers reads no other form, but the model has separate experts.
-    """
+    tensors or transformers reads no other form. Raises ValueError if transformers reads no other form, but the model
+    has separate experts."""
     stacks = tuple(names.stacks(f"{name}.weight"))
     only = [stack.key for stack in stacks if stack.only]
     if getattr(module, "projections", ()):

@@ -64,12 +64,8 @@ class StoredScales(NamedTuple):
 
 
 def read_scales(directory: Path) -> StoredScales:
-    """Read every scale and every zero point in the directory's safetensors files.
-
-    Raises:
-        ValueError: there is no safetensors file, a file is damaged, or a key in two files, or a scale in two spellings,
-            has different values.
-    """
+    """Read every scale and every zero point in the directory's safetensors files. Raises ValueError if there is no
+    safetensors file, a file is damaged, or a key in two files, or a scale in two spellings, has different values."""
     cache = [end for ends in CACHE_SCALES.values() for end in ends]
     endings = (WEIGHT_SCALE, GLOBAL_SCALE, INPUT_SCALE, INPUT_GLOBAL_SCALE, INVERSE, SECOND_SCALE, *cache)
     stored = StoredScales({}, {}, {}, {})

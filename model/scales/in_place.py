@@ -187,12 +187,8 @@ def write_zero_points(group: ScaleGroup, value: Tensor) -> Tensor:
 
 
 def check_values(groups: Sequence[ScaleGroup], values: Mapping[str, Tensor]) -> None:
-    """Check scales (see :func:`write_scales`) from a measurement or a recipe.
-
-    Raises:
-        ValueError: a scale is not finite and positive (for integer weights: is 0 or not finite), a zero point is out of
-            range, or a shape is wrong.
-    """
+    """Check scales (see :func:`write_scales`) from a measurement or a recipe. Raises ValueError if a scale is not
+    finite and positive (for integer weights: is 0 or not finite), a zero point is out of range, or a shape is wrong."""
     for group in groups:
         if group.owner not in values:
             continue

@@ -69,12 +69,8 @@ class Source(NamedTuple):
 
 
 def read_source(directory: Path) -> Source | None:
-    """Read the configuration of a directory with scales; None if it has none.
-
-    Raises:
-        ValueError: a file is no JSON object, the method is not supported, or no scheme of this project has its
-            numerics.
-    """
+    """Read the configuration of a directory with scales; None if it has none. Raises ValueError if a file is no JSON
+    object, the method is not supported, or no scheme of this project has its numerics."""
     if not any((directory / name).is_file() for name in (CONFIG, MODELOPT_FILE)):
         return None
     config = find_quantization_config(directory)

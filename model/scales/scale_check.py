@@ -31,13 +31,9 @@ from quant.spec import TensorSpec
 
 
 def check_stored(quantization: Quantization, arranged: ArrangedScales, stored: StoredScales, directory: Path) -> None:
-    """Check the scales of a checkpoint.
-
-    Raises:
-        ValueError: no quantized layer has a scale (for example because of a wrong prefix); a scale lacks its global
-            scale or zero points, has another shape, is not finite, zero or negative (integer weights: zero); or zero
-            points are no codes, or not 0 for a symmetric scheme.
-    """
+    """Check the scales of a checkpoint. Raises ValueError if no quantized layer has a scale (for example because of a
+    wrong prefix); a scale lacks its global scale or zero points, has another shape, is not finite, zero or negative
+    (integer weights: zero); or zero points are no codes, or not 0 for a symmetric scheme."""
     if len(arranged.unused) == len(stored.scales):
         raise ValueError(
             f"{directory} has no scale of a quantized layer: expected keys like {min(arranged.expected)}, "
@@ -89,12 +85,9 @@ _MEANING = {
 
 
 def check_beside(quantization: Quantization, arranged: ArrangedScales, stored: StoredScales) -> None:
-    """Check that no other tensor of a Linear changes the meaning of its scales.
-
-    Raises:
-        ValueError: the files have codes of GPTQ or AWQ, for which only quant.start can be used; or a quantized Linear
-            has an unknown tensor, or groups of columns in another order.
-    """
+    """Check that no other tensor of a Linear changes the meaning of its scales. Raises ValueError if the files have
+    codes of GPTQ or AWQ, for which only quant.start can be used; or a quantized Linear has an unknown tensor, or groups
+    of columns in another order."""
     for key, tensor in stored.tensors.items():
         if key.endswith(".qweight"):
             raise ValueError(

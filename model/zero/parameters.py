@@ -157,11 +157,8 @@ WHOLE_ELEMENTS_IN_ALL = 16 * 2**20
 
 def init_process_group() -> None:
     """Start the process group of this run, unless one exists: NCCL with CUDA, gloo without. RANK, LOCAL_RANK,
-    WORLD_SIZE, MASTER_ADDR and MASTER_PORT must be set, by the launcher or by the caller.
-
-    Raises:
-        RankError: the ranks did not meet, or this process closed a group before (DeepSpeed keeps references to it).
-    """
+    WORLD_SIZE, MASTER_ADDR and MASTER_PORT must be set, by the launcher or by the caller. Raises RankError if the ranks
+    did not meet, or this process closed a group before (DeepSpeed keeps references to it)."""
     if deepspeed.comm.comm.cdb is not None and not dist.is_initialized():
         raise RankError(
             "this process has closed its process group and cannot start another one: let all trainings of a script run "

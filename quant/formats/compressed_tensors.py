@@ -130,12 +130,8 @@ def _stored_dtype(spec: TensorSpec, model_dtype: torch.dtype) -> torch.dtype:
 def weight_codes(
     weight: torch.Tensor, scale: torch.Tensor, spec: TensorSpec, zero: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Compute ``quantize(weight, scale, spec, zero)`` of a weight [out, in] on any device, into CPU memory, in chunks
-    of rows.
-
-    Raises:
-        ValueError: a weight is not finite (integers have no code for it).
-    """
+    """Quantize a weight [out, in], on any device, to codes in CPU memory, in chunks of rows. Raises ValueError if a
+    weight is not finite (integers have no code for it)."""
     codes = torch.empty(weight.shape, dtype=_CODES[spec.dtype])
     for rows in _row_chunks(weight.shape, spec):
         part = weight[rows]
@@ -153,7 +149,7 @@ def dequantized_weight(
     dtype: torch.dtype = torch.float32,
     zero: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute ``dequantize(codes, scale, spec, dtype, zero)`` of a weight's codes [out, in], in chunks of rows."""
+    """Dequantize a weight's codes [out, in] to ``dtype``, in chunks of rows."""
     weight = torch.empty(codes.shape, dtype=dtype)
     for rows in _row_chunks(codes.shape, spec):
         of_rows, zero_of_rows = _of_rows(rows, scale, zero, spec)
@@ -162,7 +158,8 @@ def dequantized_weight(
 
 
 def _row_chunks(shape: torch.Size, spec: TensorSpec) -> Iterable[slice]:
-    """Split rows into slices of about ``CHUNK_ELEMENTS`` elements; whole blocks for scales per block."""
+    """Split rows into slices of about ``CHUNK_ELEMENTS`` elements; if blocks of rows share scales, no block is
+    split."""
     together = spec.group_size or 1 if spec.granularity == "block" else 1
     step = max(1, CHUNK_ELEMENTS // max(1, shape[1] * together)) * together
     return (slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step))
@@ -171,7 +168,7 @@ def _row_chunks(shape: torch.Size, spec: TensorSpec) -> Iterable[slice]:
 def _of_rows(
     rows: slice, scale: torch.Tensor, zero: torch.Tensor | None, spec: TensorSpec
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Slice a weight's scale, unless it is per tensor, and its zero points for a slice of :func:`_row_chunks`."""
+    """Select the scale and zero points of a slice of rows; a scale per tensor is returned unchanged."""
     if spec.granularity == "tensor":
         return scale, None
     size = spec.group_size or 1 if spec.granularity == "block" else 1
@@ -204,12 +201,9 @@ class TrainedLinear:
 
 @torch.no_grad()
 def pack_linear(linear: TrainedLinear) -> dict[str, torch.Tensor]:
-    """Build the tensors of one Linear on disk by suffix, in CPU memory, sharing no storage with the argument.
-
-    Raises:
-        ValueError: a scale is missing, misshapen, not finite, 0, negative for a non-integer weight, or not
-            representable in its stored format; a zero point is missing, misshapen or not a code.
-    """
+    """Build the tensors of one Linear as stored on disk, by suffix (``weight_scale``, ...): new tensors in CPU memory.
+    Raises ValueError if a scale is missing, misshapen, not finite, 0, negative for a non-integer weight, or not
+    representable in its stored format; a zero point is missing, misshapen or not a code."""
     name, scheme, scale = linear.name, linear.scheme, linear.scale
     assert scale.theta is None
     spec, layout = scheme.weights, export_format(scheme)
@@ -269,7 +263,7 @@ def cache_scale(key: str, scale: torch.Tensor) -> torch.Tensor:
 
 
 def stored(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Make a contiguous CPU copy: a gathered parameter is freed after the gathering block."""
+    """Copy a tensor to contiguous CPU memory in ``dtype``: a gathered ZeRO-3 parameter is freed when its block ends."""
     return tensor.detach().to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
 
 
@@ -315,7 +309,7 @@ def bad_zero_points(zero: torch.Tensor, spec: TensorSpec) -> str | None:
 
 
 def unpack_scale(packed: torch.Tensor, spec: TensorSpec, global_scale: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute the effective fp32 scale, in its shape on disk.
+    """Convert a scale on disk to the effective fp32 scale, in the same shape.
 
     Args:
         packed: ``weight_scale`` or ``input_scale`` of a file.
@@ -340,12 +334,9 @@ def _check_scale(key: str, scale: torch.Tensor, shape: tuple[int, ...], *, signe
 
 
 def unpack_zero(tensors: dict[str, torch.Tensor], scheme: Scheme) -> torch.Tensor | None:
-    """Unpack the fp32 zero points [out, groups] of one Linear from its tensors on disk by suffix; None if the format
-    has none.
-
-    Raises:
-        ValueError: the packed height of the zero points does not match ``weight_shape``.
-    """
+    """Unpack the zero points of one Linear to fp32 [out, groups]; None if the format has none. ``tensors`` are the
+    Linear's tensors on disk by suffix (``weight_scale``, ...). Raises ValueError if the packed height of the zero
+    points does not match ``weight_shape``."""
     if not scheme.weights.has_zero_points:
         return None
     packed, bits, rows = tensors["weight_zero_point"], scheme.weights.bits, int(tensors["weight_shape"][0])
@@ -358,12 +349,9 @@ def unpack_zero(tensors: dict[str, torch.Tensor], scheme: Scheme) -> torch.Tenso
 
 
 def unpack_weight(tensors: dict[str, torch.Tensor], scheme: Scheme) -> torch.Tensor:
-    """Unpack the codes [out, in] of one Linear, float8_e4m3fn, int8 or e2m1 in uint8, from its tensors on disk by
-    suffix.
-
-    Raises:
-        ValueError: ``weight_shape`` is not the shape of a matrix, or does not match the packed width.
-    """
+    """Unpack the codes [out, in] of one Linear: float8_e4m3fn, int8, or uint8 for e2m1. ``tensors`` are the Linear's
+    tensors on disk by suffix (``weight_packed``, ...). Raises ValueError if ``weight_shape`` is not the shape of a
+    matrix, or does not match the packed width."""
     layout = export_format(scheme)
     if layout in _WHOLE_CODES:
         return tensors["weight"]

@@ -1,12 +1,12 @@
 """Write and read the ``quantization_config`` of config.json for compressed-tensors, vLLM and SGLang.
 
-A config group describes the number formats of some layers and names these layers by ``targets``: a class (``Linear``),
-a module name, or a regex after ``re:``, matched from the start of a name. A single scheme targets ``Linear``, except
-the names in ``ignore``. Several schemes become several groups, whose targets are only name patterns that match no layer
-of another group. The reason is that readers differ in precedence: transformers takes names before classes; vLLM first
-looks for a fused layer (``qkv_proj``) by its class, so that a group for ``Linear`` would take q, k and v from the group
-that names them. transformers decodes the experts of every layer with the first group that has ``experts`` in a pattern:
-schemes that differ between the experts of two layers are read correctly by vLLM only.
+A config group describes the number formats of some layers. Its ``targets`` are a class (``Linear``), module names, or
+regexes after ``re:``, matched from the start of a name. A single scheme targets ``Linear``, except the names in
+``ignore``. Several schemes become several groups, whose targets are only name patterns that match no layer of another
+group. Readers differ in precedence: transformers prefers names to classes, but vLLM first looks for the class of a
+fused layer (``qkv_proj``), so a group for ``Linear`` would win over a group that names q, k and v. transformers decodes
+the experts of every layer with the first group that has ``experts`` in a pattern: schemes that differ between the
+experts of two layers are read correctly by vLLM only.
 """
 
 import re
@@ -35,11 +35,12 @@ def quantization_config(
 
     Args:
         layers: schemes of the quantized layers by module name; if names on disk differ from transformers', both.
-        ignore: result of :func:`ignore_patterns`. A Linear that is neither quantized nor listed is loaded without error
-            and predicts noise.
+        ignore: result of :func:`ignore_patterns`. A Linear that is neither quantized nor listed would load without an
+            error, with random output.
         kv_cache: format of keys and values; None leaves them unquantized.
         no_linears: layers that ``Linear`` does not match: embeddings, and lm_head, which is not a Linear in vLLM.
-        anywhere: see :func:`quant.rules.name_patterns`.
+        anywhere: write all names as patterns with an optional prefix, for readers that nest the model in another
+            module.
 
     Raises:
         ValueError: a scheme has no format.
@@ -74,8 +75,8 @@ def quantization_config(
 
 
 def _targets(layers: Mapping[str, Scheme], scheme: Scheme, anywhere: bool) -> list[str]:
-    """List patterns for the layers of ``scheme``; a single pattern for all experts of a MoE layer if they share the
-    scheme."""
+    """List the ``targets`` of ``scheme``: patterns that match its layers only, one for all experts of a MoE layer if
+    possible."""
     of_experts: dict[str, set[Scheme]] = {}
     for name, its in layers.items():
         if (expert := _EXPERTS.fullmatch(name)) is not None:
@@ -129,8 +130,9 @@ def ignore_patterns(
         skipped: module names of the unquantized Linears.
         quantized: module names of the quantized layers.
         routers: module names of the MoE routers.
-        copied: names of modules that stay unquantized with everything inside, under any prefix.
-        anywhere: see :func:`quant.rules.name_patterns`.
+        copied: names of modules to ignore with all their submodules, under any prefix.
+        anywhere: write all names as patterns with an optional prefix, for readers that nest the model in another
+            module.
     """
     quantized = list(quantized)
     ends = dict.fromkeys(f"re:.*{re.escape('.'.join(name.split('.')[-2:]))}$" for name in routers)
@@ -139,8 +141,8 @@ def ignore_patterns(
 
 
 def _inside(module: str, others: Iterable[str]) -> str:
-    """Write a pattern for a module and everything inside, by the end of its name, or by its full name if the end would
-    match a name in ``others``."""
+    """Write a pattern for a module and its submodules. It matches the end of the module's name, or the full name if the
+    end would also match a name in ``others``."""
     names = module.split(".")
     short = names[-2:] if names[-1].isdigit() else names[-1:]
     pattern = rf"{ANYWHERE}{re.escape('.'.join(short))}(?:\..*)?$"
@@ -161,8 +163,8 @@ def rules_from_config(config: Mapping[str, Any], *, scales_only: bool = False) -
 
     Args:
         config: contents of config.json.
-        scales_only: only read stored scales: the format of the codes is not checked, and schemes have no inputs with
-            dynamic scales per token.
+        scales_only: True if only stored scales are read: accept any format of the codes, and leave out dynamic scales
+            per token.
 
     Raises:
         ValueError: the config is not compressed-tensors', or describes numerics that no scheme of this project has
@@ -194,11 +196,8 @@ def _regex(entry: str) -> str:
 
 
 def kv_cache_from_config(config: Mapping[str, Any]) -> TensorSpec | None:
-    """Read the format of keys and values from a ``quantization_config``; None if unquantized.
-
-    Raises:
-        ValueError: the format is not fp8 with one stored scale for keys and one for values.
-    """
+    """Read the format of keys and values from a ``quantization_config``; None if unquantized. Raises ValueError if the
+    format is not fp8 with one stored scale for keys and one for values."""
     args = _arguments("kv_cache_scheme", config.get("kv_cache_scheme"))
     if args is None:
         return None
@@ -209,7 +208,7 @@ def kv_cache_from_config(config: Mapping[str, Any]) -> TensorSpec | None:
 
 
 def _scheme(key: str, group: Mapping[str, Any], config: Mapping[str, Any] | None) -> Scheme:
-    """Read the scheme of a config group; without ``config`` only the part with stored scales."""
+    """Read the scheme of a config group; if ``config`` is None, only the number formats that have stored scales."""
     if group.get("output_activations") is not None:
         raise ValueError(f"{key}.output_activations is set: outputs are not quantized here")
     stored = _arguments(f"{key}.weights", group.get("weights"))
@@ -232,8 +231,8 @@ def _scheme(key: str, group: Mapping[str, Any], config: Mapping[str, Any] | None
 
 
 def _arguments(key: str, args: Any) -> Mapping[str, Any] | None:
-    """Check the arguments of a quantizer in the config and return them, None for null. Raises ValueError for wrong
-    types."""
+    """Check the types of a QuantizationArgs object (``num_bits``, ...) and return it; None for null. Raises
+    ValueError."""
     if args is None:
         return None
     if not isinstance(args, Mapping):
@@ -290,7 +289,7 @@ def _spec(key: str, args: Mapping[str, Any]) -> TensorSpec:
 
 
 def _side(key: str, structure: Any) -> int:
-    """Read the equal sides of a block; old checkpoints write '128x128'."""
+    """Read the side of a square block, from a list [n, n] or, in old checkpoints, a text '128x128'."""
     sides = structure.split("x") if isinstance(structure, str) else structure
     try:
         height, width = (int(side) for side in sides)

@@ -20,11 +20,8 @@ BYTES = {"Q4_0": 2 + BLOCK // 2, "Q8_0": 2 + BLOCK}  # per block
 
 
 def block_type(scheme: Scheme) -> str:
-    """Return the block type, ``"Q4_0"`` or ``"Q8_0"``, that decodes to the training numerics of ``scheme``.
-
-    Raises:
-        ValueError: no block type does; the message names the nearest supported scheme.
-    """
+    """Return the block type, ``"Q4_0"`` or ``"Q8_0"``, that decodes to the weights of ``scheme`` exactly. Raises
+    ValueError if no block type does; the message names the nearest supported scheme."""
     for known, name in _TYPES.items():
         if (scheme.weights.wide, scheme.activations) == (known.weights, known.activations):
             return name
@@ -42,7 +39,7 @@ def blocks(key: str, codes: torch.Tensor, scale: torch.Tensor, kind: str) -> tor
         key: name of the scale, for messages.
         codes: int8 ``[out, in]`` in CPU memory.
         scale: effective scale of the forward, ``[out, in / 32]``.
-        kind: result of :func:`block_type`.
+        kind: ``"Q4_0"`` or ``"Q8_0"``.
 
     Raises:
         ValueError: fp16 cannot represent a scale.

@@ -5,8 +5,8 @@
   input, or with blocks of 128 x 128 (``weight_scale_inv`` as in DeepSeek-V3; also read by transformers).
 - ``gpt_oss``: experts in MXFP4 as gpt-oss is published, with one tensor of codes (``_blocks``) and one of scales
   (``_scales``) for all experts of a layer.
-- ``dequantized``: fake-quantized weights in the model's dtype, for every reader of plain checkpoints; inputs are not
-  quantized there.
+- ``dequantized``: fake-quantized weights in the model's dtype, for every reader of plain checkpoints, which will not
+  quantize inputs.
 - ``gguf``: llama.cpp's blocks (``gguf.py``), for weights of 4 or 8 bits in groups of 32; ``model.save`` writes them
   into one file.
 - ``mlx``: for mlx-lm (``mlx.py``), integers in groups of 32, 64 or 128.
@@ -49,11 +49,8 @@ _NO_EXPERTS = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.e
 
 
 def check_layout(layout: str, schemes: Iterable[Scheme]) -> None:
-    """Check that a model with layers of these schemes can be written in this layout.
-
-    Raises:
-        ValueError: there is no such layout, or it does not support one of the schemes.
-    """
+    """Check that a model with layers of these schemes can be written in this layout. Raises ValueError if there is no
+    such layout, or it does not support one of the schemes."""
     if layout not in get_args(Layout):
         raise ValueError(f"unknown layout {layout!r}; known: {', '.join(get_args(Layout))}")
     schemes = list(schemes)
@@ -70,8 +67,8 @@ def check_layout(layout: str, schemes: Iterable[Scheme]) -> None:
 
 
 def block_shapes(key: str, experts: int, in_features: int, out_features: int) -> Shapes:
-    """Return dtypes and shapes, in layout ``gpt_oss``, of the tensors for a stack of experts with the name ``key`` in
-    transformers."""
+    """Return dtypes and shapes of the tensors for a stack of experts in layout ``gpt_oss``, by name on disk. ``key`` is
+    the stack's name in transformers."""
     groups = in_features // 32
     return {
         f"{key}_blocks": (torch.uint8, (experts, out_features, groups, 16)),
@@ -97,7 +94,7 @@ def linear_shapes(layout: Layout, in_features: int, out_features: int, scheme: S
 def linear_tensors(layout: Layout, linear: TrainedLinear) -> dict[str, torch.Tensor]:
     """Build the tensors of one Linear on disk by suffix, in CPU memory.
 
-    The result of :func:`quant.formats.compressed_tensors.pack_linear` is rearranged; errors are the same.
+    Rearranges the result of :func:`quant.formats.compressed_tensors.pack_linear`, whose errors may be raised.
     """
     packed, scheme, scale = pack_linear(linear), linear.scheme, linear.scale
     if layout not in ("dequantized", "gguf", "mlx", "executorch"):
@@ -139,9 +136,10 @@ def layout_config(
         routers: module names of the MoE routers.
         kv_cache: format of keys and values; None leaves them unquantized.
         no_linears: names in ``layers`` of embeddings and of the model's head.
-        copied: names on disk of modules that are not part of the model, unquantized with everything inside; for
-            ``vllm_fp8`` the names of the Linears in them.
-        anywhere: readers may nest the model inside another module: names are relative to the model.
+        copied: names on disk of unquantized modules that are copied and not part of the model, such as a vision tower;
+            for ``vllm_fp8`` the names of their Linears.
+        anywhere: write all names as patterns with an optional prefix, for readers that nest the model in another
+            module.
     """
     if layout in ("dequantized", "gguf", "mlx"):
         return None

@@ -1,8 +1,8 @@
 """Codes and scales of one Linear in MLX's affine groups (``mlx.core.dequantize`` with mode "affine").
 
-A weight is ``scales * q + biases``, with ``q`` from 0 to 2^bits - 1. Packed codes equal compressed-tensors'
-``weight_packed`` bit for bit: ``q = code + 2^(bits-1)``, little-endian and without gaps in 32-bit words. So ``biases``
-are ``-2^(bits-1) * scales``, which is exact, as the factor is a power of two.
+A weight is ``scales * q + biases``, with ``q = code + 2^(bits-1)`` from 0 to 2^bits - 1, packed without gaps into
+little-endian 32-bit words: the same bytes as compressed-tensors' ``weight_packed``. ``biases`` are ``-2^(bits-1) *
+scales``, which is exact, as the factor is a power of two.
 
 With zero points, biases are ``-(2^(bits-1) + zero) * scales``, which the model's dtype may not represent. Scales and
 biases of such layers are fp32, and MLX then computes in fp32.
@@ -18,7 +18,8 @@ GROUP_SIZES = (32, 64, 128)
 
 
 def check_affine(scheme: Scheme) -> None:
-    """Raise ValueError if affine groups cannot express ``scheme``; the message names the nearest supported scheme."""
+    """Raise ValueError if MLX's affine groups cannot store ``scheme`` exactly; the message names the nearest supported
+    scheme."""
     weights = scheme.weights
     plain = weights.dtype == "int" and scheme.activations is None and not weights.ggml
     if plain and weights.group_size in GROUP_SIZES:

@@ -33,14 +33,14 @@ def pack_int32(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack_int32(packed: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
-    """Unpack int8 codes [out, columns] from words of :func:`pack_int32`."""
+    """Unpack int8 codes [out, columns] from int32 words [out, n]; the inverse of :func:`pack_int32`."""
     rows, across = packed.shape
     # Flat first: a single column is contiguous at any stride, but then cannot be viewed as bytes.
     return unpack_rows(packed.reshape(-1).view(torch.uint8).view(rows, 4 * across), bits, columns)
 
 
 def unpack_rows(rows: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
-    """Unpack the codes as :func:`unpack_int32` does, from the words' bytes, uint8 [out, n]."""
+    """Unpack int8 codes [out, columns] from the bytes of :func:`pack_int32`'s words, uint8 [out, n]."""
     codes = unpack_bytes(rows, bits) if 8 % bits == 0 else _unpack_straddling(rows, bits, columns)
     codes = codes.bitwise_xor_(128).view(torch.int8) if bits == 8 else codes.view(torch.int8).sub_(1 << (bits - 1))
     return codes[:, :columns].contiguous()
@@ -50,8 +50,8 @@ def unpack_bytes(rows: torch.Tensor, bits: int) -> torch.Tensor:
     """Unpack bytes [out, n], each with 1, 2 or 4 codes (the first in the lowest bits), to unsigned uint8 codes [out, n
     * 8 / bits] in new memory.
 
-    Each byte is widened to a word with one byte per code, and its codes are spread over these bytes. These are
-    operations on contiguous memory, ten times as fast on a CPU as one code at a time.
+    Each byte becomes a word with one byte per code. Operations on whole contiguous tensors are ten times as fast on a
+    CPU as one code at a time.
     """
     if bits == 8:
         return rows.clone()
@@ -64,8 +64,8 @@ def unpack_bytes(rows: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _unpack_straddling(rows: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
-    """Unpack codes as :func:`unpack_bytes` does, for widths at which codes cross byte boundaries; returns at least
-    ``columns`` codes."""
+    """Unpack bytes [out, n] to unsigned uint8 codes [out, at least ``columns``] of a width (3, 5, 6, 7 bits) at which
+    codes cross byte boundaries."""
     groups = math.ceil(columns / 8)  # groups of 8 codes fill whole bytes
     rows = torch.nn.functional.pad(rows, (0, groups * bits - rows.shape[1]))
     words = torch.nn.functional.pad(rows.view(-1, groups, bits), (0, 8 - bits)).view(torch.int64)
@@ -90,7 +90,7 @@ def pack_zero_points(zero: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack_zero_points(packed: torch.Tensor, bits: int, rows: int) -> torch.Tensor:
-    """Unpack int8 zero points [rows, groups] from words of :func:`pack_zero_points`."""
+    """Unpack int8 zero points [rows, groups] from int32 words; the inverse of :func:`pack_zero_points`."""
     return unpack_int32(packed.t(), bits, rows).t().contiguous()
 
 
@@ -101,7 +101,7 @@ def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """Unpack uint8 codes [out, in] from bytes of :func:`pack_nibbles`."""
+    """Unpack uint8 codes [out, in] from uint8 [out, in / 2]; the inverse of :func:`pack_nibbles`."""
     return unpack_bytes(packed, 4)
 
 
@@ -116,7 +116,7 @@ def pack_bits(mask: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_bits(packed: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Unpack a bool tensor of ``shape`` from bytes of :func:`pack_bits`."""
+    """Unpack a bool tensor of ``shape`` from flat uint8; the inverse of :func:`pack_bits`."""
     shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
     bits = packed.unsqueeze(-1).bitwise_right_shift(shifts).bitwise_and_(1)
     return bits.view(-1)[: shape.numel()].view(torch.bool).view(shape)

@@ -46,7 +46,8 @@ def check_intx(scheme: Scheme) -> None:
 
 
 def check_intx_of(name: str, scheme: Scheme, *, embedding: bool) -> None:
-    """Raise ValueError if ``scheme``, accepted by :func:`check_intx`, is for the other kind of layer."""
+    """Raise ValueError if ``name`` is a Linear and ``scheme`` does not quantize its inputs: ExecuTorch has it for
+    embeddings only."""
     if embedding or scheme.activations is not None:
         return  # embeddings have no schemes with inputs
     raise ValueError(
@@ -92,7 +93,8 @@ def intx_tensors(name: str, codes: torch.Tensor, scale: Scale, dtype: torch.dtyp
 
 
 def intx_metadata(scheme: Scheme, in_features: int, dtype: torch.dtype) -> str:
-    """Write the metadata text of a weight; for a tensor without codes see :data:`PLAIN`."""
+    """Write the text that describes a quantized weight in a file's metadata (unquantized tensors have
+    :data:`PLAIN`)."""
     weights = scheme.weights
     return json.dumps(
         {

@@ -1,4 +1,4 @@
-"""Fused quantizers: quant/reference.py in one pass over memory, on CPU and CUDA.
+"""Fused quantizers for CPU and CUDA: results of quant/reference.py, computed in one pass over memory.
 
 Each function calls an operator of :mod:`quant.kernels.operators`, which :mod:`quant.kernels.build_kernels` compiles at
 first use. ``arithmetic.h`` contains the arithmetic shared by both backends, ``cpu/`` and ``cuda/`` the kernels,
@@ -38,8 +38,8 @@ def stored_dtype(spec: TensorSpec, model_dtype: torch.dtype) -> torch.dtype:
 
 
 def effective_scale(quantizer: Quantizer, *, after: Tensor | None = None) -> Tensor:
-    """Compute the forward's scale, :func:`quant.reference.effective_scale`, without a gradient. For the argument
-    ``after``, which other functions of this module also have, see :mod:`quant.kernels.operators`."""
+    """Compute the scale ``s0 * exp(theta)``, rounded to its stored format, without a gradient. ``after``, here and in
+    other functions, is a gradient that does not affect the result: see :mod:`quant.kernels.operators`."""
     (s0, theta, above, _), spec, dtype = quantizer
     stored = stored_dtype(spec, dtype)
     if theta is None and stored == torch.float32 and after is None:
@@ -69,7 +69,7 @@ def quantize(x: Tensor, quantizer: Quantizer, *, mask: bool = False) -> tuple[Te
 
 
 def quantize_with_values(x: Tensor, quantizer: Quantizer, *, mask: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute :func:`quantize` and :func:`fake_quantize` in one pass: codes, mask, values."""
+    """Compute codes and mask (:func:`quantize`) and fake-quantized values in one pass."""
     return _quantized(x, quantizer, mask=mask, values=True)[:3]
 
 
@@ -95,8 +95,7 @@ def dequantize(codes: Tensor, quantizer: Quantizer, *, after: Tensor | None = No
 
 
 def dequantize_with_zeros(codes: Tensor, quantizer: Quantizer, *, after: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Compute :func:`dequantize`, and zeros in the shape and dtype of theta, in one launch; not for scales per
-    block."""
+    """Dequantize codes, and make zeros in the shape and dtype of theta, in one launch; not for scales per block."""
     return _dequantized(codes, quantizer, True, after)
 
 
@@ -117,8 +116,8 @@ def fake_quantize_backward_(
     """Compute the gradients of :func:`fake_quantize` in one pass: overwrites ``grad`` with the gradient of ``x``, and
     returns theta's gradient times ``factor`` if ``theta_gradient``.
 
-    With ``of_weight``, a non-finite ``x / s`` makes theta's gradient NaN if it is requested, else the gradient of
-    ``x``.
+    With ``of_weight``, a non-finite ``x / s`` shows as a NaN: in theta's gradient if that is requested, else in the
+    gradient of ``x``.
 
     ``grad`` is contiguous, in the shape and dtype of ``x``. Sums are fp32, in an order that depends only on the shape.
     """
@@ -130,7 +129,7 @@ def fake_quantize_backward_(
 
 
 def _block_gradients_(grad: Tensor, x: Tensor, quantizer: Quantizer, factor: float, of_weight: bool) -> Tensor:
-    """Compute :func:`fake_quantize_backward_` for learned scales per block."""
+    """Overwrite ``grad`` with the gradient of ``x`` and return theta's gradient, for learned scales per block."""
     (s0, theta, *_), spec, _ = quantizer
     assert theta is not None
     effective = effective_scale(quantizer, after=grad)
@@ -157,25 +156,25 @@ def _run_scales(quantizer: Quantizer, after: Tensor | None = None) -> tuple[Tens
 
 
 def _zero_and_above(quantizer: Quantizer) -> tuple[Tensor | None, Tensor | None]:
-    """Return ``zero, above`` for the operators."""
+    """Return ``zero, above`` for the operators: zero points and global scale, or None."""
     return quantizer.scale.zero, quantizer.scale.global_
 
 
 def _per_run(scale: Tensor, spec: TensorSpec) -> Tensor:
-    """Repeat ``[..., out / size, in / size]`` of blocks to ``[..., out, in / size]``."""
+    """Repeat scales of blocks ``[..., out / size, in / size]`` for every row: ``[..., out, in / size]``."""
     assert spec.group_size is not None
     return scale.repeat_interleave(spec.group_size, dim=-2)
 
 
 def masked_(grad: Tensor, mask: Tensor) -> Tensor:
-    """Zero the contiguous ``grad`` outside of the mask of :func:`quantize`, in place."""
+    """Zero the contiguous ``grad`` in place where ``mask`` (the packed bits of :func:`quantize`) is 0."""
     _operators().masked_(grad, mask)
     return grad
 
 
 def dequantize_and_mask_(grad: Tensor, mask: Tensor, codes: Tensor, quantizer: Quantizer) -> Tensor:
-    """Mask ``grad`` in place (:func:`masked_`) and decode as many ``codes`` in the dtype of ``grad``
-    (:func:`dequantize`), in one launch; not for scales per block."""
+    """Zero ``grad`` in place where ``mask`` is 0, and dequantize as many ``codes`` to the dtype of ``grad``, in one
+    launch; not for scales per block."""
     s0, theta, _, stored = _run_scales(quantizer)
     return _operators().dequantize_and_mask_(grad, mask, codes, s0, theta, stored, *_zero_and_above(quantizer))
 
@@ -189,16 +188,16 @@ def amax(x: Tensor, count: int = 1) -> Tensor:
 def fake_quantize_tokens(
     x: Tensor, spec: TensorSpec, above: Tensor | None = None, *, after: Tensor | None = None
 ) -> Tensor:
-    """Quantize and dequantize ``x [..., features]`` with dynamic scales per token or group, without a gradient: see
-    :func:`fake_quantize_tokens_and_mask_`. ``above`` is the global scale, fp32 ``(1,)``, if ``spec`` has one."""
+    """Quantize and dequantize ``x [..., features]`` with dynamic scales per token or group, without a gradient.
+    ``above`` is the global scale, fp32 ``(1,)``, if ``spec`` has one."""
     return _operators().fake_quantize_tokens(*_token_arguments(x, spec), after, *_stored(spec, above)).view(x.shape)
 
 
 def fake_quantize_tokens_and_mask_(
     grad: Tensor, x: Tensor, spec: TensorSpec, above: Tensor | None = None, *, values: bool
 ) -> Tensor | None:
-    """Compute :func:`fake_quantize_tokens` (if ``values``) and its backward in one launch: overwrites ``grad``,
-    contiguous in the shape and dtype of ``x``, with the gradient of ``x``."""
+    """Compute the backward of :func:`fake_quantize_tokens`: overwrites ``grad``, contiguous in the shape and dtype of
+    ``x``, with the gradient of ``x``. If ``values``, returns the fake-quantized ``x`` from the same launch."""
     groups, of_x = _token_groups(grad, spec), _token_arguments(x, spec)
     found: Tensor = _operators().fake_quantize_tokens_and_mask_(groups, *of_x, values, *_stored(spec, above))
     return found.view(x.shape) if values else None
@@ -207,8 +206,7 @@ def fake_quantize_tokens_and_mask_(
 def keep_tokens(
     x: Tensor, spec: TensorSpec, above: Tensor | None = None, *, mask: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute :func:`fake_quantize_tokens` of floats, with the tensors for :func:`restore_tokens` and
-    :func:`kept_gradient_`.
+    """Fake-quantize ``x`` to floats with dynamic scales; also return codes, mask and scales to save for backward.
 
     Returns:
         Values in the shape and dtype of ``x``; packed codes (e2m1: uint8 ``[..., features / 2]``, e4m3 in the shape of
@@ -225,7 +223,7 @@ def keep_tokens(
 def restore_tokens(
     codes: Tensor, scales: Tensor, spec: TensorSpec, dtype: torch.dtype, above: Tensor | None, *, after: Tensor | None
 ) -> Tensor:
-    """Restore the values of :func:`keep_tokens`, bit for bit."""
+    """Dequantize the codes of :func:`keep_tokens` to the values that it returned, bit for bit."""
     if spec.dtype == "fp4_e2m1":
         codes = unpack_nibbles(codes.view(-1, codes.shape[-1])).view(*codes.shape[:-1], -1)
     scale = scales.float() if above is None else scales.float() / above
@@ -233,7 +231,7 @@ def restore_tokens(
 
 
 def kept_gradient_(grad: Tensor, scales: Tensor, mask: Tensor) -> Tensor:
-    """Apply the backward of :func:`fake_quantize_tokens` to the contiguous ``grad`` in place, from the tensors of
+    """Zero the contiguous ``grad`` in place for elements that were clipped or not finite, by mask and scales of
     :func:`keep_tokens`."""
     if grad.numel() == 0:
         return grad
@@ -260,7 +258,7 @@ def sum_rows(rows: Tensor, places: Tensor) -> Tensor:
 def rms_norm_quantize(
     x: Tensor, weight: Tensor, eps: float, quantizer: Quantizer, *, mask: bool, values: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute RMSNorm and quantize its result with one fixed scale, see :mod:`quant.reference`; no gradient.
+    """Compute RMSNorm and quantize its result with one fixed scale, without a gradient.
 
     Args:
         x, weight: ``[..., n]`` and ``[n]`` of one dtype; n is a multiple of 8 and at most 16,384.
@@ -278,7 +276,8 @@ def rms_norm_quantize(
 def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, mask: Tensor, *, weight_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the gradients of :func:`rms_norm_quantize`: of ``x``, and of the weight if requested."""
+    """Compute the gradient of ``x`` of :func:`rms_norm_quantize`, and the weight's if ``weight_gradient`` (else
+    None)."""
     of_x, of_weight = _operators().rms_norm_backward(grad, x, weight, rstd, mask, weight_gradient)
     return of_x, of_weight if weight_gradient else None
 
@@ -304,7 +303,7 @@ def _single_scale(quantizer: Quantizer) -> tuple[Tensor, int, torch.dtype]:
 
 
 def _token_arguments(x: Tensor, spec: TensorSpec) -> tuple[Tensor, int, bool]:
-    """Return ``x, grid, symmetric`` for the operators."""
+    """Return ``x, grid, symmetric`` for the operators on tokens, groups as rows."""
     return _token_groups(x, spec), grid_of(spec), spec.symmetric
 
 

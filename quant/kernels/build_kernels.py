@@ -158,7 +158,7 @@ def _can_build_cuda() -> tuple[bool, str]:
 
 
 def _compiled(cuda: bool) -> Path:
-    """Return the path of the shared library, built if needed."""
+    """Return the path of the shared library, with CUDA kernels if ``cuda``; builds it if needed."""
     sources = [SOURCES / name for name in (*CPP, *(CUDA if cuda else ()))]
     cxx_flags = [*CXX_FLAGS, *_VECTORS.get(torch.backends.cpu.get_cpu_capability(), ())]
     cxx_flags += ["-DDEEPQAT_CUDA"] if cuda else []
@@ -216,7 +216,7 @@ def _cuda_runtime(scratch: Path) -> list[str]:
 
 
 def _loaded(library: Path) -> bool:
-    """Load an existing library if it is intact and fits this machine; return True on success."""
+    """Load the library if its file exists, is intact and can be loaded here; return True on success."""
     try:
         if _checksum_file(library).read_text() != _checksum(library):
             return False

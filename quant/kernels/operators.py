@@ -1,8 +1,8 @@
 """Quantizers, sums of rows, norms and SwiGLU as torch operators (``torch.ops.deepqat``).
 
 A function here declares an operator by its parameters, and implements it in plain PyTorch with :mod:`quant.reference`:
-the fallback without a compiler, and the expected results of the kernels. :func:`_operator` also takes the function that
-gives torch.compile the shapes of the results.
+used without a compiler, and in tests as the expected result of the kernels. :func:`_operator` also takes a function
+that computes the results' shapes for torch.compile.
 
 An operator computes the scale ``s0 * exp(theta)`` rounded to ``scale_dtype``, so that a learned scale needs no extra
 launch. Scale ``i`` of ``n`` belongs to the ``i``-th of ``n`` equal consecutive segments of the row-major tensor: one
@@ -56,8 +56,8 @@ def _operator(shapes: Callable[..., Any]) -> Callable[[Callable[..., Any]], Call
     """Declare the operator that the decorated function implements.
 
     Args:
-        shapes: makes results of the right shapes. Torch passes the arguments in the order of the function's parameters,
-            without trailing arguments that have their defaults.
+        shapes: returns empty results of the right shapes, for the same arguments in the same order; torch leaves out
+            trailing arguments that have their defaults.
     """
 
     def declare(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -124,8 +124,8 @@ def _quantize(
     zero: Tensor | None = None,
     above: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute codes of ``x``; and, each empty unless requested, the packed mask of elements inside the range,
-    fake-quantized ``x``, and the effective scales."""
+    """Compute codes, packed mask of unclipped elements, fake-quantized ``x`` and effective scales; each of the last
+    three is empty unless requested."""
     effective = _effective_scale(s0, theta, scale_dtype, above=above)
     rows, quantizer = _rows(x, s0), (effective.reshape(-1, 1), _spec(grid), _zeros(zero))
     codes = reference.quantize(rows, *quantizer).reshape(x.shape)
@@ -169,7 +169,8 @@ def _fake_quantize(
     zero: Tensor | None = None,
     above: Tensor | None = None,
 ) -> Tensor:
-    """Quantize and dequantize ``x``."""
+    """Quantize and dequantize ``x`` with the scale ``s0 * exp(theta)``; ``zero`` and ``above`` are zero points and
+    global scale."""
     scale = _scales(s0, theta, scale_dtype, above)
     return reference.fake_quant(_rows(x, s0), scale, _spec(grid), _zeros(zero)).reshape(x.shape)
 
@@ -210,7 +211,7 @@ def _fake_quantize_backward_(
 
 @_operator(lambda grad, mask: None)
 def _masked_(grad: Tensor, mask: Tensor) -> None:
-    """Zero ``grad`` outside of the packed mask, in place."""
+    """Zero ``grad`` in place where the packed ``mask`` has a 0 bit."""
     grad.masked_fill_(~unpack_bits(mask, grad.shape), 0)
 
 
@@ -225,7 +226,8 @@ def _dequantize_and_mask_(
     zero: Tensor | None = None,
     above: Tensor | None = None,
 ) -> Tensor:
-    """Apply ``masked_`` to ``grad``, and ``dequantize`` in its dtype to ``codes``."""
+    """Zero ``grad`` in place where the packed ``mask`` has a 0 bit; return ``codes`` dequantized to the dtype of
+    ``grad``."""
     _masked_(grad, mask)
     return _dequantize(codes, s0, theta, scale_dtype, grad.dtype, False, None, zero, above)[0]
 
@@ -265,7 +267,8 @@ def _fake_quantize_tokens(
     scale_dtype: torch.dtype | None = None,
     above: Tensor | None = None,
 ) -> Tensor:
-    """Quantize and dequantize each token with its own grid."""
+    """Quantize and dequantize ``x`` with a dynamic scale per token (the last dimension), or per group as
+    ``scale_dtype`` demands; ``above`` is the global scale. ``after`` is ignored."""
     if x.numel() == 0:
         return x.new_empty(x.shape)
     return reference.fake_quantize_tokens(x.contiguous(), _token_spec(grid, symmetric, scale_dtype), above)
@@ -281,8 +284,8 @@ def _fake_quantize_tokens_and_mask_(
     scale_dtype: torch.dtype | None = None,
     above: Tensor | None = None,
 ) -> Tensor:
-    """Return ``fake_quantize_tokens`` if ``values``, else an empty tensor; overwrite ``grad`` with the gradient of
-    ``x``."""
+    """Overwrite ``grad`` with the gradient of ``x``; return fake-quantized ``x`` if ``values``, else an empty
+    tensor."""
     if x.numel() > 0:
         spec = _token_spec(grid, symmetric, scale_dtype)
         grad.copy_(reference.fake_quantize_tokens_backward(grad, x.contiguous(), spec, above))
@@ -291,7 +294,8 @@ def _fake_quantize_tokens_and_mask_(
 
 @_operator(lambda rows, places: rows.new_empty(places.shape[0], rows.shape[1]))
 def _sum_rows(rows: Tensor, places: Tensor) -> Tensor:
-    """Sum ``rows`` [N, H] at ``places`` [T, K] to [T, H]: one addition at a time from 0 on, each rounded."""
+    """Sum ``rows`` [N, H] at the indices ``places`` [T, K] to [T, H]: K additions in order, each rounded to the rows'
+    dtype."""
     sums = rows.new_zeros(places.shape[0], rows.shape[1])
     for column in places.unbind(1):
         sums += rows.index_select(0, column)
@@ -307,7 +311,7 @@ def _sum_rows(rows: Tensor, places: Tensor) -> Tensor:
 def _rms_norm_quantize(
     x: Tensor, weight: Tensor, eps: float, s0: Tensor, grid: int, scale_dtype: torch.dtype, mask: bool, values: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute codes, packed mask and values of a norm's result, and the reciprocal root of each row's mean square."""
+    """Compute codes, packed mask and fake-quantized values of RMSNorm's result, and 1 / RMS of each row."""
     of_tensor = (_scales(s0, None, scale_dtype, None).view(1), _spec(grid, "tensor"))
     codes, inside, rounded, rstd = reference.rms_norm_quantize(x, weight, eps, *of_tensor)
     return *_wanted(codes, inside, rounded, mask, values), rstd
@@ -331,14 +335,14 @@ def _rms_norm_backward(
 def _silu_mul_quantize(
     gate: Tensor, up: Tensor, s0: Tensor, grid: int, scale_dtype: torch.dtype, mask: bool, values: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute codes, packed mask and values of ``silu(gate) * up``."""
+    """Compute codes, packed mask and fake-quantized values of ``silu(gate) * up``."""
     of_tensor = (_scales(s0, None, scale_dtype, None).view(1), _spec(grid, "tensor"))
     return _wanted(*reference.silu_mul_quantize(gate, up, *of_tensor), mask, values)
 
 
 @_operator(lambda grad, gate, up, mask: (_like(gate), _like(gate)))
 def _silu_mul_backward(grad: Tensor, gate: Tensor, up: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the gradients of gate and up."""
+    """Compute the gradients of gate and up from ``grad``, zeroed where the packed ``mask`` has a 0 bit."""
     of_gate, of_up = reference.silu_mul_backward(grad, gate, up, unpack_bits(mask, gate.shape))
     return of_gate.contiguous(), of_up.contiguous()
 
@@ -349,7 +353,8 @@ def _wanted(codes: Tensor, inside: Tensor, rounded: Tensor, mask: bool, values: 
 
 
 def _spec(grid: int, granularity: Granularity = "channel") -> TensorSpec:
-    """Build the spec of a grid; the shapes of rows and scales determine which elements share a scale."""
+    """Build the spec of a grid number (see the module); the shapes of rows and scales determine which elements share a
+    scale."""
     if grid == 1:
         return TensorSpec("fp4_e2m1", 4, "group", 16)
     if grid == 0:
@@ -358,7 +363,8 @@ def _spec(grid: int, granularity: Granularity = "channel") -> TensorSpec:
 
 
 def _token_spec(grid: int, symmetric: bool, scale_dtype: torch.dtype | None) -> TensorSpec:
-    """Build the spec of a grid for tokens, or for groups, which are then the rows."""
+    """Build the spec of a grid number (see the module) with dynamic scales per token, or per group if ``scale_dtype``
+    has groups."""
     if scale_dtype in _STORED:
         stored = _STORED[scale_dtype]
         return TensorSpec(*_FLOATS[grid], "group", stored.group_size, dynamic=True, mx=stored.mx)
@@ -368,7 +374,7 @@ def _token_spec(grid: int, symmetric: bool, scale_dtype: torch.dtype | None) -> 
 
 
 def _rows(x: Tensor, s0: Tensor) -> Tensor:
-    """View ``x`` with the elements that share a scale as a row, contiguous like the operators' results."""
+    """View ``x`` as ``[scales, elements]``, contiguous, each row with the elements that share a scale."""
     return x.contiguous().reshape(s0.numel(), x.numel() // s0.numel())
 
 

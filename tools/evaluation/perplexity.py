@@ -82,11 +82,8 @@ class EvalText:
 
 
 def read_eval_text(path: str | Path, tokenizer: PreTrainedTokenizerBase, max_tokens: int | None = None) -> EvalText:
-    """Read and tokenize a UTF-8 text file, or its first ``max_tokens`` tokens.
-
-    Raises:
-        ValueError: the file is empty or not UTF-8, or the tokenizer has neither BOS nor EOS.
-    """
+    """Read and tokenize a UTF-8 text file, or its first ``max_tokens`` tokens. Raises ValueError if the file is empty
+    or not UTF-8, or the tokenizer has neither BOS nor EOS."""
     try:
         text = (
             Path(path).read_bytes().decode("utf-8")

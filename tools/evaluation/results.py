@@ -54,11 +54,8 @@ def weights_size(directory: str | Path) -> int:
 
 
 def check_writable(path: Path, option: str) -> None:
-    """Reject an unwritable results file before hours of evaluation; creates its directories.
-
-    Raises:
-        ValueError: the file cannot be written; the message names the command-line ``option``, the file and the reason.
-    """
+    """Reject an unwritable results file before hours of evaluation; creates its directories. Raises ValueError if the
+    file cannot be written; the message names the command-line ``option``, the file and the reason."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
@@ -79,12 +76,8 @@ def write_evaluations(path: Path, evaluations: Sequence[Evaluation]) -> None:
 
 
 def read_evaluations(path: Path) -> list[Evaluation]:
-    """Read the file of :func:`write_evaluations`.
-
-    Raises:
-        ValueError: the content is not as :func:`write_evaluations` writes it; the message names file and location
-            of the error.
-    """
+    """Read the file of :func:`write_evaluations`. Raises ValueError if the content is not as :func:`write_evaluations`
+    writes it; the message names file and location of the error."""
     where = ""
     try:
         found = []

@@ -92,11 +92,8 @@ class ScoringModel:
 
     @torch.no_grad()
     def hidden_states(self, batch: "WindowBatch") -> Tensor:
-        """Compute the input of lm_head that predicts each target of a batch, [N, H]; a collective under stage 3.
-
-        Raises:
-            RankError: the model processes its logits after lm_head, but its configuration does not show how.
-        """
+        """Compute the input of lm_head that predicts each target of a batch, [N, H]; a collective under stage 3. Raises
+        RankError if the model processes its logits after lm_head, but its configuration does not show how."""
         inputs, mask = batch.inputs.to(self.device), batch.mask.to(self.device)
         with self.head_proxy.catching():
             output = self.body(input_ids=inputs, attention_mask=mask, use_cache=False)

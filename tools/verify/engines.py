@@ -49,11 +49,7 @@ class GGUF(Engine):
     unused = frozenset({"rope_freqs.weight"})
 
     def __init__(self, export: Path) -> None:
-        """Open ``export``/model.gguf.
-
-        Raises:
-            ValueError: the file is no GGUF file, or the package gguf is missing.
-        """
+        """Open ``export``/model.gguf. Raises ValueError if the file is no GGUF file, or the package gguf is missing."""
         self.export = export
         self.found = {tensor.name: tensor for tensor in open_gguf(export / GGUF_FILE).tensors}
         kinds = Counter(tensor.tensor_type.name for tensor in self.found.values())
@@ -105,11 +101,8 @@ def installed() -> bool:
 
 
 def engine_logits(file: Path, batches: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Compute llama.cpp's logits [1, T, V] for each row ``ids [1, T]``, on the CPU with keys and values in fp32.
-
-    Raises:
-        ValueError: llama.cpp does not load the file.
-    """
+    """Compute llama.cpp's logits [1, T, V] for each row ``ids [1, T]``, on the CPU with keys and values in fp32. Raises
+    ValueError if llama.cpp does not load the file."""
     from cyllama.llama import llama_cpp
 
     class Model(llama_cpp.LlamaModel):
@@ -176,11 +169,7 @@ class MLX(Engine):
     """Reader of exports for MLX."""
 
     def __init__(self, export: Path) -> None:
-        """Load ``export`` with mlx-lm.
-
-        Raises:
-            ValueError: mlx-lm is missing, or does not load the export.
-        """
+        """Load ``export`` with mlx-lm. Raises ValueError if mlx-lm is missing, or does not load the export."""
         try:
             import mlx.core as mx
             from mlx_lm.utils import load_model
@@ -274,11 +263,8 @@ class ExecuTorch(Engine):
 
 
 def loaded(export: Path) -> PreTrainedModel:
-    """Load a model with transformers and torchao, computing in fp32 as XNNPACK does.
-
-    Raises:
-        ValueError: ExecuTorch is missing, or transformers does not load ``export`` with torchao.
-    """
+    """Load a model with transformers and torchao, computing in fp32 as XNNPACK does. Raises ValueError if ExecuTorch is
+    missing, or transformers does not load ``export`` with torchao."""
     try:
         import executorch  # noqa: F401
         import torchao  # noqa: F401
