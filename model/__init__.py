@@ -1,4 +1,5 @@
-"""Models on disk and in partitions. Importing this package checks the version of transformers."""
+"""Load, arrange and save models whose parameters may be ZeRO-3 partitions. Importing it checks transformers'
+version."""
 
 from importlib.metadata import version
 

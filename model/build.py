@@ -2,12 +2,12 @@
 been read.
 
 On every stage, the model's ``__init__`` runs with parameters on the meta device and real buffers: torch's hook for
-parameter registration replaces each Parameter by a meta one. Then MoE layers are arranged, embeddings are tied, and
+parameter registration moves each new Parameter there. Then MoE layers are arranged, embeddings are tied, and
 :func:`model.zero.materialize` creates the parameters one by one, under ``zero.Init`` for stage 3. Running ``__init__``
 inside ``zero.Init`` instead would patch torch's tensor constructors for all modeling code: float ``torch.arange`` and
 the ``torch.tensor`` of a longrope configuration become bf16, and with them ``inv_freq``, and torch._dynamo cannot be
-imported. Here no rank ever allocates a whole layer, and an error in the configuration or modeling code is raised before
-the first collective.
+imported. With parameters on the meta device, no rank allocates a whole layer, and errors in the configuration or
+modeling code are raised before the first collective.
 """
 
 import json
@@ -63,12 +63,13 @@ def build_model(
         dtype: dtype of all parameters.
         device: device of the buffers, and on stages 0-2 of the parameters.
         trust_remote_code: allow running Python code in ``path``.
-        attn_implementation: transformers' name ("eager", "flash_attention_2", ...), or "auto": :func:`attention_for`.
-        experts: the form of MoE layers, see :mod:`model.moe.experts`.
+        attn_implementation: transformers' name ("eager", "flash_attention_2", ...), or "auto": sdpa if the model has
+            it, else eager.
+        experts: form of MoE layers: "stacked" (all experts of a layer in one weight) or "per_expert" (Linears).
         hold: function that replaces chosen weights by packed weights, on the meta device (:mod:`quant.packed_weight`).
         rotated: True if the caller applies a quantized checkpoint's input rotations (``transform_config``).
-        untie: give lm_head and embeddings a weight each. Of a model that ties them, the configuration then says no,
-            and has the attribute :data:`UNTIED`.
+        untie: give lm_head and embeddings a weight each. If the model tied them, ``tie_word_embeddings`` of its
+            configuration is set to False, and it gets the attribute :data:`UNTIED`.
 
     Raises:
         RankError: on every rank: there is no config.json, the checkpoint or its MoE layout is not supported, the model
@@ -108,7 +109,7 @@ def build_model(
 
 
 def _empty(config: PretrainedConfig, trust_remote_code: bool, options: dict[str, Any]) -> PreTrainedModel:
-    """Create the causal language model of a configuration: of a composite one its text part."""
+    """Create the causal language model of a configuration; for a composite model without its towers."""
     model: PreTrainedModel = (
         text_of_composite(config, **options)
         if is_composite(config)
@@ -119,8 +120,8 @@ def _empty(config: PretrainedConfig, trust_remote_code: bool, options: dict[str,
 
 @contextmanager
 def _named(file: Path, attention: str = AUTO) -> Iterator[None]:
-    """Convert errors of transformers, which may be of any type, to a ValueError that names the configuration, or the
-    attention implementation that the model does not have."""
+    """Convert errors of transformers, of any type, to a ValueError that names the configuration ``file`` or an
+    unsupported ``attention``."""
     try:
         yield
     except Exception as error:
@@ -133,8 +134,8 @@ def _named(file: Path, attention: str = AUTO) -> Iterator[None]:
 
 
 def attention_for(config: PretrainedConfig, name: str) -> str:
-    """Return the attention implementation that ``name`` means for a model: "auto" is sdpa, or eager if the class has
-    none. A class of remote code is assumed to have sdpa."""
+    """Resolve "auto" to sdpa, or to eager if the model class does not support sdpa; other names are returned unchanged.
+    A class of remote code is assumed to support sdpa."""
     if name != AUTO:
         return name
     usual: Any = MODEL_FOR_CAUSAL_LM_MAPPING
@@ -174,7 +175,8 @@ def _check_dtype(config: PretrainedConfig, ds_config: dict[str, Any], dtype: tor
 
 
 def read_config(path: Path, trust_remote_code: bool, *, rotated: bool = False) -> PretrainedConfig:
-    """Read the model's configuration. Error texts name a remedy."""
+    """Read the model's configuration. ``rotated``: accept input rotations (``transform_config``). Errors name a
+    remedy."""
     file = path / "config.json"
     if not file.is_file():
         raise ValueError(f"{file} does not exist: model.path must be the directory of a Hugging Face checkpoint")
@@ -239,7 +241,7 @@ def _place_buffers(model: nn.Module, dtype: torch.dtype, device: torch.device) -
 
 
 def _untied(model: PreTrainedModel) -> str | None:
-    """Return an error text if two names that the configuration ties are not one Parameter, else None."""
+    """Return an error text if the configuration ties two names, but they are not one Parameter; else None."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     pairs = [
         f"{target} and {source}"

@@ -70,7 +70,7 @@ def working(desc: str) -> Iterator[None]:
 
 
 def _bar(desc: str, line: str, *, leave: bool = False, shown: bool = True, **options: Any) -> tqdm:
-    """Create a bar for a terminal, or one that writes ``line`` every ``SECONDS`` seconds in tqdm's place."""
+    """Create a progress bar: drawn on a terminal, otherwise written as the text ``line`` every ``SECONDS`` seconds."""
     options |= {"desc": desc, "leave": leave, "disable": not (shown and is_main())}
     if sys.stderr.isatty():
         columns = os.get_terminal_size(sys.stderr.fileno()).columns  # 0 in a recorded session
@@ -81,7 +81,7 @@ def _bar(desc: str, line: str, *, leave: bool = False, shown: bool = True, **opt
 
 
 class _Lines:
-    """File for tqdm that writes each drawn bar as a line. Text that a full disk does not take is lost."""
+    """File object for tqdm that writes each drawn bar as a line; on a full disk, the text is lost without an error."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
@@ -99,7 +99,7 @@ class _Lines:
 
 
 def perplexity(loss: float) -> float:
-    """Compute the perplexity of a loss in nats per token; inf if a float cannot hold it."""
+    """Compute the perplexity of a loss in nats per token; inf if it overflows."""
     try:
         return math.exp(loss)
     except OverflowError:

@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 
 class Tower(nn.Module):
-    """Placeholder for a removed part, called ``name`` and of class ``kind``, that a forward of text does not need."""
+    """Placeholder for a removed module (name ``name``, class ``kind``) that a forward of text does not need."""
 
     def __init__(self, name: str, kind: str) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Tower(nn.Module):
             raise AttributeError(f"the forward reads .{name} of {self.part}, {_NOT_BUILT}") from None
 
     def forward(self, *_: Any, **__: Any) -> None:
-        """Raise RuntimeError: a model whose forward of text calls it is not supported."""
+        """Raise RuntimeError: a model whose forward of text calls a tower is not supported."""
         raise RuntimeError(f"the forward calls {self.part}, {_NOT_BUILT}")
 
 
@@ -69,7 +69,7 @@ def model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
 
 
 def text_of_composite(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
-    """Build the composite model of ``config`` without its towers, in the current context for new parameters.
+    """Build the composite model of ``config`` without its towers, on the meta device if the caller's context does so.
     ``options`` are those of ``from_config``.
 
     Raises:

@@ -87,13 +87,13 @@ def proposed_function(config: PretrainedConfig) -> LogitFunction:
 
 
 def hidden_states(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return ``hidden``: the task of an lm_head whose model returns its hidden states."""
+    """Return ``hidden`` unchanged: the task (see :class:`LMHead`) that makes a model return its hidden states."""
     return hidden
 
 
 class HeadProxy(nn.Module):
-    """Module in lm_head's place that returns a tensor other than logits. ``function`` is the model's function of
-    lm_head's output, see :func:`settle_function`."""
+    """Module in lm_head's place that returns a tensor other than logits. ``function`` is the factor or softcap that the
+    model applies to lm_head's output."""
 
     function = UNCHANGED
     _checked = False
@@ -128,8 +128,8 @@ class HeadProxy(nn.Module):
             hook.remove()
 
     def collect(self, logits: Tensor, model: str) -> Tensor:
-        """Return the tensor emitted in the forward that returned ``logits``; a collective in the first call only, which
-        raises RankError as :meth:`check` does."""
+        """Return the tensor emitted in the forward that returned ``logits``; in the first call a collective that runs
+        :meth:`check` and may raise RankError."""
         if self.function == UNCHANGED:
             self.check(logits, model)
             # The model's output, not the emitted tensor: under stage 3 the engine's hooks are attached to it.
@@ -139,8 +139,8 @@ class HeadProxy(nn.Module):
         return caught
 
     def check(self, logits: Tensor, model: str) -> None:
-        """Check that a model of class ``model`` returned the emitted tensor as its logits; a collective in the first
-        call only. Tensors with values that are not finite pass, as they cannot be compared.
+        """Check that a model of class ``model`` returned the emitted tensor unchanged as ``logits``; a collective in
+        the first call only. Tensors with NaN or Inf pass, as they cannot be compared.
 
         Raises:
             RankError: on every rank: the model processes its logits (softcap, factor) but its configuration does not
@@ -173,11 +173,12 @@ class HiddenStates(HeadProxy):
 
 
 class LMHead(HeadProxy):
-    """Output layer of the model, which computes a task inside :meth:`computing`, with its weight fake-quantized once.
+    """Output layer of the model. Inside :meth:`computing` it computes a task, such as losses, instead of logits, with
+    its weight fake-quantized once.
 
     Attributes:
         in_features, out_features: sizes of the layer.
-        weight, bias: its Parameters, under the usual names, so that checkpoints do not change.
+        weight, bias: Parameters of the layer, under the usual names, so that checkpoints do not change.
     """
 
     in_features: int
@@ -250,7 +251,7 @@ def settle_function(head_proxy: HeadProxy, forward: Callable[[Tensor], Tensor], 
     configuration suggests a function; otherwise no forward runs.
 
     Args:
-        head_proxy: replacement of lm_head.
+        head_proxy: module in lm_head's place.
         forward: runs the model on token ids [1, 2] and returns its logits.
         config: configuration of the model.
 
@@ -293,14 +294,14 @@ def output_head(model: PreTrainedModel) -> tuple[str, nn.Linear | QuantLinear]:
 
 
 def embedding_rows(model: PreTrainedModel) -> int:
-    """Return the number of token ids that the model has embeddings of; the embeddings may be partitioned."""
+    """Return the number of rows of the model's embeddings, also if they are partitioned."""
     return full_shape(as_weight(model.get_input_embeddings().get_parameter("weight")))[0]
 
 
 def install_head(model: PreTrainedModel) -> LMHead:
-    """Replace the model's output embedding by an :class:`LMHead`, in place, with the same Parameters; raises as
-    :func:`output_head`. Call it after ``quant.replace_layers`` (which quantizes plain Linears) and before
-    ``deepspeed.initialize`` (which hooks modules)."""
+    """Replace the model's output embedding by an :class:`LMHead`, in place, with the same Parameters. Raises ValueError
+    if it is no plain nn.Linear, quantized or not. Call it after ``quant.replace_layers`` (which quantizes plain
+    Linears) and before ``deepspeed.initialize`` (which hooks modules)."""
     name, linear = output_head(model)
     if isinstance(linear, LMHead):
         return linear

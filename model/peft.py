@@ -119,7 +119,8 @@ def read_adapter(directory: Path, model: PreTrainedModel, linears: Iterable[str]
 
 
 def _problems(config: dict[str, Any]) -> Iterator[str]:
-    """Yield reasons why the adapter is not ``scaling * B A``, or cannot be read."""
+    """Yield the reasons why an adapter of this configuration is not supported: it is not ``scaling * B A``, or
+    unreadable."""
     if config.get("peft_type") != "LORA":
         yield f"peft_type is {_short(config.get('peft_type'))}, expected 'LORA'"
     for key, value in config.items():
@@ -144,7 +145,7 @@ def _problems(config: dict[str, Any]) -> Iterator[str]:
 
 
 def _short(value: Any) -> str:
-    """Shorten an external value for an error."""
+    """Format a value from a file for an error text, shortened."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
@@ -168,8 +169,8 @@ def _scaling(config: dict[str, Any], name: str, rank: int, file: Path) -> float:
 
 
 def say_left_out(directory: str | Path) -> None:
-    """Log if an exported model has an adapter in its folder that is not merged into it: an evaluation of the model then
-    measures only the base that its adapters share."""
+    """Log if the folder of an exported model has an unmerged adapter: an evaluation then measures the model without
+    it."""
     if (folder := Path(directory) / FOLDER / CONFIG).is_file():
         say(f"{directory}: the quantized model without the adapter in {folder.parent}, which is not merged into it")
 
@@ -178,9 +179,9 @@ LOST = 0.1  # relative to an adapter's norm: more than rounding loses, less than
 
 
 def local_weight(layer: QuantLayer) -> tuple[int, Tensor]:
-    """Return the start of this rank's range of a layer's weight, and the range's elements as the forward quantizes
-    them, flat. With a merged adapter this is a collective and returns a copy; otherwise the memory of the weight
-    itself."""
+    """Return the first index of this rank's elements of a layer's weight, and these elements as the forward quantizes
+    them, flat. With a merged adapter this is a collective and returns a copy; otherwise it returns a view of the
+    weight."""
     assert layer.held is None, "a rule of the recipe"
     start, stop = local_range(layer.weight)
     merges = layer.adapter is not None and layer.adapter.merges
@@ -189,7 +190,7 @@ def local_weight(layer: QuantLayer) -> tuple[int, Tensor]:
 
 @torch.no_grad()
 def _merged(layer: QuantLayer, start: int, stop: int) -> Tensor:
-    """Merge the adapter into elements ``[start, stop)`` of the weight, with the bits of merging into the whole
+    """Merge the adapter into elements ``[start, stop)`` of the weight; bits are equal to a merge of the whole
     weight."""
     adapter, own = layer.adapter, local_data(layer.weight)
     assert adapter is not None

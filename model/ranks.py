@@ -109,12 +109,12 @@ def shut_down() -> None:
 def _wait_for_gloo() -> None:
     """Wait until gloo's threads are idle.
 
-    A thread that has finished a collective wakes the waiting thread, and then drops the tensors, for which it needs
-    Python's GIL (seen in torch 2.13: ~AsyncAllreduceWork, TensorImpl::decref_pyobject). If the interpreter is exiting
-    by then, the thread ends inside a C++ destructor, and the process aborts ("terminate called without an active
-    exception", exit code -6) though everything is written. The threads outlive destroy_process_group, since DeepSpeed's
-    modules, engines and parameters refer to the group. While this thread sleeps the GIL is free, so a busy thread runs,
-    or waits for a core, which the kernel reports.
+    A gloo thread that has finished a collective wakes the waiting thread, and then drops the tensors, for which it
+    needs Python's GIL (seen in torch 2.13: ~AsyncAllreduceWork, TensorImpl::decref_pyobject). If the interpreter is
+    exiting by then, the thread ends inside a C++ destructor, and the process aborts ("terminate called without an
+    active exception", exit code -6) though everything is written. The threads outlive destroy_process_group, since
+    DeepSpeed's modules, engines and parameters refer to the group. While this thread sleeps the GIL is free, so a busy
+    thread runs, or waits for a core, which the kernel reports.
     """
     idle = 0
     while idle < 3:
@@ -161,8 +161,8 @@ def raise_everywhere(error: str | None) -> None:
 
 
 def raise_problems(head: str, problems: Sequence[str], most: int = 5) -> None:
-    """Raise :class:`RankError` with the first ``most`` problems, unless there are none; every rank passes the same
-    ones."""
+    """Raise :class:`RankError` with ``head`` and the first ``most`` problems, if there are any; every rank must pass
+    the same problems."""
     if problems:
         more = [f"and {len(problems) - most} more"] if len(problems) > most else []
         raise_everywhere("\n".join([head, *problems[:most], *more]))
@@ -186,8 +186,8 @@ def errors_on_all_ranks(*kinds: type[Exception], key: str = "") -> Iterator[None
 
 @contextmanager
 def naming(path: str | os.PathLike[str], size: int | None = None) -> Iterator[None]:
-    """Add ``path``, a file of ``size`` bytes, to an OSError without a file name: only opening a file names it in the
-    error, a write or sync that fails does not."""
+    """Add the file ``path`` (of ``size`` bytes) to any OSError of the block that lacks a file name, as errors of
+    writing and syncing do."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Fingerprints of frozen weights, which detect if these still equal the model's files, and of the files themselves."""
+"""Fingerprints of frozen weights and of checkpoint files, to detect that either has changed."""
 
 import functools
 import hashlib
@@ -22,7 +22,7 @@ _CHUNK = 2**20  # elements summed at a time, 8 MB as integers: a checkpoint may 
 
 
 def frozen_weights(model: nn.Module) -> list[str]:
-    """List the names of the frozen parameters in a checkpoint's files, without scales; a tied parameter under each of
+    """List the names of frozen parameters that a checkpoint's files contain (no scales); a tied parameter under each of
     its names."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return [name for name in own_tensors(model) if name in parameters and not parameters[name].requires_grad]
@@ -33,8 +33,8 @@ def fingerprints(model: nn.Module, names: Iterable[str]) -> dict[str, int]:
     """Compute a 64-bit fingerprint of each of these parameters, on every rank; a collective.
 
     The fingerprint is the sum of all elements' bits, each multiplied by an odd number that depends on the element's
-    index. So it is the same on every ZeRO stage and with any number of ranks. One differing element always changes the
-    fingerprint, several almost certainly do. For packed weights it covers the packed bytes.
+    index. So it is the same on every ZeRO stage and with any number of ranks. A change of one element always changes
+    the fingerprint, a change of several almost certainly. For packed weights it covers the packed bytes.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     chosen = list(names)
@@ -45,7 +45,7 @@ def fingerprints(model: nn.Module, names: Iterable[str]) -> dict[str, int]:
 
 
 def _local_sum(parameter: Tensor) -> Tensor:
-    """Sum this rank's elements; parameters that are whole on every rank are added by rank 0 only."""
+    """Compute this rank's part of the fingerprint; only rank 0 adds parameters that are whole on every rank."""
     total = torch.zeros((), dtype=torch.int64)
     if not is_main() and (is_whole(parameter) or not is_partitioned(parameter)):
         return total
@@ -62,7 +62,7 @@ STRIDE_BYTES = 16 * 2**20  # distance of the samples inside a large tensor
 
 
 def digest_of_checkpoint(path: str | Path) -> str:
-    """Hash config.json and the weight files (:func:`digest_of_file`)."""
+    """Hash config.json and the weight files of a checkpoint; large files by samples (:func:`digest_of_file`)."""
     return _digest_of_checkpoint(str(path), identity(path))
 
 
@@ -75,7 +75,8 @@ def _digest_of_checkpoint(path: str, _: str) -> str:
 
 
 def digests(path: str | Path, pattern: str = "*") -> dict[str, str]:
-    """Hash a file, or each file of a directory whose name matches; by name. Leaves out hidden files and ``*.md``."""
+    """Hash a file, or each file of a directory that matches ``pattern``, except hidden files and ``*.md``; digests by
+    name."""
     files = [file for file in _files(path) if file.match(pattern)]
     with ThreadPoolExecutor() as pool:  # a file server takes a millisecond to answer each of many thousand reads
         return {file.name: value for file, value in zip(files, pool.map(digest_of_file, files), strict=True)}
@@ -85,9 +86,9 @@ def digest_of_file(file: Path) -> str:
     """Hash the contents of a file up to ``WHOLE_BYTES``, and samples of a larger one.
 
     Samples of a safetensors file are its header, and a page on either side of each tensor's begin and end; of any large
-    file, also of each ``STRIDE_BYTES``. So every tensor is sampled, and a file of another revision differs although
-    sizes and header are the same. That reads 0.6 MB per GB of a dense model of 8 B parameters, and 3 MB per GB of a
-    mixture of 18,000 experts.
+    file, also of each ``STRIDE_BYTES``. So every tensor is sampled, and the digest of another revision differs even if
+    sizes and header are the same. For 1 GB of file it reads 0.6 MB (dense model of 8 B parameters) to 3 MB (MoE with
+    18,000 experts).
     """
     size = file.stat().st_size
     digest, done = hashlib.blake2b(f"{size} ".encode(), digest_size=16), 0
@@ -113,8 +114,8 @@ def _samples(file: Path, size: int) -> list[tuple[int, int]]:
 
 
 def identity(path: str | Path) -> str:
-    """Identify a file, or the files of a directory, without reading them: the text is the same for every process that
-    sees the same files, also on several machines that share a disk, and almost certainly another one for copies."""
+    """Build a text that identifies a file, or the files of a directory, without reading them. It is equal for all
+    processes and machines that share the files, and almost certainly different for a copy."""
     found = [(file.name, file.stat()) for file in _files(path)]
     return repr([(name, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns) for name, at in found])
 

@@ -1,7 +1,7 @@
 """Read weights from safetensors files into (partitioned) parameters; quantized checkpoints are decoded on the way
 (:mod:`model.quantized`).
 
-``direct``: each rank reads exactly the bytes of its own partitions, in place. The checkpoint is read once in total,
+``direct``: each rank reads exactly the bytes of its own partitions into them. The checkpoint is read once in total,
 nothing is sent between ranks, and no rank allocates more than its partitions and one chunk. Must run before
 ``deepspeed.initialize`` (see :mod:`model.zero`).
 
@@ -9,9 +9,9 @@ nothing is sent between ranks, and no rank allocates more than its partitions an
 for storage that only one process should read, and as an independent check of ``direct``.
 
 Both check all headers first: unless each tensor of the model would be filled exactly once, one error, on every rank,
-names every problem. After loading and before saving, :func:`check_finite` finds parameters with NaN or infinities, of
-which a forward shows few: quantization turns an infinity into the largest value of the grid, most grids have no code
-for NaN, and rows of an embedding may be unused.
+names every problem. After loading and before saving, :func:`check_finite` finds parameters with NaN or infinities. A
+forward may not show them: quantization clips an infinity to the largest value of the grid, most grids have no code for
+NaN, and rows of an embedding may be unused.
 """
 
 import re
@@ -57,7 +57,7 @@ ProblemsByKind = dict[str, list[str]]
 
 @dataclass(frozen=True)
 class LoadReport:
-    """Tensors filled, bytes read and seconds taken by this rank."""
+    """Result of loading on this rank: tensors filled, bytes read, seconds."""
 
     tensors: int
     bytes: int
@@ -69,8 +69,8 @@ class LoadReport:
 
 
 class _Read(NamedTuple):
-    """Slice of a tensor on disk to read into one tensor of the model. ``filled_from`` is the key that fills a tied
-    tensor instead; the slice on disk must equal it."""
+    """Slice of a tensor on disk, to be read into one tensor of the model. If ``filled_from`` is set, that key fills the
+    tensor (it is tied), and this slice is only compared with it."""
 
     source: DiskTensor | QuantizedTensor
     piece: TensorSlice
@@ -88,7 +88,8 @@ def load_weights(
     Args:
         model: result of ``build_model``; before ``deepspeed.initialize``.
         path: directory of the checkpoint.
-        method: see the module docstring.
+        method: "direct": each rank reads its own partitions; "rank0": rank 0 reads everything, and DeepSpeed partitions
+            it.
 
     Raises:
         RankError: on every rank, naming all of them: tensors are missing, unexpected, of another shape, of a dtype
@@ -109,15 +110,16 @@ def load_weights(
 
 
 def check_headers(model: PreTrainedModel, path: str | Path) -> None:
-    """Compare the headers of the files in ``path`` with an empty model, and raise the errors of :func:`load_weights`
-    that headers show; a collective. Reads no weight."""
+    """Compare the headers of the files in ``path`` with an empty model; a collective that reads no weight. Raises
+    RankError for tensors that are missing, unexpected, or of another shape or dtype."""
     with errors_on_all_ranks(CheckpointError, OSError):
         _plan(model, Path(path))
 
 
 @torch.no_grad()
 def _fill_direct(reads: list[_Read], reader: Reader) -> None:
-    """Fill each rank's own ranges. Runs no collective inside, as one rank may fail; errors are raised on all ranks."""
+    """Read each rank's own elements into its partitions. No collective runs meanwhile, as one rank may fail; at the
+    end, errors are raised on all ranks."""
     with errors_on_all_ranks(CheckpointError, OSError):
         # A stack of experts is many reads.
         targets = {id(read.target): read.target for read in reads}
@@ -128,8 +130,8 @@ def _fill_direct(reads: list[_Read], reader: Reader) -> None:
 
 @torch.no_grad()
 def _fill_from_rank0(reads: list[_Read], reader: Reader) -> None:
-    """Fill everything from rank 0, which takes part in every collective even after an error, raised after the last
-    one."""
+    """Read everything on rank 0 into gathered parameters. After an error, rank 0 continues to take part in all
+    collectives and raises at the end."""
     error: str | None = None
     differing = []
     by_target: dict[int, list[_Read]] = {}  # gathers a stack of experts once, not once per expert
@@ -150,8 +152,8 @@ def _fill_from_rank0(reads: list[_Read], reader: Reader) -> None:
 
 
 def _transfer(read: _Read, reader: Reader, start: int, values: Tensor) -> bool:
-    """Read the slice's part of ``values``, which begin at element ``start`` of the model's tensor, or compare it if
-    tied. Returns False if it differs."""
+    """Read the part of the slice that is inside ``values``, a range of the model's tensor from element ``start`` on.
+    For a tied tensor, only compare it; returns False if it differs."""
     piece = read.piece
     begin, end = _overlap(piece, start, start + values.numel())
     if begin == end:
@@ -177,7 +179,8 @@ def _transfer(read: _Read, reader: Reader, start: int, values: Tensor) -> bool:
 
 
 def _overlap(piece: TensorSlice, start: int, stop: int) -> tuple[int, int]:
-    """Return begin and end of the model tensor's elements both in the slice and in ``[start, stop)``; equal if none."""
+    """Intersect a slice with elements ``[start, stop)`` of the model's tensor: begin and end, which are equal if there
+    are none."""
     begin = min(max(start, piece.start), stop)
     return begin, max(begin, min(stop, piece.start + piece.numel))
 
@@ -247,8 +250,8 @@ def _plan(model: PreTrainedModel, path: Path) -> list[_Read]:
 
 
 def missing_keys(names: Names, tensors: Mapping[str, Tensor], layouts: Mapping[str, DiskLayout | None]) -> list[str]:
-    """List the keys of the model's tensors, or of slices of them, that are absent from the files; of a tied tensor its
-    first name."""
+    """List the keys that the model needs (of tensors, or of slices of them) and the files lack; for a tied tensor the
+    first of its names."""
     present: dict[int, dict[int, int]] = {}  # by identity: number of elements by start element
     for piece in (piece for layout in layouts.values() if layout for piece in layout.pieces):
         present.setdefault(id(tensors[piece.name]), {})[piece.start] = piece.numel
@@ -262,8 +265,8 @@ def missing_keys(names: Names, tensors: Mapping[str, Tensor], layouts: Mapping[s
 
 
 def _layouts(names: Names, keys: set[str], problems: ProblemsByKind) -> dict[str, DiskLayout | None]:
-    """Find the layout of each key, in transformers' order, on which some of its rules depend; an unsupported key
-    becomes a problem."""
+    """Find the layout of each key. Keys are processed in transformers' order, on which some of its renaming rules
+    depend; unsupported keys are added to ``problems``."""
     layouts: dict[str, DiskLayout | None] = {}
     for key in sorted(keys, key=dot_natural_key):
         try:
@@ -276,7 +279,7 @@ def _layouts(names: Names, keys: set[str], problems: ProblemsByKind) -> dict[str
 def _fits(
     source: DiskTensor | QuantizedTensor, layout: DiskLayout, tensors: dict[str, Tensor], problems: ProblemsByKind
 ) -> bool:
-    """Return True if the model can use a tensor's shape and dtype on disk."""
+    """Return True if the model can use a tensor's shape and dtype on disk; otherwise add the reason to ``problems``."""
     dtypes = {tensors[piece.name].dtype for piece in layout.pieces}
     if source.shape != layout.shape:
         problems[_SHAPE].append(f"{source.key} is {list(source.shape)}, the model has {list(layout.shape)}")

@@ -2,10 +2,10 @@
 
 The names differ for three reasons. transformers renames keys on loading (mixtral's ``block_sparse_moe`` is ``mlp`` in
 its model); it merges per-expert tensors into fused 3-D parameters; and :mod:`model.moe.experts` may split these again.
-All three steps only move contiguous runs or transpose matrices. So a mapping consists of a key, the required shape of
-its tensor, and a :class:`TensorSlice` of a tensor of the model for each run or matrix in it. In the model a stack of
-experts is always ``[E, out, in]``, whatever its layout in transformers: so groups of weights run along the last
-dimension, and a partition is contiguous in the checkpoint.
+All three steps only move contiguous runs or transpose matrices. So the layout of a tensor on disk (:class:`DiskLayout`)
+is its required shape and a list of slices (:class:`TensorSlice`), each a run or matrix that belongs to one tensor of
+the model. In the model a stack of experts is always ``[E, out, in]``, whatever its layout in transformers: groups of
+weights then run along the last dimension, and a partition is contiguous in the checkpoint.
 
 The renaming rules are transformers' own (``get_model_conversion_mapping``). The rules depend on model class and type,
 not on the expert modules, so they stay valid after these modules are replaced. Rules that compute something (splitting
@@ -52,9 +52,9 @@ class TensorSlice(NamedTuple):
 
     Attributes:
         name: name of the model's tensor.
-        offset: first element in the tensor on disk.
+        offset: index of its first element in the flattened tensor on disk.
         shape: shape of the slice in the model's tensor.
-        start: first element in the model's tensor.
+        start: index of its first element in the flattened tensor of the model.
         turned: 0 if the slice is contiguous on disk too. Otherwise its rows are columns of a matrix on disk, and this
             is the number of columns of that matrix.
     """
@@ -76,8 +76,8 @@ class TensorSlice(NamedTuple):
         return (self.shape[1] - 1) * self.turned + self.shape[0] if self.turned else self.numel
 
     def of(self, span: Tensor) -> Tensor:
-        """Extract the slice, flat and in the order of the model's tensor, from the flat elements on disk from
-        ``offset`` on."""
+        """Extract the slice from ``span``, the flat elements on disk from ``offset`` on: flat, in the order of the
+        model's tensor."""
         if not self.turned:
             return span[: self.numel]
         return span.as_strided(self.shape, (1, self.turned)).reshape(-1)
@@ -96,7 +96,7 @@ class Stack(NamedTuple):
     Attributes:
         key: the tensor's key.
         shape: the tensor's shape.
-        projections: Linears of each expert in the tensor, their rows concatenated.
+        projections: names of each expert's Linears in the tensor, whose rows are concatenated.
         turned: True if the matrix of each expert is ``[in, out]``.
         only: True if transformers reads these experts in no other form.
     """
@@ -109,8 +109,8 @@ class Stack(NamedTuple):
 
 
 class ExpertTensor(NamedTuple):
-    """Weight of one Linear of one expert: the fused parameter of transformers that contains it, and its slice in
-    both."""
+    """Weight of one Linear of one expert: its slice of transformers' fused parameter, and its slice of the model's
+    tensor."""
 
     fused: str
     shape: Shape  # of transformers' parameter
@@ -119,11 +119,11 @@ class ExpertTensor(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Location on disk of a tensor of the model, or of a slice of it.
+    """Location on disk of a tensor of the model, or of one slice of it.
 
     Attributes:
-        key, shape: the tensor on disk.
-        start: first element of the slice in the model's tensor.
+        key, shape: key and shape of the tensor on disk.
+        start: index of the slice's first element in the flattened tensor of the model.
         turned: True if the matrix is transposed on disk.
     """
 
@@ -134,7 +134,7 @@ class Place(NamedTuple):
 
 
 class UnsupportedConversionError(ValueError):
-    """Error for a key whose tensor transformers would not just move: it would compute a parameter from it."""
+    """Error for a tensor on disk from which transformers would compute a parameter instead of moving its values."""
 
 
 class Names:
@@ -191,9 +191,9 @@ class Names:
         return DiskLayout(piece.shape, (piece._replace(offset=0, turned=0),))
 
     def key(self, name: str) -> str:
-        """Return the key under which ``save_pretrained`` writes the model's parameter ``name``. A single expert's
-        weight is named as in :func:`quant.linear.linears_of`; if transformers has only fused tensors on disk, its key
-        is that name, renamed."""
+        """Return the key under which ``save_pretrained`` writes the model's parameter ``name``. ``name`` may be a
+        single expert's weight (``experts.7.gate_proj.weight``): if transformers has only fused tensors on disk, the key
+        is this name, renamed."""
         key = name
         if name in self._experts:
             key = self._expert_key(self._experts[name]) or name
@@ -209,8 +209,8 @@ class Names:
         return [Place(self.key(name), self.own[name][::-1] if turned else self.own[name], 0, turned)]
 
     def stacks(self, name: str) -> list[Stack]:
-        """Return the tensors on disk with all experts of the model's parameter ``name``, transposed if those in
-        ``on_disk`` are; empty if it is no weight of experts."""
+        """Return the tensors on disk with all experts of the model's parameter ``name``, transposed if the tensors in
+        ``on_disk`` are; empty if the parameter is no weight of experts."""
         stacks = []
         for fused, projections in self._fused_of.get(name, {}).items():
             key = apply_renamings(fused, self._reverse_renamings)
@@ -231,12 +231,13 @@ class Names:
         return any(one == part or one.startswith(f"{part}.") for part in self._left_out for one in spellings)
 
     def renamed(self, key: str) -> str:
-        """Rename the key of a tensor on disk by transformers' rules for the model, which need not have the tensor."""
+        """Rename the key of a tensor on disk by transformers' rules for the model; the model need not contain the
+        tensor."""
         return apply_renamings(key, self._renamings)
 
     def linear(self, piece: TensorSlice) -> str | None:
-        """Return the weight's name of the expert's Linear that ``piece``, a slice of stacked experts, holds, or
-        None."""
+        """Return the name of the single expert's weight that is the slice ``piece`` of stacked experts; None if it is
+        not one."""
         return next(
             (
                 name
@@ -247,14 +248,15 @@ class Names:
         )
 
     def missing(self, name: str, covered: Collection[int]) -> list[str]:
-        """Return the keys of missing slices of the model's parameter ``name``; ``covered`` has the first elements of
-        the present ones."""
+        """Return the keys of slices of the model's parameter ``name`` that the files lack. ``covered`` has the first
+        element of each slice that they have."""
         parts = [part for part, expert in self._experts.items() if expert.piece.name == name]
         absent = [self.key(part) for part in parts if self._experts[part].piece.start not in covered]
         return absent if parts else [self.key(name)]
 
     def _find(self, key: str) -> tuple[str, str, str | None]:
-        """Return ``key`` renamed, its name in transformers' model, and the source pattern of the matching converter."""
+        """Return ``key`` renamed, the parameter's name in transformers' model, and the source pattern of the matching
+        converter."""
         renamed = apply_renamings(key, self._renamings)
         name, pattern = rename_source_key(renamed, [], self._converters, self._prefix, self._theirs)
         if name not in self._theirs and key in self._theirs:
@@ -263,8 +265,7 @@ class Names:
         return renamed, name, pattern
 
     def _concatenated(self) -> dict[str, TensorSlice]:
-        """Find the keys whose tensors are concatenated in one tensor of the model, and the slice that each of them
-        has."""
+        """Map the keys of tensors that are concatenated in one tensor of the model to their slices of it."""
         rules = [rule for rule in self._converters if _moves(rule) == "concatenate"]
         of_pattern = {pattern: rule.source_patterns for rule in rules for pattern in rule.source_patterns}
         parts: dict[str, dict[str, str]] = defaultdict(dict)  # by model's name: key by pattern
@@ -326,8 +327,8 @@ class Names:
         return turned(layout)
 
     def _expert_key(self, expert: ExpertTensor) -> str | None:
-        """Return the key that a stacking converter has for a slice of a fused parameter; None without such a
-        converter."""
+        """Return the key on disk of one expert's slice of a fused parameter, if transformers stacks it on loading; else
+        None."""
         rows = self._fused[expert.fused].shape[1]
         index, row = divmod(expert.piece.offset // math.prod(expert.piece.shape[1:]), rows)
         for sources, first in self._stacked_from(expert.fused):
@@ -397,7 +398,7 @@ def _moves(converter: WeightConverter) -> Literal["stack", "transpose", "concate
 
 
 def expert_tensors(model: nn.Module) -> dict[str, ExpertTensor]:
-    """Map per-expert names to the weight of every Linear of every expert, in transformers' order."""
+    """Map the name of every single expert's Linear weight to its location, in transformers' order."""
     found = {}
     for prefix, module in model.named_modules():
         if not isinstance(module, ExpertMLPs):
@@ -422,7 +423,8 @@ def expert_tensors(model: nn.Module) -> dict[str, ExpertTensor]:
 
 
 def fused_layouts(experts: dict[str, ExpertTensor]) -> dict[str, DiskLayout]:
-    """Map names of transformers' fused parameters to their shapes and the slices of the model's tensors in them."""
+    """Map the names of transformers' fused parameters to their layouts: shape, and slices that belong to tensors of the
+    model."""
     shapes, pieces = {}, defaultdict(list)
     for expert in experts.values():
         shapes[expert.fused] = expert.shape

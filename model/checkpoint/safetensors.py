@@ -62,7 +62,7 @@ class DiskTensor(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Torch dtype; None if ``DTYPES`` lacks it, as for floats of fewer than 8 bits and their scales."""
+        """Torch dtype; None if torch has none or it is not supported (floats of fewer than 8 bits and their scales)."""
         return DTYPES.get(self.kind)
 
     def bytes_of(self, count: int) -> int:
@@ -86,7 +86,7 @@ class Checkpoint:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON of any origin; every kind of bad text is a ValueError.
+    """Parse untrusted JSON; every kind of bad text raises ValueError.
 
     The library itself raises a RecursionError for deep nesting, keeps the last of two values of one key, and reads keys
     that are no text (half of a surrogate pair), on which any later output would fail.
@@ -190,7 +190,8 @@ def _entry(file: Path, data: int, key: str, entry: dict[str, Any]) -> DiskTensor
 
 
 def warn_of_zero_tails(directory: Path) -> None:
-    """Warn on rank 0 of files of a checkpoint that end in zeros instead of matrices; raises as :func:`read_headers`.
+    """Warn on rank 0 of files of a checkpoint that end in zeros instead of matrices. Raises CheckpointError if the
+    headers cannot be read.
 
     A file system that lost the end of a file in a crash may fill it with zeros: sizes and headers are right, but the
     weights are lost. A model may have matrices of zeros too (a fresh output of a residual block) and rows of zeros
@@ -310,7 +311,7 @@ class Reader:
             yield offset, values
 
     def _spans(self, count: int, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
-        """Split ``count`` elements into chunks: ``(offset, size)`` in elements."""
+        """Split ``count`` elements into chunks of at most ``chunk_bytes``: yields ``(offset, size)`` in elements."""
         step = max(1, self._chunk_bytes // dtype.itemsize)
         return ((offset, min(step, count - offset)) for offset in range(0, count, step))
 

@@ -1,8 +1,8 @@
 """Find the experts and routers in transformers' modules, by structure instead of name, and replace the experts by this
 project's modules.
 
-The function of each module is compared with its replacement on a tiny case. A module with several experts in an unknown
-form is an error that names it: ranks that route differently would run different parts of it.
+Each module's results are compared with its replacement's on a tiny case. A module with several experts in an unknown
+form is an error: ranks that route differently would run different submodules of it.
 
 For Llama 4, :class:`Routed` replaces the MoE block, so that an expert gets only the tokens that chose it. transformers
 passes all tokens to every expert, multiplied by a score that is zero if the token did not choose the expert: E times
@@ -44,9 +44,9 @@ _UNSUPPORTED = "is a mixture of experts that is not supported"
 
 
 def arrange_experts(model: nn.Module, form: Form) -> int:
-    """Replace every fused experts module of an empty model by a module of ``form``, which ZeRO-3 gathers as a whole,
-    and return their number. Run it in a context that creates parameters on the meta device: nothing is copied. Raises
-    ValueError if experts have an unknown layout or function; the message names the class."""
+    """Replace every fused experts module of an empty model by a module of ``form``, which ZeRO-3 gathers as a whole;
+    returns the number of replaced modules. Run it in a context that creates parameters on the meta device: nothing is
+    copied. Raises ValueError if experts have an unknown layout or function; the message names the class."""
     counts = _numbers_of_experts(model.config.to_dict() if isinstance(model, PreTrainedModel) else {})
     found = [
         _holder(name, module, model)
@@ -78,7 +78,8 @@ def arrange_experts(model: nn.Module, form: Form) -> int:
 
 
 def _parameter(fused: nn.Module, name: str, of: Experts) -> nn.Parameter:
-    """Create the Parameter of a stack; reuse transformers' own if the layout is the same."""
+    """Create the Parameter of a stack ``[E, out, in]``, or return transformers' own Parameter if its layout is the
+    same."""
     inside = [held for held in of.held if held.stack == name]
     if inside[0].name == name and not inside[0].turned:
         return fused.get_parameter(name)
@@ -100,9 +101,9 @@ def _gated_of(fused: nn.Module) -> Function | None:
 
 
 def _looks_like_experts(name: str, module: nn.Module, model: nn.Module, counts: set[int]) -> bool:
-    """Return True if ``module`` of ``model`` has several experts in any form; an unknown form is then an error.
-    Evidence is the module's name, or its number of equal parts: the number of experts in the configuration
-    (``counts``), or the number from which another module of the same block can choose."""
+    """Return True if ``module`` of ``model`` has several experts in any form; the caller rejects unknown forms.
+    Evidence is the module's name, or its number of equal parts: one of ``counts``, the numbers of experts in the
+    configuration, or the output size of another module of the same block (a router)."""
     if isinstance(module, ExpertMLPs):
         return False
     own = {key: tuple(zero.full_shape(parameter)) for key, parameter in module.named_parameters(recurse=False)}
@@ -167,8 +168,8 @@ def _blocks_around(name: str) -> Iterator[str]:
 
 
 def _is_chosen(model: nn.Module, block: str, name: str, parts: int, widths: set[int]) -> bool:
-    """Return True if ``block`` has a matrix outside of ``name`` with a row per part, such as a router's, and an input
-    size in ``widths``."""
+    """Return True if ``block`` has a router for the module ``name``: a matrix outside of it with ``parts`` rows and an
+    input size in ``widths``."""
     shapes = {
         tuple(zero.full_shape(parameter))
         for other, parameter in model.get_submodule(block).named_parameters()
@@ -234,9 +235,8 @@ def _read(name: str, module: nn.Module) -> Experts:
 
 @torch.no_grad()
 def _check_function(name: str, module: nn.Module, of: Experts) -> bool:
-    """Return True if the class sums in the dtype of the choices' weights. Raises ValueError if its results differ from
-    the replacement's on a tiny case: some classes with these attributes compute another function, or in another
-    dtype."""
+    """Compare the class with its replacement on a tiny case; raise ValueError if results differ (another function or
+    dtype). Returns True if the class sums in the dtype of the routing weights."""
     of = of._replace(num_experts=3, hidden_dim=4, intermediate_dim=5)
     generator = torch.Generator().manual_seed(0)
 
@@ -279,7 +279,7 @@ def _check_function(name: str, module: nn.Module, of: Experts) -> bool:
 
 
 def _tiny(module: nn.Module, of: Experts, stacks: Mapping[str, Tensor]) -> nn.Module:
-    """Copy ``module`` with the sizes of ``of``, and with the replacement's ``stacks`` as its parameters."""
+    """Copy transformers' ``module`` at the (tiny) sizes of ``of``, with the values of the replacement's ``stacks``."""
     config = copy.deepcopy(getattr(module, "config", None))
     if config is not None:
         config._experts_implementation = "eager"
@@ -303,7 +303,7 @@ def _tiny(module: nn.Module, of: Experts, stacks: Mapping[str, Tensor]) -> nn.Mo
 
 
 def _as_ours(theirs: nn.Module, of: Experts) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Wrap the module ``theirs`` of transformers as a function with the arguments of the replacement."""
+    """Wrap transformers' module ``theirs`` in a function that takes the arguments of the replacement."""
     if not of.scales_inputs:
         return theirs
 
@@ -317,9 +317,10 @@ def _as_ours(theirs: nn.Module, of: Experts) -> Callable[[Tensor, Tensor, Tensor
 
 
 class Routed(nn.Module):
-    """Block with the children, names and results of transformers' block, but which routes tokens to replaced experts.
+    """MoE block of Llama 4 that passes each expert only its own tokens, with the children, names and results of
+    transformers' block.
 
-    Raises ValueError for a ``block``, called ``name``, of a class other than Llama 4's, whose forward might differ.
+    Raises ValueError if ``block``, called ``name``, is of another class, whose forward might differ.
     """
 
     def __init__(self, name: str, block: nn.Module):
@@ -333,7 +334,8 @@ class Routed(nn.Module):
         self.experts, self.router, self.shared_expert = block.experts, block.router, block.shared_expert
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute ``[T, H]`` and the router's logits ``[T, E]`` from ``[..., H]``."""
+        """Compute the block's output ``[T, H]`` and the router's logits ``[T, E]`` for hidden states ``[..., H]`` of T
+        tokens."""
         hidden_states = hidden_states.reshape(-1, self.hidden_dim)
         scores, logits = self.router(hidden_states)
         chosen = logits.topk(self.top_k, dim=1).indices
@@ -342,7 +344,7 @@ class Routed(nn.Module):
 
 
 class _Reached(Exception):
-    """Raised when the forward reaches the experts."""
+    """Exception that ends a block's forward when it reaches the experts."""
 
 
 def routers_of(block: nn.Module, experts: nn.Module, *, num_experts: int, hidden_dim: int) -> list[str]:
@@ -374,8 +376,8 @@ def routers_of(block: nn.Module, experts: nn.Module, *, num_experts: int, hidden
 def _by_computation(
     block: nn.Module, experts: nn.Module, parameters: dict[str, nn.Parameter], hidden_dim: int
 ) -> set[str]:
-    """Find the names of the parameters in the last product before the weights of the chosen experts; empty if the
-    block's forward takes more than hidden states, or needs values."""
+    """Find the parameters in the last matrix product before the routing weights, by name, from a forward on the meta
+    device; empty if that is impossible (the forward needs values, or more than hidden states)."""
     meta = {
         name: torch.empty_like(value, device="meta").requires_grad_(name in parameters and value.is_floating_point())
         for name, value in (*block.named_parameters(), *block.named_buffers())
@@ -404,7 +406,7 @@ def _by_computation(
 
 
 def _last_product(end: Node, hidden: Tensor) -> Iterator[Tensor]:
-    """Yield the leaves that ``end`` is computed from, back to the nearest matrix products of ``hidden``."""
+    """Yield the leaves of autograd's graph from ``end`` back to the nearest matrix products of ``hidden``."""
     for leaf in _leaves(end, through=lambda node, before: node.name() not in _PRODUCTS or not _reaches(before, hidden)):
         if leaf is not hidden:
             yield leaf
@@ -416,7 +418,8 @@ def _reaches(start: Node, leaf: Tensor) -> bool:
 
 
 def _leaves(end: Node, through: Callable[[Node, Node], bool] = lambda node, before: True) -> Iterator[Tensor]:
-    """Yield the leaves of the graph of ``end``, along the edges to earlier nodes that ``through`` accepts."""
+    """Yield the leaf tensors of autograd's graph behind ``end``, along edges (node, earlier node) that ``through``
+    accepts."""
     seen: set[Node] = set()
     waiting = [end]
     while waiting:

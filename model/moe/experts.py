@@ -57,7 +57,7 @@ class ExpertRows(NamedTuple):
     @classmethod
     def of(cls, top_k_index: Tensor, num_experts: int) -> "ExpertRows":
         """Compute the mapping from the experts [T, K] of each token, 0 to E - 1; a token may choose an expert twice.
-        Does not synchronize with the host."""
+        Causes no synchronization of GPU and host."""
         tokens, per_token = top_k_index.shape
         choices = top_k_index.t().reshape(-1)  # [K, T], as transformers orders them
         choice = torch.argsort(choices, stable=True)
@@ -92,7 +92,7 @@ def _take(values: Tensor, index: Tensor) -> Tensor:
 
 
 class _Move(torch.autograd.Function):
-    """Compute ``move(values, index)``; its gradient is ``back(gradient, back_index)``."""
+    """Autograd function that computes ``move(values, index)``; its backward is ``back(gradient, back_index)``."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, move: "Move", index: Tensor, back: "Move", back_index: Tensor) -> Tensor:
@@ -115,14 +115,15 @@ _DBRX = (("w1", "gate"), ("v1", "up"))
 
 
 class _Held(NamedTuple):
-    """Contents of a parameter of transformers' experts module, in terms of this module's stacks ``[E, out, in]``.
+    """Parameter of transformers' experts module, and the stack ``[E, out, in]`` that contains its values here.
 
     Attributes:
-        name: the parameter's name inside the module.
+        name: the parameter's name inside transformers' module.
         stack: name of the stack.
-        projections: Linears of each expert in it; their rows are concatenated in the parameter and in the stack.
+        projections: names of each expert's Linears in it; their rows are concatenated in the parameter and in the
+            stack.
         turned: True if the matrix of each expert is ``[in, out]`` in transformers.
-        flat: True if the experts' matrices are concatenated in transformers in two dimensions.
+        flat: True if the parameter is 2-D in transformers, with the experts' matrices concatenated.
     """
 
     name: str
@@ -137,13 +138,13 @@ class Experts(NamedTuple):
 
     The function is ``down(act_fn(gate(x)) * up(x))``; or ``down(gated([gate(x), up(x)]))`` for classes that define it
     (some clamp both); or ``down(act_fn(up(x)))`` for classes without a gate. A token's experts are summed in the dtype
-    of the hidden states, or, with ``sums_of_weights``, in the dtype of the choices' weights.
+    of the hidden states, or, with ``sums_of_weights``, in the dtype of the routing weights.
 
     Attributes:
         transposed: transformers' matrices are ``[in, out]``.
         interleaved: rows of gate and up alternate, so that both form one Linear, gate_up_proj.
         biased: every Linear has a bias.
-        scales_inputs: the choice's weight multiplies the expert's input, not its output.
+        scales_inputs: the routing weight multiplies the expert's input, not its output.
         apart: gate, up and down are three matrices, ``mlp.w1``, ``mlp.v1`` and ``mlp.w2``, ``[E * I, H]`` each (DBRX).
     """
 
@@ -162,7 +163,8 @@ class Experts(NamedTuple):
 
     @property
     def stacks(self) -> Stacks:
-        """Shape of one Linear, and names of an expert's Linears, by name of the stack."""
+        """By name of the stack: shape ``(out, in)`` of one expert's Linear, and names of one expert's Linears in the
+        stack."""
         h, i = self.hidden_dim, self.intermediate_dim
         first: Stacks = {"gate_up_proj": ((i, h), ("gate_proj", "up_proj"))}
         if self.interleaved:
@@ -180,7 +182,7 @@ class Experts(NamedTuple):
 
     @property
     def held(self) -> tuple[_Held, ...]:
-        """Contents of transformers' parameters in terms of the stacks."""
+        """Parameters of transformers' module, and the stacks that contain their values."""
         if self.apart:
             gate_up = [_Held(f"mlp.{name}", "gate_up_proj", (f"{to}_proj",), False, True) for name, to in _DBRX]
             return (*gate_up, _Held("mlp.w2", "down_proj", ("down_proj",), True, True))
@@ -194,7 +196,7 @@ class Experts(NamedTuple):
         return (self.num_experts * matrix[0], matrix[1]) if held.flat else (self.num_experts, *matrix)
 
     def biases(self) -> dict[str, tuple[int, int]]:
-        """Shapes of the biases, by name; the same as in transformers."""
+        """Shapes ``(E, out)`` of the biases, by name; the same as in transformers."""
         return {f"{name}_bias": shape[:2] for name, shape in self.shapes().items()} if self.biased else {}
 
     def inner(self, first: Tensor) -> Tensor:
@@ -208,7 +210,7 @@ class Experts(NamedTuple):
         return self.act_fn(gate) * up
 
     def sum_dtype(self, hidden_states: Tensor, weights: Tensor) -> torch.dtype:
-        """Return the dtype in which a token's experts are summed."""
+        """Return the dtype in which the outputs of a token's experts are summed."""
         if self.scales_inputs:  # transformers sums over a dimension, which torch rounds once
             return torch.promote_types(hidden_states.dtype, torch.float32)
         return weights.dtype if self.sums_of_weights else hidden_states.dtype
@@ -236,7 +238,7 @@ class ExpertMLPs(nn.Module):
             self.register_parameter(name, bias)
 
     def computed(self, rows: Tensor, where: ExpertRows) -> Tensor:
-        """Compute the outputs [K T, H] of the experts of all rows [K T, H]."""
+        """Compute the experts' outputs [K T, H] for all rows [K T, H], each by its own expert."""
         raise NotImplementedError
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -263,7 +265,8 @@ class ExpertMLPs(nn.Module):
 
 
 class StackedMLPs(ExpertMLPs):
-    """All experts' weights in two stacks: ``weights`` are Parameters with the shapes and order of ``of.shapes``."""
+    """Experts of one MoE layer, with their weights in two stacks: ``weights`` are Parameters in the shapes and order of
+    ``of.shapes``."""
 
     def __init__(self, of: Experts, weights: Iterable[nn.Parameter], biases: Iterable[nn.Parameter] = ()):
         super().__init__(of, biases)
@@ -271,7 +274,8 @@ class StackedMLPs(ExpertMLPs):
             self.add_module(name, StackedLinear(weight, shape, of.stacks[name][1]))
 
     def computed(self, rows: Tensor, where: ExpertRows) -> Tensor:
-        """Compute as the base class says; with a grouped GEMM, it does not synchronize with the host."""
+        """Compute the outputs [K T, H] of the experts of all rows [K T, H]; with a grouped GEMM, GPU and host are not
+        synchronized."""
         first, second = self.of.stacks
         return self._linear(second, self.of.inner(self._linear(first, rows, where)), where)
 
@@ -287,7 +291,7 @@ class StackedMLPs(ExpertMLPs):
 
 
 class ExpertMLP(nn.Module):
-    """Weights of one expert; :class:`PerExpertMLPs` has everything else."""
+    """Linears of one expert; :class:`PerExpertMLPs` has its biases and routing."""
 
     def __init__(self, of: Experts):
         super().__init__()
@@ -296,8 +300,8 @@ class ExpertMLP(nn.Module):
                 self.add_module(projection, nn.Linear(columns, rows, bias=False))
 
     def forward(self, rows: Tensor, of: Experts, biases: Sequence[Tensor]) -> Tensor:
-        """Map [rows, H] to [rows, H]; ``biases`` are this expert's biases of the first Linears and of down_proj, or
-        empty."""
+        """Compute the expert's output [rows, H] for its rows [rows, H]. ``biases`` are those of gate/up and of
+        down_proj, or empty."""
         *first, down_proj = self.children()
         if of.has_gate and of.gated is None and not biases:
             gate, up = first
@@ -309,7 +313,7 @@ class ExpertMLP(nn.Module):
 
 
 class PerExpertMLPs(ExpertMLPs):
-    """Experts as children ``"0"`` to ``"E-1"``."""
+    """Experts of one MoE layer as separate modules, children ``"0"`` to ``"E-1"``."""
 
     def __init__(self, of: Experts, biases: Iterable[nn.Parameter] = ()):
         super().__init__(of, biases)
@@ -322,7 +326,8 @@ class PerExpertMLPs(ExpertMLPs):
             yield self.get_submodule(str(expert))  # type: ignore[misc]
 
     def computed(self, rows: Tensor, where: ExpertRows) -> Tensor:
-        """Compute as the base class says; only the counts of rows synchronize with the host."""
+        """Compute the outputs [K T, H] of the experts of all rows [K T, H]. GPU and host synchronize once, for the row
+        counts."""
         counts = where.offsets.diff(prepend=where.offsets.new_zeros(1)).tolist()
         whole = [getattr(self, name) for name in self.of.biases()]
         biases = zip(*(bias.unbind() for bias in whole), strict=True) if whole else [()] * self.num_experts

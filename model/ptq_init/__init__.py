@@ -1,5 +1,5 @@
-"""Initialize codes from samples: each decoder layer in turn, gathered alone, gets the best codes for the inputs that it
-receives from the layers before it, which are quantized already. Codes are chosen by GPTQ
+"""Initialize codes from samples. Decoder layers are gathered and quantized one after the other, so that the codes of a
+layer fit the inputs that the quantized layers before it produce. Codes are chosen by GPTQ
 (:mod:`model.ptq_init.layerwise`), and optionally trained afterwards (:mod:`model.ptq_init.blockwise`)."""
 
 import re
@@ -33,10 +33,10 @@ def choose_initial_codes(
 
     Args:
         model, quantization: the quantized model; weights and their scales are loaded.
-        samples: groups that pass a layer together, the same number on every rank. Each has ``input_ids [n, T]``, and
-            True if the group counts; False marks a group that only keeps this rank in step with the others.
+        samples: batches of equal-length samples, the same number on every rank: ``input_ids [n, T]``, and True if the
+            batch counts; False marks a batch that only keeps this rank in step with the others.
         device: device of the samples.
-        tuned_rows: samples per rank and step for tuning each decoder layer, rounded up to whole groups; None for GPTQ
+        tuned_rows: samples per rank and step for tuning each decoder layer, rounded up to whole batches; None for GPTQ
             without tuning.
 
     Raises:
@@ -95,7 +95,8 @@ def choose_initial_codes(
 
 
 def _switch_on(quantization: Quantization, names: Sequence[str], *, all_inputs: bool = False) -> None:
-    """Fake-quantize these layers, and their inputs unless these lack a scale that must be stored."""
+    """Fake-quantize the weights of these layers, and their inputs if no input scale must be stored, or with
+    ``all_inputs``."""
     for inputs in (False, True):
         alike = [name for name in names if (all_inputs or gptq.quantizes_inputs(quantization.layers[name])) == inputs]
         if alike:

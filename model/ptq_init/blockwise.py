@@ -2,13 +2,12 @@
 Li et al. 2021, arXiv 2102.05426), of all weights at once (EfficientQAT's first phase, Chen et al. 2024, arXiv
 2407.11062).
 
-GPTQ compensates the error within each Linear. In a decoder layer, a Linear can also compensate the error of another
-Linear, and the error of the layers before, from which it gets its inputs. The weights are rounded in every forward, as
-in training, and trained by Adam on fp32 masters, of which each rank has those of its own elements; gradients are summed
-over ranks. Norms, routers and biases are frozen. The loss of a token is ``|y - t|^2 / |t|^2``, with ``y`` the quantized
-layer's output for the quantized model's hidden states, and ``t`` the original layer's output for the original model's
-hidden states. It is relative to the token's size because a norm follows, and so that few tokens with huge states do not
-dominate.
+GPTQ compensates errors within each Linear. Training a whole decoder layer also compensates errors between its Linears,
+and errors of earlier layers. The weights are rounded in every forward, as in training, and trained by Adam on fp32
+masters of each rank's own elements; gradients are summed over ranks. Norms, routers and biases are frozen. The loss of
+a token is ``|y - t|^2 / |t|^2``, with ``y`` the quantized layer's output for the quantized model's hidden states, and
+``t`` the original layer's output for the original model's hidden states. It is relative to the token's size because a
+norm follows, and so that few tokens with huge states do not dominate.
 
 Afterwards each weight returns to its original value if this is rounded to the trained code; otherwise it gets the
 code's value, as after GPTQ (:mod:`quant.scale`). Learning rates are in units of the scale, as in AutoRound (Cheng et
@@ -76,12 +75,13 @@ def tune(
     of float formats keep a theta.
 
     Args:
-        quantization: with fake quantization on in this layer, and in its final state in the layers before.
+        quantization: the model's quantized layers; fake quantization is on in this layer, and final in the layers
+            before.
         block, name: the decoder layer.
-        samples: with the hidden states before it.
-        targets: unquantized output of the layer for each group, ``[n, T, H]``.
+        samples: inputs of the decoder layer.
+        targets: unquantized output of the layer for each batch of samples, ``[n, T, H]``.
         originals: result of :func:`own_weights` before any codes were chosen.
-        rows: samples per step and rank, rounded up to whole groups.
+        rows: samples per step and rank, rounded up to whole batches.
         errors: accumulates the errors of this layer.
         progress: called after each step.
     """
@@ -112,7 +112,7 @@ def tune(
 
 
 class _Order:
-    """Endless sequence of group indices: epochs, each in a new random order."""
+    """Endless sequence of batch indices: epochs, each in a new random order."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._left: list[int] = []
@@ -120,7 +120,7 @@ class _Order:
         self._random = random.Random(0)
 
     def take(self, rows: int) -> list[int]:
-        """Take groups with at least ``rows`` samples in total, or as many as there are."""
+        """Take the next batches until they have ``rows`` samples in total, or as many samples as there are."""
         taken: list[int] = []
         wanted = min(rows, sum(self._sizes))
         while wanted > 0:
@@ -156,14 +156,14 @@ class _Tuned:
         self._adam = torch.optim.Adam([{"params": [one], "lr": rate} for one, rate in masters], betas=BETAS)
 
     def show_scales(self) -> None:
-        """Copy the masters of scales into the Parameters, which after each gather have the outdated partitions'
-        values."""
+        """Copy the scales' fp32 masters into the gathered Parameters, which a gather fills with outdated values."""
         for theta, value in zip(self._thetas, self._values, strict=True):
             theta.detach().copy_(value)
         self._forget()
 
     def step(self, gradients: Sequence[Tensor], share: float) -> None:
-        """Update by the whole gradients, at a fraction ``share`` of the rates; the weights must be partitioned."""
+        """Run one Adam step with the summed gradients (whole tensors), at ``share`` of the learning rates; call it
+        outside of a gather."""
         of_weights, of_scales = gradients[: len(self._weights)], gradients[len(self._weights) :]
         for master, gradient, own in zip(self._masters, of_weights, self._own, strict=True):
             master.grad = gradient.flatten()[own].to(master.device)
@@ -222,8 +222,8 @@ def _effective(layer: QuantLayer) -> Tensor:
 
 
 def _snapped(name: str, layer: QuantLayer, original: Tensor) -> Tensor:
-    """Compute this rank's elements of a layer's weight, flat: ``original``, or the value of the weight's code if
-    ``original`` is rounded to another code. The layer is gathered."""
+    """Compute this rank's elements of a layer's weight, flat: ``original`` where it rounds to the trained code,
+    otherwise the dequantized code. The layer must be gathered."""
     own = slice(*local_range(layer.weight))
     weight, spec = layer.weight.detach(), layer.scheme.weights
     before = weight.clone()
@@ -253,7 +253,8 @@ def _gradients(
     chosen: Sequence[int],
     parameters: Sequence[nn.Parameter],
 ) -> list[Tensor]:
-    """Sum the gradients of some groups' errors over all ranks, whole and fp32; the layer is gathered. A collective."""
+    """Compute the gradients of the errors of the ``chosen`` batches, fp32 and whole, summed over all ranks; the layer
+    must be gathered. A collective."""
     sums = [torch.zeros(parameter.shape, device=parameter.device) for parameter in parameters]
     with torch.enable_grad():
         for index in chosen:
@@ -265,7 +266,7 @@ def _gradients(
 
 
 def _error(block: nn.Module, name: str, samples: Samples, targets: Sequence[Tensor]) -> tuple[float, int]:
-    """Sum errors of all ranks' samples and count their tokens; the layer is gathered. A collective."""
+    """Sum the errors of all ranks' samples, and count their tokens; the layer must be gathered. A collective."""
     sums = torch.zeros(2, dtype=torch.float64)
     for index, (hidden, target) in enumerate(zip(samples.hidden, targets, strict=True)):
         sums[0] += _relative(samples.run(block, name, index, hidden), target).double().cpu()
@@ -275,7 +276,7 @@ def _error(block: nn.Module, name: str, samples: Samples, targets: Sequence[Tens
 
 
 def _relative(found: Tensor, target: Tensor) -> Tensor:
-    """Compute ``|y - t|^2 / |t|^2``, summed over tokens; fp32."""
+    """Compute each token's squared error relative to ``target``, ``|y - t|^2 / |t|^2``, and sum over tokens; fp32."""
     target = target.float()
     error = (found.float() - target).square().sum(-1)
     return (error / target.square().sum(-1).clamp(min=1e-20)).sum()

@@ -1,8 +1,8 @@
 """Run samples through the decoder layers of a model, one gathered layer at a time.
 
-Samples of equal length form groups, which pass a layer together, since each run of a layer quantizes its weights. All
-samples run through the whole model once, to record the other arguments of each decoder layer. From then on a single
-layer can run on the hidden states of all samples.
+Samples of equal length form batches, since each run of a layer quantizes its weights. All samples run through the whole
+model once, to record the arguments of each decoder layer (masks, positions). From then on a single layer can run on the
+hidden states of all samples.
 """
 
 import math
@@ -31,13 +31,13 @@ class Stop(Exception):
 
 @dataclass
 class Samples:
-    """Inputs of the decoder layers.
+    """Recorded inputs of the decoder layers, for batches of n samples with T tokens.
 
     Attributes:
         layers: names of the decoder layers in the order in which they run.
-        sizes: number of samples per group.
-        hidden: hidden states ``[n, T, H]`` of each group, before the next layer.
-        inputs: other arguments of each layer, per group.
+        sizes: n of each batch.
+        hidden: input ``[n, T, H]`` of the next decoder layer, for each batch.
+        inputs: for each batch, the other arguments of each decoder layer by its name.
     """
 
     layers: list[str] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Samples:
     inputs: list[dict[str, Inputs]] = field(default_factory=list)
 
     def run(self, block: nn.Module, name: str, index: int, hidden: Tensor) -> Tensor:
-        """Run a gathered decoder layer on hidden states of a group."""
+        """Run a gathered decoder layer on the hidden states ``[n, T, H]`` of batch ``index``."""
         args, kwargs = self.inputs[index][name]
         return _first(block(hidden, *args, **kwargs))
 
@@ -64,7 +64,8 @@ class Samples:
 
 
 def decoder_layers(model: nn.Module, quantization: Quantization) -> dict[str, nn.Module]:
-    """Find the outermost layers with activation checkpointing in transformers that contain quantized layers."""
+    """Find the decoder layers that contain quantized layers, by name: the outermost modules of transformers' class
+    GradientCheckpointingLayer."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer in found)
@@ -78,8 +79,8 @@ def decoder_layers(model: nn.Module, quantization: Quantization) -> dict[str, nn
 def record(
     model: nn.Module, blocks: dict[str, nn.Module], samples: Sequence[tuple[Tensor, bool]], device: torch.device
 ) -> Samples:
-    """Run samples (as in :func:`model.ptq_init.choose_initial_codes`) through a model, with one of its decoder layers
-    ``blocks`` gathered at a time; a collective.
+    """Run samples through a model, with one of its decoder layers ``blocks`` gathered at a time, and record the layers'
+    inputs; a collective. Each sample batch is ``input_ids [n, T]`` and True, or False if it does not count.
 
     Raises:
         RankError: on every rank: decoder layers do not run once each, one after the other.
@@ -141,10 +142,9 @@ def _first(output: Any) -> Tensor:
 
 
 def measure_inputs(quantization: Quantization, block: nn.Module, name: str, samples: Samples) -> None:
-    """Measure missing stored scales of the inputs of Linears in a decoder layer, for tuning it, from the largest
-    magnitudes with its current weights; a collective. ``quantization`` has no active observers. The scales that
-    training starts with are measured later in the whole model, according to the recipe, but scales set before
-    (``quant.initial_input_scale``) neither later nor here.
+    """Measure input scales of a decoder layer's Linears, from the largest magnitudes of the samples, for tuning it; a
+    collective. Only scales that are stored and not yet set (by ``quant.initial_input_scale``) are measured; calibration
+    measures them again before training. No observer may be active.
 
     Raises:
         RankError: on every rank: inputs have NaN or Inf.

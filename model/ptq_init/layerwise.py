@@ -1,8 +1,8 @@
-"""GPTQ for a decoder layer (:mod:`quant.gptq` has the arithmetic): Linears with the same input are quantized together,
-and later Linears then see inputs from quantized layers. Inputs are summed over ranks; each rank chooses codes for the
-rows of which it has a part.
+"""GPTQ for a decoder layer (:mod:`quant.gptq` has the arithmetic). Linears with the same input are quantized together,
+and later Linears then get inputs from quantized layers. Gram matrices of inputs are summed over ranks; each rank
+chooses codes for the rows of which it has elements.
 
-Inputs with dynamic scales are already quantized as in training. Inputs with a stored scale, keys and values are not:
+Inputs with dynamic scales are quantized meanwhile, as in training. Inputs with a stored scale, keys and values are not:
 their scales are measured later, in the model with these codes.
 
 Weights that would be rounded to other codes are replaced by the chosen codes' values (:mod:`quant.scale`), so that the
@@ -36,7 +36,7 @@ Sets = list[list[str]]  # names of quantized layers with the same input
 
 @dataclass
 class CodeErrors:
-    """Squared errors of outputs, and squared outputs, fp64 scalars of this rank's rows."""
+    """Squared errors of the Linears' outputs, and squared outputs: fp64 scalars, for this rank's rows."""
 
     nearest: float = 0.0
     chosen: float = 0.0
@@ -59,7 +59,8 @@ def choose_codes(
     Args:
         model, quantization: the quantized model.
         block, name: the decoder layer.
-        samples: with the layer's inputs. Layers that were yielded must be fake-quantized before the next step.
+        samples: the decoder layer's inputs. The caller must fake-quantize the yielded Linears before it takes the next
+            ones.
         errors: accumulates the errors of these layers.
 
     Raises:
@@ -72,8 +73,8 @@ def choose_codes(
 
 
 def quantized_together(model: nn.Module, quantization: Quantization, name: str) -> Iterator[Sets]:
-    """Yield layers of a decoder layer to quantize together, in module order: those with the same input, and the same
-    Linear of all experts that are separate modules."""
+    """Yield the sets of Linears in a decoder layer that are quantized together, in module order: Linears with the same
+    input, and, if experts are separate modules, the same Linear of all experts."""
     schemes = {one: layer.scheme for one, layer in quantization.layers.items() if one.startswith(f"{name}.")}
     steps: dict[str, Sets] = defaultdict(list)
     for names in fused_sets(schemes, dict(model.named_modules()), across_experts=False):
@@ -149,14 +150,14 @@ def _choose(quantization: Quantization, block: nn.Module, grams: dict[str, Tenso
 
 
 class _Rows(NamedTuple):
-    """Rows of a Linear of which this rank has a part.
+    """Rows of a Linear of which this rank has at least some elements.
 
     Attributes:
         part: the Linear in its layer.
         rows: range of its rows.
         own: range of this rank's elements in the flattened rows.
         weight: the rows, a copy in the model's dtype.
-        before: their quantizer with the first scales.
+        before: quantizer of the rows with the scales before GPTQ.
         codes, scale: codes and scales chosen by GPTQ.
     """
 
@@ -170,7 +171,7 @@ class _Rows(NamedTuple):
 
 
 def _of_rank(layer: QuantLayer, part: LinearPart, gram: Tensor) -> _Rows | None:
-    """Run GPTQ on this rank's rows of a Linear, whose layer is gathered; None if the rank has no rows."""
+    """Run GPTQ on this rank's rows of a Linear, whose layer must be gathered; None if the rank has no rows."""
     (start, stop), columns = local_range(layer.weight), part.in_features
     begin = ((part.expert or 0) * layer.out_features + part.first_row) * columns
     low, high = max(start - begin, 0), min(stop - begin, part.out_features * columns)
@@ -188,7 +189,7 @@ def _of_rank(layer: QuantLayer, part: LinearPart, gram: Tensor) -> _Rows | None:
 
 
 def _of_all_ranks(layer: QuantLayer, found: Sequence[_Rows]) -> Tensor:
-    """Collect the layer's scales on every rank; a row split over two ranks gets the first one's scales. A
+    """Collect the layer's scales from all ranks; a row that is split over two ranks gets the first rank's scales. A
     collective."""
     own = local_data(layer.weight_s0)
     whole = torch.zeros(full_shape(layer.weight_s0), device=own.device)

@@ -1,4 +1,5 @@
-"""Tensors of a plain or quantized checkpoint, with decodable weights in place of codes, and schemes of its layers.
+"""Tensors of a plain or quantized checkpoint, with weights that are decoded when read in place of codes, and its
+schemes.
 
 ``quantization_config.py`` decides which checkpoints can be read, ``linears.py`` finds the tensors of each Linear,
 ``tensor.py`` decodes ranges of a Linear's weight. This file adds decoded weights to the tensors of a checkpoint for the
@@ -37,7 +38,7 @@ class SourceCheckpoint:
 
     Attributes:
         tensors: tensors by key; a quantized weight has the key that the plain weight would have.
-        problems, lost: as in :class:`model.checkpoint.safetensors.Checkpoint`.
+        problems, lost: problems of the files, one sentence each; keys that the index maps to an unreadable file.
         beside: tensors that the quantized weights consist of, and scales of inputs and of keys and values, by key.
         kv_cache: number format of keys and values; None if they are not quantized, or their format cannot be read.
     """
@@ -64,8 +65,8 @@ def read_checkpoint(directory: Path, model: PreTrainedModel | None) -> SourceChe
 
 
 def _with_weights(checkpoint: Checkpoint, directory: Path, model: PreTrainedModel | None) -> SourceCheckpoint:
-    """Replace codes of a quantized checkpoint by weights, with narrow or full range according to the codes. Without a
-    model, layers have their names on disk."""
+    """Replace the codes in a quantized checkpoint by :class:`QuantizedTensor`, with narrow range if the codes have it.
+    Without a model, layers have their names on disk."""
     config = read_quantization_config(directory)
 
     @cache
@@ -98,10 +99,10 @@ def _with_weights(checkpoint: Checkpoint, directory: Path, model: PreTrainedMode
 def source_schemes(
     model: PreTrainedModel, directory: Path, said: Collection[TensorSpec] | None = None
 ) -> dict[str, Scheme]:
-    """Map every Linear and embedding of ``model`` with codes in ``directory`` to its scheme, by name (for stacked
-    experts, of each Linear). If there are no weights, config.json decides.
+    """Map each Linear and embedding of ``model`` that is quantized in ``directory`` to its scheme, by name (for stacked
+    experts, of each Linear). If the directory has no weights, config.json decides.
 
-    A weight whose last block is incomplete cannot be quantized here, and is logged.
+    A weight with an incomplete last block is not supported as quantized weight; it is left out and logged.
 
     Args:
         model, directory: the model, and its quantized checkpoint.
@@ -147,7 +148,7 @@ def source_schemes(
 
 
 def _on_grid(scheme: Scheme, said: Collection[TensorSpec], name: str | None) -> Scheme:
-    """Return the scheme with the range of codes, full or narrow, that the recipe gives it.
+    """Return the scheme with the range of codes, full or narrow, that the recipe's schemes (``said``) have.
 
     ``name`` is the layer whose codes were read, or None. Raises ValueError if the recipe has the narrow range and the
     codes have the full range.
@@ -165,7 +166,8 @@ def _on_grid(scheme: Scheme, said: Collection[TensorSpec], name: str | None) -> 
 
 
 def _parts(model: nn.Module) -> Iterator[LinearPart]:
-    """Yield every Linear, also of stacks, and embeddings, which may be quantized in the files."""
+    """Yield every Linear (for stacks, of each expert) and embedding of the model: the layers that files may have
+    quantized."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding):
             yield LinearPart(name, module.num_embeddings, module.embedding_dim)

@@ -12,8 +12,8 @@ zero point); ``scales`` [groups, out]; ``g_idx`` int32 [in], the group of each i
 AWQ's ``gemm`` (AutoAWQ): ``qweight`` int32 [in, out / 8] and ``qzeros`` [groups, out / 8], eight 4-bit codes per word
 in the order of :data:`AWQ_ORDER`.
 
-In these layouts codes begin at 0, and the value is ``(code - zero point) * scale``. The codes and zero points of this
-project are smaller by 2^(bits - 1).
+In these layouts codes begin at 0, and the value is ``(code - zero point) * scale``. Codes and zero points in this
+project are smaller by 2^(bits - 1), as codes are signed.
 
 gpt-oss has experts in MXFP4, with the Linears of all experts of a layer in one tensor of codes and one of scales:
 ``<stack>_blocks`` uint8 [E, out, in / 32, 16], two e2m1 codes a byte, the first in the low half; ``<stack>_scales``
@@ -72,7 +72,8 @@ class Found(NamedTuple):
 
 
 def read_quantized(checkpoint: Checkpoint, rules: Sequence[Rule], spellings: Spellings) -> Found:
-    """Find the weights of compressed-tensors and ``fp8``, with the rules of the configuration."""
+    """Find the quantized weights of a checkpoint of compressed-tensors or ``fp8``; ``rules`` come from its
+    configuration, ``spellings`` yields other names of a layer."""
     tensors = checkpoint.tensors
     found = Found({}, {key: tensor for key, tensor in tensors.items() if key.endswith(_OF_CACHE)}, [])
     with Reader() as reader:
@@ -145,7 +146,7 @@ def _expected(shape: tuple[int, int], scheme: Scheme) -> Shapes:
 
 
 def _shape(codes: DiskTensor, parts: Mapping[str, DiskTensor], spec: TensorSpec, reader: Reader) -> tuple[int, int]:
-    """Return the shape of the weight with these codes."""
+    """Return the shape ``(out, in)`` of a weight from its codes on disk, which may be packed."""
     if len(codes.shape) != 2:
         raise ValueError(f"{codes.key} has shape {list(codes.shape)}, expected two dimensions")
     rows, columns = codes.shape
@@ -164,7 +165,8 @@ def _shape(codes: DiskTensor, parts: Mapping[str, DiskTensor], spec: TensorSpec,
 def _check_order(
     key: str, parts: Mapping[str, DiskTensor], shape: tuple[int, int], spec: TensorSpec, reader: Reader
 ) -> None:
-    """Reject groups whose columns are not consecutive; ``key`` names the tensor with the group of each column."""
+    """Raise ValueError if columns of a group are not consecutive; ``key`` names the tensor with the group of each
+    column."""
     if key in parts:
         index = read_tensor(reader, parts[key]).long().flatten()
         if not torch.equal(index, torch.arange(shape[1]) // spec.run_length(shape)):
@@ -254,7 +256,7 @@ def _experts(name: str, codes: DiskTensor, scale: DiskTensor | None, scheme: Sch
 
 
 def _of_expert(tensor: DiskTensor, expert: int, shape: tuple[int, int]) -> DiskTensor:
-    """Return the byte range of one expert in a tensor."""
+    """Return one expert's byte range of a tensor ``[E, ...]``, as a tensor of ``shape``."""
     size = (tensor.end - tensor.begin) // tensor.shape[0]
     begin = tensor.begin + expert * size
     return tensor._replace(shape=shape, begin=begin, end=begin + size)

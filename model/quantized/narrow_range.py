@@ -7,8 +7,8 @@ its sign. A sample of the codes is read, the same on every rank: if it lacks the
 smallest and the largest code, the range is narrow. Such a model is trained in narrow range, so that no export has a
 code that the source checkpoint lacks.
 
-8 bits are not detected: absmax / 127.5, rounded to bf16, is so often the larger number that full-range files have no
--128 either. A recipe may set narrow range in its own scheme.
+Narrow range is not detected at 8 bits: the scale absmax / 127.5 is often rounded up in bf16, so that full-range files
+have no -128 either. A recipe can set narrow range in its own scheme.
 """
 
 from collections.abc import Iterable, Mapping
@@ -41,8 +41,8 @@ def with_grids(coded: Mapping[str, QuantizedTensor]) -> dict[str, QuantizedTenso
 
 
 def on_other_grid(scheme: Scheme) -> Scheme | None:
-    """Return a scheme with narrow and full range exchanged. None if its weights have only one range, as in ggml, where
-    the largest weight has the smallest code."""
+    """Return the scheme with narrow instead of full range, or the reverse; None for formats with a single range (ggml,
+    where the largest weight has the smallest code)."""
     spec = scheme.weights
     if spec.dtype != "int" or not spec.symmetric or spec.ggml:
         return None

@@ -2,8 +2,8 @@
 
 ModelOpt writes ``hf_quant_config.json``, and newer versions config.json. Both have ``quant_algo``, the excluded layers
 (``exclude_modules``, ``ignore``) as names with the wildcard ``*``, and the quantization of keys and values. Tensors of
-``FP8`` match compressed-tensors' static fp8: ``weight`` in e4m3, ``weight_scale`` and ``input_scale`` fp32, all of
-which multiply. ModelOpt's NVFP4 tensors do not match compressed-tensors', and cannot be read.
+``FP8`` match compressed-tensors' static fp8: ``weight`` in e4m3, ``weight_scale`` and ``input_scale`` in fp32, by which
+codes are multiplied. ModelOpt's NVFP4 tensors do not match compressed-tensors', and cannot be read.
 """
 
 import fnmatch
@@ -45,7 +45,8 @@ _LAYOUTS: dict[str, tuple[str, str, dict[str, Packing]]] = {
 
 
 def is_quantized(directory: Path) -> bool:
-    """Return True if a checkpoint directory has a quantization_config; raises the errors of reading it."""
+    """Return True if a checkpoint directory has a quantization_config. Raises ValueError if config.json cannot be
+    read."""
     file = directory / "config.json"
     own = any((directory / name).is_file() for name in (MODELOPT_FILE, *_FILES))
     if not file.is_file() or not (own or b"quantization_config" in file.read_bytes()):
@@ -107,8 +108,8 @@ def read_json_object(file: Path) -> dict[str, Any]:
 
 
 def read_quantization_config(directory: Path) -> dict[str, Any]:
-    """Read the ``quantization_config`` of a checkpoint directory, with the errors of :func:`find_quantization_config`;
-    another error if it has none."""
+    """Read the ``quantization_config`` of a checkpoint directory. Raises ValueError if there is none, or it is
+    invalid."""
     config = find_quantization_config(directory)
     if config is None:
         raise ValueError(f"{directory / 'config.json'} has no quantization_config: this checkpoint is not quantized")
@@ -171,8 +172,8 @@ def kv_cache_of(config: Mapping[str, Any]) -> TensorSpec | None:
 
 
 def packing_of(config: Mapping[str, Any]) -> Packing | None:
-    """Return the layout of the codes of GPTQ, AWQ or AutoRound; None for other methods. Raises ValueError if it is not
-    supported."""
+    """Return the layout of the codes of GPTQ, AWQ or AutoRound; None for other methods. Raises ValueError if the layout
+    is not supported."""
     if str(config.get("quant_method")) not in _LAYOUTS:
         return None
     key, usual, known = _LAYOUTS[str(config["quant_method"])]
@@ -183,8 +184,8 @@ def packing_of(config: Mapping[str, Any]) -> Packing | None:
 
 
 def weights_alone(directory: Path) -> bool:
-    """Return True if a checkpoint directory is quantized by another writer's weight-only method: then its decoded codes
-    are the model. Raises the errors of :func:`find_quantization_config`."""
+    """Return True if a checkpoint was quantized by another tool's weight-only method (GPTQ, AWQ, ...), so that its
+    decoded codes are the model. Raises ValueError if config.json cannot be read."""
     config = find_quantization_config(directory)
     return config is not None and (config.get("quant_method") in _LAYOUTS or config.get("quant_method") == "mxfp4")
 
@@ -255,7 +256,8 @@ def _pattern_problems(config: dict[str, Any]) -> Iterator[str]:
 def modelopt_rules(config: Mapping[str, Any], *, scales_only: bool = False) -> list[Rule]:
     """Convert ModelOpt's configuration to rules for layers: the first rule that matches decides.
 
-    ``scales_only``: only the scales will be read, not the codes. Raises ValueError if the algorithm is not supported.
+    ``scales_only``: accept algorithms of which only the scales can be read, not the codes. Raises ValueError if the
+    algorithm is not supported.
     """
     skipped = config.get("exclude_modules") or config.get("ignore") or []
     if not isinstance(skipped, list) or not all(isinstance(name, str) for name in skipped):

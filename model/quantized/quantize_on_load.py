@@ -7,13 +7,13 @@ is never in memory, and no quantized copy is written to disk. The scales have th
 :mod:`model.scales.in_place` measures from the loaded weight with the same functions: a scale belongs to one row, a
 slice of a row, or a block of rows, so a rank needs only the rows that it reads.
 
-Codes are filled in when weights are loaded, scales later, when the quantized layers exist
-(:func:`fill_quantize_on_load_scales`): each rank measures them again for its own range. That reads a checkpoint twice,
-but no scales need to be kept until then.
+Codes are filled in when weights are loaded. Scales are filled in later, when the quantized layers exist
+(:func:`fill_quantize_on_load_scales`): each rank measures them again for its own range. So the checkpoint is read
+twice, but no scales are kept in between.
 
 A :class:`PackedTensor` packs these codes, or the codes of a quantized checkpoint, as the Parameter stores them
 (:mod:`quant.packed_weight`). A rank reads the rows of its partition. A few rows at a time are decoded and quantized
-again. If this gives the same codes, a layer computes with the file's values.
+again: the codes must be the same, so that layers compute with the file's values.
 """
 
 import math
@@ -59,7 +59,7 @@ class QuantizeOnLoad:
 
     Attributes:
         plain: tensor on disk; its last dimension is the inputs' dimension.
-        spec: number format, see :func:`can_quantize_on_load`.
+        spec: number format, for which :func:`can_quantize_on_load` is True.
         ranges: method to choose its scales.
     """
 
@@ -76,8 +76,8 @@ class QuantizeOnLoad:
     def checked_rows(
         self, reader: Reader, rows: slice, dtype: torch.dtype, device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """Quantize some rows: their codes, one per element, and the decoded values in ``dtype``. Raises CheckpointError
-        if a weight is not finite, or if the values are quantized to other codes."""
+        """Read and quantize some rows: returns codes ``[rows, in]`` and dequantized values in ``dtype``. Raises
+        CheckpointError if a weight is not finite, or if the dequantized values would quantize to other codes."""
         down = self.spec.rows_per_scale
         around = slice(rows.start // down * down, -(-rows.stop // down) * down)  # whole blocks
         weight, scale, zero = self._measured(reader, around, dtype, device)
@@ -97,8 +97,8 @@ class QuantizeOnLoad:
     def scales(
         self, reader: Reader, start: int, count: int, dtype: torch.dtype, device: torch.device
     ) -> Iterator[tuple[int, Tensor, Tensor | None]]:
-        """Yield ``(offset, scales, zero points)``, flat, for the scales [start, start + count) in order; raises as
-        :meth:`checked_rows`."""
+        """Yield ``(offset, scales, zero points)``, flat, for the scales [start, start + count) of the weight. Raises
+        CheckpointError if a weight is not finite."""
         columns, down = self.shape[1], self.spec.rows_per_scale
         across = self.spec.scale_shape(self.shape)[1]
         first, last = start // across * down, -(-(start + count) // across) * down  # rows of the weight
@@ -113,7 +113,7 @@ class QuantizeOnLoad:
     def _measured(
         self, reader: Reader, rows: slice, dtype: torch.dtype, device: torch.device
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Read rows of whole scales in ``dtype``, and measure their scales and zero points."""
+        """Read rows in ``dtype`` (whole blocks, if scales are per block), and measure their scales and zero points."""
         columns = self.shape[1]
         weight = torch.empty((rows.stop - rows.start) * columns, dtype=dtype, device=device)
         reader.read(self.plain, rows.start * columns, weight)
@@ -125,8 +125,8 @@ class QuantizeOnLoad:
 
 
 class QuantizeOnLoadRows(NamedTuple):
-    """Rows of a packed weight, and the tensor that they were quantized from; in the Parameter's dict ``made``, by first
-    row.
+    """Rows of a packed weight, and the tensor on disk that they were quantized from; stored in the Parameter's dict
+    ``made``, by first row.
 
     Attributes:
         first: first row in the Parameter.
@@ -199,8 +199,8 @@ class PackedTensor:
     def values(
         self, reader: Reader, start: int, count: int, dtype: torch.dtype, device: torch.device
     ) -> Iterator[tuple[int, Tensor]]:
-        """Yield ``(offset, elements)`` for the elements [start, start + count) of the packed rows; raises as
-        :meth:`QuantizedTensor.values`."""
+        """Yield ``(offset, elements)`` for the elements [start, start + count) of the packed rows. Raises
+        CheckpointError if a scale is invalid, or if dequantized values would quantize to other codes."""
         columns, width = self.coded.shape[1], self.held.row_bytes // dtype.itemsize
         for rows in row_chunks(start // width * columns, -(-(start + count) // width) * columns, columns):
             codes, _ = self.coded.checked_rows(reader, rows, dtype, device)

@@ -4,11 +4,11 @@ The scales need no check: the weights are the file's codes times its scales, and
 checked that the weights are quantized to the same codes. Scales finer than one per weight are read directly into each
 rank's own range; the few other scales are arranged as for a PTQ checkpoint (:mod:`model.scales.grouping`).
 
-The original weights can also be trained with scales of a quantized checkpoint, and optionally start inside the rounding
-bins of its codes. Then ``model.path`` is the original, and ``quant.start`` is the quantized checkpoint (from GPTQ, AWQ,
-AutoRound, ...). After checking that the codes belong to these weights (:mod:`model.scales.codes`), the scales are
-loaded as for a quantized ``model.path``. Original weights in the rounding bins of the file's codes (:mod:`quant.scale`)
-are fake-quantized to the file's weights.
+The original weights can also be trained with the scales of a quantized checkpoint: ``model.path`` is then the original,
+and ``quant.start`` the quantized checkpoint (from GPTQ, AWQ, AutoRound, ...). Optionally, the weights are moved into
+the rounding bins of its codes. After checking that the codes belong to these weights (:mod:`model.scales.codes`), the
+scales are loaded as for a quantized ``model.path``. Original weights in the rounding bins of the file's codes
+(:mod:`quant.scale`) are fake-quantized to the file's weights.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -57,14 +57,16 @@ def take_scales(
 ) -> ScaleReport:
     """Fill the scales of ``model`` from the quantized checkpoint that its weights were read from; a collective.
 
-    A layer takes the scales of its Linears if all of them are quantized in the files as in the layer. Other scales are
-    measured from the weights, which are exact either way.
+    A layer gets the scales in the files if all its Linears are quantized in the files with the layer's scheme. Other
+    scales are measured from the weights.
 
     Args:
         model, quantization: the quantized model; the weights are loaded.
         directory: the checkpoint.
-        initial_input_scale, inputs_calibrated_later: as in :func:`model.scales.load_scales`.
-        decoded: True if the weights are the decoded codes, False if other weights only take the scales.
+        initial_input_scale, inputs_calibrated_later: for input scales that are in no file: a value, or True if
+            calibration measures them.
+        decoded: True if the model's weights are the decoded codes, False if they are other weights that only get the
+            scales.
 
     Raises:
         RankError: on every rank: a scale is invalid, an input scale is in no file and is neither calibrated nor set, or
@@ -98,8 +100,8 @@ def take_scales(
 def _taken(
     model: PreTrainedModel, quantization: Quantization, coded: Mapping[str, QuantizedTensor]
 ) -> dict[str, list[QuantizedTensor]]:
-    """Find the Linears on disk of each group of weights whose every Linear is quantized in the files as in the model,
-    by the group's owner."""
+    """Find the scale groups of weights of which every Linear is quantized in the files with the model's scheme: Linears
+    on disk by the group's owner."""
     found = {}
     for group in quantization.weight_groups:
         parts = [part for name in group.members for part in linears_of(name, quantization.layers[name])]
@@ -127,7 +129,7 @@ def _check_packed(quantization: Quantization, taken: Iterable[str], merged: Sequ
 
 
 def _merged(arranged: ArrangedScales) -> list[str]:
-    """List the owners of the groups of weights that get one scale in place of several."""
+    """List the owners of scale groups of weights that have several scales in the files but one scale in the model."""
     return [
         scale.group.owner
         for scale in (*arranged.weights, *arranged.globals)
@@ -149,7 +151,7 @@ def _rounded(linears: Iterable[QuantizedTensor], dtype: torch.dtype) -> str | No
 
 
 def _is_fine(spec: TensorSpec) -> bool:
-    """Return True if a weight has several scales; then no two Linears share a scale."""
+    """Return True if the scales are finer than one per weight, so that no two Linears share a scale."""
     return spec.granularity != "tensor"
 
 
@@ -188,7 +190,7 @@ def _small_scales(
     checkpoint: SourceCheckpoint,
     taken: Mapping[str, Sequence[QuantizedTensor]],
 ) -> StoredScales:
-    """Read the chosen scales of whole weights, global scales, and scales of inputs, keys and values."""
+    """Read the scales per tensor (of weights in ``taken``, and of inputs, keys and values) and the global scales."""
     stored = StoredScales({}, {}, {}, {})
     with Reader() as reader:
         for group in quantization.weight_groups:
@@ -253,13 +255,13 @@ ReadLinears = dict[str, list[tuple[LinearPart, QuantizedTensor]]]  # by layer
 
 
 class _Chunk(NamedTuple):
-    """Some rows of a Linear, fp32 or in the model's dtype.
+    """Some rows of a Linear, of which this rank has elements.
 
     Attributes:
         first: first row.
         mine: this rank's elements of the layer's weight in these rows, a flat view.
-        at: their range in the flattened rows.
-        codes, quantizer: from the file, ``[rows, in]``.
+        at: range of these elements in the flattened rows.
+        codes, quantizer: codes ``[rows, in]`` in the file, and their scales.
         decoded: values of the codes, in the model's dtype.
     """
 
@@ -287,7 +289,8 @@ def take_start(
         model, quantization: the quantized model; the weights are loaded.
         directory: the quantized checkpoint.
         inside: replace each weight that would be rounded to another code by its code's value.
-        initial_input_scale, inputs_calibrated_later: as in :func:`model.scales.load_scales`.
+        initial_input_scale, inputs_calibrated_later: for input scales that are in no file: a value, or True if
+            calibration measures them.
 
     Raises:
         RankError: on every rank: a layer has no codes in the files, or codes of another shape, scheme or weight; or
@@ -383,7 +386,8 @@ def _check_codes(quantization: Quantization, linears: ReadLinears, directory: Pa
 
 
 def _products(layer: QuantLayer, part: LinearPart, linear: QuantizedTensor, reader: Reader) -> Tensor:
-    """Compute this rank's part of the sums of :func:`model.scales.codes.local_products`."""
+    """Compute this rank's sums that show whether codes belong to the loaded weight
+    (:func:`model.scales.codes.local_products`)."""
     spec = layer.scheme.weights
     sums = torch.zeros(count_of_sums(part, spec), dtype=torch.float64, device=local_data(layer.weight).device)
     for chunk in _chunks(layer, part, linear, reader):
@@ -398,7 +402,8 @@ def _products(layer: QuantLayer, part: LinearPart, linear: QuantizedTensor, read
 
 
 def _move(quantization: Quantization, linears: ReadLinears) -> tuple[int, int]:
-    """Move this rank's weights into their rounding bins; returns moved and total counts of all ranks. A collective."""
+    """Move this rank's weights into the rounding bins of their codes; returns the numbers of moved and of all weights,
+    over all ranks. A collective."""
     counts = torch.zeros(2, dtype=torch.int64)
     with Reader() as reader, torch.no_grad(), errors_on_all_ranks(OSError, CheckpointError):
         for name, parts in linears.items():

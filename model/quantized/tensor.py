@@ -4,8 +4,8 @@ A :class:`QuantizedTensor` replaces a plain tensor among the tensors of a checkp
 ``code * scale``, decoded a few rows at a time: a rank reads and allocates no more than its own part of the weights and
 a bounded number of rows. A :class:`ColumnTensor` is the same for the transposed weights of GPTQ and AWQ.
 
-Values are rounded to the model's dtype. An export without a training step must write the file's codes again, so
-everything that is read is checked: the values, quantized again with the same scale, must have the same codes.
+Values are rounded to the model's dtype. An export without a training step must write the file's codes again. So
+everything that is read is checked: the decoded values, quantized with the same scale, must have the same codes.
 """
 
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ class QuantizedTensor:
         key: key that the plain weight would have, ``<name of the Linear>.weight``.
         shape: shape of the weight.
         scheme: scheme of the Linear.
-        codes, scale: tensors on disk, see :mod:`quant.formats.compressed_tensors`.
+        codes, scale: tensors on disk (``weight`` or ``weight_packed``, and ``weight_scale``).
         zero: packed zero points, if the scheme has any.
         above: global scale, if the scheme has one.
     """
@@ -70,7 +70,8 @@ class QuantizedTensor:
         self, reader: Reader, start: int, count: int, dtype: torch.dtype, device: torch.device
     ) -> Iterator[tuple[int, Tensor]]:
         """Yield ``(offset, values)`` for elements [start, start + count) of the row-major weight, in ``dtype``, decoded
-        on ``device``. Raises CheckpointError if a scale is invalid, or if the values are quantized to other codes."""
+        on ``device``. Raises CheckpointError if a scale is invalid, or if the decoded values, quantized again, would
+        have other codes."""
         columns = self.shape[1]
         for rows in row_chunks(start, start + count, columns):
             _, values = self.checked_rows(reader, rows, dtype, device)
@@ -80,7 +81,8 @@ class QuantizedTensor:
     def checked_rows(
         self, reader: Reader, rows: slice, dtype: torch.dtype, device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """Read the codes of some rows, one per element, and their values in ``dtype``; raises as :meth:`values`."""
+        """Read the codes ``[rows, in]`` of some rows and their values in ``dtype``. Raises CheckpointError as
+        :meth:`values` does."""
         codes, quantizer = self.rows(reader, rows, dtype, device)
         values = kernels.dequantize(codes, quantizer)
         again, _ = kernels.quantize(values, quantizer)
@@ -88,7 +90,7 @@ class QuantizedTensor:
         return codes, values
 
     def rows(self, reader: Reader, rows: slice, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Quantizer]:
-        """Read the codes of some rows, one per element, and their quantizer."""
+        """Read the codes ``[rows, in]`` of some rows, and their quantizer."""
         spec = self.scheme.weights.wide  # narrow range was judged by a sample: :mod:`model.quantized.narrow_range`
         codes = self.codes_of_rows(reader, rows).to(device)
         scale = self.scale_of_rows(reader, rows).to(device)
@@ -101,7 +103,7 @@ class QuantizedTensor:
         return codes, Quantizer(whole, spec, dtype)
 
     def codes_of_rows(self, reader: Reader, rows: slice) -> Tensor:
-        """Read the codes of some rows ``[rows, in]``, one per element."""
+        """Read the codes of some rows, ``[rows, in]``, unpacked."""
         return read_codes(self.codes, rows, self.shape[1], self.scheme.weights, reader)
 
     def scale_of_rows(self, reader: Reader, rows: slice) -> Tensor:
@@ -118,8 +120,8 @@ class QuantizedTensor:
         return scale.contiguous()
 
     def scales(self, reader: Reader, start: int, count: int) -> Tensor:
-        """Read the fp32 scales [start, start + count), in the scheme's order, divided by the global scale. Raises
-        CheckpointError for an invalid scale."""
+        """Read the fp32 scales [start, start + count), row-major over the scheme's scale shape, divided by the global
+        scale. Raises CheckpointError for an invalid scale."""
         assert self.scale.dtype is not None
         stored = torch.empty(count, dtype=self.scale.dtype)
         reader.read(self.scale, start, stored)
@@ -127,7 +129,7 @@ class QuantizedTensor:
         return self._checked(unpack_scale(stored, spec, None if self.above is None else self.read_above(reader)))
 
     def _checked(self, scale: Tensor) -> Tensor:
-        """Check the fp32 scales, and return them."""
+        """Return the fp32 scales. Raises CheckpointError if one is invalid (0, negative or not finite)."""
         spec = self.scheme.weights
         good, expected = scale > 0, "finite and positive"
         if spec.dtype == "int":
@@ -166,13 +168,13 @@ class QuantizedTensor:
 
 @dataclass(frozen=True)
 class ColumnTensor(QuantizedTensor):
-    """Weight that is transposed on disk; ``codes``, ``scale`` and ``zero`` are the tensors qweight, scales and
+    """Weight of GPTQ or AWQ, transposed on disk; ``codes``, ``scale`` and ``zero`` are the tensors qweight, scales and
     qzeros."""
 
     packing: Packing = "gptq"
 
     def codes_of_rows(self, reader: Reader, rows: slice) -> Tensor:
-        """Read the codes of some rows, int8."""
+        """Read the codes of some rows of the weight, int8 ``[rows, in]``."""
         bits, columns = self.scheme.weights.bits, self.shape[1]
         if self.packing != "awq":
             return unpack_int32(_columns(self.codes, rows, reader).t().contiguous(), bits, columns)
@@ -226,7 +228,7 @@ def _columns(tensor: DiskTensor, columns: slice, reader: Reader) -> Tensor:
 
 
 def _awq(words: Tensor) -> Tensor:
-    """Unpack words ``[n, m]`` to codes int8 ``[n, 8 m]``."""
+    """Unpack AWQ's words, int32 ``[n, m]``, to codes, int8 ``[n, 8 m]``."""
     codes = torch.empty(*words.shape, 8, dtype=torch.int8)
     for nibble, place in enumerate(AWQ_ORDER):
         codes[..., place] = ((words >> (4 * nibble)) & 0xF) - 8
@@ -267,8 +269,8 @@ def fill(source: DiskTensor | QuantizedTensor, reader: Reader, start: int, into:
 
 
 def row_chunks(first: int, last: int, columns: int, *, together: int = 1) -> Iterator[slice]:
-    """Yield the rows with the elements [first, last), about ``_CHUNK`` elements at a time, in multiples of ``together``
-    rows if ``first`` and ``last`` allow it."""
+    """Yield slices of the rows that contain elements [first, last), of about ``_CHUNK`` elements each and, except at
+    the ends, multiples of ``together`` rows."""
     if first >= last:
         return
     step, stop = max(1, _CHUNK // columns // together) * together, -(-last // columns)

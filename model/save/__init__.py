@@ -1,4 +1,4 @@
-"""Write checkpoints for transformers and serving engines from partitioned parameters; see ``export_model.py``."""
+"""Write checkpoints for transformers and serving engines from partitioned parameters; start at ``export_model.py``."""
 
 from model.save.export_model import ExportReport, check_plan, export_model
 from model.save.finish import is_router

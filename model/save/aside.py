@@ -1,9 +1,10 @@
 """Write a directory beside its final name, and rename it when everything in it is on disk.
 
-``<out>.tmp-<8 hex digits>`` never looks complete under the final name. A process that is killed leaves it, with up to a
-whole model in it, and the next run that writes ``<out>`` removes it. The file ``.writing`` in it is locked as long as
-the process that writes lives, so a locked directory is never removed. Some file systems have no locks between machines:
-a directory of another machine, which the file names, must also have been without a write for an hour.
+The directory is called ``<out>.tmp-<8 hex digits>`` until then, so an incomplete one is never taken for ``<out>``. If
+the writing process is killed, its directory remains, and the next run that writes ``<out>`` removes it. The writing
+process keeps a lock on the file ``.writing`` inside, and a locked directory is never removed. As some file systems have
+no locks between machines, a directory of another machine (named in the file) is removed only after an hour without a
+write.
 """
 
 import fcntl
@@ -64,7 +65,8 @@ class Aside:
 
 
 def remove_left(out: Path) -> None:
-    """Remove directories that killed processes left beside ``out``, and warn of those that are not removed."""
+    """Remove temporary directories that killed processes left beside ``out``, and warn of directories that must
+    stay."""
     for left in sorted(out.parent.glob(f"{glob.escape(out.name)}.tmp-*")):
         if re.fullmatch(r".*\.tmp-[0-9a-f]{8}", left.name) and left.is_dir() and not left.is_symlink():
             with suppress(OSError):

@@ -7,9 +7,9 @@ it to its offset, while the next modules arrive (``write.py``). Rank 0 allocates
 for the modules arriving, and for one packed Linear; the other ranks allocate nothing. The first two are bounded by a
 batch size, or by the largest module.
 
-Two things follow from the plan. Ranks know the shard boundaries, so they agree after each shard on whether writing
-succeeded: a full disk is an error on every rank instead of a hang in the next gather. And the number of shards is known
-at the start, so files get their final names immediately.
+The plan has two advantages. All ranks know where a shard ends and check there together if writing succeeded: a full
+disk is an error on every rank instead of a hang in the next gather. And the number of shards is known at the start, so
+files get their final names immediately.
 
 The directory is written beside its name and renamed when everything in it is on disk (``aside.py``): an interrupted
 export never looks complete.
@@ -77,8 +77,8 @@ def check_plan(
     template: Path | None = None,
     trust_remote_code: bool = False,
 ) -> None:
-    """Check before a run that the model can be exported after it; a collective, with the arguments and errors of
-    :func:`export_model`."""
+    """Check before a run that the model can be exported after it; a collective, with the arguments of
+    :func:`export_model`. Raises RankError for everything that would make the export fail and is known before."""
     with errors_on_all_ranks(Exception):
         if is_main():
             items = list(chain(*_plan(model, quantization, Path(source_dir), layout, 5 * 10**9)))
@@ -124,7 +124,7 @@ def export_model(
             checkpoint.
         source_dir: checkpoint that the model was built from; its configuration, tokenizer and chat template are copied.
         out_dir: directory to create.
-        layout: format of quantized layers, see :mod:`quant.formats.layouts`.
+        layout: format of quantized layers, a name in :mod:`quant.formats.layouts`.
         template: for layout ``gguf``, a GGUF file of the base model, see ``gguf_template.py``.
         adapter: unmerged adapter to write into a folder ``adapter``.
         max_shard_size: bytes of tensors per file. A larger module gets its own file; GGUF is always one file.
@@ -173,8 +173,8 @@ def export_model(
 
 
 def _torchao_metadata(items: list[Item]) -> dict[str, str]:
-    """Create the metadata of each file for ExecuTorch, which names all tensors of the model: readers merge the metadata
-    of the files and keep only one list of names."""
+    """Create the metadata that every file of an ExecuTorch export gets. It names all tensors of the model, because
+    readers merge the files' metadata and keep only one list of names."""
     kinds: dict[str, str] = {}
     for item in items:
         layer = item.module

@@ -111,10 +111,10 @@ def configuration(
 ) -> dict[str, Any] | None:
     """Create the ``quantization_config``. None if the layout needs none.
 
-    It names every module twice if the names differ: as on disk, for vLLM, and as in transformers. The text model of a
-    composite model has another prefix in every reader (``model.language_model.layers`` on disk and in transformers,
-    ``language_model.model.layers`` in vLLM, which does not translate patterns). So names omit the prefix, and patterns
-    match any prefix. Raises ValueError if an entry of ``ignore`` matches a quantized layer.
+    A module is listed under both names if its names on disk (used by vLLM) and in transformers differ. The text model
+    of a composite model has another prefix in every reader (``model.language_model.layers`` on disk and in
+    transformers, ``language_model.model.layers`` in vLLM, which does not translate patterns). So names omit the prefix,
+    and patterns match any prefix. Raises ValueError if an entry of ``ignore`` matches a quantized layer.
     """
     part = text_part(model)
     anywhere = bool(part) and layout == "compressed"
@@ -135,7 +135,7 @@ def configuration(
         return (inside, f"{found.strip('.')}.{rest}") if begin and found else (inside,)
 
     def spellings(modules: Iterable[str]) -> dict[str, str]:
-        """Map each name of a module to the module."""
+        """Map every name of each module, on disk and in transformers, to its name in the model."""
         return {name: module for module in modules for name in names_of(module)}
 
     schemes = {
@@ -182,7 +182,7 @@ def _copied(model: PreTrainedModel, layout: Layout, items: list[Item]) -> list[s
 
 def is_router(module: nn.Module) -> bool:
     """Return True for a MoE router of transformers 5: a 2-D ``weight`` in a module that is neither a Linear nor an
-    embedding. vLLM has a Linear in its place."""
+    embedding. In vLLM it is a Linear."""
     weight = module._parameters.get("weight")
     known = isinstance(module, (nn.Linear, nn.Embedding, QuantLayer))
     return weight is not None and not known and len(full_shape(weight)) == 2

@@ -1,11 +1,11 @@
-"""Plan and write a GGUF file for llama.cpp, to which the plan's tensors stream.
+"""Plan and write a GGUF file for llama.cpp, tensor by tensor.
 
 llama.cpp uses its own names and stores all experts of a layer in one tensor. For Llama it interleaves the rows of the
 two halves of each head of q and k, for its RoPE. Norms, biases and routers are fp32; other unquantized tensors keep the
 model's dtype. Every tensor of the plan has its own offset, so no tensors are collected in memory.
 
-Metadata and vocabulary come from a template: a file that llama.cpp's own converter wrote for the base model. It also
-lists the required tensors, so that a missing tensor, or a tensor of another model, is detected whatever its name.
+Metadata and vocabulary come from a template, a file that llama.cpp's own converter wrote for the base model. Its list
+of tensors is compared with the plan, so that missing and foreign tensors are detected.
 """
 
 import math
@@ -68,7 +68,7 @@ class GGUFNames:
     """Map keys of a checkpoint to tensors of a GGUF file.
 
     Args:
-        config: configuration of the model; raises ValueError as :func:`_architecture_of` does.
+        config: configuration of the model. Raises ValueError if its architecture is not supported.
     """
 
     def __init__(self, config: PretrainedConfig) -> None:
@@ -265,8 +265,8 @@ class GGUFWriter(ShardWriter):
 
 
 def _head(scratch: Path, plan: GGUFPlan) -> tuple[bytes, dict[str, int], int]:
-    """Build the first bytes of the file, the offset of each part, and the file size; ``scratch`` is a temporary file
-    that is written and removed."""
+    """Build the first bytes of the file (header and metadata), the offset of each tensor or expert's part, and the file
+    size. ``scratch`` is a temporary file, which is removed."""
     gguf = gguf_package()
     writer = gguf.GGUFWriter(scratch, plan.architecture)
     _copy_metadata(plan.template, writer)

@@ -1,4 +1,4 @@
-"""Checks that the readers of a layout support a model."""
+"""Checks that a layout, and the programs that read it, support a model."""
 
 from transformers import PreTrainedModel
 
@@ -31,7 +31,8 @@ def check_support(model: PreTrainedModel, quantization: Quantization, layout: La
 
 
 def _check_executorch(model: PreTrainedModel, quantization: Quantization) -> None:
-    """Reject untested model types, Linears with unquantized inputs, and a quantized embedding tied to the head."""
+    """Raise ValueError for untested model types, Linears with unquantized inputs, and a quantized embedding tied to
+    lm_head."""
     kind = model.config.model_type
     if kind not in EXECUTORCH_MODELS:
         raise ValueError(
@@ -53,7 +54,8 @@ def _check_executorch(model: PreTrainedModel, quantization: Quantization) -> Non
 
 
 def _check_mlx(model: PreTrainedModel, quantization: Quantization) -> None:
-    """Reject untested model types and RoPE, sliding attention, and experts quantized one by one or only in part."""
+    """Raise ValueError for untested model types or RoPE, sliding attention, and experts that are not all quantized as
+    stacks."""
     if model.config.model_type not in MLX_MODELS:
         raise ValueError(
             f"layout 'mlx' was tested with models of type {', '.join(MLX_MODELS)}, not with "
@@ -80,7 +82,7 @@ def _check_mlx(model: PreTrainedModel, quantization: Quantization) -> None:
 
 
 def _check_gpt_oss(model: PreTrainedModel, quantization: Quantization) -> None:
-    """Check that all experts are quantized, as stacks, and nothing else."""
+    """Raise ValueError unless exactly the experts are quantized, all of them, as stacks."""
     held = {
         name
         for name, module in model.named_modules()

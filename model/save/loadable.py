@@ -84,7 +84,7 @@ def check_written(directory: Path, items: Iterable[Item]) -> None:
 
 
 def _unquantized(items: Iterable[Item]) -> Shapes:
-    """Return the shapes of a plain export's tensors: weights in place of codes and their scales."""
+    """Return the tensors' shapes as in a plain export: weights in place of codes and scales."""
     shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for item in items:
         if item.layout == "gpt_oss":
@@ -128,8 +128,8 @@ def is_expert(name: str) -> bool:
 
 
 def fused_there(model: PreTrainedModel) -> Callable[[str], bool]:
-    """Create a function that tells if a module's name belongs to experts that transformers keeps fused, and so
-    dequantizes on loading. Experts of some classes become Linears instead."""
+    """Create a function that tells if a module name belongs to experts that transformers keeps fused in a quantized
+    checkpoint, and so dequantizes on loading (it replaces experts of other classes by Linears)."""
     kinds = ((name, getattr(module, "replaces", "")) for name, module in model.named_modules())
     linears = tuple(f"{name}." for name, kind in kinds if linears_of_quantized(kind) is not None)
     return lambda name: is_expert(name) and not name.startswith(linears)
@@ -195,7 +195,8 @@ def weights_read(model: PreTrainedModel, packed: Collection[str]) -> list[str]:
 
 
 def _initialized(model: PreTrainedModel, name: str) -> bool:
-    """Return True if transformers initializes a layer and its parents with the layer's weight, and fails without."""
+    """Return True if transformers' initialization of a layer and its parents reads the layer's ``weight`` (fails
+    without it)."""
     parts = name.split(".")
     above = [model.get_submodule(".".join(parts[:end])) for end in range(len(parts) + 1)]
     holders = [module for module in above if not isinstance(module, PreTrainedModel)]

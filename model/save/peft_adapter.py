@@ -21,7 +21,7 @@ from quant import Quantization, QuantLinear
 
 @dataclass(frozen=True)
 class PeftFolder:
-    """Contents of the folder.
+    """Contents of an adapter's folder in peft's format.
 
     Attributes:
         tensors: tensors by key in the file; empty on all ranks except rank 0.
@@ -74,9 +74,9 @@ def collect_adapter(
 
     Args:
         model, quantization: the model and its quantized layers, with adapters of the same rank.
-        alpha, rslora, dropout: from the recipe.
+        alpha, rslora, dropout: the recipe's values under ``adapter``.
         base_path: checkpoint to record as the adapter's base model.
-        base: as in :class:`PeftFolder`.
+        base: digest of that checkpoint, which a later run compares.
     """
     tensors: dict[str, Tensor] = {}
     layers = {name: layer for name, layer in quantization.layers.items() if layer.adapter is not None}

@@ -1,4 +1,5 @@
-"""Map every module to tensors on disk: a pure function of names and sizes, the same on every rank."""
+"""Plan an export: map every module to its tensors on disk, from names and sizes only, so that all ranks get the same
+plan."""
 
 import math
 import re
@@ -32,7 +33,7 @@ EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Item:
-    """A module's own tensors: parameters to gather, and the tensors on disk.
+    """A module's own parameters, to be gathered, and the tensors on disk that they become.
 
     Attributes:
         name: the module's name; for a quantizer of keys or values the key of its scale.
@@ -43,8 +44,8 @@ class Item:
         linears: Linears on disk of a QuantLayer or a stack of experts, by their names there.
         plain: parameters and buffers written unchanged, and their locations on disk.
         fused: tensors on disk that each contain all experts of a stack, written in parts.
-        joined: for mlx and gpt_oss: the name on disk that the Linears of all experts share, and the expert's index, by
-            the name of the expert's Linear.
+        joined: for mlx and gpt_oss, whose experts share one tensor: by name of an expert's Linear, the name on disk and
+            the expert's index.
         turned: True if the weight of a QuantLayer is written transposed.
         copied: tensor of the source outside of any module, written unchanged, or decoded.
     """
@@ -81,11 +82,11 @@ def plan_shards(
 ) -> list[list[Item]]:
     """List modules with tensors of their own, in module order, then copied tensors, grouped by file.
 
-    A tied parameter is written once, under its first name. The items of a file total at most ``max_shard_size`` bytes;
-    a larger item gets its own file.
+    A tied parameter is written once, under its first name. The tensors of a file total at most ``max_shard_size``
+    bytes; a larger item gets its own file.
 
     Args:
-        model, quantization, layout, max_shard_size: as in :func:`model.save.export_model`.
+        model, quantization, layout: the model, its quantized layers (or None), and their format on disk.
         source: tensors by key of the checkpoint that the model was loaded from.
 
     Raises:
@@ -117,8 +118,8 @@ def plan_shards(
 
 def copied_modules(items: Sequence[Item], spelled: Callable[[str], str] = str) -> list[str]:
     """List modules, named as on disk, that are copied completely because the model has no part of them. Only the
-    outermost modules are listed (``model.visual``, ``mtp``, ``model.layers.61``). ``spelled`` converts the key of a
-    copied tensor to the spelling in which to name the modules."""
+    outermost modules are listed (``model.visual``, ``mtp``, ``model.layers.61``). ``spelled`` converts a tensor's key
+    to the spelling of the returned names."""
     # Include the model's own spelling: a module that has one of its layers in any reader is not copied.
     own = [key for item in items if item.copied is None for key in (f"{item.name}.", *item.shapes)]
     above = {key[:end] for key in own for end in _ends(key)}
@@ -132,7 +133,7 @@ def copied_modules(items: Sequence[Item], spelled: Callable[[str], str] = str) -
 
 
 def _ends(key: str) -> list[int]:
-    """Return the lengths of the prefixes of a tensor's key that name its parent modules, outermost first."""
+    """Return where a tensor's key can be cut to name one of its parent modules: lengths, outermost module first."""
     return [index for index, character in enumerate(key) if character == "."]
 
 
@@ -196,8 +197,8 @@ def mlx_place(linear: str) -> tuple[str, int | None]:
 
 
 def linears_of_quantized(kind: str) -> Callable[[PretrainedConfig], nn.Module] | None:
-    """Return the function that creates the Linears by which transformers replaces experts of the class ``kind`` before
-    it loads a quantized checkpoint; None if it does not replace them."""
+    """Return transformers' function that replaces experts of the class ``kind`` by Linears before it loads a quantized
+    checkpoint; None if it keeps them."""
     entry: Any = MODULES_TO_PATCH_FOR_QUANTIZATION.get(kind, {})
     applies = QuantizationMethod.COMPRESSED_TENSORS in entry.get("quantization_methods", ())
     linears: Callable[[PretrainedConfig], nn.Module] | None = entry["module_name"] if applies else None
@@ -205,7 +206,8 @@ def linears_of_quantized(kind: str) -> Callable[[PretrainedConfig], nn.Module] |
 
 
 def _becomes_linears(model: PreTrainedModel, name: str) -> bool:
-    """Return True if transformers replaces the experts with the stack ``name`` by Linears."""
+    """Return True if transformers replaces the experts of the stack ``name`` by Linears when it loads a quantized
+    checkpoint."""
     experts = model.get_submodule(name.rpartition(".")[0])
     return linears_of_quantized(getattr(experts, "replaces", "")) is not None
 

@@ -1,4 +1,4 @@
-"""Gather modules on rank 0, pack them, and write them into the files of the plan."""
+"""Gather modules on rank 0, pack them, and write them into the planned files."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -44,7 +44,7 @@ Writers = Callable[[Path, list[Item]], ShardWriter]
 
 
 def safetensors_file(path: Path, items: list[Item], metadata: Mapping[str, str] | None = None) -> ShardWriter:
-    """Open a safetensors file for these items."""
+    """Create a safetensors file for the tensors of these items, with its header."""
     shapes = {key: shape for item in items for key, shape in item.shapes.items()}
     return ShardWriter(path, shapes, safetensors_head(shapes, metadata))
 
@@ -129,7 +129,8 @@ def _write_shard(
 
 @contextmanager
 def _added_to(errors: list[Exception]) -> Iterator[None]:
-    """Add an exception of the block to ``errors`` instead of raising it, as other ranks are in the next gather."""
+    """Append an exception of the block to ``errors`` instead of raising it: the other ranks already wait in the next
+    gather."""
     try:
         yield
     except Exception as error:
@@ -137,7 +138,7 @@ def _added_to(errors: list[Exception]) -> Iterator[None]:
 
 
 def _write(item: Item, output: ShardWriter, held: BufferedBytes) -> None:
-    """Pack and write an item whose parameters are gathered."""
+    """Pack the tensors of an item whose parameters are gathered, and write them."""
     if item.copied is not None:
         _copy(item, output, held)
     elif isinstance(item.module, QuantCache):
@@ -163,7 +164,7 @@ def _write(item: Item, output: ShardWriter, held: BufferedBytes) -> None:
 
 
 def _copy(item: Item, output: ShardWriter, held: BufferedBytes) -> None:
-    """Write a tensor of the source, some MiB at a time."""
+    """Copy a tensor of the source checkpoint to the output, some MiB at a time."""
     assert item.copied is not None
     ((key, (dtype, shape)),) = item.shapes.items()
     with Reader(chunk_bytes=GATHER_BYTES) as reader:

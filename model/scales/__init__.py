@@ -5,8 +5,8 @@ computes the PTQ model. Under ZeRO-3 ``s0`` is partitioned like any Parameter an
 ``GatheredParameters``. As it is frozen, it has no fp32 master copy that would overwrite it, so it can also be written
 after ``deepspeed.initialize``.
 
-The values of an asymmetric weight are ``[2, *scale shape]`` everywhere in this package: scales, then zero points, so
-that neither changes without the other.
+For an asymmetric weight, this package passes scales and zero points as one tensor ``[2, *scale shape]``, so that
+neither changes without the other.
 
 A checkpoint goes through ``grouping.py`` (files to tensors by key, and tensors of Linears to scale groups),
 ``scale_check.py`` and ``codes.py`` (shapes, values, comparison with the weights) and ``in_place.py`` (writing into

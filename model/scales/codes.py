@@ -1,9 +1,9 @@
-"""Compare the loaded weights with the codes that a checkpoint has in addition to its scales, which show whether the
-scales belong to these weights: codes times scales must equal the weight up to rounding.
+"""Compare the loaded weights with the codes in the checkpoint from which scales are read: if the scales belong to these
+weights, codes times scales equal the weights up to rounding.
 
 Each rank decodes its own range of a weight, a few rows at a time, and sums products (:func:`local_products`). From
 their sums over all ranks :func:`other_weights` compares the distance between the decoded and the loaded weight with two
-other distances: the error of rounding with the same scales, and the distance if the codes had the scales that fit them
+other distances: the error of rounding with the same scales, and the distance of the codes with the scales that fit them
 best.
 """
 
@@ -40,7 +40,7 @@ class FileWeight(NamedTuple):
 
     Attributes:
         tensor: its codes, or its values if it is not quantized.
-        scale, zero: its effective scale and zero points (None without) in the file, fp32 in the scheme's shape.
+        scale, zero: effective scale and zero points (or None) in the file, fp32 in the scheme's shape.
     """
 
     tensor: DiskTensor
@@ -51,8 +51,8 @@ class FileWeight(NamedTuple):
 def file_weight(
     name: str, part: LinearPart, spec: TensorSpec, tensors: Mapping[str, DiskTensor], scale: Tensor, zero: Tensor | None
 ) -> FileWeight | None:
-    """Find the codes of the Linear called ``name`` on disk; None if the files only have scales. Raises ValueError if
-    the tensor does not have the dtype or the size of codes of ``spec``."""
+    """Find the codes (or plain values) of the Linear called ``name`` on disk; None if the files only have scales.
+    Raises ValueError if the tensor does not have the dtype or the size of codes of ``spec``."""
     found = tensors.get(f"{name}.weight_packed") or tensors.get(f"{name}.weight")
     if found is None:
         return None
@@ -88,11 +88,11 @@ def count_of_sums(part: LinearPart, spec: TensorSpec) -> int:
 def local_products(
     file: FileWeight, part: LinearPart, spec: TensorSpec, local: Tensor, start: int, rows: int, reader: Reader
 ) -> Tensor:
-    """Compute the sums of :func:`add_products` over this rank's part of a Linear, to be added over ranks; fp64, flat,
-    on the CPU.
+    """Sum products of loaded, rounded and decoded weights over this rank's part of a Linear, to be added over ranks:
+    fp64 [n] on the CPU. :func:`add_products` lists the sums.
 
     Args:
-        file, part: weight of the Linear in the file, and the Linear as a part of its layer.
+        file, part: weight of the Linear in the file, and the Linear as a slice of its layer.
         spec: quantization of the layer.
         local: this rank's range of the layer's weight, flat.
         start: first element of the range in the row-major weight.
@@ -172,7 +172,7 @@ def _by_scale(spec: TensorSpec) -> int:
 
 
 def _scales_of(part: LinearPart, spec: TensorSpec) -> tuple[int, int]:
-    """Return the number of scales of a Linear, along rows and along columns."""
+    """Return the number of scales of a Linear along its rows and along its columns."""
     shape = spec.scale_shape((part.out_features, part.in_features))
     return (1, 1) if len(shape) == 1 else (shape[0], shape[1])
 

@@ -49,11 +49,11 @@ LinearParts = dict[str, LinearPart]  # by name on disk
 
 
 class StoredScales(NamedTuple):
-    """Contents of the files of a directory, by key.
+    """Scales in the files of a directory, by key.
 
     Attributes:
-        scales: fp32, under the keys of compressed-tensors for any writer's spelling.
-        zero_points, group_indices: the tensors as stored.
+        scales: fp32, under the names of compressed-tensors (``weight_scale``, ...), also if the files use other names.
+        zero_points, group_indices: zero points, and GPTQ's group of each column, as stored.
         tensors: headers of all tensors, including scales and zero points.
     """
 
@@ -178,7 +178,8 @@ class GroupScale:
     smallest: bool = False
 
     def value(self) -> Tensor:
-        """Compute the value for :func:`model.scales.in_place.fill_scales`, from checked scales."""
+        """Compute the group's scale from the checked scales in the files: fp32 in the group's scale shape (``[2, ...]``
+        with zero points)."""
         shape = full_shape(self.group.s0)
         scales = self._one(torch.stack([self._of_layer(stored, shape) for stored in self.layers]), 0)
         if self.group.zero is None:
@@ -204,7 +205,8 @@ class ArrangedScales:
     """Scales of a checkpoint by the groups of a model.
 
     Attributes:
-        weights, globals, inputs: every group of each kind; ``layers`` is empty if the files have no scale of it.
+        weights, globals, inputs: every scale group of the model; its ``layers`` are empty if the files have no scale
+            for it.
         expected: possible keys of scales of the model's layers.
         unused: keys of scales of layers that are not quantized in the model.
         linears: Linears of each layer, by the layer's name.
@@ -221,7 +223,7 @@ class ArrangedScales:
 
 
 def arrange(model: PreTrainedModel, quantization: Quantization, stored: StoredScales) -> ArrangedScales:
-    """Assign the stored scales to the groups of ``quantization``, without checks.
+    """Assign the stored scales to the scale groups of ``quantization``, without checks.
 
     A group of weights needs the scale of every Linear. A group of inputs needs the scale of only one Linear: q, k and v
     read one tensor, and an expert that calibration never reached has no scale. If layers of a group have different
@@ -255,7 +257,8 @@ def arrange(model: PreTrainedModel, quantization: Quantization, stored: StoredSc
 def _weight_scale(
     group: ScaleGroup, quantization: Quantization, linears: Mapping[str, LinearParts], stored: StoredScales
 ) -> GroupScale:
-    """Find the scales of a group of weights; scales stored relative to a global scale (NVFP4) are divided by it."""
+    """Find the stored scales of a scale group of weights; scales relative to a global scale (NVFP4) are divided by
+    it."""
     if any(disk + WEIGHT_SCALE not in stored.scales for name in group.members for disk in linears[name]):
         return GroupScale(group, [])
     layers = []
@@ -282,7 +285,8 @@ def _global_scale(
 
 
 def _input_scale(group: ScaleGroup, keys: Mapping[str, Sequence[str]], stored: StoredScales, heads: int) -> GroupScale:
-    """Find the scales of a group of inputs, or of keys or values, which may have one scale per head in the files."""
+    """Find the stored scales of a scale group of inputs, or of keys or values (the files may have one scale per
+    head)."""
     found = [[key for key in keys[name] if key in stored.scales] for name in group.members]
     shape = tuple(full_shape(group.s0))
     values = {key: stored.scales[key] for some in found for key in some}
@@ -292,7 +296,7 @@ def _input_scale(group: ScaleGroup, keys: Mapping[str, Sequence[str]], stored: S
 
 
 def scales_per_head(arranged: ArrangedScales) -> list[str]:
-    """List the keys of scales of keys and values that the files have per head; the largest of the heads is taken."""
+    """List the keys of scales that the files store per attention head; the model takes the largest of the heads."""
     keys = [one.key for scale in arranged.inputs for of_layer in scale.layers for one in of_layer]
     return [key for key, count in Counter(keys).items() if count > 1]
 

@@ -1,6 +1,6 @@
-"""Measure scales from the partitions of weights, write them into their own partitions, and monitor both. Each rank
-computes the maxima of its own range of a weight; after one all-reduce of a few bytes per scale the scale is computed
-from the maxima of all ranks. No weight is gathered."""
+"""Measure scales from the partitions of weights, write them into the scales' partitions, and compute statistics of both
+for logging. Each rank computes the maxima of its own range of a weight; after one all-reduce of a few bytes per scale
+the scale is computed from the maxima of all ranks. No weight is gathered."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,10 +39,9 @@ def renew_weight_scales(quantization: Quantization, owners: set[str] | None = No
 
 
 def follow_weights(quantization: Quantization) -> None:
-    """Set every s0 to the absmax scale of the current weight, ignoring theta, and zero points to those of the weight's
-    range; a collective under ZeRO-3. With a learned theta, ``exp(theta)`` is then the fraction of the range that is
-    kept: learnable weight clipping (OmniQuant, Shao et al. 2024, section 3.2, with a sigmoid instead of the
-    exponential)."""
+    """Set every s0 to the absmax scale of the current weight, ignoring theta, and zero points accordingly; a collective
+    under ZeRO-3. With a learned theta, ``exp(theta)`` is then the fraction of the range that is kept: learnable weight
+    clipping (OmniQuant, Shao et al. 2024, section 3.2, with a sigmoid instead of the exponential)."""
     for bucket in scale_buckets(quantization.weight_groups):
         stats = _bucket_stats(quantization, bucket)
         written = [p for group in bucket for p in (group.s0, group.zero) if p is not None]
@@ -95,7 +94,8 @@ def _with_zero_points(scales: Tensor, stats: Tensor, spec: TensorSpec) -> Tensor
 
 
 def _bucket_stats(quantization: Quantization, bucket: Sequence[ScaleGroup]) -> list[Tensor]:
-    """Compute the statistics of whole weights, one tensor per group; a collective."""
+    """Compute the largest value and largest negated value per scale, one tensor ``[2, *scale shape]`` per group; a
+    collective."""
     stats = [_local_stats(quantization, group) for group in bucket]
     flat = reduce_over_ranks(torch.cat([stat.flatten() for stat in stats]), dist.ReduceOp.MAX)
     parts = flat.split([stat.numel() for stat in stats])
@@ -103,9 +103,9 @@ def _bucket_stats(quantization: Quantization, bucket: Sequence[ScaleGroup]) -> l
 
 
 def measure_global_scales(quantization: Quantization, owners: set[str] | None = None) -> dict[str, Tensor]:
-    """Measure NVFP4's global scales, one for each set of layers that serving fuses, by owner, of all sets or of those
-    with any layer in ``owners``; a collective. With ``448 * 6 / absmax``, as compressed-tensors stores it, the largest
-    scale of a group becomes 448."""
+    """Measure NVFP4's global scales, one for each set of layers that serving fuses, by owner; a collective. ``owners``
+    limits this to sets that contain one of these layers. With ``448 * 6 / absmax``, as compressed-tensors stores it,
+    the largest scale of a group becomes 448."""
     groups = [g for g in quantization.global_groups if owners is None or not owners.isdisjoint(g.members)]
     if not groups:
         return {}
@@ -115,8 +115,8 @@ def measure_global_scales(quantization: Quantization, owners: set[str] | None = 
 
 
 def _searched(quantization: Quantization, group: ScaleGroup, stats: Tensor, *, signed: bool) -> Tensor:
-    """Search the scales with the smallest squared error over all ranks; ``stats`` are those of the whole weights. A
-    collective."""
+    """Search the scales with the smallest squared error over all ranks; ``stats`` are the largest values of the whole
+    weights. A collective."""
     spec, errors = group.spec, torch.zeros((), device=stats.device)
     for name in group.members:
         layer = quantization.layers[name]
@@ -127,8 +127,8 @@ def _searched(quantization: Quantization, group: ScaleGroup, stats: Tensor, *, s
 
 
 def _local_stats(quantization: Quantization, group: ScaleGroup, spec: TensorSpec | None = None) -> Tensor:
-    """Compute the statistics of this rank's part of the group's weights, for the group's spec or ``spec``; NaN becomes
-    Inf, which a MAX reduction keeps."""
+    """Compute the largest value and largest negated value per scale, ``[2, *scale shape]``, over this rank's part of
+    the group's weights. NaN becomes Inf, which a MAX reduction keeps."""
     total: Tensor | None = None
     for name in group.members:
         layer = quantization.layers[name]
@@ -162,14 +162,15 @@ def write_scales(groups: Sequence[ScaleGroup], values: Mapping[str, Tensor]) -> 
             the values of rank 0 are used, but every rank must pass the same owners.
 
     Raises:
-        ValueError: as :func:`check_values`, before anything is written.
+        ValueError: a scale or zero point is invalid or misshapen; nothing is written.
     """
     check_values(groups, values)
     fill_scales(groups, values)
 
 
 def fill_scales(groups: Sequence[ScaleGroup], values: Mapping[str, Tensor]) -> None:
-    """Write values as :func:`write_scales` does, without checking them."""
+    """Set each group's scale to ``values[group.owner]``, already checked: ``s0 = value / exp(theta)``; a collective
+    under ZeRO-3. :func:`write_scales` describes the arguments."""
     chosen = [group for group in groups if group.owner in values]
     for bucket in scale_buckets(chosen):
         with gathered([p for group in bucket for p in group.parameters], modifier_rank=0), torch.no_grad():
@@ -179,7 +180,8 @@ def fill_scales(groups: Sequence[ScaleGroup], values: Mapping[str, Tensor]) -> N
 
 
 def write_zero_points(group: ScaleGroup, value: Tensor) -> Tensor:
-    """Write the zero points of a gathered group that has them; returns the scales."""
+    """Write the zero points in ``value [2, ...]`` of a gathered group, if it has any; returns the scales in
+    ``value``."""
     if group.zero is None:
         return value
     group.zero.copy_(value[1])
@@ -187,8 +189,8 @@ def write_zero_points(group: ScaleGroup, value: Tensor) -> Tensor:
 
 
 def check_values(groups: Sequence[ScaleGroup], values: Mapping[str, Tensor]) -> None:
-    """Check scales (see :func:`write_scales`) from a measurement or a recipe. Raises ValueError if a scale is not
-    finite and positive (for integer weights: is 0 or not finite), a zero point is out of range, or a shape is wrong."""
+    """Check measured or given scales, by owner of the scale group. Raises ValueError if a scale is not finite and
+    positive (for integer weights: is 0 or not finite), a zero point is out of range, or a shape is wrong."""
     for group in groups:
         if group.owner not in values:
             continue
@@ -236,7 +238,7 @@ def release_scales(engine: deepspeed.DeepSpeedEngine, quantization: Quantization
 
 @dataclass(frozen=True)
 class WeightStatistics:
-    """Statistics of one layer's weights with their current scales."""
+    """Statistics of one layer's weight with its current scales, for the log."""
 
     clipped: float
     """Fraction of the weights outside the range."""
@@ -279,7 +281,7 @@ def weight_statistics(quantization: Quantization) -> dict[str, WeightStatistics]
 
 
 def input_scales(quantization: Quantization) -> dict[str, float]:
-    """Return every effective activation scale, by owner of its group; a collective under ZeRO-3."""
+    """Return every effective input scale, by owner of its scale group; a collective under ZeRO-3."""
     groups, modules = quantization.input_groups, quantization.modules
     found = {}
     for bucket in scale_buckets(groups):

@@ -1,9 +1,9 @@
 """Load the scales of a PTQ checkpoint into a model, from files to partitions.
 
-The directory's configuration tells for which scheme each layer's scales were made: the ``quantization_config`` in
-config.json of compressed-tensors, of vLLM's and DeepSeek's ``fp8``, or of ModelOpt, or ModelOpt's own
-``hf_quant_config.json``. Other methods are rejected by name. Without a configuration, scales are only checked against
-the weights (``scale_check.py``).
+The directory's configuration contains the scheme of each layer's scales. It is the ``quantization_config`` in
+config.json (of compressed-tensors, ``fp8`` of vLLM and DeepSeek, or ModelOpt), or ModelOpt's ``hf_quant_config.json``.
+Other methods are rejected by name. Without a configuration, scales are only checked against the weights
+(``scale_check.py``).
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -62,7 +62,7 @@ class Source(NamedTuple):
     kv_problem: str | None = None
 
     def scheme(self, names: Iterable[str]) -> Scheme | None:
-        """Return the scheme of the Linear with any of these names; None if it is not quantized."""
+        """Return the scheme of a Linear that has these ``names``; None if it is not quantized."""
         spellings = list(names)
         rule = next((rule for rule in self.rules if any(rule.matches(name, 0) for name in spellings)), None)
         return None if rule is None else rule.scheme
@@ -153,7 +153,8 @@ def _words(spec: TensorSpec) -> str:
 
 @dataclass(frozen=True)
 class ScaleReport:
-    """Sources of the scales, by owner of the scale group. A layer may own a group of weights and a group of inputs.
+    """Report of where the scales came from: lists of owners of scale groups. A layer may own a group of weights and one
+    of inputs.
 
     Attributes:
         weights_loaded, inputs_loaded: owners of groups whose scale was in a file.
@@ -206,12 +207,12 @@ def load_scales(
 ) -> ScaleReport:
     """Read the scales of a PTQ checkpoint into the model; a collective.
 
-    Keys are ``<layer>.weight_scale`` (NVFP4: and ``weight_global_scale``; not symmetric: and ``weight_zero_point``) and
-    ``<layer>.input_scale`` with the layers' names on disk, and ``<attention>.k_scale`` (or ``k_cache.scale``) and
-    ``v_scale``, in any file of the directory, of shape ``()``, ``[1]`` or the scale's own. Layers that share a scale
-    take the largest of their scales in the files, as engines do when they fuse layers (of global scales, by which
-    scales are divided, the smallest). If the weight scale of any member is missing, the whole group is measured from
-    the weights, and listed in the report.
+    Keys are ``<layer>.weight_scale`` (for NVFP4 also ``weight_global_scale``, for asymmetric weights also
+    ``weight_zero_point``) and ``<layer>.input_scale`` with the layers' names on disk, and ``<attention>.k_scale`` (or
+    ``k_cache.scale``) and ``v_scale``, in any file of the directory, of shape ``()``, ``[1]`` or the scale's own.
+    Layers that share a scale take the largest of their scales in the files, as engines do when they fuse layers; of
+    global scales, by which scales are divided, they take the smallest. If the weight scale of any member is missing,
+    the whole group is measured from the weights, and listed in the report.
 
     Args:
         model, quantization: the quantized model; the weights are loaded.
@@ -266,8 +267,7 @@ def load_scales(
 
 
 def check_scale_files(directory: str | Path) -> None:
-    """Check the configuration and the headers of a directory with scales, raising the errors of :func:`load_scales`
-    that these show; a collective."""
+    """Check the configuration and the headers of a directory with scales; a collective. Raises RankError."""
     with errors_on_all_ranks(OSError, ValueError):
         read_source(Path(directory))
         for file in scale_files(Path(directory)):
@@ -275,8 +275,7 @@ def check_scale_files(directory: str | Path) -> None:
 
 
 def _codes(arranged: ArrangedScales, stored: StoredScales) -> dict[str, FileWeight]:
-    """Find the weights that the files have in addition to scales, by the key of the scale; raises as
-    :func:`file_weight`."""
+    """Find the codes or weights that the files have in addition to scales, by the key of the scale."""
     parts = {disk: part for of_layer in arranged.linears.values() for disk, part in of_layer.items()}
     found = {}
     for scale in arranged.weights:
@@ -295,8 +294,8 @@ def _missing(scales: list[GroupScale]) -> list[str]:
 
 
 def given_scales(groups: list[ScaleGroup], value: float) -> dict[str, Tensor]:
-    """Map groups of inputs to the recipe's initial scale, by owner. Raises ValueError if a group has a global scale,
-    for which the recipe's value is not meant."""
+    """Set the scale of each group of inputs to ``value``, the recipe's initial scale: returns scales by owner. Raises
+    ValueError if a group has a global scale, for which the recipe's value is not meant."""
     above = [group.owner for group in groups if group.spec.has_global_scale]
     if above:
         raise ValueError(

@@ -1,6 +1,6 @@
-"""Check the scales of a checkpoint once, before any of them is written, and compare them with the loaded weights. No
-weight is gathered: each rank checks its own range of every weight. The check takes as many collectives as measuring the
-scales, and one more per bucket of scales: its result is the same on every rank."""
+"""Check the scales of a checkpoint before any of them is written: shapes, values, and a comparison with the loaded
+weights. No weight is gathered: each rank checks its own range of every weight. Results are summed over ranks, so that
+all ranks raise the same errors."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -117,7 +117,7 @@ def check_beside(quantization: Quantization, arranged: ArrangedScales, stored: S
 
 
 def _check_zero_points(key: str, zero: ZeroPoints, spec: TensorSpec) -> None:
-    """Reject zero points that are missing, of another shape or no codes; ``key`` is the key of the scale."""
+    """Raise ValueError if zero points are missing, misshapen or no codes; ``key`` is the key of the scale."""
     if zero.values is None:
         raise ValueError(f"there is {key} without {zero.key}: expected both")
     if tuple(zero.values.shape) != zero.shape:
@@ -153,14 +153,13 @@ class _Member:
 
     @property
     def sizes(self) -> list[int]:
-        """Sizes of the sums of :meth:`local_sums`."""
+        """Number of elements of each tensor of :meth:`local_sums`."""
         coded = [part for part, code in zip(self.parts, self.codes, strict=True) if code is not None]
         return [3 * self.scale.numel(), *(count_of_sums(part, self.spec) for part in coded)]
 
     def local_sums(self, reader: Reader) -> list[Tensor]:
         """Compute errors with loaded scales, squared weights, and errors with measured scales, of this rank's range,
-        then the sums of :func:`model.scales.codes.local_products` for every Linear with codes in the files; fp64 on
-        the CPU."""
+        then, for every Linear with codes in the files, the sums that compare codes and weights; fp64 on the CPU."""
         layer, (start, _), local = self.layer, local_range(self.layer.weight), local_data(self.layer.weight)
 
         def errors(scale: Tensor, zero: Tensor | None) -> Tensor:

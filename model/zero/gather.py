@@ -1,5 +1,5 @@
-"""Gather whole parameters temporarily, on every rank or, batch by batch, on rank 0 only; and let forward and backward
-gather parameters in another form, as bytes (see :mod:`model.zero.quantized_gather`)."""
+"""Gather whole parameters temporarily, on every rank or, batch by batch, on rank 0 only. Also make forward and backward
+gather parameters as bytes (for :mod:`model.zero.quantized_gather`)."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -38,9 +38,9 @@ def gathered(parameters: Iterable[Tensor], modifier_rank: int | None = None) -> 
     """Gather parameters on every rank inside the block; plain parameters are whole without gathering.
 
     Args:
-        parameters: any mixture of partitioned and plain parameters. If they are only read, the small ones of a dtype
-            share one collective, during which they exist twice; every other one has its own collective. Blocks must not
-            nest on the same parameter.
+        parameters: any mixture of partitioned and plain parameters. If they are only read, small parameters of one
+            dtype share one collective and exist twice meanwhile; every other parameter has its own collective. Blocks
+            must not nest on the same parameter.
         modifier_rank: rank whose changes to the parameters reach all ranks. With None, changes are refused or lost.
     """
     parameters = list(parameters)
@@ -91,8 +91,8 @@ def _gather_together(parameters: Sequence[Tensor]) -> None:
 
 @torch.no_grad()
 def whole_values(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Copy small parameters whole, as fp32 and 1-D, to every rank; at most one collective for all of them. It does not
-    change which parameters are gathered, so it may run in the middle of a forward."""
+    """Copy small parameters whole, as fp32 and 1-D, to every rank; at most one collective for all of them. The
+    parameters' own state (gathered or not) does not change, so this may run in the middle of a forward."""
     sizes = [full_numel(parameter) for parameter in parameters]
     flat = torch.zeros(sum(sizes), device=get_accelerator().current_device_name())
     shared = [is_partitioned(parameter) and not is_whole(parameter) for parameter in parameters]
@@ -113,12 +113,12 @@ def forward_only(module: nn.Module) -> Iterator[None]:
     """Wrap a forward without a backward of a training engine, so that it does not slow down later steps.
 
     DeepSpeed records during a whole step in which order parameters are used. From this trace it prefetches in few large
-    collectives and keeps the parameters that backward needs first. From a forward without a backward it concludes that
-    nothing is needed again. At the first backward it records a new trace, but its conclusions per module and position
-    are cached forever (0.19.8: ``__params_to_release`` has a ``functools.lru_cache``): every later step then gathers
-    module by module, and twice. So the forward's trace is dropped, unless a trace of whole steps already existed, which
-    begins with the same forward. On exit, pending prefetches for a backward that does not follow are awaited:
-    GatheredParameters rejects parameters in flight.
+    collectives and keeps the parameters that backward needs first. After a forward without a backward, DeepSpeed
+    assumes that no parameter is needed again. At the next backward it records a new trace, but these assumptions per
+    module and position are cached forever (0.19.8: ``__params_to_release`` has a ``functools.lru_cache``): every later
+    step then gathers module by module, and twice. So the forward's trace is dropped, unless a trace of whole steps
+    already existed, which begins with the same forward. On exit, pending prefetches for a backward that does not follow
+    are awaited: GatheredParameters rejects parameters in flight.
     """
     offload = getattr(getattr(module, "optimizer", None), "parameter_offload", None)
     if offload is None:
@@ -169,7 +169,8 @@ class ReceiveBuffer:
             self._memory = torch.empty(size, dtype=torch.uint8, device=get_accelerator().current_device_name())
 
     def places(self, number: int, shared: Sequence[Tensor]) -> list[Tensor]:
-        """Return an uninitialized 1-D tensor for all ranks' partitions of each parameter of batch ``number``."""
+        """Return, for each parameter in ``shared`` of batch ``number``, an uninitialized 1-D tensor for all ranks'
+        partitions."""
         assert self._memory is not None
         sizes = _aligned_sizes(shared)
         begin = 0 if number % 2 == 0 else self._memory.numel() - sum(sizes)
@@ -266,7 +267,7 @@ def _finish(works: list[dist.Work]) -> None:
 
 
 def _for_collectives(tensor: Tensor) -> Tensor:
-    """Move ``tensor`` to a device that NCCL accepts; an offloaded partition is in host memory."""
+    """Move ``tensor`` to the GPU if NCCL is used: an offloaded partition is in host memory."""
     return tensor.to(get_accelerator().current_device_name())
 
 
@@ -298,8 +299,8 @@ def gather_as_bytes(model: nn.Module, form_of: Callable[[Parameter], ByteForm | 
 
     Args:
         model: after ``deepspeed.initialize``; stage 3.
-        form_of: called at every gather, in the same order on all ranks. If it returns None, the parameter is gathered
-            unchanged, as are those that DeepSpeed keeps gathered (``stage3_param_persistence_threshold``).
+        form_of: called at every gather, in the same order on all ranks; None gathers the parameter unchanged. Small
+            parameters that DeepSpeed keeps gathered are not affected.
 
     Raises:
         ValueError: hpZ is on, which copies gathered parameters.

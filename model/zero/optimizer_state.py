@@ -47,8 +47,8 @@ CHECKPOINT_GLOBALS: list[Any] = [*CHECKPOINT_CLASSES, (stage_of, "builtins.getat
 
 
 def reset_moments(optimizer: Any, parameters: Iterable[Parameter]) -> None:
-    """Zero Adam's moments of single parameters, which then do not move with a gradient of 0. No collective. The step
-    count belongs to a whole parameter group: see :func:`reset_optimizer_state`.
+    """Zero Adam's moments of single parameters, so that a gradient of 0 does not change them. No collective. The step
+    count does not change, as it belongs to a whole parameter group.
 
     Args:
         optimizer: ``engine.optimizer``: DeepSpeed's wrapper of torch's, or torch's own.
@@ -178,7 +178,8 @@ class OptimizerPiece:
 
 
 def optimizer_pieces(model: nn.Module, optimizer: Any) -> list[OptimizerPiece]:
-    """List this rank's slices, named by the first name of a parameter in the model; without padding."""
+    """List this rank's slices of trained parameters, without padding; each has the parameter's first name in the
+    model."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     pieces = []
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # stage 3, which splits a parameter group into sub-groups

@@ -111,14 +111,15 @@ def local_gradient(parameter: Parameter) -> Tensor | None:
 
 
 def set_local_gradient(parameter: Parameter, gradient: Tensor) -> None:
-    """Replace the gradient that :func:`local_gradient` returns; the padding's gradient becomes 0."""
+    """Replace the gradient of the elements of :func:`local_range`, on stage 3; the padding's gradient becomes 0."""
     whole = zeros_of_partition(parameter)
     whole[: gradient.numel()] = gradient
     safe_set_local_grad(parameter, whole)
 
 
 def is_whole(parameter: Tensor) -> bool:
-    """Return True if every one of several ranks has the whole ZeRO-3 parameter."""
+    """Return True for a ZeRO-3 parameter that is not split: each of several ranks has all its elements (partition group
+    of one rank)."""
     group = getattr(parameter, "ds_process_group", None)
     return group is not None and dist.get_world_size(group=group) == 1 < dist.get_world_size()
 
@@ -129,7 +130,8 @@ def zeros_of_partition(parameter: Parameter) -> Tensor:
 
 
 def partitions(model: nn.Module) -> list[Tensor]:
-    """List every tensor with values of parameters, whole or partitioned, except hpZ's secondary partitions."""
+    """List every tensor that stores parameter values (whole parameters or partitions), except hpZ's secondary
+    partitions."""
     held: list[Tensor] = []
     for parameter in model.parameters():
         held.append(parameter.data)
@@ -389,6 +391,7 @@ class LeftOut:
 
 
 def _local_part(parameter: Tensor) -> Tensor:
-    """Return the part of a frozen parameter that DeepSpeed writes: on stage 3 this rank's chunk, padding included."""
+    """Return the tensor of a frozen parameter that DeepSpeed writes: the parameter, on stage 3 this rank's padded
+    chunk."""
     part: Tensor = parameter.ds_tensor if is_partitioned(parameter) else parameter  # type: ignore[attr-defined]
     return part.detach()

@@ -3,11 +3,11 @@
 Forward and backward of a quantized layer use its weight only through the quantizer. All ranks have the few scales, so
 the rank with a slice of a weight quantizes it before sending. The layer finds the codes in place of its weight
 (:func:`quant.packed_weight.placeholder`) and does not quantize; the fp8 GEMM takes the codes directly. Without the
-weight, the layer does not know the rounding error, on which the mask of the weight's gradient and theta's gradient
-depend. So at first the weight gets the gradient with respect to the quantized weight, and theta gets zeros. After the
-reduction each rank applies the quantizer's rule to its slice, and computes theta's gradient, which replaces the zeros.
-This is exact: the quantizer works per element, and neither the mask nor the sum for theta changes while ranks and
-micro-batches add up gradients.
+weight, the layer cannot compute the weight's gradient mask or theta's gradient, which depend on the rounding error. So
+at first the weight gets the gradient with respect to the quantized weight, and theta gets zeros. After the reduction
+each rank applies the quantizer's rule to its slice, and computes theta's gradient, which replaces the zeros. This is
+exact: the quantizer works per element, and neither the mask nor the sum for theta changes while ranks and micro-batches
+add up gradients.
 
 Compared with gathering the weights, the forward, the gradients of inputs and the gradients of weights have the same
 bits. The gradient of a learned scale sums the same terms in another order and in fp32, while without this feature each
@@ -75,8 +75,9 @@ class QuantizedGather:
     """Weights of a stage 3 model that are gathered as codes."""
 
     def __init__(self, model: nn.Module, layers: Iterable[QuantLayer]) -> None:
-        """Replace the gathering of the weights of supported ``layers`` (see :func:`can_gather_quantized`), except
-        weights that stay gathered. Raises ValueError as :func:`gather_quantized` raises RankError."""
+        """Make the weights of supported ``layers`` (:func:`can_gather_quantized`) be gathered as codes, except small
+        weights that stay gathered. Raises ValueError if no layer is supported, or DeepSpeed changes gathered
+        parameters."""
         self._weights = {
             id(layer.weight): _WeightAndScales(layer, layer.weight, layer.weight_s0, layer.weight_theta)
             for layer in layers
@@ -132,7 +133,8 @@ class QuantizedGather:
         )
 
     def _quantizers(self) -> dict[int, Quantizer]:
-        """Return whole scales by their weights' ids. The first gather after a change runs a collective."""
+        """Return the quantizer of each weight, with whole scales, by the Parameter's id. After a change, the first call
+        runs a collective."""
         if self._scales is None:
             # The optimizer wrote the scales on another stream than the gather's.
             get_accelerator().synchronize()
@@ -174,7 +176,7 @@ class QuantizedGather:
             layer.known_weight_scale = place
 
     def _invalidate(self) -> None:
-        """Drop everything derived from weights, scales or switches before they changed."""
+        """Drop everything that was derived from weights, scales or switches, after one of them changed."""
         if self._scales is None:
             return  # every layer reports the same change
         self._scales = None
@@ -221,8 +223,9 @@ def part_gradients_(
     Args:
         grad: gradient with respect to the quantized elements, fp32, 1-D. Overwritten by the weight's gradient, with NaN
             where the weight is not finite: codes cannot express it, and the step must be detected as failed.
-        flat, start, numel, quantizer: as in :func:`quantize_part`.
-        factor: multiplier of theta's gradient, see :func:`quant.scale.lsq_factor`.
+        flat, start, numel, quantizer: slice of the weight, index of its first element, size of the whole weight, and
+            its quantizer.
+        factor: multiplier of theta's gradient, ``1/sqrt(numel * qmax)``.
 
     Returns:
         The slice's share of theta's gradient, fp32, 1-D, one per scale; None if there is no theta.
@@ -243,14 +246,15 @@ def part_gradients_(
 def _runs(
     flat: Tensor, other: Tensor, start: int, numel: int, quantizer: Quantizer
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Iterate :func:`by_run` over two tensors of the same elements, in runs with one scale."""
+    """Split ranges of two tensors with the same elements into runs that share a scale: yields scale indices and both
+    views."""
     size = numel // quantizer.scale.s0.numel()
     for (runs, rows), (_, others) in zip(by_run(flat, start, size), by_run(other, start, size), strict=True):
         yield runs, rows, others
 
 
 def _of(quantizer: Quantizer, runs: slice) -> Quantizer:
-    """Select the scales of these runs, with theta in fp32 so that shares are not rounded."""
+    """Select the scales of these runs; theta is converted to fp32 so that partial gradients are not rounded."""
     s0, theta, *_ = quantizer.scale
     part = Scale(s0.flatten()[runs], None if theta is None else theta.flatten()[runs].float())
     return quantizer._replace(scale=part)
