@@ -47,7 +47,7 @@ from quant import SCHEMES
 from tools.evaluation.perplexity import AGREEMENT, KL, Questions, TextReference, evaluate_checkpoint, read_reference
 from tools.evaluation.results import weights_size
 
-DEVICE = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 INITS = ("rtn", "gptq", "blockwise")  # of quant.init; each is a way
 TRAINED = ("qat", "torchao")
 CHECKPOINT_EVERY = 100  # steps
@@ -125,7 +125,7 @@ class Bench:
                     raise SystemExit(f"{name}: stopped by a signal; the same command resumes it")
                 shutil.rmtree(directory / "checkpoints", ignore_errors=True)
             elif way == "torchao":
-                train_torchao(recipe).save_pretrained(directory / "export")
+                train_torchao(recipe, DEVICE).save_pretrained(directory / "export")
                 AutoTokenizer.from_pretrained(self.options.model).save_pretrained(directory / "export")
             else:
                 calibrate(recipe)

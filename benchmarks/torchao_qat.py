@@ -28,7 +28,7 @@ def takes(scheme: str) -> bool:
     return timing.installed("torchao") and integers
 
 
-def train_torchao(recipe: Recipe) -> PreTrainedModel:
+def train_torchao(recipe: Recipe, device: torch.device) -> PreTrainedModel:
     """Train; each weight of the model that is returned is the value that it was multiplied as."""
     settings, optim, steps = recipe.data, recipe.optim, recipe.train.steps
     tokenizer = AutoTokenizer.from_pretrained(recipe.model.path)
@@ -41,16 +41,16 @@ def train_torchao(recipe: Recipe) -> PreTrainedModel:
         seed=settings.seed,
         pad_token_id=tokenizer.pad_token_id,
     )
-    model = AutoModelForCausalLM.from_pretrained(recipe.model.path, dtype=torch.bfloat16).train()
+    model = AutoModelForCausalLM.from_pretrained(recipe.model.path, dtype=torch.bfloat16).to(device).train()
     teacher = None
     if recipe.loss.kd_weight:
-        teacher = AutoModelForCausalLM.from_pretrained(recipe.loss.teacher, dtype=torch.bfloat16).eval()
+        teacher = AutoModelForCausalLM.from_pretrained(recipe.loss.teacher, dtype=torch.bfloat16).to(device).eval()
     fake_quantize(model, recipe.quant.scheme)
     parameters = list(model.parameters())
     masters = [parameter.detach().float() for parameter in parameters]
     optimizer = torch.optim.AdamW(masters, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay)
     for step in range(steps):
-        (batch,) = loader.step(step)
+        (batch,) = ({name: tensor.to(device) for name, tensor in one.items()} for one in loader.step(step))
         loss_of(model, teacher, batch, recipe.loss).backward()
         for master, parameter in zip(masters, parameters, strict=True):
             assert parameter.grad is not None
