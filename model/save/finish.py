@@ -146,6 +146,8 @@ def configuration(
     no_linears = [
         name for name, module in model.named_modules() if module is head or isinstance(module, QuantEmbedding)
     ]
+    tables = [name for name, one in model.named_modules() if isinstance(one, (nn.Embedding, QuantEmbedding))]
+    of_embeddings = {schemes.get(name) for name in tables}
     kv_cache = next((cache.spec for cache in quantization.caches.values()), None)
     config = layout_config(
         layout,
@@ -154,6 +156,7 @@ def configuration(
         spellings(routers),
         kv_cache,
         no_linears=list(spellings(name for name in no_linears if name in schemes)),
+        embedding=of_embeddings.pop() if len(of_embeddings) == 1 else None,
         copied=_copied(model, layout, items),
         anywhere=anywhere,
     )

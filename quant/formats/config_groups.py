@@ -29,6 +29,7 @@ def quantization_config(
     kv_cache: TensorSpec | None = None,
     *,
     no_linears: Iterable[str] = (),
+    embedding: Scheme | None = None,
     anywhere: bool = False,
 ) -> dict[str, Any]:
     """Build the ``quantization_config`` of a model.
@@ -39,6 +40,8 @@ def quantization_config(
             error, with random output.
         kv_cache: format of keys and values; None leaves them unquantized.
         no_linears: layers that ``Linear`` does not match: embeddings, and lm_head, which is not a Linear in vLLM.
+        embedding: scheme of all embeddings, if they share one. They are targeted by class, too, as vLLM has no name for
+            them in some models (Llama, Granite).
         anywhere: write all names as patterns with an optional prefix, for readers that nest the model in another
             module.
 
@@ -54,6 +57,8 @@ def quantization_config(
     if len(schemes) == 1:
         named = name_patterns(no_linears, (), anywhere=True) if anywhere else no_linears
         targets = {schemes[0]: ["Linear", *named]}
+    if embedding is not None:
+        targets[embedding].append("Embedding")
     formats = {export_format(scheme) for scheme in layers.values()}
     return {
         "quant_method": "compressed-tensors",
@@ -159,7 +164,7 @@ def rules_from_config(config: Mapping[str, Any], *, scales_only: bool = False) -
 
     This is the inverse of :func:`quantization_config`. Keys that only affected calibration (``observer``, ...) are
     ignored; everything that would change the numbers is checked. The only supported class is ``Linear``; its rule comes
-    last and matches every name.
+    last and matches every name. ``Embedding`` is ignored in a group that names the embeddings, too.
 
     Args:
         config: contents of config.json.
@@ -179,7 +184,10 @@ def rules_from_config(config: Mapping[str, Any], *, scales_only: bool = False) -
     for name, group in (config.get("config_groups") or {}).items():
         key = f"config_groups.{name}"
         scheme = _scheme(key, group, None if scales_only else config)
-        for target in group.get("targets") or []:
+        targets = group.get("targets") or []
+        for target in targets:
+            if target == "Embedding" and any("embed" in other for other in targets):
+                continue
             if target in named:
                 raise ValueError(f"{key}.targets has {target!r}, which another group has too")
             if target != "Linear" and re.fullmatch(r"[A-Z]\w*", target):

@@ -124,6 +124,7 @@ def layout_config(
     routers: Iterable[str],
     kv_cache: TensorSpec | None = None,
     no_linears: Iterable[str] = (),
+    embedding: Scheme | None = None,
     copied: Iterable[str] = (),
     anywhere: bool = False,
 ) -> dict[str, Any] | None:
@@ -136,6 +137,7 @@ def layout_config(
         routers: module names of the MoE routers.
         kv_cache: format of keys and values; None leaves them unquantized.
         no_linears: names in ``layers`` of embeddings and of the model's head.
+        embedding: scheme of all embeddings, if they share one.
         copied: names on disk of unquantized modules that are copied and not part of the model, such as a vision tower;
             for ``vllm_fp8`` the names of their Linears.
         anywhere: write all names as patterns with an optional prefix, for readers that nest the model in another
@@ -145,7 +147,9 @@ def layout_config(
         return None
     if layout == "compressed":
         ignore = ignore_patterns(skipped, layers, routers, copied, anywhere=anywhere)
-        return quantization_config(layers, ignore, kv_cache, no_linears=no_linears, anywhere=anywhere)
+        return quantization_config(
+            layers, ignore, kv_cache, no_linears=no_linears, embedding=embedding, anywhere=anywhere
+        )
     if layout == "gpt_oss":
         return {"modules_to_not_convert": list(_NO_EXPERTS), "quant_method": "mxfp4"}
     if layout == "executorch":

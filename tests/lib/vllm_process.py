@@ -47,6 +47,7 @@ def emulate() -> None:
     rounding_cache(ops)
     linear_kernels()
     experts()
+    embeddings()
 
 
 def scaled_fp8_quant(
@@ -247,6 +248,16 @@ def experts() -> None:
         method.process_weights_after_loading = process
         method.apply = apply
         method.get_fused_moe_quant_config = lambda self, layer: None
+
+
+def embeddings() -> None:
+    """Look up rows of tables of integers in torch."""
+    from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors_embedding as tables
+
+    def gather(ids: Tensor, packed: Tensor, scales: Tensor, columns: int, bits: int) -> Tensor:
+        return integers(packed[ids], scales[ids], None, columns, bits)
+
+    tables._dequant_gather_triton = gather
 
 
 if __name__ == "__main__":

@@ -50,7 +50,9 @@ LACKS = {
     "scheme": "No compressed-tensors compatible scheme was found",
     "kernel": "Failed to find a kernel that can implement|Forced NVFP4 kernel MarlinNvFp4LinearKernel is not supported",
     "fp8 quantizer": r"_C::static_scaled_fp8_quant\(\) expected at most 0 argument",
-    "experts": r"No .* MoE backend supports|Unsupported F(P8|used)\w* ?(MoE backend|scheme)|gptq_marlin_repack|'triton",
+    "lookup": "'triton' has no attribute 'next_power_of_2'",
+    "experts": r"No .* MoE backend supports|Unsupported F(P8|used)\w* ?(MoE backend|scheme)|gptq_marlin_repack"
+    r"|'triton' has no attribute '(?!next_power)",
 }
 Result = dict[str, np.ndarray] | str
 RULES = [Rule(SCHEMES["fp8_dynamic"], first=1), Rule(None, r".*\.1\.self_attn\..*")]
@@ -64,6 +66,15 @@ EXPORTS: dict[str, dict[str, Any]] = {
         "named": TABLES,
     },
     "`fp8_static`, embeddings tied, Llama": {"scheme": SCHEMES["fp8_static"], "tied": True, "dense": "llama"},
+    "`w2a16_g32`, embeddings in `w4a16_g32`, `lm_head` in `w8a16_channel`, Llama": {
+        "scheme": SCHEMES["w2a16_g32"],
+        "named": {"model.embed_tokens": SCHEMES["w4a16_g32"], **TABLES},
+        "dense": "llama",
+    },
+    "embeddings and layers in `w4a16_g32`": {
+        "scheme": SCHEMES["w4a16_g32"],
+        "named": {"model.embed_tokens": SCHEMES["w4a16_g32"]},
+    },
     "`fp8_static` as `vllm_fp8`": {"scheme": SCHEMES["fp8_static"], "layout": "vllm_fp8"},
     "`fp8_block` as `vllm_fp8`": {"scheme": SCHEMES["fp8_block"], "layout": "vllm_fp8"},
 }

@@ -135,6 +135,15 @@ def test_experts_of_one_layer_with_several_schemes_and_modules_that_are_no_linea
     assert all(read(config, name) is scheme for name, scheme in layers.items())
 
 
+@pytest.mark.parametrize("others", ["w4a16_g32", "w2a16_g32"])
+def test_embeddings_are_targeted_by_class_too(others):
+    layers = {"model.layers.0.mlp.up_proj": SCHEMES[others], "model.embed_tokens": SCHEMES["w4a16_g32"]}
+    config = quantization_config(layers, [], no_linears=["model.embed_tokens"], embedding=SCHEMES["w4a16_g32"])
+    (targets,) = (group["targets"] for group in config["config_groups"].values() if group["weights"]["num_bits"] == 4)
+    assert targets[-1] == "Embedding" and any("embed_tokens" in target for target in targets[:-1])
+    assert all(read(config, name) is scheme for name, scheme in layers.items())
+
+
 def test_a_moe_with_nothing_but_a_quantized_cache_has_a_group():
     """transformers looks for the experts' group without asking whether there is any."""
     experts, cache = [f"model.layers.0.mlp.experts.{e}.up_proj" for e in range(2)], SCHEMES["fp8_static"].weights
