@@ -1,4 +1,5 @@
-"""Checks around the optimizer step: which gradients arrive, once; and that ranks agree, in each step."""
+"""Checks around the optimizer step: in the first step that all parameters get gradients, in each step that ranks
+agree."""
 
 import json
 import re
@@ -20,10 +21,11 @@ def sum_where_ranks_agree(state: LoopState, counts: tuple[int, int] = (0, 0)) ->
     """Sum counts over all ranks, and check that schedule events have set the same values on each rank; one all-reduce.
 
     A checksum of the settings is reduced with the counts. It is the same on every rank if and only if the sum of its
-    squares, times the number of ranks, is the square of its sum. At the end of a run the counts are 0. If only some
-    ranks have stopped, the others take part in this all-reduce with the counts of their next step.
+    squares, times the number of ranks, is the square of its sum. Ranks that have stopped also call this, with counts of
+    0, so that ranks that have not stopped do not wait.
 
-    Raises RankError: on every rank: a setting differs between ranks; with its values on two ranks."""
+    Raises RankError on every rank if a setting differs between ranks; the message has its values on two ranks.
+    """
     # Of 24 bits, so that a sum of squares over 2^15 ranks is exact in 64.
     checksum = zlib.crc32("\n".join(_settings(state).values()).encode()) >> 8
     numbers = without_wait(torch.tensor([*counts, checksum, checksum**2]), state.session.device)
@@ -54,7 +56,7 @@ def _settings(state: LoopState) -> dict[str, str]:
 
 
 def _as_plain(value: Any) -> Any:
-    """Replace an object that JSON cannot hold: a set by its sorted elements, anything else by its repr."""
+    """Convert an object for JSON: a set to its sorted elements, any other object to its repr."""
     return sorted(value) if isinstance(value, set | frozenset) else repr(value)
 
 
@@ -75,7 +77,8 @@ def _difference(state: LoopState) -> str:
 def check_layers_ran(quantization: Quantization) -> None:
     """Check after the first forward that the model called every quantized layer; a collective.
 
-    Raises RankError: on every rank: a forward of the model uses the weight of a layer without calling the layer."""
+    Raises RankError on every rank if the model's code uses the weight of a layer without calling the layer.
+    """
     unused = [name for name, layer in quantization.layers.items() if not layer.trained]
     raise_everywhere(
         f"{listed(unused, 3)}: the model's forward did not call them, so that training would not quantize what the "

@@ -42,7 +42,7 @@ def observed_input_scales(quantization: Quantization, owners: Set[str]) -> dict[
     """Compute static activation scales from the observers of all ranks; a collective.
 
     Returns:
-        fp32 tensors of shape (1,), equal on every rank, for the groups of ``owners`` (first modules), by owner.
+        fp32 tensors of shape (1,), equal on every rank, for the scale groups of ``owners``, by owner.
 
     Raises:
         RankError: on every rank, naming layers whose inputs were never seen or contained NaN or Inf.
@@ -90,7 +90,7 @@ def calibrate_inputs(
     batches: Iterable[MicroBatch],
     device: torch.device,
 ) -> None:
-    """Measure the activation scales of the groups of ``owners`` on ``batches``, with the unquantized model.
+    """Measure the input scales of the scale groups of ``owners`` on ``batches``, with the unquantized model.
 
     A collective; every rank needs the same number of batches. ``forward`` is the engine (or the plain model), called
     without an attention mask. Switches and observers are restored afterwards.
@@ -142,8 +142,8 @@ class FakeQuant:
     """Switches of fake quantization; call every method on all ranks at the same step.
 
     A scale group (layers that share a scale) is *active* while at least one of its members is fake-quantized, else
-    inactive. The theta of an inactive group does not move: its gradient is 0, and its moments are set to 0 when the
-    group becomes inactive. After a training step an inactive group is *outdated*: its scale fits an earlier model.
+    inactive. The theta of an inactive group does not change: its gradient is 0, and its Adam moments are set to 0 when
+    the group becomes inactive. After a training step an inactive group is *outdated*: its scale fits an earlier model.
     Switching fake quant on measures the scales of outdated groups again (weight scales from the current weights, input
     scales from the observers), and restarts their thetas at 0 with fresh moments. If all groups of a kind (weight or
     input) start, their learning rate warms up again.
@@ -222,7 +222,7 @@ class FakeQuant:
             self.quantization.observe(on)
 
     def forget(self) -> None:
-        """Clear the observers; called by the loop if :attr:`forgets`."""
+        """Clear the observers' statistics; the loop calls it at the begin of a step if :attr:`forgets` is True."""
         self.observe(False)
         self.observe(True)
 
@@ -296,7 +296,7 @@ class FakeQuant:
         }
 
     def _begin(self, owners: dict[str, set[str]], batches: Iterable[MicroBatch] | None = None) -> None:
-        """Activate groups: restart the thetas of outdated groups, and measure their scales."""
+        """Activate scale groups (owners by kind): set the thetas of outdated groups to 0, and measure their scales."""
         stale = {kind: owners[kind] & self.stale[kind] for kind in owners}
         self._warn_of_lost_scales(stale["weight"])
         for kind, begun in stale.items():
@@ -316,7 +316,8 @@ class FakeQuant:
             )
 
     def _rest(self, owners: dict[str, set[str]]) -> None:
-        """Deactivate groups: zero their moments, so that thetas do not move, and restart their observers."""
+        """Deactivate scale groups: zero the moments of their thetas, which then do not change, and clear their
+        observers."""
         for kind, resting in owners.items():
             reset_moments(self.session.engine.optimizer, self._thetas(kind, resting))
             for group in (self._groups(kind)[owner] for owner in resting):
@@ -324,7 +325,7 @@ class FakeQuant:
                     group.observer.reset()
 
     def _write(self, owners: dict[str, set[str]], batches: Iterable[MicroBatch] | None = None) -> None:
-        """Measure scales of groups from the current weights and the observers; a collective.
+        """Measure the scales of groups from the current weights and the observers, and write them; a collective.
 
         Inputs without an observer are measured on ``batches``, if given.
         """
@@ -364,9 +365,11 @@ MOST_CLIPPED, TOO_LARGE = 0.1, 256.0
 
 
 def check_inputs(session: Session, first: Callable[[int], Iterable[MicroBatch]]) -> None:
-    """Check input scales from files on ``first(1)``, each rank's first training micro-batch; a collective.
+    """Check input scales that were read from files on each rank's first training micro-batch, ``first(1)``; a
+    collective.
 
-    Call it after calibration. Raises RankError on every rank."""
+    Call it after calibration. Raises RankError on every rank if a scale cannot belong to the inputs.
+    """
     quant = session.recipe.quant
     source = quant.start or quant.scales or session.recipe.model.path
     if not (quant.start or quant.scales or is_quantized(Path(source))):
@@ -393,7 +396,9 @@ def check_input_scales(
     :data:`MOST_CLIPPED` and :data:`TOO_LARGE`. The global scale of dynamic scales (NVFP4) may also be too small, by a
     factor up to :data:`TOO_LARGE`. ``source`` is the origin of the scales, for the error.
 
-    Raises RankError: on every rank, with the inputs, both values and the remedy."""
+    Raises RankError on every rank; the message has the inputs, the scales in the files and of the batches, and the
+    remedy.
+    """
     groups = [group for group in quantization.input_groups if group.owner in owners]
     if not groups:
         return
@@ -450,7 +455,8 @@ def measure(quantization: Quantization) -> QuantStats:
 
 @contextmanager
 def observed(quant: FakeQuant) -> Iterator[None]:
-    """Context that observes inputs. Observers that a script or a schedule switched on keep their state and continue."""
+    """Context in which inputs are observed. Observers that a script or a schedule switched on before keep their
+    statistics."""
     own = not quant.quantization.observing
     if own:
         quant.observe(True)

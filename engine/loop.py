@@ -46,7 +46,7 @@ from model.ranks import RankError, say
 
 
 class Loop:
-    """One training run: a recipe and a schedule of actions."""
+    """One training run: a recipe, and a schedule of Python functions (actions) that change the run at given steps."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -75,10 +75,11 @@ class Loop:
         return _registers(partial(self.schedule.when, condition))
 
     def token_loss(self, name: str, *, weight: float) -> Callable[[TokenLoss], TokenLoss]:
-        """Decorator: add a loss per token with a weight, logged as ``loss/<name>``; see
-        engine.losses.objective.TokenLoss.
+        """Decorator: add a loss per token, a function of a LossChunk (engine/losses/objective.py), with a weight; it is
+        logged as ``loss/<name>``.
 
-        Raises ValueError: the name is taken."""
+        Raises ValueError: the name is taken.
+        """
         taken = ("total", "lm", "kd", ROUTER_AUX, *DIAGNOSTICS, *(loss.name for loss in self.token_losses))
         if name in taken:
             raise ValueError(f"loss {name!r}: expected another name than {', '.join(taken)}")
@@ -144,8 +145,8 @@ def _finish(state: LoopState) -> RankError | None:
     """Evaluate, save a checkpoint and export after the last step; after a signal only save the checkpoint.
 
     Returns:
-        The error to raise after the final report, if any: every step was skipped, or the checkpoint could not be
-        written although the export was.
+        The error to raise after the final report, if any: every step was skipped, or the export was written but the
+        checkpoint could not be.
     """
     recipe, unsaved = state.recipe, None
     asked_to_stop = state.last is not None and state.last.stop_requested

@@ -45,7 +45,8 @@ class Metrics:
         Args:
             directory: directory of the files.
             recipe: YAML file.
-            done: optimizer steps done. Later points are hidden: an earlier continuation of this run wrote them.
+            done: optimizer steps done. Points of later steps, which an earlier continuation of this run wrote, are
+                hidden.
         """
         self._directory = directory
         self._file: Path | None = None  # an event file, on rank 0
@@ -84,7 +85,7 @@ class Metrics:
             self._file = None
 
     def _writes(self) -> bool:
-        """Return True on rank 0 if there is a file, or a new one after a failure."""
+        """Return True on rank 0 if an event file is open; after a failure, try to open a new one."""
         if self._lost is not None and self._file is None and time.monotonic() - self._lost >= RETRY_SECONDS:
             self._open()
         return self._file is not None
@@ -144,8 +145,8 @@ class Summary:
     """Totals of a run for the last lines of its output.
 
     Attributes:
-        recent: last values of each loss, at most ``LAST``; some are measured in some steps only.
-        peak_bytes: peak memory of rank 0 while training, see :func:`engine.report.peak_memory`.
+        recent: the last ``LAST`` values of each loss (some losses are not measured in every step).
+        peak_bytes: peak memory of rank 0 while training: of torch's allocator on CUDA, resident on a CPU.
     """
 
     started: float = field(default_factory=time.perf_counter)

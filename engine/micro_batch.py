@@ -85,7 +85,8 @@ def micro_batch_losses(
 def _router_loss_factor(model: PreTrainedModel) -> float:
     """Look up the factor of the load-balancing auxiliary loss in a transformers model.
 
-    Raises ValueError: neither the model nor its config has the factor."""
+    Raises ValueError if neither the model nor its config has the factor.
+    """
     for owner in (model, model.config.get_text_config()):
         if (factor := getattr(owner, "router_aux_loss_coef", None)) is not None:
             return float(factor)
@@ -99,8 +100,8 @@ class OnHost(saved_tensors_hooks):
     """Context around a forward that keeps tensors saved for backward in host memory; on a CPU nothing is copied.
 
     With activation checkpointing (non-reentrant) a recomputed block saves only its input, through the saved-tensor
-    hooks active around the block. So this input waits in host memory, pinned on CUDA. Tensors that a block saves while
-    it is recomputed in backward are saved outside of this context and stay on the device.
+    hooks active around the block. So this context keeps that input in host memory, pinned on CUDA. Tensors that a block
+    saves while it is recomputed in backward are saved outside of this context and stay on the device.
 
     ``torch.autograd.graph.save_on_cpu`` would also copy Parameters to the host and back, such as the whole weight of a
     quantized lm_head. transformers' ``offload=True`` (5.23) wraps each block in ``save_on_cpu``, and asks for pinned

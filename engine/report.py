@@ -118,7 +118,7 @@ def best_line(checkpoints: Path) -> str | None:
 def log_quantization(stats: QuantStats, metrics: Metrics, step: int) -> None:
     """Log histograms over layers, the worst layers as scalars, and a picture of the weights' errors by layer.
 
-    A model has hundreds of layers, and thousands if experts are counted: too many for one chart per layer.
+    A model has hundreds of layers (thousands with experts), too many for one chart per layer.
     """
     errors = {name: decibels(one.error) for name, one in stats.weights.items()}
     clipped = {name: one.clipped for name, one in stats.weights.items()}
@@ -183,7 +183,7 @@ class Measured:
     Attributes:
         device: device type of the rank.
         ranks: number of ranks of the run.
-        peak: :func:`peak_memory` after the last step, before the export.
+        peak: peak memory in bytes after the last step, before the export.
         items: bytes by item.
     """
 
@@ -255,7 +255,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def read_measured(file: Path) -> Measured:
-    """Read the ``memory.json`` of a run. Raises RecipeError: there is no such file, or it has another content."""
+    """Read the ``memory.json`` of a run. Raises RecipeError if there is no such file, or it has another content."""
     try:
         return Measured(**parse_json(file.read_bytes()))
     except (OSError, TypeError, ValueError) as error:

@@ -72,7 +72,7 @@ class Schedule:
         self.conditional.append((condition, action))
 
     def check(self, total: int) -> None:
-        """Refuse an event that a run of ``total`` steps (0: not known yet) never reaches. Raises ValueError."""
+        """Raise ValueError for an event that a run of ``total`` steps (0: not known yet) never reaches."""
         late = [step for step, _ in self.before if step >= total > 0]
         if late:
             raise ValueError(
@@ -137,7 +137,7 @@ def add_recipe_events(schedule: Schedule, recipe: Recipe) -> None:
 def evaluate_held_out(state: LoopState) -> None:
     """Measure the held-out losses with serving numerics; store them in the state and TensorBoard; a collective.
 
-    Does nothing if the recipe has no evaluation or this step is evaluated already.
+    No effect if the recipe has no evaluation, or if this step is evaluated already.
     """
     if not state.recipe.eval.every or state.evaluations.step == state.step or state.held_out is None:
         return
@@ -206,7 +206,8 @@ def checkpoints(recipe: Recipe) -> Path:
 def save(state: LoopState) -> None:
     """Save a training checkpoint, and mark it as the best if its evaluation is the best so far; a collective.
 
-    Raises SaveError: on every rank: the checkpoint could not be written."""
+    Raises SaveError on every rank if the checkpoint could not be written.
+    """
     save_checkpoint(
         state.session,
         state.stateful,

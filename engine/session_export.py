@@ -100,8 +100,7 @@ CACHE_SCALES_DROPPED = ("qwen3_5", "qwen3_next")
 
 
 def check_exportable(recipe: Recipe, model: PreTrainedModel, quantization: Quantization) -> None:
-    """Refuse before training a model whose export could not be loaded, with the errors of
-    :func:`model.save.export_model`; a collective."""
+    """Refuse, before training, a model whose export could not be written or loaded; a collective. Raises RankError."""
     layout = _layout(recipe)
     if layout is None:
         return
@@ -131,7 +130,8 @@ def check_exportable(recipe: Recipe, model: PreTrainedModel, quantization: Quant
 def export(session: Session, directory: Path, *, compressed: bool = True) -> None:
     """Write the model into ``directory``, in the recipe's layout or, without ``compressed``, as a plain checkpoint.
 
-    Raises the errors of :func:`model.save.export_model`."""
+    Raises RankError on every rank if the checkpoint cannot be written.
+    """
     recipe, layout = session.recipe, _layout(session.recipe)
     adapter = None
     if recipe.adapter.beside:

@@ -106,7 +106,8 @@ def start_run(
 
 
 def _set_steps(recipe: Recipe, steps: int, schedule: Schedule) -> None:
-    """Set train.steps to those of train.epochs, and check again what depends on it. Raises RankError on every rank."""
+    """Set train.steps to ``steps``, computed from train.epochs, and check the recipe and the schedule again. Raises
+    RankError on every rank."""
     with errors_on_all_ranks(ValueError):
         if recipe.train.steps not in (0, steps):
             raise ValueError(

@@ -51,7 +51,7 @@ class HeldOutResults:
     """Optimizer steps done at the last evaluation of this process; None before the first."""
 
     def record(self, step: int, results: dict[str, float]) -> None:
-        """Add an evaluation after ``step`` optimizer steps."""
+        """Store the results of an evaluation after ``step`` optimizer steps."""
         self.last, self.first, self.step = results, self.first or results, step
 
     def state_dict(self) -> dict[str, dict[str, float]]:
@@ -77,7 +77,7 @@ class SkippedSteps:
     in_a_row: int = 0
 
     def state_dict(self) -> dict[str, int]:
-        """Return how many steps up to the last were skipped in a row, for a checkpoint."""
+        """Return for a checkpoint how many steps in a row, up to the last one, were skipped."""
         return {"in_a_row": self.in_a_row}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -114,7 +114,7 @@ class SkippedSteps:
 
 @dataclass
 class LoopState:
-    """State of the run and its overrides, passed to every schedule action."""
+    """State of the run between steps, passed to every schedule action, with methods that change the run."""
 
     session: Session
     quant: FakeQuant

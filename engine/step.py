@@ -23,7 +23,8 @@ from quant.observers import recomputing
 def train_step(state: LoopState) -> StepResult:
     """Run one optimizer step: forward and backward of every micro-batch, then the update; a collective.
 
-    Raises RankError: on every rank: no token has a target, or too many steps in a row were skipped."""
+    Raises RankError on every rank if no token has a target, or too many steps in a row were skipped.
+    """
     batches = state.loader.step(state.step)
     valid, tokens = _count(state, batches)
     _set_learning_rates(state)
@@ -135,7 +136,7 @@ def nan_unless_finite(loss: Tensor) -> Tensor:
 
 
 class Update(NamedTuple):
-    """Outcome of the update; see :class:`engine.state.StepResult`."""
+    """Outcome of an optimizer update; its fields become those of :class:`engine.state.StepResult`."""
 
     scale_grad_norm: float | None
     skipped: bool

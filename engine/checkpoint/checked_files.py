@@ -107,7 +107,7 @@ class CheckedFiles(CheckpointEngine):
         self.failure = self.failure or f"{name}: {error.strerror or error}"
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Read an object for DeepSpeed, see :func:`read_object`."""
+        """Read an object for DeepSpeed without running code in the file (:func:`read_object`)."""
         state = read_object(Path(path), map_location=map_location)
         self.left_out.put_in(state)
         return state
@@ -127,11 +127,11 @@ def read_object(path: Path, *, map_location: Any = None, mmap: bool = False) -> 
 
     Args:
         path: the file.
-        map_location: see ``torch.load``.
+        map_location: device of the tensors, as for ``torch.load``.
         mmap: map tensors into memory instead of reading them.
 
     Raises:
-        ValueError: the file cannot be read, or contains anything else; with the file and its content.
+        ValueError: the file cannot be read, or contains other objects; the message names both.
     """
     try:
         with torch.serialization.safe_globals(CHECKPOINT_GLOBALS):

@@ -24,7 +24,7 @@ STEP_NAME = r"step_\d{8}"
 
 @dataclass(frozen=True)
 class TrainingCheckpoint:
-    """Step directory with the contents of its manifest; all files exist with the right sizes."""
+    """Directory of one step's checkpoint, with the contents of its manifest; all files exist with the right sizes."""
 
     path: Path
     step: int
@@ -105,7 +105,8 @@ def read_step_directory(path: Path) -> TrainingCheckpoint:
 
 
 def _read_manifest(path: Path) -> TrainingCheckpoint:
-    """Read the manifest of a step directory. Raises ValueError if it, or a file's name or size, is wrong."""
+    """Read the manifest of a step directory. Raises ValueError if the manifest is damaged, or a file in it is missing
+    or has another size."""
     if not path.is_dir():
         raise ValueError("is not there")
     if not (path / "state.json").is_file():
@@ -144,19 +145,19 @@ def _newest_whole(directory: Path, *, before: str = "step_~") -> Path | None:
 
 
 def _offer(path: Path) -> str:
-    """Write the end of an error text, which names the newest complete step directory before ``path``."""
+    """Write the clause of an error text that offers the newest complete step directory before ``path``."""
     if (whole := _newest_whole(path.parent, before=path.name)) is None:
         return "; there is no complete checkpoint before it"
     return f"; the one before it is {whole.name}: set train.resume to {whole.name} to go on from there"
 
 
 def check_resumable(recipe: Recipe, directory: Path) -> TrainingCheckpoint:
-    """Find the checkpoint to resume from, and refuse it if the recipe changes options that must stay.
+    """Find the checkpoint to resume from, and refuse it if the recipe changes an option that a resumed run must keep.
 
     Raises:
-        RecipeError: there is no complete checkpoint, an option differs that must not (:func:`stays`), adapters have
-            another base model, or the number of rows per step differs: the data cursor is a step, so the samples of a
-            step must stay the same at any number of ranks.
+        RecipeError: there is no complete checkpoint, an option that must be kept differs (:func:`stays`), adapters have
+            another base model, or the number of rows per step differs: the position in the data is the step number, so
+            a step must have the same samples at any number of ranks.
     """
     try:
         found = find_checkpoint(directory, recipe.train.resume)
@@ -210,9 +211,9 @@ def _rows_problem(before: Recipe, old_world: int, recipe: Recipe, world: int) ->
 
 
 def verify_checkpoint(checkpoint: TrainingCheckpoint) -> None:
-    """Verify the CRC-32 of every file, and unpickle ``.pt`` files (tensors only mapped); a collective.
+    """Verify the CRC-32 of every file, and unpickle ``.pt`` files with a restricted unpickler; a collective.
 
-    A file that would run code is refused before DeepSpeed opens it. Files are sharded over ranks.
+    A file that would run code is refused before DeepSpeed opens it. Each rank verifies a share of the files.
 
     Raises:
         RankError: a file is damaged, or contains more than tensors and plain values. The text for a damaged file names
@@ -262,7 +263,7 @@ def stays(key: str) -> bool:
 
 
 def changes(before: Recipe, recipe: Recipe) -> list[str]:
-    """List changed options that must stay, like ``data.seed (was 0, is 3)``."""
+    """List options that differ although a resumed run must keep them, like ``data.seed (was 0, is 3)``."""
     found = []
     for (key, old, item), (_, new, _) in zip(recipe_options(before), recipe_options(recipe), strict=True):
         was, now = getattr(old, item.name), getattr(new, item.name)

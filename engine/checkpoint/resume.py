@@ -50,7 +50,7 @@ OPTIMIZER_OPTIONS = ("weight_decay", "betas", "eps")
 def load_checkpoint(session: Session, stateful: StatefulStates, checkpoint: TrainingCheckpoint) -> int:
     """Load a verified checkpoint into the session and the stateful objects; return the steps done. A collective.
 
-    At the number of ranks that wrote the checkpoint DeepSpeed loads it, and the whole state is restored. At another
+    If the number of ranks is unchanged, DeepSpeed loads the checkpoint, and the whole state is restored. At another
     number of ranks, masters, moments and scales are restored, observers are merged, and random states are new.
 
     Raises:
@@ -100,7 +100,8 @@ def check_stateful(stateful: StatefulStates, state: Mapping[str, Any]) -> None:
 
 
 def load_stateful(stateful: StatefulStates, state: Mapping[str, Any]) -> None:
-    """Restore the state of every stateful object. States of other objects are ignored: an export has no schedule."""
+    """Restore the state of every stateful object. States of objects that are not in ``stateful`` are ignored, as an
+    export has no schedule."""
     for name, owner in stateful.items():
         owner.load_state_dict(state["stateful"][name])
 
@@ -116,7 +117,8 @@ def restore_random_states(state: Mapping[str, Any]) -> None:
 
 
 def check_base(session: Session, checkpoint: TrainingCheckpoint) -> None:
-    """Refuse frozen weights that have changed since the checkpoint left them out; a collective.
+    """Refuse to resume if frozen weights that the checkpoint does not contain differ from those it was trained with; a
+    collective.
 
     Raises:
         RankError: on every rank, with the names of some of these weights.
@@ -134,9 +136,9 @@ def check_base(session: Session, checkpoint: TrainingCheckpoint) -> None:
 
 
 def _load_engine(session: Session, checkpoint: TrainingCheckpoint, left_out: LeftOut) -> None:
-    """Load DeepSpeed's files of a checkpoint, and set the optimizer's options again.
+    """Load DeepSpeed's files of a checkpoint, and restore the optimizer's options from the new recipe.
 
-    DeepSpeed loads the options of the old recipe, but a resumed run follows the new one.
+    DeepSpeed would use the options in the files, those of the old recipe.
     """
     settings = [{key: group[key] for key in OPTIMIZER_OPTIONS} for group in session.engine.optimizer.param_groups]
     session.engine.checkpoint_engine = CheckedFiles(left_out)  # DeepSpeed's own engine runs code from pickles
@@ -152,7 +154,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 def load_resharded(
     session: Session, path: Path, layouts: list[list[OptimizerPiece]], stage: int, left_out: LeftOut
 ) -> None:
-    """Load parameters, masters, moments, step counts and the engine's counters of ``len(layouts)`` old ranks.
+    """Load parameters, masters, moments, step counts and the engine's counters from the files of ``len(layouts)`` old
+    ranks.
 
     Runs no collective; call :func:`model.zero.use_masters` afterwards, if no rank has raised.
 
@@ -184,7 +187,7 @@ def load_resharded(
 
 
 class _Masters:
-    """Optimizer file of one old rank, mapped into memory: the one whose name matches ``pattern``."""
+    """Optimizer file of one old rank, mapped into memory; its name matches ``pattern``."""
 
     def __init__(self, path: Path, pattern: str, stage: int) -> None:
         found = list(path.glob(pattern))
@@ -247,7 +250,8 @@ def _parts(old: list[tuple[_Masters, OptimizerPiece]], key: str) -> Iterator[tup
 
 
 def _copy(target: Tensor, start: int, parts: Iterator[tuple[int, Tensor]]) -> int:
-    """Copy the overlap of ``parts`` with ``target`` (elements from ``start``); return the number of copied elements."""
+    """Copy the overlap of ``parts`` with ``target``, a slice of the parameter from element ``start`` on; return the
+    number of copied elements."""
     copied = 0
     for begin, part in parts:
         low, high = max(start, begin), min(start + target.numel(), begin + part.numel())
@@ -285,7 +289,7 @@ def reseed(seed: int, step: int) -> None:
 
 
 def merge_ranks(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the states in the files of all old ranks (:func:`engine.checkpoint.save.rank_state`) for this new rank.
+    """Merge the states in the files ``rank_<r>.pt`` of all old ranks for this new rank.
 
     States are the same on every rank, except statistics of the quantization's observers.
     """
@@ -299,7 +303,7 @@ def merge_ranks(states: list[dict[str, Any]]) -> dict[str, Any]:
 def merge_observers(states: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Merge one input's statistics of all old ranks: the maximum goes to every new rank, counts to rank 0 only.
 
-    So reductions (maximum, sum) have the same results over the new ranks as over the old ranks.
+    So a maximum or sum over the new ranks equals that over the old ranks.
     """
     absmax = torch.stack([state["absmax"] for state in states]).amax()
     share = 1 if rank() == 0 else 0

@@ -13,8 +13,9 @@ The file is written before ``latest``: a run killed between the two repeats that
 A run with adapters saves fingerprints of the frozen weights in the manifest instead of the weights, which are read from
 ``model.path`` again. A frozen weight that a script has changed is saved.
 
-ZeRO's state has no partially accumulated gradients, so checkpoints are saved at optimizer steps. The data cursor is the
-step: the loader's batches are a function of it. ``engine/checkpoint/resume.py`` explains other numbers of ranks.
+ZeRO's state has no partially accumulated gradients, so checkpoints are saved at optimizer steps. The position in the
+data is the step number, of which the loader's batches are a function. ``engine/checkpoint/resume.py`` explains how a
+run continues at another number of ranks.
 """
 
 import json
@@ -80,14 +81,14 @@ def save_checkpoint(
         directory: directory of all checkpoints of the run.
         step: optimizer steps done.
         keep: number of checkpoints to keep.
-        samples: digest of the training samples, see :func:`engine.checkpoint.find.check_samples`.
+        samples: digest of the training samples, which a resumed run compares with its own.
         measured: name and value of a metric evaluated at this step; if the value is below the best checkpoint's, this
             checkpoint is marked as the best.
 
     Raises:
-        SaveError: on every rank, if any rank could not write; with the directory, the needed and the free bytes.
+        SaveError: on every rank: a rank could not write. The message has the directory and the needed and free bytes.
             The partial checkpoint is removed.
-        RankError: on every rank, with the parameters that are not finite; nothing is written or removed.
+        RankError: on every rank: parameters, which the message names, are not finite; nothing is written or removed.
     """
     name = f"step_{step:08d}"
     final, partial = directory / name, directory / f"{name}.partial"
@@ -121,8 +122,8 @@ def save_checkpoint(
 def rank_state(session: Session, stateful: StatefulStates) -> dict[str, Any]:
     """Collect the content of this rank's file, ``rank_<r>.pt``.
 
-    ``stateful``: states of the stateful objects, by name. ``random``: see :func:`random_states`. ``pieces``: slices of
-    every parameter in this rank's DeepSpeed file, see engine.checkpoint.resume.
+    ``stateful``: states of the stateful objects, by name. ``random``: states of the random generators. ``pieces``:
+    slices of every parameter in this rank's DeepSpeed file, for resharding.
     """
     return {
         "stateful": {name: owner.state_dict() for name, owner in stateful.items()},
@@ -160,7 +161,7 @@ def _save_engine(session: Session, files: CheckedFiles, directory: Path, tag: st
 
 
 def _as_read(session: Session) -> dict[str, int]:
-    """Find frozen weights that are unchanged since they were read; return their fingerprints. A collective."""
+    """Return the fingerprints of frozen weights that are unchanged since they were read from files; a collective."""
     now = fingerprints(session.model, session.read)
     return {name: value for name, value in now.items() if value == session.read[name]}
 
@@ -205,7 +206,7 @@ def _make_current(
 def mark_best(directory: Path, step: int, measured: tuple[str, float] | None) -> None:
     """Mark the checkpoint of ``step``, which was written before its evaluation, if it is the best; a collective.
 
-    See :func:`save_checkpoint` for the arguments.
+    ``measured`` is the name and value of the metric, or None.
     """
     with errors_on_all_ranks(OSError):
         if is_main():

@@ -46,7 +46,7 @@ BEAT_SECONDS, STALE_SECONDS = 10.0, 60.0
 
 
 class RunLock:
-    """Context that locks a directory from :meth:`take` (optional) to its exit."""
+    """Context manager that keeps a directory locked from the call of :meth:`take`, if there is one, to its exit."""
 
     def __init__(self) -> None:
         self._file: IO[str] | None = None
@@ -74,7 +74,8 @@ class RunLock:
             key: the recipe's key of the directory, for the message.
 
         Raises:
-            RankError: on every rank: another job runs in the directory; with its process, machine and start time.
+            RankError: on every rank: another job runs in the directory; the message has its process, machine and start
+                time.
         """
         self._path = path = directory / RUNNING
         with errors_on_all_ranks(OSError, ValueError):
@@ -91,14 +92,16 @@ class RunLock:
         barrier()  # all ranks hold the lock
 
     def _share(self, what: str) -> None:
-        """Lock the file shared with the other ranks. Raises ValueError if another job was faster."""
+        """Take a shared lock on the file, as all ranks of the job do. Raises ValueError if another job has locked it
+        meanwhile."""
         assert self._file is not None
         if not _lock(self._file, fcntl.LOCK_SH):
             raise ValueError(f"{what}: another job has started in it at the same moment; start one of the two again")
 
     @staticmethod
     def _take_alone(path: Path, what: str) -> IO[str]:
-        """Lock the file exclusively, and write host, process id and time. Raises ValueError if another job holds it."""
+        """Lock the file exclusively, and write host, process id and time. Raises ValueError if another job has locked
+        the file."""
         while True:
             file = open(path, "a+", opener=lambda name, how: os.open(name, how | os.O_NOFOLLOW, 0o666))  # noqa: SIM115
             free = _lock(file, fcntl.LOCK_EX)
@@ -134,7 +137,7 @@ def _lock(file: IO[str], kind: int) -> bool:
 
 
 def _of_a_running_job(path: Path, text: str) -> bool:
-    """Tell if an unlocked file belongs to a running job of another machine, which renews it."""
+    """Tell if an unlocked file belongs to a running job of another machine: its modification time is recent."""
     try:
         if json.loads(text)["host"] == socket.gethostname():
             return False  # a running job of this machine would hold the lock
@@ -176,7 +179,7 @@ def join_ranks() -> torch.device:
 
     Raises:
         RecipeError: the job has several processes, but RANK is not in the environment.
-        RankError: see :func:`model.zero.own_device` and :func:`model.zero.init_process_group`.
+        RankError: the machine has too few devices, or the ranks did not meet.
     """
     # DeepSpeed calls two torch collectives by names deprecated in torch 2.13; users cannot change that.
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
@@ -213,7 +216,7 @@ DEEPSPEED_LAUNCHER = "deepspeed.launcher.launch"
 
 
 class StopRequests:
-    """Context in which ``SIGNALS`` only set a flag; handlers are restored at its exit.
+    """Context manager in which ``SIGNALS`` only set a flag; the signal handlers are restored at its exit.
 
     Use it around the steps and the saves. While a model loads, a signal may end the process at once: nothing is lost.
     """
@@ -258,7 +261,7 @@ class StopRequests:
             self._wakeup = None
 
     def work_alone(self) -> None:
-        """Stop watching the other ranks of this machine: from here on this rank waits in no collective."""
+        """Stop watching the other ranks of this machine, before work in which this rank waits in no collective."""
         with self._looking:
             self._peers = []
 

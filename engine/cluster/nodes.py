@@ -1,16 +1,16 @@
-"""Agreement of ranks: all that decides what a rank learns is compared before weights are read.
+"""Compare ranks before weights are read: everything that affects their results must be equal.
 
 Ranks may be started by hand with other arguments or in other directories, and machines may differ in disks, checkouts
 and environments, mostly without an error: with other data or seeds the batches of ranks overlap, with other weights
-ZeRO mixes two models, with another number of steps a rank waits in a collective, and an output directory that is not
-shared gets a part of a checkpoint. So ranks are compared, and all end if two of them differ:
+ZeRO mixes two models, with another number of steps ranks wait in a collective, and an output directory that is not
+shared gets only a part of a checkpoint. So three functions compare ranks, and all ranks end if two differ:
 
 - :func:`check_ranks_agree`, the first exchange of every job: script, recipe, versions, sources, environment, files;
 - :func:`check_same_samples`: the tokens and labels that the ranks read;
 - :func:`check_shared`: the output directory.
 
-Only devices, paths of caches and the network may differ. When all is equal, these cost a few small gathers: of digests,
-and of the files' identities. Files are read only if ranks see different copies of them, by one rank of each copy.
+Only devices, paths of caches and the network may differ. If all is equal, these functions cost a few small gathers of
+digests and file identities. Files are read only if ranks see different copies of them; one rank reads each copy.
 
 With a process group, :mod:`model.ranks` raises an error of one rank on all of them. Without it, a rank with a bad
 recipe or a missing file would exit alone, and the others would wait until the timeout: see :func:`tell_other_ranks`.
@@ -70,11 +70,11 @@ def check_ranks_agree(inputs: Mapping[str, Any], files: Mapping[str, str | Path 
     """Refuse ranks that differ in script, inputs, versions, sources, environment or files; a collective.
 
     Args:
-        inputs: all that the ranks were asked to do, by name; plain values, which may be nested.
+        inputs: arguments of the job that must be equal, by name; plain values, which may be nested.
         files: files and directories that the ranks read, by name; a value may be None, or a path without a file.
 
     Raises:
-        RankError: on every rank, with the first differences, the values and their ranks.
+        RankError: on every rank: ranks differ; the message has the first differences, the values and their ranks.
     """
     if world_size() == 1:
         return
@@ -129,7 +129,7 @@ def check_same_samples(*samples: Sequence[Sample]) -> None:
     """Refuse ranks whose samples differ, as ranks draw samples by index; a collective.
 
     Raises:
-        RankError: on every rank, with numbers and digests of the samples.
+        RankError: on every rank: samples differ; the message has their numbers and digests.
     """
     if world_size() > 1:
         texts = [f"{len(part):,} samples, digest {digest_of_samples(part)}" for part in samples if part]
@@ -146,7 +146,8 @@ def check_shared(directory: Path, key: str) -> None:
         key: the recipe's key of the directory, for the message.
 
     Raises:
-        RankError: on every rank, with the directory and the ranks, or the reason why it cannot be written.
+        RankError: on every rank: the directory is not shared, or cannot be written; the message names the ranks or the
+            reason.
     """
     probe: str | None = None
     with errors_on_all_ranks(OSError):
@@ -180,7 +181,7 @@ def _appears(path: Path) -> bool:
 def _compare(facts: dict[str, str], loaded: Mapping[str, str] | None = None) -> None:
     """Raise on every rank if ranks differ in ``facts``, or in a value of ``loaded`` that both have; a collective.
 
-    The ranks exchange a digest, and what they know only if digests differ.
+    The ranks exchange a digest, and the values themselves only if digests differ.
     """
     known = (facts, loaded or {})
     if len({*gather_objects(hashlib.blake2b(repr(known).encode(), digest_size=16).digest())}) == 1:
@@ -200,7 +201,8 @@ def _compare(facts: dict[str, str], loaded: Mapping[str, str] | None = None) -> 
 
 
 def _difference(name: str, values: Sequence[tuple[str, str | None]]) -> list[str]:
-    """Describe the values of all ranks (host, value) if they differ, each with its first host and its ranks."""
+    """Describe the values of all ranks, given as (host, value), if they differ: each value with its first host and its
+    ranks."""
     ranks: dict[str, list[int]] = {}
     for index, (_, value) in enumerate(values):
         if value is not None:
@@ -231,7 +233,7 @@ def _facts(inputs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _loaded() -> Iterator[tuple[str, str]]:
-    """Yield the version of every package that is imported, and a digest of every file of the user's that is."""
+    """Yield the version of every imported package, and a digest of every imported file of the user."""
     stdlib = sysconfig.get_path("stdlib")
     for name, module in sorted(sys.modules.items()):
         known = getattr(module, "__dict__", {})  # asking a lazy module would import it
@@ -258,13 +260,13 @@ def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
 
 
 def tell_other_ranks(error: str) -> bool:
-    """Raise an error that occurred before the process group existed on the other ranks, too.
+    """Send an error that occurred before the process group existed to the other ranks, which raise it too.
 
     Every process group starts with an exchange of such errors (:func:`engine.session.context.init_ranks`), so this rank
-    joins the group to send its own. Does nothing if there is a single rank, or a process group already.
+    joins the group to send its own. No effect with a single rank, or if a process group exists already.
 
     Returns:
-        True if no rank before this one has the same error, or none is there.
+        True if this rank should print the error: no lower rank has the same one, or no other rank answers.
     """
     if os.environ.get("WORLD_SIZE", "1") == "1" or dist.is_initialized():
         return False

@@ -59,9 +59,9 @@ UNMERGED_FORMATS = ("compressed", "vllm_fp8", "dequantized", "peft")
 
 @dataclass
 class Recipe:
-    """Output directory, schedule events and ZeRO strategy.
+    """Recipe of a run: its sections, and the options output_dir, schedule and deepspeed.
 
-    The whole recipe: built from YAML and the command line by :func:`engine.config.reading.parse_recipe`, or in Python.
+    Built from YAML and the command line by :func:`engine.config.reading.parse_recipe`, or in Python.
 
     Raises:
         RecipeError: a value is out of bounds or contradicts another value.
@@ -118,7 +118,7 @@ class Recipe:
         return self.quant.fake_quant_start == -1 and not any(event.fake_quant for event in self.schedule)
 
     def invalidates(self) -> bool:
-        """Tell if training invalidates inactive scales.
+        """Tell if training invalidates inactive scales (of layers whose fake quant is off).
 
         With unmerged adapters it does not: the base model and the inputs of its layers stay unchanged.
         """
@@ -210,7 +210,7 @@ def _named_twice(data: DataRecipe, identity: Callable[[str], Hashable]) -> Itera
 
 
 def _file_identity(path: str) -> Hashable:
-    """Return the identity of a file under all its names (device, inode); the path if it does not exist."""
+    """Return (device, inode) of a file, which are equal for all its names; the path if the file does not exist."""
     try:
         found = os.stat(path)
     except OSError:
@@ -248,7 +248,8 @@ def derive(recipe: Recipe, before: dict[str, Any]) -> None:
 
 
 def idle(recipe: Recipe) -> Iterator[tuple[str, Any, str]]:
-    """Yield changed options without effect: key, default, and the condition of an effect."""
+    """Yield options that differ from their default but have no effect: key, default, and the condition for an
+    effect."""
     for key, section, item in recipe_options(recipe):
         default = item.metadata[DERIVED](recipe) if DERIVED in item.metadata else default_of(item)
         if ONLY_WITH in item.metadata and getattr(section, item.name) != default:

@@ -238,7 +238,7 @@ def read_ds_config(path: Path) -> dict[str, Any]:
 
 
 def _no_json(path: Path, error: Exception) -> str:
-    """Write the error text for a file that is not JSON, or has what Python or DeepQAT does not read."""
+    """Write the error text for a file that is not JSON, or not JSON that DeepQAT accepts."""
     if isinstance(error, json.JSONDecodeError):
         return f"{path}, line {error.lineno}: not JSON ({error.msg}, column {error.colno})"
     if isinstance(error, UnicodeDecodeError):
@@ -366,7 +366,7 @@ def _take_out_optimizer(config: dict[str, Any], recipe: Recipe) -> list[str]:
 
 
 def _gather_problems(config: dict[str, Any], recipe: Recipe) -> Iterator[str]:
-    """Yield problems with quant.quantized_all_gather: the model's dtype, the stage or hpZ."""
+    """Yield conflicts with quant.quantized_all_gather: in the model's dtype, the ZeRO stage or hpZ."""
     zero = config.get("zero_optimization", {})
     stage, hpz = zero.get("stage", 0), zero.get("zero_hpz_partition_size", 1)
     on = "but quant.quantized_all_gather is true"

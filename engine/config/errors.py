@@ -83,7 +83,7 @@ def default_of(item: Field[Any]) -> Any:
 
 
 def need(good: bool, key: str, value: object, expected: str) -> Iterator[str]:
-    """Yield the problem line of ``key`` unless the value is good."""
+    """Yield the line "key: value, expected ..." unless ``good``."""
     if not good:
         yield f"{key}: {value!r}, expected {expected}"
 
@@ -157,7 +157,7 @@ def each(of_items: dict[str, Any]) -> dict[str, Any]:
 
 
 def value_problems(key: str, value: Any, declared: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a problem line if metadata does not allow the value; null is always allowed."""
+    """Yield a problem line if the option's metadata ``declared`` does not allow the value; null is always allowed."""
     if CHECK in declared and value is not None and (expected := declared[CHECK](value)):
         yield from need(False, key, value[:200] if isinstance(value, str) else value, expected)
 
@@ -195,7 +195,8 @@ def checkpoint_problems(key: str, path: str, *, weights: bool = False) -> Iterat
 
 
 def _no_checkpoint(files: list[str]) -> str:
-    """Return a clause on files that hold weights in a form that is not read; empty if there are none."""
+    """Return a clause about files with weights in a format that is not supported (``*.bin``, ...); empty if there are
+    none."""
     for ending, why in NOT_READ.items():
         if found := sorted(os.path.basename(file) for file in files if file.lower().endswith(ending)):
             more = f" and {len(found) - 1} more" if len(found) > 1 else ""

@@ -61,7 +61,7 @@ _ROTATES = Condition("quant.rotate names layers", lambda r: r.quant.rotate)
 
 @dataclass
 class SchemeRecipe:
-    """A scheme composed in the recipe from quantizations of weights and inputs (see quant.spec.TensorSpec)."""
+    """A scheme of the recipe's own (quant.schemes): number formats of weights and inputs."""
 
     weights: TensorSpec
     """Quantization of the weights."""
@@ -186,7 +186,8 @@ class QuantRecipe:
         return 0 if self.initial_input_scale is not None and self.init == "rtn" else 16
 
     def problems(self) -> Iterator[str]:
-        """Yield a line for each scheme name that is taken or unknown, and for each composed scheme that is invalid."""
+        """Yield a line for each scheme name that is taken or unknown, and for each invalid scheme under
+        quant.schemes."""
         if wrong := [problem for name, own in self.schemes.items() for problem in _problems_of_scheme(name, own)]:
             yield from wrong
             return  # the checks below need valid schemes
@@ -224,7 +225,7 @@ class QuantRecipe:
         yield from need(name in good, f"quant.{place}", name, f"one of {', '.join(good)}")
 
     def _scheme(self, name: str) -> Scheme:
-        """Look up a scheme by name, among the shipped ones and ``schemes``."""
+        """Look up a scheme by name, among the presets and quant.schemes."""
         return SCHEMES[name] if name in SCHEMES else self.schemes[name].scheme(name)
 
     def own_weights(self) -> list[TensorSpec]:
@@ -247,12 +248,13 @@ class QuantRecipe:
         ]
 
     def ranges(self) -> Ranges:
-        """Return the criteria of measured scales: largest magnitude, percentile or squared error."""
+        """Return the methods to measure scales: largest magnitude, percentile or squared error."""
         weights = "absmax" if self.scales_follow_weights else self.weight_range
         return Ranges(weights, self.signed_scales, self.input_range, self.percentile)
 
     def scales_brought_by(self) -> str | None:
-        """Return the key of the first weight scales' source; None if they are measured from the weights."""
+        """Return the option that names the source of the initial weight scales; None if they are measured from the
+        weights."""
         brought = {
             "quant.init": self.init != "rtn",
             "quant.start": bool(self.start),
@@ -266,7 +268,8 @@ class QuantRecipe:
         return None if self.lm_head is None else self._scheme(self.lm_head)
 
     def unties(self) -> bool:
-        """Return True if lm_head and embeddings get a weight each: readers support no quantized weight that is both."""
+        """Return True if tied lm_head and embeddings must become two weights: no reader supports a quantized weight
+        that is both."""
         return self.lm_head is not None or self.embedding is not None
 
     def embedding_scheme(self) -> Scheme | None:
@@ -284,11 +287,11 @@ class QuantRecipe:
         return list(dict.fromkeys(scheme for scheme in found if scheme is not None))
 
     def known(self) -> bool:
-        """Tell if all named schemes exist, and all composed ones are valid."""
+        """Tell if all schemes that the section names exist, and all schemes under quant.schemes are valid."""
         return not any(True for _ in self.problems())
 
     def quantizes_activations(self) -> bool:
-        """Tell if some layer may quantize its input, or attention its KV cache."""
+        """Tell if the scheme of some layer quantizes inputs, or the preset quantizes the KV cache."""
         return any(scheme.activations for scheme in self.linear_schemes()) or self.stores_input_scales()
 
     def stores_input_scales(self) -> bool:
@@ -297,7 +300,7 @@ class QuantRecipe:
         return stored or self.quantizes_cache()
 
     def quantizes_cache(self) -> bool:
-        """Tell if keys and values are quantized."""
+        """Tell if the KV cache (keys and values of attention) is quantized."""
         return self.known() and self.preset().kv_cache is not None
 
     def learns_input_scales(self) -> bool:
@@ -321,7 +324,7 @@ class QuantRecipe:
 
 
 def _problems_of_scheme(name: str, own: SchemeRecipe) -> Iterator[str]:
-    """Yield a problem line if a composed scheme's name is taken, and another line if the scheme is invalid."""
+    """Yield problem lines of a scheme under quant.schemes: its name is taken, or it is invalid."""
     if name in PRESETS or name == NONE:
         yield f"quant.schemes.{name}: this name is taken, expected a name other than {NONE} and the presets'"
     try:

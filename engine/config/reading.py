@@ -93,7 +93,7 @@ def _text_of(path: str) -> str:
 
 
 def _size(node: yaml.Node, sizes: dict[int, float]) -> float:
-    """Count the values of a node with its aliases expanded: a few lines of aliases can mean billions of values.
+    """Count the values of a YAML node with its aliases expanded: a few lines of aliases can mean billions of values.
 
     ``sizes`` caches the counts of nodes. A node that contains itself counts as infinite.
     """
@@ -106,7 +106,7 @@ def _size(node: yaml.Node, sizes: dict[int, float]) -> float:
 
 
 def _key_problems(node: yaml.MappingNode, section: type, prefix: str) -> Iterator[tuple[int, str]]:
-    """Yield line number and text of every problem with the keys of a mapping, and of the sections in it."""
+    """Yield line number and text of every problem with the keys of a YAML mapping and of the mappings in it."""
     known: dict[str, Any] = {
         item.name: item.type | None if DERIVED in item.metadata else item.type  # type: ignore[operator]
         for item in dataclass_fields(section)
@@ -138,14 +138,15 @@ def _shown(key: str) -> str:
 
 
 def _found(node: yaml.Node | None) -> str:
-    """Describe a node that should be a mapping: its value in short, or its kind."""
+    """Describe for a message a YAML node that should be a mapping: its value, shortened, or its kind."""
     if node is None or node.tag == "tag:yaml.org,2002:null":
         return "null"
     return _shown(str(node.value)) if isinstance(node, yaml.ScalarNode) else "a list"
 
 
 def _value_problems(node: yaml.Node, kind: Any, path: str, line: int) -> Iterator[tuple[int, str]]:
-    """Yield problems of a value of type ``kind``: null if required, integers too large for a float, text as a section.
+    """Yield problems of a value of type ``kind``: null where a value is required, an integer too large for a float,
+    text in place of a section.
 
     jsonargparse accepts null for any type. It would also import a class whose name is given in place of a section; a
     recipe is plain data, so such a text is refused here.
@@ -173,8 +174,8 @@ def _value_problems(node: yaml.Node, kind: Any, path: str, line: int) -> Iterato
 
 
 def _lines(error: ArgumentError, *, without_file: bool) -> str:
-    """Convert jsonargparse's message to a line that starts with the key's path; to one line for each missing key, or to
-    one line that asks for a recipe if the command line names none."""
+    """Convert jsonargparse's message to a line that starts with the key's path, or one line for each missing key.
+    ``without_file``: the command line names no recipe; the line asks for one."""
     text = " ".join(str(error).split())
     if missing := re.fullmatch(r"the following arguments are required: (.*)", text):
         if without_file:

@@ -371,7 +371,7 @@ class TrainRecipe:
 
 @dataclass
 class EventRecipe:
-    """One change during the run: when it happens (one of at, every, when), and what (at least one of the others)."""
+    """One change during the run: its time (exactly one of at, every, when), and at least one of the other options."""
 
     at: int | None = field(default=None, metadata=at_least(0))
     """Once, when this many optimizer steps are done and before the next step begins."""

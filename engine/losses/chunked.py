@@ -64,9 +64,9 @@ class TeacherHidden:
 
 
 class TeacherTopK(NamedTuple):
-    """Output of a cached teacher: a row of ``top`` for each valid position, row-major.
+    """Output of a cached teacher: a row of ``top`` for each position with a target, in row-major order.
 
-    ``vocabulary``: see :class:`TeacherHidden`.
+    ``vocabulary``: compare teacher and student on token ids below this number, renormalized; None: on all ids.
     """
 
     top: TopK
@@ -97,7 +97,7 @@ def chunked_losses(
     function: LogitFunction = UNCHANGED,
     positions: Tensor | None = None,
 ) -> LossResult:
-    """Compute all losses of the positions whose label is not -100, see the module's docstring.
+    """Compute all losses of the positions whose label is not -100, a chunk of positions at a time.
 
     Args:
         hidden: ``[..., H]``, the input of lm_head.
@@ -161,7 +161,7 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor, positions: Tensor, te
 
 
 class _Job(NamedTuple):
-    """Non-tensor arguments of the autograd Function; see :func:`chunked_losses`.
+    """Non-tensor arguments of the autograd Function, most with the meaning that they have in :func:`chunked_losses`.
 
     Attributes:
         names: names of the computed losses, in their order.
@@ -179,7 +179,8 @@ class _Job(NamedTuple):
 
 
 class _ChunkedLosses(torch.autograd.Function):
-    """Loop over the chunks. The forward also computes the gradients; the backward only multiplies them by a number."""
+    """Autograd function of :func:`chunked_losses`. Its forward loops over the chunks and computes losses and gradients;
+    its backward only multiplies these gradients by a number."""
 
     @staticmethod
     def forward(
@@ -256,7 +257,7 @@ class _Projection:
 
 
 def _rows(teacher: Tensor | TopK | None, rows: slice) -> Tensor | TopK | None:
-    """Take rows of the teacher's output."""
+    """Select rows of the teacher's output: hidden states, the top K of a cache, or None."""
     if isinstance(teacher, TopK):
         return TopK(*(tensor[rows] for tensor in teacher))
     return None if teacher is None else teacher[rows]
@@ -270,10 +271,10 @@ def _losses_of_block(job: _Job, logits: Tensor, teacher: Tensor | TopK | None, l
         logits: output of the student's lm_head [R, V]; overwritten by the gradient, if it is needed.
         teacher: output of the teacher's lm_head [R, V'], the top K of a cache, or None without distillation.
         labels: int64 [R].
-        values: [losses, R]; the losses are written here, in the order of :meth:`Objective.parts`.
+        values: [losses, R]; the losses are written here, in the order of ``job.names``.
 
     Raises:
-        ValueError: see :func:`_token_loss`.
+        ValueError: a user's loss does not return a tensor [R] that depends on the student's logits.
     """
     objective, factor = job.objective, job.scale * job.gradient_scale
     student = job.function(logits.to(_work_dtype(logits.dtype)))
@@ -312,7 +313,8 @@ def _losses_of_block(job: _Job, logits: Tensor, teacher: Tensor | TopK | None, l
 def _token_loss(loss: NamedTokenLoss, chunk: LossChunk, gradient: Tensor | None, factor: float) -> Tensor:
     """Compute a user's loss of R tokens, and add its gradient from autograd to ``gradient``.
 
-    Raises ValueError: the loss is not a tensor [R], or does not depend on the student's logits."""
+    Raises ValueError if the loss is not a tensor [R], or does not depend on the student's logits.
+    """
     leaf = chunk.student.detach().requires_grad_()
     with torch.enable_grad():
         value = loss.function(chunk._replace(student=leaf))

@@ -66,7 +66,7 @@ class Distillation:
     """Kind and options of the distillation loss.
 
     Attributes:
-        kind: see the table in the module's docstring.
+        kind: ``kl``, ``rkl``, ``cakld``, ``kd``, ``mse``, ``kl_top_k`` or ``r_kl_top_k``; the module defines them.
         temperature: temperature of kind ``kd``; unused by the other kinds.
         top_k: K of ``kl_top_k`` and ``r_kl_top_k``.
         tail: True for one more bucket for all other tokens, in ``kl_top_k`` and ``r_kl_top_k``.
@@ -147,7 +147,7 @@ class Objective:
         return {"lm": self.lm_weight, "kd": self.kd_weight, **{loss.name: loss.weight for loss in self.token_losses}}
 
     def parts(self, *, distils: bool, diagnostics: bool) -> list[str]:
-        """List the names of all losses and diagnostics that are computed, in their order."""
+        """List the names of all losses and diagnostics that a step computes, in the order of their sums."""
         own = [loss.name for loss in self.token_losses]
         return ["lm", *(["kd"] if distils else []), *own, *(DIAGNOSTICS if diagnostics else ())]
 
@@ -219,7 +219,7 @@ def distil(
         teacher: logits [R, V], fp32, or the top K of a cache.
         labels: int64 [R], each below V.
         gradient: [R, V]; ``weight`` times the gradient of each token's loss is added to its row.
-        weight: see ``gradient``.
+        weight: factor of the gradients added to ``gradient``; the returned losses are unweighted.
     """
     if spec.kind in TOP_K_KINDS:
         return _on_top_k(spec, student, log_q, teacher, gradient, weight)

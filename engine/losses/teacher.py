@@ -1,9 +1,9 @@
 """Teachers: another model, the student itself without fake quant, or a cache on disk.
 
-``forward(inputs, batch)`` of a teacher runs it on a micro-batch (on the device), with the arguments of the student's
-forward, before that forward; a collective. It returns hidden states, not logits; the losses are computed from them
-inside the student's lm_head. Under ZeRO stage 3 the lm_head of another model is gathered there, once per micro-batch,
-by all ranks, including ranks without a valid token.
+``forward(inputs, batch)`` of a teacher runs it on a micro-batch before the student, with the arguments ``inputs`` of
+the student's forward; a collective. It returns hidden states, not logits; the losses are computed from them inside the
+student's lm_head. Under ZeRO stage 3 the lm_head of a teacher model is gathered meanwhile, once per micro-batch, by all
+ranks, including ranks without a valid token.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class TeacherOutput(NamedTuple):
 
     Attributes:
         teacher: argument of :func:`engine.losses.chunked.chunked_losses`.
-        parameters: parameters to gather around that call, besides the student's lm_head.
+        parameters: parameters to gather around the call of chunked_losses, besides the student's lm_head.
     """
 
     teacher: losses.TeacherTargets
@@ -39,13 +39,13 @@ class TeacherOutput(NamedTuple):
 
 @dataclass
 class ModelTeacher:
-    """Frozen model beside the student.
+    """Teacher that is a frozen model beside the student.
 
     Attributes:
         module: the model (an engine under stage 3), without its lm_head.
         head_proxy: replacement of lm_head in the model.
         head: the model's lm_head, gathered only while the losses are computed.
-        vocabulary: see :class:`engine.losses.chunked.TeacherHidden`.
+        vocabulary: losses compare token ids below this number; None: all.
     """
 
     module: nn.Module
@@ -66,7 +66,7 @@ class ModelTeacher:
 
 @dataclass
 class SelfTeacher:
-    """Student without fake quant and adapters: the initial model, as long as weights are frozen.
+    """Teacher that is the student without fake quant and adapters: the initial model, as long as weights are frozen.
 
     Costs a second forward and no memory for weights.
     """
@@ -76,7 +76,7 @@ class SelfTeacher:
     quantization: Quantization
 
     def forward(self, inputs: dict[str, Any], batch: MicroBatch) -> TeacherOutput:
-        """Run the student by :func:`unquantized_forward`."""
+        """Run the student without fake quant and adapters; a collective."""
         logits = unquantized_forward(self.engine, self.head, self.quantization, inputs)
         hidden = self.head.collect(logits, "the student")
         # The unquantized weight of lm_head; the student's losses may use a quantized one. It is gathered while the
@@ -105,14 +105,16 @@ def unquantized_forward(
 
 @dataclass
 class CachedTeacher:
-    """Cache of the training samples written by ``launch/cache_teacher.py``; no model in memory."""
+    """Teacher whose outputs for the training samples are read from a cache of ``launch/cache_teacher.py``; no model in
+    memory."""
 
     cache: TeacherCache
 
     def forward(self, inputs: dict[str, Any], batch: MicroBatch) -> TeacherOutput:
         """Read the rows of the batch's samples; valid positions have the same order in cache and batch.
 
-        Raises ValueError: the batch and the cache have different numbers of targets for these samples."""
+        Raises ValueError if the batch and the cache have different numbers of targets for these samples.
+        """
         positions = len(batch["positions"])
         rows = self.cache.rows(batch["sample_ids"].tolist())
         if positions == 0:  # a batch with all targets removed

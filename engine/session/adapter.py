@@ -32,7 +32,7 @@ def check_adapters(recipe: Recipe, model: PreTrainedModel, exempt: Sequence[str]
     Args:
         recipe: recipe of a run with adapters.
         model: the student, before it is quantized.
-        exempt, named: see :func:`quant.replace_layers`.
+        exempt, named: regexes on names of layers that stay unquantized, and schemes of layers by exact name.
 
     Raises:
         ValueError: one line for each kind of problem, with the layers and the remedy.
@@ -62,7 +62,7 @@ def pack_base(recipe: Recipe, model: PreTrainedModel, exempt: Sequence[str], nam
     An unquantized ``model.path`` is quantized on load (:mod:`model.quantized.quantize_on_load`).
 
     Args:
-        recipe, model, exempt, named: see :func:`check_adapters`; parameters are on the meta device.
+        recipe, model: the run, and the student with parameters on the meta device.
 
     Raises:
         ValueError: a layer cannot be packed or quantized on load, or an option needs the unquantized weights.
@@ -92,7 +92,8 @@ _ELSE = "set adapter.base to weights, or model.path to a quantized checkpoint, w
 
 
 def _check_made(recipe: Recipe) -> None:
-    """Refuse options that need unquantized weights: weights that are quantized on load are kept as codes only."""
+    """Raise ValueError for options that need unquantized weights: weights that are quantized on load are kept as codes
+    only."""
     path = f"adapter.base: quantized: model.path {recipe.model.path!r} is not quantized, and only its codes are kept: "
     if recipe.teacher_kind() == "self":
         raise ValueError(f"{path}set loss.teacher to it, as loss.teacher self would be the quantized model")
@@ -129,7 +130,8 @@ def _check_start(
 
 
 def _source(recipe: Recipe, model: PreTrainedModel, names: Iterable[str]) -> PeftSource:
-    """Read the adapter in ``adapter.start`` for the layers ``names``; errors as in :func:`model.peft.read_adapter`."""
+    """Read the adapter in ``adapter.start`` for the layers ``names``. Raises ValueError if there is none, or it is
+    unsupported."""
     try:
         return read_adapter(Path(str(recipe.adapter.start)), model, names)
     except ValueError as error:
@@ -137,7 +139,8 @@ def _source(recipe: Recipe, model: PreTrainedModel, names: Iterable[str]) -> Pef
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield all layers that patterns can match: Linears, embeddings, and stacks under the name of each Linear."""
+    """Yield all layers that patterns can match: Linears, embeddings, and each stack of experts once for the name of
+    each of its Linears."""
     for name, module in model.named_modules():
         if isinstance(module, StackedLinear):
             yield from ((part.name, module) for part in linears_of(name, module))

@@ -71,7 +71,7 @@ def load_teacher(recipe: Recipe, context: RunContext, logits: int) -> ModelTeach
         context: result of :func:`engine.session.context.start_ranks`.
         logits: number of the student's logits per token.
 
-    Raises the errors of :func:`model.checkpoint.load.load_weights`.
+    Raises RankError on every rank if the files do not fit the model.
     """
     path = str(recipe.loss.teacher)
     model = build_for(recipe, path, teacher_config(context.ds_config), context.device)
@@ -98,11 +98,11 @@ def check_cache(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, logits: int)
     """Check by its manifest that ``loss.teacher_cache`` fits the recipe; a collective.
 
     Args:
-        recipe, tokenizer, logits: see :func:`check_teacher`.
+        recipe, tokenizer, logits: the run, the student's tokenizer, and the number of the student's logits per token.
 
     Raises:
         RankError: on every rank: the cache is incomplete, keeps fewer tokens than ``loss.top_k``, or was made with
-            another tokenizer, by another teacher or of another number of tokens.
+            another tokenizer, by another teacher, or for another vocabulary size.
     """
     directory, top_k, teacher = str(recipe.loss.teacher_cache), recipe.loss.top_k, recipe.loss.teacher
     with errors_on_all_ranks(OSError, ValueError):

@@ -57,7 +57,7 @@ def start_ranks(recipe: Recipe, inputs: Mapping[str, Any] | None = None) -> RunC
 
     Args:
         recipe: the run.
-        inputs: what else decides its results, by name.
+        inputs: other values that must be equal on all ranks (such as schedule actions), by name.
 
     Raises:
         RecipeError: on every rank, before there is a process group: the DeepSpeed configuration is wrong.
@@ -88,13 +88,12 @@ def init_ranks(
 ) -> torch.device:
     """Start the process group (NCCL on CUDA, gloo on CPU) and return this rank's device.
 
-    Without a launcher the process is rank 0 of 1. ``inputs`` and ``files`` are what the ranks were asked to do and what
-    they read (:func:`engine.cluster.nodes.check_ranks_agree`).
+    Without a launcher the process is rank 0 of 1. ``inputs`` (arguments by name) and ``files`` (paths by name) must be
+    equal on all ranks.
 
     Raises:
         RecipeError: the job has several processes, but RANK is not in the environment.
-        RankError: the ranks differ, or another one failed before the group existed
-            (:func:`engine.cluster.nodes.tell_other_ranks`).
+        RankError: the ranks differ, or another rank failed before the group existed.
     """
     device = join_ranks()
     raise_everywhere(None)
@@ -119,7 +118,7 @@ def build_for(
 ) -> PreTrainedModel:
     """Build the student or the teacher in ``path`` without weights, with the options of the recipe's section model.
 
-    ``ds_config``, ``device``, ``hold``, ``untie``: see :func:`model.build.build_model`.
+    The other arguments are passed to :func:`model.build.build_model`.
     """
     own = recipe.model
     return build_model(
@@ -142,7 +141,7 @@ def build_loader(
 
     Args:
         recipe, tokenizer: the run, and the tokenizer of the student's checkpoint.
-        tokens: number of token ids that each model has, by the recipe's key of its directory.
+        tokens: number of token ids of each model (student, teacher), by the recipe's key of its directory.
 
     Returns:
         The loader, which shards the training samples over ranks and optimizer steps, and the held-out samples (None
@@ -179,7 +178,7 @@ def build_loader(
 def _check_tokens(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, samples: Iterable[Sample], tokens: Mapping[str, int]
 ) -> None:
-    """Refuse samples with a token that a model has no embedding or logit of. Raises ValueError."""
+    """Raise ValueError for samples with a token for which a model has no embedding or logit."""
     key, count = min(tokens.items(), key=lambda item: item[1])
     section, name = key.split(".")
     path = getattr(getattr(recipe, section), name)
@@ -215,7 +214,8 @@ def read_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
 
 @dataclass
 class Data:
-    """Samples of a run by their use; ``skip`` has the indices of training samples without targets (data.skip)."""
+    """Samples of a run by their use. ``skip``: indices of training samples that are in batches but have no targets
+    (data.skip)."""
 
     training: list[Sample]
     skip: list[int]

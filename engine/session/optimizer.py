@@ -53,9 +53,9 @@ def classify(model: nn.Module) -> Iterator[OwnedParameter]:
     """Yield every Parameter of the model once, in module order, with its kind.
 
     ``embedding`` is the token embedding and lm_head, tied or not. ``frozen`` are initial scales s0, global scales and
-    zero points, which never train, and the parameters of ``INDEXER``, also if shared. A 1-dimensional ``weight`` is a
-    norm: transformers has dozens of norm classes without a common base, and no other layer of its language models has a
-    1-dimensional weight.
+    zero points, which never train, and the parameters of modules named as in ``INDEXER``, also if shared. A
+    1-dimensional ``weight`` is a norm: transformers has dozens of norm classes without a common base, and no other
+    layer of its language models has a 1-dimensional weight.
     """
     of_kind = {id(parameter): "router" for parameter in _router_parameters(model)}
     for prefix, module in model.named_modules():
@@ -124,9 +124,9 @@ def check_patterns(names: Sequence[str], freeze: Sequence[str]) -> None:
 def set_learnable(model: nn.Module, learnable: LearnableRecipe) -> None:
     """Set ``requires_grad`` of every Parameter by the recipe's ``learnable`` section, before the engine is built.
 
-    Biases train with the weights, as do embeddings unless excluded. Frozen scales have no theta, so nothing is set.
-    Parameters frozen by the model's class (biases that correct the choice of experts, fixed initial states) stay
-    frozen: they get no gradient, and weight decay alone would change them.
+    Biases train with the weights, as do embeddings unless excluded. Scales that do not train have no theta. Parameters
+    frozen by the model's class (biases that correct the choice of experts, fixed initial states) stay frozen: they get
+    no gradient, and weight decay alone would change them.
 
     Raises:
         ValueError: a pattern of ``freeze`` matches no Parameter.
@@ -251,7 +251,7 @@ class SkippingAdamW(torch.optim.AdamW):
     overflow = False
 
     def step(self, closure=None):
-        """Update the parameters, unless a gradient is not finite."""
+        """Update the parameters; if a gradient is not finite, skip the update and set ``overflow``."""
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         self.overflow = not all(bool(gradient.isfinite().all()) for gradient in gradients)
         return None if self.overflow else super().step(closure)

@@ -1,6 +1,6 @@
 """Test a model at the start of a run, with its weights, on rows as long as those of training.
 
-Packing: do samples of a packed row influence each other? No configuration tells. transformers detects sequence
+Packing: do samples of a packed row influence each other? This is in no configuration. transformers detects sequence
 boundaries where ``position_ids`` restart (data/loader.py), but not every class passes them to its mask, recurrent and
 convolution layers ignore them, and an attention implementation may detect them in batches of one row only. So hidden
 states of B are compared between rows with samples A, A', B of random tokens:
@@ -8,9 +8,10 @@ states of B are compared between rows with samples A, A', B of random tokens:
     A B        A' B        B A        B A'        B
 
 - after A and after A': the influence of another sample on B. Shapes and kernels are the same, so dense models that
-  isolate samples return equal results. Experts get other numbers of tokens and round differently, by as much as
-  between before A and before A', which a causal model cannot see;
-- after A and before A: the influence of the position in the row, and other rounding: as between before A and alone.
+  isolate samples return equal results. Experts get other numbers of tokens and round differently; the rows B A and B A'
+  show by how much, as B cannot see what follows;
+- after A and before A: the influence of the position in the row, and other rounding, which is compared with that
+  between B A and B alone.
 
 Padding: do rows padded after their sample need an attention mask? In a causal model no token sees the padding after it.
 With a mask, transformers reads its content from the device, for which the host waits in every forward, and if there is
@@ -115,7 +116,7 @@ def boundary_problem(
         forward: maps a packed micro-batch to hidden states [rows, length, H]; called six times.
         vocabulary: token ids [n] to draw samples from.
         rows, length: shape of a micro-batch.
-        exact: see :class:`Asked`.
+        exact: True if the model has no experts.
     """
     size = length // 2
     drawn = random_samples(vocabulary, [tokens for tokens in (size, size, length - size) for _ in range(rows)])
@@ -197,7 +198,8 @@ def needs_mask(session: Session, samples: Sequence[Sample]) -> bool:
 
 
 def stop_asking(model: PreTrainedModel, forward: Callable[[MicroBatch], Tensor], batch: MicroBatch) -> bool:
-    """Stop transformers from reading sequence boundaries from the device, if results stay equal; a collective.
+    """Stop transformers from reading sequence boundaries from the device in every forward, if results stay equal; a
+    collective.
 
     Args:
         model: the model; unchanged unless its attention is sdpa.
@@ -231,7 +233,7 @@ def mask_problem(
             called five times.
         vocabulary: token ids [n] to draw samples and padding from.
         rows, length: shape of a micro-batch.
-        exact: see :class:`Asked`.
+        exact: True if the model has no experts.
     """
     given, other, first = _padded(vocabulary, rows, length)
     masked, masked_other = forward(given), forward(other)

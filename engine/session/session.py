@@ -1,7 +1,7 @@
 """The session: a run that is ready to train. Its models are checked before data is read, and built after it.
 
-:func:`check_models` builds the models once more, on the meta device, which takes no memory, and finds what
-configurations and headers of files can tell: an error of a model does not cost the minutes in which data is tokenized.
+:func:`check_models` first builds the models on the meta device, which takes no memory, and checks configurations and
+headers of files, so that an error in a model is found before data is tokenized for minutes.
 
 :func:`build_session` builds in the order that ZeRO requires.
 
@@ -66,7 +66,7 @@ class Overrides:
     frozen: set[str] = field(default_factory=set)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain values for a checkpoint."""
+        """Return the values that events have set, as plain values for a checkpoint."""
         return {
             "loss_weights": dict(self.loss_weights),
             "peak_rates": dict(self.peak_rates),
@@ -120,7 +120,7 @@ class Overrides:
 
 @dataclass(frozen=True)
 class CheckedModels:
-    """Student on the meta device, and how many token ids the models have.
+    """Student on the meta device, and the numbers of token ids of the models.
 
     Attributes:
         model, quantization: the student, quantized, without weights and scales.
@@ -135,7 +135,7 @@ class CheckedModels:
 def check_models(recipe: Recipe, context: RunContext, *, losses: bool = True) -> CheckedModels:
     """Check the student, its scales and the teacher; a collective. It prints nothing: :func:`build_session` does.
 
-    ``losses``: as in :func:`engine.session.student.build_student`; without losses there is no teacher.
+    ``losses``: False if the session will not compute losses (an export): then lm_head and teacher are not checked.
 
     Raises:
         RankError: on every rank: a model cannot be built or quantized, its files do not fit it, or the teacher's cache

@@ -71,7 +71,8 @@ def build_student(
 def empty_student(
     recipe: Recipe, ds_config: dict[str, Any], device: torch.device, *, losses: bool = True
 ) -> tuple[PreTrainedModel, dict[str, Scheme]]:
-    """Build the student without weights, and return it with the schemes of :func:`_named_schemes`."""
+    """Build the student without weights, and return it with the schemes of lm_head, embeddings or (``quant.scheme:
+    source``) all layers, by name. ``losses``: the session will compute losses, so lm_head must allow it."""
 
     def pack(model: PreTrainedModel) -> None:
         pack_base(recipe, model, _exempt(recipe, model), _named_schemes(recipe, model))
@@ -100,7 +101,8 @@ def empty_student(
 def quantize_student(
     recipe: Recipe, ds_config: dict[str, Any], device: torch.device, model: PreTrainedModel, named: dict[str, Scheme]
 ) -> Quantization:
-    """Replace Linears by quantized layers and set ``requires_grad``, in place; scales are not filled yet."""
+    """Replace Linears by quantized layers and set ``requires_grad``, in place; scales are not filled yet. ``named``:
+    schemes by layer name."""
     with errors_on_all_ranks(ValueError):
         quantization = replace_layers(
             model,
@@ -172,7 +174,7 @@ def _exempt(recipe: Recipe, model: PreTrainedModel) -> list[str]:
 
 
 def initial_scales(recipe: Recipe, model: PreTrainedModel, quantization: Quantization) -> set[str]:
-    """Fill all weight scales, and activation scales from the recipe's source; a collective.
+    """Fill all weight scales, and the input scales that the recipe's source has; a collective.
 
     Returns:
         Owners of the input groups whose scales remain to be calibrated.
@@ -209,7 +211,8 @@ def initial_codes(
 
 
 def _scales_of_files(recipe: Recipe, model: PreTrainedModel, quantization: Quantization) -> set[str]:
-    """Read the scales of :func:`initial_scales` from a PTQ checkpoint or a quantized ``model.path``."""
+    """Fill the scales from a PTQ checkpoint or a quantized ``model.path``; return the owners of input groups without a
+    scale."""
     start, scales = recipe.quant.start, recipe.quant.scales
     read = partial(take_start, inside=recipe.quant.snap_to_codes) if start else load_scales if scales else take_scales
     report = read(
@@ -277,7 +280,7 @@ class QuantizedShare:
 
     Attributes:
         parameters: numbers of quantized and of all elements by kind (attention, MLP, experts, other).
-        left_out: number of unquantized elements by parameter name, with numbers in it replaced by ``*``.
+        left_out: number of unquantized elements by parameter name, in which numbers are replaced by ``*``.
     """
 
     parameters: dict[str, tuple[int, int]]
