@@ -1,25 +1,25 @@
 """Locate the assistant's turns in the output of a chat template.
 
 The whole conversation is rendered once, and that text is trained on. To find a turn in it, the conversation is rendered
-again with a unique word, a mark, in place of each string of the turn: its content, its reasoning, the names, keys and
-values of its calls. The first rendering has to be the marked one with every mark replaced by its string. So each
-character of the turn is known to be the author's or the template's, and a template that changes, repeats or leaves out
-a string is refused.
+again with a unique word, a *mark*, in place of each string of the turn: its content, its reasoning, the names, keys and
+values of its tool calls. If every mark is replaced by its string, the second rendering must equal the first. So it is
+known which characters of the turn come from the data and which from the template, and a template that changes, repeats
+or omits a string is refused.
 
-- **Content with thinking.** A template may divide a content at tags (``<think>``, ``</think>``) and write the parts at
-  different places. Then each part between tags that the template's source names gets a mark of its own, and the
-  whitespace beside these tags may differ.
+- **Content with thinking.** A template may divide the content at tags (``<think>``, ``</think>``) and write the parts
+  at different places. Then each part between such tags (those in the template's source) gets a mark, and the whitespace
+  beside the tags may differ.
 - **Beginning.** A turn begins where the preceding conversation, rendered with the generation prompt, ends: that is the
-  model's input in serving. If the whole rendering does not begin with it, the template writes the context or the
-  beginning of a turn differently in serving: it strips the thinking of earlier turns, or opens ``<think>`` in the
-  generation prompt alone. Then the text that follows the preceding turn is compared instead, and the turn begins behind
-  the words and tags that the generation prompt shares with it.
-- **End.** A turn ends with its end-of-turn token: the first special token behind its last string, or one next to that
-  if generation stops only there (``<|end|>\\n<|endoftext|>``). Text that a template writes behind it is not part of the
-  turn: an EOS after the conversation, or the next turn's header.
+  model's input in serving. If the whole rendering does not begin with that text, the template writes the context or the
+  beginning of a turn differently in serving: it strips the thinking of earlier turns, or opens ``<think>`` only in the
+  generation prompt. Then only the text after the preceding turn is compared, and the turn begins after the words and
+  tags that it shares with the generation prompt.
+- **End.** A turn ends with its end-of-turn token: the first special token after its last string, or an adjacent one if
+  generation stops only there (``<|end|>\\n<|endoftext|>``). Later text (an EOS after the conversation, the next turn's
+  header) is not part of the turn.
 
-All strings of the last turn must be written. Of an earlier turn, a template may leave out reasoning or content once
-others follow, as it does in serving (`Answer.cut`). Words that it writes only if others follow are refused.
+The template must write all strings of the last turn. It may omit reasoning or content of an earlier turn when later
+turns follow, as in serving (`Answer.cut`). Words that it writes inside a turn only when later turns follow are refused.
 """
 
 import json
@@ -104,7 +104,7 @@ def render(template: Template, conversation: Conversation, loss_on: LossOn) -> R
 
 @dataclass(frozen=True, slots=True)
 class Occurrence:
-    """A mark, or the string that it replaces: characters ``[start, end)`` of a text."""
+    """Location of a mark, or of the string that it replaces: characters ``[start, end)`` of a text."""
 
     mark: str
     start: int
@@ -113,13 +113,13 @@ class Occurrence:
 
 @dataclass(frozen=True, slots=True)
 class _Marked:
-    """A text with marks."""
+    """A rendering with marks (see the module), and the locations of the marks."""
 
     text: str
     pieces: list[Occurrence]
 
     def behind(self) -> str:
-        """Return the text behind the last mark; empty without marks."""
+        """Return the text after the last mark; empty without marks."""
         return self.text[self.pieces[-1].end :] if self.pieces else ""
 
     def literal(self, start: int, end: int) -> str:
@@ -130,16 +130,16 @@ class _Marked:
 
 
 class Marks:
-    """Marks of one turn, or of several.
+    """Marks (see the module) for the strings of one turn, or of several.
 
     Args:
-        tags: divide the content at these matches, and leave them as they are; none by default.
+        tags: pattern of tags at which the content is divided, and which get no mark; None: the content gets one mark.
 
     Attributes:
-        forms: the forms in which a template may write a mark's string: as it is, or escaped in JSON.
-        kinds: the part of a turn that a mark's string is, and the turn's index.
+        forms: the forms in which a template may write each mark's string: unchanged, or escaped in JSON.
+        kinds: for each mark, the part of a turn that it replaces (content, reasoning, ...), and the turn's index.
         parts: the content's marks and tags, in order.
-        unlike: the first mark whose string the last call of `find` did not find; None if all are found.
+        unlike: the first mark whose string the last call of `find` missed; None if it found all.
     """
 
     def __init__(self, tags: re.Pattern[str] = NO_TAGS) -> None:
@@ -152,7 +152,8 @@ class Marks:
         self.unlike: str | None = None
 
     def turn(self, turn: Turn, index: int) -> Turn:
-        """Return a turn with marks in place of its strings. Blank strings stay, and whitespace around others."""
+        """Return a turn with marks in place of its strings; blank strings, and whitespace around strings, do not
+        change."""
         marked, self._index, self._escaped = dict(turn), index, turn["role"] == "tool"
         if REASONING in turn:
             marked[REASONING] = self._string(turn[REASONING], REASONING)
@@ -174,7 +175,7 @@ class Marks:
         return _Marked(text, [Occurrence(m[0], *m.span()) for m in _MARKS.finditer(text) if m[0] in self.forms])
 
     def find(self, marked: str, text: str) -> list[Occurrence] | None:
-        """Find the strings in a text; None if it is not the marked text with every mark replaced by its string."""
+        """Find the strings in ``text``; None unless it equals ``marked`` with every mark replaced by its string."""
         self.unlike = next((mark for mark in self.forms if mark not in marked), None)
         pieces = []
         at = end = 0
@@ -190,10 +191,10 @@ class Marks:
         return pieces if text[end:] == marked[at:] else None
 
     def content_end(self, pieces: list[Occurrence], text: str) -> int | None:
-        """Return the end of the content with its tags; 0 without content.
+        """Return where the content with its tags ends in ``text``; 0 without content.
 
-        None if a tag is missing, or has more than whitespace beside it. Parts in front may be missing: they are
-        thinking that the template leaves out.
+        None if a tag is missing, or text other than whitespace is between a tag and a part. Parts at the beginning may
+        be missing: templates omit earlier thinking.
         """
         found = [piece for piece in pieces if piece.mark in self.parts]
         if not found:
@@ -247,7 +248,8 @@ class Marks:
         return {**call, "function": {**function, "name": name, "arguments": marked}}
 
     def _value(self, value: Any) -> Any:
-        """Mark strings, numbers and keys. Marks of keys are in the order of the keys, by which a template may sort."""
+        """Replace strings, numbers and keys of a JSON value by marks. Marks of keys sort like the keys, as a template
+        may sort by key."""
         if isinstance(value, str):
             return self._string(value, ARGUMENT)
         if isinstance(value, dict):
@@ -264,7 +266,8 @@ class Marks:
 
 
 def _escaped(text: str) -> Iterator[str]:
-    """Yield a string's forms, longest first: as JSON inside of JSON, as JSON, as Python's repr, as it is."""
+    """Yield the forms in which a template may write a string, longest first: JSON inside of JSON, JSON, Python's repr,
+    unchanged."""
     for ascii_only in (True, False):
         once = json.dumps(text, ensure_ascii=ascii_only)[1:-1]
         yield json.dumps(once, ensure_ascii=ascii_only)[1:-1]
@@ -278,7 +281,8 @@ def _escaped(text: str) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A turn's strings in the whole rendering, and its marks in the rendering that ends with it."""
+    """Location of a turn: its strings in the rendering of the whole conversation, and its marks in the rendering that
+    ends with this turn."""
 
     pieces: list[Occurrence]
     end: int
@@ -289,7 +293,7 @@ class _Found:
 
 
 class _Writing:
-    """One conversation with its renderings."""
+    """One conversation and its renderings by the chat template, in which turns are located."""
 
     def __init__(self, template: Template, turns: list[Turn], conversation: Conversation) -> None:
         self.template = template
@@ -308,7 +312,8 @@ class _Writing:
         return self.template.write(turns, self.tools, self.variables, add_generation_prompt=add_generation_prompt)
 
     def spelled(self) -> tuple[list[Span], int]:
-        """Return the positions of spelled-out special tokens and 0; if they are not found, no positions and a count."""
+        """Return the positions of special tokens that the conversation spells out, and 0; or no positions and their
+        number, if they cannot be located."""
         special, conversation = self.template.special, [self.turns, self.tools, self.variables]
         if special.first_in(*conversation) is None:
             return [], 0
@@ -321,9 +326,10 @@ class _Writing:
         return [], special.count_in(*conversation)
 
     def check_context(self, learned: list[int]) -> None:
-        """Refuse a conversation if the template omits a tool, or a turn that is not learned: they change the answer.
+        """Raise BadLineError if the template omits a tool, or a turn that is not trained on: the answers may depend on
+        them.
 
-        A template may leave out reasoning, and the content beside earlier calls, which often is reasoning.
+        A template may omit reasoning, and the content of earlier turns with tool calls, which often is reasoning.
         """
         marks = Marks()
         tools = [marks.tool(tool) for tool in self.tools or ()]
@@ -366,7 +372,8 @@ class _Writing:
         return Answer(start, end, by_content=not exact, cut=len(found.kept) < len(found.alone.pieces))
 
     def _found(self, index: int) -> _Found:
-        """Find a turn's strings: all of the last turn, and those that the template writes of an earlier one."""
+        """Find a turn's strings in the whole rendering: all of them for the last turn, those that the template writes
+        for an earlier turn."""
         before, after = self.turns[:index], self.turns[index + 1 :]
         for tags in (NO_TAGS, self.template.tags):
             marks = Marks(tags)
@@ -388,9 +395,10 @@ class _Writing:
     def _of_turn(
         self, marks: Marks, pieces: list[Occurrence], alone: _Marked, index: int
     ) -> tuple[list[Occurrence], list[Occurrence]]:
-        """Check that a turn's strings are written once and in order; return their places, and those of their marks.
+        """Check that the template writes a turn's strings once and in order; return the locations of strings and of
+        marks.
 
-        Names and keys of calls may be repeated, also behind the turn: the name of a function beside its result.
+        Names and keys of tool calls may be repeated, also after the turn, like a function's name beside its result.
         """
         counts = Counter(piece.mark for piece in alone.pieces)
         written = {piece.mark for piece in pieces}
@@ -409,7 +417,8 @@ class _Writing:
         return pieces, kept
 
     def _behind_prompt(self, index: int, found: _Found, prompt: str) -> int:
-        """Return the end of the generation prompt, with which the whole rendering begins."""
+        """Return where a turn begins: the end of ``prompt`` (with the generation prompt), with which the whole
+        rendering begins."""
         start, first = len(prompt), found.pieces[0]
         if start >= first.end:
             raise self._otherwise(index, f"{self.text[first.start : first.end][:60]!r} in the generation prompt, too")
@@ -418,7 +427,8 @@ class _Writing:
         return start
 
     def _behind_turn_before(self, index: int, found: _Found) -> int:
-        """Return where a turn begins, from the text behind the preceding turn in serving and in the whole rendering."""
+        """Return where a turn begins, by comparing the text after the preceding turn in the whole rendering and in
+        serving."""
         marks = Marks(self.template.tags)
         before = [*self.turns[: index - 1], marks.turn(self.turns[index - 1], index - 1)]
         theirs = set(marks.forms)
@@ -465,9 +475,10 @@ class _Writing:
         return last + stop[0], last + stop[1]
 
     def _begins_turn(self, own: str) -> bool:
-        """Tell if the text behind a turn has a special token that begins turns: it is not this turn's.
+        """Return True if ``own``, the text after a turn's last string, has a special token that begins turns.
 
-        Those are the first ones of a conversation, and the last one of the generation prompt.
+        Tokens that begin turns are the first ones of a conversation, and the last one of the generation prompt. So the
+        text already belongs to the next turn.
         """
         ends = self.template.ends
         if not (tokens := ends.texts_in(own)):
@@ -478,7 +489,7 @@ class _Writing:
         return any(token in ends.leading(before) or prompt.endswith(token) for token in tokens)
 
     def _stop(self, index: int, own: str, start: int) -> Span | None:
-        """Find the end-of-turn token in the text behind a turn's last string."""
+        """Find the end-of-turn token in ``own``, the text after a turn's last string."""
         ends = self.template.ends
         if "tool_calls" in self.turns[index]:
             # Special tokens may close the calls, so see how a turn without them ends.
@@ -494,13 +505,14 @@ class _Writing:
         return ends.first(own, start)
 
     def _followed(self, index: int) -> str:
-        """Return the text that the template writes behind a turn if a question follows it."""
+        """Return the text that the template writes after a turn if a user's turn follows it."""
         marks = Marks()
         question = self.template.formatted({"role": "user", "content": "?"})
         return marks.marked(self._write([*self.turns[:index], marks.turn(self.turns[index], index), question])).behind()
 
     def _check_words(self, index: int, written: str, alone: str) -> None:
-        """Refuse words inside of a turn that the template writes only if others follow: they may be the others'."""
+        """Raise BadLineError for words inside a turn that the template writes only if later turns follow: they may
+        belong to these."""
         words = iter(_WORDS.findall(alone))
         if not all(word in words for word in _WORDS.findall(written) if word.strip()):
             raise self._otherwise(index, f"{written[:60]!r} in it, and {alone[:60]!r} if no turn follows")
@@ -532,7 +544,8 @@ class _Writing:
 
 
 def _border(pieces: list[Occurrence], theirs: set[str]) -> tuple[Occurrence | None, Occurrence | None]:
-    """Return the last piece of another turn in front of this one's first piece, and that piece."""
+    """Return the last string of other turns before this turn's first string, and this turn's first string; None for a
+    missing one."""
     for one, other in pairwise(pieces):
         if one.mark in theirs and other.mark not in theirs:
             return one, other

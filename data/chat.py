@@ -1,8 +1,8 @@
 """Read chat JSONL into samples whose only targets are the tokens of the last assistant turn, or of all of them.
 
 The mask comes from the chat template's output: `data.answers` finds the characters of the rendered conversation that
-the model generates, from behind the generation prompt to the end of the turn. The text is tokenized once, as a whole,
-and the tokens of these characters are the targets. Searching the tokens for a marker such as
+the model would generate, from the end of the generation prompt to the end of the turn. The text is tokenized once, as a
+whole, and the tokens of these characters are the targets. Searching the tokens for a marker such as
 ``<|im_start|>assistant`` would need a rule per template, and would also match text that users typed.
 
 The first target of a turn is the first token of the answer. The last target is the end-of-turn token (``<|im_end|>``);
@@ -12,14 +12,14 @@ is causal, so later tokens have no effect.
 Special cases, each counted in turns:
 
 - A template may write the generation prompt differently from the finished turn, or the context differently in serving.
-  The turn is then located by its content, or the line is an error (see `data.answers`): ``by_content``.
-- A template may leave out the thinking of a turn once others follow. The rest is learned, as serving shows it to the
-  model in later turns: ``cut``.
+  The turn is then located by its content (``by_content``), or the line is an error.
+- A template may omit the thinking of a turn when later turns follow. The rest is learned, as the model sees it in
+  serving: ``cut``.
 - A token may begin in the prompt and end in the answer. It is context if the prompt alone ends with that token, else
   it is a target: ``straddling``.
 - A template may write no special token after the answer (the next turn's role ends it). The last target is then the
-  last token of the answer, and the model does not learn to stop: ``without_end``. Or the token that it writes is not
-  among those at which generation stops, so that serving goes on behind it: ``unstopped``.
+  last token of the answer, and the model does not learn to stop: ``without_end``. Or generation does not stop at the
+  token that it writes, so that serving continues after it: ``unstopped``.
 """
 
 import json
@@ -47,7 +47,7 @@ _DATA = (".properties", ".arguments")
 
 
 def _unusual(text: str) -> Any:
-    """Return the field of a count that the summary prints with this text, unless it is 0."""
+    """Declare a field of `Counts` that the summary prints with ``text``, unless it is 0."""
     return field(default=0, metadata={"text": text})
 
 
@@ -105,7 +105,7 @@ class Counts:
         return text + "".join(f"; {count:,} {name}" for name, count in unusual.items() if count)
 
     def notes(self) -> Iterator[str]:
-        """Say for each file, in a line each, how many rows have keys that are not used, and which keys."""
+        """Yield a line for each file with unused keys: how many rows have which unused keys."""
         for file, counts in self.by_file.items():
             if counts.unused:
                 are = "are" if len(counts.unused) > 1 else "is"
@@ -117,7 +117,8 @@ class Counts:
 
 
 def _rows(counts: Counter[str]) -> str:
-    """Return ``300 rows have "id", 12 "messages.name" and 2 more keys``, the most frequent keys first."""
+    """Format counts of rows by key as ``300 rows have "id", 12 "messages.name" and 2 more keys``, the most frequent
+    keys first."""
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     shown = [f"{rows:,} {json.dumps(key, ensure_ascii=False)}" for key, rows in ordered[:_SHOWN]]
     number, key = shown[0].split(" ", 1)
@@ -153,12 +154,13 @@ def read_chat(
         files: UTF-8 JSONL files; the forms of a line are in `data.jsonl`.
         tokenizer: a fast tokenizer with a chat template.
         max_length: the most input positions of a sample (the last target is only predicted, so it is not an input).
-        fields: maps our field names to the files' keys, for files of another form.
+        fields: maps field names of `data.jsonl` to the files' keys, for lines of another form.
         loss_on: assistant turns that are trained on, the last one or all.
         too_long: drop a longer sample, or truncate its beginning (a BOS token is kept). A truncated sample is dropped
             if no position would be left to predict the last answer's first token from. An earlier answer is not a
             target if its beginning or its context is cut off. Extremely long samples are dropped in both modes.
-        special_tokens: treatment of special tokens spelled out in contents; see `data.template`.
+        special_tokens: treatment of special tokens that contents spell out, such as ``<|im_end|>`` in a question: keep
+            them, tokenize them as plain text, or refuse the line.
         progress: creates the progress bar.
 
     Raises:
@@ -238,7 +240,8 @@ class _Builder:
             self.problems.add(str(path), "found only blank lines, expected one JSON object per line")
 
     def _rendered(self, line: bytes) -> Rendering:
-        """Render a line with the template. Raises BadLineError for spelled-out special tokens, if they are refused."""
+        """Render a line with the template. Raises BadLineError if the line spells out special tokens and these are
+        refused."""
         conversation = conversation_of(line, self.fields, self.template.reads)
         if self.special_tokens == "refuse" and (token := self.template.special_token_in(conversation)):
             raise BadLineError(f"found the special token {token!r} spelled out, expected none (data.special_tokens)")
@@ -252,7 +255,7 @@ class _Builder:
         return rendering
 
     def _count(self, conversation: Conversation, rendering: Rendering) -> None:
-        """Count all that a row has and the text has not."""
+        """Count keys, turns and tools of a conversation that are missing in its rendered text."""
         learned = [message.learned for message in conversation.messages]
         self.counts.unanswered += conversation.unanswered + rendering.behind
         self.counts.unlearned += (learned[:-1] if self.loss_on == "last" else learned[:1]).count(True)
@@ -323,7 +326,8 @@ class _Builder:
         return Sample(inputs.copy(), labels.copy(), self.file, number)
 
     def _cut(self, ids: np.ndarray, first: int) -> tuple[int | None, bool]:
-        """Return the number of tokens to cut off so that the rest fits, and True if BOS is put back before the rest.
+        """Return the number of tokens to cut off at the beginning so that the rest fits, and True if BOS is kept before
+        the rest.
 
         The number is None if no token would be left before the last answer, which begins with token ``first``.
         """
@@ -339,8 +343,8 @@ class _Builder:
 def unwritten(conversation: Conversation, text: str) -> set[str]:
     """Return the keys with texts or numbers that the rendered conversation does not contain.
 
-    Each value takes up an occurrence in the text, the longest values first, so that a short one is not found in others.
-    Whitespace and case do not count: templates change them.
+    Values are searched longest first, and each uses up one occurrence in the text, so that a short value is not found
+    inside a longer one. Whitespace and case do not count: templates change them.
     """
     values: dict[str, list[_Value]] = {}
     missing, left, short = set[str](), _squeezed(text), dict[str, int]()

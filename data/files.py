@@ -65,8 +65,8 @@ class Problems:
 
 
 def check_files(files: Sequence[str | Path], *, plain: bool = False) -> list[Path]:
-    """Return the paths of ``files``; ``plain``: they are plain text. Raises DataError if files are missing, empty,
-    folders or of another kind; the message names all of them."""
+    """Check files and return their paths; ``plain``: they are plain text, not JSONL. Raises DataError if files are
+    missing, empty, folders or of another kind; the message names all of them."""
     paths = [Path(file) for file in files]
     wrong = [f"{path}: {problem}" for path in paths if (problem := _file_problem(path, plain))]
     if wrong or not paths:
@@ -83,9 +83,9 @@ def _file_problem(path: Path, plain: bool) -> str | None:
 
 
 def other_kind(path: str | PathLike[str], *, plain: bool = False) -> str | None:
-    """Return a clause that says what a file is and what to do about it (``is gzip-compressed: ...``), unless its first
-    bytes are those of an expected file. ``plain`` text has no zero bytes either; of JSONL the reader names their lines.
-    """
+    """Return a clause with the kind of a file of a wrong kind and the remedy (``is gzip-compressed: ...``), by the
+    file's first bytes; None for text. With ``plain``, zero bytes are refused too (in JSONL the reader refuses them,
+    with their line)."""
     with open(path, "rb") as file:
         head = file.read(_HEAD)
     for beginning, kind, remedy in _BEGINNINGS:

@@ -8,9 +8,9 @@ Each object may also have ``system``, a text, ``tools``, a list of function sche
 the template's variables. A pair may have ``history``, its earlier questions and answers.
 ``prompt`` and ``completion`` may be two lists of messages, of which the second is learned.
 
-A line of another form is an error: guessing would silently train on half of it. A field map
-(``{"input": "question", "output": "answer"}``: our name to the file's key) describes other files; then only the
-mapped keys are used, and every line must have them. All keys that are not used are noted, for `data.chat.Counts`.
+A line of another form is an error: guessing would silently train on half of it. Other files need a field map from the
+names above to the files' keys, like ``{"input": "question", "output": "answer"}``. Then only the mapped keys are used,
+and every line must have them. Unused keys are counted and reported.
 """
 
 import json
@@ -70,7 +70,7 @@ class BadLineError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Reads:
-    """Names that a chat template reads: variables, and all names that it may look up in a turn."""
+    """Names in a chat template: variables, and keys that it may look up in a turn."""
 
     variables: frozenset[str] = frozenset()
     keys: frozenset[str] = frozenset()
@@ -78,7 +78,7 @@ class Reads:
 
 @dataclass(slots=True)
 class Message:
-    """A turn, the flag that says if it is learned (None without one), and the names of its keys in the file."""
+    """A turn, its flag (True: train on it, False: do not, None: no flag), and the names of its keys in the file."""
 
     turn: Turn
     learned: bool | None = None
@@ -94,11 +94,12 @@ class Conversation:
         messages: the turns.
         tools: schemas of the tools.
         variables: the row's values of variables that the chat template takes.
-        unanswered: number of turns behind the last assistant turn.
+        unanswered: number of turns after the last assistant turn.
         unused: keys that are not used.
         tools_key: the key of the tools in the file.
         parameters: names of each tool's parameters.
-        nulls_left_out: nulls in schemas of tools, and those of arguments that the tool does not have.
+        nulls_left_out: number of nulls removed: in schemas of tools, and as values of arguments that the tool does not
+            have.
         nulls_kept: other nulls in arguments.
     """
 
@@ -120,7 +121,7 @@ class Conversation:
 def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield number and bytes of each line. Splits at newline bytes only: JSON strings may contain unescaped U+2028.
 
-    A line longer than ``LINE_BYTES`` is cut after one more byte, so that `conversation_of` refuses it.
+    A line longer than ``LINE_BYTES`` is cut to one byte more than that, so that `conversation_of` refuses it.
     """
     with path.open("rb") as file:
         number = 0
@@ -132,7 +133,8 @@ def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def expected_fields(fields: Mapping[str, str] | None) -> str | None:
-    """Describe the expected field map; None if the map is None or describes exactly one of the three forms."""
+    """Return an error text with the expected field maps; None if ``fields`` is None or maps exactly one of the three
+    forms."""
     if fields is None or ((form := _form(fields)) and {*fields} <= {*FIELDS[form], *OPTIONAL_FIELDS}):
         return None
     known = ("messages", "conversations", *FIELDS["pair"], *OPTIONAL_FIELDS)
@@ -147,7 +149,7 @@ def conversation_of(line: bytes, fields: Mapping[str, str] | None, reads: Reads)
 
     Args:
         line: the line.
-        fields: the field map.
+        fields: the field map (see the module), or None.
         reads: names that the chat template reads.
 
     Raises:
@@ -216,7 +218,7 @@ def _object(line: bytes) -> dict[str, Any]:
 
 
 def _refuse_unsupported(values: Mapping[str, Any]) -> None:
-    """Refuse media, preference data, and answers that are not to be learned."""
+    """Raise BadLineError for media, preference data, and answers that are marked as not to be learned."""
     _refuse_media(values, "")
     for key in COMPARED:
         if not is_empty(values.get(key)):
@@ -236,7 +238,7 @@ def _refuse_media(given: Mapping[str, Any], place: str) -> None:
 
 
 def _form(names: Mapping[str, Any]) -> str | None:
-    """Return the form of a line with these keys; None unless they make exactly one complete form."""
+    """Return the form of a line (see the module) by its keys; None unless exactly one form is complete."""
     forms = [form for form in ("messages", "conversations") if form in names]
     if "output" in names and ("input" in names or "instruction" in names):
         forms.append("pair")
@@ -389,12 +391,12 @@ def _message(given: Any, name: str, place: str, found: Conversation) -> Message:
 
 
 def _first(given: Mapping[str, Any], keys: tuple[str, str]) -> str:
-    """Return the first key with a value, else the first that is there, else the first."""
+    """Choose the key to read: the first with a value, else the first that is present, else ``keys[0]``."""
     return next((k for k in keys if given.get(k) is not None), next((k for k in keys if k in given), keys[0]))
 
 
 def _flag_of(given: Mapping[str, Any], place: str) -> bool | None:
-    """Return False if a flag says that a turn or row is not learned, True if one says that it is; None without."""
+    """Read the flag of a turn or row: True if it is to be learned, False if not, None without a flag."""
     found = {}
     for key in FLAGS:
         value = given.get(key)
@@ -412,7 +414,7 @@ def _flag_of(given: Mapping[str, Any], place: str) -> bool | None:
 
 
 def _content(content: Any, name: str, place: str, found: Conversation) -> str | list[dict[str, str]] | None:
-    """Return a text, None, or the parts of a list content, of which only those of text are supported."""
+    """Check a turn's content: a text, None, or a list of text parts; other parts raise BadLineError."""
     if not isinstance(content, list):
         return None if content is None else _text(content, place)
     if not content:
@@ -435,7 +437,7 @@ def _content(content: Any, name: str, place: str, found: Conversation) -> str | 
 
 
 def _tool_calls(calls: Any, place: str, found: Conversation) -> list[dict[str, Any]]:
-    """Return tool calls in the form that servers give to templates, with their arguments as objects."""
+    """Convert tool calls to the form in which servers pass them to templates, with arguments as objects."""
     calls = _decoded(calls, place)
     if not isinstance(calls, list) or not calls:
         raise BadLineError(f"{place}: found {excerpt(calls)}, expected a list of at least one call")
@@ -461,9 +463,10 @@ def _tool_calls(calls: Any, place: str, found: Conversation) -> list[dict[str, A
 
 
 def _read_tools(values: Mapping[str, Any], names: Mapping[str, str], found: Conversation) -> None:
-    """Read function schemas, in the form that servers give to templates; ``functions`` is their older name.
+    """Read function schemas from ``tools``, or the older key ``functions``, in the form in which servers pass them to
+    templates.
 
-    The list, a schema and its parameters may each be JSON text. Nulls in a schema are left out.
+    The list, a schema and its parameters may each be JSON text. Nulls in a schema are removed.
     """
     given = [name for name in ("tools", "functions") if values.get(name) not in NOTHING]
     if len(given) > 1:
@@ -493,7 +496,7 @@ def _read_tools(values: Mapping[str, Any], names: Mapping[str, str], found: Conv
 
 
 def _function(value: Any, place: str) -> dict[str, Any]:
-    """Return the function of a tool or a call, which may be wrapped in an object."""
+    """Return the function of a tool or a call: the object itself, or its entry ``function``."""
     function = value.get("function") or value if isinstance(value, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
         raise BadLineError(f"{place}: found {excerpt(value)}, expected an object with 'function' and its 'name'")
@@ -501,7 +504,8 @@ def _function(value: Any, place: str) -> dict[str, Any]:
 
 
 def _wrapped(value: dict[str, Any], function: dict[str, Any], keys: Iterable[str]) -> dict[str, Any]:
-    """Return a tool or a call as ``{"type": "function", "function": {...}}``, with its other keys beside them."""
+    """Return a tool or a call as ``{"type": "function", "function": {...}}``, plus the keys of ``value`` that are not
+    in ``keys``."""
     outer = value
     if not value.get("function"):
         outer = {key: item for key, item in value.items() if key not in keys}
@@ -523,14 +527,15 @@ def _without_nulls(value: Any, found: Conversation) -> Any:
 
 
 def is_empty(value: Any) -> bool:
-    """Return True for null, an empty text, and lists and objects of nothing else: an absent value in Arrow's files."""
+    """Return True for null, empty text, and lists or objects that contain only such values (Arrow's files write absent
+    values so)."""
     if isinstance(value, dict):
         return all(map(is_empty, value.values()))
     return all(map(is_empty, value)) if isinstance(value, list) else value is None or value == ""
 
 
 def _decoded(value: Any, place: str) -> Any:
-    """Decode JSON in a text, if the value is one; an empty text is None."""
+    """Decode the JSON in a text; empty text becomes None, and other values are returned unchanged."""
     if not isinstance(value, str):
         return value
     try:

@@ -5,8 +5,8 @@ stream of rows (:class:`Order`: epoch after epoch, each shuffled separately), of
 
     rows_per_step = micro_batch_size * gradient_accumulation_steps * world
 
-so an epoch's tail that does not fill a step is completed from the next epoch, and within an epoch no row is skipped or
-repeated. The rows of a step do not depend on their split over ranks and micro-batches.
+rows. If the last rows of an epoch do not fill a step, it also takes rows of the next epoch; within an epoch no row is
+skipped or repeated. The rows of a step do not depend on their split over ranks and micro-batches.
 
 A row is a sample, padded on the right to the longest of its micro-batch; or, packed, a bin of whole samples (`pack`).
 In a packed row ``position_ids`` restart at 0 with every sample. Without an attention mask and a cache, transformers
@@ -62,8 +62,8 @@ class Loader:
         pad_token_id: pads ``input_ids`` on the right (masked, never predicted).
         packed_length: positions of a packed row; None pads each sample to the longest of its micro-batch.
         weights: each file's share of an epoch, by `Sample.file` (see `Order`); None takes every sample once.
-        skip: indices of samples without targets: they keep their place in the order, so that the others keep theirs. A
-            step of nothing else takes the rows of the next step that has others.
+        skip: indices of samples whose targets are removed. They stay in the rows, so that the order of other samples
+            does not change. A step with only such samples takes the rows of the next step that has others.
 
     Raises:
         DataError: a sample does not fit a packed row, weights do not fit the files, an epoch has fewer rows than one
@@ -120,7 +120,7 @@ class Loader:
         return batches
 
     def steps_of(self, epochs: float) -> int:
-        """Return the number of steps that use every row of ``epochs`` epochs; a fraction is a share of the last one."""
+        """Return the number of steps that use every row of ``epochs`` epochs; 1.5 is one epoch and half of the next."""
         whole, share = int(epochs), epochs - int(epochs)
         rows = sum(self._order.rows_in_epoch(epoch) for epoch in range(whole))
         if share:
@@ -133,7 +133,8 @@ class Loader:
         return itertools.islice(itertools.chain.from_iterable(steps), count)
 
     def epoch_of(self, step: int) -> float:
-        """Return the epochs completed before ``step``; the integer part is the epoch of the step's first row."""
+        """Return how many epochs are done before ``step``, as a fraction; its integer part is the epoch of the step's
+        first row."""
         return self._order.epoch_at(step * self.rows_per_step)
 
     @cached_property
@@ -142,7 +143,8 @@ class Loader:
         return digest_of_samples(self.samples)
 
     def describe(self, step: int) -> str:
-        """Describe the samples of this rank in a step, for error messages: number, and file and line where known."""
+        """Describe the samples of this rank in a step, for error messages: their number, and file and line where
+        known."""
         ids = [i for rows in self._rows(step) for row in rows for i in row]
         names = [f"{i} ({where})" if (where := self.samples[i].where()) else str(i) for i in ids[:NAMED_SAMPLES]]
         more = f" and {len(ids) - NAMED_SAMPLES} more" if len(ids) > NAMED_SAMPLES else ""
@@ -177,7 +179,8 @@ def pack_rows(samples: Sequence[Sample], rows: Sequence[Sequence[int]], pad_toke
 
 
 def _fill(samples: Sequence[Sample], rows: Sequence[Sequence[int]], pad_token_id: int, length: int) -> MicroBatch:
-    """Fill the keys that padded and packed batches share."""
+    """Build the tensors that padded and packed batches share (input_ids, labels, ...), in rows of ``length``
+    positions."""
     input_ids = torch.full((len(rows), length), pad_token_id, dtype=torch.int64)
     labels = torch.full((len(rows), length), IGNORE, dtype=torch.int64)
     spans = []
@@ -215,7 +218,7 @@ def real_tokens(batch: MicroBatch) -> int:
 
 
 def valid_tokens(micro_batches: Sequence[MicroBatch]) -> int:
-    """Count positions with a label in the micro-batches: this rank's share of the mean's denominator."""
+    """Count positions with a label in the micro-batches: this rank's part of the number by which losses are divided."""
     return sum(int((batch["labels"] != IGNORE).sum()) for batch in micro_batches)
 
 
@@ -245,14 +248,14 @@ class Order:
 
         c_f = N * w_f / sum(w)        rounded so that they add up to N (largest remainder)
 
-    of them: each of its n_f samples ``c_f // n_f`` times, and ``r = c_f mod n_f`` of its samples once more. These r
+    entries: each of its n_f samples ``c_f // n_f`` times, and ``r = c_f mod n_f`` of its samples once more. These r
     samples are the next ones in a fixed cyclic permutation of the file, continued from the epoch before. So over any
     number of epochs, the uses of two samples of one file differ by at most one.
 
     With packing the epochs' numbers of rows differ, as the order changes how bins fill. So to find the row at a
     position, all epochs before it are packed once (about a second per epoch and million samples).
 
-    The arguments are those of `Loader`.
+    Arguments have the meaning that they have in `Loader`.
 
     Raises:
         DataError: a sample is longer than a bin, or weights and files do not fit each other.
@@ -326,7 +329,7 @@ class Order:
 
 
 def _files(samples: Sequence[Sample], weights: Mapping[str, float]) -> list[tuple[np.ndarray, int]]:
-    """Return the ids of each file's samples, and how many of them an epoch takes."""
+    """Return for each file the ids of its samples, and how many samples an epoch takes of it."""
     codes = {file: code for code, file in enumerate(weights)}
     files = np.fromiter((codes.get(sample.file, -1) for sample in samples), dtype=np.int64, count=len(samples))
     ids = [np.flatnonzero(files == code) for code in codes.values()]
@@ -357,7 +360,7 @@ PACKING_WINDOW = 4096
 def pack(lengths: np.ndarray, capacity: int) -> np.ndarray:
     """Return the bin of each sample, int64 [n], numbered from 0 without gaps; a pure function of the arguments.
 
-    ``lengths``, int [n], are from 1 to ``capacity``, the positions of a bin.
+    ``lengths``, int [n], are the samples' lengths, 1 to ``capacity``, the positions of a bin.
     """
     bins = np.empty(len(lengths), dtype=np.int64)
     count = 0
@@ -406,8 +409,8 @@ def without_wait(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _moved(batch: MicroBatch, copy: Callable[[Tensor], Tensor]) -> MicroBatch:
-    """Call ``copy`` once with the concatenated tensors of ``batch`` (int64), and return the batch with views of the
-    result; tensors in READ_BY_THE_HOST stay."""
+    """Copy a batch with one call of ``copy`` on its concatenated int64 tensors, and return views of the result; tensors
+    in READ_BY_THE_HOST are not copied."""
     tensors = {name: tensor for name, tensor in batch.items() if name not in READ_BY_THE_HOST}
     parts = copy(torch.cat([tensor.flatten() for tensor in tensors.values()])).split(
         [tensor.numel() for tensor in tensors.values()]
@@ -440,7 +443,8 @@ def split_held_out(samples: Sequence[Sample], held_out: int | float, seed: int) 
 
 
 def seen_in_training(training: Iterable[Sample], held_out: Sequence[Sample]) -> dict[int, Sample]:
-    """Find held-out samples with equal tokens and labels in training: index in ``held_out`` -> training sample."""
+    """Map the index of each held-out sample that training also contains (equal tokens and labels) to the training
+    sample."""
     places: dict[str, list[int]] = {}
     for index, sample in enumerate(held_out):
         places.setdefault(digest_of_samples([sample]), []).append(index)
@@ -458,7 +462,7 @@ class HeldOut:
     (``sample_ids`` are indices in ``samples``). A rank without samples left gets a batch of one row without labels,
     whose ``sample_ids`` are empty: a forward under ZeRO-3 is a collective.
 
-    The arguments are those of `Loader`; the last batch may have fewer than ``micro_batch_size`` rows.
+    Arguments have the meaning that they have in `Loader`; the last batch may have fewer than ``micro_batch_size`` rows.
 
     Raises:
         DataError: there are no samples.

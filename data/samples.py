@@ -1,7 +1,7 @@
 """Shared parts of both readers: the sample, the errors, and a tokenizer with reliable offsets.
 
-Labels of a sample are already shifted, because only the reader can tell the last useful token of a text: position t of
-``input_ids`` sees the tokens up to t and predicts ``labels[t]``. Nothing downstream shifts again.
+Labels of a sample are already shifted: position t of ``input_ids`` sees the tokens up to t and predicts ``labels[t]``.
+Neither the loader nor the model shifts them again.
 """
 
 import hashlib
@@ -50,7 +50,7 @@ class Sample:
 
 
 def digest_of_samples(samples: Iterable[Sample]) -> str:
-    """Digest tokens and labels, in their order."""
+    """Hash tokens and labels of all samples, in order."""
     digest = hashlib.blake2b(digest_size=16)
     for sample in samples:
         digest.update(len(sample.input_ids).to_bytes(8, "little"))
@@ -71,7 +71,7 @@ def load_tokenizer(directory: str | Path, *, trust_remote_code: bool = False) ->
 
 
 def _refuse(directory: str | Path, error: BaseException) -> NoReturn:
-    """Raise `DataError` for errors of a tokenizer's files in transformers or the tokenizers library.
+    """Convert an error of transformers or the tokenizers library about a tokenizer's files to `DataError`.
 
     A panic of the tokenizers library, which is written in Rust, is not an `Exception`.
     """
@@ -86,9 +86,9 @@ def _refuse(directory: str | Path, error: BaseException) -> NoReturn:
 def plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
     """Copy the fast tokenizer, without additions to the text, without truncation, and with untrimmed offsets.
 
-    The post-processor is dropped: it adds BOS and EOS, which a chat template writes already, and makes " word" begin at
-    the "w" (``trim_offsets``, in GPT-2-like tokenizers), so that a token that begins in the prompt would look like a
-    token of the answer. The caller's tokenizer is not changed.
+    The post-processor is dropped: it adds BOS and EOS, which a chat template writes already, and in GPT-2-like
+    tokenizers trims offsets: " word" would begin at the "w", so that a token that begins in the prompt would look like
+    a token of the answer. The caller's tokenizer is not changed.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):

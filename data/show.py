@@ -30,7 +30,7 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a byte in vocabularies of SentencePi
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Text of neighboring tokens, which are all targets or all not."""
+    """Text of consecutive tokens that are all targets, or all no targets."""
 
     text: str
     target: bool
@@ -72,7 +72,8 @@ class Detokenizer:
         return found
 
     def _bytes_of(self, token: int) -> bytes:
-        """Return the bytes of a token of a byte-level tokenizer; added tokens are in the vocabulary as they are."""
+        """Return the bytes of a token of a byte-level tokenizer; added tokens are stored in the vocabulary as plain
+        text."""
         name = self._backend.id_to_token(token) or ""
         known = token not in self._added and all(character in self._byte_of for character in name)
         return bytes(self._byte_of[character] for character in name) if known else name.encode()
@@ -82,7 +83,7 @@ class Detokenizer:
         return int(match[1], 16) if match else None
 
     def _text(self, ids: list[int], start: int, end: int) -> bytes:
-        """Decode tokens behind the one before them: the first token of a text loses its space."""
+        """Decode tokens together with the token before them, as decoding drops the space of a text's first token."""
         before = ids[max(start - 1, 0) : start]
         known = len(self._backend.decode(before, skip_special_tokens=False))
         return self._backend.decode(before + ids[start:end], skip_special_tokens=False)[known:].encode()
@@ -97,7 +98,8 @@ def _byte_names() -> dict[str, int]:
 
 
 def first_rows(samples: Iterable[Sample], rows: int | None) -> Iterator[tuple[str, list[Sample], list[Sample]]]:
-    """Yield each file, its samples, and the first ``rows`` of them (all if None). Files are in one piece."""
+    """Yield each file, its samples, and the first ``rows`` of them (all if None). The samples of a file must be
+    consecutive."""
     for file, group in groupby(samples, key=lambda sample: sample.file):
         its_own = list(group)
         yield file, its_own, list(islice(its_own, rows))
@@ -128,14 +130,14 @@ def described(
 
 
 def _numbers(samples: Sequence[Sample]) -> str:
-    """Count tokens and targets in words, as the readers count them."""
+    """Format the numbers of samples, tokens and targets."""
     tokens = sum(len(sample.input_ids) for sample in samples)
     targets = sum(int((sample.labels != IGNORE).sum()) for sample in samples)
     return f"{tokens:,} tokens, {targets:,} of them targets"
 
 
 def _marks(texts: Sequence[str]) -> tuple[str, str]:
-    """Return two or more brackets, as many as no text has."""
+    """Return an opening and a closing mark of two or more brackets, more than any of the texts has in a row."""
     count = 2
     while any(bracket * count in text for text in texts for bracket in "[]"):
         count += 1

@@ -16,7 +16,7 @@ file                type, shape    content
 ``manifest.json``                  sizes, checksums, and digests of the inputs
 =================== ============== =================================================================================
 
-The manifest is written last, and the directory gets its final name after it: under that name it is complete.
+The manifest is written last, and then the directory is renamed: a directory with the final name is complete.
 """
 
 import hashlib
@@ -92,7 +92,7 @@ class Manifest:
 
 
 def digest_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Digest the meaning of each token id."""
+    """Hash the vocabulary: which text each token id stands for."""
     vocabulary = sorted(tokenizer.get_vocab().items())
     return hashlib.blake2b(json.dumps(vocabulary).encode(), digest_size=16).hexdigest()
 
@@ -140,7 +140,8 @@ class Writer:
 
 
 def checksums(directory: Path, manifest: Manifest, share: int, of: int) -> dict[str, dict[int, int]]:
-    """Compute the CRC-32 of every ``of``-th block from block ``share`` on, by file and index of the block."""
+    """Compute the CRC-32 of the blocks of one of ``of`` processes, number ``share``: every ``of``-th block, by file and
+    block index."""
     blocks = [(name, index) for name in CACHE_DTYPES for index in range(-(-manifest.bytes_of(name) // CHECKED_BYTES))]
     found: dict[str, dict[int, int]] = {name: {} for name in CACHE_DTYPES}
     for name, index in blocks[share::of]:
@@ -188,8 +189,8 @@ class TeacherCache:
             )
 
     def verify(self, share: int, of: int) -> None:
-        """Check this rank's share of the checksums and of the values. Raises CacheError if a file differs or contains
-        invalid values; the message names the first such file."""
+        """Check the checksums and values of one of ``of`` processes, number ``share``. Raises CacheError if a file
+        differs or contains invalid values; the message names the first such file."""
         for name, blocks in checksums(self.directory, self.manifest, share, of).items():
             expected = self.manifest.checksums.get(name, [])
             for index, found in blocks.items():
@@ -203,8 +204,8 @@ class TeacherCache:
             self._check_values(slice(start, start + step))
 
     def _check_values(self, rows: slice) -> None:
-        """Refuse invalid token ids, which would index out of the logits, and values that are no log-probabilities.
-        Checksums do not detect errors of the program that wrote the cache."""
+        """Raise CacheError for token ids outside of the vocabulary, and for values that are no log-probabilities.
+        (Checksums do not detect errors of the program that wrote the cache.)"""
         indices = self._arrays["indices"][rows]
         if ((indices < 0) | (indices >= self.manifest.vocabulary)).any():
             raise CacheError(
@@ -220,12 +221,12 @@ class TeacherCache:
                 )
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Refuse a cache that was made with another tokenizer. Raises CacheError."""
+        """Raise CacheError unless the cache was made with this tokenizer."""
         if self.manifest.tokenizer_digest != digest_of_tokenizer(tokenizer):
             raise CacheError(f"{self.directory} was made with another tokenizer than the recipe's: {_AGAIN}")
 
     def check_samples(self, samples: Sequence[Sample]) -> None:
-        """Refuse a cache that was made from other samples, or for other targets.
+        """Raise CacheError unless the cache was made from these samples and their targets.
 
         Raises:
             CacheError: the message names the difference.

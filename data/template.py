@@ -1,6 +1,6 @@
 """Render conversations with a tokenizer's chat template, in the form that the template takes.
 
-Special tokens spelled out in contents: ``<|im_end|>`` in an answer, ``<s>`` in a question about HTML.
+A content may spell out special tokens: ``<|im_end|>`` in an answer, ``<s>`` in a question about HTML.
 
 A tokenizer makes a control token of every match in the rendered text, whether the template or a content wrote it, so a
 content can end a turn or begin another one. To find such matches, every special token in the conversation is replaced
@@ -44,7 +44,7 @@ _GIVEN |= {"messages", "raise_exception", "strftime_now", *DEFAULT_NAMESPACE}
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern that matches each of these texts; if two begin alike, the longer one."""
+    """Build a pattern that matches any of these texts, the longest one that fits."""
     longest_first = sorted(filter(None, set(texts)), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
@@ -91,7 +91,7 @@ def shown_again(text: str) -> tuple[str, list[Span]]:
 
 
 def _strings(values: Iterable[Any]) -> Iterator[str]:
-    """Yield all strings of JSON values, keys included. Not recursive: foreign JSON may be nested deeply."""
+    """Yield all strings of JSON values, keys included. Not recursive, as JSON from files may be nested deeply."""
     waiting = list(values)[::-1]
     while waiting:
         value = waiting.pop()
@@ -105,11 +105,11 @@ def _strings(values: Iterable[Any]) -> Iterator[str]:
 
 
 class Ends:
-    """Tokens that may end a turn: the special ones, and those at which generation stops.
+    """Tokens that may end a turn: special tokens, and tokens at which generation stops.
 
     Attributes:
-        stops: ids at which generation stops: the tokenizer's EOS, and those of the checkpoint's generation_config.json,
-            which serving reads (config.json where there is none).
+        stops: ids at which generation stops: the tokenizer's EOS, and those in the checkpoint's generation_config.json
+            (or, without that file, config.json), which servers read.
 
     Raises:
         DataError: one of these files cannot be read.
@@ -125,16 +125,17 @@ class Ends:
         return next((m.span() for m in self._pattern.finditer(text, start) if m[0] in self._stops), None)
 
     def texts_in(self, text: str) -> list[str]:
-        """Return the tokens in a text at which generation does not stop."""
+        """Return the texts of the tokens in ``text`` that may end a turn, except tokens at which generation stops."""
         return [token for token in self._pattern.findall(text) if token not in self._stops]
 
     def leading(self, text: str) -> list[str]:
-        """Return these tokens in front of the first word of a text."""
+        """Return the tokens of :meth:`texts_in` that are before the first word of ``text``."""
         match = re.search(r"\S", self._pattern.sub(lambda token: " " * len(token[0]), text))
         return self.texts_in(text[: match.start()] if match else text)
 
     def first(self, text: str, start: int = 0) -> Span | None:
-        """Find the end of a turn: the first token, or one behind it with only whitespace between that stops."""
+        """Find the end of a turn: the first token that may end it; or, after only whitespace, the next one if
+        generation stops there."""
         end = None
         for match in self._pattern.finditer(text, start):
             if end is not None and text[start : match.start()].strip():
@@ -165,7 +166,7 @@ def _stop_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
 def reads_of(tokenizer: PreTrainedTokenizerBase) -> Reads:
     """Find the variables and keys that a tokenizer's chat templates read.
 
-    A variable that a template sets itself counts only if the template asks whether it is given.
+    A variable that a template sets counts only if the template also tests if it is defined.
     """
     variables: set[str] = set()
     keys: set[str] = set()
@@ -239,7 +240,7 @@ class Template:
             ) from error
 
     def formatted(self, turn: Turn) -> Turn:
-        """Convert a turn's content and its calls to a form that the template renders."""
+        """Convert a turn's content and tool calls to the form that this template can render."""
         content = turn["content"]
         if "tool_calls" in turn:
             blank, as_text = self._form_of_calls
@@ -259,16 +260,17 @@ class Template:
 
     @cached_property
     def _takes_parts(self) -> bool:
-        """Tell if a list of text parts is rendered as text, and not as its Python or JSON form."""
+        """Return True if the template renders a list of text parts as text, not as Python or JSON."""
         parts = [{"type": "text", "text": f"{MARKER}{i}"} for i in range(2)]
         written = self._tried({"role": "user", "content": parts})
         return all(f"{MARKER}{i}" in written for i in range(2)) and "'text'" not in written and '"text"' not in written
 
     @cached_property
     def _form_of_calls(self) -> tuple[str | None, bool]:
-        """Return the content beside calls without text, and True if arguments must be JSON strings.
+        """Return the content (None or "") that a turn with tool calls but no text needs, and True if arguments must be
+        JSON strings.
 
-        Some templates fail without a content, and some insert the arguments as they are.
+        Some templates fail without a content, and some insert the arguments unchanged into the text.
         """
         function = {"name": MARKER, "arguments": {f"{MARKER}-key": MARKER}}
         call = {"type": "function", "id": "000000000", "function": function}
@@ -290,7 +292,7 @@ class Template:
 
 
 def _formatted_call(call: dict[str, Any], *, as_text: bool) -> dict[str, Any]:
-    """Return a call whose arguments are an object, or JSON."""
+    """Return a tool call whose arguments are an object, or with ``as_text`` a JSON string."""
     function = call["function"]
     arguments = json.dumps(function["arguments"], ensure_ascii=False) if as_text else function["arguments"]
     return {**call, "function": {**function, "arguments": arguments}}

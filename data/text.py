@@ -33,7 +33,7 @@ WORD_ENDS = re.compile(r"(?<=\S\n)(?=[^\W_])|(?<=[^\W_])(?= [^\W_])")
 
 
 class TogetherError(DataError):
-    """Error of a text that is too long to be tokenized as a whole, and cannot be cut."""
+    """Error of a text that is too long to be tokenized as a whole, and cannot be cut (see :func:`split_text`)."""
 
 
 def read_text(
@@ -45,8 +45,8 @@ def read_text(
     progress: Bars = no_bar,
 ) -> list[Sample]:
     """Read UTF-8 text files into blocks of ``block_length`` positions, in order. ``special_tokens``: treatment of
-    special tokens that the files spell out. Raises DataError if a file is missing, empty or not UTF-8, there is no EOS
-    to join files with, or fewer than two tokens."""
+    special tokens that the files spell out (keep, text or refuse). Raises DataError if a file is missing, empty or not
+    UTF-8, there is no EOS to join files with, or fewer than two tokens."""
     paths = check_files(files, plain=True)
     eos = tokenizer.eos_token_id
     if len(paths) > 1 and not isinstance(eos, int):
@@ -94,7 +94,7 @@ def _add_tokens(tokens: array, path: Path, backend: Tokenizer, progress: Bars) -
 
 
 def _refuse_special_tokens(path: Path, backend: Tokenizer, special: SpecialTexts) -> None:
-    """Raise DataError if a file spells out a special token. No piece ends inside a special token."""
+    """Raise DataError if a file spells out a special token. (Pieces of the file never end inside a special token.)"""
     line = 1
     for piece in _pieces(path, backend):
         if token := special.first_in(piece):
@@ -132,10 +132,10 @@ def _texts(path: Path) -> Iterator[str]:
 def split_text(texts: Iterable[str], backend: Tokenizer, size: int) -> Iterator[str]:
     """Cut a text, given in parts, into pieces of at least ``size`` characters that tokenize as the whole text does.
 
-    Cuts only where common pre-tokenizers do not look across: between a line's newline and a following letter or digit,
-    or if no line ends within twice ``size``, between a word and the space after it. The text around the cut must also
-    tokenize to the same ids as a whole and in two parts. With a tokenizer that adds a prefix to every text it never
-    does: the text stays in one piece, and a text of more than `LONGEST` characters raises TogetherError.
+    Cuts between a newline and a following letter or digit, or, if no line ends within twice ``size``, between a word
+    and the space after it: there, common pre-tokenizers split too. A cut is made only if the text around it tokenizes
+    to the same ids as a whole and in two parts. Tokenizers that add a prefix to every text fail this test, so the text
+    is not cut; with more than `LONGEST` characters, TogetherError is raised.
     """
     held, start = "", 0
     for text in chain(texts, [None]):
@@ -152,7 +152,7 @@ def split_text(texts: Iterable[str], backend: Tokenizer, size: int) -> Iterator[
 
 
 def _next_cut(text: str, start: int, size: int, backend: Tokenizer, *, last: bool) -> int | None:
-    """Find the end of the piece that begins at ``start``; None: it reaches to the end of ``text``, or beyond it."""
+    """Find the end of the piece that begins at ``start``; None if there is no cut in the rest of ``text``."""
     known = len(text) if last else len(text) - WINDOW
     if known < start + 2 * size and not last:
         return None

@@ -31,7 +31,8 @@ class TokenizerError(DataError):
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Tokens of a text, and the characters ``[left, right)`` of each; `Encoding` would rebuild both at every access."""
+    """Token ids of a text, and the characters ``[left, right)`` of each; copied once from `Encoding`, which rebuilds
+    them at every access."""
 
     ids: list[int]
     offsets: list[Span]
@@ -72,7 +73,8 @@ class OffsetTokenizer:
         return len(text) > size and len(self.one(text[:size]).ids) > 2 * tokens
 
     def one(self, text: str, spelled: Sequence[Span] = ()) -> Tokens:
-        """Tokenize a text. Raises TokenizerError like `batch`, and BadLineError like `with_text`."""
+        """Tokenize a text; ``spelled`` are the special tokens that contents spell out. Raises TokenizerError if the
+        tokenizer refuses the text."""
         with named_errors():
             tokens = _tokens(self._backend.encode(text, add_special_tokens=False))
         return self.with_text(text, tokens, spelled)
@@ -117,7 +119,8 @@ class OffsetTokenizer:
         ]
 
     def _as_text_alone(self, text: str, shift: int, expected: list[int]) -> Tokens:
-        """Retokenize the text between two of the template's special tokens as plain text; ``expected``: its old ids."""
+        """Tokenize the text between two special tokens of the template as plain text, without special tokens.
+        ``expected``: its ids before."""
         assert self._as_text is not None
         if self._backend.encode(text, add_special_tokens=False).ids != expected:
             raise BadLineError(
@@ -143,7 +146,8 @@ def in_groups(texts: Iterable[T], count: int, characters: int, length: Callable[
 
 @contextmanager
 def named_errors(where: str = "") -> Iterator[None]:
-    """Convert exceptions of a tokenizer to `TokenizerError`."""
+    """Convert exceptions of a tokenizer inside the block to `TokenizerError`, with ``where`` (file and line) in the
+    text."""
     try:
         yield
     except BaseException as error:  # a panic is not an Exception

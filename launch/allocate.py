@@ -95,7 +95,7 @@ def options() -> tuple[argparse.Namespace, list[str]]:
 
 
 def check_options(recipes: Mapping[str, Recipe], budget_bits: float) -> None:
-    """Refuse schemes that conflict with each other or the budget, which shapes show without weights; a collective."""
+    """Refuse schemes that conflict with each other or with the budget, by shapes only; a collective."""
     parts: list[LayerSet] = []
     for name, recipe in recipes.items():
         student = meta_student(recipe)
@@ -112,7 +112,7 @@ def check_options(recipes: Mapping[str, Recipe], budget_bits: float) -> None:
 
 
 def cost_of_all(session: Session, loader: Loader, batches: int) -> float:
-    """Measure the cost of all layers quantized together; a collective."""
+    """Measure the KL divergence of the logits when all layers are quantized; a collective."""
     layers = [*session.quantization.layers]
     return divergences(session.engine, session.quantization, [layers], loader.first(batches), session.device)[0]
 

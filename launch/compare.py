@@ -93,11 +93,8 @@ def read_results(files: Sequence[Path]) -> dict[str, Evaluation]:
 
 
 def check_missing(directories: Sequence[str], *, asked: bool) -> None:
-    """Refuse directories that have no results and cannot be evaluated.
-
-    Raises:
-        ValueError: the message names the directories.
-    """
+    """Raise ValueError, naming the directories, if some have no results and cannot be evaluated: they do not exist, or
+    nothing to measure was ``asked`` for."""
     if not directories:
         return
     if not asked:

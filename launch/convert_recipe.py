@@ -46,7 +46,7 @@ NAMES: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
 
 
 class ForeignRecipe:
-    """A configuration file whose keys are taken one by one, so that none is passed over.
+    """Configuration file of another tool. Keys are taken one by one, so that unconverted keys can be listed.
 
     Attributes:
         keys: the values that were not taken yet, by dotted key.
@@ -66,7 +66,7 @@ class ForeignRecipe:
         return {name.removeprefix(f"{prefix}."): self.keys.pop(name) for name in names}
 
     def left(self) -> list[str]:
-        """Return the keys that were not taken and change the training."""
+        """Return the keys that were not taken, except keys that do not affect the training."""
         empty: tuple[Any, ...] = (None, "", False, [], {})
         return [key for key, value in self.keys.items() if value not in empty and not HOUSEKEEPING.fullmatch(key)]
 
@@ -80,7 +80,7 @@ def _flat(contents: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 class Converted:
-    """A recipe under construction, and what to say about it.
+    """Recipe under construction, with notes for the user.
 
     Attributes:
         recipe: sections of options.
@@ -103,7 +103,7 @@ class Converted:
 
 
 def expect(source: ForeignRecipe, made: Converted, key: str, usual: Any, text: str) -> None:
-    """Add a note if a key of the source has another value than the usual one."""
+    """Take a key of the source, and add the note ``text`` unless its value is ``usual``."""
     if (found := source.take(key, usual)) != usual:
         made.say(key, f"{found}: {text}")
 
@@ -129,7 +129,7 @@ def tensor(given: dict[str, Any], *, inputs: bool) -> TensorSpec:
 
 
 def put_scheme(made: Converted, weights: TensorSpec, activations: TensorSpec | None, key: str) -> None:
-    """Set quant.scheme: the name of the scheme with these tensors, or one of the recipe's own."""
+    """Set quant.scheme: a preset with these number formats, or a new scheme under quant.schemes."""
     try:
         wanted = Scheme("converted", weights, activations)
     except ValueError as error:

@@ -68,7 +68,8 @@ def main() -> None:
 
 
 def start_alike(arguments: argparse.Namespace, models: Sequence[Path]) -> torch.device:
-    """Start the process group and return this rank's device; a collective.
+    """Start the process group, check that ranks have equal arguments and files, and return this rank's device; a
+    collective.
 
     Raises:
         RankError: on every rank: the ranks differ in arguments or files.

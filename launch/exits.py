@@ -46,8 +46,8 @@ def clean_exit() -> Iterator[None]:
     Any other exception is raised on one rank only, while the other ranks wait in a collective. So this rank's process
     ends at once, with the traceback. The launcher then ends the other ranks, which print one line each. An ordinary
     exit would first close NCCL's communicators, which may wait for the other ranks. Before there is a process group,
-    the other ranks are told. Ctrl-C outside of training (see engine/cluster/job.py) prints one line, and the exit code
-    is 130.
+    the error is sent to the other ranks. Ctrl-C outside of training (see engine/cluster/job.py) prints one line, and
+    the exit code is 130.
 
     Raises:
         SystemExit: with these codes.

@@ -74,8 +74,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def predict_all(
     planner: Planner, names: list[str], ranks: int, gpu_bytes: int | None
 ) -> tuple[list[Prediction], dict[str, str]]:
-    """Predict every strategy that this recipe supports; return also the reasons against the others, by name. Raises
-    DsConfigError if the recipe supports no strategy."""
+    """Predict every strategy that this recipe supports; return also, for each other strategy, the reason why it is not
+    supported. Raises DsConfigError if the recipe supports no strategy."""
     predictions: list[Prediction] = []
     refused: dict[str, str] = {}
     for name in progress_bar(desc="memory", unit="strategy", over=names):

@@ -46,7 +46,7 @@ def _say(kind: type[BaseException], error: BaseException, trace: TracebackType |
 def check_model_path(argv: Sequence[str] | None = None) -> None:
     """Exit with code 2 unless the last ``model.path`` is a directory with config.json and weights.
 
-    Launches of several ranks are checked when the recipe is read: a file that one rank lacks is then reported to all.
+    With several ranks nothing is checked here: the recipe's own check reports a file that one rank lacks to all ranks.
     """
     arguments = sys.argv[1:] if argv is None else argv
     if os.environ.get("WORLD_SIZE", "1") != "1":

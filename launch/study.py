@@ -123,7 +123,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
 
 
 def scripts_of(recipe: Recipe, ptq_codes: Sequence[str]) -> dict[str, str]:
-    """Map each part to its script, in order."""
+    """Map each part (ft, ptq, qat) to the script that makes it, in order."""
     others = [f"{PTQ}_{codes}" for codes in dict.fromkeys(ptq_codes) if codes != recipe.quant.init]
     scripts = {FT: TRAIN, **dict.fromkeys([PTQ, *others], CALIBRATE), QAT: TRAIN}
     return {part: script for part, script in scripts.items() if part != FT or not teaches_itself(recipe)}
@@ -170,12 +170,12 @@ def check_comparable(recipe: Recipe) -> None:
 
 
 def teaches_itself(recipe: Recipe) -> bool:
-    """Tell if the unquantized model only learns its own logits, so that training without fake quant has no effect."""
+    """Tell if training without fake quant has no effect, because the model would only learn its own logits."""
     return learns_itself(recipe) and not training_differs(recipe)
 
 
 def learns_itself(recipe: Recipe) -> bool:
-    """Tell if the unquantized model would be its own teacher, and there is no other loss."""
+    """Tell if the only loss is distillation from the recipe's own unquantized model."""
     loss, path = recipe.loss, Path(recipe.model.path)
     itself = recipe.teacher_kind() == "model" and Path(str(loss.teacher)).resolve() == path.resolve()
     others = recipe.learnable.router or recipe.optim.weight_decay or any(event.loss for event in recipe.schedule)
@@ -193,7 +193,7 @@ def training_differs(recipe: Recipe) -> list[str]:
 
 
 def shares(part: Mapping[str, object]) -> Iterator[tuple[str, float]]:
-    """Yield the numbers above 0 in a configuration and its nested parts, by key."""
+    """Yield key and value of every number above 0 in a configuration, including nested ones."""
     for key, value in part.items():
         if isinstance(value, dict):
             yield from shares(value)
@@ -240,7 +240,7 @@ def changes_without_fake_quant(recipe: Recipe) -> list[str]:
 
 
 def check_part(folder: Path, recipe: Recipe) -> None:
-    """Refuse a folder that another recipe made, or an export that could not be written. Raises RecipeError."""
+    """Raise RecipeError if another recipe made the folder, or if its export could not be written."""
     made_by = folder / MADE_BY
     if made_by.is_file():
         if load_recipe(made_by) != recipe:

@@ -55,8 +55,8 @@ def load_compressed(
     trust_remote_code: bool = False,
 ) -> tuple[PreTrainedModel, Quantization]:
     """Build the model of a compressed checkpoint and fill it. It is in eval mode, with all fake quantization on and
-    scales frozen. Only 8-bit weights with zero points in bf16 are not fake-quantized, as they already are the
-    dequantized codes.
+    scales frozen. Exception: 8-bit weights with zero points in bf16 are not fake-quantized; they are the dequantized
+    codes.
 
     If layers share a scale and the file has several values (another writer's checkpoint), the largest is used and the
     weights are quantized again with it, as serving engines do when they fuse these layers.
@@ -132,7 +132,8 @@ def is_ignored(names: list[str], ignore: list[str]) -> bool:
 
 
 def _schemes(model: PreTrainedModel, rules: list[Rule]) -> dict[str, Scheme]:
-    """Find the scheme of every quantized layer, by name. A rule may match a layer's name in the model or on disk."""
+    """Find the scheme of every quantized layer, by name: the first rule that matches the layer's name in the model or
+    on disk."""
     schemes = {}
     for name, module in model.named_modules():
         if not isinstance(module, (nn.Linear, nn.Embedding)):
@@ -172,7 +173,8 @@ def quantized_keys(model: PreTrainedModel, name: str, layer: QuantLayer) -> dict
 
 
 def _fill(model: PreTrainedModel, quantization: Quantization, checkpoint: Checkpoint) -> None:
-    """Copy everything that is on disk into the model, each key once; nothing into a model on the meta device."""
+    """Copy every tensor on disk into the model; each key must be used once. A model on the meta device is only
+    compared."""
     keys = {name: quantized_keys(model, name, layer) for name, layer in quantization.layers.items()}
     caches = {name: _cache_key(cache_keys(model, name), checkpoint) for name in quantization.caches}
     packed = {*caches.values(), *(key for own in keys.values() for key in own.values())}
@@ -210,7 +212,7 @@ def _fill(model: PreTrainedModel, quantization: Quantization, checkpoint: Checkp
 
 
 def _cache_key(spellings: list[str], checkpoint: Checkpoint) -> str:
-    """Return the spelling of a key that the checkpoint uses; the first spelling if it has none of them."""
+    """Return the one of several possible keys that the checkpoint has; the first one if it has none of them."""
     return next((key for key in spellings if key in checkpoint.tensors), spellings[0])
 
 
@@ -295,7 +297,7 @@ def _check_dtypes(name: str, layer: QuantLayer, tensors: dict[str, torch.Tensor]
 
 
 def _usable(key: str, scale: torch.Tensor, shape: tuple[int, ...], weight: TensorSpec | None = None) -> torch.Tensor:
-    """Check that a scale is valid and fits ``shape``, and return it in this shape.
+    """Return a scale in ``shape``. Raises an error if it is invalid (not finite, zero, negative) or does not fit.
 
     ``weight`` is the format of the weight if the scale belongs to a weight. Scales of integers may be negative, and a
     scale stored in e4m3 is 0 if it is far smaller than the largest scale of its layer.

@@ -2,9 +2,10 @@
 
 The cost of a scheme is the KL divergence of the logits when only one part is quantized. It is measured in place, under
 any ZeRO stage. Costs are assumed to add up, as in HAWQ-V2 (Dong et al. 2020, arXiv 1911.03852, section 3.2). The choice
-is a multiple-choice knapsack, solved greedily on the lower convex hull of each part's sizes and costs. From the
-smallest sizes on, the step is taken that saves most cost per bit and still fits. The result misses the optimum by less
-than one step's savings (Sinha and Zoltners 1979, "The multiple-choice knapsack problem", theorem 4).
+is a multiple-choice knapsack, solved greedily on the lower convex hull of each part's sizes and costs. All parts start
+at their smallest size; then repeatedly the step that saves most cost per bit, and still fits, is taken. The result
+misses the optimum by less than one step's savings (Sinha and Zoltners 1979, "The multiple-choice knapsack problem",
+theorem 4).
 """
 
 import math
@@ -59,7 +60,7 @@ class LayerSet:
         return f"{next(iter(parents))}: {', '.join(name.rpartition('.')[2] for name in self.layers)}"
 
     def costing(self, scheme: str, cost: float) -> "LayerSet":
-        """Return a copy whose option ``scheme`` has this cost."""
+        """Return a copy in which the cost of the scheme ``scheme`` is ``cost``."""
         return replace(self, options={**self.options, scheme: self.options[scheme]._replace(cost=cost)})
 
 
@@ -113,8 +114,8 @@ def _saved_per_bit(smaller: tuple[str, Option], larger: tuple[str, Option]) -> f
 
 
 def rules_of_choice(parts: Sequence[LayerSet], schemes: Sequence[str]) -> tuple[str, list[dict[str, str]]]:
-    """Convert the choice to ``quant.scheme``, the scheme with the most weights, and ``quant.rules`` for all other
-    layers."""
+    """Convert the chosen scheme of each part to ``quant.scheme`` (the scheme with the most weights) and ``quant.rules``
+    for all other layers."""
     size: dict[str, int] = defaultdict(int)
     names: dict[str, list[str]] = defaultdict(list)
     for part, scheme in zip(parts, schemes, strict=True):
@@ -130,10 +131,10 @@ def rules_of_choice(parts: Sequence[LayerSet], schemes: Sequence[str]) -> tuple[
 
 
 def patterns(names: Iterable[str]) -> list[str]:
-    """Create regexes that match these names, but no names in other decoder layers.
+    """Create regexes that match these layer names, but no names in other decoder layers.
 
-    Names that differ only in numbers share a regex. The regex lists their first numbers, which are layer numbers, and
-    accepts any number in later places, as names of all experts of a layer are given.
+    Names that differ only in numbers share a regex. The regex lists the first numbers, those of decoder layers, and
+    accepts any other numbers, as ``names`` has all experts of a layer or none.
     """
     numbers: dict[str, list[str]] = {}
     for name in names:
@@ -228,7 +229,7 @@ def divergences(
 
 
 def _logits(engine: nn.Module, ids: Tensor) -> Tensor:
-    """Compute the logits [T, vocabulary] of a sample."""
+    """Compute the logits [T, vocabulary] of one sample, ``ids`` [1, T]."""
     with forward_only(engine):
         logits: Tensor = engine(input_ids=ids, use_cache=False).logits
     return logits[0]

@@ -63,8 +63,8 @@ class Rotation:
         return self.size & -self.size
 
     def apply(self, values: Tensor, axis: int) -> Tensor:
-        """Multiply runs of ``size`` values (fp64) along ``axis``, each as a row, by Q; the length of this axis is
-        divisible by ``size``."""
+        """Multiply each run of ``size`` values (fp64) along ``axis``, as a row vector, by Q; ``size`` divides the
+        length of the axis."""
         moved = values.movedim(axis, -1)
         rotated, half = moved.reshape(-1, self.size) * (self.signs / math.sqrt(self.order)), 1
         while half < self.order:  # the fast Walsh-Hadamard transform
@@ -86,7 +86,7 @@ STREAM, VALUES = "stream", "values"  # the two rotations
 
 @dataclass(frozen=True)
 class Change:
-    """Change of one tensor.
+    """Change of one tensor of the checkpoint by the rotations of residual stream (STREAM) and head values (VALUES).
 
     Attributes:
         norm: key of the RMSNorm whose weights multiply the columns.
@@ -203,7 +203,8 @@ def rotate_checkpoint(source: Path, out: Path, *, seed: int = 0, progress: bool 
 
 
 def _drop_copy_of_embedding(tensors: dict[str, DiskTensor]) -> None:
-    """Drop lm_head of a tied model if it equals the embedding. Readers disagree otherwise: transformers 5 unties it."""
+    """Remove lm_head of a tied model from ``tensors`` if it equals the embedding; transformers 5 would treat it as
+    untied."""
     head, embedding = tensors.pop(HEAD, None), tensors[EMBEDDING]
     if head is None:
         return
@@ -219,9 +220,8 @@ def _drop_copy_of_embedding(tensors: dict[str, DiskTensor]) -> None:
 def _rotated(
     reader: Reader, tensors: Mapping[str, DiskTensor], key: str, change: Change, rotations: Mapping[str, Rotation]
 ) -> Tensor:
-    """Compute a tensor of the rotated checkpoint in the dtype of its file, in blocks along the axis that is not rotated
-    as a whole. Raises CheckpointError if the tensor has NaN or infinite values, which a rotation would spread over
-    whole rows."""
+    """Compute a rotated tensor in the dtype of its file, in blocks of rows or columns that the rotation does not mix.
+    Raises CheckpointError if the tensor has NaN or infinite values, which a rotation would spread over whole rows."""
     whole = read_tensor(reader, tensors[key])
     if change.ones:
         return torch.ones_like(whole)

@@ -62,7 +62,8 @@ def check_recipe(recipe: Recipe, out: Path | None) -> Path:
 
 
 def write_cache(recipe: Recipe, out: Path) -> Manifest:
-    """Run the teacher over the training samples and write the cache; a collective. Ranks share the samples out.
+    """Run the teacher over the training samples and write the cache; a collective. Each rank runs a share of the
+    samples.
 
     Raises:
         RankError: on every rank: the cache could not be written; the text has the reason, and ``out`` is not created.
@@ -201,7 +202,7 @@ def _rows_of_chunk(
 
 
 def _write(writer: Writer, offsets: np.ndarray, batch: MicroBatch, found: dict[str, np.ndarray]) -> None:
-    """Write the arrays of a batch, each sample's rows at the sample's offset."""
+    """Write the arrays of a batch: the rows of each sample begin at the sample's entry in ``offsets``."""
     start = 0
     for sample in batch["sample_ids"].tolist():
         stop = start + int(offsets[sample + 1] - offsets[sample])

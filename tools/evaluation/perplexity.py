@@ -1,16 +1,16 @@
 """Measure the perplexity of a text: per token, word and byte, and bits per byte.
 
-The text is cut into windows of ``length`` tokens, see :func:`tools.evaluation.score.rolling_windows`: every token is
-predicted exactly once, from the tokens before it in its window; the first token is predicted from the tokenizer's BOS
-or EOS. Windows and definitions are the same as in lm-evaluation-harness: with L the sum of the log-likelihoods in nats,
+The text is cut into windows of ``length`` tokens: every token is predicted exactly once, from the tokens before it in
+its window; the first token is predicted from the tokenizer's BOS or EOS. Windows and definitions are the same as in
+lm-evaluation-harness: with L the sum of the log-likelihoods in nats,
 
     per token exp(-L / tokens), per word exp(-L / words), per byte exp(-L / bytes), bits per byte -L / bytes / ln 2
 
 where words are separated by white space (lm-evaluation-harness also counts the empty string before or after white space
 at the ends of a text) and bytes are counted in the UTF-8 text.
 
-With a reference model, also the mean of KL(reference || model) over the tokens, in nats, and the share of tokens at
-which both models find the same token most likely. A perplexity hides errors that cancel out; these two do not.
+With a reference model, two more figures are measured: the mean of KL(reference || model) over the tokens, in nats, and
+the share of tokens at which both models predict the same token. They show errors that cancel out in a perplexity.
 """
 
 import hashlib
@@ -61,7 +61,7 @@ class EvalText:
     Attributes:
         token_ids: tokens of the text.
         words, bytes: numbers of words and bytes that the tokens cover.
-        prefix: the token before the text.
+        prefix: the token from which the first token is predicted (BOS or EOS).
         digest: a checksum, to detect that two models were evaluated on different texts.
     """
 
@@ -181,7 +181,8 @@ def check_checkpoint(directory: str | Path) -> None:
 
 
 def _is_compressed(directory: str | Path) -> bool:
-    """Return True if the forward of training computes a checkpoint's codes; a collective."""
+    """Return True if a checkpoint is quantized in a format that training's forward can compute (not only dequantize); a
+    collective."""
     with errors_on_all_ranks(OSError, ValueError):
         config = read_json_object(Path(directory) / "config.json")
         return "quantization_config" in config and not weights_alone(Path(directory))
@@ -198,7 +199,7 @@ class Questions:
         length: tokens per window; None is ``DEFAULT_LENGTH`` for a text, the model's context for tasks.
         batch_size: windows per forward.
         dtype: dtype of weights and GEMMs.
-        sharded: see :func:`load_for_evaluation`.
+        sharded: partition the weights over the ranks (ZeRO-3).
     """
 
     text: Path | None = None
@@ -212,7 +213,7 @@ class Questions:
 
 @dataclass(frozen=True)
 class TextReference:
-    """Predictions of a checkpoint for the text of some questions; ``digest`` names the checkpoint by its content."""
+    """Predictions of a reference checkpoint for a text; ``digest`` is a hash of the checkpoint's files."""
 
     digest: str
     predictions: Reference
@@ -266,7 +267,7 @@ def evaluate_checkpoint(
 
 
 def default_length(model: ScoringModel) -> int:
-    """Return how many tokens of a text a model sees at a time, unless the user says it."""
+    """Return the default number of tokens per window of a text for this model."""
     return min(DEFAULT_LENGTH, model.context or DEFAULT_LENGTH)
 
 

@@ -76,8 +76,8 @@ def write_evaluations(path: Path, evaluations: Sequence[Evaluation]) -> None:
 
 
 def read_evaluations(path: Path) -> list[Evaluation]:
-    """Read the file of :func:`write_evaluations`. Raises ValueError if the content is not as :func:`write_evaluations`
-    writes it; the message names file and location of the error."""
+    """Read a results file (:func:`write_evaluations`). Raises ValueError if its content is of another form; the message
+    names file and location of the error."""
     where = ""
     try:
         found = []
@@ -123,7 +123,8 @@ class Comparison:
         return next((LEVELS[end] for end in ends if end in LEVELS), "bf16")
 
     def measures(self) -> list[str]:
-        """Return the names of the compared metrics: all metrics of the unquantized model except the redundant ones."""
+        """Return the names of the compared metrics: all metrics of the unquantized model, except metrics that follow
+        from another one."""
         return [name for name in self.bf16.measurements if name not in REDUNDANT]
 
     def problems(self) -> list[str]:
@@ -160,13 +161,13 @@ class Comparison:
         return rows
 
     def pair(self, scheme: str, measure: str) -> tuple[Measurement | None, Measurement | None]:
-        """Return a metric of PTQ and of QAT; None for a missing model."""
+        """Return the metric ``measure`` of a scheme's PTQ and QAT models; None for a missing model."""
         ptq, qat = (side[scheme].measurements[measure] if scheme in side else None for side in (self.ptq, self.qat))
         return ptq, qat
 
 
 def recovered(bf16: Measurement, ptq: Measurement, qat: Measurement) -> float | None:
-    """Compute (PTQ - QAT) / (PTQ - bf16); None if PTQ lost no more than noise: see :data:`NOISE`."""
+    """Compute (PTQ - QAT) / (PTQ - bf16); None if the loss PTQ - bf16 is not above noise (:data:`NOISE`)."""
     lost = bf16.value - ptq.value if bf16.higher_is_better else ptq.value - bf16.value
     noise = bf16.stderr if bf16.stderr is not None else NOISE * abs(bf16.value)
     return None if lost <= noise else (ptq.value - qat.value) / (ptq.value - bf16.value)
@@ -182,7 +183,7 @@ def shown_measurement(found: Measurement | None) -> str:
 
 
 def shown_share(bf16: Measurement, ptq: Measurement | None, qat: Measurement | None) -> str:
-    """Format the recovered share in percent; ``(no loss)`` if PTQ lost nothing to recover, empty unless PTQ and QAT
+    """Format the recovered share in percent; ``(no loss)`` if PTQ is as good as bf16, empty unless PTQ and QAT
     exist."""
     if ptq is None or qat is None:
         return ""
@@ -210,7 +211,7 @@ def better(measure: str, found: Measurement) -> str:
 
 
 def markdown(comparison: Comparison) -> str:
-    """Format the text of the file: the tables, the meaning of the columns, and the directories of the models."""
+    """Format the content of compare.md: tables, meaning of the columns, and directories of the models."""
     level = comparison.level
     legend = (
         f"recovered = (PTQ - QAT) / (PTQ - {level}); (no loss): PTQ lost less than the standard error of {level}, or "

@@ -29,7 +29,7 @@ CHUNK_TOKENS = 512  # logits computed at a time
 
 
 class Window(NamedTuple):
-    """Input tokens, and the ``targets`` that follow each of the last ``len(targets)`` tokens of ``inputs``."""
+    """Token ids of one forward: ``inputs``, and ``targets``, the next tokens of the last ``len(targets)`` inputs."""
 
     inputs: list[int]
     targets: list[int]
@@ -74,7 +74,7 @@ class ScoringModel:
 
     Attributes:
         body: the model (an engine under stage 3), which returns the input of ``head`` as its logits.
-        head: lm_head, gathered only by this class.
+        head: lm_head, which only this class gathers (stage 3).
         device: device of the batches.
         vocabulary: number of logits, as configured.
         context: maximum length in tokens, None if the configuration has none.
@@ -121,7 +121,8 @@ class Reference:
     hidden_states: Sequence[Tensor]
 
     def logits(self, batch: int, device: torch.device) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the logits of this rank's batch of this number, as :meth:`ScoringModel.logits` does."""
+        """Yield the fp32 logits [n, V] of this rank's batch number ``batch``, some rows at a time, with their slice of
+        rows."""
         return _logits(self.head, self.head_proxy, self.hidden_states[batch].to(device))
 
 
@@ -155,8 +156,8 @@ def _check_tokens(model: ScoringModel, windows: Sequence[Window]) -> None:
 def scoring_model(
     model: PreTrainedModel, device: torch.device, ds_config: dict[str, Any] | None = None
 ) -> ScoringModel:
-    """Freeze ``model`` and remove its lm_head. With ``ds_config``, under which the model must have been built, it is
-    sharded."""
+    """Freeze ``model`` and separate its lm_head. With ``ds_config`` (stage 3), with which it must have been built, it
+    is sharded."""
     text = model.config.get_text_config()
     lengths = (getattr(text, name, None) for name in ("n_positions", "max_position_embeddings", "n_ctx"))
     context = next((int(length) for length in lengths if length is not None), None)

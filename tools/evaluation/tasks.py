@@ -105,7 +105,7 @@ class Tasks:
 
 
 def _metrics(name: str, found: Any, conditions: str) -> dict[str, Measurement]:
-    """Collect the metrics of one task or group; a filter is named unless it is the identity."""
+    """Collect the metrics of one task or group, by name; the name has the harness' filter unless that is "none"."""
     values, directions = found["results"][name], found["higher_is_better"].get(name, {})
     metrics: dict[str, Measurement] = {}
     for key, value in values.items():
@@ -217,7 +217,7 @@ def _seed() -> None:
 
 
 class ServedModel(TemplateLM):
-    """Adapter of :class:`tools.evaluation.score.ScoringModel` to lm-evaluation-harness."""
+    """Adapter through which lm-evaluation-harness calls a :class:`tools.evaluation.score.ScoringModel`."""
 
     def __init__(
         self, model: ScoringModel, tokenizer: PreTrainedTokenizerBase, *, length: int, batch_size: int
@@ -233,7 +233,7 @@ class ServedModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """Return the token before a text without context."""
+        """Return the token id that is put before a text without context."""
         bos = self.tokenizer.bos_token_id
         return bos if bos is not None else self.tokenizer.eos_token_id
 

@@ -1,7 +1,7 @@
 """Build student and teacher of a recipe on the meta device, with all shapes but without memory.
 
-They are built by the same functions as in a run, so parameters, scales that layers share, and trained parameters are
-counted as a run has them. The same holds for their micro-batch: see :mod:`tools.memory.trace`.
+They are built by the same functions as in a run, so that parameters, shared scales and trained parameters are counted
+exactly. Their micro-batch also runs the code of a run (:mod:`tools.memory.trace`).
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ IN_GRAPH = ("sdpa", "flash_attention_2", "flash_attention_3")
 
 @dataclass
 class MetaStudent:
-    """Student and its parts, as in :class:`engine.session.session.Session` in a run."""
+    """Student on the meta device: the model, its quantization and loss head."""
 
     recipe: Recipe
     model: PreTrainedModel
@@ -57,7 +57,7 @@ def meta_student(recipe: Recipe) -> MetaStudent:
     """Build the student as for a run on one rank.
 
     Raises:
-        RankError: a problem of the model that a run would report before it reads weights.
+        RankError: the model cannot be built or quantized, with the text that a run would report.
     """
     # On stage 0 nothing is partitioned. With one micro-batch per step no codes of weights are kept for the next
     # micro-batch: tools.memory.zero counts those codes. Nothing is computed, so nothing is compiled.
@@ -97,8 +97,8 @@ def meta_teacher(recipe: Recipe) -> MetaTeacher | None:
 
 
 def _attention(recipe: Recipe, path: str) -> str:
-    """Return the attention implementation that the run will use for the model in ``path``. Raises RankError on every
-    rank."""
+    """Return the name of the attention implementation that the run will use for the model in ``path``. Raises RankError
+    on every rank."""
     with errors_on_all_ranks(Exception):
         config = read_config(Path(path), recipe.model.trust_remote_code)
     return attention_for(config, recipe.model.attn_implementation)
@@ -176,7 +176,7 @@ def _on_host(recipe: Recipe, moved: list[int]) -> AbstractContextManager[Any]:
 def _teacher_at_head(
     recipe: Recipe, student: MetaStudent, teacher: MetaTeacher | None, hidden: Tensor | None, tokens: int
 ) -> TeacherTargets | None:
-    """Build the teacher's targets as the losses get them; None without a teacher."""
+    """Build the teacher's outputs in the form in which the losses take them; None without a teacher."""
     kind = recipe.teacher_kind()
     if kind == "none":
         return None
@@ -214,7 +214,7 @@ def teacher_events(student: MetaStudent, teacher: MetaTeacher | None, rows: int)
 
 
 def _inputs(recipe: Recipe, rows: int) -> dict[str, Any]:
-    """Build inputs of the model's forward: rows of full length, with the mask that transformers would create for them.
+    """Build inputs of the model's forward: rows of full length, with the attention mask that transformers would create.
 
     Rows without padding need no mask, as fused attention is causal. transformers computes masks from values, which meta
     tensors do not have. So the finished mask is passed, or positions if there is no mask. With the router's auxiliary
@@ -236,7 +236,8 @@ def _inputs(recipe: Recipe, rows: int) -> dict[str, Any]:
 
 
 def _balance_routing(model: nn.Module) -> None:
-    """Route tokens evenly, by real indices: the number of tokens of an expert determines the shapes of its tensors."""
+    """Make routers distribute tokens evenly, with real index tensors: the number of an expert's tokens determines
+    shapes."""
 
     def route(module: ExpertMLPs, arguments: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         hidden, chosen, weights = arguments
@@ -268,8 +269,8 @@ class _Attention(torch.autograd.Function):
 
 
 class ScaledDotProductFlashAttention(_Attention):
-    """Same as :class:`_Attention`, with the graph node's name by which :mod:`quant.inputs` recognizes torch's
-    attention."""
+    """Attention on the meta device whose autograd node has the name of torch's own, by which :mod:`quant.inputs`
+    recognizes it."""
 
 
 def _attention_on_meta(
@@ -282,8 +283,8 @@ def _attention_on_meta(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention as transformers calls it, with the same copies as transformers' own function for sdpa. With a
-    mask, these are keys and values repeated for their query heads, and in each layer a boolean mask converted to an
-    additive one."""
+    mask, transformers repeats keys and values for their query heads, and converts a boolean mask to an additive one in
+    each layer."""
     if attention_mask is not None:
         groups = getattr(module, "num_key_value_groups", 1)
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)

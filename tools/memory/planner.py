@@ -1,9 +1,8 @@
 """Predict the memory of a run before it begins: bytes per rank by item, for any ZeRO strategy, and if they fit.
 
 The prediction needs only config.json, the recipe and a DeepSpeed configuration: no weights, no GPU, no process group.
-It does not model the memory of the CUDA driver, NCCL and cuBLAS, fragmentation of the allocator's memory, and blocks
-that are freed late because another stream reads them. ``RESERVE`` bytes are set aside for all of these; this number is
-an assumption.
+Not predicted are the memory of the CUDA driver, NCCL and cuBLAS, fragmentation of the allocator's memory, and blocks
+that are freed late because another stream reads them. An assumed ``RESERVE`` bytes are set aside for all of these.
 """
 
 from bisect import bisect_left
@@ -54,8 +53,7 @@ class Prediction:
         cost: cost of one step, including its collectives.
         largest_micro_batch: largest number of rows per rank that fits; None if it was not requested, 0 if not even one
             row fits.
-        init: bytes on the device while the first codes are chosen, before there is an optimizer; 0 if codes are rounded
-            to nearest.
+        init: bytes on the device while ``quant.init`` chooses codes, before there is an optimizer; 0 for rtn.
     """
 
     strategy: str
@@ -159,8 +157,8 @@ class Planner:
         return replace(found, largest_micro_batch=self._largest(found, teacher, gpu_bytes - RESERVE))
 
     def _init(self, settings: Settings, held: Held, rows: int) -> int:
-        """Compute the bytes on the device while codes are chosen from micro-batches of ``rows``; 0 if codes are rounded
-        to nearest."""
+        """Compute the bytes on the device while ``quant.init`` chooses codes, with micro-batches of ``rows`` rows; 0
+        for rtn."""
         chosen = bytes_of_ptq_init(self.student, settings, rows)
         return chosen and chosen + held.device["parameters"]
 
@@ -185,16 +183,16 @@ class Planner:
         return _Teacher(gathered.most, head, traffic)
 
     def _all(self, rows: int, teacher: "_Teacher") -> list[Event]:
-        """Return one event for the teacher's whole forward, then the student's events. The teacher's lm_head is
-        gathered during the losses."""
+        """Return the events of a micro-batch: one for the teacher's whole forward, then the student's, with the
+        teacher's lm_head gathered during the losses."""
         before, step = self.events(rows)
         most = max((event.peak for event in before), default=0) + teacher.gathered
         losses = [replace(one, peak=one.peak + teacher.head) if one.kind == "loss" else one for one in step.events]
         return [Event(TEACHER, "", 0, most), *losses]
 
     def _largest(self, found: Prediction, teacher: "_Teacher", limit: int) -> int:
-        """Find how many rows fit. Each event's bytes grow linearly with the rows once the rows fill a chunk of the
-        losses."""
+        """Find the largest micro-batch that fits into ``limit`` bytes. Bytes of each event grow linearly with the rows,
+        once the rows fill a chunk of the losses."""
         assert self.recipe.loss.chunk_tokens is not None
         few = -(-self.recipe.loss.chunk_tokens // self.recipe.data.max_length)
         first, second = (own_bytes(self._all(rows, teacher)).astype(float) for rows in (few, 2 * few))

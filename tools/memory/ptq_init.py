@@ -98,7 +98,7 @@ def _gathered(parameters: Iterable[nn.Parameter], settings: Settings) -> int:
 
 
 def _experts_of(config: PreTrainedConfig, count: int) -> int:
-    """Return to how many of ``count`` experts a token goes; all if the configuration does not say it."""
+    """Return how many of ``count`` experts a token is routed to; all if the configuration has no such number."""
     names = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
     found = next((found for name in names if (found := getattr(config, name, None)) is not None), None)
     return min(found or count, count)
@@ -125,9 +125,9 @@ def _features_of_linears(layers: Mapping[str, QuantLayer], config: PreTrainedCon
 
 
 def _of_step(sets: list[list[QuantLayer]], share: int, running: int) -> int:
-    """Compute the bytes of the Gram matrices of some sets of layers, plus the larger of two: a forward, or the rows
-    whose codes were chosen with the worst moment of choosing one more Linear. A rank has one of ``share`` parts of a
-    Linear."""
+    """Compute the peak bytes while codes of some sets of Linears are chosen: their Gram matrices, plus the larger of a
+    forward (``running``) and the rows with chosen codes with the temporary memory for one more Linear. A rank has a
+    fraction 1 / ``share`` of each Linear."""
     grams = kept = worst = 0
     for layers in sets:
         experts = layers[0].num_experts if layers[0].projections else 1
@@ -142,8 +142,8 @@ def _of_step(sets: list[list[QuantLayer]], share: int, running: int) -> int:
 
 
 def _of_tuning(layers: Mapping[str, QuantLayer], share: int, kept: int) -> int:
-    """Compute the bytes while the weights of a decoder layer are tuned, of which a rank has one of ``share`` parts, and
-    of which autograd keeps ``kept`` bytes of activations."""
+    """Compute the peak bytes while a decoder layer is tuned. A rank has a fraction 1 / ``share`` of its weights, and
+    autograd keeps ``kept`` bytes of activations."""
     weights = sum(layer.weight.numel() for layer in layers.values())
     largest = max(layer.weight.numel() for layer in layers.values())
     own = weights // share

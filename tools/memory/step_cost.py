@@ -41,9 +41,9 @@ class StepCost:
     """Cost of one optimizer step.
 
     Attributes:
-        added: bytes by part in two places per event, as in :func:`tools.memory.trace.own_bytes`: ``held`` (parameters,
+        added: bytes by part at two moments per event (before it, and at it), called places: ``held`` (parameters,
             gradients, optimizer states and buckets), ``gathered``, ``reduction`` (copies while gradients are reduced).
-        backward: True for places that belong to backward.
+        backward: for each place, True if it belongs to backward.
         step: the moment of the optimizer's step with the most bytes.
         traffic: bytes of the whole step's collectives by kind, each of the whole tensor: the result of an all-gather,
             the operand of a reduction.
@@ -76,7 +76,7 @@ class StepCost:
 
 @dataclass(frozen=True)
 class Gathers:
-    """Gathers of parameters by stage 3: most bytes at a time, and bytes in one step by kind of collective."""
+    """Gathers of parameters by stage 3: peak bytes, and bytes in one step by kind of collective."""
 
     most: int = 0
     traffic: dict[str, int] = field(default_factory=dict)
@@ -88,11 +88,11 @@ def gathers(
     """Compute the gathers of a model under stage 3 by DeepSpeed's limits.
 
     Args:
-        settings: settings of the run, with the model's own ``zero``.
+        settings: settings of the run; its ``zero`` is that of this model (student or teacher).
         inventory: the model's parameters.
         calls: the largest calls of its modules.
-        passes: one item for each time that a micro-batch reads all parameters: True if it reads codes instead of
-            weights that are gathered as codes.
+        passes: an item for each pass over all parameters in a micro-batch (forward, backward): True if the pass gathers
+            codes where possible.
         checkpointing: True if backward repeats the forward of each layer.
     """
     if not settings.partitions:
@@ -220,8 +220,8 @@ def _reduction(settings: Settings, held: Held, inventory: Inventory) -> _Reducti
 
 
 def _all_reduce(sizes: Sequence[int], size: int, settings: Settings) -> int:
-    """Compute the bytes of engine.buffered_allreduce_fallback: a flat copy of a buffer's tensors, and a copy in the
-    dtype of communication."""
+    """Compute the peak bytes of DeepSpeed's ``buffered_allreduce_fallback``: a flat copy of a bucket's tensors, and a
+    copy in the dtype of communication."""
     copied = settings.communicated if settings.communicated != size else 0
     buffers = _packed(sizes, FALLBACK_BUCKET) if settings.ranks > 1 else []
     return max((sum(one) * (copied + (size if len(one) > 1 else 0)) for one in buffers), default=0)
@@ -238,9 +238,9 @@ def _packed(sizes: Sequence[int], limit: int) -> list[list[int]]:
 
 
 def _late(settings: Settings, calls: Calls, name: str, numels: Mapping[str, int]) -> int:
-    """Compute the bytes of gradients outside of the bucket. These are gradients of a leaf until its backward is done, a
-    gradient larger than the bucket until it is reduced, and all gradients of a bucket if they are not copied into
-    it."""
+    """Compute the bytes of gradients that exist outside of the reduction bucket: gradients of a leaf until its backward
+    is done, a gradient larger than the bucket until it is reduced, and, if the bucket makes no copies, all its
+    gradients."""
     if settings.stage < 2:
         return 0
     if name in calls.leaves:

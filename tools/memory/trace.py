@@ -6,8 +6,8 @@ that activation checkpointing drops, and that exist only briefly are counted by 
 an architecture. Only the number of targets and the experts of each token depend on data: every token is assumed to have
 a target, and tokens are spread evenly over the experts.
 
-Of consecutive equal decoder layers only two are run. The second one is counted for all that follow: the forward of each
-adds the same bytes, and its backward frees them again.
+Only two of a run of equal consecutive decoder layers are executed. The second one also stands for all layers that
+follow: the forward of each adds the same bytes, and its backward frees them.
 """
 
 import weakref
@@ -51,8 +51,7 @@ class Event:
 
 
 def own_bytes(events: Sequence[Event]) -> np.ndarray:
-    """Return the bytes of the model itself, in two places per event: the peak before the event, and the bytes at the
-    event."""
+    """Return the bytes alive at two moments per event, in order: the peak before the event, and the bytes at it."""
     return np.array([size for event in events for size in (event.peak, event.live)])
 
 
@@ -96,7 +95,7 @@ class _Bytes(TorchDispatchMode):
         self.live -= size
 
     def known(self, tensors: Sequence[Tensor]) -> None:
-        """Do not count these tensors, which existed before."""
+        """Exclude these tensors from the count, as they existed before."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             self._seen[storage._cdata] = weakref.ref(storage)
@@ -149,8 +148,8 @@ def layer_lists(model: PreTrainedModel) -> dict[str, nn.ModuleList]:
 
 @contextmanager
 def representatives(model: PreTrainedModel) -> Iterator[list[list[str]]]:
-    """Reduce consecutive equal decoder layers of the model to ``REPRESENTATIVES`` inside the block. Each yielded list
-    names the layers that a kept second layer represents, itself first."""
+    """Reduce consecutive equal decoder layers of the model to ``REPRESENTATIVES`` inside the block. Yields for each
+    reduced run the names of the layers that its second kept layer stands for, that layer first."""
     runs: list[list[str]] = []
     config = model.config.get_text_config()
     layers, lists = config.num_hidden_layers, layer_lists(model)
@@ -215,7 +214,7 @@ def _hooks(model: PreTrainedModel, note: Callable[[str, str], None]) -> Iterator
 
 
 def _repeat(events: list[Event], run: list[str]) -> Iterator[Event]:
-    """Repeat the events of a kept second layer for each layer of ``run``."""
+    """Repeat the events of the layer ``run[0]`` for each layer in ``run``."""
     segments = _segments(events, run[0])
     extra = 0  # bytes of layers that were not run
     position = 0

@@ -51,7 +51,7 @@ class Settings:
     """Part of a resolved DeepSpeed configuration that determines memory.
 
     Attributes:
-        zero: its ``zero_optimization``, with DeepSpeed's defaults for missing keys.
+        zero: section ``zero_optimization``, with DeepSpeed's defaults for missing keys.
         ranks: number of ranks of the run.
         size: bytes per element of the model's parameters.
         accumulated: bytes per element of a gradient in the buffer in which micro-batches are summed.
@@ -73,7 +73,7 @@ class Settings:
 
     @classmethod
     def of(cls, ds_config: dict[str, Any], ranks: int) -> "Settings":
-        """Read the settings from a configuration that :func:`engine.config.deepspeed.resolve` returned."""
+        """Read the settings from a resolved DeepSpeed configuration."""
         half = any(ds_config.get(key, {}).get("enabled") for key in ("bf16", "fp16"))
         size = 2 if half else FP32
         sizes = {"fp32": FP32, "fp16": 2, "bf16": 2}
@@ -131,7 +131,7 @@ class ShardedParameter:
         trains: True if it has a gradient.
         released: True for scales and adapters, which are not kept whole between steps (model.zero.release).
         whole: True if every rank has all of it: small frozen scales are not partitioned.
-        as_codes: True if its codes, of one byte each, are gathered (:mod:`model.zero.quantized_gather`).
+        as_codes: True if it is gathered as codes, one byte per weight (``quant.quantized_all_gather``).
         forward_only: True if backward does not read it, such as a frozen embedding that is not the lm_head too.
     """
 
@@ -158,8 +158,7 @@ class ShardedParameter:
         return self.numel <= zero.param_persistence_threshold and not self.released
 
     def gathered(self, ranks: int, as_codes: bool) -> int:
-        """Return the bytes that a gather of the parameter sends; with ``as_codes``, the bytes of its codes if these are
-        gathered."""
+        """Return the bytes of the gathered parameter; with ``as_codes``, of its codes if it is gathered as codes."""
         return self.padded(ranks) // (self.size if as_codes and self.as_codes else 1)
 
 
@@ -235,8 +234,8 @@ class Calls:
     """Parameters that one call of a module gathers under stage 3.
 
     Attributes:
-        largest: most bytes of a module.
-        listed: most bytes of a module with several parameters, which are gathered into one buffer and copied from it.
+        largest: most bytes that the call of one module gathers.
+        listed: most bytes for a module with several parameters, which are gathered into one buffer and copied from it.
         leaves: for each parameter inside a leaf, bytes of the leaf's trained parameters, by the parameter's name. A
             leaf is a module that DeepSpeed gathers together with all its children.
     """
@@ -289,7 +288,7 @@ class Held:
 
 
 def held_by(settings: Settings, inventory: Inventory) -> Held:
-    """Compute the bytes of the student on a rank outside of forward and backward, at the moment when they are most."""
+    """Compute the peak bytes of parameters, gradients and optimizer state on a rank outside of forward and backward."""
     held = Held()
     zero, size, accumulated, offloaded = settings.zero, settings.size, settings.accumulated, settings.offloads_optimizer
     trained, flat = elements(inventory.trained), sum(inventory.flat(settings.ranks))

@@ -275,7 +275,7 @@ def _quantize_inputs(theirs: PreTrainedModel, quantization: Quantization) -> Non
 
 @contextmanager
 def inputs_left(quantization: Quantization) -> Iterator[None]:
-    """Leave inputs, keys and values unquantized inside the block."""
+    """Context in which inputs, keys and values of our model are not quantized."""
     quantization.set_fake_quant(weights=True, activations=False)
     yield
     quantization.set_fake_quant(weights=True, activations=True)
@@ -283,7 +283,8 @@ def inputs_left(quantization: Quantization) -> Iterator[None]:
 
 @contextmanager
 def inputs_of_experts_left(model: PreTrainedModel, quantization: Quantization) -> Iterator[None]:
-    """Leave the inputs of experts unquantized inside the block, if transformers does not quantize them."""
+    """Context in which inputs of experts are not quantized in our model, if transformers does not quantize them
+    either."""
     is_fused = fused_there(model)
     with ExitStack() as stack:
         for name, layer in quantization.layers.items():
@@ -327,7 +328,7 @@ def _enter_their_input(stack: ExitStack, module: QuantLayer | QuantCache, spec: 
 
 @contextmanager
 def _attributes(owner: object, **values: Any) -> Iterator[None]:
-    """Change attributes of an object inside the block."""
+    """Context in which attributes of an object have other values."""
     before = {name: getattr(owner, name) for name in values}
     for name, value in values.items():
         setattr(owner, name, value)
@@ -410,7 +411,7 @@ def _wrong_tensors(
 
 
 def _wrong_caches(checkpoint: Checkpoint, model: PreTrainedModel, quantization: Quantization) -> list[str]:
-    """List the scales of keys or values that a server would not find, or would replace by 1."""
+    """Describe missing or wrong scales of keys and values, which a server would not find or would replace by 1."""
     problems = []
     for name, cache in quantization.caches.items():
         key = cache_keys(model, name)[0]

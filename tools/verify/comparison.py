@@ -36,7 +36,7 @@ class LogitComparison:
     predicted: int = 0
 
     def add(self, ours: Tensor, theirs: Tensor, ids: Tensor) -> None:
-        """Add a batch: the logits [B, T, V] of both models for ``ids`` [B, T]."""
+        """Add a batch: logits [B, T, V] of this project and of the other reader for token ids ``ids`` [B, T]."""
         difference = (ours - theirs).abs()
         self.max_abs = max(self.max_abs, difference.max().item()) if difference.isfinite().all() else math.inf
         self.abs_sum += difference.sum(dtype=torch.float64).item()
@@ -77,14 +77,14 @@ class LogitComparison:
         return perplexity(self.nll[side] / self.predicted)
 
     def row(self, name: str) -> str:
-        """Format the line of a report's table."""
+        """Format all figures as a row of the report's table, called ``name``."""
         return (
             f"{name:<17} {self.max_abs:>10.3g} {self.mean_abs:>10.3g} {self.kl:>10.3g} {100 * self.top1:>8.3f}% "
             f"{figure(self.perplexity('ours')):>10} {figure(self.perplexity('theirs')):>12}"
         )
 
     def line(self, bound: float) -> str:
-        """Format all in one line; ``bound`` of the KL divergence."""
+        """Format all figures in one line, with ``bound``, the limit of the KL divergence."""
         return (
             f"{self.tokens} tokens, KL {self.kl:.2g} (at most {bound:.2g} expected), top-1 {100 * self.top1:.2f}%, "
             f"perplexity {self.perplexity('theirs'):.4f}, ours {self.perplexity('ours'):.4f}: "
@@ -136,8 +136,8 @@ class Report:
         self.require(name, self.logits[name].kl, bound, "KL divergence, in nats per token,")
 
     def explain(self, name: str, bound: float, why: str) -> None:
-        """Add a remark if predictions of the comparison ``name`` differ: ``why`` they may, and if they are within the
-        ``bound`` of the KL divergence."""
+        """Add a remark if predictions of the comparison ``name`` differ: the reason ``why`` this may happen, and if the
+        KL divergence is within ``bound``."""
         found = self.logits[name]
         if found.agree < found.tokens:
             verdict = "no error" if found.kl <= bound else "too much"
@@ -168,7 +168,7 @@ class Engine:
     Attributes:
         export: the directory.
         found: the tensors in the files by name, of the engine's own type.
-        unused: names of tensors that need not be in a compressed checkpoint.
+        unused: names of tensors that a compressed checkpoint may lack.
         report: the result; after opening it has only the contents of the export.
         model: the compressed export in fp32; set before anything is compared.
     """
@@ -244,7 +244,7 @@ def compare_with_compressed(
 
 
 def _check_tokens(model: PreTrainedModel, batches: Sequence[Tensor], export: Path) -> None:
-    """Reject tokens that the model does not have: some engines would read beyond its embeddings."""
+    """Raise ValueError for token ids without an embedding in the model: some engines would read beyond the table."""
     count = embedding_rows(model)
     largest = max((int(ids.max()) for ids in batches), default=0)
     if largest >= count:

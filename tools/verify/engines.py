@@ -41,7 +41,7 @@ class GGUF(Engine):
     """Reader of GGUF files.
 
     Attributes:
-        bound: of the KL divergence of the logits.
+        bound: limit of the logits' KL divergence.
     """
 
     bound = OUR_FORWARD_KL
@@ -106,7 +106,7 @@ def engine_logits(file: Path, batches: Sequence[Tensor]) -> Iterator[Tensor]:
     from cyllama.llama import llama_cpp
 
     class Model(llama_cpp.LlamaModel):
-        """A model with the property that the context reads, and that cyllama has at the vocabulary only."""
+        """cyllama's model with a property that its context reads and that cyllama defines only on the vocabulary."""
 
         @property
         def n_vocab(self) -> int:
@@ -243,7 +243,7 @@ class ExecuTorch(Engine):
     """Reader of exports for ExecuTorch."""
 
     def __init__(self, export: Path) -> None:
-        """Load ``export`` with transformers and torchao; see :func:`loaded`."""
+        """Load ``export`` with transformers and torchao. Raises ValueError if that fails, or ExecuTorch is missing."""
         self.export, self.theirs = export, loaded(export)
         self.found = self.theirs.state_dict()
         self.unused = frozenset(self.theirs.all_tied_weights_keys)

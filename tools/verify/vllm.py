@@ -1,14 +1,14 @@
 """Compute and compare exports in vLLM, which runs in another environment (:mod:`tools.verify.vllm_cpu`).
 
-vLLM's CPU backend differs from this project by definition in these points (0.32, without AMX); :func:`as_vllm` gives
-them to our reader:
+vLLM's CPU backend differs from this project by definition in these points (0.32, without AMX). :func:`as_vllm` makes
+this project's forward compute the same:
 
 - The inputs of integer weights of fewer than 8 bits, and of MX weights, are left as they are.
 - The scale of a token in int8 is absmax / 127, not absmax / 127.5.
 - The KV cache in fp8 rounds towards zero, not to the nearest code.
 
-The other difference is rounding: a value near the boundary between two codes gets the other code. Its size is that of
-:func:`rounded`: our reader, compared with itself after all inputs of layers changed by a rounding.
+The other difference is rounding: a value near the boundary between two codes gets the other code. Its size is measured
+with :func:`rounded`: our forward is compared with itself after all inputs of layers changed by a rounding.
 """
 
 import json
@@ -36,12 +36,11 @@ Result = dict[str, np.ndarray] | str
 
 
 def run(python: str | Path, jobs: Sequence[dict[str, Any]], tokens: Tensor, *, script: Path = SCRIPT) -> list[Result]:
-    """Run jobs of :mod:`tools.verify.vllm_cpu`, without their ``tokens`` and ``out``; return what each writes, or the
-    error of one that fails.
+    """Run jobs of :mod:`tools.verify.vllm_cpu`; return the result of each, or the error text of a job that failed.
 
     Args:
         python: interpreter of an environment with vllm-cpu.
-        jobs: one per export and dtype.
+        jobs: one per export and dtype, with all keys except ``tokens`` and ``out``.
         tokens: token ids [windows, T].
         script: ``vllm_cpu.py``, or a script that calls its ``main``.
 
@@ -85,8 +84,8 @@ def compare_with_vllm(
 ) -> tuple[str, bool]:
     """Compare a compressed export in vLLM's CPU backend, in bf16, with DeepQAT's forward of this export.
 
-    Kernels of some CPUs (AMX) leave further inputs as they are, or ignore stored scales: the cost of quantizing the
-    inputs is allowed as a difference.
+    Kernels of some CPUs (AMX) do not quantize some inputs, or ignore stored scales. On these, the difference may be as
+    large as the effect of quantizing inputs.
 
     Returns:
         The figures in one line, and whether they are within the bound.
@@ -144,7 +143,7 @@ def rounded(model: PreTrainedModel, quantization: Quantization, times: int) -> I
 
 @contextmanager
 def as_vllm(quantization: Quantization, *, truncate: bool) -> Iterator[None]:
-    """Let our reader compute what vLLM's CPU backend does by definition, inside the block; ``truncate``: also its KV
+    """Context in which our forward computes with the definitions of vLLM's CPU backend; ``truncate``: also for the KV
     cache."""
     changes: list[tuple[Any, Callable[[Tensor], Tensor]]] = []
     for layer in quantization.layers.values():
@@ -172,7 +171,7 @@ def _on_input(change: Callable[[Tensor], Tensor], _: nn.Module, arguments: tuple
 
 
 def unchanged(x: Tensor) -> Tensor:
-    """Return the input."""
+    """Return the input unquantized."""
     return x
 
 

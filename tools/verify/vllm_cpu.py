@@ -72,7 +72,7 @@ def compute(job: dict[str, Any], engine: Any, tokens: Any) -> dict[str, Any]:
 
 
 def log_probs_of(flat: Any) -> Any:
-    """Return flat log-probabilities as an array [T - 1, V]; the first token has none."""
+    """Convert vLLM's flat log-probabilities to an array [T - 1, V]; the first token has none."""
     import numpy as np
 
     rows = []
