@@ -24,6 +24,7 @@ and picture contain everything in the folder. Writes ``benchmarks/results/recove
 
 import argparse
 import json
+import re
 import shutil
 import sys
 from dataclasses import asdict, dataclass
@@ -112,7 +113,8 @@ class Bench:
         trained = way in TRAINED
         steps = self.options.steps if trained else 0
         changed = [f"{key}={value}" for key, value in self.options.set if way != "torchao"]
-        name = "_".join([scheme, way, *([f"{steps}_{seed}"] if trained else []), *changed]).replace("/", "-")
+        name = "_".join([scheme, way, *([f"{steps}_{seed}"] if trained else []), *changed])
+        name = re.sub(r"[^\w.,=-]", "-", name)
         directory = self.out / name
         if not self.file(name).exists():
             changes: dict[str, Any] = {"quant.init": way} if way in INITS else {}
