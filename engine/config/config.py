@@ -9,6 +9,7 @@ job should cost a second, not the wait for queue, process group and model.
 the recipe's files. Paths in a YAML file are relative to the current directory, not to that file.
 """
 
+import glob
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import Field, dataclass, field, fields, is_dataclass
@@ -165,6 +166,8 @@ class Recipe:
         problems += self._data_problems()
         if os.path.lexists(self.output_dir) and not os.path.isdir(self.output_dir):
             problems.append(f"output_dir: {self.output_dir!r}, expected a directory, or no file of that name")
+        if glob.escape(path := os.path.abspath(self.output_dir)) != path:
+            problems.append(f"output_dir: {path!r}, expected no *, ? or [: DeepSpeed could not load its checkpoints")
         _refuse(problems)
 
     def _model_problems(self, *, weights: bool) -> Iterator[str]:

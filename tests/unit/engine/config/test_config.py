@@ -149,6 +149,12 @@ def test_an_output_directory_that_is_a_file_is_named_before_ranks_meet(here: Pat
         minimal().validate_files()
 
 
+@pytest.mark.parametrize("name", ["lr=[1e-4]", "runs*", "a/why?"])
+def test_an_output_directory_whose_checkpoints_could_not_be_loaded_is_named(here: Path, name: str) -> None:
+    with pytest.raises(RecipeError, match=r"^output_dir: '/.*', expected no \*, \? or \[: DeepSpeed"):
+        minimal(output_dir=name).validate_files()
+
+
 @pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "model.safetensors.index.json"])
 def test_a_gigabyte_of_json_is_not_read(here: Path, name: str) -> None:
     path = here / "model" / name
