@@ -17,7 +17,7 @@ from tests.unit.model.ptq_init.test_gptq import inputs_of, quantized, samples
 
 @pytest.fixture(autouse=True)
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "STEPS", 40)
+    monkeypatch.setattr(tuning, "STEPS", 16)
 
 
 @torch.no_grad()
