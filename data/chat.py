@@ -23,10 +23,12 @@ Special cases, each counted in turns:
 """
 
 import json
+import os
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -35,13 +37,17 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from data.answers import Answer, LossOn, Rendering, render
+from data.cache import TokenCache, Writer, digest
 from data.files import DataError, Problems, check_files
 from data.jsonl import BadLineError, Conversation, conversation_of, is_empty, lines_of
-from data.samples import IGNORE, Bars, Sample, no_bar
+from data.samples import IGNORE, Bars, Flat, Samples, no_bar
 from data.template import SpecialTokens, Template
 from data.tokens import CHARACTERS, TEXTS_AT_ONCE, OffsetTokenizer, TokenizerError, Tokens, in_groups
+from data.workers import Workers
 
 _SHOWN = 20  # keys that a note names
+_DTYPES = {"inputs": "<i4", "labels": "<i4", "lengths": "<i8", "targets": "<i8", "lines": "<i8"}
+_BYTES_PER_PROCESS = 2**23  # of a file; a process takes some seconds to start
 _DATA = (".properties", ".arguments")
 """Ends of paths to objects whose keys are data: names of parameters."""
 
@@ -93,6 +99,16 @@ class Counts:
             setattr(self, name, getattr(self, name) + getattr(counts, name))
         self.by_file[file] = counts
 
+    def as_json(self) -> dict[str, Any]:
+        """Return the counts of a file as plain JSON, of which `Counts.of` makes them again."""
+        found = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "by_file"}
+        return {name: value if isinstance(value, Counter) else int(value) for name, value in found.items()}
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> "Counts":
+        """Return counts from plain JSON."""
+        return cls(**{name: Counter(value) if isinstance(value, dict) else value for name, value in values.items()})
+
     def summary(self) -> str:
         """Summarize in one line what was kept and dropped, and why, and anything unusual about the masks."""
         share = 100 * self.targets / max(self.tokens, 1)
@@ -137,6 +153,17 @@ class Targets:
     ended: bool
 
 
+@dataclass(frozen=True)
+class Options:
+    """Options of `read_chat`; see there."""
+
+    max_length: int
+    fields: Mapping[str, str] | None
+    loss_on: LossOn
+    too_long: Literal["drop", "truncate"]
+    special_tokens: SpecialTokens
+
+
 def read_chat(
     files: Sequence[str | Path],
     tokenizer: PreTrainedTokenizerBase,
@@ -147,7 +174,8 @@ def read_chat(
     too_long: Literal["drop", "truncate"] = "drop",
     special_tokens: SpecialTokens = "keep",
     progress: Bars = no_bar,
-) -> tuple[list[Sample], Counts]:
+    cache: TokenCache | None = None,
+) -> tuple[Samples, Counts]:
     """Read JSONL files into samples, in the order of the lines.
 
     Args:
@@ -162,6 +190,7 @@ def read_chat(
         special_tokens: treatment of special tokens that contents spell out, such as ``<|im_end|>`` in a question: keep
             them, tokenize them as plain text, or refuse the line.
         progress: creates the progress bar.
+        cache: keeps the tokens of each file; large files are then tokenized in several processes.
 
     Raises:
         DataError: a file is missing or empty, lines are bad (up to 20 named in one error), or no sample is left.
@@ -171,64 +200,136 @@ def read_chat(
         raise DataError(
             f"the tokenizer of {tokenizer.name_or_path!r} has no chat template, expected one to write turns with"
         )
-    builder = _Builder(tokenizer, fields, max_length, loss_on, special_tokens, truncate=too_long == "truncate")
-    size, counts = sum(path.stat().st_size for path in paths), Counts()
-    with progress(size, "chats", "B") as bar:
+    cache, options = cache or TokenCache(), Options(max_length, fields, loss_on, too_long, special_tokens)
+    about = cache.about(tokenizer, {"kind": "chat", **asdict(options)}, chat=True)
+    counts, problems, shards = Counts(), Problems(), []
+    processes = 1
+    if cache.directory is not None:  # else each rank reads all files
+        size = sum(path.stat().st_size for path in paths)
+        processes = max(1, min(len(os.sched_getaffinity(0)), size // _BYTES_PER_PROCESS))
+    with Workers(partial(_Builder, tokenizer, options), processes) as workers:
         for path in paths:
-            counts.add(str(path), builder.read(path, bar))
-    builder.problems.raise_if_any()
-    if not builder.samples:
+
+            def build(out: Writer, path: Path = path) -> dict[str, Any]:
+                with progress(path.stat().st_size, path.name, "B") as bar:
+                    return _write(out, workers.in_order(_tasks(path, bar)))
+
+            shard = cache.shard(path, about, _DTYPES, build)
+            shards.append(shard)
+            counts.add(str(path), Counts.of(shard.facts["counts"]))
+            for number, problem in shard.facts["problems"]:
+                problems.add(f"{path}:{number}" if number else str(path), problem)
+    problems.raise_if_any()
+    if not counts.samples:
         raise DataError(
             f"no sample is left of {', '.join(map(str, paths))}: {counts.summary()} (max_length {max_length})"
         )
-    return builder.samples, counts
+    lengths, targets, lines = (
+        np.concatenate([shard.arrays[name] for shard in shards]) for name in ("lengths", "targets", "lines")
+    )
+    samples = Samples(
+        inputs=Flat(shard.arrays["inputs"] for shard in shards),
+        labels=Flat(shard.arrays["labels"] for shard in shards),
+        starts=np.cumsum(lengths) - lengths,
+        lengths=lengths,
+        targets=targets,
+        lines=lines,
+        codes=np.repeat(np.arange(len(shards)), [len(shard.arrays["lines"]) for shard in shards]),
+        files=[str(path) for path in paths],
+        highest=max(shard.facts["highest"] for shard in shards),
+        cache=cache,
+        key=digest([shard.key for shard in shards]) if cache.directory else None,
+    )
+    return samples, counts
+
+
+@dataclass
+class _Part:
+    """Samples of some lines as flat arrays, and their bad lines."""
+
+    arrays: dict[str, np.ndarray]
+    counts: Counts
+    problems: list[tuple[int, str]]
+
+
+_Line = tuple[int, bytes]
+
+
+def _tasks(path: Path, bar: tqdm) -> Iterator[tuple[str, list[_Line]]]:
+    """Yield the file and some of its lines that are not blank."""
+
+    def lines() -> Iterator[_Line]:
+        for number, line in lines_of(path):
+            bar.update(len(line))
+            if line.strip():
+                yield number, line
+
+    for group in in_groups(lines(), TEXTS_AT_ONCE, CHARACTERS, lambda line: len(line[1])):
+        yield str(path), group
+
+
+def _write(out: Writer, parts: Iterable[_Part]) -> dict[str, Any]:
+    """Write the samples of a file, unless it has bad lines; return its counts and its bad lines."""
+    counts, highest, problems = Counts(files=1), 0, list[tuple[int, str]]()
+    for part in parts:
+        problems += part.problems
+        counts.add("", part.counts)
+        if not problems:
+            out.add(**part.arrays)
+            highest = max(highest, *(int(part.arrays[name].max(initial=0)) for name in ("inputs", "labels")))
+    if not counts.lines:
+        problems = [(0, "found only blank lines, expected one JSON object per line")]
+    return {"counts": counts.as_json(), "highest": highest, "problems": problems}
 
 
 class _Builder:
-    """Build samples from renderings, and count the special cases."""
+    """Build samples from lines, and count the special cases."""
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        fields: Mapping[str, str] | None,
-        max_length: int,
-        loss_on: LossOn,
-        special_tokens: SpecialTokens,
-        *,
-        truncate: bool,
-    ) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Options) -> None:
         self.template = Template(tokenizer)
-        self.fields = fields
-        self.loss_on: LossOn = loss_on
-        self.special_tokens: SpecialTokens = special_tokens
-        self.tokenizer = OffsetTokenizer(tokenizer, spelled_as_text=special_tokens == "text")
-        self.max_length = max_length
-        self.truncate = truncate
+        self.fields = options.fields
+        self.loss_on = options.loss_on
+        self.special_tokens = options.special_tokens
+        self.tokenizer = OffsetTokenizer(tokenizer, spelled_as_text=options.special_tokens == "text")
+        self.max_length = options.max_length
+        self.truncate = options.too_long == "truncate"
         self.bos = tokenizer.bos_token_id
-        self.samples: list[Sample] = []
-        self.file, self.counts = "", Counts()
-        self.problems = Problems()
 
-    def read(self, path: Path, bar: tqdm) -> Counts:
-        """Add one file, a batch of lines at a time; return its counts."""
-        self.file, self.counts = str(path), Counts(files=1)
-        for batch in in_groups(self._lines(path, bar), TEXTS_AT_ONCE, CHARACTERS, lambda line: len(line[1].text)):
-            self._add(batch)
-        return self.counts
+    def __call__(self, task: tuple[str, list[_Line]]) -> _Part:
+        """Build the samples of some lines of a file.
 
-    def _lines(self, path: Path, bar: tqdm) -> Iterator[tuple[int, Rendering]]:
+        Raises:
+            DataError: the tokenizer refuses a text.
+        """
+        self.file, lines = task
+        self.counts = Counts()
+        self.problems: list[tuple[int, str]] = []
+        samples: list[tuple[np.ndarray, np.ndarray, int]] = []
+        for batch in in_groups(self._renderings(lines), TEXTS_AT_ONCE, CHARACTERS, lambda line: len(line[1].text)):
+            samples += self._samples(batch)
+        inputs, labels, numbers = zip(*samples, strict=True) if samples else ((), (), ())
+        arrays = {
+            "inputs": np.concatenate([np.empty(0, np.int32), *inputs]),
+            "labels": np.concatenate([np.empty(0, np.int32), *labels]),
+            "lengths": np.array([len(one) for one in inputs], np.int64),
+            "targets": np.array([(one != IGNORE).sum() for one in labels], np.int64),
+            "lines": np.array(numbers, np.int64),
+        }
+        self.counts.samples += len(inputs)
+        self.counts.tokens += len(arrays["inputs"])
+        self.counts.targets += int(arrays["targets"].sum())
+        return _Part(arrays, self.counts, sorted(self.problems))
+
+    def _renderings(self, lines: Iterable[_Line]) -> Iterator[tuple[int, Rendering]]:
         """Yield numbers and renderings of lines that may become samples."""
-        for number, line in lines_of(path):
-            bar.update(len(line))
-            if not line.strip():
-                continue
+        for number, line in lines:
             self.counts.lines += 1
             try:
                 rendering = self._rendered(line)
                 hopeless = self.tokenizer.is_longer(rendering.text, self.max_length)
             except (BadLineError, MemoryError, RecursionError) as error:
                 said = str(error) if isinstance(error, BadLineError) else "found a line that is too large or too deep"
-                self.problems.add(f"{path}:{number}", said)
+                self.problems.append((number, said))
                 continue
             if hopeless:
                 self.counts.too_long += 1
@@ -236,8 +337,6 @@ class _Builder:
                 yield number, rendering
             else:
                 self.counts.without_target += 1
-        if not self.counts.lines:
-            self.problems.add(str(path), "found only blank lines, expected one JSON object per line")
 
     def _rendered(self, line: bytes) -> Rendering:
         """Render a line with the template. Raises BadLineError if the line spells out special tokens and these are
@@ -266,20 +365,16 @@ class _Builder:
         if rendering.answers:
             self.counts.unwritten.update(unwritten(conversation, rendering.text))
 
-    def _add(self, batch: list[tuple[int, Rendering]]) -> None:
-        if self.problems.count:
-            return  # there will be no samples: only look for more bad lines
+    def _samples(self, batch: list[tuple[int, Rendering]]) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
+        """Yield inputs, labels and line of each sample."""
         for (number, rendering), tokens in zip(batch, self._tokens(batch), strict=True):
             try:
-                sample = self._sample(number, rendering, tokens)
+                sample = self._sample(rendering, tokens)
             except BadLineError as error:
-                self.problems.add(f"{self.file}:{number}", str(error))
+                self.problems.append((number, str(error)))
                 continue
             if sample is not None:
-                self.samples.append(sample)
-                self.counts.samples += 1
-                self.counts.tokens += len(sample.input_ids)
-                self.counts.targets += int((sample.labels != IGNORE).sum())
+                yield *sample, number
 
     def _tokens(self, batch: list[tuple[int, Rendering]]) -> Iterable[Tokens]:
         """Tokenize each line. Raises DataError, with file and line, for a text that the tokenizer refuses."""
@@ -293,7 +388,8 @@ class _Builder:
                     raise DataError(f"{self.file}:{number}: {its_own}") from error
             raise DataError(f"{self.file}:{batch[0][0]} to {batch[-1][0]}: {error}") from error
 
-    def _sample(self, number: int, rendering: Rendering, tokens: Tokens) -> Sample | None:
+    def _sample(self, rendering: Rendering, tokens: Tokens) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return inputs and labels; None for a chat that is too long."""
         text, spelled, answers = rendering.text, rendering.spelled, rendering.answers
         tokens = self.tokenizer.with_text(text, tokens, spelled)
         turns = [targets_of(answer, tokens, rendering, self.tokenizer) for answer in answers]
@@ -322,8 +418,7 @@ class _Builder:
         inputs, labels = ids[begin:length], labels[begin:]
         if keeps_bos:
             inputs, labels = np.append(ids[:1], inputs), np.append(np.int32(IGNORE), labels)
-        # Copy truncated arrays: a view would keep the whole conversation in memory.
-        return Sample(inputs.copy(), labels.copy(), self.file, number)
+        return inputs, labels
 
     def _cut(self, ids: np.ndarray, first: int) -> tuple[int | None, bool]:
         """Return the number of tokens to cut off at the beginning so that the rest fits, and True if BOS is kept before

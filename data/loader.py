@@ -24,7 +24,7 @@ trained without its context.
 import itertools
 import math
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from data.files import DataError
-from data.samples import IGNORE, Sample, digest_of_samples
+from data.samples import IGNORE, Sample, Samples, digest_of_samples, samples_of
 
 MicroBatch = dict[str, torch.Tensor]
 """Inputs of one forward and backward, int64 tensors:
@@ -86,9 +86,10 @@ class Loader:
     ) -> None:
         self.rows_per_step = micro_batch_size * gradient_accumulation_steps * world
         rows = "samples" if packed_length is None else f"packed rows of {packed_length:,} tokens"
-        found = len(samples)
-        if samples:
-            self._order = Order(samples, seed=seed, weights=weights, packed_length=packed_length)
+        self.samples = samples_of(samples)
+        found = len(self.samples)
+        if found:
+            self._order = Order(self.samples, seed=seed, weights=weights, packed_length=packed_length)
             found = self._order.rows_in_epoch(0)
         if found < self.rows_per_step:
             raise DataError(
@@ -96,7 +97,6 @@ class Loader:
                 f"(data.micro_batch_size {micro_batch_size} * train.gradient_accumulation_steps "
                 f"{gradient_accumulation_steps} * {world} ranks): give more data or smaller steps"
             )
-        self.samples = samples
         self._micro_batch_size = micro_batch_size
         self._accumulation = gradient_accumulation_steps
         self._rank = rank
@@ -104,7 +104,7 @@ class Loader:
         self._pad = pad_token_id
         self._packed_length = packed_length
         self._skip = frozenset(skip)
-        if len(self._skip) == len(samples):
+        if len(self._skip) == len(self.samples):
             raise DataError(f"data.skip: names all {found:,} samples to train on, expected some that are learned")
 
     def step(self, k: int) -> list[MicroBatch]:
@@ -269,7 +269,8 @@ class Order:
         weights: Mapping[str, float] | None = None,
         packed_length: int | None = None,
     ) -> None:
-        self._lengths = np.array([len(sample.input_ids) for sample in samples], dtype=np.int64)
+        samples = samples_of(samples)
+        self._lengths = samples.lengths
         self._seed = seed
         self._packed_length = packed_length
         longest = int(self._lengths.argmax())
@@ -328,10 +329,10 @@ class Order:
         return np.concatenate(parts)
 
 
-def _files(samples: Sequence[Sample], weights: Mapping[str, float]) -> list[tuple[np.ndarray, int]]:
+def _files(samples: Samples, weights: Mapping[str, float]) -> list[tuple[np.ndarray, int]]:
     """Return for each file the ids of its samples, and how many samples an epoch takes of it."""
     codes = {file: code for code, file in enumerate(weights)}
-    files = np.fromiter((codes.get(sample.file, -1) for sample in samples), dtype=np.int64, count=len(samples))
+    files = np.array([codes.get(file, -1) for file in samples.files])[samples.codes]
     ids = [np.flatnonzero(files == code) for code in codes.values()]
     empty = [file for file, mine in zip(weights, ids, strict=True) if not len(mine)]
     other = sorted({samples[i].file for i in np.flatnonzero(files == -1)[:1]})
@@ -422,7 +423,7 @@ def _moved(batch: MicroBatch, copy: Callable[[Tensor], Tensor]) -> MicroBatch:
 SPLIT = 3  # random stream of the split, separate from the streams of all epochs
 
 
-def split_held_out(samples: Sequence[Sample], held_out: int | float, seed: int) -> tuple[list[Sample], list[Sample]]:
+def split_held_out(samples: Sequence[Sample], held_out: int | float, seed: int) -> tuple[Samples, Samples]:
     """Split samples into training and held-out samples, each in their original order.
 
     ``held_out`` is their number, or, as a float, their share of all samples (at least one sample). The split depends on
@@ -438,21 +439,28 @@ def split_held_out(samples: Sequence[Sample], held_out: int | float, seed: int) 
         )
     chosen = np.zeros(len(samples), dtype=bool)
     chosen[np.random.default_rng((seed, 0, SPLIT)).permutation(len(samples))[:count]] = True
-    training = [sample for sample, out in zip(samples, chosen, strict=True) if not out]
-    return training, [sample for sample, out in zip(samples, chosen, strict=True) if out]
+    samples = samples_of(samples)
+    return samples.take(np.flatnonzero(~chosen)), samples.take(np.flatnonzero(chosen))
 
 
-def seen_in_training(training: Iterable[Sample], held_out: Sequence[Sample]) -> dict[int, Sample]:
+def seen_in_training(training: Sequence[Sample], held_out: Sequence[Sample]) -> dict[int, Sample]:
     """Map the index of each held-out sample that training also contains (equal tokens and labels) to the training
     sample."""
-    places: dict[str, list[int]] = {}
-    for index, sample in enumerate(held_out):
-        places.setdefault(digest_of_samples([sample]), []).append(index)
-    found: dict[int, Sample] = {}
-    for sample in training if places else ():
-        for index in places.get(digest_of_samples([sample]), ()):
-            found.setdefault(index, sample)
-    return found
+    training, held_out = samples_of(training), samples_of(held_out)
+
+    def pairs() -> list[tuple[int, int]]:
+        places: dict[str, list[int]] = {}
+        for index, sample in enumerate(held_out):
+            places.setdefault(digest_of_samples([sample]), []).append(index)
+        found: dict[int, int] = {}
+        alike = np.flatnonzero(np.isin(training.lengths, held_out.lengths))  # others are certainly different
+        for position in alike.tolist():
+            for index in places.get(digest_of_samples([training[position]]), ()):
+                found.setdefault(index, position)
+        return list(found.items())
+
+    found = training.once(f"copies of {held_out.key}", pairs) if held_out.key else pairs()
+    return {index: training[position] for index, position in found}
 
 
 class HeldOut:
@@ -473,8 +481,8 @@ class HeldOut:
     ) -> None:
         if not samples:
             raise DataError("found no samples to evaluate on, expected at least one")
-        self.samples = samples
-        self._by_length = np.argsort([len(sample.input_ids) for sample in samples], kind="stable").tolist()
+        self.samples = samples_of(samples)
+        self._by_length = np.argsort(self.samples.lengths, kind="stable").tolist()
         self._size = micro_batch_size
         self._rank = rank
         self._world = world

@@ -5,16 +5,17 @@ Neither the loader nor the model shifts them again.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, overload
 
 import numpy as np
 from tokenizers import Tokenizer
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from data.cache import TokenCache
 from data.files import DataError
 
 IGNORE = -100
@@ -49,14 +50,148 @@ class Sample:
         return f"{self.file}:{self.line}" if self.line else self.file
 
 
+class Flat:
+    """Arrays laid end to end, without a copy."""
+
+    def __init__(self, parts: Iterable[np.ndarray]) -> None:
+        self.parts = [part for part in parts if len(part)]
+        self._ends = np.cumsum([0, *map(len, self.parts)])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def between(self, start: int, end: int) -> np.ndarray:
+        """Copy the elements ``[start, end)``."""
+        index, found = int(np.searchsorted(self._ends, start, side="right")) - 1, []
+        while start < end:
+            first, stop = int(self._ends[index]), min(end, int(self._ends[index + 1]))
+            found.append(self.parts[index][start - first : stop - first])
+            start, index = stop, index + 1
+        return np.concatenate(found) if found else np.empty(0, np.int32)
+
+
+@dataclass(frozen=True, eq=False)
+class Samples(Sequence[Sample]):
+    """Samples as flat arrays, in memory or mapped from a cache. Element i of an array [n] belongs to sample i.
+
+    Attributes:
+        inputs, labels: tokens and labels of all samples.
+        starts: int64 [n], where a sample begins in both; samples may overlap.
+        lengths: int64 [n], numbers of positions.
+        targets: int64 [n], numbers of labels that are not `IGNORE`.
+        lines: int64 [n], as in `Sample`.
+        codes: int64 [n], indices of the files in ``files``.
+        files: source files.
+        highest: upper bound of the token ids.
+        cache: remembers what was computed of these samples.
+        key: digest that identifies their tokens and labels; None without a cache.
+    """
+
+    inputs: Flat
+    labels: Flat
+    starts: np.ndarray
+    lengths: np.ndarray
+    targets: np.ndarray
+    lines: np.ndarray
+    codes: np.ndarray
+    files: list[str]
+    highest: int
+    cache: TokenCache = field(default_factory=TokenCache)
+    key: str | None = None
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+    @overload
+    def __getitem__(self, index: slice) -> "Samples": ...
+    def __getitem__(self, index: int | slice) -> "Sample | Samples":
+        if isinstance(index, slice):
+            return self.take(np.arange(len(self))[index])
+        start = int(self.starts[index])
+        end = start + int(self.lengths[index])
+        file, line = self.files[self.codes[index]], int(self.lines[index])
+        return Sample(self.inputs.between(start, end), self.labels.between(start, end), file, line)
+
+    def take(self, indices: np.ndarray) -> "Samples":
+        """Return some of the samples."""
+        arrays = {name: getattr(self, name)[indices] for name in ("starts", "lengths", "targets", "lines", "codes")}
+        key = self.key and _digest(self.key.encode(), np.ascontiguousarray(indices, "<i8"))
+        return replace(self, key=key, **arrays)
+
+    def __add__(self, other: "Samples") -> "Samples":
+        """Return the samples of both, this one's first."""
+        if not len(self) or not len(other):
+            return self if len(self) else other
+        arrays = {
+            name: np.append(getattr(self, name), getattr(other, name)) for name in ("lengths", "targets", "lines")
+        }
+        return replace(
+            self,
+            inputs=Flat(self.inputs.parts + other.inputs.parts),
+            labels=Flat(self.labels.parts + other.labels.parts),
+            starts=np.append(self.starts, other.starts + len(self.inputs)),
+            codes=np.append(self.codes, other.codes + len(self.files)),
+            files=self.files + other.files,
+            highest=max(self.highest, other.highest),
+            key=_digest(self.key.encode(), other.key.encode()) if self.key and other.key else None,
+            **arrays,
+        )
+
+    def named(self, where: str) -> np.ndarray:
+        """Return the indices of the samples of a line, which is named as `Sample.where` does."""
+        file, _, line = where.rpartition(":")
+        number = int(line) if line.isdecimal() and line == str(int(line)) else 0
+        codes = [code for code, name in enumerate(self.files) if name == file and number]
+        return np.flatnonzero((self.lines == number) & np.isin(self.codes, codes))
+
+    def once(self, name: str, compute: Callable[[], Any]) -> Any:
+        """Return the value of a slow function of the samples, plain JSON; a cache remembers it by its name."""
+        return compute() if self.key is None else self.cache.once(f"{name} of {self.key}", compute)
+
+
+def samples_of(given: Iterable[Sample]) -> Samples:
+    """Return samples as `Samples`."""
+    if isinstance(given, Samples):
+        return given
+    samples, codes = list(given), dict[str, int]()
+    lengths, targets, lines, where = (
+        np.array(
+            [
+                (len(one.labels), (one.labels != IGNORE).sum(), one.line, codes.setdefault(one.file, len(codes)))
+                for one in samples
+            ],
+            np.int64,
+        )
+        .reshape(-1, 4)
+        .T
+    )
+    inputs, labels = Flat(one.input_ids for one in samples), Flat(one.labels for one in samples)
+    highest = max((int(part.max()) for part in inputs.parts + labels.parts), default=0)
+    starts = np.cumsum(lengths) - lengths
+    return Samples(inputs, labels, starts, lengths, targets, lines, where, list(codes), highest)
+
+
+def _digest(*parts: Any) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
+
+
 def digest_of_samples(samples: Iterable[Sample]) -> str:
     """Hash tokens and labels of all samples, in order."""
-    digest = hashlib.blake2b(digest_size=16)
-    for sample in samples:
-        digest.update(len(sample.input_ids).to_bytes(8, "little"))
-        digest.update(np.ascontiguousarray(sample.input_ids, dtype="<i4").data)
-        digest.update(np.ascontiguousarray(sample.labels, dtype="<i4").data)
-    return digest.hexdigest()
+
+    def compute() -> str:
+        digest = hashlib.blake2b(digest_size=16)
+        for sample in samples:
+            digest.update(len(sample.input_ids).to_bytes(8, "little"))
+            digest.update(np.ascontiguousarray(sample.input_ids, dtype="<i4").data)
+            digest.update(np.ascontiguousarray(sample.labels, dtype="<i4").data)
+        return digest.hexdigest()
+
+    return samples.once("digest", compute) if isinstance(samples, Samples) else compute()
 
 
 def load_tokenizer(directory: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

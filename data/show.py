@@ -7,15 +7,16 @@ such a character are shown as ``\\xf0\\x9f`` in both parts, so that the parts to
 
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, islice
+from itertools import groupby
 from typing import Literal
 
+import numpy as np
 from tokenizers import pre_tokenizers
 from transformers import PreTrainedTokenizerBase
 
-from data.samples import IGNORE, Sample, plain_backend
+from data.samples import IGNORE, Sample, Samples, plain_backend, samples_of
 
 Split = Literal["train", "skip", "held_out", "eval"]
 USES: dict[Split, str] = {
@@ -97,16 +98,16 @@ def _byte_names() -> dict[str, int]:
     return {name: ord(name) for name in own} | dict(zip(names[len(own) :], others, strict=True))
 
 
-def first_rows(samples: Iterable[Sample], rows: int | None) -> Iterator[tuple[str, list[Sample], list[Sample]]]:
-    """Yield each file, its samples, and the first ``rows`` of them (all if None). The samples of a file must be
-    consecutive."""
-    for file, group in groupby(samples, key=lambda sample: sample.file):
-        its_own = list(group)
-        yield file, its_own, list(islice(its_own, rows))
+def first_rows(samples: Samples, rows: int | None) -> Iterator[tuple[str, Samples, Samples]]:
+    """Yield each file, its samples, and the first ``rows`` of them (all if None)."""
+    for code, file in enumerate(samples.files):
+        if len(indices := np.flatnonzero(samples.codes == code)):
+            its_own = samples.take(indices)
+            yield file, its_own, its_own[:rows]
 
 
 def described(
-    splits: dict[Split, list[Sample]], decoder: Detokenizer, rows: int | None, *, color: bool = False
+    splits: dict[Split, Samples], decoder: Detokenizer, rows: int | None, *, color: bool = False
 ) -> Iterator[str]:
     """Yield texts to print: the numbers of each file and its first ``rows`` samples, the targets marked."""
     blocks: list[tuple[str, list[Segment]]] = []
@@ -117,7 +118,7 @@ def described(
             for sample in shown:
                 parts = decoder.parts(sample)
                 cut = r"; \x.. are bytes of a character that is cut in two" * any(part.cut for part in parts)
-                blocks.append((f"--- {sample.where()}: {_numbers([sample])}{cut}", parts))
+                blocks.append((f"--- {sample.where()}: {_numbers(samples_of([sample]))}{cut}", parts))
     before, after = (COLOR, END_OF_COLOR) if color else _marks([part.text for _, parts in blocks for part in parts])
     if any(parts for _, parts in blocks):
         marked = "colored text" if color else f"text between {before} and {after}"
@@ -129,11 +130,9 @@ def described(
             yield "".join(text)
 
 
-def _numbers(samples: Sequence[Sample]) -> str:
-    """Format the numbers of samples, tokens and targets."""
-    tokens = sum(len(sample.input_ids) for sample in samples)
-    targets = sum(int((sample.labels != IGNORE).sum()) for sample in samples)
-    return f"{tokens:,} tokens, {targets:,} of them targets"
+def _numbers(samples: Samples) -> str:
+    """Format the numbers of tokens and targets."""
+    return f"{samples.lengths.sum():,} tokens, {samples.targets.sum():,} of them targets"
 
 
 def _marks(texts: Sequence[str]) -> tuple[str, str]:

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from data.samples import IGNORE, Sample, digest_of_samples
+from data.samples import Sample, digest_of_samples, samples_of
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -99,8 +99,7 @@ def digest_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def offsets_of(samples: Sequence[Sample]) -> np.ndarray:
     """Return the first position of each sample, and one past the last: int64 [n + 1]."""
-    counts = np.fromiter(((sample.labels != IGNORE).sum() for sample in samples), np.int64, len(samples))
-    return np.concatenate([[0], np.cumsum(counts)])
+    return np.concatenate([[0], np.cumsum(samples_of(samples).targets)])
 
 
 # ---- writing

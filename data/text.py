@@ -8,17 +8,19 @@ nothing is dropped. No BOS is added: a block begins anywhere, and blocks of trai
 
 import codecs
 import re
-from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property, partial
 from itertools import chain, islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
+from data.cache import TokenCache, Writer, digest
 from data.files import DataError, check_files
-from data.samples import Bars, Sample, no_bar, plain_backend
+from data.samples import Bars, Flat, Samples, no_bar, plain_backend
 from data.template import SpecialTexts, SpecialTokens
 from data.tokens import named_errors
 
@@ -43,10 +45,11 @@ def read_text(
     special_tokens: SpecialTokens = "keep",
     *,
     progress: Bars = no_bar,
-) -> list[Sample]:
+    cache: TokenCache | None = None,
+) -> Samples:
     """Read UTF-8 text files into blocks of ``block_length`` positions, in order. ``special_tokens``: treatment of
-    special tokens that the files spell out (keep, text or refuse). Raises DataError if a file is missing, empty or not
-    UTF-8, there is no EOS to join files with, or fewer than two tokens."""
+    special tokens that the files spell out (keep, text or refuse). ``cache`` keeps the tokens of each file. Raises
+    DataError if a file is missing, empty or not UTF-8, there is no EOS to join files with, or fewer than two tokens."""
     paths = check_files(files, plain=True)
     eos = tokenizer.eos_token_id
     if len(paths) > 1 and not isinstance(eos, int):
@@ -54,43 +57,77 @@ def read_text(
             f"the tokenizer of {tokenizer.name_or_path!r} has no EOS token to join {len(paths)} files with, "
             "expected one: take another tokenizer, or a single file"
         )
-    backend = plain_backend(tokenizer)
-    backend.encode_special_tokens = special_tokens == "text"
-    if special_tokens == "refuse":
-        for path in paths:
-            _refuse_special_tokens(path, backend, SpecialTexts(tokenizer))
-    tokens, ends = array("i"), []  # grows in place: concatenating parts would hold them in memory twice
+    cache = cache or TokenCache()
+    about = cache.about(tokenizer, {"kind": "text", "special_tokens": special_tokens}, chat=False)
+    tokenize = _Tokenize(tokenizer, special_tokens, progress)
+    eos_between, parts, keys, highest = np.array([eos or 0], np.int32), list[np.ndarray](), list[str | None](), eos or 0
+    ends = []  # of the files but the last, each with its EOS
     for index, path in enumerate(paths):
         if index:
-            tokens.append(eos)
-            ends.append(len(tokens))
-        _add_tokens(tokens, path, backend, progress)
-    stream = np.asarray(tokens, dtype=np.int32)  # [N], the same memory
-    if len(stream) < 2:
+            parts.append(eos_between)
+            ends.append(sum(map(len, parts)))
+
+        shard = cache.shard(path, about, {"tokens": "<i4"}, partial(tokenize, path))
+        parts.append(shard.arrays["tokens"])
+        keys.append(shard.key)
+        highest = max(highest, shard.facts["highest"])
+    parts = [part for part in parts if len(part)]
+    length = sum(map(len, parts)) - 1
+    if length < 1:
         raise DataError(
-            f"{', '.join(map(str, paths))}: found {len(stream)} tokens, expected at least 2 (one to predict)"
+            f"{', '.join(map(str, paths))}: found {length + 1} tokens, expected at least 2 (one to predict)"
         )
-    # A block belongs to the file of its first token; the EOS between two files belongs to the first of them.
-    names = [str(path) for path in paths]
-    return [
-        Sample(
-            stream[:-1][start : start + block_length],
-            stream[1:][start : start + block_length],
-            file=names[int(np.searchsorted(ends, start, side="right"))],
-        )
-        for start in range(0, len(stream) - 1, block_length)
-    ]
+    starts = np.arange(0, length, block_length)
+    lengths = np.minimum(block_length, length - starts)
+    return Samples(
+        inputs=Flat([*parts[:-1], parts[-1][:-1]]),
+        labels=Flat([parts[0][1:], *parts[1:]]),
+        starts=starts,
+        lengths=lengths,
+        targets=lengths,
+        lines=np.zeros(len(starts), np.int64),
+        # A block belongs to the file of its first token; the EOS between two files belongs to the first of them.
+        codes=np.searchsorted(ends, starts, side="right"),
+        files=[str(path) for path in paths],
+        highest=highest,
+        cache=cache,
+        key=digest([keys, eos, block_length]) if cache.directory else None,
+    )
 
 
-def _add_tokens(tokens: array, path: Path, backend: Tokenizer, progress: Bars) -> None:
-    pieces, size = _pieces(path, backend), path.stat().st_size
-    with progress(size, path.name, "B") as bar:
-        while group := list(islice(pieces, PIECES)):
-            with named_errors(f"{path}: "):
-                encodings = backend.encode_batch_fast(group, add_special_tokens=False)
-            for encoding in encodings:
-                tokens.extend(encoding.ids)
-            bar.update(sum(len(piece.encode()) for piece in group))
+def count_special(samples: Samples, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Count the special tokens in samples of plain text, except the EOS between two files."""
+    special = list(SpecialTexts(tokenizer).ids)
+    found = samples.once("special tokens", lambda: sum(int(np.isin(one.input_ids, special).sum()) for one in samples))
+    return found - len(samples.files) + 1
+
+
+class _Tokenize:
+    """Writes the tokens of files."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, special_tokens: SpecialTokens, progress: Bars) -> None:
+        self._tokenizer, self._special_tokens, self._progress = tokenizer, special_tokens, progress
+
+    @cached_property
+    def _backend(self) -> Tokenizer:
+        backend = plain_backend(self._tokenizer)
+        backend.encode_special_tokens = self._special_tokens == "text"
+        return backend
+
+    def __call__(self, path: Path, out: Writer) -> dict[str, Any]:
+        """Write a file's tokens; return the highest."""
+        if self._special_tokens == "refuse":
+            _refuse_special_tokens(path, self._backend, SpecialTexts(self._tokenizer))
+        pieces, highest = _pieces(path, self._backend), 0
+        with self._progress(path.stat().st_size, path.name, "B") as bar:
+            while group := list(islice(pieces, PIECES)):
+                with named_errors(f"{path}: "):
+                    encodings = self._backend.encode_batch_fast(group, add_special_tokens=False)
+                for encoding in encodings:
+                    out.add(tokens=(ids := np.array(encoding.ids, np.int32)))
+                    highest = max(highest, int(ids.max(initial=0)))
+                bar.update(sum(len(piece.encode()) for piece in group))
+        return {"highest": highest}
 
 
 def _refuse_special_tokens(path: Path, backend: Tokenizer, special: SpecialTexts) -> None:

@@ -24,7 +24,7 @@ import os
 from collections.abc import Iterator
 from contextlib import nullcontext, redirect_stdout
 
-from data.samples import Sample
+from data.samples import Samples
 from data.show import Detokenizer, Split, described, first_rows
 
 with redirect_stdout(sys.stderr):  # where DeepSpeed logs from now on: stdout is for the samples
@@ -64,13 +64,11 @@ def main(argv: list[str] | None = None) -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def only_line(splits: dict[Split, list[Sample]], place: str) -> dict[Split, list[Sample]]:
+def only_line(splits: dict[Split, Samples], place: str) -> dict[Split, Samples]:
     """Select the sample of a line. Raises RecipeError if there is none."""
     file, _, line = place.rpartition(":")
-    wanted = (str(Path(file)), line)  # as readers name files
-    found = {
-        split: [one for one in samples if (one.file, str(one.line)) == wanted] for split, samples in splits.items()
-    }
+    place = f"{Path(file)}:{line}"  # as readers name files
+    found = {split: samples.take(samples.named(place)) for split, samples in splits.items()}
     if not any(found.values()):
         raise RecipeError(
             f"--line: {place}, expected a file of data.train or data.eval as the recipe names it, a colon and the "
@@ -79,7 +77,7 @@ def only_line(splits: dict[Split, list[Sample]], place: str) -> dict[Split, list
     return found
 
 
-def json_lines(splits: dict[Split, list[Sample]], decoder: Detokenizer, rows: int | None) -> Iterator[str]:
+def json_lines(splits: dict[Split, Samples], decoder: Detokenizer, rows: int | None) -> Iterator[str]:
     """Yield a line of JSON per sample, and then count cut characters on stderr."""
     cut = 0
     with progress_bar(sum(map(len, splits.values())), "show", "sample") as bar:

@@ -30,6 +30,7 @@ def progress_bar(
     initial: int = 0,
     leave: bool = False,
     shown: bool = True,
+    any_rank: bool = False,
 ) -> tqdm:
     """Create the progress bar of a job, which shows nothing on other ranks than 0.
 
@@ -41,11 +42,12 @@ def progress_bar(
         initial: units that are done already.
         leave: show the bar from the start, and leave it on the terminal at the end.
         shown: False shows nothing on rank 0 either.
+        any_rank: the job is this rank's alone: show it on other ranks than 0, too.
     """
     units = "B" if unit == "B" else f" {unit}es" if unit.endswith("ch") else f" {unit}s"
     line = "{desc}: {n_fmt} of {total_fmt}" + units + ", {elapsed} passed, {remaining} left, {rate_fmt}{postfix}"
     options = {"iterable": over, "total": total, "unit": unit, "unit_scale": unit == "B", "initial": initial}
-    return _bar(desc, line, leave=leave, shown=shown, **options)
+    return _bar(desc, line, leave=leave, shown=shown and (any_rank or is_main()), **options)
 
 
 @contextmanager
@@ -57,7 +59,7 @@ def working(desc: str) -> Iterator[None]:
         while not done.wait(BEAT_SECONDS):
             bar.update(0)
 
-    with _bar(desc, "{desc}: {elapsed} passed", bar_format="{desc}: {elapsed}") as bar:
+    with _bar(desc, "{desc}: {elapsed} passed", shown=is_main(), bar_format="{desc}: {elapsed}") as bar:
         thread = threading.Thread(target=beat, args=(bar,), daemon=True)
         if not bar.disable:
             thread.start()
@@ -69,9 +71,9 @@ def working(desc: str) -> Iterator[None]:
                 thread.join()
 
 
-def _bar(desc: str, line: str, *, leave: bool = False, shown: bool = True, **options: Any) -> tqdm:
+def _bar(desc: str, line: str, *, shown: bool, leave: bool = False, **options: Any) -> tqdm:
     """Create a progress bar: drawn on a terminal, otherwise written as the text ``line`` every ``SECONDS`` seconds."""
-    options |= {"desc": desc, "leave": leave, "disable": not (shown and is_main())}
+    options |= {"desc": desc, "leave": leave, "disable": not shown}
     if sys.stderr.isatty():
         columns = os.get_terminal_size(sys.stderr.fileno()).columns  # 0 in a recorded session
         size = {"dynamic_ncols": True} if columns else {"ncols": 80, "nrows": 24}

@@ -60,10 +60,10 @@ def is_main() -> bool:
     return rank() == 0
 
 
-def say(text: str) -> None:
-    """Print on rank 0, without breaking a progress bar. If the log's disk is full, the text is lost, but the run
-    continues."""
-    if is_main():
+def say(text: str, any_rank: bool = False) -> None:
+    """Print on rank 0, or on ``any_rank``, without breaking a progress bar. If the log's disk is full, the text is
+    lost, but the run continues."""
+    if any_rank or is_main():
         with suppress(OSError):
             tqdm.write(text)
             sys.stdout.flush()  # a log file shows the line at once

@@ -226,6 +226,10 @@ class DataRecipe:
     """Lines that are not learned, named as errors name them: datasets/chat.jsonl:17. The order of all other samples
     stays, so a resumed run can leave out the lines of a step whose loss jumped."""
 
+    cache: str | None = field(default=None, metadata=not_empty("a directory"))
+    """Directory in which the tokens of data files are kept: each file is tokenized once, in several processes, and read
+    from there by all ranks, and by later runs. null: every rank tokenizes all files at every start."""
+
     def weights_by_file(self) -> dict[str, float] | None:
         """Map each file's path to its weight; None: every sample once."""
         if self.weights is None:

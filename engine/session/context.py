@@ -5,6 +5,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,12 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from data.cache import TokenCache
 from data.chat import read_chat
 from data.loader import HeldOut, Loader, MicroBatch, sample_inputs, seen_in_training, split_held_out
-from data.samples import IGNORE, Sample, load_tokenizer
+from data.samples import IGNORE, Samples, load_tokenizer, samples_of
 from data.show import Detokenizer, Split, described
-from data.template import SpecialTexts
-from data.text import read_text
+from data.text import count_special, read_text
 from engine.cluster.job import join_ranks
 from engine.cluster.nodes import check_ranks_agree, check_same_samples, files_of
 from engine.config.config import Recipe
@@ -154,7 +155,8 @@ def build_loader(
             say(text)
     training, held_out = found.training, found.held_out + found.evaluation
     with errors_on_all_ranks(ValueError):
-        _check_tokens(recipe, tokenizer, [*training, *held_out], tokens)
+        for part in (training, held_out):
+            _check_tokens(recipe, tokenizer, part, tokens)
     sharded = {
         "micro_batch_size": settings.micro_batch_size,
         "rank": rank(),
@@ -176,12 +178,14 @@ def build_loader(
 
 
 def _check_tokens(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, samples: Iterable[Sample], tokens: Mapping[str, int]
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, samples: Samples, tokens: Mapping[str, int]
 ) -> None:
     """Raise ValueError for samples with a token for which a model has no embedding or logit."""
     key, count = min(tokens.items(), key=lambda item: item[1])
     section, name = key.split(".")
     path = getattr(getattr(recipe, section), name)
+    if samples.highest < count:
+        return
     beyond = [sample for sample in samples if max(sample.input_ids.max(), sample.labels.max()) >= count]
     if not beyond:
         return
@@ -217,26 +221,27 @@ class Data:
     """Samples of a run by their use. ``skip``: indices of training samples that are in batches but have no targets
     (data.skip)."""
 
-    training: list[Sample]
+    training: Samples
     skip: list[int]
-    held_out: list[Sample]
-    evaluation: list[Sample]
+    held_out: Samples
+    evaluation: Samples
 
-    def splits(self) -> dict[Split, list[Sample]]:
+    def splits(self) -> dict[Split, Samples]:
         """Separate the skipped samples, with the labels that they have in training, from the others."""
         skip = set(self.skip)
-        trained = [sample for index, sample in enumerate(self.training) if index not in skip]
+        trained = self.training.take(np.delete(np.arange(len(self.training)), self.skip))
         skipped = [
             replace(self.training[index], labels=np.full_like(self.training[index].labels, IGNORE))
             for index in sorted(skip)
         ]
-        return {"train": trained, "skip": skipped, "held_out": self.held_out, "eval": self.evaluation}
+        return {"train": trained, "skip": samples_of(skipped), "held_out": self.held_out, "eval": self.evaluation}
 
 
 def read_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Data:
     """Read the samples to train on, and those of data.held_out (taken from them) and data.eval; a collective."""
     settings = recipe.data
-    found = Data(read_samples(recipe, tokenizer, settings.train), [], [], [])
+    none = samples_of([])
+    found = Data(read_samples(recipe, tokenizer, settings.train), [], none, none)
     with errors_on_all_ranks(ValueError):
         if settings.held_out:
             found.training, chosen = split_held_out(found.training, settings.held_out, settings.seed)
@@ -248,12 +253,12 @@ def read_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Data:
     return found
 
 
-def _skipped(samples: Sequence[Sample], lines: Sequence[str]) -> list[int]:
+def _skipped(samples: Samples, lines: Sequence[str]) -> list[int]:
     """Return the indices of the samples that ``data.skip`` names."""
     if not lines:
         return []
-    indices = {sample.where(): index for index, sample in enumerate(samples)}
-    if unknown := [line for line in lines if line not in indices]:
+    indices = {line: samples.named(line) for line in lines}
+    if unknown := [line for line in lines if not len(indices[line])]:
         raise ValueError(
             f"data.skip: {listed(unknown, 3)}, expected lines of data.train that are samples to train on, such as "
             f"{samples[0].where()}"
@@ -261,18 +266,20 @@ def _skipped(samples: Sequence[Sample], lines: Sequence[str]) -> list[int]:
     say(
         f"data.skip: {len(set(lines)):,} samples are not learned; a step of these alone takes the rows of the next step"
     )
-    return [indices[line] for line in set(lines)]
+    return [int(index) for found in indices.values() for index in found]
 
 
-def read_samples(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, files: Sequence[str]) -> list[Sample]:
-    """Read and tokenize files; each rank reads all of them. Raises RankError on every rank if a line is bad."""
+def read_samples(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, files: Sequence[str]) -> Samples:
+    """Read and tokenize files, or read their tokens from ``data.cache``. Raises RankError on every rank if a line is
+    bad."""
     settings = recipe.data
+    cache = TokenCache(settings.cache, say)
+    bar = progress_bar if settings.cache is None else partial(progress_bar, any_rank=True)  # one rank tokenizes
+    options: dict[str, Any] = {"progress": bar, "cache": cache}
     with errors_on_all_ranks(OSError, ValueError):
         if settings.kind == "text":
-            samples = read_text(files, tokenizer, settings.max_length, settings.special_tokens, progress=progress_bar)
-            special = list(SpecialTexts(tokenizer).ids)
-            # One EOS separates two files.
-            spelled = sum(int(np.isin(sample.input_ids, special).sum()) for sample in samples) - len(files) + 1
+            samples = read_text(files, tokenizer, settings.max_length, settings.special_tokens, **options)
+            spelled = count_special(samples, tokenizer)
             kept = f"; {spelled:,} special tokens spelled out and kept (data.special_tokens)" if spelled > 0 else ""
             say(f"data: {len(samples):,} blocks of {settings.max_length:,} tokens{kept}")
             return samples
@@ -284,7 +291,7 @@ def read_samples(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, files: Sequ
             loss_on=settings.loss_on,
             too_long=settings.too_long,
             special_tokens=settings.special_tokens,
-            progress=progress_bar,
+            **options,
         )
         by_file = counts.by_file.items() if settings.show and len(files) > 1 else ()
         for line in (counts.summary(), *(f"{file}: {one.summary()}" for file, one in by_file), *counts.notes()):
@@ -326,7 +333,7 @@ def _of_equal_length(samples: Iterable[torch.Tensor], most: int) -> list[torch.T
     return [torch.cat(group) for group in groups]
 
 
-def _without_copies(training: Sequence[Sample], held_out: list[Sample]) -> list[Sample]:
+def _without_copies(training: Samples, held_out: Samples) -> Samples:
     """Remove copies of training samples from held-out samples. Raises ValueError if all are copies."""
     seen = seen_in_training(training, held_out)
     if not seen:
@@ -339,10 +346,10 @@ def _without_copies(training: Sequence[Sample], held_out: list[Sample]) -> list[
     if len(seen) == len(held_out):
         raise ValueError(f"{text}; remove the copies from data.train")
     say(f"data: {text}; these copies are not evaluated")
-    return [sample for place, sample in enumerate(held_out) if place not in seen]
+    return held_out.take(np.delete(np.arange(len(held_out)), [*seen]))
 
 
-def _check_unseen(training: Sequence[Sample], given: Sequence[Sample]) -> None:
+def _check_unseen(training: Samples, given: Samples) -> None:
     """Refuse samples of data.eval that are in data.train too. Raises RankError on every rank."""
     with errors_on_all_ranks(ValueError):
         if seen := seen_in_training(training, given):

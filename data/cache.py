@@ -1,0 +1,350 @@
+"""Keep the tokens of data files on disk, so that a machine tokenizes each file once.
+
+A directory of the cache has a folder for each tokenized file. Its name is a digest of all that decides the tokens: the
+file's content, the tokenizer with its chat template, the options of the reader, and the sources and versions of the
+code. It contains flat arrays, which are memory-mapped, and a manifest with their sizes and checksums, and with what the
+reader says about the file. A folder is written under another name, flushed and renamed: under its own name it is whole.
+
+- **Locks.** A process that finds no folder locks its name, so others that need it wait and then read it. The kernel
+  releases the lock of a killed process; the next process starts over.
+- **Changes.** A process checks the checksums of a folder unless they were checked before and no file has changed since:
+  inode, size and times are the same. A damaged folder is written again. Digests of data files are remembered in the
+  same way, under ``known/``, as are other slow functions of samples.
+"""
+
+import fcntl
+import hashlib
+import io
+import json
+import os
+import platform
+import re
+import shutil
+import socket
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from data.files import DataError
+
+MANIFEST = "manifest.json"
+_PACKAGES = ("transformers", "tokenizers", "jinja2", "numpy")
+_CHUNK = 2**24  # bytes read at a time
+_SETTLED = 2 * 10**8  # nanoseconds after which a change of a file is sure to give it another time
+_CLOCK = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
+
+
+class _DamagedError(Exception):
+    """Error of a folder whose files are not those that were written."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Arrays of a tokenized file by name, and facts about them: plain JSON."""
+
+    arrays: dict[str, np.ndarray]
+    facts: dict[str, Any]
+    key: str | None = None
+
+
+class Writer:
+    """Arrays that grow, in memory, or in files of a directory."""
+
+    def __init__(self, dtypes: Mapping[str, str], directory: Path | None = None) -> None:
+        self.arrays = {name: [dtype, 0, 0] for name, dtype in dtypes.items()}
+        """Type, length and CRC-32 of each."""
+        self._files = {name: (directory / name).open("wb") if directory else io.BytesIO() for name in dtypes}
+
+    def add(self, **arrays: np.ndarray) -> None:
+        """Append to the arrays of these names."""
+        for name, values in arrays.items():
+            about = self.arrays[name]
+            data = np.ascontiguousarray(values, dtype=about[0]).data.cast("B")
+            about[1:] = about[1] + len(values), zlib.crc32(data, about[2])
+            self._files[name].write(data)
+
+    def in_memory(self) -> dict[str, np.ndarray]:
+        """Return the arrays of a writer without a directory."""
+        buffers = {name: file.getbuffer() for name, file in self._files.items() if isinstance(file, io.BytesIO)}
+        return {name: np.frombuffer(buffer, self.arrays[name][0]) for name, buffer in buffers.items()}
+
+    def close(self) -> None:
+        """Flush the files to disk."""
+        for file in self._files.values():
+            with file:
+                file.flush()
+                os.fsync(file.fileno())
+
+
+Build = Callable[[Writer], dict[str, Any]]
+"""Writes the arrays of a file and returns the facts about it."""
+
+
+def _print(text: str, any_rank: bool) -> None:
+    print(text)
+
+
+class TokenCache:
+    """Directory with the tokens of files.
+
+    Args:
+        directory: created if it does not exist; None keeps nothing.
+        say: prints a line; True: also if this process is not the one that prints.
+    """
+
+    def __init__(self, directory: str | Path | None = None, say: Callable[[str, bool], None] = _print) -> None:
+        self.directory = None if directory is None else Path(directory)
+        self._say = say
+
+    def about(self, tokenizer: PreTrainedTokenizerBase, options: Any, *, chat: bool) -> str:
+        """Digest all that decides the tokens of a file, except the file.
+
+        Args:
+            tokenizer: the tokenizer.
+            options: the reader's options, plain JSON.
+            chat: the reader renders the chat template.
+
+        Raises:
+            DataError: the chat template writes the time in an unknown form.
+        """
+        if self.directory is None:
+            return ""
+        sources = _digest_of_files(sorted(Path(__file__).parent.glob("*.py")))
+        versions = [platform.python_version(), *map(version, _PACKAGES)]
+        return digest([*_state(tokenizer), *(_template(tokenizer) if chat else ()), sources, versions, options])
+
+    def shard(self, path: Path, about: str, dtypes: Mapping[str, str], build: Build) -> Shard:
+        """Return the tokens of a file, from the cache if they are there.
+
+        Args:
+            path: a file, or a folder of files that are one data set.
+            about: result of :meth:`about`.
+            dtypes: types of the arrays.
+            build: tokenizes the file.
+
+        Raises:
+            DataError: the directory cannot be locked, the file changes while it is read, or an error of ``build``.
+        """
+        if self.directory is None:
+            facts = build(writer := Writer(dtypes))
+            return Shard(writer.in_memory(), facts)
+        files = _files(path)
+        before = _identity(files)
+        content = self._of_files(f"content of {path.resolve()}", files, lambda: _digest_of_files(files))
+        key = digest([content, about, dict(dtypes)])
+        with suppress(_DamagedError):
+            if found := self._open(key):
+                return found
+        with self._locked(key, path):
+            text = f"{path} is tokenized into {self.directory / key}"
+            try:
+                if found := self._open(key):
+                    return found
+            except _DamagedError as damage:
+                text = f"{self.directory / key} is damaged ({damage}): {path} is tokenized again"
+            # The error that another rank met: else each would read the file up to there, one after the other.
+            error = f"error of {key} from {path}"
+            if met := self._known(error, ""):
+                raise DataError(met)
+            self._say(f"data.cache: {text}", True)
+            try:
+                self._build(key, dtypes, build)
+            except DataError as caught:
+                self._remember(error, "", str(caught))
+                raise
+            if _identity(_files(path)) != before:
+                shutil.rmtree(self.directory / key)
+                raise DataError(f"{path}: changed while it was tokenized, expected a file that stays as it is")
+            found = self._open(key)
+            assert found is not None
+            return found
+
+    # ---- what is known of files and samples
+
+    def once(self, name: str, compute: Callable[[], Any], given: str = "") -> Any:
+        """Return the value of a slow function, plain JSON and not None; it is remembered by its name for as long as
+        ``given`` is the same."""
+        if (value := self._known(name, given)) is None:
+            value = compute()
+            self._remember(name, given, value)
+        return value
+
+    def _known(self, name: str, given: str) -> Any:
+        if self.directory is not None:
+            with suppress(OSError, _DamagedError):
+                known = _read(self.directory / "known" / digest(name))
+                return known["value"] if known["given"] == given else None
+        return None
+
+    def _remember(self, name: str, given: str, value: Any) -> None:
+        if self.directory is None:
+            return
+        path = self.directory / "known" / digest(name)
+        partial = path.with_suffix(f".{socket.gethostname()}-{os.getpid()}")
+        with suppress(OSError):  # of a full disk, say: the next process computes it, too
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                partial.write_text(_sealed({"given": given, "value": value}), encoding="utf-8")
+                os.replace(partial, path)
+            finally:
+                partial.unlink(missing_ok=True)
+
+    def _of_files(self, name: str, files: Sequence[Path], compute: Callable[[], Any]) -> Any:
+        """Return the value of a slow function of files, which is remembered until one of them changes."""
+        identity = _identity(files)  # before the files are read
+        settled = max(file.stat().st_ctime_ns for file in files) < time.time_ns() - _SETTLED
+        return self.once(name, compute, identity) if settled else compute()
+
+    def _open(self, key: str) -> Shard | None:
+        """Map a folder; None if it is not there. Raises _DamagedError."""
+        assert self.directory is not None
+        folder = self.directory / key
+        if not folder.exists():
+            return None
+        try:
+            manifest = _read(folder / MANIFEST)
+            files = [folder / name for name in manifest["arrays"]]
+            sums = self._of_files(f"checksums of {folder.resolve()}", files, lambda: [*map(_checksum, files)])
+            for file, found, (*_, expected) in zip(files, sums, manifest["arrays"].values(), strict=True):
+                if found != expected:
+                    raise _DamagedError(f"{file.name} has another checksum")
+            arrays = {name: _mapped(folder / name, *kind) for name, kind in manifest["arrays"].items()}
+        except FileNotFoundError as error:
+            raise _DamagedError(f"{Path(error.filename).name} is not there") from error
+        return Shard(arrays, manifest["facts"], key)
+
+    def _build(self, key: str, dtypes: Mapping[str, str], build: Build) -> None:
+        assert self.directory is not None
+        folder, partial = self.directory / key, self.directory / f"{key}.partial"
+        shutil.rmtree(partial, ignore_errors=True)  # of a killed process: this one has the lock
+        partial.mkdir()
+        try:
+            writer = Writer(dtypes, partial)
+            facts = build(writer)
+            writer.close()
+            with (partial / MANIFEST).open("w", encoding="utf-8") as file:
+                file.write(_sealed({"arrays": writer.arrays, "facts": facts}))
+                file.flush()
+                os.fsync(file.fileno())
+            shutil.rmtree(folder, ignore_errors=True)
+            os.rename(partial, folder)
+            _sync(self.directory)
+        except OSError as error:
+            error.filename = error.filename or str(partial)
+            raise
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+    @contextmanager
+    def _locked(self, key: str, path: Path) -> Iterator[None]:
+        assert self.directory is not None
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with (self.directory / f"{key}.lock").open("a") as file:
+            try:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    self._say(f"data.cache: another process tokenizes {path}: waiting for it", False)
+                    fcntl.flock(file, fcntl.LOCK_EX)
+            except OSError as error:
+                raise DataError(
+                    f"data.cache: {self.directory} cannot be locked ({error.strerror}), expected a directory on a disk "
+                    "with locks, such as a local one"
+                ) from error
+            yield
+
+
+def _files(path: Path) -> list[Path]:
+    """List a file, or the files in a folder."""
+    return sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+
+
+def _identity(files: Sequence[Path]) -> str:
+    """Identify the state of files without reading them."""
+    found = [(file.name, file.stat()) for file in files]
+    return repr([(name, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns) for name, at in found])
+
+
+def digest(value: Any) -> str:
+    """Digest plain JSON."""
+    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _digest_of_files(files: Sequence[Path]) -> str:
+    """Digest names and contents; a single file's name does not count."""
+    found = []
+    for file in files:
+        with file.open("rb") as stream:
+            found.append([file.name * (len(files) > 1), hashlib.file_digest(stream, hashlib.blake2b).hexdigest()])
+    return digest(found)
+
+
+def _state(tokenizer: PreTrainedTokenizerBase) -> Iterator[Any]:
+    """Yield all of a tokenizer that decides the tokens of a text."""
+    backend, folder = getattr(tokenizer, "backend_tokenizer", None), Path(tokenizer.name_or_path)
+    yield backend.to_str() if backend is not None else None
+    yield [str(tokenizer.special_tokens_map), str(sorted(tokenizer.added_tokens_decoder.items()))]
+    if not type(tokenizer).__module__.startswith("transformers."):  # code of the checkpoint
+        yield [_digest_of_files(sorted(folder.glob(pattern))) for pattern in ("*.py", "*.json")]
+
+
+def _template(tokenizer: PreTrainedTokenizerBase) -> Iterator[Any]:
+    """Yield all that decides the text of a chat: the template, the time that it writes, and files with stop tokens."""
+    text = str(tokenizer.chat_template)
+    if "strftime_now(" in _CLOCK.sub("", text):
+        raise DataError(
+            f"data.cache: the chat template of {tokenizer.name_or_path!r} writes the time in a form that it computes, "
+            "so that its tokens cannot be kept; expected no data.cache"
+        )
+    yield [text, [_now(form) for _, form in _CLOCK.findall(text)]]
+    folder = Path(tokenizer.name_or_path)
+    yield [_digest_of_files([*folder.glob(name)]) for name in ("generation_config.json", "config.json")]
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _checksum(path: Path) -> int:
+    """Compute the CRC-32 of a file."""
+    total = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            total = zlib.crc32(chunk, total)
+    return total
+
+
+def _mapped(path: Path, dtype: str, length: int, _: int) -> np.ndarray:
+    return np.memmap(path, dtype, "r", shape=(length,)) if length else np.empty(0, dtype)  # an empty file has no map
+
+
+def _sealed(value: Any) -> str:
+    """Return a line with the checksum of a value, and the value as JSON."""
+    text = json.dumps(value)
+    return f"{zlib.crc32(text.encode())}\n{text}"
+
+
+def _read(path: Path) -> Any:
+    """Read what `_sealed` wrote. Raises _DamagedError, or OSError if the file is not there."""
+    seal, _, text = path.read_bytes().partition(b"\n")
+    if seal != str(zlib.crc32(text)).encode():
+        raise _DamagedError(f"{path.name} has another checksum")
+    return json.loads(text)
+
+
+def _sync(directory: Path) -> None:
+    """Flush the names in a directory to disk."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
