@@ -134,7 +134,8 @@ def write_cases(directory: Path, cases: dict[str, Case]) -> None:
                 loss=NO_TEACHER,
                 export={"enabled": True},
                 schedule=EVENTS,
-                data=changes.get("data", {}),
+                # What reads its tokens from a cache has the samples of what reads the files.
+                data={"cache": str(directory / "tokens") if name == "resumed" else None, **changes.get("data", {})},
                 **fp16,
             )
 

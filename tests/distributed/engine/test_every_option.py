@@ -121,6 +121,7 @@ WAYS = {
 # Options that no run like these can show, and where they act.
 ELSEWHERE = {
     "model.trust_remote_code": "checkpoints that bring code: tests/unit/model/test_build.py",
+    "data.cache": "the same samples: tests/unit/engine/session/test_cached_data.py",
     "data.fields": "files with keys of their own: tests/unit/data/test_jsonl.py",
     "data.show": "what is printed: tests/unit/engine/session/test_context.py",
     "output_dir": "the directory of everything here",

@@ -243,6 +243,7 @@ def test_another_tokenizer_gives_other_tokens(tmp_path, rng):
     assert len(digests) >= 3
 
 
+@pytest.mark.full  # each process imports transformers
 def test_several_processes_give_what_one_gives(tmp_path, rng, monkeypatch):
     """In the order of the lines; a process that is killed is an error that says so."""
     path, said = chats(tmp_path / "a.jsonl", rng, 300), Lines()
