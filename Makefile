@@ -12,6 +12,7 @@
 #   make test-mlx      those of the extra "mlx", which is installed into .venv-mlx
 #   make test-executorch  those of the extra "executorch", which is installed into .venv-executorch
 #   make test-peft     those of the extra "peft", which is installed into .venv-peft
+#   make test-arrow    those of the extra "arrow", which is installed into .venv-arrow
 #   make test-templates  chat templates of the extra "templates", which is installed into .venv-templates
 #   make test-oldest   the unit tests on the oldest torch that is supported, which is installed into .venv-oldest (GBs)
 #   make test-half-hour  benchmarks/gpu/half_hour.py on the CPU, all three stages in tiny sizes; four minutes
@@ -29,15 +30,16 @@ MLX_TESTS := tests/unit/quant/formats/test_layouts.py tests/distributed/tools/ve
 EXECUTORCH_TESTS := tests/unit/quant/formats/test_layouts.py tests/distributed/tools/verify/test_engines.py
 TEMPLATE_TESTS := tests/unit/data/test_published_templates.py
 PEFT_TESTS := tests/distributed/model/save/test_lora.py
+ARROW_TESTS := tests/unit/data/test_rows.py
 
 # The deepspeed launcher and ninja (for ops that compile at first use) are looked up in PATH.
 export PATH := $(VENV)/bin:$(PATH)
 # Two ranks on a few cores: torch would start a thread per core in each.
-test test-full test-eval test-gguf test-vllm test-mlx test-executorch test-peft test-templates test-oldest: \
+test test-full test-eval test-gguf test-vllm test-mlx test-executorch test-peft test-arrow test-templates test-oldest: \
     export OMP_NUM_THREADS = 1
 
 .PHONY: quickstart test test-full test-nvcc test-wheel test-eval test-gguf test-vllm test-mlx test-executorch \
-    test-peft test-templates test-oldest test-half-hour golden lint typecheck
+    test-peft test-arrow test-templates test-oldest test-half-hour golden lint typecheck
 .DELETE_ON_ERROR:
 
 quickstart: $(STAMP)
@@ -58,6 +60,7 @@ test-full: $(STAMP)
 	.ci/extra $(VENV) mlx $(MLX_TESTS)
 	.ci/extra $(VENV) executorch $(EXECUTORCH_TESTS)
 	.ci/extra $(VENV) peft $(PEFT_TESTS)
+	.ci/extra $(VENV) arrow $(ARROW_TESTS)
 	PIP_NO_DEPS=1 .ci/extra $(VENV) templates $(TEMPLATE_TESTS)
 
 # The CUDA kernels, where there is a compiler: nvcc for every architecture that is promised, g++ for the emulation. Both
@@ -85,6 +88,9 @@ test-executorch: $(STAMP)
 
 test-peft: $(STAMP)
 	.ci/extra $(VENV) peft $(PEFT_TESTS)
+
+test-arrow: $(STAMP)
+	.ci/extra $(VENV) arrow $(ARROW_TESTS)
 
 test-templates: $(STAMP)
 	PIP_NO_DEPS=1 .ci/extra $(VENV) templates $(TEMPLATE_TESTS)

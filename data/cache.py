@@ -28,6 +28,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -60,16 +61,16 @@ class Writer:
     """Arrays that grow, in memory, or in files of a directory."""
 
     def __init__(self, dtypes: Mapping[str, str], directory: Path | None = None) -> None:
-        self.arrays = {name: [dtype, 0, 0] for name, dtype in dtypes.items()}
+        self.arrays = {name: (dtype, 0, 0) for name, dtype in dtypes.items()}
         """Type, length and CRC-32 of each."""
         self._files = {name: (directory / name).open("wb") if directory else io.BytesIO() for name in dtypes}
 
     def add(self, **arrays: np.ndarray) -> None:
         """Append to the arrays of these names."""
         for name, values in arrays.items():
-            about = self.arrays[name]
-            data = np.ascontiguousarray(values, dtype=about[0]).data.cast("B")
-            about[1:] = about[1] + len(values), zlib.crc32(data, about[2])
+            dtype, length, total = self.arrays[name]
+            data = np.asarray(values, dtype=dtype).tobytes()
+            self.arrays[name] = dtype, length + len(values), zlib.crc32(data, total)
             self._files[name].write(data)
 
     def in_memory(self) -> dict[str, np.ndarray]:
@@ -80,8 +81,9 @@ class Writer:
     def close(self) -> None:
         """Flush the files to disk."""
         for file in self._files.values():
+            file.flush()
+        for file in self._files.values():
             with file:
-                file.flush()
                 os.fsync(file.fileno())
 
 
@@ -119,7 +121,8 @@ class TokenCache:
         if self.directory is None:
             return ""
         sources = _digest_of_files(sorted(Path(__file__).parent.glob("*.py")))
-        versions = [platform.python_version(), *map(version, _PACKAGES)]
+        packages = [*_PACKAGES, "pyarrow"] if find_spec("pyarrow") else _PACKAGES
+        versions = [platform.python_version(), *map(version, packages)]
         return digest([*_state(tokenizer), *(_template(tokenizer) if chat else ()), sources, versions, options])
 
     def shard(self, path: Path, about: str, dtypes: Mapping[str, str], build: Build) -> Shard:
@@ -266,6 +269,11 @@ class TokenCache:
 def _files(path: Path) -> list[Path]:
     """List a file, or the files in a folder."""
     return sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+
+
+def size_of(path: Path) -> int:
+    """Return the bytes of a file, or of the files in a folder."""
+    return sum(file.stat().st_size for file in _files(path))
 
 
 def _identity(files: Sequence[Path]) -> str:

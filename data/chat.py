@@ -37,16 +37,17 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from data.answers import Answer, LossOn, Rendering, render
-from data.cache import TokenCache, Writer, digest
+from data.cache import TokenCache, Writer, digest, size_of
 from data.files import DataError, Problems, check_files
-from data.jsonl import BadLineError, Conversation, conversation_of, is_empty, lines_of
+from data.jsonl import BadLineError, Conversation, conversation_of, is_empty
+from data.rows import Row, rows_of
 from data.samples import IGNORE, Bars, Flat, Samples, no_bar
 from data.template import SpecialTokens, Template
 from data.tokens import CHARACTERS, TEXTS_AT_ONCE, OffsetTokenizer, TokenizerError, Tokens, in_groups
 from data.workers import Workers
 
 _SHOWN = 20  # keys that a note names
-_DTYPES = {"inputs": "<i4", "labels": "<i4", "lengths": "<i8", "targets": "<i8", "lines": "<i8"}
+DTYPES = {"inputs": "<i4", "labels": "<i4", "lengths": "<i8", "targets": "<i8", "lines": "<i8"}
 _BYTES_PER_PROCESS = 2**23  # of a file; a process takes some seconds to start
 _DATA = (".properties", ".arguments")
 """Ends of paths to objects whose keys are data: names of parameters."""
@@ -107,7 +108,10 @@ class Counts:
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "Counts":
         """Return counts from plain JSON."""
-        return cls(**{name: Counter(value) if isinstance(value, dict) else value for name, value in values.items()})
+        given: dict[str, Any] = {
+            name: Counter(value) if isinstance(value, dict) else value for name, value in values.items()
+        }
+        return cls(**given)
 
     def summary(self) -> str:
         """Summarize in one line what was kept and dropped, and why, and anything unusual about the masks."""
@@ -205,16 +209,16 @@ def read_chat(
     counts, problems, shards = Counts(), Problems(), []
     processes = 1
     if cache.directory is not None:  # else each rank reads all files
-        size = sum(path.stat().st_size for path in paths)
+        size = sum(map(size_of, paths))
         processes = max(1, min(len(os.sched_getaffinity(0)), size // _BYTES_PER_PROCESS))
     with Workers(partial(_Builder, tokenizer, options), processes) as workers:
         for path in paths:
 
             def build(out: Writer, path: Path = path) -> dict[str, Any]:
-                with progress(path.stat().st_size, path.name, "B") as bar:
+                with progress(size_of(path), path.name, "B") as bar:
                     return _write(out, workers.in_order(_tasks(path, bar)))
 
-            shard = cache.shard(path, about, _DTYPES, build)
+            shard = cache.shard(path, about, DTYPES, build)
             shards.append(shard)
             counts.add(str(path), Counts.of(shard.facts["counts"]))
             for number, problem in shard.facts["problems"]:
@@ -252,20 +256,20 @@ class _Part:
     problems: list[tuple[int, str]]
 
 
-_Line = tuple[int, bytes]
+_Line = tuple[int, bytes | dict[str, Any]]
 
 
 def _tasks(path: Path, bar: tqdm) -> Iterator[tuple[str, list[_Line]]]:
-    """Yield the file and some of its lines that are not blank."""
+    """Yield the file and some of its rows, without blank lines."""
 
-    def lines() -> Iterator[_Line]:
-        for number, line in lines_of(path):
-            bar.update(len(line))
-            if line.strip():
-                yield number, line
+    def rows() -> Iterator[Row]:
+        for row in rows_of(path):
+            bar.update(row.done - bar.n)
+            if not isinstance(row.value, bytes) or row.value.strip():
+                yield row
 
-    for group in in_groups(lines(), TEXTS_AT_ONCE, CHARACTERS, lambda line: len(line[1])):
-        yield str(path), group
+    for group in in_groups(rows(), TEXTS_AT_ONCE, CHARACTERS, lambda row: row.size):
+        yield str(path), [(row.number, row.value) for row in group]
 
 
 def _write(out: Writer, parts: Iterable[_Part]) -> dict[str, Any]:
@@ -338,7 +342,7 @@ class _Builder:
             else:
                 self.counts.without_target += 1
 
-    def _rendered(self, line: bytes) -> Rendering:
+    def _rendered(self, line: bytes | dict[str, Any]) -> Rendering:
         """Render a line with the template. Raises BadLineError if the line spells out special tokens and these are
         refused."""
         conversation = conversation_of(line, self.fields, self.template.reads)

@@ -3,28 +3,39 @@
 Imports only the standard library, so that a script can check files before it loads torch.
 """
 
-from collections.abc import Sequence
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
+from typing import IO, Any
 
 MAX_PROBLEMS = 20
 """Limit of the bad lines that one error names; the rest are only counted."""
 
+GZIP, ZSTD, PARQUET = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1"
+STATE = "state.json"
+"""File in a folder of `datasets.Dataset.save_to_disk`."""
+_SPLITS = "dataset_dict.json"
 _HEAD = 4096  # bytes of a file that are looked at
 _AS_ROWS = "write its rows as JSONL, one object per line"
 # First bytes, the name of what has them, and what to do to get the file that was meant.
 _BEGINNINGS: list[tuple[bytes, str, str]] = [
     (b"version https://git-lfs", "a git-lfs pointer, not the file itself", "run git lfs pull in its repository"),
-    (b"\x1f\x8b", "gzip-compressed", "decompress it with gunzip"),
-    (b"\x28\xb5\x2f\xfd", "zstd-compressed", "decompress it with unzstd"),
+    (GZIP, "gzip-compressed", "decompress it with gunzip"),
+    (ZSTD, "zstd-compressed", "decompress it with unzstd"),
     *((b"BZh%d" % level, "bzip2-compressed", "decompress it with bunzip2") for level in range(1, 10)),
     (b"\xfd7zXZ\0", "xz-compressed", "decompress it with unxz"),
     (b"\x04\x22\x4d\x18", "lz4-compressed", "decompress it with unlz4"),
     (b"PK\x03\x04", "a zip archive, as torch.save writes too", "unpack it, or convert it"),
     (b"7z\xbc\xaf\x27\x1c", "a 7z archive", "unpack it"),
-    (b"PAR1", "a Parquet file", _AS_ROWS),
+    (PARQUET, "a Parquet file", _AS_ROWS),
     (b"ARROW1", "an Arrow file", _AS_ROWS),
-    (b"\xff\xff\xff\xff", "an Arrow stream, as datasets.save_to_disk writes", _AS_ROWS),
+    (b"\xff\xff\xff\xff", "an Arrow stream, as datasets.save_to_disk writes", "name its folder"),
     (b"SQLite format 3\0", "an SQLite database", _AS_ROWS),
     (b"\x89HDF\r\n", "an HDF5 file", "convert it"),
     (b"\x93NUMPY", "a NumPy array", "convert it"),
@@ -77,17 +88,95 @@ def check_files(files: Sequence[str | Path], *, plain: bool = False) -> list[Pat
 def _file_problem(path: Path, plain: bool) -> str | None:
     if not path.exists():
         return "no such file"
+    return "the file is empty" if path.is_file() and not path.stat().st_size else data_problem(path, plain=plain)
+
+
+def data_problem(path: str | PathLike[str], *, plain: bool) -> str | None:
+    """Return a clause that says why the existing ``path`` is no data file, and what to do about it (``is a tar archive:
+    unpack it``); None if it is one: text, also compressed with gzip or zstd, and unless it is to be ``plain`` text, a
+    Parquet file or the folder of a data set."""
+    path = Path(path)
+    if path.is_dir():
+        return _folder_problem(path, plain)
     if not path.is_file():
-        return "found something else than a file (a folder?), expected the path of a file"
-    return other_kind(path, plain=plain) if path.stat().st_size else "the file is empty"
+        return "is no file, expected the path of a file"
+    head = first_bytes(path)
+    if not head:
+        return "is empty"
+    if head.startswith((GZIP, ZSTD)):
+        if head.startswith(ZSTD) and (missing := _missing()):
+            return f"is zstd-compressed, {missing}, or decompress it with unzstd"
+        try:
+            with opened(path) as (file, _):
+                problem = _kind_problem(file.read(_HEAD), plain)
+        except DataError as error:
+            return str(error).removeprefix(f"{path}: ")
+        return problem and f"is compressed, and its content {problem}"
+    if head.startswith(PARQUET) and not plain:
+        missing = _missing()
+        return missing and f"is a Parquet file, {missing}, or {_AS_ROWS}"
+    return _kind_problem(head, plain)
+
+
+def _folder_problem(path: Path, plain: bool) -> str | None:
+    try:
+        known = json.loads((path / _SPLITS).read_text()) if (path / _SPLITS).is_file() else {}
+        if splits := known.get("splits"):
+            return f"has the splits {', '.join(splits)}, expected one of them, such as {path / splits[0]}"
+        state: Any = json.loads((path / STATE).read_text()) if (path / STATE).is_file() else None
+        files = [file["filename"] for file in state["_data_files"]] if state else []
+    except (ValueError, AttributeError, KeyError, TypeError) as error:
+        return f"is a data set whose {_SPLITS} or {STATE} is damaged ({error}): save it again"
+    if state is None:
+        return f"is a folder without {STATE}, expected a file, or a folder that save_to_disk of datasets wrote"
+    if plain:
+        return "is a data set, expected a file of plain text (data.kind)"
+    if not files or (lost := [name for name in files if not (path / name).is_file()]):
+        return f"is a data set without {', '.join(lost) if files else 'files'}: save it again"
+    missing = _missing()
+    return missing and f"is a data set, {missing}, or {_AS_ROWS}"
+
+
+def _missing() -> str | None:
+    return None if find_spec("pyarrow") else "which needs the package pyarrow: pip install -e '.[arrow]'"
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
+    """Open a file to read its bytes, decompressed if it is compressed with gzip or zstd; also returns a function that
+    tells how many bytes of the file are read. Raises DataError if compressed bytes are damaged."""
+    with open(path, "rb") as raw:
+        head = raw.read(len(ZSTD))
+        raw.seek(0)
+        try:
+            if head.startswith(GZIP):
+                yield gzip.GzipFile(fileobj=raw), raw.tell
+            elif head == ZSTD:
+                import pyarrow
+
+                yield io.BufferedReader(pyarrow.input_stream(raw, compression="zstd")), raw.tell
+            else:
+                yield raw, raw.tell
+        except (OSError, EOFError, zlib.error) as error:
+            if getattr(error, "errno", None) is not None:  # of the disk
+                raise
+            raise DataError(f"{path}: is damaged, its bytes cannot be decompressed ({error}): get it again") from error
+
+
+def first_bytes(path: str | PathLike[str]) -> bytes:
+    """Return the first bytes of a file."""
+    with open(path, "rb") as file:
+        return file.read(_HEAD)
 
 
 def other_kind(path: str | PathLike[str], *, plain: bool = False) -> str | None:
     """Return a clause with the kind of a file of a wrong kind and the remedy (``is gzip-compressed: ...``), by the
     file's first bytes; None for text. With ``plain``, zero bytes are refused too (in JSONL the reader refuses them,
     with their line)."""
-    with open(path, "rb") as file:
-        head = file.read(_HEAD)
+    return _kind_problem(first_bytes(path), plain)
+
+
+def _kind_problem(head: bytes, plain: bool) -> str | None:
     for beginning, kind, remedy in _BEGINNINGS:
         if head.startswith(beginning):
             return f"is {kind}: {remedy}"

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from data.files import opened
+
 Turn = dict[str, Any]
 """Message of a chat template: ``role`` (system, developer, user, assistant or tool), ``content`` (str, list of text
 parts, or None with tool calls), and if given ``tool_calls``, ``tool_call_id``, ``name``, ``reasoning_content``, and
@@ -118,16 +120,17 @@ class Conversation:
 # ---- rows
 
 
-def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield number and bytes of each line. Splits at newline bytes only: JSON strings may contain unescaped U+2028.
+def lines_of(path: Path) -> Iterator[tuple[int, bytes, int]]:
+    """Yield number and bytes of each line, and the bytes of the file up to there. Splits at newline bytes only: JSON
+    strings may contain unescaped U+2028.
 
-    A line longer than ``LINE_BYTES`` is cut to one byte more than that, so that `conversation_of` refuses it.
+    A line longer than ``LINE_BYTES`` is cut after one more byte, so that `conversation_of` refuses it.
     """
-    with path.open("rb") as file:
+    with opened(path) as (file, tell):
         number = 0
         while line := file.readline(LINE_BYTES + 1):
             number += 1
-            yield number, line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line  # a byte order mark
+            yield number, line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line, tell()  # a byte order mark
             while len(line) > LINE_BYTES and not line.endswith(b"\n"):
                 line = file.readline(LINE_BYTES + 1)
 
@@ -144,18 +147,18 @@ def expected_fields(fields: Mapping[str, str] | None) -> str | None:
     )
 
 
-def conversation_of(line: bytes, fields: Mapping[str, str] | None, reads: Reads) -> Conversation:
+def conversation_of(line: bytes | dict[str, Any], fields: Mapping[str, str] | None, reads: Reads) -> Conversation:
     """Parse a line into a conversation up to its last assistant turn; later turns have no answer.
 
     Args:
-        line: the line.
+        line: the line, or the values of a row of a table.
         fields: the field map (see the module), or None.
         reads: names that the chat template reads.
 
     Raises:
         BadLineError: the message names the found and the expected value.
     """
-    row = _object(line)
+    row = _object(line) if isinstance(line, bytes) else line
     if fields is None:
         values = {name: value for name, value in row.items() if value is not None}
         _refuse_unsupported(values)
@@ -570,7 +573,7 @@ def _text(value: Any, name: str) -> str:
 
 def excerpt(value: Any) -> str:
     """Describe a JSON value, shortened."""
-    text = json.dumps(value)
+    text = json.dumps(value, default=str)  # a table may have dates
     kinds = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
     kind = kinds.get(type(value))
     text = text if len(text) <= 60 else text[:57] + "..."

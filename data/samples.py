@@ -116,7 +116,8 @@ class Samples(Sequence[Sample]):
 
     def take(self, indices: np.ndarray) -> "Samples":
         """Return some of the samples."""
-        arrays = {name: getattr(self, name)[indices] for name in ("starts", "lengths", "targets", "lines", "codes")}
+        per_sample = ("starts", "lengths", "targets", "lines", "codes")
+        arrays: dict[str, Any] = {name: getattr(self, name)[indices] for name in per_sample}
         key = self.key and _digest(self.key.encode(), np.ascontiguousarray(indices, "<i8"))
         return replace(self, key=key, **arrays)
 
@@ -124,7 +125,7 @@ class Samples(Sequence[Sample]):
         """Return the samples of both, this one's first."""
         if not len(self) or not len(other):
             return self if len(self) else other
-        arrays = {
+        arrays: dict[str, Any] = {
             name: np.append(getattr(self, name), getattr(other, name)) for name in ("lengths", "targets", "lines")
         }
         return replace(

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from data.cache import TokenCache, Writer, digest
-from data.files import DataError, check_files
+from data.files import DataError, check_files, opened
 from data.samples import Bars, Flat, Samples, no_bar, plain_backend
 from data.template import SpecialTexts, SpecialTokens
 from data.tokens import named_errors
@@ -153,7 +153,7 @@ def _pieces(path: Path, backend: Tokenizer) -> Iterator[str]:
 def _texts(path: Path) -> Iterator[str]:
     # utf-8-sig: a byte order mark is no text. Decoded from bytes: text mode would change the newlines.
     decoder, line = codecs.getincrementaldecoder("utf-8-sig")(), 1
-    with path.open("rb") as file:
+    with opened(path) as (file, _):
         for raw in chain(iter(lambda: file.read(_CHUNK), b""), [b""]):
             try:
                 text = decoder.decode(raw, final=not raw)

@@ -138,12 +138,12 @@ def serve(handle: int) -> None:
         try:
             function = pickle.loads(pipe.recv_bytes())()
             while True:
+                task = pipe.recv()
+                result, problem = None, None
                 try:
-                    answer = function(pipe.recv()), None
-                except EOFError:
-                    raise
+                    result = function(task)
                 except Exception as error:
-                    answer = None, error
-                pipe.send(answer)
+                    problem = error
+                pipe.send((result, problem))
         except (EOFError, BrokenPipeError):
             pass

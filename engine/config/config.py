@@ -17,7 +17,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from data.files import other_kind
+from data.files import data_problem
 from data.jsonl import expected_fields
 from engine.config.errors import (
     DERIVED,
@@ -178,9 +178,9 @@ class Recipe:
     def _data_problems(self) -> Iterator[str]:
         for key, files in (("data.train", self.data.train), ("data.eval", self.data.eval)):
             for index, file in enumerate(files):
-                if not os.path.isfile(file):
+                if not os.path.exists(file):
                     yield f"{key}[{index}]: {not_there(file)}, expected a file"
-                elif problem := other_kind(file, plain=self.data.kind == "text"):
+                elif problem := data_problem(file, plain=self.data.is_text(file)):
                     yield f"{key}[{index}]: {file!r} {problem}"
         yield from _named_twice(self.data, _file_identity)  # links to one file too
 
@@ -264,7 +264,7 @@ def idle(recipe: Recipe) -> Iterator[tuple[str, Any, str]]:
 
 def _data(r: Recipe) -> Contradictions:
     data = r.data
-    if data.kind == "chat" and (expected := expected_fields(data.fields)):
+    if data.kind != "text" and (expected := expected_fields(data.fields)):
         yield "data.fields", expected
     if data.weights is not None and len(data.weights) != len(data.train):
         yield "data.weights", "one per file of data.train"

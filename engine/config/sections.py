@@ -61,7 +61,7 @@ DECAYING = ("weights", "embeddings", "adapters")
 TeacherKind = Literal["none", "self", "cache", "model"]
 """Teacher of the distillation: none, the student without fake quant, a cache on disk, or another model in memory."""
 
-_CHAT = Condition("data.kind is chat", lambda r: r.data.kind == "chat")
+_CHAT = Condition("data.kind is chat or mixed", lambda r: r.data.kind != "text")
 _ADAPTERS = Condition("adapter.kind is lora", lambda r: r.adapter.on)
 _BESIDE = Condition("adapter.kind is lora and adapter.merge false", lambda r: r.adapter.beside)
 _TOP_K = Condition("loss.kd is kl_top_k or r_kl_top_k", lambda r: r.loss.kd in TOP_K_KINDS)
@@ -186,7 +186,8 @@ class DataRecipe:
     """Training samples and how they become batches."""
 
     train: list[str] = field(metadata=values("at least one file", lambda files: files and "" not in files))
-    """Files to train on, JSONL for chat, plain text for text. Relative to the current directory."""
+    """Files to train on, relative to the current directory. For chat: JSONL, Parquet, or folders that save_to_disk of
+    datasets wrote; for text: plain text. JSONL and text may be compressed with gzip or zstd."""
     weights: list[float] | None = field(default=None, metadata=_SHARES)
     """One weight per file of data.train: the file's share of an epoch's samples is its weight divided by the sum of the
     weights. The number of samples in an epoch stays the same, so an epoch may have some samples of a file several
@@ -197,8 +198,9 @@ class DataRecipe:
         default_factory=list, metadata=values("files", lambda files: "" not in files) | only_with(_EVALUATION)
     )
     """Files to evaluate on, in addition to data.held_out; they are read like the files of data.train."""
-    kind: Literal["chat", "text"] = "chat"
-    """chat: JSONL conversations, loss on the assistant's turns; text: plain text, loss on every token."""
+    kind: Literal["chat", "text", "mixed"] = "chat"
+    """chat: conversations, loss on the assistant's turns; text: plain text, loss on every token; mixed: files named
+    *.txt, *.txt.gz or *.txt.zst are text, and all others are chats."""
     loss_on: Literal["last", "all"] = field(default="last", metadata=only_with(_CHAT))
     """last: of a chat only the last assistant turn is learned; all: every assistant turn."""
     fields: dict[str, str] | None = field(default=None, metadata=only_with(_CHAT))
@@ -229,6 +231,10 @@ class DataRecipe:
     cache: str | None = field(default=None, metadata=not_empty("a directory"))
     """Directory in which the tokens of data files are kept: each file is tokenized once, in several processes, and read
     from there by all ranks, and by later runs. null: every rank tokenizes all files at every start."""
+
+    def is_text(self, file: str) -> bool:
+        """Tell if a file is read as plain text."""
+        return self.kind == "text" or (self.kind == "mixed" and file.endswith((".txt", ".txt.gz", ".txt.zst")))
 
     def weights_by_file(self) -> dict[str, float] | None:
         """Map each file's path to its weight; None: every sample once."""

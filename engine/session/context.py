@@ -276,26 +276,29 @@ def read_samples(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, files: Sequ
     cache = TokenCache(settings.cache, say)
     bar = progress_bar if settings.cache is None else partial(progress_bar, any_rank=True)  # one rank tokenizes
     options: dict[str, Any] = {"progress": bar, "cache": cache}
+    chats, texts = ([file for file in files if settings.is_text(file) == plain] for plain in (False, True))
+    samples = samples_of([])
     with errors_on_all_ranks(OSError, ValueError):
-        if settings.kind == "text":
-            samples = read_text(files, tokenizer, settings.max_length, settings.special_tokens, **options)
-            spelled = count_special(samples, tokenizer)
+        if chats:
+            samples, counts = read_chat(
+                chats,
+                tokenizer,
+                fields=settings.fields,
+                max_length=settings.max_length,
+                loss_on=settings.loss_on,
+                too_long=settings.too_long,
+                special_tokens=settings.special_tokens,
+                **options,
+            )
+            by_file = counts.by_file.items() if settings.show and len(chats) > 1 else ()
+            for line in (counts.summary(), *(f"{file}: {one.summary()}" for file, one in by_file), *counts.notes()):
+                say(f"data: {line}")
+        if texts:
+            blocks = read_text(texts, tokenizer, settings.max_length, settings.special_tokens, **options)
+            spelled = count_special(blocks, tokenizer)
             kept = f"; {spelled:,} special tokens spelled out and kept (data.special_tokens)" if spelled > 0 else ""
-            say(f"data: {len(samples):,} blocks of {settings.max_length:,} tokens{kept}")
-            return samples
-        samples, counts = read_chat(
-            files,
-            tokenizer,
-            fields=settings.fields,
-            max_length=settings.max_length,
-            loss_on=settings.loss_on,
-            too_long=settings.too_long,
-            special_tokens=settings.special_tokens,
-            **options,
-        )
-        by_file = counts.by_file.items() if settings.show and len(files) > 1 else ()
-        for line in (counts.summary(), *(f"{file}: {one.summary()}" for file, one in by_file), *counts.notes()):
-            say(f"data: {line}")
+            say(f"data: {len(blocks):,} blocks of {settings.max_length:,} tokens{kept}")
+            samples += blocks
         return samples
 
 

@@ -222,7 +222,7 @@ def _inputs(recipe: Recipe, rows: int) -> dict[str, Any]:
     """
     length = recipe.data.max_length
     attention = recipe.model.attn_implementation
-    padded = recipe.data.packing or (recipe.data.kind == "chat" and rows > 1)
+    padded = recipe.data.packing or (recipe.data.kind != "text" and rows > 1)
     inputs: dict[str, Any] = {
         "input_ids": torch.empty(rows, length, dtype=torch.int64, device=META),
         "use_cache": False,

@@ -42,14 +42,13 @@ def archive(kind: str) -> bytes:
 
 
 FILES = {
-    "is gzip-compressed: decompress it with gunzip": gzip.compress(ROW),
-    "is zstd-compressed": b"\x28\xb5\x2f\xfd" + ROW,
+    "is compressed, and its content is a tar archive: unpack it": gzip.compress(archive("tar")),
+    "is compressed, and its content is gzip-compressed": gzip.compress(gzip.compress(ROW)),
     "is bzip2-compressed": bz2.compress(ROW),
     "is xz-compressed": lzma.compress(ROW),
     "is a zip archive": archive("zip"),
     "is a zip archive, as torch.save writes too": archive("torch"),
     "is a tar archive: unpack it": archive("tar"),
-    "is a Parquet file: write its rows as JSONL": b"PAR1\x15\x04" + bytes(9) + b"PAR1",
     "is an Arrow file": b"ARROW1\0\0",
     "is an Arrow stream": b"\xff\xff\xff\xff\x08\x01\0\0",
     "is a NumPy array": archive("numpy"),

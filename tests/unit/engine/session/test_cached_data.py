@@ -68,6 +68,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "as text": {"special_tokens": "text", "loss_on": "all"},
     "text": {"kind": "text", "files": ("a.txt", "b.txt"), "max_length": 16},
     "packed text": {"kind": "text", "files": ("b.txt", "a.txt"), "max_length": 16, "packing": True, "held_out": 0.2},
+    "mixed": {"kind": "mixed", "files": ("a.txt", "a.jsonl", "b.txt"), "weights": [1.0, 2.0, 1.0], "held_out": 9},
     "weighted text": {"kind": "text", "files": ("a.txt", "b.txt"), "max_length": 7, "weights": [1.0, 1.0]},
 }
 
@@ -94,6 +95,8 @@ NOT_OF_SAMPLES = {
     *("weights", "held_out", "eval", "packing", "micro_batch_size", "seed", "show", "skip", "cache"),
 }
 """Options that select, order or print samples, and change none."""
+OF_TEXT = ("train", "max_length", "special_tokens")
+"""Options that change samples of text, too."""
 VALUES = {"train": ["c.jsonl"], "fields": FIELDS, "max_length": 60}
 
 
@@ -114,23 +117,19 @@ def test_every_option_that_changes_samples_tells_them_apart(folder, tokenizer, t
     for item in dataclasses.fields(DataRecipe):
         if item.name not in NOT_OF_SAMPLES:
             changes += [(item.name, {item.name: value}) for value in others(item)]
-    plain = ("", {"kind": "text"}), *((name, {"kind": "text", **one}) for name, one in changes if name != "kind")
-    told, cache = {}, str(tmp_path / "cache")
-    for name, change in [*changes, *plain] * 2:
-        data = {"loss_on": "all", "too_long": "truncate", "max_length": 100, **change}
-        if change.get("kind") == "text":
-            data = {key: value for key, value in data.items() if key not in ("loss_on", "too_long", "fields")}
-        files = data.pop("train", ["a.jsonl"])
+    of_text = [(f"text {name}", {"kind": "text", **one}) for name, one in changes if name in ("", *OF_TEXT)]
+    told: dict[str, set[str]] = {}
+    for name, change in [*changes, *of_text] * 2:
+        data = {"max_length": 70, **change}
+        recipe = recipe_of(folder, tuple(data.pop("train", ["a.jsonl"])), **data)
         found = []
-        for directory in (None, cache):
+        for cache in (None, str(tmp_path / "cache")):
+            recipe.data.cache = cache
             try:
-                samples = read_samples(
-                    recipe := recipe_of(folder, tuple(files), cache=directory, **data), tokenizer, recipe.data.train
-                )
-                found.append(digest_of_samples([*samples]))
+                found.append(digest_of_samples([*read_samples(recipe, tokenizer, recipe.data.train)]))
             except RankError as error:
                 found.append(str(error))
         assert found[0] == found[1], (name, change)
-        told.setdefault(name, []).append(found[0])
-    silent = [name for name, digests in told.items() if name and set(digests) <= set(told[""])]
+        told.setdefault(name, set()).add(found[0])
+    silent = [name for name, digests in told.items() if name and digests <= told[""]]
     assert not silent, f"give {silent} values that change samples, or name them in NOT_OF_SAMPLES"
