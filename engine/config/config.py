@@ -164,8 +164,9 @@ class Recipe:
             if (path := getattr(self.quant, key)) is not None and not os.path.isdir(path):
                 problems.append(f"quant.{key}: {not_there(path)}, expected the directory of a PTQ checkpoint")
         problems += self._data_problems()
-        if os.path.lexists(self.output_dir) and not os.path.isdir(self.output_dir):
-            problems.append(f"output_dir: {self.output_dir!r}, expected a directory, or no file of that name")
+        for key, path in (("output_dir", self.output_dir), ("data.cache", self.data.cache)):
+            if path is not None and os.path.lexists(path) and not os.path.isdir(path):
+                problems.append(f"{key}: {path!r}, expected a directory, or no file of that name")
         if glob.escape(path := os.path.abspath(self.output_dir)) != path:
             problems.append(f"output_dir: {path!r}, expected no *, ? or [: DeepSpeed could not load its checkpoints")
         _refuse(problems)

@@ -24,6 +24,7 @@ VALUES: dict[str, list[Any]] = {
     for section, options in yaml.safe_load(r"""
     model: {path: [other], attn_implementation: [eager]}
     data: {train: [[a.jsonl]], weights: [[1.0]], held_out: [4, 0.1], eval: [[b.jsonl]], max_length: [64],
+      cache: [tokens],
       fields: [{input: question, output: answer}], micro_batch_size: [3], seed: [1],
       skip: [['a.jsonl:1']], show: [3]}
     train: {steps: [5000], epochs: [0.5], gradient_accumulation_steps: [3], seed: [1], log_every: [2],
