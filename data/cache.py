@@ -21,6 +21,7 @@ import platform
 import re
 import shutil
 import socket
+import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,8 +41,10 @@ from data.files import DataError
 MANIFEST = "manifest.json"
 _PACKAGES = ("transformers", "tokenizers", "jinja2", "numpy")
 _CHUNK = 2**24  # bytes read at a time
-_SETTLED = 2 * 10**8  # nanoseconds after which a change of a file is sure to give it another time
-_CLOCK = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
+_SETTLED = 2_100_000_000  # nanoseconds after which a change of a file is sure to give it another time
+_STARTED = time.time()
+_CLOCK = re.compile(r"strftime_now\s*\(\s*(['\"])(.*?)\1\s*\)")
+_ASKS_FOR_CLOCK = re.compile(r"strftime_now\s+is\s+(not\s+)?defined")
 
 
 class _DamagedError(Exception):
@@ -88,7 +91,7 @@ class Writer:
 
 
 Build = Callable[[Writer], dict[str, Any]]
-"""Writes the arrays of a file and returns the facts about it."""
+"""Writes the arrays of a file and returns the facts about it. With "problems" among them nothing is kept."""
 
 
 def _print(text: str, any_rank: bool) -> None:
@@ -154,16 +157,18 @@ class TokenCache:
                     return found
             except _DamagedError as damage:
                 text = f"{self.directory / key} is damaged ({damage}): {path} is tokenized again"
-            # The error that another rank met: else each would read the file up to there, one after the other.
-            error = f"error of {key} from {path}"
-            if met := self._known(error, ""):
-                raise DataError(met)
-            self._say(f"data.cache: {text}", True)
-            try:
-                self._build(key, dtypes, build)
-            except DataError as caught:
-                self._remember(error, "", str(caught))
-                raise
+            # What another rank met since this one started: else each would read the file, one after the other.
+            name = f"problems of {key} in {path}"
+            met = self._known(name, "")
+            if not met or met["at"] < _STARTED:
+                self._say(f"data.cache: {text}", True)
+                met = {"at": time.time(), **self._build(key, dtypes, build)}
+                if "facts" in met or "error" in met:
+                    self._remember(name, "", met)
+            if "error" in met:
+                raise DataError(met["error"])
+            if "facts" in met:
+                return Shard({}, met["facts"])
             if _identity(_files(path)) != before:
                 shutil.rmtree(self.directory / key)
                 raise DataError(f"{path}: changed while it was tokenized, expected a file that stays as it is")
@@ -225,15 +230,17 @@ class TokenCache:
             raise _DamagedError(f"{Path(error.filename).name} is not there") from error
         return Shard(arrays, manifest["facts"], key)
 
-    def _build(self, key: str, dtypes: Mapping[str, str], build: Build) -> None:
+    def _build(self, key: str, dtypes: Mapping[str, str], build: Build) -> dict[str, Any]:
+        """Write a folder; if the file has problems, return them instead."""
         assert self.directory is not None
         folder, partial = self.directory / key, self.directory / f"{key}.partial"
         shutil.rmtree(partial, ignore_errors=True)  # of a killed process: this one has the lock
         partial.mkdir()
         try:
-            writer = Writer(dtypes, partial)
-            facts = build(writer)
+            facts = build(writer := Writer(dtypes, partial))
             writer.close()
+            if facts.get("problems"):
+                return {"facts": facts}
             with (partial / MANIFEST).open("w", encoding="utf-8") as file:
                 file.write(_sealed({"arrays": writer.arrays, "facts": facts}))
                 file.flush()
@@ -241,6 +248,9 @@ class TokenCache:
             shutil.rmtree(folder, ignore_errors=True)
             os.rename(partial, folder)
             _sync(self.directory)
+            return {}
+        except DataError as error:
+            return {"error": str(error)}
         except OSError as error:
             error.filename = error.filename or str(partial)
             raise
@@ -301,20 +311,22 @@ def _state(tokenizer: PreTrainedTokenizerBase) -> Iterator[Any]:
     backend, folder = getattr(tokenizer, "backend_tokenizer", None), Path(tokenizer.name_or_path)
     yield backend.to_str() if backend is not None else None
     yield [str(tokenizer.special_tokens_map), str(sorted(tokenizer.added_tokens_decoder.items()))]
-    if not type(tokenizer).__module__.startswith("transformers."):  # code of the checkpoint
-        yield [_digest_of_files(sorted(folder.glob(pattern))) for pattern in ("*.py", "*.json")]
+    modules = {kind.__module__ for kind in type(tokenizer).__mro__}
+    if own := sorted(name for name in modules if name.split(".")[0] not in ("transformers", "builtins", "typing")):
+        code = [Path(str(sys.modules[name].__file__)) for name in own]  # of the checkpoint
+        yield _digest_of_files([*code, *sorted(folder.glob("*.py")), *sorted(folder.glob("*.json"))])
 
 
 def _template(tokenizer: PreTrainedTokenizerBase) -> Iterator[Any]:
-    """Yield all that decides the text of a chat: the template, the time that it writes, and files with stop tokens."""
-    text = str(tokenizer.chat_template)
-    if "strftime_now(" in _CLOCK.sub("", text):
+    """Yield all that decides the text of a chat: templates, the times that they write, and files with stop tokens."""
+    given, folder = tokenizer.chat_template, Path(tokenizer.name_or_path)
+    texts = [str(text) for text in (given.values() if isinstance(given, dict) else [given])]
+    if any("strftime_now" in _ASKS_FOR_CLOCK.sub("", _CLOCK.sub("", text)) for text in texts):
         raise DataError(
             f"data.cache: the chat template of {tokenizer.name_or_path!r} writes the time in a form that it computes, "
             "so that its tokens cannot be kept; expected no data.cache"
         )
-    yield [text, [_now(form) for _, form in _CLOCK.findall(text)]]
-    folder = Path(tokenizer.name_or_path)
+    yield [given, [_now(form) for text in texts for _, form in _CLOCK.findall(text)]]
     yield [_digest_of_files([*folder.glob(name)]) for name in ("generation_config.json", "config.json")]
 
 

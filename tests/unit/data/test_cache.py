@@ -130,12 +130,13 @@ def test_jobs_that_need_one_file_tokenize_it_once(tmp_path, rng):
     assert sum("is tokenized into" in line for _, said in found for line in said) == 1
 
 
-def test_damage_is_found_and_the_file_tokenized_again(tmp_path, rng):
+def test_damage_is_found_and_the_file_tokenized_again(tmp_path, rng, monkeypatch):
     """Of any file: bytes that differ, a shorter or longer file, none. Also if the checksums were checked before."""
     path, directory, said = chats(tmp_path / "a.jsonl", rng), tmp_path / "cache", Lines()
+    monkeypatch.setattr("data.cache._SETTLED", 10**8)
     expected = read(path, reader(directory, said))
     (folder,) = folders(directory)
-    time.sleep(0.3)  # until its times are old enough to be remembered
+    time.sleep(0.2)  # until its times are old enough to be remembered
     for number, file in enumerate([*sorted(folder.iterdir())] * 2):
         said.clear()
         assert read(path, reader(directory, said)) == expected and not said
@@ -155,10 +156,11 @@ def test_damage_is_found_and_the_file_tokenized_again(tmp_path, rng):
     assert read(path, reader(directory, said)) == expected and len(said) == 1
 
 
-def test_another_content_is_tokenized_and_another_name_is_not(tmp_path, rng):
+def test_another_content_is_tokenized_and_another_name_is_not(tmp_path, rng, monkeypatch):
     path, directory, said = chats(tmp_path / "a.jsonl", rng), tmp_path / "cache", Lines()
+    monkeypatch.setattr("data.cache._SETTLED", 10**8)
     expected = read(path, reader(directory, said))
-    time.sleep(0.3)
+    time.sleep(0.2)
     assert read(path, reader(directory, said)) == expected
     path.touch()
     (tmp_path / "b.jsonl").write_bytes(path.read_bytes())
@@ -200,6 +202,7 @@ def test_bad_lines_and_errors_are_those_of_the_file(tmp_path, rng, monkeypatch):
                 action(cache=cache)
             errors.append(str(caught.value))
         monkeypatch.setattr(chat._Builder, "__call__", None if cache else chat._Builder.__call__)
+    assert not folders(directory)  # another start reads the files again
     assert errors[:2] * 3 == errors and "a.jsonl:2: " in errors[0] and "a.jsonl:4: " in errors[0]
 
 
@@ -214,8 +217,9 @@ def test_a_template_that_writes_the_day_is_rendered_again_on_another(tmp_path, m
         read_chat([path], tokenizer, max_length=100, cache=reader(directory, said))
         found.append(len(said))
     assert found == [1, 0, 1]
-    with pytest.raises(DataError, match=r"data\.cache: the chat template of .* writes the time"):
-        read_chat([path], templated("{{ strftime_now(form) }}\n" + plain), max_length=9, cache=reader(directory, []))
+    for form in ("{{ strftime_now(form) }}\n", "{% set now = strftime_now %}{{ now('%H') }}\n"):
+        with pytest.raises(DataError, match=r"data\.cache: the chat template of .* writes the time"):
+            read_chat([path], templated(form + plain), max_length=9, cache=reader(directory, []))
 
 
 def test_another_tokenizer_gives_other_tokens(tmp_path, rng):
