@@ -142,7 +142,7 @@ def _missing() -> str | None:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
+def opened(path: Path) -> Iterator[tuple[IO[bytes] | gzip.GzipFile, Callable[[], int]]]:
     """Open a file to read its bytes, decompressed if it is compressed with gzip or zstd; also returns a function that
     tells how many bytes of the file are read. Raises DataError if compressed bytes are damaged."""
     with open(path, "rb") as raw:

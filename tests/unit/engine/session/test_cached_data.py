@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_checkpoint(directory / "model", "qwen3")
     for name, count in (("a", 30), ("b", 10), ("c", 6)):
         rows: list[dict[str, Any]] = [
-            {"input": f"{name} {i}?" + " hm" * (i % 50), "output": str(i), "question": "q", "answer": "a", "id": i}
+            {"input": f"{name} {i}?" + " hm" * (3 * i), "output": str(i), "question": "q", "answer": "a", "id": i}
             for i in range(count)
         ]
         rows.append({"messages": [{"role": role, "content": f"{name}{text}"} for role, text in TURNS], **rows[0]})
@@ -68,7 +68,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "as text": {"special_tokens": "text", "loss_on": "all"},
     "text": {"kind": "text", "files": ("a.txt", "b.txt"), "max_length": 16},
     "packed text": {"kind": "text", "files": ("b.txt", "a.txt"), "max_length": 16, "packing": True, "held_out": 0.2},
-    "mixed": {"kind": "mixed", "files": ("a.txt", "a.jsonl", "b.txt"), "weights": [1.0, 2.0, 1.0], "held_out": 9},
+    "mixed": {
+        "kind": "mixed",
+        "files": ("a.txt", "a.jsonl", "b.txt"),
+        "weights": [1.0, 2.0, 1.0],
+        "max_length": 40,
+        "too_long": "truncate",
+        "held_out": 3,
+    },
     "weighted text": {"kind": "text", "files": ("a.txt", "b.txt"), "max_length": 7, "weights": [1.0, 1.0]},
 }
 
@@ -120,7 +127,7 @@ def test_every_option_that_changes_samples_tells_them_apart(folder, tokenizer, t
     of_text = [(f"text {name}", {"kind": "text", **one}) for name, one in changes if name in ("", *OF_TEXT)]
     told: dict[str, set[str]] = {}
     for name, change in [*changes, *of_text] * 2:
-        data = {"max_length": 70, **change}
+        data = {"max_length": 110, **change}
         recipe = recipe_of(folder, tuple(data.pop("train", ["a.jsonl"])), **data)
         found = []
         for cache in (None, str(tmp_path / "cache")):
