@@ -101,8 +101,6 @@ def data_problem(path: str | PathLike[str], *, plain: bool) -> str | None:
     if not path.is_file():
         return "is no file, expected the path of a file"
     head = first_bytes(path)
-    if not head:
-        return "is empty"
     if head.startswith((GZIP, ZSTD)):
         if head.startswith(ZSTD) and (missing := _missing()):
             return f"is zstd-compressed, {missing}, or decompress it with unzstd"
