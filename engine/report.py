@@ -207,7 +207,7 @@ class MemoryWatch:
     def _measure(self, inner: torch.optim.Optimizer, *_: Any) -> None:
         if self._items:  # a hook cannot remove itself
             return
-        moments = [held[key] for held in inner.state.values() for key in ("exp_avg", "exp_avg_sq") if key in held]
+        moments = [value for held in inner.state.values() for key, value in held.items() if key != "step"]
         own = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
         seen: set[int] = set()
         self._items = {

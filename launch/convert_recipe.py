@@ -383,7 +383,9 @@ def from_torchtune(source: ForeignRecipe) -> Converted:
     made.put("train.compile", source.take("compile") or None)
     made.put("train.log_every", source.take("log_every_n_steps"))
     optimizer = source.take("optimizer._component_")
-    if not str(optimizer).endswith("AdamW"):
+    if str(optimizer).endswith("AdamW8bit"):
+        made.put("optim.moments", "8bit")
+    elif not str(optimizer).endswith("AdamW"):
         made.say("optimizer._component_", f"{optimizer}: AdamW is the optimizer here")
     made.put("optim.lr", float(source.take("optimizer.lr", 1e-3)))
     made.put("optim.weight_decay", float(source.take("optimizer.weight_decay", 0.01)))  # torch's default

@@ -5,13 +5,14 @@ import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from engine.checkpoint.checked_files import file_crc32, read_object
 from engine.config.config import Recipe, recipe_options
 from engine.config.errors import RecipeError
 from engine.config.reading import load_recipe
+from engine.config.sections import OptimRecipe
 from model.checkpoint.fingerprint import digest_of_checkpoint
 from model.console import working
 from model.ranks import errors_on_all_ranks, rank, world_size
@@ -234,7 +235,7 @@ def verify_checkpoint(checkpoint: TrainingCheckpoint) -> None:
 
 # Options that a resumed run takes from its new recipe, in the sections that a checkpoint's content depends on. All the
 # other options of these sections must stay: the data cursor is a step, so a step must select the same samples; shapes
-# and types of parameters, scales and the optimizer's groups depend on model, adapter, learnable and the schemes,
+# and types of parameters, scales and optimizer states depend on model, adapter, learnable, the schemes and moments,
 # histograms of observers on input_range; theta corrects a fixed scale or the absmax of each step, with the allowed
 # signs; weights are rotated with inputs; norms that write codes store the scales of the layers behind them under their
 # own names.
@@ -253,6 +254,7 @@ MAY_CHANGE: dict[str, set[str]] = {
     },
     "learnable": set(),
     "adapter": {"start", "init", "dropout"},
+    "optim": {option.name for option in fields(OptimRecipe)} - {"moments"},
 }
 
 

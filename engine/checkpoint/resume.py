@@ -3,7 +3,8 @@
 Resharding on stages 1 to 3: every rank of the old run saved its flat fp32 masters and Adam moments in a DeepSpeed file,
 and in ``rank_<r>.pt`` the slices of each parameter in them (:func:`model.zero.optimizer_pieces`). Every rank of the new
 run maps the old files into memory and copies the overlap with its own slices: no conversion, no second copy on disk, no
-collective, and no read of unneeded data.
+collective, and no read of unneeded data. 8-bit moments are decoded and rounded again, as a slice may begin inside a
+block.
 
 DeepSpeed's alternative is universal checkpoints (``deepspeed.checkpoint.ds_to_universal``, then an engine configured to
 load them; it works on these directories too). At 0.19.8 they do not restore the saved state, and that cannot be fixed
@@ -24,6 +25,7 @@ from torch import Tensor
 from engine.checkpoint.checked_files import CheckedFiles, read_object
 from engine.checkpoint.find import TrainingCheckpoint
 from engine.checkpoint.save import StatefulStates
+from engine.session.adamw8bit import BLOCK, MOMENTS, chunks, decode_slice, empty_moments, rounding_at, write_moments
 from engine.session.session import Session
 from model.checkpoint.fingerprint import fingerprints, frozen_weights
 from model.checkpoint.load import check_finite
@@ -147,9 +149,6 @@ def _load_engine(session: Session, checkpoint: TrainingCheckpoint, left_out: Lef
         group.update(own)
 
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
 @torch.no_grad()
 def load_resharded(
     session: Session, path: Path, layouts: list[list[OptimizerPiece]], stage: int, left_out: LeftOut
@@ -198,55 +197,91 @@ class _Masters:
         inner = saved["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
         self.state: dict[int, dict[str, Tensor]] = inner["state"]
 
-    def flat(self, group: int, key: str) -> Tensor:
-        """Return the flat masters (``fp32``) or moments of a group."""
-        return self.fp32[group] if key == "fp32" else self.state[group][key]
+    def coded(self, group: int) -> bool:
+        """Return True if the group has 8-bit moments."""
+        return f"{MOMENTS[0]}_codes" in self.state.get(group, {})
+
+    def read(self, group: int, key: str, start: int, stop: int) -> Tensor:
+        """Return elements of the flat masters (``fp32``) or moments of a group."""
+        if key == "fp32":
+            return self.fp32[group][start:stop]
+        return (
+            decode_slice(self.state[group], key, start, stop)
+            if self.coded(group)
+            else self.state[group][key][start:stop]
+        )
+
+
+OldPieces = dict[str, list[tuple[_Masters, OptimizerPiece]]]
+"""Slices of each parameter in the old files, by its name."""
 
 
 def _load_masters(session: Session, sources: list[_Masters], layouts: list[list[OptimizerPiece]]) -> None:
     """Copy this rank's slices of masters and moments, and the step counts of their groups, from the old files."""
     wrapper = session.engine.optimizer
     flats, state = flat_masters(wrapper), wrapper.state
-    old_pieces: dict[str, list[tuple[_Masters, OptimizerPiece]]] = {}
+    old_pieces: OldPieces = {}
     for source, layout in zip(sources, layouts, strict=True):
         for piece in layout:
             old_pieces.setdefault(piece.name, []).append((source, piece))
+    of_group: dict[int, list[OptimizerPiece]] = {}
     for piece in optimizer_pieces(session.model, wrapper):
-        old = old_pieces.get(piece.name, [])
-        flat = flats[piece.group]
+        of_group.setdefault(piece.group, []).append(piece)
+    for group, pieces in of_group.items():
+        flat, old = flats[group], [one for piece in pieces for one in old_pieces.get(piece.name, [])]
+        _fill(flat.detach(), 0, pieces, old_pieces, "fp32")
         # If all steps of a run were skipped, there are no moments yet.
-        keys = ("fp32", *MOMENTS) if all(one.group in source.state for source, one in old) else ("fp32",)
-        for key in keys:
-            whole = flat if key == "fp32" else _moments(state, flat, old)[key]
-            target = whole.detach()[piece.offset : piece.offset + piece.stop - piece.start]
-            found = _copy(target, piece.start, _parts(old, key))
-            if found != target.numel():
+        if not all(one.group in source.state for source, one in old):
+            continue
+        coded = old[0][0].coded(old[0][1].group)
+        moments = _moments(state, flat, old[0], coded)
+        if not coded:
+            for key in MOMENTS:
+                _fill(moments[key], 0, pieces, old_pieces, key)
+            continue
+        rng = rounding_at(moments["step"], flat.device)
+        for blocks in chunks(flat.numel()):
+            first, second = (torch.zeros((blocks.stop - blocks.start) * BLOCK, device=flat.device) for _ in MOMENTS)
+            for key, moment in zip(MOMENTS, (first, second), strict=True):
+                _fill(moment, blocks.start * BLOCK, pieces, old_pieces, key)
+            write_moments(moments, (first, second), blocks, rng)
+
+
+def _fill(target: Tensor, begin: int, pieces: list[OptimizerPiece], old_pieces: OldPieces, key: str) -> None:
+    """Copy masters or moments into ``target``, the elements of a flat tensor from ``begin``."""
+    for piece in pieces:
+        moved = piece.start - piece.offset  # from a place in the flat tensor to a place in the parameter
+        low = max(begin, piece.offset)
+        high = min(begin + target.numel(), piece.offset + piece.stop - piece.start)
+        if low < high:
+            parts = _parts(old_pieces.get(piece.name, []), key, low + moved, high + moved)
+            found = _copy(target[low - begin : high - begin], low + moved, parts)
+            if found != high - low:
                 raise ValueError(
-                    f"the checkpoint has only {found:,} of {target.numel():,} elements of {piece.name} ({key}): use "
+                    f"the checkpoint has only {found:,} of {high - low:,} elements of {piece.name} ({key}): use "
                     "another checkpoint"
                 )
 
 
-def _moments(state: Any, flat: Tensor, old: list[tuple[_Masters, OptimizerPiece]]) -> dict[str, Tensor]:
+def _moments(state: Any, flat: Tensor, old: tuple[_Masters, OptimizerPiece], coded: bool) -> dict[str, Tensor]:
     """Allocate the optimizer's state of a flat tensor if needed, and set its step count to the old one."""
-    source, piece = old[0]
+    source, piece = old
     moments = state[flat]
     step = source.state[piece.group]["step"]
-    for key in MOMENTS:
-        if key not in moments:
-            moments[key] = torch.zeros_like(flat)
-    if "step" not in moments:
+    if not moments:
         # torch's fused Adam counts on the device, the others on the host.
         moments["step"] = torch.zeros_like(step, device=flat.device if flat.is_cuda else "cpu")
+        moments.update(empty_moments(flat) if coded else {key: torch.zeros_like(flat) for key in MOMENTS})
     moments["step"].copy_(step)
     return moments
 
 
-def _parts(old: list[tuple[_Masters, OptimizerPiece]], key: str) -> Iterator[tuple[int, Tensor]]:
-    """Yield start and elements of each old slice of one parameter."""
+def _parts(old: list[tuple[_Masters, OptimizerPiece]], key: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+    """Yield start and elements of the old slices of one parameter between ``start`` and ``stop``."""
     for source, piece in old:
-        flat = source.flat(piece.group, key)
-        yield piece.start, flat[piece.offset : piece.offset + piece.stop - piece.start]
+        low, high, moved = max(start, piece.start), min(stop, piece.stop), piece.offset - piece.start
+        if low < high:
+            yield low, source.read(piece.group, key, low + moved, high + moved)
 
 
 def _copy(target: Tensor, start: int, parts: Iterator[tuple[int, Tensor]]) -> int:

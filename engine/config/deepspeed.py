@@ -108,6 +108,8 @@ NVME = {
         "the weights nor groups below 1 MB, among which are the scales"
     ),
 }
+# Keys of ``offload_optimizer`` that need DeepSpeed's CPUAdam, with their defaults.
+NEEDS_CPU_ADAM = {"ratio": 1.0, "super_offload": False}
 # Numbers that pass DeepSpeed's own checks, but fail long after the start: elements of a bucket, which more than 2^40
 # would exceed any memory, and loss scales beyond fp32's range.
 RANGES: dict[str, tuple[float, float]] = {
@@ -318,6 +320,8 @@ def resolve(recipe: Recipe, world_size: int, *, local_size: int | None = None) -
     if config["zero_optimization"].get("offload_optimizer") is not None:
         # The optimizer is torch.optim.AdamW everywhere, also on the CPU: DeepSpeed's CPUAdam compiles at first use.
         config.setdefault("zero_force_ds_cpu_optimizer", False)
+    if recipe.optim.moments == "8bit":
+        config["zero_allow_untested_optimizer"] = True  # DeepSpeed lists classes, of which ours is none
     return config
 
 
@@ -476,6 +480,10 @@ def _nested_problem(section: str, key: str, value: Any) -> str | None:
         return f"leave it out: {BROKEN_NESTED[dotted]}"
     if dotted in NVME and isinstance(value, dict) and value.get("device") == "nvme":
         return f"device 'nvme', expected cpu or none: {NVME[dotted]}"
+    if dotted == "zero_optimization.offload_optimizer" and isinstance(value, dict):
+        for name, default in NEEDS_CPU_ADAM.items():
+            if value.get(name, default) != default:
+                return f"{name} {value[name]!r}, expected {default!r}: only DeepSpeed's CPUAdam supports it"
     least, most = RANGES.get(dotted, (-math.inf, math.inf))
     if isinstance(value, int | float) and not least <= value <= most:
         return f"{value!r}, expected {least} to {most}"

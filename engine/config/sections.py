@@ -58,6 +58,7 @@ CONDITION = re.compile(r"(?P<metric>\S+)\s*(?P<relation><=|>=|<|>)\s*(?P<value>\
 # Parameter groups of engine.session.optimizer, which imports this module.
 EVENT_RATES = ("weights", "embeddings", "norms", "biases", "weight_scales", "act_scales", "adapters")
 DECAYING = ("weights", "embeddings", "adapters")
+CODED = ("weights", "adapters")  # groups whose moments have 8 bits with optim.moments: 8bit
 TeacherKind = Literal["none", "self", "cache", "model"]
 """Teacher of the distillation: none, the student without fake quant, a cache on disk, or another model in memory."""
 
@@ -68,6 +69,10 @@ _TOP_K = Condition("loss.kd is kl_top_k or r_kl_top_k", lambda r: r.loss.kd in T
 _TEMPERATURE = Condition("loss.kd is kd", lambda r: r.loss.kd == "kd")
 _EMBEDDINGS = Condition(
     "learnable.weight and learnable.embedding are true", lambda r: r.learnable.weight and r.learnable.embedding
+)
+_CODED = Condition(
+    "learnable.weight or learnable.router is true, or adapter.kind lora",
+    lambda r: r.learnable.weight or r.learnable.router or r.adapter.on,
 )
 _NORMS = Condition("learnable.norm is true", lambda r: r.learnable.norm)
 _ACT_SCALES = Condition(
@@ -331,6 +336,9 @@ class OptimRecipe:
     """AdamW's decay rates of the first and second moment."""
     eps: float = field(default=1e-8, metadata=at_least(1e-30))
     """AdamW's eps. If fp32 rounded it to 0, every weight with a gradient of 0 would become NaN."""
+    moments: Literal["float32", "8bit"] = field(default="float32", metadata=only_with(_CODED))
+    """AdamW's moments of linear weights and adapters: 8 bytes per element, or with 8bit about 2, which changes updates
+    by about 10%. Embeddings, norms and scales keep float32."""
     grad_clip: float = field(default=1.0, metadata=at_least(0))
     """Largest global gradient norm; 0 disables clipping."""
 
@@ -374,7 +382,8 @@ class TrainRecipe:
     resume: bool | str = field(default=False, metadata=_RESUME)
     """Continue from a training checkpoint of output_dir: true for the latest, best, or a name like step_00001000."""
     keep_checkpoints: int = field(default=2, metadata=at_least(1))
-    """Latest training checkpoints to keep, besides the best; each takes 12 to 14 bytes per trained parameter."""
+    """Latest training checkpoints to keep, besides the best; each takes 12 to 14 bytes per trained parameter, or
+    6 to 8 with optim.moments 8bit."""
     max_skipped_steps: int = field(default=10, metadata=at_least(1))
     """Steps whose loss or gradients are not finite are skipped. The run ends after this many such steps in a row."""
 

@@ -25,7 +25,8 @@ from transformers import PreTrainedModel
 
 from engine.config.config import Recipe
 from engine.config.deepspeed import teacher_config
-from engine.config.sections import DECAYING, LearnableRecipe, OptimRecipe
+from engine.config.sections import CODED, DECAYING, LearnableRecipe, OptimRecipe
+from engine.session.adamw8bit import AdamW8bit
 from model.build import INDEXER, check_rotary_buffers
 from model.moe.experts import ExpertMLPs, router_names
 from model.ranks import errors_on_all_ranks, listed, say
@@ -178,7 +179,7 @@ def parameter_groups(model: nn.Module, optim: OptimRecipe) -> list[dict]:
     ``act_scales`` (theta), ``adapters``. A Parameter shared by modules is listed once. Theta is the logarithm of a
     factor on the scale, so its learning rate is a relative step. Theta has its own eps, and no weight decay, which
     would pull the scale back to its initial value. Norms and biases do not decay either. ``lr`` is 0 until the loop
-    sets it before every step.
+    sets it before every step. ``moments`` is an option of :class:`engine.session.adamw8bit.AdamW8bit`.
     """
     members: dict[str, list[nn.Parameter]] = {name: [] for name in GROUP_OF.values()}
     for owned in classify(model):
@@ -191,6 +192,7 @@ def parameter_groups(model: nn.Module, optim: OptimRecipe) -> list[dict]:
             "lr": 0.0,
             "weight_decay": optim.weight_decay if name in DECAYING else 0.0,
             "eps": SCALE_EPS if name in SCALE_GROUPS else optim.eps,
+            "moments": optim.moments if name in CODED else "float32",
         }
         for name, parameters in members.items()
         if parameters
@@ -257,6 +259,19 @@ class SkippingAdamW(torch.optim.AdamW):
         return None if self.overflow else super().step(closure)
 
 
+class SkippingAdamW8bit(SkippingAdamW, AdamW8bit):
+    """AdamW with 8-bit moments that skips a step with NaN or Inf in gradients."""
+
+
+# The optimizer's class by optim.moments, and by whether it must skip steps by itself.
+_CLASSES = {
+    ("float32", False): torch.optim.AdamW,
+    ("float32", True): SkippingAdamW,
+    ("8bit", False): AdamW8bit,
+    ("8bit", True): SkippingAdamW8bit,
+}
+
+
 def initialize_student(recipe: Recipe, ds_config: dict[str, Any], model: PreTrainedModel) -> deepspeed.DeepSpeedEngine:
     """Build the student's engine with its optimizer, AdamW (Loshchilov and Hutter 2019); a collective.
 
@@ -266,8 +281,7 @@ def initialize_student(recipe: Recipe, ds_config: dict[str, Any], model: PreTrai
     unguarded = stage(ds_config) == 0 and recipe.model.dtype == "float32"
     with errors_on_all_ranks(ValueError):
         groups = parameter_groups(model, recipe.optim)
-    kind = SkippingAdamW if unguarded else torch.optim.AdamW
-    optimizer = kind(groups, betas=recipe.optim.betas, fused=on_cuda())
+    optimizer = _CLASSES[recipe.optim.moments, unguarded](groups, betas=recipe.optim.betas, fused=on_cuda())
     # Scales were gathered since the weights were loaded, and hpZ keeps copies of gathered parameters.
     forget_secondary_copies(model)
     config = ds_config

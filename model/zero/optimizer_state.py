@@ -59,7 +59,7 @@ def reset_moments(optimizer: Any, parameters: Iterable[Parameter]) -> None:
         return  # before the first step there are no moments, and DeepSpeed's setter raises
     masters = _unfused_masters(optimizer)
     for parameter in parameters:
-        for key in ("exp_avg", "exp_avg_sq"):
+        for key in ("exp_avg", "exp_avg_sq"):  # a parameter with 8-bit moments has none: KeyError
             if is_partitioned(parameter):
                 start, stop = local_range(parameter)
                 # After a resume with another number of ranks, a group whose share here is all padding has no moments.
@@ -69,8 +69,7 @@ def reset_moments(optimizer: Any, parameters: Iterable[Parameter]) -> None:
             elif not hasattr(parameter, "_hp_mapping"):
                 # Stage 0: torch's optimizer, on the parameters or (bf16) on an fp32 copy of each. Without a gradient so
                 # far there are no moments: Adam creates them, as zeros, at the parameter's first step.
-                moments = inner.state.get(masters.get(id(parameter), parameter), {})
-                if key in moments:
+                if moments := inner.state.get(masters.get(id(parameter), parameter)):
                     moments[key].zero_()
             elif (mapping := parameter._hp_mapping) is not None:  # None: this rank has no part of it
                 # DeepSpeed 0.19 links parameters to moments once, after its first group's first step, when the other

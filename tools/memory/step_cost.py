@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from engine.session.adamw8bit import CHUNK, WORKING_BYTES
 from tools.memory.trace import Event, own_bytes
 from tools.memory.zero import FP32, FP64, Calls, Held, Inventory, Settings, elements
 
@@ -254,28 +255,28 @@ def _late(settings: Settings, calls: Calls, name: str, numels: Mapping[str, int]
 def _copies_in_step(settings: Settings, held: Held, inventory: Inventory, fused: bool) -> int:
     """Compute the bytes of copies at the worst moment of the optimizer's step.
 
-    Unless it is fused, torch's AdamW allocates the root of the second moment and the quotient. The norm is computed of
-    one gradient at a time, in fp64.
+    Unless it is fused, torch's AdamW allocates the root of the second moment and the quotient. 8-bit moments are
+    decoded for some elements at a time. The norm is computed of one gradient at a time, in fp64.
     """
-    ranks, zero = settings.ranks, settings.zero
     adam = 0 if fused else 2 * FP32
+
+    def working(name: str, size: int) -> int:
+        return WORKING_BYTES * min(size, CHUNK) if name in inventory.coded else adam * size
+
+    updated = inventory.updated(settings)
+    most = max(working(*one) for one in updated)
     largest = max(parameter.numel for parameter in inventory.trained)
     if settings.stage == 0:
-        return (elements(inventory.trained) * FP32 if settings.size != FP32 else 0) + adam * largest
-    if settings.stage == 3:
-        groups = ([-(-one.numel // ranks) for one in group] for group in inventory.groups.values())
-        updated = max(sum(piece) for group in groups for piece in _packed(group, zero.sub_group_size))
-        norm = FP64 * -(-largest // ranks)
-    else:
-        updated, norm = max(inventory.flat(ranks)) // ranks, FP64 * largest
+        return (elements(inventory.trained) * FP32 if settings.size != FP32 else 0) + most
+    norm = FP64 * (-(-largest // settings.ranks) if settings.stage == 3 else largest)
     if settings.offloads_optimizer:
-        held.host[STEP_COPIES] = adam * updated
+        held.host[STEP_COPIES] = most
         return norm if settings.stage == 3 else 0
     if settings.stage == 3:
-        return max(norm, (FP32 + adam) * updated)
+        return max(norm, *(FP32 * size + working(name, size) for name, size in updated))
     # The update reads the buffer in which fp32 gradients were summed, and a copy of gradients in another dtype.
     reads_buffer = settings.bf16_optimizer or (settings.stage == 2 and settings.size != settings.accumulated == FP32)
-    return (0 if reads_buffer else FP32 * updated) + max(adam * updated, norm)
+    return (0 if reads_buffer else FP32 * max(size for _, size in updated)) + max(most, norm)
 
 
 def _reduced(settings: Settings, inventory: Inventory) -> dict[str, int]:

@@ -12,6 +12,7 @@ of ranks from stage 1 on, gradients from stage 2 on and weights on stage 3. Deep
 - stage 3 (runtime/zero/stage3.py): a share of each parameter, with padding so that all ranks have equal shares; fp32
   masters, also of fp32 parameters; one flat fp32 buffer for the gradients, and a second one if the optimizer is
   offloaded;
+- moments in 8 bits (:mod:`engine.session.adamw8bit`): two codes per element, and two fp32 scales per block;
 - buckets of ``reduce_bucket_size`` elements, into which gradients are copied: always on stage 3, and only during
   backward on stages 1 and 2 (twice with ``overlap_comm``); bf16's stage 1 and stage 0 have no buckets.
 """
@@ -27,6 +28,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from engine.config.sections import OptimRecipe
+from engine.session.adamw8bit import moment_bytes
 from engine.session.optimizer import classify, parameter_groups
 from model.zero import leaves_of_stage_3, to_be_whole
 
@@ -172,6 +174,7 @@ class Inventory:
         scales: bytes of all scales, which are also among ``parameters``.
         quantized: number of weight elements that have codes.
         scales_of_codes: bytes of the scales that every rank keeps to gather codes.
+        coded: names of the groups whose moments have 8 bits.
     """
 
     parameters: list[ShardedParameter]
@@ -179,6 +182,7 @@ class Inventory:
     scales: int = 0
     quantized: int = 0
     scales_of_codes: int = 0
+    coded: frozenset[str] = frozenset()
 
     @property
     def trained(self) -> list[ShardedParameter]:
@@ -192,6 +196,22 @@ class Inventory:
     def flat(self, ranks: int) -> list[int]:
         """Return the elements of each group's flat buffer on stages 1 and 2, padded to a multiple of two per rank."""
         return [math.ceil(elements(group) / (2 * ranks)) * 2 * ranks for group in self.groups.values()]
+
+    def updated(self, settings: "Settings") -> list[tuple[str, int]]:
+        """Return group and elements of each tensor that the optimizer of a rank updates."""
+        ranks = settings.ranks
+        if settings.stage == 0:
+            return [(name, one.numel) for name, group in self.groups.items() for one in group]
+        if settings.stage < 3:
+            return [(name, size // ranks) for name, size in zip(self.groups, self.flat(ranks), strict=True)]
+        pieces = []
+        for name, group in self.groups.items():  # split where a sub-group has reached its size
+            pieces.append((name, 0))
+            for one in group:
+                if pieces[-1][1] >= settings.zero.sub_group_size:
+                    pieces.append((name, 0))
+                pieces[-1] = (name, pieces[-1][1] + math.ceil(one.numel / ranks))
+        return pieces
 
 
 def take_inventory(
@@ -226,6 +246,7 @@ def take_inventory(
         list(known.values()),
         {group["name"]: [known[id(parameter)] for parameter in group["params"]] for group in groups},
         bytes_of(known[id(owned.parameter)] for owned in made if owned.kind in SCALES),
+        coded=frozenset(group["name"] for group in groups if group["moments"] == "8bit"),
     )
 
 
@@ -292,12 +313,12 @@ def held_by(settings: Settings, inventory: Inventory) -> Held:
     held = Held()
     zero, size, accumulated, offloaded = settings.zero, settings.size, settings.accumulated, settings.offloads_optimizer
     trained, flat = elements(inventory.trained), sum(inventory.flat(settings.ranks))
-    share = {0: trained, 3: sum(math.ceil(one.numel / settings.ranks) for one in inventory.trained)}.get(
-        settings.stage, flat // settings.ranks
-    )
+    updated = inventory.updated(settings)
+    share = sum(size for _, size in updated)
     if settings.stage > 0 or size != FP32:
         held.add("master weights", share * FP32, offloaded)
-    held.add("moments", share * 2 * FP32, offloaded)
+    moments = (moment_bytes(size) if name in inventory.coded else 2 * FP32 * size for name, size in updated)
+    held.add("moments", sum(moments), offloaded)
     if settings.bf16_optimizer:
         held.add("gradients", flat * FP32 + (0 if settings.immediate else trained * size))
     else:

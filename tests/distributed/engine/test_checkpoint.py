@@ -63,11 +63,12 @@ ASYM = {
     "learnable": {"act_scale": False},
 }
 PACKED = {"data": {"packing": True}}
+IN_8_BITS = {"optim": {"moments": "8bit"}}
 # name: stage, kind of checkpoint, dtype, what differs in the recipe. Stage 3 with experts; the others are plain modules
 # to it. Stage 0 keeps its optimizer in fp32 here, which is the case where DeepSpeed wraps nothing.
 Case = tuple[int, str, str, dict[str, Any]]
 CASES: dict[str, Case] = {
-    "packed-0": (0, "qwen3", "float32", PACKED),
+    "packed-0": (0, "qwen3", "float32", {**PACKED, **IN_8_BITS}),
     "mixed-2": (2, "llama", "bfloat16", MIXED),
     "plain-3": (3, "qwen3_moe", "bfloat16", {}),
 }
@@ -83,6 +84,8 @@ MORE: dict[str, Case] = {
     "asym-2": (2, "llama", "bfloat16", ASYM),
     "asym-3": (3, "qwen3_moe", "bfloat16", ASYM),
     "fp16-2": (2, "llama", "float16", {}),
+    **{f"8bit-{stage}": (stage, kind, "bfloat16", IN_8_BITS) for stage, kind in enumerate(("llama", "qwen3"), 1)},
+    "8bit-3": (3, "qwen3_moe", "bfloat16", IN_8_BITS),
 }
 # Ends of the names of scales that move in a run.
 SCALES = {
@@ -129,7 +132,10 @@ def write_cases(directory: Path, cases: dict[str, Case]) -> None:
                 dtype=dtype,
                 train={"steps": STEPS, "gradient_accumulation_steps": 2, "checkpoint_every": every},
                 quant={"fake_quant_start": START, "calibration_batches": 0, **changes.get("quant", {})},
-                optim={"lr": 1e-2},  # one step must show in bf16 weights, and in their maxima
+                optim={
+                    "lr": 1e-2,
+                    **changes.get("optim", {}),
+                },  # one step must show in bf16 weights, and in their maxima
                 learnable={"act_scale": True, "norm": True, **changes.get("learnable", {})},
                 loss=NO_TEACHER,
                 export={"enabled": True},

@@ -267,6 +267,7 @@ zero_optimization: {reduce_bucket_size: 9999999999999} | zero_optimization.reduc
 zero_optimization: {stage3_prefetch_bucket_size: -1} | zero_optimization.stage3_prefetch_bucket_size: -1, expected 0
 zero_optimization: {reduce_bucket_size: many}   | zero_optimization.reduce_bucket_size: Input should be a valid
 zero_optimization: {offload_param: {device: nvme, nvme_path: /}} | zero_optimization.offload_param: device 'nvme',
+zero_optimization: {offload_optimizer: {device: cpu, ratio: 0.5}} | zero_optimization.offload_optimizer: ratio 0.5,
 zero_optimization: {offload_optimizer: {device: nvme}} | zero_optimization.offload_optimizer: device 'nvme', expected
 zero_optimization: {zero_hpz_partition_size: 3} | zero_optimization.zero_hpz_partition_size: 3, expected auto (the
 """

@@ -248,6 +248,7 @@ IDLE = rows(r"""
     optim.act_scale_lr=1e-4                     | learnable.kv_scale=true quant.scheme=fp8_kv
     learnable.kv_scale=true                     | quant.scheme=fp8_static_kv
     optim.adapter_lr=1e-4                       | $LORA
+    optim.moments=8bit learnable.weight=false   | learnable.router=true
     optim.decay_steps=2                         | optim.schedule=wsd
     data.skip=[a.jsonl:1] data.kind=text        | data.kind=chat
     train.activation_offload=true               | train.activation_checkpointing=true

@@ -1,0 +1,153 @@
+"""Error of the updates of Adam with 8-bit moments in several codes, compared with Adam in fp64.
+
+    python benchmarks/moments.py
+
+Gradients are noise with a mean (``steady``), also falling by 2% per step (``falling``), zero from step 100 on for every
+other element (``half stops``), or not zero in 5% of the steps (``rare``). The logarithms of their sizes within a block
+have a standard deviation of 2. Columns, over all elements and steps:
+
+error: root of the mean squared difference from the exact updates, divided by theirs.
+gain: slope of the sum of an element's updates by the exact sum; 1 without a bias.
+largest: largest update, divided by the largest exact update.
+"""
+
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from torch import Tensor
+from torch.optim import AdamW, Optimizer
+
+from engine.session.adamw8bit import BLOCK, SHIFT, AdamW8bit, decode, encode
+from model.console import markdown_table
+
+KINDS = ("steady", "falling", "half stops", "rare")
+BLOCKS, STEPS, STOP, LR = 32, 200, 100, 1e-3
+Code = Callable[[Tensor, bool], Tensor]
+
+
+@dataclass(frozen=True)
+class Followed:
+    """Figures of one optimizer: see the module's docstring; ``second``: mean of v / exact v, both above 1e-6 of the
+    largest of a block."""
+
+    error: float
+    gain: float
+    largest: float
+    second: float
+
+
+def gradients(kind: str, step: int, sizes: Tensor, rng: torch.Generator) -> Tensor:
+    """Draw the gradients of a step."""
+    noise = torch.randn(len(sizes), generator=rng)
+    if kind == "falling":
+        return sizes * (noise + 0.2) * 0.98**step
+    if kind == "half stops":
+        return sizes * (noise + 0.2) * ((torch.arange(len(sizes)) % 2 == 0) | (step < STOP))
+    if kind == "rare":
+        return sizes * noise * (torch.rand(len(sizes), generator=rng) < 0.05)
+    return sizes * (noise + 0.2)
+
+
+def follow(kind: str, beta2: float, seed: int, make: Callable[..., Optimizer]) -> Followed:
+    """Compare the updates of an optimizer with those of Adam in fp64 on the same gradients."""
+    rng = torch.Generator().manual_seed(seed)
+    sizes = torch.exp(2 * torch.randn(BLOCKS * BLOCK, generator=rng)) * 1e-5
+    own, exact = torch.zeros_like(sizes), torch.zeros_like(sizes, dtype=torch.float64)
+    options = {"lr": LR, "betas": (0.9, beta2), "weight_decay": 0.0, "eps": 1e-15}
+    ours, theirs = make([{"params": [own], "moments": "8bit"}], **options), AdamW([exact], **options)
+    error = square = largest = largest_exact = 0.0
+    sums = torch.zeros(2, len(sizes), dtype=torch.float64)
+    for step in range(STEPS):
+        own.grad = gradients(kind, step, sizes, rng)
+        exact.grad = own.grad.double()
+        own.zero_()
+        exact.zero_()
+        ours.step()
+        theirs.step()
+        error += float((own - exact).square().sum())
+        square += float(exact.square().sum())
+        largest, largest_exact = max(largest, float(own.abs().max())), max(largest_exact, float(exact.abs().max()))
+        sums += torch.stack([own.double(), exact])
+    gain = float(sums[0] @ sums[1] / sums[1].square().sum())
+    state, expected = ours.state[own], theirs.state[exact]["exp_avg_sq"].view(BLOCKS, BLOCK)
+    coded = "exp_avg_sq_codes" in state
+    second = decode(state["exp_avg_sq_codes"], state["exp_avg_sq_scales"], False) if coded else state["exp_avg_sq"]
+    inside = expected > 1e-6 * expected.amax(1, keepdim=True)
+    mean = float((second.view(BLOCKS, BLOCK) / expected)[inside].mean())
+    return Followed(math.sqrt(error / square), gain, largest / largest_exact, mean)
+
+
+class Rounded(AdamW):
+    """AdamW that rounds its moments after each step by ``code(blocks, signed)``."""
+
+    def __init__(self, groups: list[dict], code: Code, **options) -> None:
+        super().__init__(groups, **options)
+        self._code = code
+
+    def step(self, closure=None):
+        """Update the parameters, then round."""
+        super().step(closure)
+        for state in self.state.values():
+            for key, signed in (("exp_avg", True), ("exp_avg_sq", False)):
+                blocks = state[key].view(-1, BLOCK)
+                blocks.copy_(self._code(blocks, signed))
+
+
+def nearest(blocks: Tensor, signed: bool) -> Tensor:
+    """Round to the nearest code of AdamW8bit."""
+    half = torch.full_like(blocks, 1 << (SHIFT - 1), dtype=torch.int32)
+    return decode(*encode(blocks.clone(), half, signed), signed)
+
+
+def dynamic(blocks: Tensor, signed: bool) -> Tensor:
+    """Round to the nearest code of Dettmers et al. 2021: in each decade twice the values of the decade below."""
+    values = [0.0, 1.0]
+    for decade in range(7):
+        edges = torch.linspace(0.1, 1, 2 ** (decade + (0 if signed else 1)) + 1)
+        middles = ((edges[:-1] + edges[1:]) / 2 * 10.0 ** (decade - 6)).tolist()
+        values += [*middles, *(-value for value in middles if signed)]
+    codes = torch.tensor(sorted(values))
+    largest = blocks.abs().amax(1, keepdim=True)
+    scaled = blocks / largest.masked_fill(largest == 0, 1)
+    return codes[torch.bucketize(scaled, (codes[1:] + codes[:-1]) / 2)] * largest
+
+
+def float8(blocks: Tensor, signed: bool) -> Tensor:
+    """Round m, and the root of v, to float8_e4m3fn."""
+    values = blocks if signed else blocks.sqrt()
+    largest = values.abs().amax(1, keepdim=True)
+    scaled = values / largest.masked_fill(largest == 0, 1) * 448
+    rounded = scaled.to(torch.float8_e4m3fn).float() / 448 * largest
+    return rounded if signed else rounded.square()
+
+
+WAYS: dict[str, Callable[..., Optimizer]] = {
+    "AdamW8bit": AdamW8bit,
+    "its codes, nearest": partial(Rounded, code=nearest),
+    "dynamic codes, nearest": partial(Rounded, code=dynamic),
+    "float8_e4m3fn of m and sqrt(v), nearest": partial(Rounded, code=float8),
+}
+
+
+@torch.no_grad()
+def main() -> None:
+    """Print the table."""
+    table = [["gradients", "beta2", "code", "error", "gain", "largest"]]
+    for kind in KINDS:
+        for beta2 in (0.95, 0.999):
+            for name, make in WAYS.items():
+                found = follow(kind, beta2, 0, make)
+                figures = (found.error, found.gain, found.largest)
+                table.append([kind, str(beta2), name, *(f"{value:.4g}" for value in figures)])
+    print(markdown_table(table))
+
+
+if __name__ == "__main__":
+    main()
