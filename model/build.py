@@ -103,7 +103,7 @@ def build_model(
             hold(model)
         _place_buffers(model, dtype, device)
     zero.materialize(model, ds_config, device)
-    raise_everywhere(_untied(model))
+    raise_everywhere(untied(model))
     check_rotary_buffers(model)
     return model
 
@@ -240,7 +240,7 @@ def _place_buffers(model: nn.Module, dtype: torch.dtype, device: torch.device) -
             setattr(module, name, buffer.to(device))
 
 
-def _untied(model: PreTrainedModel) -> str | None:
+def untied(model: PreTrainedModel) -> str | None:
     """Return an error text if the configuration ties two names, but they are not one Parameter; else None."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     pairs = [

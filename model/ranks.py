@@ -36,14 +36,31 @@ class RankError(RuntimeError):
     """Error raised on all ranks when at least one of them found a problem."""
 
 
+class _Alone:
+    """Plain flag of :func:`alone`."""
+
+    now = False
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Let this process be rank 0 of 1 inside the block, so that no function of this module is a collective: for one
+    rank that writes what it has, in a process group of the caller's."""
+    _Alone.now = True
+    try:
+        yield
+    finally:
+        _Alone.now = False
+
+
 def rank() -> int:
     """Return the global rank of this process, 0 without a process group."""
-    return dist.get_rank() if dist.is_initialized() else 0
+    return dist.get_rank() if dist.is_initialized() and not _Alone.now else 0
 
 
 def world_size() -> int:
     """Return the number of ranks, 1 without a process group."""
-    return dist.get_world_size() if dist.is_initialized() else 1
+    return dist.get_world_size() if dist.is_initialized() and not _Alone.now else 1
 
 
 def local_world_size() -> int | None:
@@ -71,7 +88,7 @@ def say(text: str, any_rank: bool = False) -> None:
 
 def barrier() -> None:
     """Wait for every rank; does nothing without a process group."""
-    if dist.is_initialized():
+    if world_size() > 1:
         dist.barrier()
 
 

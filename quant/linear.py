@@ -146,6 +146,23 @@ class QuantLayer(nn.Module):
         if self.when_changed is not None:
             self.when_changed()
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantLayer":
+        """Move or cast the Parameters (``.to()``, ``.half()``), except that frozen scales stay fp32, with their values.
+
+        Raises:
+            TypeError: a cast of packed weights, whose elements are codes.
+        """
+        uncast = ("weight_s0", "weight_global", "weight_zero", "input_s0", *(("weight",) if self.held else ()))
+        before = {name: own.data for name in uncast if (own := self._parameters.get(name)) is not None}
+        super()._apply(fn, recurse)
+        for name, data in before.items():
+            parameter = self.get_parameter(name)
+            if parameter.dtype != data.dtype:
+                found, parameter.data = parameter.dtype, data.to(parameter.device)
+                if name == "weight":
+                    raise TypeError(f"packed weights of {data.dtype} cannot be cast to {found}: cast before packing")
+        return self
+
     @property
     def scale_of_weight(self) -> Scale:
         """Scale of the weight, made of the layer's Parameters; under ZeRO-3 possibly partitions."""
@@ -254,6 +271,8 @@ class QuantLinear(QuantLayer):
         For a stack, ``x`` is ``[rows, in_features]`` and ``offsets`` are the experts' row ends, see :mod:`quant.gemm`.
         """
         self.trained = self.trained or torch.is_grad_enabled()
+        if x.dtype != self.weight.dtype and torch.is_autocast_enabled(x.device.type):
+            x = x.to(self.weight.dtype)  # the weight's codes and scales depend on its dtype, so that is kept
         if self.rotation is not None:
             x = gemm.rotate(x, self.rotation)
         if self.input_observer is not None:

@@ -18,7 +18,7 @@ The caller reads them and reduces over ranks.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -261,6 +261,20 @@ def scale_from_histogram(counts: Tensor, ranges: Ranges, spec: TensorSpec) -> Te
     tried = [largest * step / 50 for step in range(5, 51)]
     errors = [(fake_quant(values, scale, spec).sub(values).double().square() * weights).sum() for scale in tried]
     return tried[int(torch.stack(errors).argmin())]
+
+
+def measured_scales(weights: Sequence[Tensor], spec: TensorSpec, ranges: Ranges) -> tuple[Tensor, Tensor | None]:
+    """Measure the scales and zero points that whole weights ``[..., out, in]`` share: fp32, in the shape of ``spec``;
+    NaN for the scales of weights with NaN or Inf."""
+    parts = [(weight.reshape(-1), 0, tuple(weight.shape)) for weight in weights]
+    stats = torch.stack([partial_stats(*part, spec) for part in parts]).amax(0)
+    finite, signed = torch.isfinite(stats).all(0), ranges.signs(spec)
+    if ranges.searches(spec) and bool(finite.all()):
+        errors = torch.stack([partial_errors(*part, stats, spec, signed=signed) for part in parts]).sum(0)
+        scales = scales_from_errors(stats, errors, spec, signed=signed)
+    else:
+        scales = scales_from_stats(stats, spec, signed=signed)
+    return torch.where(finite, scales, torch.nan), zero_points_from_stats(stats, spec)
 
 
 def partial_clipped(

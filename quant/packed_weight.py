@@ -55,8 +55,8 @@ class PackedCodes:
         Raises ValueError if the codes of a row do not fill whole elements."""
         if self.row_bytes % dtype.itemsize:
             raise ValueError(
-                f"adapter.base: quantized: the {self.row_bytes} bytes of codes in a row of {list(self.shape)} do not "
-                f"fill whole elements of {dtype}: set adapter.base to weights"
+                f"the {self.row_bytes} bytes of codes in a row of {list(self.shape)} do not fill whole elements of "
+                f"{dtype}: keep the weights (adapter.base: weights, or export without quant.convert)"
             )
         return (*self.shape[:-1], self.row_bytes // dtype.itemsize)
 

@@ -44,15 +44,11 @@ _UNSUPPORTED = "is a mixture of experts that is not supported"
 
 
 def arrange_experts(model: nn.Module, form: Form) -> int:
-    """Replace every fused experts module of an empty model by a module of ``form``, which ZeRO-3 gathers as a whole;
-    returns the number of replaced modules. Run it in a context that creates parameters on the meta device: nothing is
-    copied. Raises ValueError if experts have an unknown layout or function; the message names the class."""
-    counts = _numbers_of_experts(model.config.to_dict() if isinstance(model, PreTrainedModel) else {})
-    found = [
-        _holder(name, module, model)
-        for name, module in model.named_modules()
-        if _looks_like_experts(name, module, model, counts)
-    ]
+    """Replace every fused experts module of a model by a module of ``form``, which ZeRO-3 gathers as a whole; returns
+    the number of replaced modules. An empty model is arranged in a context that creates parameters on the meta device:
+    nothing is copied. A model with its weights keeps them in the form ``stacked``. Raises ValueError if experts have an
+    unknown layout or function; the message names the class."""
+    found = find_experts(model)
     checked: dict[type, bool] = {}
     for name, fused in found:
         of = _read(name, fused)
@@ -75,6 +71,17 @@ def arrange_experts(model: nn.Module, form: Form) -> int:
         if of.scales_inputs:
             model.set_submodule(block, Routed(block, model.get_submodule(block)))
     return len(found)
+
+
+def find_experts(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Find the modules, with their names, that :func:`arrange_experts` replaces."""
+    counts = _numbers_of_experts(model.config.to_dict() if isinstance(model, PreTrainedModel) else {})
+    arranged = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, ExpertMLPs))
+    return [
+        _holder(name, module, model)
+        for name, module in model.named_modules()
+        if not name.startswith(arranged) and _looks_like_experts(name, module, model, counts)
+    ]
 
 
 def _parameter(fused: nn.Module, name: str, of: Experts) -> nn.Parameter:

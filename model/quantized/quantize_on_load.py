@@ -31,26 +31,13 @@ from model.quantized.tensor import QuantizedTensor, check_return, row_chunks
 from model.ranks import errors_on_all_ranks
 from model.zero import forget_secondary_copies, local_data, local_range
 from quant import Quantization, Quantizer, Ranges, Scale, ScaleGroup, TensorSpec, kernels
-from quant.observers import partial_errors, partial_stats, scales_from_errors, scales_from_stats, zero_points_from_stats
+from quant.observers import measured_scales
 from quant.packed_weight import PackedCodes, packed_codes
 
 
 def can_quantize_on_load(spec: TensorSpec) -> bool:
     """Return True if the scales of some rows of a weight can be measured without other rows or weights."""
     return spec.granularity != "tensor" and not spec.has_global_scale
-
-
-def measured_scales(rows: Tensor, spec: TensorSpec, ranges: Ranges) -> tuple[Tensor, Tensor | None]:
-    """Measure scales and zero points of whole rows ``[n, in]``: fp32, in the shapes of ``spec`` for such a weight; not
-    finite for rows with NaN or Inf."""
-    shape, flat, signed = tuple(rows.shape), rows.reshape(-1), ranges.signs(spec)
-    stats = partial_stats(flat, 0, shape, spec)
-    if ranges.searches(spec) and bool(torch.isfinite(stats).all()):
-        errors = partial_errors(flat, 0, shape, stats, spec, signed=signed)
-        scales = scales_from_errors(stats, errors, spec, signed=signed)
-    else:
-        scales = scales_from_stats(stats, spec, signed=signed)
-    return torch.where(torch.isfinite(stats).all(0), scales, torch.nan), zero_points_from_stats(stats, spec)
 
 
 @dataclass(frozen=True)
@@ -118,7 +105,7 @@ class QuantizeOnLoad:
         weight = torch.empty((rows.stop - rows.start) * columns, dtype=dtype, device=device)
         reader.read(self.plain, rows.start * columns, weight)
         weight = weight.view(-1, columns)
-        scale, zero = measured_scales(weight, self.spec, self.ranges)
+        scale, zero = measured_scales([weight], self.spec, self.ranges)
         if not bool(torch.isfinite(scale).all()):
             raise CheckpointError(f"{self.plain.file}: weights with NaN or Inf cannot be quantized: {self.plain.key}")
         return weight, scale, zero

@@ -5,6 +5,7 @@ from model.save.finish import is_router
 from model.save.gguf_file import GGUF_FILE, GGUFNames, interleaved, open_gguf
 from model.save.loadable import fused_there, is_expert, not_loaded
 from model.save.plan import mlx_place
+from model.save.save_quantized import save_quantized
 
 __all__ = [
     "GGUF_FILE",
@@ -19,4 +20,5 @@ __all__ = [
     "mlx_place",
     "not_loaded",
     "open_gguf",
+    "save_quantized",
 ]

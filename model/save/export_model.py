@@ -90,7 +90,12 @@ def check_plan(
 
 
 def _plan(
-    model: PreTrainedModel, quantization: Quantization | None, source: Path, layout: Layout, max_shard_size: int
+    model: PreTrainedModel,
+    quantization: Quantization | None,
+    source: Path,
+    layout: Layout,
+    max_shard_size: int,
+    copied: bool = True,
 ) -> list[list[Item]]:
     if max_shard_size <= 0:
         raise ValueError(f"max_shard_size is {max_shard_size} bytes, expected at least 1")
@@ -100,7 +105,8 @@ def _plan(
         )
     if quantization is not None:
         check_support(model, quantization, layout)
-    return plan_shards(model, quantization, layout, max_shard_size, read_checkpoint(source, model).tensors)
+    tensors = read_checkpoint(source, model).tensors if copied else {}
+    return plan_shards(model, quantization, layout, max_shard_size, tensors)
 
 
 @garbage_kept()
@@ -115,6 +121,7 @@ def export_model(
     adapter: PeftFolder | None = None,
     max_shard_size: int = 5 * 10**9,
     trust_remote_code: bool = False,
+    copied: bool = True,
 ) -> ExportReport:
     """Write ``model`` as a checkpoint directory for transformers, vLLM, SGLang or llama.cpp. A collective.
 
@@ -129,6 +136,7 @@ def export_model(
         adapter: unmerged adapter to write into a folder ``adapter``.
         max_shard_size: bytes of tensors per file. A larger module gets its own file; GGUF is always one file.
         trust_remote_code: allow running Python code in ``source_dir``.
+        copied: False if ``source_dir`` has no weights, as the model was not read from it (``save_quantized.py``).
 
     Raises:
         RankError: on every rank, and no files are left: the layout cannot express a scheme, config.json names a class
@@ -138,7 +146,8 @@ def export_model(
     begin, source, out = time.perf_counter(), Path(source_dir), Path(out_dir)
     check_finite(model, f"{out} was not written: the model diverged, export an earlier checkpoint")
     with errors_on_all_ranks(ValueError, OSError):
-        shards = _plan(model, quantization, source, layout, max_shard_size if layout != "gguf" else sys.maxsize)
+        limit = max_shard_size if layout != "gguf" else sys.maxsize
+        shards = _plan(model, quantization, source, layout, limit, copied)
     items = list(chain(*shards))
     total = sum(item.bytes for item in items)
     aside: Aside | None = None

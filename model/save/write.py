@@ -18,7 +18,7 @@ from model.save.plan import Item
 from model.save.shard_writer import ShardWriter, safetensors_head
 from model.zero import ReceiveBuffer, batches, gathered_on_main
 from quant import QuantLayer, QuantLinear
-from quant.formats.compressed_tensors import TrainedLinear, cache_scale
+from quant.formats.compressed_tensors import TrainedLinear, cache_scale, dequantized_weight
 from quant.formats.layouts import BLOCK_ENDS, linear_tensors
 from quant.kv_cache import QuantCache
 from quant.rotation import KEY, stored_matrix
@@ -204,12 +204,17 @@ def _packed(item: Item, held: BufferedBytes) -> Iterator[tuple[str, dict[str, Te
     layer = item.module
     assert isinstance(layer, QuantLayer) and item.layout is not None
     scale = layer.scale_of_weight._replace(s0=layer.weight_scale(), theta=None)
-    input_scale, weight = layer.input_scale(), layer.merged_weight()
+    input_scale, spec = layer.input_scale(), layer.scheme.weights
+    codes = layer.held is not None and layer.adapter is None
+    whole = layer.held.unpack(layer.weight) if codes and layer.held else layer.merged_weight()
     for name, part in item.linears.items():
+        weight, of_part = part.weight(whole), part.of_scale(scale, spec)
+        if codes:  # values in fp32 have the same codes, values in the model's dtype may round to others
+            weight = dequantized_weight(weight, of_part.s0, spec, zero=of_part.zero)
         linear = TrainedLinear(
             name,
-            part.weight(weight),
-            part.of_scale(scale, layer.scheme.weights),
+            weight,
+            of_part,
             input_scale,
             layer.bias,
             layer.scheme,

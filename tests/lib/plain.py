@@ -5,6 +5,7 @@ engine, which have tests of their own; the losses, the sums over ranks and micro
 the switching on of fake quant are written out here.
 """
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from engine.config.sections import LossRecipe, OptimRecipe
 from engine.session.adapter import add_adapters
 from engine.session.optimizer import SCALE_GROUPS, lr_factor, parameter_groups, peak_learning_rates, set_learnable
 from model.moe.experts import Form
-from quant import Quantization, replace_layers
+from quant import Quantization, find_quantization, prepare, replace_layers
 from quant.gemm import rotate
 from quant.reference import absmax_scale
 from quant.rotation import rotate_inputs
@@ -99,9 +100,41 @@ def plain_weights(path: str, experts: Form = "stacked") -> nn.Module:
     return load_model(Path(path), torch.float32, experts=experts)
 
 
-def plain_model(settings: Recipe) -> tuple[nn.Module, Quantization]:
-    """The student, quantized; scales measured and calibrated as the recipe says, unless fake quant starts later."""
+def prepares(settings: Recipe) -> bool:
+    """Tell if ``quant.prepare`` has an argument for everything that a recipe says of its layers and scales."""
+    quant = settings.quant
+    more = (quant.head_scheme(), quant.embedding_scheme(), quant.preset().kv_cache, quant.rotate, settings.adapter.on)
+    scales = (quant.fake_quant_start, quant.initial_input_scale, quant.scales_follow_weights, settings.schedule)
+    return quant.default_scheme() is not None and not any([*more, *scales])
+
+
+def calibrated(settings: Recipe, model: nn.Module) -> None:
+    """Run the samples of the calibration on all ranks."""
+    for loader in plain_loaders(settings):
+        for batch in loader.first(settings.quant.calibration_batches):
+            for ids in sample_inputs(batch):
+                with torch.no_grad():
+                    model(input_ids=ids)
+
+
+def plain_model(settings: Recipe, *, switched: bool = True) -> tuple[nn.Module, Quantization]:
+    """The student, quantized; scales measured and calibrated as the recipe says, unless fake quant starts later.
+
+    ``switched``: fake quant is switched in some steps, so that the scale groups are needed.
+    """
     model, preset = plain_weights(settings.model.path, settings.model.experts), settings.quant.preset()
+    if prepares(settings) and not switched:  # what the page "In your own loop" promises
+        prepare(
+            model,
+            settings.quant.default_scheme(),
+            rules=settings.quant.chosen_rules(),
+            ranges=settings.quant.ranges(),
+            learn_weight_scale=settings.learnable.weight_scale,
+            learn_input_scale=settings.learnable.act_scale,
+            calibrate=functools.partial(calibrated, settings),
+        )
+        set_learnable(model, settings.learnable)
+        return model, find_quantization(model)
     quantization = replace_layers(
         model,
         preset.linear,
@@ -131,11 +164,7 @@ def plain_model(settings: Recipe) -> tuple[nn.Module, Quantization]:
     quantization.set_fake_quant(False, False)
     quantization.observe(True)
     if settings.quant.fake_quant_start == 0:
-        for loader in plain_loaders(settings):
-            for batch in loader.first(settings.quant.calibration_batches):
-                for ids in sample_inputs(batch):
-                    with torch.no_grad():
-                        model(input_ids=ids)
+        calibrated(settings, model)
         measure(quantization)
         if settings.quant.initial_input_scale is not None:
             for group in quantization.input_groups:
@@ -231,7 +260,7 @@ def plain_loop(
     """
     off = range(settings.quant.fake_quant_start) if off is None else off
     loaders = plain_loaders(settings)
-    model, quantization = plain_model(settings)
+    model, quantization = plain_model(settings, switched=len(off) > 0)
     parameters = dict(model.named_parameters())
     loss = settings.loss
     teacher = plain_weights(loss.teacher).requires_grad_(False) if loss.kd_weight else None

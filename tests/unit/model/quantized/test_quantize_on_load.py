@@ -84,9 +84,9 @@ def test_no_more_of_a_weight_is_there_than_a_few_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(coded, "_CHUNK", 512)
     most, measured = [], made.measured_scales
 
-    def watched(rows: torch.Tensor, *others):
-        most.append(rows.numel())
-        return measured(rows, *others)
+    def watched(weights: list[torch.Tensor], *others):
+        most.append(weights[0].numel())
+        return measured(weights, *others)
 
     monkeypatch.setattr(made, "measured_scales", watched)
     loaded(source, "w4a16_g32")

@@ -1,0 +1,73 @@
+"""Write a model that :func:`quant.prepare` quantized as a checkpoint, without the checkpoint that it was made from.
+
+The configuration, generation configuration and tokenizer are written from memory into a temporary directory, and take
+the place of the source's files in an export of the project's own loop: same plan, same packing, same checks.
+"""
+
+import copy
+import tempfile
+from pathlib import Path
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from model.build import untied
+from model.moe.arrange import find_experts
+from model.ranks import alone, is_main, say
+from model.save.export_model import ExportReport, export_model
+from model.save.loadable import not_loaded
+from model.zero import is_partitioned
+from quant import find_quantization
+
+
+def save_quantized(
+    model: PreTrainedModel,
+    directory: str | Path,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    max_shard_size: int = 5 * 10**9,
+) -> ExportReport | None:
+    """Write a prepared or converted model as a compressed-tensors checkpoint for transformers, vLLM and SGLang.
+
+    Rank 0 writes, without a collective: it may be called by rank 0 alone, or by all ranks.
+
+    Args:
+        model: whole on this rank, without wrappers such as DistributedDataParallel; it is only read.
+        directory: directory to create.
+        tokenizer: written too, with its chat template.
+        max_shard_size: bytes of tensors per file.
+
+    Returns:
+        The summary of the export; None on all ranks but rank 0.
+
+    Raises:
+        ValueError: the model is none of transformers, is partitioned, or contradicts its configuration.
+        RankError: as :func:`model.save.export_model`.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(
+            f"the model is a {type(model).__name__}, expected one of transformers, without wrappers: pass model.module "
+            "of DistributedDataParallel; for other modules write state_dict() after quant.convert"
+        )
+    quantization = find_quantization(model)
+    if any(is_partitioned(parameter) for parameter in model.parameters()):
+        raise ValueError("the model is partitioned by ZeRO-3, expected whole weights: train it with launch/train.py")
+    if experts := find_experts(model):
+        raise ValueError(
+            f"{experts[0][0]} is a {type(experts[0][1]).__name__} of transformers, which an export cannot write: call "
+            "arrange_experts(model, 'stacked') of model.moe.arrange before quant.prepare"
+        )
+    if problem := untied(model):
+        raise ValueError(f"{problem}: tie them, or set tie_word_embeddings of the configuration to False")
+    if not is_main():
+        return None
+    with tempfile.TemporaryDirectory() as source, alone():
+        config = copy.deepcopy(model.config)
+        config.architectures = [type(model).__name__]
+        config.save_pretrained(source)
+        if model.can_generate() and model.generation_config is not None:
+            model.generation_config.save_pretrained(source)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(source)
+        if reason := not_loaded(model, quantization):
+            say(f"warning: {reason}: the export will be one for vLLM and SGLang")
+        return export_model(model, quantization, source, directory, max_shard_size=max_shard_size, copied=False)
