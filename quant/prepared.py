@@ -151,9 +151,10 @@ def _left(model: nn.Module, quantization: Quantization) -> str:
     if unknown:
         count = sum(p.numel() for module in unknown.values() for p in module.parameters(recurse=False))
         kinds = ", ".join(f"{n} {kind}" for kind, n in Counter(type(one).__name__ for one in unknown.values()).items())
+        where = [name or "the model itself" for name in unknown]
         line = exempt_line(unknown).removeprefix("quant.").replace(": ", "=", 1)
         raise ValueError(
-            f"{kinds} would stay unquantized, with {count:,} weights that no nn.Linear holds: {examples([*unknown])}. "
+            f"{kinds} would stay unquantized, with {count:,} weights that no nn.Linear holds: {examples(where)}. "
             "For experts call arrange_experts(model, 'stacked') of model.moe.arrange first; to leave them as they are, "
             f"pass {line}"
         )

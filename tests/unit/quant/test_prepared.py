@@ -115,6 +115,14 @@ def test_the_modules_that_stay_as_they_are_are_counted(capsys: pytest.CaptureFix
     assert "9 Linear (model.layers.0.self_attn.q_proj and 8 more), 5 LlamaRMSNorm" in said
 
 
+class Positions(nn.Sequential):
+    """A matrix in the model itself."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(32, 32))
+        self.table = nn.Parameter(torch.zeros(16, 32))
+
+
 class Bypassed(nn.Module):
     """A forward that multiplies the weight of a Linear without calling it."""
 
@@ -176,6 +184,7 @@ GPT2 = GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=50, bos_token_id=0,
             r"2 Qwen3MoeExperts would stay unquantized, with 983,040 weights .*arrange_experts.*pass "
             r"exempt_more=\['model\\.layers\\.\\d\+\\.mlp\\.experts'\]",
         ),
+        (Positions, {}, r"1 Positions would .* 512 weights .*holds: the model itself.* pass exempt_more=\[''\]"),
         (lambda: nn.Sequential(nn.MultiheadAttention(32, 2), nn.Linear(32, 32)), {}, "1 MultiheadAttention would stay"),
     ],
 )
@@ -190,6 +199,7 @@ def test_it_is_refused_and_the_model_is_unchanged(model: Callable[[], nn.Module]
 def test_experts_named_in_exempt_more_stay_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     quant.prepare(tiny_model("qwen3_moe", wide=True), "w4a16_g32", exempt_more=[r".*\.mlp\.experts"])
     assert "quantized: 8 layers" in (said := capsys.readouterr().out) and "2 Qwen3MoeExperts" in said
+    assert find_quantization(quant.prepare(Positions(), "w4a16_g32", exempt_more=[""])).layers.keys() == {"0"}
 
 
 def test_conversion_is_refused() -> None:
