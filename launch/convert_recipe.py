@@ -2,8 +2,9 @@
 
     python launch/convert_recipe.py qwen3-30b-a3b_fp8_static_end2end_learn_scale_zero3.yaml > recipe.yaml
 
-The recipe goes to stdout, and one line per key without a counterpart to stderr. Keys that only say where something runs
-(device maps, workers, caches) are left out without a line. ``docs/coming_from.md`` has the tables and the differences.
+The recipe goes to stdout, with a comment for each key without a counterpart; these lines go to stderr, too. Keys that
+only say where something runs (device maps, workers, caches) are left out without a line. ``docs/coming_from.md`` has
+the tables and the differences.
 """
 
 import sys
@@ -438,7 +439,7 @@ def convert(contents: dict[str, Any]) -> Converted:
 
 
 def main() -> None:
-    """Print the recipe, and notes on stderr."""
+    """Print the recipe with notes, and the notes on stderr, too."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, help="YAML configuration of AngelSlim or torchtune")
     file = parser.parse_args().file
@@ -450,9 +451,11 @@ def main() -> None:
     except (OSError, UnicodeDecodeError, ValueError, yaml.YAMLError) as error:
         parser.error(f"{file}: {error}")
     print(f"# Converted from {file.name} by launch/convert_recipe.py.")
-    print(yaml.safe_dump(made.recipe, sort_keys=False, allow_unicode=True), end="")
     for note in made.notes:
-        print(f"note: {note}", file=sys.stderr)
+        line = f"note: {' '.join(note.split())}"
+        print(f"# {line}")
+        print(line, file=sys.stderr)
+    print(yaml.safe_dump(made.recipe, sort_keys=False, allow_unicode=True), end="")
 
 
 if __name__ == "__main__":

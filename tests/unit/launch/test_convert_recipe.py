@@ -159,6 +159,17 @@ def test_every_key_is_converted_or_named(tool, seed):
         assert (found.recipe, found.notes) != (before.recipe, before.notes), f"{key} is passed over"
 
 
+def test_a_redirected_recipe_keeps_the_notes(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "config.yaml"
+    path.write_text(SCALES_ONLY)
+    monkeypatch.setattr(sys, "argv", ["convert_recipe.py", str(path)])
+    convert_recipe.main()
+    out, err = capsys.readouterr()
+    assert yaml.safe_load(out) == convert(yaml.safe_load(SCALES_ONLY)).recipe
+    noted = [line.removeprefix("# ") for line in out.splitlines() if line.startswith("# note: ")]
+    assert noted == err.splitlines() and any("num_samples: the whole file" in line for line in noted)
+
+
 @pytest.mark.parametrize(
     ("text", "said"), [("a: 1", "expected a QAT"), ("- 1", "mapping"), ("compression: {name: PTQ}", "QAT or QAD")]
 )
