@@ -520,7 +520,8 @@ class _Writing:
     def _otherwise(self, index: int, what: str) -> BadLineError:
         return BadLineError(
             f"found a chat template that writes for the assistant's turn {index} {what}, expected its text once, and "
-            "the same with and without turns behind it: correct the template, or set data.loss_on: last"
+            "the same with and without turns behind it: correct the template, or set data.loss_on: last and give each "
+            "answer a line that ends with it"
         )
 
     def _omitted(self, marks: Marks, mark: str) -> BadLineError:
