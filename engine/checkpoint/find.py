@@ -19,6 +19,7 @@ from model.ranks import errors_on_all_ranks, rank, world_size
 
 LATEST = "latest"
 BEST = "best.json"
+LAST = "step_~"  # sorts after every step directory
 STEP_DIRECTORIES = "step_????????"
 STEP_NAME = r"step_\d{8}"
 
@@ -74,7 +75,9 @@ def find_checkpoint(directory: Path, which: bool | str = True) -> TrainingCheckp
         )
     name = pointer.read_text(encoding="utf-8", errors="replace").strip()
     if not re.fullmatch(STEP_NAME, name):
-        raise ValueError(f"{pointer} is damaged: {name[:40]!r}, expected a name like step_00001000")
+        raise ValueError(
+            f"{pointer} is damaged: {name[:40]!r}, expected a name like step_00001000{_offer(directory / LAST)}"
+        )
     return read_step_directory(directory / name)
 
 
@@ -136,7 +139,7 @@ def _read_manifest(path: Path) -> TrainingCheckpoint:
     return TrainingCheckpoint(path, step, ranks, stage, files, samples, base, left_out)
 
 
-def _newest_whole(directory: Path, *, before: str = "step_~") -> Path | None:
+def _newest_whole(directory: Path, *, before: str = LAST) -> Path | None:
     """Find the newest complete step directory with a name before ``before``; None if there is none."""
     for path in sorted(directory.glob(STEP_DIRECTORIES), reverse=True):
         if path.name < before:
@@ -148,7 +151,7 @@ def _newest_whole(directory: Path, *, before: str = "step_~") -> Path | None:
 def _offer(path: Path) -> str:
     """Write the clause of an error text that offers the newest complete step directory before ``path``."""
     if (whole := _newest_whole(path.parent, before=path.name)) is None:
-        return "; there is no complete checkpoint before it"
+        return "; there is no complete checkpoint before it: start over in another output_dir"
     return f"; the one before it is {whole.name}: set train.resume to {whole.name} to go on from there"
 
 
@@ -163,9 +166,12 @@ def check_resumable(recipe: Recipe, directory: Path) -> TrainingCheckpoint:
     try:
         found = find_checkpoint(directory, recipe.train.resume)
         best_checkpoint(directory)  # raises if damaged, before the first save reads it
-        before = load_recipe(found.path / "recipe.yaml")
     except (OSError, ValueError) as error:
         raise RecipeError(f"train.resume: {error}") from error
+    try:
+        before = load_recipe(found.path / "recipe.yaml")
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"train.resume: {error}{_offer(found.path)}") from error
     changed = changes(before, recipe)
     changed += _rows_problem(before, found.world_size, recipe, int(os.environ.get("WORLD_SIZE", "1")))
     if recipe.adapter.on and found.base != (digest := digest_of_checkpoint(recipe.model.path)):
@@ -224,13 +230,14 @@ def verify_checkpoint(checkpoint: TrainingCheckpoint) -> None:
         # Sorted by size, so that shards of the ranks are about equal.
         names = sorted(checkpoint.files, key=lambda name: (checkpoint.files[name][0], name))
         for name in names[rank() :: world_size()]:
-            if file_crc32(checkpoint.path / name) != checkpoint.files[name][1]:
-                raise ValueError(
-                    f"{checkpoint.path} is damaged: the content of {name} is not what was written (CRC-32)"
-                    f"{_offer(checkpoint.path)}"
-                )
-            if name.endswith(".pt"):
-                read_object(checkpoint.path / name, mmap=True)
+            try:
+                if file_crc32(checkpoint.path / name) != checkpoint.files[name][1]:
+                    changed = f"the content of {name} is not what was written (CRC-32)"
+                    raise ValueError(f"{checkpoint.path} is damaged: {changed}")
+                if name.endswith(".pt"):
+                    read_object(checkpoint.path / name, mmap=True)
+            except ValueError as error:
+                raise ValueError(f"{error}{_offer(checkpoint.path)}") from error
 
 
 # Options that a resumed run takes from its new recipe, in the sections that a checkpoint's content depends on. All the

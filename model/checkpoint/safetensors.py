@@ -46,8 +46,18 @@ DTYPES = {
 }
 
 
+AGAIN = "copy or download it again"  # how errors of damaged files end
+
+
 class CheckpointError(ValueError):
     """Error for a checkpoint that cannot be read; the message names the file."""
+
+
+class DamagedError(CheckpointError):
+    """Error for a file that has lost or changed bytes; adds to the text what to do."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(f"{text}: {AGAIN}")
 
 
 class DiskTensor(NamedTuple):
@@ -127,14 +137,14 @@ def read_headers(directory: Path) -> Checkpoint:
             for tensor in read_header(directory / file):
                 other = checkpoint.tensors.setdefault(tensor.key, tensor)
                 if other is not tensor:
-                    checkpoint.problems.append(f"{tensor.key} is in two files, {other.file} and {tensor.file}")
+                    checkpoint.problems.append(f"{tensor.key} is in two files, {other.file} and {tensor.file}: {AGAIN}")
         except (CheckpointError, OSError) as error:
             checkpoint.problems.append(words_of(error))
             checkpoint.lost.update(key for key, where in index.items() if where == file)
     for key, file in index.items():
         found = checkpoint.tensors.get(key)
         if key not in checkpoint.lost and (found is None or found.file.name != file):
-            checkpoint.problems.append(f"{directory / INDEX} maps {key} to {file}, which does not contain it")
+            checkpoint.problems.append(f"{directory / INDEX} maps {key} to {file}, which does not contain it: {AGAIN}")
             checkpoint.lost.add(key)
     return checkpoint
 
@@ -143,12 +153,12 @@ def read_header(file: Path) -> Iterator[DiskTensor]:
     """Read the header of one safetensors file and yield its tensors in file order. Raises CheckpointError if the file
     is no safetensors file, or is shorter or longer than its header implies."""
     if not file.is_file():
-        raise CheckpointError(f"{file} does not exist")
+        raise DamagedError(f"{file} does not exist")
     size = file.stat().st_size
     with naming(file), file.open("rb") as stream:
         length = struct.unpack("<Q", stream.read(8))[0] if size >= 8 else 0
         if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-            raise CheckpointError(
+            raise DamagedError(
                 f"{file} is truncated or not a safetensors file: it has {size} bytes, and begins with {length} as the "
                 "length of its header"
             )
@@ -159,18 +169,18 @@ def read_header(file: Path) -> Iterator[DiskTensor]:
             ordered = sorted(entries.items(), key=lambda item: item[1]["data_offsets"])
             tensors = [_entry(file, 8 + length, key, entry) for key, entry in ordered]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{file} has a damaged header: {error}") from error
+            raise DamagedError(f"{file} has a damaged header: {error}") from error
     end = 8 + length
     for tensor in tensors:
         if tensor.begin != end:
-            raise CheckpointError(
+            raise DamagedError(
                 f"{file} has a damaged header: {tensor.key} begins at byte {tensor.begin}, expected {end}, where the "
                 "tensor before it ends"
             )
         end = tensor.end
     if size != end:
         kind = "truncated" if size < end else "too long"
-        raise CheckpointError(f"{file} is {kind}: it has {size} bytes, expected {end} according to its header")
+        raise DamagedError(f"{file} is {kind}: it has {size} bytes, expected {end} according to its header")
     yield from tensors
 
 
@@ -210,7 +220,7 @@ def warn_of_zero_tails(directory: Path) -> None:
         if zeros >= PAGE_BYTES and gone:
             say(
                 f"warning: the last {zeros:,} bytes of {file} are zeros, and with them {listed(gone, 3)}: a file that "
-                "lost its end in a crash looks like this; compare its checksum with that of the original"
+                "lost its end in a crash looks like this; compare its checksum with that of the original, or {AGAIN}"
             )
 
 
@@ -234,11 +244,11 @@ def _read_index(file: Path) -> dict[str, str]:
         index: dict[str, str] = parse_json(file.read_bytes())["weight_map"]
         outside = [name for name in set(index.values()) if Path(name).name != name or name == ".."]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
+        raise DamagedError(
             f"{file} is no index of a checkpoint, expected a JSON object with a weight_map: {error}"
         ) from error
     if outside:
-        raise CheckpointError(f"{file} names files outside its directory: {', '.join(sorted(outside))}")
+        raise DamagedError(f"{file} names files outside its directory: {', '.join(sorted(outside))}")
     return index
 
 
@@ -329,7 +339,7 @@ class Reader:
             while target:
                 got = os.preadv(self._descriptor, [target], at)
                 if not got:
-                    raise CheckpointError(f"{tensor.file} ended while {tensor.key} was read")
+                    raise DamagedError(f"{tensor.file} ended while {tensor.key} was read")
                 target, at = target[got:], at + got
         self.bytes += values.nbytes
         if self._progress is not None:

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from model.checkpoint.names import module_name_on_disk
-from model.checkpoint.safetensors import Checkpoint, CheckpointError, DiskTensor, read_headers
+from model.checkpoint.safetensors import AGAIN, Checkpoint, CheckpointError, DiskTensor, read_headers
 from model.quantized.linears import read_blocks, read_columns, read_quantized
 from model.quantized.narrow_range import on_other_grid, with_grids
 from model.quantized.quantization_config import (
@@ -115,7 +115,8 @@ def source_schemes(
     rules = [*(Rule(None, pattern) for pattern in DEFAULT_EXEMPT), *rules_of(read_quantization_config(directory))]
     read = read_checkpoint(directory, model) if any(directory.glob("*.safetensors")) else None
     if read is not None and read.problems:
-        raise CheckpointError("\n".join([f"{directory} is damaged:", *(f"file: {one}" for one in read.problems[:20])]))
+        lines = [f"file: {one}" for one in read.problems[:20]]
+        raise CheckpointError("\n".join([f"{directory} is damaged: {AGAIN}:", *lines]))
     coded = {} if read is None else read.coded
     schemes: dict[str, Scheme] = {}
     left_out: list[str] = []
@@ -140,7 +141,8 @@ def source_schemes(
     if not schemes and coded:
         raise ValueError(
             f"{directory} has codes of {listed(list(coded), 2)}, but the {type(model).__name__} of its config.json has "
-            "no such layers: config.json or the weights are damaged, or belong to another model"
+            "no such layers: config.json or the weights are damaged (copy or download them again), or belong to "
+            "another model"
         )
     if not schemes:
         raise ValueError(f"{directory} has no quantized layer of {type(model).__name__}: name a quant.scheme")

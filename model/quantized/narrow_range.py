@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from model.checkpoint.safetensors import CheckpointError, Reader
+from model.checkpoint.safetensors import CheckpointError, DamagedError, Reader
 from model.quantized.tensor import QuantizedTensor
 from model.ranks import listed, raise_everywhere, reduce_over_ranks
 from model.scales.in_place import scale_buckets
@@ -110,7 +110,7 @@ def _narrow(coded: Iterable[QuantizedTensor]) -> Iterable[Scheme]:
                 try:
                     codes = one.codes_of_rows(reader, slice(0, min(_ROWS, one.shape[0])))
                 except OSError as error:
-                    raise CheckpointError(f"{one.file}: {one.codes.key} cannot be read: {error}") from error
+                    raise DamagedError(f"{one.file}: {one.codes.key} cannot be read: {error}") from error
                 counts += torch.stack([(codes == edge).sum() for edge in (spec.qmin, -spec.qmax, spec.qmax)])
             if counts[0] == 0 and int(counts[1:].min()) >= _ENOUGH:
                 yield scheme

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from model.checkpoint.safetensors import CheckpointError, DiskTensor, parse_json, read_headers
+from model.checkpoint.safetensors import AGAIN, CheckpointError, DiskTensor, parse_json, read_headers
 from model.quantized.tensor import Packing
 from quant import Rule, Scheme, TensorSpec
 from quant.formats.config_groups import kv_cache_from_config, rules_from_config
@@ -101,9 +101,9 @@ def read_json_object(file: Path) -> dict[str, Any]:
     try:
         whole = parse_json(file.read_bytes())
     except (OSError, ValueError) as error:
-        raise ValueError(f"{file} is not readable JSON: {error}") from error
+        raise ValueError(f"{file} is not readable JSON: {error}: {AGAIN}") from error
     if not isinstance(whole, dict):
-        raise ValueError(f"{file} is a JSON {type(whole).__name__}, expected an object")
+        raise ValueError(f"{file} is a JSON {type(whole).__name__}, expected an object: {AGAIN}")
     return whole
 
 

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from model.checkpoint.safetensors import CheckpointError, DiskTensor, Reader
+from model.checkpoint.safetensors import CheckpointError, DamagedError, DiskTensor, Reader
 from quant import Quantizer, Scale, Scheme, TensorSpec, kernels
 from quant.formats.compressed_tensors import unpack_scale
 from quant.formats.packing import unpack_int32, unpack_nibbles, unpack_zero_points
@@ -138,7 +138,7 @@ class QuantizedTensor:
             good, expected = scale >= 0, "finite and not negative"
         wrong = scale[~(good & torch.isfinite(scale))]
         if wrong.numel():
-            raise CheckpointError(f"{self.scale.file}: {self.scale.key} must be {expected}, got {wrong[:4].tolist()}")
+            raise DamagedError(f"{self.scale.file}: {self.scale.key} must be {expected}, got {wrong[:4].tolist()}")
         return scale
 
     def read_above(self, reader: Reader) -> Tensor:
@@ -148,9 +148,7 @@ class QuantizedTensor:
         above = torch.empty(1, dtype=torch.float32)
         reader.read(self.above, 0, above)
         if not bool(torch.isfinite(above) & (above > 0)):
-            raise CheckpointError(
-                f"{self.above.file}: {self.above.key} must be finite and positive, got {above.item()}"
-            )
+            raise DamagedError(f"{self.above.file}: {self.above.key} must be finite and positive, got {above.item()}")
         return above
 
     def zero_of_rows(self, reader: Reader, rows: slice) -> Tensor | None:
@@ -210,7 +208,7 @@ class ColumnTensor(QuantizedTensor):
         if bool(wrong.any()):
             expected = f"{-spec.qmin:g}, as the scheme is symmetric" if spec.symmetric else f"0 to {2**spec.bits - 1}"
             found = zero[wrong][0].item() - spec.qmin
-            raise CheckpointError(f"{self.file}: {self.zero.key} has the zero point {found:g}, expected {expected}")
+            raise DamagedError(f"{self.file}: {self.zero.key} has the zero point {found:g}, expected {expected}")
         return None if spec.symmetric else zero.contiguous()
 
 
@@ -241,7 +239,7 @@ def check_return(codes: Tensor, again: Tensor, values: Tensor, tensor: DiskTenso
     differ = codes.view(torch.uint8) ^ again.view(torch.uint8)
     # A sum is finite only if all of its terms are, and testing each of them costs 40 times as much in bf16.
     if not bool(torch.isfinite(values.sum())) and not bool(torch.isfinite(values).all()):
-        raise CheckpointError(f"{tensor.file}: {tensor.key} holds values that are not finite")
+        raise DamagedError(f"{tensor.file}: {tensor.key} holds values that are not finite")
     if bool(differ.any()):
         raise CheckpointError(
             f"{tensor.file}: {tensor.key}: {int(differ.count_nonzero())} of {differ.numel()} codes change if they are "

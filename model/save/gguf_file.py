@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from model.checkpoint.safetensors import AGAIN
 from model.ranks import listed
 from model.save.plan import EXPERT, Item
 from model.save.shard_writer import ShardWriter
@@ -324,7 +325,7 @@ def open_gguf(path: Path) -> Any:
         check_header(path)
         return gguf.GGUFReader(path)
     except Exception as error:  # any error of the reader about damaged bytes
-        raise ValueError(f"{path} is not a GGUF file: {error}") from error
+        raise ValueError(f"{path} is not a GGUF file: {error}: {AGAIN}, or make it again") from error
 
 
 def _value_of(template: Any, key: str) -> Any:

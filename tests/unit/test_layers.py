@@ -149,6 +149,23 @@ def test_docstrings_are_plain() -> None:
     assert [place for place, text in texts.items() if OPENING.match(text)] == []
 
 
+DAMAGED = re.compile(r"damaged|truncated or|not readable|ended while|is not a \w+ file|is incomplete|cannot be read")
+REMEDY = re.compile(r"\bagain\b|AGAIN|DamagedError|_offer|remove|\bset |start (over|from)")
+OFFERED_BY_CALLERS = ("_read_manifest", "verify_checkpoint")  # the end of these texts is added in one place
+
+
+def test_errors_of_damaged_files_say_what_to_do() -> None:
+    found = [
+        f"{name}, line {node.lineno}: {text}"
+        for name, source in SOURCES.items()
+        for function in ast.walk(ast.parse(source))
+        if isinstance(function, ast.FunctionDef) and function.name not in OFFERED_BY_CALLERS
+        for node in ast.walk(function)
+        if isinstance(node, ast.Raise) and DAMAGED.search(text := ast.unparse(node)) and not REMEDY.search(text)
+    ]
+    assert found == []
+
+
 def test_words_that_must_be_read_twice_are_in_no_text() -> None:
     texts = SOURCES | {page.name: page.read_text(encoding="utf-8") for page in PAGES}
     assert [(name, found[0]) for name, text in texts.items() if (found := PHRASES.search(text))] == []

@@ -143,7 +143,7 @@ def test_what_is_damaged_is_named_and_the_one_before_it_offered(tmp_path, spoil,
     with pytest.raises(ValueError, match=r"the one before it is step_00000001: set train.resume to step_00000001"):
         find_checkpoint(tmp_path)
     (tmp_path / "step_00000001" / "a.pt").unlink()
-    with pytest.raises(ValueError, match="there is no complete checkpoint before it"):
+    with pytest.raises(ValueError, match="there is no complete checkpoint before it: start over in another output_dir"):
         find_checkpoint(tmp_path)
 
 
@@ -167,7 +167,10 @@ def test_a_manifest_says_only_what_was_written(tmp_path, values):
 def test_a_pointer_leads_to_a_step_of_its_directory(tmp_path, text):
     write_step(tmp_path, 1)
     (tmp_path / "latest").write_text(text)
-    with pytest.raises(ValueError, match=r"latest is damaged: .*, expected a name like step_00001000"):
+    with pytest.raises(
+        ValueError,
+        match=r"latest is damaged: .*, expected a name like step_00001000.*set train.resume to step_00000001",
+    ):
         find_checkpoint(tmp_path)
     (tmp_path / "best.json").write_text(json.dumps({"name": text, "step": 1, "metric": "eval/lm", "value": 1.0}))
     with pytest.raises(ValueError, match=r"best\.json is damaged"):

@@ -106,7 +106,7 @@ def test_damaged_files_are_named(what: str, tmp_path: Path):
     file.write_bytes(content)
     with pytest.raises(CheckpointError, match=message) as caught:
         list(read_header(file))
-    assert str(file) in str(caught.value)
+    assert str(file) in str(caught.value) and str(caught.value).endswith(": copy or download it again")
 
 
 def test_a_dtype_that_torch_does_not_have_is_kept_by_name(tmp_path: Path):
@@ -163,7 +163,7 @@ def test_an_index_and_its_shards_disagree(tmp_path: Path):
     text = "\n".join(checkpoint.problems)
     for part in ("three.safetensors does not exist", "maps b to two", "maps d to two", "a is in two files"):
         assert part in text
-    assert len(checkpoint.problems) == 4
+    assert len(checkpoint.problems) == 4 and all(one.endswith("download it again") for one in checkpoint.problems)
 
 
 @pytest.mark.parametrize(
