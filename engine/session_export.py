@@ -169,8 +169,10 @@ def export(session: Session, directory: Path, *, compressed: bool = True) -> Non
     say(f"export: {report.path}, {report.tensors} tensors, {size:,.1f} MB in {files}, {report.seconds:.1f} s")
 
 
-def export_trained(session: Session, quant: FakeQuant, batches: Iterable[MicroBatch] = ()) -> None:
-    """Write the trained model to the recipe's export directory; a collective.
+def export_trained(
+    session: Session, quant: FakeQuant, batches: Iterable[MicroBatch] = (), directory: Path | None = None
+) -> None:
+    """Write the trained model to ``directory``, the recipe's export directory by default; a collective.
 
     A run that never quantizes writes a plain checkpoint. If the last steps trained without fake quant, the scales are
     outdated and measured again first. Input scales are measured on ``batches``, unless observers ran during training.
@@ -179,4 +181,4 @@ def export_trained(session: Session, quant: FakeQuant, batches: Iterable[MicroBa
     if compressed and quant.any_stale:
         say("the last steps trained without fake quant: measuring the scales for the export again")
         quant.measure(batches)
-    export(session, session.recipe.export_dir(), compressed=compressed)
+    export(session, directory or session.recipe.export_dir(), compressed=compressed)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -112,6 +113,17 @@ class SkippedSteps:
         say(f"warning: {text}\n  left out ({self.in_a_row} in a row; the run ends at {self.limit})")
 
 
+@dataclass(frozen=True)
+class Published:
+    """Result of a publish, the same on every rank."""
+
+    step: int
+    path: Path | None
+    """Directory of the version; None if it could not be written."""
+    served: tuple[str, ...]
+    """Addresses of the servers that serve this version now."""
+
+
 @dataclass
 class LoopState:
     """State of the run between steps, passed to every schedule action, with methods that change the run."""
@@ -171,6 +183,26 @@ class LoopState:
     def set_loss_weights(self, **weights: float) -> None:
         """Set the weights of the losses lm and kd."""
         self.session.overrides.set_loss_weights(**weights)
+
+    def publish(self, directory: str | Path, *servers: str, keep: int = 2, seconds: float = 300.0) -> Published:
+        """Write the model into ``directory`` as the export would be now, and let vLLM servers load it; a collective.
+
+        An error of the disk or of a server is printed, and training goes on; see :mod:`engine.publish`.
+
+        Args:
+            directory: an empty or new one, for versions of this run only. The servers must see it under this name.
+            servers: their addresses (``http://localhost:8000``), each started with ``directory``/current.
+            keep: number of versions to keep: more if servers take longer to start than from one publish to the next.
+            seconds: time after which servers are no longer waited for; all ranks wait.
+
+        Raises:
+            RankError: on every rank: no server could load the recipe's ``export.format``, or ``keep`` is below 2.
+        """
+        from engine.publish import publish
+
+        folder, first = Path(directory), self.loader.first
+        path, served = publish(self.session, self.quant, first, self.step, folder, servers, keep, seconds)
+        return Published(self.step, path, served)
 
     def value_of(self, metric: str) -> float | None:
         """Look up a loss of the last step or a result of the last evaluation by name; None if not measured yet."""

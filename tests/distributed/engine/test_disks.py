@@ -5,6 +5,7 @@ import re
 import resource
 import shutil
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from tests.lib.variants import NO_TEACHER, assert_same_weights
 STEPS = 6
 LOST = 3  # steps of runs whose output directory is lost after the first
 DISK = "8m"  # holds a few checkpoints of the tiny model
+NO_SERVER = "http://127.0.0.1:9"  # discards what it gets, where it is there at all
 BALLAST = "ballast"  # a file on the disk that fills up
 NO_LARGE_FILES = 100_000  # bytes of a file: less than a rank's part of a checkpoint, more than what the ranks print
 LIMITS = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -66,11 +68,19 @@ def empty(directory: Path) -> None:
 
 def full_disk(base: Path) -> dict[str, Any]:
     """An evaluation, a mark and a checkpoint after each step; those of steps 2, 3, 4 and 7, the last, fail on other
-    ranks for other reasons. The last step is of a resumed run with other options of the optimizer, which exports."""
+    ranks for other reasons. The last step is of a resumed run with other options of the optimizer, which exports. The
+    model is published after steps 2, 4, 6 and 7, of which the second finds no space."""
     loop = Loop(load_recipe(base / "full_disk.yaml"))
     output = Path(loop.recipe.output_dir)
+    seen: dict[str, Any] = {"imported": "engine.publish" in sys.modules, "published": []}
+
+    def publish(state: LoopState) -> None:
+        result = state.publish(output / "published", NO_SERVER)
+        seen["published"].append((result, os.readlink(output / "published" / "current")))
+
+    loop.every(2)(publish)
     checkpoints = output / "checkpoints"
-    script, seen = checkpoints / "zero_to_fp32.py", {}
+    script = checkpoints / "zero_to_fp32.py"
 
     @loop.at(1)
     def no_large_files(state: LoopState) -> None:
@@ -106,6 +116,7 @@ def full_disk(base: Path) -> dict[str, Any]:
     train = replace(recipe.train, steps=STEPS + 1, resume=True)
     export = replace(recipe.export, enabled=True, dir=f"{base}/unsaved")
     loop = Loop(replace(recipe, train=train, optim=replace(recipe.optim, **OPTIONS), export=export))
+    loop.every(STEPS + 1)(publish)
 
     @loop.at(STEPS)
     def no_place(state: LoopState) -> None:
@@ -212,6 +223,26 @@ def test_a_save_that_fails_loses_neither_the_run_nor_the_checkpoint_before(ran):
     assert_same_weights(found["full_disk"], found["straight"])
     assert f"warning: {disk / 'tensorboard'} cannot be written (" in output or not os.path.ismount(disk)
     assert "Traceback" not in output
+
+
+def test_a_version_that_is_not_written_is_not_current_and_the_last_one_is_the_export(ran):
+    """Publishing changes nothing in the training: see assert_same_weights above."""
+    base, found, _, output = ran
+    folder = base / "full_disk" / "published"
+    assert not found["imported"], "a run imports it when it publishes"
+    names = ["step_00000002", None, "step_00000006", "step_00000007"]
+    assert [(result.path and result.path.name) for result, _ in found["published"]] == names
+    assert [result.step for result, _ in found["published"]] == [2, 4, 6, 7]
+    assert [current for _, current in found["published"]] == ["step_00000002", "step_00000002", *names[2:]]
+    assert not any(result.served for result, _ in found["published"])
+    assert len(re.findall("^warning: step 4 was not published: .*; training goes on, and", output, re.MULTILINE)) == 1
+    unreached = f"warning: {NO_SERVER} does not serve step_0000000"
+    assert sum(line.startswith(unreached) for line in output.splitlines()) == 3
+    assert sorted(os.listdir(folder)) == [".run", "current", *names[2:]]
+    export = base / "unsaved"
+    assert sorted(os.listdir(folder / "current")) == sorted(os.listdir(export))
+    for path in export.iterdir():
+        assert (folder / "current" / path.name).read_bytes() == path.read_bytes(), path.name
 
 
 def test_at_the_end_of_a_run_a_save_that_fails_is_an_error_and_does_not_cost_the_export(ran):

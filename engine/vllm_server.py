@@ -1,0 +1,167 @@
+"""Load a new checkpoint into a running vLLM server, through its HTTP interface of VLLM_SERVER_DEV_MODE=1 (vLLM 0.32).
+
+While the server is paused it finishes the requests that it has begun, and keeps new ones waiting. Then it forgets its
+KV cache and reads the files. So each answer is computed by one version from its first to its last token.
+
+vLLM does not reload all formats exactly: some kernels keep values outside of their parameters. So a server that has
+been started, and has loaded nothing since, is tested first: its parameters are overwritten with zeros, and the version
+that it was started with is loaded again. All parameters must be as after the start, bit for bit, and so must be the
+log-probabilities of a prompt. The server's ``weight_version`` keeps the result: ``default`` after a start, then the
+directory of the version that is served. A server whose update failed in between stays paused.
+"""
+
+import json
+import os
+import urllib.request
+from collections.abc import Sequence
+from http.client import HTTPException
+from pathlib import Path
+from time import monotonic
+from typing import Any
+from urllib.error import HTTPError
+
+STARTED = "default"
+UPDATING = "updating"
+CONNECT_SECONDS = 20.0
+COLD_ANSWERS = 3
+
+
+class ServerError(Exception):
+    """Reason why a server does not serve a version."""
+
+
+class VllmServer:
+    """A vLLM server. All methods raise ServerError if it does not answer as expected.
+
+    Args:
+        url: its address, such as ``http://localhost:8000``.
+        end: time (of ``time.monotonic``) after which it is no longer waited for.
+    """
+
+    def __init__(self, url: str, end: float) -> None:
+        self._url = url.rstrip("/")
+        self._end = end
+        # Servers of a cluster are not behind the proxy to the internet.
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    def load(self, version: Path, known: Sequence[Path], prompt: list[int]) -> None:
+        """Let the server load ``version``; test it first if it has only been started.
+
+        Args:
+            version: directory of a complete checkpoint.
+            known: versions that it may have been started with by their link.
+            prompt: token ids for the test.
+        """
+        try:
+            self._load(version, known, prompt)
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise ServerError(f"its answers are not those of vLLM 0.32 ({type(error).__name__}: {error})") from error
+
+    def _load(self, version: Path, known: Sequence[Path], prompt: list[int]) -> None:
+        base = self._call("/v1/models", seconds=CONNECT_SECONDS)["data"][0]
+        started_with = _same_model(Path(base["root"]), version)
+        served = self._call("/weight_info", seconds=CONNECT_SECONDS)["weight_version"]
+        if served == UPDATING:
+            raise ServerError("an earlier update of it failed, and it is paused: start it again")
+        if served != STARTED and Path(served).parent != version.parent:
+            raise ServerError(f"it serves {served}, expected a version in {version.parent}: start it again")
+        if served == STARTED:
+            self._test_reload([*known] if started_with.parent == version.parent else [started_with], base["id"], prompt)
+        self._pause()
+        self._reload(version)
+        self._call("/update_weight_version", {"new_version": str(version)})
+        self._call("/resume", {})
+
+    def _test_reload(self, candidates: Sequence[Path], name: str, prompt: list[int]) -> None:
+        """Check that the server's reload of the version that it was started with changes nothing."""
+        cold = [self._log_probs(name, prompt) for _ in range(COLD_ANSWERS)]
+        self._pause()
+        before = self._call("/weight_checker", {"action": "checksum"})["checksums"]
+        missed: list[list[str]] = []
+        for candidate in candidates:
+            self._call("/weight_checker", {"action": "reset"})
+            self._reload(candidate)
+            missed.append(self._call("/weight_checker", {"action": "compare", "baseline": before})["mismatches"])
+            if not missed[-1]:
+                break
+        else:
+            least = min(missed, key=len)
+            raise ServerError(
+                f"loading {', '.join(path.name for path in candidates)} again does not restore {len(least)} of its "
+                f"{len(before)} parameters ({least[0]}): vLLM cannot reload this format, or the server was started "
+                "with other files. It stays paused: start it again with each new version"
+            )
+        self._call("/resume", {})
+        again = self._log_probs(name, prompt)
+        # Clients that use the server meanwhile change batches, and so roundings.
+        noise = max(_distance(cold[0], other) for other in cold)
+        if not _distance(cold[0], again) <= 4 * noise:  # true for NaN
+            self._call("/pause?mode=abort", {})
+            raise ServerError(
+                f"after loading {candidate.name} again a log-probability differs by {_distance(cold[0], again):.2g}: "
+                "vLLM cannot reload this format. It stays paused: start it again with each new version"
+            )
+
+    def _pause(self) -> None:
+        """Wait until all requests are answered, with new ones waiting; clear the KV cache."""
+        try:
+            self._call("/pause?mode=wait&clear_cache=true", {})
+        except ServerError as error:
+            self._call("/resume", {}, seconds=CONNECT_SECONDS)
+            raise ServerError(f"{error}; it goes on with the version before") from None
+        self._call("/update_weight_version", {"new_version": UPDATING})
+
+    def _reload(self, directory: Path) -> None:
+        try:
+            self._call("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}})
+        except ServerError as error:
+            raise ServerError(f"it did not load {directory}: {error}. It stays paused: start it again") from None
+
+    def _log_probs(self, name: str, prompt: list[int]) -> list[float]:
+        """Return the log-probability of each token of a prompt but the first, and of the token that follows."""
+        request = {"model": name, "prompt": prompt, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 1}
+        answer = self._call("/v1/completions", {**request, "logprobs": 1})["choices"][0]
+        tokens = answer["prompt_logprobs"][1:]
+        known = [entry[str(token)]["logprob"] for entry, token in zip(tokens, prompt[1:], strict=True)]
+        return [*known, answer["logprobs"]["token_logprobs"][0]]
+
+    def _call(self, path: str, body: dict[str, Any] | None = None, *, seconds: float = float("inf")) -> Any:
+        """POST ``body`` as JSON, or GET without one; return the JSON of the answer."""
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get("VLLM_API_KEY"):
+            headers["Authorization"] = f"Bearer {key}"
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            request = urllib.request.Request(self._url + path, data, headers)
+            with self._opener.open(request, timeout=max(1.0, min(seconds, self._end - monotonic()))) as response:
+                return json.loads(response.read() or "null")
+        except HTTPError as error:
+            if error.code == 404:
+                raise ServerError(f"no {path}: start vLLM 0.32 or later with VLLM_SERVER_DEV_MODE=1") from None
+            said = " ".join(error.read(300).decode(errors="replace").split())
+            raise ServerError(f"{path}: HTTP {error.code} {said}") from None
+        except (OSError, HTTPException, ValueError) as error:
+            raise ServerError(f"{path}: {getattr(error, 'reason', None) or error}") from None
+
+
+def _same_model(root: Path, version: Path) -> Path:
+    """Return the directory that a server was started with. Raises ServerError if its config.json is another one."""
+    configs = []
+    for directory in (root, version):
+        try:
+            configs.append(json.loads((directory / "config.json").read_text(encoding="utf-8")))
+        except (OSError, ValueError) as error:
+            raise ServerError(
+                f"it was started with {root}: {error}; start it with {version.parent / 'current'}"
+            ) from None
+    if configs[0] != configs[1]:
+        other = sorted(key for key in configs[0].keys() | configs[1] if configs[0].get(key) != configs[1].get(key))
+        raise ServerError(
+            f"it was started with {root}, whose config.json differs in {', '.join(other)}: start it with "
+            f"{version.parent / 'current'}"
+        )
+    return Path(os.path.realpath(root))
+
+
+def _distance(one: Sequence[float], other: Sequence[float]) -> float:
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))

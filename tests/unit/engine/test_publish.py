@@ -1,0 +1,214 @@
+"""Versions in a directory, and all that a vLLM server may answer."""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from time import monotonic
+from typing import Any
+
+import pytest
+
+from engine.publish import _make_current, _prepare
+from engine.vllm_server import STARTED, UPDATING, ServerError, VllmServer
+from model.save.aside import WRITING
+from tests.lib.launcher import free_port
+from tests.lib.patience import PATIENCE
+
+PROMPT = [5, 6, 7]
+
+
+class FakeVllm:
+    """A server whose model is two parameters; ``broken`` names what it does wrong."""
+
+    def __init__(self, root: Path, broken: str) -> None:
+        self.root, self.broken = root, broken
+        self.weights, self.version, self.paused, self.loaded = self.read(root), STARTED, False, 0
+        self.calls: list[str] = []
+
+    def read(self, directory: Path) -> dict[str, str]:
+        return json.loads((directory / "weights.json").read_text())
+
+    def answer(self, path: str, body: dict[str, Any]) -> Any:
+        path, _, query = path.partition("?")
+        self.calls.append(path.removeprefix("/"))
+        match path:
+            case "/v1/models":
+                return {} if self.broken == "not vLLM" else {"data": [{"id": "export", "root": str(self.root)}]}
+            case "/v1/completions":
+                assert not self.paused, "a paused server does not answer"
+                value = float(self.weights["a"]) + (self.loaded if self.broken == "hidden" else 0)
+                if self.broken == "busy":
+                    value += len(self.calls) % 3 * 1e-3
+                value = float("nan") if self.broken == "NaN" and self.loaded else value
+                known = [None, *({str(token): {"logprob": value}} for token in PROMPT[1:])]
+                return {"choices": [{"prompt_logprobs": known, "logprobs": {"token_logprobs": [value]}}]}
+            case "/pause":
+                self.paused = True
+                return None if self.broken == "never idle" and "wait" in query else {"status": "paused"}
+            case "/resume":
+                assert self.version != UPDATING or self.loaded, "never with half a version"
+                self.paused = False
+                return {"status": "resumed"}
+            case _ if self.broken == "no dev mode":
+                return None
+            case "/weight_info":
+                return {"weight_version": self.version}
+            case "/update_weight_version":
+                self.version = body["new_version"]
+                return {}
+        assert self.paused, f"{path} while it answers"
+        if path == "/collective_rpc":
+            assert body["method"] == "reload_weights"
+            self.loaded += 1
+            new = self.read(Path(body["kwargs"]["weights_path"]))
+            self.weights |= {name: new[name] for name in ("a" if self.broken == "stale" else "ab")}
+            return None if self.broken == "fails" else {"results": [None]}
+        if body["action"] == "reset":
+            self.weights = dict.fromkeys(self.weights, "0")
+        before = body.get("baseline", {})
+        return {
+            "checksums": self.weights,
+            "mismatches": [key for key, value in self.weights.items() if before.get(key) != value],
+        }
+
+
+@contextmanager
+def listening(server: FakeVllm) -> Iterator[str]:
+    """Address of the server while it runs; an answer of None is an error."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}")
+            found = server.answer(self.path, body)
+            self.send_response(200 if found is not None else 404 if server.broken == "no dev mode" else 500)
+            self.end_headers()
+            self.wfile.write(json.dumps(found).encode() if found is not None else b"some\nreason")
+
+        do_POST = do_GET
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    port = free_port()
+    with ThreadingHTTPServer(("127.0.0.1", port), Handler) as http:
+        thread = Thread(target=http.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"http://127.0.0.1:{port}/"
+        http.shutdown()
+        thread.join()
+
+
+def versions(folder: Path, count: int, **config: Any) -> list[Path]:
+    made = []
+    for step in range(count):
+        made.append(folder / f"step_{step:08d}")
+        made[-1].mkdir(parents=True)
+        (made[-1] / "config.json").write_text(json.dumps({"model_type": "qwen3", **config}))
+        (made[-1] / "weights.json").write_text(json.dumps({"a": f"-{step}.5", "b": f"b{step}"}))
+    return made
+
+
+def load(url: str, version: Path, known: list[Path]) -> None:
+    VllmServer(url, monotonic() + PATIENCE).load(version, known, PROMPT)
+
+
+@pytest.mark.parametrize("broken", ["", "busy"])
+def test_a_server_is_tested_once_and_loads_each_version_while_it_is_paused(tmp_path, broken):
+    first, second, third = versions(tmp_path, 3)
+    (tmp_path / "current").symlink_to(first.name)
+    server = FakeVllm(tmp_path / "current", broken)
+    with listening(server) as url:
+        load(url, second, [second, first])
+        assert (server.weights, server.version, server.paused) == (server.read(second), str(second), False)
+        tested, loaded = server.calls.count("v1/completions"), server.loaded
+        assert tested == 4 and loaded == 3
+        load(url, third, [second, third])
+        assert (server.weights, server.version, server.paused) == (server.read(third), str(third), False)
+        assert (server.calls.count("v1/completions"), server.loaded) == (tested, loaded + 1)
+
+
+BROKEN = {
+    "not vLLM": (r"its answers are not those of vLLM 0\.32 \(KeyError: 'data'\)", False),
+    "no dev mode": (r"no /weight_info: start vLLM 0\.32 or later with VLLM_SERVER_DEV_MODE=1", False),
+    "never idle": (r"/pause\S*: HTTP 500 some reason; it goes on with the version before", False),
+    "fails": (r"did not load .*step_00000000: /collective_rpc: HTTP 500 some reason\. It stays paused", True),
+    "stale": (r"does not restore 1 of its 2 parameters \(b\): .* It stays paused: start it again", True),
+    "hidden": (r"after loading step_00000000 again a log-probability differs by 1: .* It stays paused", True),
+    "NaN": (r"after loading step_00000000 again a log-probability differs by nan: .* It stays paused", True),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_server_that_does_something_else_says_so_in_one_line_and_serves_nothing_wrong(tmp_path, broken):
+    first, second = versions(tmp_path, 2)
+    server, (said, paused) = FakeVllm(first, broken), BROKEN[broken]
+    with listening(server) as url:
+        with pytest.raises(ServerError, match=said) as error:
+            load(url, second, [first, second])
+        assert "\n" not in str(error.value)
+        assert server.paused == paused
+        assert paused or server.weights == server.read(first)
+        if paused:
+            with pytest.raises(ServerError, match="an earlier update of it failed, and it is paused: start it again"):
+                load(url, second, [first, second])
+
+
+def test_a_server_of_another_model_or_another_run_is_left_alone(tmp_path):
+    first, second = versions(tmp_path / "own", 2)
+    (other,) = versions(tmp_path / "other", 1, hidden_size=8)
+    server = FakeVllm(other, "")
+    with listening(server) as url:
+        with pytest.raises(
+            ServerError, match=rf"{other}, whose config.json differs in hidden_size: start it with .*nt$"
+        ):
+            load(url, second, [first, second])
+        server.root = Path("Qwen/Qwen3-4B")
+        with pytest.raises(ServerError, match=r"it was started with Qwen/Qwen3-4B: .*; start it with .*/own/current"):
+            load(url, second, [first, second])
+        server.root, server.version = first, str(other)
+        with pytest.raises(ServerError, match=f"it serves {other}, expected a version in {first.parent}"):
+            load(url, second, [first, second])
+    assert not {"pause", "collective_rpc", "update_weight_version"} & set(server.calls)
+    with pytest.raises(ServerError, match="Connection refused"):
+        load(url, second, [first, second])
+    with pytest.raises(ServerError, match="/v1/models: unknown url type: localhost"):
+        load("localhost:1", second, [first, second])
+
+
+def test_what_a_cut_publish_leaves_is_never_current_and_goes(tmp_path):
+    folder, output = tmp_path / "published", tmp_path / "run"
+    for step, name in enumerate(["step_00000000", "step_00000001", "step_00000002"]):
+        assert _prepare(folder, output, step) == name
+        (folder / name).mkdir()
+        os.utime(folder / name, (step, step))
+        _make_current(folder, name, 2)
+        assert os.readlink(folder / "current") == name
+    half, removed = folder / "step_00000003.tmp-01234567", folder / "step_00000001.old"
+    for left in (half, removed):
+        left.mkdir()
+        (left / "model.safetensors").write_text("half")
+    (half / WRITING).write_text(os.uname().nodename)
+    (folder / ".current").symlink_to("step_00000003")  # killed before it took the place of the other
+    assert os.readlink(folder / "current") == "step_00000002"
+    # A resumed run publishes step 1 again, and then step 2.
+    assert _prepare(folder, output, 1) == "step_00000001-2"
+    assert not half.exists() and not removed.exists()
+    (folder / "step_00000001-2").mkdir()
+    _make_current(folder, "step_00000001-2", 2)
+    assert sorted(os.listdir(folder)) == [".run", "current", "step_00000001-2", "step_00000002"]
+    assert os.readlink(folder / "current") == "step_00000001-2"
+    assert _prepare(folder, output, 2) == "step_00000002-2"
+
+
+def test_other_files_and_other_runs_are_not_touched(tmp_path):
+    checkpoint = tmp_path / "checkpoints" / "step_00000001"
+    checkpoint.mkdir(parents=True)
+    with pytest.raises(ValueError, match=f"{checkpoint.parent} is not empty: name a directory of its own"):
+        _prepare(checkpoint.parent, tmp_path / "run", 2)
+    _prepare(tmp_path / "published", tmp_path / "run", 2)
+    with pytest.raises(ValueError, match=f"published has versions of the run in {tmp_path / 'run'}: name another"):
+        _prepare(tmp_path / "published", tmp_path / "other", 2)
