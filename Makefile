@@ -8,7 +8,7 @@
 #   make test-wheel    a wheel, installed alone in a fresh environment
 #   make test-eval     those of the extra "eval", which is installed into .venv-eval
 #   make test-gguf     those of the extra "llama-cpp", which is installed into .venv-llama-cpp
-#   make test-vllm     exports in vLLM, which is installed into .venv-vllm (3 GB), or VLLM_PYTHON=... names; five minutes
+#   make test-vllm     exports in vLLM, which is installed into .venv-vllm (3 GB), or VLLM_PYTHON=... names; ten minutes
 #   make test-mlx      those of the extra "mlx", which is installed into .venv-mlx
 #   make test-executorch  those of the extra "executorch", which is installed into .venv-executorch
 #   make test-peft     those of the extra "peft", which is installed into .venv-peft

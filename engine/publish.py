@@ -13,13 +13,18 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from time import monotonic
 
+from torch import nn
+
 from data.loader import MicroBatch
 from engine.fake_quant import FakeQuant
 from engine.session.session import Session
 from engine.session_export import export_trained
 from engine.vllm_server import ServerError, VllmServer
 from model.ranks import RankError, errors_on_all_ranks, gather_objects, is_main, naming, say
+from model.save import is_expert
 from model.save.aside import remove_left, sync
+from quant import QuantLayer
+from quant.linear import StackedLinear
 
 CURRENT = "current"
 RUN = ".run"
@@ -46,17 +51,11 @@ def publish(
     Returns:
         The version's directory, or None if it could not be written, and the servers that serve it.
     """
-    export, folder = session.recipe.export, Path(os.path.realpath(directory))
-    if keep < 2:
-        raise RankError(f"publish: keep is {keep}, expected 2 or more: a server may be reading the version before")
-    if servers and (export.format not in SERVED or session.recipe.adapter.beside):
-        found = "an adapter beside the weights" if session.recipe.adapter.beside else f"export.format {export.format}"
-        raise RankError(
-            f"publish: {found}, which a running server cannot load: expected one of {', '.join(SERVED)}, with adapters "
-            "merged. Or publish without a server"
-        )
+    folder = Path(os.path.realpath(directory))
     try:
         with errors_on_all_ranks(OSError, ValueError):
+            if keep < 2:
+                raise ValueError(f"keep is {keep}, expected 2 or more: a server may be reading the version before")
             name = _prepare(folder, Path(session.recipe.output_dir), step) if is_main() else ""
         name = gather_objects(name)[0]
         export_trained(session, quant, first(max(1, session.recipe.quant.calibration_batches)), folder / name)
@@ -68,10 +67,25 @@ def publish(
         return None, ()
     served: tuple[str, ...] = ()
     if servers and is_main():
-        (batch,), end = first(1), monotonic() + seconds
+        (batch,), end, reason = first(1), monotonic() + seconds, not_reloaded(session, quant)
         prompt = batch["input_ids"][0, :PROBE].tolist()
-        served = tuple(url for url in servers if _serve(url, folder / name, prompt, end))
+        served = tuple(url for url in servers if _serve(url, folder / name, prompt, end, reason))
     return folder / name, gather_objects(served)[0]
+
+
+def not_reloaded(session: Session, quant: FakeQuant) -> str | None:
+    """Return the reason why a running vLLM server cannot load the exports of a run; None if it can."""
+    recipe = session.recipe
+    if recipe.adapter.beside:
+        return "adapter.merge: false, and servers load no adapter beside the weights"
+    if recipe.export.format not in SERVED:
+        return f"export.format: {recipe.export.format}, expected one of {', '.join(SERVED)}"
+    plain = recipe.export.format == "dequantized" or (recipe.never_quantizes() and not quant.enabled)
+    kinds = (nn.Linear, StackedLinear, *((QuantLayer,) if plain else ()))
+    experts = [name for name, layer in session.model.named_modules() if isinstance(layer, kinds) and is_expert(name)]
+    if experts:
+        return f"{experts[0]} is not quantized: vLLM 0.32 keeps another copy of such experts, which it does not renew"
+    return None
 
 
 def _prepare(folder: Path, output: Path, step: int) -> str:
@@ -113,10 +127,16 @@ def _versions(folder: Path) -> list[Path]:
     return sorted(versions, key=lambda path: path.stat().st_mtime_ns)
 
 
-def _serve(url: str, version: Path, prompt: list[int], end: float) -> bool:
-    """Let a server load a version; print how that went, and return whether the server serves it."""
+def _serve(url: str, version: Path, prompt: list[int], end: float, reason: str | None) -> bool:
+    """Let a server load a version, unless there is a reason against it; print how that went.
+
+    Returns:
+        True if the server serves the version.
+    """
     begin = monotonic()
     try:
+        if reason is not None:
+            raise ServerError(f"{reason}; start it with each version")
         VllmServer(url, end).load(version, _versions(version.parent), prompt)
     except (ServerError, OSError) as error:
         say(f"warning: {url} does not serve {version.name}: {error}; training goes on")

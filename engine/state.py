@@ -187,16 +187,13 @@ class LoopState:
     def publish(self, directory: str | Path, *servers: str, keep: int = 2, seconds: float = 300.0) -> Published:
         """Write the model into ``directory`` as the export would be now, and let vLLM servers load it; a collective.
 
-        An error of the disk or of a server is printed, and training goes on; see :mod:`engine.publish`.
+        An error of an argument, the disk or a server is printed, and training goes on; see :mod:`engine.publish`.
 
         Args:
             directory: an empty or new one, for versions of this run only. The servers must see it under this name.
             servers: their addresses (``http://localhost:8000``), each started with ``directory``/current.
             keep: number of versions to keep: more if servers take longer to start than from one publish to the next.
             seconds: time after which servers are no longer waited for; all ranks wait.
-
-        Raises:
-            RankError: on every rank: no server could load the recipe's ``export.format``, or ``keep`` is below 2.
         """
         from engine.publish import publish
 

