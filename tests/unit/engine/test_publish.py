@@ -19,7 +19,7 @@ from engine.publish import _make_current, _prepare, not_reloaded
 from engine.vllm_server import STARTED, UPDATING, ServerError, VllmServer
 from model.save.aside import WRITING
 from quant import SCHEMES
-from tests.lib.checkpoints import quantized
+from tests.lib.checkpoints import load_model, quantized
 from tests.lib.launcher import free_port
 from tests.lib.patience import PATIENCE
 from tests.lib.recipes import minimal
@@ -203,7 +203,8 @@ PLAIN = r"^model\.layers\.0\.mlp\.experts\.gate_up_proj is not quantized: vLLM 0
     ],
 )
 def test_exports_that_no_server_reloads_are_named(tmp_path, kind, linear, sections, expected):
-    model, _ = quantized(tiny_checkpoint(tmp_path, kind), None if linear is None else SCHEMES[linear])
+    source = tiny_checkpoint(tmp_path, kind)
+    model = load_model(source, experts="stacked") if linear is None else quantized(source, SCHEMES[linear])[0]
     session: Any = SimpleNamespace(recipe=minimal(**sections), model=model)
     reason = not_reloaded(session, cast("FakeQuant", SimpleNamespace(enabled=False)))
     assert reason is None if expected is None else re.search(expected, reason or ""), reason
