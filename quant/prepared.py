@@ -50,7 +50,7 @@ def prepare(
     if an error is raised.
 
     Args:
-        model: any module with its weights, whole on this rank; before DistributedDataParallel or FSDP wraps it.
+        model: any module with its weights, whole on this rank; before DistributedDataParallel wraps it.
         scheme: scheme of the Linears, or the name of a preset.
         rules, exempt: as in :func:`quant.rules.assign`; the output head and routers are always exempt.
         exempt_more: regexes on full names of further modules to leave unquantized.

@@ -210,7 +210,7 @@ def _packed(item: Item, held: BufferedBytes) -> Iterator[tuple[str, dict[str, Te
     for name, part in item.linears.items():
         weight, of_part = part.weight(whole), part.of_scale(scale, spec)
         if codes:  # values in fp32 have the same codes, values in the model's dtype may round to others
-            weight = dequantized_weight(weight, of_part.s0, spec, zero=of_part.zero)
+            weight = dequantized_weight(weight, of_part.s0, spec, zero=of_part.zero).to(weight.device)
         linear = TrainedLinear(
             name,
             weight,
