@@ -74,7 +74,8 @@ def prepare(
             "batches, such as lambda model: model(ids); or choose a scheme with dynamic scales, such as fp8_dynamic"
         )
     before = dict(model.named_modules())
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head_of: Any = getattr(model, "get_output_embeddings", lambda: None)
+    head = head_of()
     routers = [name for module in before.values() for name in getattr(module, "routers", ()) if name in before]
     own = [rf"{re.escape(name)}(\..+)?" for name in routers]
     own += [re.escape(name) for name, module in before.items() if module is head]
@@ -109,7 +110,7 @@ def _check(model: nn.Module) -> None:
         raise ValueError("the model has quantized layers: call quant.prepare once, on a model of plain layers")
     if isinstance(model, nn.Linear):
         raise ValueError("the model is a single nn.Linear, which cannot be replaced in place: pass its parent")
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if hasattr(config, "get_text_config") and config.get_text_config() is not config:
         raise ValueError(
             f"{type(model).__name__} has towers beside its text model: train it with launch/train.py, which quantizes "
