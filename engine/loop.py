@@ -102,7 +102,7 @@ class Loop:
             raise RecipeError(str(error)) from error
         with RunLock() as run_lock:
             state = start_run(self.recipe, self.schedule, self.token_losses, run_lock)
-            with state.stop_requests:
+            with state.stop_requests, state.metrics:
                 report = RunReport(state)
                 self._train(state, report)
                 failure = _finish(state)

@@ -1,6 +1,7 @@
-"""TensorBoard files and the final summary of a run, written by rank 0 alone."""
+"""Curves of a run in metrics.jsonl, TensorBoard and trackers, and its final summary, written by rank 0 alone."""
 
 import io
+import json
 import math
 import os
 import socket
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from google.protobuf.json_format import MessageToDict
 from matplotlib.figure import Figure
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary as EventSummary
@@ -21,19 +23,155 @@ from torch.utils.tensorboard.summary import histogram, hparams, text
 
 from engine.config.config import Recipe
 from model.console import figure
-from model.ranks import is_main, say
+from model.ranks import say
 
 RETRY_SECONDS = 60.0
 _LIMITS = 1e-12 * 1.1 ** np.arange(774)
 EDGES = np.concatenate([-_LIMITS[::-1], [0.0], _LIMITS])  # of all histograms, so that TensorBoard can compare steps
 
 
+class Writer:
+    """Destination of a run's curves. None of its methods raises an error of a disk or a network."""
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Add one point per value at ``step`` (optimizer steps done)."""
+        raise NotImplementedError
+
+    def histogram(self, tag: str, values: Sequence[float], step: int) -> None:
+        """Add a histogram of finite values, at least one."""
+
+    def picture(self, tag: str, draw: Callable[[], Figure], step: int) -> None:
+        """Add the picture that ``draw`` returns."""
+
+    def results(self, recipe: Recipe, results: Mapping[str, float], step: int) -> None:
+        """Add options and results of the run for a table of runs."""
+
+    def close(self, *, failed: bool) -> None:
+        """Finish after the last point; ``failed`` if an error ends the run."""
+
+
 class Metrics:
-    """TensorBoard files in ``<output_dir>/tensorboard``; on ranks other than 0 every method does nothing.
+    """All destinations of a run's curves: none on ranks other than 0, where every method does nothing.
 
     Tags: ``loss/...``, ``kd/...``, ``eval/...``; ``lr/<group>``; ``train/...`` (grad norms of all, of weights and of
     scales, tokens per second and device, peak memory, skipped steps, loss scale of fp16, epoch); ``quant/...`` (see
-    engine.fake_quant).
+    engine.fake_quant). A context, which closes the destinations at its end.
+    """
+
+    def __init__(self, writers: Sequence[Writer]) -> None:
+        self._writers = writers
+
+    def __enter__(self) -> "Metrics":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for writer in self._writers:
+            writer.close(failed=kind is not None)
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Add one point per value at ``step`` (optimizer steps done). Raises ValueError: a name is taken."""
+        if taken := OWN_KEYS & values.keys():
+            raise ValueError(f"state.log: {min(taken)!r}, expected another name: lines of {FILE} have it already")
+        plain = {name: float(value) for name, value in values.items()}
+        for writer in self._writers:
+            writer.log(plain, step)
+
+    def histogram(self, tag: str, values: Sequence[float], step: int) -> None:
+        """Add a histogram of the finite values, if any."""
+        if finite := [value for value in values if math.isfinite(value)]:
+            for writer in self._writers:
+                writer.histogram(tag, finite, step)
+
+    def picture(self, tag: str, draw: Callable[[], Figure], step: int) -> None:
+        """Add the picture that ``draw`` returns."""
+        for writer in self._writers:
+            writer.picture(tag, draw, step)
+
+    def results(self, recipe: Recipe, results: Mapping[str, float], step: int) -> None:
+        """Add the run's results as scalars under ``final/``, and its options beside them."""
+        # Each result is also a scalar, which must not add a point to a curve.
+        final = {f"final/{name}": value for name, value in results.items()}
+        for writer in self._writers:
+            writer.results(recipe, final, step)
+        self.log(final, step)
+
+
+FILE = "metrics.jsonl"
+OWN_KEYS = {"step", "time"}
+
+
+class MetricsFile(Writer):
+    """The file ``metrics.jsonl``: a line per logged step with its number, the time, all scalars and all histograms.
+
+    A line is complete after each call, and written again with more values if the step logs again: a killed run has
+    lost none. NaN and infinity, which JSON lacks, are the texts NaN, Infinity and -Infinity.
+    """
+
+    def __init__(self, path: Path, *, done: int) -> None:
+        """Drop lines of an earlier run at ``path``; if ``done`` steps are resumed, only those after them, and damaged
+        ones."""
+        self._path, self._lost = path, False
+        self._begin = self._end = 0  # of the last line
+        self._line: dict[str, Any] = {}
+        try:
+            if done and path.exists():
+                self._keep(done)
+            else:
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            self._report(error)
+
+    def _keep(self, done: int) -> None:
+        """Keep the complete lines of the steps up to ``done``."""
+        aside = self._path.with_name(f"{FILE}.partial")
+        aside.unlink(missing_ok=True)  # may be a link
+        with self._path.open("rb") as old, aside.open("xb") as new:
+            for line in old:
+                with suppress(ValueError, TypeError, KeyError, RecursionError):
+                    values = json.loads(line)
+                    if values["step"] <= done:
+                        self._begin, self._line = self._end, values
+                        self._end += new.write(line.rstrip(b"\n") + b"\n")
+        os.replace(aside, self._path)
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Add scalars to the line of ``step``."""
+        self._add({name: value if math.isfinite(value) else json.dumps(value) for name, value in values.items()}, step)
+
+    def histogram(self, tag: str, values: Sequence[float], step: int) -> None:
+        """Add a histogram to the line of ``step``, with the fields that TensorBoard gets."""
+        made = histogram(tag, np.array(values), EDGES).value[0].histo
+        self._add({tag: MessageToDict(made, preserving_proto_field_name=True)}, step)
+
+    def _add(self, values: Mapping[str, Any], step: int) -> None:
+        if step != self._line.get("step"):
+            self._begin, self._line = self._end, {"step": step, "time": 0.0}
+        self._line |= {"time": round(time.time(), 3), **values}
+        text = json.dumps(self._line).encode() + b"\n"
+        try:
+            # Opened by its name each time, since it may have been removed; never through a link.
+            with open(self._path, "r+b", opener=_create_file) as file:
+                self._begin = min(self._begin, file.seek(0, os.SEEK_END))
+                file.seek(self._begin)
+                file.write(text)
+                file.truncate()
+        except OSError as error:
+            self._report(error)  # the next line is written over what there is of this one
+        else:
+            self._end = self._begin + len(text)
+
+    def _report(self, error: OSError) -> None:
+        if not self._lost:
+            say(f"warning: {self._path} cannot be written ({error.strerror or error}): lines are missing there")
+        self._lost = True
+
+
+def _create_file(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+
+
+class TensorBoard(Writer):
+    """TensorBoard files in a directory.
 
     A failure to write curves (a full disk, a missing directory) does not end the run: it is reported once, values are
     lost, and from time to time a new file is tried.
@@ -49,10 +187,9 @@ class Metrics:
                 hidden.
         """
         self._directory = directory
-        self._file: Path | None = None  # an event file, on rank 0
+        self._file: Path | None = None
         self._lost: float | None = None  # time of the last failure to write; None: no failure yet
-        if is_main():
-            self._open(done + 1 if done else None)
+        self._open(done + 1 if done else None)
         self._write(text("recipe", f"```yaml\n{recipe.read_text(encoding='utf-8')}\n```"), done)
 
     def _open(self, first_step: int | None = None) -> None:
@@ -85,7 +222,7 @@ class Metrics:
             self._file = None
 
     def _writes(self) -> bool:
-        """Return True on rank 0 if an event file is open; after a failure, try to open a new one."""
+        """Return True if an event file is open; after a failure, try to open a new one."""
         if self._lost is not None and self._file is None and time.monotonic() - self._lost >= RETRY_SECONDS:
             self._open()
         return self._file is not None
@@ -96,18 +233,16 @@ class Metrics:
             self._append(Event(step=step, summary=summary))
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Add one point per value at ``step`` (optimizer steps done)."""
-        points = [EventSummary.Value(tag=name, simple_value=float(value)) for name, value in values.items()]
+        """Add one point per value."""
+        points = [EventSummary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._write(EventSummary(value=points), step)
 
     def histogram(self, tag: str, values: Sequence[float], step: int) -> None:
-        """Add a histogram of the finite values, if any."""
-        finite = np.array([value for value in values if math.isfinite(value)])
-        if len(finite):
-            self._write(histogram(tag, finite, EDGES), step)
+        """Add a histogram with buckets between ``EDGES``."""
+        self._write(histogram(tag, np.array(values), EDGES), step)
 
     def picture(self, tag: str, draw: Callable[[], Figure], step: int) -> None:
-        """Add the picture that ``draw`` returns; ``draw`` is called on rank 0 only."""
+        """Add the picture that ``draw`` returns."""
         if self._writes():
             figure, png = draw(), io.BytesIO()
             figure.savefig(png, format="png")
@@ -118,16 +253,13 @@ class Metrics:
             self._write(EventSummary(value=[EventSummary.Value(tag=tag, image=image)]), step)
 
     def results(self, recipe: Recipe, results: Mapping[str, float], step: int) -> None:
-        """Add options and results of the run to TensorBoard's HPARAMS tab."""
-        # Each result is also a scalar, which must not add a point to a curve.
-        final = {f"final/{name}": value for name, value in results.items()}
-        for summary in hparams(flat_options(recipe), final):
+        """Add options and results of the run to the HPARAMS tab."""
+        for summary in hparams(flat_options(recipe), results):
             self._write(summary, step)
-        self.log(final, step)
 
 
 def flat_options(recipe: Recipe) -> dict[str, Any]:
-    """Map options by dotted path to values of TensorBoard's types: numbers, booleans, and text for the rest."""
+    """Map options by dotted path to plain values: numbers, booleans, and text for the rest."""
     options: dict[str, Any] = {}
     for section, values in asdict(recipe).items():
         for name, value in values.items() if isinstance(values, dict) else [("", values)]:

@@ -1,4 +1,4 @@
-"""Reports of a run: progress bar, TensorBoard, the measured memory and the last lines."""
+"""Reports of a run: progress bar, curves, the measured memory and the last lines."""
 
 import json
 import math
@@ -43,7 +43,7 @@ class RunReport:
         self._shown: dict[str, str] = {}
 
     def step(self, state: LoopState, seconds: float) -> None:
-        """Report a step that took ``seconds`` to the progress bar and TensorBoard."""
+        """Report a step that took ``seconds`` to the progress bar and the curves."""
         last = state.last
         assert last is not None
         if self._memory is None:  # created after the first step, which is not typical, so it measures the second
@@ -68,7 +68,7 @@ class RunReport:
             self._memory.write(Path(state.recipe.output_dir) / MEASURED, state.session.device, peak)
 
     def end(self, state: LoopState, checkpoints: Path) -> None:
-        """Print the final lines, and log the run's results to TensorBoard."""
+        """Print the final lines, and log the run's results."""
         if is_main() and self._summary.steps:
             state.metrics.results(state.recipe, {**self._summary.last, **state.evaluation}, state.step)
             evaluations = (state.evaluations.first, state.evaluation)
@@ -79,7 +79,7 @@ class RunReport:
 
 
 def _figures(state: LoopState, last: StepResult, speed: float) -> dict[str, float]:
-    """Collect the scalars of a step for TensorBoard, by tag."""
+    """Collect the scalars of a step, by tag."""
     engine = state.session.engine
     rates = {f"lr/{group['name']}": group["lr"] for group in engine.optimizer.param_groups}
     return {
@@ -247,7 +247,7 @@ def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
 def peak_memory(device: torch.device) -> int:
     """Return the peak memory of this process so far, in bytes: of torch's allocator on CUDA, resident on a CPU.
 
-    This is the only measure of a run's peak: in TensorBoard, in ``memory.json`` and in the last lines.
+    This is the only measure of a run's peak: in the curves, in ``memory.json`` and in the last lines.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)

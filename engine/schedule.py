@@ -135,7 +135,7 @@ def add_recipe_events(schedule: Schedule, recipe: Recipe) -> None:
 
 
 def evaluate_held_out(state: LoopState) -> None:
-    """Measure the held-out losses with serving numerics; store them in the state and TensorBoard; a collective.
+    """Measure the held-out losses with serving numerics; store them in the state and the curves; a collective.
 
     No effect if the recipe has no evaluation, or if this step is evaluated already.
     """

@@ -1,7 +1,8 @@
 """Set up a run: everything between its recipe and its first step."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 
 from engine.checkpoint.find import (
     LATEST,
@@ -20,7 +21,7 @@ from engine.config.errors import RecipeError
 from engine.config.reading import save_recipe
 from engine.fake_quant import FakeQuant, check_inputs
 from engine.losses.objective import DIAGNOSTICS, NamedTokenLoss
-from engine.metrics import Metrics
+from engine.metrics import FILE, Metrics, MetricsFile, TensorBoard, Writer
 from engine.schedule import Schedule, check_events
 from engine.session.context import build_loader, start_ranks
 from engine.session.optimizer import parameter_groups
@@ -29,6 +30,7 @@ from engine.session.session import CheckedModels, build_session, check_models
 from engine.session_export import check_export, check_exportable
 from engine.state import HeldOutResults, LoopState, SkippedSteps
 from model.console import working
+from engine.trackers import Tracker, import_trackers
 from model.ranks import errors_on_all_ranks, is_main, say
 from model.save.aside import remove_left
 
@@ -56,6 +58,7 @@ def start_run(
     _take_output(recipe, run_lock)
     if checkpoint is not None:
         verify_checkpoint(checkpoint)
+    trackers = import_trackers(recipe)
     # In the order of how long they take: headers of the models' files, lines of data, weights.
     models = check_models(recipe, context)
     if recipe.schedule:
@@ -95,7 +98,7 @@ def start_run(
         quant,
         loader,
         held_out,
-        Metrics(output / "tensorboard", output / "recipe.yaml", done=step),
+        _open_metrics(recipe, trackers, step),
         evaluations,
         skipped,
         stateful,
@@ -109,6 +112,17 @@ def _set_steps(recipe: Recipe, steps: int, schedule: Schedule) -> None:
     """Set train.steps to ``steps``, computed from train.epochs, and check the recipe and the schedule again. Raises
     RankError on every rank."""
     with errors_on_all_ranks(ValueError):
+def _open_metrics(recipe: Recipe, trackers: Mapping[str, ModuleType], done: int) -> Metrics:
+    """Open the destinations of the curves on rank 0, after ``done`` steps."""
+    if not is_main():
+        return Metrics([])
+    output = Path(recipe.output_dir)
+    writers: list[Writer] = [MetricsFile(output / FILE, done=done)]
+    if "tensorboard" in recipe.train.report_to:
+        writers.append(TensorBoard(output / "tensorboard", output / "recipe.yaml", done=done))
+    return Metrics([*writers, *(Tracker(*tracker, recipe, done=done) for tracker in trackers.items())])
+
+
         if recipe.train.steps not in (0, steps):
             raise ValueError(
                 f"train.steps: {recipe.train.steps}, expected 0 or {steps}, the steps of train.epochs "

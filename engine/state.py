@@ -172,7 +172,7 @@ class LoopState:
         return self.recipe.loss.objective(lm=overrides.lm_weight, kd=overrides.kd_weight, token_losses=own)
 
     def log(self, values: Mapping[str, float]) -> None:
-        """Write values to TensorBoard at the current step."""
+        """Add a point per value to the curves, at the current step. Raises ValueError: a name is taken."""
         self.metrics.log(values, self.step)
 
     def set_peak_rates(self, **rates: float) -> None:

@@ -75,7 +75,7 @@ class Recipe:
     train: TrainRecipe
     """The loop."""
     output_dir: str = field(metadata=not_empty("a directory"))
-    """Directory for everything that the run writes: recipe, TensorBoard files, checkpoints, export."""
+    """Directory for everything that the run writes: recipe, curves, checkpoints, export."""
     quant: QuantRecipe = field(default_factory=QuantRecipe)
     """Quantization."""
     learnable: LearnableRecipe = field(default_factory=LearnableRecipe)

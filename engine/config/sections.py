@@ -54,6 +54,11 @@ _RANKS = values(
 _SHARE = values("a number of at least 0 and below 1", lambda share: 0 <= share < 1)
 _WHEN = values("like loss/lm < 2.5", lambda text: parse_condition(text) is not None)
 
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
+_TRACKERS = values(
+    f"a list of {', '.join(TRACKERS)}, each once",
+    lambda names: set(names) <= {*TRACKERS} and len(set(names)) == len(names),
+)
 CONDITION = re.compile(r"(?P<metric>\S+)\s*(?P<relation><=|>=|<|>)\s*(?P<value>\S+)")
 # Parameter groups of engine.session.optimizer, which imports this module.
 EVENT_RATES = ("weights", "embeddings", "norms", "biases", "weight_scales", "act_scales", "adapters")
@@ -373,10 +378,13 @@ class TrainRecipe:
     compile: bool = False
     """torch.compile each decoder layer: the first steps take minutes longer. Not under ZeRO stage 3."""
     log_every: int = field(default=1, metadata=at_least(1))
-    """Steps between two points in TensorBoard."""
+    """Steps between two points of the curves."""
     quant_stats_every: int = field(default=50, metadata=at_least(0))
-    """Steps between two measurements of the quantization for TensorBoard: scales, clipped fractions, errors by layer,
+    """Steps between two measurements of the quantization for the curves: scales, clipped fractions, errors by layer,
     and the gradient norm of the scales. 0: never."""
+    report_to: list[str] = field(default_factory=lambda: ["tensorboard"], metadata=_TRACKERS)
+    """Where curves go, beside metrics.jsonl in output_dir: tensorboard (files in output_dir), wandb, mlflow, trackio,
+    each of the last three with its own package. []: only metrics.jsonl."""
     checkpoint_every: int = field(default=0, metadata=at_least(0))
     """Steps between two training checkpoints (weights, optimizer state, data cursor); 0: none."""
     resume: bool | str = field(default=False, metadata=_RESUME)

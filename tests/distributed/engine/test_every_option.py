@@ -129,6 +129,7 @@ ELSEWHERE = {
     "train.resume": "a run before this one: tests/distributed/engine/test_checkpoint.py",
     "train.keep_checkpoints": "checkpoints, of which a signal and a failed export leave some, too",
     "train.max_skipped_steps": "steps that are not finite: tests/distributed/engine/test_skipped_steps.py",
+    "train.report_to": "destinations of curves: tests/unit/engine/test_trackers.py",
     "train.seed": "what is drawn: adapters, dropout",
     "quant.schemes": "names of its own: tests/distributed/engine/test_train.py",
     "quant.rules": "some layers: tests/distributed/engine/test_train.py",

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from engine import metrics
-from engine.metrics import Metrics, Summary
+from engine.metrics import Metrics, Summary, TensorBoard
 from engine.report import decibels, error_picture
 from tests.lib.recipes import minimal
 
@@ -28,7 +28,7 @@ def test_a_directory_that_goes_or_never_was_costs_one_warning_and_a_few_points(t
     recipe.write_text("a: 1")
     if full:
         directory.touch()
-    found = Metrics(directory, recipe)
+    found = Metrics([TensorBoard(directory, recipe)])
     write_all(found, 1)
     if not full:
         shutil.rmtree(directory)
@@ -52,7 +52,7 @@ def test_a_full_disk_costs_one_line_and_no_traceback(tmp_path, monkeypatch, capf
     """The kernel refuses to let a file grow; then there is room again, and a new file."""
     recipe, directory = tmp_path / "recipe.yaml", tmp_path / "tensorboard"
     recipe.write_text("a: 1")
-    found = Metrics(directory, recipe)
+    found = Metrics([TensorBoard(directory, recipe)])
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (300, hard))
@@ -78,10 +78,10 @@ def test_a_full_disk_costs_one_line_and_no_traceback(tmp_path, monkeypatch, capf
 def test_points_of_an_earlier_continuation_are_hidden(tmp_path):
     recipe, directory = tmp_path / "recipe.yaml", tmp_path / "tensorboard"
     recipe.write_text("a: 1")
-    first = Metrics(directory, recipe)
+    first = Metrics([TensorBoard(directory, recipe)])
     for step in range(1, 5):
         first.log({"loss/total": 1.0}, step)
-    Metrics(directory, recipe, done=2).log({"loss/total": 2.0}, 3)
+    Metrics([TensorBoard(directory, recipe, done=2)]).log({"loss/total": 2.0}, 3)
     curves = EventAccumulator(str(directory))
     curves.Reload()
     assert [(point.step, point.value) for point in curves.Scalars("loss/total")] == [(1, 1.0), (2, 1.0), (3, 2.0)]
