@@ -22,6 +22,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard.summary import histogram, hparams, text
 
 from engine.config.config import Recipe
+from engine.config.hub import named
 from model.console import figure
 from model.ranks import say
 
@@ -261,7 +262,7 @@ class TensorBoard(Writer):
 def flat_options(recipe: Recipe) -> dict[str, Any]:
     """Map options by dotted path to plain values: numbers, booleans, and text for the rest."""
     options: dict[str, Any] = {}
-    for section, values in asdict(recipe).items():
+    for section, values in named(asdict(recipe)).items():
         for name, value in values.items() if isinstance(values, dict) else [("", values)]:
             plain = value if isinstance(value, bool | int | float | str) else str(value)
             options[f"{section}.{name}".rstrip(".")] = plain

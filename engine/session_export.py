@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from data.loader import MicroBatch
 from engine.config.config import Recipe
 from engine.config.errors import RecipeError, parse_size
+from engine.config.hub import named
 from engine.config.quant import SOURCE
 from engine.fake_quant import FakeQuant
 from engine.session.session import Session
@@ -141,7 +142,7 @@ def export(session: Session, directory: Path, *, compressed: bool = True) -> Non
             alpha=recipe.adapter.alpha,
             rslora=recipe.adapter.rslora,
             dropout=recipe.adapter.dropout,
-            base_path=str(Path(recipe.model.path if layout is None else directory).resolve()),
+            base_path=_base_path(recipe) if layout is None else str(directory.resolve()),
             base=digest_of_checkpoint(recipe.model.path),
         )
     if layout is None:
@@ -167,6 +168,12 @@ def export(session: Session, directory: Path, *, compressed: bool = True) -> Non
     if report.copied:
         say(f"export: {listed(report.copied)} copied unchanged from {recipe.model.path}")
     say(f"export: {report.path}, {report.tensors} tensors, {size:,.1f} MB in {files}, {report.seconds:.1f} s")
+
+
+def _base_path(recipe: Recipe) -> str:
+    """Return the base model that an adapter alone names: a directory, or a name on the Hugging Face Hub."""
+    name = named(recipe.model.path)
+    return str(Path(name).resolve()) if name == recipe.model.path else name.partition("@")[0]
 
 
 def export_trained(

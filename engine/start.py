@@ -10,6 +10,7 @@ from engine.checkpoint.find import (
     TrainingCheckpoint,
     check_resumable,
     check_samples,
+    other_commits,
     verify_checkpoint,
 )
 from engine.checkpoint.resume import load_checkpoint
@@ -29,8 +30,8 @@ from engine.session.probes import with_checked_rows
 from engine.session.session import CheckedModels, build_session, check_models
 from engine.session_export import check_export, check_exportable
 from engine.state import HeldOutResults, LoopState, SkippedSteps
-from model.console import working
 from engine.trackers import Tracker, import_trackers
+from model.console import working
 from model.ranks import errors_on_all_ranks, is_main, say
 from model.save.aside import remove_left
 
@@ -47,6 +48,7 @@ def start_run(
         RecipeError: a problem was found before the process group started.
         RankError: any rank found a problem after that.
     """
+    recipe.fetch()
     output = Path(recipe.output_dir)
     checkpoint = _check_destinations(recipe, output / "checkpoints")
     given = {
@@ -56,9 +58,11 @@ def start_run(
     }
     context = start_ranks(recipe, given)
     _take_output(recipe, run_lock)
-    if checkpoint is not None:
-        verify_checkpoint(checkpoint)
     trackers = import_trackers(recipe)
+    if checkpoint is not None:
+        for line in other_commits(checkpoint, recipe):
+            say(line)
+        verify_checkpoint(checkpoint)
     # In the order of how long they take: headers of the models' files, lines of data, weights.
     models = check_models(recipe, context)
     if recipe.schedule:
@@ -108,10 +112,6 @@ def start_run(
     )
 
 
-def _set_steps(recipe: Recipe, steps: int, schedule: Schedule) -> None:
-    """Set train.steps to ``steps``, computed from train.epochs, and check the recipe and the schedule again. Raises
-    RankError on every rank."""
-    with errors_on_all_ranks(ValueError):
 def _open_metrics(recipe: Recipe, trackers: Mapping[str, ModuleType], done: int) -> Metrics:
     """Open the destinations of the curves on rank 0, after ``done`` steps."""
     if not is_main():
@@ -123,6 +123,10 @@ def _open_metrics(recipe: Recipe, trackers: Mapping[str, ModuleType], done: int)
     return Metrics([*writers, *(Tracker(*tracker, recipe, done=done) for tracker in trackers.items())])
 
 
+def _set_steps(recipe: Recipe, steps: int, schedule: Schedule) -> None:
+    """Set train.steps to ``steps``, computed from train.epochs, and check the recipe and the schedule again. Raises
+    RankError on every rank."""
+    with errors_on_all_ranks(ValueError):
         if recipe.train.steps not in (0, steps):
             raise ValueError(
                 f"train.steps: {recipe.train.steps}, expected 0 or {steps}, the steps of train.epochs "

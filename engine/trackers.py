@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from engine.config.config import Recipe
+from engine.config.hub import named
 from engine.metrics import FILE, Writer, flat_options
 from model.ranks import errors_on_all_ranks, is_main, say
 
@@ -78,7 +79,7 @@ STARTS = {"wandb": _start_wandb, "mlflow": _start_mlflow, "trackio": _start_trac
 
 def _plain(recipe: Recipe) -> dict[str, Any]:
     """Convert a recipe to dictionaries, lists and plain values."""
-    return json.loads(json.dumps(asdict(recipe)))
+    return json.loads(json.dumps(named(asdict(recipe))))
 
 
 def import_trackers(recipe: Recipe) -> dict[str, ModuleType]:

@@ -18,10 +18,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not a model.py or data/ of the current directory
 
 from collections.abc import Sequence
+from contextlib import suppress
 
+from engine.config.hub import named, resolve
 from launch.evaluate import add_questions, check_questions, check_results, read_questions, start_alike, write_results
 from launch.exits import clean_exit
-from launch.scripts import NamedDirectories, option_parser
+from launch.scripts import Checkpoint, NamedDirectories, fetch_checkpoints, option_parser
 from model.ranks import errors_on_all_ranks, is_main, listed, say
 from tools.evaluation.perplexity import KL, check_checkpoint, evaluate_checkpoint, read_reference
 from tools.evaluation.results import Comparison, Evaluation, comparison_tables, read_evaluations, write_comparison
@@ -30,7 +32,7 @@ from tools.evaluation.results import Comparison, Evaluation, comparison_tables, 
 def main() -> None:
     """Evaluate checkpoints without results; print and write the comparison."""
     parser = option_parser(__doc__)
-    parser.add_argument("--bf16", required=True, metavar="DIR", help="the unquantized checkpoint")
+    parser.add_argument("--bf16", type=Checkpoint, required=True, metavar="DIR", help="the unquantized checkpoint")
     parser.add_argument("--ptq", action=NamedDirectories, default={}, metavar="NAME=DIR", help="repeatable")
     parser.add_argument("--qat", action=NamedDirectories, default={}, metavar="NAME=DIR", help="repeatable")
     parser.add_argument("--results", type=Path, action="append", default=[], metavar="FILE", help="repeatable")
@@ -38,18 +40,23 @@ def main() -> None:
     add_questions(parser)
     arguments = parser.parse_args()
     check_questions(parser, arguments)
-    ptq, qat = arguments.ptq, arguments.qat
-    if not ptq and not qat:
+    if not arguments.ptq and not arguments.qat:
         parser.error("nothing to compare with: expected --ptq or --qat")
 
     with clean_exit():
-        directories = list(dict.fromkeys([arguments.bf16, *ptq.values(), *qat.values()]))
+        # Small files alone: results of an earlier evaluation may make the weights unnecessary.
+        fetch_checkpoints(arguments, weights=False, known=recorded(arguments.results))
+        bf16 = str(arguments.bf16)
+        ptq, qat = ({name: str(one) for name, one in side.items()} for side in (arguments.ptq, arguments.qat))
+        directories = list(dict.fromkeys([bf16, *ptq.values(), *qat.values()]))
         device = start_alike(arguments, directories)
         check_results(arguments.out / "compare.json", "--out")
         with errors_on_all_ranks(OSError, ValueError):
             known = read_results(arguments.results)
-            missing = [directory for directory in directories if directory not in known]
+            missing = [directory for directory in directories if named(directory) not in known]
             check_missing(missing, asked=arguments.text is not None or arguments.tasks is not None)
+            for directory in missing:
+                resolve(named(directory))  # the weights, too
         if missing:
             questions = read_questions(arguments)
             for directory in missing:
@@ -57,28 +64,38 @@ def main() -> None:
             reference = None
             if arguments.text is not None:
                 # Only a figure that all models have is compared.
-                without = [name for name in directories if name in known and KL not in known[name].measurements]
+                measured = [known[named(one)] for one in directories if named(one) in known]
+                without = [one.model for one in measured if KL not in one.measurements]
                 if without:
                     say(f"no KL divergence: the results of {listed(without)} have none (evaluate.py --reference)")
                 else:
-                    reference = read_reference(arguments.bf16, questions, device)
+                    reference = read_reference(bf16, questions, device)
             for directory in missing:
                 say(f"evaluate: {directory}")
-                known[directory] = evaluate_checkpoint(directory, questions, device, reference)
+                known[named(directory)] = evaluate_checkpoint(directory, questions, device, reference)
                 # After each: a later failure, or metrics that cannot be compared, must not lose results.
-                done = [known[name] for name in missing if name in known]
+                done = [known[named(one)] for one in missing if named(one) in known]
                 write_results(arguments.out / "compare.json", done)
         comparison = Comparison(
-            known[arguments.bf16],
-            {name: known[directory] for name, directory in ptq.items()},
-            {name: known[directory] for name, directory in qat.items()},
+            known[named(bf16)],
+            {name: known[named(directory)] for name, directory in ptq.items()},
+            {name: known[named(directory)] for name, directory in qat.items()},
         )
         with errors_on_all_ranks(OSError, ValueError):
             if problems := comparison.problems():
                 raise ValueError("the figures are not comparable:\n" + "\n".join(problems))
             written = write_comparison(comparison, arguments.out) if is_main() else []
-        write_results(arguments.out / "compare.json", [known[directory] for directory in directories])
+        write_results(arguments.out / "compare.json", [known[named(directory)] for directory in directories])
         say(f"\n{comparison_tables(comparison)}\n\n{', '.join(map(str, written))}, {arguments.out / 'compare.json'}")
+
+
+def recorded(files: Sequence[Path]) -> set[str]:
+    """Return the names of the checkpoints in all files that can be read; :func:`read_results` reports the others."""
+    found: set[str] = set()
+    for file in files:
+        with suppress(OSError, ValueError):
+            found |= {evaluation.model for evaluation in read_evaluations(file)}
+    return found
 
 
 def read_results(files: Sequence[Path]) -> dict[str, Evaluation]:

@@ -166,8 +166,6 @@ def from_angelslim(source: ForeignRecipe) -> Converted:
     dtype = source.take("model.torch_dtype", "auto")
     made.put("model.dtype", None if dtype == "auto" else dtype)
     made.put("model.attn_implementation", source.take("model.attn_implementation"))
-    if "/" in str(made.recipe.get("model", {}).get("path", "")):
-        made.say("model.model_path", "model.path is a directory: download the checkpoint there")
     _angelslim_quantization(source, made, quantizer)
     _angelslim_learnable(source, made, section, quantizer)
     _angelslim_losses(source, made, section, kind)

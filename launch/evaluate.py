@@ -5,10 +5,11 @@
     python launch/evaluate.py --model DIR --tasks hellaswag,arc_easy [--task_dir FOLDER] [--limit 200] [--num_fewshot 5]
     deepspeed --num_gpus 8 launch/evaluate.py --model DIR --text FILE --sharded
 
-A directory is a plain Hugging Face checkpoint or a compressed one (a PTQ or QAT export), which is computed with the
-numerics of training. Several ranks share the work, and with ``--sharded`` also the weights of a plain checkpoint
-(ZeRO-3). With ``--reference``, the mean KL divergence from a reference model and the share of equal top tokens are
-measured on the text, too. ``--json FILE`` keeps the results for ``launch/compare.py``.
+DIR is a directory, or a name on the Hugging Face Hub (Qwen/Qwen3-4B, Qwen/Qwen3-4B@main): a plain checkpoint or a
+compressed one (a PTQ or QAT export), which is computed with the numerics of training. Several ranks share the work, and
+with ``--sharded`` also the weights of a plain checkpoint (ZeRO-3). With ``--reference``, the mean KL divergence from a
+reference model and the share of equal top tokens are measured on the text, too. ``--json FILE`` keeps the results for
+``launch/compare.py``.
 
 Tasks need lm-evaluation-harness (pip install lm-eval==0.4.13); only tasks that compare log-likelihoods are supported.
 It loads task data from the Hugging Face Hub or, with --task_dir, task files and data from a folder.
@@ -24,9 +25,10 @@ from collections.abc import Sequence
 
 import torch
 
+from engine.config.hub import named
 from engine.session.context import TORCH_DTYPES, init_ranks
 from launch.exits import clean_exit
-from launch.scripts import int_from, option_parser
+from launch.scripts import Checkpoint, fetch_checkpoints, int_from, option_parser
 from model.console import figure
 from model.ranks import errors_on_all_ranks, is_main, say
 from tools.evaluation.perplexity import DEFAULT_LENGTH, Questions, check_checkpoint, evaluate_checkpoint, read_reference
@@ -36,9 +38,18 @@ from tools.evaluation.results import Evaluation, check_writable, write_evaluatio
 def main() -> None:
     """Evaluate every model and print table rows per model and task."""
     parser = option_parser(__doc__)
-    parser.add_argument("--model", type=Path, action="append", required=True, help="checkpoint directory; repeatable")
     parser.add_argument(
-        "--reference", type=Path, metavar="DIR", help="the unquantized checkpoint: KL divergence and equal top tokens"
+        "--model",
+        type=Checkpoint,
+        action="append",
+        required=True,
+        help="checkpoint; repeatable",
+    )
+    parser.add_argument(
+        "--reference",
+        type=Checkpoint,
+        metavar="DIR",
+        help="unquantized checkpoint: KL divergence and equal top tokens",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     add_questions(parser)
@@ -50,6 +61,7 @@ def main() -> None:
         parser.error("--reference has no effect without --text")
 
     with clean_exit():
+        fetch_checkpoints(arguments)
         device = start_alike(arguments, arguments.model)
         if arguments.json is not None:
             check_results(arguments.json, "--json")
@@ -67,14 +79,14 @@ def main() -> None:
                 write_results(arguments.json, found)  # after each: a later failure must not lose results
 
 
-def start_alike(arguments: argparse.Namespace, models: Sequence[Path]) -> torch.device:
+def start_alike(arguments: argparse.Namespace, models: Sequence[str | Path]) -> torch.device:
     """Start the process group, check that ranks have equal arguments and files, and return this rank's device; a
     collective.
 
     Raises:
         RankError: on every rank: the ranks differ in arguments or files.
     """
-    asked = {name: value for name, value in vars(arguments).items() if name != "local_rank"}
+    asked = {name: named(value) for name, value in vars(arguments).items() if name != "local_rank"}
     return init_ranks(
         asked, {"--text": arguments.text, **{f"model {number}": one for number, one in enumerate(models)}}
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not a model.py or data/ of the current directory
 
 from launch.exits import clean_exit
-from launch.scripts import option_parser
+from launch.scripts import Checkpoint, fetch_checkpoints, option_parser
 from model.ranks import errors_on_all_ranks
 from tools.rotate_checkpoint import rotate_checkpoint
 
@@ -22,11 +22,17 @@ from tools.rotate_checkpoint import rotate_checkpoint
 def main() -> None:
     """Rotate, and print a summary."""
     parser = option_parser(__doc__)
-    parser.add_argument("--model", type=Path, required=True, help="checkpoint directory, not quantized")
+    parser.add_argument(
+        "--model",
+        type=Checkpoint,
+        required=True,
+        help="checkpoint, not quantized; a directory or a name on the Hugging Face Hub",
+    )
     parser.add_argument("--output", type=Path, required=True, help="directory to make")
     parser.add_argument("--seed", type=int, default=0, help="of the matrices' signs (default 0)")
     arguments = parser.parse_args()
     with clean_exit():
+        fetch_checkpoints(arguments)
         with errors_on_all_ranks(ValueError, OSError):
             report = rotate_checkpoint(arguments.model, arguments.output, seed=arguments.seed)
         for name, (order, size) in report.orders.items():

@@ -12,7 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +21,8 @@ from typing import IO, Any
 import yaml
 
 from engine import ROOT
-from engine.config.errors import checkpoint_problems
+from engine.config.errors import RecipeError, checkpoint_problems, not_there
+from engine.config.hub import HubError, parse_name, resolve
 
 # ---- before the imports
 
@@ -52,7 +53,7 @@ def check_model_path(argv: Sequence[str] | None = None) -> None:
     if os.environ.get("WORLD_SIZE", "1") != "1":
         return
     path = _model_path(arguments)
-    if path is None or {"-h", "--help", "--print_config"} & set(arguments):
+    if path is None or parse_name(path) or {"-h", "--help", "--print_config"} & set(arguments):
         return
     if problems := list(checkpoint_problems("model.path", path, weights=True)):
         print("\n".join(f"error: {problem}" for problem in problems), file=sys.stderr, flush=True)
@@ -100,8 +101,38 @@ def int_from(least: int) -> Callable[[str], int]:
     return parsed
 
 
+class Checkpoint(str):
+    """Value of an option: the directory of a checkpoint, or a name on the Hugging Face Hub, until
+    :func:`fetch_checkpoints`."""
+
+
+def fetch_checkpoints(
+    arguments: argparse.Namespace, *, weights: bool = True, code: bool = False, known: Collection[str] = ()
+) -> None:
+    """Replace every :class:`Checkpoint` in the options by a local directory; names in ``known`` stay.
+
+    ``weights`` and ``code``: see :func:`engine.config.hub.resolve`. Raises RecipeError.
+    """
+
+    def fetched(option: str, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: fetched(option, one) for key, one in value.items()}
+        if isinstance(value, list):
+            return [fetched(option, one) for one in value]
+        if not isinstance(value, Checkpoint) or value in known:
+            return value
+        try:
+            return Path(resolve(value, weights=weights, code=code)[0])
+        except HubError as error:
+            expected = "the directory of a checkpoint, or a name on the Hugging Face Hub"
+            raise RecipeError(f"--{option}: {not_there(value)}, expected {expected}: {error}") from error
+
+    for option, value in vars(arguments).items():
+        setattr(arguments, option, fetched(option, value))
+
+
 class NamedDirectories(argparse.Action):
-    """Collect options like ``NAME=DIR``, which may be repeated, in a dictionary."""
+    """Collect options like ``NAME=DIR``, which may be repeated, in a dictionary of :class:`Checkpoint`."""
 
     def __call__(self, _: Any, namespace: argparse.Namespace, text: Any, __: Any = None) -> None:
         """Add one option."""
@@ -111,7 +142,7 @@ class NamedDirectories(argparse.Action):
             raise argparse.ArgumentError(self, f"{text!r}, expected NAME=DIR, where NAME is the name of a scheme")
         if name in found:
             raise argparse.ArgumentError(self, f"{name}: given twice, {found[name]} and {directory}")
-        setattr(namespace, self.dest, {**found, name: directory})
+        setattr(namespace, self.dest, {**found, name: Checkpoint(directory)})
 
 
 # ---- other scripts

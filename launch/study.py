@@ -24,7 +24,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not a model.py or data/ of the current directory
 
-from launch.scripts import NamedDirectories, check_model_path, end_quietly, option_parser, program, run_command
+from launch.scripts import (
+    NamedDirectories,
+    check_model_path,
+    end_quietly,
+    fetch_checkpoints,
+    option_parser,
+    program,
+    run_command,
+)
 
 if __name__ == "__main__":
     end_quietly()
@@ -41,8 +49,9 @@ from operator import attrgetter
 from typing import get_args, get_type_hints
 
 from engine.checkpoint.find import LATEST
-from engine.config.config import Recipe, idle
+from engine.config.config import Recipe, idle, recipe_options
 from engine.config.errors import RecipeError
+from engine.config.hub import HUB, named
 from engine.config.quant import SOURCE, QuantRecipe
 from engine.config.reading import load_recipe, save_recipe
 from engine.session_export import check_export
@@ -64,9 +73,11 @@ def main() -> None:
     """Check all parts, then run the missing parts, and compare the exports."""
     arguments, words = parse_arguments()
     recipe = recipe_or_exit(words)
+    words += pins(recipe)
     out = Path(recipe.output_dir)
     with clean_exit():
         check_comparable(recipe)
+        fetch_checkpoints(arguments, weights=False)
         scripts = scripts_of(recipe, arguments.ptq_codes)
         changes = {part: changes_of(part, recipe) for part in scripts}
         recipes = {}
@@ -91,7 +102,7 @@ def main() -> None:
         run_part([*arguments.launcher, script, *words, *changes[part], *resume])
     sides = ["--bf16", str(reference(recipe))]
     for name, export in ptqs.items():
-        sides += ["--ptq", f"{name}={export}", "--qat", f"{name}={out / QAT / 'export'}"]
+        sides += ["--ptq", f"{name}={named(export)}", "--qat", f"{name}={out / QAT / 'export'}"]
     asked = ["--text", str(arguments.text), "--dtype", recipe.model.dtype, "--out", str(out)]
     run_part([*arguments.launcher, COMPARE, *sides, *asked])
 
@@ -169,6 +180,15 @@ def check_comparable(recipe: Recipe) -> None:
         raise RecipeError("\n".join(problems))
 
 
+def pins(recipe: Recipe) -> list[str]:
+    """Return options that fix the commit of everything from the Hugging Face Hub, the same in all parts."""
+    words = []
+    for key, section, item in recipe_options(recipe):
+        if HUB in item.metadata and (name := named(value := getattr(section, item.name))) != value:
+            words += [f"--{key}", name if isinstance(name, str) else json.dumps(name)]
+    return words
+
+
 def teaches_itself(recipe: Recipe) -> bool:
     """Tell if training without fake quant has no effect, because the model would only learn its own logits."""
     return learns_itself(recipe) and not training_differs(recipe)
@@ -243,7 +263,7 @@ def check_part(folder: Path, recipe: Recipe) -> None:
     """Raise RecipeError if another recipe made the folder, or if its export could not be written."""
     made_by = folder / MADE_BY
     if made_by.is_file():
-        if load_recipe(made_by) != recipe:
+        if named(asdict(load_recipe(made_by))) != named(asdict(recipe)):
             raise RecipeError(f"{folder} was made by another recipe ({made_by}): name another output_dir, or remove it")
     elif folder.is_dir() and any(folder.iterdir()):
         raise RecipeError(f"{folder} was not made by this script: name another output_dir, or remove it")

@@ -28,8 +28,8 @@ import argparse
 import contextlib
 import json
 
-from engine.config.errors import checkpoint_problems
-from launch.scripts import int_from, option_parser
+from engine.config.errors import RecipeError, checkpoint_problems
+from launch.scripts import Checkpoint, fetch_checkpoints, int_from, option_parser
 
 _GGUF_FILE = "model.gguf"  # copied from model.save, which takes seconds to import
 
@@ -44,9 +44,14 @@ has traveled for 3 hours, so 3 * 60 = 180 miles. def mean(values): return sum(va
 def main(argv: list[str] | None = None) -> int:
     """Print the comparison; return 0 if nothing is wrong."""
     parser = option_parser(__doc__)
-    parser.add_argument("--export", type=Path, required=True, help="directory that training or launch/export.py wrote")
     parser.add_argument(
-        "--against", type=Path, help="of an export for llama.cpp, MLX or ExecuTorch: a compressed export of it"
+        "--export",
+        type=Checkpoint,
+        required=True,
+        help="directory that training or launch/export.py wrote, or its name on the Hugging Face Hub",
+    )
+    parser.add_argument(
+        "--against", type=Checkpoint, help="of an export for llama.cpp, MLX or ExecuTorch: a compressed export of it"
     )
     parser.add_argument("--engine", choices=("vllm", "llama.cpp"), help="run the export there, and print one line")
     parser.add_argument(
@@ -57,6 +62,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--window", type=int_from(2), default=512, help="tokens per forward")
     parser.add_argument("--trust_remote_code", action="store_true", help="run Python code in the directory")
     arguments = parser.parse_args(argv)
+    try:
+        fetch_checkpoints(arguments, code=arguments.trust_remote_code)
+    except RecipeError as error:
+        parser.error(str(error))
     if not arguments.export.is_dir():
         parser.error(f"--export {arguments.export} is not a directory, expected an export")
     engine = _engine(parser, arguments)

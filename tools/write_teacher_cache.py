@@ -17,6 +17,7 @@ from data.samples import Sample, digest_of_samples
 from data.teacher_cache import CACHE_DTYPES, Manifest, Writer
 from engine.config.config import Recipe
 from engine.config.errors import RecipeError
+from engine.config.hub import named
 from engine.losses.chunked import TeacherHidden, row_blocks
 from engine.losses.objective import take_top_k, tokens_at_a_time
 from engine.losses.teacher import ModelTeacher
@@ -42,6 +43,7 @@ def check_recipe(recipe: Recipe, out: Path | None) -> Path:
     if out is None and settings.teacher_cache:
         out = Path(settings.teacher_cache)
     settings.teacher_cache = None  # not a source of this run
+    settings.kd_weight = settings.kd_weight or 1.0  # the teacher runs, whatever the weight of its loss
     problems = []
     if settings.named_teacher() != "model":
         problems.append(f"loss.teacher: {settings.teacher!r}, expected the directory of the teacher to run")
@@ -89,7 +91,7 @@ def write_cache(recipe: Recipe, out: Path) -> Manifest:
             samples_digest=digest_of_samples(loader.samples),
             tokenizer_digest=teacher_cache.digest_of_tokenizer(context.tokenizer),
             teacher_digest=digest_of_checkpoint(path),
-            teacher=path,
+            teacher=named(path),
             checksums={},
         )
     aside = None

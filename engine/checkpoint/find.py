@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -11,6 +11,7 @@ from pathlib import Path
 from engine.checkpoint.checked_files import file_crc32, read_object
 from engine.config.config import Recipe, recipe_options
 from engine.config.errors import RecipeError
+from engine.config.hub import HUB, named
 from engine.config.reading import load_recipe
 from engine.config.sections import OptimRecipe
 from model.checkpoint.fingerprint import digest_of_checkpoint
@@ -182,6 +183,15 @@ def check_resumable(recipe: Recipe, directory: Path) -> TrainingCheckpoint:
             "options to their old values, or start a new run in another output_dir"
         )
     return found
+
+
+def other_commits(checkpoint: TrainingCheckpoint, recipe: Recipe) -> Iterator[str]:
+    """Yield a warning for each model of the Hugging Face Hub that has another commit than before the resume."""
+    before = load_recipe(checkpoint.path / "recipe.yaml")
+    for (key, old, item), (_, new, _) in zip(recipe_options(before), recipe_options(recipe), strict=True):
+        was, now = getattr(old, item.name), named(getattr(new, item.name))
+        if item.metadata.get(HUB, "data") != "data" and was != now and "@" in f"{was}{now}" and was and now:
+            yield f"warning: {key}: {now}, was {was} when {checkpoint.path} was written"
 
 
 def check_samples(checkpoint: TrainingCheckpoint, samples: str) -> None:

@@ -37,6 +37,7 @@ import torch.distributed as dist
 from data.samples import Sample, digest_of_samples
 from engine.cluster.job import join_ranks
 from engine.config.config import Recipe
+from engine.config.hub import named
 from model.checkpoint.fingerprint import digests, identity
 from model.ranks import (
     RankError,
@@ -82,7 +83,8 @@ def check_ranks_agree(inputs: Mapping[str, Any], files: Mapping[str, str | Path 
         facts = dict(_facts(inputs))
         loaded = dict(_loaded())
     _compare(facts, loaded)
-    _compare_files({key: path for key, path in files.items() if path is not None})
+    # Commits of the Hugging Face Hub are compared as inputs; other programs may have added files to the cache.
+    _compare_files({key: path for key, path in files.items() if path is not None and named(path) == path})
 
 
 def _compare_files(paths: Mapping[str, str | Path]) -> None:

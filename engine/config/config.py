@@ -11,11 +11,12 @@ the recipe's files. Paths in a YAML file are relative to the current directory, 
 
 import glob
 import os
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from dataclasses import Field, dataclass, field, fields, is_dataclass
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from data.files import data_problem
 from data.jsonl import expected_fields
@@ -29,6 +30,7 @@ from engine.config.errors import (
     not_there,
     value_problems,
 )
+from engine.config.hub import HUB, HubError, Kind, resolve
 from engine.config.quant import SOURCE, QuantRecipe
 from engine.config.sections import (
     DECAYING,
@@ -54,6 +56,7 @@ key has a text of its own (``learnable: nothing is learnable``)."""
 TRAINED = ("weight", "weight_scale", "act_scale", "kv_scale", "norm", "router")  # switches of learnable
 # Switches that are allowed with merged adapters.
 SHARED = ("weight_scale", "act_scale", "kv_scale", "norm", "router")
+FETCHED = ("model", "quant", "adapter", "loss", "data")  # sections with names on the Hugging Face Hub
 # Export formats that contain an unmerged adapter, or nothing else (peft).
 UNMERGED_FORMATS = ("compressed", "vllm_fp8", "dequantized", "peft")
 
@@ -140,20 +143,54 @@ class Recipe:
         problems += (line for line in contradictions(self) if line.partition(":")[0] not in keys)
         _refuse(problems)
 
+    def fetch(self, sections: Collection[str] = FETCHED, *, weights: bool = True) -> None:
+        """Replace names on the Hugging Face Hub by local paths (:mod:`engine.config.hub`) in these sections.
+
+        ``weights`` False: without weights. Raises RecipeError."""
+        problems = []
+        for key, section, item in recipe_options(self):
+            value, kind = getattr(section, item.name), item.metadata.get(HUB)
+            unused = value is None or (key == "loss.teacher" and self.teacher_kind() != "model")
+            if kind is None or unused or key.partition(".")[0] not in sections:
+                continue
+            found = []
+            for index, path in enumerate(value if isinstance(value, list) else [value]):
+                at = f"{key}[{index}]" if isinstance(value, list) else key
+                try:
+                    found.append(self._resolve(path, kind, weights=weights))
+                except HubError as error:
+                    local = "a file" if kind == "data" else "a directory with config.json"
+                    hub = f"{local}, or a name on the Hugging Face Hub"
+                    problems.append(f"{at}: {not_there(path)}, expected {hub}: {error}")
+            if key == "data.train" and self.data.weights is not None:
+                several = [path for path, files in zip(value, found, strict=False) if len(files) > 1]
+                problems += [f"data.weights: {one} has several files, expected each of them by name" for one in several]
+            if not problems:
+                setattr(section, item.name, [*chain(*found)] if isinstance(value, list) else found[0][0])
+        _refuse(problems)
+
+    def _resolve(self, path: str, kind: Literal[Kind, "data"], *, weights: bool) -> list[str]:
+        code = kind == "model" and self.model.trust_remote_code
+        return resolve(path, self.data.kind if kind == "data" else kind, weights=weights, code=code)
+
     def validate_models(self) -> None:
         """Check that the recipe's models have configurations, for uses that do not read weights. Raises RecipeError."""
+        self.fetch([section for section in FETCHED if section != "data"], weights=False)
         _refuse(self._model_problems(weights=False))
 
     def validate_data(self) -> None:
         """Check that the files of the data and the student's configuration exist, for uses that read nothing else.
 
         Raises RecipeError."""
+        self.fetch(("model", "data"), weights=False)
         _refuse((*checkpoint_problems("model.path", self.model.path), *self._data_problems()))
 
     def validate_files(self) -> None:
-        """Check that the recipe's input files and directories exist, relative to the current directory.
+        """Check that the recipe's input files and directories exist, relative to the current directory, and fetch those
+        that are names on the Hugging Face Hub.
 
         Raises RecipeError."""
+        self.fetch()
         problems = list(self._model_problems(weights=True))
         if self.teacher_kind() == "cache":
             cache = str(self.loss.teacher_cache)

@@ -176,11 +176,11 @@ def checkpoint_problems(key: str, path: str, *, weights: bool = False) -> Iterat
     if not os.path.isdir(path):
         yield (
             f"{key}: {not_there(path)}, expected a directory with config.json (a local Hugging Face checkpoint)"
-            f"{_no_checkpoint([path] if os.path.isfile(path) else [])}"
+            f"{without_weights([path] if os.path.isfile(path) else [])}"
         )
         return
     entries = {entry.name: entry for entry in os.scandir(path) if entry.is_file()}
-    without = _no_checkpoint(list(entries))
+    without = without_weights(list(entries))
     if "config.json" not in entries:
         yield f"{key}: {not_there(path)}, expected config.json in that directory (a Hugging Face checkpoint){without}"
         return
@@ -194,7 +194,7 @@ def checkpoint_problems(key: str, path: str, *, weights: bool = False) -> Iterat
             yield f"{key}: {entry.path!r} {problem}"
 
 
-def _no_checkpoint(files: list[str]) -> str:
+def without_weights(files: list[str]) -> str:
     """Return a clause about files with weights in a format that is not supported (``*.bin``, ...); empty if there are
     none."""
     for ending, why in NOT_READ.items():

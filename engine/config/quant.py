@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from engine.config.errors import FACTOR, Condition, at_least, derived, each, need, only_with, regex, values
+from engine.config.hub import HUB
 from quant import DEFAULT_EXEMPT, PRESETS, SCHEMES, Preset, QuantEmbedding, Ranges, Rule, Scheme, TensorSpec
 from quant.gemm import BLOCKS
 
@@ -108,11 +109,12 @@ class QuantRecipe:
     """Regexes; a linear layer whose whole module name matches one stays unquantized. Replaces the default list."""
     exempt_more: list[str] = field(default_factory=list, metadata=each(regex()))
     """Regexes in addition to quant.exempt, whose default list stays in force."""
-    scales: str | None = field(default=None, metadata=only_with(QUANTIZES))
-    """Directory of a PTQ checkpoint to take the scales from. null: weights are measured, activations calibrated."""
-    start: str | None = None
-    """Directory of a quantized checkpoint of the model in model.path (GPTQ, AWQ, AutoRound, ...): training starts from
-    the weights of model.path and the scales of this checkpoint. null: none."""
+    scales: str | None = field(default=None, metadata=only_with(QUANTIZES) | {HUB: "model"})
+    """Directory of a PTQ checkpoint, or a name like model.path, to take the scales from. null: weights are measured,
+    activations calibrated."""
+    start: str | None = field(default=None, metadata={HUB: "model"})
+    """Directory, or a name like model.path, of a quantized checkpoint of the model in model.path (GPTQ, AWQ, AutoRound,
+    ...): training starts from the weights of model.path and the scales of this checkpoint. null: none."""
     snap_to_codes: bool = field(default=False, metadata=only_with(_START))
     """true: each weight of model.path that rounds to another code than in quant.start is set to the value of that code,
     so step 0 computes with the weights of quant.start."""

@@ -26,6 +26,7 @@ from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
 from engine.config.config import Recipe
 from engine.config.errors import DERIVED, RecipeError, not_there
+from engine.config.hub import named, resolve
 from engine.config.quant import SOURCE, QuantRecipe, SchemeRecipe
 from model.checkpoint.safetensors import CheckpointError
 from model.quantized.quantization_config import read_quantization_config, rules_of
@@ -254,8 +255,9 @@ def load_recipe(path: str | os.PathLike[str]) -> Recipe:
 
 
 def save_recipe(recipe: Recipe, path: str | os.PathLike[str]) -> None:
-    """Write a recipe with all fields as YAML that :func:`load_recipe` reads back equal."""
-    values = asdict(recipe)
+    """Write a recipe with all fields as YAML that :func:`load_recipe` reads back equal, but for names on the Hugging
+    Face Hub, which take the place of the directories that they were fetched to."""
+    values = named(asdict(recipe))
     values["optim"]["betas"] = list(recipe.optim.betas)
     aside = Path(f"{os.fspath(path)}.partial")
     aside.unlink(missing_ok=True)  # may be a link; rename, as a full disk must not destroy a recipe
@@ -274,6 +276,7 @@ def resolve_source(quant: QuantRecipe, path: str) -> None:
     if SOURCE in quant.schemes:
         return
     try:
+        path = resolve(path)[0]
         config = read_quantization_config(Path(path))
         found = list(dict.fromkeys(rule.scheme for rule in rules_of(config) if rule.scheme is not None))
         if config.get("kv_cache_scheme") or config.get("kv_cache_quant_algo"):

@@ -27,6 +27,7 @@ from engine.config.errors import (
     value_problems,
     values,
 )
+from engine.config.hub import HUB
 from engine.config.quant import LEARNED_INPUTS, QUANTIZED_CACHE, QUANTIZED_WEIGHTS, QUANTIZES
 from engine.losses.objective import TOP_K_KINDS, Distillation, NamedTokenLoss, Objective
 from quant.formats.layouts import Layout
@@ -34,6 +35,8 @@ from quant.rules import pattern_problem
 
 ExportFormat = Literal[Layout, "peft"]
 
+_TRAINED_FILES = values("at least one file", lambda files: files and "" not in files)
+_EVALUATED_FILES = values("files", lambda files: "" not in files)
 _SHARES = values(
     "numbers above 0 (leave a file out of data.train instead of 0)",
     lambda weights: all(math.isfinite(weight) and weight > 0 for weight in weights),
@@ -51,14 +54,14 @@ _RANKS = values(
     "regular expressions that end soon, each with a rank of at least 1",
     lambda ranks: all(rank >= 1 and not pattern_problem(pattern) for pattern, rank in ranks.items()),
 )
-_SHARE = values("a number of at least 0 and below 1", lambda share: 0 <= share < 1)
-_WHEN = values("like loss/lm < 2.5", lambda text: parse_condition(text) is not None)
-
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 _TRACKERS = values(
     f"a list of {', '.join(TRACKERS)}, each once",
     lambda names: set(names) <= {*TRACKERS} and len(set(names)) == len(names),
 )
+_SHARE = values("a number of at least 0 and below 1", lambda share: 0 <= share < 1)
+_WHEN = values("like loss/lm < 2.5", lambda text: parse_condition(text) is not None)
+
 CONDITION = re.compile(r"(?P<metric>\S+)\s*(?P<relation><=|>=|<|>)\s*(?P<value>\S+)")
 # Parameter groups of engine.session.optimizer, which imports this module.
 EVENT_RATES = ("weights", "embeddings", "norms", "biases", "weight_scales", "act_scales", "adapters")
@@ -95,8 +98,9 @@ _OF_CACHE = only_with(QUANTIZES, QUANTIZED_CACHE)
 class ModelRecipe:
     """The Hugging Face checkpoint to train."""
 
-    path: str = field(metadata=not_empty("a directory"))
-    """Directory of the checkpoint: config.json, safetensors files, tokenizer. Relative to the current directory."""
+    path: str = field(metadata=not_empty("a directory or a name on the Hugging Face Hub") | {HUB: "model"})
+    """Directory of the checkpoint: config.json, safetensors files, tokenizer. Relative to the current directory. Or a
+    name on the Hugging Face Hub, like Qwen/Qwen3-4B or Qwen/Qwen3-4B@main (a branch, tag or commit)."""
     trust_remote_code: bool = False
     """Run the Python files in the checkpoint directory. They can do anything: read them first."""
     attn_implementation: str = field(default="auto", metadata=not_empty("a name like sdpa"))
@@ -156,8 +160,9 @@ class AdapterRecipe:
     per weight at 4 bits, which layers decode as they run. Results are the same bit for bit, and no rank stores a weight
     in model.dtype. The codes are read from a quantized model.path. An unquantized model.path is quantized as it is
     read, if its schemes have scales per row, group or block."""
-    start: str | None = field(default=None, metadata=only_with(_ADAPTERS))
-    """Folder of an adapter in peft's format, with the first values of A and B. null: B is 0."""
+    start: str | None = field(default=None, metadata=only_with(_ADAPTERS) | {HUB: "adapter"})
+    """Folder, or a name like model.path, of an adapter in peft's format, with the first values of A and B. null: B is
+    0."""
     init: Literal["zeros", "error"] = field(default="zeros", metadata=only_with(_BESIDE))
     """zeros: B is 0, so that step 0 computes the quantized model. error, with adapter.merge false: B A is the best
     approximation of this rank to the quantization error W - Q(W) (the first step of LoftQ)."""
@@ -195,18 +200,17 @@ class AdapterRecipe:
 class DataRecipe:
     """Training samples and how they become batches."""
 
-    train: list[str] = field(metadata=values("at least one file", lambda files: files and "" not in files))
+    train: list[str] = field(metadata=_TRAINED_FILES | {HUB: "data"})
     """Files to train on, relative to the current directory. For chat: JSONL, Parquet, or folders that save_to_disk of
-    datasets wrote; for text: plain text. JSONL and text may be compressed with gzip or zstd."""
+    datasets wrote; for text: plain text. JSONL and text may be compressed with gzip or zstd. A data set on the Hugging
+    Face Hub is a name like user/name, which means its training split, or hf://datasets/user/name/FILE."""
     weights: list[float] | None = field(default=None, metadata=_SHARES)
     """One weight per file of data.train: the file's share of an epoch's samples is its weight divided by the sum of the
     weights. The number of samples in an epoch stays the same, so an epoch may have some samples of a file several
     times, and others not at all. null: every sample once."""
     held_out: int | float = field(default=0, metadata=_HELD_OUT)
     """Samples of data.train to evaluate on instead, drawn with data.seed: a number, or below 1 a share. 0: none."""
-    eval: list[str] = field(
-        default_factory=list, metadata=values("files", lambda files: "" not in files) | only_with(_EVALUATION)
-    )
+    eval: list[str] = field(default_factory=list, metadata=_EVALUATED_FILES | only_with(_EVALUATION) | {HUB: "data"})
     """Files to evaluate on, in addition to data.held_out; they are read like the files of data.train."""
     kind: Literal["chat", "text", "mixed"] = "chat"
     """chat: conversations, loss on the assistant's turns; text: plain text, loss on every token; mixed: files named
@@ -274,9 +278,10 @@ class LossRecipe:
     """Number of tokens, such as 100, for kl_top_k, r_kl_top_k and each position in launch/cache_teacher.py's cache."""
     tail: bool = field(default=False, metadata=only_with(_TOP_K))
     """For kl_top_k and r_kl_top_k: one more bucket for all other tokens, instead of renormalizing without them."""
-    teacher: str | None = None
-    """Directory of the teacher's checkpoint, often model.path. The teacher is frozen, and sharded under stage 3. self:
-    the student without fake quant, which takes no memory and needs frozen weights, norms and routers."""
+    teacher: str | None = field(default=None, metadata={HUB: "model"})
+    """Directory of the teacher's checkpoint, or a name like model.path; often the same. The teacher is frozen, and
+    sharded under stage 3. self: the student without fake quant, which takes no memory and needs frozen weights, norms
+    and routers."""
     teacher_cache: str | None = field(default=None, metadata=not_empty("a directory"))
     """Directory that launch/cache_teacher.py wrote: training reads the teacher's loss.top_k tokens from there and loads
     no teacher. Only for kl_top_k."""
@@ -377,14 +382,14 @@ class TrainRecipe:
     Needs activation_checkpointing."""
     compile: bool = False
     """torch.compile each decoder layer: the first steps take minutes longer. Not under ZeRO stage 3."""
+    report_to: list[str] = field(default_factory=lambda: ["tensorboard"], metadata=_TRACKERS)
+    """Where curves go, beside metrics.jsonl in output_dir: tensorboard (files in output_dir), wandb, mlflow, trackio,
+    each of the last three with its own package. []: only metrics.jsonl."""
     log_every: int = field(default=1, metadata=at_least(1))
     """Steps between two points of the curves."""
     quant_stats_every: int = field(default=50, metadata=at_least(0))
     """Steps between two measurements of the quantization for the curves: scales, clipped fractions, errors by layer,
     and the gradient norm of the scales. 0: never."""
-    report_to: list[str] = field(default_factory=lambda: ["tensorboard"], metadata=_TRACKERS)
-    """Where curves go, beside metrics.jsonl in output_dir: tensorboard (files in output_dir), wandb, mlflow, trackio,
-    each of the last three with its own package. []: only metrics.jsonl."""
     checkpoint_every: int = field(default=0, metadata=at_least(0))
     """Steps between two training checkpoints (weights, optimizer state, data cursor); 0: none."""
     resume: bool | str = field(default=False, metadata=_RESUME)

@@ -26,6 +26,7 @@ from engine.cluster.nodes import check_ranks_agree, check_same_samples, files_of
 from engine.config.config import Recipe
 from engine.config.deepspeed import remarks, resolve
 from engine.config.errors import RecipeError
+from engine.config.hub import named
 from model.build import build_model, read_config
 from model.console import progress_bar, working
 from model.ranks import (
@@ -61,9 +62,11 @@ def start_ranks(recipe: Recipe, inputs: Mapping[str, Any] | None = None) -> RunC
         inputs: other values that must be equal on all ranks (such as schedule actions), by name.
 
     Raises:
-        RecipeError: on every rank, before there is a process group: the DeepSpeed configuration is wrong.
+        RecipeError: on every rank, before there is a process group: the DeepSpeed configuration is wrong, or a
+            checkpoint cannot be fetched.
         RankError: there is no tokenizer, or the ranks differ (:mod:`engine.cluster.nodes`).
     """
+    recipe.fetch(("model", "quant", "adapter"))
     ds_config = resolve(recipe, int(os.environ.get("WORLD_SIZE", "1")))
     accelerator = get_accelerator()
     if recipe.model.dtype == "float16" and not accelerator.is_fp16_supported():
@@ -71,7 +74,7 @@ def start_ranks(recipe: Recipe, inputs: Mapping[str, Any] | None = None) -> RunC
             f"model.dtype: 'float16', expected bfloat16 or float32: DeepSpeed has no fp16 on this machine's "
             f"{accelerator.device_name()}"
         )
-    asked = {**asdict(recipe), "deepspeed configuration": ds_config, **(inputs or {})}
+    asked = {**named(asdict(recipe)), "deepspeed configuration": ds_config, **(inputs or {})}
     device = init_ranks(asked, files_of(recipe))
     with working("compiling kernels, once per machine"):
         slower = Counter(text for text in gather_objects(prepare_kernels()) if text)

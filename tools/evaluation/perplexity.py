@@ -26,6 +26,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from data.samples import load_tokenizer
+from engine.config.hub import named
 from engine.session.context import META
 from model.build import build_model
 from model.checkpoint.fingerprint import digest_of_checkpoint
@@ -263,7 +264,7 @@ def evaluate_checkpoint(
         found |= questions.tasks.measure(
             model, tokenizer, length=questions.length, batch_size=questions.batch_size, dtype=dtype
         )
-    return Evaluation(str(directory), size, found)
+    return Evaluation(str(named(directory)), size, found)
 
 
 def default_length(model: ScoringModel) -> int:

@@ -106,7 +106,7 @@ def test_scales_alone_learn_from_the_model_itself():
     assert (recipe.train.steps, recipe.optim.schedule, recipe.optim.min_lr_ratio) == (3, "cosine", 0)
     assert (recipe.deepspeed, recipe.train.activation_checkpointing, recipe.data.max_length) == ("zero3", True, 4096)
     said = {note.partition(":")[0].rpartition(".")[2] for note in notes}
-    assert said == {"model_path", "num_samples", "learning_rate"}
+    assert said == {"num_samples", "learning_rate"}
 
 
 def test_inputs_of_w4a8_fp8_keep_their_one_stored_scale():
