@@ -81,13 +81,18 @@ class Writer:
         buffers = {name: file.getbuffer() for name, file in self._files.items() if isinstance(file, io.BytesIO)}
         return {name: np.frombuffer(buffer, self.arrays[name][0]) for name, buffer in buffers.items()}
 
-    def close(self) -> None:
+    def flush(self) -> None:
         """Flush the files to disk."""
         for file in self._files.values():
             file.flush()
         for file in self._files.values():
-            with file:
-                os.fsync(file.fileno())
+            os.fsync(file.fileno())
+
+    def close(self) -> None:
+        """Close the files, of which a full disk may refuse the rest."""
+        for file in self._files.values():
+            with suppress(OSError):
+                file.close()
 
 
 Build = Callable[[Writer], dict[str, Any]]
@@ -236,9 +241,10 @@ class TokenCache:
         folder, partial = self.directory / key, self.directory / f"{key}.partial"
         shutil.rmtree(partial, ignore_errors=True)  # of a killed process: this one has the lock
         partial.mkdir()
+        writer = Writer(dtypes, partial)
         try:
-            facts = build(writer := Writer(dtypes, partial))
-            writer.close()
+            facts = build(writer)
+            writer.flush()
             if facts.get("problems"):
                 return {"facts": facts}
             with (partial / MANIFEST).open("w", encoding="utf-8") as file:
@@ -255,6 +261,7 @@ class TokenCache:
             error.filename = error.filename or str(partial)
             raise
         finally:
+            writer.close()
             shutil.rmtree(partial, ignore_errors=True)
 
     @contextmanager

@@ -7,6 +7,7 @@ nothing is dropped. No BOS is added: a block begins anywhere, and blocks of trai
 """
 
 import codecs
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, partial
@@ -25,7 +26,7 @@ from data.template import SpecialTexts, SpecialTokens
 from data.tokens import named_errors
 
 PIECE = 1 << 17  # characters: a whole file in one call would use one core, and some 200 bytes of memory per character
-PIECES = 8  # tokenized in one call
+PIECES = max(8, len(os.sched_getaffinity(0)))  # tokenized in one call, on all cores
 _CHUNK = 1 << 20  # bytes of a file read at a time
 LONGEST = 1 << 26  # characters without a safe cut: some 13 GB of memory on every rank
 WINDOW = 1 << 12  # most characters on each side of a cut that are tokenized together and apart

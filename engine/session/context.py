@@ -2,6 +2,7 @@
 
 import os
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -42,6 +43,8 @@ from model.ranks import (
 from quant import prepare_kernels
 
 META = torch.device("meta")
+SLOW_SECONDS = 60.0
+"""Time of reading data files after which a run names the option that shortens it."""
 TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -280,7 +283,7 @@ def read_samples(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, files: Sequ
     bar = progress_bar if settings.cache is None else partial(progress_bar, any_rank=True)  # one rank tokenizes
     options: dict[str, Any] = {"progress": bar, "cache": cache}
     chats, texts = ([file for file in files if settings.is_text(file) == plain] for plain in (False, True))
-    samples = samples_of([])
+    samples, began = samples_of([]), time.monotonic()
     with errors_on_all_ranks(OSError, ValueError):
         if chats:
             samples, counts = read_chat(
@@ -302,6 +305,8 @@ def read_samples(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, files: Sequ
             kept = f"; {spelled:,} special tokens spelled out and kept (data.special_tokens)" if spelled > 0 else ""
             say(f"data: {len(blocks):,} blocks of {settings.max_length:,} tokens{kept}")
             samples += blocks
+        if settings.cache is None and (took := time.monotonic() - began) > SLOW_SECONDS:
+            say(f"data.cache: every rank tokenized its files in {took:.0f} s; data.cache: DIRECTORY keeps the tokens")
         return samples
 
 

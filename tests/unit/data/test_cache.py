@@ -1,8 +1,10 @@
 """Tokens that are kept on disk: the samples and counts of the files, after kills, damage and changes, too."""
 
+import errno
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import sys
@@ -226,15 +228,19 @@ def test_another_tokenizer_gives_other_tokens(tmp_path, rng):
     """In every part: each change is read as without a cache, from a directory that has the tokens of all others."""
     path, text, directory = chats(tmp_path / "a.jsonl", rng, 8), tmp_path / "a.txt", tmp_path / "cache"
     text.write_text(TEXT * 3)
-    changed = [tiny_tokenizer() for _ in range(6)]
+    changed = [tiny_tokenizer() for _ in range(8)]
     changed[1].chat_template = str(changed[1].chat_template).replace("'\n'", "'\n\n'")
     changed[2].eos_token = "<|endoftext|>"
     changed[3].add_special_tokens({"additional_special_tokens": ["quick"]})
     changed[4].add_tokens(["brown"])
-    changed[5].backend_tokenizer.normalizer = None
-    digests = set()
+    for number, stops in ((5, [1]), (6, [1, 2]), (7, [1])):  # at which serving stops
+        changed[number].eos_token = "<|im_start|>"
+        changed[number].name_or_path = str(tmp_path / f"model_{number}")
+        (tmp_path / f"model_{number}").mkdir()
+        (tmp_path / f"model_{number}" / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
+    digests, unstopped, said = set(), [], Lines()
     for tokenizer in changed:
-        options = {"max_length": 300, "loss_on": "all", "cache": reader(directory, [])}
+        options = {"max_length": 300, "loss_on": "all", "cache": reader(directory, said)}
         samples, counts = read_chat([path], tokenizer, **options)
         expected, others = read_chat([path], tokenizer, **{**options, "cache": None})
         assert digest_of_samples([*samples]) == digest_of_samples([*expected]) and counts == others
@@ -244,7 +250,9 @@ def test_another_tokenizer_gives_other_tokens(tmp_path, rng):
         ]
         assert digest_of_samples([*blocks[0]]) == digest_of_samples([*blocks[1]])
         digests.add(digest_of_samples(samples))
-    assert len(digests) >= 3
+        unstopped.append(counts.unstopped > 0)
+    assert len(digests) >= 3 and unstopped[5:] == [True, False, True]
+    assert len([line for line in said if "a.jsonl is tokenized" in line]) == 7  # the last one is another's copy
 
 
 @pytest.mark.full  # each process imports transformers
@@ -265,3 +273,19 @@ class _Killed:
         if task == 5:
             os.kill(os.getpid(), signal.SIGKILL)
         return task
+
+
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path, rng):
+    """And nothing of the file is left."""
+    path, directory = chats(tmp_path / "a.jsonl", rng), tmp_path / "cache"
+
+    def full() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+        with pytest.raises(OSError) as caught:
+            read(path, reader(directory, []))
+        assert caught.value.errno == errno.EFBIG and str(directory) in caught.value.filename
+
+    assert os.waitpid(in_child(full), 0)[1] == 0
+    assert not folders(directory) and not [*directory.glob("*.partial")]
+    assert read(path, reader(directory, [])) == read(path)
