@@ -38,7 +38,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.answers import Answer, LossOn, Rendering, render
 from data.cache import TokenCache, Writer, digest, size_of
-from data.files import DataError, Problems, check_files
+from data.files import MAX_PROBLEMS, DataError, Problems, check_files
 from data.jsonl import BadLineError, Conversation, conversation_of, is_empty
 from data.rows import Row, rows_of
 from data.samples import IGNORE, Bars, Flat, Samples, no_bar
@@ -223,6 +223,7 @@ def read_chat(
             counts.add(str(path), Counts.of(shard.facts["counts"]))
             for number, problem in shard.facts["problems"]:
                 problems.add(f"{path}:{number}" if number else str(path), problem)
+            problems.count += shard.facts["more_problems"]
     problems.raise_if_any()
     if not counts.samples:
         raise DataError(
@@ -274,16 +275,18 @@ def _tasks(path: Path, bar: tqdm) -> Iterator[tuple[str, list[_Line]]]:
 
 def _write(out: Writer, parts: Iterable[_Part]) -> dict[str, Any]:
     """Write the samples of a file, unless it has bad lines; return its counts and its bad lines."""
-    counts, highest, problems = Counts(files=1), 0, list[tuple[int, str]]()
+    counts, highest, problems, more = Counts(files=1), 0, list[tuple[int, str]](), 0
     for part in parts:
         problems += part.problems
+        more += len(problems[MAX_PROBLEMS:])
+        del problems[MAX_PROBLEMS:]
         counts.add("", part.counts)
         if not problems:
             out.add(**part.arrays)
             highest = max(highest, *(int(part.arrays[name].max(initial=0)) for name in ("inputs", "labels")))
     if not counts.lines:
         problems = [(0, "found only blank lines, expected one JSON object per line")]
-    return {"counts": counts.as_json(), "highest": highest, "problems": problems}
+    return {"counts": counts.as_json(), "highest": highest, "problems": problems, "more_problems": more}
 
 
 class _Builder:
