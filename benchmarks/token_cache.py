@@ -129,12 +129,12 @@ def main() -> None:
         file, cache = Path(folder) / "chats.jsonl", Path(folder) / "cache"
         for size in arguments.mb:
             write_chats(file, size)
-            time.sleep(0.5)
+            time.sleep(3)  # a file that was just written is read again at the next start
             for way, used in (("from the file", None), ("into the cache", cache), ("from the cache", cache)):
                 measure(f"{size} MB", way, file, used)
         if arguments.tokens:
-            write_chats(file, 1)
-            time.sleep(0.5)
+            write_chats(file, 2)  # of a size that was not measured: its tokens are not in the cache
+            time.sleep(3)
             write_tokens(arguments.model, file, cache, arguments.tokens)
             for way in ("from the cache, the first time", "from the cache"):
                 measure("generated", way, file, cache)
