@@ -240,6 +240,7 @@ class TokenCache:
         assert self.directory is not None
         folder, partial = self.directory / key, self.directory / f"{key}.partial"
         shutil.rmtree(partial, ignore_errors=True)  # of a killed process: this one has the lock
+        self._sweep()
         partial.mkdir()
         writer = Writer(dtypes, partial)
         try:
@@ -263,6 +264,14 @@ class TokenCache:
         finally:
             writer.close()
             shutil.rmtree(partial, ignore_errors=True)
+
+    def _sweep(self) -> None:
+        """Remove what killed processes left of other folders."""
+        assert self.directory is not None
+        for partial in self.directory.glob("*.partial"):
+            with partial.with_suffix(".lock").open("a") as file, suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(partial, ignore_errors=True)
 
     @contextmanager
     def _locked(self, key: str, path: Path) -> Iterator[None]:

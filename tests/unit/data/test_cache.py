@@ -170,11 +170,13 @@ def test_another_content_is_tokenized_and_another_name_is_not(tmp_path, rng, mon
     assert len(said) == 1 and samples[0].where() == f"{tmp_path}/b.jsonl:1"
     assert all(f"{tmp_path}/b.jsonl: " in note for note in counts.notes())
     assert read(path, reader(directory, said)) == expected and len(said) == 1
+    (directory / "killed.partial").mkdir()
     times = path.stat()
     content = path.read_text().replace("assistant", "user", 1).replace("user", "assistant", 1)
     path.write_text(content)
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # of the same size and age
     assert read(path, reader(directory, said)) == read(path) and len(said) == 2
+    assert not [*directory.glob("*.partial")]
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, rng, monkeypatch):
