@@ -91,15 +91,19 @@ class VllmServer:
                 f"{len(before)} parameters ({least[0]}): vLLM cannot reload this format, or the server was started "
                 "with other files. It stays paused: start it again with each new version"
             )
-        self._call("/resume", {})
-        again = self._log_probs(name, prompt)
         # Clients that use the server meanwhile change batches, and so roundings.
-        noise = max(_distance(cold[0], other) for other in cold)
-        if not _distance(cold[0], again) <= 4 * noise:  # true for NaN
-            self._call("/pause?mode=abort", {})
+        noise, exact = max(_distance(cold[0], other) for other in cold), False
+        self._call("/resume", {})
+        try:
+            distance = _distance(cold[0], self._log_probs(name, prompt))
+            exact = distance <= 4 * noise  # false for NaN
+        finally:
+            if not exact:
+                self._call("/pause?mode=abort", {}, seconds=CONNECT_SECONDS)
+        if not exact:
             raise ServerError(
-                f"after loading {candidate.name} again a log-probability differs by {_distance(cold[0], again):.2g}: "
-                "vLLM cannot reload this format. It stays paused: start it again with each new version"
+                f"after loading {candidate.name} again a log-probability differs by {distance:.2g}: vLLM cannot reload "
+                "this format. It stays paused: start it again with each new version"
             )
 
     def _pause(self) -> None:

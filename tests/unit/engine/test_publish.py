@@ -47,6 +47,8 @@ class FakeVllm:
                 return {} if self.broken == "not vLLM" else {"data": [{"id": "export", "root": str(self.root)}]}
             case "/v1/completions":
                 assert not self.paused, "a paused server does not answer"
+                if self.broken == "no answer" and self.loaded:
+                    return None
                 value = float(self.weights["a"]) + (self.loaded if self.broken == "hidden" else 0)
                 if self.broken == "busy":
                     value += len(self.calls) % 3 * 1e-3
@@ -145,6 +147,7 @@ BROKEN = {
     "fails": (r"did not load .*step_00000000: /collective_rpc: HTTP 500 some reason\. It stays paused", True),
     "stale": (r"does not restore 1 of its 2 parameters \(b\): .* It stays paused: start it again", True),
     "hidden": (r"after loading step_00000000 again a log-probability differs by 1: .* It stays paused", True),
+    "no answer": ("/v1/completions: HTTP 500 some reason", True),
     "NaN": (r"after loading step_00000000 again a log-probability differs by nan: .* It stays paused", True),
 }
 
