@@ -97,7 +97,7 @@ def import_trackers(recipe: Recipe) -> dict[str, ModuleType]:
                 found[name] = importlib.import_module(name)
                 if getattr(found[name], "__file__", None) is None:  # a folder of that name, such as wandb leaves
                     raise ModuleNotFoundError(name=name)
-            except Exception as error:  # a package may raise anything
+            except (Exception, SystemExit) as error:  # a package may raise anything
                 why = "is not installed" if getattr(error, "name", None) == name else f"fails: {_reason(error)}"
                 raise ValueError(
                     f"train.report_to: {name!r}, but the package {name} {why}; pip install -e '.[{name}]' (or pip "

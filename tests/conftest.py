@@ -8,6 +8,8 @@ from tests.lib import seeds
 
 # DeepSpeed takes a GPU where there is one, at its import; what tests/gpu/ does on one says so itself.
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
+# A path that is not there may be a name on the Hub: tests ask a stand-in alone (tests/lib/hub.py).
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Two processes of tests on two cores: with two threads each they wait for each other most of the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -202,7 +202,9 @@ def _fetch(name: HubName, kind: Kind, *, weights: bool, code: bool) -> list[str]
 
 def _unreachable(error: BaseException) -> str:
     """Say why the Hub was not asked, or did not answer."""
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
+    from huggingface_hub import is_offline_mode
+
+    if is_offline_mode():
         return "is not asked (HF_HUB_OFFLINE is set)"
     return f"cannot be reached ({_line(error.__cause__ or error)})"
 

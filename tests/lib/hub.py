@@ -72,7 +72,7 @@ def point_at(hub: Hub) -> None:
     from huggingface_hub import constants
 
     os.environ.update(hub.environment())
-    constants.ENDPOINT, constants.HF_HUB_CACHE = hub.url, str(hub.cache / "hub")
+    constants.ENDPOINT, constants.HF_HUB_CACHE, constants.HF_HUB_OFFLINE = hub.url, str(hub.cache / "hub"), False
     constants.HUGGINGFACE_CO_URL_TEMPLATE = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
 
 

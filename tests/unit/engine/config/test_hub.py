@@ -280,7 +280,7 @@ from io import StringIO
 from pathlib import Path
 import os
 from huggingface_hub import constants
-constants.ENDPOINT = "http://127.0.0.1:9"
+constants.ENDPOINT, constants.HF_HUB_OFFLINE = "http://127.0.0.1:9", False
 constants.HF_HUB_CACHE = str(Path("cache").absolute())
 root = sys.argv[2]
 for script, *words in json.loads(sys.argv[1]):
