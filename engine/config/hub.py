@@ -227,7 +227,7 @@ def _files(directory: Path, files: Sequence[str], kind: Kind, *, weights: bool, 
             index = json.loads((directory / INDEX).read_text(encoding="utf-8"))
             named_weights = sorted({*index["weight_map"].values()})
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise HubError(f"{INDEX} is damaged ({_line(error)})") from error
+            raise HubError(f"{INDEX} is damaged ({_line(error)}): remove {directory} to fetch it again") from error
     else:
         named_weights = ["model.safetensors"]
     if missing := [file for file in named_weights if file not in files]:
