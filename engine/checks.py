@@ -75,10 +75,8 @@ def _difference(state: LoopState) -> str:
 
 
 def check_layers_ran(quantization: Quantization) -> None:
-    """Check after the first forward that the model called every quantized layer; a collective.
-
-    Raises RankError on every rank if the model's code uses the weight of a layer without calling the layer.
-    """
+    """Check after the first forward that the model called every quantized layer; a collective. Raises RankError on
+    every rank if the model's code uses the weight of a layer without calling the layer."""
     unused = [name for name, layer in quantization.layers.items() if not layer.trained]
     raise_everywhere(
         f"{listed(unused, 3)}: the model's forward did not call them, so that training would not quantize what the "

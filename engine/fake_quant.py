@@ -90,11 +90,9 @@ def calibrate_inputs(
     batches: Iterable[MicroBatch],
     device: torch.device,
 ) -> None:
-    """Measure the input scales of the scale groups of ``owners`` on ``batches``, with the unquantized model.
-
-    A collective; every rank needs the same number of batches. ``forward`` is the engine (or the plain model), called
-    without an attention mask. Switches and observers are restored afterwards.
-    """
+    """Measure the input scales of the scale groups of ``owners`` on ``batches``, with the unquantized model. A
+    collective; every rank needs the same number of batches. ``forward`` is the engine (or the plain model), called
+    without an attention mask. Switches and observers are restored afterwards."""
     with _observing(forward, quantization):
         for batch in progress_bar(desc="calibration", unit="batch", over=list(batches)):
             watch_inputs(forward, quantization, batch, device)
@@ -238,10 +236,8 @@ class FakeQuant:
         return bool(self._active()[kind]) and group not in self.overrides.frozen
 
     def stepped(self) -> None:
-        """Count a training step for active scales, and mark inactive scales as outdated.
-
-        A collective if scales follow the weights.
-        """
+        """Count a training step for active scales, and mark inactive scales as outdated. A collective if scales follow
+        the weights."""
         if self.session.recipe.quant.scales_follow_weights:
             follow_weights(self.quantization)
             weights_changed(self.session.model)

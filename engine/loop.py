@@ -76,10 +76,7 @@ class Loop:
 
     def token_loss(self, name: str, *, weight: float) -> Callable[[TokenLoss], TokenLoss]:
         """Decorator: add a loss per token, a function of a LossChunk (engine/losses/objective.py), with a weight; it is
-        logged as ``loss/<name>``.
-
-        Raises ValueError: the name is taken.
-        """
+        logged as ``loss/<name>``. Raises ValueError: the name is taken."""
         taken = ("total", "lm", "kd", ROUTER_AUX, *DIAGNOSTICS, *(loss.name for loss in self.token_losses))
         if name in taken:
             raise ValueError(f"loss {name!r}: expected another name than {', '.join(taken)}")

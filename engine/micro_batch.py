@@ -83,10 +83,8 @@ def micro_batch_losses(
 
 
 def _router_loss_factor(model: PreTrainedModel) -> float:
-    """Look up the factor of the load-balancing auxiliary loss in a transformers model.
-
-    Raises ValueError if neither the model nor its config has the factor.
-    """
+    """Look up the factor of the load-balancing auxiliary loss in a transformers model. Raises ValueError if neither the
+    model nor its config has the factor."""
     for owner in (model, model.config.get_text_config()):
         if (factor := getattr(owner, "router_aux_loss_coef", None)) is not None:
             return float(factor)

@@ -204,10 +204,8 @@ def checkpoints(recipe: Recipe) -> Path:
 
 
 def save(state: LoopState) -> None:
-    """Save a training checkpoint, and mark it as the best if its evaluation is the best so far; a collective.
-
-    Raises SaveError on every rank if the checkpoint could not be written.
-    """
+    """Save a training checkpoint, and mark it as the best if its evaluation is the best so far; a collective. Raises
+    SaveError on every rank if the checkpoint could not be written."""
     save_checkpoint(
         state.session,
         state.stateful,

@@ -130,9 +130,7 @@ def check_exportable(recipe: Recipe, model: PreTrainedModel, quantization: Quant
 
 def export(session: Session, directory: Path, *, compressed: bool = True) -> None:
     """Write the model into ``directory``, in the recipe's layout or, without ``compressed``, as a plain checkpoint.
-
-    Raises RankError on every rank if the checkpoint cannot be written.
-    """
+    Raises RankError on every rank if the checkpoint cannot be written."""
     recipe, layout = session.recipe, _layout(session.recipe)
     adapter = None
     if recipe.adapter.beside:

@@ -21,10 +21,8 @@ from quant.observers import recomputing
 
 
 def train_step(state: LoopState) -> StepResult:
-    """Run one optimizer step: forward and backward of every micro-batch, then the update; a collective.
-
-    Raises RankError on every rank if no token has a target, or too many steps in a row were skipped.
-    """
+    """Run one optimizer step: forward and backward of every micro-batch, then the update; a collective. Raises
+    RankError on every rank if no token has a target, or too many steps in a row were skipped."""
     batches = state.loader.step(state.step)
     valid, tokens = _count(state, batches)
     _set_learning_rates(state)

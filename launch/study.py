@@ -204,8 +204,7 @@ def learns_itself(recipe: Recipe) -> bool:
 
 def training_differs(recipe: Recipe) -> list[str]:
     """List the differences between logits in training and in eval mode (the teacher's): dropout, noise in expert
-    routing, clipped coefficients (``altup_coef_clip``), and compiled layers, which round differently.
-    """
+    routing, clipped coefficients (``altup_coef_clip``), and compiled layers, which round differently."""
     with errors_on_all_ranks(ValueError):
         config = read_config(Path(recipe.model.path), recipe.model.trust_remote_code).get_text_config()
     acting = [f"{key} {value}" for key, value in shares(config.to_dict()) if TRAINING.search(key)]

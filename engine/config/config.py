@@ -180,16 +180,13 @@ class Recipe:
 
     def validate_data(self) -> None:
         """Check that the files of the data and the student's configuration exist, for uses that read nothing else.
-
         Raises RecipeError."""
         self.fetch(("model", "data"), weights=False)
         _refuse((*checkpoint_problems("model.path", self.model.path), *self._data_problems()))
 
     def validate_files(self) -> None:
         """Check that the recipe's input files and directories exist, relative to the current directory, and fetch those
-        that are names on the Hugging Face Hub.
-
-        Raises RecipeError."""
+        that are names on the Hugging Face Hub. Raises RecipeError."""
         self.fetch()
         problems = list(self._model_problems(weights=True))
         if self.teacher_kind() == "cache":

@@ -211,7 +211,6 @@ class DsConfigError(RecipeError):
 
 def config_path(name_or_path: str) -> Path:
     """Find the file of ``zero3`` (a name in ds_configs/) or ``my/config.json`` (relative to the current directory).
-
     Raises DsConfigError: the file does not exist; the message lists the names in ds_configs/."""
     is_path = name_or_path.endswith(".json") or os.path.sep in name_or_path
     path = Path(name_or_path) if is_path else SHIPPED / f"{name_or_path}.json"
@@ -224,9 +223,8 @@ def config_path(name_or_path: str) -> Path:
 
 
 def read_ds_config(path: Path) -> dict[str, Any]:
-    """Read a file and check its top-level keys.
-
-    Raises DsConfigError: not JSON (with file and line), not an object, a duplicate key, or a refused key."""
+    """Read a file and check its top-level keys. Raises DsConfigError: not JSON (with file and line), not an object, a
+    duplicate key, or a refused key."""
     try:
         config = parse_json(path.read_bytes())
     except ValueError as error:

@@ -57,9 +57,8 @@ def _parser() -> ArgumentParser:
 
 
 def _check_keys(path: str) -> None:
-    """Refuse YAML that jsonargparse accepts: duplicate keys, keys without a value, names of classes.
-
-    Raises RecipeError: one line per problem, with file, line and key."""
+    """Refuse YAML that jsonargparse accepts: duplicate keys, keys without a value, names of classes. Raises
+    RecipeError: one line per problem, with file, line and key."""
     try:
         root = yaml.compose(_text_of(path), Loader=yaml.SafeLoader)
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError, OSError) as error:
@@ -242,9 +241,8 @@ def parse_recipe(argv: Sequence[str] | None = None, *, check_files: bool = True)
 
 
 def load_recipe(path: str | os.PathLike[str]) -> Recipe:
-    """Read the recipe from a YAML file, without checking its files: call :meth:`Recipe.validate_files` for that.
-
-    Raises RecipeError."""
+    """Read the recipe from a YAML file, without checking its files: call :meth:`Recipe.validate_files` for that. Raises
+    RecipeError."""
     name = os.fspath(path)
     try:
         return _parse(["--config", name])

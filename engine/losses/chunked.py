@@ -311,10 +311,8 @@ def _losses_of_block(job: _Job, logits: Tensor, teacher: Tensor | TopK | None, l
 
 
 def _token_loss(loss: NamedTokenLoss, chunk: LossChunk, gradient: Tensor | None, factor: float) -> Tensor:
-    """Compute a user's loss of R tokens, and add its gradient from autograd to ``gradient``.
-
-    Raises ValueError if the loss is not a tensor [R], or does not depend on the student's logits.
-    """
+    """Compute a user's loss of R tokens, and add its gradient from autograd to ``gradient``. Raises ValueError if the
+    loss is not a tensor [R], or does not depend on the student's logits."""
     leaf = chunk.student.detach().requires_grad_()
     with torch.enable_grad():
         value = loss.function(chunk._replace(student=leaf))

@@ -111,10 +111,8 @@ class CachedTeacher:
     cache: TeacherCache
 
     def forward(self, inputs: dict[str, Any], batch: MicroBatch) -> TeacherOutput:
-        """Read the rows of the batch's samples; valid positions have the same order in cache and batch.
-
-        Raises ValueError if the batch and the cache have different numbers of targets for these samples.
-        """
+        """Read the rows of the batch's samples; valid positions have the same order in cache and batch. Raises
+        ValueError if the batch and the cache have different numbers of targets for these samples."""
         positions = len(batch["positions"])
         rows = self.cache.rows(batch["sample_ids"].tolist())
         if positions == 0:  # a batch with all targets removed

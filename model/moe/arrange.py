@@ -325,10 +325,8 @@ def _as_ours(theirs: nn.Module, of: Experts) -> Callable[[Tensor, Tensor, Tensor
 
 class Routed(nn.Module):
     """MoE block of Llama 4 that passes each expert only its own tokens, with the children, names and results of
-    transformers' block.
-
-    Raises ValueError if ``block``, called ``name``, is of another class, whose forward might differ.
-    """
+    transformers' block. Raises ValueError if ``block``, called ``name``, is of another class, whose forward might
+    differ."""
 
     def __init__(self, name: str, block: nn.Module):
         super().__init__()

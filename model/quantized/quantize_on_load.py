@@ -130,11 +130,9 @@ class QuantizeOnLoadRows(NamedTuple):
 
 @torch.no_grad()
 def fill_quantize_on_load_scales(model: nn.Module, quantization: Quantization) -> set[str]:
-    """Fill scales and zero points of all weights quantized on load; returns the owners of their groups.
-
-    A collective, after the weights are loaded and before ``deepspeed.initialize``. Raises RankError if a file can no
-    longer be read.
-    """
+    """Fill scales and zero points of all weights quantized on load; returns the owners of their groups. A collective,
+    after the weights are loaded and before ``deepspeed.initialize``. Raises RankError if a file can no longer be
+    read."""
     owners = set()
     with errors_on_all_ranks(OSError, CheckpointError), Reader() as reader:
         for group in quantization.weight_groups:

@@ -26,9 +26,7 @@ QUIET_SECONDS = 3600.0
 
 class Aside:
     """Directory in which one process writes the files of ``out``, ``size`` bytes or more. Always call :meth:`close`.
-
-    Raises ValueError if ``out`` is a file or not empty, or if the disk is too full.
-    """
+    Raises ValueError if ``out`` is a file or not empty, or if the disk is too full."""
 
     def __init__(self, out: Path, size: int) -> None:
         if out.exists() and not out.is_dir():
