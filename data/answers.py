@@ -95,7 +95,10 @@ def render(template: Template, conversation: Conversation, loss_on: LossOn) -> R
     answers = [writing.answer(i) for i in chosen]
     for one, other in pairwise(answers):
         if one.end > other.start:
-            raise BadLineError("found a chat template that mixes assistant turns, expected one turn behind the other")
+            raise BadLineError(
+                "found a chat template that mixes assistant turns, expected one turn after the other: correct the "
+                "template"
+            )
     return Rendering(writing.text, answers, *writing.spelled(), len(turns) - 1 - chosen[-1])
 
 
@@ -365,9 +368,8 @@ class _Writing:
         for left, right in zip(edges[::2], edges[1::2], strict=True):
             if early := self.template.ends.first_stop(self.text[left:right]):
                 raise BadLineError(
-                    f"found {self.text[left:right][slice(*early)]!r}, at which generation stops, in front of the last "
-                    f"part of turn {index} (assistant), expected it behind the turn: correct the chat template or the "
-                    "turn"
+                    f"found {self.text[left:right][slice(*early)]!r}, at which generation stops, before the last part "
+                    f"of turn {index} (assistant), expected it after the turn: correct the chat template or the turn"
                 )
         return Answer(start, end, by_content=not exact, cut=len(found.kept) < len(found.alone.pieces))
 
@@ -411,7 +413,7 @@ class _Writing:
         pieces = pieces[: len(kept)]
         in_order = [piece.mark for piece in pieces] == [piece.mark for piece in kept]
         if not (kept and in_order and kept[-1] == alone.pieces[-1]):
-            raise self._otherwise(index, "parts in another order if other turns follow")
+            raise self._otherwise(index, "parts in another order if later turns follow")
         for (one, other), (left, right) in zip(pairwise(pieces), pairwise(kept), strict=True):
             self._check_words(index, self.text[one.end : other.start], alone.literal(left.end, right.start))
         return pieces, kept
@@ -442,7 +444,7 @@ class _Writing:
         if not (
             prompt.pieces and previous and first and prior and prior.mark == previous.mark == prompt.pieces[-1].mark
         ):
-            raise self._otherwise(index, "something else in front than the generation prompt")
+            raise self._otherwise(index, "another text than the generation prompt before it")
         header = prompt.behind()
         added = header[_common(header, marks.marked(self._write(before)).behind()) :]
         between = self.text[previous.end : first.start]
@@ -464,13 +466,13 @@ class _Writing:
         own = own[: _common(own, behind)]
         stop = self._stop(index, own, found.end - last)
         if stop is None and (missing := self.template.ends.first(behind)):
-            raise self._otherwise(index, f"{behind[: missing[1]][-60:]!r} behind it only if no turn follows")
+            raise self._otherwise(index, f"{behind[: missing[1]][-60:]!r} after it only if no turn follows")
         if stop is None and (not behind.strip() or self._followed(index).startswith(behind.rstrip())):
             return last + len(own), last + len(own)
         if stop is None or self._begins_turn(own[found.end - last : stop[1]]):
             raise BadLineError(
-                f"found {behind[:60]!r} behind turn {index} (assistant), and no special token that ends it, expected a "
-                "chat template that ends a turn with one, or writes nothing of the next turn"
+                f"found {behind[:60]!r} after turn {index} (assistant), and no special token that ends it, expected a "
+                "chat template that ends a turn with a special token or with nothing: correct the template"
             )
         return last + stop[0], last + stop[1]
 
@@ -519,17 +521,18 @@ class _Writing:
 
     def _otherwise(self, index: int, what: str) -> BadLineError:
         return BadLineError(
-            f"found a chat template that writes for the assistant's turn {index} {what}, expected its text once, and "
-            "the same with and without turns behind it: correct the template, or set data.loss_on: last and give each "
-            "answer a line that ends with it"
+            f"found a chat template that writes for the assistant's turn {index} {what}, expected the turn's text once, "
+            "and the same text with and without later turns: correct the template, or set data.loss_on: last and give "
+            "each answer a line that ends with it"
         )
 
     def _omitted(self, marks: Marks, mark: str) -> BadLineError:
         kind, index = marks.kinds[mark]
         part = "the tool" if kind == TOOL else f"turn {index}'s {repr(kind) if kind in TEXTS else kind}"
         return BadLineError(
-            f"found {part} {marks.forms[mark][-1][:60]!r}, which the chat template does not write, expected it in the "
-            "text: correct the template, or remove it from the line"
+            f"found {part} {marks.forms[mark][-1][:60]!r}, which the chat template does not write, expected the "
+            "template "
+            "to write it: correct the template, or remove this part from the line"
         )
 
     def _changed(self, index: int, marks: Marks) -> BadLineError:

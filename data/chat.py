@@ -202,7 +202,8 @@ def read_chat(
     paths = check_files(files)
     if not tokenizer.chat_template:
         raise DataError(
-            f"the tokenizer of {tokenizer.name_or_path!r} has no chat template, expected one to write turns with"
+            f"the tokenizer of {tokenizer.name_or_path!r} has no chat template, expected one: take a chat model's "
+            "tokenizer"
         )
     cache, options = cache or TokenCache(), Options(max_length, fields, loss_on, too_long, special_tokens)
     about = cache.about(tokenizer, {"kind": "chat", **asdict(options)}, chat=True)
@@ -350,7 +351,10 @@ class _Builder:
         refused."""
         conversation = conversation_of(line, self.fields, self.template.reads)
         if self.special_tokens == "refuse" and (token := self.template.special_token_in(conversation)):
-            raise BadLineError(f"found the special token {token!r} spelled out, expected none (data.special_tokens)")
+            raise BadLineError(
+                f"found the special token {token!r} spelled out, expected none: data.special_tokens keep or text "
+                "allows them"
+            )
         rendering = render(self.template, conversation, self.loss_on)
         if self.special_tokens == "text" and rendering.unplaced:
             raise BadLineError(

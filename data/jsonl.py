@@ -237,7 +237,10 @@ def _refuse_unsupported(values: Mapping[str, Any]) -> None:
 def _refuse_media(given: Mapping[str, Any], place: str) -> None:
     for key in MEDIA:
         if given.get(key) and not is_empty(given[key]):
-            raise BadLineError(f"{place}{key}: found {excerpt(given[key])}, expected text only, without {key!r}")
+            raise BadLineError(
+                f"{place}{key}: found {excerpt(given[key])}, expected text only: media are not supported, remove "
+                f"{key!r}"
+            )
 
 
 def _form(names: Mapping[str, Any]) -> str | None:
@@ -387,8 +390,8 @@ def _message(given: Any, name: str, place: str, found: Conversation) -> Message:
     learned = _flag_of(given, place)
     if learned and role != "assistant":
         raise BadLineError(
-            f"{place}: found a flag ({', '.join(key for key in FLAGS if given.get(key) is not None)}) that asks to "
-            f"learn a turn of role {role!r}, expected it of 'assistant': only answers are learned"
+            f"{place}: found a flag ({', '.join(key for key in FLAGS if given.get(key) is not None)}) that marks a "
+            f"turn of role {role!r} as learned, expected it only in turns of 'assistant': only answers are learned"
         )
     return Message(turn, learned, places)
 

@@ -105,7 +105,10 @@ class Loader:
         self._packed_length = packed_length
         self._skip = frozenset(skip)
         if len(self._skip) == len(self.samples):
-            raise DataError(f"data.skip: names all {found:,} samples to train on, expected some that are learned")
+            raise DataError(
+                f"data.skip: excludes all {found:,} training samples, expected at least one left to learn: name fewer "
+                "lines"
+            )
 
     def step(self, k: int) -> list[MicroBatch]:
         """Return this rank's micro-batches of step ``k`` (from 0), as many as gradient_accumulation_steps."""
@@ -338,8 +341,8 @@ def _files(samples: Samples, weights: Mapping[str, float]) -> list[tuple[np.ndar
     other = sorted({samples[i].file for i in np.flatnonzero(files == -1)[:1]})
     if empty or other:
         raise DataError(
-            f"data.weights: found files without samples {empty} and without a weight {other}, expected both for every "
-            "file: remove the weights of empty files, and add the missing weights"
+            f"data.weights: files with a weight but no samples: {empty or 'none'}; files with samples but no weight: "
+            f"{other or 'none'}; expected one weight for each file with samples: remove or add weights"
         )
     shares = np.array(list(weights.values()), dtype=np.float64)
     exact = len(samples) * shares / shares.sum()
@@ -349,8 +352,8 @@ def _files(samples: Samples, weights: Mapping[str, float]) -> list[tuple[np.ndar
     if not counts.all():
         none = [file for file, count in zip(weights, counts.tolist(), strict=True) if not count]
         raise DataError(
-            f"data.weights: found weights that give {none} none of an epoch's {len(samples):,} samples, expected at "
-            "least one: raise the weight, or leave the file out"
+            f"data.weights: the weights of {none} are too small: none of an epoch's {len(samples):,} samples is from "
+            "these files, expected at least one of each: raise their weights, or leave the files out"
         )
     return list(zip(ids, counts.tolist(), strict=True))
 
@@ -480,7 +483,7 @@ class HeldOut:
         self, samples: Sequence[Sample], *, micro_batch_size: int, rank: int, world: int, pad_token_id: int
     ) -> None:
         if not samples:
-            raise DataError("found no samples to evaluate on, expected at least one")
+            raise DataError("found no samples to evaluate on, expected at least one in data.held_out or data.eval")
         self.samples = samples_of(samples)
         self._by_length = np.argsort(self.samples.lengths, kind="stable").tolist()
         self._size = micro_batch_size

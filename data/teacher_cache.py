@@ -237,7 +237,8 @@ class TeacherCache:
             )
         if self.manifest.samples_digest != digest_of_samples(samples):
             raise CacheError(
-                f"{self.directory} is of other samples than the recipe's data (files, data.max_length, data.too_long, "
+                f"{self.directory} was made from other samples than the recipe's data (files, data.max_length, "
+                "data.too_long, "
                 f"data.loss_on, data.special_tokens, data.held_out, chat template): {_AGAIN}"
             )
         if not np.array_equal(self._arrays["offsets"], offsets_of(samples)):

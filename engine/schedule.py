@@ -55,7 +55,7 @@ class Schedule:
     def at(self, step: int, action: Action) -> None:
         """Run ``action(state)`` once, when ``step`` optimizer steps are done and before the next begins."""
         if step < 0:
-            raise ValueError(f"an event at step {step}: steps count from 0")
+            raise ValueError(f"an event at step {step}: expected 0 or more, as steps count from 0")
         self.before.append((step, action))
 
     def every(self, steps: int, action: Action, *, last: bool = False) -> None:
@@ -76,7 +76,8 @@ class Schedule:
         late = [step for step, _ in self.before if step >= total > 0]
         if late:
             raise ValueError(
-                f"an event at step {late[0]}, but train.steps is {total}: the last step to begin is {total - 1}"
+                f"an event at step {late[0]}, expected at most {total - 1}: train.steps is {total}, and steps count "
+                "from 0"
             )
 
     def described(self) -> list[str]:

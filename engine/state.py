@@ -108,7 +108,7 @@ class SkippedSteps:
         if self.in_a_row >= self.limit:
             raise RankError(
                 f"{text}\n{self.in_a_row} steps in a row were left out (train.max_skipped_steps): the run does not "
-                "recover by itself. Weights, scales and optimizer state are as before them"
+                "recover alone: lower the learning rate or look at the samples. Weights and optimizer are unchanged"
             )
         say(f"warning: {text}\n  left out ({self.in_a_row} in a row; the run ends at {self.limit})")
 

@@ -83,7 +83,7 @@ def main() -> None:
         )
         with errors_on_all_ranks(OSError, ValueError):
             if problems := comparison.problems():
-                raise ValueError("the figures are not comparable:\n" + "\n".join(problems))
+                raise ValueError("the results cannot be compared:\n" + "\n".join(problems))
             written = write_comparison(comparison, arguments.out) if is_main() else []
         write_results(arguments.out / "compare.json", [known[named(directory)] for directory in directories])
         say(f"\n{comparison_tables(comparison)}\n\n{', '.join(map(str, written))}, {arguments.out / 'compare.json'}")

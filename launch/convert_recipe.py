@@ -444,7 +444,7 @@ def main() -> None:
     try:
         contents = yaml.safe_load(file.read_text(encoding="utf-8"))
         if not isinstance(contents, dict):
-            raise ValueError("expected a YAML mapping")
+            raise ValueError("expected a YAML file with keys and values")
         made = convert(contents)
     except (OSError, UnicodeDecodeError, ValueError, yaml.YAMLError) as error:
         parser.error(f"{file}: {error}")

@@ -235,7 +235,8 @@ def _place_buffers(model: nn.Module, dtype: torch.dtype, device: torch.device) -
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_meta:
                 raise ValueError(
-                    f"{module_name}.{name} is computed from a parameter while the model is built: not supported"
+                    f"{module_name}.{name} is computed from a parameter in the model's __init__, expected a constant: "
+                    "this model is not supported"
                 )
             setattr(module, name, buffer.to(device))
 

@@ -233,8 +233,8 @@ def start_from_error(quantization: Quantization) -> None:
                 error = (layer.weight - layer.quantized_weight()).float() / layer.adapter.scaling
                 if not (error.isfinite().all() and _filled(pair, _factors(error, pair[0].shape[0]))):
                     raise ValueError(
-                        f"adapter.init error: {name}: {pair[0].dtype} cannot hold an adapter whose product times "
-                        f"{layer.adapter.scaling:g} is the error of quantization; expected an adapter.alpha nearer to "
+                        f"adapter.init error: {name}: {pair[0].dtype} cannot represent an adapter whose product times "
+                        f"{layer.adapter.scaling:g} is the error of quantization: set adapter.alpha nearer to "
                         "adapter.rank"
                     )
 

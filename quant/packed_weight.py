@@ -132,7 +132,10 @@ def codes_of_placeholder(weight: Tensor, spec: TensorSpec) -> Tensor:
     before = weight.storage_offset() * weight.itemsize
     storage = weight.untyped_storage()
     if any(weight.stride()) or before < weight.numel() or before + weight.itemsize != storage.nbytes():
-        raise ValueError(f"a weight {list(weight.shape)} of strides {weight.stride()} contains no codes")
+        raise ValueError(
+            f"found a weight {list(weight.shape)} with strides {weight.stride()}, expected a placeholder with codes "
+            "(strides 0)"
+        )
     codes = torch.empty(0, dtype=CODE_DTYPES.get(spec.dtype, torch.int8), device=weight.device)
     strides = torch.empty(weight.shape, device="meta").stride()
     return codes.set_(storage, 0, weight.shape, strides)

@@ -459,7 +459,8 @@ def _input_groups(
         widths = {name: linears[name].in_features for name in members}
         if len(set(widths.values())) > 1:
             raise ValueError(
-                f"layers that share an input scale read inputs of different widths: {widths}; exempt all of them"
+                f"layers that share an input scale have different in_features {widths}, expected one: exempt all of "
+                "them"
             )
         scale = _new_scale(linears[members[0]], (1,), learn and not spec.dynamic)
         groups.append(ScaleGroup(members[0], members, spec, scale, _observer(spec, ranges)))

@@ -233,12 +233,17 @@ class Scheme:
 
     def __post_init__(self) -> None:
         if self.weights.dynamic:
-            raise ValueError(f"scheme {self.name!r}: a weight has no dynamic scale, got {self.weights}")
+            raise ValueError(f"scheme {self.name!r}: weights cannot have dynamic scales, got {self.weights}")
         static = self.activations
         if static is not None and not static.dynamic and (static.granularity != "tensor" or static.bits != 8):
-            raise ValueError(f"scheme {self.name!r}: a stored scale of inputs is per tensor, of 8 bits, got {static}")
+            raise ValueError(
+                f"scheme {self.name!r}: inputs with a stored scale must have 8 bits and one scale per tensor, got "
+                f"{static}"
+            )
         if static is not None and static.narrow:
-            raise ValueError(f"scheme {self.name!r}: readers quantize inputs to all codes, got {static}")
+            raise ValueError(
+                f"scheme {self.name!r}: inputs cannot have narrow range, as readers use the full range, got {static}"
+            )
 
     @property
     def stored_input(self) -> TensorSpec | None:

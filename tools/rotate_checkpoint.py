@@ -163,9 +163,9 @@ def rotate_checkpoint(source: Path, out: Path, *, seed: int = 0, progress: bool 
     config = read_config(source, trust_remote_code=False)
     if config.model_type not in FAMILIES:
         families = ", ".join(FAMILIES)
-        raise CheckpointError(f"{source}: a rotation of {config.model_type} is not known; expected one of {families}")
+        raise CheckpointError(f"{source}: model_type {config.model_type} cannot be rotated, expected one of {families}")
     if is_quantized(source):
-        raise CheckpointError(f"{source} is quantized: rotate the checkpoint that it was made from")
+        raise CheckpointError(f"{source} is quantized: rotate the unquantized checkpoint instead")
     empty = build_model(source, {}, dtype=torch.float32, device=torch.device("meta"), experts="per_expert")
     check_headers(empty, source)
     tensors = read_headers(source).tensors

@@ -203,7 +203,10 @@ def _check_launcher() -> None:
     """
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         if not os.environ.get(name, "0").isdecimal():
-            raise RankError(f"{name} is {os.environ[name]!r} in the environment, expected a number, of a launcher's")
+            raise RankError(
+                f"{name} is {os.environ[name]!r} in the environment, expected a number: start the ranks with a "
+                "launcher, which sets it"
+            )
     if "RANK" in os.environ:
         return
     for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):

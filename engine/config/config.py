@@ -343,7 +343,7 @@ def _learnable(r: Recipe) -> Contradictions:
     if r.never_quantizes() and learnable.scales_alone() and not r.adapter.on:
         yield (
             "quant.fake_quant_start: -1 (never)",
-            "0 or more with learnable.weight false: only scales learn, and get no gradient",
+            "0 or more with learnable.weight false: only scales learn, which get no gradient without fake quant",
         )
     weights = not quant.known() or quant.linear_schemes()
     if learnable.scales_alone() and not (learnable.act_scale or learnable.kv_scale or weights or r.adapter.on):
@@ -351,7 +351,8 @@ def _learnable(r: Recipe) -> Contradictions:
         yield "learnable: only weight_scale is true", expected
     cache_alone = quant.quantizes_cache() and not quant.learns_input_scales()
     if learnable.act_scale and not learnable.kv_scale and cache_alone:
-        yield "learnable.act_scale", f"false with learnable.kv_scale false: quant.scheme {quant.scheme} has no others"
+        only = f"quant.scheme {quant.scheme} has no input scales except those of the KV cache"
+        yield "learnable.act_scale", f"false with learnable.kv_scale false: {only}"
 
 
 def _losses(r: Recipe) -> Contradictions:
@@ -363,7 +364,7 @@ def _losses(r: Recipe) -> Contradictions:
     elif loss.named_teacher() == "none" and r.distils():
         yield "loss.teacher", "a directory since an event under schedule sets kd"
     if r.teacher_kind() == "self":
-        taught = "would be taught by what it has become"
+        taught = "would be its own teacher in its changed state"
         if learned := [f"learnable.{name}" for name in ("weight", "norm", "router") if getattr(r.learnable, name)]:
             expected = f"{' and '.join(learned)} to be false, or a directory: a student that changes {taught}"
             yield "loss.teacher", expected
@@ -378,7 +379,10 @@ def _losses(r: Recipe) -> Contradictions:
         if loss.teacher == "self":
             yield "loss.teacher", "a directory or null: loss.teacher_cache is there so that no teacher runs"
         if loss.diagnostics_every > 0:
-            yield "loss.diagnostics_every", "0: loss.teacher_cache does not hold the distributions that are compared"
+            yield (
+                "loss.diagnostics_every",
+                "0: diagnostics compare whole distributions, which loss.teacher_cache does not contain",
+            )
 
 
 def _evaluation(r: Recipe) -> Contradictions:
@@ -389,7 +393,7 @@ def _evaluation(r: Recipe) -> Contradictions:
         expected = f"a multiple of eval.every ({every}), so that each checkpoint has been evaluated"
         yield "train.checkpoint_every", expected
     if r.eval.best != "lm" and r.loss.named_teacher() == "cache":
-        yield "eval.best", "lm: loss.teacher_cache holds no held-out samples"
+        yield "eval.best", "lm: loss.teacher_cache contains no teacher outputs for held-out samples"
 
 
 def _fake_quant(r: Recipe) -> Contradictions:
@@ -400,7 +404,7 @@ def _fake_quant(r: Recipe) -> Contradictions:
         expected = f"below train.steps ({r.train.steps}), or -1 to train without fake quant"
         yield "quant.fake_quant_start", expected
     if quant.compute == "fp8_gemm" and r.model.dtype != "bfloat16":
-        yield "quant.compute", f"auto or simulate: the fp8 GEMM gives bfloat16, model.dtype is {r.model.dtype}"
+        yield "quant.compute", f"auto or simulate: the fp8 GEMM returns bfloat16, but model.dtype is {r.model.dtype}"
     if quant.fuse_norms and r.learnable.act_scale:
         expected = "false with learnable.act_scale: the gradient of a scale needs the unquantized input"
         yield "quant.fuse_norms", expected
@@ -421,9 +425,11 @@ def _schemes(r: Recipe) -> Contradictions:
     if r.export.enabled and r.export.format in ("gguf", "mlx", "executorch") and quant.preset().kv_cache is not None:
         yield "export.format", f"compressed with {scheme}, which quantizes the KV cache"
     if quant.compute == "fp8_gemm" and not quant.has_fp8_gemm():
-        yield "quant.compute", f"auto or simulate: {scheme} has no fp8 codes per tensor on both sides"
+        yield "quant.compute", f"auto or simulate: {scheme} lacks fp8 weights and inputs with one scale per tensor"
     if quant.input_range != "absmax" and quant.has_global_input_scales():
-        expected = f"absmax with {scheme}: the scales below a global scale of inputs (NVFP4) are dynamic"
+        expected = (
+            f"absmax with {scheme}: NVFP4 inputs have dynamic scales, and their global scale is measured by absmax"
+        )
         yield "quant.input_range", expected
     if quant.initial_input_scale is not None and quant.has_global_input_scales():
         expected = f"null with {scheme}: a global scale of inputs (NVFP4) is measured, or comes from quant.scales"
@@ -432,14 +438,17 @@ def _schemes(r: Recipe) -> Contradictions:
     given = quant.scheme == SOURCE or quant.scales or quant.start or quant.initial_input_scale is not None
     needed = quant.stores_input_scales() and (quant.fake_quant_start == 0 or r.adapter.beside)
     if needed and quant.calibration_batches == 0 and not given:
-        nothing = f"nothing gives the activation scales of {quant.scheme}"
+        nothing = f"{quant.scheme} needs input scales, and the recipe names no source of them"
         yield "quant.calibration_batches", f"1 or more (or quant.scales, or quant.initial_input_scale): {nothing}"
 
 
 def _first_scales(r: Recipe) -> Contradictions:
     quant, start = r.quant, r.quant.fake_quant_start
     if quant.scales_follow_weights and quant.weight_range == "mse":
-        yield "quant.weight_range", "absmax, since quant.scales_follow_weights measures in every step"
+        yield (
+            "quant.weight_range",
+            "absmax, since quant.scales_follow_weights measures scales in every step, where a search would be too slow",
+        )
     if quant.scales_follow_weights and quant.scales is not None:
         yield "quant.scales", "null: quant.scales_follow_weights replaces its weight scales after the first step"
     if quant.start is not None and quant.scales is not None:
@@ -476,7 +485,10 @@ def _first_scales(r: Recipe) -> Contradictions:
         yield "quant.calibration_batches", f"1 or more: {looks}"
     scheme = f"quant.scheme {quant.scheme}"
     if quant.known() and not all(takes(scheme.weights) for scheme in quant.linear_schemes()):
-        yield "quant.init", f"rtn with {scheme}: a scheme here has a scale for several rows of a weight"
+        yield (
+            "quant.init",
+            f"rtn with {scheme}: other methods need schemes in which each row of a weight has its own scales",
+        )
 
 
 def _adapters(r: Recipe) -> Contradictions:
@@ -489,7 +501,7 @@ def _adapters(r: Recipe) -> Contradictions:
         why = "without fake quant the export is a plain checkpoint"
         yield (
             "quant.fake_quant_start: -1 (never)",
-            f"0 or more with {kind}: {why}, which contains no adapters",
+            f"0 or more with {kind}: {why}, which cannot contain adapters",
         )
     if r.train.compile:
         yield "train.compile", f"false with {kind}, whose gradients torch.compile cannot trace"
@@ -507,25 +519,28 @@ def _adapters_beside(r: Recipe) -> Contradictions:
     if not adapter.beside:
         return
     if any(getattr(r.learnable, name) for name in SHARED):
-        expected = f"{', '.join(SHARED)} to be false with adapter.merge false: the model is served with other adapters"
-        yield "learnable: more than adapters learns", f"{expected} too"
+        expected = f"{', '.join(SHARED)} to be false with adapter.merge false: servers share the model among adapters"
+        yield "learnable: more than adapters learns", expected
     if adapter.ranks:
         reads = "vLLM multiplies every layer's adapter by lora_alpha / r, with one r"
         yield "adapter.ranks", f"{{}} with adapter.merge false: {reads}"
     if r.export.format not in UNMERGED_FORMATS:
         yield "export.format", f"one of {', '.join(UNMERGED_FORMATS)} with adapter.merge false"
     if adapter.init == "error" and adapter.start is not None:
-        yield "adapter.init", "zeros with adapter.start"
+        yield "adapter.init", "zeros with adapter.start, which provides the initial adapter"
     if adapter.base != "quantized":
         return
     if quant.start or quant.scales:
-        read = "quantized without them: scales are then read from model.path or measured"
-        yield "adapter.base", f"weights with quant.start or quant.scales; or {read}"
+        read = "scales of a quantized base are read from model.path or measured"
+        yield "adapter.base", f"weights, or quant.start and quant.scales null: {read}"
     if quant.fake_quant_start != 0 or quant.scales_follow_weights:
         start = "quantized with quant.fake_quant_start 0 and quant.scales_follow_weights false"
-        yield "adapter.base", f"weights; or {start}: there are no unquantized weights to measure scales on"
+        yield "adapter.base", f"weights; or {start}: a quantized base has no unquantized weights to measure scales from"
     if adapter.init == "error":
-        yield "adapter.init", "zeros with adapter.base quantized: the weights are the decoded codes"
+        yield (
+            "adapter.init",
+            "zeros with adapter.base quantized: without the original weights, their quantization error is unknown",
+        )
 
 
 def _export(r: Recipe) -> Contradictions:

@@ -119,7 +119,8 @@ class CachedTeacher:
             rows = rows[:0]
         if len(rows) != positions:
             raise ValueError(
-                f"samples {batch['sample_ids'].tolist()} have {positions} targets in this batch, but {len(rows)} "
+                f"samples {batch['sample_ids'].tolist()} have {positions} targets in this batch, expected "
+                f"{len(rows)}, as "
                 f"in the teacher's cache {self.cache.directory}"
             )
         log_probs, indices, log_tail = (

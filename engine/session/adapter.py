@@ -80,8 +80,8 @@ def pack_base(recipe: Recipe, model: PreTrainedModel, exempt: Sequence[str], nam
         try:
             if made and not can_quantize_on_load(scheme.weights):
                 raise ValueError(
-                    f"adapter.base: quantized: scheme {scheme.name!r} has a scale of a whole weight, or of several, "
-                    f"but codes are made from single rows: {_ELSE}"
+                    f"adapter.base: quantized: scheme {scheme.name!r} has one scale for a whole weight, but "
+                    f"weights are quantized a few rows at a time: {_ELSE}"
                 )
             store_packed(layer, scheme.weights, tuple(layer.weight.shape), recipe.quant.ranges() if made else None)
         except ValueError as error:
@@ -96,9 +96,11 @@ def _check_made(recipe: Recipe) -> None:
     only."""
     path = f"adapter.base: quantized: model.path {recipe.model.path!r} is not quantized, and only its codes are kept: "
     if recipe.teacher_kind() == "self":
-        raise ValueError(f"{path}set loss.teacher to it, as loss.teacher self would be the quantized model")
+        raise ValueError(f"{path}set loss.teacher to model.path, as loss.teacher self would be the quantized model")
     if any(event.fake_quant in (False, "activations") for event in recipe.schedule):
-        raise ValueError(f"{path}leave fake_quant of weights on in the schedule, as they are quantized for good")
+        raise ValueError(
+            f"{path}remove events that switch fake_quant of weights off, as unquantized weights do not exist"
+        )
     if recipe.quant.stores_input_scales() and recipe.quant.initial_input_scale is None:
         raise ValueError(f"{path}scales of inputs would be measured in the quantized model instead: {_ELSE}")
 
@@ -110,7 +112,10 @@ def _check_start(
     adapter, start = recipe.adapter, f"adapter.start: {recipe.adapter.start!r}: "
     source = _source(recipe, model, layers)
     if source.base is not None and source.base != digest_of_checkpoint(recipe.model.path):
-        raise ValueError(f"{start}it was trained on another checkpoint than model.path {recipe.model.path!r}")
+        raise ValueError(
+            f"{start}it was trained on another checkpoint than model.path {recipe.model.path!r}: set model.path to "
+            "that one"
+        )
     if missing := [name for name in layers if name not in source.shapes]:
         raise ValueError(
             f"{start}it has no A and B for {listed(missing, 3)}; set adapter.targets to the layers that it has"
@@ -120,12 +125,13 @@ def _check_start(
         expected = (rank, layer.in_features), (layer.out_features, rank)
         if (a, b) != expected:
             raise ValueError(
-                f"{start}{name} has {list(a)} and {list(b)}, expected {[*map(list, expected)]}: see adapter.rank"
+                f"{start}{name} has {list(a)} and {list(b)}, expected {[*map(list, expected)]}: set adapter.rank"
             )
         if source.scalings[name] != adapter.scaling(rank):
             raise ValueError(
-                f"{start}{name} is multiplied by {source.scalings[name]:g}, expected {adapter.scaling(rank):g}, as "
-                "adapter.alpha, adapter.rank and adapter.rslora give"
+                f"{start}the factor of {name} is {source.scalings[name]:g}, expected {adapter.scaling(rank):g}, which "
+                "follows "
+                "from adapter.alpha, adapter.rank and adapter.rslora: set these to the adapter's values"
             )
 
 
@@ -211,7 +217,10 @@ def chosen_ranks(adapter: AdapterRecipe, names: Sequence[str]) -> dict[str, int]
     patterns = adapter.targets
     chosen = [name for name in names if not patterns or any(re.fullmatch(one, name) for one in patterns)]
     if not chosen:
-        raise ValueError("adapter.targets: no layer; expected at least one that is linear and quantized")
+        raise ValueError(
+            "adapter.targets: found no linear, quantized layer in the model, expected at least one: see quant.rules "
+            "and quant.exempt"
+        )
     ranks, unused = {}, dict.fromkeys(adapter.ranks)
     for name in chosen:
         own = next((pattern for pattern in adapter.ranks if re.fullmatch(pattern, name)), None)

@@ -84,7 +84,9 @@ class Overrides:
         known = peak_learning_rates(self.recipe.optim)
         for name, rate in rates.items():
             if name not in known or not rate >= 0:
-                raise ValueError(f"learning rate {name}: {rate}, expected 0 or more for one of {', '.join(known)}")
+                raise ValueError(
+                    f"learning rate {name}: {rate}, expected 0 or more, for one of the groups {', '.join(known)}"
+                )
         self.peak_rates = self.peak_rates | rates
 
     def set_loss_weights(self, **weights: float) -> None:

@@ -93,7 +93,7 @@ def empty_student(
         if recipe.quant.rotate and is_quantized(Path(recipe.model.path)):
             raise ValueError(
                 f"quant.rotate: {recipe.quant.rotate}, expected []: {recipe.model.path} is quantized, and its "
-                "scales are of weights that are not rotated; start from the checkpoint that it was made from"
+                "scales belong to weights that are not rotated: set model.path to the unquantized checkpoint"
             )
         if recipe.adapter.on:
             check_adapters(recipe, model, _exempt(recipe, model), named)

@@ -276,7 +276,9 @@ def modelopt_rules(config: Mapping[str, Any], *, scales_only: bool = False) -> l
 def _algorithm(name: Any, scales_only: bool) -> Scheme:
     found = _ALGORITHMS.get(str(name).upper())
     if found is None:
-        raise ValueError(f"quant_algo is {name!r}, expected {', '.join(_ALGORITHMS)} or MIXED_PRECISION of these")
+        raise ValueError(
+            f"quant_algo is {name!r}, expected {', '.join(_ALGORITHMS)}, or MIXED_PRECISION with these per layer"
+        )
     if found.name != "FP8" and not scales_only:
         raise ValueError(
             f"quant_algo is {name!r}, whose codes cannot be read: expected 'FP8'; set model.path to the unquantized "

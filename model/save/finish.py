@@ -169,7 +169,9 @@ def configuration(
         pattern = re.compile(entry[3:] if entry.startswith("re:") else re.escape(entry) + "$")
         if taken := sorted(filter(pattern.match, quantized)):
             raise ValueError(
-                f"the entry {entry!r} of ignore would match {listed(taken, 2)}, so readers would not decode its codes"
+                f"the entry {entry!r} of ignore in quantization_config would match the quantized {listed(taken, 2)}: "
+                "exempt "
+                "these layers too (quant.exempt_more)"
             )
     return config
 

@@ -200,7 +200,10 @@ def _tensors(model: PreTrainedModel, items: Iterable[Item], architecture: str) -
                     f"{list(tensor.shape)}: llama.cpp has all experts of a layer in one tensor; give them one scheme"
                 )
             if expert in tensor.parts:
-                raise ValueError(f"{key} and {tensor.parts[expert]} both become {name}")
+                raise ValueError(
+                    f"{key} and {tensor.parts[expert]} have the same name {name} in llama.cpp: set export.format to "
+                    "another one"
+                )
             tensor.parts[expert] = key
     if nowhere:
         raise ValueError(f"a GGUF file of architecture {architecture} cannot store {listed(nowhere, 6)}")
@@ -302,7 +305,7 @@ def check_gguf_written(path: Path, plan: GGUFPlan) -> None:
     found = {t.name: (t.tensor_type.name, tuple(int(size) for size in reversed(t.shape))) for t in reader.tensors}
     planned = {name: (tensor.kind, tensor.shape) for name, tensor in plan.tensors.items()}
     if wrong := sorted(name for name in planned.keys() | found.keys() if planned.get(name) != found.get(name)):
-        raise ValueError(f"{path}: these tensors are not as planned: {listed(wrong)}")
+        raise ValueError(f"{path}: these tensors are not as planned: {listed(wrong)}; export again")
 
 
 def gguf_package() -> Any:

@@ -260,7 +260,10 @@ def _plain_item(names: Names, name: str, module: nn.Module, seen: set[int]) -> I
     _fused(names, name, module, ())  # raises for an expert that only a fused tensor can store
     plain: list[tuple[torch.Tensor, Place]] = []
     if isinstance(module, QuantLayer) and module.adapter is not None:
-        raise ValueError(f"{name} has an adapter, which can only be exported with its quantized weight")
+        raise ValueError(
+            f"{name} is not quantized but has an adapter, which is exported only with a quantized weight: quantize "
+            "the layer"
+        )
     own: dict[str, torch.Tensor | None] = {**module._parameters, **module._buffers}
     for suffix, tensor in own.items():
         scale = isinstance(module, (QuantLayer, FusedModule)) and suffix in SCALE_PARAMETERS

@@ -209,7 +209,7 @@ def check_scale(name: str, value: Tensor, shape: tuple[int, ...], group: ScaleGr
     """Reject a tensor that cannot be a scale of the group, or has another shape, ignoring dimensions of size 1."""
     # The same number of elements in another order of dimensions would be scales of other weights.
     if [side for side in value.shape if side != 1] != [side for side in shape if side != 1]:
-        raise ValueError(f"{name} has shape {tuple(value.shape)}, expected {shape} in this scheme")
+        raise ValueError(f"{name} has shape {tuple(value.shape)}, expected {shape} for the layer's scheme")
     may_be_negative = group.observer is None and group.spec.dtype == "int" and group.spec.symmetric
     usable = torch.isfinite(value) & ((value != 0) if may_be_negative else (value > 0))
     if not bool(usable.all()):

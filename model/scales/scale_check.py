@@ -52,7 +52,7 @@ def check_stored(quantization: Quantization, arranged: ArrangedScales, stored: S
     of_layers = {key.rpartition(".")[0] for key in arranged.expected}
     for key, zero in stored.zero_points.items():
         if key.rpartition(".")[0] in of_layers and key not in may_differ and bool(zero.any()):
-            raise ValueError(f"{key} is not 0, expected 0: its layer has a symmetric scheme here")
+            raise ValueError(f"{key} is not 0, expected 0: the scheme of its layer in the recipe is symmetric")
     for scale in (*arranged.weights, *arranged.globals, *arranged.inputs):
         for one in (one for of_layer in scale.layers for one in of_layer):
             check_scale(one.key, one.value, one.shape, scale.group)
@@ -119,7 +119,9 @@ def check_beside(quantization: Quantization, arranged: ArrangedScales, stored: S
 def _check_zero_points(key: str, zero: ZeroPoints, spec: TensorSpec) -> None:
     """Raise ValueError if zero points are missing, misshapen or no codes; ``key`` is the key of the scale."""
     if zero.values is None:
-        raise ValueError(f"there is {key} without {zero.key}: expected both")
+        raise ValueError(
+            f"the files have {key} but no {zero.key}, expected both for an asymmetric scheme: use another checkpoint"
+        )
     if tuple(zero.values.shape) != zero.shape:
         raise ValueError(
             f"{zero.key} is {zero.values.dtype} {tuple(zero.values.shape)}, expected {zero.shape}, or packed int32 "

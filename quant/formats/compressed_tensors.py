@@ -75,7 +75,7 @@ def export_format(scheme: Scheme) -> str:
         if weights.granularity != "tensor":
             return PACK_QUANTIZED
     raise ValueError(
-        f"scheme {scheme.name!r} has no export format: {weights} with inputs {inputs}. Exported are fp8 weights with "
+        f"scheme {scheme.name!r} has no export format: {weights} with inputs {inputs}; supported are fp8 weights with "
         "inputs in fp8 or as they are, fp4 weights with inputs as they are, NVFP4 weights with NVFP4 inputs too, MXFP4 "
         "weights with inputs in MXFP4 or MXFP8, MXFP8 weights with inputs in MXFP8 or as they are, and integer weights "
         "per channel or group"

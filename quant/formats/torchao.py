@@ -52,8 +52,7 @@ def check_intx_of(name: str, scheme: Scheme, *, embedding: bool) -> None:
         return  # embeddings have no schemes with inputs
     raise ValueError(
         f"{name}: layout 'executorch' has no Linear whose inputs are not quantized, got {scheme.name}, which is for "
-        "embeddings there: give it 8da4w in quant.rules, or leave it unquantized (of the model's head quant.lm_head "
-        "is null)"
+        "embeddings there: give it 8da4w in quant.rules, or leave it unquantized (lm_head: quant.lm_head null)"
     )
 
 

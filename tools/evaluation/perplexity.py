@@ -153,7 +153,9 @@ def load_for_evaluation(
     if _is_compressed(directory):
         if sharded:
             raise RankError(
-                f"{directory} is compressed: evaluate it without sharding, every rank holds the whole model"
+                f"{directory} is compressed, and --sharded needs a plain checkpoint: leave --sharded out, so that "
+                "every rank "
+                "has the whole model"
             )
         model, _ = load_compressed(directory, dtype=dtype, device=device)
         return scoring_model(model, device)

@@ -276,5 +276,8 @@ class ServedModel(TemplateLM):
     def _score(self, windows: list[Window], label: str) -> list[Any]:
         digests = gather_objects(hashlib.sha256(json.dumps(windows).encode()).hexdigest())
         if len(set(digests)) > 1:
-            raise RankError("the ranks have made different requests: a task draws random numbers of its own")
+            raise RankError(
+                "the ranks built different requests, as a task draws random numbers without a fixed seed: run it on "
+                "one rank"
+            )
         return score_windows(self.model, windows, batch_size=self.batch_size, label=label)

@@ -431,7 +431,9 @@ def dtype_on_disk(directory: Path, model: PreTrainedModel) -> torch.dtype:
     found = (checkpoint.tensors.get(names.key(name)) for name, tensor in own_tensors(model).items())
     dtypes = Counter(each.dtype for each in found if each is not None and each.dtype in STORED)
     if not dtypes:
-        raise ValueError(f"{directory} holds no tensor that is not quantized")
+        raise ValueError(
+            f"{directory} has no unquantized tensor, expected at least norms or embeddings: the export is damaged"
+        )
     return next(dtype for dtype, _ in dtypes.most_common() if dtype is not None)
 
 

@@ -117,7 +117,7 @@ def cases(base: Path) -> dict[str, tuple[dict[str, Any], list[str]]]:
                 r"set learnable.freeze: ['model\.layers\.\d+\.self_attn\.compressor\.position_bias$', ",
             ],
         ),
-        "late_event": (early, ["an event at step 1000, but train.steps is 5: the last step to begin is 4"]),
+        "late_event": (early, ["an event at step 1000, expected at most 4: train.steps is 5, and steps count from 0"]),
         "adapter_of_head": ({**early, **adapter}, ["adapter.targets: lm_head: lm_head and embeddings get no adapter"]),
     }
 

@@ -218,5 +218,5 @@ ROLES = NO_END.replace("'<|im_start|>' ~ m.role ~ '\n'", "'<|' ~ m.role ~ '|>'")
 def test_the_header_of_the_next_turn_ends_no_answer(template, tmp_path):
     tokenizer = templated(template)
     tokenizer.add_tokens([AddedToken("<|assistant|>", special=True)], special_tokens=True)
-    with pytest.raises(DataError, match=r"found .* behind turn 1 \(assistant\), and no special token that ends it"):
+    with pytest.raises(DataError, match=r"found .* after turn 1 \(assistant\), and no special token that ends it"):
         read(tmp_path, tokenizer, {"messages": messages(("user", "a"), ("assistant", "b"))})

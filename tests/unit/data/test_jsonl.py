@@ -106,7 +106,7 @@ BAD_LINES: list[tuple[object, str]] = [
         (with_flags({}, {"weight": weight}, {}, {}), r"messages\[1\]\.weight: found .*, expected 0 or 1")
         for weight in (0.5, 2, -1, "1", [1])
     ),
-    (with_flags({"weight": 1}, {}, {}, {}), r"messages\[0\]: found a flag \(weight\) that asks to learn .*'user'"),
+    (with_flags({"weight": 1}, {}, {}, {}), r"messages\[0\]: found a flag \(weight\) that marks a turn of role 'user'"),
     (
         with_flags({}, {"weight": 1, "train": False}, {}, {}),
         r"messages\[1\]: found 'weight' and 'train' that contradict",
@@ -119,7 +119,7 @@ BAD_LINES: list[tuple[object, str]] = [
     (GOOD | {"kto_tag": False}, "kto_tag: found false, which marks an undesired answer"),
     (GOOD | {"weight": 0.5}, r"the row\.weight: found a number 0\.5, expected 0 or 1"),
     (turns(("user", "a"), ("assistant", "b")) | {"rejected": "c"}, "found the key 'rejected' of preference data"),
-    (GOOD | {"image": "a.jpg"}, "image: found a string \"a.jpg\", expected text only, without 'image'"),
+    (GOOD | {"image": "a.jpg"}, "image: found a string \"a.jpg\", expected text only: remove 'image'"),
     (with_flags({"images": ["a.jpg"]}, {}, {}, {}), r"messages\[0\]\.images: found a list"),
     (GOOD | {"history": ["a"]}, "'history': found a list .*, expected a list of pairs"),
 ]

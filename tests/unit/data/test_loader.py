@@ -225,7 +225,7 @@ def test_a_step_of_skipped_samples_takes_the_rows_of_the_next_one(rng):
         valid_tokens(one.step(1)) == valid_tokens(other.step(2)) for one, other in zip(skipping, plain, strict=True)
     )
     assert skipping[0].describe(1).removeprefix("rank 0, step 1") == plain[0].describe(2).removeprefix("rank 0, step 2")
-    with pytest.raises(DataError, match=r"data\.skip: names all 12 samples to train on"):
+    with pytest.raises(DataError, match=r"data\.skip: excludes all 12 training samples"):
         loaders(samples, 2, **options, skip=range(12))
 
 
@@ -318,9 +318,9 @@ def test_another_epoch_and_another_seed_take_other_samples(rng):
 
 def test_weights_that_do_not_fit_the_files_are_refused():
     samples = files({"a": 5, "b": 5})
-    with pytest.raises(DataError, match=r"files without samples \['c'\] and without a weight \['b'\]"):
+    with pytest.raises(DataError, match=r"but no samples: \['c'\]; files with samples but no weight: \['b'\]"):
         Order(samples, seed=0, weights={"a": 1, "c": 1})
-    with pytest.raises(DataError, match=r"weights that give \['b'\] none of an epoch's 10 samples"):
+    with pytest.raises(DataError, match=r"the weights of \['b'\] are too small: none of an epoch's 10 samples"):
         Order(samples, seed=0, weights={"a": 1, "b": 0.01})
 
 

@@ -204,8 +204,8 @@ def test_a_cache_of_something_else_is_refused(made, tmp_path):
     masked = Sample(samples[0].input_ids, np.full_like(samples[0].labels, IGNORE))
     for others, said in (
         (samples[1:], "has 20 samples, expected 19"),
-        ([*samples[1:], samples[0]], "is of other samples"),
-        ([masked, *samples[1:]], r"is of other samples .*data\.loss_on"),
+        ([*samples[1:], samples[0]], "was made from other samples"),
+        ([masked, *samples[1:]], r"was made from other samples .*data\.loss_on"),
     ):
         with pytest.raises(CacheError, match=said):
             cache.check_samples(others)

@@ -233,7 +233,7 @@ def test_layers_that_cannot_be_quantized_are_named():
     for model, options, said in (
         (tied, {"exempt": []}, r"model\.embed_tokens and lm_head share one weight; leave lm_head unquantized"),
         (subclass, {}, r"mlp\.of is a Grouped, a subclass.*set quant\.exempt_more: \['mlp\\.of'\]"),
-        (crossed, {}, r"different widths: .*'q_proj': 32.*'k_proj': 64"),
+        (crossed, {}, r"different in_features .*'q_proj': 32.*'k_proj': 64"),
     ):
         with pytest.raises(ValueError, match=said):
             fp8(model, **options)

@@ -36,8 +36,8 @@ def test_specs_that_cannot_be_are_refused(spec, options, said):
 @pytest.mark.parametrize(
     ("inputs", "said"),
     [
-        (TensorSpec("int", 8, "tensor", narrow=True), "readers quantize inputs to all codes"),
-        (TensorSpec("int", 4, "tensor"), "a stored scale of inputs is per tensor, of 8 bits"),
+        (TensorSpec("int", 8, "tensor", narrow=True), "inputs cannot have narrow range"),
+        (TensorSpec("int", 4, "tensor"), "inputs with a stored scale must have 8 bits"),
     ],
 )
 def test_schemes_that_cannot_be_are_refused(inputs, said):

@@ -104,7 +104,7 @@ CODES = torch.ones(40, 48, dtype=torch.int8)
 FP8 = {"quant_method": "fp8"}
 # Values of config.json, or a change of the tensors, and the words of the error.
 BAD: dict[str, tuple[dict[str, Any] | Callable[[dict[str, Tensor]], object], str]] = {
-    "family": ({"model_type": "gemma"}, "a rotation of gemma is not known; expected one of llama"),
+    "family": ({"model_type": "gemma"}, "model_type gemma cannot be rotated, expected one of llama"),
     "leftover": ({"quantization_config": FP8}, "quant_method 'fp8', but the weights in .* are not quantized"),
     "quantized": (lambda t: t.update({UP: CODES, f"{UP}_scale": torch.ones(1)}), "is quantized"),
     "layers": ({"num_hidden_layers": 3}, r"missing: model.layers.2.self_attn.q_proj.weight"),

@@ -166,7 +166,7 @@ NOT_MET = "rank 0 of 2 has not met the others at 127.0.0.1:"
     ("program", "changed", "said", "more"),
     [
         *(
-            (JOINS, {name: "x"}, f"{name} is 'x' in the environment, expected a number, of a launcher's", "")
+            (JOINS, {name: "x"}, f"{name} is 'x' in the environment, expected a number: start", "")
             for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
         ),
         (CHOOSES.format("mps", "MPS") + JOINS, {}, "DeepSpeed's accelerator is 'mps', expected cuda or cpu", ""),

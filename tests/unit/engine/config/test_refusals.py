@@ -78,8 +78,8 @@ REFUSED = rows(r"""
     $BESIDE adapter.dropout=-.1                 | adapter.dropout: -0.1, expected a number of at least 0 and below 1
     $BESIDE adapter.init=error adapter.start=a  | adapter.init: 'error', expected zeros with adapter.start
     $CODES adapter.init=error                   | adapter.init: 'error', expected zeros with adapter.base quantized
-    $CODES quant.start=a                        | adapter.base: 'quantized', expected weights with quant.start or
-    $CODES quant.scales=a                       | adapter.base: 'quantized', expected weights with quant.start or
+    $CODES quant.start=a                        | adapter.base: 'quantized', expected weights, or quant.start and
+    $CODES quant.scales=a                       | adapter.base: 'quantized', expected weights, or quant.start and
     $CODES quant.fake_quant_start=2             | adapter.base: 'quantized', expected weights; or quantized with
     $CODES $FOLLOW                              | adapter.base: 'quantized', expected weights; or quantized with
 

@@ -119,15 +119,15 @@ REFUSED = [
     (BESIDE, {"moe": True}, "experts that share one weight, of which"),
     (BESIDE, {"moe": True, "model": {"experts": "per_expert"}}, "experts that share one weight in transformers"),
     # Codes that cannot be made of an ordinary checkpoint.
-    (CODES, {"quant": {"scheme": "fp8_static", **GIVEN}}, "scheme 'fp8_static' has a scale of a whole weight"),
-    (CODES, {"quant": {"scheme": "nvfp4"}}, "scheme 'nvfp4' has a scale of a whole weight, or of several"),
+    (CODES, {"quant": {"scheme": "fp8_static", **GIVEN}}, "scheme 'fp8_static' has one scale for a whole weight"),
+    (CODES, {"quant": {"scheme": "nvfp4"}}, "scheme 'nvfp4' has one scale for a whole weight"),
     (CODES, {"quant": {"scheme": "w8a8_static"}}, "scales of inputs would be measured in the quantized model"),
     (
         CODES,
         {"loss": {"kd_weight": 1.0, "kd": "kl", "teacher": "self"}},
-        "set loss.teacher to it, as loss.teacher self",
+        "set loss.teacher to model.path, as loss.teacher self",
     ),
-    (CODES, {"schedule": [{"at": 1, "fake_quant": False}]}, "leave fake_quant of weights on in the schedule"),
+    (CODES, {"schedule": [{"at": 1, "fake_quant": False}]}, "remove events that switch fake_quant of weights off"),
     (CODES, {"quant": {"scheme": "source"}}, "has no quantization_config"),
 ]
 

@@ -175,7 +175,7 @@ def test_of_scales_per_head_the_largest_is_taken(tmp_path, seed, read):
 
     edit_checkpoint(theirs, lambda tensors: tensors.update({key: torch.ones(3)}))
     model, quantization = with_caches(theirs)
-    with pytest.raises(RankError, match=rf"{key} has shape \(3,\), expected \(1,\) in this scheme"):
+    with pytest.raises(RankError, match=rf"{key} has shape \(3,\), expected \(1,\) for the layer's scheme"):
         read(model, quantization, theirs)
 
 

@@ -218,7 +218,7 @@ BAD_ZERO_POINTS = {
     ),
     "of inputs": (
         lambda file: file.update({f"{QKV[0]}.input_zero_point": torch.ones(1)}),
-        r"input_zero_point is not 0, expected 0: its layer has a symmetric scheme here",
+        r"input_zero_point is not 0, expected 0: the scheme of its layer in the recipe is symmetric",
     ),
 }
 

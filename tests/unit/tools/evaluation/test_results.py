@@ -156,7 +156,7 @@ def test_script(tmp_path):
 
     done = run(*options, "--text", tmp_path / "text.txt", "--length", 32)
     assert done.returncode == 1
-    assert "error: the figures are not comparable:\nperplexity per token of" in done.stderr, done.stderr
+    assert "error: the results cannot be compared:\nperplexity per token of" in done.stderr, done.stderr
     assert [file.name for file in out.iterdir()] == ["compare.json"], "what was measured is kept"
     bf16, ptq = read_evaluations(out / "compare.json")
     assert (bf16.model, ptq.model) == (str(source), str(export))
