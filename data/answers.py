@@ -74,11 +74,8 @@ def render(template: Template, conversation: Conversation, loss_on: LossOn) -> R
     """Render a conversation that ends with an assistant turn, and locate the turns to train on.
 
     These are the last assistant turn, or with ``all`` every assistant turn. A turn without text and tool calls has no
-    content to train on, and a turn that opens the conversation has no prompt: both are skipped.
-
-    Raises:
-        BadLineError: the template refuses the conversation, changes or omits a part of it, or a turn cannot be located
-            exactly.
+    content to train on, and a turn that opens the conversation has no prompt: both are skipped. Raises BadLineError if
+    the template refuses the conversation, changes or omits a part of it, or a turn cannot be located exactly.
     """
     turns = [template.formatted(message.turn) for message in conversation.messages]
     chosen = [

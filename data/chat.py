@@ -549,10 +549,8 @@ def first_target(tokens: Tokens, rendering: Rendering, start: int, tokenizer: Of
 def last_target(tokens: Tokens, text: str, first: int, stop: int, special: Collection[int]) -> tuple[int, bool]:
     """Return the index of the last target token, and True if it is a special token, which ends the turn.
 
-    ``first`` is the index of the first target, and ``stop`` the character at which the turn ends.
-
-    Raises:
-        BadLineError: one token contains the end of this turn and the beginning of the next text.
+    ``first`` is the index of the first target, and ``stop`` the character at which the turn ends. Raises BadLineError
+    if one token contains the end of this turn and the beginning of the next text.
     """
     offsets = tokens.offsets
     last = bisect_right(offsets, stop, lo=min(first, len(offsets)), key=lambda offset: offset[1]) - 1

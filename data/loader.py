@@ -258,10 +258,8 @@ class Order:
     With packing the epochs' numbers of rows differ, as the order changes how bins fill. So to find the row at a
     position, all epochs before it are packed once (about a second per epoch and million samples).
 
-    Arguments have the meaning that they have in `Loader`.
-
-    Raises:
-        DataError: a sample is longer than a bin, or weights and files do not fit each other.
+    Arguments have the meaning that they have in `Loader`. Raises DataError if a sample is longer than a bin, or weights
+    and files do not fit each other.
     """
 
     def __init__(
@@ -430,10 +428,8 @@ def split_held_out(samples: Sequence[Sample], held_out: int | float, seed: int) 
     """Split samples into training and held-out samples, each in their original order.
 
     ``held_out`` is their number, or, as a float, their share of all samples (at least one sample). The split depends on
-    samples and seed only, so it is the same on every rank, in every resumed run and at any world size.
-
-    Raises:
-        DataError: no sample would be left to train on.
+    samples and seed only, so it is the same on every rank, in every resumed run and at any world size. Raises DataError
+    if no sample would be left to train on.
     """
     count = max(1, round(held_out * len(samples))) if isinstance(held_out, float) else held_out
     if count >= len(samples):
@@ -474,9 +470,7 @@ class HeldOut:
     whose ``sample_ids`` are empty: a forward under ZeRO-3 is a collective.
 
     Arguments have the meaning that they have in `Loader`; the last batch may have fewer than ``micro_batch_size`` rows.
-
-    Raises:
-        DataError: there are no samples.
+    Raises DataError if there are no samples.
     """
 
     def __init__(

@@ -82,10 +82,8 @@ class OffsetTokenizer:
     def with_text(self, text: str, tokens: Tokens, spelled: Sequence[Span]) -> Tokens:
         """Retokenize the special tokens at ``spelled`` as plain text, if ``spelled_as_text``.
 
-        Text between two special tokens is tokenized independently, so only these ranges are tokenized again.
-
-        Raises:
-            BadLineError: this tokenizer merges across special tokens.
+        Text between two special tokens is tokenized independently, so only these ranges are tokenized again. Raises
+        BadLineError if this tokenizer merges across special tokens.
         """
         theirs = set(self.spelled_at(tokens, spelled)) if self._as_text is not None else set()
         if not theirs:

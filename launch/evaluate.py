@@ -81,11 +81,7 @@ def main() -> None:
 
 def start_alike(arguments: argparse.Namespace, models: Sequence[str | Path]) -> torch.device:
     """Start the process group, check that ranks have equal arguments and files, and return this rank's device; a
-    collective.
-
-    Raises:
-        RankError: on every rank: the ranks differ in arguments or files.
-    """
+    collective. Raises RankError on every rank if the ranks differ in arguments or files."""
     asked = {name: named(value) for name, value in vars(arguments).items() if name != "local_rank"}
     return init_ranks(
         asked, {"--text": arguments.text, **{f"model {number}": one for number, one in enumerate(models)}}
@@ -125,11 +121,8 @@ def check_questions(parser: argparse.ArgumentParser, arguments: argparse.Namespa
 
 
 def read_questions(arguments: argparse.Namespace) -> Questions:
-    """Convert the options to questions. Tasks are looked up here, before any model is loaded.
-
-    Raises:
-        RankError: on every rank: lm-evaluation-harness is missing, or a task cannot be run.
-    """
+    """Convert the options to questions. Tasks are looked up here, before any model is loaded. Raises RankError on every
+    rank if lm-evaluation-harness is missing, or a task cannot be run."""
     tasks = None
     if arguments.tasks is not None:
         with errors_on_all_ranks(ModuleNotFoundError):
@@ -153,22 +146,15 @@ def read_questions(arguments: argparse.Namespace) -> Questions:
 
 
 def check_results(path: Path, option: str) -> None:
-    """Refuse a results file that rank 0 cannot write; a collective.
-
-    Raises:
-        RankError: on every rank: the file cannot be written; the message names the option.
-    """
+    """Refuse a results file that rank 0 cannot write; a collective. Raises RankError on every rank if the file cannot
+    be written; the message names the option."""
     with errors_on_all_ranks(ValueError):
         if is_main():
             check_writable(path, option)
 
 
 def write_results(path: Path, found: Sequence[Evaluation]) -> None:
-    """Write the results on rank 0; a collective.
-
-    Raises:
-        RankError: on every rank: the file cannot be written.
-    """
+    """Write the results on rank 0; a collective. Raises RankError on every rank if the file cannot be written."""
     with errors_on_all_ranks(OSError, ValueError):
         if is_main():
             write_evaluations(path, found)

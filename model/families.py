@@ -70,11 +70,7 @@ def model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
 
 def text_of_composite(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
     """Build the composite model of ``config`` without its towers, on the meta device if the caller's context does so.
-    ``options`` are those of ``from_config``.
-
-    Raises:
-        ValueError: transformers has no class for the configuration.
-    """
+    ``options`` are those of ``from_config``. Raises ValueError if transformers has no class for the configuration."""
     kind = model_class(config)
     if kind is None:
         raise ValueError(

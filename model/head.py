@@ -140,12 +140,8 @@ class HeadProxy(nn.Module):
 
     def check(self, logits: Tensor, model: str) -> None:
         """Check that a model of class ``model`` returned the emitted tensor unchanged as ``logits``; a collective in
-        the first call only. Tensors with NaN or Inf pass, as they cannot be compared.
-
-        Raises:
-            RankError: on every rank: the model processes its logits (softcap, factor) but its configuration does not
-                show how.
-        """
+        the first call only. Tensors with NaN or Inf pass, as they cannot be compared. Raises RankError on every rank if
+        the model processes its logits (softcap, factor) but its configuration does not show how."""
         if self._checked:
             return
         given, self._given = self._given, None
@@ -313,11 +309,8 @@ def install_head(model: PreTrainedModel) -> LMHead:
 def take_out_head(model: PreTrainedModel) -> tuple[nn.Module, HiddenStates]:
     """Remove the output embedding, of any class, from a forward-only model, before ``deepspeed.initialize``, and return
     it with its replacement. From then on the caller computes logits from the hidden states, for as many tokens at a
-    time as needed; under ZeRO-3 it must gather the embedding's Parameters (``model.zero.gathered``).
-
-    Raises:
-        ValueError: the model has no output embedding.
-    """
+    time as needed; under ZeRO-3 it must gather the embedding's Parameters (``model.zero.gathered``). Raises ValueError
+    if the model has no output embedding."""
     head = model.get_output_embeddings()
     if head is None:
         raise ValueError(f"{type(model).__name__} has no output embedding: expected a causal language model")

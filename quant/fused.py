@@ -219,10 +219,7 @@ def fuse(model: nn.Module) -> Fused:
     can take codes.
 
     Call it after rotations and adapters are attached, since layers with a rotation or an adapter need values instead of
-    codes. Parameters may be partitions.
-
-    Raises:
-        ValueError: nothing can be fused.
+    codes. Parameters may be partitions. Raises ValueError if nothing can be fused.
     """
     modules, fused = dict(model.named_modules()), Fused([], [], {})
     for prefix, layer in modules.items():

@@ -174,11 +174,8 @@ class SharedInput:
         """Return the quantized ``x``, cached or computed by ``make``, and the cache of its dequantized form for
         backward.
 
-        The mask is None for a :class:`QuantizedActivation`.
-
-        Raises:
-            RuntimeError: a :class:`QuantizedActivation` lacks a needed output: fake quantization was switched between
-                norm and layer.
+        The mask is None for a :class:`QuantizedActivation`. Raises RuntimeError if a :class:`QuantizedActivation` lacks
+        a needed output: fake quantization was switched between norm and layer.
         """
         if isinstance(x, QuantizedActivation) and x.readers is self:
             if x.quantized.values is None and not wanted.codes_for_gemm:

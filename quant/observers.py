@@ -242,10 +242,7 @@ def scale_from_histogram(counts: Tensor, ranges: Ranges, spec: TensorSpec) -> Te
     """Compute the scale ``(1,)`` of an input from the histogram of its magnitudes (:class:`quant.observers.Observer`).
 
     The scale is exact to half the width of a bin, 1.6% of its value. ``mse`` searches over fractions of the absmax
-    scale.
-
-    Raises:
-        ValueError: the scale is a global scale of dynamic scales, for which only absmax is supported.
+    scale. Raises ValueError if the scale is a global scale of dynamic scales, for which only absmax is supported.
     """
     if spec.dynamic:
         raise ValueError(f"quant.input_range {ranges.inputs} is not for the global scale of NVFP4 inputs: set absmax")

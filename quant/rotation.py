@@ -126,10 +126,8 @@ class RotatedInputs(NamedTuple):
 def rotations_from_config(config: Mapping[str, Any] | None) -> list[RotatedInputs]:
     """Read the input rotations of a ``transform_config``; the inverse of :func:`transform_config`.
 
-    Entries at ``weight_input`` are skipped: the weights in the file are already rotated.
-
-    Raises:
-        ValueError: the config has a transform of another kind or at another location.
+    Entries at ``weight_input`` are skipped: the weights in the file are already rotated. Raises ValueError if the
+    config has a transform of another kind or at another location.
     """
     found = []
     groups = (config or {}).get("config_groups") or {}

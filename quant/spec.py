@@ -166,10 +166,8 @@ class TensorSpec:
         or per block ``(out / group_size, in / group_size)``; for a stack ``[E, out, in]``: ``(E,)``, or one of the
         other shapes with E in front.
 
-        Never 0-dim: a 0-dim parameter crashes ZeRO-1, 2 and 3.
-
-        Raises:
-            ValueError: the group size does not divide ``in``, or the block size does not divide both sides.
+        Never 0-dim: a 0-dim parameter crashes ZeRO-1, 2 and 3. Raises ValueError if the group size does not divide
+        ``in``, or the block size does not divide both sides.
         """
         *stack, out_features, in_features = weight_shape
         if self.granularity == "tensor":

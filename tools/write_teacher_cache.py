@@ -65,11 +65,8 @@ def check_recipe(recipe: Recipe, out: Path | None) -> Path:
 
 def write_cache(recipe: Recipe, out: Path) -> Manifest:
     """Run the teacher over the training samples and write the cache; a collective. Each rank runs a share of the
-    samples.
-
-    Raises:
-        RankError: on every rank: the cache could not be written; the text has the reason, and ``out`` is not created.
-    """
+    samples. Raises RankError on every rank if the cache could not be written; the text has the reason, and ``out`` is
+    not created."""
     context = start_ranks(recipe, {"--out": out})
     path, top_k = recipe.loss.teacher, recipe.loss.top_k
     assert path is not None and top_k is not None, "check_recipe was not called"

@@ -158,12 +158,9 @@ def _offer(path: Path) -> str:
 
 def check_resumable(recipe: Recipe, directory: Path) -> TrainingCheckpoint:
     """Find the checkpoint to resume from, and refuse it if the recipe changes an option that a resumed run must keep.
-
-    Raises:
-        RecipeError: there is no complete checkpoint, an option that must be kept differs (:func:`stays`), adapters have
-            another base model, or the number of rows per step differs: the position in the data is the step number, so
-            a step must have the same samples at any number of ranks.
-    """
+    Raises RecipeError if there is no complete checkpoint, an option that must be kept differs (:func:`stays`), adapters
+    have another base model, or the number of rows per step differs: the position in the data is the step number, so a
+    step must have the same samples at any number of ranks."""
     try:
         found = find_checkpoint(directory, recipe.train.resume)
         best_checkpoint(directory)  # raises if damaged, before the first save reads it
@@ -230,11 +227,9 @@ def _rows_problem(before: Recipe, old_world: int, recipe: Recipe, world: int) ->
 def verify_checkpoint(checkpoint: TrainingCheckpoint) -> None:
     """Verify the CRC-32 of every file, and unpickle ``.pt`` files with a restricted unpickler; a collective.
 
-    A file that would run code is refused before DeepSpeed opens it. Each rank verifies a share of the files.
-
-    Raises:
-        RankError: a file is damaged, or contains more than tensors and plain values. The text for a damaged file names
-            the last complete checkpoint before this one.
+    A file that would run code is refused before DeepSpeed opens it. Each rank verifies a share of the files. Raises
+    RankError if a file is damaged, or contains more than tensors and plain values. The text for a damaged file names
+    the last complete checkpoint before this one.
     """
     with working(f"checking {checkpoint.path}"), errors_on_all_ranks(OSError, ValueError):
         # Sorted by size, so that shards of the ranks are about equal.

@@ -53,11 +53,9 @@ def load_checkpoint(session: Session, stateful: StatefulStates, checkpoint: Trai
     """Load a verified checkpoint into the session and the stateful objects; return the steps done. A collective.
 
     If the number of ranks is unchanged, DeepSpeed loads the checkpoint, and the whole state is restored. At another
-    number of ranks, masters, moments and scales are restored, observers are merged, and random states are new.
-
-    Raises:
-        RankError: the checkpoint has another ZeRO stage, does not match the model, lacks the state of a stateful
-            object, belongs to other frozen weights, or has parameters that are not finite.
+    number of ranks, masters, moments and scales are restored, observers are merged, and random states are new. Raises
+    RankError if the checkpoint has another ZeRO stage, does not match the model, lacks the state of a stateful object,
+    belongs to other frozen weights, or has parameters that are not finite.
     """
     same, left_out = checkpoint.world_size == world_size(), LeftOut(session.model, checkpoint.left_out.keys())
     check_base(session, checkpoint)

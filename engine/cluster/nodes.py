@@ -128,11 +128,8 @@ def files_of(recipe: Recipe) -> dict[str, str | Path | None]:
 
 
 def check_same_samples(*samples: Sequence[Sample]) -> None:
-    """Refuse ranks whose samples differ, as ranks draw samples by index; a collective.
-
-    Raises:
-        RankError: on every rank: samples differ; the message has their numbers and digests.
-    """
+    """Refuse ranks whose samples differ, as ranks draw samples by index; a collective. Raises RankError on every rank
+    if samples differ; the message has their numbers and digests."""
     if world_size() > 1:
         texts = [f"{len(part):,} samples, digest {digest_of_samples(part)}" for part in samples if part]
         _compare({"data (tokens and labels)": "; ".join(texts)})

@@ -65,10 +65,8 @@ UNMERGED_FORMATS = ("compressed", "vllm_fp8", "dequantized", "peft")
 class Recipe:
     """Recipe of a run: its sections, and the options output_dir, schedule and deepspeed.
 
-    Built from YAML and the command line by :func:`engine.config.reading.parse_recipe`, or in Python.
-
-    Raises:
-        RecipeError: a value is out of bounds or contradicts another value.
+    Built from YAML and the command line by :func:`engine.config.reading.parse_recipe`, or in Python. Raises RecipeError
+    if a value is out of bounds or contradicts another value.
     """
 
     model: ModelRecipe

@@ -124,11 +124,8 @@ def check_cache(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, logits: int)
 
 
 def open_cached_teacher(recipe: Recipe, samples: Sequence[Sample]) -> CachedTeacher:
-    """Open ``loss.teacher_cache``, which :func:`check_cache` has checked; a collective.
-
-    Raises:
-        RankError: on every rank: the cache is damaged, or was made from other samples.
-    """
+    """Open ``loss.teacher_cache``, which :func:`check_cache` has checked; a collective. Raises RankError on every rank
+    if the cache is damaged, or was made from other samples."""
     with errors_on_all_ranks(OSError, ValueError):
         cache = TeacherCache(str(recipe.loss.teacher_cache))
         cache.check_samples(samples)

@@ -127,10 +127,8 @@ def set_learnable(model: nn.Module, learnable: LearnableRecipe) -> None:
 
     Biases train with the weights, as do embeddings unless excluded. Scales that do not train have no theta. Parameters
     frozen by the model's class (biases that correct the choice of experts, fixed initial states) stay frozen: they get
-    no gradient, and weight decay alone would change them.
-
-    Raises:
-        ValueError: a pattern of ``freeze`` matches no Parameter.
+    no gradient, and weight decay alone would change them. Raises ValueError if a pattern of ``freeze`` matches no
+    Parameter.
     """
     parameters = list(classify(model))
     check_patterns([owned.name for owned in parameters if owned.kind != "frozen"], learnable.freeze)

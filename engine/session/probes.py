@@ -161,10 +161,8 @@ ROUNDINGS = 4.0  # in eps of the dtype, mean over tokens: kernels with and witho
 def with_checked_rows(session: Session, samples: Sequence[Sample]) -> Session:
     """Test the models on random rows of the run's shape, and return the session with ``mask`` set; a collective.
 
-    Runs forwards only, with quantization paused: quantization would amplify tiny differences.
-
-    Raises:
-        RankError: on every rank: packed samples influence each other in the student or the teacher.
+    Runs forwards only, with quantization paused: quantization would amplify tiny differences. Raises RankError on every
+    rank if packed samples influence each other in the student or the teacher.
     """
     settings = session.recipe.data
     if settings.packing:

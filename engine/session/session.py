@@ -138,10 +138,8 @@ def check_models(recipe: Recipe, context: RunContext, *, losses: bool = True) ->
     """Check the student, its scales and the teacher; a collective. It prints nothing: :func:`build_session` does.
 
     ``losses``: False if the session will not compute losses (an export): then lm_head and teacher are not checked.
-
-    Raises:
-        RankError: on every rank: a model cannot be built or quantized, its files do not fit it, or the teacher's cache
-            does not fit the run.
+    Raises RankError on every rank if a model cannot be built or quantized, its files do not fit it, or the teacher's
+    cache does not fit the run.
     """
     with contextlib.redirect_stdout(io.StringIO()):
         # Nothing is computed, so nothing is compiled, and no codes are kept for the next micro-batch.

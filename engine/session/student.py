@@ -256,10 +256,7 @@ def _schemes_at_ends(recipe: Recipe, model: PreTrainedModel) -> dict[str, Scheme
 
 def uses_fp8_gemm(recipe: Recipe, device: torch.device) -> bool:
     """Tell if this run multiplies codes in fp8 GEMMs; ``quant.compute: auto`` does so on GPUs with fp8 tensor cores.
-
-    Raises:
-        ValueError: ``quant.compute`` is fp8_gemm on a GPU without fp8 tensor cores.
-    """
+    Raises ValueError if ``quant.compute`` is fp8_gemm on a GPU without fp8 tensor cores."""
     able = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
     if recipe.quant.compute == "fp8_gemm" and device.type == "cuda" and not able:
         gpu = f"{torch.cuda.get_device_name(device)} has no fp8 tensor cores (compute capability 8.9)"

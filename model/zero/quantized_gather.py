@@ -62,11 +62,8 @@ class _WeightAndScales:
 
 def gather_quantized(model: nn.Module, quantization: Quantization) -> Callable[[], None]:
     """Make stage 3 gather codes in place of the weights of every supported layer, after ``deepspeed.initialize``; a
-    collective. Returns a function to call after the last backward of every optimizer step, before the update.
-
-    Raises:
-        RankError: on every rank: there is no supported layer, or DeepSpeed is configured to change gathered parameters.
-    """
+    collective. Returns a function to call after the last backward of every optimizer step, before the update. Raises
+    RankError on every rank if there is no supported layer, or DeepSpeed is configured to change gathered parameters."""
     with errors_on_all_ranks(ValueError):
         return QuantizedGather(model, quantization.layers.values()).finish_gradients
 

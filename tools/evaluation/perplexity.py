@@ -170,11 +170,8 @@ def load_for_evaluation(
 
 
 def check_checkpoint(directory: str | Path) -> None:
-    """Compare the headers of a checkpoint's files with its model, before anything is evaluated; a collective.
-
-    Raises:
-        RankError: on every rank: a file is missing or damaged, or does not fit the model.
-    """
+    """Compare the headers of a checkpoint's files with its model, before anything is evaluated; a collective. Raises
+    RankError on every rank if a file is missing or damaged, or does not fit the model."""
     compressed = _is_compressed(directory)
     with redirect_stdout(io.StringIO()):  # printed when the model is built for its evaluation
         if compressed:
@@ -223,11 +220,8 @@ class TextReference:
 
 
 def read_reference(directory: str | Path, questions: Questions, device: torch.device) -> TextReference:
-    """Compute the predictions of a checkpoint for the text of ``questions``, and free it; a collective.
-
-    Raises:
-        RankError: on every rank: the checkpoint or the text cannot be read.
-    """
+    """Compute the predictions of a checkpoint for the text of ``questions``, and free it; a collective. Raises
+    RankError on every rank if the checkpoint or the text cannot be read."""
     _, text = _tokenizer_and_text(directory, questions)
     assert text is not None, "a reference needs a text"
     model = load_for_evaluation(directory, questions.dtype, device, sharded=questions.sharded)
@@ -240,11 +234,8 @@ def read_reference(directory: str | Path, questions: Questions, device: torch.de
 def evaluate_checkpoint(
     directory: str | Path, questions: Questions, device: torch.device, reference: TextReference | None = None
 ) -> Evaluation:
-    """Measure all ``questions`` on one checkpoint, and free its memory; a collective.
-
-    Raises:
-        RankError: on every rank: a checkpoint, text or task cannot be read, or they do not fit together.
-    """
+    """Measure all ``questions`` on one checkpoint, and free its memory; a collective. Raises RankError on every rank if
+    a checkpoint, text or task cannot be read, or they do not fit together."""
     tokenizer, text = _tokenizer_and_text(directory, questions)
     with errors_on_all_ranks(OSError, ValueError):
         size = weights_size(directory)

@@ -181,10 +181,8 @@ def load_theirs(
 ) -> tuple[PreTrainedModel, list[str]]:
     """Load the checkpoint with transformers; return its model in fp32, and a sentence for each problem that it reports.
 
-    ``model`` and ``quantization`` are the result of ``load_compressed(directory)``.
-
-    Raises:
-        RankError: transformers raises an error.
+    ``model`` and ``quantization`` are the result of ``load_compressed(directory)``. Raises RankError if transformers
+    raises an error.
     """
     # The eager experts multiply expert by expert, as this project does; the default sums in another order.
     moe = any(is_expert(name) for name, _ in model.named_parameters())
