@@ -118,14 +118,17 @@ def table(results: dict[str, Outcome]) -> str:
         "each other, so that `data.packing` is refused. *Works with layers exempt* means that a run is refused, that",
         "the message names the `quant.exempt_more` that it needs, and that it works with that option. *Works",
         "dequantized* means that a run is refused unless the export has unquantized weights (`export.format:",
-        "dequantized`). If transformers cannot load an export in a scheme, a run warns before it trains, and the column",
-        "*reason* has the scheme and the warning; such an export was compared with the weights that compressed-tensors",
-        "decompresses. *Reason* is otherwise the run's error text, shortened. *Commit* is the version of DeepQAT that was",
-        "tried, with a + if files had changed since. To try another model, see [adding a model](adding_a_model.md).",
+        "dequantized`). If transformers cannot load an export in a scheme, a run warns before it trains, and *reason*",
+        "has the scheme and the warning; such an export was compared with the weights that compressed-tensors",
+        "decompresses. Otherwise *reason* is the run's error text, shortened. *Commit* is the version of DeepQAT that",
+        "was tried, with a + if files had changed since. To try another model, see [adding a",
+        "model](adding_a_model.md).",
     ]
     for title, variants in SECTIONS:
         rows = [variant.name for variant in variants if variant.name in verdicts]
-        lines += ["", f"## {title}", "", "| model | result | reason | commit |", "| --- | --- | --- | --- |"] if rows else []
+        lines += (
+            ["", f"## {title}", "", "| model | result | reason | commit |", "| --- | --- | --- | --- |"] if rows else []
+        )
         for name in rows:
             kind, why = verdicts[name]
             lines.append(f"| {name} | {kind} | {_cell(why)} | {results[name].commit} |")
