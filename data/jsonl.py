@@ -237,10 +237,7 @@ def _refuse_unsupported(values: Mapping[str, Any]) -> None:
 def _refuse_media(given: Mapping[str, Any], place: str) -> None:
     for key in MEDIA:
         if given.get(key) and not is_empty(given[key]):
-            raise BadLineError(
-                f"{place}{key}: found {excerpt(given[key])}, expected text only: media are not supported, remove "
-                f"{key!r}"
-            )
+            raise BadLineError(f"{place}{key}: found {excerpt(given[key])}, expected text only: remove {key!r}")
 
 
 def _form(names: Mapping[str, Any]) -> str | None:

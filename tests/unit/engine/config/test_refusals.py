@@ -125,7 +125,7 @@ REFUSED = rows(r"""
     $CACHE loss.kd=cakld                        | loss.kd: 'cakld', expected kl_top_k: with loss.teacher_cache
     $CACHE loss.kd=r_kl_top_k                   | loss.kd: 'r_kl_top_k', expected kl_top_k
     $CACHE loss.teacher=self                    | loss.teacher: 'self', expected a directory or null:
-    $CACHE loss.diagnostics_every=5             | loss.diagnostics_every: 5, expected 0: loss.teacher_cache does not
+    $CACHE loss.diagnostics_every=5             | loss.diagnostics_every: 5, expected 0: diagnostics compare
 
     train.steps=0                               | train.steps: 0, expected at least 1
     train.seed=4294967296                       | train.seed: 4294967296, expected 0 to 4294967295
@@ -172,7 +172,7 @@ REFUSED = rows(r"""
     $GPTQ $FOLLOW                               | quant.init: 'gptq', expected rtn with quant.fake_quant_start or
     $GPTQ $LORA                                 | quant.init: 'gptq', expected rtn with adapter.kind lora: adapters
     $GPTQ quant.calibration_batches=0           | quant.calibration_batches: 0, expected 1 or more: quant.init g
-    quant.init=gptq quant.scheme=fp8_block      | quant.init: 'gptq', expected rtn with quant.scheme fp8_block: a
+    quant.init=gptq quant.scheme=fp8_block      | quant.init: 'gptq', expected rtn with quant.scheme fp8_block: other
     $GPTQ schedule='[{at: 2, fake_quant: false}]' | schedule: [EventRecipe(at=2, every=None, when=None,
     quant.start=g schedule='[{at: 2, fake_quant: false}]' | schedule: [EventRecipe(at=2, every=None, when=None,
     quant.start=g schedule='[{at: 2, fake_quant: activations}]' | schedule: [EventRecipe(at=2, every=None, when=None,
@@ -184,7 +184,7 @@ REFUSED = rows(r"""
     quant.scheme=nvfp4_w4a4 quant.initial_input_scale=1 | quant.initial_input_scale: 1.0, expected null with
 
     eval.every=2                                | eval.every: 2, expected 0, or samples to evaluate on (data.held_out,
-    $CACHE $EVALUATED eval.best=total           | eval.best: 'total', expected lm: loss.teacher_cache holds no
+    $CACHE $EVALUATED eval.best=total           | eval.best: 'total', expected lm: loss.teacher_cache contains no
     export.max_shard_size=5XB                   | export.max_shard_size: '5XB', expected a positive number and a unit
     export.format=peft                          | export.format: 'peft', expected another format, or adapter.kind lora
     $LORA export.format=peft                    | export.format: 'peft', expected another format, or adapter.kind lora
