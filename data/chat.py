@@ -228,7 +228,8 @@ def read_chat(
     problems.raise_if_any()
     if not counts.samples:
         raise DataError(
-            f"no sample is left of {', '.join(map(str, paths))}: {counts.summary()} (max_length {max_length})"
+            f"no sample is left of {', '.join(map(str, paths))}: {counts.summary()} (max_length {max_length}), "
+            "expected at least one: raise data.max_length, or add answers to learn"
         )
     lengths, targets, lines = (
         np.concatenate([shard.arrays[name] for shard in shards]) for name in ("lengths", "targets", "lines")

@@ -258,8 +258,8 @@ class Order:
     With packing the epochs' numbers of rows differ, as the order changes how bins fill. So to find the row at a
     position, all epochs before it are packed once (about a second per epoch and million samples).
 
-    Arguments have the meaning that they have in `Loader`. Raises DataError if a sample is longer than a bin, or weights
-    and files do not fit each other.
+    The arguments are the same as in `Loader`. Raises DataError if a sample is longer than a bin, or weights and files
+    do not fit each other.
     """
 
     def __init__(
@@ -469,8 +469,8 @@ class HeldOut:
     (``sample_ids`` are indices in ``samples``). A rank without samples left gets a batch of one row without labels,
     whose ``sample_ids`` are empty: a forward under ZeRO-3 is a collective.
 
-    Arguments have the meaning that they have in `Loader`; the last batch may have fewer than ``micro_batch_size`` rows.
-    Raises DataError if there are no samples.
+    The arguments are the same as in `Loader`; the last batch may have fewer than ``micro_batch_size`` rows. Raises
+    DataError if there are no samples.
     """
 
     def __init__(

@@ -139,8 +139,7 @@ class Writer:
 
 
 def checksums(directory: Path, manifest: Manifest, share: int, of: int) -> dict[str, dict[int, int]]:
-    """Compute the CRC-32 of the blocks of one of ``of`` processes, number ``share``: every ``of``-th block, by file and
-    block index."""
+    """Compute the CRC-32 of every ``of``-th block, beginning with block ``share``: by file and block index."""
     blocks = [(name, index) for name in CACHE_DTYPES for index in range(-(-manifest.bytes_of(name) // CHECKED_BYTES))]
     found: dict[str, dict[int, int]] = {name: {} for name in CACHE_DTYPES}
     for name, index in blocks[share::of]:
@@ -188,8 +187,8 @@ class TeacherCache:
             )
 
     def verify(self, share: int, of: int) -> None:
-        """Check the checksums and values of one of ``of`` processes, number ``share``. Raises CacheError if a file
-        differs or contains invalid values; the message names the first such file."""
+        """Verify one of ``of`` equal shares of the cache, number ``share``: checksums and values. Raises CacheError if
+        a file differs or contains invalid values; the message names the first such file."""
         for name, blocks in checksums(self.directory, self.manifest, share, of).items():
             expected = self.manifest.checksums.get(name, [])
             for index, found in blocks.items():

@@ -102,9 +102,7 @@ def calibrate_inputs(
 @contextmanager
 def _observing(forward: nn.Module, quantization: Quantization, *, quantized: bool = False) -> Iterator[None]:
     """Context in evaluation mode with observers on and weights unquantized; all switches are restored afterwards.
-
-    ``quantized``: inputs are fake-quantized.
-    """
+    ``quantized``: inputs are fake-quantized."""
     was_training = forward.training
     try:
         forward.eval()
@@ -194,10 +192,8 @@ class FakeQuant:
         self._switch(weights, activations, layers, observe=True)
 
     def disable(self, *, layers: str | None = None, observe: bool = True) -> None:
-        """Switch fake quant off in all layers, or in layers whose whole name matches ``layers``.
-
-        ``observe``: observe unquantized inputs; False if fake quant will not be switched on again.
-        """
+        """Switch fake quant off in all layers, or in layers whose whole name matches ``layers``. ``observe``: observe
+        unquantized inputs; False if fake quant will not be switched on again."""
         self._switch(False, False, layers, observe=observe)
 
     def _switch(self, weights: bool, activations: bool, layers: str | None, *, observe: bool) -> None:
@@ -211,10 +207,8 @@ class FakeQuant:
             self.quantization.observe(watch)
 
     def observe(self, on: bool) -> None:
-        """Start or stop observing inputs.
-
-        Starting clears earlier observations when the next step begins: until then an evaluation, an export or a start
-        of fake quant may use them for scales."""
+        """Start or stop observing inputs. Starting clears earlier observations when the next step begins: until then an
+        evaluation, an export or a start of fake quant may use them for scales."""
         self.forgets = on and self.quantization.observing
         if not self.forgets:
             self.quantization.observe(on)
@@ -256,15 +250,13 @@ class FakeQuant:
         self.stale["input"] = set()
 
     def measure(self, batches: Iterable[MicroBatch] = ()) -> None:
-        """Measure every outdated scale again, for an export; a collective.
-
-        Outdated scales of inputs without an observer are measured on ``batches``."""
+        """Measure every outdated scale again, for an export; a collective. Outdated scales of inputs without an
+        observer are measured on ``batches``."""
         self._begin({kind: set(owners) for kind, owners in self.stale.items()}, batches)
 
     @contextmanager
     def as_served(self, batches: Iterable[MicroBatch]) -> Iterator[None]:
         """Context with serving numerics: all layers fake-quantized, no outdated scale, no observer; a collective.
-
         Outdated scales of inputs without an observer are measured on ``batches``."""
         self._write(self.stale, batches)
         try:
@@ -321,10 +313,8 @@ class FakeQuant:
                     group.observer.reset()
 
     def _write(self, owners: dict[str, set[str]], batches: Iterable[MicroBatch] | None = None) -> None:
-        """Measure the scales of groups from the current weights and the observers, and write them; a collective.
-
-        Inputs without an observer are measured on ``batches``, if given.
-        """
+        """Measure the scales of groups from the current weights and the observers, and write them; a collective. Inputs
+        without an observer are measured on ``batches``, if given."""
         if not any(owners.values()):
             return
         if owners["weight"]:
@@ -362,10 +352,7 @@ MOST_CLIPPED, TOO_LARGE = 0.1, 256.0
 
 def check_inputs(session: Session, first: Callable[[int], Iterable[MicroBatch]]) -> None:
     """Check input scales that were read from files on each rank's first training micro-batch, ``first(1)``; a
-    collective.
-
-    Call it after calibration. Raises RankError on every rank if a scale cannot belong to the inputs.
-    """
+    collective. Call it after calibration. Raises RankError on every rank if a scale cannot belong to the inputs."""
     quant = session.recipe.quant
     source = quant.start or quant.scales or session.recipe.model.path
     if not (quant.start or quant.scales or is_quantized(Path(source))):

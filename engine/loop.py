@@ -68,10 +68,8 @@ class Loop:
         return _registers(partial(self.schedule.every, steps))
 
     def when(self, condition: Callable[[LoopState], bool]) -> Callable[[Action], Action]:
-        """Decorator: run the action once, after the first step at which the condition holds.
-
-        The condition must be the same on every rank, as losses are.
-        """
+        """Decorator: run the action once, after the first step at which the condition holds. The condition must be the
+        same on every rank, as losses are."""
         return _registers(partial(self.schedule.when, condition))
 
     def token_loss(self, name: str, *, weight: float) -> Callable[[TokenLoss], TokenLoss]:
@@ -88,11 +86,8 @@ class Loop:
         return register
 
     def run(self) -> LoopState:
-        """Set up, train, export. Returns the state after the last step.
-
-        A signal (see engine/cluster/job.py) ends the run after the current step, with a checkpoint and without an
-        export.
-        """
+        """Set up, train, export. Returns the state after the last step. A signal (see engine/cluster/job.py) ends the
+        run after the current step, with a checkpoint and without an export."""
         try:
             self.schedule.check(self.recipe.train.steps)
         except ValueError as error:

@@ -59,10 +59,8 @@ class Schedule:
         self.before.append((step, action))
 
     def every(self, steps: int, action: Action, *, last: bool = False) -> None:
-        """Run ``action(state)`` after every ``steps``-th optimizer step.
-
-        ``last``: run it after all other events of the step, so that it sees their changes.
-        """
+        """Run ``action(state)`` after every ``steps``-th optimizer step. ``last``: run it after all other events of the
+        step, so that it sees their changes."""
         if steps < 1:
             raise ValueError(f"an event every {steps} steps: expected 1 or more")
         (self.last if last else self.after).append((steps, action))
@@ -116,11 +114,8 @@ RELATIONS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operat
 
 
 def add_recipe_events(schedule: Schedule, recipe: Recipe) -> None:
-    """Add all events of a recipe.
-
-    An evaluation is the first event of its step, so that other events see its results. A checkpoint is the last event,
-    so that it includes the changes of all others.
-    """
+    """Add all events of a recipe. An evaluation is the first event of its step, so that other events see its results. A
+    checkpoint is the last event, so that it includes the changes of all others."""
     start = recipe.quant.fake_quant_start
     if start != 0:
         # A run that never quantizes has no observers.
@@ -136,10 +131,8 @@ def add_recipe_events(schedule: Schedule, recipe: Recipe) -> None:
 
 
 def evaluate_held_out(state: LoopState) -> None:
-    """Measure the held-out losses with serving numerics; store them in the state and the curves; a collective.
-
-    No effect if the recipe has no evaluation, or if this step is evaluated already.
-    """
+    """Measure the held-out losses with serving numerics; store them in the state and the curves; a collective. No
+    effect if the recipe has no evaluation, or if this step is evaluated already."""
     if not state.recipe.eval.every or state.evaluations.step == state.step or state.held_out is None:
         return
     objective = state.objective()
@@ -181,10 +174,8 @@ def _held_out_means(state: LoopState, held_out: HeldOut, objective: Objective) -
 
 
 def evaluate_start(state: LoopState) -> None:
-    """Evaluate the starting point; a collective.
-
-    In a new run this is the PTQ model. In a resumed run it is the step at which a signal ended the earlier run: that
-    step was not evaluated and may be the best."""
+    """Evaluate the starting point; a collective. In a new run this is the PTQ model. In a resumed run it is the step at
+    which a signal ended the earlier run: that step was not evaluated and may be the best."""
     if state.saved_step is None:
         if not state.recipe.never_quantizes():
             evaluate_held_out(state)

@@ -73,10 +73,8 @@ def _count(state: LoopState, batches: Sequence[MicroBatch]) -> tuple[int, int]:
 
 
 def _set_learning_rates(state: LoopState) -> None:
-    """Set the schedule's learning rate of this step in every parameter group.
-
-    Scales have rate 0 while their fake quant is off or they are frozen. They warm up when their fake quant starts.
-    """
+    """Set the schedule's learning rate of this step in every parameter group. Scales have rate 0 while their fake quant
+    is off or they are frozen. They warm up when their fake quant starts."""
     optim, overrides = state.recipe.optim, state.session.overrides
     total = state.recipe.train.steps
     warmup = optim.warmup(total)
@@ -125,11 +123,8 @@ def _accumulate(state: LoopState, batches: Sequence[MicroBatch], objective: Obje
 
 
 def nan_unless_finite(loss: Tensor) -> Tensor:
-    """Return the loss unchanged if it is finite, else NaN with NaN gradients.
-
-    An infinite loss may have finite gradients. With NaN in every gradient DeepSpeed skips the step on all ranks,
-    without another collective.
-    """
+    """Return the loss unchanged if it is finite, else NaN with NaN gradients. An infinite loss may have finite
+    gradients. With NaN in every gradient DeepSpeed skips the step on all ranks, without another collective."""
     return loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan)
 
 

@@ -105,7 +105,10 @@ def read_results(files: Sequence[Path]) -> dict[str, Evaluation]:
     for file in files:
         for evaluation in read_evaluations(file):
             if found.setdefault(evaluation.model, evaluation) != evaluation:
-                raise ValueError(f"{file}: {evaluation.model} has other results in an earlier file of --results")
+                raise ValueError(
+                    f"{file}: {evaluation.model} has other results in an earlier file of --results: give only one of "
+                    "them"
+                )
     return found
 
 

@@ -224,11 +224,8 @@ def port_options() -> list[str]:
 
 
 def run_logged(shown: Sequence[str], log: Path, *, report: bool = False) -> None:
-    """Print a command and run it; if it fails, exit with the last lines of its log.
-
-    Progress bars and errors (standard error) go to the terminal, and standard output to ``log``; with ``report`` it is
-    the other way round.
-    """
+    """Print a command and run it; if it fails, exit with the last lines of its log. Progress bars and errors (standard
+    error) go to the terminal, and standard output to ``log``; with ``report`` it is the other way round."""
     with open(log, "w", encoding="utf-8") as file:
         code = run_command(shown, **{"stderr" if report else "stdout": file})
     if code:

@@ -29,9 +29,7 @@ from engine.config.hub import HubError, parse_name, resolve
 
 def end_quietly() -> None:
     """Install an excepthook: Ctrl-C, or a transformers that is too old, ends the process with one line on local rank 0.
-
-    Any other uncaught exception keeps its traceback.
-    """
+    Any other uncaught exception keeps its traceback."""
     sys.excepthook = _say
 
 
@@ -45,10 +43,8 @@ def _say(kind: type[BaseException], error: BaseException, trace: TracebackType |
 
 
 def check_model_path(argv: Sequence[str] | None = None) -> None:
-    """Exit with code 2 unless the last ``model.path`` is a directory with config.json and weights.
-
-    With several ranks nothing is checked here: the recipe's own check reports a file that one rank lacks to all ranks.
-    """
+    """Exit with code 2 unless the last ``model.path`` is a directory with config.json and weights. With several ranks
+    nothing is checked here: the recipe's own check reports a file that one rank lacks to all ranks."""
     arguments = sys.argv[1:] if argv is None else argv
     if os.environ.get("WORLD_SIZE", "1") != "1":
         return

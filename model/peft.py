@@ -164,7 +164,10 @@ def _scaling(config: dict[str, Any], name: str, rank: int, file: Path) -> float:
 
     said = own("rank_pattern", config["r"])
     if said != rank:
-        raise ValueError(f"{file}: {name}: r is {said}, and its lora_A has {rank} rows")
+        raise ValueError(
+            f"{file}: {name}: r is {said}, but its lora_A has {rank} rows, expected equal numbers: one of the two "
+            "files is wrong"
+        )
     return own("alpha_pattern", config["lora_alpha"]) / (rank**0.5 if config.get("use_rslora") else rank)
 
 

@@ -64,10 +64,8 @@ def world_size() -> int:
 
 
 def local_world_size() -> int | None:
-    """Return the number of ranks on this machine; None if the launcher does not set it.
-
-    torchrun and ``launch/slurm`` set LOCAL_WORLD_SIZE, DeepSpeed's launcher LOCAL_SIZE.
-    """
+    """Return the number of ranks on this machine; None if the launcher does not set it. torchrun and ``launch/slurm``
+    set LOCAL_WORLD_SIZE, DeepSpeed's launcher LOCAL_SIZE."""
     size = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
     return int(size) if size else None
 

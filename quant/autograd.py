@@ -96,7 +96,7 @@ def quant_linear(
         plan: which operands are quantized, and how the product is computed.
         weight_codes: the weight's codes, if already computed.
         shared: cache of the quantized input for layers that read the same tensor.
-        offsets: for a stack, the row ends of the experts, see :mod:`quant.gemm`.
+        offsets: for a stack, the ends of the experts' rows, int32 ``[E]``.
         adapter: adapter to merge into the weight, which is then frozen; or None.
 
     Returns:
@@ -389,9 +389,7 @@ def _used_input(ctx: Any, saved: Arguments, unmasked: Tensor | None, *, after: T
 
 class UsedWeightFunction(torch.autograd.Function):
     """Autograd function that fake-quantizes a weight, for layers whose product is not a plain GEMM, such as lm_head.
-
-    ``apply(spec, factor, weight, *scale)``, where ``factor`` multiplies theta's gradient. Saves the Parameters.
-    """
+    ``apply(spec, factor, weight, *scale)``, where ``factor`` multiplies theta's gradient. Saves the Parameters."""
 
     @staticmethod
     def forward(ctx: Any, spec: TensorSpec, factor: float, weight: Tensor, *scale: Any) -> Tensor:

@@ -82,8 +82,9 @@ def scaled_linear(
     """Compute ``(x @ weight.t()) * x_scale * weight_scale + bias`` of e4m3 codes, on fp8 tensor cores if available.
 
     Args:
-        x, weight, bias, offsets: as in :func:`linear`, but ``x`` and ``weight`` are codes; ``in`` and ``out`` are
-            multiples of 16. Stacks are only supported if :func:`takes_codes_of_stacks` is True.
+        x, weight, bias, offsets: codes ``[..., in]`` and ``[out, in]`` (multiples of 16), ``[out]`` or None; for a
+            stack (only if :func:`takes_codes_of_stacks`) ``[rows, in]``, ``[E, out, in]``, None, and the ends of the
+            experts' rows, int32 ``[E]``.
         x_scale, weight_scale: fp32 ``[1]``; for a stack the latter is ``[E]``.
         dtype: dtype of the result.
         fast_accum: accumulate in Hopper's tensor cores, in fewer bits than fp32, as vLLM does (see

@@ -67,10 +67,8 @@ class Wanted(NamedTuple):
 def quantize_input(
     x: Tensor, scale: Scale | None, spec: TensorSpec, model_dtype: torch.dtype, wanted: Wanted
 ) -> QuantizedInput:
-    """Quantize ``x`` for the GEMM, with the tensors that backward needs.
-
-    A dynamic input has no stored scale except a global one.
-    """
+    """Quantize ``x`` for the GEMM, with the tensors that backward needs. A dynamic input has no stored scale except a
+    global one."""
     if spec.dynamic:
         return _quantize_dynamic(x, None if scale is None else scale.s0, spec, wanted)
     assert scale is not None
@@ -133,10 +131,8 @@ class Restored:
 
 
 def _quantize_dynamic(x: Tensor, above: Tensor | None, spec: TensorSpec, wanted: Wanted) -> QuantizedInput:
-    """Quantize an input with dynamic scales; ``above`` is the global scale, fp32 ``(1,)``, or None.
-
-    Integer inputs keep no codes or mask for backward: they clip at one end of every token and may have zero points.
-    """
+    """Quantize an input with dynamic scales; ``above`` is the global scale, fp32 ``(1,)``, or None. Integer inputs keep
+    no codes or mask for backward: they clip at one end of every token and may have zero points."""
     if not any(wanted) or spec.dtype == "int" or x.numel() == 0:
         return QuantizedInput(kernels.fake_quantize_tokens(x, spec, above))
     kept = QuantizedInput(*kernels.keep_tokens(x, spec, above, mask=wanted.mask))
@@ -157,11 +153,8 @@ class _Entry:
 
 
 class SharedInput:
-    """Cache of the quantized input, shared by the layers that read the same tensor.
-
-    The entry is dropped after its last use, and replaced when another tensor comes: nothing is kept between two
-    forwards.
-    """
+    """Cache of the quantized input, shared by the layers that read the same tensor. The entry is dropped after its last
+    use, and replaced when another tensor comes: nothing is kept between two forwards."""
 
     def __init__(self, consumers: int) -> None:
         """Create an empty cache; ``consumers`` is the number of layers that read each tensor."""

@@ -35,7 +35,7 @@ ADAPTER_PARAMETERS = ("lora_a", "lora_b")
 
 class QuantLayer(nn.Module):
     """Weight ``[out_features, in_features]`` with its scale and switchable fake quantization; or a stack of E such
-    weights, see :class:`quant.linear.StackedLinear`.
+    weights, one per expert.
 
     Outside forward the Parameters may be ZeRO-3 partitions (shape ``[0]``): take shapes from ``weight_shape``.
 
@@ -268,7 +268,8 @@ class QuantLinear(QuantLayer):
         """Compute the layer's output ``[..., out]`` for ``x [..., in_features]`` in the model's dtype; zero tokens are
         allowed.
 
-        For a stack, ``x`` is ``[rows, in_features]`` and ``offsets`` are the experts' row ends, see :mod:`quant.gemm`.
+        For a stack, ``x`` is ``[rows, in_features]``, sorted by expert, and ``offsets``, int32 ``[E]``, are the ends of
+        the experts' rows.
         """
         self.trained = self.trained or torch.is_grad_enabled()
         if x.dtype != self.weight.dtype and torch.is_autocast_enabled(x.device.type):
@@ -310,10 +311,7 @@ class QuantLinear(QuantLayer):
 
     def used_weight(self) -> Tensor:
         """Return the weight ``[out, in]`` as the forward multiplies it, fake-quantized if that is on; differentiable,
-        without adapters.
-
-        For callers whose product is not a plain GEMM.
-        """
+        without adapters. For callers whose product is not a plain GEMM."""
         assert self.adapter is None, "lm_head is no target of adapters"
         if torch.is_grad_enabled():
             self.trained = True
@@ -371,11 +369,13 @@ class QuantEmbedding(QuantLayer):
         the scheme is not supported, or the embedding does more than look up rows."""
         if not self.takes(scheme):
             raise ValueError(
-                f"scheme {scheme.name!r}: embeddings can have symmetric integer weights per channel or group, without "
-                "inputs"
+                f"scheme {scheme.name!r}: expected, for embeddings, symmetric integer weights per channel or group and "
+                "unquantized inputs"
             )
         if type(embedding) is not nn.Embedding or embedding.max_norm is not None or embedding.scale_grad_by_freq:
-            raise ValueError(f"{embedding} does more than look up rows; leave it unquantized")
+            raise ValueError(
+                f"{embedding} does more than look up rows, expected a plain nn.Embedding: set quant.embedding to null"
+            )
         size = {"in_features": embedding.embedding_dim, "out_features": embedding.num_embeddings}
         super().__init__(embedding, scheme, **size, weight=weight, input=None)
         self.padding_idx = embedding.padding_idx

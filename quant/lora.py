@@ -70,7 +70,7 @@ class Adapter:
         self.lora_a, self.lora_b, self.scaling = lora_a, lora_b, scaling
 
     def merged(self, weight: Tensor) -> Tensor:
-        """Return the layer's weight with the adapter, see :func:`merge`. Parameters must be gathered."""
+        """Return ``weight + scaling * lora_b @ lora_a`` in the weight's dtype. Parameters must be gathered."""
         return merge(weight, self.lora_a, self.lora_b, self.scaling)
 
 
@@ -105,10 +105,8 @@ class AdapterBeside(Adapter):
 
 @contextmanager
 def without_adapters(quantization: Any) -> Iterator[None]:
-    """Make the layers of a :class:`quant.Quantization` compute without their adapters inside the block.
-
-    Do not use it in a forward with gradients: under ZeRO-3 the adapters would get their last gradients again.
-    """
+    """Make the layers of a :class:`quant.Quantization` compute without their adapters inside the block. Do not use it
+    in a forward with gradients: under ZeRO-3 the adapters would get their last gradients again."""
     kept = [(layer, layer.adapter) for layer in quantization.layers.values() if layer.adapter is not None]
     for layer, _ in kept:
         layer.adapter = None

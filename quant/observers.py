@@ -86,10 +86,8 @@ class Observer:
 
     @torch.no_grad()
     def update(self, x: Tensor, scale: Tensor | None) -> None:
-        """Add the elements of ``x``, any shape; with a scale, also count those outside its range.
-
-        No effect inside :func:`recomputing`.
-        """
+        """Add the elements of ``x``, any shape; with a scale, also count those outside its range. No effect inside
+        :func:`recomputing`."""
         if _Recomputing.now or x.numel() == 0:  # an expert without tokens
             return
         self.absmax = torch.maximum(self.absmax.to(x.device), kernels.amax(x)[0])
@@ -183,10 +181,8 @@ def scales_from_stats(stats: Tensor, spec: TensorSpec, *, signed: bool = False) 
 
 
 def zero_points_from_stats(stats: Tensor, spec: TensorSpec) -> Tensor | None:
-    """Compute fp32 zero points from the combined statistics ``[2, *scale shape]``; None if the format has none.
-
-    They are also valid for any fraction of the scale, as it shrinks the range by the same factor on both sides of 0.
-    """
+    """Compute fp32 zero points from the combined statistics ``[2, *scale shape]``; None if the format has none. They
+    are also valid for any fraction of the scale, as it shrinks the range by the same factor on both sides of 0."""
     return asymmetric_grid(-stats[1], stats[0], spec)[1] if spec.has_zero_points else None
 
 
@@ -218,15 +214,16 @@ def partial_errors(
 
 
 def scales_from_errors(stats: Tensor, errors: Tensor, spec: TensorSpec, *, signed: bool = False) -> Tensor:
-    """Choose the fp32 scales with the smallest squared error, from the combined statistics and errors. ``signed``
-    scales are negative where the largest magnitude is a positive value."""
+    """Choose the fp32 scales with the smallest squared error: ``stats [2, *scale shape]`` of the whole weight and
+    ``errors [fractions, *scale shape]``, summed over its ranges. ``signed`` scales are negative where the largest
+    magnitude is a positive value."""
     best = errors.argmin(0, keepdim=True)
     return torch.stack(_candidates(stats, spec, signed)).gather(0, best).squeeze(0)
 
 
 def _candidates(stats: Tensor, spec: TensorSpec, signed: bool) -> list[Tensor]:
-    """Compute the candidate scales of the search, each in the scale's shape; rounded to powers of two if stored as
-    such."""
+    """Compute the candidate scales of the search, each in the scale's shape, from ``stats [2, *scale shape]``; rounded
+    to powers of two if stored so."""
     scales = scales_from_stats(stats, spec)
     signs = _signs(stats) if signed else 1
     tried = [fraction * scales * signs for fraction in SEARCH_FRACTIONS]
@@ -234,7 +231,8 @@ def _candidates(stats: Tensor, spec: TensorSpec, signed: bool) -> list[Tensor]:
 
 
 def _signs(stats: Tensor) -> Tensor:
-    """Compute the signs of signed scales: -1 where the largest magnitude is a positive value, else 1."""
+    """Compute the signs of signed scales from ``stats [2, *scale shape]``: -1 where the largest magnitude is a positive
+    value, else 1."""
     return torch.where(stats[0] > stats[1], -1.0, 1.0)
 
 

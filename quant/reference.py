@@ -209,7 +209,7 @@ def quantize(x: Tensor, scale: Tensor, spec: TensorSpec, zero: Tensor | None = N
 def dequantize(
     codes: Tensor, scale: Tensor, spec: TensorSpec, dtype: torch.dtype, zero: Tensor | None = None
 ) -> Tensor:
-    """Compute ``(codes - zero) * scale`` in fp32, returned in ``dtype``; arguments as in :func:`quantize`."""
+    """Compute ``(codes - zero) * scale`` in fp32, returned in ``dtype``. Scale and zero points are fp32."""
     values = _decode(_parts(codes, scale), spec, _per_part(zero))
     return (values * _per_part(scale)).to(dtype).reshape(codes.shape)
 

@@ -285,10 +285,8 @@ def pattern_problem(text: str) -> str | None:
 
 
 def _repeats(parsed: Any, *, inside: bool) -> int | None:
-    """Count the unlimited repetitions of a pattern; None if one contains another, or alternatives.
-
-    Repetitions of digits are not counted: a name has few digits in a row. Alternatives are added up.
-    """
+    """Count the unlimited repetitions of a pattern; None if one contains another, or alternatives. Repetitions of
+    digits are not counted: a name has few digits in a row. Alternatives are added up."""
     count = 0
     for operation, argument in parsed:
         if operation in (_constants.MAX_REPEAT, _constants.MIN_REPEAT, _constants.POSSESSIVE_REPEAT):

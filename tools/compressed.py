@@ -120,10 +120,8 @@ def _numerics(directory: Path) -> tuple[list[Rule], TensorSpec | None, list[Rota
 
 
 def is_ignored(names: list[str], ignore: list[str]) -> bool:
-    """Return True if compressed-tensors ignores a module of these names.
-
-    An entry of ``ignore`` is a name, or ``re:`` and a pattern that matches names from their start.
-    """
+    """Return True if compressed-tensors ignores a module of these names. An entry of ``ignore`` is a name, or ``re:``
+    and a pattern that matches names from their start."""
     return any(
         re.match(entry.removeprefix("re:"), name) if entry.startswith("re:") else entry == name
         for entry in ignore
@@ -284,10 +282,8 @@ def _fill_layer(name: str, layer: QuantLayer, tensors: dict[str, torch.Tensor], 
 
 
 def _check_dtypes(name: str, layer: QuantLayer, tensors: dict[str, torch.Tensor]) -> None:
-    """Reject codes and scales of another dtype than their scheme's, which would be read as other numbers.
-
-    Scales in a float type of 16 bits or more may have any such type, as it depends on the model's dtype.
-    """
+    """Reject codes and scales of another dtype than their scheme's, which would be read as other numbers. Scales in a
+    float type of 16 bits or more may have any such type, as it depends on the model's dtype."""
     for suffix, (dtype, _) in packed_shapes(layer.in_features, layer.out_features, layer.scheme, torch.float32).items():
         found, wide = tensors[suffix].dtype, dtype.is_floating_point and dtype.itemsize > 1
         counted = suffix == "weight_shape" and not found.is_floating_point

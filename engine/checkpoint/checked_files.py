@@ -28,9 +28,7 @@ _CHUNK_BYTES = 1 << 24
 
 class _Stream:
     """Output file for ``torch.save``. After the first error it only counts bytes, so that torch.save finishes.
-
-    torch.save would turn an exception into a RuntimeError about an unexpected position in the archive.
-    """
+    torch.save would turn an exception into a RuntimeError about an unexpected position in the archive."""
 
     def __init__(self, path: Path) -> None:
         self.bytes = self.crc32 = 0

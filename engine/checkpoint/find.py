@@ -62,7 +62,10 @@ def find_checkpoint(directory: Path, which: bool | str = True) -> TrainingCheckp
     if which == "best":
         best = best_checkpoint(directory)
         if best is None:
-            raise ValueError(f"{directory} has no {BEST}: no checkpoint was marked as the best")
+            raise ValueError(
+                f"{directory} has no {BEST}: no checkpoint was marked as the best; set train.resume to true or to a "
+                "checkpoint's name"
+            )
         return read_step_directory(directory / best.name)
     if isinstance(which, str):
         return read_step_directory(directory / which)

@@ -136,10 +136,8 @@ def check_base(session: Session, checkpoint: TrainingCheckpoint) -> None:
 
 
 def _load_engine(session: Session, checkpoint: TrainingCheckpoint, left_out: LeftOut) -> None:
-    """Load DeepSpeed's files of a checkpoint, and restore the optimizer's options from the new recipe.
-
-    DeepSpeed would use the options in the files, those of the old recipe.
-    """
+    """Load DeepSpeed's files of a checkpoint, and restore the optimizer's options from the new recipe. DeepSpeed would
+    use the options in the files, those of the old recipe."""
     settings = [{key: group[key] for key in OPTIMIZER_OPTIONS} for group in session.engine.optimizer.param_groups]
     session.engine.checkpoint_engine = CheckedFiles(left_out)  # DeepSpeed's own engine runs code from pickles
     session.engine.load_checkpoint(str(checkpoint.path.parent), tag=checkpoint.path.name)
@@ -313,10 +311,8 @@ def _load_frozen_partitions(session: Session, states: list[dict[str, Any]], left
 
 
 def reseed(seed: int, step: int) -> None:
-    """Seed the generators of a rank after resharding, by the recipe's seed, the step and the rank.
-
-    Random states of another number of ranks cannot be reused. Resuming twice gives the same seeds.
-    """
+    """Seed the generators of a rank after resharding, by the recipe's seed, the step and the rank. Random states of
+    another number of ranks cannot be reused. Resuming twice gives the same seeds."""
     words = np.random.SeedSequence((seed, step, rank())).generate_state(3)
     seeders: tuple[Callable[[int], Any], ...] = (torch.manual_seed, random.seed, np.random.seed)
     for seeder, word in zip(seeders, words.tolist(), strict=True):
@@ -324,10 +320,8 @@ def reseed(seed: int, step: int) -> None:
 
 
 def merge_ranks(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the states in the files ``rank_<r>.pt`` of all old ranks for this new rank.
-
-    States are the same on every rank, except statistics of the quantization's observers.
-    """
+    """Merge the states in the files ``rank_<r>.pt`` of all old ranks for this new rank. States are the same on every
+    rank, except statistics of the quantization's observers."""
     stateful = states[0]["stateful"]
     quantization = stateful["quantization"]
     seen = [state["stateful"]["quantization"]["observers"] for state in states]
@@ -336,10 +330,8 @@ def merge_ranks(states: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def merge_observers(states: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Merge one input's statistics of all old ranks: the maximum goes to every new rank, counts to rank 0 only.
-
-    So a maximum or sum over the new ranks equals that over the old ranks.
-    """
+    """Merge one input's statistics of all old ranks: the maximum goes to every new rank, counts to rank 0 only. So a
+    maximum or sum over the new ranks equals that over the old ranks."""
     absmax = torch.stack([state["absmax"] for state in states]).amax()
     share = 1 if rank() == 0 else 0
     counts = {key: share * torch.stack([state[key] for state in states]).sum(0) for key in states[0] if key != "absmax"}

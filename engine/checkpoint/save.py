@@ -205,9 +205,7 @@ def _make_current(
 
 def mark_best(directory: Path, step: int, measured: tuple[str, float] | None) -> None:
     """Mark the checkpoint of ``step``, which was written before its evaluation, if it is the best; a collective.
-
-    ``measured`` is the name and value of the metric, or None.
-    """
+    ``measured`` is the name and value of the metric, or None."""
     with errors_on_all_ranks(OSError):
         if is_main():
             _mark(directory, f"step_{step:08d}", measured)

@@ -219,10 +219,8 @@ DEEPSPEED_LAUNCHER = "deepspeed.launcher.launch"
 
 
 class StopRequests:
-    """Context manager in which ``SIGNALS`` only set a flag; the signal handlers are restored at its exit.
-
-    Use it around the steps and the saves. While a model loads, a signal may end the process at once: nothing is lost.
-    """
+    """Context manager in which ``SIGNALS`` only set a flag; the signal handlers are restored at its exit. Use it around
+    the steps and the saves. While a model loads, a signal may end the process at once: nothing is lost."""
 
     def __init__(self) -> None:
         self.signal: int | None = None

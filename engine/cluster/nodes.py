@@ -89,9 +89,7 @@ def check_ranks_agree(inputs: Mapping[str, Any], files: Mapping[str, str | Path 
 
 def _compare_files(paths: Mapping[str, str | Path]) -> None:
     """Raise on every rank if the ranks see different files at a path; a collective. ``paths`` are equal on all ranks.
-
-    The first rank that sees a copy reads it for the others, unless there is a single one.
-    """
+    The first rank that sees a copy reads it for the others, unless there is a single one."""
     with errors_on_all_ranks(OSError):
         mine = {key: identity(path) for key, path in paths.items()}
     everywhere = gather_objects(mine)
@@ -178,10 +176,8 @@ def _appears(path: Path) -> bool:
 
 
 def _compare(facts: dict[str, str], loaded: Mapping[str, str] | None = None) -> None:
-    """Raise on every rank if ranks differ in ``facts``, or in a value of ``loaded`` that both have; a collective.
-
-    The ranks exchange a digest, and the values themselves only if digests differ.
-    """
+    """Raise on every rank if ranks differ in ``facts``, or in a value of ``loaded`` that both have; a collective. The
+    ranks exchange a digest, and the values themselves only if digests differ."""
     known = (facts, loaded or {})
     if len({*gather_objects(hashlib.blake2b(repr(known).encode(), digest_size=16).digest())}) == 1:
         return

@@ -120,17 +120,14 @@ class Recipe:
         return self.quant.fake_quant_start == -1 and not any(event.fake_quant for event in self.schedule)
 
     def invalidates(self) -> bool:
-        """Tell if training invalidates inactive scales (of layers whose fake quant is off).
-
-        With unmerged adapters it does not: the base model and the inputs of its layers stay unchanged.
-        """
+        """Tell if training invalidates inactive scales (of layers whose fake quant is off). With unmerged adapters it
+        does not: the base model and the inputs of its layers stay unchanged."""
         learn = self.learnable
         return not self.adapter.beside and any((learn.weight, learn.norm, learn.router, self.adapter.on))
 
     def validate(self) -> None:
-        """Set derived defaults, check every value, and check values against each other; no file is read.
-
-        Call it again after an assignment to a field. Raises RecipeError."""
+        """Set derived defaults, check every value, and check values against each other; no file is read. Call it again
+        after an assignment to a field. Raises RecipeError."""
         derive(self, self._derived)
         problems = list(_field_problems(self, ""))
         problems += self.quant.problems()
@@ -273,10 +270,8 @@ def recipe_options(recipe: Recipe) -> Iterator[tuple[str, Any, Field[Any]]]:
 
 
 def derive(recipe: Recipe, before: dict[str, Any]) -> None:
-    """Set the default of each unset option whose default follows from other options.
-
-    ``before`` holds the defaults of the last call: an option that still has that value is set again.
-    """
+    """Set the default of each unset option whose default follows from other options. ``before`` holds the defaults of
+    the last call: an option that still has that value is set again."""
     for key, section, item in recipe_options(recipe):
         if DERIVED in item.metadata and getattr(section, item.name) in (None, before.get(key)):
             before[key] = item.metadata[DERIVED](recipe)

@@ -70,10 +70,8 @@ def only_with(*conditions: Condition) -> dict[str, Any]:
 
 
 def derived(default: Callable[[Any], Any], metadata: Mapping[str, Any] | None = None) -> Any:
-    """Declare a field whose default follows from the rest of the recipe, so that it contradicts no other value.
-
-    The field is None (null) until :meth:`engine.config.config.Recipe.validate` sets it.
-    """
+    """Declare a field whose default follows from the rest of the recipe, so that it contradicts no other value. The
+    field is None (null) until :meth:`engine.config.config.Recipe.validate` sets it."""
     return field(default=None, metadata={DERIVED: default, **(metadata or {})})
 
 
@@ -138,9 +136,7 @@ def regex() -> dict[str, Any]:
 
 def parse_size(text: str) -> int | None:
     """Parse a size like ``5GB`` (10^9), ``500MB`` or ``2GiB`` (2^30) to bytes; None unless it is one byte or more.
-
-    Without a unit the number is bytes.
-    """
+    Without a unit the number is bytes."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     size = float(match[1]) * SIZE_UNITS.get(match[2].upper(), 0) if match else 0
     return int(size) if 1 <= size < 2**63 else None
@@ -169,10 +165,7 @@ def not_there(path: str) -> str:
 
 def checkpoint_problems(key: str, path: str, *, weights: bool = False) -> Iterator[str]:
     """Yield a problem line if ``path`` is not a directory with config.json, if its JSON files are too large, or if its
-    JSON or safetensors files are of another kind.
-
-    ``weights``: also if it has no safetensors files.
-    """
+    JSON or safetensors files are of another kind. ``weights``: also if it has no safetensors files."""
     if not os.path.isdir(path):
         yield (
             f"{key}: {not_there(path)}, expected a directory with config.json (a local Hugging Face checkpoint)"

@@ -94,9 +94,7 @@ def _text_of(path: str) -> str:
 
 def _size(node: yaml.Node, sizes: dict[int, float]) -> float:
     """Count the values of a YAML node with its aliases expanded: a few lines of aliases can mean billions of values.
-
-    ``sizes`` caches the counts of nodes. A node that contains itself counts as infinite.
-    """
+    ``sizes`` caches the counts of nodes. A node that contains itself counts as infinite."""
     if id(node) not in sizes:
         sizes[id(node)] = math.inf
         children = node.value if isinstance(node, yaml.CollectionNode) else []

@@ -64,10 +64,8 @@ class TeacherHidden:
 
 
 class TeacherTopK(NamedTuple):
-    """Output of a cached teacher: a row of ``top`` for each position with a target, in row-major order.
-
-    ``vocabulary``: compare teacher and student on token ids below this number, renormalized; None: on all ids.
-    """
+    """Output of a cached teacher: a row of ``top`` for each position with a target, in row-major order. ``vocabulary``:
+    compare teacher and student on token ids below this number, renormalized; None: on all ids."""
 
     top: TopK
     vocabulary: int | None = None
@@ -153,10 +151,14 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor, positions: Tensor, te
             "positions"
         )
     if teacher.vocabulary is None and ours != theirs:
-        raise ValueError(f"student and teacher have {ours} and {theirs} logits: expected the number of common tokens")
+        raise ValueError(
+            f"student and teacher have {ours} and {theirs} logits per token, expected equal numbers, or "
+            "TeacherHidden.vocabulary"
+        )
     if (teacher.vocabulary or 0) > min(ours, theirs):
         raise ValueError(
-            f"{teacher.vocabulary} common tokens, expected at most {min(ours, theirs)}, the number of logits"
+            f"TeacherHidden.vocabulary: {teacher.vocabulary} tokens, expected at most {min(ours, theirs)}, as many as "
+            "both models have logits"
         )
 
 
@@ -323,7 +325,10 @@ def _token_loss(loss: NamedTokenLoss, chunk: LossChunk, gradient: Tensor | None,
         )
     if gradient is not None:
         if not value.requires_grad:
-            raise ValueError(f"loss {loss.name!r} does not depend on the student's logits, so that nothing can learn")
+            raise ValueError(
+                f"loss {loss.name!r} does not depend on the student's logits, expected a gradient: compute it from "
+                "chunk.student, without detach"
+            )
         (of_logits,) = torch.autograd.grad(value, leaf, torch.ones_like(value))
         gradient.add_(of_logits, alpha=loss.weight * factor)
     return value.detach()
@@ -399,10 +404,8 @@ def _add_in_fp32(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 @cache
 def _adds_in_fp32(device: torch.device) -> bool:
-    """Tell if the device has a GEMM with bf16 operands that adds to fp32: CUDA from torch 2.11 on, CPU not.
-
-    The meta device of torch 2.11 mistakes the dtype for a factor: TypeError.
-    """
+    """Tell if the device has a GEMM with bf16 operands that adds to fp32: CUDA from torch 2.11 on, CPU not. The meta
+    device of torch 2.11 mistakes the dtype for a factor: TypeError."""
     total, ones = torch.zeros(16, 16, device=device), torch.ones(16, 16, dtype=torch.bfloat16, device=device)
     try:
         torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)
@@ -417,10 +420,8 @@ def _rows_of_slice(tensor: Tensor) -> int:
 
 
 def _multiplied(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply ``tensor`` by a scalar in fp32, return it in ``dtype``; in place if it has that dtype.
-
-    It works in slices: one operation would round the scalar to bf16 first, or allocate an fp32 copy of the tensor.
-    """
+    """Multiply ``tensor`` by a scalar in fp32, return it in ``dtype``; in place if it has that dtype. It works in
+    slices: one operation would round the scalar to bf16 first, or allocate an fp32 copy of the tensor."""
     out = tensor if tensor.dtype == dtype else torch.empty_like(tensor, dtype=dtype)
     size = _rows_of_slice(tensor) if tensor.dim() > 1 and len(tensor) else SLICE_ELEMENTS
     for source, target in zip(tensor.split(size), out.split(size), strict=True):

@@ -252,9 +252,8 @@ def forward_kl(log_p: Tensor, log_q: Tensor, gradient: Tensor | None = None, wei
 
 
 def reverse_kl(log_p: Tensor, log_q: Tensor, gradient: Tensor | None = None, weight: float | Tensor = 1.0) -> Tensor:
-    """Return KL(q || p) per row; add ``weight`` (a number, or [R, 1]) times its gradient to ``gradient``.
-
-    Gradients are with respect to the logits of q."""
+    """Return KL(q || p) per row; add ``weight`` (a number, or [R, 1]) times its gradient to ``gradient``. Gradients are
+    with respect to the logits of q."""
     q = log_q.exp()
     ratio = _log_ratio(q, log_q, log_p)
     value = (ratio * q).sum(-1)
@@ -315,8 +314,6 @@ def _on_top_k(
 
 
 def _log_tail(log_probs: Tensor, indices: Tensor) -> Tensor:
-    """Compute the log-probability [R] of all tokens except ``indices`` together.
-
-    It is the sum over these tokens: log(1 - p(S)) would lose precision by cancellation.
-    """
+    """Compute the log-probability [R] of all tokens except ``indices`` together. It is the sum over these tokens: log(1
+    - p(S)) would lose precision by cancellation."""
     return log_probs.scatter(-1, indices, -torch.inf).logsumexp(-1)

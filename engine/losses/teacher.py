@@ -67,9 +67,7 @@ class ModelTeacher:
 @dataclass
 class SelfTeacher:
     """Teacher that is the student without fake quant and adapters: the initial model, as long as weights are frozen.
-
-    Costs a second forward and no memory for weights.
-    """
+    Costs a second forward and no memory for weights."""
 
     engine: nn.Module
     head: LMHead
@@ -89,10 +87,8 @@ class SelfTeacher:
 def unquantized_forward(
     engine: nn.Module, head: LMHead, quantization: Quantization, inputs: dict[str, Any]
 ) -> torch.Tensor:
-    """Run the student without quantization; return its output, with hidden states in place of logits; a collective.
-
-    It runs in eval mode, with fake quant, adapters and observers off; all are restored afterwards.
-    """
+    """Run the student without quantization; return its output, with hidden states in place of logits; a collective. It
+    runs in eval mode, with fake quant, adapters and observers off; all are restored afterwards."""
     was_training = engine.training
     engine.eval()
     try:

@@ -60,7 +60,9 @@ def _check_same_tokens(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, path:
             f"token ({error})"
         ) from error
     if difference := first_difference(tokenizer, theirs):
-        raise ValueError(f"loss.teacher: {path} has another tokenizer: {difference}")
+        raise ValueError(
+            f"loss.teacher: {path} has another tokenizer: {difference}; name a teacher with the student's tokenizer"
+        )
 
 
 def load_teacher(recipe: Recipe, context: RunContext, logits: int) -> ModelTeacher:

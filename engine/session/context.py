@@ -123,10 +123,8 @@ def build_for(
     *,
     untie: bool = False,
 ) -> PreTrainedModel:
-    """Build the student or the teacher in ``path`` without weights, with the options of the recipe's section model.
-
-    The other arguments are passed to :func:`model.build.build_model`.
-    """
+    """Build the student or the teacher in ``path`` without weights, with the options of the recipe's section model. The
+    other arguments are passed to :func:`model.build.build_model`."""
     own = recipe.model
     return build_model(
         path,

@@ -40,10 +40,8 @@ SCALE_EPS = 1e-15
 
 
 class OwnedParameter(NamedTuple):
-    """Parameter with its first name in the model and its kind.
-
-    Kinds: weight, embedding, bias, norm, router, weight_scale, act_scale, kv_scale, adapter, frozen.
-    """
+    """Parameter with its first name in the model and its kind. Kinds: weight, embedding, bias, norm, router,
+    weight_scale, act_scale, kv_scale, adapter, frozen."""
 
     name: str
     parameter: nn.Parameter
@@ -54,7 +52,7 @@ def classify(model: nn.Module) -> Iterator[OwnedParameter]:
     """Yield every Parameter of the model once, in module order, with its kind.
 
     ``embedding`` is the token embedding and lm_head, tied or not. ``frozen`` are initial scales s0, global scales and
-    zero points, which never train, and the parameters of modules named as in ``INDEXER``, also if shared. A
+    zero points, which never train, and the parameters of sparse attention's indexers (``INDEXER``), also if shared. A
     1-dimensional ``weight`` is a norm: transformers has dozens of norm classes without a common base, and no other
     layer of its language models has a 1-dimensional weight.
     """
@@ -196,7 +194,10 @@ def parameter_groups(model: nn.Module, optim: OptimRecipe) -> list[dict]:
         if parameters
     ]
     if not groups:
-        raise ValueError("nothing trains: every switch under learnable is off, or learnable.freeze matches the rest")
+        raise ValueError(
+            "nothing trains: every switch under learnable is off, or learnable.freeze matches the rest; expected at "
+            "least one trained parameter"
+        )
     return groups
 
 
@@ -243,10 +244,8 @@ def lr_factor(step: int, *, total: int, warmup: int, kind: str, min_ratio: float
 
 
 class SkippingAdamW(torch.optim.AdamW):
-    """AdamW that skips a step with NaN or Inf in gradients.
-
-    DeepSpeed's engine reads ``overflow`` and counts such steps in ``skipped_steps``.
-    """
+    """AdamW that skips a step with NaN or Inf in gradients. DeepSpeed's engine reads ``overflow`` and counts such steps
+    in ``skipped_steps``."""
 
     overflow = False
 
@@ -271,10 +270,8 @@ _CLASSES = {
 
 
 def initialize_student(recipe: Recipe, ds_config: dict[str, Any], model: PreTrainedModel) -> deepspeed.DeepSpeedEngine:
-    """Build the student's engine with its optimizer, AdamW (Loshchilov and Hutter 2019); a collective.
-
-    It is torch's AdamW, as DeepSpeed's compiled versions take 45 s to build at first use.
-    """
+    """Build the student's engine with its optimizer, AdamW (Loshchilov and Hutter 2019); a collective. It is torch's
+    AdamW, as DeepSpeed's compiled versions take 45 s to build at first use."""
     # In all other cases DeepSpeed wraps the optimizer and skips steps whose gradients are not finite.
     unguarded = stage(ds_config) == 0 and recipe.model.dtype == "float32"
     with errors_on_all_ranks(ValueError):

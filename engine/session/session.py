@@ -171,10 +171,8 @@ First = Callable[[int], Iterable[MicroBatch]] | None
 
 @dataclass(frozen=True)
 class Session:
-    """A run that is ready to train: the student in its engine, its quantization, the teacher, the overrides.
-
-    Its fields are set once; training changes the objects in them.
-    """
+    """A run that is ready to train: the student in its engine, its quantization, the teacher, the overrides. Its fields
+    are set once; training changes the objects in them."""
 
     recipe: Recipe
     ds_config: dict[str, Any]

@@ -51,9 +51,7 @@ def build_student(
     recipe: Recipe, ds_config: dict[str, Any], device: torch.device, *, losses: bool = True
 ) -> tuple[PreTrainedModel, Quantization]:
     """Build the student, load its weights, quantize it and set ``requires_grad``; scales are not filled yet.
-
-    ``losses``: the session will compute losses, so refuse models whose lm_head does not allow it.
-    """
+    ``losses``: the session will compute losses, so refuse models whose lm_head does not allow it."""
     model, named = empty_student(recipe, ds_config, device, losses=losses)
     report = load_weights(model, recipe.model.path, method=recipe.model.load)
     say(f"weights: {report.summary()}")
@@ -154,11 +152,8 @@ def quantize_student(
 
 
 def _has_router_logits(model: PreTrainedModel) -> bool:
-    """Tell if a module outputs the router logits of the auxiliary loss; warn if not.
-
-    Without such a module (Granite hybrids without experts, DeepSeek-V4 with hashed experts only) transformers' own
-    loss fails.
-    """
+    """Tell if a module outputs the router logits of the auxiliary loss; warn if not. Without such a module (Granite
+    hybrids without experts, DeepSeek-V4 with hashed experts only) transformers' own loss fails."""
     recorded = [module._can_record_outputs or {} for module in model.modules() if isinstance(module, PreTrainedModel)]
     kinds = [getattr(one["router_logits"], "target_class", nn.Module) for one in recorded if "router_logits" in one]
     there = not kinds or any(isinstance(module, tuple(kinds)) for module in model.modules())

@@ -370,7 +370,10 @@ def routers_of(block: nn.Module, experts: nn.Module, *, num_experts: int, hidden
     if not found:
         found = {name for name, value in parameters.items() if tuple(value.shape) == (num_experts, hidden_dim)}
     if not found:
-        raise ValueError(f"nothing in {type(block).__name__} computes which of the {num_experts} experts are chosen")
+        raise ValueError(
+            f"nothing in {type(block).__name__} computes which of the {num_experts} experts are chosen, expected a "
+            "router: see docs/adding_a_model.md"
+        )
     children = {name.partition(".")[0] for name in found}
     modules, own_parameters = block.named_children(), block.named_parameters(recurse=False)
     children |= {name for name, one in modules if isinstance(one, nn.Linear) and one.out_features == 1}

@@ -332,7 +332,10 @@ def check_start(model: PreTrainedModel, quantization: Quantization, directory: s
             disk, scheme = module_name_on_disk(model, part.name), quantization.layers[name].scheme
             linear, shape = coded.get(disk), (part.out_features, part.in_features)
             if linear is None:
-                raise ValueError(f"quant.start: {directory} has no codes of {disk}, which is quantized here")
+                raise ValueError(
+                    f"quant.start: {directory} has no codes of {disk}, which the recipe quantizes: exempt it "
+                    "(quant.exempt_more), or set quant.scheme to source"
+                )
             if linear.shape != shape:
                 raise ValueError(
                     f"quant.start: {linear.file}: {disk} has the shape {list(linear.shape)}, expected {list(shape)} as "

@@ -206,7 +206,10 @@ def _tensors(model: PreTrainedModel, items: Iterable[Item], architecture: str) -
                 )
             tensor.parts[expert] = key
     if nowhere:
-        raise ValueError(f"a GGUF file of architecture {architecture} cannot store {listed(nowhere, 6)}")
+        raise ValueError(
+            f"a GGUF file of architecture {architecture} cannot store {listed(nowhere, 6)}: set export.format to "
+            "dequantized"
+        )
     return found
 
 
@@ -356,7 +359,10 @@ def _architecture_of(config: PretrainedConfig) -> str:
         if config.mlp_only_layers or config.decoder_sparse_step != 1:
             problems.append("some layers have no experts")
     if problems:
-        raise ValueError(f"llama.cpp computes this {config.model_type} differently: {'; '.join(problems)}")
+        raise ValueError(
+            f"llama.cpp computes this {config.model_type} differently: {'; '.join(problems)}; set export.format to "
+            "another one"
+        )
     return ARCHITECTURES[config.model_type]
 
 

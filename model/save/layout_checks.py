@@ -49,7 +49,8 @@ def _check_executorch(model: PreTrainedModel, quantization: Quantization) -> Non
             )
         if (on_disk := module_name_on_disk(model, name)) != name:
             raise ValueError(
-                f"{name}: layout 'executorch' needs transformers' names, but this layer is {on_disk} on disk"
+                f"{name}: layout 'executorch' needs transformers' names, but this layer is {on_disk} on disk: set "
+                "export.format to compressed"
             )
 
 
@@ -65,10 +66,16 @@ def _check_mlx(model: PreTrainedModel, quantization: Quantization) -> None:
     config = model.config
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope not in ROPE_TYPES:
-        raise ValueError(f"layout 'mlx' was tested with rope_type {', '.join(ROPE_TYPES)}, got {rope!r}")
+        raise ValueError(
+            f"layout 'mlx' was tested with rope_type {', '.join(ROPE_TYPES)}, got {rope!r}: set export.format to "
+            "another one"
+        )
     kinds: list[str] = getattr(config, "layer_types", None) or []
     if getattr(config, "use_sliding_window", False) or "sliding_attention" in kinds:
-        raise ValueError(f"layout 'mlx': mlx-lm computes {config.model_type} without its sliding window")
+        raise ValueError(
+            f"layout 'mlx': mlx-lm computes {config.model_type} without its sliding window: set export.format to "
+            "another one"
+        )
     alone = [name for name in quantization.layers if EXPERT.search(f"{name}.")]
     if alone:
         raise ValueError(

@@ -116,7 +116,9 @@ def _as_ours(key: str, stored: Tensor) -> tuple[str, Tensor]:
 
 def _add(found: dict[str, Tensor], key: str, value: Tensor, path: Path) -> None:
     if key in found and not torch.equal(found[key], value):
-        raise ValueError(f"{path}: {key} is there twice, with different values (in another file or spelling)")
+        raise ValueError(
+            f"{path}: {key} is there twice, with different values (in another file or spelling): keep one of the two"
+        )
     found[key] = value
 
 

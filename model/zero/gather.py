@@ -233,10 +233,8 @@ def gathered_on_main(batches: Sequence[Batch], buffer: ReceiveBuffer | None = No
 
 
 def _receive(buffer: ReceiveBuffer, number: int, batches: Sequence[Batch]) -> Callable[[], dict[Tensor, Tensor]]:
-    """Start receiving the other ranks' partitions of batch ``number``, if there is one, on rank 0.
-
-    Returns a function that waits for all partitions and returns the whole parameters, 1-D, by parameter.
-    """
+    """Start receiving the other ranks' partitions of batch ``number``, if there is one, on rank 0. Returns a function
+    that waits for all partitions and returns the whole parameters, 1-D, by parameter."""
     shared = _shared(batches[number]) if number < len(batches) else []
     places = buffer.places(number, shared) if shared else []
     from_others = [

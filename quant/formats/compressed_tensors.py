@@ -83,10 +83,8 @@ def export_format(scheme: Scheme) -> str:
 
 
 def packed_shapes(in_features: int, out_features: int, scheme: Scheme, model_dtype: torch.dtype) -> Shapes:
-    """Return dtypes and shapes of the tensors for one Linear's weight and scales on disk, by suffix, in order.
-
-    They depend only on the Linear's sizes, so that every rank can plan the shards without the weight.
-    """
+    """Return dtypes and shapes of the tensors for one Linear's weight and scales on disk, by suffix, in order. They
+    depend only on the Linear's sizes, so that every rank can plan the shards without the weight."""
     spec, layout = scheme.weights, export_format(scheme)
     scale = (_stored_dtype(spec, model_dtype), spec.scale_shape((out_features, in_features)))
     shapes: Shapes

@@ -92,10 +92,8 @@ def linear_shapes(layout: Layout, in_features: int, out_features: int, scheme: S
 
 @torch.no_grad()
 def linear_tensors(layout: Layout, linear: TrainedLinear) -> dict[str, torch.Tensor]:
-    """Build the tensors of one Linear on disk by suffix, in CPU memory.
-
-    Rearranges the result of :func:`quant.formats.compressed_tensors.pack_linear`, whose errors may be raised.
-    """
+    """Build the tensors of one Linear on disk by suffix, in CPU memory. Rearranges the result of
+    :func:`quant.formats.compressed_tensors.pack_linear`, whose errors may be raised."""
     packed, scheme, scale = pack_linear(linear), linear.scheme, linear.scale
     if layout not in ("dequantized", "gguf", "mlx", "executorch"):
         return {_suffix(layout, scheme, suffix): tensor for suffix, tensor in packed.items()}

@@ -285,8 +285,8 @@ def rms_norm_backward(
 def silu_mul_quantize(
     gate: Tensor, up: Tensor, quantizer: Quantizer, *, mask: bool, values: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute ``silu(gate) * up``, quantized as in :func:`rms_norm_quantize`: codes, mask, values; all inputs have one
-    shape and dtype."""
+    """Compute ``silu(gate) * up`` and quantize it with one fixed scale: codes, mask and values (mask and values are
+    empty unless requested). ``gate`` and ``up`` have one shape and dtype."""
     return _operators().silu_mul_quantize(gate, up, *_single_scale(quantizer), mask, values)
 
 

@@ -207,7 +207,10 @@ def score_windows(
             scores[index] = some.sum(0)
     values = reduce_over_ranks(scores)
     if bad := int((~values.isfinite()).any(-1).sum()):
-        raise RankError(f"{bad} of {len(windows)} windows have a log-likelihood that is NaN or infinite")
+        raise RankError(
+            f"{bad} of {len(windows)} windows have a log-likelihood that is NaN or infinite: the checkpoint is "
+            "damaged, or try --dtype float32"
+        )
     return [
         Score(value, hits == len(window.targets), kl, agreed)
         for window, (value, hits, kl, agreed) in zip(windows, values.tolist(), strict=True)

@@ -120,10 +120,8 @@ def divergence(theirs: Tensor, ours: Tensor) -> float:
 
 
 def rounded(model: PreTrainedModel, quantization: Quantization, times: int) -> Iterator[None]:
-    """Change the embeddings, and the inputs of all quantized layers, by about one rounding; yield ``times`` times.
-
-    The changes differ each time. After the last one the model is as before.
-    """
+    """Change the embeddings, and the inputs of all quantized layers, by about one rounding; yield ``times`` times. The
+    changes differ each time. After the last one the model is as before."""
     weight = cast("Tensor", model.get_input_embeddings().weight)
     before, size = weight.clone(), 1e-6 if weight.dtype == torch.float32 else torch.finfo(weight.dtype).eps / 2
 

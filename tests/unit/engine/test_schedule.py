@@ -89,7 +89,10 @@ def test_overrides_refuse_what_would_do_nothing_or_harm():
     again.load_state_dict(overrides.state_dict())
     assert again == overrides
     for call, message in [
-        (lambda: overrides.set_peak_rates(scales=1.0), "scales: 1.0, expected 0 or more, for one of the groups weights,"),
+        (
+            lambda: overrides.set_peak_rates(scales=1.0),
+            "scales: 1.0, expected 0 or more, for one of the groups weights,",
+        ),
         (lambda: overrides.set_peak_rates(weights=float("nan")), "weights: nan"),
         (lambda: overrides.set_loss_weights(kl=1.0), "kl: 1.0, expected 0 or more for lm or kd"),
         (lambda: overrides.set_loss_weights(kd=0.0), "both 0"),

@@ -305,7 +305,7 @@ def test_it_is_prepared_by_name_only():
     assert quantization.weight_groups[0].s0 is model[0].weight_s0
     per_tensor = Scheme("t", TensorSpec("int", 8, "tensor"))
     for scheme in (get_scheme("fp8_static"), get_scheme("nvfp4"), get_scheme("w8a16_asym"), per_tensor):
-        with pytest.raises(ValueError, match=r"0: scheme .* embeddings can have symmetric integer weights"):
+        with pytest.raises(ValueError, match=r"0: scheme .* for embeddings, symmetric integer weights"):
             prepared(None, named={"0": scheme})
     with pytest.raises(ValueError, match="does more than look up"):
         prepared(None, nn.Embedding(4, 32, max_norm=1.0), named={"0": int4})

@@ -228,7 +228,7 @@ def test_bad_arguments_say_what_was_expected():
             for teacher, said in (
                 (TeacherHidden(hidden[:1], weight), "teacher's hidden states are"),
                 (TeacherHidden(hidden, weight[:6]), "have 7 and 6 logits"),
-                (TeacherHidden(hidden, weight[:6], None, 7), "7 common tokens"),
+                (TeacherHidden(hidden, weight[:6], None, 7), "7 tokens, expected"),
             )
         ),
     ):

@@ -142,7 +142,7 @@ BAD = {
         r"q_proj has the shape \[.*\], expected \[.*\] as in model.path",
     ),
     "another grid": (lambda *paths: other_rounding(*paths, "w8a16_channel"), "is quantized as .*, but"),
-    "fewer layers": (fewer, f"has no codes of {Q}, which is quantized here"),
+    "fewer layers": (fewer, f"has no codes of {Q}, which the recipe quantizes"),
     "not quantized": (lambda source, start: source, "has no codes of"),
     "zeros": (zeros, f"{Q}.weight_packed: model.path has zeros"),
 }
