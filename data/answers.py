@@ -104,7 +104,7 @@ def render(template: Template, conversation: Conversation, loss_on: LossOn) -> R
 
 @dataclass(frozen=True, slots=True)
 class Occurrence:
-    """Location of a mark, or of the string that it replaces: characters ``[start, end)`` of a text."""
+    """Location of a mark (a unique word), or of the string that it replaces: characters ``[start, end)`` of a text."""
 
     mark: str
     start: int
@@ -113,7 +113,7 @@ class Occurrence:
 
 @dataclass(frozen=True, slots=True)
 class _Marked:
-    """A rendering with marks (see the module), and the locations of the marks."""
+    """A rendered text with marks (unique words in place of a turn's strings), and the locations of the marks."""
 
     text: str
     pieces: list[Occurrence]
@@ -130,7 +130,7 @@ class _Marked:
 
 
 class Marks:
-    """Marks (see the module) for the strings of one turn, or of several.
+    """Marks, unique words that replace the strings of one or several turns to locate them in rendered text.
 
     Args:
         tags: pattern of tags at which the content is divided, and which get no mark; None: the content gets one mark.
@@ -166,12 +166,12 @@ class Marks:
         return marked
 
     def tool(self, tool: dict[str, Any]) -> dict[str, Any]:
-        """Return a function schema with a mark in place of its name."""
+        """Return a function schema with a mark (a unique word) in place of its name."""
         function = tool["function"]
         return {**tool, "function": {**function, "name": self._string(function["name"], TOOL)}}
 
     def marked(self, text: str) -> _Marked:
-        """Find the marks in a text."""
+        """Find the marks in a text; return the text with their locations."""
         return _Marked(text, [Occurrence(m[0], *m.span()) for m in _MARKS.finditer(text) if m[0] in self.forms])
 
     def find(self, marked: str, text: str) -> list[Occurrence] | None:
@@ -281,8 +281,8 @@ def _escaped(text: str) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """Location of a turn: its strings in the rendering of the whole conversation, and its marks in the rendering that
-    ends with this turn."""
+    """Location of a turn: its strings in the rendering of the whole conversation, and its marks (words in their place)
+    in the rendering that ends with this turn."""
 
     pieces: list[Occurrence]
     end: int

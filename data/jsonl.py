@@ -152,7 +152,7 @@ def conversation_of(line: bytes | dict[str, Any], fields: Mapping[str, str] | No
 
     Args:
         line: the line, or the values of a row of a table.
-        fields: the field map (see the module), or None.
+        fields: map from field names (``messages``, ``input``, ...) to the file's keys; None: the names themselves.
         reads: names that the chat template reads.
 
     Raises:
@@ -241,7 +241,8 @@ def _refuse_media(given: Mapping[str, Any], place: str) -> None:
 
 
 def _form(names: Mapping[str, Any]) -> str | None:
-    """Return the form of a line (see the module) by its keys; None unless exactly one form is complete."""
+    """Return the form of a line by its keys (such as ``messages``, or ``input`` and ``output``); None unless exactly
+    one form is complete."""
     forms = [form for form in ("messages", "conversations") if form in names]
     if "output" in names and ("input" in names or "instruction" in names):
         forms.append("pair")

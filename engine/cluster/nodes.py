@@ -89,7 +89,7 @@ def check_ranks_agree(inputs: Mapping[str, Any], files: Mapping[str, str | Path 
 
 def _compare_files(paths: Mapping[str, str | Path]) -> None:
     """Raise on every rank if the ranks see different files at a path; a collective. ``paths`` are equal on all ranks.
-    The first rank that sees a copy reads it for the others, unless there is a single one."""
+    If ranks see several copies of a file, one rank reads each copy."""
     with errors_on_all_ranks(OSError):
         mine = {key: identity(path) for key, path in paths.items()}
     everywhere = gather_objects(mine)

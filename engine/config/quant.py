@@ -17,7 +17,8 @@ QUANTIZES = Condition(
 
 
 def some_scheme(words: str, has: "Callable[[QuantRecipe], object]") -> Condition:
-    """Condition on the recipe's schemes. It holds if a scheme is unknown, which is reported as another problem."""
+    """Create the condition that the recipe's schemes satisfy ``has``; ``words`` describe it. It also holds if a scheme
+    is unknown, as that is another problem."""
     return Condition(
         f"a scheme here has {words} (quant.scheme is {{quant.scheme}})",
         lambda r: not r.quant.known() or has(r.quant),

@@ -117,7 +117,8 @@ def check_beside(quantization: Quantization, arranged: ArrangedScales, stored: S
 
 
 def _check_zero_points(key: str, zero: ZeroPoints, spec: TensorSpec) -> None:
-    """Raise ValueError if zero points are missing, misshapen or no codes; ``key`` is the key of the scale."""
+    """Raise ValueError if zero points are missing, misshapen or not in the range of codes; ``key`` is the key of the
+    scale."""
     if zero.values is None:
         raise ValueError(
             f"the files have {key} but no {zero.key}, expected both for an asymmetric scheme: use another checkpoint"

@@ -306,7 +306,7 @@ def gather_as_bytes(model: nn.Module, form_of: Callable[[Parameter], ByteForm | 
     parameters = [parameter for parameter in model.parameters() if is_partitioned(parameter)]
     for parameter in parameters:
         if parameter.ds_zero_param_process_group is not None:  # type: ignore[attr-defined]
-            raise ValueError("zero_hpz_partition_size: hpZ would keep the decoded bytes as the parameter: set it to 1")
+            raise ValueError("zero_hpz_partition_size: expected 1: hpZ would cache decoded codes, not weights")
     for parameter in parameters:
         own = parameter.all_gather_coalesced  # type: ignore[attr-defined]
         parameter.all_gather_coalesced = partial(_gather, own, form_of)  # type: ignore[attr-defined]

@@ -353,8 +353,8 @@ def _wanted(codes: Tensor, inside: Tensor, rounded: Tensor, mask: bool, values: 
 
 
 def _spec(grid: int, granularity: Granularity = "channel") -> TensorSpec:
-    """Build the spec of a grid number (see the module); the shapes of rows and scales determine which elements share a
-    scale."""
+    """Build the spec of a grid (0: e4m3, 1: e2m1, else bits of an integer); the shapes of rows and scales determine
+    which elements share a scale."""
     if grid == 1:
         return TensorSpec("fp4_e2m1", 4, "group", 16)
     if grid == 0:
@@ -363,8 +363,8 @@ def _spec(grid: int, granularity: Granularity = "channel") -> TensorSpec:
 
 
 def _token_spec(grid: int, symmetric: bool, scale_dtype: torch.dtype | None) -> TensorSpec:
-    """Build the spec of a grid number (see the module) with dynamic scales per token, or per group if ``scale_dtype``
-    has groups."""
+    """Build the spec of a grid (0: e4m3, 1: e2m1, else bits of an integer) with dynamic scales per token, or per group
+    if ``scale_dtype`` has groups."""
     if scale_dtype in _STORED:
         stored = _STORED[scale_dtype]
         return TensorSpec(*_FLOATS[grid], "group", stored.group_size, dynamic=True, mx=stored.mx)
