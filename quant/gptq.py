@@ -75,8 +75,8 @@ def choose(weight: Tensor, quantizer: Quantizer, gram: Tensor) -> tuple[Tensor, 
 def compensate(
     weight: Tensor, scale: Scale, spec: TensorSpec, gram: Tensor, *, dtype: torch.dtype, damping: float = DAMPING
 ) -> Tensor:
-    """Compute weights whose nearest codes are GPTQ's codes: each element as it was, errors of earlier columns added,
-    when it was rounded.
+    """Compute weights whose nearest codes are GPTQ's codes: each element plus the errors of the columns before it, the
+    value that GPTQ rounds.
 
     Args:
         weight: ``[rows, in]``, some or all rows of a Linear.

@@ -243,7 +243,7 @@ def _pack_scales(linear: TrainedLinear, shape: tuple[int, ...]) -> dict[str, tor
     packed: dict[str, torch.Tensor] = {}
     if spec.scale_format == "e4m3":
         if scale.global_ is None:
-            raise ValueError(f"{name} has no global scale, and scheme {scheme.name!r} needs one")
+            raise ValueError(f"{name} has no global scale, scheme {scheme.name!r} needs one: set Scale.global_")
         _check_scale(f"{name}.weight_global_scale", scale.global_, (1,), signed=False)
         packed["weight_global_scale"] = stored(scale.global_, torch.float32)
     key = f"{name}.weight_scale"

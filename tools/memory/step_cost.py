@@ -42,8 +42,8 @@ class StepCost:
     """Cost of one optimizer step.
 
     Attributes:
-        added: bytes by part at two moments per event (before it, and at it), called places: ``held`` (parameters,
-            gradients, optimizer states and buckets), ``gathered``, ``reduction`` (copies while gradients are reduced).
+        added: bytes by part at the two places of each event (before it, at it): ``held`` (parameters, gradients,
+            optimizer states and buckets), ``gathered`` (parameters), ``reduction`` (copies of gradients).
         backward: for each place, True if it belongs to backward.
         step: the moment of the optimizer's step with the most bytes.
         traffic: bytes of the whole step's collectives by kind, each of the whole tensor: the result of an all-gather,
