@@ -171,7 +171,7 @@ WRONG = [
     ({"peft_type": "IA3"}, "peft_type is 'IA3', expected 'LORA'"),
     ({"lora_alpha": 8}, "is 2, expected 8, which follows from adapter.alpha"),
     ({"alpha_pattern": {"layers.1.*q_proj": 8}}, "the factor of model.layers.1.self_attn.q_proj is 2"),
-    ({"r": 8}, "r is 8, and its lora_A has 4 rows"),
+    ({"r": 8}, "r is 8, but its lora_A has 4 rows"),
     ({"r": None}, "r is None, expected a number above 0"),
     ({"lora_alpha": float("nan")}, "lora_alpha is nan, expected a number above 0"),
     ({"lora_alpha": 10**400}, "lora_alpha is 1000"),
