@@ -518,9 +518,9 @@ class _Writing:
 
     def _otherwise(self, index: int, what: str) -> BadLineError:
         return BadLineError(
-            f"found a chat template that writes for the assistant's turn {index} {what}, expected the turn's text once, "
-            "and the same text with and without later turns: correct the template, or set data.loss_on: last and give "
-            "each answer a line that ends with it"
+            f"found a chat template that writes for the assistant's turn {index} {what}, expected the turn's text "
+            "once, and the same text with and without later turns: correct the template, or set data.loss_on: last and "
+            "give each answer a line that ends with it"
         )
 
     def _omitted(self, marks: Marks, mark: str) -> BadLineError:
