@@ -187,9 +187,7 @@ class _Masters:
     def __init__(self, path: Path, pattern: str, stage: int) -> None:
         found = list(path.glob(pattern))
         if len(found) != 1:
-            raise ValueError(
-                f"{path}: found {len(found)} files {pattern}, expected one: the checkpoint is damaged, use another one"
-            )
+            raise ValueError(f"{path}: found {len(found)} files {pattern}, expected one: start from another checkpoint")
         saved = read_object(found[0], mmap=True)["optimizer_state_dict"]
         self.fp32: list[Tensor] = saved["fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"]
         inner = saved["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]

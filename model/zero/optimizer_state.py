@@ -38,7 +38,7 @@ def stage_of(kind: Any, name: Any) -> ZeroStageEnum:
     """Replace ``getattr`` in a checkpoint's pickle: Python 3.11.0 to 3.11.3 write an enum member as
     ``getattr(ZeroStageEnum, name)``, other versions write its value. Raises ValueError for any other arguments."""
     if kind is not ZeroStageEnum or name not in ZeroStageEnum.__members__:
-        raise ValueError(f"the pickle calls getattr({kind!r}, {name!r}), expected only getattr(ZeroStageEnum, name)")
+        raise ValueError(f"GLOBAL getattr of {kind!r} and {name!r}")  # in torch's words, which read_object searches
     return ZeroStageEnum[name]
 
 

@@ -208,8 +208,8 @@ def score_windows(
     values = reduce_over_ranks(scores)
     if bad := int((~values.isfinite()).any(-1).sum()):
         raise RankError(
-            f"{bad} of {len(windows)} windows have a log-likelihood that is NaN or infinite: the checkpoint is "
-            "damaged, or try --dtype float32"
+            f"{bad} of {len(windows)} windows have a log-likelihood that is NaN or infinite: set --dtype float32, "
+            "or evaluate another checkpoint if the weights themselves are damaged"
         )
     return [
         Score(value, hits == len(window.targets), kl, agreed)

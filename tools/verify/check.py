@@ -430,7 +430,7 @@ def dtype_on_disk(directory: Path, model: PreTrainedModel) -> torch.dtype:
     dtypes = Counter(each.dtype for each in found if each is not None and each.dtype in STORED)
     if not dtypes:
         raise ValueError(
-            f"{directory} has no unquantized tensor, expected at least norms or embeddings: the export is damaged"
+            f"{directory} has no unquantized tensor, expected at least norms or embeddings: export the model again"
         )
     return next(dtype for dtype, _ in dtypes.most_common() if dtype is not None)
 
