@@ -98,10 +98,26 @@ def prepare(
         for name in quantization.layers:
             model.set_submodule(name, before[name])
         raise
+    called = _CalledLayers()
+    called.handle = model.register_forward_hook(called)
     if not dist.is_initialized() or dist.get_rank() == 0:
         schemes = ", ".join(dict.fromkeys(layer.scheme.name for layer in quantization.layers.values()))
         print(f"quantized: {len(quantization.layers)} layers, {schemes}; unquantized: {left}", flush=True)
     return model
+
+
+class _CalledLayers:
+    """Forward hook that raises in the second forward of training if the first one did not call a quantized layer: then
+    the model's code reads the layer's weight, and trains it unquantized. Recomputed layers are called in backward."""
+
+    handle: Any = None
+    forwards = 0
+
+    def __call__(self, model: nn.Module, *_: Any) -> None:
+        self.forwards += torch.is_grad_enabled()
+        if self.forwards == 2:
+            self.handle.remove()
+            find_quantization(model)
 
 
 def _check(model: nn.Module) -> None:
@@ -138,16 +154,20 @@ def _check(model: nn.Module) -> None:
 
 
 def _left(model: nn.Module, quantization: Quantization) -> str:
-    """Count the modules with unquantized weights by class. Raises ValueError for matrices outside of Linears that no
-    pattern exempts."""
+    """Count the modules with unquantized weights by class. Raises ValueError for matrices outside of Linears, as large
+    as the smallest quantized layer, that no pattern exempts."""
     names: dict[str, list[str]] = {}
     unknown: dict[str, nn.Module] = {}
+    smallest = min(layer.weight.numel() for layer in quantization.layers.values())
     for name, module in model.named_modules():
         own = [p for p in module.parameters(recurse=False) if p.is_floating_point()]
         if isinstance(module, QuantLayer) or not own:
             continue
         names.setdefault(type(module).__name__, []).append(name)
-        if not isinstance(module, _PLAIN) and name not in quantization.exempt and any(p.dim() > 1 for p in own):
+        if isinstance(module, _PLAIN) or name in quantization.exempt or hasattr(module, "routers"):
+            continue  # also the biases of arranged experts
+        # Smaller ones are no layers: norms of several heads, decays, position tables.
+        if sum(p.numel() for p in own if p.dim() > 1) >= smallest:
             unknown[name] = module
     if unknown:
         count = sum(p.numel() for module in unknown.values() for p in module.parameters(recurse=False))

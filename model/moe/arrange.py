@@ -29,6 +29,7 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 
 from model import zero
 from model.moe.experts import ExpertMLPs, Experts, Form, Function, PerExpertMLPs, StackedMLPs
+from quant import QuantLayer
 
 # Attribute names of classes for their sizes, and for their activation function.
 SIZES = {
@@ -111,7 +112,7 @@ def _looks_like_experts(name: str, module: nn.Module, model: nn.Module, counts: 
     """Return True if ``module`` of ``model`` has several experts in any form; the caller rejects unknown forms.
     Evidence is the module's name, or its number of equal parts: one of ``counts``, the numbers of experts in the
     configuration, or the output size of another module of the same block (a router)."""
-    if isinstance(module, ExpertMLPs):
+    if isinstance(module, (ExpertMLPs, QuantLayer)):
         return False
     own = {key: tuple(zero.full_shape(parameter)) for key, parameter in module.named_parameters(recurse=False)}
     stacked = {key for key, shape in own.items() if len(shape) > 2}

@@ -7,6 +7,7 @@ the place of the source's files in an export of the project's own loop: same pla
 import copy
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -17,6 +18,7 @@ from model.save.export_model import ExportReport, export_model
 from model.save.loadable import not_loaded
 from model.zero import is_partitioned
 from quant import find_quantization
+from quant.formats.layouts import Layout
 
 
 def save_quantized(
@@ -24,9 +26,10 @@ def save_quantized(
     directory: str | Path,
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
+    layout: Layout = "compressed",
     max_shard_size: int = 5 * 10**9,
 ) -> ExportReport | None:
-    """Write a prepared or converted model as a compressed-tensors checkpoint for transformers, vLLM and SGLang.
+    """Write a prepared or converted model as a checkpoint for transformers, vLLM and SGLang.
 
     Rank 0 writes, without a collective: it may be called by rank 0 alone, or by all ranks.
 
@@ -34,6 +37,7 @@ def save_quantized(
         model: whole on this rank, without wrappers such as DistributedDataParallel; it is only read.
         directory: directory to create.
         tokenizer: written too, with its chat template.
+        layout: format of quantized layers, see :mod:`quant.formats.layouts`; not ``gguf``, which needs a source.
         max_shard_size: bytes of tensors per file.
 
     Returns:
@@ -68,6 +72,7 @@ def save_quantized(
             model.generation_config.save_pretrained(source)
         if tokenizer is not None:
             tokenizer.save_pretrained(source)
-        if reason := not_loaded(model, quantization):
+        if layout == "compressed" and (reason := not_loaded(model, quantization)):
             say(f"warning: {reason}: the export will be one for vLLM and SGLang")
-        return export_model(model, quantization, source, directory, max_shard_size=max_shard_size, copied=False)
+        options: dict[str, Any] = {"layout": layout, "max_shard_size": max_shard_size, "copied": False}
+        return export_model(model, quantization, source, directory, **options)

@@ -12,6 +12,7 @@ from transformers import Gemma3Config, GPT2Config, GPT2LMHeadModel
 import quant
 from model.moe.arrange import arrange_experts
 from quant import DEFAULT_EXEMPT, QuantLayer, Ranges, Rule, find_quantization, get_scheme
+from tests.families.variants import VARIANTS
 from tests.lib.checkpoints import quantize, same_bits
 from tests.lib.tiny import tiny_model
 
@@ -119,9 +120,9 @@ def test_the_modules_that_stay_as_they_are_are_counted(capsys: pytest.CaptureFix
 class Positions(nn.Sequential):
     """A matrix in the model itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: int = 32) -> None:
         super().__init__(nn.Linear(32, 32))
-        self.table = nn.Parameter(torch.zeros(16, 32))
+        self.table = nn.Parameter(torch.zeros(rows, 32))
 
 
 class Bypassed(nn.Module):
@@ -185,7 +186,7 @@ GPT2 = GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=50, bos_token_id=0,
             r"2 Qwen3MoeExperts would stay unquantized, with 983,040 weights .*arrange_experts.*pass "
             r"exempt_more=\['model\\.layers\\.\\d\+\\.mlp\\.experts'\]",
         ),
-        (Positions, {}, r"1 Positions would .* 512 weights .*holds: the model itself.* pass exempt_more=\[''\]"),
+        (Positions, {}, r"1 Positions would .* 1,024 weights .*holds: the model itself.* pass exempt_more=\[''\]"),
         (lambda: nn.Sequential(nn.MultiheadAttention(32, 2), nn.Linear(32, 32)), {}, "1 MultiheadAttention would stay"),
     ],
 )
@@ -201,6 +202,24 @@ def test_experts_named_in_exempt_more_stay_as_they_are(capsys: pytest.CaptureFix
     quant.prepare(tiny_model("qwen3_moe", wide=True), "w4a16_g32", exempt_more=[r".*\.mlp\.experts"])
     assert "quantized: 8 layers" in (said := capsys.readouterr().out) and "2 Qwen3MoeExperts" in said
     assert find_quantization(quant.prepare(Positions(), "w4a16_g32", exempt_more=[""])).layers.keys() == {"0"}
+    quant.prepare(Positions(31), "w4a16_g32")  # smaller than any layer: a norm of several heads, a decay
+    assert "unquantized: 1 Positions" in capsys.readouterr().out
+
+
+def test_biases_of_arranged_experts_are_no_matrices() -> None:
+    model = VARIANTS["gpt_oss"].model()
+    arrange_experts(model, "stacked")
+    layers = find_quantization(quant.prepare(model, "int8_dynamic")).layers
+    assert sum(name.endswith(("gate_up_proj", "down_proj")) for name in layers) == 4
+
+
+def test_a_layer_that_is_not_called_is_found_in_the_second_step_of_any_copy() -> None:
+    model = quant.prepare(Bypassed(), "w4a16_g32")
+    for one in (copy.deepcopy(model), model):
+        one(torch.randn(4, 32)).sum().backward()
+        with pytest.raises(ValueError, match=r"^read: the model's forward did not call them in training"):
+            one(torch.randn(4, 32))
+    assert not model._forward_hooks and not trained(quant.prepare(tiny_model("llama"), "int8_dynamic"))._forward_hooks
 
 
 def test_conversion_is_refused() -> None:

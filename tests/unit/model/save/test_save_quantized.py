@@ -12,6 +12,7 @@ import quant
 from model.moe.arrange import arrange_experts
 from model.ranks import RankError
 from model.save import export_model, save_quantized
+from tests.families.variants import VARIANTS
 from tests.lib.checkpoints import assert_same_tensors, load_model, quantize
 from tests.lib.tiny import tiny_checkpoint, tiny_model
 
@@ -56,6 +57,16 @@ def test_the_files_are_those_of_the_loop(tmp_path: Path, kind: str, scheme: str,
         with torch.no_grad():
             found, kept = (one(IDS).logits.float() for one in (back, model))
         assert (found - kept).square().mean() < 0.01 * kept.square().mean()  # transformers divides by scales
+
+
+def test_layers_with_rows_for_each_expert_are_written(tmp_path: Path) -> None:
+    """Heads may be as many as experts. Experts that transformers reads as one tensor have a layout of their own."""
+    for name, layout in (("laguna", "compressed"), ("granitemoe", "dequantized")):
+        model = VARIANTS[name].model(dtype=torch.bfloat16)
+        arrange_experts(model, "stacked")
+        quant.prepare(model, "int8_dynamic")
+        report = save_quantized(model, tmp_path / name, layout=layout)
+        assert report is not None and report.tensors > 20
 
 
 def test_it_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
