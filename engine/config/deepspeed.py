@@ -409,7 +409,13 @@ def _fill_from_recipe(config: dict[str, Any], recipe: Recipe, world_size: int) -
 
 
 def _fill_precision(config: dict[str, Any], recipe: Recipe) -> list[str]:
-    """Set fp32 gradient accumulation for 16-bit parameters where DeepSpeed can (stages 1-3); return the problems."""
+    """Set fp32 gradient accumulation for 16-bit parameters where DeepSpeed can (stages 1-3); return the problems.
+
+    Under stage 3 gradients are summed over the ranks in the parameters' type. With one micro-batch per step nothing is
+    added to this sum, so it is stored in that type: half the bytes, and the same results. quant.quantized_all_gather
+    changes the sum, so it stays in fp32. On stages 1 and 2 other code of DeepSpeed would run: stage 1 would compute the
+    norm in another way, and stage 2 would need a copy in the step.
+    """
     types = config.setdefault("data_types", {})
     stage = config.get("zero_optimization", {}).get("stage")
     written = types.pop("grad_accum_dtype", "auto")
@@ -425,7 +431,8 @@ def _fill_precision(config: dict[str, Any], recipe: Recipe) -> list[str]:
             why = f": stage 0 accumulates in {own} only; leave it out or use stage 1"
         return [f"data_types.grad_accum_dtype is {written!r}{why}"]
     if own != "fp32" and not only_own:
-        types.setdefault("grad_accum_dtype", "fp32")
+        unchanged = recipe.train.gradient_accumulation_steps == 1 and not recipe.quant.quantized_all_gather
+        types.setdefault("grad_accum_dtype", own if stage == 3 and unchanged else "fp32")
     return []
 
 

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from tests.lib.launcher import on_ranks
 from tests.lib.plain import load_result
 from tests.lib.recipes import write_chats, write_recipe
 from tests.lib.tiny import tiny_checkpoint
-from tests.lib.variants import NO_TEACHER, Variant, each, runs_of
+from tests.lib.variants import NO_TEACHER, Variant, assert_same_run, each, runs_of
 
 NAN, INFINITE = 1, 2  # steps that are spoiled
 
@@ -102,6 +103,8 @@ SPOILED = {
     for dtype, stages in {"bfloat16": (0, 1, 2, 3), "float32": (0, 3)}.items()
     for stage in stages
 }
+IN_FP32 = "fp32 gradients"  # as bfloat16_3, where a single micro-batch leaves the sum over ranks in bf16
+SPOILED[IN_FP32] = replace(SPOILED["bfloat16_3"], shipped="zero3", ds={"data_types": {"grad_accum_dtype": "fp32"}})
 BLIND = Variant(
     {"stage": 3, "loss": NO_TEACHER, "quant": {"fake_quant_start": 3}}, dtype="bfloat16", action=poison_observers
 )
@@ -118,6 +121,10 @@ def test_a_step_that_is_not_finite_is_counted_and_moves_nothing(paths, name):
     assert any(not torch.equal(value, found["weights"][key]) for key, value in found["seen"]["after"].items())
     assert all(weight.isfinite().all() for weight in found["weights"].values())
     assert math.isfinite(found["losses"][-1]["loss/total"])
+
+
+def test_gradients_of_one_micro_batch_are_the_same_in_bf16(paths):
+    assert_same_run(load_result(paths["bfloat16_3"]), load_result(paths[IN_FP32]))
 
 
 def test_a_step_that_is_left_out_leaves_nothing_in_the_observers(paths):

@@ -35,10 +35,9 @@ def recipe(deepspeed: str = "zero3", dtype: str = "bfloat16", rows: int = 3, **s
     return minimal(
         model={"dtype": dtype},
         data={"micro_batch_size": rows},
-        train={"gradient_accumulation_steps": 5},
         optim={"grad_clip": 0.0},
         deepspeed=deepspeed,
-        **sections,
+        **{"train": {"gradient_accumulation_steps": 5}, **sections},
     )
 
 
@@ -84,6 +83,25 @@ def test_shipped_files_take_the_recipes_values(name: str, dtype: str) -> None:
     config.pop("train_batch_size")  # which DeepSpeed would compare with that of a single rank
     read = DeepSpeedConfig(config)
     assert read.steps_per_print is None and read.wall_clock_breakdown is False
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype", "quant", "expected"),
+    [
+        (3, "bfloat16", {}, "bf16"),
+        (3, "float16", {}, "fp16"),
+        (3, "float32", {}, None),
+        (3, "bfloat16", {"quantized_all_gather": True}, "fp32"),  # changes gradients after their reduction
+        (2, "bfloat16", {}, "fp32"),
+        (1, "bfloat16", {}, "fp32"),
+    ],
+)
+def test_a_single_micro_batch_accumulates_nothing(
+    tmp_path: Path, stage: int, dtype: str, quant: dict[str, Any], expected: str | None
+) -> None:
+    content, train = {"zero_optimization": {"stage": stage}}, {"gradient_accumulation_steps": 1}
+    found = resolve_file(tmp_path, content, dtype=dtype, train=train, quant=quant)
+    assert found["data_types"].get("grad_accum_dtype") == expected
 
 
 def test_equal_values_and_foreign_keys_are_kept(tmp_path: Path) -> None:
