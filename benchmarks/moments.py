@@ -55,17 +55,17 @@ def gradients(kind: str, step: int, sizes: Tensor, rng: torch.Generator) -> Tens
     return sizes * (noise + 0.2)
 
 
-def follow(kind: str, beta2: float, seed: int, make: Callable[..., Optimizer]) -> Followed:
+def follow(kind: str, beta2: float, seed: int, make: Callable[..., Optimizer], device: str = "cpu") -> Followed:
     """Compare the updates of an optimizer with those of Adam in fp64 on the same gradients."""
     rng = torch.Generator().manual_seed(seed)
     sizes = torch.exp(2 * torch.randn(BLOCKS * BLOCK, generator=rng)) * 1e-5
-    own, exact = torch.zeros_like(sizes), torch.zeros_like(sizes, dtype=torch.float64)
+    own, exact = (torch.zeros_like(sizes, dtype=dtype, device=device) for dtype in (torch.float32, torch.float64))
     options = {"lr": LR, "betas": (0.9, beta2), "weight_decay": 0.0, "eps": 1e-15}
     ours, theirs = make([{"params": [own], "moments": "8bit"}], **options), AdamW([exact], **options)
     error = square = largest = largest_exact = 0.0
-    sums = torch.zeros(2, len(sizes), dtype=torch.float64)
+    sums = torch.zeros(2, len(sizes), dtype=torch.float64, device=device)
     for step in range(STEPS):
-        own.grad = gradients(kind, step, sizes, rng)
+        own.grad = gradients(kind, step, sizes, rng).to(device)
         exact.grad = own.grad.double()
         own.zero_()
         exact.zero_()
