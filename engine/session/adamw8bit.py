@@ -149,16 +149,16 @@ class AdamW8bit(torch.optim.AdamW):
             group["params"] = parameters
             for parameter in parameters:
                 if parameter.grad is not None:
-                    self._update(group, parameter)
+                    self._update(group, parameter, parameter.grad.reshape(-1))
         return result
 
-    def _update(self, group: dict[str, Any], parameter: Tensor) -> None:
+    def _update(self, group: dict[str, Any], parameter: Tensor, gradient: Tensor) -> None:
         state = self.state[parameter]
         if not state:
             # As in torch's AdamW: on the device if fused, else on the host.
             state["step"] = torch.zeros((), device=parameter.device if group["fused"] else "cpu")
             state.update(empty_moments(parameter))
-        flat, gradient = parameter.view(-1), parameter.grad.reshape(-1)
+        flat = parameter.view(-1)
         rng = rounding_at(state["step"] + 1, parameter.device)
         for blocks in chunks(flat.numel()):
             start, stop = blocks.start * BLOCK, blocks.stop * BLOCK
