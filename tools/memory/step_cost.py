@@ -273,7 +273,9 @@ def _copies_in_step(settings: Settings, held: Held, inventory: Inventory, fused:
         held.host[STEP_COPIES] = most
         return norm if settings.stage == 3 else 0
     if settings.stage == 3:
-        return max(norm, *(FP32 * size + working(name, size) for name, size in updated))
+        # Gradients in 16 bits are made one tensor before they are converted.
+        flat = settings.accumulated if settings.accumulated != FP32 else 0
+        return max(norm, *(FP32 * size + max(flat * size, working(name, size)) for name, size in updated))
     # The update reads the buffer in which fp32 gradients were summed, and a copy of gradients in another dtype.
     reads_buffer = settings.bf16_optimizer or (settings.stage == 2 and settings.size != settings.accumulated == FP32)
     return (0 if reads_buffer else FP32 * max(size for _, size in updated)) + max(most, norm)
