@@ -98,7 +98,7 @@ def write_tokens(model: str, file: Path, cache: Path, tokens: int) -> None:
             same = np.full(1000, LENGTH)
             out.add(inputs=inputs, labels=inputs, lengths=same, targets=same, lines=lines)
         counts = Counts(files=1, lines=count, samples=count, tokens=count * LENGTH, targets=count * LENGTH)
-        return {"counts": counts.as_json(), "highest": 29_999, "problems": []}
+        return {"counts": counts.as_json(), "highest": 29_999, "problems": [], "more_problems": 0}
 
     kept = TokenCache(cache)
     about = kept.about(load_tokenizer(model), {"kind": "chat", **asdict(OPTIONS)}, chat=True)
