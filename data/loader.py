@@ -453,8 +453,8 @@ def seen_in_training(training: Sequence[Sample], held_out: Sequence[Sample]) -> 
             places.setdefault(digest_of_samples([sample]), []).append(index)
         found: dict[int, int] = {}
         alike = np.flatnonzero(np.isin(training.lengths, held_out.lengths))  # others are certainly different
-        for position in alike.tolist():
-            for index in places.get(digest_of_samples([training[position]]), ()):
+        for position, sample in zip(alike.tolist(), training.take(alike), strict=True):
+            for index in places.get(digest_of_samples([sample]), ()):
                 found.setdefault(index, position)
         return list(found.items())
 

@@ -5,7 +5,8 @@ Neither the loader nor the model shifts them again.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+import mmap
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn, overload
@@ -24,6 +25,8 @@ IGNORE = -100
 MAX_TOKEN_ID = 2**22
 """Limit of a tokenizer's ids: copying a tokenizer takes time and memory for every id up to the highest, used or not."""
 
+
+_AT_ONCE = 1024  # samples read at a time when all are
 
 Bars = Callable[[int, str, str], tqdm]
 """Creates a progress bar from the total, a description and the unit."""
@@ -69,6 +72,15 @@ class Flat:
             start, index = stop, index + 1
         return np.concatenate(found) if found else np.empty(0, np.int32)
 
+    def release(self) -> None:
+        """Give back the memory of mapped files that were read; they stay readable."""
+        for part in self.parts:
+            owner: Any = part
+            while isinstance(owner, np.ndarray):
+                owner = owner.base
+            if isinstance(owner, mmap.mmap):
+                owner.madvise(mmap.MADV_DONTNEED)
+
 
 @dataclass(frozen=True, eq=False)
 class Samples(Sequence[Sample]):
@@ -113,6 +125,22 @@ class Samples(Sequence[Sample]):
         end = start + int(self.lengths[index])
         file, line = self.files[self.codes[index]], int(self.lines[index])
         return Sample(self.inputs.between(start, end), self.labels.between(start, end), file, line)
+
+    def __iter__(self) -> Iterator[Sample]:
+        """Yield all samples. Neighbors are read at once, and share memory."""
+        for first in range(0, len(self), _AT_ONCE):
+            indices = range(first, min(first + _AT_ONCE, len(self)))
+            starts, lengths = self.starts[first : indices.stop], self.lengths[first : indices.stop]
+            low, high = int(starts.min()), int((starts + lengths).max())
+            if high - low > 2 * lengths.sum():  # far apart
+                yield from map(self.__getitem__, indices)
+                continue
+            inputs, labels = self.inputs.between(low, high), self.labels.between(low, high)
+            for index, start, length in zip(indices, (starts - low).tolist(), lengths.tolist(), strict=True):
+                span = slice(start, start + length)
+                yield Sample(inputs[span], labels[span], self.files[self.codes[index]], int(self.lines[index]))
+            self.inputs.release()
+            self.labels.release()
 
     def take(self, indices: np.ndarray) -> "Samples":
         """Return some of the samples."""

@@ -28,7 +28,7 @@ from data.loader import (
     valid_tokens,
     without_wait,
 )
-from data.samples import IGNORE, DataError, Sample
+from data.samples import IGNORE, DataError, Sample, samples_of
 from tests.lib.tiny import tiny_model
 
 PAD = 7  # a token like any other: what keeps padding apart must not be its id
@@ -397,6 +397,22 @@ def test_packed_samples_compute_what_each_computes_alone(kind, attention, dtype,
     alone = compute(model, [pad(samples, [[index]], PAD) for index in batch["sample_ids"].tolist()])
     for name, packed in compute(model, [batch]).items():
         assert (packed - alone[name]).norm() < BOUNDS[dtype][name] * alone[name].norm(), name
+
+
+def test_samples_are_the_same_one_by_one_and_all_at_once(rng, monkeypatch):
+    """Also those that were taken from others, in any order, and those of two lists."""
+    monkeypatch.setattr("data.samples._AT_ONCE", 7)
+    given = [Sample(one.input_ids, one.labels, f"{n % 3}.jsonl", n) for n, one in enumerate(make(rng, 60))]
+    samples = samples_of(given)
+    for _ in range(10):
+        indices = rng.sample(range(60), rng.randint(1, 60))
+        for taken in (samples.take(np.array(indices)), samples[:9] + samples.take(np.array(indices))):
+            numbers = [*range(9)] * (len(taken) > len(indices)) + indices
+            for found in ([*taken], [taken[place] for place in range(len(taken))]):
+                for sample, number in zip(found, numbers, strict=True):
+                    assert sample.where() == given[number].where()
+                    assert sample.input_ids.tolist() == given[number].input_ids.tolist()
+                    assert sample.labels.tolist() == given[number].labels.tolist()
 
 
 # ---- samples that are held out
