@@ -50,7 +50,7 @@ def start(model: str, file: Path, cache: Path | None) -> dict[str, float]:
     samples, counts = read_chat([file], tokenizer, **asdict(OPTIONS), cache=kept)
     training, held_out = split_held_out(samples, 8, 0)
     seen_in_training(training, held_out)
-    sizes = {"micro_batch_size": 1, "rank": 0, "world": 1, "pad_token_id": 0}
+    sizes: dict[str, Any] = {"micro_batch_size": 1, "rank": 0, "world": 1, "pad_token_id": 0}
     loader = Loader(training, gradient_accumulation_steps=1, seed=0, **sizes)
     HeldOut(held_out, **sizes)
     found = (loader.digest, len(loader.step(0)))
