@@ -118,7 +118,8 @@ def check_missing(directories: Sequence[str], *, asked: bool) -> None:
     if not directories:
         return
     if not asked:
-        raise ValueError(f"no results of {listed(directories)}: expected --text, --tasks or --results to have them")
+        names = listed(named(directories))
+        raise ValueError(f"no results of {names}: expected --text, --tasks or --results to have them")
     if absent := [name for name in directories if not (Path(name) / "config.json").is_file()]:
         raise ValueError(f"{listed(absent)}: neither a checkpoint directory nor a model in a file of --results")
 
