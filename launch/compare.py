@@ -69,7 +69,9 @@ def main() -> None:
                 if without:
                     say(f"no KL divergence: the results of {listed(without)} have none (evaluate.py --reference)")
                 else:
-                    reference = read_reference(bf16, questions, device)
+                    with errors_on_all_ranks(ValueError):
+                        (unquantized,) = resolve(named(bf16))  # its weights too, if only its results were needed so far
+                    reference = read_reference(unquantized, questions, device)
             for directory in missing:
                 say(f"evaluate: {directory}")
                 known[named(directory)] = evaluate_checkpoint(directory, questions, device, reference)
