@@ -156,7 +156,7 @@ def _stop_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
             continue
         try:
             eos = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        except (OSError, ValueError, AttributeError) as error:
+        except (OSError, ValueError, AttributeError, RecursionError) as error:
             raise DataError(f"{path}: expected a JSON object ({error})") from error
         ids |= set(eos if isinstance(eos, list) else [eos])
         break

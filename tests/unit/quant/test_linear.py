@@ -148,7 +148,7 @@ def test_partitioned_parameters_are_not_looked_at_outside_forward():
 
 
 def test_what_does_not_fit_is_refused():
-    """Scales that a cast of the module rounded by up to 0.4%; scales that a scheme would never use, or lacks."""
+    """Scales rounded to bf16; scales that a scheme would never use, or lacks."""
     layer, linear = make(get_scheme("fp8_static"), torch.float32)
     static = {"weight": layer.scale_of_weight, "input": layer.scale_of_input}
     groups = Scheme("mine", TensorSpec("fp8_e4m3", 8, "channel"), TensorSpec("fp8_e4m3", 8, "group", 64, dynamic=True))
@@ -159,7 +159,7 @@ def test_what_does_not_fit_is_refused():
     ):
         with pytest.raises(ValueError, match=words):
             QuantLinear(linear, scheme, **scales, weight_numel=1)
-    layer.bfloat16()
+    layer.bfloat16().weight_s0.data = layer.weight_s0.data.bfloat16()  # a cast alone leaves it as it is
     with pytest.raises(TypeError, match=r"weight_s0 is torch\.bfloat16, expected torch\.float32"):
         layer(torch.randn(2, 96).bfloat16())
 

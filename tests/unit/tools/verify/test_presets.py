@@ -129,7 +129,7 @@ def test_what_transformers_does_not_load_is_noted_and_compared_with_its_plain_mo
     if case == "embeddings":
         config = config_of(export.directory)["quantization_config"]
         assert config["ignore"] == []
-        assert config["config_groups"]["group_0"]["targets"] == ["Linear", *TABLES]
+        assert config["config_groups"]["group_0"]["targets"] == ["Linear", *TABLES, "Embedding"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
