@@ -171,7 +171,7 @@ def _fetch(name: HubName, kind: Kind, *, weights: bool, code: bool) -> list[str]
         raise HubError(f"expected {'hf://datasets/' if data else 'hf://'} before the name")
     if name.file and not data:
         raise HubError("expected the name of a whole repository")
-    repo = {"repo_id": name.repo, "repo_type": "dataset" if data else "model"}
+    repo: dict[str, Any] = {"repo_id": name.repo, "repo_type": "dataset" if data else "model"}
     cached = "does not have it"
     page = f"https://huggingface.co/{'datasets/' * data}{name.repo}"
     try:
