@@ -26,8 +26,8 @@ import numpy as np
 import torch
 
 from benchmarks import timing
-from data.cache import TokenCache, Writer
-from data.chat import DTYPES, Counts, Options, read_chat
+from data.cache import ArrayWriter, TokenCache
+from data.chat import CHAT_DTYPES, Counts, Options, read_chat
 from data.loader import HeldOut, Loader, seen_in_training, split_held_out
 from data.samples import load_tokenizer
 
@@ -90,7 +90,7 @@ def write_chats(path: Path, megabytes: int) -> None:
 def write_tokens(model: str, file: Path, cache: Path, tokens: int) -> None:
     """Put generated tokens into a cache, as those of ``file``."""
 
-    def build(out: Writer) -> dict[str, Any]:
+    def build(out: ArrayWriter) -> dict[str, Any]:
         count, rng = 0, np.random.default_rng(0)
         for _ in range(tokens // (LENGTH * 1000)):
             inputs = rng.integers(0, 30_000, LENGTH * 1000, dtype=np.int32)
@@ -102,7 +102,7 @@ def write_tokens(model: str, file: Path, cache: Path, tokens: int) -> None:
 
     kept = TokenCache(cache)
     about = kept.about(load_tokenizer(model), {"kind": "chat", **asdict(OPTIONS)}, chat=True)
-    kept.shard(file, about, DTYPES, build)
+    kept.shard(file, about, CHAT_DTYPES, build)
 
 
 def main() -> None:

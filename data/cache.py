@@ -38,7 +38,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.files import DataError
 
-MANIFEST = "manifest.json"
+_MANIFEST = "manifest.json"
 _PACKAGES = ("transformers", "tokenizers", "jinja2", "numpy")
 _CHUNK = 2**24  # bytes read at a time
 _SETTLED = 2_100_000_000  # nanoseconds after which a change of a file is sure to give it another time
@@ -60,7 +60,7 @@ class Shard:
     key: str | None = None
 
 
-class Writer:
+class ArrayWriter:
     """Arrays that grow, in memory, or in files of a directory."""
 
     def __init__(self, dtypes: Mapping[str, str], directory: Path | None = None) -> None:
@@ -95,7 +95,7 @@ class Writer:
                 file.close()
 
 
-Build = Callable[[Writer], dict[str, Any]]
+Tokenize = Callable[[ArrayWriter], dict[str, Any]]
 """Writes the arrays of a file and returns the facts about it. With "problems" among them nothing is kept."""
 
 
@@ -133,7 +133,7 @@ class TokenCache:
         versions = [platform.python_version(), *map(version, packages)]
         return digest([*_state(tokenizer), *(_template(tokenizer) if chat else ()), sources, versions, options])
 
-    def shard(self, path: Path, about: str, dtypes: Mapping[str, str], build: Build) -> Shard:
+    def shard(self, path: Path, about: str, dtypes: Mapping[str, str], build: Tokenize) -> Shard:
         """Return the tokens of a file, from the cache if they are there.
 
         Args:
@@ -146,7 +146,7 @@ class TokenCache:
             DataError: the directory cannot be locked, the file changes while it is read, or an error of ``build``.
         """
         if self.directory is None:
-            facts = build(writer := Writer(dtypes))
+            facts = build(writer := ArrayWriter(dtypes))
             return Shard(writer.in_memory(), facts)
         files = _files(path)
         before = _identity(files)
@@ -224,7 +224,7 @@ class TokenCache:
         if not folder.exists():
             return None
         try:
-            manifest = _read(folder / MANIFEST)
+            manifest = _read(folder / _MANIFEST)
             files = [folder / name for name in manifest["arrays"]]
             sums = self._of_files(f"checksums of {folder.resolve()}", files, lambda: [*map(_checksum, files)])
             for file, found, (*_, expected) in zip(files, sums, manifest["arrays"].values(), strict=True):
@@ -235,20 +235,20 @@ class TokenCache:
             raise _DamagedError(f"{Path(error.filename).name} is not there") from error
         return Shard(arrays, manifest["facts"], key)
 
-    def _build(self, key: str, dtypes: Mapping[str, str], build: Build) -> dict[str, Any]:
+    def _build(self, key: str, dtypes: Mapping[str, str], build: Tokenize) -> dict[str, Any]:
         """Write a folder; if the file has problems, return them instead."""
         assert self.directory is not None
         folder, partial = self.directory / key, self.directory / f"{key}.partial"
         shutil.rmtree(partial, ignore_errors=True)  # of a killed process: this one has the lock
         self._sweep()
         partial.mkdir()
-        writer = Writer(dtypes, partial)
+        writer = ArrayWriter(dtypes, partial)
         try:
             facts = build(writer)
             writer.flush()
             if facts.get("problems"):
                 return {"facts": facts}
-            with (partial / MANIFEST).open("w", encoding="utf-8") as file:
+            with (partial / _MANIFEST).open("w", encoding="utf-8") as file:
                 file.write(_sealed({"arrays": writer.arrays, "facts": facts}))
                 file.flush()
                 os.fsync(file.fileno())

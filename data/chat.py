@@ -37,7 +37,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from data.answers import Answer, LossOn, Rendering, render
-from data.cache import TokenCache, Writer, digest, size_of
+from data.cache import ArrayWriter, TokenCache, digest, size_of
 from data.files import MAX_PROBLEMS, DataError, Problems, check_files
 from data.jsonl import BadLineError, Conversation, conversation_of, is_empty
 from data.rows import Row, rows_of
@@ -47,7 +47,7 @@ from data.tokens import CHARACTERS, TEXTS_AT_ONCE, OffsetTokenizer, TokenizerErr
 from data.workers import Workers
 
 _SHOWN = 20  # keys that a note names
-DTYPES = {"inputs": "<i4", "labels": "<i4", "lengths": "<i8", "targets": "<i8", "lines": "<i8"}
+CHAT_DTYPES = {"inputs": "<i4", "labels": "<i4", "lengths": "<i8", "targets": "<i8", "lines": "<i8"}
 _BYTES_PER_PROCESS = 2**23  # of a file; a process takes some seconds to start
 _DATA = (".properties", ".arguments")
 """Ends of paths to objects whose keys are data: names of parameters."""
@@ -215,11 +215,11 @@ def read_chat(
     with Workers(partial(_Builder, tokenizer, options), processes) as workers:
         for path in paths:
 
-            def build(out: Writer, path: Path = path) -> dict[str, Any]:
+            def build(out: ArrayWriter, path: Path = path) -> dict[str, Any]:
                 with progress(size_of(path), path.name, "B") as bar:
                     return _write(out, workers.in_order(_tasks(path, bar)))
 
-            shard = cache.shard(path, about, DTYPES, build)
+            shard = cache.shard(path, about, CHAT_DTYPES, build)
             shards.append(shard)
             counts.add(str(path), Counts.of(shard.facts["counts"]))
             for number, problem in shard.facts["problems"]:
@@ -275,7 +275,7 @@ def _tasks(path: Path, bar: tqdm) -> Iterator[tuple[str, list[_Line]]]:
         yield str(path), [(row.number, row.value) for row in group]
 
 
-def _write(out: Writer, parts: Iterable[_Part]) -> dict[str, Any]:
+def _write(out: ArrayWriter, parts: Iterable[_Part]) -> dict[str, Any]:
     """Write the samples of a file, unless it has bad lines; return its counts and its bad lines."""
     counts, highest, problems, more = Counts(files=1), 0, list[tuple[int, str]](), 0
     for part in parts:

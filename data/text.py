@@ -19,7 +19,7 @@ import numpy as np
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from data.cache import TokenCache, Writer, digest
+from data.cache import ArrayWriter, TokenCache, digest
 from data.files import DataError, check_files, opened
 from data.samples import Bars, Flat, Samples, no_bar, plain_backend
 from data.template import SpecialTexts, SpecialTokens
@@ -115,7 +115,7 @@ class _Tokenize:
         backend.encode_special_tokens = self._special_tokens == "text"
         return backend
 
-    def __call__(self, path: Path, out: Writer) -> dict[str, Any]:
+    def __call__(self, path: Path, out: ArrayWriter) -> dict[str, Any]:
         """Write a file's tokens; return the highest."""
         if self._special_tokens == "refuse":
             _refuse_special_tokens(path, self._backend, SpecialTexts(self._tokenizer))

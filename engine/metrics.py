@@ -31,7 +31,7 @@ _LIMITS = 1e-12 * 1.1 ** np.arange(774)
 EDGES = np.concatenate([-_LIMITS[::-1], [0.0], _LIMITS])  # of all histograms, so that TensorBoard can compare steps
 
 
-class Writer:
+class MetricsWriter:
     """Destination of a run's curves. None of its methods raises an error of a disk or a network."""
 
     def log(self, values: Mapping[str, float], step: int) -> None:
@@ -59,7 +59,7 @@ class Metrics:
     engine.fake_quant). A context, which closes the destinations at its end.
     """
 
-    def __init__(self, writers: Sequence[Writer]) -> None:
+    def __init__(self, writers: Sequence[MetricsWriter]) -> None:
         self._writers = writers
 
     def __enter__(self) -> "Metrics":
@@ -101,7 +101,7 @@ FILE = "metrics.jsonl"
 OWN_KEYS = {"step", "time"}
 
 
-class MetricsFile(Writer):
+class MetricsFile(MetricsWriter):
     """The file ``metrics.jsonl``: a line per logged step with its number, the time, all scalars and all histograms.
 
     A line is complete after each call, and written again with more values if the step logs again: a killed run has
@@ -171,7 +171,7 @@ def _create_file(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
-class TensorBoard(Writer):
+class TensorBoard(MetricsWriter):
     """TensorBoard files in a directory.
 
     A failure to write curves (a full disk, a missing directory) does not end the run: it is reported once, values are
@@ -269,7 +269,7 @@ def flat_options(recipe: Recipe) -> dict[str, Any]:
     return options
 
 
-LAST = 10
+_RECENT = 10
 """Number of last steps whose mean loss the summary shows: the loss of a single step depends on its samples."""
 
 
@@ -278,7 +278,7 @@ class Summary:
     """Totals of a run for the last lines of its output.
 
     Attributes:
-        recent: the last ``LAST`` values of each loss (some losses are not measured in every step).
+        recent: the last ``_RECENT`` values of each loss (some losses are not measured in every step).
         peak_bytes: peak memory of rank 0 while training: of torch's allocator on CUDA, resident on a CPU.
     """
 
@@ -287,7 +287,7 @@ class Summary:
     tokens: int = 0
     valid_tokens: int = 0
     first: dict[str, float] = field(default_factory=dict)
-    recent: dict[str, deque[float]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=LAST)))
+    recent: dict[str, deque[float]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=_RECENT)))
     peak_bytes: int = 0
 
     def step(self, losses: Mapping[str, float], tokens: int, valid_tokens: int) -> None:

@@ -30,7 +30,7 @@ CURRENT = "current"
 RUN = ".run"
 """File that names the output directory of the run that publishes into a directory."""
 SERVED = ("compressed", "dequantized", "vllm_fp8")
-PROBE = 32
+_PROBE_TOKENS = 32
 
 
 def publish(
@@ -68,7 +68,7 @@ def publish(
     served: tuple[str, ...] = ()
     if servers and is_main():
         (batch,), end, reason = first(1), monotonic() + seconds, not_reloaded(session, quant)
-        prompt = batch["input_ids"][0, :PROBE].tolist()
+        prompt = batch["input_ids"][0, :_PROBE_TOKENS].tolist()
         served = tuple(url for url in servers if _serve(url, folder / name, prompt, end, reason))
     return folder / name, gather_objects(served)[0]
 

@@ -22,7 +22,7 @@ from engine.config.errors import RecipeError
 from engine.config.reading import save_recipe
 from engine.fake_quant import FakeQuant, check_inputs
 from engine.losses.objective import DIAGNOSTICS, NamedTokenLoss
-from engine.metrics import FILE, Metrics, MetricsFile, TensorBoard, Writer
+from engine.metrics import FILE, Metrics, MetricsFile, MetricsWriter, TensorBoard
 from engine.schedule import Schedule, check_events
 from engine.session.context import build_loader, start_ranks
 from engine.session.optimizer import parameter_groups
@@ -117,7 +117,7 @@ def _open_metrics(recipe: Recipe, trackers: Mapping[str, ModuleType], done: int)
     if not is_main():
         return Metrics([])
     output = Path(recipe.output_dir)
-    writers: list[Writer] = [MetricsFile(output / FILE, done=done)]
+    writers: list[MetricsWriter] = [MetricsFile(output / FILE, done=done)]
     if "tensorboard" in recipe.train.report_to:
         writers.append(TensorBoard(output / "tensorboard", output / "recipe.yaml", done=done))
     return Metrics([*writers, *(Tracker(*tracker, recipe, done=done) for tracker in trackers.items())])

@@ -20,10 +20,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not a model.py o
 from collections.abc import Sequence
 from contextlib import suppress
 
-from engine.config.hub import named, resolve
+from engine.config.hub import local_paths, named
 from launch.evaluate import add_questions, check_questions, check_results, read_questions, start_alike, write_results
 from launch.exits import clean_exit
-from launch.scripts import Checkpoint, NamedDirectories, fetch_checkpoints, option_parser
+from launch.scripts import CheckpointName, NamedDirectories, fetch_checkpoints, option_parser
 from model.ranks import errors_on_all_ranks, is_main, listed, say
 from tools.evaluation.perplexity import KL, check_checkpoint, evaluate_checkpoint, read_reference
 from tools.evaluation.results import Comparison, Evaluation, comparison_tables, read_evaluations, write_comparison
@@ -32,7 +32,7 @@ from tools.evaluation.results import Comparison, Evaluation, comparison_tables, 
 def main() -> None:
     """Evaluate checkpoints without results; print and write the comparison."""
     parser = option_parser(__doc__)
-    parser.add_argument("--bf16", type=Checkpoint, required=True, metavar="DIR", help="the unquantized checkpoint")
+    parser.add_argument("--bf16", type=CheckpointName, required=True, metavar="DIR", help="the unquantized checkpoint")
     parser.add_argument("--ptq", action=NamedDirectories, default={}, metavar="NAME=DIR", help="repeatable")
     parser.add_argument("--qat", action=NamedDirectories, default={}, metavar="NAME=DIR", help="repeatable")
     parser.add_argument("--results", type=Path, action="append", default=[], metavar="FILE", help="repeatable")
@@ -56,7 +56,7 @@ def main() -> None:
             missing = [directory for directory in directories if named(directory) not in known]
             check_missing(missing, asked=arguments.text is not None or arguments.tasks is not None)
             for directory in missing:
-                resolve(named(directory))  # the weights, too
+                local_paths(named(directory))  # the weights, too
         if missing:
             questions = read_questions(arguments)
             for directory in missing:
@@ -70,7 +70,9 @@ def main() -> None:
                     say(f"no KL divergence: the results of {listed(without)} have none (evaluate.py --reference)")
                 else:
                     with errors_on_all_ranks(ValueError):
-                        (unquantized,) = resolve(named(bf16))  # its weights too, if only its results were needed so far
+                        (unquantized,) = local_paths(
+                            named(bf16)
+                        )  # its weights too, if only its results were needed so far
                     reference = read_reference(unquantized, questions, device)
             for directory in missing:
                 say(f"evaluate: {directory}")

@@ -420,7 +420,7 @@ def _torchtune_quantizer(source: ForeignRecipe, made: Converted) -> None:
     made.put("quant.fake_quant_start", source.take("fake_quant_after_n_steps"))
 
 
-def convert(contents: dict[str, Any]) -> Converted:
+def converted_recipe(contents: dict[str, Any]) -> Converted:
     """Convert the contents of a configuration file. Raises ValueError if it belongs to neither tool."""
     source = ForeignRecipe(contents)
     tools: list[tuple[str, Callable[[ForeignRecipe], Converted]]] = [
@@ -445,7 +445,7 @@ def main() -> None:
         contents = yaml.safe_load(file.read_text(encoding="utf-8"))
         if not isinstance(contents, dict):
             raise ValueError("expected a YAML file with keys and values")
-        made = convert(contents)
+        made = converted_recipe(contents)
     except (OSError, UnicodeDecodeError, ValueError, yaml.YAMLError) as error:
         parser.error(f"{file}: {error}")
     print(f"# Converted from {file.name} by launch/convert_recipe.py.")

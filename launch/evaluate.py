@@ -28,7 +28,7 @@ import torch
 from engine.config.hub import named
 from engine.session.context import TORCH_DTYPES, init_ranks
 from launch.exits import clean_exit
-from launch.scripts import Checkpoint, fetch_checkpoints, int_from, option_parser
+from launch.scripts import CheckpointName, fetch_checkpoints, int_from, option_parser
 from model.console import figure
 from model.ranks import errors_on_all_ranks, is_main, say
 from tools.evaluation.perplexity import DEFAULT_LENGTH, Questions, check_checkpoint, evaluate_checkpoint, read_reference
@@ -40,14 +40,14 @@ def main() -> None:
     parser = option_parser(__doc__)
     parser.add_argument(
         "--model",
-        type=Checkpoint,
+        type=CheckpointName,
         action="append",
         required=True,
         help="checkpoint; repeatable",
     )
     parser.add_argument(
         "--reference",
-        type=Checkpoint,
+        type=CheckpointName,
         metavar="DIR",
         help="unquantized checkpoint: KL divergence and equal top tokens",
     )

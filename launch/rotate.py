@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not a model.py or data/ of the current directory
 
 from launch.exits import clean_exit
-from launch.scripts import Checkpoint, fetch_checkpoints, option_parser
+from launch.scripts import CheckpointName, fetch_checkpoints, option_parser
 from model.ranks import errors_on_all_ranks
 from tools.rotate_checkpoint import rotate_checkpoint
 
@@ -24,7 +24,7 @@ def main() -> None:
     parser = option_parser(__doc__)
     parser.add_argument(
         "--model",
-        type=Checkpoint,
+        type=CheckpointName,
         required=True,
         help="checkpoint, not quantized; a directory or a name on the Hugging Face Hub",
     )

@@ -22,7 +22,7 @@ import yaml
 
 from engine import ROOT
 from engine.config.errors import RecipeError, checkpoint_problems, not_there
-from engine.config.hub import HubError, parse_name, resolve
+from engine.config.hub import HubError, local_paths, parse_name
 
 # ---- before the imports
 
@@ -97,7 +97,7 @@ def int_from(least: int) -> Callable[[str], int]:
     return parsed
 
 
-class Checkpoint(str):
+class CheckpointName(str):
     """Value of an option: the directory of a checkpoint, or a name on the Hugging Face Hub, until
     :func:`fetch_checkpoints`."""
 
@@ -105,9 +105,9 @@ class Checkpoint(str):
 def fetch_checkpoints(
     arguments: argparse.Namespace, *, weights: bool = True, code: bool = False, known: Collection[str] = ()
 ) -> None:
-    """Replace every :class:`Checkpoint` in the options by a local directory; names in ``known`` stay.
+    """Replace every :class:`CheckpointName` in the options by a local directory; names in ``known`` stay.
 
-    ``weights`` and ``code``: see :func:`engine.config.hub.resolve`. Raises RecipeError.
+    ``weights`` and ``code``: see :func:`engine.config.hub.local_paths`. Raises RecipeError.
     """
 
     def fetched(option: str, value: Any) -> Any:
@@ -115,10 +115,10 @@ def fetch_checkpoints(
             return {key: fetched(option, one) for key, one in value.items()}
         if isinstance(value, list):
             return [fetched(option, one) for one in value]
-        if not isinstance(value, Checkpoint) or value in known:
+        if not isinstance(value, CheckpointName) or value in known:
             return value
         try:
-            return Path(resolve(value, weights=weights, code=code)[0])
+            return Path(local_paths(value, weights=weights, code=code)[0])
         except HubError as error:
             expected = "the directory of a checkpoint, or a name on the Hugging Face Hub"
             raise RecipeError(f"--{option}: {not_there(value)}, expected {expected}: {error}") from error
@@ -128,7 +128,7 @@ def fetch_checkpoints(
 
 
 class NamedDirectories(argparse.Action):
-    """Collect options like ``NAME=DIR``, which may be repeated, in a dictionary of :class:`Checkpoint`."""
+    """Collect options like ``NAME=DIR``, which may be repeated, in a dictionary of :class:`CheckpointName`."""
 
     def __call__(self, _: Any, namespace: argparse.Namespace, text: Any, __: Any = None) -> None:
         """Add one option."""
@@ -138,7 +138,7 @@ class NamedDirectories(argparse.Action):
             raise argparse.ArgumentError(self, f"{text!r}, expected NAME=DIR, where NAME is the name of a scheme")
         if name in found:
             raise argparse.ArgumentError(self, f"{name}: given twice, {found[name]} and {directory}")
-        setattr(namespace, self.dest, {**found, name: Checkpoint(directory)})
+        setattr(namespace, self.dest, {**found, name: CheckpointName(directory)})
 
 
 # ---- other scripts

@@ -29,7 +29,7 @@ import contextlib
 import json
 
 from engine.config.errors import RecipeError, checkpoint_problems
-from launch.scripts import Checkpoint, fetch_checkpoints, int_from, option_parser
+from launch.scripts import CheckpointName, fetch_checkpoints, int_from, option_parser
 
 _GGUF_FILE = "model.gguf"  # copied from model.save, which takes seconds to import
 
@@ -46,12 +46,14 @@ def main(argv: list[str] | None = None) -> int:
     parser = option_parser(__doc__)
     parser.add_argument(
         "--export",
-        type=Checkpoint,
+        type=CheckpointName,
         required=True,
         help="directory that training or launch/export.py wrote, or its name on the Hugging Face Hub",
     )
     parser.add_argument(
-        "--against", type=Checkpoint, help="of an export for llama.cpp, MLX or ExecuTorch: a compressed export of it"
+        "--against",
+        type=CheckpointName,
+        help="of an export for llama.cpp, MLX or ExecuTorch: a compressed export of it",
     )
     parser.add_argument("--engine", choices=("vllm", "llama.cpp"), help="run the export there, and print one line")
     parser.add_argument(

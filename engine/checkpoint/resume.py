@@ -25,7 +25,15 @@ from torch import Tensor
 from engine.checkpoint.checked_files import CheckedFiles, read_object
 from engine.checkpoint.find import TrainingCheckpoint
 from engine.checkpoint.save import StatefulStates
-from engine.session.adamw8bit import BLOCK, MOMENTS, chunks, decode_slice, empty_moments, rounding_at, write_moments
+from engine.session.adamw8bit import (
+    MOMENT_BLOCK,
+    MOMENTS,
+    chunks,
+    decode_slice,
+    empty_moments,
+    rounding_at,
+    write_moments,
+)
 from engine.session.session import Session
 from model.checkpoint.fingerprint import fingerprints, frozen_weights
 from model.checkpoint.load import check_finite
@@ -237,9 +245,11 @@ def _load_masters(session: Session, sources: list[_Masters], layouts: list[list[
             continue
         rng = rounding_at(moments["step"], flat.device)
         for blocks in chunks(flat.numel()):
-            first, second = (torch.zeros((blocks.stop - blocks.start) * BLOCK, device=flat.device) for _ in MOMENTS)
+            first, second = (
+                torch.zeros((blocks.stop - blocks.start) * MOMENT_BLOCK, device=flat.device) for _ in MOMENTS
+            )
             for key, moment in zip(MOMENTS, (first, second), strict=True):
-                _fill(moment, blocks.start * BLOCK, pieces, old_pieces, key)
+                _fill(moment, blocks.start * MOMENT_BLOCK, pieces, old_pieces, key)
             write_moments(moments, (first, second), blocks, rng)
 
 

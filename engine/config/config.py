@@ -30,7 +30,7 @@ from engine.config.errors import (
     not_there,
     value_problems,
 )
-from engine.config.hub import HUB, HubError, Kind, resolve
+from engine.config.hub import HUB, HubError, Kind, local_paths
 from engine.config.quant import SOURCE, QuantRecipe
 from engine.config.sections import (
     DECAYING,
@@ -166,7 +166,7 @@ class Recipe:
 
     def _resolve(self, path: str, kind: Literal[Kind, "data"], *, weights: bool) -> list[str]:
         code = kind == "model" and self.model.trust_remote_code
-        return resolve(path, self.data.kind if kind == "data" else kind, weights=weights, code=code)
+        return local_paths(path, self.data.kind if kind == "data" else kind, weights=weights, code=code)
 
     def validate_models(self) -> None:
         """Check that the recipe's models have configurations, for uses that do not read weights. Raises RecipeError."""

@@ -1,8 +1,8 @@
 """Names on the Hugging Face Hub in place of local paths: ``Qwen/Qwen3-4B``, ``Qwen/Qwen3-4B@main``, ``hf://...``.
 
-:func:`resolve` downloads a checkpoint, or the files of a data set, into the Hub's cache, and returns local paths, which
-take the name's place; :func:`named` gives the name with its commit, for all that a run records or compares. A path that
-exists is never a name, nor is one that looks local. Only files that DeepQAT reads are fetched, never pickles.
+:func:`local_paths` downloads a checkpoint, or the files of a data set, into the Hub's cache, and returns local paths,
+which take the name's place; :func:`named` gives the name with its commit, for all that a run records or compares. A
+path that exists is never a name, nor is one that looks local. Only files that DeepQAT reads are fetched, never pickles.
 
 One process of a machine asks the Hub, the others wait for a lock and take its answer, also if it is an error. So this
 needs no process group, works before any other check, and never waits for a process that has ended. Machines that see
@@ -85,7 +85,7 @@ _names: dict[str, str] = {}  # names with their commits, by local path
 
 
 def named(value: Any) -> Any:
-    """Replace each local path that :func:`resolve` returned by its name and commit, also in lists and dictionaries."""
+    """Replace each path that :func:`local_paths` returned by its name and commit, also in lists and dictionaries."""
     if isinstance(value, dict):
         return {key: named(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
@@ -93,7 +93,7 @@ def named(value: Any) -> Any:
     return _names.get(os.fspath(value), value) if isinstance(value, str | os.PathLike) else value
 
 
-def resolve(path: str, kind: Kind = "model", *, weights: bool = True, code: bool = False) -> list[str]:
+def local_paths(path: str, kind: Kind = "model", *, weights: bool = True, code: bool = False) -> list[str]:
     """Return the local directory of a checkpoint, or the local files of a data set; ``[path]`` if it is no name.
 
     Args:

@@ -26,7 +26,7 @@ from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
 from engine.config.config import Recipe
 from engine.config.errors import DERIVED, RecipeError, not_there
-from engine.config.hub import named, resolve
+from engine.config.hub import local_paths, named
 from engine.config.quant import SOURCE, QuantRecipe, SchemeRecipe
 from model.checkpoint.safetensors import CheckpointError
 from model.quantized.quantization_config import read_quantization_config, rules_of
@@ -272,7 +272,7 @@ def resolve_source(quant: QuantRecipe, path: str) -> None:
     if SOURCE in quant.schemes:
         return
     try:
-        path = resolve(path)[0]
+        path = local_paths(path)[0]
         config = read_quantization_config(Path(path))
         found = list(dict.fromkeys(rule.scheme for rule in rules_of(config) if rule.scheme is not None))
         if config.get("kv_cache_scheme") or config.get("kv_cache_quant_algo"):

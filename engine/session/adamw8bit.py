@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-BLOCK = 256
-CHUNK = 1 << 22  # elements; a multiple of BLOCK
+MOMENT_BLOCK = 256
+CHUNK = 1 << 22  # elements; a multiple of MOMENT_BLOCK
 # Bytes per element of a chunk while moments are coded: two moments, random numbers and their part, codes.
 WORKING_BYTES = 17
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -54,13 +54,13 @@ def _values(signed: bool, device: torch.device) -> Tensor:
 
 
 def decode(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
-    """Return the fp32 values of codes [blocks, BLOCK] with scales [blocks, 1]."""
+    """Return the fp32 values of codes [blocks, MOMENT_BLOCK] with scales [blocks, 1]."""
     values = _values(signed, codes.device).index_select(0, codes.view(-1).int())
     return values.view(codes.shape).mul_(scales)
 
 
 def encode(moment: Tensor, random: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """Round a moment [blocks, BLOCK], which is overwritten, to codes and scales.
+    """Round a moment [blocks, MOMENT_BLOCK], which is overwritten, to codes and scales.
 
     Args:
         moment: fp32, finite.
@@ -83,38 +83,38 @@ def encode(moment: Tensor, random: Tensor, signed: bool) -> tuple[Tensor, Tensor
 
 def empty_moments(parameter: Tensor) -> dict[str, Tensor]:
     """Allocate moments of 0, as codes and scales; the last block may have padding."""
-    blocks = -(-parameter.numel() // BLOCK)
+    blocks = -(-parameter.numel() // MOMENT_BLOCK)
     state: dict[str, Tensor] = {}
     for key in MOMENTS:
-        state[f"{key}_codes"] = torch.zeros(blocks, BLOCK, dtype=torch.uint8, device=parameter.device)
+        state[f"{key}_codes"] = torch.zeros(blocks, MOMENT_BLOCK, dtype=torch.uint8, device=parameter.device)
         state[f"{key}_scales"] = torch.zeros(blocks, 1, device=parameter.device)
     return state
 
 
 def moment_bytes(numel: int) -> int:
     """Compute the bytes of both moments of a flat tensor."""
-    return -(-numel // BLOCK) * len(MOMENTS) * (BLOCK + 4)
+    return -(-numel // MOMENT_BLOCK) * len(MOMENTS) * (MOMENT_BLOCK + 4)
 
 
 def chunks(numel: int) -> Iterator[slice]:
     """Yield the blocks of each chunk of a flat tensor."""
-    blocks = -(-numel // BLOCK)
-    for first in range(0, blocks, CHUNK // BLOCK):
-        yield slice(first, min(first + CHUNK // BLOCK, blocks))
+    blocks = -(-numel // MOMENT_BLOCK)
+    for first in range(0, blocks, CHUNK // MOMENT_BLOCK):
+        yield slice(first, min(first + CHUNK // MOMENT_BLOCK, blocks))
 
 
 def decode_slice(state: dict[str, Tensor], key: str, start: int, stop: int) -> Tensor:
     """Return elements of a moment in fp32, flat; ``stop`` may be in the padding of the last block."""
-    first, last = start // BLOCK, -(-stop // BLOCK)
+    first, last = start // MOMENT_BLOCK, -(-stop // MOMENT_BLOCK)
     codes, scales = (state[f"{key}_{part}"][first:last] for part in ("codes", "scales"))
-    return decode(codes, scales, key == "exp_avg").view(-1)[start - first * BLOCK : stop - first * BLOCK]
+    return decode(codes, scales, key == "exp_avg").view(-1)[start - first * MOMENT_BLOCK : stop - first * MOMENT_BLOCK]
 
 
 def write_moments(
     state: dict[str, Tensor], moments: tuple[Tensor, Tensor], blocks: slice, rng: torch.Generator
 ) -> None:
     """Round blocks of both moments, flat in fp32; the tensors are overwritten."""
-    random = torch.empty_like(moments[0], dtype=torch.int32).random_(generator=rng).view(-1, BLOCK)  # 31 bits
+    random = torch.empty_like(moments[0], dtype=torch.int32).random_(generator=rng).view(-1, MOMENT_BLOCK)  # 31 bits
     second = random.bitwise_right_shift(15).bitwise_left_shift_(SHIFT - 16)
     _write(state, "exp_avg_sq", moments[1], second, blocks)
     del second
@@ -122,7 +122,7 @@ def write_moments(
 
 
 def _write(state: dict[str, Tensor], key: str, moment: Tensor, random: Tensor, blocks: slice) -> None:
-    codes, scales = encode(moment.view(-1, BLOCK), random, key == "exp_avg")
+    codes, scales = encode(moment.view(-1, MOMENT_BLOCK), random, key == "exp_avg")
     state[f"{key}_codes"][blocks], state[f"{key}_scales"][blocks] = codes, scales
 
 
@@ -134,7 +134,7 @@ def rounding_at(step: Tensor, device: torch.device) -> torch.Generator:
 class AdamW8bit(torch.optim.AdamW):
     """AdamW with 8-bit moments in the groups with ``moments: 8bit``; all other groups are torch's.
 
-    The state of a parameter in such a group has ``exp_avg_codes`` and ``exp_avg_sq_codes`` [blocks, BLOCK], and
+    The state of a parameter in such a group has ``exp_avg_codes`` and ``exp_avg_sq_codes`` [blocks, MOMENT_BLOCK], and
     ``..._scales`` [blocks, 1]: without ``exp_avg``, functions of DeepSpeed that read moments raise a KeyError.
     """
 
@@ -161,7 +161,7 @@ class AdamW8bit(torch.optim.AdamW):
         flat = parameter.view(-1)
         rng = rounding_at(state["step"] + 1, parameter.device)
         for blocks in chunks(flat.numel()):
-            start, stop = blocks.start * BLOCK, blocks.stop * BLOCK
+            start, stop = blocks.start * MOMENT_BLOCK, blocks.stop * MOMENT_BLOCK
             moments = decode_slice(state, "exp_avg", start, stop), decode_slice(state, "exp_avg_sq", start, stop)
             own = flat[start:stop]  # shorter than the moments, which have padding, in the last chunk
             adamw(

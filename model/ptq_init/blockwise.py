@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from model.ptq_init.layer_samples import Samples
+from model.ptq_init.layer_samples import LayerSamples
 from model.ranks import reduce_over_ranks
 from model.scales import write_scales
 from model.zero import forget_secondary_copies, gathered, local_data, local_range
@@ -62,7 +62,7 @@ def tune(
     quantization: Quantization,
     block: nn.Module,
     name: str,
-    samples: Samples,
+    samples: LayerSamples,
     targets: Sequence[Tensor],
     originals: Mapping[nn.Parameter, Tensor],
     rows: int,
@@ -248,7 +248,7 @@ def _with_zero(layer: QuantLayer) -> Tensor:
 def _gradients(
     block: nn.Module,
     name: str,
-    samples: Samples,
+    samples: LayerSamples,
     targets: Sequence[Tensor],
     chosen: Sequence[int],
     parameters: Sequence[nn.Parameter],
@@ -265,7 +265,7 @@ def _gradients(
     return [reduce_over_ranks(total) for total in sums]
 
 
-def _error(block: nn.Module, name: str, samples: Samples, targets: Sequence[Tensor]) -> tuple[float, int]:
+def _error(block: nn.Module, name: str, samples: LayerSamples, targets: Sequence[Tensor]) -> tuple[float, int]:
     """Sum the errors of all ranks' samples, and count their tokens; the layer must be gathered. A collective."""
     sums = torch.zeros(2, dtype=torch.float64)
     for index, (hidden, target) in enumerate(zip(samples.hidden, targets, strict=True)):

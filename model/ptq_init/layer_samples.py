@@ -30,7 +30,7 @@ class Stop(Exception):
 
 
 @dataclass
-class Samples:
+class LayerSamples:
     """Recorded inputs of the decoder layers, for batches of n samples with T tokens.
 
     Attributes:
@@ -78,11 +78,11 @@ def decoder_layers(model: nn.Module, quantization: Quantization) -> dict[str, nn
 
 def record(
     model: nn.Module, blocks: dict[str, nn.Module], samples: Sequence[tuple[Tensor, bool]], device: torch.device
-) -> Samples:
+) -> LayerSamples:
     """Run samples through a model, with one of its decoder layers ``blocks`` gathered at a time, and record the layers'
     inputs; a collective. Each sample batch is ``input_ids [n, T]`` and True, or False if it does not count. Raises
     RankError on every rank if decoder layers do not run once each, one after the other."""
-    found, problems = Samples(), dict[str, None]()
+    found, problems = LayerSamples(), dict[str, None]()
     names = {module: name for name, module in blocks.items()}
     inside = {id(parameter) for module in blocks.values() for parameter in module.parameters()}
     seen: list[str] = []
@@ -138,7 +138,7 @@ def _first(output: Any) -> Tensor:
     return found
 
 
-def measure_inputs(quantization: Quantization, block: nn.Module, name: str, samples: Samples) -> None:
+def measure_inputs(quantization: Quantization, block: nn.Module, name: str, samples: LayerSamples) -> None:
     """Measure input scales of a decoder layer's Linears, from the largest magnitudes of the samples, for tuning it; a
     collective. Only scales that are stored and not yet set (by ``quant.initial_input_scale``) are measured; calibration
     measures them again before training. No observer may be active. Raises RankError on every rank if inputs have NaN or

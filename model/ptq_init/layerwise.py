@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from model.ptq_init.layer_samples import Samples, Stop
+from model.ptq_init.layer_samples import LayerSamples, Stop
 from model.ranks import errors_on_all_ranks, reduce_over_ranks
 from model.scales import write_scales
 from model.zero import full_shape, gathered, is_partitioned, local_data, local_range, whole_values
@@ -52,7 +52,7 @@ class CodeErrors:
 
 
 def choose_codes(
-    model: nn.Module, quantization: Quantization, block: nn.Module, name: str, samples: Samples, errors: CodeErrors
+    model: nn.Module, quantization: Quantization, block: nn.Module, name: str, samples: LayerSamples, errors: CodeErrors
 ) -> Iterator[list[str]]:
     """Choose the codes and scales of a decoder layer, some Linears at a time, and yield their names; a collective.
 
@@ -82,7 +82,9 @@ def quantized_together(model: nn.Module, quantization: Quantization, name: str) 
     yield from steps.values()
 
 
-def _grams(quantization: Quantization, block: nn.Module, sets: Sets, samples: Samples, name: str) -> dict[str, Tensor]:
+def _grams(
+    quantization: Quantization, block: nn.Module, sets: Sets, samples: LayerSamples, name: str
+) -> dict[str, Tensor]:
     """Sum ``X'X`` of the inputs over all ranks' samples, by name of the layer: fp64 ``[in, in]``, for stacked experts
     ``[E, in, in]``; a collective."""
     firsts = [quantization.layers[names[0]] for names in sets]

@@ -11,7 +11,7 @@ import yaml
 from engine.config.config import Recipe
 from engine.config.reading import parse_recipe
 from launch import convert_recipe
-from launch.convert_recipe import HOUSEKEEPING, ForeignRecipe, convert
+from launch.convert_recipe import HOUSEKEEPING, ForeignRecipe, converted_recipe
 from tests.lib.processes import run_python
 from tests.lib.tiny import tiny_checkpoint
 
@@ -84,7 +84,7 @@ FILES = {"AngelSlim": SCALES_ONLY, "torchtune": TORCHTUNE}
 
 def read(text: str) -> tuple[Recipe, list[str]]:
     """The recipe that comes out, parsed as training does, and the notes."""
-    made = convert(yaml.safe_load(text))
+    made = converted_recipe(yaml.safe_load(text))
     words = [
         f"--{section}={json.dumps(value) if isinstance(value, dict) else value}"
         for section, value in made.recipe.items()
@@ -134,13 +134,13 @@ def test_every_key_is_converted_or_named(tool, seed):
     """A key of any name anywhere, or another value of a known key: the recipe changes or a note names the key."""
     chance = random.Random(seed)
     contents = yaml.safe_load(FILES[tool])
-    before = convert(contents)
+    before = converted_recipe(contents)
     places = [contents]
     for place in places:
         places += [value for value in place.values() if isinstance(value, dict)]
     place = chance.choice(places)
     place[f"new_{seed}"] = 7
-    after = convert(contents)
+    after = converted_recipe(contents)
     assert after.recipe == before.recipe and sum(f"new_{seed}: 7" in note for note in after.notes) == 1
     for key in ForeignRecipe(yaml.safe_load(FILES[tool])).keys:
         changed = yaml.safe_load(FILES[tool])
@@ -153,7 +153,7 @@ def test_every_key_is_converted_or_named(tool, seed):
         if HOUSEKEEPING.fullmatch(key) or key in WITHOUT_EFFECT:
             continue
         try:
-            found = convert(changed)
+            found = converted_recipe(changed)
         except (ValueError, KeyError):
             continue
         assert (found.recipe, found.notes) != (before.recipe, before.notes), f"{key} is passed over"
@@ -165,7 +165,7 @@ def test_a_redirected_recipe_keeps_the_notes(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["convert_recipe.py", str(path)])
     convert_recipe.main()
     out, err = capsys.readouterr()
-    assert yaml.safe_load(out) == convert(yaml.safe_load(SCALES_ONLY)).recipe
+    assert yaml.safe_load(out) == converted_recipe(yaml.safe_load(SCALES_ONLY)).recipe
     noted = [line.removeprefix("# ") for line in out.splitlines() if line.startswith("# note: ")]
     assert noted == err.splitlines() and any("num_samples: the whole file" in line for line in noted)
 
@@ -194,7 +194,7 @@ def test_it_trains(kind, tmp_path: Path):
     words = ["--model.path", model, "--data.train", f"[{chat}]", "--deepspeed", "zero0"]
     ptq = [*words, "--quant.scheme", "fp8_static", "--train.steps", 1, "--output_dir", tmp_path / "ptq"]
     assert run_python("from launch.calibrate import main; main()", *ptq).returncode == 0
-    recipe = convert(yaml.safe_load(SCALES_ONLY)).recipe
+    recipe = converted_recipe(yaml.safe_load(SCALES_ONLY)).recipe
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     scales = ["--quant.scales", tmp_path / "ptq" / "export", "--output_dir", tmp_path / "out"]
     options = ["--config", tmp_path / "recipe.yaml", "--model.trust_remote_code", "false", *words, *scales]

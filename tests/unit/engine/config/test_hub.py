@@ -62,11 +62,11 @@ NEVER = (
 )
 RESOLVE = """
 import json, sys
-from engine.config.hub import HubError, named, resolve
+from engine.config.hub import HubError, named, local_paths
 found = []
 for path, options in json.loads(sys.argv[1]):
     try:
-        paths = resolve(path, **options)
+        paths = local_paths(path, **options)
         found.append([paths, named(paths)])
     except HubError as error:
         found.append(str(error))
@@ -261,7 +261,7 @@ def test_every_option_that_takes_a_checkpoint_takes_a_name():
                 continue
             option, given = ast.literal_eval(node.args[0]), {one.arg: ast.unparse(one.value) for one in node.keywords}
             kind, action = given.get("type", ""), given.get("action", "")
-            takes_names = kind == "Checkpoint" or action == "NamedDirectories"
+            takes_names = kind == "CheckpointName" or action == "NamedDirectories"
             other = (
                 "choices" in given
                 or action in ("'store_true'", "'version'")
