@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
-from engine.session.adamw8bit import BLOCK, SHIFT, AdamW8bit, decode, encode
+from engine.session.adamw8bit import MOMENT_BLOCK, SHIFT, AdamW8bit, decode, encode
 from model.console import markdown_table
 
 KINDS = ("steady", "falling", "half stops", "rare")
@@ -58,7 +58,7 @@ def gradients(kind: str, step: int, sizes: Tensor, rng: torch.Generator) -> Tens
 def follow(kind: str, beta2: float, seed: int, make: Callable[..., Optimizer], device: str = "cpu") -> Followed:
     """Compare the updates of an optimizer with those of Adam in fp64 on the same gradients."""
     rng = torch.Generator().manual_seed(seed)
-    sizes = torch.exp(2 * torch.randn(BLOCKS * BLOCK, generator=rng)) * 1e-5
+    sizes = torch.exp(2 * torch.randn(BLOCKS * MOMENT_BLOCK, generator=rng)) * 1e-5
     own, exact = (torch.zeros_like(sizes, dtype=dtype, device=device) for dtype in (torch.float32, torch.float64))
     options = {"lr": LR, "betas": (0.9, beta2), "weight_decay": 0.0, "eps": 1e-15}
     ours, theirs = make([{"params": [own], "moments": "8bit"}], **options), AdamW([exact], **options)
@@ -76,11 +76,11 @@ def follow(kind: str, beta2: float, seed: int, make: Callable[..., Optimizer], d
         largest, largest_exact = max(largest, float(own.abs().max())), max(largest_exact, float(exact.abs().max()))
         sums += torch.stack([own.double(), exact])
     gain = float(sums[0] @ sums[1] / sums[1].square().sum())
-    state, expected = ours.state[own], theirs.state[exact]["exp_avg_sq"].view(BLOCKS, BLOCK)
+    state, expected = ours.state[own], theirs.state[exact]["exp_avg_sq"].view(BLOCKS, MOMENT_BLOCK)
     coded = "exp_avg_sq_codes" in state
     second = decode(state["exp_avg_sq_codes"], state["exp_avg_sq_scales"], False) if coded else state["exp_avg_sq"]
     inside = expected > 1e-6 * expected.amax(1, keepdim=True)
-    mean = float((second.view(BLOCKS, BLOCK) / expected)[inside].mean())
+    mean = float((second.view(BLOCKS, MOMENT_BLOCK) / expected)[inside].mean())
     return Followed(math.sqrt(error / square), gain, largest / largest_exact, mean)
 
 
@@ -96,7 +96,7 @@ class Rounded(AdamW):
         super().step(closure)
         for state in self.state.values():
             for key, signed in (("exp_avg", True), ("exp_avg_sq", False)):
-                blocks = state[key].view(-1, BLOCK)
+                blocks = state[key].view(-1, MOMENT_BLOCK)
                 blocks.copy_(self._code(blocks, signed))
 
 

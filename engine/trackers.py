@@ -25,7 +25,7 @@ from model.ranks import errors_on_all_ranks, is_main, say
 
 PROJECT = "deepqat"  # unless an environment variable of the tracker names another one
 MOST_WAITING = 1000  # points
-_CALL_SECONDS = 30.0  # at the end of a run, for one call of a tracker
+CALL_SECONDS = 30.0  # at the end of a run, for one call of a tracker
 MOST_PARAMS = 100  # that MLflow takes at once
 LONGEST_REASON = 300  # characters
 
@@ -47,7 +47,7 @@ def _start_wandb(wandb: Any, recipe: Recipe, name: str) -> Sink:
         name=os.environ.get("WANDB_NAME", name),
         dir=recipe.output_dir,
         config=_plain(recipe),
-        settings={"console": "off", "silent": True, "finish_timeout": _CALL_SECONDS},
+        settings={"console": "off", "silent": True, "finish_timeout": CALL_SECONDS},
     )
     finish = lambda failed: run.finish(exit_code=1) if failed else run.finish()  # noqa: E731
     place = "offline" if getattr(run, "offline", True) else str(run.url)
@@ -163,5 +163,5 @@ class Tracker(MetricsWriter):
         while self._thread.is_alive() and not self._off:
             self._thread.join(0.1)
             busy = self._busy_since
-            if busy is not None and time.monotonic() - busy > _CALL_SECONDS:
-                self._turn_off(f"it does not answer for {_CALL_SECONDS:.0f} s")
+            if busy is not None and time.monotonic() - busy > CALL_SECONDS:
+                self._turn_off(f"it does not answer for {CALL_SECONDS:.0f} s")

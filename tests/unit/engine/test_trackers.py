@@ -123,7 +123,7 @@ def test_the_end_of_a_run_waits_for_points_but_not_for_a_stall(monkeypatch, caps
         tracker.log({"loss/lm": 1.0}, step)
     tracker.close(failed=True)
     assert sent == [*range(20), {"exit_code": 1}]
-    monkeypatch.setattr(trackers, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(trackers, "CALL_SECONDS", 0.2)
     release = threading.Event()
     tracker = Tracker("wandb", stalls(release), minimal(), done=0)
     tracker.log({"loss/lm": 1.0}, 1)
@@ -169,7 +169,7 @@ try:
 except RankError as error:
     print("refused:", error)
 sys.path.insert(0, "fakes")
-trackers.PATIENCE_SECONDS = 0.2
+trackers.CALL_SECONDS = 0.2
 for resume, steps in ((False, 4), ("step_00000002", 6)):
     recipe = load_recipe(sys.argv[1])
     recipe.train.resume, recipe.train.steps = resume, steps

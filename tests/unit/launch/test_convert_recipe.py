@@ -171,7 +171,8 @@ def test_a_redirected_recipe_keeps_the_notes(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("a: 1", "expected a QAT"), ("- 1", "mapping"), ("compression: {name: PTQ}", "QAT or QAD")]
+    ("text", "said"),
+    [("a: 1", "expected a QAT"), ("- 1", "keys and values"), ("compression: {name: PTQ}", "QAT or QAD")],
 )
 def test_refused_in_one_line(text, said, tmp_path, monkeypatch, capsys):
     path = tmp_path / "config.yaml"

@@ -8,7 +8,7 @@ import torch
 
 from engine.checkpoint import resume
 from engine.session import adamw8bit
-from engine.session.adamw8bit import BLOCK, MOMENTS, AdamW8bit, decode_slice
+from engine.session.adamw8bit import MOMENT_BLOCK, MOMENTS, AdamW8bit, decode_slice
 from model.zero import OptimizerPiece
 
 SIZES = {"w": 3000, "x": 700}
@@ -48,7 +48,7 @@ def session(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     flat = torch.nn.Parameter(torch.zeros(3600))
     monkeypatch.setattr(resume, "flat_masters", lambda optimizer: [flat])
     monkeypatch.setattr(resume, "optimizer_pieces", lambda model, optimizer: NEW)
-    monkeypatch.setattr(adamw8bit, "CHUNK", 2 * BLOCK)
+    monkeypatch.setattr(adamw8bit, "CHUNK", 2 * MOMENT_BLOCK)
     wrapper = SimpleNamespace(state=defaultdict(dict), flat=flat)
     return SimpleNamespace(model=None, engine=SimpleNamespace(optimizer=wrapper))
 

@@ -14,6 +14,7 @@ from tests.lib.recipes import minimal
 NO_FILES = {
     "adapter.ranks",
     "adapter.targets",
+    "data.cache",
     "data.eval",
     "data.skip",
     "data.train",
@@ -30,6 +31,7 @@ NO_FILES = {
     "quant.rotate",
     "quant.scheme",
     "quant.schemes",
+    "train.report_to",
     "train.resume",
 }
 

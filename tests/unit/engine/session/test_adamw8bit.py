@@ -10,7 +10,7 @@ import torch
 from benchmarks.moments import KINDS, follow
 from engine.checkpoint.checked_files import read_object
 from engine.session import adamw8bit
-from engine.session.adamw8bit import BLOCK, CHUNK, AdamW8bit, decode, encode, moment_bytes
+from engine.session.adamw8bit import CHUNK, MOMENT_BLOCK, AdamW8bit, decode, encode, moment_bytes
 from engine.session.optimizer import SkippingAdamW8bit
 
 LR = 1e-3
@@ -38,22 +38,22 @@ def check_updates(kind: str, beta2: float, seed: int, *, fused: bool, device: st
 
 
 def test_a_code_is_exact_for_what_it_decodes_to():
-    codes = torch.arange(256, dtype=torch.uint8).view(1, BLOCK)
+    codes = torch.arange(256, dtype=torch.uint8).view(1, MOMENT_BLOCK)
     for signed in (True, False):
         values = decode(codes, torch.ones(1, 1), signed)
         for random in (0, 2**20 - 32):
-            again, scales = encode(values.clone(), torch.full((1, BLOCK), random, dtype=torch.int32), signed)
+            again, scales = encode(values.clone(), torch.full((1, MOMENT_BLOCK), random, dtype=torch.int32), signed)
             found = decode(again, scales, signed)
             assert torch.equal(found, values) if random == 0 else torch.allclose(found, values, rtol=0.13)
     assert decode(torch.zeros_like(codes), torch.ones(1, 1), True).eq(0).all()
 
 
 def test_zeros_and_extremes_stay_finite():
-    moment = torch.zeros(3, BLOCK)
+    moment = torch.zeros(3, MOMENT_BLOCK)
     moment[1, 0], moment[1, 1], moment[2] = torch.inf, 1.0, 1e-44
     for signed in (True, False):
         for random in (0, 2**20 - 1):
-            bits = torch.full((3, BLOCK), random, dtype=torch.int32)
+            bits = torch.full((3, MOMENT_BLOCK), random, dtype=torch.int32)
             found = decode(*encode(moment.clone(), bits, signed), signed)
             assert found.isfinite().all() and not found[0].any()
             assert found[1, 0] > 3.4e38
@@ -81,12 +81,12 @@ def test_other_groups_are_those_of_torch():
     assert [held["step"].item() for held in ours.state.values()] == [3, 3]
     assert [one["params"] for one in ours.param_groups] == [[own[0]], [own[1]]]
     stored = sum(value.nbytes for key, value in ours.state[own[0]].items() if key != "step")
-    assert stored == moment_bytes(own[0].numel()) == 4 * 2 * (BLOCK + 4)  # the fourth block has padding
+    assert stored == moment_bytes(own[0].numel()) == 4 * 2 * (MOMENT_BLOCK + 4)  # the fourth block has padding
 
 
 def test_chunks_change_nothing(monkeypatch):
     found = []
-    for size in (CHUNK, 2 * BLOCK):
+    for size in (CHUNK, 2 * MOMENT_BLOCK):
         monkeypatch.setattr(adamw8bit, "CHUNK", size)
         torch.manual_seed(0)
         (own,) = parameters((1111,))
