@@ -42,6 +42,7 @@ class Plugin:
         self._tell, self._wanted, self._calls = tell, wanted, calls
         self._seconds: dict[str, float] = {}
         self._seen: set[CodeType] = set()
+        self._root = f"{os.getcwd()}/"  # a test may change the directory
         if calls is not None:
             calls.write_bytes(b"")
             self._file, self._read = os.open(calls, os.O_APPEND | os.O_WRONLY), 0
@@ -53,7 +54,7 @@ class Plugin:
         code = frame.f_code
         if code not in self._seen:
             self._seen.add(code)
-            name = os.path.relpath(code.co_filename) if code.co_filename.startswith(os.getcwd()) else ""
+            name = code.co_filename.removeprefix(self._root)
             if name.startswith(FOLDERS):
                 qualname = re.sub(r"(^|\.)<(?!locals).*", "", code.co_qualname).replace(".<locals>", "")
                 os.write(self._file, f"{name}:{qualname}\n".encode())
