@@ -97,13 +97,15 @@ class VllmServer:
         try:
             distance = _distance(cold[0], self._log_probs(name, prompt))
             exact = distance <= 4 * noise  # false for NaN
+            found = f"a log-probability differs by {distance:.2g}: vLLM cannot reload this format"
+        except ServerError as error:  # as with NaN, which is no JSON
+            found = f"a prompt has no answer ({error}): vLLM cannot reload this format, or the server is too busy"
         finally:
             if not exact:
                 self._call("/pause?mode=abort", {}, seconds=CONNECT_SECONDS)
         if not exact:
             raise ServerError(
-                f"after loading {candidate.name} again a log-probability differs by {distance:.2g}: vLLM cannot reload "
-                "this format. It stays paused: start it again with each new version"
+                f"after loading {candidate.name} again {found}. It stays paused: start it again with each new version"
             )
 
     def _pause(self) -> None:

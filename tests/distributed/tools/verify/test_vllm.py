@@ -46,7 +46,7 @@ LACKS = {
     "fp8 quantizer": r"_C::static_scaled_fp8_quant\(\) expected at most 0 argument",
     "lookup": "'triton' has no attribute 'next_power_of_2'",
     "experts": r"No .* MoE backend supports|Unsupported F(P8|used)\w* ?(MoE backend|scheme)|gptq_marlin_repack"
-    r"|'triton' has no attribute '(?!next_power)",
+    r"|'triton(?!' has no attribute 'next_power)",
 }
 Result = dict[str, np.ndarray] | str
 RULES = [Rule(SCHEMES["fp8_dynamic"], first=1), Rule(None, r".*\.1\.self_attn\..*")]
