@@ -43,7 +43,7 @@ def kilobytes(key: str) -> int:
 
 
 def start(model: str, file: Path, cache: Path | None) -> dict[str, float]:
-    """What a rank does with its data before it trains."""
+    """Read the data as a rank does before it trains."""
     tokenizer = load_tokenizer(model)
     own, began = kilobytes("RssAnon"), time.perf_counter()
     kept = TokenCache(cache, lambda text, any_rank: None)

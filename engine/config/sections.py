@@ -383,8 +383,8 @@ class TrainRecipe:
     compile: bool = False
     """torch.compile each decoder layer: the first steps take minutes longer. Not under ZeRO stage 3."""
     report_to: list[str] = field(default_factory=lambda: ["tensorboard"], metadata=_TRACKERS)
-    """Where curves go, beside metrics.jsonl in output_dir: tensorboard (files in output_dir), wandb, mlflow, trackio,
-    each of the last three with its own package. []: only metrics.jsonl."""
+    """Trackers that get the metrics of metrics.jsonl in output_dir, too: tensorboard (files in output_dir), and wandb,
+    mlflow and trackio, which need their own packages. []: none."""
     log_every: int = field(default=1, metadata=at_least(1))
     """Steps between two points of the curves."""
     quant_stats_every: int = field(default=50, metadata=at_least(0))

@@ -48,7 +48,7 @@ def read(path: Path, cache: TokenCache | None = None) -> tuple[str, str, Lines]:
 
 
 def folders(directory: Path) -> list[Path]:
-    """What looks whole."""
+    """List the folders that look whole."""
     return [path for path in directory.iterdir() if path.is_dir() and len(path.name) == 32]
 
 
@@ -133,7 +133,7 @@ def test_jobs_that_need_one_file_tokenize_it_once(tmp_path, rng):
 
 
 def test_damage_is_found_and_the_file_tokenized_again(tmp_path, rng, monkeypatch):
-    """Of any file: bytes that differ, a shorter or longer file, none. Also if the checksums were checked before."""
+    """Any file may have other bytes, be shorter, longer or missing, also if its checksum was checked before."""
     path, directory, said = chats(tmp_path / "a.jsonl", rng), tmp_path / "cache", Lines()
     monkeypatch.setattr("data.cache._SETTLED", 10**8)
     expected = read(path, reader(directory, said))
