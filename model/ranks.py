@@ -10,10 +10,12 @@ import errno
 import os
 import re
 import shutil
+import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,75 @@ _LOST = re.compile(r"Connection (closed|reset) by peer|Broken pipe|remote proces
 
 class RankError(RuntimeError):
     """Error raised on all ranks when at least one of them found a problem."""
+
+
+NOTICE_SECONDS = 60.0
+"""Time after which a rank that waits for others to start says which."""
+_JOINED, _MET, _ALL = "deepqat/joined/", "deepqat/met", "all"
+_CHECK = (
+    "check that WORLD_SIZE is the number of processes that you started, that no other rank has ended, and that every "
+    "machine reaches this address"
+)
+
+
+def meet(patience: timedelta) -> dist.Store | None:
+    """Wait until every rank of the environment has started; does nothing for a single rank.
+
+    torch would wait without a word, and then raise an error that does not name the missing ranks.
+
+    Args:
+        patience: time to wait; after ``NOTICE_SECONDS`` the rank prints what it waits for.
+
+    Returns:
+        The store in which the ranks met. Rank 0 serves it as long as the object lives; torch's process group uses the
+        same server.
+
+    Raises:
+        RankError: on every rank that has started: ranks are missing, with their numbers, or two have the same number.
+        RuntimeError: the address cannot be used, or rank 0 has ended.
+    """
+    own, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if world == 1:
+        return None
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    serves = own == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun's agent does
+    store: dist.TCPStore | None = None
+    now = time.monotonic()
+    notice, until = now + NOTICE_SECONDS, now + patience.total_seconds()
+    while store is None or not store.check([_MET]):
+        if store is None and (serves or _answers(host, port)):
+            store = dist.TCPStore(host, port, world, serves, wait_for_workers=False, multi_tenant=serves)
+            if store.add(f"{_JOINED}{own}", 1) > 1:
+                store.compare_set(_MET, "", f"RANK is {own} in two processes, expected another number in each")
+            elif store.add("deepqat/number", 1) == world:
+                store.compare_set(_MET, "", _ALL)
+        elif time.monotonic() < min(notice, until):
+            time.sleep(0.1)
+        else:
+            missing = [i for i in range(world) if not store.check([f"{_JOINED}{i}"])] if store is not None else [0]
+            what = f"rank{'s' * (len(missing) > 1)} {listed(list(map(str, missing)))} of {world} at {host}:{port}"
+            if time.monotonic() < until:
+                minutes, notice = (until - notice) / 60, until
+                say(f"rank {own} waits for {what}, {minutes:.0f} minutes more: {_CHECK}", any_rank=True)
+            else:  # the first rank to give up tells the others
+                error = f"rank {own} has waited for {what} for {patience}: {_CHECK}"
+                if store is None:
+                    raise RankError(error)
+                store.compare_set(_MET, "", error)
+    if (found := store.get(_MET).decode()) != _ALL:
+        if serves:
+            time.sleep(2)  # the others read it from here
+        raise RankError(found)
+    return store
+
+
+def _answers(host: str, port: int) -> bool:
+    """Return True if a process listens at an address; torch's store would report each attempt in 30 lines."""
+    try:
+        socket.create_connection((host, port), timeout=5).close()
+    except OSError:
+        return False
+    return True
 
 
 class _Alone:

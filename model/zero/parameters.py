@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, FROZEN_PARAM_SHAPES
+from deepspeed.constants import default_pg_timeout
 from deepspeed.runtime.keep_in_fp32 import KEEP_IN_FP32_AUTO, keep_buffers_in_fp32, keep_in_fp32_pattern
 from deepspeed.runtime.utils import is_optimized_parameter
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -25,7 +26,7 @@ from deepspeed.utils.z3_leaf_module import apply_zero_leaf_module_config
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from model.ranks import RankError
+from model.ranks import RankError, meet
 
 # The autograd Function that stage 3 puts before each input of a module (deepspeed/runtime/zero/parameter_offload.py).
 # It returns its input detached: the same memory and version counter.
@@ -160,7 +161,7 @@ WHOLE_ELEMENTS_IN_ALL = 16 * 2**20
 def init_process_group() -> None:
     """Start the process group of this run, unless one exists: NCCL with CUDA, gloo without. RANK, LOCAL_RANK,
     WORLD_SIZE, MASTER_ADDR and MASTER_PORT must be set, by the launcher or by the caller. Raises RankError if the ranks
-    did not meet, or this process closed a group before (DeepSpeed keeps references to it)."""
+    did not meet within DEEPSPEED_TIMEOUT, or this process closed a group before (DeepSpeed keeps references to it)."""
     if deepspeed.comm.comm.cdb is not None and not dist.is_initialized():
         raise RankError(
             "this process has closed its process group and cannot start another one: let all trainings of a script run "
@@ -170,7 +171,11 @@ def init_process_group() -> None:
         # On CPU DeepSpeed compiles a shared-memory op here (25 s when cold) that only inference_all_reduce uses.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     try:
+        store = None if dist.is_initialized() else meet(default_pg_timeout)
         deepspeed.init_distributed()
+        del store  # rank 0's server lives until torch has taken it
+    except RankError:
+        raise
     except (RuntimeError, ValueError) as error:
         where = "rank {RANK} of {WORLD_SIZE} has not met the others at {MASTER_ADDR}:{MASTER_PORT}"
         remedy = "look for what ended another rank before, and whether this machine reaches that address"

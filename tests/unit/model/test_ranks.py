@@ -1,10 +1,18 @@
-"""Wait for gloo's threads at the end of a process."""
+"""Ranks that meet, or name those that are missing, and gloo's threads at the end of a process."""
 
 import hashlib
+import os
+import sys
 import threading
+import time
+from datetime import timedelta
 from pathlib import Path
 
-from model.ranks import _wait_for_gloo
+import pytest
+
+from model import ranks
+from model.ranks import RankError, _wait_for_gloo, meet
+from tests.lib.launcher import free_port
 
 
 def test_a_thread_of_gloo_that_works_is_waited_for():
@@ -26,3 +34,44 @@ def test_a_thread_of_gloo_that_works_is_waited_for():
     assert done, "left before the thread was idle"
     end.set()
     thread.join()
+
+
+def joins(number: int, port: int, log: Path) -> int:
+    """Fork a rank of three that meets the others, if they come; return its process id."""
+    if (pid := os.fork()) == 0:
+        sys.stdout = log.open("w")
+        os.environ.update(RANK=str(number), WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        ranks.NOTICE_SECONDS = 0.2
+        try:
+            store = meet(timedelta(seconds=1))
+            ranks.say("met")
+            store.add("left", 1)
+            while number == 0 and store.add("left", 0) < 3:  # the others read from rank 0
+                time.sleep(0.01)
+            os._exit(0)
+        except RankError as error:
+            ranks.say(f"error: {error}")
+        finally:
+            os._exit(1)
+    return pid
+
+
+@pytest.mark.parametrize(
+    ("started", "notice", "end"),
+    [
+        ((0, 1, 2), "", "met"),
+        ((0, 1), " waits for rank 2 of 3 at 127.0.0.1:", " has waited for rank 2 of 3 at 127.0.0.1:"),
+        ((1, 2), " waits for rank 0 of 3 at", " has waited for rank 0 of 3 at"),
+        ((0, 1, 1), "", "error: RANK is 1 in two processes, expected another number in each"),
+    ],
+)
+def test_each_rank_names_those_that_never_start(tmp_path, started, notice, end):
+    """And first, after a minute, the ranks that it waits for."""
+    logs, port = [tmp_path / str(index) for index in range(len(started))], free_port()
+    pids = [joins(number, port, log) for number, log in zip(started, logs, strict=True)]
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    assert codes == [end != "met"] * len(started)
+    for log in logs:
+        *before, last = log.read_text().splitlines()
+        assert end in last and ("waited" not in end or "check that WORLD_SIZE is the number of" in last), last
+        assert [notice in line for line in before] == [True] * bool(notice), before
