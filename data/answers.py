@@ -16,7 +16,8 @@ or omits a string is refused.
   tags that it shares with the generation prompt.
 - **End.** A turn ends with its end-of-turn token: the first special token after its last string, or an adjacent one if
   generation stops only there (``<|end|>\\n<|endoftext|>``). Later text (an EOS after the conversation, the next turn's
-  header) is not part of the turn.
+  header) is not part of the turn. If a template writes that token only when no turn follows, the targets of an earlier
+  answer end before it.
 
 The template must write all strings of the last turn. It may omit reasoning or content of an earlier turn when later
 turns follow, as in serving (`Answer.cut`). Words that it writes inside a turn only when later turns follow are refused.
@@ -463,7 +464,10 @@ class _Writing:
         own = own[: _common(own, behind)]
         stop = self._stop(index, own, found.end - last)
         if stop is None and (missing := self.template.ends.first(behind)):
-            raise self._otherwise(index, f"{behind[: missing[1]][-60:]!r} after it only if no turn follows")
+            if behind[: missing[0]].strip() != own.strip():
+                raise self._otherwise(index, f"{behind[: missing[1]][-60:]!r} after it only if no turn follows")
+            end = max(found.end, last + len(own.rstrip()))
+            return end, end
         if stop is None and (not behind.strip() or self._followed(index).startswith(behind.rstrip())):
             return last + len(own), last + len(own)
         if stop is None or self._begins_turn(own[found.end - last : stop[1]]):

@@ -200,6 +200,17 @@ def test_an_answer_ends_where_generation_stops(name, tmp_path):
         read(tmp_path, tokenizer, row)
 
 
+def test_an_end_that_only_the_last_answer_has_is_learned_there_alone(tmp_path):
+    """As gpt-oss writes it: generation never ends with the token behind an earlier answer."""
+    row = {"messages": messages(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))}
+    tokenizer = templated(
+        PHI.replace("'<|e|>\n'", "(eos_token if loop.last else '<|e|>')").partition("{% else")[0] + "{% endif %}"
+    )
+    tokenizer.add_tokens([AddedToken("<|e|>", special=True)], special_tokens=True)
+    (sample,), counts = read(tmp_path, tokenizer, row, loss_on="all")
+    assert learned_turns(sample, tokenizer) == ["b", f"d{END}"] and counts.without_end == 1
+
+
 NO_END = PHI.replace("'<|e|>\n'", "'\n'")
 ROLES = NO_END.replace("'<|im_start|>' ~ m.role ~ '\n'", "'<|' ~ m.role ~ '|>'").replace(
     "'<|im_start|>assistant\n'", "'<|assistant|>'"

@@ -33,8 +33,8 @@ ENDS += ["<\uff5cend\u2581of\u2581sentence\uff5c>", "<|eot|>", "<end_of_turn>", 
 # What is learned. Of the others, a part would not be in the text.
 REFUSED_INLINE = {"axolotl/deepseek_v3", "axolotl/exaone4", "trl/deepseek_r1_distill", "trl/deepseekv3"}
 """They remove the thinking in a content, of the last answer too."""
-REFUSED_EARLIER = {"axolotl/metharme", "trl/gptoss"}
-"""They end an answer otherwise if it is the last."""
+ENDS_LATER = {"axolotl/metharme", "trl/gptoss"}
+"""They end an answer otherwise if it is the last, so the end of an earlier one is not learned."""
 REASONING = {"axolotl/qwen3", "axolotl/qwen3_5"}
 REASONING |= {
     f"trl/{name}"
@@ -125,8 +125,10 @@ def test_published(name, tmp_path):
             turns = answers(said) if loss_on == "all" else answers(said)[-1:]
             runs = learned_turns(sample, tokenizer)
             assert counts.cut == cut_answers(turns, runs, tokenizer)
+            if kind == "plain":  # an axolotl template may end no answer
+                assert counts.without_end in (name in ENDS_LATER and len(turns) - 1, len(turns))
             assert not header or all(header not in re.split(WORD, run)[-1] for run in runs)
-    assert ("plain last" in learned, "plain all" in learned) == (True, name not in REFUSED_EARLIER)
+    assert {"plain last", "plain all"} <= learned
     assert ("inline last" in learned) == (name not in REFUSED_INLINE)
     assert ("reasoning last" in learned) == (name in REASONING | {"trl/gptoss"})
     assert ("agent all" in learned) == (name in AGENT)
