@@ -10,7 +10,8 @@ shared gets only a part of a checkpoint. So three functions compare ranks, and a
 - :func:`check_shared`: the output directory.
 
 Only devices, paths of caches and the network may differ. If all is equal, these functions cost a few small gathers of
-digests and file identities. Files are read only if ranks see different copies of them; one rank reads each copy.
+digests and file identities. Files are read only if ranks see different copies of them, and then as a whole: a machine
+loads only its partitions from its copy, so the model would be a mixture of copies that differ in any byte.
 
 With a process group, :mod:`model.ranks` raises an error of one rank on all of them. Without it, a rank with a bad
 recipe or a missing file would exit alone, and the others would wait until the timeout: see :func:`tell_other_ranks`.
@@ -27,6 +28,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -38,7 +40,8 @@ from data.samples import Sample, digest_of_samples
 from engine.cluster.job import join_ranks
 from engine.config.config import Recipe
 from engine.config.hub import named
-from model.checkpoint.fingerprint import digests, identity
+from model.checkpoint.fingerprint import digest_of_range, identity
+from model.console import progress_bar
 from model.ranks import (
     RankError,
     barrier,
@@ -58,6 +61,8 @@ _VARIABLES = re.compile(
     r"(ATEN|CUBLAS|CUBLASLT|CUDNN|DEEPQAT|DS|NVIDIA_TF32|TORCHDYNAMO|TORCHINDUCTOR|TORCH_ALLOW_TF32|TORCH_COMPILE|TRITON"
     r"|NCCL_ALGO|NCCL_PROTO)(_.*)?(?<!_DIR)(?<!_PATH)(?<!_HOME)"
 )
+PIECE, PIECES_AT_ONCE = 2**28, 8
+"""Bytes of a file that a thread reads, and how many such pieces a rank reads before it waits for the others."""
 MOST_DIFFERENCES = 5  # in a message
 # A directory that another machine has just made appears late: NFS may cache its absence for a minute.
 PATIENCE_SECONDS = 75.0
@@ -89,25 +94,48 @@ def check_ranks_agree(inputs: Mapping[str, Any], files: Mapping[str, str | Path 
 
 def _compare_files(paths: Mapping[str, str | Path]) -> None:
     """Raise on every rank if the ranks see different files at a path; a collective. ``paths`` are equal on all ranks.
-    If ranks see several copies of a file, one rank reads each copy."""
+    If ranks see several copies of a file, the ranks of each copy read it together, each byte once."""
     with errors_on_all_ranks(OSError):
         mine = {key: identity(path) for key, path in paths.items()}
     everywhere = gather_objects(mine)
     seen = {key: [theirs[key] for theirs in everywhere] for key in paths}
-    with errors_on_all_ranks(OSError):
-        own = {
-            key: digests(path)
-            for key, path in paths.items()
-            if len({*seen[key]}) > 1 and seen[key].index(mine[key]) == rank()
-        }
-    contents = gather_objects(own)
-    _compare(
-        {
-            f"{key} {path} (files): {file}": value
-            for key, path in paths.items()
-            for file, value in contents[seen[key].index(mine[key])].get(key, {}).items()
-        }
-    )
+    copied = {key: Path(path) for key, path in paths.items() if len({*seen[key]}) > 1}
+    if not copied:
+        return
+    _compare({_file(key, copied[key], name): f"{size:,} bytes" for key in copied for name, size, *_ in mine[key]})
+    work = list[tuple[str, Path, int, int]]()  # of this rank: key, file, and a range of its bytes
+    for key, path in copied.items():
+        readers = [index for index, theirs in enumerate(seen[key]) if theirs == mine[key]]
+        pieces = [(name, at, min(at + PIECE, size)) for name, size, *_ in mine[key] for at in range(0, size, PIECE)]
+        for name, begin, end in pieces[readers.index(rank()) :: len(readers)]:
+            work.append((key, path / name if path.is_dir() else path, begin, end))
+    found = gather_objects(_read(work))
+    digests: dict[str, Any] = {}
+    for key, path in copied.items():
+        of_copy = [one for theirs, one in zip(seen[key], found, strict=True) if theirs == mine[key]]
+        for (_, name, _), digest in sorted(item for one in of_copy for item in one.items() if item[0][0] == key):
+            digests.setdefault(_file(key, path, name), hashlib.blake2b(digest_size=16)).update(digest)
+    _compare({name: digest.hexdigest() for name, digest in digests.items()})
+
+
+def _file(key: str, path: Path, name: str) -> str:
+    return f"{key} {path} (files): {name}"
+
+
+def _read(work: Sequence[tuple[str, Path, int, int]]) -> dict[tuple[str, str, int], bytes]:
+    """Hash ranges of bytes, each given as the recipe's key, the file, begin and end; digests by key, name of the file,
+    and begin. A collective: a rank whose disk is slow would otherwise exceed the time-out of the next one."""
+    digests = {}
+    bar = progress_bar(sum(end - begin for *_, begin, end in work), "comparing copies of files", "B")
+    with bar, ThreadPoolExecutor() as pool:
+        for first in range(0, max(gather_objects(len(work))), PIECES_AT_ONCE):
+            some = work[first : first + PIECES_AT_ONCE]
+            with errors_on_all_ranks(OSError):
+                for piece, digest in zip(some, pool.map(lambda one: digest_of_range(*one[1:]), some), strict=True):
+                    key, file, begin, end = piece
+                    digests[key, file.name, begin] = digest
+                    bar.update(end - begin)
+    return digests
 
 
 def files_of(recipe: Recipe) -> dict[str, str | Path | None]:

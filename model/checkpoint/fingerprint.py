@@ -57,6 +57,9 @@ def _local_sum(parameter: Tensor) -> Tensor:
     return total
 
 
+Identity = tuple[tuple[str, int, int, int, int], ...]
+"""Name, size, inode and times of each file."""
+
 WHOLE_BYTES = 64 * 2**20  # a file of up to this size is hashed whole
 STRIDE_BYTES = 16 * 2**20  # distance of the samples inside a large tensor
 
@@ -67,7 +70,7 @@ def digest_of_checkpoint(path: str | Path) -> str:
 
 
 @functools.cache  # also each training checkpoint of adapters names its base
-def _digest_of_checkpoint(path: str, _: str) -> str:
+def _digest_of_checkpoint(path: str, _: Identity) -> str:
     digest = hashlib.blake2b((Path(path) / "config.json").read_bytes(), digest_size=16)
     for name, value in digests(path, "*.safetensors").items():
         digest.update(f"{name} {value}".encode())
@@ -113,11 +116,21 @@ def _samples(file: Path, size: int) -> list[tuple[int, int]]:
     return [(0, head), *((max(0, edge - PAGE_BYTES), min(size, edge + PAGE_BYTES)) for edge in sorted(edges))]
 
 
-def identity(path: str | Path) -> str:
-    """Build a text that identifies a file, or the files of a directory, without reading them. It is equal for all
-    processes and machines that share the files, and almost certainly different for a copy."""
+def digest_of_range(file: Path, begin: int, end: int) -> bytes:
+    """Hash bytes ``[begin, end)`` of a file."""
+    digest = hashlib.blake2b(digest_size=16)
+    with file.open("rb", buffering=0) as stream:
+        stream.seek(begin)
+        while (left := end - stream.tell()) > 0 and (chunk := stream.read(min(left, 2**24))):
+            digest.update(chunk)
+    return digest.digest()
+
+
+def identity(path: str | Path) -> Identity:
+    """Identify a file, or the files of a directory, without reading them. The result is equal for all processes and
+    machines that share the files, and almost certainly different for a copy."""
     found = [(file.name, file.stat()) for file in _files(path)]
-    return repr([(name, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns) for name, at in found])
+    return tuple((name, at.st_size, at.st_ino, at.st_mtime_ns, at.st_ctime_ns) for name, at in found)
 
 
 def _files(path: str | Path) -> list[Path]:

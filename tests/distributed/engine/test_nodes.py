@@ -40,7 +40,7 @@ from tests.lib.variants import NO_TEACHER
 
 def run_jobs(directory: Path) -> None:
     """Run all jobs; of each keep the exit codes, what each rank printed, and the files that it left."""
-    nodes.PATIENCE_SECONDS = 0.5
+    nodes.PATIENCE_SECONDS, nodes.PIECE, nodes.PIECES_AT_ONCE = 0.5, 2**25, 2
     template = directory / "template"
     Job(1, lambda: write_machine(template), directory / "setup.log").finish()
     found = {}
@@ -102,6 +102,14 @@ def one_weight() -> None:
         tensors[name][40, 20] += 1
 
     edit_tensors(Path("model"), name, one)
+
+
+def one_byte() -> None:
+    """Give each machine a large file in the model's folder, of which a byte in the middle differs."""
+    with Path("model/large.bin").open("wb") as file:
+        file.truncate(2**26 + 2**25)
+        file.seek(2**25 + 2**23 + 2**22)
+        file.write(os.environ["RANK"].encode())
 
 
 def another_order() -> None:
@@ -210,6 +218,7 @@ CASES = {
     "data_missing": Case([1, 2], ("data.train[0]: 'chats.jsonl' (in ",), Path("chats.jsonl").unlink),
     "data": Case([1, 1], (DIFFER, "data (tokens and labels): 48 samples, digest "), another_order),
     "weights": Case([1, 1], (DIFFER, "model.path model (files): model.safetensors: "), one_weight),
+    "byte": Case([1, 1], (DIFFER, "model.path model (files): large.bin: "), one_byte, both=True),
     "bad_argument": Case([1, 2], ("optim.lr: -1.0, expected",), lambda: sys.argv.extend(("--optim.lr", "-1"))),
     "several": Case(
         [1, 1],

@@ -86,4 +86,4 @@ def test_a_copy_has_another_identity_and_the_same_digests(tmp_path):
     one, two, link = (tmp_path / name for name in ("one", "two", "link"))
     assert identity(one) == identity(link) != identity(two)
     assert digests(one) == digests(two) and digests(one).keys() == {"config.json"}
-    assert identity(tmp_path / "none") == "[]" and digests(tmp_path / "none") == {}
+    assert identity(tmp_path / "none") == () and digests(tmp_path / "none") == {}
