@@ -69,6 +69,8 @@ class Rendering:
     """Number of further spelled-out tokens, if the template renders a content differently without them."""
     behind: int = 0
     """Number of turns behind the last answer to train on."""
+    passed: int = 0
+    """Number of assistant turns that are not learned because they are empty or open the conversation."""
 
 
 def render(template: Template, conversation: Conversation, loss_on: LossOn) -> Rendering:
@@ -79,13 +81,12 @@ def render(template: Template, conversation: Conversation, loss_on: LossOn) -> R
     the template refuses the conversation, changes or omits a part of it, or a turn cannot be located exactly.
     """
     turns = [template.formatted(message.turn) for message in conversation.messages]
-    chosen = [
+    wanted = [
         i
         for i, (turn, message) in enumerate(zip(turns, conversation.messages, strict=True))
-        if i and turn["role"] == "assistant" and not is_blank(turn) and message.learned is not False
+        if turn["role"] == "assistant" and message.learned is not False and (loss_on == "all" or i == len(turns) - 1)
     ]
-    if loss_on == "last":
-        chosen = [i for i in chosen if i == len(turns) - 1]
+    chosen = [i for i in wanted if i and not is_blank(turns[i])]
     if not chosen:
         return Rendering("", [])
     writing = _Writing(template, turns, conversation)
@@ -97,7 +98,8 @@ def render(template: Template, conversation: Conversation, loss_on: LossOn) -> R
                 "found a chat template that mixes assistant turns, expected one turn after the other: correct the "
                 "template"
             )
-    return Rendering(writing.text, answers, *writing.spelled(), len(turns) - 1 - chosen[-1])
+    behind = len(turns) - 1 - chosen[-1]
+    return Rendering(writing.text, answers, *writing.spelled(), behind, len(wanted) - len(chosen))
 
 
 # ---- marks

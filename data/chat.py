@@ -82,6 +82,7 @@ class Counts:
     spelled: int = _unusual("special tokens spelled out in the chats and kept (data.special_tokens)")
     spelled_targets: int = _unusual("of them targets")
     unanswered: int = _unusual("turns behind the last learned answer left out")
+    passed: int = _unusual("answers that are empty or open a chat, not learned")
     unlearned: int = _unusual("turns not learned whose weight is 1 (data.loss_on)")
     nulls_left_out: int = _unusual("nulls left out of tools and of arguments that the tool does not have")
     nulls_kept: int = _unusual("nulls kept in arguments of calls")
@@ -369,6 +370,7 @@ class _Builder:
         """Count keys, turns and tools of a conversation that are missing in its rendered text."""
         learned = [message.learned for message in conversation.messages]
         self.counts.unanswered += conversation.unanswered + rendering.behind
+        self.counts.passed += rendering.passed
         self.counts.unlearned += (learned[:-1] if self.loss_on == "last" else learned[:1]).count(True)
         self.counts.nulls_left_out += conversation.nulls_left_out
         self.counts.nulls_kept += conversation.nulls_kept

@@ -37,16 +37,17 @@ CALLERS = ("function_call", "tool_call")
 
 FLAGS = {
     **{"weight": True, "train": True, "training": True, "trainable": True, "loss": True, "loss_mask": True},
-    **{"loss_weight": True, "masked": False},
+    **{"loss_weight": True, "sample_weight": True, "masked": False},
 }
 """Keys that say if a turn is learned, and the value with which it is."""
 
 NOTHING: tuple[Any, ...] = (None, "", [], "[]", "null")
 """Values of a key for calls or tools if there are none."""
 
-MEDIA = ("images", "image", "videos", "video", "audios", "audio")
+MEDIA = re.compile(r"(image|img|video|audio)s?(_(path|file|url|bytes|base64|b64)s?)?|pixel_values")
 COMPARED = ("chosen", "rejected", "chosen_response", "rejected_response", "rejected_messages", "rejected_output")
 UNDESIRED = ("label", "kto_tag")  # of TRL and of LLaMA-Factory
+SWITCHES = ("true", "false", "yes", "no", "0", "1")
 
 PAIR = ("instruction", "input", "output")
 ANSWERS = ("prompt", "completion")
@@ -60,8 +61,10 @@ LINE_BYTES = 2**26  # more than any real conversation; reading, decoding and ren
 _ROLE, _TEXT, _CALLS = ("role", "from"), ("content", "value"), ("tool_calls", "function_call")
 _NO_CALL = {"name": None, "arguments": None}  # as an Arrow export writes it
 _REASONING = ("reasoning_content", "reasoning", "thinking")
-_READ = {*_CALLS, *_REASONING, *FLAGS, *MEDIA, "prefix", "name", "tool_call_id"}
+_READ = {*_CALLS, *_REASONING, *FLAGS, "prefix", "name", "tool_call_id"}
 _LIKE_FLAG = re.compile(r"(^|_)(loss|train\w*|weights?|learn\w*|mask\w*|supervis\w*)(_|$)")
+_LIKE_SWITCH = re.compile(r"(^|_)(ignor\w*|skip\w*|exclud\w*|targets?|predict\w*|(un)?desir\w*)(_|$)")
+_TAG = re.compile(r"\s*[<\[][^<>\[\]]+[>\]]\s*")
 _NULLABLE = ("default", "const", "example", "examples", "enum")
 """Keys of a JSON schema that may be null."""
 
@@ -161,7 +164,7 @@ def conversation_of(line: bytes | dict[str, Any], fields: Mapping[str, str] | No
     row = _object(line) if isinstance(line, bytes) else line
     if fields is None:
         values = {name: value for name, value in row.items() if value is not None}
-        _refuse_unsupported(values)
+        _refuse_unsupported(values, "")
     else:
         missing = [key for key in fields.values() if key not in row]
         if missing:
@@ -220,24 +223,23 @@ def _object(line: bytes) -> dict[str, Any]:
     return row
 
 
-def _refuse_unsupported(values: Mapping[str, Any]) -> None:
-    """Raise BadLineError for media, preference data, and answers that are marked as not to be learned."""
-    _refuse_media(values, "")
-    for key in COMPARED:
-        if not is_empty(values.get(key)):
+def _refuse_unsupported(given: Mapping[str, Any], place: str) -> None:
+    """Raise BadLineError for media, preference data, and answers that are marked as not to be learned, in a row or a
+    turn."""
+    for key, value in given.items():
+        if MEDIA.fullmatch(key) and value and not is_empty(value):
+            raise BadLineError(f"{place}{key}: found {excerpt(value)}, expected text only: remove {key!r}")
+        if key in COMPARED and not is_empty(value):
             raise BadLineError(
-                f"found the key {key!r} of preference data, expected rows with the answer to learn only: learning from "
-                "comparisons is not supported"
+                f"found the key {place + key!r} of preference data, expected rows with the answer to learn only, as "
+                "learning from comparisons is not supported: remove it, or name the answer (data.fields: {messages: "
+                "chosen})"
             )
-    for key in UNDESIRED:
-        if values.get(key) is False:
-            raise BadLineError(f"{key}: found false, which marks an undesired answer, expected only answers to learn")
-
-
-def _refuse_media(given: Mapping[str, Any], place: str) -> None:
-    for key in MEDIA:
-        if given.get(key) and not is_empty(given[key]):
-            raise BadLineError(f"{place}{key}: found {excerpt(given[key])}, expected text only: remove {key!r}")
+        if key in UNDESIRED and (value is False or str(value).lower() == "false" or (key, value) == ("kto_tag", 0)):
+            raise BadLineError(
+                f"{place}{key}: found {json.dumps(value)}, which marks an undesired answer, expected only answers to "
+                "learn: remove the row"
+            )
 
 
 def _form(names: Mapping[str, Any]) -> str | None:
@@ -265,6 +267,8 @@ def _not_learned(messages: Iterable[Message]) -> list[Message]:
 
 
 def _message_list(turns: Any, name: str, found: Conversation) -> list[Message]:
+    if isinstance(turns, str) and turns.lstrip().startswith("["):
+        turns = _decoded(turns, repr(name))
     if not isinstance(turns, list) or not turns:
         raise BadLineError(
             f"{name!r}: found {excerpt(turns)}, expected a list of at least a user and an assistant turn"
@@ -369,7 +373,13 @@ def _message(given: Any, name: str, place: str, found: Conversation) -> Message:
         if given.get(key) not in (None, ""):
             kept = "reasoning_content" if key in _REASONING else key
             turn[kept], places[kept] = _text(given[key], f"{place}.{key}"), f"{name}.{key}"
-    _refuse_media(given, f"{place}.")
+    _refuse_unsupported(given, f"{place}.")
+    if reasoning and (text := turn["content"]):
+        text = text if isinstance(text, str) else text[0]["text"]
+        if (tag := _TAG.match(text)) and text[tag.end() :].startswith(turn["reasoning_content"].strip()):
+            raise BadLineError(
+                f"{place}: found the reasoning of {reasoning[0]!r} in {text_key!r} too, expected it once: remove one"
+            )
     if given.get("prefix"):
         raise BadLineError(
             f"{place}.prefix: found {excerpt(given['prefix'])}, expected an answer, not only its beginning"
@@ -377,9 +387,13 @@ def _message(given: Any, name: str, place: str, found: Conversation) -> Message:
     for key, value in given.items():
         if key in (role_key, text_key) or key in _READ or is_empty(value):
             continue
-        if _LIKE_FLAG.search(key) and not isinstance(value, str | dict):
+        switch = value in (0, 1) if isinstance(value, int | float) else str(value).lower() in SWITCHES
+        if (_LIKE_FLAG.search(key) and not isinstance(value, str | dict)) or (
+            switch and (_LIKE_FLAG.search(key) or _LIKE_SWITCH.search(key))
+        ):
             raise BadLineError(
-                f"{place}.{key}: found {excerpt(value)}, expected one of {list(FLAGS)} to say if a turn is learned"
+                f"{place}.{key}: found {excerpt(value)}, expected one of {list(FLAGS)} to say if a turn is learned: "
+                "rename or remove it"
             )
         if key in found.reads.keys and key not in (*_ROLE, *_TEXT):
             turn[key], places[key] = value, f"{name}.{key}"

@@ -156,3 +156,22 @@ def passed_over(row: dict[str, Any], text: str, noted: set[str]) -> list[tuple[s
         if marker not in text and not inside:
             missing.append((marker, keys))
     return missing
+
+
+def of_answers(row: dict[str, Any]) -> tuple[set[str], set[str]]:
+    """The markers of all answers that a row allows to learn, and of the last answer's content."""
+    if "output" in row:
+        answers = [pair[1] for pair in row.get("history") or []] + [row["output"]]
+        learned = [{"content": answer} for answer in answers]
+    else:
+        turns = next(row[key] for key in ("messages", "conversations", "completion") if key in row)
+        answers = [turn for turn in turns if turn.get("role", turn.get("from")) in ("assistant", "gpt")]
+        off = [
+            [turn.get(key) in (0, False) and turn.get(key) is not None for key in ("weight", "train")]
+            for turn in answers
+        ]
+        learned = [turn for turn, flags in zip(answers, off, strict=True) if not any(flags)]
+        learned = learned if not any(off[-1]) else [*learned, {}]
+    last = learned[-1].get("content", learned[-1].get("value"))
+    text = "".join(part["text"] for part in last) if isinstance(last, list) else last or ""
+    return {*MARKER.findall(json.dumps(learned))}, {*MARKER.findall(text)}

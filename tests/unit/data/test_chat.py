@@ -74,7 +74,8 @@ def test_blank_and_opening_answers_are_context(tmp_path):
     samples, counts = read(tmp_path, tokenizer, *rows, loss_on="all")
     path = tmp_path / "a.jsonl"
     assert [learned_turns(sample, tokenizer) for sample in samples] == [["b" + END], ["d" + END], ["b" + END]]
-    assert (counts.lines, counts.without_target) == (4, 1)
+    assert (counts.lines, counts.without_target, counts.passed) == (4, 1, 3)
+    assert "3 answers that are empty or open a chat, not learned" in counts.summary()
     assert [(sample.file, sample.line) for sample in samples] == [(str(path), 1), (str(path), 2), (str(path), 4)]
     assert samples[2].where() == f"{path}:4" and samples[0].file is samples[1].file
     _, counts = read(tmp_path, tokenizer, *rows)

@@ -8,7 +8,7 @@ import pytest
 from data.samples import DataError
 from tests.lib.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from tests.unit.data.chats import END, GOOD, TWO, learned_turns, read, templated, turns, whole, with_flags
-from tests.unit.data.marked import Maker, passed_over
+from tests.unit.data.marked import MARKER, Maker, of_answers, passed_over
 from tests.unit.data.test_template import QWEN
 
 ASKED, ANSWER = TWO[:2]
@@ -33,6 +33,33 @@ def test_flags_say_which_answers_are_learned(flag, tmp_path):
     _, counts = read(tmp_path, tiny_tokenizer(), *rows)
     assert (counts.without_target, counts.unlearned) == (3, 3)
     assert "3 turns not learned whose weight is 1 (data.loss_on)" in counts.summary() and not list(counts.notes())
+
+
+NAMES = [
+    *("train", "trainable", "train_on_turn", "do_train", "is_trainable", "in_training", "loss", "use_loss", "has_loss"),
+    *("loss_mask", "compute_loss", "mask", "masked", "is_masked", "mask_loss", "weight", "weights", "turn_weight"),
+    *("learn", "learned", "supervised", "is_target", "target", "predict", "to_predict", "desired", "is_desired"),
+    *("ignore", "ignored", "ignore_loss", "skip", "skip_turn", "exclude", "excluded", "undesirable", "label"),
+    *("kto_tag", "chosen", "rejected", "sample_weight", "undesired", "desirable"),
+]
+
+
+@pytest.mark.parametrize("value", [False, True, 0, 1, 0.0, "false", "True"])
+def test_a_flag_of_any_name_is_honored_or_refused(value, tmp_path):
+    """Or, of a name and value that may mean something else, counted."""
+    asked, counted = TWO[:2], set()
+    for name in NAMES:
+        row = {"messages": [*asked, TWO[2], TWO[3] | {name: value}]}
+        try:
+            (sample,), counts = read(tmp_path, tiny_tokenizer(), row, loss_on="all")
+        except DataError as error:
+            assert f"messages[3].{name}" in str(error), error
+            continue
+        counted |= counts.unused.keys()
+        runs = learned_turns(sample, tiny_tokenizer())
+        assert len(runs) == (1 if (name == "masked") == bool(value) and not counts.unused else 2), name
+    on = value is True or value == "True" or value == 1
+    assert counted <= {f"messages.{name}" for name in ("label", "kto_tag") if on or name == "label"}
 
 
 def test_keys_that_nothing_reads_are_counted(tmp_path):
@@ -143,6 +170,9 @@ def test_no_value_of_a_row_is_passed_over(template, tmp_path, rng):
             continue
         missing = passed_over(row, whole(sample, tokenizer), counts.unused.keys() | counts.unwritten.keys())
         assert not missing or counts.unanswered, (missing, row)
+        allowed, last = of_answers(row)
+        targets = {*MARKER.findall("".join(learned_turns(sample, tokenizer)))}
+        assert targets <= allowed and (last <= targets or counts.unwritten), (targets, row)
         outcomes["counted" if counts.unused or counts.unwritten else "whole"] += 1
     assert len(outcomes) == 4 and min(outcomes.values()) > 3, outcomes
 
