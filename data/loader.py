@@ -35,18 +35,22 @@ from torch import Tensor
 from data.files import DataError
 from data.samples import IGNORE, Sample, Samples, digest_of_samples, samples_of
 
+Share = Callable[[int], slice]
+"""The tokens of a row that a rank computes, by the row's length, if several ranks share it."""
 MicroBatch = dict[str, torch.Tensor]
-"""Inputs of one forward and backward, int64 tensors:
+"""Inputs of one forward and backward, int64 tensors (``own_targets`` bool):
 
-- ``input_ids``, ``labels`` [B, T]: labels are shifted (see `data.samples`), -100 for no prediction;
+- ``input_ids``, ``labels`` [B, T]: labels are shifted (see `data.samples`), -100 for no prediction; of rows that ranks
+  share, the labels are those of this rank's tokens only;
 - ``attention_mask`` [B, T], only in padded batches: 1 on the sample and 0 on padding;
 - ``position_ids`` [B, T], only in packed batches: from 0 in every sample and in the padding after the last sample;
 - ``sample_ids`` [n]: index of each sample in the loader's list, ordered by row and by position in the row;
 - ``spans`` [n, 3]: row, first position and one past the last position of each of these samples;
+- ``own_targets`` [M], only of shared rows: True for those of the rows' targets that are this rank's;
 - ``positions`` [N], added by `on_device`: flat indices of positions with labels.
 """
 
-NOT_FOR_THE_MODEL = ("labels", "sample_ids", "spans", "positions")
+NOT_FOR_THE_MODEL = ("labels", "sample_ids", "spans", "own_targets", "positions")
 NAMED_SAMPLES = 32  # samples that an error names; the rest are only counted
 
 
@@ -62,6 +66,9 @@ class Loader:
         pad_token_id: pads ``input_ids`` on the right (masked, never predicted).
         packed_length: positions of a packed row; None pads each sample to the longest of its micro-batch.
         weights: each file's share of an epoch, by `Sample.file` (see `Order`); None takes every sample once.
+        share: the tokens of a row of this length that this rank computes, if several ranks share rows; ``rank`` is then
+            an index of such ranks, and ``world`` their number.
+        shortest: positions of the shortest row.
         skip: indices of samples whose targets are removed. They stay in the rows, so that the order of other samples
             does not change. A step with only such samples takes the rows of the next step that has others.
 
@@ -83,6 +90,8 @@ class Loader:
         packed_length: int | None = None,
         weights: Mapping[str, float] | None = None,
         skip: Collection[int] = (),
+        share: Share | None = None,
+        shortest: int = 1,
     ) -> None:
         self.rows_per_step = micro_batch_size * gradient_accumulation_steps * world
         rows = "samples" if packed_length is None else f"packed rows of {packed_length:,} tokens"
@@ -103,6 +112,7 @@ class Loader:
         self._world = world
         self._pad = pad_token_id
         self._packed_length = packed_length
+        self._share, self._shortest = share, shortest
         self._skip = frozenset(skip)
         if len(self._skip) == len(self.samples):
             raise DataError(
@@ -113,14 +123,14 @@ class Loader:
     def step(self, k: int) -> list[MicroBatch]:
         """Return this rank's micro-batches of step ``k`` (from 0), as many as gradient_accumulation_steps."""
         if self._packed_length is None:
-            batches = [pad(self.samples, rows, self._pad) for rows in self._rows(k)]
+            batches = [pad(self.samples, rows, self._pad, self._shortest) for rows in self._rows(k)]
         else:
             batches = [pack_rows(self.samples, rows, self._pad, self._packed_length) for rows in self._rows(k)]
         for batch in batches if self._skip else ():
             for sample, (row, start, end) in zip(batch["sample_ids"].tolist(), batch["spans"].tolist(), strict=True):
                 if sample in self._skip:
                     batch["labels"][row, start:end] = IGNORE
-        return batches
+        return batches if self._share is None else [with_own_labels(batch, self._share) for batch in batches]
 
     def steps_of(self, epochs: float) -> int:
         """Return the number of steps that use every row of ``epochs`` epochs; 1.5 is one epoch and half of the next."""
@@ -162,9 +172,17 @@ class Loader:
         return [[self._order.row(start + offset) for offset in range(size)] for start in starts]
 
 
-def pad(samples: Sequence[Sample], rows: Sequence[Sequence[int]], pad_token_id: int) -> MicroBatch:
-    """Batch one sample per row, padded to the longest of these samples."""
-    batch = _fill(samples, rows, pad_token_id, max(len(samples[i].input_ids) for (i,) in rows))
+def with_own_labels(batch: MicroBatch, share: Share) -> MicroBatch:
+    """Keep the labels of this rank's tokens of rows that several ranks share; the other tensors stay whole."""
+    targets, own = batch["labels"] != IGNORE, share(batch["labels"].shape[1])
+    mine = torch.zeros_like(targets)
+    mine[:, own] = True
+    return {**batch, "labels": batch["labels"][:, own], "own_targets": mine[targets]}
+
+
+def pad(samples: Sequence[Sample], rows: Sequence[Sequence[int]], pad_token_id: int, shortest: int = 1) -> MicroBatch:
+    """Batch one sample per row, padded to the longest of these samples, and to ``shortest`` positions."""
+    batch = _fill(samples, rows, pad_token_id, max(shortest, *(len(samples[i].input_ids) for (i,) in rows)))
     batch["attention_mask"] = torch.zeros_like(batch["input_ids"])
     for row, start, end in batch["spans"].tolist():
         batch["attention_mask"][row, start:end] = 1
@@ -392,7 +410,7 @@ def _best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
     return bins
 
 
-READ_BY_THE_HOST = ("sample_ids", "spans")
+READ_BY_THE_HOST = ("sample_ids", "spans", "own_targets")
 
 
 def on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
@@ -474,7 +492,15 @@ class HeldOut:
     """
 
     def __init__(
-        self, samples: Sequence[Sample], *, micro_batch_size: int, rank: int, world: int, pad_token_id: int
+        self,
+        samples: Sequence[Sample],
+        *,
+        micro_batch_size: int,
+        rank: int,
+        world: int,
+        pad_token_id: int,
+        share: Share | None = None,
+        shortest: int = 1,
     ) -> None:
         if not samples:
             raise DataError("found no samples to evaluate on, expected at least one in data.held_out or data.eval")
@@ -484,6 +510,7 @@ class HeldOut:
         self._rank = rank
         self._world = world
         self._pad = pad_token_id
+        self._share, self._shortest = share, shortest
 
     def __len__(self) -> int:
         return math.ceil(math.ceil(len(self.samples) / self._size) / self._world)
@@ -492,8 +519,8 @@ class HeldOut:
         for index in range(len(self)):
             start = (index * self._world + self._rank) * self._size
             ids = self._by_length[start : start + self._size]
-            batch = pad(self.samples, [[i] for i in ids or self._by_length[:1]], self._pad)
+            batch = pad(self.samples, [[i] for i in ids or self._by_length[:1]], self._pad, self._shortest)
             if not ids:
                 batch["labels"].fill_(IGNORE)
                 batch |= {"sample_ids": batch["sample_ids"][:0], "spans": batch["spans"][:0]}
-            yield batch
+            yield batch if self._share is None else with_own_labels(batch, self._share)

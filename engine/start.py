@@ -1,5 +1,6 @@
 """Set up a run: everything between its recipe and its first step."""
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -49,6 +50,7 @@ def start_run(
         RankError: any rank found a problem after that.
     """
     recipe.fetch()
+    recipe.check_ranks(int(os.environ.get("WORLD_SIZE", "1")))
     output = Path(recipe.output_dir)
     checkpoint = _check_destinations(recipe, output / "checkpoints")
     given = {

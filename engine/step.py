@@ -64,6 +64,7 @@ def _is_due(state: LoopState, every: int) -> bool:
 def _count(state: LoopState, batches: Sequence[MicroBatch]) -> tuple[int, int]:
     """Count the step's tokens over all ranks: (tokens with a target, tokens without padding); a collective."""
     valid, tokens = sum_where_ranks_agree(state, (valid_tokens(batches), sum(map(real_tokens, batches))))
+    tokens //= state.recipe.parallel.sequence  # each of the ranks that share a row has counted all of it
     if valid == 0:  # the same on every rank, after the reduction
         raise RankError(
             f"step {state.step}: no token of any rank has a target, expected at least one: look at the data, "

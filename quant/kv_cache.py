@@ -8,8 +8,8 @@ generation; values have the same form with ``v_scale``. So do transformers and, 
 moves the code of about one value in a thousand to its neighbor. Attention kernels that also round queries and
 probabilities to fp8 are not simulated.
 
-transformers' models call attention through a registry of implementations (``AttentionInterface``), with keys and values
-in their final form. :func:`attach_kv_cache` registers an implementation that quantizes them with the scales of the
+transformers' models call attention with keys and values in their final form (:mod:`quant.attention`).
+:func:`attach_kv_cache` registers an implementation that quantizes them with the scales of the
 attention module and then calls the original one unchanged: sdpa, eager, flex_attention, flash_attention_2 or the user's
 own. With transformers' cache, unquantized keys are stored and quantized when read. The result is the same, as tokens
 are quantized independently.
@@ -18,17 +18,14 @@ Attention kernels keep the quantized keys and values for backward. The quantizer
 the scale is fixed, or the unquantized keys and values if it learns.
 """
 
-import inspect
-import re
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from quant import kernels
+from quant.attention import AttentionFunction, attention_modules, wrap_attention
 from quant.observers import Observer
 from quant.scale import Quantizer, Scale, check_fp32, lsq_factor
 from quant.spec import TensorSpec
@@ -36,14 +33,13 @@ from quant.spec import TensorSpec
 KEY, VALUE = "k_cache", "v_cache"
 """Names of the attributes on an attention module."""
 
-_INTERFACE = "ALL_ATTENTION_FUNCTIONS"
-_EAGER = "eager_attention_forward"
 # Attributes of attention modules whose cache does not have the keys and values that the attention reads.
 _NOT_CACHED = {
     "kv_b_proj": "it is served from the latent that keys and values are projected from",
     "is_kv_shared_layer": "it reads the keys and values of another layer",
 }
 _OTHER_SCHEME = "choose a quant.scheme that leaves the KV cache unquantized"
+_NEEDED = f"so its keys and values cannot be quantized: {_OTHER_SCHEME}"
 
 
 class QuantCache(nn.Module):
@@ -153,18 +149,17 @@ def attach_kv_cache(model: nn.Module, spec: TensorSpec, *, learn: bool) -> dict[
         ValueError: the model has no attention, or an attention module whose keys and values do not pass through
             transformers' attention interface or are not stored in its cache.
     """
-    attentions = _attention_modules(model)
-    if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"{type(model).__name__} is not a PreTrainedModel, whose attention implementation can be set")
-    name = _register(model.config._attn_implementation, attentions)
-    model.set_attn_implementation(name)
+    attentions = attention_modules(model, _NEEDED)
+    for name, attention in attentions.items():
+        for attribute, problem in _NOT_CACHED.items():
+            if getattr(attention, attribute, False):
+                raise ValueError(
+                    f"the KV cache of {name}, a {type(attention).__name__}, cannot be quantized: {problem}; "
+                    f"{_OTHER_SCHEME}"
+                )
+    wrap_attention(model, attentions, "quantized_kv", _quantizing, needed=_NEEDED)
     caches: dict[str, QuantCache] = {}
     for path, attention in attentions.items():
-        if attention.config._attn_implementation != name:
-            raise ValueError(
-                f"{path}, a {type(attention).__name__}, did not take another attention implementation, so its keys and "
-                f"values cannot be quantized: {_OTHER_SCHEME}"
-            )
         like = next(attention.parameters())
         for attribute in (KEY, VALUE):
             cache = QuantCache(spec, dtype=like.dtype, device=like.device, learn=learn).train(attention.training)
@@ -173,95 +168,12 @@ def attach_kv_cache(model: nn.Module, spec: TensorSpec, *, learn: bool) -> dict[
     return caches
 
 
-def _attention_modules(model: nn.Module) -> dict[str, Any]:
-    """Find the modules that call an attention implementation, by name. Raises ValueError for attention that does not
-    use transformers' interface."""
-    modules = dict(model.named_modules())
-    found = {name: module for name, module in modules.items() if _INTERFACE in _globals_used(module)}
-    others = [
-        f"{name} ({type(module).__name__})"
-        for name, module in modules.items()
-        if "attention" in type(module).__name__.lower()
-        and not any(attention == name or attention.startswith(f"{name}.") for attention in found)
-    ]
-    if others:
-        raise ValueError(
-            f"{', '.join(others[:3])}: found attention that does not go through transformers' AttentionInterface, so "
-            f"its keys and values cannot be quantized: {_OTHER_SCHEME}"
-        )
-    if not found:
-        raise ValueError(
-            f"{type(model).__name__} has no module that calls attention through transformers' AttentionInterface, so "
-            f"its keys and values cannot be quantized: {_OTHER_SCHEME}"
-        )
-    for name, attention in found.items():
-        for attribute, problem in _NOT_CACHED.items():
-            if getattr(attention, attribute, False):
-                raise ValueError(
-                    f"the KV cache of {name}, a {type(attention).__name__}, cannot be quantized: {problem}; "
-                    f"{_OTHER_SCHEME}"
-                )
-    return found
+def _quantizing(implementation: AttentionFunction) -> AttentionFunction:
+    """Return the attention function with keys and values quantized before it."""
 
-
-def _globals_used(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of globals and attributes that the code of the module's forward uses."""
-    code = getattr(_forward(module), "__code__", None)
-    return code.co_names if code is not None else ()
-
-
-def _forward(module: nn.Module) -> Callable[..., Any]:
-    return inspect.unwrap(type(module).forward)
-
-
-def _register(base: str, attentions: dict[str, Any]) -> str:
-    """Register ``base`` with quantized keys and values for the attention modules; return the new name."""
-    implementations = {_implementation(base, name, attention) for name, attention in attentions.items()}
-    if len(implementations) > 1:
-        raise ValueError(
-            f"found attention modules with different implementations of {base!r}, expected one in the whole model: set "
-            "model.attn_implementation to another one"
-        )
-    (implementation,) = implementations
-    # Flash kernels are looked up by the name in the configuration.
-    renames = "flash" in base
-
-    def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
         if hasattr(module, KEY):
             key, value = getattr(module, KEY)(key), getattr(module, VALUE)(value)
-        caller: Any = module
-        if renames:
-            caller = _Changed(module, config=_Changed(module.config, _attn_implementation=base))
-        return implementation(caller, query, key, value, *args, **kwargs)
+        return implementation(module, query, key, value, *args, **kwargs)
 
-    # transformers would look up a kernel for a name with "flash" or a slash.
-    plain = re.sub(r"\W", "_", base.replace("flash", "fast"))
-    name = f"{plain}_quantized_kv_{implementation.__module__.rpartition('.')[2]}"
-    AttentionInterface.register(name, attention)
-    masks = AttentionMaskInterface()
-    if base in masks:
-        AttentionMaskInterface.register(name, masks[base])
-    return name
-
-
-def _implementation(base: str, name: str, attention: nn.Module) -> Callable[..., Any]:
-    """Return the attention function for the implementation ``base``; "eager" is a function in the model's own file."""
-    scope = _forward(attention).__globals__
-    if base != "eager":
-        return scope[_INTERFACE].get_interface(base, None)
-    eager = [used for used in _globals_used(attention) if used.endswith(_EAGER)]
-    if len(eager) != 1:
-        raise ValueError(
-            f"{name}, a {type(attention).__name__}, has no {_EAGER}: set model.attn_implementation to another one"
-        )
-    return scope[eager[0]]
-
-
-class _Changed:
-    """Proxy of an object with some attributes replaced."""
-
-    def __init__(self, inner: Any, **attributes: Any) -> None:
-        self.__dict__ |= {"_inner": inner, **attributes}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+    return attention

@@ -212,7 +212,9 @@ def check_samples(checkpoint: TrainingCheckpoint, samples: str) -> None:
 
 
 def _rows_problem(before: Recipe, old_world: int, recipe: Recipe, world: int) -> list[str]:
-    """Return an error text with the remedy if the number of rows per step has changed, else an empty list."""
+    """Return an error text with the remedy if the number of rows per step has changed, else an empty list. Ranks that
+    share rows count as one."""
+    old_world, world = old_world // before.parallel.sequence, world // recipe.parallel.sequence
     was = before.data.micro_batch_size * before.train.gradient_accumulation_steps * old_world
     now = recipe.data.micro_batch_size * recipe.train.gradient_accumulation_steps * world
     if was == now:

@@ -43,6 +43,7 @@ from engine.config.sections import (
     LossRecipe,
     ModelRecipe,
     OptimRecipe,
+    ParallelRecipe,
     TeacherKind,
     TrainRecipe,
 )
@@ -79,6 +80,8 @@ class Recipe:
     """Directory for everything that the run writes: recipe, curves, checkpoints, export."""
     quant: QuantRecipe = field(default_factory=QuantRecipe)
     """Quantization."""
+    parallel: ParallelRecipe = field(default_factory=ParallelRecipe)
+    """Ranks that share the work on a row."""
     learnable: LearnableRecipe = field(default_factory=LearnableRecipe)
     """Switches of trainable parameters."""
     adapter: AdapterRecipe = field(default_factory=AdapterRecipe)
@@ -105,6 +108,12 @@ class Recipe:
     def export_dir(self) -> Path:
         """Return the directory of the compressed checkpoint."""
         return Path(self.export.dir) if self.export.dir else Path(self.output_dir) / "export"
+
+    def check_ranks(self, ranks: int) -> None:
+        """Raise RecipeError if a job of ``ranks`` ranks cannot share rows as ``parallel.sequence`` says."""
+        if ranks % self.parallel.sequence:
+            found = f"parallel.sequence: {self.parallel.sequence}"
+            raise RecipeError(f"{found}, expected a divisor of the number of ranks, which is {ranks}")
 
     def distils(self) -> bool:
         """Tell if the distillation loss has a weight above 0 at any step, from the start or by an event."""
@@ -326,6 +335,19 @@ def _steps(r: Recipe) -> Contradictions:
     if optim.weight_decay * rate > 1:
         taken = f"a step subtracts weight_decay * learning rate ({rate:g}) times every weight"
         yield "optim.weight_decay", f"at most {1 / rate:g}: {taken}"
+
+
+def _parallel(r: Recipe) -> Contradictions:
+    ranks = r.parallel.sequence
+    if ranks == 1:
+        return
+    shared = f"parallel.sequence {ranks}"
+    if r.data.packing and r.data.max_length < ranks:
+        yield "data.max_length", f"at least {ranks} with {shared}"
+    if r.learnable.router:
+        yield "learnable.router", f"false with {shared}: its auxiliary loss is defined on whole rows"
+    if r.train.compile:
+        yield "train.compile", f"false with {shared}: ranks exchange tokens inside each layer"
 
 
 def _learnable(r: Recipe) -> Contradictions:
@@ -591,6 +613,7 @@ def _losses_of_events(r: Recipe) -> Contradictions:
 
 RULES = (
     _data,
+    _parallel,
     _learnable,
     _steps,
     _losses,

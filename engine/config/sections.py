@@ -117,6 +117,15 @@ class ModelRecipe:
 
 
 @dataclass
+class ParallelRecipe:
+    """Ranks that share the work on a row."""
+
+    sequence: int = field(default=1, metadata=at_least(1))
+    """Ranks that share each row: every one computes a part of its tokens, so that activations take that part of the
+    memory. Divides the number of ranks and of attention heads. 1: rows are not shared."""
+
+
+@dataclass
 class LearnableRecipe:
     """Trainable parameters; all others are frozen."""
 

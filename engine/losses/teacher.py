@@ -111,6 +111,8 @@ class CachedTeacher:
         ValueError if the batch and the cache have different numbers of targets for these samples."""
         positions = len(batch["positions"])
         rows = self.cache.rows(batch["sample_ids"].tolist())
+        if "own_targets" in batch and len(batch["own_targets"]) == len(rows):
+            rows = rows[batch["own_targets"].numpy()]
         if positions == 0:  # a batch with all targets removed
             rows = rows[:0]
         if len(rows) != positions:

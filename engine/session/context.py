@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -41,6 +41,9 @@ from model.ranks import (
     world_size,
 )
 from quant import prepare_kernels
+
+if TYPE_CHECKING:
+    from model.sequence import SharedRows
 
 META = torch.device("meta")
 SLOW_SECONDS = 60.0
@@ -126,7 +129,7 @@ def build_for(
     """Build the student or the teacher in ``path`` without weights, with the options of the recipe's section model. The
     other arguments are passed to :func:`model.build.build_model`."""
     own = recipe.model
-    return build_model(
+    model = build_model(
         path,
         ds_config,
         dtype=TORCH_DTYPES[own.dtype],
@@ -137,6 +140,19 @@ def build_for(
         hold=hold,
         untie=untie,
     )
+    if (rows := rows_of(recipe)) is not None:
+        with errors_on_all_ranks(ValueError, key=path):
+            rows.attach(model)
+    return model
+
+
+def rows_of(recipe: Recipe) -> "SharedRows | None":
+    """Return the ranks that share rows; None if the recipe's ranks do not."""
+    if recipe.parallel.sequence == 1:
+        return None
+    from model.sequence import shared_rows
+
+    return shared_rows(recipe.parallel.sequence)
 
 
 def build_loader(
@@ -152,7 +168,7 @@ def build_loader(
         The loader, which shards the training samples over ranks and optimizer steps, and the held-out samples (None
         without held-out samples).
     """
-    settings = recipe.data
+    settings, together, rows = recipe.data, recipe.parallel.sequence, rows_of(recipe)
     found = read_data(recipe, tokenizer)
     if settings.show:
         for text in described(found.splits(), Detokenizer(tokenizer), settings.show):
@@ -161,11 +177,13 @@ def build_loader(
     with errors_on_all_ranks(ValueError):
         for part in (training, held_out):
             _check_tokens(recipe, tokenizer, part, tokens)
-    sharded = {
+    sharded: dict[str, Any] = {
         "micro_batch_size": settings.micro_batch_size,
-        "rank": rank(),
-        "world": world_size(),
+        "rank": rank() // together,
+        "world": world_size() // together,
         "pad_token_id": pad_token(tokenizer, min(tokens.values())),
+        "share": None if rows is None else rows.share,
+        "shortest": together,
     }
     check_same_samples(training, held_out)
     with errors_on_all_ranks(ValueError):

@@ -33,7 +33,7 @@ only if hidden states change no more than they do between repeated forwards.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -44,9 +44,13 @@ from data.loader import MicroBatch, model_inputs, on_device, pack_rows, pad
 from data.samples import IGNORE, Sample
 from engine.losses.chunked import TeacherHidden
 from engine.losses.teacher import ModelTeacher, SelfTeacher, Teacher
+from engine.session.context import rows_of
 from engine.session.session import Session
 from model.moe.experts import ExpertMLPs
 from model.ranks import gather_objects, raise_everywhere, say
+
+if TYPE_CHECKING:
+    from model.sequence import SharedRows
 
 # Differences are relative norms of differences of hidden states, averaged over tokens. Over 120 random models of
 # transformers' families in fp32 and bf16, causal dense models that isolate samples differ by exactly 0 at equal shapes.
@@ -78,6 +82,7 @@ class Asked(NamedTuple):
 def models_to_ask(session: Session) -> Iterator[Asked]:
     """Yield the student, and the teacher if it is another model."""
     assert session.head is not None, "packed and padded rows are for training"
+    rows = rows_of(session.recipe)
     student = SelfTeacher(session.engine, session.head, session.quantization)
     models: dict[str, Teacher] = {f"model.path: {session.recipe.model.path}": student}
     if isinstance(session.teacher, ModelTeacher):
@@ -90,7 +95,7 @@ def models_to_ask(session: Session) -> Iterator[Asked]:
             given = on_device(batch, session.device)
             found = model.forward({**model_inputs(given), "use_cache": False}, given).teacher
             assert isinstance(found, TeacherHidden)
-            return found.hidden
+            return found.hidden if rows is None else rows.whole(found.hidden)
 
         yield Asked(name, own, forward, not any(isinstance(module, ExpertMLPs) for module in own.modules()))
 
@@ -154,6 +159,59 @@ def difference(one: Tensor, another: Tensor) -> float:
     return ((one - another).norm(dim=-1) / another.norm(dim=-1).clamp(min=1e-30)).mean().item()
 
 
+SHARED = 512  # tokens of the rows that test if ranks can share rows
+
+
+@torch.no_grad()
+def sharing_problem(asked: Asked, rows: "SharedRows", vocabulary: Tensor, longest: int) -> str | None:
+    """Describe how hidden states differ if ranks share rows, as a clause; None if they are those of whole rows.
+
+    ``longest``: length of the run's longest rows.
+    """
+    length = max(min(longest, SHARED), rows.ranks)
+    (ids,) = random_samples(vocabulary, [length])
+    row = {"input_ids": ids[None], "labels": torch.full((1, length), IGNORE)}
+    positions, cut = torch.arange(length), length * 3 // 8
+    tested = {
+        "": row,
+        # Boundaries inside a share; positions as in the longest rows, by whose length some classes scale RoPE.
+        " of packed samples": {**row, "position_ids": torch.cat([positions[:cut], positions[: length - cut]])[None]},
+        f" of {longest:,} tokens": {
+            **row,
+            "position_ids": torch.cat([positions[:cut], positions[cut:] + longest - length])[None],
+        },
+    }
+    with rows.apart(asked.model):
+        whole = {name: asked.forward(batch) for name, batch in tested.items()}
+        twice = asked.forward({name: tensor.expand(2, -1) for name, tensor in row.items()})
+    rounding = _typical(twice[:1], whole[""], exact=asked.exact)
+    limit = max(SEEN, torch.finfo(twice.dtype).eps) + TIMES * rounding
+    for name, batch in tested.items():
+        try:
+            found = asked.forward(batch)
+        except Exception as error:  # of any kind: the model's code meets shapes that it was not written for
+            return f"its forward fails if ranks share rows{name}: {type(error).__name__}: {error}"
+        for index in range(rows.ranks):
+            share = rows.share(length, index)
+            for tokens in (slice(share.start, min(share.stop, share.start + FIRST)), share):
+                differs = _typical(found[:, tokens], whole[name][:, tokens], exact=asked.exact)
+                if not differs <= limit:
+                    return (
+                        f"its hidden states differ by {differs:.1%} if ranks share rows{name} (by rounding, "
+                        f"{rounding:.2%}): a layer mixes tokens outside of attention, or depends on the row's length"
+                    )
+    return None
+
+
+def _typical(one: Tensor, another: Tensor, *, exact: bool) -> float:
+    """Compute the mean relative difference of hidden states, or with experts, which rounding may change for single
+    tokens, the median over tokens."""
+    if exact:
+        return difference(one, another)
+    differences = (one.float() - another.float()).norm(dim=-1) / another.float().norm(dim=-1).clamp(min=1e-30)
+    return differences.median().item()
+
+
 CAUSAL = "sdpa_without_masks"
 ROUNDINGS = 4.0  # in eps of the dtype, mean over tokens: kernels with and without a mask sum in other orders
 
@@ -164,7 +222,11 @@ def with_checked_rows(session: Session, samples: Sequence[Sample]) -> Session:
     Runs forwards only, with quantization paused: quantization would amplify tiny differences. Raises RankError on every
     rank if packed samples influence each other in the student or the teacher.
     """
-    settings = session.recipe.data
+    settings, rows = session.recipe.data, rows_of(session.recipe)
+    for asked in models_to_ask(session) if rows is not None else ():
+        problem = sharing_problem(asked, rows, vocabulary_of(samples), settings.max_length)
+        key = f"parallel.sequence: {rows.ranks}, expected 1"
+        raise_everywhere(problem and f"{key}: {asked.name}: {problem}")
     if settings.packing:
         sizes = {"rows": settings.micro_batch_size, "length": settings.max_length}
         for asked in models_to_ask(session):

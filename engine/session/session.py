@@ -26,7 +26,7 @@ from data.samples import Sample
 from engine.config.config import Recipe
 from engine.losses.teacher import SelfTeacher, Teacher, unquantized_forward
 from engine.session.build_teacher import check_cache, check_teacher, load_teacher, open_cached_teacher
-from engine.session.context import META, RunContext, stage_0
+from engine.session.context import META, RunContext, rows_of, stage_0
 from engine.session.optimizer import LossScale, initialize_frozen, initialize_student, peak_learning_rates
 from engine.session.student import (
     build_student,
@@ -249,6 +249,8 @@ def build_session(
         settle_function(head, unquantized, model.config)
         if teacher_kind == "self":
             teacher = SelfTeacher(engine, head, quantization)
+    if samples is not None and (rows := rows_of(recipe)) is not None:
+        rows.start()
     # Gathering of codes is set up here, because the engine's hooks exist now, and no forward has run.
     after_backward = [gather_quantized(model, quantization)] if optimizer and recipe.quant.quantized_all_gather else []
     return Session(

@@ -124,7 +124,7 @@ def student_events(student: MetaStudent, teacher: MetaTeacher | None, rows: int)
     are counted here.
     """
     recipe = student.recipe
-    labels = torch.zeros(rows, recipe.data.max_length, dtype=torch.int64)
+    labels = torch.zeros(rows, -(-recipe.data.max_length // recipe.parallel.sequence), dtype=torch.int64)
     objective = recipe.loss.objective(lm=recipe.loss.lm_weight, kd=recipe.loss.kd_weight or float(recipe.distils()))
 
     moved: list[int] = []
@@ -214,13 +214,15 @@ def teacher_events(student: MetaStudent, teacher: MetaTeacher | None, rows: int)
 
 
 def _inputs(recipe: Recipe, rows: int) -> dict[str, Any]:
-    """Build inputs of the model's forward: rows of full length, with the attention mask that transformers would create.
+    """Build inputs of the model's forward: rows of full length (also if ranks share them), with the attention mask that
+    transformers would create.
 
     Rows without padding need no mask, as fused attention is causal. transformers computes masks from values, which meta
     tensors do not have. So the finished mask is passed, or positions if there is no mask. With the router's auxiliary
     loss no finished mask is passed, because that loss cannot read one.
     """
-    length = recipe.data.max_length
+    # Ranks that share rows have as many tokens each as the one with most.
+    length = -(-recipe.data.max_length // recipe.parallel.sequence) * recipe.parallel.sequence
     attention = recipe.model.attn_implementation
     padded = recipe.data.packing or (recipe.data.kind != "text" and rows > 1)
     inputs: dict[str, Any] = {

@@ -18,6 +18,7 @@ from engine.config.deepspeed import DsConfigError, resolve, teacher_config
 from engine.losses.chunked import BLOCK_ELEMENTS
 from engine.losses.objective import tokens_at_a_time
 from engine.report import Measured
+from engine.session.context import rows_of
 from model.console import markdown_table
 from model.zero.quantized_gather import NONE_GATHERED_QUANTIZED, can_gather_quantized
 from tools.memory.model import Step, meta_student, meta_teacher, student_events, teacher_events
@@ -95,6 +96,8 @@ class Planner:
         self.fused_optimizer = device == "cuda"
         self.block_elements = BLOCK_ELEMENTS[device]
         self.student, self.teacher = meta_student(recipe), meta_teacher(recipe)
+        if (shared := rows_of(recipe)) is not None:
+            shared.start()
         layers = list(self.student.quantization.layers.values())
         coded = [layer for layer in layers if recipe.quant.quantized_all_gather and can_gather_quantized(layer)]
         scales = {id(p): p.numel() for one in coded for p in (one.weight_s0, one.weight_theta) if p is not None}
@@ -130,6 +133,7 @@ class Planner:
             DsConfigError: the configuration is wrong, or contradicts the recipe.
         """
         recipe, inventory, model = replace(self.recipe, deepspeed=strategy), self.inventory, self.student.model
+        recipe.check_ranks(ranks)
         config = resolve(recipe, ranks, local_size=min(ranks, self.ranks_per_node))
         settings = Settings.of(config, ranks)
         if recipe.quant.quantized_all_gather and not any(one.as_codes for one in inventory.gathered(settings.zero)):
@@ -194,7 +198,7 @@ class Planner:
         """Find the largest micro-batch that fits into ``limit`` bytes. Bytes of each event grow linearly with the rows,
         once the rows fill a chunk of the losses."""
         assert self.recipe.loss.chunk_tokens is not None
-        few = -(-self.recipe.loss.chunk_tokens // self.recipe.data.max_length)
+        few = -(-self.recipe.loss.chunk_tokens * self.recipe.parallel.sequence // self.recipe.data.max_length)
         first, second = (own_bytes(self._all(rows, teacher)).astype(float) for rows in (few, 2 * few))
 
         def fits(rows: int) -> bool:

@@ -125,6 +125,7 @@ ELSEWHERE = {
     "data.fields": "files with keys of their own: tests/unit/data/test_jsonl.py",
     "data.show": "what is printed: tests/unit/engine/session/test_context.py",
     "output_dir": "the directory of everything here",
+    "parallel.sequence": "several ranks: tests/distributed/engine/test_sequence.py",
     "train.compile": "takes a minute: tests/gpu/test_compile.py, tests/distributed/engine/test_compute.py",
     "train.resume": "a run before this one: tests/distributed/engine/test_checkpoint.py",
     "train.keep_checkpoints": "checkpoints, of which a signal and a failed export leave some, too",
