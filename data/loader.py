@@ -66,9 +66,9 @@ class Loader:
         pad_token_id: pads ``input_ids`` on the right (masked, never predicted).
         packed_length: positions of a packed row; None pads each sample to the longest of its micro-batch.
         weights: each file's share of an epoch, by `Sample.file` (see `Order`); None takes every sample once.
-        share: the tokens of a row of this length that this rank computes, if several ranks share rows; ``rank`` is then
-            an index of such ranks, and ``world`` their number.
-        shortest: positions of the shortest row.
+        share: the tokens that this rank computes of a row of some length, if several ranks share rows; ``rank`` and
+            ``world`` then count such ranks as one.
+        together: ranks that share a row; a row has a position for each.
         skip: indices of samples whose targets are removed. They stay in the rows, so that the order of other samples
             does not change. A step with only such samples takes the rows of the next step that has others.
 
@@ -91,7 +91,7 @@ class Loader:
         weights: Mapping[str, float] | None = None,
         skip: Collection[int] = (),
         share: Share | None = None,
-        shortest: int = 1,
+        together: int = 1,
     ) -> None:
         self.rows_per_step = micro_batch_size * gradient_accumulation_steps * world
         rows = "samples" if packed_length is None else f"packed rows of {packed_length:,} tokens"
@@ -112,7 +112,7 @@ class Loader:
         self._world = world
         self._pad = pad_token_id
         self._packed_length = packed_length
-        self._share, self._shortest = share, shortest
+        self._share, self._together = share, together
         self._skip = frozenset(skip)
         if len(self._skip) == len(self.samples):
             raise DataError(
@@ -123,7 +123,7 @@ class Loader:
     def step(self, k: int) -> list[MicroBatch]:
         """Return this rank's micro-batches of step ``k`` (from 0), as many as gradient_accumulation_steps."""
         if self._packed_length is None:
-            batches = [pad(self.samples, rows, self._pad, self._shortest) for rows in self._rows(k)]
+            batches = [pad(self.samples, rows, self._pad, self._together) for rows in self._rows(k)]
         else:
             batches = [pack_rows(self.samples, rows, self._pad, self._packed_length) for rows in self._rows(k)]
         for batch in batches if self._skip else ():
@@ -161,7 +161,7 @@ class Loader:
         ids = [i for rows in self._rows(step) for row in rows for i in row]
         names = [f"{i} ({where})" if (where := self.samples[i].where()) else str(i) for i in ids[:NAMED_SAMPLES]]
         more = f" and {len(ids) - NAMED_SAMPLES} more" if len(ids) > NAMED_SAMPLES else ""
-        return f"rank {self._rank}, step {step}, samples {', '.join(names)}{more}"
+        return f"rank {self._rank * self._together}, step {step}, samples {', '.join(names)}{more}"
 
     def _rows(self, step: int) -> list[list[list[int]]]:
         """Return sample ids by micro-batch and row."""
@@ -500,7 +500,7 @@ class HeldOut:
         world: int,
         pad_token_id: int,
         share: Share | None = None,
-        shortest: int = 1,
+        together: int = 1,
     ) -> None:
         if not samples:
             raise DataError("found no samples to evaluate on, expected at least one in data.held_out or data.eval")
@@ -510,7 +510,7 @@ class HeldOut:
         self._rank = rank
         self._world = world
         self._pad = pad_token_id
-        self._share, self._shortest = share, shortest
+        self._share, self._together = share, together
 
     def __len__(self) -> int:
         return math.ceil(math.ceil(len(self.samples) / self._size) / self._world)
@@ -519,7 +519,7 @@ class HeldOut:
         for index in range(len(self)):
             start = (index * self._world + self._rank) * self._size
             ids = self._by_length[start : start + self._size]
-            batch = pad(self.samples, [[i] for i in ids or self._by_length[:1]], self._pad, self._shortest)
+            batch = pad(self.samples, [[i] for i in ids or self._by_length[:1]], self._pad, self._together)
             if not ids:
                 batch["labels"].fill_(IGNORE)
                 batch |= {"sample_ids": batch["sample_ids"][:0], "spans": batch["spans"][:0]}

@@ -183,7 +183,7 @@ def build_loader(
         "world": world_size() // together,
         "pad_token_id": pad_token(tokenizer, min(tokens.values())),
         "share": None if rows is None else rows.share,
-        "shortest": together,
+        "together": together,
     }
     check_same_samples(training, held_out)
     with errors_on_all_ranks(ValueError):

@@ -31,7 +31,8 @@ also loses masks that transformers would create anyway (a sliding window shorter
 only if hidden states change no more than they do between repeated forwards.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -164,43 +165,91 @@ SHARED = 512  # tokens of the rows that test if ranks can share rows
 
 @torch.no_grad()
 def sharing_problem(asked: Asked, rows: "SharedRows", vocabulary: Tensor, longest: int) -> str | None:
-    """Describe how hidden states differ if ranks share rows, as a clause; None if they are those of whole rows.
+    """Describe how hidden states differ if ranks share rows, as a clause; None if they are those of whole rows. A
+    collective.
 
     ``longest``: length of the run's longest rows.
     """
-    length = max(min(longest, SHARED), rows.ranks)
+    # Of as many tokens for each rank, so that code which does not fit raises its error on all ranks.
+    length = max(min(longest, SHARED) // rows.ranks, 1) * rows.ranks
     (ids,) = random_samples(vocabulary, [length])
     row = {"input_ids": ids[None], "labels": torch.full((1, length), IGNORE)}
-    positions, cut = torch.arange(length), length * 3 // 8
+    positions, cut, first = torch.arange(length), length * 3 // 8, rows.share(length, 0)
     tested = {
         "": row,
-        # Boundaries inside a share; positions as in the longest rows, by whose length some classes scale RoPE.
+        # A boundary inside a share; and positions as in the longest rows, by which some classes scale RoPE. The first
+        # ranks have small ones there, too.
         " of packed samples": {**row, "position_ids": torch.cat([positions[:cut], positions[: length - cut]])[None]},
         f" of {longest:,} tokens": {
             **row,
-            "position_ids": torch.cat([positions[:cut], positions[cut:] + longest - length])[None],
+            "position_ids": torch.cat([positions[first], positions[first.stop :] + longest - length])[None],
         },
     }
     with rows.apart(asked.model):
         whole = {name: asked.forward(batch) for name, batch in tested.items()}
         twice = asked.forward({name: tensor.expand(2, -1) for name, tensor in row.items()})
-    rounding = _typical(twice[:1], whole[""], exact=asked.exact)
+        alone = asked.forward({name: tensor[:, first] for name, tensor in row.items()})
+    # The first share alone has the shapes of shared rows, and in a causal model the same context.
+    rounding = _most([_typical(alone, whole[""][:, first], exact=asked.exact)])
+    if rounding > MOVED:
+        return f"its tokens depend on those after them (hidden states move by {rounding:.1%})"
+    rounding = _most([rounding, _typical(twice[:1], whole[""], exact=asked.exact)])
     limit = max(SEEN, torch.finfo(twice.dtype).eps) + TIMES * rounding
     for name, batch in tested.items():
         try:
             found = asked.forward(batch)
         except Exception as error:  # of any kind: the model's code meets shapes that it was not written for
             return f"its forward fails if ranks share rows{name}: {type(error).__name__}: {error}"
-        for index in range(rows.ranks):
-            share = rows.share(length, index)
-            for tokens in (slice(share.start, min(share.stop, share.start + FIRST)), share):
-                differs = _typical(found[:, tokens], whole[name][:, tokens], exact=asked.exact)
-                if not differs <= limit:
-                    return (
-                        f"its hidden states differ by {differs:.1%} if ranks share rows{name} (by rounding, "
-                        f"{rounding:.2%}): a layer mixes tokens outside of attention, or depends on the row's length"
-                    )
+        shares = [rows.share(length, index) for index in range(rows.ranks)]
+        parts = [part for share in shares for part in (share, slice(share.start, share.start + FIRST))]
+        differs = _most(_typical(found[:, part], whole[name][:, part], exact=asked.exact) for part in parts)
+        if differs > limit:
+            where = _first_apart(asked, rows, batch)
+            return (
+                f"its hidden states differ by {differs:.1%} if ranks share rows{name}, first in {where}: it mixes "
+                "tokens outside of attention, or depends on the row's length"
+            )
     return None
+
+
+def _most(differences: Iterable[float]) -> float:
+    """Return the largest difference on any rank; infinite if one is NaN. A collective."""
+    return max(gather_objects(max(math.inf if math.isnan(one) else one for one in differences)))
+
+
+def _first_apart(asked: Asked, rows: "SharedRows", batch: MicroBatch) -> str:
+    """Name the first module whose output for this rank's tokens differs between whole and shared rows; a collective."""
+
+    def outputs() -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+
+        def keep(name: str, result: Any) -> None:
+            result = result[0] if isinstance(result, tuple) else result
+            if isinstance(result, Tensor) and result.dim() == 3:
+                found.setdefault(name, result)
+
+        hooks = [
+            module.register_forward_hook(lambda _, __, result, name=name: keep(name, result))
+            for name, module in asked.model.named_modules()
+        ]
+        asked.forward(batch)
+        for hook in hooks:
+            hook.remove()
+        return found
+
+    with rows.apart(asked.model):
+        whole = outputs()
+    share = rows.share(batch["input_ids"].shape[1])
+    differences = {
+        name: _typical(own, other, exact=asked.exact)
+        for name, own in outputs().items()
+        if name in whole and own.shape == (other := whole[name][:, share]).shape
+    }
+    most = max(differences.values(), default=0.0)
+    first = next((name for name, value in differences.items() if value > most / 4), None)
+    text = None if first is None else f"{first} ({type(asked.model.get_submodule(first)).__name__})"
+    # The first rank's tokens lack no context in a causal model.
+    return next((one for one in reversed(gather_objects(text)) if one is not None), "no module")
 
 
 def _typical(one: Tensor, another: Tensor, *, exact: bool) -> float:

@@ -1,0 +1,123 @@
+"""Rows that ranks share: shares of rows, their labels, models that are refused before any weight is read."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from data.loader import HeldOut, Loader, valid_tokens
+from data.samples import IGNORE, Sample
+from engine.config.errors import RecipeError
+from model.sequence import SharedRows
+from tests.lib.recipes import minimal
+from tests.lib.tiny import tiny_model
+
+
+class Place(SharedRows):
+    """One of the ranks that share rows, without a process group."""
+
+    index = 0  # type: ignore[assignment]
+
+    def __init__(self, index: int, ranks: int) -> None:
+        super().__init__(ranks)
+        self.index = index
+
+
+def samples(*lengths: int) -> list[Sample]:
+    """Samples whose labels are all different, with some positions that predict nothing."""
+    made, start = [], 0
+    for length in lengths:
+        labels = np.arange(start, start + length)
+        labels[::3] = IGNORE
+        made.append(Sample(np.arange(start, start + length), labels))
+        start += length
+    return made
+
+
+@pytest.mark.parametrize(("length", "ranks"), [(8, 2), (7, 2), (10, 4), (4, 4), (31, 8)])
+def test_shares_are_the_whole_row_in_order(length: int, ranks: int) -> None:
+    shares = [Place(index, ranks).share(length) for index in range(ranks)]
+    assert [token for share in shares for token in range(length)[share]] == list(range(length))
+    assert max(s.stop - s.start for s in shares) - min(s.stop - s.start for s in shares) <= 1
+
+
+@pytest.mark.parametrize("packed", [None, 13])
+def test_ranks_that_share_rows_have_all_labels_once(packed: int | None) -> None:
+    """Of three ranks; the inputs of each are whole, and targets are counted once."""
+    given: dict[str, Any] = {"micro_batch_size": 2, "rank": 0, "world": 1, "seed": 0, "pad_token_id": 0}
+    given |= {"gradient_accumulation_steps": 2, "packed_length": packed}
+    data = samples(2, 9, 5, 13, 7, 1, 11, 12)
+    whole = Loader(data, **given).step(0)
+    shares = [Loader(data, **given, share=Place(index, 3).share, together=3).step(0) for index in range(3)]
+    assert sum(map(valid_tokens, shares)) == valid_tokens(whole)
+    for batch, *parts in zip(whole, *shares, strict=True):
+        labels = torch.cat([part["labels"] for part in parts], 1)
+        assert torch.equal(labels[:, : batch["labels"].shape[1]], batch["labels"])
+        targets = batch["labels"][batch["labels"] != IGNORE]
+        for part in parts:
+            assert torch.equal(part["input_ids"], parts[0]["input_ids"])
+            assert torch.equal(targets[part["own_targets"]], part["labels"][part["labels"] != IGNORE])
+
+
+def test_rows_are_as_long_as_there_are_ranks() -> None:
+    """Else a rank would have no token."""
+    for batch in HeldOut(samples(1, 2), micro_batch_size=1, rank=0, world=1, pad_token_id=0, together=4):
+        assert batch["input_ids"].shape == (1, 4)
+
+
+def test_heads_that_ranks_do_not_divide_are_refused() -> None:
+    model = tiny_model("qwen3")
+    with pytest.raises(
+        ValueError, match=r"parallel\.sequence: 2, expected a divisor of the 3 attention heads of Qwen3"
+    ):
+        SharedRows(2).attach(model)
+
+
+def test_models_without_positions_are_refused() -> None:
+    model = tiny_model("qwen3", even=True)
+
+    def forward(input_ids: Tensor) -> Tensor:
+        return input_ids
+
+    model.forward = forward
+    with pytest.raises(ValueError, match="takes no position_ids"):
+        SharedRows(2).attach(model)
+
+
+def test_forwards_with_a_cache_are_refused() -> None:
+    model, rows = tiny_model("llama", even=True), SharedRows(2)
+    rows.attach(model)
+    rows.start()
+    with pytest.raises(ValueError, match="use_cache=False"):
+        model(input_ids=torch.ones(1, 4, dtype=torch.int64))
+
+
+def test_a_model_computes_whole_rows_until_ranks_share_them() -> None:
+    model = tiny_model("llama", even=True)
+    ids = torch.arange(20)[None]
+    before = model(input_ids=ids).logits
+    SharedRows(2).attach(model)
+    assert torch.equal(model(input_ids=ids).logits, before)
+
+
+@pytest.mark.parametrize(
+    ("sections", "key"),
+    [
+        ({"learnable": {"router": True}}, "learnable.router: True, expected false with parallel.sequence 4"),
+        ({"train": {"compile": True}}, "train.compile: True, expected false with parallel.sequence 4"),
+        ({"data": {"packing": True, "max_length": 3}}, "data.max_length: 3, expected at least 4"),
+    ],
+)
+def test_options_that_need_whole_rows_are_refused(sections: dict[str, Any], key: str) -> None:
+    with pytest.raises(RecipeError) as refused:
+        minimal(**sections, parallel={"sequence": 4})
+    assert key in str(refused.value)
+    minimal(**sections)
+
+
+def test_ranks_are_groups_of_those_that_share_rows() -> None:
+    minimal(parallel={"sequence": 4}).check_ranks(8)
+    with pytest.raises(RecipeError, match=r"parallel\.sequence: 4, expected a divisor of .* 6"):
+        minimal(parallel={"sequence": 4}).check_ranks(6)
