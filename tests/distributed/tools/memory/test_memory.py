@@ -39,6 +39,7 @@ SUB_GROUPS = {"sub_group_size": 200_000}
 
 SHORT = {"data": {"max_length": 16, "micro_batch_size": 1}}  # so that activations hide nothing
 LONG = {"data": {"max_length": 512, "micro_batch_size": 8}}  # more tokens than have logits at a time
+SHARED = {"parallel": {"sequence": 2}, **LONG}
 TWICE = {"train": {"gradient_accumulation_steps": 2}}
 CHECKPOINTING = {"train": {"activation_checkpointing": True}}
 FP32 = {"model": {"dtype": "float32"}, **SHORT}
@@ -97,6 +98,9 @@ CASES: dict[str, tuple[int, str, int, dict[str, dict], dict[str, Any]]] = {
     **{f"from codes, stage {stage}": (2, "quantized", stage, SOURCE, {}) for stage in (0, 3)},
     **{f"its own teacher, {kind}": (2, kind, 3, OWN_TEACHER, {}) for kind in ("dense", "moe")},
     "its own teacher, codes": (2, "dense", 3, OWN_TEACHER_CODES, EVERYTHING),
+    "shared rows": (2, "dense", 3, SHARED, {}),
+    "shared rows, eager": (2, "dense", 3, {**SHARED, "model": {"attn_implementation": "eager"}}, {}),
+    "shared rows, checkpointing": (2, "moe", 1, {**SHARED, **CHECKPOINTING}, {}),
     "a teacher": (2, "dense", 3, {"loss": {"teacher": "moe", "kd_weight": 1.0}}, {}),
     **{f"LoRA, stage {stage}": (2, "dense", stage, LORA, {}) for stage in range(4)},
     **{

@@ -16,7 +16,7 @@ from tests.lib.recipes import minimal, write_minimal
 def test_defaults_are_values_that_their_options_take() -> None:
     sections = [getattr(minimal(), item.name) for item in dataclasses.fields(Recipe)]
     sections = [section for section in sections if dataclasses.is_dataclass(section)]
-    assert len(sections) == 10
+    assert len(sections) == 11
     seen = 0
     for section in sections:  # Recipe.validate passes over defaults but for derived ones
         for item in dataclasses.fields(section):

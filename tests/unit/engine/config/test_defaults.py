@@ -30,6 +30,7 @@ VALUES: dict[str, list[Any]] = {
     train: {steps: [5000], epochs: [0.5], gradient_accumulation_steps: [3], seed: [1], log_every: [2],
       quant_stats_every: [0, 1], checkpoint_every: [0, 1000], resume: [true, best], keep_checkpoints: [1],
       max_skipped_steps: [1], report_to: [[], [tensorboard, wandb]]}
+    parallel: {sequence: [2]}
     quant: {lm_head: [w8a16_channel], embedding: [w8a16_channel], exempt: [[]], exempt_more: [[.*o_proj]],
       scales: [ptq], start: [gptq], percentile: [90.0], calibration_batches: [0, 4], initial_input_scale: [0.1],
       rotate: [[.*o_proj]], rotate_block: [64], fake_quant_start: [-1, 0, 3]}

@@ -10,6 +10,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.timing import kept_bytes
 from engine.config.deepspeed import DsConfigError
+from engine.config.errors import RecipeError
 from engine.config.reading import load_recipe
 from launch.memory import main
 from model.zero import WHOLE_ELEMENTS, WHOLE_ELEMENTS_IN_ALL, to_be_whole
@@ -142,6 +143,21 @@ def test_checkpointing_keeps_less_and_masks_take_their_bytes(tmp_path):
 
 
 # ---- scales
+
+
+def test_activations_are_shared_with_the_rows(tmp_path):
+    """All of them: each of N ranks has 1 / N of the tokens, and in attention 1 / N of the heads."""
+    tiny_config("llama", even=True, layers=6).save_pretrained(tmp_path)
+    found = []
+    for ranks in (1, 2, 4):
+        own = {"data": {"max_length": 2048}, "parallel": {"sequence": ranks}}
+        planner = Planner(recipe(tmp_path, tmp_path / "config.json", **own))
+        moments = planner.predict("zero1", 4).moments
+        found.append(max(moments[phase].parts["activations"] for phase in ("forward", "backward")))
+    for ranks, size in zip((2, 4), found[1:], strict=True):
+        assert size == pytest.approx(found[0] / ranks, rel=0.1), found
+    with pytest.raises(RecipeError, match="expected a divisor of the number of ranks, which is 6"):
+        planner.predict("zero1", 6)
 
 
 def test_scales_over_the_limit_are_shared_out_as_in_a_run(tmp_path):
