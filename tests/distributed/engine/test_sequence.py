@@ -235,9 +235,6 @@ def verdicts(directory: Path, names: list[str]) -> dict[str, str]:
     for name in names:
         said = gather_objects(verdict(name, directory))
         found[name] = next((one for one in said if one != "works"), "works")
-        if is_main():
-            with open("/tmp/seqfam.txt", "a") as file:
-                print(name, found[name], file=file)
     return found
 
 
