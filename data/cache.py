@@ -4,12 +4,13 @@ A directory of the cache has a folder for each tokenized file. Its name is a dig
 file's content, the tokenizer with its chat template, the options of the reader, and the sources and versions of the
 code. It contains flat arrays, which are memory-mapped, and a manifest with their sizes and checksums, and with what the
 reader says about the file. A folder is written under another name, flushed and renamed: under its own name it is whole.
+Its modification time is that of its last use.
 
 - **Locks.** A process that finds no folder locks its name, so others that need it wait and then read it. The kernel
   releases the lock of a killed process; the next process starts over.
-- **Changes.** A process checks the checksums of a folder unless they were checked before and no file has changed since:
-  inode, size and times are the same. A damaged folder is written again. Digests of data files are remembered in the
-  same way, under ``known/``, as are other slow functions of samples.
+- **Changes.** Arrays are digested as they are written. A process digests them again if a file has changed since: inode,
+  size or times. A damaged folder is written again. Digests of data files are remembered in the same way, under
+  ``known/``, as are other slow functions of samples.
 """
 
 import fcntl
@@ -24,8 +25,8 @@ import socket
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from importlib.metadata import version
@@ -40,7 +41,6 @@ from data.files import DataError
 
 _MANIFEST = "manifest.json"
 _PACKAGES = ("transformers", "tokenizers", "jinja2", "numpy")
-_CHUNK = 2**24  # bytes read at a time
 _SETTLED = 2_100_000_000  # nanoseconds after which a change of a file is sure to give it another time
 _STARTED = time.time()
 _CLOCK = re.compile(r"strftime_now\s*\(\s*(['\"])(.*?)\1\s*\)")
@@ -57,36 +57,40 @@ class Shard:
 
     arrays: dict[str, np.ndarray]
     facts: dict[str, Any]
-    key: str | None = None
+    digests: dict[str, str]
+    """Of the arrays."""
 
 
 class ArrayWriter:
     """Arrays that grow, in memory, or in files of a directory."""
 
     def __init__(self, dtypes: Mapping[str, str], directory: Path | None = None) -> None:
-        self.arrays = {name: (dtype, 0, 0) for name, dtype in dtypes.items()}
-        """Type, length and CRC-32 of each."""
+        self._dtypes, self._digests = dtypes, {name: _blake2b() for name in dtypes}
         self._files = {name: (directory / name).open("wb") if directory else io.BytesIO() for name in dtypes}
 
     def add(self, **arrays: np.ndarray) -> None:
         """Append to the arrays of these names."""
         for name, values in arrays.items():
-            dtype, length, total = self.arrays[name]
-            data = np.asarray(values, dtype=dtype).tobytes()
-            self.arrays[name] = dtype, length + len(values), zlib.crc32(data, total)
+            data = np.ascontiguousarray(values, self._dtypes[name]).data
+            self._digests[name].update(data)
             self._files[name].write(data)
+
+    def digests(self) -> dict[str, str]:
+        """Digest each array."""
+        return {name: digest.hexdigest() for name, digest in self._digests.items()}
 
     def in_memory(self) -> dict[str, np.ndarray]:
         """Return the arrays of a writer without a directory."""
         buffers = {name: file.getbuffer() for name, file in self._files.items() if isinstance(file, io.BytesIO)}
-        return {name: np.frombuffer(buffer, self.arrays[name][0]) for name, buffer in buffers.items()}
+        return {name: np.frombuffer(buffer, self._dtypes[name]) for name, buffer in buffers.items()}
 
-    def flush(self) -> None:
-        """Flush the files to disk."""
+    def flush(self) -> str:
+        """Flush the files to disk; return their identity."""
         for file in self._files.values():
             file.flush()
         for file in self._files.values():
             os.fsync(file.fileno())
+        return _identity((name, os.fstat(file.fileno())) for name, file in self._files.items())
 
     def close(self) -> None:
         """Close the files, of which a full disk may refuse the rest."""
@@ -147,9 +151,9 @@ class TokenCache:
         """
         if self.directory is None:
             facts = build(writer := ArrayWriter(dtypes))
-            return Shard(writer.in_memory(), facts)
+            return Shard(writer.in_memory(), facts, writer.digests())
         files = _files(path)
-        before = _identity(files)
+        before = _identity_of(files)
         content = self._of_files(f"content of {path.resolve()}", files, lambda: _digest_of_files(files))
         key = digest([content, about, dict(dtypes)])
         with suppress(_DamagedError):
@@ -164,17 +168,16 @@ class TokenCache:
                 text = f"{self.directory / key} is damaged ({damage}): {path} is tokenized again"
             # What another rank met since this one started: else each would read the file, one after the other.
             name = f"problems of {key} in {path}"
-            met = self._known(name, "")
+            met = self._known(name)
             if not met or met["at"] < _STARTED:
                 self._say(f"data.cache: {text}", True)
-                met = {"at": time.time(), **self._build(key, dtypes, build)}
-                if "facts" in met or "error" in met:
-                    self._remember(name, "", met)
-            if "error" in met:
-                raise DataError(met["error"])
-            if "facts" in met:
-                return Shard({}, met["facts"])
-            if _identity(_files(path)) != before:
+                if met := self._build(key, dtypes, build):
+                    self._remember(name, {"at": time.time(), **met})
+            if met:
+                if "error" in met:
+                    raise DataError(met["error"])
+                return Shard({}, met["facts"], {})
+            if _identity_of(_files(path)) != before:
                 shutil.rmtree(self.directory / key)
                 raise DataError(f"{path}: changed while it was tokenized, expected a file that stays as it is")
             found = self._open(key)
@@ -188,17 +191,17 @@ class TokenCache:
         ``given`` is the same."""
         if (value := self._known(name, given)) is None:
             value = compute()
-            self._remember(name, given, value)
+            self._remember(name, value, given)
         return value
 
-    def _known(self, name: str, given: str) -> Any:
+    def _known(self, name: str, given: str = "") -> Any:
         if self.directory is not None:
             with suppress(OSError, _DamagedError):
                 known = _read(self.directory / "known" / digest(name))
                 return known["value"] if known["given"] == given else None
         return None
 
-    def _remember(self, name: str, given: str, value: Any) -> None:
+    def _remember(self, name: str, value: Any, given: str = "") -> None:
         if self.directory is None:
             return
         path = self.directory / "known" / digest(name)
@@ -213,9 +216,14 @@ class TokenCache:
 
     def _of_files(self, name: str, files: Sequence[Path], compute: Callable[[], Any]) -> Any:
         """Return the value of a slow function of files, which is remembered until one of them changes."""
-        identity = _identity(files)  # before the files are read
+        identity = _identity_of(files)  # before the files are read
         settled = max(file.stat().st_ctime_ns for file in files) < time.time_ns() - _SETTLED
-        return self.once(name, compute, identity) if settled else compute()
+        value = self._known(name, identity)
+        if value is None:
+            value = compute()
+            if settled:
+                self._remember(name, value, identity)
+        return value
 
     def _open(self, key: str) -> Shard | None:
         """Map a folder; None if it is not there. Raises _DamagedError."""
@@ -225,17 +233,19 @@ class TokenCache:
             return None
         try:
             manifest = _read(folder / _MANIFEST)
-            files = [folder / name for name in manifest["arrays"]]
-            sums = self._of_files(f"checksums of {folder.resolve()}", files, lambda: [*map(_checksum, files)])
-            for file, found, (*_, expected) in zip(files, sums, manifest["arrays"].values(), strict=True):
-                if found != expected:
-                    raise _DamagedError(f"{file.name} has another checksum")
-            arrays = {name: _mapped(folder / name, *kind) for name, kind in manifest["arrays"].items()}
+            dtypes, digests = manifest["dtypes"], manifest["digests"]
+            files = [folder / name for name in digests]
+            found = self._of_files(_name_of(folder), files, lambda: {file.name: _digest_of(file) for file in files})
+            if other := [name for name in digests if found[name] != digests[name]]:
+                raise _DamagedError(f"{other[0]} has another content")
+            arrays = {file.name: _mapped(file, dtypes[file.name]) for file in files}
         except FileNotFoundError as error:
             raise _DamagedError(f"{Path(error.filename).name} is not there") from error
-        return Shard(arrays, manifest["facts"], key)
+        with suppress(OSError):  # of a directory that can only be read
+            os.utime(folder)
+        return Shard(arrays, manifest["facts"], digests)
 
-    def _build(self, key: str, dtypes: Mapping[str, str], build: Tokenize) -> dict[str, Any]:
+    def _build(self, key: str, dtypes: Mapping[str, str], build: Tokenize) -> dict[str, Any] | None:
         """Write a folder; if the file has problems, return them instead."""
         assert self.directory is not None
         folder, partial = self.directory / key, self.directory / f"{key}.partial"
@@ -245,17 +255,18 @@ class TokenCache:
         writer = ArrayWriter(dtypes, partial)
         try:
             facts = build(writer)
-            writer.flush()
             if facts.get("problems"):
                 return {"facts": facts}
+            identity, digests = writer.flush(), writer.digests()
             with (partial / _MANIFEST).open("w", encoding="utf-8") as file:
-                file.write(_sealed({"arrays": writer.arrays, "facts": facts}))
+                file.write(_sealed({"dtypes": dict(dtypes), "digests": digests, "facts": facts}))
                 file.flush()
                 os.fsync(file.fileno())
             shutil.rmtree(folder, ignore_errors=True)
             os.rename(partial, folder)
             _sync(self.directory)
-            return {}
+            self._remember(_name_of(folder), digests, identity)
+            return None
         except DataError as error:
             return {"error": str(error)}
         except OSError as error:
@@ -276,9 +287,10 @@ class TokenCache:
     @contextmanager
     def _locked(self, key: str, path: Path) -> Iterator[None]:
         assert self.directory is not None
-        self.directory.mkdir(parents=True, exist_ok=True)
-        with (self.directory / f"{key}.lock").open("a") as file:
+        with ExitStack() as stack:
             try:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                file = stack.enter_context((self.directory / f"{key}.lock").open("a"))
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
@@ -286,8 +298,8 @@ class TokenCache:
                     fcntl.flock(file, fcntl.LOCK_EX)
             except OSError as error:
                 raise DataError(
-                    f"data.cache: {self.directory} cannot be locked ({error.strerror}), expected a directory on a disk "
-                    "with locks, such as a local one"
+                    f"data.cache: {self.directory} has no tokens of {path} yet, and cannot be written and locked "
+                    f"({error.strerror}), expected a directory on a disk with locks, such as a local one"
                 ) from error
             yield
 
@@ -302,24 +314,33 @@ def size_of(path: Path) -> int:
     return sum(file.stat().st_size for file in _files(path))
 
 
-def _identity(files: Sequence[Path]) -> str:
+def _identity(files: Iterable[tuple[str, os.stat_result]]) -> str:
     """Identify the state of files without reading them."""
-    found = [(file.name, file.stat()) for file in files]
-    return repr([(name, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns) for name, at in found])
+    return repr([(name, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns) for name, at in files])
+
+
+def _identity_of(files: Iterable[Path]) -> str:
+    return _identity((file.name, file.stat()) for file in files)
+
+
+def _blake2b(data: bytes = b"") -> "hashlib.blake2b":
+    return hashlib.blake2b(data, digest_size=16)
 
 
 def digest(value: Any) -> str:
     """Digest plain JSON."""
-    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()
+    return _blake2b(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _digest_of(path: Path) -> str:
+    """Digest the content of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, _blake2b).hexdigest()
 
 
 def _digest_of_files(files: Sequence[Path]) -> str:
     """Digest names and contents; a single file's name does not count."""
-    found = []
-    for file in files:
-        with file.open("rb") as stream:
-            found.append([file.name * (len(files) > 1), hashlib.file_digest(stream, hashlib.blake2b).hexdigest()])
-    return digest(found)
+    return digest([[file.name * (len(files) > 1), _digest_of(file)] for file in files])
 
 
 def _state(tokenizer: PreTrainedTokenizerBase) -> Iterator[Any]:
@@ -350,17 +371,12 @@ def _now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
-def _checksum(path: Path) -> int:
-    """Compute the CRC-32 of a file."""
-    total = 0
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            total = zlib.crc32(chunk, total)
-    return total
+def _name_of(folder: Path) -> str:
+    return f"digests of {folder.resolve()}"
 
 
-def _mapped(path: Path, dtype: str, length: int, _: int) -> np.ndarray:
-    return np.memmap(path, dtype, "r", shape=(length,)) if length else np.empty(0, dtype)  # an empty file has no map
+def _mapped(path: Path, dtype: str) -> np.ndarray:
+    return np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)  # an empty file has no map
 
 
 def _sealed(value: Any) -> str:

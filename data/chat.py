@@ -41,13 +41,13 @@ from data.cache import ArrayWriter, TokenCache, digest, size_of
 from data.files import MAX_PROBLEMS, DataError, Problems, check_files
 from data.jsonl import BadLineError, Conversation, conversation_of, is_empty
 from data.rows import Row, rows_of
-from data.samples import IGNORE, Bars, Flat, Samples, no_bar
+from data.samples import IGNORE, KEYED, Bars, Flat, Samples, no_bar
 from data.template import SpecialTokens, Template
 from data.tokens import CHARACTERS, TEXTS_AT_ONCE, OffsetTokenizer, TokenizerError, Tokens, in_groups
 from data.workers import Workers
 
 _SHOWN = 20  # keys that a note names
-CHAT_DTYPES = {"inputs": "<i4", "labels": "<i4", "lengths": "<i8", "targets": "<i8", "lines": "<i8"}
+CHAT_DTYPES = {**KEYED, "targets": "<i8", "lines": "<i8"}
 _BYTES_PER_PROCESS = 2**23  # of a file; a process takes some seconds to start
 _DATA = (".properties", ".arguments")
 """Ends of paths to objects whose keys are data: names of parameters."""
@@ -245,8 +245,8 @@ def read_chat(
         codes=np.repeat(np.arange(len(shards)), [len(shard.arrays["lines"]) for shard in shards]),
         files=[str(path) for path in paths],
         highest=max(shard.facts["highest"] for shard in shards),
+        key=digest([{name: shard.digests[name] for name in KEYED} for shard in shards]),
         cache=cache,
-        key=digest([shard.key for shard in shards]) if cache.directory else None,
     )
     return samples, counts
 

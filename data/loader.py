@@ -26,14 +26,14 @@ import math
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from data.files import DataError
-from data.samples import IGNORE, Sample, Samples, digest_of_samples, samples_of
+from data.samples import IGNORE, Sample, Samples, samples_of
 
 Share = Callable[[int], slice]
 """The tokens of a row that a rank computes, by the row's length, if several ranks share it."""
@@ -150,10 +150,10 @@ class Loader:
         first row."""
         return self._order.epoch_at(step * self.rows_per_step)
 
-    @cached_property
+    @property
     def digest(self) -> str:
-        """Digest all samples in order; a checkpoint keeps it to check that a resumed run has the same data."""
-        return digest_of_samples(self.samples)
+        """Digest of all samples in order; a checkpoint keeps it to check that a resumed run has the same data."""
+        return self.samples.key
 
     def describe(self, step: int) -> str:
         """Describe the samples of this rank in a step, for error messages: their number, and file and line where
@@ -439,6 +439,9 @@ def _moved(batch: MicroBatch, copy: Callable[[Tensor], Tensor]) -> MicroBatch:
     return {**batch, **moved}
 
 
+_PLACES = 8  # tokens of a sample that are compared before all of them are
+_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+_AT_ONCE = 2**14  # samples whose pages of mapped files are in memory
 SPLIT = 3  # random stream of the split, separate from the streams of all epochs
 
 
@@ -466,18 +469,36 @@ def seen_in_training(training: Sequence[Sample], held_out: Sequence[Sample]) -> 
     training, held_out = samples_of(training), samples_of(held_out)
 
     def pairs() -> list[tuple[int, int]]:
-        places: dict[str, list[int]] = {}
+        places: dict[tuple[bytes, bytes], list[int]] = {}
         for index, sample in enumerate(held_out):
-            places.setdefault(digest_of_samples([sample]), []).append(index)
+            places.setdefault((sample.input_ids.tobytes(), sample.labels.tobytes()), []).append(index)
         found: dict[int, int] = {}
-        alike = np.flatnonzero(np.isin(training.lengths, held_out.lengths))  # others are certainly different
-        for position, sample in zip(alike.tolist(), training.take(alike), strict=True):
-            for index in places.get(digest_of_samples([sample]), ()):
+        alike = np.flatnonzero(np.isin(_sizes(training), _sizes(held_out)))  # others are certainly different
+        alike = alike[np.isin(_marks(training.take(alike)), _marks(held_out))]
+        for position in alike.tolist():
+            sample = training[position]
+            for index in places.get((sample.input_ids.tobytes(), sample.labels.tobytes()), ()):
                 found.setdefault(index, position)
         return list(found.items())
 
-    found = training.once(f"copies of {held_out.key}", pairs) if held_out.key else pairs()
+    found = training.cache.once(f"copies of {held_out.key} in {training.key}", pairs)
     return {index: training[position] for index, position in found}
+
+
+def _sizes(samples: Samples) -> np.ndarray:
+    return samples.lengths << 32 | samples.targets
+
+
+def _marks(samples: Samples) -> np.ndarray:
+    """Combine a few tokens of each sample to a number."""
+    marks = np.zeros(len(samples), np.uint64)
+    for first in range(0, len(samples), _AT_ONCE):
+        part = slice(first, first + _AT_ONCE)
+        for place in range(1, 2 * _PLACES, 2):
+            spots = samples.starts[part] + samples.lengths[part] * place // (2 * _PLACES)
+            marks[part] = marks[part] * _FACTOR + samples.inputs.at(spots).astype(np.uint64)
+        samples.inputs.release()
+    return marks
 
 
 class HeldOut:

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from data.cache import TokenCache
+from data.cache import ArrayWriter, TokenCache, digest
 from data.files import DataError
 
 IGNORE = -100
@@ -25,6 +25,9 @@ IGNORE = -100
 MAX_TOKEN_ID = 2**22
 """Limit of a tokenizer's ids: copying a tokenizer takes time and memory for every id up to the highest, used or not."""
 
+
+KEYED = {"inputs": "<i4", "labels": "<i4", "lengths": "<i8"}
+"""Arrays that tell samples apart."""
 
 _AT_ONCE = 1024  # samples read at a time when all are
 
@@ -72,6 +75,14 @@ class Flat:
             start, index = stop, index + 1
         return np.concatenate(found) if found else np.empty(0, np.int32)
 
+    def at(self, places: np.ndarray) -> np.ndarray:
+        """Copy the elements at these places."""
+        found, which = np.empty(len(places), np.int32), np.searchsorted(self._ends, places, side="right") - 1
+        for index in np.unique(which):
+            mine = which == index
+            found[mine] = self.parts[index][places[mine] - self._ends[index]]
+        return found
+
     def release(self) -> None:
         """Give back the memory of mapped files that were read; they stay readable."""
         for part in self.parts:
@@ -95,8 +106,10 @@ class Samples(Sequence[Sample]):
         codes: int64 [n], indices of the files in ``files``.
         files: source files.
         highest: upper bound of the token ids.
+        key: digest of their tokens and labels, of which each part was digested as it was tokenized. Equal samples of
+            other files, or of which others were taken, may have another.
         cache: remembers what was computed of these samples.
-        key: digest that identifies their tokens and labels; None without a cache.
+        spelled: special tokens that files of plain text spell out.
     """
 
     inputs: Flat
@@ -108,8 +121,9 @@ class Samples(Sequence[Sample]):
     codes: np.ndarray
     files: list[str]
     highest: int
+    key: str
     cache: TokenCache = field(default_factory=TokenCache)
-    key: str | None = None
+    spelled: int = 0
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -146,8 +160,8 @@ class Samples(Sequence[Sample]):
         """Return some of the samples."""
         per_sample = ("starts", "lengths", "targets", "lines", "codes")
         arrays: dict[str, Any] = {name: getattr(self, name)[indices] for name in per_sample}
-        key = self.key and _digest(self.key.encode(), np.ascontiguousarray(indices, "<i8"))
-        return replace(self, key=key, **arrays)
+        taken = hashlib.blake2b(np.ascontiguousarray(indices, "<i8").data, digest_size=16).hexdigest()
+        return replace(self, key=digest([self.key, taken]), **arrays)
 
     def __add__(self, other: "Samples") -> "Samples":
         """Return the samples of both, this one's first."""
@@ -164,7 +178,7 @@ class Samples(Sequence[Sample]):
             codes=np.append(self.codes, other.codes + len(self.files)),
             files=self.files + other.files,
             highest=max(self.highest, other.highest),
-            key=_digest(self.key.encode(), other.key.encode()) if self.key and other.key else None,
+            key=digest([self.key, other.key]),
             **arrays,
         )
 
@@ -174,10 +188,6 @@ class Samples(Sequence[Sample]):
         number = int(line) if line.isdecimal() and line == str(int(line)) else 0
         codes = [code for code, name in enumerate(self.files) if name == file and number]
         return np.flatnonzero((self.lines == number) & np.isin(self.codes, codes))
-
-    def once(self, name: str, compute: Callable[[], Any]) -> Any:
-        """Return the value of a slow function of the samples, plain JSON; a cache remembers it by its name."""
-        return compute() if self.key is None else self.cache.once(f"{name} of {self.key}", compute)
 
 
 def samples_of(given: Iterable[Sample]) -> Samples:
@@ -199,28 +209,12 @@ def samples_of(given: Iterable[Sample]) -> Samples:
     inputs, labels = Flat(one.input_ids for one in samples), Flat(one.labels for one in samples)
     highest = max((int(part.max()) for part in inputs.parts + labels.parts), default=0)
     starts = np.cumsum(lengths) - lengths
-    return Samples(inputs, labels, starts, lengths, targets, lines, where, list(codes), highest)
-
-
-def _digest(*parts: Any) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        digest.update(part)
-    return digest.hexdigest()
-
-
-def digest_of_samples(samples: Iterable[Sample]) -> str:
-    """Hash tokens and labels of all samples, in order."""
-
-    def compute() -> str:
-        digest = hashlib.blake2b(digest_size=16)
-        for sample in samples:
-            digest.update(len(sample.input_ids).to_bytes(8, "little"))
-            digest.update(np.ascontiguousarray(sample.input_ids, dtype="<i4").data)
-            digest.update(np.ascontiguousarray(sample.labels, dtype="<i4").data)
-        return digest.hexdigest()
-
-    return samples.once("digest", compute) if isinstance(samples, Samples) else compute()
+    digested = ArrayWriter(KEYED)
+    digested.add(lengths=lengths)
+    for one in samples:
+        digested.add(inputs=one.input_ids, labels=one.labels)
+    key = digest([digested.digests()])
+    return Samples(inputs, labels, starts, lengths, targets, lines, where, list(codes), highest, key)
 
 
 def load_tokenizer(directory: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from data.samples import Sample, digest_of_samples, samples_of
+from data.samples import Sample, samples_of
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -234,7 +234,7 @@ class TeacherCache:
                 f"{self.directory} has {self.manifest.samples:,} samples, expected {len(samples):,}, as the recipe's "
                 f"data has: {_AGAIN}"
             )
-        if self.manifest.samples_digest != digest_of_samples(samples):
+        if self.manifest.samples_digest != samples_of(samples).key:
             raise CacheError(
                 f"{self.directory} was made from other samples than the recipe's data (files, data.max_length, "
                 "data.too_long, "

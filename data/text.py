@@ -61,7 +61,8 @@ def read_text(
     cache = cache or TokenCache()
     about = cache.about(tokenizer, {"kind": "text", "special_tokens": special_tokens}, chat=False)
     tokenize = _Tokenize(tokenizer, special_tokens, progress)
-    eos_between, parts, keys, highest = np.array([eos or 0], np.int32), list[np.ndarray](), list[str | None](), eos or 0
+    eos_between, parts, digests = np.array([eos or 0], np.int32), list[np.ndarray](), list[dict[str, str]]()
+    highest, spelled = eos or 0, 0
     ends = []  # of the files but the last, each with its EOS
     for index, path in enumerate(paths):
         if index:
@@ -70,8 +71,9 @@ def read_text(
 
         shard = cache.shard(path, about, {"tokens": "<i4"}, partial(tokenize, path))
         parts.append(shard.arrays["tokens"])
-        keys.append(shard.key)
+        digests.append(shard.digests)
         highest = max(highest, shard.facts["highest"])
+        spelled += shard.facts["spelled"]
     parts = [part for part in parts if len(part)]
     length = sum(map(len, parts)) - 1
     if length < 1:
@@ -91,16 +93,10 @@ def read_text(
         codes=np.searchsorted(ends, starts, side="right"),
         files=[str(path) for path in paths],
         highest=highest,
+        key=digest([digests, eos, block_length]),
         cache=cache,
-        key=digest([keys, eos, block_length]) if cache.directory else None,
+        spelled=spelled,
     )
-
-
-def count_special(samples: Samples, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Count the special tokens in samples of plain text, except the EOS between two files."""
-    special = list(SpecialTexts(tokenizer).ids)
-    found = samples.once("special tokens", lambda: sum(int(np.isin(one.input_ids, special).sum()) for one in samples))
-    return found - len(samples.files) + 1
 
 
 class _Tokenize:
@@ -116,10 +112,11 @@ class _Tokenize:
         return backend
 
     def __call__(self, path: Path, out: ArrayWriter) -> dict[str, Any]:
-        """Write a file's tokens; return the highest."""
+        """Write a file's tokens; return the highest, and how many are special."""
+        special = SpecialTexts(self._tokenizer)
         if self._special_tokens == "refuse":
-            _refuse_special_tokens(path, self._backend, SpecialTexts(self._tokenizer))
-        pieces, highest = _pieces(path, self._backend), 0
+            _refuse_special_tokens(path, self._backend, special)
+        pieces, highest, spelled, ids_of_special = _pieces(path, self._backend), 0, 0, list(special.ids)
         with self._progress(path.stat().st_size, path.name, "B") as bar:
             while group := list(islice(pieces, PIECES)):
                 with named_errors(f"{path}: "):
@@ -127,8 +124,9 @@ class _Tokenize:
                 for encoding in encodings:
                     out.add(tokens=(ids := np.array(encoding.ids, np.int32)))
                     highest = max(highest, int(ids.max(initial=0)))
+                    spelled += int(np.isin(ids, ids_of_special).sum())
                 bar.update(sum(len(piece.encode()) for piece in group))
-        return {"highest": highest}
+        return {"highest": highest, "spelled": spelled}
 
 
 def _refuse_special_tokens(path: Path, backend: Tokenizer, special: SpecialTexts) -> None:

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from data import teacher_cache
 from data.loader import HeldOut, MicroBatch, model_inputs, on_device
-from data.samples import Sample, digest_of_samples
+from data.samples import Sample
 from data.teacher_cache import CACHE_DTYPES, Manifest, Writer
 from engine.config.config import Recipe
 from engine.config.errors import RecipeError
@@ -85,7 +85,7 @@ def write_cache(recipe: Recipe, out: Path) -> Manifest:
             vocabulary=vocabulary,
             samples=len(loader.samples),
             positions=int(teacher_cache.offsets_of(loader.samples)[-1]),
-            samples_digest=digest_of_samples(loader.samples),
+            samples_digest=loader.digest,
             tokenizer_digest=teacher_cache.digest_of_tokenizer(context.tokenizer),
             teacher_digest=digest_of_checkpoint(path),
             teacher=named(path),

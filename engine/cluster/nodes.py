@@ -36,7 +36,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from data.samples import Sample, digest_of_samples
+from data.samples import Sample, samples_of
 from engine.cluster.job import join_ranks
 from engine.config.config import Recipe
 from engine.config.hub import named
@@ -157,7 +157,7 @@ def check_same_samples(*samples: Sequence[Sample]) -> None:
     """Refuse ranks whose samples differ, as ranks draw samples by index; a collective. Raises RankError on every rank
     if samples differ; the message has their numbers and digests."""
     if world_size() > 1:
-        texts = [f"{len(part):,} samples, digest {digest_of_samples(part)}" for part in samples if part]
+        texts = [f"{len(part):,} samples, digest {samples_of(part).key}" for part in samples if part]
         _compare({"data (tokens and labels)": "; ".join(texts)})
 
 

@@ -21,7 +21,7 @@ from data.chat import read_chat
 from data.loader import HeldOut, Loader, MicroBatch, sample_inputs, seen_in_training, split_held_out
 from data.samples import IGNORE, Samples, load_tokenizer, samples_of
 from data.show import Detokenizer, Split, described
-from data.text import count_special, read_text
+from data.text import read_text
 from engine.cluster.job import join_ranks
 from engine.cluster.nodes import check_ranks_agree, check_same_samples, files_of
 from engine.config.config import Recipe
@@ -317,9 +317,8 @@ def read_samples(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, files: Sequ
                 say(f"data: {line}")
         if texts:
             blocks = read_text(texts, tokenizer, settings.max_length, settings.special_tokens, **options)
-            spelled = count_special(blocks, tokenizer)
-            kept = f"; {spelled:,} special tokens spelled out and kept (data.special_tokens)" if spelled > 0 else ""
-            say(f"data: {len(blocks):,} blocks of {settings.max_length:,} tokens{kept}")
+            kept = f"; {blocks.spelled:,} special tokens spelled out and kept (data.special_tokens)"
+            say(f"data: {len(blocks):,} blocks of {settings.max_length:,} tokens{kept if blocks.spelled else ''}")
             samples += blocks
         if settings.cache is None and (took := time.monotonic() - began) > SLOW_SECONDS:
             say(f"data.cache: every rank tokenized its files in {took:.0f} s; data.cache: DIRECTORY keeps the tokens")

@@ -17,11 +17,12 @@ from typing import Any
 
 import pytest
 
+from data import cache as data_cache
 from data import chat
 from data.cache import TokenCache
 from data.chat import read_chat
 from data.files import DataError
-from data.samples import digest_of_samples
+from data.samples import samples_of
 from data.text import read_text
 from data.workers import Workers
 from tests.lib.tiny import TEXT, tiny_tokenizer
@@ -44,7 +45,7 @@ TOKENIZER = tiny_tokenizer()
 def read(path: Path, cache: TokenCache | None = None) -> tuple[str, str, Lines]:
     """Digest, summary and notes of a file of chats."""
     samples, counts = read_chat([path], TOKENIZER, max_length=300, cache=cache)
-    return digest_of_samples([*samples]), counts.summary(), [*counts.notes()]
+    return samples_of([*samples]).key, counts.summary(), [*counts.notes()]
 
 
 def folders(directory: Path) -> list[Path]:
@@ -158,6 +159,25 @@ def test_damage_is_found_and_the_file_tokenized_again(tmp_path, rng, monkeypatch
     assert read(path, reader(directory, said)) == expected and len(said) == 1
 
 
+def test_a_start_after_the_build_digests_no_tokens(tmp_path, rng, monkeypatch):
+    """Nor reads a data file, to find its tokens."""
+    path, text, directory = chats(tmp_path / "a.jsonl", rng), tmp_path / "a.txt", tmp_path / "cache"
+    text.write_text(TEXT * 9 + "<|endoftext|>")
+    monkeypatch.setattr("data.cache._SETTLED", 0)
+
+    def start() -> list[str]:
+        kept = reader(directory, [])
+        samples = read_chat([path], TOKENIZER, max_length=300, cache=kept)[0]
+        blocks = read_text([text], TOKENIZER, 16, cache=kept)
+        assert blocks.spelled == 1
+        return [one.key for one in (samples, blocks, samples + blocks)]
+
+    first, digested, digest_of = start(), list[Path](), data_cache._digest_of
+    monkeypatch.setattr("data.cache._digest_of", lambda path: digested.append(path) or digest_of(path))
+    monkeypatch.setattr("data.samples.Flat.between", None)
+    assert start() == first and digested and not [path for path in digested if path.is_relative_to(tmp_path)]
+
+
 def test_another_content_is_tokenized_and_another_name_is_not(tmp_path, rng, monkeypatch):
     path, directory, said = chats(tmp_path / "a.jsonl", rng), tmp_path / "cache", Lines()
     monkeypatch.setattr("data.cache._SETTLED", 10**8)
@@ -245,13 +265,13 @@ def test_another_tokenizer_gives_other_tokens(tmp_path, rng):
         options = {"max_length": 300, "loss_on": "all", "cache": reader(directory, said)}
         samples, counts = read_chat([path], tokenizer, **options)
         expected, others = read_chat([path], tokenizer, **{**options, "cache": None})
-        assert digest_of_samples([*samples]) == digest_of_samples([*expected]) and counts == others
+        assert samples_of([*samples]).key == samples_of([*expected]).key and counts == others
         blocks = [
             read_text([text, text.with_suffix(".txt")], tokenizer, 16, cache=cache)
             for cache in (options["cache"], None)
         ]
-        assert digest_of_samples([*blocks[0]]) == digest_of_samples([*blocks[1]])
-        digests.add(digest_of_samples(samples))
+        assert samples_of([*blocks[0]]).key == samples_of([*blocks[1]]).key
+        digests.add(samples_of(samples).key)
         unstopped.append(counts.unstopped > 0)
     assert len(digests) >= 3 and unstopped[5:] == [True, False, True]
     assert len([line for line in said if "a.jsonl is tokenized" in line]) == 7  # the last one is another's copy

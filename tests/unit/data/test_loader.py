@@ -24,6 +24,7 @@ from data.loader import (
     pad,
     real_tokens,
     sample_inputs,
+    seen_in_training,
     split_held_out,
     valid_tokens,
     without_wait,
@@ -473,3 +474,26 @@ def test_every_held_out_sample_counts_once_over_all_ranks(rng):
                 assert batch["labels"][row, start:end].tolist() == samples[i].labels.tolist()
             if not len(batch["sample_ids"]):
                 assert len(batch["input_ids"]) == 1 and (batch["labels"] == IGNORE).all()
+
+
+def test_copies_are_found_among_samples_that_differ_in_one_place(rng):
+    """In one token or one label, anywhere; the first copy of each is found."""
+    tokens = np.random.default_rng(rng.randrange(2**32)).integers(0, 2, (400, 2, 40), dtype=np.int32)
+    given = []
+    for inputs, labels in tokens:
+        length = rng.choice([1, 2, 39, 40])
+        given += [Sample(inputs[:length].copy(), labels[:length].copy())]
+        near = given[-1 - rng.randrange(min(3, len(given)))]
+        for name in rng.choices(["input_ids", "labels", "neither"], k=2):
+            changed = {part: getattr(near, part).copy() for part in ("input_ids", "labels")}
+            if name != "neither":
+                changed[name][rng.randrange(len(changed[name]))] ^= 1
+            given.append(Sample(**changed))
+    rng.shuffle(given)
+    training, held_out = given[:1000], given[1000:]
+    content = [(one.input_ids.tolist(), one.labels.tolist()) for one in given]
+    expected = [index for index, one in enumerate(content[1000:]) if one in content[:1000]]
+    found = seen_in_training(training, held_out)
+    assert sorted(found) == expected and 20 < len(found) < len(held_out)
+    for index, sample in found.items():
+        assert (sample.input_ids.tolist(), sample.labels.tolist()) == content[1000 + index]

@@ -11,7 +11,7 @@ import pytest
 from data import files
 from data.chat import read_chat
 from data.files import DataError
-from data.samples import digest_of_samples
+from data.samples import samples_of
 from data.text import read_text
 from tests.lib.tiny import TEXT, tiny_tokenizer
 from tests.unit.data.chats import conversation, write
@@ -36,7 +36,7 @@ def content(path: Path, **options: Any) -> Any:
     """All that a run takes from a file, without its name."""
     samples, counts = read_chat([path], TOKENIZER, **{"max_length": 300, "loss_on": "all", **options})
     notes = [note.replace(str(path), "") for note in counts.notes()]
-    return digest_of_samples([*samples]), [sample.line for sample in samples], counts.summary(), notes
+    return samples_of([*samples]).key, [sample.line for sample in samples], counts.summary(), notes
 
 
 def test_compressed_files_are_read_by_their_first_bytes(tmp_path, rng):
@@ -48,7 +48,7 @@ def test_compressed_files_are_read_by_their_first_bytes(tmp_path, rng):
     assert content(plain) == content(packed) == content(two)
     (tmp_path / "a.txt").write_text(TEXT * 3)
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress(TEXT.encode() * 3))
-    blocks = [digest_of_samples(read_text([tmp_path / name], TOKENIZER, 16)) for name in ("a.txt", "b.txt.gz")]
+    blocks = [samples_of(read_text([tmp_path / name], TOKENIZER, 16)).key for name in ("a.txt", "b.txt.gz")]
     assert blocks[0] == blocks[1]
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from data import teacher_cache
-from data.samples import IGNORE, Sample, digest_of_samples
+from data.samples import IGNORE, Sample, samples_of
 from data.teacher_cache import CacheError, Manifest, TeacherCache, Writer
 from engine.config.config import Recipe
 from engine.config.sections import DataRecipe, ModelRecipe, TrainRecipe
@@ -41,7 +41,7 @@ def write(directory, samples, teacher, ranks=2):
         vocabulary=300,
         samples=len(samples),
         positions=int(offsets[-1]),
-        samples_digest=digest_of_samples(samples),
+        samples_digest=samples_of(samples).key,
         tokenizer_digest=teacher_cache.digest_of_tokenizer(tiny_tokenizer()),
         teacher_digest=digest_of_checkpoint(teacher),
         teacher=str(teacher),

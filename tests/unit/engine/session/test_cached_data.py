@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from data.loader import HeldOut, Loader
-from data.samples import digest_of_samples, load_tokenizer
+from data.samples import load_tokenizer, samples_of
 from engine.config.sections import DataRecipe
 from engine.session.context import build_loader, read_samples
 from model.ranks import RankError
@@ -133,7 +133,7 @@ def test_every_option_that_changes_samples_tells_them_apart(folder, tokenizer, t
         for cache in (None, str(tmp_path / "cache")):
             recipe.data.cache = cache
             try:
-                found.append(digest_of_samples([*read_samples(recipe, tokenizer, recipe.data.train)]))
+                found.append(samples_of([*read_samples(recipe, tokenizer, recipe.data.train)]).key)
             except RankError as error:
                 found.append(str(error))
         assert found[0] == found[1], (name, change)
