@@ -47,7 +47,7 @@ _CLOCK = re.compile(r"strftime_now\s*\(\s*(['\"])(.*?)\1\s*\)")
 _ASKS_FOR_CLOCK = re.compile(r"strftime_now\s+is\s+(not\s+)?defined")
 
 
-class _DamagedError(Exception):
+class _DamagedError(DataError):
     """Error of a folder whose files are not those that were written."""
 
 
@@ -156,6 +156,13 @@ class TokenCache:
         before = _identity_of(files)
         content = self._of_files(f"content of {path.resolve()}", files, lambda: _digest_of_files(files))
         key = digest([content, about, dict(dtypes)])
+
+        def tokenize(writer: ArrayWriter) -> dict[str, Any]:
+            facts = build(writer)
+            if _identity_of(_files(path)) != before:
+                raise DataError(f"{path}: changed while it was tokenized, expected a file that stays as it is")
+            return facts
+
         with suppress(_DamagedError):
             if found := self._open(key):
                 return found
@@ -165,33 +172,31 @@ class TokenCache:
                 if found := self._open(key):
                     return found
             except _DamagedError as damage:
-                text = f"{self.directory / key} is damaged ({damage}): {path} is tokenized again"
+                text = f"{damage}, so it is damaged: {path} is tokenized again"
             # What another rank met since this one started: else each would read the file, one after the other.
             name = f"problems of {key} in {path}"
-            met = self._known(name)
-            if not met or met["at"] < _STARTED:
+            facts = self._known(name)
+            if not facts or facts["at"] < _STARTED:
                 self._say(f"data.cache: {text}", True)
-                if met := self._build(key, dtypes, build):
-                    self._remember(name, {"at": time.time(), **met})
-            if met:
-                if "error" in met:
-                    raise DataError(met["error"])
-                return Shard({}, met["facts"], {})
-            if _identity_of(_files(path)) != before:
-                shutil.rmtree(self.directory / key)
-                raise DataError(f"{path}: changed while it was tokenized, expected a file that stays as it is")
+                if facts := self._build(key, dtypes, tokenize):
+                    self._remember(name, facts | {"at": time.time()})
+            if facts and "error" in facts:
+                raise DataError(facts["error"])
+            if facts:
+                return Shard({}, facts, {})
             found = self._open(key)
             assert found is not None
             return found
 
     # ---- what is known of files and samples
 
-    def once(self, name: str, compute: Callable[[], Any], given: str = "") -> Any:
-        """Return the value of a slow function, plain JSON and not None; it is remembered by its name for as long as
-        ``given`` is the same."""
+    def once(self, name: str, compute: Callable[[], Any], given: str = "", *, keep: bool = True) -> Any:
+        """Return the value of a slow function, plain JSON and not None; with ``keep`` it is remembered by its name for
+        as long as ``given`` is the same."""
         if (value := self._known(name, given)) is None:
             value = compute()
-            self._remember(name, value, given)
+            if keep:
+                self._remember(name, value, given)
         return value
 
     def _known(self, name: str, given: str = "") -> Any:
@@ -218,12 +223,7 @@ class TokenCache:
         """Return the value of a slow function of files, which is remembered until one of them changes."""
         identity = _identity_of(files)  # before the files are read
         settled = max(file.stat().st_ctime_ns for file in files) < time.time_ns() - _SETTLED
-        value = self._known(name, identity)
-        if value is None:
-            value = compute()
-            if settled:
-                self._remember(name, value, identity)
-        return value
+        return self.once(name, compute, identity, keep=settled)
 
     def _open(self, key: str) -> Shard | None:
         """Map a folder; None if it is not there. Raises _DamagedError."""
@@ -237,18 +237,19 @@ class TokenCache:
             files = [folder / name for name in digests]
             found = self._of_files(_name_of(folder), files, lambda: {file.name: _digest_of(file) for file in files})
             if other := [name for name in digests if found[name] != digests[name]]:
-                raise _DamagedError(f"{other[0]} has another content")
+                raise _DamagedError(f"{folder / other[0]} has another content")
             arrays = {file.name: _mapped(file, dtypes[file.name]) for file in files}
         except FileNotFoundError as error:
-            raise _DamagedError(f"{Path(error.filename).name} is not there") from error
+            raise _DamagedError(f"{error.filename} is not there") from error
         with suppress(OSError):  # of a directory that can only be read
             os.utime(folder)
         return Shard(arrays, manifest["facts"], digests)
 
     def _build(self, key: str, dtypes: Mapping[str, str], build: Tokenize) -> dict[str, Any] | None:
-        """Write a folder; if the file has problems, return them instead."""
+        """Write a folder; if the file has problems, or its reader an error, return the facts about them instead."""
         assert self.directory is not None
-        folder, partial = self.directory / key, self.directory / f"{key}.partial"
+        # With the machine's name: also where its locks are not those of other machines, each writes its own.
+        folder, partial = self.directory / key, self.directory / f"{key}.{socket.gethostname()}.partial"
         shutil.rmtree(partial, ignore_errors=True)  # of a killed process: this one has the lock
         self._sweep()
         partial.mkdir()
@@ -256,7 +257,7 @@ class TokenCache:
         try:
             facts = build(writer)
             if facts.get("problems"):
-                return {"facts": facts}
+                return facts
             identity, digests = writer.flush(), writer.digests()
             with (partial / _MANIFEST).open("w", encoding="utf-8") as file:
                 file.write(_sealed({"dtypes": dict(dtypes), "digests": digests, "facts": facts}))
@@ -277,10 +278,11 @@ class TokenCache:
             shutil.rmtree(partial, ignore_errors=True)
 
     def _sweep(self) -> None:
-        """Remove what killed processes left of other folders."""
+        """Remove what killed processes of this machine left of other folders."""
         assert self.directory is not None
-        for partial in self.directory.glob("*.partial"):
-            with partial.with_suffix(".lock").open("a") as file, suppress(BlockingIOError):
+        for partial in self.directory.glob(f"*.{socket.gethostname()}.partial"):
+            lock = self.directory / f"{partial.name.partition('.')[0]}.lock"
+            with lock.open("a") as file, suppress(BlockingIOError):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(partial, ignore_errors=True)
 
@@ -389,7 +391,7 @@ def _read(path: Path) -> Any:
     """Read what `_sealed` wrote. Raises _DamagedError, or OSError if the file is not there."""
     seal, _, text = path.read_bytes().partition(b"\n")
     if seal != str(zlib.crc32(text)).encode():
-        raise _DamagedError(f"{path.name} has another checksum")
+        raise _DamagedError(f"{path} has another content")
     return json.loads(text)
 
 

@@ -1,7 +1,7 @@
 """Call a function for many tasks in processes beside this one, with the results in the order of the tasks.
 
 Processes are started, not forked: a rank has threads and a GPU, which a fork breaks. They import only what the function
-needs, and end with this process.
+needs, and end with this process. (Those of multiprocessing would first import the script that trains.)
 """
 
 import os
@@ -11,13 +11,10 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
-from functools import cached_property
+from contextlib import ExitStack, closing, contextmanager
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -28,8 +25,8 @@ class WorkerError(OSError):
     """Error of a process that ended before its task."""
 
 
-class Workers:
-    """Context of processes that call a function; they start at the first call.
+class Workers(ExitStack):
+    """Context of processes that call a function; they start with their first task.
 
     Args:
         make: makes the function, once in each process; can be pickled if ``processes`` is not 1.
@@ -37,55 +34,32 @@ class Workers:
     """
 
     def __init__(self, make: Callable[[], Callable[[Any], Any]], processes: int) -> None:
+        super().__init__()
         self._make, self._processes = make, processes
-        self._stack = ExitStack()
-
-    def __enter__(self) -> "Workers":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        self._function: Callable[[Any], Any] | None = None
+        self._workers = list[_Worker]()
 
     def in_order(self, tasks: Iterable[Any]) -> Iterator[Any]:
-        """Yield the results for all tasks, in their order; only a few tasks are taken at a time.
+        """Yield the results for all tasks, in their order; take them all. The processes take turns, a task at a time.
 
         Raises:
             WorkerError: a process was killed.
             Exception: the first error of a task.
         """
         if self._processes == 1:
-            yield from map(self._own, tasks)
+            self._function = self._function or self._make()
+            yield from map(self._function, tasks)
             return
-        pool, idle = self._pool
-
-        def run(task: Any) -> Any:
-            worker = idle.get()
-            try:
-                return worker.call(task)
-            finally:
-                idle.put(worker)
-
-        waiting = deque[Future[Any]]()
-        for task in tasks:
-            waiting.append(pool.submit(run, task))
-            if len(waiting) > 2 * self._processes:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-
-    @cached_property
-    def _own(self) -> Callable[[Any], Any]:
-        return self._make()
-
-    @cached_property
-    def _pool(self) -> tuple[ThreadPoolExecutor, SimpleQueue["_Worker"]]:
-        pool, idle = self._stack.enter_context(ThreadPoolExecutor(self._processes)), SimpleQueue[_Worker]()
-        self._stack.callback(pool.shutdown, wait=False, cancel_futures=True)
-        for _ in range(self._processes):
-            worker = _Worker(self._make)
-            self._stack.callback(worker.close)  # before the pool, whose threads wait for it
-            idle.put(worker)
-        return pool, idle
+        busy = deque[_Worker]()
+        for number, task in enumerate(tasks):
+            done = [busy.popleft().result()] if number >= self._processes else []
+            turn = number % self._processes
+            if turn == len(self._workers):
+                self._workers.append(self.enter_context(closing(_Worker(self._make))))
+            self._workers[turn].send(task)
+            busy.append(self._workers[turn])
+            yield from done
+        yield from (worker.result() for worker in busy)
 
 
 class _Worker:
@@ -94,31 +68,37 @@ class _Worker:
     def __init__(self, make: Callable[[], Callable[[Any], Any]]) -> None:
         self._pipe, theirs = Pipe()
         # Each process has one core, and no GPU.
-        environment = os.environ | {
-            "TOKENIZERS_PARALLELISM": "false",
-            "OMP_NUM_THREADS": "1",
-            "CUDA_VISIBLE_DEVICES": "",
-        }
+        alone = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         with theirs:
             handle = theirs.fileno()
             command = [sys.executable, "-c", _START, str(_ROOT), str(handle)]
+            environment = os.environ | alone
             self._process = subprocess.Popen(command, pass_fds=[handle], stdin=subprocess.DEVNULL, env=environment)
-        self._pipe.send_bytes(pickle.dumps(make))
+        self.send(pickle.dumps(make))
 
-    def call(self, task: Any) -> Any:
-        """Call the function. Raises its error, or WorkerError."""
-        try:
+    def send(self, task: Any) -> None:
+        """Begin a task, after the result of the one before. Raises WorkerError."""
+        with self._alive():
             self._pipe.send(task)
+
+    def result(self) -> Any:
+        """Return the result of the task. Raises its error, or WorkerError."""
+        with self._alive():
             result, error = self._pipe.recv()
+        if error is not None:
+            raise error
+        return result
+
+    @contextmanager
+    def _alive(self) -> Iterator[None]:
+        try:
+            yield
         except (EOFError, OSError) as lost:
             code = self._process.wait()
             raise WorkerError(
                 f"a process that tokenizes ended with exit code {code}, expected it to finish"
                 + "; -9 is a kill, as of a machine without memory" * (code == -9)
             ) from lost
-        if error is not None:
-            raise error
-        return result
 
     def close(self) -> None:
         """End the process."""
@@ -136,7 +116,7 @@ def serve(handle: int) -> None:
     init_hf_modules()  # a tokenizer may have code of its checkpoint
     with Connection(handle) as pipe:
         try:
-            function = pickle.loads(pipe.recv_bytes())()
+            function = pickle.loads(pipe.recv())()
             while True:
                 task = pipe.recv()
                 result, problem = None, None

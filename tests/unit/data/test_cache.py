@@ -7,6 +7,7 @@ import random
 import resource
 import shutil
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -153,7 +154,7 @@ def test_damage_is_found_and_the_file_tokenized_again(tmp_path, rng, monkeypatch
         file.write_bytes(content) if number % 4 < 3 else file.unlink()
         assert read(path, reader(directory, said)) == expected
         (line,) = said
-        assert f"{folder} is damaged ({file.name}" in line and f"{path} is tokenized again" in line
+        assert f"{file} " in line and f"so it is damaged: {path} is tokenized again" in line
     for known in (directory / "known").iterdir():  # is only faster
         known.write_bytes(rng.randbytes(30))
     assert read(path, reader(directory, said)) == expected and len(said) == 1
@@ -190,7 +191,7 @@ def test_another_content_is_tokenized_and_another_name_is_not(tmp_path, rng, mon
     assert len(said) == 1 and samples[0].where() == f"{tmp_path}/b.jsonl:1"
     assert all(f"{tmp_path}/b.jsonl: " in note for note in counts.notes())
     assert read(path, reader(directory, said)) == expected and len(said) == 1
-    (directory / "killed.partial").mkdir()
+    (directory / f"killed.{socket.gethostname()}.partial").mkdir()
     times = path.stat()
     content = path.read_text().replace("assistant", "user", 1).replace("user", "assistant", 1)
     path.write_text(content)
@@ -199,19 +200,64 @@ def test_another_content_is_tokenized_and_another_name_is_not(tmp_path, rng, mon
     assert not [*directory.glob("*.partial")]
 
 
-def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, rng, monkeypatch):
+@pytest.mark.parametrize("change", ["append", "replace", "touch", "remove"])
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, rng, monkeypatch, change):
+    """And its tokens never have the name of whole ones, at which a kill could leave them."""
     path, directory = chats(tmp_path / "a.jsonl", rng), tmp_path / "cache"
 
-    def append(*arguments: Any) -> dict[str, Any]:
-        with path.open("a") as file:
-            file.write(json.dumps(GOOD) + "\n")
-        return written(*arguments)
+    def changed(*arguments: Any) -> dict[str, Any]:
+        facts = written(*arguments)
+        if change == "append":
+            with path.open("a") as file:
+                file.write(json.dumps(GOOD) + "\n")
+        elif change == "replace":
+            (tmp_path / "b").write_bytes(path.read_bytes())
+            os.replace(tmp_path / "b", path)
+        else:
+            path.touch() if change == "touch" else path.unlink()
+        return facts
 
     written = chat._write
-    monkeypatch.setattr(chat, "_write", append)
-    with pytest.raises(DataError, match=r"a\.jsonl: changed while it was tokenized"):
+    monkeypatch.setattr(chat, "_write", changed)
+    monkeypatch.setattr(os, "rename", None)
+    with pytest.raises((DataError, FileNotFoundError), match=r"a\.jsonl(: changed while it was tokenized|'$)"):
         read(path, reader(directory, []))
-    assert not folders(directory)
+    assert not folders(directory) and not [*directory.glob("*.partial")]
+
+
+def test_machines_with_locks_of_their_own_write_whole_folders(tmp_path, rng, monkeypatch):
+    """As on a network disk whose locks are not those of other machines."""
+    path, directory, said = chats(tmp_path / "a.jsonl", rng), tmp_path / "cache", Lines()
+    expected, written = read(path), chat._write
+
+    def meanwhile(*arguments: Any) -> dict[str, Any]:
+        monkeypatch.setattr(chat, "_write", written)
+        monkeypatch.setattr(socket, "gethostname", lambda: "other")
+        assert read(path, reader(directory, said)) == expected
+        monkeypatch.undo()
+        return written(*arguments)
+
+    monkeypatch.setattr("fcntl.flock", lambda *_: None)
+    monkeypatch.setattr(chat, "_write", meanwhile)
+    assert read(path, reader(directory, said)) == expected == read(path, reader(directory, said))
+    assert len(folders(directory)) == 1 and len(said) == 2
+
+
+def test_a_directory_that_cannot_be_written(tmp_path, rng, monkeypatch):
+    """Its tokens are read, of which nothing is remembered; those of other files are not made."""
+    path, other, directory, said = chats(tmp_path / "a.jsonl", rng), tmp_path / "b.jsonl", tmp_path / "cache", Lines()
+    expected = read(path, reader(directory, []))
+    other.write_text(path.read_text() * 2)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    for name in ("os.replace", "os.utime", "os.rename", "fcntl.flock"):
+        monkeypatch.setattr(name, refuse)
+    shutil.rmtree(directory / "known")
+    assert read(path, reader(directory, said)) == expected and not said
+    with pytest.raises(DataError, match=r"no tokens of .*b\.jsonl yet, and cannot be written and locked \(Read-only"):
+        read(other, reader(directory, said))
 
 
 def test_bad_lines_and_errors_are_those_of_the_file(tmp_path, rng, monkeypatch):
