@@ -28,8 +28,11 @@ HOUSEKEEPING = re.compile(
     r".*\.teacher_(torch_dtype|device_map|trust_remote_code|low_cpu_mem_usage|use_cache|cache_dir)|"
     r".*\.hf_args\.(logging_first_step|report_to|gradient_checkpointing_kwargs\..*|dataloader_num_workers|output_dir)|"
     r".*\.student_type|device|metric_logger\..*|tokenizer\..*|log_peak_memory_stats|memory_efficient_fsdp_wrap|profiler\..*|"
-    r"optimizer\.(foreach|fused)|checkpointer\.(_component_|checkpoint_files|model_type|output_dir|recipe_checkpoint)"
+    r"optimizer\.(foreach|fused)|checkpointer\.(_component_|checkpoint_files.*|model_type|output_dir|recipe_checkpoint)|"
+    r"batch_size_val|log_level|custom_sharded_layers|"
+    r"model\.(vocab_size|num_layers|num_heads|num_kv_heads|embed_dim|intermediate_dim|max_seq_len|norm_eps|rope_base)"
 )
+PAGE = "docs/coming_from.md"
 UNKNOWN = "choose_one"  # no scheme has this name, so training refuses the recipe until it has one
 BITS = {"int8": 8, "int4": 4, "int3": 3, "int2": 2}
 GRANULARITIES = {"per-tensor": "tensor", "per-channel": "channel", "per-group": "group", "per-token": "token"}
@@ -156,9 +159,8 @@ def from_angelslim(source: ForeignRecipe) -> Converted:
     made = Converted()
     kind = source.take("compression.name")
     if kind not in ("QAT", "QAD"):
-        raise ValueError(
-            f"compression.name: {kind!r}, expected QAT or QAD: launch/calibrate.py quantizes without training"
-        )
+        there = {"PTQ": "launch/calibrate.py quantizes without training", "MCoreQAD": f"write a recipe by {PAGE}"}
+        raise ValueError(f"compression.name: {kind!r}, expected QAT or QAD: {there.get(kind, 'it trains nothing')}")
     section = f"compression.{kind}"
     quantizer = f"{section}.plugin_config.quant_config"
     made.put("model.path", source.take("model.model_path"))
@@ -250,7 +252,11 @@ def _angelslim_learnable(source: ForeignRecipe, made: Converted, section: str, q
     if source.take(f"{learnable}.quant_max_scale_lr"):
         made.say(f"{learnable}.quant_max_scale_lr", "scales of parts of a group (FOCUS) are not supported")
     expect(source, made, f"{section}.plugin_config.enable_scale", True, "here layers are always quantized")
-    made.put("quant.scales", source.take(f"{section}.from_ptq_ckpt"))
+    if scales := source.take(f"{section}.from_ptq_ckpt"):
+        made.put("quant.scales", scales)
+        made.say(
+            f"{section}.from_ptq_ckpt", "not required here: without quant.scales the run measures the first scales"
+        )
 
 
 def _static_inputs(made: Converted) -> bool:
@@ -289,9 +295,11 @@ def _angelslim_losses(source: ForeignRecipe, made: Converted, section: str, kind
 
 def _angelslim_data(source: ForeignRecipe, made: Converted, section: str) -> None:
     hub = source.take(f"{section}.hf_dataset")
-    path, sft = source.take("dataset.data_path"), source.take("dataset.is_sft_data")
+    path, answers_alone = source.take("dataset.data_path"), source.take("dataset.is_sft_data", False)
     made.put("data.train", [hub or path or "train.jsonl"])
-    made.put("data.kind", "text" if hub or sft is False else None)
+    made.put("data.kind", "text" if hub else None)
+    if not hub and not answers_alone:
+        made.say("dataset.is_sft_data", "false: prompts are learned there too; here answers alone are")
     if hub:
         made.say(f"{section}.hf_dataset", f"data.train takes files: save {hub} as text")
     made.put("data.max_length", source.take("dataset.max_seq_length"))
@@ -358,17 +366,22 @@ def from_torchtune(source: ForeignRecipe) -> Converted:
         made.say("checkpointer", "model.path is a Hugging Face checkpoint (safetensors), not Meta's consolidated files")
     model = str(source.take("model._component_"))
     if "lora" in model:
-        made.say("model._component_", f"{model}: adapter.kind lora trains an adapter")
+        _torchtune_adapter(source, made)
     dtype = source.take("dtype", "bf16")
     made.put("model.dtype", {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}.get(dtype, dtype))
     if made.recipe["model"]["dtype"] == "bfloat16":
         made.say("dtype", "bf16: torchtune's optimizer then updates bf16 weights; here it always updates fp32 copies")
     _torchtune_quantizer(source, made)
-    made.put("learnable.norm", True)
+    made.put("learnable.norm", "adapter" not in made.recipe)
     data = source.take_below("dataset")
     files = data.get("data_files") or data.get("source") or data.get("_component_", "train.jsonl")
     made.put("data.train", [files])
-    made.say("dataset", f"data.train takes files: save the rows of {files} as JSONL; prompts are not learned here")
+    made.say(
+        "dataset",
+        f"data.train takes files, or names on the Hub: save the rows of {files} as JSONL; prompts are not learned here",
+    )
+    if validation := source.take_below("dataset_val"):
+        made.say("dataset_val", f"data.eval takes files, data.held_out a share of the samples: {validation}")
     made.put("data.max_length", source.take("tokenizer.max_seq_len"))
     made.put("data.packing", bool(data.get("packed")) or None)
     made.put("data.too_long", "truncate")
@@ -401,6 +414,18 @@ def from_torchtune(source: ForeignRecipe) -> Converted:
     made.put("deepspeed", "zero3")
     made.put("output_dir", output)
     return made
+
+
+def _torchtune_adapter(source: ForeignRecipe, made: Converted) -> None:
+    """Convert an adapter beside the quantized weights."""
+    made.put("adapter.kind", "lora")
+    made.put("adapter.merge", False)
+    made.put("adapter.rank", source.take("model.lora_rank", 8))
+    made.put("adapter.alpha", float(source.take("model.lora_alpha", 16)))
+    made.put("adapter.dropout", float(source.take("model.lora_dropout", 0.0)) or None)
+    names = [name.replace("output_proj", "o_proj") for name in source.take("model.lora_attn_modules", [])]
+    names += ["gate_proj", "up_proj", "down_proj"] if source.take("model.apply_lora_to_mlp") else []
+    made.put("adapter.targets", [rf".*\.({'|'.join(names)})"])
 
 
 def _torchtune_quantizer(source: ForeignRecipe, made: Converted) -> None:

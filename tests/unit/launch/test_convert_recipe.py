@@ -106,7 +106,27 @@ def test_scales_alone_learn_from_the_model_itself():
     assert (recipe.train.steps, recipe.optim.schedule, recipe.optim.min_lr_ratio) == (3, "cosine", 0)
     assert (recipe.deepspeed, recipe.train.activation_checkpointing, recipe.data.max_length) == ("zero3", True, 4096)
     said = {note.partition(":")[0].rpartition(".")[2] for note in notes}
-    assert said == {"num_samples", "learning_rate"}
+    assert said == {"num_samples", "learning_rate", "is_sft_data", "from_ptq_ckpt"}
+
+
+def test_chats_stay_chats_with_and_without_their_prompts():
+    """AngelSlim learns the prompts of the same files unless is_sft_data is set; Hub data sets are text."""
+    for given, noted in (("", True), (", is_sft_data: false", True), (", is_sft_data: true", False)):
+        recipe, notes = read(SCALES_ONLY.replace(", batch_size: 1}", given + "}"))
+        assert recipe.data.kind == "chat" and any("is_sft_data: false: prompts are" in note for note in notes) == noted
+    recipe, notes = read(SCALES_ONLY.replace("hf_dataset: null", "hf_dataset: a/b"))
+    assert recipe.data.kind == "text" and not any("is_sft_data" in note for note in notes)
+
+
+def test_an_adapter_of_torchtune_is_beside_the_quantized_weights():
+    """As recipes/configs/llama3/8B_qat_lora.yaml."""
+    lora = """llama3_8b, lora_attn_modules: [q_proj, output_proj], apply_lora_to_mlp: true,
+      apply_lora_to_output: false, lora_rank: 4, lora_alpha: 8, lora_dropout: 0.5"""
+    recipe, notes = read(TORCHTUNE.replace("llama3.llama3_8b", f"llama3.lora_{lora}"))
+    adapter = recipe.adapter
+    assert (adapter.kind, adapter.merge, adapter.rank, adapter.alpha, adapter.dropout) == ("lora", False, 4, 8, 0.5)
+    assert adapter.targets == [r".*\.(q_proj|o_proj|gate_proj|up_proj|down_proj)"]
+    assert not any("lora" in note for note in notes)
 
 
 def test_inputs_of_w4a8_fp8_keep_their_one_stored_scale():
@@ -172,7 +192,12 @@ def test_a_redirected_recipe_keeps_the_notes(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("a: 1", "expected a QAT"), ("- 1", "keys and values"), ("compression: {name: PTQ}", "QAT or QAD")],
+    [
+        ("a: 1", "expected a QAT"),
+        ("- 1", "keys and values"),
+        ("compression: {name: PTQ}", "QAT or QAD: launch/calibrate.py"),
+        ("compression: {name: MCoreQAD}", "QAT or QAD: write a recipe by docs/coming_from.md"),
+    ],
 )
 def test_refused_in_one_line(text, said, tmp_path, monkeypatch, capsys):
     path = tmp_path / "config.yaml"
