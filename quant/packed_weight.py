@@ -25,6 +25,7 @@ from quant.observers import Ranges
 from quant.scale import Quantizer
 from quant.spec import TensorSpec
 
+BASE = "adapter.base: quantized"
 CODE_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp4_e2m1": torch.uint8}  # int8 for integers
 
 
@@ -36,11 +37,13 @@ class PackedCodes:
         spec: the weight's number format.
         shape: the weight's shape, ``(out, in)`` or ``(E, out, in)``.
         ranges: method to choose scales if weights are loaded and quantized; None if codes are loaded.
+        option: option of the recipe that asks for codes, for errors.
     """
 
     spec: TensorSpec
     shape: tuple[int, ...]
     ranges: Ranges | None = None
+    option: str = BASE
 
     @property
     def row_bytes(self) -> int:
@@ -91,11 +94,13 @@ def packed_codes(parameter: Tensor) -> PackedCodes | None:
     return held
 
 
-def store_packed(layer: nn.Module, spec: TensorSpec, shape: tuple[int, ...], ranges: Ranges | None = None) -> None:
-    """Replace the weight of a layer (a Linear or stack, on the meta device) by a Parameter for its codes; ``spec`` and
-    ``shape`` describe the weight; ``ranges`` chooses scales if weights are loaded and quantized. Raises ValueError if
-    the codes of a row do not fill whole elements of the model's dtype."""
-    weight, held = layer.weight, PackedCodes(spec, shape, ranges)
+def store_packed(
+    layer: nn.Module, spec: TensorSpec, shape: tuple[int, ...], ranges: Ranges | None = None, option: str = BASE
+) -> None:
+    """Replace the weight of a layer (a Linear or stack, on the meta device) by a Parameter for its codes; for the other
+    arguments see :class:`PackedCodes`. Raises ValueError if the codes of a row do not fill whole elements of the
+    model's dtype."""
+    weight, held = layer.weight, PackedCodes(spec, shape, ranges, option)
     assert isinstance(weight, nn.Parameter) and weight.is_meta and math.prod(shape) == weight.numel()
     packed = torch.empty(held.packed_shape(weight.dtype), dtype=weight.dtype, device="meta")
     layer.weight = nn.Parameter(packed, requires_grad=False)

@@ -47,6 +47,9 @@ def check_recipe(recipe: Recipe, out: Path | None) -> Path:
     problems = []
     if settings.named_teacher() != "model":
         problems.append(f"loss.teacher: {settings.teacher!r}, expected the directory of the teacher to run")
+    if settings.teacher_weights != "full":
+        expected = "full: a cache is read by many runs, and there is no student beside its teacher"
+        problems.append(f"loss.teacher_weights: {settings.teacher_weights!r}, expected {expected}")
     if settings.top_k is None:
         problems.append("loss.top_k: None, expected how many tokens to keep of each position, like 100")
     if out is None:

@@ -13,7 +13,7 @@ from engine.config.config import Recipe, recipe_options
 from engine.config.errors import RecipeError
 from engine.config.hub import HUB, named
 from engine.config.reading import load_recipe
-from engine.config.sections import OptimRecipe
+from engine.config.sections import LossRecipe, OptimRecipe
 from model.checkpoint.fingerprint import digest_of_checkpoint
 from model.console import working
 from model.ranks import errors_on_all_ranks, rank, world_size
@@ -255,7 +255,9 @@ def verify_checkpoint(checkpoint: TrainingCheckpoint) -> None:
 # and types of parameters, scales and optimizer states depend on model, adapter, learnable, the schemes and moments,
 # histograms of observers on input_range; theta corrects a fixed scale or the absmax of each step, with the allowed
 # signs; weights are rotated with inputs; norms that write codes store the scales of the layers behind them under their
-# own names.
+# own names. A loss may change, but not the same teacher's values.
+#
+# Losses may change, but not the weights of the same teacher.
 #
 # Sections that are not here may change: rates, losses, events, output. The number of rows per step and the ZeRO stage
 # have checks of their own.
@@ -272,6 +274,7 @@ MAY_CHANGE: dict[str, set[str]] = {
     "learnable": set(),
     "adapter": {"start", "init", "dropout"},
     "optim": {option.name for option in fields(OptimRecipe)} - {"moments"},
+    "loss": {option.name for option in fields(LossRecipe)} - {"teacher_weights"},
 }
 
 

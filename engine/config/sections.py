@@ -90,6 +90,9 @@ _WSD = Condition("optim.schedule is wsd", lambda r: r.optim.schedule == "wsd")
 _RECOMPUTES = Condition("train.activation_checkpointing is true", lambda r: r.train.activation_checkpointing)
 _GGUF = Condition("export.format is gguf", lambda r: r.export.format == "gguf")
 _TEACHER = Condition("loss.kd_weight is above 0 (at the start, or by an event)", lambda r: r.distils())
+_TEACHER_MODEL = Condition(
+    "loss.teacher is a directory, and loss.kd_weight is above 0", lambda r: r.teacher_kind() == "model"
+)
 _EVALUATION = Condition("eval.every is above 0", lambda r: r.eval.every)
 _OF_CACHE = only_with(QUANTIZES, QUANTIZED_CACHE)
 
@@ -291,6 +294,9 @@ class LossRecipe:
     """Directory of the teacher's checkpoint, or a name like model.path; often the same. The teacher is frozen, and
     sharded under stage 3. self: the student without fake quant, which takes no memory and needs frozen weights, norms
     and routers."""
+    teacher_weights: Literal["full", "int8"] = field(default="full", metadata=only_with(_TEACHER_MODEL))
+    """full: the teacher's weights in model.dtype; int8: those of its linear layers as 8-bit codes with a scale per
+    output, half the memory of bf16, which are decoded layer by layer. lm_head, embeddings and routers stay full."""
     teacher_cache: str | None = field(default=None, metadata=not_empty("a directory"))
     """Directory that launch/cache_teacher.py wrote: training reads the teacher's loss.top_k tokens from there and loads
     no teacher. Only for kl_top_k."""

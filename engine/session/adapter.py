@@ -19,10 +19,10 @@ from model.quantized.quantization_config import is_quantized
 from model.quantized.quantize_on_load import can_quantize_on_load
 from model.ranks import listed, say
 from model.ranks import rank as this_rank
-from quant import Quantization, QuantLinear, Scheme
+from quant import Quantization, QuantLinear, Ranges, Scheme
 from quant.linear import StackedLinear, linears_of
 from quant.lora import Adapter, AdapterBeside
-from quant.packed_weight import store_packed
+from quant.packed_weight import BASE, store_packed
 from quant.rules import assign, examples, schemes_of_layers
 
 
@@ -70,20 +70,35 @@ def pack_base(recipe: Recipe, model: PreTrainedModel, exempt: Sequence[str], nam
     made = not is_quantized(Path(recipe.model.path))
     if made:
         _check_made(recipe)
-    modules, head = dict(model.named_modules()), model.get_output_embeddings()
     chosen, _ = assign(model, recipe.quant.default_scheme(), recipe.quant.chosen_rules(), exempt, named)
+    pack_layers(model, chosen, BASE, recipe.quant.ranges() if made else None)
+
+
+def pack_layers(model: PreTrainedModel, chosen: Mapping[str, Scheme], option: str, ranges: Ranges | None) -> None:
+    """Replace the weights of layers, except lm_head, embeddings and shared weights, by packed weights.
+
+    Args:
+        model: a model with parameters on the meta device.
+        chosen: schemes by names of a checkpoint's Linears.
+        option: the option that asks for it, for errors.
+        ranges: method to choose scales if weights are quantized on load; None if codes are loaded.
+
+    Raises:
+        ValueError: a layer cannot be packed or quantized on load.
+    """
+    modules, head = dict(model.named_modules()), model.get_output_embeddings()
     users = Counter(id(own) for module in modules.values() for own in module.parameters(recurse=False))
     for name, scheme in schemes_of_layers(chosen, modules).items():
         layer = modules[name]
         if layer is head or isinstance(layer, nn.Embedding) or users[id(layer.weight)] > 1:
             continue
         try:
-            if made and not can_quantize_on_load(scheme.weights):
+            if ranges is not None and not can_quantize_on_load(scheme.weights):
                 raise ValueError(
-                    f"adapter.base: quantized: scheme {scheme.name!r} has one scale for a whole weight, but "
+                    f"{option}: scheme {scheme.name!r} has one scale for a whole weight, but "
                     f"weights are quantized a few rows at a time: {_ELSE}"
                 )
-            store_packed(layer, scheme.weights, tuple(layer.weight.shape), recipe.quant.ranges() if made else None)
+            store_packed(layer, scheme.weights, tuple(layer.weight.shape), ranges, option)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
 

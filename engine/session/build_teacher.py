@@ -1,23 +1,34 @@
 """The recipe's teacher, a model beside the student or a cache on disk: checked before data is read, then built."""
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from data.samples import DataError, Sample, load_tokenizer
 from data.teacher_cache import TeacherCache
 from engine.config.config import Recipe
 from engine.config.deepspeed import teacher_config
 from engine.losses.teacher import CachedTeacher, ModelTeacher, common_vocabulary, first_difference
+from engine.session.adapter import pack_layers
 from engine.session.context import META, RunContext, build_for, stage_0
 from engine.session.optimizer import initialize_frozen
+from engine.session.student import always_exempt
 from model.checkpoint.fingerprint import digest_of_checkpoint
 from model.checkpoint.load import check_headers, load_weights
 from model.head import embedding_rows, output_head, settle_function, take_out_head
 from model.quantized.quantization_config import is_quantized
+from model.quantized.quantize_on_load import fill_quantize_on_load_scales
 from model.ranks import errors_on_all_ranks, rank, say, world_size
+from model.zero import partition_new_parameters
+from quant import SCHEMES, Quantization, Ranges, replace_layers
+from quant.rules import assign
+
+INT8 = SCHEMES["w8a16_channel"]  # a scale per output fits every shape; KL by groups: benchmarks/results/kd_loss.md
 
 
 def check_teacher(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, logits: int) -> int:
@@ -39,7 +50,7 @@ def check_teacher(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, logits: in
     with errors_on_all_ranks(OSError, ValueError):
         if os.path.realpath(path) != os.path.realpath(recipe.model.path):
             _check_same_tokens(recipe, tokenizer, path)
-    model = build_for(recipe, path, stage_0(recipe), META)
+    model = empty_teacher(recipe, stage_0(recipe), META)
     with errors_on_all_ranks(ValueError):
         own = output_head(model)[1].out_features
         try:
@@ -47,6 +58,7 @@ def check_teacher(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, logits: in
         except ValueError as error:
             raise ValueError(f"loss.teacher: {path}: {error}") from error
     check_headers(model, path)
+    quantize_teacher(recipe, model, stage_0(recipe))
     return min(embedding_rows(model), own)
 
 
@@ -65,6 +77,43 @@ def _check_same_tokens(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, path:
         )
 
 
+def empty_teacher(recipe: Recipe, ds_config: dict[str, Any], device: torch.device) -> PreTrainedModel:
+    """Build the teacher without weights; with ``loss.teacher_weights: int8`` its linear layers have packed weights.
+    Raises RankError on every rank."""
+    path, option = str(recipe.loss.teacher), _option(recipe)
+    if option is None:
+        return build_for(recipe, path, ds_config, device)
+
+    def pack(model: PreTrainedModel) -> None:
+        if is_quantized(Path(path)):
+            raise ValueError(f"{option}: {path} is quantized: remove that option, or name an unquantized teacher")
+        chosen, _ = assign(model, INT8, exempt=always_exempt(model))
+        pack_layers(model, chosen, option, Ranges())
+
+    return build_for(recipe, path, ds_config, device, hold=pack)
+
+
+def quantize_teacher(recipe: Recipe, model: PreTrainedModel, ds_config: dict[str, Any]) -> Quantization | None:
+    """Make the layers with packed weights compute with these; None without ``loss.teacher_weights: int8``. Their scales
+    are not filled yet. Raises RankError on every rank if a layer cannot be quantized."""
+    if (option := _option(recipe)) is None:
+        return None
+    with errors_on_all_ranks(ValueError):
+        try:
+            quantization = replace_layers(
+                model, INT8, exempt=always_exempt(model), learn_weight_scale=False, learn_input_scale=False
+            )
+        except ValueError as error:
+            raise ValueError(f"{option}: {recipe.loss.teacher}: {error}; remove that option") from error
+    partition_new_parameters(model, ds_config)
+    return quantization
+
+
+def _option(recipe: Recipe) -> str | None:
+    """Return the option that asks for 8-bit weights, for errors; None if nothing does."""
+    return None if recipe.loss.teacher_weights == "full" else f"loss.teacher_weights: {recipe.loss.teacher_weights}"
+
+
 def load_teacher(recipe: Recipe, context: RunContext, logits: int) -> ModelTeacher:
     """Load the frozen teacher model, which :func:`check_teacher` has checked; a collective.
 
@@ -75,8 +124,8 @@ def load_teacher(recipe: Recipe, context: RunContext, logits: int) -> ModelTeach
 
     Raises RankError on every rank if the files do not fit the model.
     """
-    path = str(recipe.loss.teacher)
-    model = build_for(recipe, path, teacher_config(context.ds_config), context.device)
+    path, config = str(recipe.loss.teacher), teacher_config(context.ds_config)
+    model = empty_teacher(recipe, config, context.device)
     _, linear = output_head(model)
     vocabulary = common_vocabulary(context.tokenizer, logits, linear.out_features)
     if vocabulary is not None:
@@ -86,6 +135,13 @@ def load_teacher(recipe: Recipe, context: RunContext, logits: int) -> ModelTeach
         )
     report = load_weights(model, path, method=recipe.model.load)
     say(f"teacher: {report.summary()}")
+    if (quantization := quantize_teacher(recipe, model, config)) is not None:
+        fill_quantize_on_load_scales(model, quantization)
+        codes = sum(math.prod(layer.weight_shape) for layer in quantization.layers.values())
+        say(
+            f"teacher in int8: {codes:,} weights of {len(quantization.layers)} linear layers, rounded to 8 bits with a "
+            "scale per output (loss.teacher_weights)"
+        )
     if is_quantized(Path(path)):
         say("teacher: its weights are decoded from its codes, and its inputs are not quantized")
     _, head_proxy = take_out_head(model)

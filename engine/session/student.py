@@ -163,11 +163,15 @@ def _has_router_logits(model: PreTrainedModel) -> bool:
 
 
 def _exempt(recipe: Recipe, model: PreTrainedModel) -> list[str]:
-    """List patterns of unquantized modules: the recipe's patterns, routers (to keep their choices), and lm_head."""
+    """List patterns of unquantized modules: the recipe's patterns, and those of every model."""
+    return [*recipe.quant.exempt, *recipe.quant.exempt_more, *always_exempt(model)]
+
+
+def always_exempt(model: PreTrainedModel) -> list[str]:
+    """List patterns of the modules that no recipe quantizes: routers (to keep their choices), and lm_head."""
     modules = {name for name, _ in model.named_modules()}
     routers = [rf"{re.escape(name)}(\..+)?" for name in router_names(model) if name in modules]
-    own = routers + [re.escape(name) for name, one in model.named_modules() if one is model.get_output_embeddings()]
-    return [*recipe.quant.exempt, *recipe.quant.exempt_more, *own]
+    return routers + [re.escape(name) for name, one in model.named_modules() if one is model.get_output_embeddings()]
 
 
 def initial_scales(recipe: Recipe, model: PreTrainedModel, quantization: Quantization) -> set[str]:

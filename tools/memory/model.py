@@ -21,7 +21,8 @@ from transformers.masking_utils import AttentionMaskInterface
 from engine.config.config import Recipe
 from engine.losses.chunked import TeacherHidden, TeacherTargets, TeacherTopK, chunked_losses
 from engine.losses.objective import CACHED_KINDS, TopK
-from engine.session.context import META, TORCH_DTYPES, build_for, stage_0
+from engine.session.build_teacher import empty_teacher, quantize_teacher
+from engine.session.context import META, TORCH_DTYPES, stage_0
 from engine.session.student import empty_student, quantize_student
 from model.build import attention_for, read_config
 from model.head import LMHead, QuantHead, hidden_states, install_head, output_head, take_out_head
@@ -86,7 +87,9 @@ def meta_teacher(recipe: Recipe) -> MetaTeacher | None:
         return None
     path = str(recipe.loss.teacher)
     section = dataclasses.replace(recipe.model, attn_implementation=attention_on_meta(_attention(recipe, path)))
-    model = build_for(dataclasses.replace(recipe, model=section), path, stage_0(recipe), META)
+    recipe = dataclasses.replace(recipe, model=section)
+    model = empty_teacher(recipe, stage_0(recipe), META)
+    quantize_teacher(recipe, model, stage_0(recipe))
     _, head = output_head(model)
     take_out_head(model)
     for module in (model, head):

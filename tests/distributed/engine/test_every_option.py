@@ -78,6 +78,7 @@ COMPANY: dict[str, dict[str, Any]] = {
     "loss.kd": KD,
     "loss.top_k": {**KD, "loss.kd": "kl_top_k", "loss.top_k": 5},
     "loss.teacher": KD,
+    "loss.teacher_weights": KD,
     "loss.diagnostics_every": KD,
     "loss.temperature": {**KD, "loss.kd": "kd"},
     "loss.tail": {**KD, "loss.kd": "kl_top_k", "loss.top_k": 5},

@@ -25,6 +25,7 @@ from engine.losses.objective import KD_KINDS, LossChunk
 from engine.session.probes import needs_mask
 from model.save import export_model
 from quant import SCHEMES
+from quant.reference import absmax_scale, fake_quant
 from tests.distributed.engine.scripts.train import end_of
 from tests.distributed.engine.scripts.variants import rank_1_without_targets
 from tests.lib.checkpoints import load_model, quantized
@@ -160,6 +161,19 @@ def coded_and_decoded(directory: Path) -> tuple[Path, Path]:
     return coded, decoded
 
 
+def plain_and_rounded(directory: Path) -> tuple[Path, Path]:
+    """A checkpoint with experts, and the one of its linear weights in 8 bits with a scale per output."""
+    plain, rounded = directory / "plain", directory / "rounded"
+    shutil.copytree(tiny_checkpoint(plain, "qwen3_moe"), rounded)
+    weights = load_file(plain / "model.safetensors")
+    for name, weight in weights.items():
+        if name.endswith("_proj.weight"):
+            largest, spec = weight.float().abs().amax(1, keepdim=True), SCHEMES["w8a16_channel"].weights
+            weights[name] = fake_quant(weight.float(), absmax_scale(largest, spec), spec)
+    save_file(weights, rounded / "model.safetensors", metadata={"format": "pt"})
+    return plain, rounded
+
+
 def top_k(base: Path, **options: Any) -> dict[str, Any]:
     """Section ``loss`` of runs on the tokens that the wider teacher finds most likely."""
     return {"teacher": f"{base}/wide", "kd": "kl_top_k", "top_k": 7, "tail": True, **options}
@@ -170,6 +184,8 @@ def runs(base: Path) -> dict[str, Variant]:
     text = base / "text.txt"
     text.write_text(TEXT * 20)
     wide, (coded, decoded) = other_padding(base / "wide"), coded_and_decoded(base)
+    plain, rounded = plain_and_rounded(base)
+    in_8_bits = {"teacher": str(plain), "teacher_weights": "int8"}
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0}
     (base / "unfetched.json").write_text(json.dumps({"zero_optimization": zero}))
     gathering = {"stage": 3, "deepspeed": f"{base}/unfetched.json", "train": {"steps": 4, "quant_stats_every": 0}}
@@ -189,6 +205,9 @@ def runs(base: Path) -> dict[str, Variant]:
         "live": Variant({**cached, "loss": top_k(base)}, "qwen3 tied"),
         "coded_teacher": Variant({"stage": 3, "train": TWO, "loss": {"teacher": str(coded)}}, "qwen3 tied"),
         "decoded_teacher": Variant({"stage": 3, "train": TWO, "loss": {"teacher": str(decoded)}}, "qwen3 tied"),
+        "coded_int8": Variant({"stage": 3, "train": TWO, "loss": in_8_bits}, "qwen3 tied"),
+        "decoded_int8": Variant({"stage": 3, "train": TWO, "loss": {"teacher": str(rounded)}}, "qwen3 tied"),
+        "full_int8": Variant({"stage": 3, "train": TWO, "loss": {"teacher": str(plain)}}, "qwen3 tied"),
         "coded_self": Variant({**SCALES, "model": {"path": str(coded)}, "loss": {"teacher": "self"}}),
         "decoded_self": Variant({**SCALES, "model": {"path": str(coded)}, "loss": {"teacher": str(decoded)}}),
         "gathers_live": Variant({**gathering, "loss": {"teacher": str(wide)}}, "llama", action=gathers),
@@ -308,6 +327,17 @@ def test_a_quantized_teacher_is_the_model_of_its_weights(paths, kind):
     base = paths["live"].parent
     original, weights = (load_file(base / name / "model.safetensors") for name in ("even", "decoded"))
     assert any(not torch.allclose(original[key].float(), weights[key], rtol=1e-2) for key in original)
+
+
+def test_a_teacher_in_int8_is_the_model_of_its_rounded_weights(paths):
+    """Experts among them; router, embedding and lm_head stay. The run says so, with the number of weights."""
+    coded, decoded, full = (load_result(paths[f"{name}_int8"])["losses"] for name in ("coded", "decoded", "full"))
+    for one, same, other in zip(coded, decoded, full, strict=True):
+        off, changed = (abs(one["loss/kd/cakld"] / its["loss/kd/cakld"] - 1) for its in (same, other))
+        assert off < 1e-4 < 3e-4 < changed
+    tensors = load_file(paths["live"].parent / "plain" / "model.safetensors")
+    weights = sum(tensor.numel() for name, tensor in tensors.items() if name.endswith("_proj.weight"))
+    assert f"teacher in int8: {weights:,} weights of " in paths.said()
 
 
 def test_training_on_a_cache_equals_training_with_its_teacher(paths):

@@ -1,12 +1,17 @@
-"""A teacher's cache is of the teacher that is named, and of as many tokens as the student or its tokenizer has."""
+"""Teachers that are refused: quantized ones in int8, and caches of another teacher or another number of tokens."""
 
 import pytest
 
-from engine.session.build_teacher import check_cache
+from engine.checkpoint.find import changes
+from engine.config.errors import RecipeError
+from engine.session.build_teacher import check_cache, empty_teacher
+from engine.session.context import META, stage_0
 from model.ranks import RankError
+from tests.lib.checkpoints import edit_json
 from tests.lib.recipes import minimal
 from tests.lib.tiny import tiny_checkpoint, tiny_tokenizer
 from tests.unit.data.test_teacher_cache import edit_manifest, random_samples, write
+from tools.write_teacher_cache import check_recipe
 
 
 def test_a_cache_of_another_teacher_or_number_of_tokens_is_refused(tmp_path):
@@ -25,3 +30,30 @@ def test_a_cache_of_another_teacher_or_number_of_tokens_is_refused(tmp_path):
     edit_manifest(vocabulary=10**6)(tmp_path / "cache")
     with pytest.raises(RankError, match="cache covers 1,000,000 tokens, expected 301, as many as the student has"):
         check_cache(recipe, tiny_tokenizer(), 301)
+
+
+def test_a_teacher_that_is_quantized_is_not_held_in_int8_too(tmp_path):
+    model = tiny_checkpoint(tmp_path / "model")
+    taught = {"teacher": str(model), "kd_weight": 1.0, "teacher_weights": "int8"}
+    recipe = minimal(model={"path": str(model)}, loss=taught)
+    held = [
+        name for name, own in empty_teacher(recipe, stage_0(recipe), META).named_parameters() if hasattr(own, "held")
+    ]
+    assert held and all(name.endswith("_proj.weight") for name in held)
+    edit_json(model / "config.json", quantization_config={"quant_method": "compressed-tensors", "config_groups": {}})
+    with pytest.raises(RankError, match=r"loss.teacher_weights: int8: .*model is quantized: remove that option"):
+        empty_teacher(recipe, stage_0(recipe), META)
+
+
+def test_a_teacher_in_int8_is_one_of_the_whole_run_and_of_no_cache(tmp_path):
+    taught = {"teacher": "model", "kd_weight": 1.0}
+    full, coded = (minimal(loss={**taught, "teacher_weights": held}) for held in ("full", "int8"))
+    assert changes(full, coded) == ["loss.teacher_weights (was 'full', is 'int8')"]
+    with pytest.raises(
+        RecipeError, match=r"loss\.teacher_weights: 'int8', expected full: a cache is read by many runs"
+    ):
+        check_recipe(coded, tmp_path / "cache")
+    with pytest.raises(
+        RecipeError, match=r"loss\.teacher_weights: 'int8' has no effect unless loss.teacher is a direc"
+    ):
+        minimal(loss={"teacher": "self", "kd_weight": 1.0, "teacher_weights": "int8"}, learnable={"weight": False})
