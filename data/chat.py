@@ -46,6 +46,7 @@ from data.template import SpecialTokens, Template
 from data.tokens import CHARACTERS, TEXTS_AT_ONCE, OffsetTokenizer, TokenizerError, Tokens, in_groups
 from data.workers import Workers
 
+_MANY_TURNS = 100
 _SHOWN = 20  # keys that a note names
 CHAT_DTYPES = {**KEYED, "targets": "<i8", "lines": "<i8"}
 _BYTES_PER_PROCESS = 2**23  # of a file; a process takes some seconds to start
@@ -142,6 +143,7 @@ def _rows(counts: Counter[str]) -> str:
     keys first."""
     ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     shown = [f"{rows:,} {json.dumps(key, ensure_ascii=False)}" for key, rows in ordered[:_SHOWN]]
+    shown = [text.encode("utf-8", "backslashreplace").decode() for text in shown]  # half of a surrogate pair in a key
     number, key = shown[0].split(" ", 1)
     shown[0] = f"{number} row{'s have' if number != '1' else ' has'} {key}"
     more = len(ordered) - _SHOWN
@@ -357,7 +359,7 @@ class _Builder:
                 f"found the special token {token!r} spelled out, expected none: data.special_tokens keep or text "
                 "allows them"
             )
-        rendering = render(self.template, conversation, self.loss_on)
+        rendering = self._located(conversation)
         if self.special_tokens == "text" and rendering.unplaced:
             raise BadLineError(
                 "found a special token spelled out, and a chat template that writes the conversation otherwise without "
@@ -365,6 +367,16 @@ class _Builder:
             )
         self._count(conversation, rendering)
         return rendering
+
+    def _located(self, conversation: Conversation) -> Rendering:
+        """Render a conversation and locate its answers. Each answer takes time in proportion to all turns, so of many
+        turns the last one is located first: it shows if the chat is dropped as too long."""
+        if self.loss_on == "all" and not self.truncate and len(conversation.messages) > _MANY_TURNS:
+            last = render(self.template, conversation, "last")
+            text = last.text[: last.answers[-1].end] if last.answers else ""
+            if len(self.tokenizer.one(text).ids) > self.max_length + _MANY_TURNS:
+                return last
+        return render(self.template, conversation, self.loss_on)
 
     def _count(self, conversation: Conversation, rendering: Rendering) -> None:
         """Count keys, turns and tools of a conversation that are missing in its rendered text."""

@@ -6,6 +6,7 @@ Imports only the standard library, so that a script can check files before it lo
 import gzip
 import io
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -106,14 +107,25 @@ def data_problem(path: str | PathLike[str], *, plain: bool) -> str | None:
             return f"is zstd-compressed, {missing}, or decompress it with unzstd"
         try:
             with opened(path) as (file, _):
-                problem = _kind_problem(file.read(_HEAD), plain)
+                head = file.read(_HEAD)
+                problem = _kind_problem(head, plain) or (None if plain else _json_problem(head))
         except DataError as error:
             return str(error).removeprefix(f"{path}: ")
         return problem and f"is compressed, and its content {problem}"
     if head.startswith(PARQUET) and not plain:
         missing = _missing()
         return missing and f"is a Parquet file, {missing}, or {_AS_ROWS}"
-    return _kind_problem(head, plain)
+    return _kind_problem(head, plain) or (None if plain else _json_problem(head))
+
+
+def _json_problem(head: bytes) -> str | None:
+    """Return a clause for JSON that is not one object per line, by the first bytes of a file."""
+    text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if re.match(rb"\[\s*\{", text):
+        return "is one JSON list, expected one object per line: convert it with jq -c '.[]' FILE"
+    if re.match(rb"\{[ \t]*\r?\n", text):
+        return "has JSON objects of several lines, expected one object per line: convert it with jq -c . FILE"
+    return None
 
 
 def _folder_problem(path: Path, plain: bool) -> str | None:

@@ -219,7 +219,8 @@ def _object(line: bytes) -> dict[str, Any]:
             f"found invalid JSON ({error}), expected one object per line; data.kind: text reads plain text"
         ) from error
     if not isinstance(row, dict):
-        raise BadLineError(f"found {excerpt(row)}, expected an object")
+        of_all = " of one row, not a list of rows: write each row into a line of its own" * isinstance(row, list)
+        raise BadLineError(f"found {excerpt(row)}, expected an object{of_all}")
     return row
 
 

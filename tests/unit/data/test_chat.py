@@ -7,6 +7,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from data import tokens
+from data.answers import render
 from data.chat import read_chat
 from data.jsonl import expected_fields
 from data.samples import IGNORE, DataError, Sample
@@ -261,6 +262,23 @@ def test_a_slow_tokenizer_is_refused(tmp_path):
     slow.chat_template = SIMPLE
     with pytest.raises(DataError, match="ByT5Tokenizer reports no character offsets"):
         read(tmp_path, slow, GOOD)
+
+
+def test_a_chat_of_many_turns_is_dropped_before_each_answer_is_located(tmp_path, monkeypatch):
+    """Each takes time in proportion to all turns."""
+    tokenizer = tiny_tokenizer()
+    row = turns(*(pair for n in range(150) for pair in (("user", f"a{n}"), ("assistant", "b"))))
+    asked = []
+    monkeypatch.setattr("data.chat.render", lambda *args: asked.append(args[-1]) or render(*args))
+    (one,), counts = read(tmp_path, tokenizer, row, GOOD, loss_on="all", max_length=300)
+    assert learned(one, tokenizer) == "42" + END and counts.too_long == 1 and asked == ["last", "all"]
+    (_, _), counts = read(tmp_path, tokenizer, row, GOOD, loss_on="all", max_length=30_000)
+    assert counts.too_long == 0 and asked == ["last", "all", "last", "all", "all"]
+
+
+def test_a_key_with_half_of_a_surrogate_pair_is_printed(tmp_path):
+    (note,) = read(tmp_path, tiny_tokenizer(), GOOD | {"k\ud83d": "x"})[1].notes()
+    assert note.encode("utf-8").endswith(rb'has "k\ud83d", which is not used')
 
 
 def test_order_over_files_and_batches(tmp_path, monkeypatch):

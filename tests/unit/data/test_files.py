@@ -74,6 +74,23 @@ def test_a_file_of_another_kind_is_named_by_both_readers(tmp_path: Path, said: s
         assert str(raised.value).startswith(f"{path}: {said}") and "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"[" + ROW + b"," + ROW + b"]", "is one JSON list, expected one object per line"),
+        (json.dumps([json.loads(ROW)], indent=2).encode(), "is one JSON list"),
+        (b"\xef\xbb\xbf" + json.dumps(json.loads(ROW), indent=2).encode(), "has JSON objects of several lines"),
+        (gzip.compress(b" [" + ROW + b"]"), "is compressed, and its content is one JSON list"),
+    ],
+)
+def test_json_that_is_not_one_object_per_line_is_named_once(tmp_path: Path, content: bytes, said: str) -> None:
+    path = tmp_path / "train.json"
+    path.write_bytes(content)
+    with pytest.raises(DataError) as raised:
+        read_chat([path], tiny_tokenizer(), max_length=64)
+    assert str(raised.value).startswith(f"{path}: {said}") and "jq -c" in str(raised.value)
+
+
 def test_zero_bytes_are_no_plain_text(tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     path.write_bytes(b"some words\0\0\0")
