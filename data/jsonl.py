@@ -46,6 +46,7 @@ NOTHING: tuple[Any, ...] = (None, "", [], "[]", "null")
 
 MEDIA = re.compile(r"(image|img|video|audio)s?(_(path|file|url|bytes|base64|b64)s?)?|pixel_values")
 COMPARED = ("chosen", "rejected", "chosen_response", "rejected_response", "rejected_messages", "rejected_output")
+COMPARED += ("preferred_output", "non_preferred_output")
 UNDESIRED = ("label", "kto_tag")  # of TRL and of LLaMA-Factory
 SWITCHES = ("true", "false", "yes", "no", "0", "1")
 
@@ -59,6 +60,7 @@ REMEDY = "name the file's keys in the field map (data.fields: {input: question, 
 LINE_BYTES = 2**26  # more than any real conversation; reading, decoding and rendering take a multiple of it
 
 _ROLE, _TEXT, _CALLS = ("role", "from"), ("content", "value"), ("tool_calls", "function_call")
+_CALL_KEYS = ("name", "arguments", "function", "id", "type", "index")
 _NO_CALL = {"name": None, "arguments": None}  # as an Arrow export writes it
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _READ = {*_CALLS, *_REASONING, *FLAGS, "prefix", "name", "tool_call_id"}
@@ -183,7 +185,9 @@ def conversation_of(line: bytes | dict[str, Any], fields: Mapping[str, str] | No
     flags = {
         key: value
         for key, value in ({} if fields else values).items()
-        if key in FLAGS and not isinstance(value, str | dict) and not (key == "loss" and isinstance(value, float))
+        if key in FLAGS
+        and (str(value).lower() in SWITCHES or not isinstance(value, str | dict))
+        and not (key == "loss" and isinstance(value, float))
     }
     if _flag_of(flags, "the row") is False:
         found.messages = _not_learned(found.messages)
@@ -444,6 +448,7 @@ def _content(content: Any, name: str, place: str, found: Conversation) -> str | 
             raise BadLineError(
                 f'{place}[{index}]: found {excerpt(part)}, expected a text part {{"type": "text", "text": "..."}}'
             )
+        _refuse_unsupported(part, f"{place}[{index}].")
         found.unused.update(
             f"{name}.{key}" for key, value in part.items() if key not in ("type", "text") and not is_empty(value)
         )
@@ -466,6 +471,9 @@ def _tool_calls(calls: Any, place: str, found: Conversation) -> list[dict[str, A
         call = _decoded(given_call, where)
         function = _function(call, where)
         given = _decoded(function.get("arguments"), f"{where}.arguments")
+        others = [key for key, value in (call | function).items() if key not in _CALL_KEYS and not is_empty(value)]
+        if function.get("arguments") is None and others:
+            raise BadLineError(f"{where}: found the keys {list(function)}, expected the arguments under 'arguments'")
         if not isinstance(given, dict | None):
             raise BadLineError(f"{where}.arguments: found {excerpt(given)}, expected an object, or one as JSON")
         arguments = dict(given or {})

@@ -117,6 +117,30 @@ BAD_LINES: list[tuple[object, str]] = [
     ),
     (with_flags({}, {"prefix": True}, {}, {}), r"messages\[1\]\.prefix: found a boolean true"),
     (GOOD | {"kto_tag": False}, "kto_tag: found false, which marks an undesired answer"),
+    *(
+        (
+            called({"name": "f", key: {"x": 1}}),
+            rf"messages\[1\]\.tool_calls\[0\]: found the keys \['name', '{key}'\], exp",
+        )
+        for key in ("parameters", "args", "input")
+    ),
+    *(
+        (GOOD | {key: "x"}, f"found the key '{key}' of preference data")
+        for key in ("chosen_response", "non_preferred_output")
+    ),
+    (GOOD | {"train": "false"}, r"the row\.train: found a string \"false\", expected 0 or 1"),
+    (with_flags({}, {"label": "False"}, {}, {}), r"messages\[1\]\.label: found \"False\", which marks an undesired"),
+    (
+        answered(content="<think>\nt\n</think>b", reasoning_content="t"),
+        r"messages\[1\]: found the reasoning of 'reasoning_content' in 'content' too",
+    ),
+    (GOOD | {"image_path": "a.jpg"}, "image_path: found a string"),
+    (
+        asked([{"type": "text", "text": "q", "image": "a.jpg"}]),
+        r"messages\[0\]\.content\[0\]\.image: found a string",
+    ),
+    ({"messages": "[{}]"}, r"messages\[0\]: found the keys \[\], expected"),
+    ({"messages": "[1"}, r"'messages': found a string .*expected an object, or one as JSON"),
     (GOOD | {"weight": 0.5}, r"the row\.weight: found a number 0\.5, expected 0 or 1"),
     (turns(("user", "a"), ("assistant", "b")) | {"rejected": "c"}, "found the key 'rejected' of preference data"),
     (GOOD | {"image": "a.jpg"}, "image: found a string \"a.jpg\", expected text only: remove 'image'"),
