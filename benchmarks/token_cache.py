@@ -1,10 +1,11 @@
 """Time and memory of a rank's start on chats: from files, while their tokens are put into data.cache, and from there.
 
-    python benchmarks/token_cache.py --model DIR [--mb 1 10 100] [--tokens 1000000000]
+    python benchmarks/token_cache.py --model DIR [--mb 1 10 100] [--generated 1000 3600 10000]
 
 A start reads the samples, holds some out, makes the loader, its digest and its first step: all that a run does with its
 data before it trains. Each is a process of its own, and its memory is what it adds to that of the imports. The files
-are generated, and so are the tokens of the last rows, which no file has: too many to tokenize here.
+are generated. The last rows are of files with as many tokens per byte, which are generated too: too many to tokenize
+here, and 8 bytes each on the disk.
 
 Writes ``benchmarks/results/token_cache.md``.
 """
@@ -12,6 +13,7 @@ Writes ``benchmarks/results/token_cache.md``.
 import argparse
 import json
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -34,6 +36,7 @@ from data.samples import load_tokenizer
 OPTIONS = Options(max_length=2048, fields=None, loss_on="last", too_long="drop", special_tokens="keep")
 WORDS = ["the", "of", "and", "to", "in", "is", "that", "for", "it", "was", "on", "are", "with", "as", "his", "they"]
 LENGTH = 500  # of generated samples
+PER_MEGABYTE = 281_000  # tokens of these words
 
 
 def kilobytes(key: str) -> int:
@@ -109,7 +112,7 @@ def main() -> None:
     """Measure, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--mb", type=int, nargs="*", default=[1, 10, 100])
-    parser.add_argument("--tokens", type=int, default=10**9)
+    parser.add_argument("--generated", type=int, nargs="*", default=[1000, 3600, 10000], help="MB of other files")
     parser.add_argument("--model", required=True, help="a checkpoint, of which the tokenizer is used")
     parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--cache", type=Path, help=argparse.SUPPRESS)
@@ -132,12 +135,16 @@ def main() -> None:
             time.sleep(3)  # a file that was just written is read again at the next start
             for way, used in (("from the file", None), ("into the cache", cache), ("from the cache", cache)):
                 measure(f"{size} MB", way, file, used)
-        if arguments.tokens:
-            write_chats(file, 2)  # of a size that was not measured: its tokens are not in the cache
+        for size in arguments.generated:
+            with file.open("wb") as empty:  # is digested like any other
+                empty.truncate(size * 10**6)
             time.sleep(3)
-            write_tokens(arguments.model, file, cache, arguments.tokens)
+            began = time.perf_counter()
+            write_tokens(arguments.model, file, cache, size * PER_MEGABYTE)
+            print(f"written in {time.perf_counter() - began:.0f} s", flush=True)
             for way in ("from the cache, the first time", "from the cache"):
-                measure("generated", way, file, cache)
+                measure(f"{size / 1000:g} GB", way, file, cache)
+            shutil.rmtree(cache)
     timing.write(
         Path(__file__).parent / "results",
         "token_cache",
@@ -146,8 +153,8 @@ def main() -> None:
         "Seconds until the first batch, on one rank: samples, 8 of them held out, loader, digest, first step; without\n"
         "imports. Own memory: what that adds to the process, without mapped files. At most: all of the process, with\n"
         "imports, mapped files and their pages that were read. The chats have about 1 kB; the tokens of the last rows\n"
-        "are generated. The first time also computes the digest of all samples, finds copies of those that are held\n"
-        "out and checks checksums; what comes of that is kept in the cache.",
+        "are generated. The first time also finds copies of the held-out samples; they are remembered in the cache.\n"
+        "All of the generated samples have the same length and number of targets, so eight tokens of each are read.",
         timing.head(torch.device("cpu"), "transformers", "tokenizers", "numpy"),
         "\n".join(["| file | tokens | start | seconds | own memory, GB | at most, GB |", "| --- " * 6 + "|", *rows]),
     )

@@ -64,7 +64,8 @@ def write_recipes(directory: Path) -> None:
                 chats,
                 stage=stage,
                 dtype=dtype,
-                data={"micro_batch_size": MICRO},
+                # The checkpoints of "two" are of the file, and resumed in an epoch from its tokens.
+                data={"micro_batch_size": MICRO, "cache": str(directory / "tokens") if source else None},
                 train={
                     "steps": STEPS,
                     "gradient_accumulation_steps": ROWS // MICRO // ranks,
