@@ -50,6 +50,7 @@ _MANY_TURNS = 100
 _SHOWN = 20  # keys that a note names
 CHAT_DTYPES = {**KEYED, "targets": "<i8", "lines": "<i8"}
 _BYTES_PER_PROCESS = 2**23  # of a file; a process takes some seconds to start
+_MOST_PROCESSES = 32  # more would wait for the one that reads the file and writes the tokens
 _DATA = (".properties", ".arguments")
 """Ends of paths to objects whose keys are data: names of parameters."""
 
@@ -214,7 +215,7 @@ def read_chat(
     processes = 1
     if cache.directory is not None:  # else each rank reads all files
         size = sum(map(size_of, paths))
-        processes = max(1, min(len(os.sched_getaffinity(0)), size // _BYTES_PER_PROCESS))
+        processes = max(1, min(len(os.sched_getaffinity(0)), size // _BYTES_PER_PROCESS, _MOST_PROCESSES))
     with Workers(partial(_Builder, tokenizer, options), processes) as workers:
         for path in paths:
 
