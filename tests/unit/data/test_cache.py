@@ -225,6 +225,17 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, rng, monkeypa
     assert not folders(directory) and not [*directory.glob("*.partial")]
 
 
+@pytest.mark.parametrize("hours", [-1, 1])
+def test_a_disk_whose_clock_is_another_shows_changes_too(tmp_path, rng, monkeypatch, hours):
+    path, directory, said = chats(tmp_path / "a.jsonl", rng), tmp_path / "cache", Lines()
+    now, text = time.time_ns, path.read_text()
+    monkeypatch.setattr(time, "time_ns", lambda: now() + hours * 3600 * 10**9)
+    for change in (text, "\n".join(reversed(text.split("\n"))), text):
+        path.write_text(change)
+        assert read(path, reader(directory, said)) == read(path)
+    assert len(said) == 2
+
+
 def test_machines_with_locks_of_their_own_write_whole_folders(tmp_path, rng, monkeypatch):
     """As on a network disk whose locks are not those of other machines."""
     path, directory, said = chats(tmp_path / "a.jsonl", rng), tmp_path / "cache", Lines()
@@ -347,13 +358,14 @@ def test_a_full_disk_is_an_error_that_names_the_file(tmp_path, rng):
     """And nothing of the file is left."""
     path, directory = chats(tmp_path / "a.jsonl", rng), tmp_path / "cache"
 
-    def full() -> None:
+    def full(size: int) -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
         with pytest.raises(OSError) as caught:
             read(path, reader(directory, []))
         assert caught.value.errno == errno.EFBIG and str(directory) in caught.value.filename
 
-    assert os.waitpid(in_child(full), 0)[1] == 0
-    assert not folders(directory) and not [*directory.glob("*.partial")]
+    for size in (0, 100, 2000):
+        assert os.waitpid(in_child(partial(full, size)), 0)[1] == 0
+        assert not folders(directory) and not [*directory.glob("*.partial")]
     assert read(path, reader(directory, [])) == read(path)
