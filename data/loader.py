@@ -101,10 +101,11 @@ class Loader:
             self._order = Order(self.samples, seed=seed, weights=weights, packed_length=packed_length)
             found = self._order.rows_in_epoch(0)
         if found < self.rows_per_step:
+            ranks = f"{world} ranks" if together == 1 else f"{world} groups of ranks that share rows"
             raise DataError(
                 f"found {found:,} {rows}, expected at least the {self.rows_per_step:,} that one step takes "
                 f"(data.micro_batch_size {micro_batch_size} * train.gradient_accumulation_steps "
-                f"{gradient_accumulation_steps} * {world} ranks): give more data or smaller steps"
+                f"{gradient_accumulation_steps} * {ranks}): give more data or smaller steps"
             )
         self._micro_batch_size = micro_batch_size
         self._accumulation = gradient_accumulation_steps
