@@ -235,11 +235,13 @@ def verdicts(directory: Path, names: list[str]) -> dict[str, str]:
     for name in names:
         said = gather_objects(verdict(name, directory))
         found[name] = next((one for one in said if one != "works"), "works")
+        if is_main():
+            print(f"{name}: {found[name]}", flush=True)
     return found
 
 
 @pytest.mark.full
 def test_every_family_shares_rows_or_is_refused(tmp_path: Path) -> None:
     (found, _), _ = on_ranks(verdicts, tmp_path, list(FAMILIES))
-    print(*(f"{name}: {said}" for name, said in found.items()), sep="\n")
+    print(*(f"{name}: {said}" for name, said in found.items()), sep="\n")  # with -s
     assert not {name: said for name, said in found.items() if said.startswith("wrong")}
