@@ -199,7 +199,8 @@ def sharing_problem(asked: Asked, rows: "SharedRows", vocabulary: Tensor, longes
         try:
             found = asked.forward(batch)
         except Exception as error:  # of any kind: the model's code meets shapes that it was not written for
-            return f"its forward fails if ranks share rows{name}: {type(error).__name__}: {error}"
+            why = " ".join(str(error).split())
+            return f"its forward fails if ranks share rows{name}: {type(error).__name__}: {why}"
         shares = [rows.share(length, index) for index in range(rows.ranks)]
         parts = [part for share in shares for part in (share, slice(share.start, share.start + FIRST))]
         differs = _most(_typical(found[:, part], whole[name][:, part], exact=asked.exact) for part in parts)
@@ -273,7 +274,8 @@ def with_checked_rows(session: Session, samples: Sequence[Sample]) -> Session:
     """
     settings, rows = session.recipe.data, rows_of(session.recipe)
     for asked in models_to_ask(session) if rows is not None else ():
-        problem = sharing_problem(asked, rows, vocabulary_of(samples), settings.max_length)
+        found = gather_objects(sharing_problem(asked, rows, vocabulary_of(samples), settings.max_length))
+        problem = next((one for one in found if one is not None), None)
         key = f"parallel.sequence: {rows.ranks}, expected 1"
         raise_everywhere(problem and f"{key}: {asked.name}: {problem}")
     if settings.packing:
