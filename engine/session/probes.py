@@ -273,11 +273,12 @@ def with_checked_rows(session: Session, samples: Sequence[Sample]) -> Session:
     rank if packed samples influence each other in the student or the teacher.
     """
     settings, rows = session.recipe.data, rows_of(session.recipe)
-    for asked in models_to_ask(session) if rows is not None else ():
-        found = gather_objects(sharing_problem(asked, rows, vocabulary_of(samples), settings.max_length))
-        problem = next((one for one in found if one is not None), None)
-        key = f"parallel.sequence: {rows.ranks}, expected 1"
-        raise_everywhere(problem and f"{key}: {asked.name}: {problem}")
+    if rows is not None:
+        for asked in models_to_ask(session):
+            found = gather_objects(sharing_problem(asked, rows, vocabulary_of(samples), settings.max_length))
+            problem = next((one for one in found if one is not None), None)
+            key = f"parallel.sequence: {rows.ranks}, expected 1"
+            raise_everywhere(problem and f"{key}: {asked.name}: {problem}")
     if settings.packing:
         sizes = {"rows": settings.micro_batch_size, "length": settings.max_length}
         for asked in models_to_ask(session):
