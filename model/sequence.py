@@ -153,7 +153,8 @@ class SharedRows:
             raise ValueError(
                 "parallel.sequence: ranks share rows in forwards with arguments by name and use_cache=False only"
             )
-        ids, mask, positions = (inputs.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
+        ids: Tensor = inputs["input_ids"]
+        mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
         batch, length = ids.shape
         if length < self.ranks:  # every rank computes all of it
             return None

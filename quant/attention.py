@@ -111,8 +111,8 @@ def _register(
 
     # transformers would look up a kernel for a name with "flash" or a slash; flash kernels are looked up by the name in
     # the module's configuration.
-    plain = re.sub(r"\W", "_", base.replace("flash", "fast"))
-    name = f"{plain}_{label}_{implementation.__module__.rpartition('.')[2]}"
+    name = f"{base}_{label}_{implementation.__module__.rpartition('.')[2]}"
+    name = re.sub(r"\W", "_", name.replace("flash", "fast"))
     AttentionInterface.register(name, wrap(under_its_name if "flash" in base else implementation))
     masks = AttentionMaskInterface()
     if base in masks:

@@ -233,7 +233,11 @@ def verdicts(directory: Path, names: list[str]) -> dict[str, str]:
     probes.SHARED = PROBED
     found = {}
     for name in names:
-        said = gather_objects(verdict(name, directory))
+        try:
+            own = verdict(name, directory)
+        except Exception as error:
+            own = f"wrong: {type(error).__name__}: {error}"
+        said = gather_objects(own)
         found[name] = next((one for one in said if one != "works"), "works")
         if is_main():
             print(f"{name}: {found[name]}", flush=True)
