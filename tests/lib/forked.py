@@ -5,6 +5,7 @@ that can be killed, as the launcher can.
 """
 
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -94,6 +95,7 @@ class Job:
 
 def become(action: Callable[[], object], log: Path) -> None:
     """In the child: run the action as a process of its own."""
+    gc.freeze()  # as in once.py
     code = 1
     try:
         with log.open("a") as file:

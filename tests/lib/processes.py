@@ -22,11 +22,15 @@ from tests.lib.root import ROOT
 # What nearly every one of them imports, ranks of jobs too. Nothing here may compile the kernels, load them, start a
 # thread or touch an accelerator.
 COMMON = (
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "launch.compare",
     "launch.evaluate",
     "launch.export",
     "launch.train",
+    "matplotlib.backends.backend_agg",
+    "tensorboard.plugins.hparams.metadata",
     "tests.families.variants",
     "tests.lib.processes",
     "torch.utils.cpp_extension",
@@ -34,6 +38,7 @@ COMMON = (
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "tests.lib.once",  # the last
 )
 CPU = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 
