@@ -26,7 +26,6 @@ from engine.config.hub import named
 from model.console import figure
 from model.ranks import say
 
-RETRY_SECONDS = 60.0
 _LIMITS = 1e-12 * 1.1 ** np.arange(774)
 EDGES = np.concatenate([-_LIMITS[::-1], [0.0], _LIMITS])  # of all histograms, so that TensorBoard can compare steps
 
@@ -101,6 +100,41 @@ FILE = "metrics.jsonl"
 OWN_KEYS = {"step", "time"}
 
 
+class GrowingFile:
+    """File that is complete after each write. A write that fails (a full disk, a missing directory) does not end the
+    run: the first one is reported, and the next write begins where that one began."""
+
+    def __init__(self, path: Path, shown: Path, lost: str) -> None:
+        """Only store the arguments: the warning names ``shown``, and says what is ``lost``."""
+        self.path, self._shown, self._lost = path, shown, lost
+        self._failed = False
+
+    def write(self, place: int, data: bytes) -> tuple[int, int]:
+        """Write ``data`` as the end of the file, from byte ``place`` on or the end before it; return both its ends,
+        after a failure ``place`` twice."""
+        try:
+            # Opened by its name each time, since it may have been removed; never through a link.
+            with open(self.path, "r+b", opener=_create_file) as file:
+                begin = min(place, file.seek(0, os.SEEK_END))
+                file.seek(begin)
+                file.write(data)
+                file.truncate()
+        except OSError as error:
+            self.report(error)
+            return place, place
+        return begin, begin + len(data)
+
+    def report(self, error: OSError) -> None:
+        """Print the first failure."""
+        if not self._failed:
+            say(f"warning: {self._shown} cannot be written ({error.strerror or error}): {self._lost}")
+        self._failed = True
+
+
+def _create_file(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+
+
 class MetricsFile(MetricsWriter):
     """The file ``metrics.jsonl``: a line per logged step with its number, the time, all scalars and all histograms.
 
@@ -111,7 +145,7 @@ class MetricsFile(MetricsWriter):
     def __init__(self, path: Path, *, done: int) -> None:
         """Drop lines of an earlier run at ``path``; if ``done`` steps are resumed, only those after them, and damaged
         ones."""
-        self._path, self._lost = path, False
+        self._file = GrowingFile(path, path, "lines are missing there")
         self._begin = self._end = 0  # of the last line
         self._line: dict[str, Any] = {}
         try:
@@ -120,20 +154,21 @@ class MetricsFile(MetricsWriter):
             else:
                 path.unlink(missing_ok=True)
         except OSError as error:
-            self._report(error)
+            self._file.report(error)
 
     def _keep(self, done: int) -> None:
         """Keep the complete lines of the steps up to ``done``."""
-        aside = self._path.with_name(f"{FILE}.partial")
+        path = self._file.path
+        aside = path.with_name(f"{FILE}.partial")
         aside.unlink(missing_ok=True)  # may be a link
-        with self._path.open("rb") as old, aside.open("xb") as new:
+        with path.open("rb") as old, aside.open("xb") as new:
             for line in old:
                 with suppress(ValueError, TypeError, KeyError, RecursionError):
                     values = json.loads(line)
                     if values["step"] <= done:
                         self._begin, self._line = self._end, values
                         self._end += new.write(line.rstrip(b"\n") + b"\n")
-        os.replace(aside, self._path)
+        os.replace(aside, path)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Add scalars to the line of ``step``."""
@@ -148,90 +183,40 @@ class MetricsFile(MetricsWriter):
         if step != self._line.get("step"):
             self._begin, self._line = self._end, {"step": step, "time": 0.0}
         self._line |= {"time": round(time.time(), 3), **values}
-        text = json.dumps(self._line).encode() + b"\n"
-        try:
-            # Opened by its name each time, since it may have been removed; never through a link.
-            with open(self._path, "r+b", opener=_create_file) as file:
-                self._begin = min(self._begin, file.seek(0, os.SEEK_END))
-                file.seek(self._begin)
-                file.write(text)
-                file.truncate()
-        except OSError as error:
-            self._report(error)  # the next line is written over what there is of this one
-        else:
-            self._end = self._begin + len(text)
-
-    def _report(self, error: OSError) -> None:
-        if not self._lost:
-            say(f"warning: {self._path} cannot be written ({error.strerror or error}): lines are missing there")
-        self._lost = True
-
-
-def _create_file(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        self._begin, self._end = self._file.write(self._begin, json.dumps(self._line).encode() + b"\n")
 
 
 class TensorBoard(MetricsWriter):
     """TensorBoard files in a directory.
 
-    A failure to write curves (a full disk, a missing directory) does not end the run: it is reported once, values are
-    lost, and from time to time a new file is tried.
+    SummaryWriter of torch writes in a thread of its own, and a full disk ends that thread with a traceback. Here each
+    event is written by the calling thread.
     """
 
     def __init__(self, directory: Path, recipe: Path, *, done: int = 0) -> None:
-        """Open a file in ``directory``, and show the text of the ``recipe`` file in TensorBoard.
-
-        Args:
-            directory: directory of the files.
-            recipe: YAML file.
-            done: optimizer steps done. Points of later steps, which an earlier continuation of this run wrote, are
-                hidden.
-        """
-        self._directory = directory
-        self._file: Path | None = None
-        self._lost: float | None = None  # time of the last failure to write; None: no failure yet
-        self._open(done + 1 if done else None)
+        """Begin a file in ``directory``, and show the text of the ``recipe`` file in TensorBoard. Points after ``done``
+        optimizer steps, which an earlier continuation of this run wrote, are hidden."""
+        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+        self._file, self._end = GrowingFile(directory / name, directory, "points are missing in TensorBoard"), 0
+        if done:
+            self._append(Event(step=done + 1, session_log=SessionLog(status=SessionLog.START)))
         self._write(text("recipe", f"```yaml\n{recipe.read_text(encoding='utf-8')}\n```"), done)
 
-    def _open(self, first_step: int | None = None) -> None:
-        """Create an event file; with ``first_step``, points of other files from that step on are hidden."""
-        self._file = self._directory / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
-        with suppress(OSError):  # the first write reports it
-            self._directory.mkdir(parents=True, exist_ok=True)
-        self._append(Event(file_version="brain.Event:2"))
-        if first_step is not None:
-            self._append(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
-
     def _append(self, event: Event) -> None:
-        """Write an event in the calling thread, so that the file is complete afterwards.
-
-        SummaryWriter of torch writes in a thread of its own, and a full disk ends that thread with a traceback. The
-        file is opened by its name each time, since it may have been removed. After a failure it is abandoned: it may
-        end in half an event.
-        """
-        if self._file is None:
-            return
-        event.wall_time = time.time()
-        try:
-            with self._file.open("ab") as file:
-                RecordWriter(file).write(event.SerializeToString())
-        except OSError as error:
-            if self._lost is None:
-                why = f"{self._directory} cannot be written ({error.strerror})"
-                say(f"warning: {why}: points are missing in TensorBoard")
-            self._lost = time.monotonic()
-            self._file = None
-
-    def _writes(self) -> bool:
-        """Return True if an event file is open; after a failure, try to open a new one."""
-        if self._lost is not None and self._file is None and time.monotonic() - self._lost >= RETRY_SECONDS:
-            self._open()
-        return self._file is not None
+        """Write an event, in a new file behind the version of the format."""
+        with suppress(OSError):  # the write reports it
+            self._file.path.parent.mkdir(parents=True, exist_ok=True)
+        if not self._file.path.is_file():
+            self._end = 0
+        records = io.BytesIO()
+        for one in (*([] if self._end else [Event(file_version="brain.Event:2")]), event):
+            one.wall_time = time.time()
+            RecordWriter(records).write(one.SerializeToString())
+        _, self._end = self._file.write(self._end, records.getvalue())
 
     def _write(self, summary: EventSummary, step: int) -> None:
         """Write values at ``step``."""
-        if self._writes():
-            self._append(Event(step=step, summary=summary))
+        self._append(Event(step=step, summary=summary))
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Add one point per value."""
@@ -244,14 +229,13 @@ class TensorBoard(MetricsWriter):
 
     def picture(self, tag: str, draw: Callable[[], Figure], step: int) -> None:
         """Add the picture that ``draw`` returns."""
-        if self._writes():
-            figure, png = draw(), io.BytesIO()
-            figure.savefig(png, format="png")
-            width, height = map(int, figure.bbox.size)
-            image = EventSummary.Image(
-                encoded_image_string=png.getvalue(), width=width, height=height, colorspace=len("RGBA")
-            )
-            self._write(EventSummary(value=[EventSummary.Value(tag=tag, image=image)]), step)
+        figure, png = draw(), io.BytesIO()
+        figure.savefig(png, format="png")
+        width, height = map(int, figure.bbox.size)
+        image = EventSummary.Image(
+            encoded_image_string=png.getvalue(), width=width, height=height, colorspace=len("RGBA")
+        )
+        self._write(EventSummary(value=[EventSummary.Value(tag=tag, image=image)]), step)
 
     def results(self, recipe: Recipe, results: Mapping[str, float], step: int) -> None:
         """Add options and results of the run to the HPARAMS tab."""
