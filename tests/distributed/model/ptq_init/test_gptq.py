@@ -26,7 +26,7 @@ GROUPS = Path(__file__).parent / "scripts" / "groups.py"
 CALIBRATE = """
 from launch import calibrate
 from model.ptq_init import blockwise
-blockwise.STEPS = 60
+blockwise.STEPS = 30
 calibrate.main()
 """
 COMMON = {"loss": {"kd_weight": 0.0, "teacher": None}, "export": {"enabled": True}}

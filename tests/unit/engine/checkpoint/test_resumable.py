@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.checkpoint import resume
-from engine.checkpoint.find import MAY_CHANGE, check_resumable, check_samples, read_step_directory, stays
+from engine.checkpoint.find import MAY_CHANGE, changes, check_resumable, check_samples, read_step_directory, stays
 from engine.config.config import recipe_options
 from engine.config.errors import RecipeError
 from engine.config.reading import save_recipe
@@ -43,21 +43,20 @@ def test_every_option_either_stays_and_is_refused_by_name_or_may_change(tmp_path
     before = recipe(tmp_path)
     known = {key for key, _, _ in recipe_options(before)}
     assert {f"{section}.{name}" for section, names in MAY_CHANGE.items() for name in names} <= known
-    together = {"data.micro_batch_size", "train.gradient_accumulation_steps"}
+    skipped = {"data.micro_batch_size", "train.gradient_accumulation_steps"}  # belong together, see below
+    skipped |= {"train.resume", "parallel.sequence"}  # says what checkpoint is meant; needs as many ranks
+    refused, taken = copy.deepcopy(before), copy.deepcopy(before)
     for key, owner, item in recipe_options(before):
-        if key in together | {"train.resume"}:  # which says what checkpoint is meant
-            continue
-        wanted = copy.deepcopy(before)
-        section, _, name = key.rpartition(".")
-        setattr(getattr(wanted, section) if section else wanted, name, other(getattr(owner, item.name)))
-        if key == "adapter.kind":
-            wanted.model.path = str(tmp_path)
-        if stays(key):
-            with pytest.raises(RecipeError) as raised:
-                check_resumable(wanted, tmp_path)
-            assert f"cannot be continued with other {key} (was " in str(raised.value)
-        else:
-            assert check_resumable(wanted, tmp_path).step == 1
+        if key not in skipped:
+            section, _, name = key.rpartition(".")
+            wanted = refused if stays(key) else taken
+            setattr(getattr(wanted, section) if section else wanted, name, other(getattr(owner, item.name)))
+    named = {text.partition(" (was ")[0] for text in changes(before, refused)}
+    assert named == {key for key in known - skipped if stays(key)}
+    refused.model.path = str(tmp_path)
+    with pytest.raises(RecipeError, match=r"cannot be continued with other \w"):
+        check_resumable(refused, tmp_path)
+    assert check_resumable(taken, tmp_path).step == 1
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,7 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -25,14 +24,18 @@ from tests.lib.root import ROOT
 
 @contextlib.contextmanager
 def process(program: str, *argv: object, says: str):
-    """Run a program in a process of its own, which has said this line; it is killed in the end."""
-    command = [sys.executable, "-c", program, *map(str, argv)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as running:
+    """Run a program in a process of its own, which has said this line, and the file of what it says; it is killed in
+    the end."""
+    with tempfile.TemporaryDirectory() as directory:
+        out, err = (Path(directory) / name for name in ("out", "err"))
+        out.touch()
+        running = start_python(program, *argv, cwd=ROOT, out=out, err=err, environment={})
         try:
-            assert running.stdout is not None and running.stdout.readline() == f"{says}\n"
-            yield running
+            until(lambda: out.read_text() == f"{says}\n", err.read_text)
+            yield running, out
         finally:
             running.kill()
+            running.join()
 
 
 # One job at a time in a directory
@@ -62,7 +65,7 @@ def left(tmp_path: Path) -> Path:
 
 
 def test_a_second_job_is_refused_by_name_and_the_directory_is_free_after_a_kill(tmp_path):
-    with process(HOLDS, tmp_path, says="holds") as first:
+    with process(HOLDS, tmp_path, says="holds") as (first, _):
         with pytest.raises(RankError, match=rf"output_dir: '{tmp_path}': the job of process {first.pid} "):
             take(tmp_path)
         assert (tmp_path / RUNNING).exists()  # the one that was refused removes nothing
@@ -230,10 +233,11 @@ peer.kill()
 @pytest.mark.parametrize("dead", [True, False])
 def test_a_rank_whose_peer_is_dead_ends_at_once(dead):
     """It may never come back to Python from a collective; where all are alive the signal is only a wish."""
-    with process(WAITS, dead, says="waiting") as running:
-        running.send_signal(signal.SIGTERM)
-        rest, _ = running.communicate(timeout=PATIENCE)
-    assert running.returncode == (1 if dead else 0) and rest == ("" if dead else "wished\n")
+    with process(WAITS, dead, says="waiting") as (running, out):
+        os.kill(running.pid, signal.SIGTERM)
+        running.join(PATIENCE)
+        assert running.exitcode == (1 if dead else 0)
+        assert out.read_text() == ("waiting\n" if dead else "waiting\nwished\n")
 
 
 LEAVES = """

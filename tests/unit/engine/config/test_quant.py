@@ -41,6 +41,7 @@ def test_schemes_are_composed_and_given_by_rules(tmp_path: Path) -> None:
     ("old", "new", "line"),
     [
         ("bits: 4", "bits: 9", "quant.schemes: int codes have 2 to 8 bits, got dtype=int, bits=9"),
+        ("bits: 4", "bits: 4, dynamic: true", "quant.schemes.mine: scheme 'mine': weights cannot have dynamic scales"),
         ("bits: 4", "bitts: 4", "line 8: quant.schemes.mine.weights.bitts: unknown key; did you mean quant."),
         ("granularity: group,", "granularity: tensor,", "quant.schemes: group_size goes with granularity"),
         ("first: 1", "frist: 1", "line 11: quant.rules[0].frist: unknown key; did you mean quant.rules[0].first?"),

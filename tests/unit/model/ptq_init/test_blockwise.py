@@ -17,7 +17,7 @@ from tests.unit.model.ptq_init.test_gptq import inputs_of, quantized, samples
 
 @pytest.fixture(autouse=True)
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "STEPS", 16)
+    monkeypatch.setattr(tuning, "STEPS", 4)
 
 
 @torch.no_grad()
@@ -25,14 +25,14 @@ def logits(model: nn.Module, given: list[tuple[Tensor, bool]]) -> Tensor:
     return torch.cat([model(input_ids=ids, use_cache=False).logits.float().flatten(0, 1) for ids, _ in given])
 
 
-def tuned(directory: Path, kind: str, scheme: str, rows: int = 2, count: int = 4, learn: bool = True):
+def tuned(directory: Path, kind: str, scheme: str, *, learn: bool = True):
     """A model with the codes of GPTQ, the same one tuned, and the samples."""
     found = []
-    for tuned_rows in (None, rows):
+    for tuned_rows in (None, 2):
         model, quantization = quantized(directory, kind, scheme)
         for layer in quantization.layers.values():
             layer.weight_theta.requires_grad_(learn)
-        given = found[0][2] if found else samples(model, count)
+        given = found[0][2] if found else samples(model, 4)
         choose_initial_codes(model, quantization, given, CPU, tuned_rows=tuned_rows)
         found.append((model, quantization, given))
     return *found[0][:2], *found[1]
@@ -54,7 +54,8 @@ def test_outputs_come_nearer_and_nothing_else_moves(tmp_path, monkeypatch, capfd
         settle(self, quantization, originals)
 
     monkeypatch.setattr(tuning._Tuned, "settle", settled)
-    model, quantization, other, of_other, given = tuned(tmp_path, kind, scheme, rows=4, count=8)
+    monkeypatch.setattr(tuning, "STEPS", 16)
+    model, quantization, other, of_other, given = tuned(tmp_path, kind, scheme)
     source, of_source = quantized(tmp_path, kind, scheme)
     with of_source.paused():
         original = logits(source, given)

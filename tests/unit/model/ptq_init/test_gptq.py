@@ -23,7 +23,8 @@ from tests.lib.tiny import tiny_checkpoint
 def quantized(directory: Path, kind: str, scheme: str, **options: object) -> tuple[nn.Module, Quantization]:
     source = directory / kind
     if not source.exists():
-        tiny_checkpoint(source, kind, seed=random.randrange(2**31), wide=True)
+        size = "wide" if scheme == "w4a16_asym" else "even"  # in groups of 128
+        tiny_checkpoint(source, kind, seed=random.randrange(2**31), **{size: True})
     model = load_model(source, **options)
     quantization = quantize(model, scheme, measure=False)
     renew_weight_scales(quantization)

@@ -23,8 +23,7 @@ WAYS = {
     "fixed": ("fp8_static", False, False),
     "fp8_gemm": ("fp8_static", False, True),
     "fp8_gemm learned": ("fp8_static", True, True),
-    "w4a16": ("w4a16_g32", False, False),
-    "dynamic": ("8da4w", False, False),
+    "dynamic, in attention w4a16": ("8da4w", False, False),
     "nvfp4": ("nvfp4", False, False),
     "nvfp4_w4a4, codes kept": ("nvfp4_w4a4", False, False),
 }
@@ -52,7 +51,9 @@ class Layer:
         config._attn_implementation, config.num_key_value_heads = "sdpa", 2
         model = Qwen3ForCausalLM(config).to(device, dtype)
         learn = {"learn_weight_scale": True, "learn_input_scale": learn_input}
-        q = quant.replace_layers(model, get_scheme(scheme), **learn, fp8_gemm=fp8_gemm)
+        other = get_scheme("w4a16_g32") if "in attention" in way else get_scheme(scheme)
+        rules = [quant.Rule(other, r".*self_attn.*")]
+        q = quant.replace_layers(model, get_scheme(scheme), rules=rules, **learn, fp8_gemm=fp8_gemm)
         # All of them clip some, so that masks and thetas have something to do.
         sizes = {"q_proj": 2.0, "o_proj": 0.1, "gate_proj": 2.0, "down_proj": 0.02}
         fill_scales(q, sizes, clip=0.7, theta=0.0)
@@ -130,7 +131,8 @@ def check(way: str, dtype: torch.dtype, backend: str, *, device: str = "cpu") ->
     assert_like_eager(layer.run(graph), eager, dtype)  # nothing is left over from the first time
 
     # q, k and v, and gate and up, make one quantized input, although no layer hands it to the other there.
-    wanted = 7 + (4 if get_scheme(WAYS[way][0]).activations is not None else 0)
+    both = (plain.self_attn.q_proj.scheme, plain.mlp.up_proj.scheme)
+    wanted = 7 + 2 * sum(scheme.activations is not None for scheme in both)
     for run in (graph, plain):
         calls = layer.calls(run)
         codes = calls["quantize"]
@@ -150,8 +152,7 @@ def check(way: str, dtype: torch.dtype, backend: str, *, device: str = "cpu") ->
         ("learned", torch.float32),
         ("fp8_gemm", torch.bfloat16),
         pytest.param("fp8_gemm learned", torch.float32, marks=pytest.mark.full),
-        ("w4a16", torch.bfloat16),
-        ("dynamic", torch.bfloat16),
+        ("dynamic, in attention w4a16", torch.bfloat16),
         *(pytest.param(way, torch.bfloat16, marks=pytest.mark.full) for way in ("nvfp4", "nvfp4_w4a4, codes kept")),
     ],
 )
