@@ -9,7 +9,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary as EventSummary
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard.summary import histogram, hparams, text
 
-from engine.config.config import Recipe
+from engine.config.config import Recipe, recipe_options
 from engine.config.hub import named
 from model.console import figure
 from model.ranks import say
@@ -244,13 +244,9 @@ class TensorBoard(MetricsWriter):
 
 
 def flat_options(recipe: Recipe) -> dict[str, Any]:
-    """Map options by dotted path to plain values: numbers, booleans, and text for the rest."""
-    options: dict[str, Any] = {}
-    for section, values in named(asdict(recipe)).items():
-        for name, value in values.items() if isinstance(values, dict) else [("", values)]:
-            plain = value if isinstance(value, bool | int | float | str) else str(value)
-            options[f"{section}.{name}".rstrip(".")] = plain
-    return options
+    """Map options by key to plain values: numbers, booleans, and text for the rest."""
+    values = {key: named(getattr(owner, item.name)) for key, owner, item in recipe_options(recipe)}
+    return {key: one if isinstance(one, bool | int | float | str) else str(one) for key, one in values.items()}
 
 
 _RECENT = 10
