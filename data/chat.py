@@ -40,7 +40,7 @@ from data.answers import Answer, LossOn, Rendering, render
 from data.cache import ArrayWriter, TokenCache, digest, size_of
 from data.files import MAX_PROBLEMS, DataError, Problems, check_files
 from data.jsonl import BadLineError, Conversation, conversation_of, is_empty
-from data.rows import Row, rows_of
+from data.rows import Row, read_rows
 from data.samples import IGNORE, KEYED, Bars, Flat, Samples, no_bar
 from data.template import SpecialTokens, Template
 from data.tokens import CHARACTERS, TEXTS_AT_ONCE, OffsetTokenizer, TokenizerError, Tokens, in_groups
@@ -270,7 +270,7 @@ def _tasks(path: Path, bar: tqdm) -> Iterator[tuple[str, list[_Line]]]:
     """Yield the file and some of its rows, without blank lines."""
 
     def rows() -> Iterator[Row]:
-        for row in rows_of(path):
+        for row in read_rows(path):
             bar.update(row.done - bar.n)
             if not isinstance(row.value, bytes) or row.value.strip():
                 yield row

@@ -24,7 +24,7 @@ class Row(NamedTuple):
     """Bytes of the file up to the end of this row."""
 
 
-def rows_of(path: Path) -> Iterator[Row]:
+def read_rows(path: Path) -> Iterator[Row]:
     """Yield the rows of a file. Raises DataError if the file is damaged."""
     if path.is_dir() or first_bytes(path).startswith(PARQUET):
         yield from _table_rows(path)

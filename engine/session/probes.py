@@ -160,7 +160,7 @@ def difference(one: Tensor, another: Tensor) -> float:
     return ((one - another).norm(dim=-1) / another.norm(dim=-1).clamp(min=1e-30)).mean().item()
 
 
-SHARED = 512  # tokens of the rows that test if ranks can share rows
+SHARED_TOKENS = 512  # tokens of the rows that test if ranks can share rows
 
 
 @torch.no_grad()
@@ -171,7 +171,7 @@ def sharing_problem(asked: Asked, rows: "SharedRows", vocabulary: Tensor, longes
     ``longest``: length of the run's longest rows.
     """
     # Of as many tokens for each rank, so that code which does not fit raises its error on all ranks.
-    length = max(min(longest, SHARED) // rows.ranks, 1) * rows.ranks
+    length = max(min(longest, SHARED_TOKENS) // rows.ranks, 1) * rows.ranks
     (ids,) = random_samples(vocabulary, [length])
     row = {"input_ids": ids[None], "labels": torch.full((1, length), IGNORE)}
     positions, cut, first = torch.arange(length), length * 3 // 8, rows.share(length, 0)
