@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from engine.config.sections import LossRecipe
 from engine.losses.chunked import TeacherTopK, chunked_losses
 from engine.losses.objective import (
     DIAGNOSTICS,
@@ -72,6 +73,10 @@ def test_ties_go_to_the_lower_token_id(seed):
             sorted(range(vocabulary), key=lambda token, row=row: (-row[token], token))[:k] for row in logits.tolist()
         ]
         assert top_indices(logits, k).tolist() == expected
+
+
+def test_the_defaults_are_those_of_a_recipe():
+    assert LossRecipe(kd="kl", top_k=100).objective(lm=1.0, kd=0.0).kd == Distillation("kl")
 
 
 @pytest.mark.parametrize("tail", [False, True])
