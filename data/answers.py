@@ -102,6 +102,18 @@ def render(template: Template, conversation: Conversation, loss_on: LossOn) -> R
     return Rendering(writing.text, answers, *writing.spelled(), behind, len(wanted) - len(chosen))
 
 
+def render_prompt(template: Template, conversation: Conversation) -> Rendering:
+    """Render a conversation as a server does for the model to answer it, with an empty answer at its end. Raises
+    BadLineError if the template refuses it, or omits a part of it."""
+    turns = [template.formatted(message.turn) for message in conversation.messages]
+    if not turns:
+        return Rendering("", [])
+    writing = _Writing(template, turns, conversation, prompt=True)
+    writing.check_context([])
+    end = len(writing.text)
+    return Rendering(writing.text, [Answer(end, end, by_content=False, cut=False)], *writing.spelled())
+
+
 # ---- marks
 
 
@@ -298,12 +310,15 @@ class _Found:
 class _Writing:
     """One conversation and its renderings by the chat template, in which turns are located."""
 
-    def __init__(self, template: Template, turns: list[Turn], conversation: Conversation) -> None:
+    def __init__(
+        self, template: Template, turns: list[Turn], conversation: Conversation, *, prompt: bool = False
+    ) -> None:
         self.template = template
+        self.prompt = prompt
         self.turns = turns
         self.tools = conversation.tools
         self.variables = conversation.variables
-        self.text = self._write(turns)
+        self.text = self._write(turns, add_generation_prompt=prompt)
         try:
             self.text.encode("utf-8")
         except UnicodeEncodeError as error:  # in tools or tool calls, whose strings are not checked before
@@ -321,7 +336,8 @@ class _Writing:
         if special.first_in(*conversation) is None:
             return [], 0
         try:
-            text, spans = shown_again(self.template.write(*special.hidden(conversation)))
+            hidden = self.template.write(*special.hidden(conversation), add_generation_prompt=self.prompt)
+            text, spans = shown_again(hidden)
             if text == self.text:
                 return spans, 0
         except (BadLineError, RecursionError):  # a template may search for a special token that was replaced

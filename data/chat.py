@@ -36,7 +36,7 @@ import numpy as np
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from data.answers import Answer, LossOn, Rendering, render
+from data.answers import Answer, LossOn, Rendering, render, render_prompt
 from data.cache import ArrayWriter, TokenCache, digest, size_of
 from data.files import MAX_PROBLEMS, DataError, Problems, check_files
 from data.jsonl import BadLineError, Conversation, conversation_of, is_empty
@@ -85,6 +85,7 @@ class Counts:
     spelled_targets: int = _unusual("of them targets")
     unanswered: int = _unusual("turns behind the last learned answer left out")
     passed: int = _unusual("answers that are empty or open a chat, not learned")
+    answers: int = _unusual("answers at the end of rows left out, as the model writes its own")
     unlearned: int = _unusual("turns not learned whose weight is 1 (data.loss_on)")
     nulls_left_out: int = _unusual("nulls left out of tools and of arguments that the tool does not have")
     nulls_kept: int = _unusual("nulls kept in arguments of calls")
@@ -170,6 +171,7 @@ class Options:
     loss_on: LossOn
     too_long: Literal["drop", "truncate"]
     special_tokens: SpecialTokens
+    prompts: bool
 
 
 def read_chat(
@@ -181,6 +183,7 @@ def read_chat(
     loss_on: LossOn = "last",
     too_long: Literal["drop", "truncate"] = "drop",
     special_tokens: SpecialTokens = "keep",
+    prompts: bool = False,
     progress: Bars = no_bar,
     cache: TokenCache | None = None,
 ) -> tuple[Samples, Counts]:
@@ -197,6 +200,7 @@ def read_chat(
             target if its beginning or its context is cut off. Extremely long samples are dropped in both modes.
         special_tokens: treatment of special tokens that contents spell out, such as ``<|im_end|>`` in a question: keep
             them, tokenize them as plain text, or refuse the line.
+        prompts: read prompts for the model to answer, without targets; longer ones are dropped.
         progress: creates the progress bar.
         cache: keeps the tokens of each file; large files are then tokenized in several processes.
 
@@ -209,7 +213,7 @@ def read_chat(
             f"the tokenizer of {tokenizer.name_or_path!r} has no chat template, expected one: take a chat model's "
             "tokenizer"
         )
-    cache, options = cache or TokenCache(), Options(max_length, fields, loss_on, too_long, special_tokens)
+    cache, options = cache or TokenCache(), Options(max_length, fields, loss_on, too_long, special_tokens, prompts)
     about = cache.about(tokenizer, {"kind": "chat", **asdict(options)}, chat=True)
     counts, problems, shards = Counts(), Problems(), []
     processes = 1
@@ -303,6 +307,7 @@ class _Builder:
         self.fields = options.fields
         self.loss_on = options.loss_on
         self.special_tokens = options.special_tokens
+        self.prompts = options.prompts
         self.tokenizer = OffsetTokenizer(tokenizer, spelled_as_text=options.special_tokens == "text")
         self.max_length = options.max_length
         self.truncate = options.too_long == "truncate"
@@ -354,7 +359,7 @@ class _Builder:
     def _rendered(self, line: bytes | dict[str, Any]) -> Rendering:
         """Render a line with the template. Raises BadLineError if the line spells out special tokens and these are
         refused."""
-        conversation = conversation_of(line, self.fields, self.template.reads)
+        conversation = conversation_of(line, self.fields, self.template.reads, prompt=self.prompts)
         if self.special_tokens == "refuse" and (token := self.template.special_token_in(conversation)):
             raise BadLineError(
                 f"found the special token {token!r} spelled out, expected none: data.special_tokens keep or text "
@@ -372,6 +377,8 @@ class _Builder:
     def _located(self, conversation: Conversation) -> Rendering:
         """Render a conversation and locate its answers. Each answer takes time in proportion to all turns, so of many
         turns the last one is located first: it shows if the chat is dropped as too long."""
+        if self.prompts:
+            return render_prompt(self.template, conversation)
         if self.loss_on == "all" and not self.truncate and len(conversation.messages) > _MANY_TURNS:
             last = render(self.template, conversation, "last")
             text = last.text[: last.answers[-1].end] if last.answers else ""
@@ -385,6 +392,7 @@ class _Builder:
         self.counts.unanswered += conversation.unanswered + rendering.behind
         self.counts.passed += rendering.passed
         self.counts.unlearned += (learned[:-1] if self.loss_on == "last" else learned[:1]).count(True)
+        self.counts.answers += conversation.answers
         self.counts.nulls_left_out += conversation.nulls_left_out
         self.counts.nulls_kept += conversation.nulls_kept
         self.counts.unused.update(conversation.unused)
@@ -419,6 +427,12 @@ class _Builder:
         """Return inputs and labels; None for a chat that is too long."""
         text, spelled, answers = rendering.text, rendering.spelled, rendering.answers
         tokens = self.tokenizer.with_text(text, tokens, spelled)
+        if self.prompts:
+            if len(tokens.ids) > self.max_length:
+                self.counts.too_long += 1
+                return None
+            self.counts.spelled += len(self.tokenizer.spelled_at(tokens, spelled)) + rendering.unplaced
+            return np.array(tokens.ids, np.int32), np.full(len(tokens.ids), IGNORE, np.int32)
         turns = [targets_of(answer, tokens, rendering, self.tokenizer) for answer in answers]
         length = turns[-1].last  # of the input: the last target is only predicted
         ids = np.array(tokens.ids[: length + 1], dtype=np.int32)

@@ -94,7 +94,8 @@ class Message:
 
 @dataclass(slots=True)
 class Conversation:
-    """Turns up to the last assistant turn, the schemas of the available tools, and notes for the counts.
+    """Turns up to the last assistant turn (or of a prompt), the schemas of the available tools, and notes for the
+    counts.
 
     Attributes:
         reads: names that the chat template reads.
@@ -102,6 +103,7 @@ class Conversation:
         tools: schemas of the tools.
         variables: the row's values of variables that the chat template takes.
         unanswered: number of turns after the last assistant turn.
+        answers: number of assistant turns that a prompt leaves out at its end.
         unused: keys that are not used.
         tools_key: the key of the tools in the file.
         parameters: names of each tool's parameters.
@@ -115,6 +117,7 @@ class Conversation:
     tools: list[dict[str, Any]] | None = None
     variables: dict[str, Any] = field(default_factory=dict)
     unanswered: int = 0
+    answers: int = 0
     unused: set[str] = field(default_factory=set)
     tools_key: str = "tools"
     parameters: dict[str, set[str]] = field(default_factory=dict)
@@ -152,13 +155,17 @@ def expected_fields(fields: Mapping[str, str] | None) -> str | None:
     )
 
 
-def conversation_of(line: bytes | dict[str, Any], fields: Mapping[str, str] | None, reads: Reads) -> Conversation:
+def conversation_of(
+    line: bytes | dict[str, Any], fields: Mapping[str, str] | None, reads: Reads, *, prompt: bool = False
+) -> Conversation:
     """Parse a line into a conversation up to its last assistant turn; later turns have no answer.
 
     Args:
         line: the line, or the values of a row of a table.
         fields: map from field names (``messages``, ``input``, ...) to the file's keys; None: the names themselves.
         reads: names that the chat template reads.
+        prompt: parse it into a prompt instead: all turns but assistant turns at the end; none if the last one or the
+            row is marked as not to be learned.
 
     Raises:
         BadLineError: the message names the found and the expected value.
@@ -195,6 +202,15 @@ def conversation_of(line: bytes | dict[str, Any], fields: Mapping[str, str] | No
     _read_variables(values, {} if fields else row, names, used, found)
     found.unused.update(key for key, v in row.items() if key not in used | found.variables.keys() and not is_empty(v))
     roles = [message.turn["role"] for message in found.messages]
+    if prompt:
+        asked = len("".join("a" if role == "assistant" else "-" for role in roles).rstrip("a"))
+        if not asked:
+            raise BadLineError("found only assistant turns, expected a turn to answer")
+        marked = [message.learned is False for message in found.messages]
+        found.answers, found.messages = len(roles) - asked, found.messages[:asked]
+        if all(marked) or (found.answers and marked[-1]):
+            found.messages = []
+        return found
     if "assistant" not in roles:
         raise BadLineError(f"found the roles {roles}, expected an assistant turn to learn from")
     found.unanswered = roles[::-1].index("assistant")

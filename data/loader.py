@@ -115,6 +115,8 @@ class Loader:
         self._packed_length = packed_length
         self._share, self._together = share, together
         self._skip = frozenset(skip)
+        self.curves: dict[str, float] = {}
+        """Values of the last step for the run's curves, on rank 0."""
         if len(self._skip) == len(self.samples):
             raise DataError(
                 f"data.skip: excludes all {found:,} training samples, expected at least one left to learn: name fewer "
@@ -124,9 +126,11 @@ class Loader:
     def step(self, k: int) -> list[MicroBatch]:
         """Return this rank's micro-batches of step ``k`` (from 0), as many as gradient_accumulation_steps."""
         if self._packed_length is None:
-            batches = [pad(self.samples, rows, self._pad, self._together) for rows in self._rows(k)]
-        else:
-            batches = [pack_rows(self.samples, rows, self._pad, self._packed_length) for rows in self._rows(k)]
+            return self._own([pad(self.samples, rows, self._pad, self._together) for rows in self._rows(k)])
+        return self._own([pack_rows(self.samples, rows, self._pad, self._packed_length) for rows in self._rows(k)])
+
+    def _own(self, batches: list[MicroBatch]) -> list[MicroBatch]:
+        """Remove the targets of skipped samples, and of tokens that other ranks compute."""
         for batch in batches if self._skip else ():
             for sample, (row, start, end) in zip(batch["sample_ids"].tolist(), batch["spans"].tolist(), strict=True):
                 if sample in self._skip:
@@ -142,8 +146,9 @@ class Loader:
         return max(1, math.ceil(rows / self.rows_per_step))
 
     def first(self, count: int) -> Iterator[MicroBatch]:
-        """Yield this rank's first ``count`` micro-batches, for calibration; the same number on every rank."""
-        steps = (self.step(k) for k in itertools.count())
+        """Yield this rank's first ``count`` micro-batches, for calibration; the same number on every rank. They are
+        those of the data, also if a subclass replaces :meth:`step`."""
+        steps = (Loader.step(self, k) for k in itertools.count())
         return itertools.islice(itertools.chain.from_iterable(steps), count)
 
     def epoch_of(self, step: int) -> float:
@@ -166,11 +171,16 @@ class Loader:
 
     def _rows(self, step: int) -> list[list[list[int]]]:
         """Return sample ids by micro-batch and row."""
-        size, first, total = self._micro_batch_size, step * self.rows_per_step, self.rows_per_step
-        while self._skip and all(i in self._skip for p in range(first, first + total) for i in self._order.row(p)):
-            first += total
+        size, first = self._micro_batch_size, self._first(step)
         starts = (first + (index * self._world + self._rank) * size for index in range(self._accumulation))
         return [[self._order.row(start + offset) for offset in range(size)] for start in starts]
+
+    def _first(self, step: int) -> int:
+        """Return the place of a step's first row in the stream."""
+        first, total = step * self.rows_per_step, self.rows_per_step
+        while self._skip and all(i in self._skip for p in range(first, first + total) for i in self._order.row(p)):
+            first += total
+        return first
 
 
 def with_own_labels(batch: MicroBatch, share: Share) -> MicroBatch:

@@ -40,7 +40,7 @@ from engine.report import RunReport
 from engine.schedule import Schedule, add_recipe_events, checkpoints, evaluate_held_out, evaluate_start, save
 from engine.session_export import export_trained
 from engine.start import start_run
-from engine.state import Action, LoopState
+from engine.state import Action, LoopState, NoSamplesError
 from engine.step import train_step
 from model.ranks import RankError, say
 
@@ -113,7 +113,14 @@ class Loop:
             if state.quant.forgets:
                 state.quant.forget()
             started = time.perf_counter()
-            state.last = train_step(state)
+            try:
+                state.last = train_step(state)
+            except NoSamplesError as error:
+                if state.step == (state.saved_step or 0):
+                    raise
+                save(state)
+                saved = f"step {state.step} is saved; --train.resume true goes on from there"
+                raise NoSamplesError(f"{error}; {saved}") from error
             state.step += 1
             report.step(state, time.perf_counter() - started)
             self.schedule.run_after(state.step, state)

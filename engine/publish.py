@@ -16,6 +16,7 @@ from time import monotonic
 from torch import nn
 
 from data.loader import MicroBatch
+from engine.config.config import SERVED_FORMATS
 from engine.fake_quant import FakeQuant
 from engine.session.session import Session
 from engine.session_export import export_trained
@@ -29,8 +30,7 @@ from quant.linear import StackedLinear
 CURRENT = "current"
 RUN = ".run"
 """File that names the output directory of the run that publishes into a directory."""
-SERVED = ("compressed", "dequantized", "vllm_fp8")
-_PROBE_TOKENS = 32
+PROBE_TOKENS = 32
 
 
 def publish(
@@ -68,7 +68,7 @@ def publish(
     served: tuple[str, ...] = ()
     if servers and is_main():
         (batch,), end, reason = first(1), monotonic() + seconds, not_reloaded(session, quant)
-        prompt = batch["input_ids"][0, :_PROBE_TOKENS].tolist()
+        prompt = batch["input_ids"][0, :PROBE_TOKENS].tolist()
         served = tuple(url for url in servers if _serve(url, folder / name, prompt, end, reason))
     return folder / name, gather_objects(served)[0]
 
@@ -78,8 +78,8 @@ def not_reloaded(session: Session, quant: FakeQuant) -> str | None:
     recipe = session.recipe
     if recipe.adapter.beside:
         return "adapter.merge: false, and servers load no adapter beside the weights"
-    if recipe.export.format not in SERVED:
-        return f"export.format: {recipe.export.format}, expected one of {', '.join(SERVED)}"
+    if recipe.export.format not in SERVED_FORMATS:
+        return f"export.format: {recipe.export.format}, expected one of {', '.join(SERVED_FORMATS)}"
     plain = recipe.export.format == "dequantized" or (recipe.never_quantizes() and not quant.enabled)
     kinds = (nn.Linear, StackedLinear, *((QuantLayer,) if plain else ()))
     experts = [name for name, layer in session.model.named_modules() if isinstance(layer, kinds) and is_expert(name)]
@@ -117,11 +117,11 @@ def _make_current(folder: Path, name: str, keep: int) -> None:
     new.symlink_to(name)
     new.replace(folder / CURRENT)
     sync(folder)
-    for version in _versions(folder)[:-keep]:
+    for version in versions_in(folder)[:-keep]:
         shutil.rmtree(version.rename(version.with_name(f"{version.name}.old")))
 
 
-def _versions(folder: Path) -> list[Path]:
+def versions_in(folder: Path) -> list[Path]:
     """List the complete versions, the last one written at the end: a resumed run may have published later steps."""
     versions = [path for path in folder.iterdir() if re.fullmatch(r"step_\d{8}(-\d+)?", path.name)]
     return sorted(versions, key=lambda path: path.stat().st_mtime_ns)
@@ -137,7 +137,7 @@ def _serve(url: str, version: Path, prompt: list[int], end: float, reason: str |
     try:
         if reason is not None:
             raise ServerError(f"{reason}; start it with each version")
-        VllmServer(url, end).load(version, _versions(version.parent), prompt)
+        VllmServer(url, end).load(version, versions_in(version.parent), prompt)
     except (ServerError, OSError) as error:
         say(f"warning: {url} does not serve {version.name}: {error}; training goes on")
         return False

@@ -91,6 +91,7 @@ def _figures(state: LoopState, last: StepResult, speed: float) -> dict[str, floa
         "train/skipped_steps": engine.skipped_steps,
         **({"train/loss_scale": last.loss_scale} if last.loss_scale is not None else {}),
         "train/epoch": state.loader.epoch_of(state.step),
+        **state.loader.curves,
     }
 
 

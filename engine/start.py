@@ -1,10 +1,12 @@
 """Set up a run: everything between its recipe and its first step."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
+from data.loader import Loader
 from engine.checkpoint.find import (
     LATEST,
     STEP_DIRECTORIES,
@@ -16,7 +18,7 @@ from engine.checkpoint.find import (
 )
 from engine.checkpoint.resume import load_checkpoint
 from engine.checkpoint.save import StatefulStates
-from engine.cluster.job import RunLock
+from engine.cluster.job import RunLock, StopRequests
 from engine.cluster.nodes import check_shared
 from engine.config.config import Recipe
 from engine.config.errors import RecipeError
@@ -71,7 +73,13 @@ def start_run(
         _check_schedule(recipe, models, [loss.name for loss in token_losses])
     if recipe.export.enabled:
         check_exportable(recipe, models.model, models.quantization)
-    loader, held_out = build_loader(recipe, context.tokenizer, models.tokens)
+    stop_requests = StopRequests()
+    make: Callable[..., Loader] = Loader
+    if recipe.data.kind == "on_policy":
+        from engine.on_policy import OnPolicyLoader
+
+        make = partial(OnPolicyLoader, recipe, min(models.tokens.values()), stop_requests)
+    loader, held_out = build_loader(recipe, context.tokenizer, models.tokens, make)
     del models
     if checkpoint is not None:
         check_samples(checkpoint, loader.digest)
@@ -111,6 +119,7 @@ def start_run(
         token_losses,
         step=step,
         saved_step=step if checkpoint is not None else None,
+        stop_requests=stop_requests,
     )
 
 

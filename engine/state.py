@@ -18,6 +18,10 @@ from engine.session.session import Session
 from model.ranks import RankError, gather_objects, say
 
 
+class NoSamplesError(RankError):
+    """Error on all ranks before a step: a server has written no samples for it. The state of the run is whole."""
+
+
 @dataclass
 class StepResult:
     """Result of one optimizer step over all ranks; losses are means over the valid tokens."""

@@ -1,4 +1,5 @@
-"""Load a new checkpoint into a running vLLM server, through its HTTP interface of VLLM_SERVER_DEV_MODE=1 (vLLM 0.32).
+"""Load a new checkpoint into a running vLLM server, and let it sample, through its HTTP interface of
+VLLM_SERVER_DEV_MODE=1 (vLLM 0.32).
 
 While the server is paused it finishes the requests that it has begun, and keeps new ones waiting. Then it forgets its
 KV cache and reads the files. So each answer is computed by one version from its first to its last token.
@@ -13,11 +14,12 @@ directory of the version that is served. A server whose update failed in between
 import json
 import os
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from http.client import HTTPException
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.error import HTTPError
 
 STARTED = "default"
@@ -28,6 +30,23 @@ COLD_ANSWERS = 3
 
 class ServerError(Exception):
     """Reason why a server does not serve a version."""
+
+
+class Serving(NamedTuple):
+    """State of a server: its model's name, the directory that it was started with, and its ``weight_version``."""
+
+    name: str
+    root: Path
+    version: str
+
+
+@contextmanager
+def _as_expected() -> Iterator[None]:
+    """Raise ServerError if an answer lacks what is read of it."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise ServerError(f"its answers are not those of vLLM 0.32 ({type(error).__name__}: {error})") from error
 
 
 class VllmServer:
@@ -44,6 +63,45 @@ class VllmServer:
         # Servers of a cluster are not behind the proxy to the internet.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
+    @_as_expected()
+    def serving(self) -> Serving:
+        """Ask for the server's state."""
+        base = self._call("/v1/models", seconds=CONNECT_SECONDS)["data"][0]
+        served = self._call("/weight_info", seconds=CONNECT_SECONDS)["weight_version"]
+        if served == UPDATING:
+            raise ServerError("an earlier update of it failed, and it is paused: start it again")
+        return Serving(base["id"], Path(base["root"]), served)
+
+    @_as_expected()
+    def generate(self, version: Path, prompt: list[int], *, max_tokens: int, **sampling: Any) -> tuple[list[int], bool]:
+        """Let the model answer a prompt.
+
+        Args:
+            version: expected version.
+            prompt: token ids.
+            max_tokens: largest number of tokens of the answer.
+            sampling: other parameters of vLLM's SamplingParams. Those that are missing change nothing: unlike in chats,
+                generation_config.json of the model does not set them.
+
+        Returns:
+            The tokens of the answer, with the one at which it ends; False if it has no end within ``max_tokens``.
+        """
+        parameters = {**sampling, "max_tokens": max_tokens, "detokenize": False}
+        answer = self._call("/inference/v1/generate", {"token_ids": prompt, "sampling_params": parameters})
+        (choice,) = answer["choices"]
+        tokens, end = choice["token_ids"], choice["finish_reason"]
+        if (wrote := {span["version"] for span in choice["weight_versions"]}) != {str(version)}:
+            raise ServerError(f"{', '.join(sorted(wrote))} has written an answer, expected {version}")
+        if not tokens or end not in ("stop", "length"):
+            raise ServerError(f"an answer of {len(tokens)} tokens ended with {end!r}, expected stop or length")
+        if end == "length" and len(tokens) < max_tokens:
+            raise ServerError(
+                f"an answer to {len(prompt)} tokens was cut after {len(tokens)} of {max_tokens} tokens, expected a "
+                "server with a larger --max-model-len"
+            )
+        return tokens, end == "stop"
+
+    @_as_expected()
     def load(self, version: Path, known: Sequence[Path], prompt: list[int]) -> None:
         """Let the server load ``version``; test it first if it has only been started.
 
@@ -52,21 +110,12 @@ class VllmServer:
             known: versions that it may have been started with by their link.
             prompt: token ids for the test.
         """
-        try:
-            self._load(version, known, prompt)
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise ServerError(f"its answers are not those of vLLM 0.32 ({type(error).__name__}: {error})") from error
-
-    def _load(self, version: Path, known: Sequence[Path], prompt: list[int]) -> None:
-        base = self._call("/v1/models", seconds=CONNECT_SECONDS)["data"][0]
-        started_with = _same_model(Path(base["root"]), version)
-        served = self._call("/weight_info", seconds=CONNECT_SECONDS)["weight_version"]
-        if served == UPDATING:
-            raise ServerError("an earlier update of it failed, and it is paused: start it again")
+        name, root, served = self.serving()
+        started_with = _same_model(root, version)
         if served != STARTED and Path(served).parent != version.parent:
             raise ServerError(f"it serves {served}, expected a version in {version.parent}: start it again")
         if served == STARTED:
-            self._test_reload([*known] if started_with.parent == version.parent else [started_with], base["id"], prompt)
+            self._test_reload([*known] if started_with.parent == version.parent else [started_with], name, prompt)
         self._pause()
         self._reload(version)
         self._call("/update_weight_version", {"new_version": str(version)})

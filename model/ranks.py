@@ -232,6 +232,14 @@ def gather_objects(value: Any) -> list[Any]:
     return values
 
 
+def from_main(value: Any) -> Any:
+    """Send a value of rank 0 to every rank, pickled; a collective."""
+    values = [value]
+    if world_size() > 1:
+        dist.broadcast_object_list(values)
+    return values[0]
+
+
 def raise_everywhere(error: str | None) -> None:
     """Raise :class:`RankError` on every rank if any rank passes a text; ranks with the same text are named together. A
     collective: every rank must call it."""

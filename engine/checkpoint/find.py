@@ -262,7 +262,7 @@ def verify_checkpoint(checkpoint: TrainingCheckpoint) -> None:
 # Sections that are not here may change: rates, losses, events, output. The number of rows per step and the ZeRO stage
 # have checks of their own.
 MAY_CHANGE: dict[str, set[str]] = {
-    "data": {"cache", "eval", "micro_batch_size", "show", "skip"},
+    "data": {"cache", "eval", "micro_batch_size", "show", "skip", "server", "max_age", "server_seconds"},
     "model": {"path", "trust_remote_code", "attn_implementation", "load"},
     "quant": {
         # First scales and codes, which the checkpoint's replace,

@@ -58,6 +58,7 @@ TRAINED = ("weight", "weight_scale", "act_scale", "kv_scale", "norm", "router") 
 # Switches that are allowed with merged adapters.
 SHARED = ("weight_scale", "act_scale", "kv_scale", "norm", "router")
 FETCHED = ("model", "quant", "adapter", "loss", "data")  # sections with names on the Hugging Face Hub
+SERVED_FORMATS = ("compressed", "dequantized", "vllm_fp8")  # export formats that a running vLLM server loads
 # Export formats that contain an unmerged adapter, or nothing else (peft).
 UNMERGED_FORMATS = ("compressed", "vllm_fp8", "dequantized", "peft")
 
@@ -311,6 +312,34 @@ def _data(r: Recipe) -> Contradictions:
             "data.micro_batch_size",
             f"1 with data.packing and {attention}, which finds the boundaries of samples in one row only",
         )
+
+
+def _on_policy(r: Recipe) -> Contradictions:
+    data, loss = r.data, r.loss
+    if data.kind != "on_policy":
+        return
+    kind = "with data.kind on_policy"
+    if data.server is None:
+        yield "data.server", f"the address of a vLLM server {kind}, like http://localhost:8000"
+    if data.new_tokens >= data.max_length:
+        yield "data.new_tokens", f"less than data.max_length ({data.max_length}), as a prompt has tokens too"
+    if data.packing:
+        yield "data.packing", f"false {kind}: lengths are known only when the answers are written"
+    if data.held_out:
+        yield "data.held_out", f"0 {kind}: prompts have no answers to evaluate on; data.eval takes chats"
+    if data.too_long != "drop":
+        yield "data.too_long", f"drop {kind}: the beginning of a prompt is a part of the question"
+    if loss.lm_weight > 0:
+        yield "loss.lm_weight", f"0 {kind}: the student would learn its own tokens as if they were right"
+    for index, event in enumerate(r.schedule):
+        if (event.loss or {}).get("lm", 0) > 0:
+            yield f"schedule[{index}].loss: {event.loss}", f"lm 0 {kind}, as for loss.lm_weight"
+    if loss.teacher_cache is not None:
+        yield "loss.teacher_cache", f"null {kind}: the teacher must run on what the student has just written"
+    if r.export.format not in SERVED_FORMATS:
+        yield "export.format", f"one of {', '.join(SERVED_FORMATS)} {kind}: vLLM serves the student while it trains"
+    if r.adapter.beside:
+        yield "adapter.merge", f"true {kind}: vLLM serves what is published, without an adapter beside it"
 
 
 def _steps(r: Recipe) -> Contradictions:
@@ -614,6 +643,7 @@ def _losses_of_events(r: Recipe) -> Contradictions:
 RULES = (
     _data,
     _parallel,
+    _on_policy,
     _learnable,
     _steps,
     _losses,

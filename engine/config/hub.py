@@ -27,7 +27,7 @@ import psutil
 
 from engine.config.errors import without_weights
 
-Kind = Literal["model", "adapter", "chat", "text", "mixed"]
+Kind = Literal["model", "adapter", "chat", "text", "mixed", "on_policy"]
 """Contents of a repository: a model, an adapter of peft, or a data set of one data.kind."""
 
 HUB = "hub"  # key of a field's metadata: the Kind of repository that its names mean, "data" for that of data.kind
@@ -42,7 +42,8 @@ FIRST_FILES = ["config.json", "adapter_config.json", INDEX := "model.safetensors
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt")  # configuration and tokenizer
 _CHATS = (".jsonl", ".json", ".parquet", ".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
 _TEXTS = (".txt", ".txt.gz", ".txt.zst")
-_DATA = {"chat": _CHATS, "text": _TEXTS, "mixed": (*_CHATS, *_TEXTS)}  # endings by data.kind, the first that is there
+# Endings by data.kind, the first that is there.
+_DATA = {"chat": _CHATS, "on_policy": _CHATS, "text": _TEXTS, "mixed": (*_CHATS, *_TEXTS)}
 _NO_DATA = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
 _TRAINING = re.compile(r"(?:^|[^a-z])train(?:ing)?(?:[^a-z]|$)")
 _OTHER_SPLITS = re.compile(r"(?:^|[^a-z])(?:test|testing|valid|validation|dev|eval|evaluation)(?:[^a-z]|$)")

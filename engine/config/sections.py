@@ -62,6 +62,11 @@ _TRACKERS = values(
 _SHARE = values("a number of at least 0 and below 1", lambda share: 0 <= share < 1)
 _WHEN = values("like loss/lm < 2.5", lambda text: parse_condition(text) is not None)
 
+_SERVER = values(
+    "an address like http://localhost:8000", lambda url: re.fullmatch(r"https?://[^\s/]+/?", url) is not None
+)
+_TEMPERATURES = values("0 or 0.01 to 100, as vLLM raises lower ones", lambda t: t == 0 or 0.01 <= t <= 100)
+
 CONDITION = re.compile(r"(?P<metric>\S+)\s*(?P<relation><=|>=|<|>)\s*(?P<value>\S+)")
 # Parameter groups of engine.session.optimizer, which imports this module.
 EVENT_RATES = ("weights", "embeddings", "norms", "biases", "weight_scales", "act_scales", "adapters")
@@ -70,7 +75,8 @@ CODED = ("weights", "adapters")  # groups whose moments have 8 bits with optim.m
 TeacherKind = Literal["none", "self", "cache", "model"]
 """Teacher of the distillation: none, the student without fake quant, a cache on disk, or another model in memory."""
 
-_CHAT = Condition("data.kind is chat or mixed", lambda r: r.data.kind != "text")
+_CHAT = Condition("data.kind is not text", lambda r: r.data.kind != "text")
+_ON_POLICY = Condition("data.kind is on_policy", lambda r: r.data.kind == "on_policy")
 _ADAPTERS = Condition("adapter.kind is lora", lambda r: r.adapter.on)
 _BESIDE = Condition("adapter.kind is lora and adapter.merge false", lambda r: r.adapter.beside)
 _TOP_K = Condition("loss.kd is kl_top_k or r_kl_top_k", lambda r: r.loss.kd in TOP_K_KINDS)
@@ -224,9 +230,23 @@ class DataRecipe:
     """Samples of data.train to evaluate on instead, drawn with data.seed: a number, or below 1 a share. 0: none."""
     eval: list[str] = field(default_factory=list, metadata=_EVALUATED_FILES | only_with(_EVALUATION) | {HUB: "data"})
     """Files to evaluate on, in addition to data.held_out; they are read like the files of data.train."""
-    kind: Literal["chat", "text", "mixed"] = "chat"
+    kind: Literal["chat", "text", "mixed", "on_policy"] = "chat"
     """chat: conversations, loss on the assistant's turns; text: plain text, loss on every token; mixed: files named
-    *.txt, *.txt.gz or *.txt.zst are text, and all others are chats."""
+    *.txt, *.txt.gz or *.txt.zst are text, and all others are chats. on_policy: chats whose last answer the student
+    writes itself, on data.server, before each step."""
+    server: str | None = field(default=None, metadata=_SERVER | only_with(_ON_POLICY))
+    """Address of the vLLM server that writes the answers of data.kind on_policy, to which the schedule publishes:
+    http://localhost:8000."""
+    new_tokens: int = field(default=512, metadata=at_least(1, 2**31 - 1) | only_with(_ON_POLICY))
+    """Largest number of tokens of an answer that the student writes; a prompt may have the rest of max_length."""
+    temperature: float = field(default=1.0, metadata=_TEMPERATURES | only_with(_ON_POLICY))
+    """Temperature at which the student writes; 1 samples from the distribution that is learned."""
+    max_age: int = field(default=50, metadata=at_least(0) | only_with(_ON_POLICY))
+    """Largest number of steps between the published version that wrote an answer and the step that learns it. If the
+    server's version is older, the run saves a checkpoint and ends."""
+    server_seconds: float = field(default=600.0, metadata=at_least(1, 1500) | only_with(_ON_POLICY))
+    """Seconds that a step waits for the server, to be started or to answer; then the run saves a checkpoint and
+    ends."""
     loss_on: Literal["last", "all"] = field(default="last", metadata=only_with(_CHAT))
     """last: of a chat only the last assistant turn is learned; all: every assistant turn."""
     fields: dict[str, str] | None = field(default=None, metadata=only_with(_CHAT))

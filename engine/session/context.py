@@ -156,13 +156,17 @@ def rows_of(recipe: Recipe) -> "SharedRows | None":
 
 
 def build_loader(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, tokens: Mapping[str, int]
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
+    tokens: Mapping[str, int],
+    make: Callable[..., Loader] = Loader,
 ) -> tuple[Loader, HeldOut | None]:
     """Read the samples; a collective.
 
     Args:
         recipe, tokenizer: the run, and the tokenizer of the student's checkpoint.
         tokens: number of token ids of each model (student, teacher), by the recipe's key of its directory.
+        make: makes the loader, from the arguments of `Loader`.
 
     Returns:
         The loader, which shards the training samples over ranks and optimizer steps, and the held-out samples (None
@@ -187,7 +191,7 @@ def build_loader(
     }
     check_same_samples(training, held_out)
     with errors_on_all_ranks(ValueError):
-        loader = Loader(
+        loader = make(
             training,
             gradient_accumulation_steps=recipe.train.gradient_accumulation_steps,
             seed=settings.seed,
@@ -263,7 +267,8 @@ def read_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Data:
     """Read the samples to train on, and those of data.held_out (taken from them) and data.eval; a collective."""
     settings = recipe.data
     none = samples_of([])
-    found = Data(read_samples(recipe, tokenizer, settings.train), [], none, none)
+    prompts = settings.kind == "on_policy"
+    found = Data(read_samples(recipe, tokenizer, settings.train, prompts=prompts), [], none, none)
     with errors_on_all_ranks(ValueError):
         if settings.held_out:
             found.training, chosen = split_held_out(found.training, settings.held_out, settings.seed)
@@ -291,9 +296,11 @@ def _skipped(samples: Samples, lines: Sequence[str]) -> list[int]:
     return [int(index) for found in indices.values() for index in found]
 
 
-def read_samples(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, files: Sequence[str]) -> Samples:
-    """Read and tokenize files, or read their tokens from ``data.cache``. Raises RankError on every rank if a line is
-    bad."""
+def read_samples(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, files: Sequence[str], *, prompts: bool = False
+) -> Samples:
+    """Read and tokenize files, or read their tokens from ``data.cache``; with ``prompts`` only what the model is to
+    answer. Raises RankError on every rank if a line is bad."""
     settings = recipe.data
     cache = TokenCache(settings.cache, say)
     bar = progress_bar if settings.cache is None else partial(progress_bar, any_rank=True)  # one rank tokenizes
@@ -306,7 +313,8 @@ def read_samples(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, files: Sequ
                 chats,
                 tokenizer,
                 fields=settings.fields,
-                max_length=settings.max_length,
+                max_length=settings.max_length - (settings.new_tokens if prompts else 0),
+                prompts=prompts,
                 loss_on=settings.loss_on,
                 too_long=settings.too_long,
                 special_tokens=settings.special_tokens,

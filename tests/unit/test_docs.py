@@ -220,6 +220,7 @@ SETTINGS = [
     "--train.activation_checkpointing true",
     "--loss.kd_weight 1 --loss.teacher t",
     "--loss.kd_weight 1 --loss.teacher t --loss.top_k 5",
+    "--data.kind on_policy --data.server http://a:1 --loss.lm_weight 0 --loss.kd_weight 1 --loss.teacher t",
 ]
 
 

@@ -125,6 +125,10 @@ ELSEWHERE = {
     "data.cache": "the same samples: tests/unit/engine/session/test_cached_data.py",
     "data.fields": "files with keys of their own: tests/unit/data/test_jsonl.py",
     "data.show": "what is printed: tests/unit/engine/session/test_context.py",
+    **dict.fromkeys(
+        ("data.server", "data.new_tokens", "data.temperature", "data.max_age", "data.server_seconds"),
+        "answers of a server: tests/unit/engine/test_on_policy.py",
+    ),
     "output_dir": "the directory of everything here",
     "parallel.sequence": "several ranks: tests/distributed/engine/test_sequence.py",
     "train.compile": "takes a minute: tests/gpu/test_compile.py, tests/distributed/engine/test_compute.py",

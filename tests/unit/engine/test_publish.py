@@ -1,13 +1,8 @@
 """Versions in a directory, and all that a vLLM server may answer."""
 
-import json
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from time import monotonic
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,109 +11,14 @@ import pytest
 
 from engine.fake_quant import FakeQuant
 from engine.publish import _make_current, _prepare, not_reloaded
-from engine.vllm_server import STARTED, UPDATING, ServerError, VllmServer
+from engine.vllm_server import ServerError, VllmServer
 from model.save.aside import WRITING
 from quant import SCHEMES
 from tests.lib.checkpoints import load_model, quantized
-from tests.lib.launcher import free_port
+from tests.lib.fake_vllm import PROMPT, FakeVllm, listening, versions
 from tests.lib.patience import PATIENCE
 from tests.lib.recipes import minimal
 from tests.lib.tiny import tiny_checkpoint
-
-PROMPT = [5, 6, 7]
-
-
-class FakeVllm:
-    """A server whose model is two parameters; ``broken`` names what it does wrong."""
-
-    def __init__(self, root: Path, broken: str) -> None:
-        self.root, self.broken = root, broken
-        self.weights, self.version, self.paused, self.loaded = self.read(root), STARTED, False, 0
-        self.calls: list[str] = []
-
-    def read(self, directory: Path) -> dict[str, str]:
-        return json.loads((directory / "weights.json").read_text())
-
-    def answer(self, path: str, body: dict[str, Any]) -> Any:
-        path, _, query = path.partition("?")
-        self.calls.append(path.removeprefix("/"))
-        match path:
-            case "/v1/models":
-                return {} if self.broken == "not vLLM" else {"data": [{"id": "export", "root": str(self.root)}]}
-            case "/v1/completions":
-                assert not self.paused, "a paused server does not answer"
-                if self.broken == "no answer" and self.loaded:
-                    return None
-                value = float(self.weights["a"]) + (self.loaded if self.broken == "hidden" else 0)
-                if self.broken == "busy":
-                    value += len(self.calls) % 3 * 1e-3
-                value = float("nan") if self.broken == "NaN" and self.loaded else value
-                known = [None, *({str(token): {"logprob": value}} for token in PROMPT[1:])]
-                return {"choices": [{"prompt_logprobs": known, "logprobs": {"token_logprobs": [value]}}]}
-            case "/pause":
-                self.paused = True
-                return None if self.broken == "never idle" and "wait" in query else {"status": "paused"}
-            case "/resume":
-                assert self.version != UPDATING or self.loaded, "never with half a version"
-                self.paused = False
-                return {"status": "resumed"}
-            case _ if self.broken == "no dev mode":
-                return None
-            case "/weight_info":
-                return {"weight_version": self.version}
-            case "/update_weight_version":
-                self.version = body["new_version"]
-                return {}
-        assert self.paused, f"{path} while it answers"
-        if path == "/collective_rpc":
-            assert body["method"] == "reload_weights"
-            self.loaded += 1
-            new = self.read(Path(body["kwargs"]["weights_path"]))
-            self.weights |= {name: new[name] for name in ("a" if self.broken == "stale" else "ab")}
-            return None if self.broken == "fails" else {"results": [None]}
-        if body["action"] == "reset":
-            self.weights = dict.fromkeys(self.weights, "0")
-        before = body.get("baseline", {})
-        return {
-            "checksums": self.weights,
-            "mismatches": [key for key, value in self.weights.items() if before.get(key) != value],
-        }
-
-
-@contextmanager
-def listening(server: FakeVllm) -> Iterator[str]:
-    """Address of the server while it runs; an answer of None is an error."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "{}")
-            found = server.answer(self.path, body)
-            self.send_response(200 if found is not None else 404 if server.broken == "no dev mode" else 500)
-            self.end_headers()
-            self.wfile.write(json.dumps(found).encode() if found is not None else b"some\nreason")
-
-        do_POST = do_GET
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    port = free_port()
-    with ThreadingHTTPServer(("127.0.0.1", port), Handler) as http:
-        thread = Thread(target=http.serve_forever, args=(0.01,))
-        thread.start()
-        yield f"http://127.0.0.1:{port}/"
-        http.shutdown()
-        thread.join()
-
-
-def versions(folder: Path, count: int, **config: Any) -> list[Path]:
-    made = []
-    for step in range(count):
-        made.append(folder / f"step_{step:08d}")
-        made[-1].mkdir(parents=True)
-        (made[-1] / "config.json").write_text(json.dumps({"model_type": "qwen3", **config}))
-        (made[-1] / "weights.json").write_text(json.dumps({"a": f"-{step}.5", "b": f"b{step}"}))
-    return made
 
 
 def load(url: str, version: Path, known: list[Path]) -> None:

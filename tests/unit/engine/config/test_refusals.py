@@ -34,6 +34,7 @@ SHARED = {
     "SELF": "loss.kd_weight=1 loss.teacher=self",
     "CACHE": "loss.kd_weight=1 loss.top_k=5 loss.teacher_cache=c",
     "EVALUATED": "eval.every=2 data.held_out=5",
+    "WRITES": "data.kind=on_policy data.server=http://a:1 loss.lm_weight=0 loss.kd_weight=1 loss.teacher=t",
     "ROTATED": r"quant.rotate=['.*\.down_proj']",
 }
 
@@ -53,6 +54,21 @@ REFUSED = rows(r"""
     data.weights=[0]                            | data.weights: [0.0], expected numbers above 0
     data.weights=[.nan]                         | data.weights: [nan], expected numbers above 0
     data.weights=[1,2]                          | data.weights: [1.0, 2.0], expected one per file of data.train
+    $WRITES data.server=null                    | data.server: None, expected the address of a vLLM server with
+    $WRITES data.server=localhost:8000          | data.server: 'localhost:8000', expected an address like http://
+    $WRITES data.new_tokens=2048                | data.new_tokens: 2048, expected less than data.max_length (2048)
+    $WRITES data.new_tokens=0                   | data.new_tokens: 0, expected at least 1
+    $WRITES data.temperature=0.001              | data.temperature: 0.001, expected 0 or 0.01 to 100, as vLLM raises
+    $WRITES data.max_age=-1                     | data.max_age: -1, expected at least 0
+    $WRITES data.server_seconds=1800            | data.server_seconds: 1800.0, expected at least 1, and a number that
+    $WRITES data.packing=true                   | data.packing: True, expected false with data.kind on_policy: lengths
+    $WRITES data.held_out=4                     | data.held_out: 4, expected 0 with data.kind on_policy: prompts have
+    $WRITES data.too_long=truncate              | data.too_long: 'truncate', expected drop with data.kind on_policy
+    $WRITES loss.lm_weight=0.5                  | loss.lm_weight: 0.5, expected 0 with data.kind on_policy: the student
+    $WRITES schedule='[{at: 1, loss: {lm: 1}}]' | schedule[0].loss: {'lm': 1.0}, expected lm 0 with data.kind on_policy
+    $WRITES loss.teacher_cache=c loss.top_k=5   | loss.teacher_cache: 'c', expected null with data.kind on_policy: the
+    $WRITES export.format=gguf quant.scheme=q4_0 | export.format: 'gguf', expected one of compressed, dequantized,
+    $WRITES $BESIDE                             | adapter.merge: False, expected true with data.kind on_policy: vLLM
     data.held_out=-1                            | data.held_out: -1, expected a number of samples, or a share between
     data.held_out=1.0                           | data.held_out: 1.0, expected a number of samples, or a share between
     data.held_out=.nan                          | data.held_out: nan, expected a number of samples
@@ -224,6 +240,11 @@ IDLE = rows(r"""
     data.fields='{input: question, output: answer}' data.kind=text | data.kind=chat
     data.too_long=truncate data.kind=text       | data.kind=chat
     data.eval=[h.jsonl]                         | eval.every=2
+    data.server=http://a:1                      | $WRITES
+    data.new_tokens=9                           | $WRITES
+    data.temperature=0.5                        | $WRITES
+    data.max_age=9                              | $WRITES
+    data.server_seconds=9                       | $WRITES
     learnable.act_scale=true quant.scheme=w4a16_g32 | quant.scheme=fp8_static
     adapter.merge=false                         | $LORA
     adapter.start=a                             | $LORA
@@ -304,6 +325,8 @@ GOOD = rows(r"""
     $LORA learnable.weight=false learnable.weight_scale=false
     $LORA learnable.act_scale=true learnable.norm=true
     loss.lm_weight=0 $KD
+    $WRITES data.eval=[h.jsonl] eval.every=2 data.loss_on=all
+    $WRITES data.temperature=0 loss.kd=rkl
     $KD loss.kd=kd loss.temperature=2
     $KD loss.kd=r_kl_top_k loss.top_k=5 loss.tail=true
     $SELF

@@ -1,0 +1,128 @@
+"""Two ranks learn what a server writes for them: killed, left without the server and resumed, to the same weights."""
+
+import json
+import re
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.config.reading import load_recipe
+from engine.loop import Loop, LoopState
+from engine.state import NoSamplesError
+from model.ranks import RankError
+from tests.distributed.engine.scripts.train import run
+from tests.lib.fake_vllm import FakeVllm, listening
+from tests.lib.launcher import on_ranks
+from tests.lib.recipes import write_chats, write_recipe
+from tests.lib.tiny import tiny_checkpoint
+from tests.lib.variants import NO_TEACHER, assert_same_weights
+
+STEPS, ROWS = 6, 4
+STARTS = ("straight", "killed", "dead", "resumed")
+
+
+class Server(FakeVllm):
+    """A server that fails while the file exists."""
+
+    def __init__(self, folder: Path, dead: Path) -> None:
+        super().__init__(folder / "current", "")
+        self.dead = dead
+
+    def answer(self, path: str, body: dict[str, Any]) -> Any:
+        return None if self.dead.exists() else super().answer(path, body)
+
+
+def train(base: Path) -> dict[str, Any]:
+    """A run that is not disturbed; and one that fails after five steps, then loses the server, then ends."""
+    found: dict[str, Any] = {}
+    for name in STARTS:
+        loop = Loop(load_recipe(base / f"{name}.yaml"))
+        folder, url = Path(f"{loop.recipe.output_dir}_published"), str(loop.recipe.data.server)
+
+        def publish(state: LoopState, folder: Path = folder, url: str = url) -> None:
+            assert state.publish(folder, url).served == (url,)
+
+        loop.at(0)(publish)
+        loop.every(2)(publish)
+
+        def disturb(state: LoopState, name: str = name) -> None:
+            if name == "killed" and state.step == 5:
+                raise RankError("killed")
+            if name == "dead" and state.step == 5:
+                (base / "dead").touch()
+            if name == "resumed":
+                assert state.step > 5, "the step before was saved"
+
+        loop.every(1)(disturb)
+        if name == "resumed":
+            (base / "dead").unlink(missing_ok=True)
+        try:
+            found[name] = run(loop)
+        except RankError as error:
+            found[name] = (type(error).__name__, str(error))
+    return found
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    base = tmp_path_factory.mktemp("on_policy")
+    model, teacher = tiny_checkpoint(base / "model"), tiny_checkpoint(base / "teacher", seed=3)
+    chats = write_chats(base / "chats.jsonl")
+    with ExitStack() as stack:
+        servers = {name: Server(base / f"{name}_published", base / "dead") for name in ("straight", "disturbed")}
+        urls = {name: stack.enter_context(listening(server)).rstrip("/") for name, server in servers.items()}
+        for name in STARTS:
+            own = "straight" if name == "straight" else "disturbed"
+            write_recipe(
+                base,
+                name,
+                model,
+                chats,
+                data={"kind": "on_policy", "server": urls[own], "new_tokens": 8, "max_age": 1, "server_seconds": 1},
+                train={
+                    "steps": STEPS,
+                    "gradient_accumulation_steps": 1,
+                    "checkpoint_every": 2,
+                    "resume": name in STARTS[2:],
+                },
+                quant={"scheme": "w4a16_channel"},
+                loss={**NO_TEACHER, "lm_weight": 0.0, "kd_weight": 1.0, "kd": "rkl", "teacher": str(teacher)},
+                output_dir=str(base / own),
+            )
+        found, output = on_ranks(train, base)
+    return base, found, output, servers
+
+
+def test_a_killed_run_goes_on_with_stored_answers_to_the_same_weights(ran):
+    base, (main, _), output, servers = ran
+    assert main["killed"] == ("RankError", "killed")
+    straight, resumed = main["straight"], main["resumed"]
+    assert resumed["losses"] == straight["losses"][-len(resumed["losses"]) :], output
+    assert_same_weights(resumed, straight)
+    asked = [[json.dumps(one, sort_keys=True) for one in server.asked] for server in servers.values()]
+    assert len(asked[0]) == STEPS * ROWS and len(set(asked[0])) == STEPS * ROWS
+    assert sorted(asked[0]) == sorted(asked[1]), "each answer was written once"
+    assert len({loss["loss/total"] for loss in straight["losses"]}) == STEPS
+    assert re.findall(r"^step 4: its samples were stored before the restart", output, re.MULTILINE) == [
+        "step 4: its samples were stored before the restart"
+    ]
+    curves = [json.loads(line) for line in (base / "straight" / "metrics.jsonl").read_text().splitlines()]
+    ages = [line["on_policy/age"] for line in curves if "on_policy/age" in line]
+    assert ages == [step % 2 for step in range(STEPS)]
+    assert {name.name for name in (base / "straight" / "samples").iterdir()} <= {
+        f"step_{step:08d}.json" for step in range(2, STEPS)
+    }
+
+
+def test_without_the_server_a_run_saves_a_checkpoint_and_ends_on_every_rank(ran):
+    _, (main, other), output, _ = ran
+    kind, text = main["dead"]
+    assert (kind, text) == other["dead"] and kind == NoSamplesError.__name__
+    assert re.fullmatch(
+        r"step 5 has no samples: http://\S+: /v1/models: HTTP 500 some reason; waited 1 s \(data.server_seconds\); "
+        r"step 5 is saved; --train.resume true goes on from there",
+        text,
+    )
+    assert len(re.findall(r"^step 5 waits for samples, 1 s at most .*: HTTP 500", output, re.MULTILINE)) == 1
