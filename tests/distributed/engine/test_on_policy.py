@@ -80,7 +80,7 @@ def ran(tmp_path_factory):
                 name,
                 model,
                 chats,
-                data={"kind": "on_policy", "server": urls[own], "new_tokens": 8, "max_age": 1, "server_seconds": 1},
+                data={"kind": "on_policy", "server": urls[own], "new_tokens": 8, "max_age": 1, "server_seconds": 2},
                 train={
                     "steps": STEPS,
                     "gradient_accumulation_steps": 1,
@@ -121,8 +121,8 @@ def test_without_the_server_a_run_saves_a_checkpoint_and_ends_on_every_rank(ran)
     kind, text = main["dead"]
     assert (kind, text) == other["dead"] and kind == NoSamplesError.__name__
     assert re.fullmatch(
-        r"step 5 has no samples: http://\S+: /v1/models: HTTP 500 some reason; waited 1 s \(data.server_seconds\); "
+        r"step 5 has no samples: http://\S+: /v1/models: HTTP 500 some reason; waited 2 s \(data.server_seconds\); "
         r"step 5 is saved; --train.resume true goes on from there",
         text,
     )
-    assert len(re.findall(r"^step 5 waits for samples, 1 s at most .*: HTTP 500", output, re.MULTILINE)) == 1
+    assert len(re.findall(r"^step 5 waits for samples, 2 s at most .*: HTTP 500", output, re.MULTILINE)) == 1
