@@ -1,5 +1,5 @@
-"""Load a new checkpoint into a running vLLM server, and let it sample, through its HTTP interface of
-VLLM_SERVER_DEV_MODE=1 (vLLM 0.32).
+"""Load a new checkpoint into a running vLLM server, and let it sample, through its HTTP interfaces of
+VLLM_SERVER_DEV_MODE=1 and --enable-scale-out (vLLM 0.32).
 
 While the server is paused it finishes the requests that it has begun, and keeps new ones waiting. Then it forgets its
 KV cache and reads the files. So each answer is computed by one version from its first to its last token.

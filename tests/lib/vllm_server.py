@@ -15,12 +15,12 @@ from tools.verify.vllm_cpu import VLLM_SETTINGS
 
 
 @contextmanager
-def server(python: str, directory: Path, address: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def server(python: str, directory: Path, address: str, log: Path, *more: str) -> Iterator[subprocess.Popen[bytes]]:
     """vLLM's OpenAI server of an export, on this machine alone, with the interface that reloads weights."""
     host, port = address.split(":")
     command = [python, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", str(directory)]
     command += ["--served-model-name", "export", "--host", host, "--port", port, "--dtype", "bfloat16"]
-    command += ["--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "2"]
+    command += ["--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "2", *more]
     environment = {**os.environ, **VLLM_SETTINGS, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_SERVER_DEV_MODE": "1"}
     with (
         log.open("w") as out,

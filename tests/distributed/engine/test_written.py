@@ -43,7 +43,8 @@ def train(base: Path, addresses: dict[str, str]) -> dict[str, Any]:
             def start(state: LoopState, own: Path = own, folder: Path = folder, address: str = address) -> None:
                 state.publish(folder, f"http://{address}")
                 if is_main():
-                    stack.enter_context(server(PYTHON, folder / "current", address, base / f"{own.name}.log"))
+                    log, current = base / f"{own.name}.log", folder / "current"
+                    stack.enter_context(server(PYTHON, current, address, log, "--enable-scale-out"))
                 barrier()
 
             def probe(state: LoopState, name: str = name, own: Path = own, address: str = address) -> None:
