@@ -59,7 +59,7 @@ def choose_initial_codes(
         prefixes = tuple(f"{name}." for name in found.layers)
         steps = sum(name.startswith(prefixes) for name in quantization.layers)
         steps += len(found.layers) * tuning.STEPS if tuned_rows else 0
-        with progress_bar(steps, "first codes") as bar:
+        with progress_bar(steps, "first codes", "step" if tuned_rows else "layer") as bar:
             for name in found.layers:
                 block = blocks[name]
                 if tuned_rows:
