@@ -458,7 +458,10 @@ def converted_recipe(contents: dict[str, Any]) -> Converted:
             for key in source.left():
                 made.say(key, f"{source.keys[key]!r} has no counterpart, or is not known")
             return made
-    raise ValueError("expected a QAT configuration of AngelSlim (compression) or of torchtune (quantizer)")
+    raise ValueError(
+        "expected a QAT configuration of AngelSlim (section compression) or of torchtune (section quantizer); for other "
+        f"tools write a recipe by {PAGE}"
+    )
 
 
 def main() -> None:
