@@ -459,8 +459,8 @@ def converted_recipe(contents: dict[str, Any]) -> Converted:
                 made.say(key, f"{source.keys[key]!r} has no counterpart, or is not known")
             return made
     raise ValueError(
-        "expected a QAT configuration of AngelSlim (section compression) or of torchtune (section quantizer); for other "
-        f"tools write a recipe by {PAGE}"
+        "expected a QAT configuration of AngelSlim (section compression) or of torchtune (section quantizer); for "
+        f"other tools write a recipe by {PAGE}"
     )
 
 

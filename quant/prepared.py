@@ -122,6 +122,9 @@ class _CalledLayers:
 
 def _check(model: nn.Module) -> None:
     """Reject models that cannot be quantized outside of the project's loop."""
+    if not isinstance(model, nn.Module):
+        found = f"{model!r:.80}, expected an nn.Module: load it, as with AutoModelForCausalLM.from_pretrained"
+        raise ValueError(f"model: found {found}")
     if any(isinstance(module, QuantLayer) for module in model.modules()):
         raise ValueError("the model has quantized layers: call quant.prepare once, on a model of plain layers")
     if isinstance(model, nn.Linear):

@@ -198,6 +198,11 @@ def test_it_is_refused_and_the_model_is_unchanged(model: Callable[[], nn.Module]
     assert {name: id(module) for name, module in given.named_modules()} == modules
 
 
+def test_a_name_is_no_model() -> None:
+    with pytest.raises(ValueError, match=r"model: found 'Qwen/Qwen3-4B', expected an nn\.Module: load it"):
+        quant.prepare("Qwen/Qwen3-4B", "w4a16_g32")  # type: ignore[arg-type]
+
+
 def test_experts_named_in_exempt_more_stay_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     quant.prepare(tiny_model("qwen3_moe", wide=True), "w4a16_g32", exempt_more=[r".*\.mlp\.experts"])
     assert "quantized: 8 layers" in (said := capsys.readouterr().out) and "2 Qwen3MoeExperts" in said
