@@ -108,13 +108,22 @@ def data_problem(path: str | PathLike[str], *, plain: bool) -> str | None:
         try:
             with opened(path) as (file, _):
                 head = file.read(_HEAD)
-                problem = _kind_problem(head, plain) or (None if plain else _json_problem(head))
+                problem = _content_problem(path, head, plain)
         except DataError as error:
             return str(error).removeprefix(f"{path}: ")
         return problem and f"is compressed, and its content {problem}"
     if head.startswith(PARQUET) and not plain:
         missing = _missing()
         return missing and f"is a Parquet file, {missing}, or {_AS_ROWS}"
+    return _content_problem(path, head, plain)
+
+
+def _content_problem(path: Path, head: bytes, plain: bool) -> str | None:
+    if plain and re.search(r"\.jsonl?\b", path.name) and re.match(rb"(\xef\xbb\xbf)?\s*[{\[]", head):
+        return (
+            "has rows of JSON, expected plain text: data.kind chat reads rows; with another name the JSON itself is "
+            "learned"
+        )
     return _kind_problem(head, plain) or (None if plain else _json_problem(head))
 
 

@@ -219,7 +219,8 @@ class Recipe:
         for key, files in (("data.train", self.data.train), ("data.eval", self.data.eval)):
             for index, file in enumerate(files):
                 if not os.path.exists(file):
-                    yield f"{key}[{index}]: {not_there(file)}, expected a file"
+                    pattern = "; patterns are not expanded, name each file" * (glob.escape(file) != file)
+                    yield f"{key}[{index}]: {not_there(file)}, expected a file{pattern}"
                 elif problem := data_problem(file, plain=self.data.is_text(file)):
                     yield f"{key}[{index}]: {file!r} {problem}"
         yield from _named_twice(self.data, _file_identity)  # links to one file too

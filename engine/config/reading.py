@@ -186,6 +186,7 @@ def _lines(error: ArgumentError, *, without_file: bool) -> str:
         r"\1. Got value: ",
         text,
     )
+    text = re.sub(r"(Expected a list\. Got value: )([^{\[]+)$", r"\1\2; write [\2]", text)
     if unknown := re.match(r"unrecognized arguments: --([\w.]+)", text):
         close = difflib.get_close_matches(unknown[1], list(_parser().get_defaults().keys()), n=1)
         text += f"; did you mean --{close[0]}?" if close else "; --help lists what there is"

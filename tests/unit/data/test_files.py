@@ -91,6 +91,18 @@ def test_json_that_is_not_one_object_per_line_is_named_once(tmp_path: Path, cont
     assert str(raised.value).startswith(f"{path}: {said}") and "jq -c" in str(raised.value)
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz"])
+def test_rows_of_json_are_no_plain_text(tmp_path: Path, name: str) -> None:
+    """Else the model would learn braces and keys; a file of another name may be JSON."""
+    for path in (tmp_path / name, tmp_path / "json.txt"):
+        path.write_bytes(gzip.compress(ROW * 9) if path.suffix == ".gz" else ROW * 9)
+    with pytest.raises(
+        DataError, match=rf"{name}: .*has rows of JSON, expected plain text: data\.kind chat reads rows"
+    ):
+        read_text([tmp_path / name], tiny_tokenizer(), 8)
+    assert read_text([tmp_path / "json.txt"], tiny_tokenizer(), 8)
+
+
 def test_zero_bytes_are_no_plain_text(tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     path.write_bytes(b"some words\0\0\0")

@@ -119,6 +119,10 @@ def test_files_are_relative_to_the_current_directory(tmp_path: Path, monkeypatch
     ]
     with pytest.raises(RecipeError, match=r"data\.train\[0\]: 'train\.jsonl'"):
         parse_recipe(["--config", str(write_minimal(tmp_path))])
+    recipe.data.eval = ["*.jsonl"]
+    with pytest.raises(RecipeError, match=r"'\*\.jsonl' .*, expected a file; patterns are not expanded, name each"):
+        recipe.validate_files()
+    recipe.data.eval = ["eval.jsonl"]
     for name in ("model", "teacher"):
         (tmp_path / name / "config.json").write_text("{}")
         (tmp_path / name / "model.safetensors").touch()

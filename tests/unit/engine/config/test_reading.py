@@ -231,7 +231,7 @@ def test_a_file_that_is_not_there_or_never_ends(tmp_path: Path) -> None:
         ("--learnable.norm 1", "learnable.norm: Expected a bool. Got value: 1"),
         ("--loss.kd foo", "loss.kd: Expected one of ['kl', 'rkl', 'mse', 'cakld', 'kd', 'kl_top_k', 'r_kl_top_k']. G"),
         ("--optim.betas [0.9]", "optim.betas: Expected a tuple with 2 elements. Got value: [0.9]"),
-        ("--data.train a.jsonl", "data.train: Expected a list. Got value: a.jsonl"),
+        ("--data.train a.jsonl", "data.train: Expected a list. Got value: a.jsonl; write [a.jsonl]"),
         ("left over", "unrecognized arguments: left over"),
     ],
 )
