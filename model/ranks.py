@@ -84,10 +84,13 @@ def meet(patience: timedelta) -> dist.Store | None:
             missing = [i for i in range(world) if not store.check([f"{_JOINED}{i}"])] if store is not None else [0]
             what = f"rank{'s' * (len(missing) > 1)} {listed(list(map(str, missing)))} of {world} at {host}:{port}"
             if time.monotonic() < until:
-                minutes, notice = (until - notice) / 60, until
-                say(f"rank {own} waits for {what}, {minutes:.0f} minutes more: {_CHECK}", any_rank=True)
+                say(
+                    f"rank {own} waits for {what}, at most {(until - notice) / 60:.0f} min more: {_CHECK}",
+                    any_rank=True,
+                )
+                notice = until
             else:  # the first rank to give up tells the others
-                error = f"rank {own} has waited for {what} for {patience}: {_CHECK}"
+                error = f"rank {own} has waited {patience} for {what}: {_CHECK}"
                 if store is None:
                     raise RankError(error)
                 store.compare_set(_MET, "", error)

@@ -60,8 +60,8 @@ def joins(number: int, port: int, log: Path) -> int:
     ("started", "notice", "end"),
     [
         ((0, 1, 2), "", "met"),
-        ((0, 1), " waits for rank 2 of 3 at 127.0.0.1:", " has waited for rank 2 of 3 at 127.0.0.1:"),
-        ((1, 2), " waits for rank 0 of 3 at", " has waited for rank 0 of 3 at"),
+        ((0, 1), " waits for rank 2 of 3 at 127.0.0.1:", " has waited 0:00:01 for rank 2 of 3 at 127.0.0.1:"),
+        ((1, 2), " waits for rank 0 of 3 at", " has waited 0:00:01 for rank 0 of 3 at"),
         ((0, 1, 1), "", "error: RANK is 1 in two processes, expected another number in each"),
     ],
 )
