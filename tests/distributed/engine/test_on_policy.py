@@ -2,13 +2,14 @@
 
 import json
 import re
+import shutil
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from engine.config.reading import load_recipe
+from engine.config.reading import load_recipe, save_recipe
 from engine.loop import Loop, LoopState
 from engine.state import NoSamplesError
 from model.ranks import RankError
@@ -63,6 +64,11 @@ def train(base: Path) -> dict[str, Any]:
         except RankError as error:
             found[name] = (type(error).__name__, str(error))
     return found
+
+
+def losses_of(path: Path) -> list[dict[str, float]]:
+    """Losses of each step of a run."""
+    return run(Loop(load_recipe(path)))["losses"]
 
 
 @pytest.fixture(scope="module")
@@ -126,3 +132,17 @@ def test_without_the_server_a_run_saves_a_checkpoint_and_ends_on_every_rank(ran)
         text,
     )
     assert len(re.findall(r"^step 5 waits for samples, 2 s at most .*: HTTP 500", output, re.MULTILINE)) == 1
+
+
+def test_another_number_of_ranks_learns_the_same_answers(ran):
+    """Without the servers, which have ended."""
+    base, (main, _), *_ = ran
+    shutil.copytree(base / "straight", base / "alone")
+    recipe = load_recipe(base / "straight.yaml")
+    recipe.train.resume, recipe.train.gradient_accumulation_steps = "step_00000004", 2
+    recipe.output_dir = str(base / "alone")
+    save_recipe(recipe, base / "alone.yaml")
+    (alone,), output = on_ranks(losses_of, base / "alone.yaml", ranks=1)
+    assert "step 4: its samples were stored before the restart" in output
+    for found, expected in zip(alone, main["straight"]["losses"][4:], strict=True):
+        assert found == pytest.approx(expected, rel=1e-2)  # gradients in bf16 are summed otherwise

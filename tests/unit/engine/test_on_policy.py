@@ -41,7 +41,7 @@ class Place:
         self.server = FakeVllm(self.current, broken)
         self.data = {"kind": "on_policy", "new_tokens": 9, "max_age": 5, "server_seconds": 1.0, **data}
 
-    def loader(self, *, rank: int = 0, world: int = 1, skip: tuple[int, ...] = (), asked_to_stop: bool = False) -> Any:
+    def loader(self, *, rank: int = 0, world: int = 1, asked_to_stop: bool = False, **options: Any) -> Any:
         """This rank's loader; 4 rows a step at any number of ranks."""
         recipe = minimal(
             data={**self.data, "server": self.url},
@@ -55,7 +55,7 @@ class Place:
             for index, ids in enumerate(PROMPTS)
         ]
         sharded = {"micro_batch_size": 1, "gradient_accumulation_steps": ROWS // world, "rank": rank, "world": world}
-        return OnPolicyLoader(recipe, VOCABULARY, stop, samples, seed=5, pad_token_id=PAD, skip=skip, **sharded)
+        return OnPolicyLoader(recipe, VOCABULARY, stop, samples, seed=5, pad_token_id=PAD, **sharded, **options)
 
     def stored(self) -> list[str]:
         return sorted(path.name for path in (self.output / "samples").glob("*"))
@@ -258,3 +258,15 @@ def test_skipped_prompts_are_not_learned_and_calibration_needs_no_server(tmp_pat
         batches = place.loader(skip=(skipped,)).step(3) + place.loader(skip=(skipped,)).step(4)
     learned = {sample: any(label != IGNORE for label in labels) for sample, _, labels in rows_of(batches)}
     assert learned[skipped] is False and sum(learned.values()) == len(learned) - 1
+
+
+def test_ranks_that_share_rows_learn_their_part_of_them(tmp_path):
+    place = Place(tmp_path)
+    with up(place):
+        whole = place.loader().step(3)
+    for half, batch in zip(
+        place.loader(share=lambda size: slice(0, size // 2), together=2).step(3), whole, strict=True
+    ):
+        own = batch["labels"].shape[1] // 2
+        assert torch.equal(half["input_ids"], batch["input_ids"]) and own
+        assert torch.equal(half["labels"], batch["labels"][:, :own])
