@@ -237,7 +237,7 @@ def test_options_that_a_page_names_are_taken_together(page: Path, tmp_path: Path
     path.write_text(yaml.safe_dump(MINIMAL))
     for line in prose(page).splitlines():
         options = options_on(line)
-        for words in [options] if line.startswith("|") else [[one] for one in options]:
+        for words in filter(None, [options] if line.startswith("|") else [[one] for one in options]):
             keys = {word.partition("=")[0] for word in words}
             for setting in SETTINGS:
                 beside = setting.split()
