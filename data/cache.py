@@ -103,10 +103,6 @@ Tokenize = Callable[[ArrayWriter], dict[str, Any]]
 """Writes the arrays of a file and returns the facts about it. With "problems" among them nothing is kept."""
 
 
-def _print(text: str, any_rank: bool) -> None:
-    print(text)
-
-
 class TokenCache:
     """Directory with the tokens of files.
 
@@ -115,7 +111,9 @@ class TokenCache:
         say: prints a line; True: also if this process is not the one that prints.
     """
 
-    def __init__(self, directory: str | Path | None = None, say: Callable[[str, bool], None] = _print) -> None:
+    def __init__(
+        self, directory: str | Path | None = None, say: Callable[[str, bool], None] = lambda text, _: print(text)
+    ) -> None:
         self.directory = None if directory is None else Path(directory)
         self._say = say
 

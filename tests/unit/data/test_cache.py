@@ -176,7 +176,10 @@ def test_a_start_after_the_build_digests_no_tokens(tmp_path, rng, monkeypatch):
     first, digested, digest_of = start(), list[Path](), data_cache._digest_of
     monkeypatch.setattr("data.cache._digest_of", lambda path: digested.append(path) or digest_of(path))
     monkeypatch.setattr("data.samples.Flat.between", None)
+    for folder in folders(directory):
+        os.utime(folder, (0, 0))
     assert start() == first and digested and not [path for path in digested if path.is_relative_to(tmp_path)]
+    assert all(folder.stat().st_mtime > time.time() - 60 for folder in folders(directory))  # it was used
 
 
 def test_another_content_is_tokenized_and_another_name_is_not(tmp_path, rng, monkeypatch):
