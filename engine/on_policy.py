@@ -1,12 +1,11 @@
 """Samples that the student writes itself: a vLLM server, to which the run publishes, answers the prompts of each step.
 
-Before a step, rank 0 sends the prompts of all its rows, as tokens, and gets the tokens of the answers. Nothing is
-tokenized again: the step learns exactly the tokens that were sampled. With each answer the server names the version of
-the weights that wrote it, which must be of this run and at most ``data.max_age`` steps old.
+Rank 0 sends the prompts of all rows of a step, as tokens, and gets tokens, which the step learns as they are. With each
+answer the server names the version of the weights that wrote it; it must be of this run, and at most ``data.max_age``
+steps old. The seed of a row follows from train.seed, step and row.
 
-The seed of a row follows from train.seed, step and row. The answers of a step are stored in ``output_dir/samples``
-before they are learned, and removed when no checkpoint is left from which the step would be repeated. So a batch is a
-function of the step and of the stored answers, at any number of ranks.
+The answers of a step are in ``output_dir/samples`` before they are learned, until no checkpoint is left from which the
+step would be repeated. So a batch is a function of the step and of the stored answers, at any number of ranks.
 """
 
 import json
@@ -34,20 +33,13 @@ from engine.state import NoSamplesError
 from engine.vllm_server import STARTED, ServerError, VllmServer
 from model.ranks import from_main, is_main, say, words_of
 
-FOLDER = "samples"
 AT_ONCE = 256  # requests
 AGAIN_SECONDS = 1.0
 SEEDS = 4  # random stream, separate from those of data.loader
 
 
 class Answer(NamedTuple):
-    """Answer to a prompt.
-
-    Attributes:
-        prompt: index of the prompt's sample.
-        ended: True if the last token ends the answer; False at data.new_tokens.
-        tokens: token ids.
-    """
+    """Tokens of an answer, and the index of the prompt; ``ended`` is False if it has no end within data.new_tokens."""
 
     prompt: int
     ended: bool
@@ -55,30 +47,25 @@ class Answer(NamedTuple):
 
 
 class OnPolicyLoader(Loader):
-    """Loader whose samples are prompts, and whose steps have answers to them.
+    """Loader of prompts, whose steps have answers to them.
 
-    Args:
-        recipe: the run.
-        vocabulary: number of token ids that student and teacher have.
-        stop_requests: end the wait for the server.
-        samples: the prompts.
-        options: those of `Loader`.
+    Student and teacher have ``vocabulary`` token ids; ``stop_requests`` end the wait for the server. Other arguments
+    are those of `Loader`.
     """
 
     def __init__(
         self, recipe: Recipe, vocabulary: int, stop_requests: StopRequests, samples: Sequence[Sample], **options: Any
     ) -> None:
         super().__init__(samples, **options)
-        self._recipe = recipe
-        self._vocabulary = vocabulary
+        self._recipe, self._settings, self._vocabulary = recipe, recipe.data, vocabulary
         self._stop_requests = stop_requests
-        self._folder = Path(recipe.output_dir) / FOLDER
+        self._folder = Path(recipe.output_dir) / "samples"
         self._reused = False
 
     def step(self, k: int) -> list[MicroBatch]:
         """Return this rank's micro-batches of step ``k``; a collective. Raises NoSamplesError on every rank."""
         answers: list[Answer] = []
-        problem = None
+        problem: str | None = None
         if is_main():
             try:
                 answers = self._answers(k)
@@ -93,8 +80,7 @@ class OnPolicyLoader(Loader):
             own = answers[start : start + size]
             rows = [[row] for row in range(size)]
             batch = pad([self._sample(answer) for answer in own], rows, self._pad, self._together)
-            batch["sample_ids"] = torch.tensor([answer.prompt for answer in own])
-            batches.append(batch)
+            batches.append({**batch, "sample_ids": torch.tensor([answer.prompt for answer in own])})
         return self._own(batches)
 
     def seed_of(self, k: int, row: int) -> int:
@@ -102,27 +88,24 @@ class OnPolicyLoader(Loader):
         return int(np.random.default_rng((self._recipe.train.seed, k, row, SEEDS)).integers(2**62))
 
     def _sample(self, answer: Answer) -> Sample:
-        given = self.samples[answer.prompt]
-        ids = np.append(given.input_ids, np.array(answer.tokens, np.int32))
-        labels = np.append(given.labels[1:], ids[len(given.input_ids) :])
-        return Sample(ids[:-1], labels, given.file, given.line)
+        given, written = self.samples[answer.prompt], np.array(answer.tokens, np.int32)
+        inputs, labels = np.append(given.input_ids, written[:-1]), np.append(given.labels[1:], written)
+        return Sample(inputs, labels, given.file, given.line)
 
     def _answers(self, k: int) -> list[Answer]:
-        """Return the answers of all rows of a step, stored ones if there are any; on rank 0.
-
-        Raises ValueError if the server did not write them in time, or they are not of this run."""
+        """Return the answers of all rows of a step, stored or new, on rank 0. Raises ValueError without them."""
         began, first = monotonic(), self._first(k)
         prompts = [self._order.row(first + row)[0] for row in range(self.rows_per_step)]
         if k == 0:  # of a run that was not resumed
             shutil.rmtree(self._folder, ignore_errors=True)
         path = self._folder / f"step_{k:08d}.json"
         if reused := path.exists():
-            age, answers = self._stored(path, prompts)
+            age, answers = _stored(path, prompts)
             if not self._reused:
                 say(f"step {k}: its samples were stored before the restart, and are used again ({self._folder})")
         else:
             age, answers = self._asked(k, prompts)
-            self._store(k, path, age, answers)
+            self._store(k, path, {"age": age, "answers": answers})
         self._reused = reused
         self.curves = {
             "on_policy/age": age,
@@ -132,101 +115,90 @@ class OnPolicyLoader(Loader):
         }
         return answers
 
-    def _stored(self, path: Path, prompts: list[int]) -> tuple[int, list[Answer]]:
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            age, answers = int(found["age"]), [Answer(*answer) for answer in found["answers"]]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is damaged ({error}): remove it to sample again") from error
-        if [answer.prompt for answer in answers] != prompts:
-            raise ValueError(f"{path} has answers to other prompts: remove it to sample again")
-        return age, answers
-
-    def _store(self, k: int, path: Path, age: int, answers: list[Answer]) -> None:
-        """Store the answers of a step, and remove those of steps before the oldest checkpoint."""
+    def _store(self, k: int, path: Path, content: dict[str, Any]) -> None:
+        """Write the file of a step, and remove those of steps before the oldest checkpoint."""
         checkpoints = (Path(self._recipe.output_dir) / "checkpoints").glob(STEP_DIRECTORIES)
-        oldest = min((int(checkpoint.name[5:]) for checkpoint in checkpoints), default=k)
+        oldest = min((checkpoint.name for checkpoint in checkpoints), default=path.stem)
         try:
             self._folder.mkdir(exist_ok=True)
-            replace_text(path, json.dumps({"age": age, "answers": answers}))
-            for old in self._folder.glob("step_????????.json"):
-                if int(old.stem[5:]) < oldest:
+            replace_text(path, json.dumps(content))
+            for old in self._folder.glob(f"{STEP_DIRECTORIES}.json"):
+                if old.stem < oldest:
                     old.unlink()
         except OSError as error:
             say(f"warning: {words_of(error)}: a restart that repeats step {k} would sample it again, not exactly")
 
     def _asked(self, k: int, prompts: list[int]) -> tuple[int, list[Answer]]:
-        """Let the server answer; wait while it does not.
-
-        Returns:
-            The age of its version, and the answers.
-        """
-        settings, answers, said = self._recipe.data, dict[tuple[Path, int], Answer](), ""
-        end = monotonic() + settings.server_seconds
-        server = VllmServer(str(settings.server), end)
+        """Return the age of the server's version, and its answers; wait while it gives none."""
+        answers, said, url = dict[tuple[Path, int], Answer](), "", str(self._settings.server)
+        most, limit = self._settings.server_seconds, f"{self._settings.server_seconds:g} s"
+        server = VllmServer(url, end := monotonic() + most)
         while True:
             try:
                 version = self._version(server, prompts)
                 age = self._age(k, version)
+                missing = [row for row in range(len(prompts)) if (version, row) not in answers]
+
+                def ask(row: int, version: Path = version) -> None:
+                    answers[version, row] = self._answer(server, version, k, row, prompts[row])
+
                 with ThreadPoolExecutor(AT_ONCE) as pool:
-
-                    def answer(row: int, version: Path = version) -> None:
-                        if (version, row) not in answers:
-                            answers[version, row] = self._answer(server, version, k, row, prompts[row])
-
-                    list(pool.map(answer, range(len(prompts))))
+                    list(pool.map(ask, missing))
                 return age, [answers[version, row] for row in range(len(prompts))]
             except ServerError as error:
-                why = f"{settings.server}: {error}"
+                why = f"{url}: {error}"
             if self._stop_requests.requested:
                 raise ValueError(f"{why}, and the run was asked to stop")
             if monotonic() > end - AGAIN_SECONDS:
-                raise ValueError(f"{why}; waited {settings.server_seconds:g} s (data.server_seconds)")
+                raise ValueError(f"{why}; waited {limit} (data.server_seconds)")
             if why != said:
-                say(f"step {k} waits for samples, {settings.server_seconds:g} s at most (data.server_seconds): {why}")
+                say(f"step {k} waits for samples, {limit} at most (data.server_seconds): {why}")
                 said = why
             time.sleep(AGAIN_SECONDS)
 
     def _version(self, server: VllmServer, prompts: list[int]) -> Path:
         """Return the version that the server serves; a server that has just been started loads the newest one."""
-        serving = server.serving()
-        if serving.version != STARTED:
-            return Path(serving.version)
-        folder = serving.root.parent
-        if serving.root.name != CURRENT or not (folder / RUN).exists():
-            raise ServerError(
-                f"it was started with {serving.root}: publish to it, or start it with {CURRENT} of a publish"
-            )
-        newest = serving.root.resolve()
-        server.load(newest, versions_in(folder), self.samples[prompts[0]].input_ids[:PROBE_TOKENS].tolist())
+        _, root, version = server.serving()
+        if version != STARTED:
+            return Path(version)
+        if root.name != CURRENT or not (root.parent / RUN).exists():
+            raise ServerError(f"it was started with {root}: publish to it, or start it with {CURRENT} of a publish")
+        probe = self.samples[prompts[0]].input_ids[:PROBE_TOKENS].tolist()
+        server.load(newest := root.resolve(), versions_in(root.parent), probe)
         return newest
 
     def _age(self, k: int, version: Path) -> int:
         """Return the age of a version in steps. Raises ValueError if it is of another run, or too old or new."""
-        url, data = self._recipe.data.server, self._recipe.data
-        run, own = version.parent / RUN, os.path.realpath(self._recipe.output_dir)
+        serves, run = f"{self._settings.server} serves {version}", version.parent / RUN
         match = re.fullmatch(r"step_(\d{8})(-\d+)?", version.name)
-        if match is None or not run.exists() or run.read_text(encoding="utf-8") != own:
-            raise ValueError(f"{url} serves {version}, expected a version that this run has published")
-        age = k - int(match[1])
+        if not match or not run.exists() or run.read_text("utf-8") != os.path.realpath(self._recipe.output_dir):
+            raise ValueError(f"{serves}, expected a version that this run has published")
+        age, most = k - int(match[1]), self._settings.max_age
         if age < 0:
-            raise ValueError(f"{url} serves {version}, a version of a later step: publish to it at this step")
-        if age > data.max_age:
-            raise ValueError(
-                f"{url} serves {version.name}, which is {age} steps old, data.max_age is {data.max_age}: publish more "
-                "often"
-            )
+            raise ValueError(f"{serves}, a version of a later step: publish to it at this step")
+        if age > most:
+            raise ValueError(f"{serves}, which is {age} steps old, data.max_age is {most}: publish more often")
         return age
 
     def _answer(self, server: VllmServer, version: Path, k: int, row: int, prompt: int) -> Answer:
-        data = self._recipe.data
-        given = self.samples[prompt].input_ids.tolist()
-        tokens, ended = server.generate(
-            version, given, max_tokens=data.new_tokens, temperature=data.temperature, seed=self.seed_of(k, row)
-        )
+        given, sampling = self.samples[prompt].input_ids.tolist(), {"temperature": self._settings.temperature}
+        seed, most = self.seed_of(k, row), self._settings.new_tokens
+        tokens, ended = server.generate(version, given, max_tokens=most, seed=seed, **sampling)
         if max(tokens) >= self._vocabulary:
             raise ValueError(
                 f"the student wrote token {max(tokens)}, expected ids below {self._vocabulary}, the number of tokens "
                 "that student and teacher have"
             )
         return Answer(prompt, ended, tokens)
+
+
+def _stored(path: Path, prompts: list[int]) -> tuple[int, list[Answer]]:
+    """Read the file of a step. Raises ValueError if it is damaged, or of other prompts."""
+    try:
+        found = json.loads(path.read_text("utf-8"))
+        age, answers = int(found["age"]), [Answer(*answer) for answer in found["answers"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error}): remove it to sample again") from error
+    if [answer.prompt for answer in answers] != prompts:
+        raise ValueError(f"{path} has answers to other prompts: remove it to sample again")
+    return age, answers

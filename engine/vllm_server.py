@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from http.client import HTTPException
 from pathlib import Path
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.error import HTTPError
 
 STARTED = "default"
@@ -30,14 +30,6 @@ COLD_ANSWERS = 3
 
 class ServerError(Exception):
     """Reason why a server does not serve a version."""
-
-
-class Serving(NamedTuple):
-    """State of a server: its model's name, the directory that it was started with, and its ``weight_version``."""
-
-    name: str
-    root: Path
-    version: str
 
 
 @contextmanager
@@ -64,13 +56,13 @@ class VllmServer:
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     @_as_expected()
-    def serving(self) -> Serving:
-        """Ask for the server's state."""
+    def serving(self) -> tuple[str, Path, str]:
+        """Return the model's name, the directory that the server was started with, and its ``weight_version``."""
         base = self._call("/v1/models", seconds=CONNECT_SECONDS)["data"][0]
         served = self._call("/weight_info", seconds=CONNECT_SECONDS)["weight_version"]
         if served == UPDATING:
             raise ServerError("an earlier update of it failed, and it is paused: start it again")
-        return Serving(base["id"], Path(base["root"]), served)
+        return base["id"], Path(base["root"]), served
 
     @_as_expected()
     def generate(self, version: Path, prompt: list[int], *, max_tokens: int, **sampling: Any) -> tuple[list[int], bool]:
