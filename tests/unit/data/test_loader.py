@@ -4,6 +4,7 @@ samples that are held out."""
 import math
 import random
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -188,13 +189,16 @@ def test_the_content_of_a_packed_batch(rng):
 
 
 @pytest.mark.parametrize("packed_length", [None, 16])
+@pytest.mark.parametrize("weights", [None, {"a": 3.0, "b": 1.0}])
 @pytest.mark.parametrize("epochs", [0.01, 0.5, 1, 2, 2.75])
-def test_epochs_in_steps_use_every_row_and_no_step_more(rng, packed_length, epochs):
-    loader, _ = loaders(
-        make(rng, 40), 2, micro_batch_size=1, gradient_accumulation_steps=3, seed=3, packed_length=packed_length
-    )
+def test_epochs_in_steps_use_every_row_and_no_step_more(rng, packed_length, weights, epochs):
+    """Weights change the samples of an epoch, but not their number; skipped samples change neither."""
+    samples = [replace(sample, file=rng.choice("ab")) for sample in make(rng, 40)]
+    options = {"gradient_accumulation_steps": 3, "seed": 3, "packed_length": packed_length, "weights": weights}
+    (loader, _), (skipping, _) = loaders(samples, 2, **options), loaders(samples, 2, **options, skip={0, 7, 39})
     steps = loader.steps_of(epochs)
     assert loader.epoch_of(steps) >= epochs - 1e-9 and (steps == 1 or loader.epoch_of(steps - 1) < epochs)
+    assert (skipping.steps_of(epochs), skipping.epoch_of(steps)) == (steps, loader.epoch_of(steps))
 
 
 @pytest.mark.parametrize("packed_length", [None, 16])
