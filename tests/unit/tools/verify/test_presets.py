@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from model.ranks import RankError
 from model.save import export_model
 from quant import Quantization
 from quant.formats.compressed_tensors import input_suffix, unpack_scale, unpack_weight, unpack_zero
-from quant.formats.layouts import check_layout
+from quant.formats.layouts import Layout, check_layout
 from quant.reference import fake_quant, quantize
 from quant.rules import Rule
 from quant.spec import PRESETS, SCHEMES, Scheme, TensorSpec
@@ -198,6 +199,6 @@ def test_a_layout_that_cannot_hold_the_model_is_refused(layout, message, tmp_pat
 
 def test_a_scheme_without_a_format_is_refused_in_every_layout():
     scheme = Scheme("int8-per-block", TensorSpec("int", 8, "block", 128))
-    for layout in ("compressed", "dequantized"):
+    for layout in get_args(Layout):
         with pytest.raises(ValueError, match="'int8-per-block' has no export format"):
             check_layout(layout, [INT4, scheme])
