@@ -45,7 +45,14 @@ NOTHING: tuple[Any, ...] = (None, "", [], "[]", "null")
 """Values of a key for calls or tools if there are none."""
 
 MEDIA = re.compile(r"(image|img|video|audio)s?(_(path|file|url|bytes|base64|b64)s?)?|pixel_values")
-COMPARED = ("chosen", "rejected", "chosen_response", "rejected_response", "rejected_messages", "rejected_output")
+COMPARED: tuple[str, ...] = (
+    "chosen",
+    "rejected",
+    "chosen_response",
+    "rejected_response",
+    "rejected_messages",
+    "rejected_output",
+)
 COMPARED += ("preferred_output", "non_preferred_output")
 UNDESIRED = ("label", "kto_tag")  # of TRL and of LLaMA-Factory
 SWITCHES = ("true", "false", "yes", "no", "0", "1")
