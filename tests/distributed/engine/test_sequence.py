@@ -50,7 +50,7 @@ MORE: Variants = {
     "3": ("qwen3", 3, "float32", {"data": {"micro_batch_size": 1}}),
     "3_dynamic": ("qwen3", 3, "float32", {"quant": {"scheme": "fp8_dynamic"}, "train": RECOMPUTED}),
     "2_fp4": ("llama", 2, "float32", {"quant": {"scheme": "nvfp4_w4a4"}}),
-    "2_int8": ("qwen3", 2, "float32", {"quant": {"scheme": "8da4w", "input_range": "percentile"}}),
+    "2_int8": ("qwen3", 2, "float32", {"quant": {"scheme": "8da4w"}}),
     "3_lora": ("llama", 3, "float32", {"adapter": {"kind": "lora"}, "learnable": {"weight": False}}),
     "3_self": ("qwen3", 3, "float32", {"learnable": {"weight": False}, "loss": {"teacher": "self"}}),
     "2_top_k": ("qwen3", 2, "float32", {"data": {"packing": True}, "loss": TOP_K}),
