@@ -253,8 +253,8 @@ class SharedRows:
         """Return an argument of an attention function for the whole row and this rank's heads."""
         if not isinstance(given, Tensor):
             return given
-        if part == "position_ids" and given.shape[-1] == row.counts[self.index] and given.dim() == 2:
-            return row.positions
+        if part == "position_ids" and given.shape[-1] == row.counts[self.index]:
+            return row.positions.expand(*given.shape[:-1], -1)  # of text, equal in all sections of a mrope
         if given.shape == (heads,):
             return given[heads * self.index // self.ranks : heads * (self.index + 1) // self.ranks]
         raise ValueError(f"{name} passes attention a tensor {part} {list(given.shape)}, of unknown tokens or heads")

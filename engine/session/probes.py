@@ -164,27 +164,27 @@ SHARED_TOKENS = 512  # tokens of the rows that test if ranks can share rows
 
 
 @torch.no_grad()
-def sharing_problem(asked: Asked, rows: "SharedRows", vocabulary: Tensor, longest: int) -> str | None:
+def sharing_problem(asked: Asked, rows: "SharedRows", vocabulary: Tensor, *, longest: int, packing: bool) -> str | None:
     """Describe how hidden states differ if ranks share rows, as a clause; None if they are those of whole rows. A
     collective.
 
-    ``longest``: length of the run's longest rows.
+    ``longest``: length of the run's longest rows. ``packing``: rows have several samples.
     """
     # Of as many tokens for each rank, so that code which does not fit raises its error on all ranks.
     length = max(min(longest, SHARED_TOKENS) // rows.ranks, 1) * rows.ranks
     (ids,) = random_samples(vocabulary, [length])
     row = {"input_ids": ids[None], "labels": torch.full((1, length), IGNORE)}
     positions, cut, first = torch.arange(length), length * 3 // 8, rows.share(length, 0)
+    # Positions as in the longest rows, by which some classes scale RoPE, but small ones on the first rank, as there.
+    # With a mask, the gap between them is no boundary of samples.
+    far = torch.cat([positions[first], positions[first.stop :] + longest - length])[None]
     tested = {
         "": row,
-        # A boundary inside a share; and positions as in the longest rows, by which some classes scale RoPE. The first
-        # ranks have small ones there, too.
-        " of packed samples": {**row, "position_ids": torch.cat([positions[:cut], positions[: length - cut]])[None]},
-        f" of {longest:,} tokens": {
-            **row,
-            "position_ids": torch.cat([positions[first], positions[first.stop :] + longest - length])[None],
-        },
+        f" of {longest:,} tokens": {**row, "position_ids": far, "attention_mask": torch.ones_like(row["input_ids"])},
     }
+    if packing:  # with a boundary inside a share
+        packed = torch.cat([positions[:cut], positions[: length - cut]])[None]
+        tested[" of packed samples"] = {**row, "position_ids": packed}
     with rows.apart(asked.model):
         whole = {name: asked.forward(batch) for name, batch in tested.items()}
         twice = asked.forward({name: tensor.expand(2, -1) for name, tensor in row.items()})
@@ -205,7 +205,7 @@ def sharing_problem(asked: Asked, rows: "SharedRows", vocabulary: Tensor, longes
         parts = [part for share in shares for part in (share, slice(share.start, share.start + FIRST))]
         differs = _most(_typical(found[:, part], whole[name][:, part], exact=asked.exact) for part in parts)
         if differs > limit:
-            where = _first_apart(asked, rows, batch)
+            where = _first_apart(asked, rows, batch, limit)
             return (
                 f"its hidden states differ by {differs:.1%} if ranks share rows{name}, first in {where}: it mixes "
                 "tokens outside of attention, or depends on the row's length"
@@ -218,7 +218,7 @@ def _most(differences: Iterable[float]) -> float:
     return max(gather_objects(max(math.inf if math.isnan(one) else one for one in differences)))
 
 
-def _first_apart(asked: Asked, rows: "SharedRows", batch: MicroBatch) -> str:
+def _first_apart(asked: Asked, rows: "SharedRows", batch: MicroBatch, limit: float) -> str:
     """Name the first module whose output for this rank's tokens differs between whole and shared rows; a collective."""
 
     def outputs() -> dict[str, Tensor]:
@@ -246,8 +246,7 @@ def _first_apart(asked: Asked, rows: "SharedRows", batch: MicroBatch) -> str:
         for name, own in outputs().items()
         if name in whole and own.shape == (other := whole[name][:, share]).shape
     }
-    most = max(differences.values(), default=0.0)
-    first = next((name for name, value in differences.items() if value > most / 4), None)
+    first = next((name for name, value in differences.items() if value > limit), None)
     text = None if first is None else f"{first} ({type(asked.model.get_submodule(first)).__name__})"
     # The first rank's tokens lack no context in a causal model.
     return next((one for one in reversed(gather_objects(text)) if one is not None), "no module")
@@ -275,7 +274,8 @@ def with_checked_rows(session: Session, samples: Sequence[Sample]) -> Session:
     settings, rows = session.recipe.data, rows_of(session.recipe)
     if rows is not None:
         for asked in models_to_ask(session):
-            found = gather_objects(sharing_problem(asked, rows, vocabulary_of(samples), settings.max_length))
+            rows_of_run = {"longest": settings.max_length, "packing": settings.packing}
+            found = gather_objects(sharing_problem(asked, rows, vocabulary_of(samples), **rows_of_run))
             problem = next((one for one in found if one is not None), None)
             key = f"parallel.sequence: {rows.ranks}, expected 1"
             raise_everywhere(problem and f"{key}: {asked.name}: {problem}")

@@ -64,8 +64,9 @@ FOUR: Variants = {
     "four_moe": ("qwen3_moe", 3, "float32", PLAIN),
 }
 # Largest differences of losses, of gradient norms and of weights after two steps. Sums in another order differ by 1e-6;
-# where one of them changes a code, by more. Other data, masks or positions change losses by 1e-2.
-NEAR = {"float32": (2e-4, 2e-3, 2e-5), "bfloat16": (5e-2, 0.2, 1e-2)}
+# where one of them changes a code, by more. Other data, masks or positions change losses by 1e-2. In bf16, rounding
+# also changes experts of single tokens, and weights near 1 are 2^-7 apart.
+NEAR = {"float32": (2e-4, 2e-3, 2e-5), "bfloat16": (5e-2, 0.2, 2**-5)}
 
 
 def run_pairs(directory: Path, variants: Variants, ranks: int = 2) -> Path:
@@ -162,12 +163,20 @@ def test_a_run_goes_on_with_whole_rows(tmp_path: Path) -> None:
             assert mine == pytest.approx(theirs, abs=2e-5)
 
 
+# Families that must be refused, and what the error names.
+REFUSED = {
+    "phi3, longrope": "first in model.rotary_emb (Phi3RotaryEmbedding)",
+    "lfm2": "first in model.layers.0.conv",
+    "qwen3_5_text": "first in model.layers.0.linear_attn",
+    "deepseek_v32": "its forward fails if ranks share rows",
+    "falcon": "found attention that does not go through transformers' AttentionInterface",
+}
 ROUNDING = 1e-3  # of logits and gradients in fp32, by their sizes; what is wrong moves them by 1e-2 and more
 LONGEST, PROBED = 128, 64  # positions of the longest rows, and tokens of the probe's
 
 
 def verdict(name: str, directory: Path) -> str:
-    """Return "works", "refused: why" or "wrong: by how much" for a family; a collective."""
+    """Return "works", "works without packing", "refused: why" or "wrong: by how much" for a family; a collective."""
     source, rows = directory / name.replace(" ", "_"), SharedRows(world_size())
     if is_main():
         FAMILIES[name].checkpoint(source, dtype=torch.float32)
@@ -181,10 +190,12 @@ def verdict(name: str, directory: Path) -> str:
         return f"refused: {error}"
     model.config.use_cache = False
     rows.start()
-    if problem := sharing_problem(asked_of(model, rows), rows, torch.arange(7, 300), LONGEST):
+    asked, vocabulary = asked_of(model, rows), torch.arange(7, 300)
+    if problem := sharing_problem(asked, rows, vocabulary, longest=LONGEST, packing=False):
         return f"refused: {problem}"
+    packs = sharing_problem(asked, rows, vocabulary, longest=LONGEST, packing=True) is None
     generator = torch.Generator().manual_seed(3)
-    for length, borders in ((37, ()), (50, (7, 28))):
+    for length, borders in ((37, ()), (50, (7, 28)))[: 1 + packs]:
         row = {"input_ids": torch.randint(7, 300, (2, length), generator=generator)}
         if borders:
             parts = zip((0, *borders), (*borders, length), strict=True)
@@ -200,7 +211,7 @@ def verdict(name: str, directory: Path) -> str:
             differs = max(differs, (summed - gradient).abs().max().item() / size)
         if not differs < ROUNDING:
             return f"wrong: {differs:.2g}{' packed' * bool(borders)}"
-    return "works"
+    return "works" if packs else "works without packing"
 
 
 def asked_of(model: PreTrainedModel, rows: SharedRows) -> Asked:
@@ -238,7 +249,7 @@ def verdicts(directory: Path, names: list[str]) -> dict[str, str]:
         except Exception as error:
             own = f"wrong: {type(error).__name__}: {error}"
         said = gather_objects(own)
-        found[name] = next((one for one in said if one != "works"), "works")
+        found[name] = next((one for one in said if not one.startswith("works")), own)
         if is_main():
             print(f"{name}: {found[name]}", flush=True)
     return found
@@ -249,3 +260,7 @@ def test_every_family_shares_rows_or_is_refused(tmp_path: Path) -> None:
     (found, _), _ = on_ranks(verdicts, tmp_path, list(FAMILIES))
     print(*(f"{name}: {said}" for name, said in found.items()), sep="\n")  # with -s
     assert not {name: said for name, said in found.items() if said.startswith("wrong")}
+    assert {found[name] for name in ("llama", "qwen3, yarn", "mixtral", "deepseek_v3", "gemma3_text")} == {"works"}
+    assert found["gpt_oss"].startswith("works")
+    for name, why in REFUSED.items():
+        assert found[name].startswith("refused") and why in found[name], found[name]
