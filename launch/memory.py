@@ -21,6 +21,7 @@ from engine.session.student import quantized_share
 from launch.exits import clean_exit, recipe_or_exit
 from launch.scripts import int_from, option_parser
 from model.console import progress_bar
+from tools.memory.advice import Advisor, advice
 from tools.memory.planner import (
     GB,
     RESERVE,
@@ -65,6 +66,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(headline(recipe, ranks, total, trained))
     print(*quantized_share(planner.student.model, planner.student.quantization).lines(), sep="\n")
     print(f"\n{memory_table(predictions, gpu_bytes)}\n\n{traffic_table(predictions)}")
+    own = next((one for one in predictions if one.strategy == recipe.deepspeed), None)
+    if gpu_bytes is not None and own is not None and own.peak + RESERVE > gpu_bytes:
+        print(f"\n{advice(Advisor(recipe, ranks, arguments.ranks_per_node), gpu_bytes)}")
     print(f"\nreserve: {RESERVE / GB:g} GB for CUDA, NCCL and holes in the allocator's memory, which are not modeled")
     print("".join(f"{name}: {why}\n" for name, why in refused.items()), end="")
     if arguments.json is not None:
