@@ -166,7 +166,8 @@ def _stop_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
 def reads_of(tokenizer: PreTrainedTokenizerBase) -> Reads:
     """Find the variables and keys that a tokenizer's chat templates read.
 
-    A variable that a template sets counts only if the template also tests if it is defined.
+    A variable that a template sets counts only if the template also tests if it is defined, outside of a macro that has
+    a parameter of this name.
     """
     variables: set[str] = set()
     keys: set[str] = set()
@@ -179,10 +180,18 @@ def reads_of(tokenizer: PreTrainedTokenizerBase) -> Reads:
                 f"the chat template of {tokenizer.name_or_path!r} is not valid ({error}), expected a Jinja template"
             ) from error
         stored = {name.name for name in tree.find_all(nodes.Name) if name.ctx == "store"}
+        parameters = {
+            id(name)
+            for macro in tree.find_all(nodes.Macro)
+            for name in macro.find_all(nodes.Name)
+            if name.name in {argument.name for argument in macro.args}
+        }
         asked = {
             test.node.name
             for test in tree.find_all((nodes.Test, nodes.Filter))
-            if test.name in ("defined", "undefined", "default", "d") and isinstance(test.node, nodes.Name)
+            if test.name in ("defined", "undefined", "default", "d")
+            and isinstance(test.node, nodes.Name)
+            and id(test.node) not in parameters
         }
         variables |= find_undeclared_variables(tree) - (stored - asked) - _GIVEN
         keys |= {attribute.attr for attribute in tree.find_all(nodes.Getattr)}

@@ -5,7 +5,13 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from itertools import count
+from pathlib import Path
 from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+from data.samples import DataError
+from tests.unit.data.chats import learned_turns, read, whole
 
 WORDS = re.compile(r"\w+")
 MARKER = re.compile(r"zq\d+qz|9\d{6}")
@@ -175,3 +181,23 @@ def of_answers(row: dict[str, Any]) -> tuple[set[str], set[str]]:
     last = learned[-1].get("content", learned[-1].get("value"))
     text = "".join(part["text"] for part in last) if isinstance(last, list) else last or ""
     return {*MARKER.findall(json.dumps(learned))}, {*MARKER.findall(text)}
+
+
+def outcome(directory: Path, tokenizer: PreTrainedTokenizerFast, row: dict[str, Any], loss_on: str) -> str:
+    """Read a random row and check that nothing of it is passed over, or learned that is no answer.
+
+    Returns: ``whole``, ``counted`` if its keys are, ``refused`` or ``dropped``.
+    """
+    try:
+        (sample,), counts = read(directory, tokenizer, row, loss_on=loss_on)
+    except DataError as error:
+        dropped = "no sample is left" in str(error) and "1 without target" in str(error)
+        assert dropped or len(str(error).splitlines()) == 2, error
+        return "dropped" if dropped else "refused"
+    noted = {*counts.unused, *counts.unwritten, *counts.taken}
+    missing = passed_over(row, whole(sample, tokenizer), noted)
+    assert not missing or counts.unanswered, (missing, row)
+    allowed, last = of_answers(row)
+    targets = {*MARKER.findall("".join(learned_turns(sample, tokenizer)))}
+    assert targets <= allowed and (last <= targets or counts.unwritten), (targets, row)
+    return "counted" if counts.unused or counts.unwritten else "whole"

@@ -8,7 +8,7 @@ import pytest
 from data.samples import DataError
 from tests.lib.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from tests.unit.data.chats import END, GOOD, TWO, learned_turns, read, templated, turns, whole, with_flags
-from tests.unit.data.marked import MARKER, Maker, of_answers, passed_over
+from tests.unit.data.marked import Maker, outcome
 from tests.unit.data.test_template import QWEN
 
 ASKED, ANSWER = TWO[:2]
@@ -113,6 +113,14 @@ def test_the_template_is_given_what_it_reads(tmp_path):
     assert '"documents", 1 "messages.mood"' in next(counts.notes())
 
 
+def test_a_parameter_of_a_macro_is_no_variable(tmp_path):
+    macro = "{% macro shown(content) %}{% if content is defined %}{{ content }}{% endif %}{% endmacro %}"
+    sets = "{% for m in messages %}{% if loop.first %}{% set content = shown(m.content) %}{% endif %}{% endfor %}"
+    template = macro + sets + "{% if content %}{% endif %}" + tiny_tokenizer().chat_template
+    counts = read(tmp_path, templated(template), {"messages": TWO, "chat_template_kwargs": {"content": 7}})[1]
+    assert counts.unused == {"chat_template_kwargs.content": 1} and not counts.taken
+
+
 def test_a_short_text_that_is_left_out_is_not_found_in_others(tmp_path):
     """Each value takes up an occurrence of the text; a content that the template must write is found in its place."""
     row = turns(("user", "ok"), ("assistant", "look: ok"), ("user", "c"), ("assistant", "d"))
@@ -160,20 +168,7 @@ def test_no_value_of_a_row_is_passed_over(template, tmp_path, rng):
     """Each value of a random row is in the text, or its key is counted by name, or the row is refused or dropped."""
     tokenizer, outcomes = templated(template), Counter[str]()
     for _ in range(200):
-        row = Maker(rng).row()
-        try:
-            (sample,), counts = read(tmp_path, tokenizer, row, loss_on=rng.choice(["last", "all"]))
-        except DataError as error:
-            dropped = "no sample is left" in str(error) and "1 without target" in str(error)
-            assert dropped or len(str(error).splitlines()) == 2, error
-            outcomes["dropped" if dropped else "refused"] += 1
-            continue
-        missing = passed_over(row, whole(sample, tokenizer), counts.unused.keys() | counts.unwritten.keys())
-        assert not missing or counts.unanswered, (missing, row)
-        allowed, last = of_answers(row)
-        targets = {*MARKER.findall("".join(learned_turns(sample, tokenizer)))}
-        assert targets <= allowed and (last <= targets or counts.unwritten), (targets, row)
-        outcomes["counted" if counts.unused or counts.unwritten else "whole"] += 1
+        outcomes[outcome(tmp_path, tokenizer, Maker(rng).row(), rng.choice(["last", "all"]))] += 1
     assert len(outcomes) == 4 and min(outcomes.values()) > 3, outcomes
 
 

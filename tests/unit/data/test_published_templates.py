@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from data.samples import DataError
 from tests.unit.data.chats import ONE_LINE, WORD, Words, answers, cut_answers, learned_turns, messages, read, templated
+from tests.unit.data.marked import Maker, outcome
 
 
 def _templates() -> dict[str, Path]:
@@ -132,3 +133,11 @@ def test_published(name, tmp_path):
     assert ("inline last" in learned) == (name not in REFUSED_INLINE)
     assert ("reasoning last" in learned) == (name in REASONING | {"trl/gptoss"})
     assert ("agent all" in learned) == (name in AGENT)
+
+
+@pytest.mark.skipif(not TEMPLATES, reason="needs trl and axolotl, see make test-templates")
+@pytest.mark.parametrize("name", TEMPLATES or ["none"])
+def test_no_value_of_a_row_is_passed_over(name, tmp_path, rng):
+    tokenizer = tokenizer_of(TEMPLATES[name].read_text())
+    outcomes = {outcome(tmp_path, tokenizer, Maker(rng).row(), rng.choice(["last", "all"])) for _ in range(30)}
+    assert "refused" in outcomes and outcomes & {"whole", "counted"}
