@@ -205,8 +205,10 @@ def verdict(name: str, directory: Path) -> str:
         own, found = logits_and_gradients(model, row, rows.share(length))
         with torch.no_grad():
             differs = ((rows.whole(own) - whole).abs().max() / whole.std()).item()
+        largest = max(gradient.abs().max().item() for gradient in wanted.values())
         for parameter, gradient in wanted.items():
-            size = max(gradient.abs().max().item(), 1e-3)
+            # A bias of keys has no gradient but for rounding, as softmax ignores it.
+            size = max(gradient.abs().max().item(), 1e-2 * largest)
             summed = reduce_over_ranks(found[parameter])
             differs = max(differs, (summed - gradient).abs().max().item() / size)
         if not differs < ROUNDING:
