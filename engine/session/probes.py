@@ -274,7 +274,7 @@ def with_checked_rows(session: Session, samples: Sequence[Sample]) -> Session:
     settings, rows = session.recipe.data, rows_of(session.recipe)
     if rows is not None:
         for asked in models_to_ask(session):
-            rows_of_run = {"longest": settings.max_length, "packing": settings.packing}
+            rows_of_run: dict[str, Any] = {"longest": settings.max_length, "packing": settings.packing}
             found = gather_objects(sharing_problem(asked, rows, vocabulary_of(samples), **rows_of_run))
             problem = next((one for one in found if one is not None), None)
             key = f"parallel.sequence: {rows.ranks}, expected 1"
