@@ -192,7 +192,7 @@ def sharing_problem(asked: Asked, rows: "SharedRows", vocabulary: Tensor, *, lon
     # The first share alone has the shapes of shared rows, and in a causal model the same context.
     rounding = _most([_typical(alone, whole[""][:, first], exact=asked.exact)])
     if rounding > MOVED:
-        return f"its tokens depend on those after them (hidden states move by {rounding:.1%})"
+        return f"its tokens depend on those after them, or on the row's length (hidden states move by {rounding:.1%})"
     rounding = _most([rounding, _typical(twice[:1], whole[""], exact=asked.exact)])
     limit = max(SEEN, torch.finfo(twice.dtype).eps) + TIMES * rounding
     for name, batch in tested.items():

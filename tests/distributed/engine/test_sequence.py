@@ -243,7 +243,7 @@ def logits_and_gradients(
 def verdicts(directory: Path, names: list[str]) -> dict[str, str]:
     """Return what each family does; a collective."""
     join_ranks()
-    probes.SHARED = PROBED
+    probes.SHARED_TOKENS = PROBED
     found = {}
     for name in names:
         try:
