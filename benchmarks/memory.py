@@ -83,7 +83,8 @@ def fitting(directory: Path, pattern: str) -> str:
                 continue
             changes, best = found
             host = f" (host {best.host / GB:,.0f})" if best.host else ""
-            row.append(f"{(best.peak + RESERVE) / GB:.0f}{host}: {'; '.join(map(str, changes)) or 'as it is'}")
+            text = "; ".join(map(str, changes)).replace("train.activation_checkpointing: true, ", "")  # it is on
+            row.append(f"{(best.peak + RESERVE) / GB:.0f}{host}: {text or 'as it is'}")
         table.append(row)
         print(markdown_table([table[0], row]).splitlines()[-1], file=sys.stderr, flush=True)
     return markdown_table(table)
