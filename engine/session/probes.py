@@ -246,10 +246,12 @@ def _first_apart(asked: Asked, rows: "SharedRows", batch: MicroBatch, limit: flo
         for name, own in outputs().items()
         if name in whole and own.shape == (other := whole[name][:, share]).shape
     }
-    first = next((name for name, value in differences.items() if value > limit), None)
-    text = None if first is None else f"{first} ({type(asked.model.get_submodule(first)).__name__})"
-    # The first rank's tokens lack no context in a causal model.
-    return next((one for one in reversed(gather_objects(text)) if one is not None), "no module")
+    found = [
+        (index, f"{name} ({type(asked.model.get_submodule(name)).__name__})")
+        for index, (name, value) in enumerate(differences.items())
+        if value > limit
+    ]
+    return min((one[0] for one in gather_objects(found[:1]) if one), default=(0, "no module"))[1]
 
 
 def _typical(one: Tensor, another: Tensor, *, exact: bool) -> float:
