@@ -168,7 +168,7 @@ REFUSED = {
     "phi3, longrope": "first in model.rotary_emb (Phi3RotaryEmbedding)",
     "lfm2": "first in model.layers.0.conv",
     "qwen3_5_text": "first in model.layers.0.linear_attn",
-    "deepseek_v32": "its forward fails if ranks share rows",
+    "glm_moe_dsa": "its forward fails if ranks share rows",
     "falcon": "found attention that does not go through transformers' AttentionInterface",
 }
 ROUNDING = 1e-3  # of logits and gradients in fp32, by their sizes; what is wrong moves them by 1e-2 and more
