@@ -173,15 +173,15 @@ class TokenCache:
                 text = f"{damage}, so it is damaged: {path} is tokenized again"
             # What another rank met since this one started: else each would read the file, one after the other.
             name = f"problems of {key} in {path}"
-            facts = self._known(name)
-            if not facts or facts["at"] < _STARTED:
+            known: dict[str, Any] | None = self._known(name)
+            if not known or known["at"] < _STARTED:
                 self._say(f"data.cache: {text}", True)
-                if facts := self._build(key, dtypes, tokenize):
-                    self._remember(name, facts | {"at": time.time()})
-            if facts and "error" in facts:
-                raise DataError(facts["error"])
-            if facts:
-                return Shard({}, facts, {})
+                if known := self._build(key, dtypes, tokenize):
+                    self._remember(name, known | {"at": time.time()})
+            if known and "error" in known:
+                raise DataError(known["error"])
+            if known:
+                return Shard({}, known, {})
             found = self._open(key)
             assert found is not None
             return found

@@ -10,6 +10,7 @@ by ``weight_packed`` for integer and fp4 codes: during loading, to initialize it
 their forward (RWKV). Both run on the meta device.
 """
 
+import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -231,8 +232,12 @@ def _pack(linear: nn.Linear) -> None:
 @torch.no_grad()
 def _forward_lacks_a_weight(model: PreTrainedModel) -> bool:
     ids = torch.zeros(1, 8, dtype=torch.long, device=_META)
+    inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
+    if "attention_mask" in inspect.signature(model.forward).parameters:
+        # A finished mask: to create one, most classes read values, which tensors on the meta device do not have.
+        inputs["attention_mask"] = torch.ones(1, 1, 8, 8, dtype=torch.bool, device=_META)
     try:
-        model.eval()(input_ids=ids, use_cache=False)
+        model.bfloat16().eval()(**inputs)  # experts have kernels for bf16 alone
     except Exception as error:  # a forward that needs values cannot test this
         return isinstance(error, AttributeError) and "no attribute 'weight'" in str(error)
     return False

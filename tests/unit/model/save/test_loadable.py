@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from model.checkpoint.safetensors import read_headers
 from model.ranks import RankError
 from model.save import check_plan, export_model, not_loaded
-from model.save.loadable import check_written
+from model.save.loadable import check_written, weights_read
 from model.save.plan import plan_shards
 from quant import Quantization
 from quant.rules import DEFAULT_EXEMPT
@@ -137,6 +137,23 @@ def test_classes_that_read_packed_weights_are_known_not_to_load(family: str, fir
         assert not_loaded(model, quantization) is None
         export_model(model, quantization, source, tmp_path / "mended")
         loads(tmp_path / "mended")(torch.zeros(1, 4, dtype=torch.long))
+
+
+class ReadsAWeight(transformers.LlamaForCausalLM):
+    """Class whose forward reads the weight of a layer after attention."""
+
+    def forward(self, input_ids=None, attention_mask=None, **options):
+        found = super().forward(input_ids, attention_mask, **options)
+        found.logits = found.logits * self.model.layers[1].mlp.down_proj.weight.dtype.itemsize
+        return found
+
+
+def test_a_forward_behind_a_causal_mask_is_searched_for_reads_of_packed_weights(tmp_path: Path, seed: int):
+    config = load_model(tiny_checkpoint(tmp_path / "source", "llama", seed=seed)).config
+    packed = ["model.layers.0.mlp.up_proj", "model.layers.1.mlp.down_proj"]
+    assert weights_read(transformers.LlamaForCausalLM(config), packed) == []
+    assert weights_read(ReadsAWeight(config), packed) == packed
+    assert weights_read(ReadsAWeight(config), packed[:1]) == []
 
 
 @pytest.mark.parametrize(("scheme", "read"), [("fp8_dynamic", True), ("w4a16_channel", False)])
