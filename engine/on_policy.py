@@ -38,7 +38,7 @@ AGAIN_SECONDS = 1.0
 SEEDS = 4  # random stream, separate from those of data.loader
 
 
-class Answer(NamedTuple):
+class WrittenAnswer(NamedTuple):
     """Tokens of an answer, and the index of the prompt; ``ended`` is False if it has no end within data.new_tokens."""
 
     prompt: int
@@ -64,7 +64,7 @@ class OnPolicyLoader(Loader):
 
     def step(self, k: int) -> list[MicroBatch]:
         """Return this rank's micro-batches of step ``k``; a collective. Raises NoSamplesError on every rank."""
-        answers: list[Answer] = []
+        answers: list[WrittenAnswer] = []
         problem: str | None = None
         if is_main():
             try:
@@ -87,12 +87,12 @@ class OnPolicyLoader(Loader):
         """Return the seed of a row of step ``k``."""
         return int(np.random.default_rng((self._recipe.train.seed, k, row, SEEDS)).integers(2**62))
 
-    def _sample(self, answer: Answer) -> Sample:
+    def _sample(self, answer: WrittenAnswer) -> Sample:
         given, written = self.samples[answer.prompt], np.array(answer.tokens, np.int32)
         inputs, labels = np.append(given.input_ids, written[:-1]), np.append(given.labels[1:], written)
         return Sample(inputs, labels, given.file, given.line)
 
-    def _answers(self, k: int) -> list[Answer]:
+    def _answers(self, k: int) -> list[WrittenAnswer]:
         """Return the answers of all rows of a step, stored or new, on rank 0. Raises ValueError without them."""
         began, first = monotonic(), self._first(k)
         prompts = [self._order.row(first + row)[0] for row in range(self.rows_per_step)]
@@ -128,9 +128,9 @@ class OnPolicyLoader(Loader):
         except OSError as error:
             say(f"warning: {words_of(error)}: a restart that repeats step {k} would sample it again, not exactly")
 
-    def _asked(self, k: int, prompts: list[int]) -> tuple[int, list[Answer]]:
+    def _asked(self, k: int, prompts: list[int]) -> tuple[int, list[WrittenAnswer]]:
         """Return the age of the server's version, and its answers; wait while it gives none."""
-        answers, said, url = dict[tuple[Path, int], Answer](), "", str(self._settings.server)
+        answers, said, url = dict[tuple[Path, int], WrittenAnswer](), "", str(self._settings.server)
         most, limit = self._settings.server_seconds, f"{self._settings.server_seconds:g} s"
         server = VllmServer(url, end := monotonic() + most)
         while True:
@@ -180,7 +180,7 @@ class OnPolicyLoader(Loader):
             raise ValueError(f"{serves}, which is {age} steps old, data.max_age is {most}: publish more often")
         return age
 
-    def _answer(self, server: VllmServer, version: Path, k: int, row: int, prompt: int) -> Answer:
+    def _answer(self, server: VllmServer, version: Path, k: int, row: int, prompt: int) -> WrittenAnswer:
         given, sampling = self.samples[prompt].input_ids.tolist(), {"temperature": self._settings.temperature}
         seed, most = self.seed_of(k, row), self._settings.new_tokens
         tokens, ended = server.generate(version, given, max_tokens=most, seed=seed, **sampling)
@@ -189,14 +189,14 @@ class OnPolicyLoader(Loader):
                 f"the student wrote token {max(tokens)}, expected ids below {self._vocabulary}, the number of tokens "
                 "that student and teacher have"
             )
-        return Answer(prompt, ended, tokens)
+        return WrittenAnswer(prompt, ended, tokens)
 
 
-def _stored(path: Path, prompts: list[int]) -> tuple[int, list[Answer]]:
+def _stored(path: Path, prompts: list[int]) -> tuple[int, list[WrittenAnswer]]:
     """Read the file of a step. Raises ValueError if it is damaged, or of other prompts."""
     try:
         found = json.loads(path.read_text("utf-8"))
-        age, answers = int(found["age"]), [Answer(*answer) for answer in found["answers"]]
+        age, answers = int(found["age"]), [WrittenAnswer(*answer) for answer in found["answers"]]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({error}): remove it to sample again") from error
     if [answer.prompt for answer in answers] != prompts:

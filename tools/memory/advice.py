@@ -23,7 +23,7 @@ LORA = {"adapter.kind": "lora", "learnable.weight": False}
 CACHE = {"loss.teacher_cache": "CACHE", "loss.kd": "kl_top_k", "loss.top_k": 100, "loss.diagnostics_every": 0}
 
 
-class Change(NamedTuple):
+class Saving(NamedTuple):
     """Options to set, and what that costs."""
 
     settings: dict[str, Any]
@@ -33,28 +33,28 @@ class Change(NamedTuple):
         return ", ".join(f"{key}: {str(value).lower()}" for key, value in self.settings.items())
 
 
-def possible(recipe: Recipe) -> Iterator[Change]:
+def possible(recipe: Recipe) -> Iterator[Saving]:
     """Yield changes that may save memory, in the order in which to try them: those that change results are last."""
     rows, steps = recipe.data.micro_batch_size, recipe.train.gradient_accumulation_steps
 
-    def split(rows: int, steps: int, cost: str) -> Change:
-        return Change({"data.micro_batch_size": rows, "train.gradient_accumulation_steps": steps}, cost)
+    def split(rows: int, steps: int, cost: str) -> Saving:
+        return Saving({"data.micro_batch_size": rows, "train.gradient_accumulation_steps": steps}, cost)
 
     checkpointing = {"train.activation_checkpointing": True}
-    yield Change(checkpointing, "layers compute their forward twice")
+    yield Saving(checkpointing, "layers compute their forward twice")
     yield split(1, rows * steps, "same steps, smaller GEMMs")
-    yield Change({"deepspeed": "zero3"}, "weights are sent in each forward and backward")
+    yield Saving({"deepspeed": "zero3"}, "weights are sent in each forward and backward")
     if steps > 1:
         yield split(rows * steps, 1, "same steps; gradients in 16 bits, but more activations")
-    yield Change({"loss.chunk_tokens": 1024}, "smaller GEMMs at lm_head")
-    yield Change({**checkpointing, "train.activation_offload": True}, "copies to and from the host")
-    yield Change({"optim.moments": "8bit"}, "updates are off by about 10%")
-    yield Change({"loss.teacher_weights": "int8"}, "the teacher's weights are rounded to 8 bits")
-    yield Change({"deepspeed": "zero3_offload"}, "the optimizer's step runs on the CPU")
-    yield Change(CACHE, "the teacher runs once before (launch/cache_teacher.py); its 100 best tokens count")
-    yield Change({"deepspeed": "zero3_offload_param"}, "weights come from host memory too")
-    yield Change(LORA, "adapters train, not the weights")
-    yield Change({**LORA, "adapter.merge": False, "adapter.base": "quantized"}, "the same, beside frozen codes")
+    yield Saving({"loss.chunk_tokens": 1024}, "smaller GEMMs at lm_head")
+    yield Saving({**checkpointing, "train.activation_offload": True}, "copies to and from the host")
+    yield Saving({"optim.moments": "8bit"}, "updates are off by about 10%")
+    yield Saving({"loss.teacher_weights": "int8"}, "the teacher's weights are rounded to 8 bits")
+    yield Saving({"deepspeed": "zero3_offload"}, "the optimizer's step runs on the CPU")
+    yield Saving(CACHE, "the teacher runs once before (launch/cache_teacher.py); its 100 best tokens count")
+    yield Saving({"deepspeed": "zero3_offload_param"}, "weights come from host memory too")
+    yield Saving(LORA, "adapters train, not the weights")
+    yield Saving({**LORA, "adapter.merge": False, "adapter.base": "quantized"}, "the same, beside frozen codes")
 
 
 @dataclass
@@ -73,7 +73,7 @@ class Advisor:
     def __post_init__(self) -> None:
         self._planners: dict[str, Planner] = {}
 
-    def predict(self, changes: Sequence[Change]) -> Prediction | None:
+    def predict(self, changes: Sequence[Saving]) -> Prediction | None:
         """Predict the recipe with changes; None if they are refused or change nothing."""
         recipe, settings = deepcopy(self.recipe), {k: v for change in changes for k, v in change.settings.items()}
         if changes and all(attrgetter(key)(recipe) == value for key, value in settings.items()):
@@ -89,7 +89,7 @@ class Advisor:
             return self._planners[key].predict(strategy, self.ranks)
         return None
 
-    def alone(self, limit: int) -> list[tuple[Change, Prediction]]:
+    def alone(self, limit: int) -> list[tuple[Saving, Prediction]]:
         """Predict each change by itself: those that fit into ``limit`` bytes first, then those that save most."""
         before = self.predict([])
         assert before is not None, "the recipe itself cannot be predicted"
@@ -98,10 +98,10 @@ class Advisor:
         useful = [(change, one) for change, one in found if one is not None and one.peak < before.peak]
         return sorted(useful, key=lambda pair: (pair[1].peak > limit, pair[1].peak if pair[1].peak > limit else 0))
 
-    def together(self, limit: int) -> tuple[list[Change], Prediction] | None:
+    def together(self, limit: int) -> tuple[list[Saving], Prediction] | None:
         """Find changes that fit into ``limit`` bytes together, of which none can be left out; None if there are
         none."""
-        chosen: list[Change] = []
+        chosen: list[Saving] = []
         best = self.predict(chosen)
         for change in possible(self.recipe):
             if best is not None and best.peak <= limit:

@@ -6,7 +6,7 @@ import pytest
 
 from launch.memory import main
 from tests.lib.recipes import bare_recipe
-from tools.memory.advice import Advisor, Change, possible
+from tools.memory.advice import Advisor, Saving, possible
 from tools.memory.planner import GB, RESERVE, Planner
 
 TAUGHT = {"kd_weight": 1.0}
@@ -23,7 +23,7 @@ def advisor(tmp_path):
 def test_each_change_has_the_figure_of_the_recipe_with_it(advisor):
     """Those that fit are first, in the order in which to try them; changes that save nothing are left out."""
     before = advisor.predict([]).peak
-    limit = (before + advisor.predict([Change({"deepspeed": "zero3"}, "")]).peak) // 2
+    limit = (before + advisor.predict([Saving({"deepspeed": "zero3"}, "")]).peak) // 2
     found = advisor.alone(limit)
     fits = [one.peak <= limit for _, one in found]
     assert fits == sorted(fits, reverse=True) and True in fits and all(one.peak < before for _, one in found)
