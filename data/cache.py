@@ -235,10 +235,10 @@ class TokenCache:
             files = [folder / name for name in digests]
             found = self._of_files(_name_of(folder), files, lambda: {file.name: _digest_of(file) for file in files})
             if other := [name for name in digests if found[name] != digests[name]]:
-                raise _DamagedError(f"{folder / other[0]} has another content")
+                raise _DamagedError(f"{folder / other[0]} was changed after it was written")
             arrays = {file.name: _mapped(file, dtypes[file.name]) for file in files}
         except FileNotFoundError as error:
-            raise _DamagedError(f"{error.filename} is not there") from error
+            raise _DamagedError(f"{error.filename} is missing") from error
         with suppress(OSError):  # of a directory that can only be read
             os.utime(folder)
         return Shard(arrays, manifest["facts"], digests)
@@ -389,7 +389,7 @@ def _read(path: Path) -> Any:
     """Read what `_sealed` wrote. Raises _DamagedError, or OSError if the file is not there."""
     seal, _, text = path.read_bytes().partition(b"\n")
     if seal != str(zlib.crc32(text)).encode():
-        raise _DamagedError(f"{path} has another content")
+        raise _DamagedError(f"{path} was changed after it was written")
     return json.loads(text)
 
 

@@ -212,7 +212,7 @@ def conversation_of(
     if prompt:
         asked = len("".join("a" if role == "assistant" else "-" for role in roles).rstrip("a"))
         if not asked:
-            raise BadLineError("found only assistant turns, expected a turn to answer")
+            raise BadLineError("found only assistant turns, expected a turn to answer before them: remove the row")
         marked = [message.learned is False for message in found.messages]
         found.answers, found.messages = len(roles) - asked, found.messages[:asked]
         if all(marked) or (found.answers and marked[-1]):
@@ -259,9 +259,8 @@ def _refuse_unsupported(given: Mapping[str, Any], place: str) -> None:
             raise BadLineError(f"{place}{key}: found {excerpt(value)}, expected text only: remove {key!r}")
         if key in COMPARED and not is_empty(value):
             raise BadLineError(
-                f"found the key {place + key!r} of preference data, expected rows with the answer to learn only, as "
-                "learning from comparisons is not supported: remove it, or name the answer (data.fields: {messages: "
-                "chosen})"
+                f"found the key {place + key!r} of preference data, expected one answer to learn, as learning from "
+                "preferences is not supported: remove the key, or name the answer (data.fields: {messages: chosen})"
             )
         if key in UNDESIRED and (value is False or str(value).lower() == "false" or (key, value) == ("kto_tag", 0)):
             raise BadLineError(
@@ -406,7 +405,8 @@ def _message(given: Any, name: str, place: str, found: Conversation) -> Message:
         text = text if isinstance(text, str) else text[0]["text"]
         if (tag := _TAG.match(text)) and text[tag.end() :].startswith(turn["reasoning_content"].strip()):
             raise BadLineError(
-                f"{place}: found the reasoning of {reasoning[0]!r} in {text_key!r} too, expected it once: remove one"
+                f"{place}: found the reasoning of {reasoning[0]!r} in {text_key!r} too, expected it once: remove it "
+                "from one of them"
             )
     if given.get("prefix"):
         raise BadLineError(

@@ -148,7 +148,7 @@ class OnPolicyLoader(Loader):
             except ServerError as error:
                 why = f"{url}: {error}"
             if self._stop_requests.requested:
-                raise ValueError(f"{why}, and the run was asked to stop")
+                raise ValueError(f"{why}; not waited for, as the run was asked to stop")
             if monotonic() > end - AGAIN_SECONDS:
                 raise ValueError(f"{why}; waited {limit} (data.server_seconds)")
             if why != said:
@@ -162,7 +162,10 @@ class OnPolicyLoader(Loader):
         if version != STARTED:
             return Path(version)
         if root.name != CURRENT or not (root.parent / RUN).exists():
-            raise ServerError(f"it was started with {root}: publish to it, or start it with {CURRENT} of a publish")
+            raise ServerError(
+                f"it was started with {root}, expected the link {CURRENT!r} of the directory to which this run "
+                "publishes: start it with that link, or publish to it"
+            )
         probe = self.samples[prompts[0]].input_ids[:PROBE_TOKENS].tolist()
         server.load(newest := root.resolve(), versions_in(root.parent), probe)
         return newest
@@ -175,9 +178,11 @@ class OnPolicyLoader(Loader):
             raise ValueError(f"{serves}, expected a version that this run has published")
         age, most = k - int(match[1]), self._settings.max_age
         if age < 0:
-            raise ValueError(f"{serves}, a version of a later step: publish to it at this step")
+            raise ValueError(
+                f"{serves}, a version of a later step, expected one of step {k} or before: publish at step {k}"
+            )
         if age > most:
-            raise ValueError(f"{serves}, which is {age} steps old, data.max_age is {most}: publish more often")
+            raise ValueError(f"{serves}, {age} steps old, expected {most} at most (data.max_age): publish more often")
         return age
 
     def _answer(self, server: VllmServer, version: Path, k: int, row: int, prompt: int) -> WrittenAnswer:
@@ -186,8 +191,8 @@ class OnPolicyLoader(Loader):
         tokens, ended = server.generate(version, given, max_tokens=most, seed=seed, **sampling)
         if max(tokens) >= self._vocabulary:
             raise ValueError(
-                f"the student wrote token {max(tokens)}, expected ids below {self._vocabulary}, the number of tokens "
-                "that student and teacher have"
+                f"the student wrote token {max(tokens)}, expected ids below {self._vocabulary}, which student and "
+                "teacher have: name a teacher with as many tokens as the student"
             )
         return WrittenAnswer(prompt, ended, tokens)
 

@@ -83,7 +83,7 @@ class VllmServer:
         (choice,) = answer["choices"]
         tokens, end = choice["token_ids"], choice["finish_reason"]
         if (wrote := {span["version"] for span in choice["weight_versions"]}) != {str(version)}:
-            raise ServerError(f"{', '.join(sorted(wrote))} has written an answer, expected {version}")
+            raise ServerError(f"an answer is of version {', '.join(sorted(wrote))}, expected {version}")
         if not tokens or end not in ("stop", "length"):
             raise ServerError(f"an answer of {len(tokens)} tokens ended with {end!r}, expected stop or length")
         if end == "length" and len(tokens) < max_tokens:

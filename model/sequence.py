@@ -151,7 +151,8 @@ class SharedRows:
             return None
         if args or inputs.get("use_cache") is not False or inputs.get("past_key_values") is not None:
             raise ValueError(
-                "parallel.sequence: ranks share rows in forwards with arguments by name and use_cache=False only"
+                "parallel.sequence: found a forward with positional arguments or a cache, expected arguments by "
+                "name and use_cache=False"
             )
         ids: Tensor = inputs["input_ids"]
         mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
@@ -189,7 +190,8 @@ class SharedRows:
         if row is not None:
             if {q_length, kv_length} != {row.counts[self.index]}:
                 raise ValueError(
-                    f"its mask is for {q_length} queries and {kv_length} keys, not for the tokens of a row"
+                    f"its mask is for {q_length} queries and {kv_length} keys, expected {row.counts[self.index]} of "
+                    "each, the tokens of a rank"
                 )
             q_length = kv_length = sum(row.counts)
             attention_mask = row.mask
@@ -230,9 +232,12 @@ class SharedRows:
         if heads % self.ranks:
             raise ValueError(_heads(name, heads, self.ranks))
         if {tokens, key.shape[2], value.shape[2]} != {row.counts[self.index]}:
-            raise ValueError(f"{name} attends from {tokens} tokens to {key.shape[2]}, which are not those of a row")
+            raise ValueError(
+                f"{name} passes attention {tokens} queries, {key.shape[2]} keys and {value.shape[2]} values, expected "
+                f"{row.counts[self.index]} of each, the tokens of a rank"
+            )
         if isinstance(attention_mask, Tensor) and _identity(attention_mask) not in row.masks:
-            raise ValueError(f"{name} changes the mask that transformers creates for a row")
+            raise ValueError(f"{name} changes the mask that transformers created for the row, expected it unchanged")
         # Of keys and values as few copies as give each rank the same number of heads.
         copies = self.ranks // math.gcd(key.shape[1], self.ranks)
         key, value = (one.repeat_interleave(copies, dim=1) if copies > 1 else one for one in (key, value))
@@ -257,7 +262,10 @@ class SharedRows:
             return row.positions.expand(*given.shape[:-1], -1)  # of text, equal in all sections of a mrope
         if given.shape == (heads,):
             return given[heads * self.index // self.ranks : heads * (self.index + 1) // self.ranks]
-        raise ValueError(f"{name} passes attention a tensor {part} {list(given.shape)}, of unknown tokens or heads")
+        raise ValueError(
+            f"{name} passes attention {part!r}, a tensor {list(given.shape)}, expected position_ids, or one value for "
+            f"each of the {heads} heads"
+        )
 
     def _to_heads(self, own: Tensor, row: _Row) -> Tensor:
         """Exchange [B, heads, own tokens, D] for [B, heads / N, all tokens, D]."""

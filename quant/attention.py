@@ -68,7 +68,9 @@ def wrap_attention(
         ValueError: the model's implementation cannot be set, or a module does not take it.
     """
     if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"{type(model).__name__} is not a PreTrainedModel, whose attention implementation can be set")
+        raise ValueError(
+            f"found a {type(model).__name__}, expected a PreTrainedModel, as its attention must be replaced"
+        )
     name = _register(model.config._attn_implementation, attentions, label, wrap, wrap_mask)
     model.set_attn_implementation(name)
     for path, attention in attentions.items():

@@ -334,7 +334,10 @@ def _on_policy(r: Recipe) -> Contradictions:
         yield "loss.lm_weight", f"0 {kind}: the student would learn its own tokens as if they were right"
     for index, event in enumerate(r.schedule):
         if (event.loss or {}).get("lm", 0) > 0:
-            yield f"schedule[{index}].loss: {event.loss}", f"lm 0 {kind}, as for loss.lm_weight"
+            yield (
+                f"schedule[{index}].loss: {event.loss}",
+                f"lm 0 {kind}: the student would learn its own tokens as if they were right",
+            )
     if loss.teacher_cache is not None:
         yield "loss.teacher_cache", f"null {kind}: the teacher must run on what the student has just written"
     if r.export.format not in SERVED_FORMATS:

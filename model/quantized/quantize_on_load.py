@@ -217,14 +217,16 @@ def in_codes(read: Any, model: nn.Module) -> Any:
     whole = coded.shape[-1] == columns and not piece.turned and piece.offset % columns == 0 == piece.start % columns
     if not whole or read.filled_from is not None:
         raise CheckpointError(
-            f"{held.option}: the rows of {source.key} are not the rows of {piece.name}: remove that option"
+            f"{held.option}: found parts of rows or a transpose of {piece.name} in {source.key}, expected whole rows: "
+            "remove that option"
         )
     first, on_disk, rows = piece.start // columns, piece.offset // columns, piece.numel // columns
     if isinstance(coded, QuantizeOnLoad):
         down = coded.spec.rows_per_scale
         if any(edge % down for edge in (first, on_disk, rows)):
             raise CheckpointError(
-                f"{held.option}: the rows of {source.key} do not fill whole blocks of {down}: remove that option"
+                f"{held.option}: found rows of {source.key} that do not fill blocks of {down} rows with one scale: "
+                "remove that option"
             )
         made = {**getattr(parameter, "made", {}), first: QuantizeOnLoadRows(first, rows, coded, on_disk)}
         parameter.made = made  # type: ignore[attr-defined]

@@ -51,10 +51,15 @@ def possible(recipe: Recipe) -> Iterator[Saving]:
     yield Saving({"optim.moments": "8bit"}, "updates are off by about 10%")
     yield Saving({"loss.teacher_weights": "int8"}, "the teacher's weights are rounded to 8 bits")
     yield Saving({"deepspeed": "zero3_offload"}, "the optimizer's step runs on the CPU")
-    yield Saving(CACHE, "the teacher runs once before (launch/cache_teacher.py); its 100 best tokens count")
-    yield Saving({"deepspeed": "zero3_offload_param"}, "weights come from host memory too")
+    yield Saving(CACHE, "the teacher runs once before (launch/cache_teacher.py); only its 100 likeliest tokens count")
+    yield Saving(
+        {"deepspeed": "zero3_offload_param"}, "the optimizer's step runs on the CPU, and weights come from host memory"
+    )
     yield Saving(LORA, "adapters train, not the weights")
-    yield Saving({**LORA, "adapter.merge": False, "adapter.base": "quantized"}, "the same, beside frozen codes")
+    yield Saving(
+        {**LORA, "adapter.merge": False, "adapter.base": "quantized"},
+        "adapters train beside frozen codes, not the weights",
+    )
 
 
 @dataclass
