@@ -103,8 +103,8 @@ def render(template: Template, conversation: Conversation, loss_on: LossOn) -> R
 
 
 def render_prompt(template: Template, conversation: Conversation) -> Rendering:
-    """Render a conversation as a server does for the model to answer it, with an empty answer at its end. Raises
-    BadLineError if the template refuses it, or omits a part of it."""
+    """Render a conversation with the generation prompt, as a server does; its only answer is empty, at the end. Raises
+    BadLineError if the template refuses the conversation, or omits a part of it."""
     turns = [template.formatted(message.turn) for message in conversation.messages]
     if not turns:
         return Rendering("", [])

@@ -76,7 +76,7 @@ class ArrayWriter:
             self._files[name].write(data)
 
     def digests(self) -> dict[str, str]:
-        """Digest each array."""
+        """Return a digest of each array."""
         return {name: digest.hexdigest() for name, digest in self._digests.items()}
 
     def in_memory(self) -> dict[str, np.ndarray]:
@@ -189,8 +189,8 @@ class TokenCache:
     # ---- what is known of files and samples
 
     def once(self, name: str, compute: Callable[[], Any], given: str = "", *, keep: bool = True) -> Any:
-        """Return the value of a slow function, plain JSON and not None; with ``keep`` it is remembered by its name for
-        as long as ``given`` is the same."""
+        """Return the value of a slow function (plain JSON, not None), from the cache if it was kept under ``name`` with
+        the same ``given``; else call it, and ``keep`` the value."""
         if (value := self._known(name, given)) is None:
             value = compute()
             if keep:
@@ -244,7 +244,7 @@ class TokenCache:
         return Shard(arrays, manifest["facts"], digests)
 
     def _build(self, key: str, dtypes: Mapping[str, str], build: Tokenize) -> dict[str, Any] | None:
-        """Write a folder; if the file has problems, or its reader an error, return the facts about them instead."""
+        """Write a folder; if the file has problems or its reader fails, write none and return the facts about that."""
         assert self.directory is not None
         # With the machine's name: also where its locks are not those of other machines, each writes its own.
         folder, partial = self.directory / key, self.directory / f"{key}.{socket.gethostname()}.partial"
@@ -276,7 +276,7 @@ class TokenCache:
             shutil.rmtree(partial, ignore_errors=True)
 
     def _sweep(self) -> None:
-        """Remove what killed processes of this machine left of other folders."""
+        """Remove folders that killed processes of this machine have not completed."""
         assert self.directory is not None
         for partial in self.directory.glob(f"*.{socket.gethostname()}.partial"):
             lock = self.directory / f"{partial.name.partition('.')[0]}.lock"

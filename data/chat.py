@@ -375,8 +375,10 @@ class _Builder:
         return rendering
 
     def _located(self, conversation: Conversation) -> Rendering:
-        """Render a conversation and locate its answers. Each answer takes time in proportion to all turns, so of many
-        turns the last one is located first: it shows if the chat is dropped as too long."""
+        """Render a conversation and locate its answers.
+
+        Each answer takes time in proportion to the number of turns. So if there are many, the last answer is located
+        first, as it suffices to drop a chat that is too long."""
         if self.prompts:
             return render_prompt(self.template, conversation)
         if self.loss_on == "all" and not self.truncate and len(conversation.messages) > _MANY_TURNS:

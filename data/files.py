@@ -128,7 +128,7 @@ def _content_problem(path: Path, head: bytes, plain: bool) -> str | None:
 
 
 def _json_problem(head: bytes) -> str | None:
-    """Return a clause for JSON that is not one object per line, by the first bytes of a file."""
+    """Return a clause with the problem if a file that begins so is JSON, but not one object per line."""
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
     if re.match(rb"\[\s*\{", text):
         return "is one JSON list, expected one object per line: convert it with jq -c '.[]' FILE"

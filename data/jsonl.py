@@ -101,8 +101,7 @@ class Message:
 
 @dataclass(slots=True)
 class Conversation:
-    """Turns up to the last assistant turn (or of a prompt), the schemas of the available tools, and notes for the
-    counts.
+    """Turns to render (up to the last assistant turn, or those of a prompt), schemas of the tools, and what is counted.
 
     Attributes:
         reads: names that the chat template reads.
@@ -110,7 +109,7 @@ class Conversation:
         tools: schemas of the tools.
         variables: the row's values of variables that the chat template takes.
         unanswered: number of turns after the last assistant turn.
-        answers: number of assistant turns that a prompt leaves out at its end.
+        answers: number of assistant turns at the end that are left out, if it is a prompt.
         unused: keys that are not used.
         tools_key: the key of the tools in the file.
         parameters: names of each tool's parameters.
@@ -171,8 +170,8 @@ def conversation_of(
         line: the line, or the values of a row of a table.
         fields: map from field names (``messages``, ``input``, ...) to the file's keys; None: the names themselves.
         reads: names that the chat template reads.
-        prompt: parse it into a prompt instead: all turns but assistant turns at the end; none if the last one or the
-            row is marked as not to be learned.
+        prompt: keep all turns except assistant turns at the end instead; no turns if the last answer or the row is
+            marked as not to be learned.
 
     Raises:
         BadLineError: the message names the found and the expected value.
@@ -252,8 +251,7 @@ def _object(line: bytes) -> dict[str, Any]:
 
 
 def _refuse_unsupported(given: Mapping[str, Any], place: str) -> None:
-    """Raise BadLineError for media, preference data, and answers that are marked as not to be learned, in a row or a
-    turn."""
+    """Raise BadLineError for keys of media, preference data and undesired answers, in a row or a turn."""
     for key, value in given.items():
         if MEDIA.fullmatch(key) and value and not is_empty(value):
             raise BadLineError(f"{place}{key}: found {excerpt(value)}, expected text only: remove {key!r}")

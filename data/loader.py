@@ -66,9 +66,9 @@ class Loader:
         pad_token_id: pads ``input_ids`` on the right (masked, never predicted).
         packed_length: positions of a packed row; None pads each sample to the longest of its micro-batch.
         weights: each file's share of an epoch, by `Sample.file` (see `Order`); None takes every sample once.
-        share: the tokens that this rank computes of a row of some length, if several ranks share rows; ``rank`` and
-            ``world`` then count such ranks as one.
-        together: ranks that share a row; a row has a position for each.
+        share: maps the length of a row to the slice of tokens that this rank computes, if ranks share rows. ``rank``
+            and ``world`` then count the ranks that share a row as one.
+        together: number of ranks that share a row; a row has at least as many positions.
         skip: indices of samples whose targets are removed. They stay in the rows, so that the order of other samples
             does not change. A step with only such samples takes the rows of the next step that has others.
 
@@ -146,8 +146,8 @@ class Loader:
         return max(1, math.ceil(rows / self.rows_per_step))
 
     def first(self, count: int) -> Iterator[MicroBatch]:
-        """Yield this rank's first ``count`` micro-batches, for calibration; the same number on every rank. They are
-        those of the data, also if a subclass replaces :meth:`step`."""
+        """Yield this rank's first ``count`` micro-batches, for calibration; the same number on every rank. Their rows
+        are the samples themselves, also if a subclass replaces :meth:`step`."""
         steps = (Loader.step(self, k) for k in itertools.count())
         return itertools.islice(itertools.chain.from_iterable(steps), count)
 
@@ -158,7 +158,7 @@ class Loader:
 
     @property
     def digest(self) -> str:
-        """Digest of all samples in order; a checkpoint keeps it to check that a resumed run has the same data."""
+        """Digest of all samples in order. A checkpoint stores it, and a resumed run must have the same."""
         return self.samples.key
 
     def describe(self, step: int) -> str:
@@ -176,7 +176,7 @@ class Loader:
         return [[self._order.row(start + offset) for offset in range(size)] for start in starts]
 
     def _first(self, step: int) -> int:
-        """Return the place of a step's first row in the stream."""
+        """Return the index of a step's first row in the order of all rows."""
         first, total = step * self.rows_per_step, self.rows_per_step
         while self._skip and all(i in self._skip for p in range(first, first + total) for i in self._order.row(p)):
             first += total
@@ -184,7 +184,7 @@ class Loader:
 
 
 def with_own_labels(batch: MicroBatch, share: Share) -> MicroBatch:
-    """Keep the labels of this rank's tokens of rows that several ranks share; the other tensors stay whole."""
+    """Keep only this rank's labels in rows that several ranks share; the other tensors stay whole."""
     targets, own = batch["labels"] != IGNORE, share(batch["labels"].shape[1])
     mine = torch.zeros_like(targets)
     mine[:, own] = True
@@ -192,7 +192,8 @@ def with_own_labels(batch: MicroBatch, share: Share) -> MicroBatch:
 
 
 def pad(samples: Sequence[Sample], rows: Sequence[Sequence[int]], pad_token_id: int, shortest: int = 1) -> MicroBatch:
-    """Batch one sample per row, padded to the longest of these samples, and to ``shortest`` positions."""
+    """Batch one sample per row, padded to the longest of these samples, but at least to ``shortest``
+    positions."""
     batch = _fill(samples, rows, pad_token_id, max(shortest, *(len(samples[i].input_ids) for (i,) in rows)))
     batch["attention_mask"] = torch.zeros_like(batch["input_ids"])
     for row, start, end in batch["spans"].tolist():
@@ -501,7 +502,7 @@ def _sizes(samples: Samples) -> np.ndarray:
 
 
 def _marks(samples: Samples) -> np.ndarray:
-    """Combine a few tokens of each sample to a number."""
+    """Hash a few tokens of each sample to a number; equal samples have equal numbers."""
     marks = np.zeros(len(samples), np.uint64)
     for first in range(0, len(samples), _AT_ONCE):
         part = slice(first, first + _AT_ONCE)

@@ -76,7 +76,7 @@ class Flat:
         return np.concatenate(found) if found else np.empty(0, np.int32)
 
     def at(self, places: np.ndarray) -> np.ndarray:
-        """Copy the elements at these places."""
+        """Copy the elements at these indices."""
         found, which = np.empty(len(places), np.int32), np.searchsorted(self._ends, places, side="right") - 1
         for index in np.unique(which):
             mine = which == index
@@ -106,10 +106,10 @@ class Samples(Sequence[Sample]):
         codes: int64 [n], indices of the files in ``files``.
         files: source files.
         highest: upper bound of the token ids.
-        key: digest of their tokens and labels, of which each part was digested as it was tokenized. Equal samples of
-            other files, or of which others were taken, may have another.
-        cache: remembers what was computed of these samples.
-        spelled: special tokens that files of plain text spell out.
+        key: digest of the tokens and labels, made from the digests of the tokenized files. So equal samples that were
+            read from other files, or taken from other samples, may have another key.
+        cache: keeps results that were computed from these samples.
+        spelled: number of special tokens that files of plain text spell out.
     """
 
     inputs: Flat

@@ -166,8 +166,8 @@ def _stop_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
 def reads_of(tokenizer: PreTrainedTokenizerBase) -> Reads:
     """Find the variables and keys that a tokenizer's chat templates read.
 
-    A variable that a template sets counts only if the template also tests if it is defined, outside of a macro that has
-    a parameter of this name.
+    A variable that a template sets itself counts only if the template also tests whether it is defined. A test inside a
+    macro that has a parameter of this name does not count.
     """
     variables: set[str] = set()
     keys: set[str] = set()

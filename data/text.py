@@ -112,7 +112,7 @@ class _Tokenize:
         return backend
 
     def __call__(self, path: Path, out: ArrayWriter) -> dict[str, Any]:
-        """Write a file's tokens; return the highest, and how many are special."""
+        """Write a file's tokens; return the facts: the highest id, and the number of special tokens."""
         special = SpecialTexts(self._tokenizer)
         if self._special_tokens == "refuse":
             _refuse_special_tokens(path, self._backend, special)

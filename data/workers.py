@@ -40,7 +40,8 @@ class Workers(ExitStack):
         self._workers = list[_Worker]()
 
     def in_order(self, tasks: Iterable[Any]) -> Iterator[Any]:
-        """Yield the results for all tasks, in their order; take them all. The processes take turns, a task at a time.
+        """Yield the results of all tasks, in their order; all must be read before the next call. The processes take
+        turns, a task at a time.
 
         Raises:
             WorkerError: a process was killed.
@@ -77,7 +78,7 @@ class _Worker:
         self.send(pickle.dumps(make))
 
     def send(self, task: Any) -> None:
-        """Begin a task, after the result of the one before. Raises WorkerError."""
+        """Begin a task; the result of the task before it must have been read. Raises WorkerError."""
         with self._alive():
             self._pipe.send(task)
 

@@ -101,17 +101,19 @@ OWN_KEYS = {"step", "time"}
 
 
 class GrowingFile:
-    """File that is complete after each write. A write that fails (a full disk, a missing directory) does not end the
-    run: the first one is reported, and the next write begins where that one began."""
+    """File that grows at its end, without buffers: a killed run has lost nothing.
+
+    A write that fails (a full disk, a missing directory) does not end the run. The first failure is reported. The next
+    write overwrites the incomplete bytes."""
 
     def __init__(self, path: Path, shown: Path, lost: str) -> None:
-        """Only store the arguments: the warning names ``shown``, and says what is ``lost``."""
+        """Store the arguments; nothing is written. ``shown`` and ``lost``: path and loss that the warning names."""
         self.path, self._shown, self._lost = path, shown, lost
         self._failed = False
 
     def write(self, place: int, data: bytes) -> tuple[int, int]:
-        """Write ``data`` as the end of the file, from byte ``place`` on or the end before it; return both its ends,
-        after a failure ``place`` twice."""
+        """Write ``data`` from byte ``place`` (or from the end of a shorter file), and cut off what follows; return its
+        first byte and its end, or ``place`` twice if the write fails."""
         try:
             # Opened by its name each time, since it may have been removed; never through a link.
             with open(self.path, "r+b", opener=_create_file) as file:
@@ -143,8 +145,8 @@ class MetricsFile(MetricsWriter):
     """
 
     def __init__(self, path: Path, *, done: int) -> None:
-        """Drop lines of an earlier run at ``path``; if ``done`` steps are resumed, only those after them, and damaged
-        ones."""
+        """Drop the lines of an earlier run at ``path``; in a resumed run only damaged lines and those of steps after
+        ``done``."""
         self._file = GrowingFile(path, path, "lines are missing there")
         self._begin = self._end = 0  # of the last line
         self._line: dict[str, Any] = {}
@@ -203,7 +205,7 @@ class TensorBoard(MetricsWriter):
         self._write(text("recipe", f"```yaml\n{recipe.read_text(encoding='utf-8')}\n```"), done)
 
     def _append(self, event: Event) -> None:
-        """Write an event, in a new file behind the version of the format."""
+        """Write an event; a new file begins with an event that names the format's version."""
         with suppress(OSError):  # the write reports it
             self._file.path.parent.mkdir(parents=True, exist_ok=True)
         if not self._file.path.is_file():

@@ -1,11 +1,11 @@
 """Samples that the student writes itself: a vLLM server, to which the run publishes, answers the prompts of each step.
 
 Rank 0 sends the prompts of all rows of a step, as tokens, and gets tokens, which the step learns as they are. With each
-answer the server names the version of the weights that wrote it; it must be of this run, and at most ``data.max_age``
-steps old. The seed of a row follows from train.seed, step and row.
+answer the server names the version of the weights that wrote it. This version must be of this run, and at most
+``data.max_age`` steps old. The seed of a row follows from train.seed, step and row.
 
-The answers of a step are in ``output_dir/samples`` before they are learned, until no checkpoint is left from which the
-step would be repeated. So a batch is a function of the step and of the stored answers, at any number of ranks.
+The answers of a step are stored in ``output_dir/samples`` before they are learned, and kept as long as a resumed run
+may repeat the step. So a batch is a function of the step and of the stored answers, at any number of ranks.
 """
 
 import json
@@ -47,10 +47,12 @@ class WrittenAnswer(NamedTuple):
 
 
 class OnPolicyLoader(Loader):
-    """Loader of prompts, whose steps have answers to them.
+    """Loader of prompts, with answers that the student has written.
 
-    Student and teacher have ``vocabulary`` token ids; ``stop_requests`` end the wait for the server. Other arguments
-    are those of `Loader`.
+    Args:
+        vocabulary: number of token ids that both student and teacher have.
+        stop_requests: end the wait for the server.
+        options: other arguments of `Loader`.
     """
 
     def __init__(
@@ -93,7 +95,7 @@ class OnPolicyLoader(Loader):
         return Sample(inputs, labels, given.file, given.line)
 
     def _answers(self, k: int) -> list[WrittenAnswer]:
-        """Return the answers of all rows of a step, stored or new, on rank 0. Raises ValueError without them."""
+        """Return stored or new answers to all rows of a step; on rank 0. Raises ValueError if there are none."""
         began, first = monotonic(), self._first(k)
         prompts = [self._order.row(first + row)[0] for row in range(self.rows_per_step)]
         if k == 0:  # of a run that was not resumed
@@ -116,7 +118,7 @@ class OnPolicyLoader(Loader):
         return answers
 
     def _store(self, k: int, path: Path, content: dict[str, Any]) -> None:
-        """Write the file of a step, and remove those of steps before the oldest checkpoint."""
+        """Store the answers of a step, and remove those of steps before the oldest checkpoint."""
         checkpoints = (Path(self._recipe.output_dir) / "checkpoints").glob(STEP_DIRECTORIES)
         oldest = min((checkpoint.name for checkpoint in checkpoints), default=path.stem)
         try:
@@ -129,7 +131,7 @@ class OnPolicyLoader(Loader):
             say(f"warning: {words_of(error)}: a restart that repeats step {k} would sample it again, not exactly")
 
     def _asked(self, k: int, prompts: list[int]) -> tuple[int, list[WrittenAnswer]]:
-        """Return the age of the server's version, and its answers; wait while it gives none."""
+        """Ask the server for answers, again while it fails; return the age of its version in steps, and the answers."""
         answers, said, url = dict[tuple[Path, int], WrittenAnswer](), "", str(self._settings.server)
         most, limit = self._settings.server_seconds, f"{self._settings.server_seconds:g} s"
         server = VllmServer(url, end := monotonic() + most)
@@ -157,7 +159,7 @@ class OnPolicyLoader(Loader):
             time.sleep(AGAIN_SECONDS)
 
     def _version(self, server: VllmServer, prompts: list[int]) -> Path:
-        """Return the version that the server serves; a server that has just been started loads the newest one."""
+        """Return the version that the server serves. A server that was only started is made to load the newest one."""
         _, root, version = server.serving()
         if version != STARTED:
             return Path(version)
@@ -171,7 +173,8 @@ class OnPolicyLoader(Loader):
         return newest
 
     def _age(self, k: int, version: Path) -> int:
-        """Return the age of a version in steps. Raises ValueError if it is of another run, or too old or new."""
+        """Return the age of a version in steps. Raises ValueError if another run or a later step wrote it, or if it is
+        too old."""
         serves, run = f"{self._settings.server} serves {version}", version.parent / RUN
         match = re.fullmatch(r"step_(\d{8})(-\d+)?", version.name)
         if not match or not run.exists() or run.read_text("utf-8") != os.path.realpath(self._recipe.output_dir):
@@ -198,7 +201,7 @@ class OnPolicyLoader(Loader):
 
 
 def _stored(path: Path, prompts: list[int]) -> tuple[int, list[WrittenAnswer]]:
-    """Read the file of a step. Raises ValueError if it is damaged, or of other prompts."""
+    """Read the stored answers of a step. Raises ValueError if they are damaged, or answer other prompts."""
     try:
         found = json.loads(path.read_text("utf-8"))
         age, answers = int(found["age"]), [WrittenAnswer(*answer) for answer in found["answers"]]

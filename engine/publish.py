@@ -122,7 +122,7 @@ def _make_current(folder: Path, name: str, keep: int) -> None:
 
 
 def versions_in(folder: Path) -> list[Path]:
-    """List the complete versions, the last one written at the end: a resumed run may have published later steps."""
+    """List the complete versions in the order of their writing, as a resumed run may repeat steps."""
     versions = [path for path in folder.iterdir() if re.fullmatch(r"step_\d{8}(-\d+)?", path.name)]
     return sorted(versions, key=lambda path: path.stat().st_mtime_ns)
 

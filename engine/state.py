@@ -19,7 +19,7 @@ from model.ranks import RankError, gather_objects, say
 
 
 class NoSamplesError(RankError):
-    """Error on all ranks before a step: a server has written no samples for it. The state of the run is whole."""
+    """Error on all ranks before a step for which a server has written no samples; the run can still be saved."""
 
 
 @dataclass

@@ -29,12 +29,12 @@ COLD_ANSWERS = 3
 
 
 class ServerError(Exception):
-    """Reason why a server does not serve a version."""
+    """Reason why a server does not serve a version, or writes no answers."""
 
 
 @contextmanager
 def _as_expected() -> Iterator[None]:
-    """Raise ServerError if an answer lacks what is read of it."""
+    """Context that raises ServerError if an answer lacks a field that is read."""
     try:
         yield
     except (KeyError, IndexError, TypeError, ValueError) as error:
@@ -72,11 +72,11 @@ class VllmServer:
             version: expected version.
             prompt: token ids.
             max_tokens: largest number of tokens of the answer.
-            sampling: other parameters of vLLM's SamplingParams. Those that are missing change nothing: unlike in chats,
-                generation_config.json of the model does not set them.
+            sampling: other parameters of vLLM's SamplingParams. Missing ones do not alter the distribution: unlike in
+                chats, generation_config.json of the model does not set them.
 
         Returns:
-            The tokens of the answer, with the one at which it ends; False if it has no end within ``max_tokens``.
+            The tokens of the answer, including the token that ends it, and True; or False if ``max_tokens`` cut it.
         """
         parameters = {**sampling, "max_tokens": max_tokens, "detokenize": False}
         answer = self._call("/inference/v1/generate", {"token_ids": prompt, "sampling_params": parameters})

@@ -50,14 +50,13 @@ _CHECK = (
 def meet(patience: timedelta) -> dist.Store | None:
     """Wait until every rank of the environment has started; does nothing for a single rank.
 
-    torch would wait without a word, and then raise an error that does not name the missing ranks.
+    torch would print nothing while it waits, and then raise an error that does not name the missing ranks.
 
     Args:
-        patience: time to wait; after ``NOTICE_SECONDS`` the rank prints what it waits for.
+        patience: time to wait. After ``NOTICE_SECONDS`` each rank prints which ranks are missing.
 
     Returns:
-        The store in which the ranks met. Rank 0 serves it as long as the object lives; torch's process group uses the
-        same server.
+        The store that the ranks joined. Rank 0 serves it while the object exists, also to torch's process group.
 
     Raises:
         RankError: on every rank that has started: ranks are missing, with their numbers, or two have the same number.

@@ -6,17 +6,17 @@ model's own attention function, two exchanges of all ranks with all (DeepSpeed-U
     queries, keys, values   [batch, all heads, own tokens, D]   into   [batch, heads / N, all tokens, D]
     result                  [batch, all tokens, heads / N, D]   into   [batch, own tokens, all heads, D]
 
-and the backward of each is the other. Shares of a row differ by one token if N does not divide its length, so that no
-row needs padding. Keys and values with fewer heads than N divides are repeated first.
+and the backward of each exchange is the other. If N does not divide the length of a row, the ranks' numbers of tokens
+differ by one, so that no row needs padding. Keys and values whose heads N does not divide are repeated first.
 
 Every rank of the N is given the whole row (a few integers per token); :class:`SharedRows` cuts it in a hook before the
-model's forward. Position ids, by which RoPE rotates, are those of the whole row, and so is the mask: transformers calls
-the mask function of an attention implementation, and the one that is registered here calls the model's own for the
+model's forward. Position ids, by which RoPE rotates, and masks are those of the whole row: transformers creates a mask
+with the mask function of the attention implementation, and the function registered here calls the model's own for the
 whole row. Boundaries of packed samples are found in the whole row, too.
 
 Gradients need nothing more: ZeRO sums them over all ranks anyway, and each rank has other tokens.
 
-What mixes tokens elsewhere (a recurrence, a convolution, an indexer) would be wrong without an error:
+Layers that mix tokens elsewhere (a recurrence, a convolution, an indexer) would compute wrong values without an error:
 :mod:`engine.session.probes` compares each model with itself on whole rows at the start of a run.
 """
 
@@ -49,15 +49,15 @@ _NEEDED = "so ranks cannot share its rows: set parallel.sequence to 1"
 
 @dataclass
 class _Row:
-    """Rows of one forward, whole.
+    """Whole rows of one forward.
 
     Attributes:
-        counts: tokens of each of the ranks.
-        own: tokens of this rank.
+        counts: number of tokens of each rank.
+        own: slice of this rank's tokens.
         positions: [B, T].
         mask: [B, T] bool, or None; a finished mask [B, 1, T, T] is used as it is.
         packed: [B, T], index of the sample of each token; None if no row has several.
-        masks: storage and shape of the masks that attention may use.
+        masks: address, shape and strides of the masks that attention may use.
     """
 
     counts: list[int]
@@ -69,11 +69,11 @@ class _Row:
 
 
 class SharedRows:
-    """Ranks that share rows, and the row that they compute now.
+    """Forwards in which ranks share rows.
 
     Attributes:
         ranks: number of ranks that share a row.
-        on: True if forwards compute shares. Otherwise every rank computes the rows that it is given, whole.
+        on: True if each rank computes its tokens of a row. Otherwise every rank computes whole rows.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -85,11 +85,11 @@ class SharedRows:
 
     @property
     def index(self) -> int:
-        """This rank's place among those that share its row."""
+        """Index of this rank among those that share its row."""
         return rank() % self.ranks
 
     def start(self) -> None:
-        """Compute shares from now on; a collective, except for models on the meta device in a single process."""
+        """Share rows from now on; a collective. A single process can do so with models on the meta device."""
         if self._group is None and world_size() > 1:
             for first in range(0, world_size(), self.ranks):  # every rank takes part in creating every group
                 group = dist.new_group(list(range(first, first + self.ranks)))
@@ -98,7 +98,7 @@ class SharedRows:
 
     @contextmanager
     def apart(self, model: PreTrainedModel) -> Iterator[None]:
-        """Context in which every rank computes whole rows, with the attention implementation that ``model`` had."""
+        """Context in which every rank computes whole rows, with the model's own attention implementation."""
         name = model.config._attn_implementation
         model.set_attn_implementation(self._plain[model])
         self.on = False
@@ -109,12 +109,12 @@ class SharedRows:
             model.set_attn_implementation(name)
 
     def share(self, length: int, index: int | None = None) -> slice:
-        """Return the tokens of a row of ``length`` that this rank computes, or the rank at another place."""
+        """Return the tokens that this rank computes of a row of ``length`` tokens, or those of the rank ``index``."""
         index = self.index if index is None else index
         return slice(length * index // self.ranks, length * (index + 1) // self.ranks)
 
     def whole(self, own: Tensor) -> Tensor:
-        """Gather ``own [B, own tokens, H]`` of the last forward to the whole rows [B, T, H]; a collective."""
+        """Gather outputs ``own [B, own tokens, H]`` of the last forward into [B, T, H]; a collective."""
         if self._row is None:
             return own
         batch, _, features = own.shape
@@ -123,8 +123,8 @@ class SharedRows:
         return torch.cat([part.view(batch, -1, features) for part in flat.split(sizes)], dim=1)
 
     def attach(self, model: PreTrainedModel) -> None:
-        """Let ``model`` compute shares of rows once :meth:`start` is called, in place. Raises ValueError if its classes
-        cannot."""
+        """Change ``model`` so that ranks share its rows once :meth:`start` is called. Raises ValueError if its classes
+        do not support that."""
         if "position_ids" not in inspect.signature(model.forward).parameters:
             raise ValueError(f"{type(model).__name__} takes no position_ids, {_NEEDED}")
         attentions = attention_modules(model, _NEEDED)
@@ -145,7 +145,7 @@ class SharedRows:
         model.register_forward_pre_hook(self._take_share, with_kwargs=True)
 
     def _take_share(self, model: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]) -> Any:
-        """Cut the inputs of the model's forward, and remember the whole row for attention."""
+        """Cut the inputs of the model's forward to this rank's tokens; keep the whole row for attention."""
         self._row = None
         if not self.on:
             return None
@@ -255,7 +255,7 @@ class SharedRows:
         return self._to_tokens(result, row), None
 
     def _whole_option(self, name: str, part: str, given: Any, row: _Row, heads: int) -> Any:
-        """Return an argument of an attention function for the whole row and this rank's heads."""
+        """Convert an argument of an attention function to all tokens and this rank's heads."""
         if not isinstance(given, Tensor):
             return given
         if part == "position_ids" and given.shape[-1] == row.counts[self.index]:
@@ -320,5 +320,5 @@ def _heads(name: str, heads: int, ranks: int) -> str:
 
 @cache
 def shared_rows(ranks: int) -> SharedRows:
-    """Return the process's ranks that share rows."""
+    """Return the object of this process; it is the same for student and teacher."""
     return SharedRows(ranks)

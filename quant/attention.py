@@ -21,8 +21,8 @@ _EAGER = "eager_attention_forward"
 def attention_modules(model: nn.Module, needed: str) -> dict[str, Any]:
     """Find the modules that call an attention implementation, by name.
 
-    ``needed`` ends the text of the error: why attention must go through the interface, and what to do. Raises
-    ValueError for attention that does not use transformers' interface.
+    ``needed`` ends the text of the error, with the reason and the remedy. Raises ValueError for attention that does not
+    use transformers' interface.
     """
     modules = dict(model.named_modules())
     found = {name: module for name, module in modules.items() if _INTERFACE in _globals_used(module)}
@@ -54,7 +54,7 @@ def wrap_attention(
     needed: str,
     wrap_mask: Callable[[AttentionFunction], AttentionFunction] = lambda mask: mask,
 ) -> None:
-    """Set the model to a wrapper of its attention implementation, in place; do not set another one afterwards.
+    """Replace the model's attention implementation by a wrapper, in place; do not set another one afterwards.
 
     Args:
         model: a PreTrainedModel of transformers; parameters may be partitioned or on the meta device.
@@ -81,7 +81,7 @@ def wrap_attention(
 
 
 def _globals_used(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of globals and attributes that the code of the module's forward uses."""
+    """Return the names of globals and attributes in the code of the module's forward."""
     code = getattr(_forward(module), "__code__", None)
     return code.co_names if code is not None else ()
 
@@ -123,7 +123,7 @@ def _register(
 
 
 def _implementation(base: str, name: str, attention: nn.Module) -> AttentionFunction:
-    """Return the attention function for the implementation ``base``; "eager" is a function in the model's own file."""
+    """Return the attention function of the implementation ``base``; "eager" is defined in the model's own file."""
     scope = _forward(attention).__globals__
     if base != "eager":
         return scope[_INTERFACE].get_interface(base, None)

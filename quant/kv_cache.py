@@ -169,7 +169,7 @@ def attach_kv_cache(model: nn.Module, spec: TensorSpec, *, learn: bool) -> dict[
 
 
 def _quantizing(implementation: AttentionFunction) -> AttentionFunction:
-    """Return the attention function with keys and values quantized before it."""
+    """Wrap an attention function so that keys and values are quantized first."""
 
     def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
         if hasattr(module, KEY):

@@ -36,8 +36,8 @@ class PackedCodes:
     Attributes:
         spec: the weight's number format.
         shape: the weight's shape, ``(out, in)`` or ``(E, out, in)``.
-        ranges: method to choose scales if weights are loaded and quantized; None if codes are loaded.
-        option: option of the recipe that asks for codes, for errors.
+        ranges: method to choose scales if weights are quantized on load; None if codes are loaded.
+        option: option of the recipe that errors name.
     """
 
     spec: TensorSpec

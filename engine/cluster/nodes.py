@@ -123,8 +123,9 @@ def _file(key: str, path: Path, name: str) -> str:
 
 
 def _read(work: Sequence[tuple[str, Path, int, int]]) -> dict[tuple[str, str, int], bytes]:
-    """Hash ranges of bytes, each given as the recipe's key, the file, begin and end; digests by key, name of the file,
-    and begin. A collective: a rank whose disk is slow would otherwise exceed the time-out of the next one."""
+    """Hash ranges of files (recipe's key, file, begin, end); return digests by (key, file name, begin).
+
+    The ranks meet after every few ranges, so that a slow disk does not exceed the others' time-out; a collective."""
     digests = {}
     bar = progress_bar(sum(end - begin for *_, begin, end in work), "comparing copies of files", "B")
     with bar, ThreadPoolExecutor() as pool:

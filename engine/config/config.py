@@ -111,7 +111,7 @@ class Recipe:
         return Path(self.export.dir) if self.export.dir else Path(self.output_dir) / "export"
 
     def check_ranks(self, ranks: int) -> None:
-        """Raise RecipeError if a job of ``ranks`` ranks cannot share rows as ``parallel.sequence`` says."""
+        """Raise RecipeError if ``parallel.sequence`` does not divide the number of ``ranks``."""
         if ranks % self.parallel.sequence:
             found = f"parallel.sequence: {self.parallel.sequence}"
             raise RecipeError(f"{found}, expected a divisor of the number of ranks, which is {ranks}")

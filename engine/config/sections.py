@@ -130,8 +130,8 @@ class ParallelRecipe:
     """Ranks that share the work on a row."""
 
     sequence: int = field(default=1, metadata=at_least(1))
-    """Ranks that share each row: every one computes a part of its tokens, so that activations take that part of the
-    memory. Divides the number of ranks and of attention heads. 1: rows are not shared."""
+    """Number of ranks that share each row. Each computes a part of the row's tokens, and keeps only their activations.
+    Must divide the number of ranks and that of attention heads. 1: rows are not shared."""
 
 
 @dataclass
@@ -235,17 +235,17 @@ class DataRecipe:
     *.txt, *.txt.gz or *.txt.zst are text, and all others are chats. on_policy: chats whose last answer the student
     writes itself, on data.server, before each step."""
     server: str | None = field(default=None, metadata=_SERVER | only_with(_ON_POLICY))
-    """Address of the vLLM server that writes the answers of data.kind on_policy, to which the schedule publishes:
-    http://localhost:8000."""
+    """Address, such as http://localhost:8000, of the vLLM server that writes the answers of data.kind on_policy. The
+    schedule must publish to it."""
     new_tokens: int = field(default=512, metadata=at_least(1, 2**31 - 1) | only_with(_ON_POLICY))
-    """Largest number of tokens of an answer that the student writes; a prompt may have the rest of max_length."""
+    """Largest number of tokens of an answer that the student writes. A prompt has at most max_length less these."""
     temperature: float = field(default=1.0, metadata=_TEMPERATURES | only_with(_ON_POLICY))
     """Temperature at which the student writes; 1 samples from the distribution that is learned."""
     max_age: int = field(default=50, metadata=at_least(0) | only_with(_ON_POLICY))
-    """Largest number of steps between the published version that wrote an answer and the step that learns it. If the
+    """Largest number of steps from the publish of the version that wrote an answer to the step that learns it. If the
     server's version is older, the run saves a checkpoint and ends."""
     server_seconds: float = field(default=600.0, metadata=at_least(1, 1500) | only_with(_ON_POLICY))
-    """Seconds that a step waits for the server, to be started or to answer; then the run saves a checkpoint and
+    """Seconds that a step waits for the server to start and to answer. After them the run saves a checkpoint and
     ends."""
     loss_on: Literal["last", "all"] = field(default="last", metadata=only_with(_CHAT))
     """last: of a chat only the last assistant turn is learned; all: every assistant turn."""
@@ -315,8 +315,8 @@ class LossRecipe:
     sharded under stage 3. self: the student without fake quant, which takes no memory and needs frozen weights, norms
     and routers."""
     teacher_weights: Literal["full", "int8"] = field(default="full", metadata=only_with(_TEACHER_MODEL))
-    """full: the teacher's weights in model.dtype; int8: those of its linear layers as 8-bit codes with a scale per
-    output, half the memory of bf16, which are decoded layer by layer. lm_head, embeddings and routers stay full."""
+    """full: the teacher's weights are in model.dtype. int8: those of its linear layers are 8-bit codes with a scale per
+    output, in half the memory of bf16; each layer decodes its own. lm_head, embeddings and routers stay full."""
     teacher_cache: str | None = field(default=None, metadata=not_empty("a directory"))
     """Directory that launch/cache_teacher.py wrote: training reads the teacher's loss.top_k tokens from there and loads
     no teacher. Only for kl_top_k."""

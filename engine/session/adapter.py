@@ -79,8 +79,8 @@ def pack_layers(model: PreTrainedModel, chosen: Mapping[str, Scheme], option: st
 
     Args:
         model: a model with parameters on the meta device.
-        chosen: schemes by names of a checkpoint's Linears.
-        option: the option that asks for it, for errors.
+        chosen: schemes by the name of the Linear in a checkpoint.
+        option: option of the recipe that errors name.
         ranges: method to choose scales if weights are quantized on load; None if codes are loaded.
 
     Raises:

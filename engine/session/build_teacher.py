@@ -94,8 +94,8 @@ def empty_teacher(recipe: Recipe, ds_config: dict[str, Any], device: torch.devic
 
 
 def quantize_teacher(recipe: Recipe, model: PreTrainedModel, ds_config: dict[str, Any]) -> Quantization | None:
-    """Make the layers with packed weights compute with these; None without ``loss.teacher_weights: int8``. Their scales
-    are not filled yet. Raises RankError on every rank if a layer cannot be quantized."""
+    """Replace layers with packed weights by quantized layers, whose scales are not filled yet; None without
+    ``loss.teacher_weights: int8``. Raises RankError on every rank if a layer cannot be quantized."""
     if (option := _option(recipe)) is None:
         return None
     with errors_on_all_ranks(ValueError):
@@ -110,7 +110,7 @@ def quantize_teacher(recipe: Recipe, model: PreTrainedModel, ds_config: dict[str
 
 
 def _option(recipe: Recipe) -> str | None:
-    """Return the option that asks for 8-bit weights, for errors; None if nothing does."""
+    """Return the recipe's option of 8-bit weights, as errors name it; None without it."""
     return None if recipe.loss.teacher_weights == "full" else f"loss.teacher_weights: {recipe.loss.teacher_weights}"
 
 

@@ -147,7 +147,7 @@ def build_for(
 
 
 def rows_of(recipe: Recipe) -> "SharedRows | None":
-    """Return the ranks that share rows; None if the recipe's ranks do not."""
+    """Return the object with which ranks share rows; None without ``parallel.sequence``."""
     if recipe.parallel.sequence == 1:
         return None
     from model.sequence import shared_rows
@@ -299,8 +299,8 @@ def _skipped(samples: Samples, lines: Sequence[str]) -> list[int]:
 def read_samples(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, files: Sequence[str], *, prompts: bool = False
 ) -> Samples:
-    """Read and tokenize files, or read their tokens from ``data.cache``; with ``prompts`` only what the model is to
-    answer. Raises RankError on every rank if a line is bad."""
+    """Read and tokenize files, or read their tokens from ``data.cache``; with ``prompts`` without the last
+    answers. Raises RankError on every rank if a line is bad."""
     settings = recipe.data
     cache = TokenCache(settings.cache, say)
     bar = progress_bar if settings.cache is None else partial(progress_bar, any_rank=True)  # one rank tokenizes

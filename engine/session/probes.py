@@ -165,10 +165,10 @@ SHARED_TOKENS = 512  # tokens of the rows that test if ranks can share rows
 
 @torch.no_grad()
 def sharing_problem(asked: Asked, rows: "SharedRows", vocabulary: Tensor, *, longest: int, packing: bool) -> str | None:
-    """Describe how hidden states differ if ranks share rows, as a clause; None if they are those of whole rows. A
-    collective.
+    """Describe how hidden states differ if ranks share rows, as a clause; None if they are those of whole rows, up to
+    rounding. A collective.
 
-    ``longest``: length of the run's longest rows. ``packing``: rows have several samples.
+    ``longest``: length of the run's longest rows. ``packing``: True if rows have several samples.
     """
     # Of as many tokens for each rank, so that code which does not fit raises its error on all ranks.
     length = max(min(longest, SHARED_TOKENS) // rows.ranks, 1) * rows.ranks
@@ -255,8 +255,8 @@ def _first_apart(asked: Asked, rows: "SharedRows", batch: MicroBatch, limit: flo
 
 
 def _typical(one: Tensor, another: Tensor, *, exact: bool) -> float:
-    """Compute the mean relative difference of hidden states, or with experts, which rounding may change for single
-    tokens, the difference that a quarter of the tokens exceed."""
+    """Compute the mean relative difference of hidden states. With experts, compute the difference that a quarter of the
+    tokens exceed, as rounding may send single tokens to other experts."""
     if exact:
         return difference(one, another)
     differences = (one.float() - another.float()).norm(dim=-1) / another.float().norm(dim=-1).clamp(min=1e-30)

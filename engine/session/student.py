@@ -163,7 +163,7 @@ def _has_router_logits(model: PreTrainedModel) -> bool:
 
 
 def _exempt(recipe: Recipe, model: PreTrainedModel) -> list[str]:
-    """List patterns of unquantized modules: the recipe's patterns, and those of every model."""
+    """List patterns of unquantized modules: the recipe's, and those that no recipe quantizes."""
     return [*recipe.quant.exempt, *recipe.quant.exempt_more, *always_exempt(model)]
 
 

@@ -24,7 +24,7 @@ CACHE = {"loss.teacher_cache": "CACHE", "loss.kd": "kl_top_k", "loss.top_k": 100
 
 
 class Saving(NamedTuple):
-    """Options to set, and what that costs."""
+    """Options to set, and the cost for the user."""
 
     settings: dict[str, Any]
     cost: str
@@ -34,7 +34,7 @@ class Saving(NamedTuple):
 
 
 def possible(recipe: Recipe) -> Iterator[Saving]:
-    """Yield changes that may save memory, in the order in which to try them: those that change results are last."""
+    """Yield changes that may save memory, in the order in which to try them; adapters are last."""
     rows, steps = recipe.data.micro_batch_size, recipe.train.gradient_accumulation_steps
 
     def split(rows: int, steps: int, cost: str) -> Saving:
@@ -64,11 +64,11 @@ def possible(recipe: Recipe) -> Iterator[Saving]:
 
 @dataclass
 class Advisor:
-    """Predicts a recipe with changes, on a number of ranks.
+    """Predictor of the memory of a recipe with changes.
 
     Attributes:
         recipe: the recipe without changes.
-        ranks, ranks_per_node: number of ranks of the run, and of a node.
+        ranks, ranks_per_node: number of ranks of the run and of a node.
     """
 
     recipe: Recipe
@@ -79,7 +79,7 @@ class Advisor:
         self._planners: dict[str, Planner] = {}
 
     def predict(self, changes: Sequence[Saving]) -> Prediction | None:
-        """Predict the recipe with changes; None if they are refused or change nothing."""
+        """Predict the changed recipe; None if it is refused or the changes have no effect."""
         recipe, settings = deepcopy(self.recipe), {k: v for change in changes for k, v in change.settings.items()}
         if changes and all(attrgetter(key)(recipe) == value for key, value in settings.items()):
             return None
@@ -95,7 +95,7 @@ class Advisor:
         return None
 
     def alone(self, limit: int) -> list[tuple[Saving, Prediction]]:
-        """Predict each change by itself: those that fit into ``limit`` bytes first, then those that save most."""
+        """Predict each change alone; sorted: changes that fit into ``limit`` bytes, then by saved memory."""
         before = self.predict([])
         assert before is not None, "the recipe itself cannot be predicted"
         changes = progress_bar(desc="memory", unit="change", over=list(possible(self.recipe)))
@@ -104,8 +104,7 @@ class Advisor:
         return sorted(useful, key=lambda pair: (pair[1].peak > limit, pair[1].peak if pair[1].peak > limit else 0))
 
     def together(self, limit: int) -> tuple[list[Saving], Prediction] | None:
-        """Find changes that fit into ``limit`` bytes together, of which none can be left out; None if there are
-        none."""
+        """Find changes that together fit into ``limit`` bytes, all of them needed; None if there are none."""
         chosen: list[Saving] = []
         best = self.predict(chosen)
         for change in possible(self.recipe):
@@ -124,7 +123,7 @@ class Advisor:
 
 
 def advice(advisor: Advisor, gpu_bytes: int) -> str:
-    """Format what to change so that the recipe fits: each change alone, best first, and if none does, several."""
+    """Format changes that reduce memory: single changes, best first; if none fits, several together."""
     limit = gpu_bytes - RESERVE
     alone = advisor.alone(limit)
     table = [["change", "peak + reserve, GB", f"fits {gpu_bytes / GB:g} GB", "host, GB", "cost"]]
