@@ -58,7 +58,7 @@ class Shard:
     arrays: dict[str, np.ndarray]
     facts: dict[str, Any]
     digests: dict[str, str]
-    """Of the arrays."""
+    """Digests of the arrays."""
 
 
 class ArrayWriter:
