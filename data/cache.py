@@ -239,14 +239,14 @@ class TokenCache:
             arrays = {file.name: _mapped(file, dtypes[file.name]) for file in files}
         except FileNotFoundError as error:
             raise _DamagedError(f"{error.filename} is missing") from error
-        with suppress(OSError):  # of a directory that can only be read
+        with suppress(OSError):  # the directory may be read-only
             os.utime(folder)
         return Shard(arrays, manifest["facts"], digests)
 
     def _build(self, key: str, dtypes: Mapping[str, str], build: Tokenize) -> dict[str, Any] | None:
         """Write a folder; if the file has problems or its reader fails, write none and return the facts about that."""
         assert self.directory is not None
-        # With the machine's name: also where its locks are not those of other machines, each writes its own.
+        # With the machine's name: locks may not reach other machines, and then each machine writes a folder.
         folder, partial = self.directory / key, self.directory / f"{key}.{socket.gethostname()}.partial"
         shutil.rmtree(partial, ignore_errors=True)  # of a killed process: this one has the lock
         self._sweep()

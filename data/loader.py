@@ -453,7 +453,7 @@ def _moved(batch: MicroBatch, copy: Callable[[Tensor], Tensor]) -> MicroBatch:
 
 _PLACES = 8  # tokens of a sample that are compared before all of them are
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
-_AT_ONCE = 2**14  # samples whose pages of mapped files are in memory
+_AT_ONCE = 2**14  # samples at a time, so that few pages of mapped files are in memory
 SPLIT = 3  # random stream of the split, separate from the streams of all epochs
 
 

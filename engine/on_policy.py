@@ -33,7 +33,7 @@ from engine.state import NoSamplesError
 from engine.vllm_server import STARTED, ServerError, VllmServer
 from model.ranks import from_main, is_main, say, words_of
 
-AT_ONCE = 256  # requests
+AT_ONCE = 256  # number of requests
 AGAIN_SECONDS = 1.0
 SEEDS = 4  # random stream, separate from those of data.loader
 
@@ -128,7 +128,7 @@ class OnPolicyLoader(Loader):
                 if old.stem < oldest:
                     old.unlink()
         except OSError as error:
-            say(f"warning: {words_of(error)}: a restart that repeats step {k} would sample it again, not exactly")
+            say(f"warning: {words_of(error)}: a restart that repeats step {k} would learn other answers")
 
     def _asked(self, k: int, prompts: list[int]) -> tuple[int, list[WrittenAnswer]]:
         """Ask the server for answers, again while it fails; return the age of its version in steps, and the answers."""

@@ -238,7 +238,7 @@ class SharedRows:
             )
         if isinstance(attention_mask, Tensor) and _identity(attention_mask) not in row.masks:
             raise ValueError(f"{name} changes the mask that transformers created for the row, expected it unchanged")
-        # Of keys and values as few copies as give each rank the same number of heads.
+        # As few copies of keys and values as give each rank the same number of heads.
         copies = self.ranks // math.gcd(key.shape[1], self.ranks)
         key, value = (one.repeat_interleave(copies, dim=1) if copies > 1 else one for one in (key, value))
         own = slice(heads * self.index // self.ranks, heads * (self.index + 1) // self.ranks)

@@ -255,9 +255,7 @@ def verify_checkpoint(checkpoint: TrainingCheckpoint) -> None:
 # and types of parameters, scales and optimizer states depend on model, adapter, learnable, the schemes and moments,
 # histograms of observers on input_range; theta corrects a fixed scale or the absmax of each step, with the allowed
 # signs; weights are rotated with inputs; norms that write codes store the scales of the layers behind them under their
-# own names. A loss may change, but not the same teacher's values.
-#
-# Losses may change, but not the weights of the same teacher.
+# own names. Losses may change, but the values of the same teacher's weights must not.
 #
 # Sections that are not here may change: rates, losses, events, output. The number of rows per step and the ZeRO stage
 # have checks of their own.

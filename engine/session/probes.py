@@ -170,12 +170,12 @@ def sharing_problem(asked: Asked, rows: "SharedRows", vocabulary: Tensor, *, lon
 
     ``longest``: length of the run's longest rows. ``packing``: True if rows have several samples.
     """
-    # Of as many tokens for each rank, so that code which does not fit raises its error on all ranks.
+    # All ranks have equally many tokens, so that code that fails on shares fails on all ranks.
     length = max(min(longest, SHARED_TOKENS) // rows.ranks, 1) * rows.ranks
     (ids,) = random_samples(vocabulary, [length])
     row = {"input_ids": ids[None], "labels": torch.full((1, length), IGNORE)}
     positions, cut, first = torch.arange(length), length * 3 // 8, rows.share(length, 0)
-    # Positions as in the longest rows, by which some classes scale RoPE, but small ones on the first rank, as there.
+    # Positions reach those of the longest rows, by which some classes scale RoPE; as there, the first rank's are small.
     # With a mask, the gap between them is no boundary of samples.
     far = torch.cat([positions[first], positions[first.stop :] + longest - length])[None]
     tested = {

@@ -87,7 +87,10 @@ class Advisor:
             section, _, name = key.rpartition(".")
             setattr(attrgetter(section)(recipe) if section else recipe, name, value)
         strategy = settings.pop("deepspeed", self.recipe.deepspeed)
-        with redirect_stdout(StringIO()), suppress(RecipeError, DsConfigError, RankError):  # models say what they are
+        with (
+            redirect_stdout(StringIO()),
+            suppress(RecipeError, DsConfigError, RankError),
+        ):  # building a model prints notes
             recipe.validate()
             if (key := str(settings)) not in self._planners:
                 self._planners[key] = Planner(recipe, ranks_per_node=self.ranks_per_node)
@@ -95,7 +98,7 @@ class Advisor:
         return None
 
     def alone(self, limit: int) -> list[tuple[Saving, Prediction]]:
-        """Predict each change alone; sorted: changes that fit into ``limit`` bytes, then by saved memory."""
+        """Predict each change alone: first those that fit into ``limit`` bytes, then those that save most."""
         before = self.predict([])
         assert before is not None, "the recipe itself cannot be predicted"
         changes = progress_bar(desc="memory", unit="change", over=list(possible(self.recipe)))

@@ -224,7 +224,7 @@ def _inputs(recipe: Recipe, rows: int) -> dict[str, Any]:
     tensors do not have. So the finished mask is passed, or positions if there is no mask. With the router's auxiliary
     loss no finished mask is passed, because that loss cannot read one.
     """
-    # Ranks that share rows have as many tokens each as the one with most.
+    # Shares of a row differ by a token at most: all ranks are given the largest share.
     length = -(-recipe.data.max_length // recipe.parallel.sequence) * recipe.parallel.sequence
     attention = recipe.model.attn_implementation
     padded = recipe.data.packing or (recipe.data.kind != "text" and rows > 1)
