@@ -170,7 +170,7 @@ def conversation_of(
         line: the line, or the values of a row of a table.
         fields: map from field names (``messages``, ``input``, ...) to the file's keys; None: the names themselves.
         reads: names that the chat template reads.
-        prompt: keep all turns except assistant turns at the end instead; no turns if the last answer or the row is
+        prompt: instead keep all turns except assistant turns at the end; no turns if the last answer or the row is
             marked as not to be learned.
 
     Raises:

@@ -320,5 +320,5 @@ def _heads(name: str, heads: int, ranks: int) -> str:
 
 @cache
 def shared_rows(ranks: int) -> SharedRows:
-    """Return the object of this process; it is the same for student and teacher."""
+    """Return the only `SharedRows` of this process, which student and teacher use."""
     return SharedRows(ranks)

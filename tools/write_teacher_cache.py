@@ -48,7 +48,9 @@ def check_recipe(recipe: Recipe, out: Path | None) -> Path:
     if settings.named_teacher() != "model":
         problems.append(f"loss.teacher: {settings.teacher!r}, expected the directory of the teacher to run")
     if settings.teacher_weights != "full":
-        expected = "full: a cache is read by many runs, and its teacher needs no room for a student"
+        expected = (
+            "full: a cache is read by many runs and should be exact, and its teacher shares memory with no student"
+        )
         problems.append(f"loss.teacher_weights: {settings.teacher_weights!r}, expected {expected}")
     if settings.top_k is None:
         problems.append("loss.top_k: None, expected how many tokens to keep of each position, like 100")

@@ -161,7 +161,7 @@ def build_loader(
     tokens: Mapping[str, int],
     make: Callable[..., Loader] = Loader,
 ) -> tuple[Loader, HeldOut | None]:
-    """Read the samples; a collective.
+    """Read the samples and build the loader; a collective.
 
     Args:
         recipe, tokenizer: the run, and the tokenizer of the student's checkpoint.

@@ -251,7 +251,7 @@ def _first_apart(asked: Asked, rows: "SharedRows", batch: MicroBatch, limit: flo
         for index, (name, value) in enumerate(differences.items())
         if value > limit
     ]
-    return min((one[0] for one in gather_objects(found[:1]) if one), default=(0, "no module"))[1]
+    return min((one[0] for one in gather_objects(found[:1]) if one), default=(0, "an unknown module"))[1]
 
 
 def _typical(one: Tensor, another: Tensor, *, exact: bool) -> float:
