@@ -143,12 +143,12 @@ def test_the_output_in_the_docs(recipe, capsys):
     ],
 )
 def test_errors_are_one_line(words, code, said, recipe, capsys):
-    Path("bad.jsonl").write_text("{\n")
+    Path("bad.jsonl").write_text('{"a": }\n')
     tiny_config("qwen3").save_pretrained("bare")
     with pytest.raises(SystemExit) as ended:
         main([*recipe, *words.split(), "--json"])
     printed = capsys.readouterr()
-    assert ended.value.code == code and printed.out == ""
+    assert (ended.value.code, printed.out) == (code, ""), printed.err
     assert said in printed.err and "Traceback" not in printed.err
 
 

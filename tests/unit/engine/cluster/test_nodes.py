@@ -17,6 +17,7 @@ NO_FILES = {
     "data.cache",
     "data.eval",
     "data.skip",
+    "data.server",
     "data.train",
     "deepspeed",
     "export.dir",

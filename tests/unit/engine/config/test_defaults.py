@@ -26,7 +26,8 @@ VALUES: dict[str, list[Any]] = {
     data: {train: [[a.jsonl]], weights: [[1.0]], held_out: [4, 0.1], eval: [[b.jsonl]], max_length: [64],
       cache: [tokens],
       fields: [{input: question, output: answer}], micro_batch_size: [3], seed: [1],
-      skip: [['a.jsonl:1']], show: [3]}
+      skip: [['a.jsonl:1']], show: [3], server: ['http://localhost:8000'], new_tokens: [64], temperature: [0.5],
+      max_age: [5], server_seconds: [9.0]}
     train: {steps: [5000], epochs: [0.5], gradient_accumulation_steps: [3], seed: [1], log_every: [2],
       quant_stats_every: [0, 1], checkpoint_every: [0, 1000], resume: [true, best], keep_checkpoints: [1],
       max_skipped_steps: [1], report_to: [[], [tensorboard, wandb]]}
@@ -59,6 +60,7 @@ VALUES: dict[str, list[Any]] = {
 }
 # What an option needs beside it that no default can give: a path, a number, another scheme.
 NEEDS: dict[str, dict[str, Any]] = {
+    "data.kind": {"data.server": "http://a:1", "loss.lm_weight": 0.0, "loss.kd_weight": 1.0, "loss.teacher": "teacher"},
     "loss.lm_weight": {"loss.kd_weight": 1.0, "loss.teacher": "teacher"},
     "loss.kd_weight": {"loss.teacher": "teacher"},
     "loss.kd": {"loss.top_k": 5},

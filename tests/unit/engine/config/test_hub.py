@@ -218,6 +218,7 @@ LOCAL_OPTIONS = {
     **dict.fromkeys(
         ("quant.exempt", "quant.exempt_more", "quant.rotate", "learnable.freeze", "adapter.targets"), "patterns"
     ),
+    "data.server": "an address",
     "data.skip": "lines of files",
     "train.resume": "a step of output_dir",
     "train.report_to": "names of trackers",

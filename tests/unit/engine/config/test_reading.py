@@ -13,9 +13,9 @@ import pytest
 import yaml
 
 from engine.config.config import Recipe
-from engine.config.errors import DERIVED, RecipeError
+from engine.config.errors import DERIVED, ONLY_WITH, RecipeError
 from engine.config.reading import load_recipe, parse_recipe, save_recipe
-from engine.config.sections import EventRecipe, parse_condition
+from engine.config.sections import DataRecipe, EventRecipe, parse_condition
 from quant import DEFAULT_EXEMPT
 from tests.lib.processes import run_python
 from tests.lib.recipes import MINIMAL, minimal, refusal, write_minimal
@@ -92,6 +92,9 @@ def test_save_then_load_gives_the_same(tmp_path: Path, seed: int) -> None:
         EventRecipe(at=random.randrange(1000), fake_quant=random.choice([True, False, "weights"]), layers=r".*\.0\..*"),
         EventRecipe(when="loss/lm < 2.5", lr={"weights": random.random()}, loss={"lm": 0.1}, freeze_scales=True),
     ]
+    for item in dataclasses.fields(DataRecipe):
+        if "on_policy" in str(item.metadata.get(ONLY_WITH)):
+            setattr(recipe.data, item.name, item.default)
     recipe.learnable.weight, recipe.learnable.kv_scale, recipe.optim.warmup_ratio = True, False, 0.0
     recipe.data.fields = {"input": "größe: {odd}", "output": "a'b"}
     recipe.validate()

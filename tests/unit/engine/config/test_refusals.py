@@ -49,6 +49,10 @@ def rows(text: str) -> list[tuple[str, ...]]:
 REFUSED = rows(r"""
     model.path=                                 | model.path: ''
 
+    parallel.sequence=4 data.packing=true data.max_length=2 | data.max_length: 2, expected at least 4 with
+    parallel.sequence=2 learnable.router=true   | learnable.router: True, expected false with parallel.sequence 2: its
+    parallel.sequence=2 train.compile=true      | train.compile: True, expected false with parallel.sequence 2: ranks
+
     data.train=[]                               | data.train: [], expected at least one file
     data.train=[a,./a] data.weights=[1,1]       | data.train[1]: './a' is data.train[0], expected each file once
     data.weights=[0]                            | data.weights: [0.0], expected numbers above 0
@@ -260,6 +264,7 @@ IDLE = rows(r"""
     adapter.dropout=0.1                         | $BESIDE
     adapter.dropout=0.1 $LORA                   | $BESIDE
     $LORA quant.scheme=fp8_kv                   | quant.scheme=fp8_static_kv
+    $SELF loss.teacher_weights=int8             | loss.teacher is a directory, and loss.kd_weight is above 0
     loss.temperature=2                          | loss.kd=kd
     loss.tail=true                              | loss.kd=r_kl_top_k loss.top_k=5
     loss.diagnostics_every=2                    | $KD
