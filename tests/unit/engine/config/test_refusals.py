@@ -264,7 +264,7 @@ IDLE = rows(r"""
     adapter.dropout=0.1                         | $BESIDE
     adapter.dropout=0.1 $LORA                   | $BESIDE
     $LORA quant.scheme=fp8_kv                   | quant.scheme=fp8_static_kv
-    loss.teacher_weights=int8 $SELF             | loss.teacher is a directory, and loss.kd_weight is above 0
+    loss.teacher_weights=int8                   | $KD
     loss.temperature=2                          | loss.kd=kd
     loss.tail=true                              | loss.kd=r_kl_top_k loss.top_k=5
     loss.diagnostics_every=2                    | $KD
