@@ -2,6 +2,7 @@
 
 import ast
 import json
+import time
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -198,8 +199,8 @@ def test_one_process_of_a_machine_asks_and_the_others_take_its_answer(hub):
     assert [err.count(hub.commit) for _, err in found] == [1, 0, 0]  # rank 0 says it
     hub.repos.clear()
     (folder,) = hub.cache.parent.glob("deepqat-hub-*")
-    for file in folder.iterdir():  # a job that starts later does not take an old answer
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"time": 0.0}))
+    for file in folder.iterdir():  # a job that starts half a second later does not take an old answer
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"time": time.time() - 0.5}))
     before = len(hub.asked)
     (answer,) = asked(hub, "Qwen/Tiny", WORLD_SIZE="3")
     assert answer[1] == [f"Qwen/Tiny@{hub.commit}"]  # from the cache
