@@ -40,7 +40,7 @@ class RankError(RuntimeError):
 
 NOTICE_SECONDS = 60.0
 """Time after which a rank that waits for others to start says which."""
-_JOINED, _MET, _ALL = "deepqat/joined/", "deepqat/met", "all"
+_ALL = "all"
 _CHECK = (
     "check that WORLD_SIZE is the number of processes that you started, that no other rank has ended, and that every "
     "machine reaches this address"
@@ -65,22 +65,24 @@ def meet(patience: timedelta) -> dist.Store | None:
     own, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world == 1:
         return None
+    keys = f"deepqat/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"  # torchrun's store outlives its ranks
+    joined, number, met = f"{keys}/joined", f"{keys}/number", f"{keys}/met"
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     serves = own == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun's agent does
     store: dist.TCPStore | None = None
     now = time.monotonic()
     notice, until = now + NOTICE_SECONDS, now + patience.total_seconds()
-    while store is None or not store.check([_MET]):
+    while store is None or not store.check([met]):
         if store is None and (serves or _answers(host, port)):
             store = dist.TCPStore(host, port, world, serves, wait_for_workers=False, multi_tenant=serves)
-            if store.add(f"{_JOINED}{own}", 1) > 1:
-                store.compare_set(_MET, "", f"RANK is {own} in two processes, expected another number in each")
-            elif store.add("deepqat/number", 1) == world:
-                store.compare_set(_MET, "", _ALL)
+            if store.add(f"{joined}/{own}", 1) > 1:
+                store.compare_set(met, "", f"RANK is {own} in two processes, expected another number in each")
+            elif store.add(number, 1) == world:
+                store.compare_set(met, "", _ALL)
         elif time.monotonic() < min(notice, until):
             time.sleep(0.1)
         else:
-            missing = [i for i in range(world) if not store.check([f"{_JOINED}{i}"])] if store is not None else [0]
+            missing = [i for i in range(world) if not store.check([f"{joined}/{i}"])] if store is not None else [0]
             what = f"rank{'s' * (len(missing) > 1)} {listed(list(map(str, missing)))} of {world} at {host}:{port}"
             if time.monotonic() < until:
                 say(
@@ -92,8 +94,8 @@ def meet(patience: timedelta) -> dist.Store | None:
                 error = f"rank {own} has waited {patience} for {what}: {_CHECK}"
                 if store is None:
                     raise RankError(error)
-                store.compare_set(_MET, "", error)
-    if (found := store.get(_MET).decode()) != _ALL:
+                store.compare_set(met, "", error)
+    if (found := store.get(met).decode()) != _ALL:
         if serves:
             time.sleep(2)  # the others read it from here
         raise RankError(found)

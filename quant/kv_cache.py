@@ -9,10 +9,10 @@ moves the code of about one value in a thousand to its neighbor. Attention kerne
 probabilities to fp8 are not simulated.
 
 transformers' models call attention with keys and values in their final form (:mod:`quant.attention`).
-:func:`attach_kv_cache` registers an implementation that quantizes them with the scales of the
-attention module and then calls the original one unchanged: sdpa, eager, flex_attention, flash_attention_2 or the user's
-own. With transformers' cache, unquantized keys are stored and quantized when read. The result is the same, as tokens
-are quantized independently.
+:func:`attach_kv_cache` registers an implementation that quantizes them with the scales of the attention module and then
+calls the original one unchanged: sdpa, eager, flex_attention, flash_attention_2 or the user's own. With transformers'
+cache, unquantized keys are stored and quantized when read. The result is the same, as tokens are quantized
+independently.
 
 Attention kernels keep the quantized keys and values for backward. The quantizer also keeps a 1-bit mask per element if
 the scale is fixed, or the unquantized keys and values if it learns.

@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from model import ranks
 from model.ranks import RankError, _wait_for_gloo, meet
@@ -36,10 +37,11 @@ def test_a_thread_of_gloo_that_works_is_waited_for():
     thread.join()
 
 
-def joins(number: int, port: int, log: Path) -> int:
+def joins(number: int, port: int, log: Path, **environment: str) -> int:
     """Fork a rank of three that meets the others, if they come; return its process id."""
     if (pid := os.fork()) == 0:
         sys.stdout = log.open("w")
+        os.environ.update(environment)
         os.environ.update(RANK=str(number), WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         ranks.NOTICE_SECONDS = 0.2
         try:
@@ -75,3 +77,15 @@ def test_each_rank_names_those_that_never_start(tmp_path, started, notice, end):
         *before, last = log.read_text().splitlines()
         assert end in last and ("waited" not in end or "check that WORLD_SIZE is the number of" in last), last
         assert [notice in line for line in before] == [True] * bool(notice), before
+
+
+def test_ranks_that_torchrun_restarts_do_not_meet_those_of_before(tmp_path):
+    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for attempt, started, code in (("0", (0, 1), 1), ("1", (0, 1, 2), 0), ("2", (1, 2), 1)):
+        kept = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": attempt}
+        logs = [tmp_path / f"{attempt}-{number}" for number in started]
+        pids = [joins(number, agent.port, log, **kept) for number, log in zip(started, logs, strict=True)]
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        assert codes == [code] * len(started), [log.read_text() for log in logs]
+        missing = {"0": " for rank 2 of 3", "1": "met", "2": " for rank 0 of 3"}[attempt]
+        assert all(missing in log.read_text() for log in logs)
