@@ -52,8 +52,9 @@ COMPARED: tuple[str, ...] = (
     "rejected_response",
     "rejected_messages",
     "rejected_output",
+    "preferred_output",
+    "non_preferred_output",
 )
-COMPARED += ("preferred_output", "non_preferred_output")
 UNDESIRED = ("label", "kto_tag")  # of TRL and of LLaMA-Factory
 SWITCHES = ("true", "false", "yes", "no", "0", "1")
 
