@@ -478,7 +478,7 @@ class LinearPart:
             return whole
         if whole.dim() == 1:
             return whole[self.expert].view(1)
-        size = spec.group_size if spec.granularity == "block" and spec.group_size else 1
+        size = spec.rows_per_scale
         return whole[self.expert].narrow(0, self.first_row // size, self.out_features // size)
 
     def of_scale(self, whole: Scale, spec: TensorSpec) -> Scale:

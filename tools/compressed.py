@@ -32,6 +32,7 @@ from model.quantized.quantization_config import read_quantization_config
 from model.ranks import errors_on_all_ranks, listed
 from model.scales import cache_keys
 from quant.formats.compressed_tensors import (
+    bad_scales,
     dequantized_weight,
     input_suffix,
     packed_shapes,
@@ -295,18 +296,12 @@ def _check_dtypes(name: str, layer: QuantLayer, tensors: dict[str, torch.Tensor]
 def _usable(key: str, scale: torch.Tensor, shape: tuple[int, ...], weight: TensorSpec | None = None) -> torch.Tensor:
     """Return a scale in ``shape``. Raises an error if it is invalid (not finite, zero, negative) or does not fit.
 
-    ``weight`` is the format of the weight if the scale belongs to a weight. Scales of integers may be negative, and a
-    scale stored in e4m3 is 0 if it is far smaller than the largest scale of its layer.
+    ``weight`` is the format of the weight if the scale belongs to a weight.
     """
     if scale.numel() != torch.Size(shape).numel():
         raise CheckpointError(f"{key} has shape {tuple(scale.shape)}, expected {shape}")
-    good, expected = torch.isfinite(scale) & (scale > 0), "finite and positive"
-    if weight is not None and weight.dtype == "int":
-        good, expected = torch.isfinite(scale) & (scale != 0), "finite and not 0"
-    elif weight is not None and weight.scale_format == "e4m3":
-        good, expected = torch.isfinite(scale) & (scale >= 0), "finite and not negative"
-    if not bool(good.all()):
-        raise CheckpointError(f"{key} must be {expected}, got {scale[~good].flatten()[:4].tolist()}")
+    if problem := bad_scales(scale, weight):
+        raise CheckpointError(f"{key} {problem}")
     return scale.reshape(shape)
 
 

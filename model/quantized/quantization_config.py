@@ -134,17 +134,24 @@ def check_readable(directory: Path, *, rotated: bool = False) -> None:
         raise ValueError(f"{file}: quantization_config: {problem}")
 
 
-def rules_of(config: Mapping[str, Any]) -> list[Rule]:
-    """Convert a ``quantization_config`` to rules for layers: the first rule that matches decides. Raises ValueError if
-    the method is not supported, or if no scheme of this project has its numerics."""
+def rules_of(config: Mapping[str, Any], *, scales_only: bool = False) -> list[Rule]:
+    """Convert a ``quantization_config`` to rules for layers: the first rule that matches decides. ``scales_only``: the
+    codes are not read. Raises ValueError if the method is not supported, or if no scheme of this project has its
+    numerics."""
     method = config.get("quant_method")
     try:
         if method == "compressed-tensors":
-            return rules_from_config(config)
+            return rules_from_config(config, scales_only=scales_only)
         if method == "fp8":
             return fp8_rules(config)
         if method == "modelopt":
-            return modelopt_rules(config)
+            return modelopt_rules(config, scales_only=scales_only)
+        if scales_only:  # those of other methods are useless without the codes
+            start = "; give this directory as quant.start instead" if method in (*_LAYOUTS, "mxfp4") else ""
+            raise ValueError(
+                f"quant_method is {method!r}, whose scales are not read: expected 'compressed-tensors', 'fp8' or "
+                f"'modelopt'{start}"
+            )
         if method == "mxfp4":
             return [Rule(SCHEMES["mxfp4"], r".*\.experts\..*")]
         if packing_of(config) is not None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from model.checkpoint.safetensors import CheckpointError, DamagedError, DiskTensor, Reader
 from quant import Quantizer, Scale, Scheme, TensorSpec, kernels
-from quant.formats.compressed_tensors import unpack_scale
+from quant.formats.compressed_tensors import bad_scales, unpack_scale
 from quant.formats.packing import unpack_int32, unpack_nibbles, unpack_zero_points
 
 _CHUNK = 2**20  # weights decoded at a time
@@ -130,15 +130,8 @@ class QuantizedTensor:
 
     def _checked(self, scale: Tensor) -> Tensor:
         """Return the fp32 scales. Raises CheckpointError if one is invalid (0, negative or not finite)."""
-        spec = self.scheme.weights
-        good, expected = scale > 0, "finite and positive"
-        if spec.dtype == "int":
-            good, expected = scale != 0, "finite and not 0"
-        elif spec.scale_format == "e4m3":  # 0 if far below the largest one of its layer
-            good, expected = scale >= 0, "finite and not negative"
-        wrong = scale[~(good & torch.isfinite(scale))]
-        if wrong.numel():
-            raise DamagedError(f"{self.scale.file}: {self.scale.key} must be {expected}, got {wrong[:4].tolist()}")
+        if problem := bad_scales(scale, self.scheme.weights):
+            raise DamagedError(f"{self.scale.file}: {self.scale.key} {problem}")
         return scale
 
     def read_above(self, reader: Reader) -> Tensor:

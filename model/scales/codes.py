@@ -16,6 +16,7 @@ from torch import Tensor
 
 from model.checkpoint.safetensors import DiskTensor, Reader
 from model.quantized.tensor import read_codes, row_chunks
+from quant.formats.compressed_tensors import scales_of_rows
 from quant.formats.packing import packed_columns
 from quant.linear import LinearPart
 from quant.reference import dequantize, fake_quant, inside_range
@@ -103,15 +104,14 @@ def local_products(
     sums = torch.zeros(count_of_sums(part, spec), dtype=torch.float64, device=local.device)
     begin = ((part.expert or 0) * rows + part.first_row) * size
     first, last = max(start - begin, 0), min(start + local.numel() - begin, part.out_features * size)
-    together = spec.group_size or 1 if spec.granularity == "block" else 1
-    of_rows = size * together  # elements of rows that share scales
-    for chunk in row_chunks(first // of_rows * of_rows, -(-last // of_rows) * of_rows, size, together=together):
+    down = spec.rows_per_scale
+    each = size * down  # elements of rows that share scales
+    for chunk in row_chunks(first // each * each, -(-last // each) * each, size, together=down):
         codes = read_codes(file.tensor, chunk, size, spec, reader).to(local.device)
         low, high = max(first, chunk.start * size), min(last, chunk.stop * size)
         inside = slice(low - chunk.start * size, high - chunk.start * size)
         mine = local[begin + low - start : begin + high - start]
-        scale, zero = (_of_rows(each, chunk, spec) for each in (file.scale, file.zero))
-        assert scale is not None
+        scale, zero = scales_of_rows(chunk, file.scale, file.zero, spec)
         scale, zero = scale.to(local.device), None if zero is None else zero.to(local.device)
         plain = codes.dtype in _PLAIN
         decoded = codes.float() if plain else dequantize(codes, scale, spec, torch.float32, zero)
@@ -217,10 +217,3 @@ def _refitted(sums: Tensor) -> tuple[float, float]:
         )
     best = weights - products.square() / decoded.clamp(min=1e-30)
     return kept, float(best.clamp(min=0).sum())
-
-
-def _of_rows(scale: Tensor | None, rows: slice, spec: TensorSpec) -> Tensor | None:
-    if scale is None or spec.granularity == "tensor":
-        return scale
-    size = spec.group_size or 1 if spec.granularity == "block" else 1
-    return scale[rows.start // size : rows.stop // size]

@@ -15,7 +15,7 @@ from model.peft import local_weight
 from model.ranks import listed, raise_everywhere, reduce_over_ranks
 from model.zero import batches, full_numel, full_shape, gathered, is_partitioned, release
 from quant import SCALE_PARAMETERS, Quantization, QuantLayer, Ranges, ScaleGroup
-from quant.formats.compressed_tensors import bad_zero_points
+from quant.formats.compressed_tensors import bad_scales, bad_zero_points
 from quant.linear import ADAPTER_PARAMETERS
 from quant.observers import (
     partial_clipped,
@@ -211,10 +211,8 @@ def check_scale(name: str, value: Tensor, shape: tuple[int, ...], group: ScaleGr
     if [side for side in value.shape if side != 1] != [side for side in shape if side != 1]:
         raise ValueError(f"{name} has shape {tuple(value.shape)}, expected {shape} for the layer's scheme")
     may_be_negative = group.observer is None and group.spec.dtype == "int" and group.spec.symmetric
-    usable = torch.isfinite(value) & ((value != 0) if may_be_negative else (value > 0))
-    if not bool(usable.all()):
-        expected = "finite and not 0" if may_be_negative else "finite and positive"
-        raise ValueError(f"{name} must be {expected}, got {value[~usable].flatten()[:4].tolist()}")
+    if problem := bad_scales(value, group.spec if may_be_negative else None):
+        raise ValueError(f"{name} {problem}")
 
 
 def check_zero_points(name: str, zero: Tensor, spec: TensorSpec) -> None:

@@ -6,10 +6,10 @@ Other methods are rejected by name. Without a configuration, scales are only che
 (``scale_check.py``).
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -17,13 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from model.checkpoint.safetensors import read_header
-from model.quantized.quantization_config import (
-    MODELOPT_FILE,
-    find_quantization_config,
-    fp8_rules,
-    kv_cache_of,
-    modelopt_rules,
-)
+from model.quantized.quantization_config import MODELOPT_FILE, find_quantization_config, kv_cache_of, rules_of
 from model.ranks import errors_on_all_ranks, listed
 from model.scales.codes import FileWeight, file_weight
 from model.scales.grouping import (
@@ -41,10 +35,8 @@ from model.scales.grouping import (
 from model.scales.in_place import measure_global_scales, measure_weight_scales, write_scales
 from model.scales.scale_check import check_beside, check_fit, check_stored
 from quant import Quantization, Rule, ScaleGroup, Scheme, TensorSpec
-from quant.formats.config_groups import kv_cache_from_config, rules_from_config
 
 CONFIG = "config.json"
-_STARTS = ("gptq", "awq", "auto-round", "mxfp4")  # methods for quant.start: their scales are useless without the codes
 
 
 class Source(NamedTuple):
@@ -79,31 +71,14 @@ def read_source(directory: Path) -> Source | None:
     method = config.get("quant_method")
     file = directory / (MODELOPT_FILE if method == "modelopt" and (directory / MODELOPT_FILE).is_file() else CONFIG)
     try:
-        if method == "compressed-tensors":
-            rules = rules_from_config(config, scales_only=True)
-            return Source(file, rules, _problem_of_cache(kv_cache_from_config, config))
-        if method == "fp8":
-            return Source(file, fp8_rules(config))
-        if method == "modelopt":
-            rules = modelopt_rules(config, scales_only=True)
-            return Source(file, rules, _problem_of_cache(kv_cache_of, config))
-        start = "; give this directory as quant.start instead" if method in _STARTS else ""
-        raise ValueError(
-            f"quant_method is {method!r}, whose scales are not read: expected 'compressed-tensors', 'fp8' or 'modelopt'"
-            + start
-        )
+        rules = rules_of(config, scales_only=True)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
-    except (AttributeError, KeyError, TypeError, OverflowError) as error:
-        raise ValueError(f"{file}: a value is not of the kind that {method!r} has ({error})") from None
-
-
-def _problem_of_cache(read: Callable[[Mapping[str, Any]], object], config: Mapping[str, Any]) -> str | None:
     try:
-        read(config)
-    except ValueError as error:
-        return str(error)
-    return None
+        kv_cache_of(config)
+    except (ValueError, AttributeError, TypeError) as error:
+        return Source(file, rules, str(error))
+    return Source(file, rules)
 
 
 def check_source(

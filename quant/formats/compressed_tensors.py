@@ -135,7 +135,7 @@ def weight_codes(
         part = weight[rows]
         if not bool(torch.isfinite(part).all()):
             raise ValueError("the weight holds NaN or Inf; the model diverged, export an earlier checkpoint")
-        of_rows, zero_of_rows = _of_rows(rows, scale, zero, spec)
+        of_rows, zero_of_rows = scales_of_rows(rows, scale, zero, spec)
         codes[rows] = quantize(part, of_rows, spec, zero_of_rows).cpu()
     return codes
 
@@ -150,7 +150,7 @@ def dequantized_weight(
     """Dequantize a weight's codes [out, in] to ``dtype``, in chunks of rows."""
     weight = torch.empty(codes.shape, dtype=dtype)
     for rows in _row_chunks(codes.shape, spec):
-        of_rows, zero_of_rows = _of_rows(rows, scale, zero, spec)
+        of_rows, zero_of_rows = scales_of_rows(rows, scale, zero, spec)
         weight[rows] = dequantize(codes[rows], of_rows, spec, dtype, zero_of_rows)
     return weight
 
@@ -158,18 +158,18 @@ def dequantized_weight(
 def _row_chunks(shape: torch.Size, spec: TensorSpec) -> Iterable[slice]:
     """Split rows into slices of about ``CHUNK_ELEMENTS`` elements; if blocks of rows share scales, no block is
     split."""
-    together = spec.group_size or 1 if spec.granularity == "block" else 1
+    together = spec.rows_per_scale
     step = max(1, CHUNK_ELEMENTS // max(1, shape[1] * together)) * together
     return (slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step))
 
 
-def _of_rows(
+def scales_of_rows(
     rows: slice, scale: torch.Tensor, zero: torch.Tensor | None, spec: TensorSpec
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Select the scale and zero points of a slice of rows; a scale per tensor is returned unchanged."""
     if spec.granularity == "tensor":
         return scale, None
-    size = spec.group_size or 1 if spec.granularity == "block" else 1
+    size = spec.rows_per_scale
     return scale[rows.start // size : rows.stop // size], None if zero is None else zero[rows]
 
 
@@ -304,6 +304,18 @@ def bad_zero_points(zero: torch.Tensor, spec: TensorSpec) -> str | None:
     if not bool(wrong.any()):
         return None
     return f"has {zero[wrong][0].item():g}, expected integers from {spec.qmin:g} to {spec.qmax:g}"
+
+
+def bad_scales(scale: torch.Tensor, spec: TensorSpec | None = None) -> str | None:
+    """Describe scales that are not finite, 0 or negative, or return None. Scales of a weight in the format ``spec`` may
+    be negative for integers, and 0 if stored in e4m3, where they are far below the largest one of their layer."""
+    good, expected = scale > 0, "finite and positive"
+    if spec is not None and spec.dtype == "int":
+        good, expected = scale != 0, "finite and not 0"
+    elif spec is not None and spec.scale_format == "e4m3":
+        good, expected = scale >= 0, "finite and not negative"
+    wrong = scale[~(good & scale.isfinite())]
+    return f"must be {expected}, got {wrong.flatten()[:4].tolist()}" if wrong.numel() else None
 
 
 def unpack_scale(packed: torch.Tensor, spec: TensorSpec, global_scale: torch.Tensor | None = None) -> torch.Tensor:
