@@ -28,21 +28,18 @@ from model.checkpoint.safetensors import (
     warn_of_zero_tails,
 )
 from model.console import progress_bar
+from model.quantized.checkpoint import SourceCheckpoint
+from model.quantized.linears import Found, coded_linear
 from model.quantized.quantization_config import read_quantization_config
+from model.quantized.scales import take_scales
+from model.quantized.tensor import row_chunks
 from model.ranks import errors_on_all_ranks, listed
 from model.scales import cache_keys
-from quant.formats.compressed_tensors import (
-    bad_scales,
-    dequantized_weight,
-    input_suffix,
-    packed_shapes,
-    unpack_scale,
-    unpack_weight,
-    unpack_zero,
-)
+from quant import kernels
+from quant.formats.compressed_tensors import packed_shapes
 from quant.formats.config_groups import kv_cache_from_config, rules_from_config
 from quant.linear import QuantLayer, QuantLinear
-from quant.quantization import Quantization, ScaleGroup, replace_layers
+from quant.quantization import Quantization, replace_layers
 from quant.rotation import KEY, RotatedInputs, rotated_layers, rotations_from_config
 from quant.rules import Rule
 from quant.spec import Scheme, TensorSpec
@@ -102,10 +99,11 @@ def load_compressed(
             kv_cache=kv_cache,
         )
         _rotate(model, quantization, rotations)
-        _fill(model, quantization, read_headers(directory))
+        found = _fill(model, quantization, read_headers(directory), kv_cache)
         if device.type == "meta":
             return model.eval(), quantization
         warn_of_zero_tails(directory)
+    take_scales(model, quantization, directory, found)
     check_finite(model, f"the weights in {directory} are not all numbers")
     return model.eval(), quantization
 
@@ -171,43 +169,42 @@ def quantized_keys(model: PreTrainedModel, name: str, layer: QuantLayer) -> dict
     return {suffix: f"{prefix}.{suffix}" for suffix in suffixes}
 
 
-def _fill(model: PreTrainedModel, quantization: Quantization, checkpoint: Checkpoint) -> None:
-    """Copy every tensor on disk into the model; each key must be used once. A model on the meta device is only
-    compared."""
+def _fill(
+    model: PreTrainedModel, quantization: Quantization, checkpoint: Checkpoint, kv_cache: TensorSpec | None
+) -> SourceCheckpoint:
+    """Copy every unquantized tensor on disk, and the dequantized weights, into the model; each key must be used once. A
+    model on the meta device is only compared. Returns the quantized tensors."""
+    tensors = checkpoint.tensors
     keys = {name: quantized_keys(model, name, layer) for name, layer in quantization.layers.items()}
-    caches = {name: _cache_key(cache_keys(model, name), checkpoint) for name in quantization.caches}
-    packed = {*caches.values(), *(key for own in keys.values() for key in own.values())}
+    caches = [_cache_key(cache_keys(model, name), checkpoint) for name in quantization.caches]
+    packed = {*caches, *(key for own in keys.values() for key in own.values())}
     plain = _plain_tensors(model, quantization, checkpoint, packed)
-    if model.device.type == "meta":
-        return
-    kinds = ("weight_scale", "weight_zero_point", "input", "weight_global_scale")
-    scales: dict[str, dict[str, torch.Tensor]] = {kind: {} for kind in kinds}
-    total = sum(tensor.end - tensor.begin for tensor in checkpoint.tensors.values())
+    total = sum(tensor.end - tensor.begin for tensor in tensors.values())
+    found = Found({}, {key: tensors[key] for key in packed}, [])
     with progress_bar(total, "weights", "B") as bar, Reader(bar.update) as reader, torch.no_grad():
-        for key, targets in plain.items():
-            values = read_tensor(reader, checkpoint.tensors[key]).view(-1)
+        for name, layer in quantization.layers.items():
+            parts = {suffix: tensors[key] for suffix, key in keys[name].items()}
+            codes, disk = parts.get("weight_packed") or parts["weight"], module_name_on_disk(model, name)
+            with found.problem_of(disk, codes):
+                linear = found.coded[name] = coded_linear(disk, codes, parts, layer.scheme, reader)
+                if linear.shape != layer.weight_shape:
+                    raise ValueError(f"the weight has shape {linear.shape} on disk, expected {layer.weight_shape}")
+        if found.problems:
+            raise CheckpointError("\n".join(found.problems))
+        for key, targets in plain.items() if model.device.type != "meta" else ():
+            values = read_tensor(reader, tensors[key]).view(-1)
             for piece, target in targets:
                 target.view(-1)[piece.start :][: piece.numel].copy_(piece.of(values[piece.offset :]))
-        for name, key in caches.items():
-            scale = read_tensor(reader, checkpoint.tensors[key]).float()
-            quantization.caches[name].input_s0.copy_(_usable(key, scale, (1,)))
-        for name, layer in quantization.layers.items():
-            tensors = {suffix: read_tensor(reader, checkpoint.tensors[key]) for suffix, key in keys[name].items()}
-            try:
-                _fill_layer(name, layer, tensors, scales)
-            except CheckpointError:
-                raise
-            except ValueError as error:  # of the functions that unpack tensors, which know no names
-                raise CheckpointError(f"{name}: {error}") from error
-        _fill_scales(quantization.weight_groups, scales["weight_scale"])
-        for group in quantization.weight_groups:
-            if group.zero is not None:
-                group.zero.copy_(scales["weight_zero_point"][group.owner])
-        stored_inputs = [group for group in quantization.input_groups if group.owner in quantization.layers]
-        _fill_scales(stored_inputs, scales["input"])
-        # The smallest of several global scales is used, so that no scale of a group exceeds the range of e4m3.
-        for group in quantization.global_groups:
-            group.s0.copy_(torch.stack([scales["weight_global_scale"][name] for name in group.members]).amin(0))
+        for name, linear in found.coded.items() if model.device.type != "meta" else ():
+            layer, weight = quantization.layers[name], quantization.layers[name].weight
+            for rows in row_chunks(0, weight.numel(), layer.in_features):
+                weight[rows] = kernels.dequantize(*linear.rows(reader, rows, weight.dtype, weight.device))
+            if linear.zero is not None:
+                # Far from 0 the dtype may not distinguish neighboring codes (255 codes in bf16), so that quantizing
+                # again could change a code. The weight is already quantized: its fake quantization is switched off.
+                levels = layer.scheme.weights.qmax - layer.scheme.weights.qmin
+                layer.weight_fake_quant = levels * torch.finfo(weight.dtype).eps / 2 < 0.5
+    return SourceCheckpoint({linear.key: linear for linear in found.coded.values()}, [], set(), found.beside, kv_cache)
 
 
 def _cache_key(spellings: list[str], checkpoint: Checkpoint) -> str:
@@ -252,60 +249,3 @@ def _plain_tensors(
     if problems:
         raise CheckpointError("\n".join(problems))
     return {key: [(piece, own[piece.name]) for piece in layout.pieces] for key, layout in layouts.items() if layout}
-
-
-def _fill_layer(name: str, layer: QuantLayer, tensors: dict[str, torch.Tensor], scales: dict[str, dict]) -> None:
-    """Copy the dequantized weight into ``layer``; add its effective scales, fp32 in the scheme's shape, to
-    ``scales``."""
-    spec, shape = layer.scheme.weights, (layer.out_features, layer.in_features)
-    _check_dtypes(name, layer, tensors)
-    global_scale = None
-    if "weight_global_scale" in tensors:
-        global_scale = _usable(f"{name}.weight_global_scale", tensors["weight_global_scale"].float(), (1,))
-        scales["weight_global_scale"][name] = global_scale
-    scale = unpack_scale(tensors["weight_scale"], spec, global_scale)
-    scales["weight_scale"][name] = _usable(f"{name}.weight_scale", scale, spec.scale_shape(shape), spec)
-    if layer.scheme.stored_input is not None:
-        suffix = input_suffix(layer.scheme.stored_input)
-        scale = unpack_scale(tensors[suffix], layer.scheme.stored_input)
-        scales["input"][name] = _usable(f"{name}.{suffix}", scale, (1,))
-    codes = unpack_weight(tensors, layer.scheme)
-    if tuple(codes.shape) != shape:
-        raise CheckpointError(f"{name} has a weight of shape {tuple(codes.shape)} on disk, expected {shape}")
-    zero = unpack_zero(tensors, layer.scheme)
-    if zero is not None:
-        scales["weight_zero_point"][name] = zero
-        # Far from 0 the dtype may not distinguish neighboring codes (255 codes in bf16), so that quantizing again could
-        # change a code. The weight is already quantized, so its fake quantization is switched off then.
-        layer.weight_fake_quant = (spec.qmax - spec.qmin) * torch.finfo(layer.weight.dtype).eps / 2 < 0.5
-    weight = dequantized_weight(codes, scales["weight_scale"][name], spec, layer.weight.dtype, zero)
-    layer.weight.copy_(weight)
-
-
-def _check_dtypes(name: str, layer: QuantLayer, tensors: dict[str, torch.Tensor]) -> None:
-    """Reject codes and scales of another dtype than their scheme's, which would be read as other numbers. Scales in a
-    float type of 16 bits or more may have any such type, as it depends on the model's dtype."""
-    for suffix, (dtype, _) in packed_shapes(layer.in_features, layer.out_features, layer.scheme, torch.float32).items():
-        found, wide = tensors[suffix].dtype, dtype.is_floating_point and dtype.itemsize > 1
-        counted = suffix == "weight_shape" and not found.is_floating_point
-        if not (counted or found == dtype or (wide and found.is_floating_point and found.itemsize > 1)):
-            expected = "a float of 16 bits or more" if wide else str(dtype)
-            raise CheckpointError(f"{name}.{suffix} is {found}, expected {expected} for {layer.scheme.name}")
-
-
-def _usable(key: str, scale: torch.Tensor, shape: tuple[int, ...], weight: TensorSpec | None = None) -> torch.Tensor:
-    """Return a scale in ``shape``. Raises an error if it is invalid (not finite, zero, negative) or does not fit.
-
-    ``weight`` is the format of the weight if the scale belongs to a weight.
-    """
-    if scale.numel() != torch.Size(shape).numel():
-        raise CheckpointError(f"{key} has shape {tuple(scale.shape)}, expected {shape}")
-    if problem := bad_scales(scale, weight):
-        raise CheckpointError(f"{key} {problem}")
-    return scale.reshape(shape)
-
-
-def _fill_scales(groups: list[ScaleGroup], values: dict[str, torch.Tensor]) -> None:
-    for group in groups:
-        stored = torch.stack([values[name] for name in group.members])
-        group.s0.copy_(stored.amin(0) if group.observer is not None and group.spec.has_global_scale else stored.amax(0))

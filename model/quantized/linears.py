@@ -88,7 +88,9 @@ def read_quantized(checkpoint: Checkpoint, rules: Sequence[Rule], spellings: Spe
             found.beside.update({each.key: each for each in (codes, *parts.values())})
             found.beside.update({each: tensors[each] for each in of_input})
             with found.problem_of(name, codes):
-                found.coded[f"{name}.weight"] = _coded(name, codes, parts, _scheme(name, rules, spellings), reader)
+                found.coded[f"{name}.weight"] = coded_linear(
+                    name, codes, parts, _scheme(name, rules, spellings), reader
+                )
     return found
 
 
@@ -105,21 +107,21 @@ def _scheme(name: str, rules: Iterable[Rule], spellings: Spellings) -> Scheme:
     return rule.scheme
 
 
-def _coded(
+def coded_linear(
     name: str, codes: DiskTensor, parts: Mapping[str, DiskTensor], scheme: Scheme, reader: Reader
 ) -> QuantizedTensor:
-    """Combine the tensors of a weight. Raises ValueError if one is missing, or has another dtype or shape than in the
-    scheme."""
+    """Combine the tensors of a weight: its codes, and ``parts`` by suffix. Raises ValueError if one is missing, or has
+    another dtype or shape than in the scheme."""
     spec = scheme.weights
     shape = _shape(codes, parts, spec, reader)
     expected = _expected(shape, scheme)
     found = {codes.key.rpartition(".")[2]: codes, **parts}
     for suffix, (dtype, sides) in expected.items():
-        if suffix in _OF_INPUT:
-            continue  # missing tensors are calibrated
+        if suffix in _OF_INPUT and suffix not in found:
+            continue  # is calibrated
         if suffix not in found:
             raise ValueError(f"{suffix} is missing, expected {dtype} {list(sides)} for {scheme.name}")
-        dtypes = _FLOATS if suffix == "weight_scale" and dtype in _FLOATS else (dtype,)
+        dtypes = _FLOATS if "scale" in suffix and dtype in _FLOATS else (dtype,)
         same = _sides(found[suffix].shape) == _sides(sides) if "scale" in suffix else found[suffix].shape == sides
         if found[suffix].dtype not in dtypes or not same:
             raise ValueError(

@@ -50,6 +50,7 @@ def take_scales(
     model: PreTrainedModel,
     quantization: Quantization,
     directory: str | Path,
+    checkpoint: SourceCheckpoint | None = None,
     *,
     initial_input_scale: float | None = None,
     inputs_calibrated_later: bool = False,
@@ -62,7 +63,7 @@ def take_scales(
 
     Args:
         model, quantization: the quantized model; the weights are loaded.
-        directory: the checkpoint.
+        directory, checkpoint: the checkpoint, and its headers if they are read already.
         initial_input_scale, inputs_calibrated_later: for input scales that are in no file: a value, or True if
             calibration measures them.
         decoded: True if the model's weights are the decoded codes, False if they are other weights that only get the
@@ -73,7 +74,7 @@ def take_scales(
             codes are outside of the narrow range of their layer.
     """
     with errors_on_all_ranks(OSError, ValueError):
-        checkpoint = read_checkpoint(Path(directory), model)
+        checkpoint = checkpoint or read_checkpoint(Path(directory), model)
         taken = _taken(model, quantization, checkpoint.coded)
         arranged = arrange(model, quantization, _small_scales(model, quantization, checkpoint, taken))
         merged = _merged(arranged)

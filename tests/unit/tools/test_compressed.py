@@ -51,5 +51,5 @@ def test_codes_of_another_shape_are_named(exports, tmp_path) -> None:
     export = shutil.copytree(exports["w3a16_channel"], tmp_path / "export")
     key = "model.layers.0.mlp.down_proj.weight_packed"
     edit_tensors(export, key, lambda tensors: tensors.update({key: tensors[key].unsqueeze(-1).contiguous()}))
-    with pytest.raises(RankError, match=r"model\.layers\.0\.mlp\.down_proj: weight_packed has shape"):
+    with pytest.raises(RankError, match=r"model\.layers\.0\.mlp\.down_proj\.weight_packed has shape"):
         load_compressed(export)

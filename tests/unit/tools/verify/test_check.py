@@ -143,7 +143,7 @@ def shorten(tensors, key):
             "unexpected: lm_head.weight_s",
         ),
         ("model.norm.weight", shorten, r"model.norm.weight has shape \(47,\), expected \(48,\)"),
-        (f"{UP}.weight", shorten, r"has a weight of shape \(28, 48\) on disk"),
+        (f"{UP}.weight", shorten, r"up_proj: the weight has shape \(28, 48\) on disk"),
     ],
 )
 def test_wrong_keys_and_shapes_are_an_error(damaged, key, edit, message):
