@@ -72,8 +72,9 @@ def watch(loop: Loop, seen: dict[str, Any], *, keep: bool = True) -> None:
     counter = CountWeightPasses()
     seen |= {"calls": [], "left": [], "gathered": [], "evaluations": [], "shown": {}}
 
-    @loop.at(0)
     def begin(state: LoopState) -> None:
+        if counter.shapes:
+            return
         layers = state.session.quantization.layers
         counter.shapes = {torch.Size((layer.out_features, layer.in_features)) for layer in layers.values()}
         seen["fp8_gemm"] = [name for name, layer in layers.items() if layer.fp8_gemm]
@@ -83,6 +84,9 @@ def watch(loop: Loop, seen: dict[str, Any], *, keep: bool = True) -> None:
                 layer.register_forward_pre_hook(partial(note_shown, seen["shown"], name))
             layer.keeps_weight_codes &= keep
         counter.__enter__()
+
+    for step in range(loop.recipe.train.steps):  # a resumed run does not begin at 0
+        loop.at(step)(begin)
 
     @loop.every(1)
     def after(state: LoopState) -> None:
