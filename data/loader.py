@@ -93,6 +93,7 @@ class Loader:
         share: Share | None = None,
         together: int = 1,
     ) -> None:
+        assert rank < world, f"rank {rank} of {world}: ranks that share rows are fewer than {together}"
         self.rows_per_step = micro_batch_size * gradient_accumulation_steps * world
         rows = "samples" if packed_length is None else f"packed rows of {packed_length:,} tokens"
         self.samples = samples_of(samples)

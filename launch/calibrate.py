@@ -17,8 +17,11 @@ if __name__ == "__main__":
     end_quietly()
     check_model_path()  # before the imports, which take many seconds
 
+from dataclasses import replace
+
 from data.loader import Loader
 from engine.config.config import Recipe
+from engine.config.sections import ParallelRecipe
 from engine.fake_quant import calibrate_inputs
 from engine.session.context import RunContext, build_loader, start_ranks
 from engine.session.session import CheckedModels, Session, build_session, check_models
@@ -46,6 +49,7 @@ def calibrate(recipe: Recipe) -> None:
 
 def calibrated(recipe: Recipe, context: RunContext, models: CheckedModels) -> tuple[Session, Loader]:
     """Build the quantized model in its engine, with all scales in place; a collective."""
+    recipe = replace(recipe, parallel=ParallelRecipe())  # only training shares rows; else each rank has its own
     loader, _ = build_loader(recipe, context.tokenizer, models.tokens)
     session = build_session(recipe, context, None, loader.first, optimizer=False)
     if session.uncalibrated:
