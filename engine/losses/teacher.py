@@ -109,18 +109,19 @@ class CachedTeacher:
     def forward(self, inputs: dict[str, Any], batch: MicroBatch) -> TeacherOutput:
         """Read the rows of the batch's samples; valid positions have the same order in cache and batch. Raises
         ValueError if the batch and the cache have different numbers of targets for these samples."""
-        positions = len(batch["positions"])
         rows = self.cache.rows(batch["sample_ids"].tolist())
-        if "own_targets" in batch and len(batch["own_targets"]) == len(rows):
-            rows = rows[batch["own_targets"].numpy()]
-        if positions == 0:  # a batch with all targets removed
+        own = batch.get("own_targets")  # of rows that ranks share
+        targets = len(batch["positions"]) if own is None else len(own)
+        if targets == 0:  # a batch with all targets removed
             rows = rows[:0]
-        if len(rows) != positions:
+        if len(rows) != targets:
             raise ValueError(
-                f"samples {batch['sample_ids'].tolist()} have {positions} targets in this batch, expected "
+                f"samples {batch['sample_ids'].tolist()} have {targets} targets in this batch, expected "
                 f"{len(rows)}, as "
                 f"in the teacher's cache {self.cache.directory}"
             )
+        if own is not None:
+            rows = rows[own.numpy()]
         log_probs, indices, log_tail = (
             without_wait(tensor, batch["labels"].device) for tensor in self.cache.top_k(rows)
         )

@@ -1,5 +1,6 @@
 """Rows that ranks share: shares of rows, their labels, models that are refused before any weight is read."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -7,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from data.loader import HeldOut, Loader, valid_tokens
+from data.loader import HeldOut, Loader, on_device, pad, valid_tokens, with_own_labels
 from data.samples import IGNORE, Sample
 from engine.config.errors import RecipeError
+from engine.losses.chunked import TeacherTopK
+from engine.losses.teacher import CachedTeacher
 from model.sequence import SharedRows
 from tests.lib.recipes import minimal
 from tests.lib.tiny import tiny_model
@@ -59,6 +62,33 @@ def test_ranks_that_share_rows_have_all_labels_once(packed: int | None) -> None:
         for part in parts:
             assert torch.equal(part["input_ids"], parts[0]["input_ids"])
             assert torch.equal(targets[part["own_targets"]], part["labels"][part["labels"] != IGNORE])
+
+
+def test_a_rank_that_shares_rows_with_none_has_no_rows() -> None:
+    """Of a recipe for more ranks; it would take the same rows in every step."""
+    with pytest.raises(AssertionError, match="rank 0 of 0"):
+        Loader(
+            samples(2, 9), rank=0, world=0, micro_batch_size=1, gradient_accumulation_steps=1, seed=0, pad_token_id=0
+        )
+
+
+def test_targets_of_shared_rows_are_those_of_the_teachers_cache() -> None:
+    """A cache of other targets is refused, also if it has as many as this rank by chance."""
+    whole = pad(samples(6), [[0]], 0)
+    batch = on_device(with_own_labels(whole, Place(1, 2).share), torch.device("cpu"))
+    count = len(batch["own_targets"])
+    cache = SimpleNamespace(
+        directory="cache",
+        manifest=SimpleNamespace(vocabulary=9),
+        rows=lambda ids: np.arange(count),
+        top_k=lambda rows: (torch.tensor(rows)[:, None], torch.tensor(rows)[:, None], torch.tensor(rows)),
+    )
+    found = CachedTeacher(cache).forward({}, batch).teacher  # type: ignore[arg-type]
+    assert isinstance(found, TeacherTopK) and found.top.log_tail.tolist() == [2, 3]
+    for wrong in (count + 1, len(batch["positions"])):
+        cache.rows = lambda ids, wrong=wrong: np.arange(wrong)
+        with pytest.raises(ValueError, match=f"have {count} targets in this batch"):
+            CachedTeacher(cache).forward({}, batch)  # type: ignore[arg-type]
 
 
 def test_rows_are_as_long_as_there_are_ranks() -> None:
