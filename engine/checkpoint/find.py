@@ -219,14 +219,20 @@ def _rows_problem(before: Recipe, old_world: int, recipe: Recipe, world: int) ->
     now = recipe.data.micro_batch_size * recipe.train.gradient_accumulation_steps * world
     if was == now:
         return []
-    rows = f"rows per step (were {was}, are {now} = data.micro_batch_size * train.gradient_accumulation_steps * ranks)"
+    shared = recipe.parallel.sequence > 1
+    counted = f"ranks{' / parallel.sequence' * shared}"
+    rows = (
+        f"rows per step (were {was}, are {now} = data.micro_batch_size * train.gradient_accumulation_steps * {counted})"
+    )
+    groups = f"{world} groups of ranks that share rows"
     if was % world:
         fitting = ", ".join(str(count) for count in range(1, was + 1) if was % count == 0)
-        return [f"{rows}: {was} rows are not divisible by {world} ranks, expected one of {fitting}"]
+        found = groups if shared else f"{world} ranks"
+        return [f"{rows}: {was} rows are not divisible by {found}, expected one of {fitting}"]
     micro = recipe.data.micro_batch_size
     micro = micro if (was // world) % micro == 0 else 1
     expected = f"data.micro_batch_size {micro} and train.gradient_accumulation_steps {was // world // micro}"
-    return [f"{rows}: with {world} rank(s) set for example {expected}"]
+    return [f"{rows}: with {groups if shared else f'{world} rank(s)'} set for example {expected}"]
 
 
 def verify_checkpoint(checkpoint: TrainingCheckpoint) -> None:

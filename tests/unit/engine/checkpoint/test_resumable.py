@@ -80,6 +80,18 @@ def test_a_step_takes_the_rows_that_it_took(tmp_path, monkeypatch, micro, world,
             check_resumable(wanted, tmp_path)
 
 
+def test_ranks_that_share_rows_count_as_one(tmp_path, monkeypatch):
+    write_step(tmp_path, 1, micro_batch_size=2)
+    wanted = recipe(tmp_path, micro_batch_size=2)
+    wanted.parallel.sequence = 2
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert check_resumable(wanted, tmp_path).step == 1
+    for ranks, expected in ((4, "with 2 groups of ranks that share rows set for"), (10, "by 5 groups of ranks that")):
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        with pytest.raises(RecipeError, match=rf"accumulation_steps \* ranks / parallel\.sequence\).* {expected}"):
+            check_resumable(wanted, tmp_path)
+
+
 def test_other_samples_are_refused_and_other_folders_are_not(tmp_path):
     write_step(tmp_path, 1)
     with pytest.raises(RecipeError) as raised:
