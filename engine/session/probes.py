@@ -219,18 +219,23 @@ def _most(differences: Iterable[float]) -> float:
 
 
 def _first_apart(asked: Asked, rows: "SharedRows", batch: MicroBatch, limit: float) -> str:
-    """Name the first module whose output for this rank's tokens differs between whole and shared rows; a collective."""
+    """Name the first module whose output for this rank's tokens differs between whole and shared rows, while its inputs
+    agree; a collective."""
 
-    def outputs() -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
+    def passed() -> dict[str, tuple[list[Tensor], list[Tensor]]]:
+        """Return the inputs and the output of every module that have the shape of hidden states."""
+        found: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
 
-        def keep(name: str, result: Any) -> None:
-            result = result[0] if isinstance(result, tuple) else result
-            if isinstance(result, Tensor) and result.dim() == 3:
-                found.setdefault(name, result)
+        def keep(name: str, inputs: Iterable[Any], result: Any) -> None:
+            given = (inputs, [result[0] if isinstance(result, tuple) else result])
+            own, out = ([one for one in each if isinstance(one, Tensor) and one.dim() == 3] for each in given)
+            found.setdefault(name, (own, out))
 
         hooks = [
-            module.register_forward_hook(lambda _, __, result, name=name: keep(name, result))
+            module.register_forward_hook(
+                lambda _, args, options, result, name=name: keep(name, [*args, *options.values()], result),
+                with_kwargs=True,
+            )
             for name, module in asked.model.named_modules()
         ]
         asked.forward(batch)
@@ -239,17 +244,18 @@ def _first_apart(asked: Asked, rows: "SharedRows", batch: MicroBatch, limit: flo
         return found
 
     with rows.apart(asked.model):
-        whole = outputs()
+        whole = passed()
     share = rows.share(batch["input_ids"].shape[1])
-    differences = {
-        name: _typical(own, other, exact=asked.exact)
-        for name, own in outputs().items()
-        if name in whole and own.shape == (other := whole[name][:, share]).shape
-    }
+
+    def apart(own: list[Tensor], other: list[Tensor]) -> bool:
+        pairs = [(one, another[:, share]) for one, another in zip(own, other, strict=False)]
+        ends = [(one[:, :FIRST], another[:, :FIRST]) for one, another in pairs]
+        return any(a.shape == b.shape and _typical(a, b, exact=asked.exact) > limit for a, b in pairs + ends)
+
     found = [
         (index, f"{name} ({type(asked.model.get_submodule(name)).__name__})")
-        for index, (name, value) in enumerate(differences.items())
-        if value > limit
+        for index, (name, (inputs, outputs)) in enumerate(passed().items())
+        if name in whole and apart(outputs, whole[name][1]) and not apart(inputs, whole[name][0])
     ]
     return min((one[0] for one in gather_objects(found[:1]) if one), default=(0, "an unknown module"))[1]
 
