@@ -5,6 +5,7 @@ Imports are read from the sources, so that one inside a function or under TYPE_C
 
 import ast
 import re
+from collections.abc import Callable, Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -41,10 +42,21 @@ SOURCES = {
 }
 
 
-def imported_modules(source: str, module: str) -> list[tuple[int, str]]:
+def at_start(tree: ast.AST) -> Iterator[ast.AST]:
+    """What runs when a module is imported: nothing in functions, nor for type checkers alone."""
+    for node in ast.iter_child_nodes(tree):
+        typing = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not typing:
+            yield node
+            yield from at_start(node)
+
+
+def imported_modules(
+    source: str, module: str, nodes: Callable[[ast.AST], Iterator[ast.AST]] = ast.walk
+) -> list[tuple[int, str]]:
     """Line and absolute dotted name of everything that a module imports; ``from a import b`` gives a and a.b."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(ast.parse(source)):
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -111,6 +123,25 @@ def test_modules_do_not_import_in_circles() -> None:
         if not name.endswith(".__init__")
     }
     TopologicalSorter(graph).prepare()
+
+
+def test_runs_import_what_only_some_options_need_when_they_need_it() -> None:
+    """Such modules are imported in functions of the run's own modules: then nothing imports them at the start."""
+    found, left = {"launch.train"}, ["launch.train"]
+    while left:
+        name = left.pop()
+        new = {other for _, other in imported_modules(SOURCES[name], name, at_start) if other in SOURCES} - found
+        found |= new
+        left += new
+    late = {
+        other
+        for name in found
+        if name.startswith("engine.") and package_of(name) != "config"  # its own are for where there is no torch
+        for _, other in {*imported_modules(SOURCES[name], name)} - {*imported_modules(SOURCES[name], name, at_start)}
+        if other in SOURCES
+    }
+    assert {"engine.on_policy", "engine.publish", "model.sequence"} <= late
+    assert not late & found
 
 
 def test_progress_bars_are_made_in_one_place() -> None:
