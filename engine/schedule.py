@@ -181,7 +181,8 @@ def evaluate_start(state: LoopState) -> None:
             evaluate_held_out(state)
     elif state.recipe.eval.every and state.step % state.recipe.eval.every == 0 and state.evaluations.step != state.step:
         evaluate_held_out(state)
-        mark_best(checkpoints(state.recipe), state.step, _measured(state))
+        keep = state.recipe.train.keep_checkpoints
+        mark_best(checkpoints(state.recipe), state.step, _measured(state), keep=keep)
 
 
 def _evaluate_unless_stopping(state: LoopState) -> None:

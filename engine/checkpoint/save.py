@@ -203,12 +203,14 @@ def _make_current(
     _remove_old(directory, final.name, keep, best)
 
 
-def mark_best(directory: Path, step: int, measured: tuple[str, float] | None) -> None:
-    """Mark the checkpoint of ``step``, which was written before its evaluation, if it is the best; a collective.
-    ``measured`` is the name and value of the metric, or None."""
+def mark_best(directory: Path, step: int, measured: tuple[str, float] | None, *, keep: int) -> None:
+    """Mark the checkpoint of ``step``, which was written before its evaluation, if it is the best, and remove the
+    former best unless it is one of the last ``keep``; a collective. ``measured`` is the name and value of the metric,
+    or None."""
+    name = f"step_{step:08d}"
     with errors_on_all_ranks(OSError):
         if is_main():
-            _mark(directory, f"step_{step:08d}", measured)
+            _remove_old(directory, name, keep, _mark(directory, name, measured))
 
 
 def _mark(directory: Path, name: str, measured: tuple[str, float] | None) -> Best | None:
