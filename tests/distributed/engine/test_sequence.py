@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers import modeling_flash_attention_utils as flash
 
 from engine.cluster.job import join_ranks
 from engine.config.reading import load_recipe
@@ -248,10 +249,11 @@ REFUSED = {
     "falcon": "found attention that does not go through transformers' AttentionInterface",
 }
 ROUNDING = 1e-3  # of logits and gradients in fp32, by their sizes; what is wrong moves them by 1e-2 and more
+WHERE: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
 LONGEST, PROBED = 128, 64  # positions of the longest rows, and tokens of the probe's
 
 
-def verdict(name: str, directory: Path) -> str:
+def verdict(name: str, directory: Path, attention: str = "auto", samples: int = 2) -> str:
     """Return "works", "works without packing", "refused: why" or "wrong: by how much" for a family; a collective."""
     source, rows = directory / name.replace(" ", "_"), SharedRows(world_size())
     if is_main():
@@ -259,7 +261,7 @@ def verdict(name: str, directory: Path) -> str:
     barrier()
     config = {"zero_optimization": {"stage": 0}}
     try:
-        model = build_model(source, config, dtype=torch.float32, device=torch.device("cpu")).eval()
+        model = build_model(source, config, **WHERE, attn_implementation=attention).eval()
         load_weights(model, source)
         rows.attach(model)
     except (RuntimeError, ValueError) as error:
@@ -272,10 +274,10 @@ def verdict(name: str, directory: Path) -> str:
     packs = sharing_problem(asked, rows, vocabulary, longest=LONGEST, packing=True) is None
     generator = torch.Generator().manual_seed(3)
     for length, borders in ((37, ()), (50, (7, 28)))[: 1 + packs]:
-        row = {"input_ids": torch.randint(7, 300, (2, length), generator=generator)}
+        row = {"input_ids": torch.randint(7, 300, (samples, length), generator=generator)}
         if borders:
             parts = zip((0, *borders), (*borders, length), strict=True)
-            row["position_ids"] = torch.cat([torch.arange(end - start) for start, end in parts]).repeat(2, 1)
+            row["position_ids"] = torch.cat([torch.arange(end - start) for start, end in parts]).repeat(samples, 1)
         with rows.apart(model):
             whole, wanted = logits_and_gradients(model, row, slice(None))
         own, found = logits_and_gradients(model, row, rows.share(length))
@@ -347,3 +349,60 @@ def test_every_family_shares_rows_or_is_refused(tmp_path: Path) -> None:
     assert found["gpt_oss"].startswith("works")
     for name, why in REFUSED.items():
         assert found[name].startswith("refused") and why in found[name], found[name]
+
+
+FLASH = dict.fromkeys(("llama", "mistral, sliding window", "qwen3_moe", "deepseek_v3"), "works")
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+) -> Tensor:
+    """Compute what the kernel of flash attention does, of [B, T, heads, D]."""
+    distance = torch.arange(q.shape[1])[:, None] - torch.arange(q.shape[1])
+    seen = (distance >= 0) & (distance <= (window_size[0] if window_size[0] >= 0 else len(distance)))
+    q, k, v = (one.transpose(1, 2) for one in (q, k, v))
+    options: dict[str, Any] = {"attn_mask": seen, "scale": softmax_scale, "enable_gqa": True}
+    assert causal and not dropout_p
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+) -> Tensor:
+    """Compute each sample of [T, heads, D] alone, with samples' ends in ``cu_seqlens``."""
+    sizes = cu_seqlens_q.diff().tolist()
+    parts = zip(*(one[None].split(sizes, 1) for one in (q, k, v)), strict=True)
+    return torch.cat([flash_attn_func(*part, dropout_p, softmax_scale, causal, window_size)[0] for part in parts])
+
+
+def flash_verdicts(directory: Path) -> dict[str, str]:
+    """Return what families do under transformers' flash attention, with stand-ins for its kernels; a collective."""
+    join_ranks()
+    probes.SHARED_TOKENS = PROBED
+    kernels = (flash_attn_func, flash_attn_varlen_func, None, flash._pad_input, flash._unpad_input)
+    flash._lazy_imports = lambda *_, **__: kernels
+    PreTrainedModel._flash_attn_can_dispatch = lambda *_, **__: True
+    return {name: verdict(name, directory, "flash_attention_2", samples=1) for name in FLASH}
+
+
+@pytest.mark.full
+def test_flash_attention_on_shared_rows(tmp_path: Path) -> None:
+    """It finds the samples of packed rows in position ids, and has no mask."""
+    (found, _), _ = on_ranks(flash_verdicts, tmp_path)
+    assert found == FLASH
