@@ -2,6 +2,7 @@
 
     python benchmarks/memory.py cards [--cases REGEX]
     python benchmarks/memory.py measured [--cases REGEX] [--out DIR]
+    python benchmarks/memory.py long
 
 cards
     for models of 0.6 to 235 billion parameters and four sets of cards: the first changes of a recipe that fit together
@@ -9,6 +10,9 @@ cards
     fp32 moments, a teacher of the same size, activation checkpointing, and 4 micro-batches of a row of 2,048 tokens.
 measured
     runs the cases of tests/distributed/tools/memory/test_memory.py, and prints each peak, predicted and measured.
+long
+    the same of a row of 32,768 tokens on two ranks, whole and shared, of a model so narrow that nearly all of it are
+    activations.
 """
 
 import argparse
@@ -20,15 +24,18 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from transformers import LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig
 
 from engine.config.config import Recipe
 from engine.config.sections import DataRecipe, ModelRecipe, TrainRecipe
 from model.console import markdown_table
-from tests.distributed.tools.memory.test_memory import CASES, measure, measured, predict
+from tests.distributed.tools.memory.test_memory import CASES, SCRIPT, SIZES, measure, measured, predict, recipe
+from tests.lib.launcher import run_ranks
+from tests.lib.tiny import TEXT, tiny_tokenizer
 from tools.memory.advice import Advisor
 from tools.memory.planner import GB, RESERVE
 
+LONG = 32_768  # tokens of a row
 CARDS = [(2, 24), (8, 80), (8, 141), (64, 80)]  # ranks, GB
 
 
@@ -103,15 +110,37 @@ def compare_with_measured(directory: Path, pattern: str) -> str:
     return markdown_table(table)
 
 
+def long_rows(directory: Path, _: str = "") -> str:
+    """Train two layers on long rows, and make the table."""
+    sizes = {**SIZES, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 32}
+    model = Qwen3ForCausalLM(Qwen3Config(intermediate_size=256, **{**sizes, "max_position_embeddings": LONG}))
+    model.bfloat16().save_pretrained(directory / "narrow")
+    tiny_tokenizer().save_pretrained(directory / "narrow")
+    (directory / "text.txt").write_text(TEXT * LONG)  # of many rows, so that the short last one is not met
+    table = [["parallel.sequence", "activation checkpointing", "predicted", "measured", "difference"]]
+    for ranks, checkpointing in ((1, True), (2, True), (2, False)):
+        sections = {
+            "data": {"max_length": LONG, "micro_batch_size": 1},
+            "train": {"activation_checkpointing": checkpointing},
+            "parallel": {"sequence": ranks},
+        }
+        path = recipe(directory, f"{ranks}_{checkpointing}", "narrow", 3, sections)
+        run_ranks(SCRIPT, path)
+        peak, found = predict(path, 2)[1], measured(path)["peak"]
+        said = "on" if checkpointing else "off"
+        table.append([str(ranks), said, f"{peak:,}", f"{found:,}", f"{100 * (peak / found - 1):+.1f}%"])
+    return markdown_table(table)
+
+
 def main() -> None:
     """Print one of the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", choices=("measured", "cards"))
+    parser.add_argument("table", choices=("measured", "cards", "long"))
     parser.add_argument("--cases", default="", metavar="REGEX", help="names of cases or models")
     parser.add_argument("--out", type=Path, metavar="DIR", help="measured: folder of the runs; default: temporary")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        make = {"cards": fitting, "measured": compare_with_measured}[arguments.table]
+        make = {"cards": fitting, "measured": compare_with_measured, "long": long_rows}[arguments.table]
         print(make(arguments.out or Path(folder), arguments.cases))
 
 
