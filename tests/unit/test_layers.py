@@ -43,7 +43,7 @@ SOURCES = {
 
 
 def at_start(tree: ast.AST) -> Iterator[ast.AST]:
-    """What runs when a module is imported: nothing in functions, nor for type checkers alone."""
+    """Yield the nodes that run when a module is imported: none in functions, and none for type checkers alone."""
     for node in ast.iter_child_nodes(tree):
         typing = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not typing:

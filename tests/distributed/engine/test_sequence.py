@@ -1,7 +1,7 @@
 """Ranks that share rows compute what ranks with whole rows compute: losses, gradient norms and weights of runs, and
 logits and gradients of every family; or the family is refused.
 
-Both runs of a pair have two ranks and the rows of a step in common: with whole rows each rank has half of these.
+Both runs of a pair have the same number of ranks and the same rows in a step.
 """
 
 import json
@@ -76,13 +76,13 @@ FOUR: Variants = {
 NEAR = {"float32": (2e-4, 2e-3, 2e-5), "bfloat16": (1e-2, 0.1, 2**-7), "bfloat16 experts": (5e-2, 0.2, 2**-5)}
 
 
-def run_pairs(directory: Path, variants: Variants, ranks: int = 2) -> Path:
-    """Run each variant with whole rows, and with rows that two ranks share."""
+def run_pairs(directory: Path, variants: Variants, ranks: int = 2, shared: int = 2) -> Path:
+    """Run each variant with whole rows, and with rows that ``shared`` ranks share."""
     chats = write_chats(directory / "chats.jsonl")
     paths = []
     for name, (kind, stage, dtype, sections) in variants.items():
         model = tiny_checkpoint(directory / f"{name}_model", kind, even=True, dtype=getattr(torch, dtype))
-        for together in (1, 2):
+        for together in (1, shared):
             train = {"steps": 2, "gradient_accumulation_steps": together, **sections.get("train", {})}
             own = {"train": train, "parallel": {"sequence": together}, "optim": LINEAR}
             own = merged({"quant": {"calibration_batches": together}}, merged(sections, own))  # the same rows for both
@@ -102,9 +102,9 @@ def make_cache(path: Path) -> None:
     write_cache(recipe, check_recipe(recipe, None))
 
 
-def differences(directory: Path, name: str) -> dict[str, float]:
+def differences(directory: Path, name: str, together: int) -> dict[str, float]:
     """Return the largest differences of losses, gradient norms and weights between the runs of a variant."""
-    whole, shared = (torch.load(directory / f"{name}_{together}" / "result.pt") for together in (1, 2))
+    whole, shared = (torch.load(directory / f"{name}_{ranks}" / "result.pt") for ranks in (1, together))
     assert len(whole["losses"]) == len(shared["losses"]) > 1
     worst = {
         "losses": max(map(apart, shared["losses"], whole["losses"])),
@@ -126,11 +126,11 @@ def apart(mine: Any, theirs: Any) -> float:
     return (one - another).abs().masked_fill(same, 0.0).nan_to_num(nan=math.inf).max().item()
 
 
-def check(directory: Path, variants: Variants) -> None:
+def check(directory: Path, variants: Variants, together: int = 2) -> None:
     """Compare both runs of each variant."""
     far = {}
     for name, (kind, _, dtype, _) in variants.items():
-        worst = differences(directory, name)
+        worst = differences(directory, name, together)
         near = NEAR[f"{dtype} experts" if dtype == "bfloat16" and "moe" in kind else dtype]
         if any(value > limit for value, limit in zip(worst.values(), near, strict=True)):
             far[name] = worst
@@ -155,8 +155,10 @@ def test_every_way_to_train_is_the_same_on_shared_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_four_ranks_of_two_rows(tmp_path: Path) -> None:
-    check(run_pairs(tmp_path, FOUR, ranks=4), FOUR)
+@pytest.mark.parametrize("together", [2, 4])
+def test_four_ranks(tmp_path: Path, together: int) -> None:
+    """Four that share a row each have one attention head, and a copy of the only head of keys and values."""
+    check(run_pairs(tmp_path, FOUR, 4, together), FOUR, together)
 
 
 @pytest.mark.full

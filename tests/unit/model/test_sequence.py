@@ -65,7 +65,7 @@ def test_ranks_that_share_rows_have_all_labels_once(packed: int | None) -> None:
 
 
 def test_a_rank_that_shares_rows_with_none_has_no_rows() -> None:
-    """Of a recipe for more ranks; it would take the same rows in every step."""
+    """Else fewer ranks than parallel.sequence would take the same rows in every step."""
     with pytest.raises(AssertionError, match="rank 0 of 0"):
         Loader(
             samples(2, 9), rank=0, world=0, micro_batch_size=1, gradient_accumulation_steps=1, seed=0, pad_token_id=0
