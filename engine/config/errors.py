@@ -24,7 +24,7 @@ _PICKLED = (
     "save_pretrained, which writes safetensors"
 )
 NOT_READ = {
-    ".gguf": "GGUF is written, not read: start from the checkpoint that it was made from (see docs/gguf.md)",
+    ".gguf": "convert it with launch/convert_gguf.py --gguf FILE --output DIRECTORY, and name that directory here",
     **dict.fromkeys((".bin", ".pt", ".pth", ".ckpt", ".pkl"), _PICKLED),
     ".h5": "weights of TensorFlow are not read: save the model as safetensors",
     ".msgpack": "weights of Flax are not read: save the model as safetensors",

@@ -38,7 +38,7 @@ _PLAIN = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
 
 # Values that template and config.json both have: the end of llama.cpp's key, and the attribute of transformers' config.
-_SAME = {
+SAME_VALUES = {
     "block_count": "num_hidden_layers",
     "embedding_length": "hidden_size",
     "feed_forward_length": "intermediate_size",
@@ -69,12 +69,14 @@ class GGUFNames:
     """Map keys of a checkpoint to tensors of a GGUF file.
 
     Args:
-        config: configuration of the model. Raises ValueError if its architecture is not supported.
+        config: configuration of the model.
+        architecture: llama.cpp's name of its architecture; None if a file is to be written, which raises ValueError if
+            that is not supported.
     """
 
-    def __init__(self, config: PretrainedConfig) -> None:
+    def __init__(self, config: PretrainedConfig, architecture: str | None = None) -> None:
         self._config = config
-        architecture, gguf = _architecture_of(config), gguf_package()
+        architecture, gguf = architecture or _architecture_of(config), gguf_package()
         number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
         self._names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
 
@@ -386,7 +388,7 @@ def _check_template(template: Any, path: Path, config: PretrainedConfig) -> None
 
 def _other_values(template: Any, architecture: str, config: PretrainedConfig) -> Iterator[str]:
     """Yield a problem for each size in the template that differs from the model's."""
-    for end, attribute in _SAME.items():
+    for end, attribute in SAME_VALUES.items():
         found = _value_of(template, key := f"{architecture}.{end}")
         expected = getattr(config, attribute, None)
         if found is not None and expected is not None and not _same(found, expected):

@@ -169,7 +169,7 @@ def test_a_gigabyte_of_json_is_not_read(here: Path, name: str) -> None:
 
 
 OTHER_FORMS = {
-    "qwen3-q4_0.gguf": "GGUF is written, not read",
+    "qwen3-q4_0.gguf": "convert it with launch/convert_gguf.py",
     "pytorch_model.bin": "pickled weights can run code and are not read",
     "consolidated.00.pth": "save_pretrained, which writes safetensors",
     "tf_model.h5": "weights of TensorFlow are not read",
@@ -194,7 +194,10 @@ def test_a_checkpoint_without_weights_that_are_read_says_which_it_has(here: Path
 def test_a_file_in_place_of_a_checkpoint_is_named(here: Path) -> None:
     (here / "qwen3-q4_0.gguf").write_bytes(b"GGUF\x03")
     (problem,) = checkpoint_problems("model.path", "qwen3-q4_0.gguf")
-    assert "expected a directory" in problem and "; found qwen3-q4_0.gguf: GGUF is written, not read" in problem
+    assert (
+        "expected a directory" in problem
+        and "; found qwen3-q4_0.gguf: convert it with launch/convert_gguf.py" in problem
+    )
 
 
 @pytest.mark.parametrize("name", ["model/model.safetensors", "model/tokenizer.json", "train.jsonl"])

@@ -1,0 +1,222 @@
+"""GGUF files of tiny checkpoints, as llama.cpp's converter makes them; names and changes are spelled out here."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from tests.lib.tiny import CHAT_TEMPLATE, TEXT
+
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0}
+LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+COMMON = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+COMMON |= {"head_dim": 32, "max_position_embeddings": 512, "vocab_size": 330, "eos_token_id": 2, "pad_token_id": 0}
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True}
+LOCAL = {"rope_type": "default", "rope_theta": 1e4}
+GLOBAL = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
+GEMMA = {"num_hidden_layers": 7, "sliding_window": 8, "query_pre_attn_scalar": 32, "final_logit_softcapping": 30.0}
+GEMMA |= {"rope_parameters": {"sliding_attention": LOCAL, "full_attention": GLOBAL}, "tie_word_embeddings": True}
+# Options of transformers' configuration by variant; its first word is the model_type.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llama": {"rope_parameters": LLAMA3},
+    "llama biases": {"attention_bias": True, "tie_word_embeddings": True},
+    "mistral": {"sliding_window": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    "qwen2": {"tie_word_embeddings": True, "head_dim": 64},
+    "qwen3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    "qwen3 yarn": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,
+                                       "original_max_position_embeddings": 128}},
+    "qwen3_moe": EXPERTS,
+    "gemma3_text": GEMMA,
+}  # fmt: skip
+_ARCHITECTURES = {"mistral": "llama", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"}
+_LEAVES = {
+    "embed_tokens": "token_embd",
+    "lm_head": "output",
+    "model.norm": "output_norm",
+    "input_layernorm": "attn_norm",
+    "q_proj": "attn_q",
+    "k_proj": "attn_k",
+    "v_proj": "attn_v",
+    "o_proj": "attn_output",
+    "q_norm": "attn_q_norm",
+    "k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate": "ffn_gate_inp",
+    "gate_proj": "ffn_gate",
+    "up_proj": "ffn_up",
+    "down_proj": "ffn_down",
+}
+_GEMMA_LEAVES = {"post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm"}
+_GEMMA_LEAVES |= {"post_feedforward_layernorm": "post_ffw_norm"}
+
+_QWEN2 = r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"""
+_QWEN2 += r"\s+(?!\S)|\s+"
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+
+def tokenizer(pre: str) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE that splits text as the models do whose GGUF files have this ``tokenizer.ggml.pre``."""
+    made = Tokenizer(models.BPE(ignore_merges=pre == "llama-bpe"))
+    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre in ("gpt-2", "smollm"))
+    first = {
+        "gpt-2": [],
+        "smollm": [pre_tokenizers.Digits(individual_digits=True)],
+        "qwen2": [pre_tokenizers.Split(Regex(_QWEN2), behavior="isolated")],
+        "llama-bpe": [pre_tokenizers.Split(Regex(_QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")), behavior="isolated")],
+    }[pre]
+    made.pre_tokenizer = pre_tokenizers.Sequence([*first, last])
+    made.normalizer = normalizers.NFC() if pre == "qwen2" else None
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=325, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    text = [TEXT, "1234 12 345 67 it's It'S\n\n  \n x", "2024 2025 12345 it's we'll THEY'LL   don't"] * 3
+    made.train_from_iterator(text, trainer)
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    wrapped.add_tokens(["<think>"])
+    if pre == "llama-bpe":
+        wrapped.bos_token = "<|endoftext|>"
+        wrapped.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single=["<|endoftext|>", "$A"], special_tokens=[("<|endoftext|>", 0)]
+        )
+    wrapped.chat_template = CHAT_TEMPLATE
+    return wrapped
+
+
+def checkpoint(directory: Path, variant: str, pre: str = "qwen2", dtype: torch.dtype = torch.float32) -> Path:
+    """Write a random checkpoint and its tokenizer; biases and norms are random, too."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(variant.split()[0], **({"num_hidden_layers": 2} | COMMON | VARIANTS[variant]))
+    model = AutoModelForCausalLM.from_config(config).to(dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn_like(parameter)
+            parameter.copy_(
+                noise * 0.1 + ("norm" in name and "gemma" not in variant) if noise.dim() == 1 else noise / 12
+            )
+    model.save_pretrained(directory)
+    tokenizer(pre).save_pretrained(directory)
+    return directory
+
+
+def tensors(source: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a checkpoint by llama.cpp's names, in its order of rows."""
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    config, found, stacks = model.config, {}, {}
+    leaves = _LEAVES | (_GEMMA_LEAVES if config.model_type == "gemma3_text" else {})
+    for name, value in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        stem, _, suffix = name.rpartition(".")
+        block = f"blk.{name.split('.')[2]}." if ".layers." in name else ""
+        if ".experts" in name:
+            gate_up = name.endswith("gate_up_proj")
+            halves = value.chunk(2, 1) if gate_up else (value,)
+            for part, half in zip(("gate", "up") if gate_up else ("down",), halves, strict=True):
+                stacks[f"{block}ffn_{part}_exps.weight"] = half
+            continue
+        leaf = next(leaf for leaf in leaves if stem == leaf or stem.endswith("." + leaf))
+        if config.model_type in ("llama", "mistral") and leaf in ("q_proj", "k_proj"):
+            heads = config.num_attention_heads if leaf == "q_proj" else config.num_key_value_heads
+            half = len(value) // heads // 2
+            value = value[[h * 2 * half + i + j * half for h in range(heads) for i in range(half) for j in range(2)]]
+        if config.model_type == "gemma3_text" and "norm" in leaf:
+            value = value.float() + 1
+        found[f"{block}{leaves[leaf]}.{suffix}"] = value
+    rope = config.rope_parameters
+    if rope.get("rope_type") == "llama3":
+        plain = 500000.0 ** -(torch.arange(0, config.head_dim, 2).double() / config.head_dim)
+        rotary = model.model.rotary_emb.inv_freq.double()
+        found["rope_freqs.weight"] = (plain / rotary).float()
+    return found | stacks
+
+
+def write_gguf(
+    source: Path, path: Path, kind: str = "F32", pre: str = "qwen2", *, without: tuple[str, ...] = (), **changes: Any
+) -> Path:
+    """Write a checkpoint's GGUF file: matrices in ``kind``, others in F32. ``changes`` is metadata, with ``__`` for the
+    point, and without the architecture; ``without`` names entries or tensors to leave out."""
+    gguf = pytest.importorskip("gguf")
+    config = AutoConfig.from_pretrained(source)
+    architecture = _ARCHITECTURES.get(config.model_type, config.model_type)
+    rope = config.rope_parameters
+    rope = rope.get("full_attention", rope)
+    values: dict[str, Any] = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": getattr(config, "head_dim", None) or 64,
+        "attention.value_length": getattr(config, "head_dim", None) or 64,
+        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        "rope.freq_base": float(rope["rope_theta"]),
+    }
+    if rope["rope_type"] in ("linear", "yarn"):
+        values |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": float(rope["factor"])}
+    if rope["rope_type"] == "yarn":
+        values["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+    if architecture == "llama":
+        values |= {"rope.dimension_count": config.head_dim, "vocab_size": config.vocab_size}
+    if architecture == "gemma3":
+        values |= {"attention.sliding_window": config.sliding_window, "final_logit_softcapping": 30.0}
+    if architecture == "qwen3moe":
+        values |= {"expert_count": 5, "expert_used_count": 2, "expert_feed_forward_length": 256}
+    values = {f"{architecture}.{key}": value for key, value in values.items()} | _vocabulary(source, pre)
+    for key, value in changes.items():
+        name = key.replace("__", ".")
+        values[name if name.startswith(("tokenizer", "general", "split")) else f"{architecture}.{name}"] = value
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in values.items():
+        if key in without or value is None:
+            continue
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        elif isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        else:
+            (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(key, value)
+    for name, value in tensors(source).items():
+        if name not in without:
+            plain = value.dim() == 1 or "norm" in name or "ffn_gate_inp" in name
+            quantized = gguf.GGMLQuantizationType["F32" if plain else kind]
+            data = gguf.quants.quantize(value.float().numpy(), quantized)
+            writer.add_tensor(name, np.ascontiguousarray(data), raw_dtype=quantized)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _vocabulary(source: Path, pre: str) -> dict[str, Any]:
+    """Metadata of a checkpoint's tokenizer."""
+    data = json.loads((source / "tokenizer.json").read_text())
+    config = AutoConfig.from_pretrained(source)
+    added = {token["id"]: token for token in data["added_tokens"]}
+    by_id = {index: token for token, index in data["model"]["vocab"].items()}
+    by_id |= {index: token["content"] for index, token in added.items()}
+    types = [
+        5 if i not in by_id else 1 if i not in added else 3 if added[i]["special"] else 4
+        for i in range(config.vocab_size)
+    ]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": [by_id.get(index, f"[PAD{index}]") for index in range(config.vocab_size)],
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in data["model"]["merges"]],
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.padding_token_id": 0,
+        "tokenizer.chat_template": CHAT_TEMPLATE,
+    }

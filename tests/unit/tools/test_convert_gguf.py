@@ -1,0 +1,241 @@
+"""A GGUF file becomes a checkpoint with the same weights, tokens and logits, or is refused in one line."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from model.ranks import RankError
+from quant import reference
+from quant.linear import linears_of
+from quant.spec import SCHEMES, Scheme
+from tests.lib.checkpoints import load_model, quantize, read_tensors
+from tests.lib.gguf_files import VARIANTS, checkpoint, tensors, tokenizer, write_gguf
+from tools.convert_gguf import convert_gguf
+from tools.verify.check import OUR_FORWARD_KL
+from tools.verify.engines import engine_logits, installed
+
+gguf = pytest.importorskip("gguf", reason="pip install -e '.[gguf]'")
+
+# llama.cpp's quantizer of Q8_0 uses the codes -127 to 127.
+NARROW = replace(SCHEMES["w8a16_g32"], weights=replace(SCHEMES["w8a16_g32"].weights, narrow=True))
+
+
+def logits(directory: Path, ids: torch.Tensor) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, experts_implementation="eager")
+    with torch.no_grad():
+        return model.eval()(ids).logits
+
+
+IDS = torch.randint(3, 300, (1, 40), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_weights_and_logits_are_those_of_the_original(variant: str, tmp_path: Path) -> None:
+    source = checkpoint(tmp_path / "source", variant)
+    file = write_gguf(source, tmp_path / "model.gguf")
+    done = convert_gguf(file, tmp_path / "out", progress=False)
+    assert done.rounded == 0 and set(done.kinds) == {"F32"}
+    expected, found = read_tensors(source), read_tensors(tmp_path / "out")
+    assert expected.keys() == found.keys()
+    for key, value in expected.items():
+        assert torch.equal(found[key], value) or ("gemma" in variant and "norm" in key), key
+    torch.testing.assert_close(logits(tmp_path / "out", IDS), logits(source, IDS), rtol=1e-4, atol=1e-4)
+    if installed():
+        theirs = next(engine_logits(file, [IDS]))
+        assert (theirs - logits(tmp_path / "out", IDS)).abs().max() < 1e-2 * theirs.std()
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+def test_quantized_tensors_are_dequantized_exactly(kind: str, tmp_path: Path) -> None:
+    source = checkpoint(tmp_path / "source", "qwen3")
+    file = write_gguf(source, tmp_path / "model.gguf", kind)
+    convert_gguf(file, tmp_path / "out", dtype=torch.float32, progress=False)
+    theirs = {
+        t.name: torch.from_numpy(gguf.quants.dequantize(t.data, t.tensor_type)) for t in gguf.GGUFReader(file).tensors
+    }
+    ours = tensors(tmp_path / "out")
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert torch.equal(ours[name].float().view(value.shape), value), name
+    if kind.startswith("Q"):
+        assert convert_gguf(file, tmp_path / "bf16", progress=False).rounded > 10
+
+
+def strings() -> list[str]:
+    """Generated texts of digits, spaces, scripts, accents in two forms, contractions and special tokens."""
+    pieces = [
+        "12345",
+        "7",
+        " ",
+        "   ",
+        "\n",
+        "\r\n\n",
+        "\t",
+        "it's",
+        "WE'LL",
+        "the",
+        " quick",
+        "naïve",
+        "e\u0301",
+        "日本",
+        "١٢٣",
+    ]
+    pieces += [
+        "<|im_start|>",
+        "<think>",
+        "<|im_end|>",
+        "🦙",
+        "a_b",
+        "...",
+        "!?",
+        "/",
+        "'",
+        "Ab",
+        "x1y22z333",
+        "\u00a0",
+        "[PAD328]",
+    ]
+    chosen = random.Random(0)
+    return ["", *("".join(chosen.choices(pieces, k=chosen.randint(1, 12))) for _ in range(300))]
+
+
+@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "qwen2", "llama-bpe"])
+def test_tokens_and_chats_are_those_of_the_original(pre: str, tmp_path: Path) -> None:
+    source = checkpoint(tmp_path / "source", "qwen3" if pre == "qwen2" else "llama biases", pre)
+    convert_gguf(write_gguf(source, tmp_path / "model.gguf", pre=pre), tmp_path / "out", progress=False)
+    original, found = AutoTokenizer.from_pretrained(source), AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert len(original) == len(found)
+    for text in strings():
+        ids = tokenizer(pre)(text).input_ids
+        assert original(text).input_ids == ids
+        assert found(text).input_ids == ids, text
+        assert found.decode(ids) == original.decode(ids)
+    chat = [{"role": "user", "content": "12 plus 30?"}]
+    assert found.apply_chat_template(chat, tokenize=False) == original.apply_chat_template(chat, tokenize=False)
+    assert (found.bos_token, found.eos_token, found.pad_token) == (original.bos_token, "<|im_end|>", "<|endoftext|>")
+
+
+REFUSED = [
+    ({"attention__scale": 0.5}, "qwen3.attention.scale = 0.5"),
+    ({"expert_count": 4}, "qwen3.expert_count = 4"),
+    ({"attention__sliding_window": 16}, "qwen3.attention.sliding_window = 16"),
+    ({"rope__scaling__type": "longrope", "rope__scaling__factor": 2.0}, "rope.scaling.type is 'longrope'"),
+    ({"rope__dimension_count": 16}, "qwen3.rope.dimension_count is 16, but qwen3.attention.key_length is 32"),
+    ({"attention__layer_norm_rms_epsilon": float("nan")}, "epsilon is nan, expected one positive number"),
+    ({"attention__head_count": [4, 4]}, r"qwen3.attention.head_count is \[4, 4\], expected one positive number"),
+    ({"block_count": 3}, "qwen3.block_count is 3, but there are tensors for 2"),
+    ({"vocab_size": 300}, "qwen3.vocab_size is 300, but the number of rows of token_embd.weight is 330"),
+    ({"tokenizer__ggml__pre": "viking"}, "tokenizer.ggml.pre is 'viking', expected one of gpt-2, "),
+    ({"tokenizer__ggml__model": "t5"}, "tokenizer.ggml.model is 't5'"),
+    ({"tokenizer__ggml__precompiled_charsmap": "x"}, "tokenizer.ggml.precompiled_charsmap"),
+    ({"tokenizer__ggml__merges": ["a b c"]}, "tokenizer.ggml.merges is missing, or"),
+    ({"tokenizer__ggml__merges": ["zzz b"]}, "tokenizer.ggml.merges and tokens do not fit"),
+    ({"tokenizer__ggml__token_type": [1]}, "or not lists of one length"),
+    ({"tokenizer__ggml__eos_token_id": 400}, "eos_token_id is 400, but there are 330 tokens"),
+    ({"split__count": 2}, "one file of several"),
+    ({"general__type": "adapter"}, "general.type is 'adapter'"),
+    ({"without": ("blk.1.attn_k.weight",)}, "lacks blk.1.attn_k.weight"),
+    ({"without": ("qwen3.embedding_length",)}, "metadata lacks qwen3.embedding_length"),
+]  # fmt: skip
+
+
+def test_what_is_not_understood_is_refused_by_name(tmp_path: Path) -> None:
+    source = checkpoint(tmp_path / "source", "qwen3")
+    for changes, message in REFUSED:
+        file = write_gguf(source, tmp_path / "model.gguf", **changes)
+        with pytest.raises((ValueError, RankError), match=message) as caught:
+            convert_gguf(file, tmp_path / "out", progress=False)
+        assert "\n" not in str(caught.value)
+        assert not list(tmp_path.glob("out*"))
+
+
+def test_damaged_files_are_refused_in_one_line(tmp_path: Path) -> None:
+    source = checkpoint(tmp_path / "source", "qwen3")
+    file = write_gguf(source, tmp_path / "model.gguf", "Q8_0")
+    good = file.read_bytes()
+    reader = gguf.GGUFReader(file)
+    scale = next(t.data_offset for t in reader.tensors if t.name == "blk.1.ffn_up.weight")
+    name = good.index(b"blk.1.attn_q.weight")
+    for data, message in (
+        (good[: len(good) // 2], "is not a GGUF file"),
+        (good[:-40], "is not a GGUF file"),
+        (good[:scale] + b"\x00\x7e" + good[scale + 2 :], "blk.1.ffn_up.weight holds NaN"),
+        (good[: name + 4] + b"9" + good[name + 5 :], r"block_count|blk\.9|lacks"),
+        (b"", "is not a GGUF file"),
+    ):
+        file.write_bytes(data)
+        with pytest.raises((ValueError, RankError), match=message) as caught:
+            convert_gguf(file, tmp_path / "out", progress=False)
+        assert "\n" not in str(caught.value) and "model.gguf" in str(caught.value)
+        assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize(("kind", "scheme"), [("Q4_0", SCHEMES["q4_0"]), ("Q8_0", NARROW)])
+def test_training_starts_with_the_codes_and_scales_of_the_file(kind: str, scheme: Scheme, tmp_path: Path) -> None:
+    source = checkpoint(tmp_path / "source", "qwen3")
+    file = write_gguf(source, tmp_path / "model.gguf", kind)
+    convert_gguf(file, tmp_path / "out", dtype=torch.float32, progress=False)
+    blocks = {t.name: torch.from_numpy(t.data.copy()) for t in gguf.GGUFReader(file).tensors}
+    quantization = quantize(load_model(tmp_path / "out", torch.float32), scheme, learn=False)
+    names = {"q_proj": "attn_q", "o_proj": "attn_output", "down_proj": "ffn_down", "up_proj": "ffn_up"}
+    compared = 0
+    for name, layer in quantization.layers.items():
+        for part in linears_of(name, layer):
+            _, _, number, _, leaf = part.name.split(".")
+            if leaf in names:
+                bytes_ = blocks[f"blk.{number}.{names[leaf]}.weight"].unflatten(1, (-1, 18 if kind == "Q4_0" else 34))
+                d, body = bytes_[..., :2].contiguous().view(torch.float16).squeeze(-1), bytes_[..., 2:]
+                codes = (
+                    body.view(torch.int8)
+                    if kind == "Q8_0"
+                    else torch.cat([body & 15, body >> 4], -1).to(torch.int8) - 8
+                )
+                scale, weight = part.scale(layer.weight_scale(), scheme.weights), part.weight(layer.weight)
+                assert torch.equal(scale.float(), d.float()), name
+                assert torch.equal(reference.quantize(weight, scale, scheme.weights).view(codes.shape), codes), name
+                compared += 1
+    assert compared == 8
+
+
+# File types of llama.cpp's quantizer, by the type of most tensors.
+MIXED = {"Q8_0": 7, "Q4_0": 2, "Q4_1": 3, "Q5_0": 8, "Q5_1": 9, "IQ4_NL": 25, "IQ4_XS": 30}
+MIXED |= {"Q2_K": 10, "Q3_K": 12, "Q4_K": 15, "Q5_K": 17, "Q6_K": 18}
+
+
+def rounded_inputs_logits(directory: Path, *, wide: bool) -> torch.Tensor:
+    """Logits with inputs of Linears rounded to 8 bits as in llama.cpp: in blocks of 256 for the K-quants and IQ4_XS, of
+    32 otherwise and where 256 does not divide the width."""
+
+    def rounded(module: torch.nn.Module, arguments: tuple) -> tuple:
+        x = arguments[0]
+        groups = x.unflatten(-1, (-1, 256 if wide and x.shape[-1] % 256 == 0 else 32))
+        scale = groups.abs().amax(-1, keepdim=True) / 127
+        return ((groups / scale).round() * scale).flatten(-2), *arguments[1:]
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_pre_hook(rounded)
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+@pytest.mark.skipif(not installed(), reason="pip install -e '.[llama-cpp]'")
+@pytest.mark.parametrize("kind", MIXED)
+def test_files_of_the_engine_s_own_quantizer_have_its_logits(kind: str, tmp_path: Path) -> None:
+    from cyllama.llama import llama_cpp
+
+    source = checkpoint(tmp_path / "source", "llama")
+    options = llama_cpp.LlamaModelQuantizeParams()
+    options.ftype, options.nthread = MIXED[kind], 1
+    file = tmp_path / "quantized.gguf"
+    llama_cpp.model_quantize(str(write_gguf(source, tmp_path / "model.gguf")), str(file), options)
+    assert kind in convert_gguf(file, tmp_path / "out", dtype=torch.float32, progress=False).kinds
+    theirs = next(engine_logits(file, [IDS]))
+    ours = rounded_inputs_logits(tmp_path / "out", wide="_K" in kind or kind == "IQ4_XS")
+    kl = (ours.softmax(-1) * (ours.log_softmax(-1) - theirs.log_softmax(-1))).sum(-1).mean()
+    assert kl < OUR_FORWARD_KL
