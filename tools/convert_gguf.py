@@ -518,7 +518,7 @@ def _sentencepiece(file: _File, vocabulary: dict[str, int]) -> tuple[Tokenizer, 
         made.normalizer = normalizers.Replace(" ", "▁")
         made.pre_tokenizer = pre_tokenizers.Split(" ", behavior="merged_with_previous")
     else:
-        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+        made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
         last.append(decoders.Strip(content=" ", left=1))
     made.decoder = decoders.Sequence(last)
     return made, True

@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -117,6 +118,42 @@ def test_tokens_and_chats_are_those_of_the_original(pre: str, tmp_path: Path) ->
     chat = [{"role": "user", "content": "12 plus 30?"}]
     assert found.apply_chat_template(chat, tokenize=False) == original.apply_chat_template(chat, tokenize=False)
     assert (found.bos_token, found.eos_token, found.pad_token) == (original.bos_token, "<|im_end|>", "<|endoftext|>")
+
+
+def sentencepiece(gemma: bool) -> dict[str, Any]:
+    """Metadata of a small SentencePiece tokenizer with a byte for each unknown character."""
+    named = ["<pad>", "<eos>", "<bos>", "<unk>"] if gemma else ["<unk>", "<s>", "</s>"]
+    words = ["the", "▁the", "▁quick", "it", "'s", "▁▁▁▁", "12"]
+    pieces = sorted(
+        {word[:end] for word in words for end in range(2, len(word) + 1)}, key=lambda piece: (len(piece), piece)
+    )
+    pieces += sorted(set("".join(words)))
+    special = [*named, "<|im_start|>", "<|im_end|>"]
+    tokens = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    padding = [f"[PAD{index}]" for index in range(len(tokens), 330)]
+    types = [2 if token == "<unk>" else 3 for token in special] + [6] * 256 + [1] * len(pieces) + [5] * len(padding)
+    scores = [0.0] * (len(tokens) - len(pieces)) + [-float(rank) for rank in range(len(pieces))] + [-1e3] * len(padding)
+    values = {"model": "llama", "tokens": tokens + padding, "token_type": types, "scores": scores}
+    values |= {"pre": None, "merges": None, "add_space_prefix": not gemma, "add_bos_token": True}
+    values |= {f"{name}_token_id": at for name, at in (("bos", 2 if gemma else 1), ("eos", 1 if gemma else 2))}
+    values |= {"unknown_token_id": tokens.index("<unk>")}
+    return {f"tokenizer__ggml__{key}": value for key, value in values.items()}
+
+
+@pytest.mark.parametrize("variant", ["mistral", "gemma3_text"])
+def test_tokens_of_sentencepiece_are_those_of_llama_cpp(variant: str, tmp_path: Path) -> None:
+    source, gemma = checkpoint(tmp_path / "source", variant), "gemma" in variant
+    file = write_gguf(source, tmp_path / "model.gguf", **sentencepiece(gemma))
+    convert_gguf(file, tmp_path / "out", progress=False)
+    found = AutoTokenizer.from_pretrained(tmp_path / "out")
+    expected = ["<bos>", "▁▁", "<0x41>"] if gemma else ["<s>", "▁▁▁", "<0x41>"]
+    assert found.convert_ids_to_tokens(found("  A").input_ids) == expected
+    if installed():
+        from cyllama.llama import llama_cpp
+
+        vocabulary = llama_cpp.LlamaModel(str(file), llama_cpp.LlamaModelParams(), verbose=False).get_vocab()
+        for text in filter(None, strings()):
+            assert found(text).input_ids == list(vocabulary.tokenize(text, True, True)), text
 
 
 REFUSED = [
