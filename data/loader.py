@@ -44,7 +44,8 @@ MicroBatch = dict[str, torch.Tensor]
   share, the labels are those of this rank's tokens only;
 - ``attention_mask`` [B, T], only in padded batches: 1 on the sample and 0 on padding;
 - ``position_ids`` [B, T], only in packed batches: from 0 in every sample and in the padding after the last sample;
-- ``sample_ids`` [n]: index of each sample in the loader's list, ordered by row and by position in the row;
+- ``sample_ids`` [n]: index in the loader's list of each sample that is learned, ordered by row and by position in the
+  row;
 - ``spans`` [n, 3]: row, first position and one past the last position of each of these samples;
 - ``own_targets`` [M], only of shared rows: True for those of the rows' targets that are this rank's;
 - ``positions`` [N], added by `on_device`: flat indices of positions with labels.
@@ -133,9 +134,10 @@ class Loader:
     def _own(self, batches: list[MicroBatch]) -> list[MicroBatch]:
         """Remove the targets of skipped samples, and of tokens that other ranks compute."""
         for batch in batches if self._skip else ():
-            for sample, (row, start, end) in zip(batch["sample_ids"].tolist(), batch["spans"].tolist(), strict=True):
-                if sample in self._skip:
-                    batch["labels"][row, start:end] = IGNORE
+            learned = torch.tensor([sample not in self._skip for sample in batch["sample_ids"].tolist()])
+            for row, start, end in batch["spans"][~learned].tolist():
+                batch["labels"][row, start:end] = IGNORE
+            batch |= {name: batch[name][learned] for name in ("sample_ids", "spans")}
         return batches if self._share is None else [with_own_labels(batch, self._share) for batch in batches]
 
     def steps_of(self, epochs: float) -> int:

@@ -1,11 +1,17 @@
 """Distillation of single tokens, losses that a user adds, and the diagnostics beside a loss."""
 
 import random
+from functools import partial
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
+from data.loader import Loader, on_device
+from data.samples import Sample, samples_of
+from data.teacher_cache import TeacherCache, offsets_of
 from engine.config.sections import LossRecipe
 from engine.losses.chunked import TeacherTopK, chunked_losses
 from engine.losses.objective import (
@@ -18,6 +24,7 @@ from engine.losses.objective import (
     take_top_k,
     top_indices,
 )
+from engine.losses.teacher import CachedTeacher
 from tests.lib.counting import Counting
 from tests.lib.definitions import kd_loss
 from tests.unit.engine.losses.cases import Case
@@ -92,6 +99,25 @@ def test_a_cached_teacher_is_the_one_that_it_was_made_of(seed, tail):
         torch.testing.assert_close(found.sums["kd"], live.sums["kd"])
         for a, b in zip(gradients, others, strict=True):
             torch.testing.assert_close(a, b)
+
+
+def test_a_cached_teacher_has_the_rows_of_learned_samples_only(seed):
+    """Some of a batch's samples, or all of them, are excluded by data.skip."""
+    samples = [Sample(np.arange(n, dtype=np.int32), np.arange(n, dtype=np.int32)) for n in (3, 5, 2, 4)]
+    cache = SimpleNamespace(
+        directory="cache",
+        manifest=SimpleNamespace(vocabulary=9),
+        rows=partial(TeacherCache.rows, SimpleNamespace(_arrays={"offsets": offsets_of(samples_of(samples))})),
+        top_k=lambda rows: (torch.tensor(rows)[:, None], torch.tensor(rows)[:, None], torch.tensor(rows)),
+    )
+    options = {"rank": 0, "world": 1, "micro_batch_size": 2, "gradient_accumulation_steps": 2, "pad_token_id": 0}
+    for skip in ({1}, {0, 3}, {0, 1, 3}):
+        seen: list[int] = []
+        for batch in Loader(samples, seed=seed, skip=skip, **options).step(0):
+            found = CachedTeacher(cache).forward({}, on_device(batch, torch.device("cpu"))).teacher
+            seen += found.top.log_tail.tolist()
+        learned = [range(0, 3), range(3, 8), range(8, 10), range(10, 14)]
+        assert sorted(seen) == [row for index, rows in enumerate(learned) if index not in skip for row in rows]
 
 
 def test_diagnostics(seed):
