@@ -117,7 +117,12 @@ class _File:
             raise CheckpointError(f"{path} is not a file, expected a GGUF file")
         reader = open_gguf(path)
         self.path, self.tensors = path, {tensor.name: tensor for tensor in reader.tensors}
-        self.values = {name: field.contents() for name, field in reader.fields.items()}
+        self.values: dict[str, Any] = {}
+        for name, field in reader.fields.items():
+            try:
+                self.values[name] = field.contents()
+            except UnicodeDecodeError as error:
+                raise CheckpointError(f"{path}: {name} is not UTF-8 ({error}): {AGAIN}") from error
         end = 0
         for tensor in sorted(self.tensors.values(), key=lambda tensor: tensor.data_offset):
             if tensor.data_offset < end or 0 in shape_of(tensor):
@@ -334,6 +339,9 @@ def _config(file: _File) -> PretrainedConfig:
             file.refuse(f"{origin[attribute]} is {values[attribute]}, but there are tensors for {count}")
     values.setdefault("num_key_value_heads", values["num_attention_heads"])
     values.setdefault("head_dim", values["hidden_size"] // values["num_attention_heads"])
+    query, rows = file.tensors.get("blk.0.attn_q.weight"), values["num_attention_heads"] * values["head_dim"]
+    if query is not None and shape_of(query)[0] != rows:  # transformers would allocate memory by the size of a head
+        file.refuse(f"blk.0.attn_q.weight has {shape_of(query)[0]} rows, expected {rows} by the metadata's heads")
     values["tie_word_embeddings"] = "output.weight" not in file.tensors
     if model_type == "llama":
         values["attention_bias"] = "blk.0.attn_q.bias" in file.tensors

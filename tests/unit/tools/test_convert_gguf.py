@@ -151,7 +151,8 @@ def test_tokens_of_sentencepiece_are_those_of_llama_cpp(variant: str, tmp_path: 
     if installed():
         from cyllama.llama import llama_cpp
 
-        vocabulary = llama_cpp.LlamaModel(str(file), llama_cpp.LlamaModelParams(), verbose=False).get_vocab()
+        model = llama_cpp.LlamaModel(str(file), llama_cpp.LlamaModelParams(), verbose=False)
+        vocabulary = model.get_vocab()  # does not keep the model alive
         for text in filter(None, strings()):
             assert found(text).input_ids == list(vocabulary.tokenize(text, True, True)), text
 
@@ -164,6 +165,7 @@ REFUSED = [
     ({"rope__dimension_count": 16}, "qwen3.rope.dimension_count is 16, but qwen3.attention.key_length is 32"),
     ({"attention__layer_norm_rms_epsilon": float("nan")}, "epsilon is nan, expected one positive number"),
     ({"attention__head_count": [4, 4]}, r"qwen3.attention.head_count is \[4, 4\], expected one positive number"),
+    ({"attention__key_length": 2**30, "attention__value_length": 2**30}, "attn_q.weight has 128 rows, expected"),
     ({"block_count": 3}, "qwen3.block_count is 3, but there are tensors for 2"),
     ({"vocab_size": 300}, "qwen3.vocab_size is 300, but the number of rows of token_embd.weight is 330"),
     ({"tokenizer__ggml__pre": "viking"}, "tokenizer.ggml.pre is 'viking', expected one of gpt-2, "),
@@ -203,6 +205,7 @@ def test_damaged_files_are_refused_in_one_line(tmp_path: Path) -> None:
         (good[:scale] + b"\x00\x7e" + good[scale + 2 :], "blk.1.ffn_up.weight holds NaN"),
         (good[: name + 4] + b"9" + good[name + 5 :], r"block_count|blk\.9|lacks"),
         (b"", "is not a GGUF file"),
+        (good.replace(b"<think>", b"<th\xffnk>"), "tokenizer.ggml.tokens is not UTF-8"),
     ):
         file.write_bytes(data)
         with pytest.raises((ValueError, RankError), match=message) as caught:
