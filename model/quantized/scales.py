@@ -35,10 +35,9 @@ from model.scales.grouping import (
     arrange,
     cache_keys,
     input_ending,
-    scales_per_head,
 )
-from model.scales.in_place import check_scale, check_values, fill_scales, measure_global_scales, measure_weight_scales
-from model.scales.loading import ScaleReport, given_scales
+from model.scales.in_place import check_scale
+from model.scales.loading import ScaleReport, complete, write_all
 from model.zero import forget_secondary_copies, is_partitioned, local_data, local_range
 from quant import Quantization, Quantizer, QuantLayer, TensorSpec, kernels
 from quant.linear import LinearPart, linears_of
@@ -91,11 +90,13 @@ def take_scales(
     with errors_on_all_ranks(OSError, CheckpointError):
         _fill_fine(quantization, taken)
     forget_secondary_copies(model)
-    report = _fill_others(quantization, arranged, set(taken), initial_input_scale)
+    fine = [group.owner for group in quantization.weight_groups if group.owner in taken and _is_fine(group.spec)]
+    values, report = complete(quantization, arranged, initial_input_scale, fine)
+    write_all(quantization, values)
     if decoded:
         check_not_clipped(quantization, taken)
     rounded = _rounded([one for linears in taken.values() for one in linears], model.dtype)
-    return replace(report, merged=merged, rounded=rounded, per_head=scales_per_head(arranged))
+    return replace(report, merged=merged, rounded=rounded)
 
 
 def _taken(
@@ -218,36 +219,6 @@ def _input_keys(model: PreTrainedModel, quantization: Quantization, checkpoint: 
     for name, cache in quantization.caches.items():
         if cache.spec == checkpoint.kv_cache:
             yield from cache_keys(model, name)
-
-
-def _fill_others(
-    quantization: Quantization, arranged: ArrangedScales, taken: set[str], initial_input_scale: float | None
-) -> ScaleReport:
-    """Write the scales of whole weights and of inputs, and measure scales missing in the files; a collective."""
-    fine = {group.owner for group in quantization.weight_groups if group.owner in taken and _is_fine(group.spec)}
-    measured = [group.owner for group in quantization.weight_groups if group.owner not in taken]
-    without_global = {scale.group.owner for scale in arranged.globals if not scale.layers}
-    without_input = [scale.group for scale in arranged.inputs if not scale.layers]
-    weights = measure_weight_scales(quantization, set(measured)) if measured else {}
-    above = measure_global_scales(quantization, without_global) if without_global else {}
-    inputs = {} if initial_input_scale is None else given_scales(without_input, initial_input_scale)
-    for groups, read, other in (
-        (quantization.weight_groups, [one for one in arranged.weights if one.group.owner not in fine], weights),
-        (quantization.global_groups, arranged.globals, above),
-        (quantization.input_groups, arranged.inputs, inputs),
-    ):
-        values = {scale.group.owner: scale.value() for scale in read if scale.layers} | other
-        with errors_on_all_ranks(ValueError):
-            check_values(groups, values)
-        fill_scales(groups, values)
-    return ScaleReport(
-        weights_loaded=[group.owner for group in quantization.weight_groups if group.owner in taken],
-        weights_measured=measured,
-        inputs_loaded=[scale.group.owner for scale in arranged.inputs if scale.layers],
-        inputs_initial=list(inputs),
-        inputs_missing=[group.owner for group in without_input if group.owner not in inputs],
-        unused=[],
-    )
 
 
 _MOST = 5  # Linears that an error describes

@@ -6,7 +6,7 @@ Other methods are rejected by name. Without a configuration, scales are only che
 (``scale_check.py``).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -32,7 +32,7 @@ from model.scales.grouping import (
     scale_files,
     scales_per_head,
 )
-from model.scales.in_place import measure_global_scales, measure_weight_scales, write_scales
+from model.scales.in_place import check_values, fill_scales, measure_global_scales, measure_weight_scales
 from model.scales.scale_check import check_beside, check_fit, check_stored
 from quant import Quantization, Rule, ScaleGroup, Scheme, TensorSpec
 
@@ -216,29 +216,57 @@ def load_scales(
                 f"{directory} has no input scale for {listed(missing_inputs)}. Set quant.calibration_batches to "
                 "measure them in place, or quant.initial_input_scale, or name a PTQ checkpoint that has them"
             )
+    values, report = complete(quantization, arranged, initial_input_scale)
     loaded = [scale for scale in arranged.weights if scale.layers]
-    global_scales = {scale.group.owner: scale.value() for scale in arranged.globals if scale.layers}
-    inputs = {scale.group.owner: scale.value() for scale in arranged.inputs if scale.layers}
+    check_fit(quantization, loaded, values[1], codes, directory)
+    write_all(quantization, values)
+    return report
+
+
+Values = tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]  # of weights, global ones, of inputs; by owner
+
+
+def complete(
+    quantization: Quantization,
+    arranged: ArrangedScales,
+    initial_input_scale: float | None,
+    filled: Collection[str] = (),
+) -> tuple[Values, ScaleReport]:
+    """Compute the scales in the files, measure those that are missing there, and set missing ones of inputs to the
+    recipe's initial value, if there is one; a collective. ``filled``: owners of groups of weights that have their
+    scales already."""
+    weights, above, inputs = (
+        {scale.group.owner: scale.value() for scale in some if scale.layers}
+        for some in (arranged.weights, arranged.globals, arranged.inputs)
+    )
+    measured = [owner for owner in _missing(arranged.weights) if owner not in filled]
     report = ScaleReport(
-        weights_loaded=[scale.group.owner for scale in loaded],
-        weights_measured=_missing(arranged.weights),
+        weights_loaded=[scale.group.owner for scale in arranged.weights if scale.group.owner not in measured],
+        weights_measured=measured,
         inputs_loaded=list(inputs),
-        inputs_initial=[] if initial_input_scale is None else missing_inputs,
-        inputs_missing=missing_inputs if initial_input_scale is None else [],
+        inputs_initial=[] if initial_input_scale is None else _missing(arranged.inputs),
+        inputs_missing=_missing(arranged.inputs) if initial_input_scale is None else [],
         unused=arranged.unused,
         per_head=scales_per_head(arranged),
     )
-    measured = measure_weight_scales(quantization, set(report.weights_measured)) if report.weights_measured else {}
+    if measured:
+        weights |= measure_weight_scales(quantization, set(measured))
     if missing := _missing(arranged.globals):
-        global_scales |= measure_global_scales(quantization, set(missing))
+        above |= measure_global_scales(quantization, set(missing))
     if initial_input_scale is not None:
-        inputs |= given_scales([scale.group for scale in arranged.inputs if not scale.layers], initial_input_scale)
-    check_fit(quantization, loaded, global_scales, codes, directory)
-    values = (measured | {scale.group.owner: scale.value() for scale in loaded}, global_scales, inputs)
+        inputs |= _initial([scale.group for scale in arranged.inputs if not scale.layers], initial_input_scale)
+    return (weights, above, inputs), report
+
+
+def write_all(quantization: Quantization, values: Values) -> None:
+    """Write the result of :func:`complete`; a collective. Raises RankError if a scale is invalid; nothing is
+    written."""
     groups = (quantization.weight_groups, quantization.global_groups, quantization.input_groups)
+    with errors_on_all_ranks(ValueError):
+        for some, of_groups in zip(groups, values, strict=True):
+            check_values(some, of_groups)
     for some, of_groups in zip(groups, values, strict=True):
-        write_scales(some, of_groups)
-    return report
+        fill_scales(some, of_groups)
 
 
 def check_scale_files(directory: str | Path) -> None:
@@ -268,7 +296,7 @@ def _missing(scales: list[GroupScale]) -> list[str]:
     return [scale.group.owner for scale in scales if not scale.layers]
 
 
-def given_scales(groups: list[ScaleGroup], value: float) -> dict[str, Tensor]:
+def _initial(groups: list[ScaleGroup], value: float) -> dict[str, Tensor]:
     """Set the scale of each group of inputs to ``value``, the recipe's initial scale: returns scales by owner. Raises
     ValueError if a group has a global scale, for which the recipe's value is not meant."""
     above = [group.owner for group in groups if group.spec.has_global_scale]
