@@ -25,7 +25,7 @@ VENV := $(or $(VIRTUAL_ENV),$(CURDIR)/.venv)
 # Names the checkout: an environment shared by two of them holds the editable install of the last one only.
 STAMP := $(VENV)/.installed$(subst /,_,$(CURDIR))
 
-GGUF_TESTS := tests/unit/model/save/test_gguf.py tests/unit/tools/test_convert_gguf.py tests/distributed/tools/verify/test_engines.py
+GGUF_TESTS := tests/unit/model/save/test_gguf.py tests/unit/tools/test_gguf_to_checkpoint.py tests/distributed/tools/verify/test_engines.py
 MLX_TESTS := tests/unit/quant/formats/test_layouts.py tests/distributed/tools/verify/test_engines.py
 EXECUTORCH_TESTS := tests/unit/quant/formats/test_layouts.py tests/distributed/tools/verify/test_engines.py
 TEMPLATE_TESTS := tests/unit/data/test_published_templates.py

@@ -17,7 +17,7 @@ import torch
 from launch.exits import clean_exit
 from launch.scripts import option_parser
 from model.ranks import errors_on_all_ranks
-from tools.convert_gguf import convert_gguf
+from tools.gguf_to_checkpoint import convert_gguf
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from quant.linear import linears_of
 from quant.spec import SCHEMES, Scheme
 from tests.lib.checkpoints import load_model, quantize, read_tensors
 from tests.lib.gguf_files import VARIANTS, checkpoint, tensors, tokenizer, write_gguf
-from tools.convert_gguf import convert_gguf
+from tools.gguf_to_checkpoint import convert_gguf
 from tools.verify.check import OUR_FORWARD_KL
 from tools.verify.engines import engine_logits, installed
 
