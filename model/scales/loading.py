@@ -223,7 +223,8 @@ def load_scales(
     return report
 
 
-Values = tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]  # of weights, global ones, of inputs; by owner
+# Of weights, global ones, of inputs; by owner.
+ScaleValues = tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]
 
 
 def complete(
@@ -231,7 +232,7 @@ def complete(
     arranged: ArrangedScales,
     initial_input_scale: float | None,
     filled: Collection[str] = (),
-) -> tuple[Values, ScaleReport]:
+) -> tuple[ScaleValues, ScaleReport]:
     """Compute the scales in the files, measure those that are missing there, and set missing ones of inputs to the
     recipe's initial value, if there is one; a collective. ``filled``: owners of groups of weights that have their
     scales already."""
@@ -258,7 +259,7 @@ def complete(
     return (weights, above, inputs), report
 
 
-def write_all(quantization: Quantization, values: Values) -> None:
+def write_all(quantization: Quantization, values: ScaleValues) -> None:
     """Write the result of :func:`complete`; a collective. Raises RankError if a scale is invalid; nothing is
     written."""
     groups = (quantization.weight_groups, quantization.global_groups, quantization.input_groups)
