@@ -1,4 +1,4 @@
-"""What every process of tests would do once, done at import by the process that they are forked from (processes.py)."""
+"""Work that every process of tests would repeat; importing this file does it in the process that forks them all."""
 
 import gc
 from pathlib import Path

@@ -48,7 +48,7 @@ def test_shares_are_the_whole_row_in_order(length: int, ranks: int) -> None:
 
 @pytest.mark.parametrize("packed", [None, 13])
 def test_ranks_that_share_rows_have_all_labels_once(packed: int | None) -> None:
-    """Of three ranks; the inputs of each are whole, and targets are counted once."""
+    """Each of three ranks gets the inputs of whole rows; every target is counted on one rank."""
     given: dict[str, Any] = {"micro_batch_size": 2, "rank": 0, "world": 1, "seed": 0, "pad_token_id": 0}
     given |= {"gradient_accumulation_steps": 2, "packed_length": packed}
     data = samples(2, 9, 5, 13, 7, 1, 11, 12)

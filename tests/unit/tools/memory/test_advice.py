@@ -21,7 +21,7 @@ def advisor(tmp_path):
 
 
 def test_each_change_has_the_figure_of_the_recipe_with_it(advisor):
-    """Those that fit are first, in the order in which to try them; changes that save nothing are left out."""
+    """Changes that fit come first, in the order in which to try them; changes that save nothing are left out."""
     before = advisor.predict([]).peak
     limit = (before + advisor.predict([Saving({"deepspeed": "zero3"}, "")]).peak) // 2
     found = advisor.alone(limit)
