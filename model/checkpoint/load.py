@@ -240,7 +240,8 @@ def _plan(model: PreTrainedModel, path: Path) -> list[_Read]:
             twin = tensors.pop(head)
             copied = [read for read in reads if read.piece.name == table]
             reads += [read._replace(piece=read.piece._replace(name=head), target=twin) for read in copied]
-    problems[_MISSING] += missing_keys(names, tensors, layouts)
+    if not problems[_CONVERSION]:  # which would make tensors
+        problems[_MISSING] += missing_keys(names, tensors, layouts)
     lines = [f"file: {problem}" for problem in checkpoint.problems[:20]]
     lines += [f"{kind}: {listed(found)}" for kind, found in problems.items() if found]
     if lines:
