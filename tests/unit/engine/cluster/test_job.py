@@ -151,7 +151,7 @@ def test_a_peer_dies_before_the_process_group_exists(tmp_path):
     out, err = tmp_path / "out", tmp_path / "err"
     second = start_python(JOINS, cwd=tmp_path, out=out, err=err, environment=environment(1, port))
     watching = TCPStore("127.0.0.1", port, 2, is_master=False, wait_for_workers=False)
-    until(lambda: any("deepqat/joined/1" in key for key in watching.list_keys()), err.read_text)
+    until(lambda: any("joined/1" in key for key in watching.list_keys()), err.read_text)
     os.kill(first, signal.SIGKILL)
     os.waitpid(first, 0)
     second.join(PATIENCE)
