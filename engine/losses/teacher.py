@@ -112,6 +112,8 @@ class CachedTeacher:
         rows = self.cache.rows(batch["sample_ids"].tolist())
         own = batch.get("own_targets")  # of rows that ranks share
         targets = len(batch["positions"]) if own is None else len(own)
+        if targets == 0:  # a batch with all targets removed
+            rows = rows[:0]
         if len(rows) != targets:
             raise ValueError(
                 f"samples {batch['sample_ids'].tolist()} have {targets} targets in this batch, expected {len(rows)}, "

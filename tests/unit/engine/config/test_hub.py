@@ -231,6 +231,7 @@ LOCAL_SCRIPT_OPTIONS = {
     **dict.fromkeys(("--engine_python", "--launcher"), "programs"),
     **dict.fromkeys(("--schemes", "--strategies", "--tasks", "--line", "--config"), "names, lines or a recipe"),
     "--local_rank": "of the launcher",
+    "--gguf": "one file, which transformers' names of models do not mean",
 }
 
 
