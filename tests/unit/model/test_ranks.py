@@ -2,9 +2,11 @@
 
 import hashlib
 import os
+import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -79,12 +81,26 @@ def test_each_rank_names_those_that_never_start(tmp_path, started, notice, end):
         assert [notice in line for line in before] == [True] * bool(notice), before
 
 
-def test_ranks_that_torchrun_restarts_do_not_meet_those_of_before(tmp_path):
-    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+@pytest.fixture
+def agent() -> Iterator[int]:
+    """Port of a store in a process of its own: to fork a rank beside the threads of a store may hang the rank."""
+    read, write = os.pipe()
+    if (pid := os.fork()) == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(write, str(store.port).encode())
+        signal.pause()
+    yield int(os.read(read, 10))
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    os.close(read)
+    os.close(write)
+
+
+def test_ranks_that_torchrun_restarts_do_not_meet_those_of_before(tmp_path, agent):
     for attempt, started, code in (("0", (0, 1), 1), ("1", (0, 1, 2), 0), ("2", (1, 2), 1)):
         kept = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": attempt}
         logs = [tmp_path / f"{attempt}-{number}" for number in started]
-        pids = [joins(number, agent.port, log, **kept) for number, log in zip(started, logs, strict=True)]
+        pids = [joins(number, agent, log, **kept) for number, log in zip(started, logs, strict=True)]
         codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
         assert codes == [code] * len(started), [log.read_text() for log in logs]
         missing = {"0": " for rank 2 of 3", "1": "met", "2": " for rank 0 of 3"}[attempt]
