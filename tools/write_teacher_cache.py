@@ -18,6 +18,7 @@ from data.teacher_cache import CACHE_DTYPES, Manifest, Writer
 from engine.config.config import Recipe
 from engine.config.errors import RecipeError
 from engine.config.hub import named
+from engine.config.sections import ParallelRecipe
 from engine.losses.chunked import TeacherHidden, row_blocks
 from engine.losses.objective import take_top_k, tokens_at_a_time
 from engine.losses.teacher import ModelTeacher
@@ -72,6 +73,7 @@ def write_cache(recipe: Recipe, out: Path) -> Manifest:
     """Run the teacher over the training samples and write the cache; a collective. Each rank runs a share of the
     samples. Raises RankError on every rank if the cache could not be written; the text has the reason, and ``out`` is
     not created."""
+    recipe = dataclasses.replace(recipe, parallel=ParallelRecipe())  # only training shares rows
     context = start_ranks(recipe, {"--out": out})
     path, top_k = recipe.loss.teacher, recipe.loss.top_k
     assert path is not None and top_k is not None, "check_recipe was not called"

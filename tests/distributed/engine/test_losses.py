@@ -69,6 +69,7 @@ def losses_in_turn(loop: Loop, seen: dict[str, Any]) -> None:
 def cache_first(loop: Loop, seen: dict[str, Any]) -> None:
     """Writes the teacher cache of the recipe."""
     recipe = copy.deepcopy(loop.recipe)
+    recipe.parallel.sequence = 3  # of training ranks, of which there are more
     write_cache(recipe, check_recipe(recipe, None))
 
 
