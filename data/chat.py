@@ -37,7 +37,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from data.answers import Answer, LossOn, Rendering, render, render_prompt
-from data.cache import ArrayWriter, TokenCache, digest, size_of
+from data.cache import ArrayWriter, Shard, TokenCache, digest, size_of
 from data.files import MAX_PROBLEMS, DataError, Problems, check_files
 from data.jsonl import BadLineError, Conversation, conversation_of, is_empty
 from data.rows import Row, read_rows
@@ -239,10 +239,15 @@ def read_chat(
             f"no sample is left of {', '.join(map(str, paths))}: {counts.summary()} (max_length {max_length}), "
             "expected at least one: raise data.max_length, or add answers to learn"
         )
+    return _samples(paths, shards, cache), counts
+
+
+def _samples(paths: Sequence[Path], shards: Sequence[Shard], cache: TokenCache) -> Samples:
+    """Concatenate the samples of files."""
     lengths, targets, lines = (
         np.concatenate([shard.arrays[name] for shard in shards]) for name in ("lengths", "targets", "lines")
     )
-    samples = Samples(
+    return Samples(
         inputs=Flat(shard.arrays["inputs"] for shard in shards),
         labels=Flat(shard.arrays["labels"] for shard in shards),
         starts=np.cumsum(lengths) - lengths,
@@ -255,7 +260,6 @@ def read_chat(
         key=digest([{name: shard.digests[name] for name in KEYED} for shard in shards]),
         cache=cache,
     )
-    return samples, counts
 
 
 @dataclass

@@ -74,11 +74,7 @@ def start_run(
     if recipe.export.enabled:
         check_exportable(recipe, models.model, models.quantization)
     stop_requests = StopRequests()
-    make: Callable[..., Loader] = Loader
-    if recipe.data.kind == "on_policy":
-        from engine.on_policy import OnPolicyLoader
-
-        make = partial(OnPolicyLoader, recipe, min(models.tokens.values()), stop_requests)
+    make = _loader_class(recipe, min(models.tokens.values()), stop_requests)
     loader, held_out = build_loader(recipe, context.tokenizer, models.tokens, make)
     del models
     if checkpoint is not None:
@@ -121,6 +117,15 @@ def start_run(
         saved_step=step if checkpoint is not None else None,
         stop_requests=stop_requests,
     )
+
+
+def _loader_class(recipe: Recipe, vocabulary: int, stop_requests: StopRequests) -> Callable[..., Loader]:
+    """Return what makes the loader: of samples, or of prompts that the student answers."""
+    if recipe.data.kind != "on_policy":
+        return Loader
+    from engine.on_policy import OnPolicyLoader
+
+    return partial(OnPolicyLoader, recipe, vocabulary, stop_requests)
 
 
 def _open_metrics(recipe: Recipe, trackers: Mapping[str, ModuleType], done: int) -> Metrics:

@@ -303,13 +303,7 @@ def replace_layers(
                 replaced[name].shared_input = shared
     simulated = _use_fp8_gemm(replaced, fast_accum) if fp8_gemm else []
     for name in embeddings:
-        try:
-            spec, table = schemes[name].weights, modules[name]
-            shape = spec.scale_shape((table.num_embeddings, table.embedding_dim))
-            group = ScaleGroup(name, [name], spec, _new_scale(table, shape, learn_weight_scale))
-            replaced[name] = QuantEmbedding(table, schemes[name], weight=group.scale)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
+        group, replaced[name] = _quant_embedding(name, modules[name], schemes[name], learn_weight_scale)
         of_weights.append(group)
     for name, layer in replaced.items():
         model.set_submodule(name, layer)
@@ -317,6 +311,19 @@ def replace_layers(
     order = {name: index for index, name in enumerate(layers)}
     of_weights.sort(key=lambda group: order[group.owner])
     return Quantization(layers, exempted, of_weights, of_inputs, of_globals, ranges, simulated, caches)
+
+
+def _quant_embedding(
+    name: str, table: nn.Embedding, scheme: Scheme, learn_scale: bool
+) -> tuple[ScaleGroup, QuantEmbedding]:
+    """Build a quantized embedding and the group of its scale. Raises ValueError if it cannot be quantized."""
+    spec = scheme.weights
+    try:
+        shape = spec.scale_shape((table.num_embeddings, table.embedding_dim))
+        group = ScaleGroup(name, [name], spec, _new_scale(table, shape, learn_scale))
+        return group, QuantEmbedding(table, scheme, weight=group.scale)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def _nothing_to_quantize(model: nn.Module) -> str:

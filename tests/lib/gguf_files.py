@@ -10,6 +10,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from tests.lib.gguf_templates import metadata
 from tests.lib.tiny import CHAT_TEMPLATE, TEXT
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0}
@@ -147,18 +148,7 @@ def write_gguf(
     architecture = _ARCHITECTURES.get(config.model_type, config.model_type)
     rope = config.rope_parameters
     rope = rope.get("full_attention", rope)
-    values: dict[str, Any] = {
-        "block_count": config.num_hidden_layers,
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
-        "attention.key_length": getattr(config, "head_dim", None) or 64,
-        "attention.value_length": getattr(config, "head_dim", None) or 64,
-        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
-        "rope.freq_base": float(rope["rope_theta"]),
-    }
+    values = metadata(config)
     if rope["rope_type"] in ("linear", "yarn"):
         values |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": float(rope["factor"])}
     if rope["rope_type"] == "yarn":

@@ -1,10 +1,29 @@
 """GGUF files as llama.cpp's converter makes them of the tiny checkpoints: what an export takes as its template."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from transformers import AutoConfig, AutoTokenizer
+
+
+def metadata(config) -> dict[str, Any]:
+    """Entries of the architecture that every model has, by the end of their names."""
+    head, rope = getattr(config, "head_dim", None), config.rope_parameters
+    head = head or config.hidden_size // config.num_attention_heads
+    return {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": head,
+        "attention.value_length": head,
+        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        "rope.freq_base": float(rope.get("full_attention", rope)["rope_theta"]),
+    }
 
 
 def _tensors(config) -> dict[str, tuple[int, ...]]:
@@ -52,18 +71,7 @@ def gguf_template(source: Path, path: Path, *, without: str = "", **values: floa
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_name("template")
     writer.add_uint32("general.file_type", 32)
-    right = {
-        "block_count": config.num_hidden_layers,
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
-        "attention.key_length": config.head_dim,
-        "attention.value_length": config.head_dim,
-        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
-        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
-    }
+    right = metadata(config)
     if config.model_type == "qwen3_moe":
         right |= {
             "expert_count": config.num_experts,
