@@ -12,7 +12,7 @@ torchao
     torchao's QAT in a plain loop with the same losses, samples, order, rates and steps.
 other
     files of other tools: a checkpoint that transformers or this project reads (GPTQ, AWQ, AutoRound), or a GGUF file,
-    which transformers dequantizes (pip install gguf accelerate).
+    which launch/convert_gguf.py dequantizes (pip install -e '.[gguf]').
 
 ``--set`` changes keys of the recipe in rtn to qat, and names the rows. Every model is written, read again and measured
 in fp32 on the first ``--tokens`` tokens of each text: perplexity, and KL(unquantized || model) and equal top tokens per
@@ -35,8 +35,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from safetensors.torch import save_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from benchmarks import timing
 from benchmarks.torchao_qat import takes, train_torchao
@@ -47,6 +46,7 @@ from launch.calibrate import calibrate
 from quant import SCHEMES
 from tools.evaluation.perplexity import AGREEMENT, KL, Questions, TextReference, evaluate_checkpoint, read_reference
 from tools.evaluation.results import weights_size
+from tools.gguf_to_checkpoint import convert_gguf
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 INITS = ("rtn", "gptq", "blockwise")  # of quant.init; each is a way
@@ -141,12 +141,9 @@ class Bench:
         directory = path
         if path.suffix == ".gguf" and not self.file(name).exists():
             directory = self.out / name
-            model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-            directory.mkdir(exist_ok=True)
-            save_model(model, str(directory / "model.safetensors"), metadata={"format": "pt"})
-            for file in self.options.model.glob("*.json"):
+            convert_gguf(path, directory, dtype=torch.float32)
+            for file in self.options.model.glob("tokenizer*.json"):  # a GGUF file may have no bos
                 shutil.copy(file, directory)
-            del model
         size = path.stat().st_size if path.is_file() else weights_size(path)
         self.keep(name, "", name, 0, 0, directory, size)
 
