@@ -27,6 +27,7 @@ from model.checkpoint.load import load_weights
 from model.moe.experts import ExpertMLPs
 from model.ranks import barrier, gather_objects, is_main, reduce_over_ranks, world_size
 from model.sequence import SharedRows
+from quant import PRESETS, Preset
 from tests.distributed.engine.scripts.train import run_all
 from tests.families.variants import VARIANTS as FAMILIES
 from tests.lib.checkpoints import read_tensors
@@ -43,6 +44,16 @@ LINEAR = {"eps": 1.0, "lr": 0.1}
 
 PLAIN = {"quant": {"fake_quant_start": -1}, "loss": NO_TEACHER}
 TOP_K = {"kd": "kl_top_k", "top_k": 5, "diagnostics_every": 0}
+
+
+def learning(preset: Preset, name: str) -> dict[str, Any]:
+    """Return the sections of a run that learns the scales of a preset, but those of keys and values alone: if no value
+    is clipped, their gradients are rounding errors, and Adam makes a step of any size out of them."""
+    linear = preset.linear
+    learnable = {"weight_scale": linear is not None, "act_scale": linear is not None and linear.learns_input}
+    return {"quant": {"scheme": name}, "learnable": learnable, "loss": NO_TEACHER}
+
+
 # name: kind of the model, stage, dtype, sections of the recipe.
 Variants = dict[str, tuple[str, int, str, dict[str, Any]]]
 FEW: Variants = {
@@ -65,6 +76,13 @@ MORE: Variants = {
     "3_bf16": ("qwen3", 3, "bfloat16", {"data": {"packing": True}}),
     "3_moe_bf16": ("qwen3_moe", 3, "bfloat16", {}),
 }
+# The first preset of every format of inputs, and of keys and values.
+INPUTS = {
+    (preset.linear and preset.linear.activations, preset.kv_cache): name
+    for name, preset in reversed(PRESETS.items())
+    if preset.kv_cache or preset.linear.activations
+}.values()
+EVERY_INPUT: Variants = {name: ("qwen3 wide", 2, "float32", learning(PRESETS[name], name)) for name in INPUTS}
 FOUR: Variants = {
     "four": ("llama", 2, "float32", {"data": {"packing": True}}),
     "four_moe": ("qwen3_moe", 3, "float32", PLAIN),
@@ -81,7 +99,8 @@ def run_pairs(directory: Path, variants: Variants, ranks: int = 2, shared: int =
     chats = write_chats(directory / "chats.jsonl")
     paths = []
     for name, (kind, stage, dtype, sections) in variants.items():
-        model = tiny_checkpoint(directory / f"{name}_model", kind, even=True, dtype=getattr(torch, dtype))
+        size, kind = {"wide" if "wide" in kind else "even": True}, kind.removesuffix(" wide")
+        model = tiny_checkpoint(directory / f"{name}_model", kind, **size, dtype=getattr(torch, dtype))
         for together in (1, shared):
             train = {"steps": 2, "gradient_accumulation_steps": together, **sections.get("train", {})}
             own = {"train": train, "parallel": {"sequence": together}, "optim": LINEAR}
@@ -152,6 +171,12 @@ def test_every_way_to_train_is_the_same_on_shared_rows(tmp_path: Path) -> None:
     for key, tensor in whole.items():
         same = (tensor == shared[key]).float().mean() if "packed" in key else 1.0
         assert same > 0.99, key
+
+
+@pytest.mark.full
+def test_every_format_of_inputs_is_the_same_on_shared_rows(tmp_path: Path) -> None:
+    """Static, of each token or of groups; in any preset."""
+    check(run_pairs(tmp_path, EVERY_INPUT), EVERY_INPUT)
 
 
 @pytest.mark.full
