@@ -19,7 +19,7 @@ from data.loader import MicroBatch
 from engine.config.config import SERVED_FORMATS
 from engine.fake_quant import FakeQuant
 from engine.session.session import Session
-from engine.session_export import export_trained
+from engine.session_export import export_trained, layout_of
 from engine.vllm_server import ServerError, VllmServer
 from model.ranks import RankError, errors_on_all_ranks, gather_objects, is_main, naming, say
 from model.save import is_expert
@@ -78,9 +78,10 @@ def not_reloaded(session: Session, quant: FakeQuant) -> str | None:
     recipe = session.recipe
     if recipe.adapter.beside:
         return "adapter.merge: false, and servers load no adapter beside the weights"
-    if recipe.export.format not in SERVED_FORMATS:
+    layout = layout_of(recipe)
+    if layout not in SERVED_FORMATS:
         return f"export.format: {recipe.export.format}, expected one of {', '.join(SERVED_FORMATS)}"
-    plain = recipe.export.format == "dequantized" or (recipe.never_quantizes() and not quant.enabled)
+    plain = layout == "dequantized" or (recipe.never_quantizes() and not quant.enabled)
     kinds = (nn.Linear, StackedLinear, *((QuantLayer,) if plain else ()))
     experts = [name for name, layer in session.model.named_modules() if isinstance(layer, kinds) and is_expert(name)]
     if experts:

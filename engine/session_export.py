@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from engine.config.quant import SOURCE
 from engine.fake_quant import FakeQuant
 from engine.session.session import Session
 from model.checkpoint.fingerprint import digest_of_checkpoint
+from model.quantized.quantization_config import read_quantization_config, source_layout
 from model.ranks import listed, say
 from model.save import check_plan, export_model, not_loaded
 from model.save.peft_adapter import collect_adapter
@@ -45,7 +47,11 @@ def check_export(recipe: Recipe) -> None:
 
 def _check_format(recipe: Recipe) -> None:
     """Refuse options that contradict export.format, and a missing template or package."""
-    name, layout, dtype = recipe.export.format, _layout(recipe), recipe.model.dtype
+    layout, dtype = layout_of(recipe), recipe.model.dtype
+    if recipe.export.format == SOURCE:  # what is refused of the source's format
+        assert layout is not None
+        recipe = replace(recipe, export=replace(recipe.export, format=layout))
+    name = recipe.export.format
     if layout is not None:
         try:
             check_layout(layout, recipe.quant.linear_schemes())
@@ -86,9 +92,23 @@ def _check_format(recipe: Recipe) -> None:
             raise RecipeError("export.format: gguf needs the package gguf: pip install -e '.[gguf]'")
 
 
-def _layout(recipe: Recipe) -> Layout | None:
-    """Return the layout of the exported model; None if only an adapter is written."""
-    return None if recipe.export.format == "peft" else recipe.export.format
+def layout_of(recipe: Recipe) -> Layout | None:
+    """Return the layout of the exported model; None if only an adapter is written. Raises RecipeError for the format of
+    a source that is not quantized, or whose format is not written."""
+    name, source = recipe.export.format, Path(recipe.quant.start or recipe.model.path)
+    if name != "source":
+        return None if name == "peft" else name
+    try:
+        layout = source_layout(source)
+    except ValueError as error:
+        raise RecipeError(f"export.format: {SOURCE!r}, expected compressed or another format: {error}") from None
+    if layout is None:
+        method = read_quantization_config(source).get("quant_method")
+        raise RecipeError(
+            f"export.format: {SOURCE!r}, expected compressed or another format: {source} has quant_method {method!r}, "
+            "which is not written"
+        )
+    return layout
 
 
 def _template(recipe: Recipe) -> Path | None:
@@ -102,7 +122,7 @@ CACHE_SCALES_DROPPED = ("qwen3_5", "qwen3_next")
 
 def check_exportable(recipe: Recipe, model: PreTrainedModel, quantization: Quantization) -> None:
     """Refuse, before training, a model whose export could not be written or loaded; a collective. Raises RankError."""
-    layout = _layout(recipe)
+    layout = layout_of(recipe)
     if layout is None:
         return
     compressed = layout == "compressed" and not recipe.never_quantizes()
@@ -131,7 +151,7 @@ def check_exportable(recipe: Recipe, model: PreTrainedModel, quantization: Quant
 def export(session: Session, directory: Path, *, compressed: bool = True) -> None:
     """Write the model into ``directory``, in the recipe's layout or, without ``compressed``, as a plain checkpoint.
     Raises RankError on every rank if the checkpoint cannot be written."""
-    recipe, layout = session.recipe, _layout(session.recipe)
+    recipe, layout = session.recipe, layout_of(session.recipe)
     adapter = None
     if recipe.adapter.beside:
         adapter = collect_adapter(

@@ -340,7 +340,7 @@ def _on_policy(r: Recipe) -> Contradictions:
             )
     if loss.teacher_cache is not None:
         yield "loss.teacher_cache", f"null {kind}: the teacher must run on what the student has just written"
-    if r.export.format not in SERVED_FORMATS:
+    if r.export.format not in (*SERVED_FORMATS, SOURCE):
         yield "export.format", f"one of {', '.join(SERVED_FORMATS)} {kind}: vLLM serves the student while it trains"
     if r.adapter.beside:
         yield "adapter.merge", f"true {kind}: vLLM serves what is published, without an adapter beside it"
@@ -572,7 +572,7 @@ def _adapters_beside(r: Recipe) -> Contradictions:
     if adapter.ranks:
         reads = "vLLM multiplies every layer's adapter by lora_alpha / r, with one r"
         yield "adapter.ranks", f"{{}} with adapter.merge false: {reads}"
-    if r.export.format not in UNMERGED_FORMATS:
+    if r.export.format not in (*UNMERGED_FORMATS, SOURCE):
         yield "export.format", f"one of {', '.join(UNMERGED_FORMATS)} with adapter.merge false"
     if adapter.init == "error" and adapter.start is not None:
         yield "adapter.init", "zeros with adapter.start, which provides the initial adapter"

@@ -29,9 +29,10 @@ from engine.config.errors import DERIVED, RecipeError, not_there
 from engine.config.hub import local_paths, named
 from engine.config.quant import SOURCE, QuantRecipe, SchemeRecipe
 from model.checkpoint.safetensors import CheckpointError
-from model.quantized.quantization_config import read_quantization_config, rules_of
+from model.quantized.quantization_config import read_quantization_config, rules_of, source_layout
 from model.ranks import naming
 from quant import TensorSpec
+from quant.formats.layouts import check_layout
 
 # The text below each field is what --help shows; without this setting jsonargparse reads class docstrings only.
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
@@ -216,7 +217,23 @@ def _parse(argv: Sequence[str]) -> Recipe:
         raise RecipeError(f"quant.schemes: {error}") from error
     if values["quant"].scheme == SOURCE:
         resolve_source(values["quant"], values["quant"].start or values["model"].path)
-    return Recipe(**{item.name: values[item.name] for item in dataclass_fields(Recipe)})
+    chosen = values["export"].format
+    recipe = Recipe(**{item.name: values[item.name] for item in dataclass_fields(Recipe)})
+    if chosen is None and _writes_as_read(recipe):
+        recipe.export.format = "source"
+    return recipe
+
+
+def _writes_as_read(recipe: Recipe) -> bool:
+    """Tell if the source's own format is the default of export.format."""
+    if recipe.quant.scheme != SOURCE or recipe.quant.start or recipe.never_quantizes():
+        return False
+    try:
+        layout = source_layout(Path(local_paths(recipe.model.path)[0]))
+        check_layout(layout or "none", recipe.quant.linear_schemes())
+    except ValueError:
+        return False
+    return True
 
 
 def parse_recipe(argv: Sequence[str] | None = None, *, check_files: bool = True) -> Recipe:

@@ -33,7 +33,7 @@ from engine.losses.objective import TOP_K_KINDS, Distillation, NamedTokenLoss, O
 from quant.formats.layouts import Layout
 from quant.rules import pattern_problem
 
-ExportFormat = Literal[Layout, "peft"]
+ExportFormat = Literal[Layout, "peft", "source"]
 
 _TRAINED_FILES = values("at least one file", lambda files: files and "" not in files)
 _EVALUATED_FILES = values("files", lambda files: "" not in files)
@@ -510,13 +510,14 @@ class ExportRecipe:
     """Write the compressed checkpoint when training ends."""
     dir: str | None = None
     """Directory to write it to. null: export in output_dir."""
-    format: ExportFormat = "compressed"
-    """compressed: compressed-tensors, which transformers, vLLM and SGLang read. vllm_fp8: the same tensors under vLLM's
-    own fp8 configuration (fp8_static and fp8_block). gpt_oss: gpt-oss with its experts in mxfp4, in the published form.
-    dequantized: a plain checkpoint of fake-quantized weights. gguf: one file for llama.cpp (q4_0, q8_0, w4a16_g32,
-    w8a16_g32); it needs export.template. mlx: affine groups for mlx-lm (integers in groups of 32 or 128). executorch:
-    torchao's tensors, to be lowered to XNNPACK (8da4w). peft: only the adapter of a run with adapter.merge false, for
-    the quantized checkpoint in model.path."""
+    format: ExportFormat = derived(lambda r: "compressed")  # noqa: RUF009 (the alias hides a Literal)
+    """source: the format of the quantized checkpoint in model.path (quant.start), the default with quant.scheme source
+    if this format is written. compressed, the default otherwise: compressed-tensors, which transformers, vLLM and
+    SGLang read. vllm_fp8: the same tensors under vLLM's own fp8 configuration (fp8_static and fp8_block). gpt_oss:
+    gpt-oss with its experts in mxfp4, in the published form. dequantized: a plain checkpoint of fake-quantized weights.
+    gguf: one file for llama.cpp (q4_0, q8_0, w4a16_g32, w8a16_g32); it needs export.template. mlx: affine groups for
+    mlx-lm (integers in groups of 32 or 128). executorch: torchao's tensors, to be lowered to XNNPACK (8da4w). peft:
+    only the adapter of a run with adapter.merge false, for the quantized checkpoint in model.path."""
     template: str | None = field(default=None, metadata=only_with(_GGUF))
     """For export.format gguf: a GGUF file of the base model, made by llama.cpp's convert_hf_to_gguf.py. The export
     copies its metadata and vocabulary."""

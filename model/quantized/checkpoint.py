@@ -73,7 +73,7 @@ def _with_weights(checkpoint: Checkpoint, directory: Path, model: PreTrainedMode
     def our_names() -> dict[str, str]:
         if model is None:
             return {}
-        return {module_name_on_disk(model, part.name): part.name for part in _parts(model)}
+        return {module_name_on_disk(model, part.name): part.name for part in parts_of(model)}
 
     try:
         rules, packing = rules_of(config), packing_of(config)
@@ -120,7 +120,7 @@ def source_schemes(
     coded = {} if read is None else read.coded
     schemes: dict[str, Scheme] = {}
     left_out: list[str] = []
-    for part in _parts(model):
+    for part in parts_of(model):
         disk = module_name_on_disk(model, part.name)
         if read is not None:
             scheme = coded[disk].scheme if disk in coded else None
@@ -167,7 +167,7 @@ def _on_grid(scheme: Scheme, said: Collection[TensorSpec], name: str | None) -> 
     return other
 
 
-def _parts(model: nn.Module) -> Iterator[LinearPart]:
+def parts_of(model: nn.Module) -> Iterator[LinearPart]:
     """Yield every Linear (for stacks, of each expert) and embedding of the model: the layers that files may have
     quantized."""
     for name, module in model.named_modules():

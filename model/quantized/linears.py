@@ -29,7 +29,7 @@ import torch
 
 from model.checkpoint.safetensors import Checkpoint, DiskTensor, Reader, read_tensor
 from model.quantized.tensor import ColumnTensor, Packing, QuantizedTensor
-from model.scales.grouping import CACHE_SCALES
+from model.scales.grouping import CACHE_ENDS
 from quant import Rule, Scheme
 from quant.formats.compressed_tensors import Shapes, packed_shapes
 from quant.spec import TensorSpec
@@ -43,7 +43,6 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _INVERSE = "weight_scale_inv"
 _OF_WEIGHT = (_INVERSE, "weight_scale", "weight_global_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
 _OF_INPUT = ("input_scale", "input_global_scale", "input_zero_point")
-_OF_CACHE = tuple(end for ends in CACHE_SCALES.values() for end in ends)
 _OF_COLUMNS = ("qweight", "qzeros", "scales", "g_idx")
 # Suffixes of gpt-oss' keys, after the name of the stack, and bytes per block.
 _BLOCKS, _SCALES, _BLOCK_BYTES = "_blocks", "_scales", 16
@@ -75,7 +74,7 @@ def read_quantized(checkpoint: Checkpoint, rules: Sequence[Rule], spellings: Spe
     """Find the quantized weights of a checkpoint of compressed-tensors or ``fp8``; ``rules`` come from its
     configuration, ``spellings`` yields other names of a layer."""
     tensors = checkpoint.tensors
-    found = Found({}, {key: tensor for key, tensor in tensors.items() if key.endswith(_OF_CACHE)}, [])
+    found = Found({}, {key: tensor for key, tensor in tensors.items() if key.endswith(CACHE_ENDS)}, [])
     with Reader() as reader:
         for key, codes in tensors.items():
             name, _, suffix = key.rpartition(".")

@@ -16,6 +16,7 @@ from model.checkpoint.safetensors import AGAIN, CheckpointError, DiskTensor, par
 from model.quantized.tensor import Packing
 from quant import Rule, Scheme, TensorSpec
 from quant.formats.config_groups import kv_cache_from_config, rules_from_config
+from quant.formats.layouts import Layout
 from quant.rules import pattern_problem
 from quant.spec import FP8_TENSOR, SCHEMES
 
@@ -42,6 +43,16 @@ _LAYOUTS: dict[str, tuple[str, str, dict[str, Packing]]] = {
         {"auto_round:auto_gptq": "gptq", "auto_round:gptq": "gptq", "auto_round:auto_awq": "awq"},
     ),
 }
+
+
+# Layouts in which checkpoints are written again, by method.
+_WRITTEN: dict[str, Layout] = {"compressed-tensors": "compressed", "fp8": "vllm_fp8", "mxfp4": "gpt_oss"}
+
+
+def source_layout(directory: Path) -> Layout | None:
+    """Return the layout in which a checkpoint is written again in its own format; None if there is none. Raises
+    ValueError if it is not quantized."""
+    return _WRITTEN.get(str(read_quantization_config(directory).get("quant_method")))
 
 
 def is_quantized(directory: Path) -> bool:

@@ -29,15 +29,16 @@ from transformers import PreTrainedModel
 from model.checkpoint.load import check_finite
 from model.checkpoint.safetensors import SINGLE, garbage_kept
 from model.peft import FOLDER
-from model.quantized.checkpoint import read_checkpoint
+from model.quantized.checkpoint import SourceCheckpoint, read_checkpoint
 from model.ranks import errors_on_all_ranks, is_main
+from model.save.as_source import is_as_source
 from model.save.aside import Aside
 from model.save.finish import configuration, copy_companions, write_config, write_index
 from model.save.gguf_file import GGUF_FILE, GGUFPlan, GGUFWriter, check_gguf_written, plan_gguf
 from model.save.layout_checks import check_support
 from model.save.loadable import check_loadable, check_written
 from model.save.peft_adapter import PeftFolder
-from model.save.plan import Item, copied_modules, plan_shards
+from model.save.plan import Item, Plan, copied_modules, plan_shards
 from model.save.write import Writers, safetensors_file, write_shards
 from quant import Quantization, QuantLayer
 from quant.formats.layouts import Layout
@@ -81,11 +82,12 @@ def check_plan(
     :func:`export_model`. Raises RankError for everything that would make the export fail and is known before."""
     with errors_on_all_ranks(Exception):
         if is_main():
-            items = list(chain(*_plan(model, quantization, Path(source_dir), layout, 5 * 10**9)))
+            plan = _plan(model, quantization, Path(source_dir), layout, 5 * 10**9)
+            items = list(chain(*plan.shards))
             if layout == "gguf":
                 plan_gguf(model, items, template)
             check_loadable(Path(source_dir), items, trust_remote_code=trust_remote_code)
-            if quantization is not None:
+            if quantization is not None and not plan.as_source:
                 configuration(model, quantization, layout, items)
 
 
@@ -96,7 +98,7 @@ def _plan(
     layout: Layout,
     max_shard_size: int,
     copied: bool = True,
-) -> list[list[Item]]:
+) -> Plan:
     if max_shard_size <= 0:
         raise ValueError(f"max_shard_size is {max_shard_size} bytes, expected at least 1")
     if not (source / "config.json").is_file():
@@ -105,8 +107,9 @@ def _plan(
         )
     if quantization is not None:
         check_support(model, quantization, layout)
-    tensors = read_checkpoint(source, model).tensors if copied else {}
-    return plan_shards(model, quantization, layout, max_shard_size, tensors)
+    checkpoint = read_checkpoint(source, model) if copied else SourceCheckpoint({}, [], set())
+    as_source = is_as_source(model, quantization, checkpoint, source, layout)
+    return Plan(plan_shards(model, quantization, layout, max_shard_size, checkpoint, as_source=as_source), as_source)
 
 
 @garbage_kept()
@@ -131,7 +134,8 @@ def export_model(
             checkpoint.
         source_dir: checkpoint that the model was built from; its configuration, tokenizer and chat template are copied.
         out_dir: directory to create.
-        layout: format of quantized layers, a name in :mod:`quant.formats.layouts`.
+        layout: format of quantized layers, a name in :mod:`quant.formats.layouts`. If ``source_dir`` has this format
+            and the same schemes, its configuration is kept, see :mod:`model.save.as_source`.
         template: for layout ``gguf``, a GGUF file of the base model, see ``gguf_template.py``.
         adapter: unmerged adapter to write into a folder ``adapter``.
         max_shard_size: bytes of tensors per file. A larger module gets its own file; GGUF is always one file.
@@ -147,7 +151,8 @@ def export_model(
     check_finite(model, f"{out} was not written: the model diverged, export an earlier checkpoint")
     with errors_on_all_ranks(ValueError, OSError):
         limit = max_shard_size if layout != "gguf" else sys.maxsize
-        shards = _plan(model, quantization, source, layout, limit, copied)
+        plan = _plan(model, quantization, source, layout, limit, copied)
+    shards = plan.shards
     items = list(chain(*shards))
     total = sum(item.bytes for item in items)
     aside: Aside | None = None
@@ -172,8 +177,8 @@ def export_model(
                 else:
                     write_index(shards, files, directory)
                     check_written(directory, items)
-                write_config(model, quantization, layout, source, directory, items)
-                copy_companions(source, directory)
+                write_config(model, quantization, layout, source, directory, plan)
+                copy_companions(source, directory, as_source=plan.as_source)
                 if adapter is not None:
                     adapter.write(directory / FOLDER)
                 aside.publish()

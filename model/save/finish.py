@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,10 @@ from model.build import UNTIED
 from model.checkpoint.names import Names, module_name_on_disk
 from model.checkpoint.safetensors import INDEX
 from model.families import text_part
-from model.quantized.quantization_config import read_json_object
+from model.quantized.quantization_config import MODELOPT_FILE, read_json_object
 from model.ranks import listed, naming
 from model.save.aside import sync
-from model.save.plan import Item, copied_modules, mlx_place
+from model.save.plan import Item, Plan, copied_modules, mlx_place
 from model.zero import full_shape
 from quant import Quantization, QuantLayer
 from quant.formats.layouts import Layout, layout_config
@@ -59,24 +60,25 @@ def write_config(
     layout: Layout,
     source: Path,
     directory: Path,
-    items: list[Item],
+    plan: Plan,
 ) -> None:
-    """Write the source's config.json with the model's dtype and quantization_config, for the tensors of ``items``.
+    """Write the source's config.json with the model's dtype and quantization_config, for the tensors of ``plan``.
 
     The source's file is edited rather than writing ``model.config``, so that switches of training (``use_cache``, the
     attention implementation) do not leak into it.
     """
     config = read_json_object(source / "config.json")
-    for key in ("quantization_config", "quantization"):  # of a quantized source
-        config.pop(key, None)
+    if not plan.as_source:
+        for key in ("quantization_config", "quantization"):
+            config.pop(key, None)
     # Older checkpoints spell it torch_dtype, which older readers need.
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(model.dtype).removeprefix("torch.")
     config.setdefault("architectures", [type(model).__name__])
     if hasattr(model.config, UNTIED):
         for part in (config, *([config["text_config"]] if "text_config" in config else [])):
             part["tie_word_embeddings"] = False
-    if quantization is not None:
-        quantized = configuration(model, quantization, layout, items)
+    if quantization is not None and not plan.as_source:
+        quantized = configuration(model, quantization, layout, list(chain(*plan.shards)))
         if quantized is not None:
             config["quantization_config"] = quantized
         if layout == "mlx":
@@ -193,9 +195,10 @@ def is_router(module: nn.Module) -> bool:
     return weight is not None and not known and len(full_shape(weight)) == 2
 
 
-def copy_companions(source: Path, directory: Path) -> None:
-    """Copy the source's other files that a reader needs (``COPIED``)."""
-    for pattern in COPIED:
+def copy_companions(source: Path, directory: Path, *, as_source: bool = False) -> None:
+    """Copy the source's other files that a reader needs (``COPIED``); with ``as_source`` also ModelOpt's
+    configuration."""
+    for pattern in (*COPIED, *([MODELOPT_FILE] if as_source else [])):
         for path in sorted(source.glob(pattern)):
             if path.is_dir():
                 shutil.copytree(path, directory / path.name)

@@ -27,6 +27,7 @@ from transformers.utils import logging
 from model.checkpoint.names import concatenates
 from model.checkpoint.safetensors import read_headers
 from model.families import model_class
+from model.quantized.tensor import QuantizedTensor
 from model.ranks import listed
 from model.save.plan import Item, linears_of_quantized
 from quant import Quantization
@@ -88,6 +89,10 @@ def _unquantized(items: Iterable[Item]) -> Shapes:
     """Return the tensors' shapes as in a plain export: weights in place of codes and scales."""
     shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for item in items:
+        if item.stored:
+            if isinstance(item.copied, QuantizedTensor):
+                shapes[item.copied.key] = torch.bfloat16, item.copied.shape
+            continue
         if item.layout == "gpt_oss":
             shapes |= {stack.key: (torch.bfloat16, stack.shape) for stack in item.fused}
             continue

@@ -3,10 +3,10 @@ plan."""
 
 import math
 import re
-from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,9 +16,11 @@ from transformers.utils.quantization_config import QuantizationMethod
 
 from model.checkpoint.names import ROTARY_TABLES, Names, Place, Stack, module_name_on_disk
 from model.checkpoint.safetensors import DiskTensor
+from model.quantized.checkpoint import SourceCheckpoint
 from model.quantized.tensor import QuantizedTensor
 from model.save.shard_writer import KINDS
 from model.scales import cache_keys
+from model.scales.grouping import CACHE_ENDS
 from model.zero import batches, full_numel, is_partitioned, is_whole
 from quant import SCALE_PARAMETERS, Quantization, QuantLayer, QuantLinear
 from quant.formats.compressed_tensors import Shapes
@@ -48,6 +50,8 @@ class Item:
             the expert's index.
         turned: True if the weight of a QuantLayer is written transposed.
         copied: tensor of the source outside of any module, written unchanged, or decoded.
+        stored: tensors of the source that ``copied`` consists of, written instead of a decoded weight; only in exports
+            whose scales and codes are named as in the source.
     """
 
     name: str
@@ -61,6 +65,7 @@ class Item:
     joined: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     turned: bool = False
     copied: DiskTensor | QuantizedTensor | None = None
+    stored: Sequence[DiskTensor] = ()
 
     @cached_property
     def bytes(self) -> int:
@@ -73,12 +78,26 @@ class Item:
         return sum(full_numel(p) * p.element_size() for p in self.parameters if is_partitioned(p) and not is_whole(p))
 
 
+class Plan(NamedTuple):
+    """Plan of an export.
+
+    Attributes:
+        shards: items of each file.
+        as_source: True if format and schemes are those of the source, whose configuration is kept.
+    """
+
+    shards: list[list[Item]]
+    as_source: bool
+
+
 def plan_shards(
     model: PreTrainedModel,
     quantization: Quantization | None,
     layout: Layout,
     max_shard_size: int,
-    source: Mapping[str, DiskTensor | QuantizedTensor],
+    checkpoint: SourceCheckpoint,
+    *,
+    as_source: bool = False,
 ) -> list[list[Item]]:
     """List modules with tensors of their own, in module order, then copied tensors, grouped by file.
 
@@ -87,33 +106,41 @@ def plan_shards(
 
     Args:
         model, quantization, layout: the model, its quantized layers (or None), and their format on disk.
-        source: tensors by key of the checkpoint that the model was loaded from.
+        checkpoint: headers of the checkpoint that the model was loaded from.
+        as_source: format and schemes are those of ``checkpoint``: write scales in its shapes, and codes that are
+            outside of the model as they are.
 
     Raises:
         ValueError: experts share a tensor on disk, but not in the model.
     """
+    source, beside = checkpoint.tensors, checkpoint.beside if as_source else {}
     names = Names(model, {key: tensor.shape for key, tensor in source.items()})
     quantized = quantization is not None and bool(quantization.layers) and layout != "dequantized"
     seen: set[int] = set()
     items = []
     for name, module in model.named_modules():
         if quantization is not None and name in quantization.layers:
-            items.append(_quantized_item(model, names, name, quantization.layers[name], layout, source))
+            item = _quantized_item(model, names, name, quantization.layers[name], layout, source)
+            items.append(replace(item, shapes=_as_stored(item.shapes, beside)))
         elif isinstance(module, QuantCache):
             if quantization is not None and layout != "dequantized":
-                key = cache_keys(model, name)[0]
-                items.append(Item(key, module, list(module.parameters()), {key: (torch.float32, (1,))}))
+                keys = cache_keys(model, name)
+                key = next((one for one in keys if one in beside), keys[0])
+                shapes = _as_stored({key: (torch.float32, (1,))}, beside)
+                items.append(Item(key, module, list(module.parameters()), shapes))
         elif getattr(module, "projections", ()):
             items.append(_stacked_item(model, names, name, module, source, quantized=quantized))
         else:
             items.append(_plain_item(names, name, module, seen))
-    # Tensors that this model does not use but readers may: of towers outside of the text model, and of heads for
-    # speculative decoding (MTP); without buffers that every reader computes.
-    computed, tables = {name for name, _ in model.named_non_persistent_buffers()}, re.compile(ROTARY_TABLES)
-    for key, tensor in source.items():
-        if not tables.search(key) and key not in computed and names.is_unknown(key):
-            items.append(_copied_item(tensor, model.dtype))
+    own = {key for name in (quantization.caches if quantization else ()) for key in cache_keys(model, name)}
+    items += _copied_items(model, names, source, {key: one for key, one in beside.items() if key not in own})
     return list(batches((item for item in items if item.shapes), lambda item: item.bytes, max_shard_size))
+
+
+def _as_stored(shapes: Shapes, beside: Mapping[str, DiskTensor]) -> Shapes:
+    """Replace the shapes of single scales by those of the source: ``[]`` or ``[1]``."""
+    single = {key for key, (_, shape) in shapes.items() if shape == (1,) and key in beside}
+    return {key: (dtype, beside[key].shape if key in single else shape) for key, (dtype, shape) in shapes.items()}
 
 
 def copied_modules(items: Sequence[Item], spelled: Callable[[str], str] = str) -> list[str]:
@@ -244,15 +271,50 @@ def _stacked_item(
     return Item(name, module, [stack], shapes, linears=linears, fused=fused)
 
 
-def _copied_item(tensor: DiskTensor | QuantizedTensor, dtype: torch.dtype) -> Item:
-    if isinstance(tensor, QuantizedTensor):  # its scales are no part of the export's numerics
+def _copied_items(
+    model: PreTrainedModel,
+    names: Names,
+    source: Mapping[str, DiskTensor | QuantizedTensor],
+    beside: Mapping[str, DiskTensor],
+) -> Iterator[Item]:
+    """Yield items of the tensors that the model does not use but readers may: of towers outside of the text model, and
+    of heads for speculative decoding (MTP); without buffers that every reader computes. ``beside`` has codes and scales
+    that may be copied."""
+    owned: dict[str, list[DiskTensor]] = {}
+    for key, one in beside.items():
+        owned.setdefault(key.rpartition(".")[0], []).append(one)
+    computed, tables = {name for name, _ in model.named_non_persistent_buffers()}, re.compile(ROTARY_TABLES)
+    for key, tensor in source.items():
+        if not tables.search(key) and key not in computed and names.is_unknown(key):
+            yield _copied_item(tensor, model.dtype, owned)
+    for key, one in beside.items():
+        if key.endswith(CACHE_ENDS):
+            yield replace(_copied_item(one, model.dtype, owned), stored=[one])
+
+
+def _copied_item(
+    tensor: DiskTensor | QuantizedTensor, dtype: torch.dtype, owned: Mapping[str, list[DiskTensor]]
+) -> Item:
+    """Create the item of a tensor outside of the model. A quantized one is decoded, unless ``owned`` has its codes and
+    scales, by the name of the Linear."""
+    if isinstance(tensor, DiskTensor):
+        return Item(tensor.key, None, [], _copied_shapes([tensor]), copied=tensor)
+    if tensor.name not in owned:  # its scales are no part of the export's numerics
         return Item(tensor.key, None, [], {tensor.key: (dtype, tensor.shape)}, copied=tensor)
-    if tensor.dtype not in KINDS:
-        raise ValueError(
-            f"{tensor.file}: {tensor.key} is not part of the trained model, and its dtype {tensor.kind} cannot be "
-            "copied: remove it from the checkpoint"
-        )
-    return Item(tensor.key, None, [], {tensor.key: (tensor.dtype, tensor.shape)}, copied=tensor)
+    own = owned[tensor.name]
+    return Item(tensor.key, None, [], _copied_shapes(own), copied=tensor, stored=own)
+
+
+def _copied_shapes(tensors: Sequence[DiskTensor]) -> Shapes:
+    shapes: Shapes = {}
+    for tensor in tensors:
+        if tensor.dtype not in KINDS:
+            raise ValueError(
+                f"{tensor.file}: {tensor.key} is not part of the trained model, and its dtype {tensor.kind} cannot be "
+                "copied: remove it from the checkpoint"
+            )
+        shapes[tensor.key] = tensor.dtype, tensor.shape
+    return shapes
 
 
 def _plain_item(names: Names, name: str, module: nn.Module, seen: set[int]) -> Item:

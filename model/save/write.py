@@ -142,7 +142,7 @@ def _write(item: Item, output: ShardWriter, held: BufferedBytes) -> None:
     if item.copied is not None:
         _copy(item, output, held)
     elif isinstance(item.module, QuantCache):
-        output.write(item.name, cache_scale(item.name, item.module.input_scale()))
+        output.write(item.name, cache_scale(item.name, item.module.input_scale()).view(item.shapes[item.name][1]))
     elif item.fused and not item.joined:
         _write_fused(item, output, held)
     elif item.layout is not None:
@@ -153,7 +153,8 @@ def _write(item: Item, output: ShardWriter, held: BufferedBytes) -> None:
                     end = BLOCK_ENDS.get(suffix, f".{suffix}")
                     output.write_part(f"{prefix}{end}", index * tensor.numel(), tensor.contiguous())
                 else:
-                    output.write(f"{prefix}.{suffix}", tensor)
+                    key = f"{prefix}.{suffix}"
+                    output.write(key, tensor.view(item.shapes[key][1]) if tensor.numel() == 1 else tensor)
     else:
         for name, weight in _plain_weights(item):
             output.write(f"{name}.weight", weight.cpu().contiguous())
@@ -166,15 +167,15 @@ def _write(item: Item, output: ShardWriter, held: BufferedBytes) -> None:
 def _copy(item: Item, output: ShardWriter, held: BufferedBytes) -> None:
     """Copy a tensor of the source checkpoint to the output, some MiB at a time."""
     assert item.copied is not None
-    ((key, (dtype, shape)),) = item.shapes.items()
     with Reader(chunk_bytes=GATHER_BYTES) as reader:
-        if not math.prod(shape):
-            output.write(key, torch.empty(shape, dtype=dtype))
-            return
-        for start, values in chunks_of(item.copied, reader, 0, torch.empty((), dtype=dtype).expand(math.prod(shape))):
-            held.add(values.nbytes)
-            output.write_part(key, start, values)
-            held.add(-values.nbytes)
+        for (key, (dtype, shape)), tensor in zip(item.shapes.items(), item.stored or (item.copied,), strict=True):
+            if not math.prod(shape):
+                output.write(key, torch.empty(shape, dtype=dtype))
+                continue
+            for start, values in chunks_of(tensor, reader, 0, torch.empty((), dtype=dtype).expand(math.prod(shape))):
+                held.add(values.nbytes)
+                output.write_part(key, start, values)
+                held.add(-values.nbytes)
 
 
 def _write_fused(item: Item, output: ShardWriter, held: BufferedBytes) -> None:

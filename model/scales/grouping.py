@@ -45,6 +45,8 @@ CACHE_SCALES = {
     "v_cache": (".v_scale", ".v_cache.scale", ".v_proj.v_scale", ".v_proj.output_scale"),
 }
 
+CACHE_ENDS = tuple(end for ends in CACHE_SCALES.values() for end in ends)
+
 LinearParts = dict[str, LinearPart]  # by name on disk
 
 
@@ -66,8 +68,7 @@ class StoredScales(NamedTuple):
 def read_scales(directory: Path) -> StoredScales:
     """Read every scale and every zero point in the directory's safetensors files. Raises ValueError if there is no
     safetensors file, a file is damaged, or a key in two files, or a scale in two spellings, has different values."""
-    cache = [end for ends in CACHE_SCALES.values() for end in ends]
-    endings = (WEIGHT_SCALE, GLOBAL_SCALE, INPUT_SCALE, INPUT_GLOBAL_SCALE, INVERSE, SECOND_SCALE, *cache)
+    endings = (WEIGHT_SCALE, GLOBAL_SCALE, INPUT_SCALE, INPUT_GLOBAL_SCALE, INVERSE, SECOND_SCALE, *CACHE_ENDS)
     stored = StoredScales({}, {}, {}, {})
     for path in scale_files(directory):
         if not path.is_file():

@@ -15,7 +15,8 @@ from model.save import export_model
 from model.scales import write_scales
 from quant import SCHEMES
 from quant.formats.packing import unpack_int32, unpack_zero_points
-from tests.lib.checkpoints import quantized, read_tensors
+from tests.families.variants import VARIANTS
+from tests.lib.checkpoints import edit_checkpoint, edit_json, quantized, read_tensors
 from tests.lib.launcher import run_ranks
 from tests.lib.published import gpt_oss, gptq_checkpoint
 from tests.lib.tiny import tiny_checkpoint
@@ -68,15 +69,34 @@ def write_all(directory: Path, cases: dict[str, Case]) -> dict[str, tuple[str, s
     return {name: (*case[2:], "bf16") for name, case in cases.items()}
 
 
+def with_heads(directory: Path) -> Path:
+    """vLLM's fp8 as other programs publish it: heads in codes that the model does not have, scales without a dimension,
+    and a configuration with more keys than this project writes."""
+    source = VARIANTS["qwen3_5"].checkpoint(directory / "source", seed=random.randrange(2**31))
+    model, quantization = quantized(source, SCHEMES["fp8_static"], [torch.randint(0, 301, (2, 64))])
+    export_model(model, quantization, source, directory / "heads", layout="vllm_fp8")
+
+    def edit(tensors: dict[str, torch.Tensor]) -> None:
+        tensors |= {key: tensor.view(()) for key, tensor in tensors.items() if key.endswith("_scale")}
+        tensors["mtp.layers.0.mlp.up_proj.weight"] = torch.randn(96, 64).to(torch.float8_e4m3fn)
+        tensors |= {f"mtp.layers.0.mlp.up_proj.{end}_scale": torch.rand(()) for end in ("weight", "input")}
+        tensors["mtp.layers.0.self_attn.k_scale"] = torch.rand(())
+
+    edit_checkpoint(directory / "heads", edit)
+    edit_json(directory / "heads" / "config.json", lambda config: config["quantization_config"].update(fmt="e4m3"))
+    return directory / "heads"
+
+
 def write_others(directory: Path) -> dict[str, tuple[str, str, str]]:
-    """Files of GPTQ and AWQ and the weights that these are, and gpt-oss as it is published."""
+    """Files of GPTQ and AWQ and the weights that these are, gpt-oss as it is published, and a model with heads."""
+    with_heads(directory / "heads").rename(directory / "files" / "heads")
     gpt_oss(directory / "gpt_oss", random.randrange(2**31)).rename(directory / "files" / "gpt_oss")
     for kind in COLUMNS:
         path, weights = gptq_checkpoint(directory / kind, kind)
         path.rename(directory / "files" / kind)
         save_file(weights, directory / kind / "weights.safetensors")
     others = dict.fromkeys(COLUMNS, ("per_expert", "compressed", "fp16"))  # in which their scales are stored
-    return others | {"gpt_oss": ("stacked", "gpt_oss", "bf16")}
+    return others | {"gpt_oss": ("stacked", "gpt_oss", "bf16"), "heads": ("per_expert", "vllm_fp8", "bf16")}
 
 
 def exported_again(directory: Path, cases: dict[str, tuple[str, str, str]]) -> Path:
@@ -98,7 +118,7 @@ def directory(tmp_path_factory) -> Path:
     return exported_again(directory, write_all(directory, CASES) | write_others(directory))
 
 
-@pytest.mark.parametrize("name", [*CASES, "gpt_oss"])
+@pytest.mark.parametrize("name", [*CASES, "gpt_oss", "heads"])
 def test_what_was_read_comes_back(directory, name):
     assert not different(directory / "files" / name, directory / "again" / name)
 

@@ -9,6 +9,7 @@ import torch
 from engine.config.errors import RecipeError
 from engine.config.quant import QuantRecipe
 from engine.config.reading import resolve_source
+from engine.session_export import check_export, layout_of
 from model.quantized.quantization_config import check_readable, is_quantized
 from model.quantized.scales import take_scales
 from model.ranks import RankError
@@ -138,6 +139,34 @@ def test_packed_weights_are_those_that_are_decoded(tmp_path, kind, experts, dtyp
         offsets = torch.arange(4 - many + 1, 5, dtype=torch.int32).clamp(min=0) if many else None
         with torch.no_grad():
             assert torch.equal(own(rows, offsets), layer(rows, offsets)), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [("fp8 of vLLM", "vllm_fp8"), ("mxfp4 of gpt-oss", "gpt_oss"), ("compressed", "compressed"), ("GPTQ", None)],
+)
+def test_a_run_from_a_checkpoint_writes_its_format_unless_it_says_another(tmp_path, kind, layout):
+    """Where the format is written; a format that is not is refused if the recipe asks for it."""
+    path = FORMATS.get(kind, lambda path: exported(path, "w4a16_g32"))(tmp_path)
+    same = {"model": {"path": str(path)}, "quant": {"scheme": "source"}}
+    found = recipe(tmp_path, **same)
+    assert layout_of(found) == (layout or "compressed")
+    assert found.export.format == ("compressed" if layout is None else "source")
+    assert recipe(tmp_path, **same, export={"format": "dequantized"}).export.format == "dequantized"
+    never = {**same, "quant": {"scheme": "source", "fake_quant_start": -1}}
+    assert recipe(tmp_path, **never).export.format == "compressed"  # a plain checkpoint
+    asked = recipe(tmp_path, **same, export={"format": "source"})
+    if layout is not None:
+        check_export(asked)
+        return
+    with pytest.raises(RecipeError, match=r"^export\.format: 'source', .*gptq has quant_method 'gptq', which is not"):
+        check_export(asked)
+
+
+def test_the_format_of_a_checkpoint_that_is_not_quantized_is_refused(tmp_path):
+    asked = recipe(tmp_path, export={"format": "source"})
+    with pytest.raises(RecipeError, match=r"^export\.format: 'source', .*config\.json has no quantization_config"):
+        check_export(asked)
 
 
 def with_caches(directory: Path):

@@ -11,7 +11,7 @@ import yaml
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from model.checkpoint.safetensors import read_headers
+from model.quantized.checkpoint import read_checkpoint
 from model.ranks import RankError
 from model.save import check_plan, export_model, not_loaded
 from model.save.loadable import check_written, weights_read
@@ -206,7 +206,7 @@ def same(found: dict[str, torch.Tensor], key: str, value: torch.Tensor) -> bool:
 
 def test_files_that_are_not_as_planned_are_an_error(tmp_path: Path, seed: int):
     source = tiny_checkpoint(tmp_path / "source", "llama", seed=seed)
-    (items,) = plan_shards(load_model(source), None, "compressed", 10**9, read_headers(source).tensors)
+    (items,) = plan_shards(load_model(source), None, "compressed", 10**9, read_checkpoint(source, None))
     check_written(source, items)
     edit_checkpoint(source, lambda tensors: [tensors.pop(key) for key in list(tensors) if "norm" in key])
     with pytest.raises(ValueError, match=r"are not as planned: model\.layers\.0\.input_layernorm\.weight"):
