@@ -26,6 +26,7 @@ from model.ranks import errors_on_all_ranks, is_main, say
 PROJECT = "deepqat"  # unless an environment variable of the tracker names another one
 MOST_WAITING = 1000  # points
 CALL_SECONDS = 30.0  # at the end of a run, for one call of a tracker
+END_SECONDS = 60.0  # at the end of a run, for all points that wait
 MOST_PARAMS = 100  # that MLflow takes at once
 LONGEST_REASON = 300  # characters
 
@@ -157,11 +158,13 @@ class Tracker(MetricsWriter):
                 self._turn_off(f"it has not taken the last {MOST_WAITING:,} points")
 
     def close(self, *, failed: bool) -> None:
-        """Wait for the last points, unless the tracker stalls."""
-        self._failed = failed
+        """Wait for the last points, unless the tracker stalls or takes longer than ``END_SECONDS`` for all."""
+        self._failed, end = failed, time.monotonic() + END_SECONDS
         self._put(None)
         while self._thread.is_alive() and not self._off:
             self._thread.join(0.1)
-            busy = self._busy_since
-            if busy is not None and time.monotonic() - busy > CALL_SECONDS:
+            busy, now = self._busy_since, time.monotonic()
+            if busy is not None and now - busy > CALL_SECONDS:
                 self._turn_off(f"it does not answer for {CALL_SECONDS:.0f} s")
+            elif now > end:
+                self._turn_off(f"{self._points.qsize():,} points still wait {END_SECONDS:.0f} s after the last step")

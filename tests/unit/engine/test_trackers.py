@@ -133,6 +133,20 @@ def test_the_end_of_a_run_waits_for_points_but_not_for_a_stall(monkeypatch, caps
     release.set()
 
 
+def test_the_end_of_a_run_waits_only_so_long_for_a_slow_tracker(monkeypatch, capsys):
+    """Of which each call ends in time."""
+    monkeypatch.setattr(trackers, "END_SECONDS", 0.2)
+    ended, run = threading.Event(), SimpleNamespace(finish=lambda: None, offline=True)
+    run.log = lambda *_, **__: ended.wait(0.1)
+    tracker = Tracker("wandb", SimpleNamespace(init=lambda **_: run), minimal(), done=0)
+    for step in range(900):  # 90 s
+        tracker.log({"loss/lm": 1.0}, step)
+    tracker.close(failed=False)
+    ended.set()
+    said = capsys.readouterr().out
+    assert re.search(r"warning: wandb: \d+ points still wait 0 s after the last step: it is off", said), said
+
+
 FAKES = {
     "wandb": """
 import json
