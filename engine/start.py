@@ -89,7 +89,8 @@ def start_run(
     quant = FakeQuant(session)
     if checkpoint is None and (recipe.quant.fake_quant_start == 0 or recipe.adapter.beside):  # else observers watch
         quant.calibrate(loader.first(recipe.quant.calibration_batches))
-        check_inputs(session, loader.first)
+        with working("comparing input scales with the first batch"):
+            check_inputs(session, loader.first)
     session.engine.train()
     evaluations, skipped = HeldOutResults(), SkippedSteps(recipe.train.max_skipped_steps)
     stateful: StatefulStates = {

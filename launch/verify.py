@@ -83,6 +83,7 @@ def main(argv: list[str] | None = None) -> int:
     from transformers.utils import logging
 
     from data.samples import DataError, load_tokenizer
+    from model.console import working
     from model.quantized.quantization_config import find_quantization_config
     from model.ranks import RankError
     from tools.verify.check import compare_with_transformers
@@ -109,7 +110,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if arguments.engine == "vllm":
             whole = torch.cat([batch for batch in batches if batch.shape == batches[0].shape])
-            line, ok = compare_with_vllm(arguments.export, arguments.engine_python, whole, trust_remote_code=trust)
+            with working("logits in vLLM"):
+                line, ok = compare_with_vllm(arguments.export, arguments.engine_python, whole, trust_remote_code=trust)
             print(line)
             return 0 if ok else 1
         if engine is not None:

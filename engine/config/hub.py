@@ -189,6 +189,8 @@ def _fetch(name: HubName, kind: Kind, *, weights: bool, code: bool) -> list[str]
         except errors.CachedRepoTreeNotFoundError:  # an older version of the package has filled the cache
             files = [str(file.relative_to(directory)) for file in directory.rglob("*") if file.is_file()]
         chosen = _data_files(name, kind, files) if data else _files(directory, files, kind, weights=weights, code=code)
+        if count := sum(not (directory / file).is_file() for file in chosen):
+            print(f"{name.repo}: downloading {count} files from the Hugging Face Hub", file=sys.stderr, flush=True)
         snapshot_download(**repo, revision=directory.name, allow_patterns=[glob.escape(file) for file in chosen])
         if missing := [file for file in chosen if not (directory / file).is_file()]:
             raise HubError(f"commit {directory.name} lacks {missing[0]} in the cache or on the Hub")

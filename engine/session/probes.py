@@ -47,6 +47,7 @@ from engine.losses.chunked import TeacherHidden
 from engine.losses.teacher import ModelTeacher, SelfTeacher, Teacher
 from engine.session.context import rows_of
 from engine.session.session import Session
+from model.console import working
 from model.moe.experts import ExpertMLPs
 from model.ranks import gather_objects, raise_everywhere, say
 
@@ -279,6 +280,11 @@ def with_checked_rows(session: Session, samples: Sequence[Sample]) -> Session:
     Runs forwards only, with quantization paused: quantization would amplify tiny differences. Raises RankError on every
     rank if packed samples influence each other in the student or the teacher.
     """
+    with working("testing the models on rows of this run"):
+        return _with_checked_rows(session, samples)
+
+
+def _with_checked_rows(session: Session, samples: Sequence[Sample]) -> Session:
     settings, rows = session.recipe.data, rows_of(session.recipe)
     if rows is not None:
         for asked in models_to_ask(session):

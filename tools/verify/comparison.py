@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from model.checkpoint.safetensors import Reader, read_headers, read_tensor
-from model.console import figure, perplexity, progress_bar
+from model.console import figure, perplexity, progress_bar, working
 from model.head import embedding_rows
 from model.ranks import listed
 from model.save import export_model
@@ -236,7 +236,8 @@ def compare_with_compressed(
     if left:
         report.problems.append(f"{against} lacks {listed(sorted(left), 6)}")
     if report.ok and batches:
-        engine.compare_logits(against, batches)
+        with working("logits"):
+            engine.compare_logits(against, batches)
     else:
         why = "no text was given" if report.ok else "the tensors are not equal"
         report.note = f"logits: skipped: {why}"

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import time
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -114,6 +115,9 @@ def test_only_files_that_are_read_are_fetched(hub):
     assert small == whole == code == [[directory], [f"Qwen/Tiny@{hub.commit}"]]
     assert files(directory) == {*MODEL, *CODE}
     before = len(hub.asked)
+    for line in (r"^Qwen/Tiny: downloading [2-9] files", r"^(?!.*downloading)"):  # then they are in the cache
+        process = hub.start(RESOLVE, json.dumps([["Qwen/Tiny", {}]]), HF_HOME=str(hub.cache.with_name("shown")))
+        assert re.search(line, process.communicate()[1], re.DOTALL), line
     cold = hub.cache.with_name("cold")
     (((found,), _),) = asked(hub, ["Qwen/Tiny", {"weights": False}], HF_HOME=str(cold))
     assert files(found) == {name for name in MODEL if not name.endswith(".safetensors")}
