@@ -143,7 +143,7 @@ ELSEWHERE = {
     "quant.start": "a quantized checkpoint: tests/distributed/model/quantized",
     "quant.snap_to_codes": "the same",
     "quant.rotate_block": "inputs of 256 features and more: tests/unit/tools/verify/test_rotated.py",
-    "quant.fp8_fast_accum": "GPUs alone add up in two ways: tests/unit/test_fast_accum.py",
+    "quant.fp8_fast_accum": "GPUs alone add up in two ways: tests/gpu/test_linear.py",
     "adapter.start": "a folder of an adapter: tests/distributed/engine/test_adapters.py",
     "loss.teacher_cache": "a cache: tests/distributed/engine/test_losses.py",
     "export.template": "a GGUF file: tests/distributed/tools/verify/test_engines.py",
@@ -400,6 +400,8 @@ def test_every_option_has_another_value_and_a_place(tmp_path):
     assert not stale, "refused by now, or no option"
     shown = {key for name, key in accepted if key not in ANYWAY.get(name, {})}
     assert set(known) - shown == set(ELSEWHERE), "these are shown by no run, or by one all the same"
+    places = re.findall(r"tests/[\w/.]+", " ".join(ELSEWHERE.values()))
+    assert not [place for place in places if not (ROOT / place).exists()]
 
 
 def test_epochs_are_their_steps_and_skipped_lines_keep_the_order_of_the_others(tmp_path):
