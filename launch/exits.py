@@ -60,6 +60,8 @@ def clean_exit() -> Iterator[None]:
         except Exception as error:
             if world_size() > 1:
                 _end_alone(error)
+            if isinstance(error, RecipeError):
+                raise  # to _exit_on_recipe_error, which also tells the other ranks
             of_a_disk = _is_of_a_disk(error)
             tell_other_ranks(words_of(error) if of_a_disk else f"{type(error).__name__}: {error}")
             if not of_a_disk:
@@ -109,7 +111,7 @@ def _exit_on_recipe_error() -> Iterator[None]:
         first = os.environ.get("LOCAL_RANK", "0") == "0"
         if first:
             print(text, file=sys.stderr, flush=True)
-        if tell_other_ranks(str(error)) and not first:
+        if tell_other_ranks(str(error), shown=first):
             print(text, file=sys.stderr, flush=True)
         raise SystemExit(2) from None
     except KeyboardInterrupt:

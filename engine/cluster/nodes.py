@@ -26,6 +26,7 @@ import secrets
 import socket
 import sys
 import sysconfig
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -66,6 +67,8 @@ PIECE, PIECES_AT_ONCE = 2**28, 8
 MOST_DIFFERENCES = 5  # in a message
 # A directory that another machine has just made appears late: NFS may cache its absence for a minute.
 PATIENCE_SECONDS = 75.0
+# Ranks of one command reach the same error within this time, and only one of them prints it.
+SHOWN_SECONDS = 5.0
 
 
 class RanksDifferError(RankError):
@@ -283,21 +286,33 @@ def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
             yield f"{prefix}{key}", json.dumps(value, default=str)
 
 
-def tell_other_ranks(error: str) -> bool:
+def tell_other_ranks(error: str, *, shown: bool = False) -> bool:
     """Send an error that occurred before the process group existed to the other ranks, which raise it too.
 
     Every process group starts with an exchange of such errors (:func:`engine.session.context.init_ranks`), so this rank
-    joins the group to send its own. No effect with a single rank, or if a process group exists already.
+    joins the group to send its own. If it waits for other ranks longer than ``SHOWN_SECONDS``, it prints the error
+    first, unless it was ``shown``. No effect with a single rank, or if a process group exists already.
 
     Returns:
-        True if this rank should print the error: no lower rank has the same one, or no other rank answers.
+        True if this rank should print the error: it was not shown, and no lower rank has the same one, or no other rank
+        answers.
     """
     if os.environ.get("WORLD_SIZE", "1") == "1" or dist.is_initialized():
         return False
+    text = f"error on rank {os.environ.get('RANK')}: {error}"
+    waiting = threading.Timer(SHOWN_SECONDS, print, (text,), {"file": sys.stderr, "flush": True})
+    waiting.daemon = True
+    if not shown:
+        waiting.start()
     try:
         join_ranks()
+        alone = False
     except RankError:  # the other ranks are not there
-        return True
+        alone = True
+    shown = shown or waiting.finished.is_set()
+    waiting.cancel()
+    if alone:
+        return not shown
     texts = gather_objects(text := f"on {socket.gethostname()}: {error}")
     # The other ranks run the same barriers at the end of launch.exits.clean_exit. If this process exited earlier, they
     # would report its disappearance instead of the error.
@@ -305,4 +320,4 @@ def tell_other_ranks(error: str) -> bool:
     first = texts.index(text) == rank()
     with suppress(RankError):
         shut_down()
-    return first
+    return first and not shown

@@ -8,7 +8,9 @@ import pytest
 
 from launch.exits import clean_exit, recipe_or_exit
 from model.ranks import RankError, naming
-from tests.lib.processes import run_python
+from tests.lib.launcher import free_port
+from tests.lib.patience import PATIENCE, until
+from tests.lib.processes import run_python, start_python
 from tests.lib.recipes import write_minimal
 
 
@@ -55,3 +57,38 @@ def test_an_error_of_a_disk_is_one_line_with_the_path(tmp_path, capsys):
         (tmp_path / "mounted" / "run" / "file").touch()
     expected = f"{tmp_path} has no mounted: was it removed, or its disk unmounted?\n"
     assert capsys.readouterr().err == f"error: {tmp_path}/mounted/run/file: No such file or directory; {expected}"
+
+
+FAILS = """
+import sys
+from engine.cluster import nodes
+from engine.config.errors import RecipeError
+from engine.session.context import init_ranks
+from launch.exits import clean_exit
+nodes.SHOWN_SECONDS = 1.0
+with clean_exit():
+    if sys.argv[1] == "1":
+        raise {"RecipeError": RecipeError, "KeyError": KeyError}[sys.argv[2]]("nothing fits")
+    init_ranks()
+"""
+
+
+@pytest.mark.parametrize(("kind", "said", "code"), [("RecipeError", "", 2), ("KeyError", "KeyError: ", 1)])
+def test_a_rank_with_an_error_says_it_before_it_has_met_the_others(tmp_path, kind, said, code):
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    logs = [tmp_path / "0", tmp_path / "1"]
+
+    def start(rank: int):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        return start_python(FAILS, rank, kind, cwd=tmp_path, out=logs[rank], err=logs[rank], environment=common | own)
+
+    failed = start(1)
+    until(lambda: logs[1].exists() and "nothing fits" in logs[1].read_text(), lambda: "rank 1 says nothing")
+    assert failed.is_alive()
+    other = start(0)
+    for process in (failed, other):
+        process.join(PATIENCE)
+    assert (failed.exitcode, other.exitcode) == (code, 1)
+    (line,) = [line for line in logs[1].read_text().splitlines() if line.startswith("error")]
+    assert line.startswith(f"error on rank 1: {said}") and "nothing fits" in line
+    assert "error: rank 1: on " in logs[0].read_text() and "nothing fits" in logs[0].read_text()
