@@ -13,11 +13,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not a model.py or data/ of the current directory
 
 import argparse
+import copy
 from typing import get_args
 
 from engine.checkpoint.find import read_step_directory, verify_checkpoint
 from engine.checkpoint.resume import load_checkpoint
-from engine.config.config import Recipe
+from engine.config.config import Recipe, contradictions
 from engine.config.errors import RecipeError
 from engine.config.reading import load_recipe
 from engine.config.sections import ExportFormat
@@ -61,7 +62,17 @@ def main() -> None:
         if arguments.template and recipe.export.format != "gguf":
             raise RecipeError(f"--template: has no effect with --format {recipe.export.format}, expected --format gguf")
         recipe.export.template = arguments.template or recipe.export.template
+        check_format(recipe)
         export_checkpoint(recipe, arguments.checkpoint)
+
+
+def check_format(recipe: Recipe) -> None:
+    """Refuse a format that contradicts the run: the run has refused only the one in its recipe. Raises RecipeError."""
+    run = copy.deepcopy(recipe)
+    run.export.enabled = True
+    run.data.kind = "chat"  # on_policy restricts only what a run publishes
+    if problems := [line for line in contradictions(run) if line.startswith("export.format")]:
+        raise RecipeError("\n".join(problems))
 
 
 def export_checkpoint(recipe: Recipe, checkpoint: Path) -> None:

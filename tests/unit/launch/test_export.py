@@ -24,3 +24,42 @@ def test_a_checkpoint_cannot_ask_for_trust(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [*words, "--trust_remote_code"])
     export.main()
     assert asked == [True]
+
+
+@pytest.mark.parametrize(
+    ("sections", "form", "said"),
+    [
+        (
+            {"quant": {"rotate": [r".*\.down_proj"]}},
+            "dequantized",
+            "'dequantized', expected compressed with quant.rotate",
+        ),
+        (
+            {"quant": {"scheme": "fp8_kv"}},
+            "mlx",
+            "'mlx', expected compressed with quant.scheme fp8_kv, which quantizes",
+        ),
+        ({}, "peft", "'peft', expected another format, or adapter.kind lora with adapter.merge false"),
+        (
+            {"quant": {"fake_quant_start": -1}},
+            "mlx",
+            "'mlx', expected compressed or dequantized: with quant.fake_quant_",
+        ),
+        ({}, "dequantized", None),
+    ],
+)
+def test_a_format_that_contradicts_the_run_is_refused(tmp_path, monkeypatch, capsys, sections, form, said):
+    """The run has checked the format of its own recipe only."""
+    save_recipe(minimal(**sections, export={"enabled": False}), tmp_path / "recipe.yaml")
+    words = ["export.py", "--checkpoint", str(tmp_path), "--out", str(tmp_path / "out"), "--format", form]
+    asked = []
+    monkeypatch.setattr(export, "export_checkpoint", lambda recipe, _: asked.append(recipe.export.format))
+    monkeypatch.setattr(sys, "argv", words)
+    if said is None:
+        export.main()
+        assert asked == [form]
+        return
+    with pytest.raises(SystemExit) as ended:
+        export.main()
+    assert ended.value.code == 2 and asked == []
+    assert capsys.readouterr().err.startswith(f"error: export.format: {said}")
