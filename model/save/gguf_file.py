@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -65,6 +65,20 @@ _NOT_COPIED = (
 ROPE_FREQS = "rope_freqs.weight"  # computed by the converter from config.json (Llama 3); copied
 
 
+class GGUFPlace(NamedTuple):
+    """Location in a GGUF file of a tensor of a checkpoint.
+
+    Attributes:
+        name: llama.cpp's name of the tensor; None if it has none.
+        expert: index of the expert; None outside of experts.
+        heads: number of heads whose rows are interleaved in the file; 0 if rows are ordered as in transformers.
+    """
+
+    name: str | None
+    expert: int | None = None
+    heads: int = 0
+
+
 class GGUFNames:
     """Map keys of a checkpoint to tensors of a GGUF file.
 
@@ -75,22 +89,27 @@ class GGUFNames:
     """
 
     def __init__(self, config: PretrainedConfig, architecture: str | None = None) -> None:
-        self._config = config
-        architecture, gguf = architecture or _architecture_of(config), gguf_package()
-        number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+        self._config, gguf = config, gguf_package()
+        self._architecture = architecture or _architecture_of(config)
+        number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == self._architecture)
         self._names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
 
-    def place(self, key: str) -> tuple[str | None, int]:
-        """Return llama.cpp's name of a tensor (None if it has none), and its expert index (0 outside of experts)."""
+    def places(self, key: str) -> list[GGUFPlace]:
+        """Return the location of a tensor: two if its rows (in biases of experts, its columns) are in two tensors by
+        turns, as those of gate and up in gpt-oss."""
         expert = EXPERT.search(key)
-        name = self._names.get_name(EXPERT.sub(".experts.", key), try_suffixes=(".weight", ".bias"))
-        return name, int(expert[1]) if expert else 0
+        stem = re.sub("_bias$", ".bias", EXPERT.sub(".experts.", key))  # gpt-oss has one tensor for all experts' biases
+        if stem.endswith(".sinks"):
+            stem += ".weight"
+        pair = ".experts.gate_up_proj" in stem
+        stems = [stem.replace("gate_up_proj", f"{part}_proj") for part in ("gate", "up")] if pair else [stem]
+        names = [self._names.get_name(stem, try_suffixes=(".weight", ".bias")) for stem in stems]
+        return [GGUFPlace(name, int(expert[1]) if expert else None, self._heads(key)) for name in names]
 
-    def heads(self, key: str) -> int:
-        """Return the number of heads whose rows are interleaved in the file; 0 if rows are ordered as in
-        transformers."""
+    def _heads(self, key: str) -> int:
+        """Return the number of heads whose rows are interleaved."""
         end = re.search(r"\.(q|k)_proj\.(weight|bias)$", key)
-        if self._config.model_type != "llama" or end is None:
+        if self._architecture != "llama" or end is None:
             return 0
         heads: int = self._config.num_attention_heads if end[1] == "q" else self._config.num_key_value_heads
         return heads
@@ -189,24 +208,24 @@ def _tensors(model: PreTrainedModel, items: Iterable[Item], architecture: str) -
     nowhere = []
     for item in items:
         for key, (dtype, shape) in item.shapes.items():
-            name, expert = names.place(key)
-            if name is None or item.copied is not None or item.fused:
+            (name, expert, heads), *more = names.places(key)
+            if name is None or more or item.copied is not None or item.fused:
                 nowhere.append(key)
                 continue
             kind = _kind(item, name, key, dtype, shape)
-            own = GGUFTensor(kind, torch.float32 if kind == "F32" else dtype, shape, names.heads(key))
+            own = GGUFTensor(kind, torch.float32 if kind == "F32" else dtype, shape, heads)
             tensor = found.setdefault(name, own)
             if (tensor.kind, tensor.stored) != (kind, shape):
                 raise ValueError(
                     f"{key} is {kind} {list(own.shape)}, but other experts of {name} are {tensor.kind} "
                     f"{list(tensor.shape)}: llama.cpp has all experts of a layer in one tensor; give them one scheme"
                 )
-            if expert in tensor.parts:
+            if (index := expert or 0) in tensor.parts:
                 raise ValueError(
-                    f"{key} and {tensor.parts[expert]} have the same name {name} in llama.cpp: set export.format to "
+                    f"{key} and {tensor.parts[index]} have the same name {name} in llama.cpp: set export.format to "
                     "another one"
                 )
-            tensor.parts[expert] = key
+            tensor.parts[index] = key
     if nowhere:
         raise ValueError(
             f"a GGUF file of architecture {architecture} cannot store {listed(nowhere, 6)}: set export.format to "

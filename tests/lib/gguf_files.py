@@ -22,6 +22,8 @@ LOCAL = {"rope_type": "default", "rope_theta": 1e4}
 GLOBAL = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
 GEMMA = {"num_hidden_layers": 7, "sliding_window": 8, "query_pre_attn_scalar": 32, "final_logit_softcapping": 30.0}
 GEMMA |= {"rope_parameters": {"sliding_attention": LOCAL, "full_attention": GLOBAL}, "tie_word_embeddings": True}
+OPENAI = {"rope_type": "yarn", "rope_theta": 1.5e5, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0}
+OPENAI |= {"original_max_position_embeddings": 64, "truncate": False}
 # Options of transformers' configuration by variant; its first word is the model_type.
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {"rope_parameters": LLAMA3},
@@ -32,9 +34,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3 yarn": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,
                                        "original_max_position_embeddings": 128}},
     "qwen3_moe": EXPERTS,
+    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None},
+    "gpt_oss": {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 8, "rope_parameters": OPENAI},
     "gemma3_text": GEMMA,
 }  # fmt: skip
-_ARCHITECTURES = {"mistral": "llama", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"}
+_ARCHITECTURES = {
+    "mistral": "llama",
+    "mixtral": "llama",
+    "qwen3_moe": "qwen3moe",
+    "gemma3_text": "gemma3",
+    "gpt_oss": "gpt-oss",
+}
 _LEAVES = {
     "embed_tokens": "token_embd",
     "lm_head": "output",
@@ -48,40 +58,55 @@ _LEAVES = {
     "k_norm": "attn_k_norm",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
     "gate_proj": "ffn_gate",
     "up_proj": "ffn_up",
     "down_proj": "ffn_down",
 }
 _GEMMA_LEAVES = {"post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm"}
 _GEMMA_LEAVES |= {"post_feedforward_layernorm": "post_ffw_norm"}
+_OTHER_LEAVES = {"gemma3_text": _GEMMA_LEAVES, "gpt_oss": {"post_attention_layernorm": "post_attention_norm"}}
 
-_QWEN2 = r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"""
-_QWEN2 += r"\s+(?!\S)|\s+"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|" + _REST
+_START, _UPPER, _LOWER = r"[^\r\n\p{L}\p{N}]?", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_SLASHES = _REST.replace(r"[\r\n]*", r"[\r\n/]*")
+_TEKKEN = rf"{_START}{_UPPER}*{_LOWER}+|{_START}{_UPPER}+{_LOWER}*|\p{{N}}|{_SLASHES}"
+_END = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_O200K = rf"{_START}{_UPPER}*{_LOWER}+{_END}|{_START}{_UPPER}+{_LOWER}*{_END}|\p{{N}}{{1,3}}|{_SLASHES}"
+# The pattern that splits text by tokenizer.ggml.pre; None: GPT-2's, after single digits unless it is gpt-2.
+PATTERNS = {
+    **dict.fromkeys(("gpt-2", "smollm", "starcoder", "refact")),
+    "qwen2": _QWEN2,
+    "llama-bpe": _QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|"),
+    "tekken": _TEKKEN,
+    "gpt-4o": _O200K,
+}
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
 def tokenizer(pre: str) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE that splits text as the models do whose GGUF files have this ``tokenizer.ggml.pre``."""
-    made = Tokenizer(models.BPE(ignore_merges=pre == "llama-bpe"))
-    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre in ("gpt-2", "smollm"))
-    first = {
-        "gpt-2": [],
-        "smollm": [pre_tokenizers.Digits(individual_digits=True)],
-        "qwen2": [pre_tokenizers.Split(Regex(_QWEN2), behavior="isolated")],
-        "llama-bpe": [pre_tokenizers.Split(Regex(_QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")), behavior="isolated")],
-    }[pre]
-    made.pre_tokenizer = pre_tokenizers.Sequence([*first, last])
+    whole, pattern = pre in ("llama-bpe", "tekken"), PATTERNS[pre]
+    made = Tokenizer(models.BPE(ignore_merges=whole))
+    # Merges across what the pattern splits, so that another pattern gives other tokens.
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.normalizer = normalizers.NFC() if pre == "qwen2" else None
     made.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=325, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
     )
-    text = [TEXT, "1234 12 345 67 it's It'S\n\n  \n x", "2024 2025 12345 it's we'll THEY'LL   don't"] * 3
-    made.train_from_iterator(text, trainer)
+    lines = ["x12345 1234 67", "it's It'S", "THEY'LLgo", "\n\n  \n  x", "oneTwo", "ONEtwo", "?/\n", "the quick don't"]
+    made.train_from_iterator([TEXT, *lines * 20], trainer)
+    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
+    first: Any = pre_tokenizers.Digits(individual_digits=True)
+    if pattern is not None:
+        first = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+    made.pre_tokenizer = last if pre == "gpt-2" else pre_tokenizers.Sequence([first, last])
     wrapped = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     wrapped.add_tokens(["<think>"])
-    if pre == "llama-bpe":
+    if whole:
         wrapped.bos_token = "<|endoftext|>"
         wrapped.backend_tokenizer.post_processor = processors.TemplateProcessing(
             single=["<|endoftext|>", "$A"], special_tokens=[("<|endoftext|>", 0)]
@@ -110,20 +135,26 @@ def tensors(source: Path) -> dict[str, torch.Tensor]:
     """Return the tensors of a checkpoint by llama.cpp's names, in its order of rows."""
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     config, found, stacks = model.config, {}, {}
-    leaves = _LEAVES | (_GEMMA_LEAVES if config.model_type == "gemma3_text" else {})
+    leaves = _LEAVES | _OTHER_LEAVES.get(config.model_type, {})
     for name, value in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         stem, _, suffix = name.rpartition(".")
         block = f"blk.{name.split('.')[2]}." if ".layers." in name else ""
         if ".experts" in name:
-            gate_up = name.endswith("gate_up_proj")
+            gate_up, suffix = "gate_up_proj" in name, "bias" if name.endswith("_bias") else "weight"
             halves = value.chunk(2, 1) if gate_up else (value,)
+            if config.model_type == "gpt_oss":
+                halves = (value[..., ::2], value[..., 1::2]) if gate_up else (value,)
             for part, half in zip(("gate", "up") if gate_up else ("down",), halves, strict=True):
-                stacks[f"{block}ffn_{part}_exps.weight"] = half
+                turned = config.model_type == "gpt_oss" and suffix == "weight"
+                stacks[f"{block}ffn_{part}_exps.{suffix}"] = half.mT if turned else half
+            continue
+        if name.endswith(".sinks"):
+            found[f"{block}attn_sinks.weight"] = value
             continue
         leaf = next(leaf for leaf in leaves if stem == leaf or stem.endswith("." + leaf))
-        if config.model_type in ("llama", "mistral") and leaf in ("q_proj", "k_proj"):
+        if _ARCHITECTURES.get(config.model_type, config.model_type) == "llama" and leaf in ("q_proj", "k_proj"):
             heads = config.num_attention_heads if leaf == "q_proj" else config.num_key_value_heads
             half = len(value) // heads // 2
             value = value[[h * 2 * half + i + j * half for h in range(heads) for i in range(half) for j in range(2)]]
@@ -153,12 +184,18 @@ def write_gguf(
         values |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": float(rope["factor"])}
     if rope["rope_type"] == "yarn":
         values["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+        betas = {f"rope.scaling.yarn_{name}": rope[name] for name in ("beta_fast", "beta_slow") if name in rope}
+        values |= betas
     if architecture == "llama":
         values |= {"rope.dimension_count": config.head_dim, "vocab_size": config.vocab_size}
     if architecture == "gemma3":
         values |= {"attention.sliding_window": config.sliding_window, "final_logit_softcapping": 30.0}
+    if hasattr(config, "num_experts"):
+        values |= {"expert_count": 5, "expert_used_count": 2}
     if architecture == "qwen3moe":
-        values |= {"expert_count": 5, "expert_used_count": 2, "expert_feed_forward_length": 256}
+        values["expert_feed_forward_length"] = 256
+    if architecture == "gpt-oss":
+        values |= {"expert_feed_forward_length": 512, "attention.sliding_window": config.sliding_window}
     values = {f"{architecture}.{key}": value for key, value in values.items()} | _vocabulary(source, pre)
     for key, value in changes.items():
         name = key.replace("__", ".")
@@ -177,9 +214,9 @@ def write_gguf(
             (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(key, value)
     for name, value in tensors(source).items():
         if name not in without:
-            plain = value.dim() == 1 or "norm" in name or "ffn_gate_inp" in name
+            plain = value.dim() == 1 or "norm" in name or "ffn_gate_inp" in name or name.endswith("bias")
             quantized = gguf.GGMLQuantizationType["F32" if plain else kind]
-            data = gguf.quants.quantize(value.float().numpy(), quantized)
+            data = gguf.quants.quantize(value.float().contiguous().numpy(), quantized)
             writer.add_tensor(name, np.ascontiguousarray(data), raw_dtype=quantized)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -61,15 +61,16 @@ class GGUF(Engine):
         return GGUFNames(self.model.config)
 
     def names(self, key: str) -> list[str]:
-        return [self._names.place(key)[0] or key]
+        return [self._names.places(key)[0].name or key]
 
     def equals(self, key: str, names: list[str], expected: Tensor) -> bool:
         from gguf.quants import dequantize
 
-        if heads := self._names.heads(key):
-            expected = interleaved(expected, heads)
-        tensor, expert = self.found[names[0]], self._names.place(key)[1]
-        data = tensor.data[expert] if ".experts." in key else tensor.data
+        (place,) = self._names.places(key)
+        if place.heads:
+            expected = interleaved(expected, place.heads)
+        tensor = self.found[names[0]]
+        data = tensor.data if place.expert is None else tensor.data[place.expert]
         values = torch.from_numpy(dequantize(data, tensor.tensor_type).copy())
         return torch.equal(values.view(-1), expected.reshape(-1))
 
