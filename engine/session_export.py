@@ -63,7 +63,7 @@ def _check_format(recipe: Recipe) -> None:
             "checkpoint in model.path, with which the adapter is served: launch/calibrate.py makes one. Or choose "
             "export.format compressed, which writes the quantized model with the adapter in it"
         )
-    stored_in_dtype = any(not each.weights.ggml for each in recipe.quant.linear_schemes())
+    stored_in_dtype = any(not (each.weights.ggml or each.weights.mx) for each in recipe.quant.linear_schemes())
     if name in ("gguf", "mlx") and dtype == "float32" and stored_in_dtype:
         others = ", or q4_0 and q8_0 for all layers" if name == "gguf" else ""
         raise RecipeError(

@@ -32,7 +32,16 @@ from model.console import progress_bar
 from model.ranks import RankError, listed
 from model.save.aside import Aside
 from model.save.finish import write_json
-from model.save.gguf_file import ROPE_FREQS, SAME_VALUES, GGUFNames, GGUFPlace, gguf_package, open_gguf
+from model.save.gguf_file import (
+    ARCHITECTURES,
+    ROPE_FREQS,
+    SAME_VALUES,
+    WINDOW_VALUES,
+    GGUFNames,
+    GGUFPlace,
+    gguf_package,
+    open_gguf,
+)
 from model.save.shard_writer import ShardWriter
 
 _CHUNK = 2**24  # fp32 values at a time: 64 MB, and some copies
@@ -91,14 +100,12 @@ class _Family:
         values: attribute of the configuration by the end of a metadata key, beside those of every model; empty if
             ``derived`` reads this entry.
         derived: function of the file and of the other values that returns values without an entry.
-        less_one: True if llama.cpp's norms have 1 added.
     """
 
     model_type: str
     class_name: str
     values: Mapping[str, str] = field(default_factory=dict)
     derived: Callable[["_File", Mapping[str, Any]], dict[str, Any]] = lambda file, values: {}
-    less_one: bool = False
 
 
 @dataclass(frozen=True)
@@ -328,13 +335,14 @@ def _problems(file: _File, key: str, place: GGUFPlace, shape: tuple[int, ...]) -
 
 def _dtype(file: _File, name: str | None, quantized: torch.dtype) -> torch.dtype:
     """Return the dtype of a tensor in the checkpoint. Norms of Gemma are fp32, in which subtracting 1 is exact."""
-    if name is None or name not in file.tensors or _less_one(file, name):
+    if name is None or name not in file.tensors or _added(file, name):
         return torch.float32
     return _PLAIN.get(file.tensors[name].tensor_type.name, quantized)
 
 
-def _less_one(file: _File, name: str) -> bool:
-    return file.family.less_one and name.endswith("_norm.weight")
+def _added(file: _File, name: str) -> float:
+    """Return the number that llama.cpp's converter added to a tensor."""
+    return ARCHITECTURES[file.family.model_type].norm_offset if name.endswith("_norm.weight") else 0.0
 
 
 def _slices(file: _File, name: str | None, expert: int | None, heads: int) -> Iterator[Tensor]:
@@ -358,7 +366,7 @@ def _slices(file: _File, name: str | None, expert: int | None, heads: int) -> It
             file.refuse(f"{name} holds NaN or infinite values: {AGAIN}")
         if heads:
             values = values.unflatten(0, (-1, unit // 2, 2)).transpose(1, 2).flatten(0, 2)
-        yield values.float() - 1 if _less_one(file, name) else values
+        yield values.float() - added if (added := _added(file, name)) else values
 
 
 # ---- configuration
@@ -507,14 +515,8 @@ _FAMILIES = {
     "gemma3": _Family(
         "gemma3_text",
         "Gemma3ForCausalLM",
-        {
-            "attention.sliding_window": "sliding_window",
-            "final_logit_softcapping": "final_logit_softcapping",
-            "rope.freq_base_swa": "",
-            "attention.sliding_window_pattern": "",
-        },
+        WINDOW_VALUES | {"rope.freq_base_swa": "", "attention.sliding_window_pattern": ""},
         _gemma3,
-        less_one=True,
     ),
 }
 
@@ -608,7 +610,7 @@ def _byte_level(file: _File, vocabulary: dict[str, int]) -> tuple[Tokenizer, boo
 def _sentencepiece(file: _File, vocabulary: dict[str, int]) -> tuple[Tokenizer, bool]:
     """Build a BPE of SentencePiece. The file has scores instead of merges: a merge ranks by the score of its result;
     for Gemma, whose scores have another order, by the id (as in transformers' reader)."""
-    gemma = file.family.less_one
+    gemma = file.architecture == "gemma3"
     prefix = bool(file.token("add_space_prefix", True))
     if prefix is gemma:
         file.refuse(f"tokenizer.ggml.add_space_prefix is {prefix}, expected {not gemma} for {file.architecture}")

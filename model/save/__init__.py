@@ -2,7 +2,7 @@
 
 from model.save.export_model import ExportReport, check_plan, export_model
 from model.save.finish import is_router
-from model.save.gguf_file import GGUF_FILE, GGUFNames, interleaved, open_gguf
+from model.save.gguf_file import GGUF_FILE, GGUFNames, interleaved, open_gguf, split
 from model.save.loadable import fused_there, is_expert, not_loaded
 from model.save.plan import mlx_place
 from model.save.save_quantized import save_quantized
@@ -21,4 +21,5 @@ __all__ = [
     "not_loaded",
     "open_gguf",
     "save_quantized",
+    "split",
 ]

@@ -86,7 +86,8 @@ def check_plan(
             items = list(chain(*plan.shards))
             if layout == "gguf":
                 plan_gguf(model, items, template)
-            check_loadable(Path(source_dir), items, trust_remote_code=trust_remote_code)
+            else:
+                check_loadable(Path(source_dir), items, trust_remote_code=trust_remote_code)
             if quantization is not None and not plan.as_source:
                 configuration(model, quantization, layout, items)
 
@@ -163,10 +164,11 @@ def export_model(
         # Any error only on rank 0 must reach the other ranks, which are already in the next collective.
         with errors_on_all_ranks(Exception):
             if is_main():
-                check_loadable(source, items, trust_remote_code=trust_remote_code)
                 if layout == "gguf":
                     gguf = plan_gguf(model, items, template)
                     writer = partial(_gguf_file, plan=gguf)
+                else:
+                    check_loadable(source, items, trust_remote_code=trust_remote_code)
                 aside = stack.enter_context(closing(Aside(out, total)))
         directory, single = out if aside is None else aside.path, GGUF_FILE if layout == "gguf" else SINGLE
         files, peak = write_shards(shards, directory, single, writer)

@@ -33,9 +33,34 @@ from quant.formats.gguf import BLOCK, BYTES, block_type
 GGUF_FILE = "model.gguf"
 _PLAIN = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
-# Architectures, by the model_type of config.json, whose tensors llama.cpp takes unchanged except for the order of rows
-# of q and k. For other architectures it changes values (Gemma's norms), or splits and merges tensors.
-ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
+
+class Architecture(NamedTuple):
+    """How llama.cpp stores and computes a model type of transformers.
+
+    Attributes:
+        name: llama.cpp's name.
+        norm_offset: number that its converter adds to the weights of norms.
+        period: every ``period``-th layer attends to all positions, the others to a window; 0 without windows.
+        activation: attribute of the configuration and value of the activation function.
+    """
+
+    name: str
+    norm_offset: float = 0.0
+    period: int = 0
+    activation: tuple[str, str] = ("hidden_act", "silu")
+
+
+# By the model_type of config.json. For other types llama.cpp's converter changes further values.
+ARCHITECTURES = {
+    "llama": Architecture("llama"),
+    "mistral": Architecture("llama"),
+    "mixtral": Architecture("llama"),
+    "qwen2": Architecture("qwen2"),
+    "qwen3": Architecture("qwen3"),
+    "qwen3_moe": Architecture("qwen3moe"),
+    "gpt_oss": Architecture("gpt-oss", period=2),
+    "gemma3_text": Architecture("gemma3", 1.0, 6, ("hidden_activation", "gelu_pytorch_tanh")),
+}
 
 # Values that template and config.json both have: the end of llama.cpp's key, and the attribute of transformers' config.
 SAME_VALUES = {
@@ -53,6 +78,7 @@ SAME_VALUES = {
     "expert_feed_forward_length": "moe_intermediate_size",
     "vocab_size": "vocab_size",
 }
+WINDOW_VALUES = {"attention.sliding_window": "sliding_window", "final_logit_softcapping": "final_logit_softcapping"}
 # Entries that are written new, or that describe the template's own weights.
 _NOT_COPIED = (
     "GGUF.",
@@ -62,6 +88,15 @@ _NOT_COPIED = (
     "split.",
     "quantize.",
 )
+# llama.cpp's values of entries about positions that a file lacks.
+_POSITIONS = {
+    "rope.freq_base": 10000.0,
+    "rope.freq_base_swa": 10000.0,
+    "rope.scaling.type": "none",
+    "rope.scaling.factor": 1.0,
+    "rope.scaling.yarn_beta_fast": 32.0,
+    "rope.scaling.yarn_beta_slow": 1.0,
+}
 ROPE_FREQS = "rope_freqs.weight"  # computed by the converter from config.json (Llama 3); copied
 
 
@@ -86,11 +121,15 @@ class GGUFNames:
         config: configuration of the model.
         architecture: llama.cpp's name of its architecture; None if a file is to be written, which raises ValueError if
             that is not supported.
+
+    Attributes:
+        norm_offset: number that llama.cpp's converter adds to the weights of norms.
     """
 
     def __init__(self, config: PretrainedConfig, architecture: str | None = None) -> None:
         self._config, gguf = config, gguf_package()
-        self._architecture = architecture or _architecture_of(config)
+        self._architecture = architecture or _architecture_of(config).name
+        self.norm_offset = ARCHITECTURES[config.model_type].norm_offset
         number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == self._architecture)
         self._names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
 
@@ -115,6 +154,13 @@ class GGUFNames:
         return heads
 
 
+def split(tensor: Tensor, key: str, count: int) -> list[Tensor]:
+    """Split the tensor ``key`` of a checkpoint into what each of its ``count`` places in a file holds."""
+    dim = int(key.endswith("_bias"))
+    parts = tensor.unflatten(dim, (-1, count)).unbind(dim + 1)
+    return [part.contiguous() for part in parts]
+
+
 @dataclass
 class GGUFTensor:
     """Tensor of the file.
@@ -123,6 +169,7 @@ class GGUFTensor:
         kind: ggml's name of its type.
         dtype, stored: dtype and shape in the file, without the dimension of experts; blocks are bytes.
         heads: number of heads whose rows are interleaved; 0 if rows are ordered as in transformers.
+        offset: number that is added to its values.
         parts: keys of the plan's tensors in it, by expert index; a tensor without experts has the index 0.
     """
 
@@ -130,6 +177,7 @@ class GGUFTensor:
     dtype: torch.dtype
     stored: tuple[int, ...]
     heads: int = 0
+    offset: float = 0.0
     parts: dict[int, str] = field(default_factory=dict)
 
     @property
@@ -184,7 +232,7 @@ def plan_gguf(model: PreTrainedModel, items: Iterable[Item], template: Path | No
         ValueError: there is no template, or it is a template of another model; or there are tensors that a GGUF file
             cannot have, or that only the template has. The message names each of them.
     """
-    architecture = _architecture_of(model.config)
+    architecture = _architecture_of(model.config).name
     if template is None:
         raise ValueError(
             "layout 'gguf' needs a template (export.template, --template) for metadata and vocabulary: a GGUF file of "
@@ -203,29 +251,33 @@ def plan_gguf(model: PreTrainedModel, items: Iterable[Item], template: Path | No
 
 def _tensors(model: PreTrainedModel, items: Iterable[Item], architecture: str) -> dict[str, GGUFTensor]:
     """Plan the tensors by name."""
-    names = GGUFNames(model.config)
+    names, added = GGUFNames(model.config), _architecture_of(model.config).norm_offset
     found: dict[str, GGUFTensor] = {}
     nowhere = []
     for item in items:
-        for key, (dtype, shape) in item.shapes.items():
-            (name, expert, heads), *more = names.places(key)
-            if name is None or more or item.copied is not None or item.fused:
-                nowhere.append(key)
-                continue
-            kind = _kind(item, name, key, dtype, shape)
-            own = GGUFTensor(kind, torch.float32 if kind == "F32" else dtype, shape, heads)
-            tensor = found.setdefault(name, own)
-            if (tensor.kind, tensor.stored) != (kind, shape):
-                raise ValueError(
-                    f"{key} is {kind} {list(own.shape)}, but other experts of {name} are {tensor.kind} "
-                    f"{list(tensor.shape)}: llama.cpp has all experts of a layer in one tensor; give them one scheme"
-                )
-            if (index := expert or 0) in tensor.parts:
-                raise ValueError(
-                    f"{key} and {tensor.parts[index]} have the same name {name} in llama.cpp: set export.format to "
-                    "another one"
-                )
-            tensor.parts[index] = key
+        for key, (dtype, whole) in item.shapes.items():
+            places = names.places(key)
+            shape = tuple(split(torch.empty(whole, device="meta"), key, len(places))[0].shape)
+            for name, expert, heads in places:
+                if name is None or item.copied is not None or item.fused:
+                    nowhere.append(key)
+                    continue
+                kind, index = _kind(item, name, key, dtype, shape), expert or 0
+                offset = added if name.endswith("_norm.weight") else 0.0
+                own = GGUFTensor(kind, torch.float32 if kind == "F32" else dtype, shape, heads, offset)
+                tensor = found.setdefault(name, own)
+                if (tensor.kind, tensor.stored) != (kind, shape):
+                    raise ValueError(
+                        f"{key} is {kind} {list(own.shape)}, but other experts of {name} are {tensor.kind} "
+                        f"{list(tensor.shape)}: llama.cpp has all experts of a layer in one tensor; give them one "
+                        "scheme"
+                    )
+                if index in tensor.parts:
+                    raise ValueError(
+                        f"{key} and {tensor.parts[index]} have the same name {name} in llama.cpp: set export.format to "
+                        "another one"
+                    )
+                tensor.parts[index] = key
     if nowhere:
         raise ValueError(
             f"a GGUF file of architecture {architecture} cannot store {listed(nowhere, 6)}: set export.format to "
@@ -240,7 +292,7 @@ def _kind(item: Item, name: str, key: str, dtype: torch.dtype, shape: tuple[int,
         assert isinstance(item.module, QuantLayer)
         return block_type(item.module.scheme)
     # llama.cpp computes with these in fp32, and asserts their type.
-    if len(shape) == 1 or name.endswith(("_norm.weight", "ffn_gate_inp.weight")):
+    if len(shape) == 1 or name.endswith((".bias", "_norm.weight", "ffn_gate_inp.weight")):
         return "F32"
     return _PLAIN[dtype]
 
@@ -272,8 +324,11 @@ class GGUFWriter(ShardWriter):
     """Writer of one GGUF file, tensor by tensor, with the errors of :class:`ShardWriter`."""
 
     def __init__(self, path: Path, plan: GGUFPlan) -> None:
-        self._tensors = {key: tensor for tensor in plan.tensors.values() for key in tensor.parts.values()}
-        shapes = {key: (tensor.dtype, tensor.stored) for key, tensor in self._tensors.items()}
+        self._places: dict[str, list[tuple[str, GGUFTensor]]] = {}
+        for name, tensor in plan.tensors.items():
+            for index, key in tensor.parts.items():
+                self._places.setdefault(key, []).append((_part(name, index), tensor))
+        shapes = {part: (tensor.dtype, tensor.stored) for places in self._places.values() for part, tensor in places}
         header, begin, size = _head(path.with_name(f"{path.name}.head"), plan)
         super().__init__(path, shapes, (header, begin))
         try:
@@ -286,10 +341,16 @@ class GGUFWriter(ShardWriter):
 
     def write(self, key: str, tensor: Tensor) -> None:
         """Write a tensor of the plan in its dtype and row order in the file."""
-        planned = self._tensors[key]
-        if planned.heads:
-            tensor = interleaved(tensor, planned.heads)
-        super().write(key, tensor.to(planned.dtype).contiguous())
+        places = self._places[key]
+        for (part, planned), values in zip(places, split(tensor, key, len(places)), strict=True):
+            ordered = interleaved(values, planned.heads) if planned.heads else values
+            ordered = ordered.to(planned.dtype)
+            super().write(part, (ordered + planned.offset if planned.offset else ordered).contiguous())
+
+
+def _part(name: str, index: int) -> str:
+    """Return the name of an expert's part of a tensor in messages."""
+    return f"{name}[{index}]"
 
 
 def _head(scratch: Path, plan: GGUFPlan) -> tuple[bytes, dict[str, int], int]:
@@ -298,7 +359,13 @@ def _head(scratch: Path, plan: GGUFPlan) -> tuple[bytes, dict[str, int], int]:
     gguf = gguf_package()
     writer = gguf.GGUFWriter(scratch, plan.architecture)
     _copy_metadata(plan.template, writer)
-    file_types = {"Q4_0": "MOSTLY_Q4_0", "Q8_0": "MOSTLY_Q8_0", "BF16": "MOSTLY_BF16", "F16": "MOSTLY_F16"}
+    file_types = {
+        "Q4_0": "MOSTLY_Q4_0",
+        "Q8_0": "MOSTLY_Q8_0",
+        "MXFP4": "MOSTLY_MXFP4_MOE",
+        "BF16": "MOSTLY_BF16",
+        "F16": "MOSTLY_F16",
+    }
     kinds = Counter(tensor.kind for tensor in plan.tensors.values() if tensor.kind in file_types)
     usual = [file_types[kind] for kind, _ in kinds.most_common(1)] or ["ALL_F32"]
     writer.add_file_type(gguf.LlamaFileType[usual[0]])
@@ -311,7 +378,7 @@ def _head(scratch: Path, plan: GGUFPlan) -> tuple[bytes, dict[str, int], int]:
         described = np.uint8 if tensor.dtype == torch.uint8 else np.float32
         kind = gguf.GGMLQuantizationType[tensor.kind]
         writer.add_tensor_info(name, (*tensor.stack, *tensor.stored), described, whole, kind)
-        begin |= {key: end + index * tensor.part_bytes for index, key in tensor.parts.items()}
+        begin |= {_part(name, index): end + index * tensor.part_bytes for index in tensor.parts}
         end += gguf.GGUFWriter.ggml_pad(whole, writer.data_alignment)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -361,35 +428,50 @@ def _value_of(template: Any, key: str) -> Any:
     return None if entry is None else entry.contents()
 
 
-def _architecture_of(config: PretrainedConfig) -> str:
-    """Return llama.cpp's name of the architecture. Raises ValueError if llama.cpp computes it differently, or if it is
-    not supported."""
+def _architecture_of(config: PretrainedConfig) -> Architecture:
+    """Return llama.cpp's architecture. Raises ValueError if llama.cpp computes it differently, or if it is not
+    supported."""
     if config.model_type not in ARCHITECTURES:
         raise ValueError(
             f"layout 'gguf' supports models of type {', '.join(ARCHITECTURES)}, got {config.model_type}: set "
             "export.format to dequantized, and convert that checkpoint with llama.cpp's convert_hf_to_gguf.py"
         )
+    architecture = ARCHITECTURES[config.model_type]
     problems = []
-    if getattr(config, "hidden_act", "silu") != "silu":
-        problems.append(f"hidden_act is {config.hidden_act!r}, expected 'silu'")
-    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-        problems.append("it has sliding attention")
+    attribute, activation = architecture.activation
+    if (found := getattr(config, attribute, activation)) != activation:
+        problems.append(f"{attribute} is {found!r}, expected {activation!r}")
+    period, usual = architecture.period, "sliding_attention" if getattr(config, "sliding_window", None) else ""
+    layers = getattr(config, "layer_types", None) or [usual] * config.num_hidden_layers
+    sliding = [bool(period) and (layer + 1) % period != 0 for layer in range(len(layers))]
+    if [kind == "sliding_attention" for kind in layers] != sliding:
+        problems.append(
+            "it has sliding attention" if not period else f"not every {period}th layer alone attends to all positions"
+        )
     if config.model_type == "qwen3_moe":
         if not config.norm_topk_prob:
             problems.append("norm_topk_prob is false, but llama.cpp normalizes the experts' weights to a sum of 1")
         if config.mlp_only_layers or config.decoder_sparse_step != 1:
             problems.append("some layers have no experts")
+    if config.model_type == "gemma3_text":
+        # Only the model of 27B, known by its 62 layers, scales by the mean size of heads.
+        mean = config.hidden_size // config.num_attention_heads
+        scalar = mean if config.num_hidden_layers == 62 else config.head_dim
+        if config.query_pre_attn_scalar != scalar:
+            problems.append(f"query_pre_attn_scalar is {config.query_pre_attn_scalar}, expected {scalar}")
+        if config.attn_logit_softcapping is not None or config.use_bidirectional_attention:
+            problems.append("attn_logit_softcapping or use_bidirectional_attention is set")
     if problems:
         raise ValueError(
             f"llama.cpp computes this {config.model_type} differently: {'; '.join(problems)}; set export.format to "
             "another one"
         )
-    return ARCHITECTURES[config.model_type]
+    return architecture
 
 
 def _check_template(template: Any, path: Path, config: PretrainedConfig) -> None:
     """Raise ValueError if the template's metadata has another architecture, other sizes or another vocabulary."""
-    architecture, found = _architecture_of(config), _value_of(template, "general.architecture")
+    architecture, found = _architecture_of(config).name, _value_of(template, "general.architecture")
     problems = []
     if found != architecture:
         problems.append(f"general.architecture is {found!r}, expected {architecture!r}")
@@ -407,7 +489,7 @@ def _check_template(template: Any, path: Path, config: PretrainedConfig) -> None
 
 def _other_values(template: Any, architecture: str, config: PretrainedConfig) -> Iterator[str]:
     """Yield a problem for each size in the template that differs from the model's."""
-    for end, attribute in SAME_VALUES.items():
+    for end, attribute in (SAME_VALUES | WINDOW_VALUES).items():
         found = _value_of(template, key := f"{architecture}.{end}")
         expected = getattr(config, attribute, None)
         if found is not None and expected is not None and not _same(found, expected):
@@ -422,17 +504,33 @@ def _same(found: Any, expected: float) -> bool:
 def _other_positions(template: Any, architecture: str, config: PretrainedConfig) -> Iterator[str]:
     """Yield a problem for each difference between the template's and the model's positional encoding."""
     rope = config.rope_parameters
-    base, theta = _value_of(template, f"{architecture}.rope.freq_base"), rope["rope_theta"]
-    if base is not None and not _same(base, theta):
-        yield f"{architecture}.rope.freq_base is {base}, expected {theta}"
-    if base is None and theta != 10000.0:
-        yield f"the template has no {architecture}.rope.freq_base, expected {theta}"
-    kind, scaling = rope.get("rope_type", "default"), _value_of(template, f"{architecture}.rope.scaling.type")
+    local, rope = rope.get("sliding_attention"), rope.get("full_attention", rope)
+    kind = rope.get("rope_type", "default")
+    if kind not in ("default", "llama3", "linear", "yarn"):
+        yield f"rope_type is {kind!r}, expected 'default', 'llama3', 'linear' or 'yarn'"
+    if unknown := [name for name in ("attention_factor", "mscale", "mscale_all_dim") if rope.get(name) is not None]:
+        yield f"rope_parameters has {', '.join(unknown)}, which llama.cpp computes differently"
+    scaled = kind in ("linear", "yarn")
+    expected = {
+        "rope.freq_base": rope["rope_theta"],
+        "rope.scaling.type": kind if scaled else "none",
+        "rope.scaling.factor": rope["factor"] if scaled else 1.0,
+    }
+    if kind == "yarn":
+        expected["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+        for end in ("beta_fast", "beta_slow"):
+            key = f"rope.scaling.yarn_{end}"
+            expected[key] = rope.get(end) or _POSITIONS[key]
+    if local is not None:
+        expected["rope.freq_base_swa"] = local["rope_theta"]
+        if local.get("rope_type", "default") != "default":
+            yield f"rope_type of sliding attention is {local['rope_type']!r}, expected 'default'"
+    for end, value in expected.items():
+        found = _value_of(template, key := f"{architecture}.{end}")
+        used = _POSITIONS.get(end) if found is None else found
+        if not (used == value if isinstance(value, str) else _same(used, value)):
+            yield f"{key} is {found}, expected {value}" if found is not None else f"it has no {key}, expected {value}"
     has_factors = any(tensor.name == ROPE_FREQS for tensor in template.tensors)
-    if kind not in ("default", "llama3"):
-        yield f"rope_type is {kind!r}, expected 'default' or 'llama3'"
-    if scaling not in (None, "none"):
-        yield f"{architecture}.rope.scaling.type is {scaling!r}, but rope_type is {kind!r} in config.json"
     if (kind == "llama3") != has_factors:
         yield f"the template has {'' if has_factors else 'no '}{ROPE_FREQS}, but rope_type is {kind!r} in config.json"
 

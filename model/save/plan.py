@@ -187,7 +187,7 @@ def _quantized_item(
         raise ValueError(
             f"{name}: transformers has a Conv1D here, which no reader takes quantized: set export.format to dequantized"
         )
-    elif only and not _becomes_linears(model, name):
+    elif only and layout != "gguf" and not _becomes_linears(model, name):
         raise ValueError(
             f"{name}: transformers reads these experts as one tensor, {only[0]}, which has no quantized form in "
             f"layout {layout!r}: to leave them as they are set quant.exempt_more: ['.*\\.{name.split('.')[-2]}\\..+'], "

@@ -1,4 +1,4 @@
-"""Codes and scales of one Linear as llama.cpp's blocks of 32 weights: Q4_0 and Q8_0 (``block_q4_0``, ``block_q8_0``).
+"""Codes and scales of one Linear as llama.cpp's blocks of 32 weights: Q4_0, Q8_0 and MXFP4 (``block_q4_0``, ...).
 
 A block begins with its scale ``d`` in fp16, little-endian. In Q4_0, 16 bytes follow: byte ``i`` stores element ``i`` in
 its low four bits and element ``i + 16`` in its high four bits, each as ``code + 8``. In Q8_0, 32 signed bytes follow.
@@ -7,6 +7,10 @@ Both decode to ``d * code``; ``d`` may be negative.
 The presets ``q4_0`` and ``q8_0`` train with fp16 scales. The scales of ``w4a16_g32`` and ``w8a16_g32`` are in the
 model's dtype. fp16 represents every bf16 number between 2^-17 and 65504 exactly, so the blocks decode to the weights of
 a bf16 model's last forward. A scale outside this interval is an error, unless all its codes are 0.
+
+A block of MXFP4 begins with the exponent byte (E8M0) of its scale, then 16 bytes store the e2m1 codes as in Q4_0. All
+scales of ``mxfp4`` fit. Q4_1 has ``d * code + m`` with both in fp16: ``m``, the scale times a zero point of 4 bits, has
+up to 12 significant bits for a bf16 scale, one more than fp16. So no scheme here fits it exactly.
 """
 
 import torch
@@ -16,16 +20,17 @@ from quant.spec import SCHEMES, Scheme
 BLOCK = 32  # weights that share a scale
 
 _TYPES = {SCHEMES["q4_0"]: "Q4_0", SCHEMES["q8_0"]: "Q8_0", SCHEMES["w4a16_g32"]: "Q4_0", SCHEMES["w8a16_g32"]: "Q8_0"}
-BYTES = {"Q4_0": 2 + BLOCK // 2, "Q8_0": 2 + BLOCK}  # per block
+_TYPES[SCHEMES["mxfp4"]] = "MXFP4"
+BYTES = {"Q4_0": 2 + BLOCK // 2, "Q8_0": 2 + BLOCK, "MXFP4": 1 + BLOCK // 2}  # per block
 
 
 def block_type(scheme: Scheme) -> str:
-    """Return the block type, ``"Q4_0"`` or ``"Q8_0"``, that decodes to the weights of ``scheme`` exactly. Raises
-    ValueError if no block type does; the message names the nearest supported scheme."""
+    """Return the block type, ``"Q4_0"``, ``"Q8_0"`` or ``"MXFP4"``, that decodes to the weights of ``scheme`` exactly.
+    Raises ValueError if no block type does; the message names the nearest supported scheme."""
     for known, name in _TYPES.items():
         if (scheme.weights.wide, scheme.activations) == (known.weights, known.activations):
             return name
-    nearest = "q4_0" if scheme.weights.bits <= 4 else "q8_0"
+    nearest = "mxfp4" if scheme.weights.dtype == "fp4_e2m1" else "q4_0" if scheme.weights.bits <= 4 else "q8_0"
     raise ValueError(
         f"layout 'gguf' holds {', '.join(f'{known.name} ({name})' for known, name in _TYPES.items())}, got "
         f"{scheme.name}; the nearest is {nearest}"
@@ -37,15 +42,18 @@ def blocks(key: str, codes: torch.Tensor, scale: torch.Tensor, kind: str) -> tor
 
     Args:
         key: name of the scale, for messages.
-        codes: int8 ``[out, in]`` in CPU memory.
-        scale: effective scale of the forward, ``[out, in / 32]``.
-        kind: ``"Q4_0"`` or ``"Q8_0"``.
+        codes: int8 ``[out, in]`` in CPU memory; uint8 for e2m1.
+        scale: effective scale of the forward, ``[out, in / 32]``; a power of two for MXFP4.
+        kind: ``"Q4_0"``, ``"Q8_0"`` or ``"MXFP4"``.
 
     Raises:
         ValueError: fp16 cannot represent a scale.
     """
     groups = codes.unflatten(1, (-1, BLOCK))
     scale = scale.cpu().float()
+    if kind == "MXFP4":
+        exponents = (torch.frexp(scale).exponent + 126).to(torch.uint8)
+        return torch.cat([exponents.unsqueeze(-1), _nibbles(groups)], dim=-1).flatten(1)
     d = scale.to(torch.float16)
     empty = groups.eq(0).all(-1)
     d[empty] = 0
@@ -56,10 +64,11 @@ def blocks(key: str, codes: torch.Tensor, scale: torch.Tensor, kind: str) -> tor
             "among them (those of bf16 fit from 7.7e-6 to 65504 in magnitude): exempt this layer, or export it with "
             "another export.format"
         )
-    if kind == "Q4_0":
-        nibbles = (groups + 8).to(torch.uint8)
-        body = nibbles[..., : BLOCK // 2] | nibbles[..., BLOCK // 2 :] << 4
-    else:
-        body = groups.contiguous().view(torch.uint8)
+    body = _nibbles((groups + 8).to(torch.uint8)) if kind == "Q4_0" else groups.contiguous().view(torch.uint8)
     head = d.unsqueeze(-1).contiguous().view(torch.uint8)  # native byte order, little-endian
     return torch.cat([head, body], dim=-1).flatten(1)
+
+
+def _nibbles(groups: torch.Tensor) -> torch.Tensor:
+    """Pack codes 0 to 15 of blocks ``[..., 32]`` into bytes ``[..., 16]``: the first half in the low nibbles."""
+    return groups[..., : BLOCK // 2] | groups[..., BLOCK // 2 :] << 4

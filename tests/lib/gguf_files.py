@@ -10,7 +10,6 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from tests.lib.gguf_templates import metadata
 from tests.lib.tiny import CHAT_TEMPLATE, TEXT
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0}
@@ -154,7 +153,7 @@ def tensors(source: Path) -> dict[str, torch.Tensor]:
             found[f"{block}attn_sinks.weight"] = value
             continue
         leaf = next(leaf for leaf in leaves if stem == leaf or stem.endswith("." + leaf))
-        if _ARCHITECTURES.get(config.model_type, config.model_type) == "llama" and leaf in ("q_proj", "k_proj"):
+        if architecture_of(config) == "llama" and leaf in ("q_proj", "k_proj"):
             heads = config.num_attention_heads if leaf == "q_proj" else config.num_key_value_heads
             half = len(value) // heads // 2
             value = value[[h * 2 * half + i + j * half for h in range(heads) for i in range(half) for j in range(2)]]
@@ -169,6 +168,48 @@ def tensors(source: Path) -> dict[str, torch.Tensor]:
     return found | stacks
 
 
+def architecture_of(config) -> str:
+    """Return llama.cpp's name of a model's architecture."""
+    return _ARCHITECTURES.get(config.model_type, config.model_type)
+
+
+def metadata(config) -> dict[str, Any]:
+    """Entries of the architecture, by the end of their names."""
+    architecture, rope = architecture_of(config), config.rope_parameters
+    local, rope = rope.get("sliding_attention"), rope.get("full_attention", rope)
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    values = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": head,
+        "attention.value_length": head,
+        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        "rope.freq_base": float(rope["rope_theta"]),
+    }
+    if local is not None:
+        values["rope.freq_base_swa"] = float(local["rope_theta"])
+    if rope["rope_type"] in ("linear", "yarn"):
+        values |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": float(rope["factor"])}
+    if rope["rope_type"] == "yarn":
+        values["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+        values |= {f"rope.scaling.yarn_{end}": rope[end] for end in ("beta_fast", "beta_slow") if end in rope}
+    if architecture == "llama":
+        values |= {"rope.dimension_count": head, "vocab_size": config.vocab_size}
+    if architecture in ("gemma3", "gpt-oss"):
+        values["attention.sliding_window"] = config.sliding_window
+    if getattr(config, "final_logit_softcapping", None):
+        values["final_logit_softcapping"] = config.final_logit_softcapping
+    if hasattr(config, "num_experts"):
+        values |= {"expert_count": config.num_experts, "expert_used_count": config.num_experts_per_tok}
+    if architecture in ("qwen3moe", "gpt-oss"):
+        values["expert_feed_forward_length"] = getattr(config, "moe_intermediate_size", config.intermediate_size)
+    return values
+
+
 def write_gguf(
     source: Path, path: Path, kind: str = "F32", pre: str = "qwen2", *, without: tuple[str, ...] = (), **changes: Any
 ) -> Path:
@@ -176,26 +217,8 @@ def write_gguf(
     point, and without the architecture; ``without`` names entries or tensors to leave out."""
     gguf = pytest.importorskip("gguf")
     config = AutoConfig.from_pretrained(source)
-    architecture = _ARCHITECTURES.get(config.model_type, config.model_type)
-    rope = config.rope_parameters
-    rope = rope.get("full_attention", rope)
+    architecture = architecture_of(config)
     values = metadata(config)
-    if rope["rope_type"] in ("linear", "yarn"):
-        values |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": float(rope["factor"])}
-    if rope["rope_type"] == "yarn":
-        values["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
-        betas = {f"rope.scaling.yarn_{name}": rope[name] for name in ("beta_fast", "beta_slow") if name in rope}
-        values |= betas
-    if architecture == "llama":
-        values |= {"rope.dimension_count": config.head_dim, "vocab_size": config.vocab_size}
-    if architecture == "gemma3":
-        values |= {"attention.sliding_window": config.sliding_window, "final_logit_softcapping": 30.0}
-    if hasattr(config, "num_experts"):
-        values |= {"expert_count": 5, "expert_used_count": 2}
-    if architecture == "qwen3moe":
-        values["expert_feed_forward_length"] = 256
-    if architecture == "gpt-oss":
-        values |= {"expert_feed_forward_length": 512, "attention.sliding_window": config.sliding_window}
     values = {f"{architecture}.{key}": value for key, value in values.items()} | _vocabulary(source, pre)
     for key, value in changes.items():
         name = key.replace("__", ".")

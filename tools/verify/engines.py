@@ -28,9 +28,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from model.save import GGUF_FILE, GGUFNames, interleaved, is_expert, mlx_place, open_gguf
+from model.save import GGUF_FILE, GGUFNames, interleaved, is_expert, mlx_place, open_gguf, split
 from quant import QuantEmbedding, QuantLayer
-from quant.formats.gguf import BLOCK
+from quant.formats.gguf import BLOCK, BYTES
 from tools.verify.check import OUR_FORWARD_KL, OUR_FORWARD_KL_ROUTED, dtype_on_disk
 from tools.verify.comparison import Engine, LogitComparison, Report, compare, logits_of
 
@@ -54,25 +54,29 @@ class GGUF(Engine):
         self.found = {tensor.name: tensor for tensor in open_gguf(export / GGUF_FILE).tensors}
         kinds = Counter(tensor.tensor_type.name for tensor in self.found.values())
         contents = f"{GGUF_FILE}, {', '.join(f'{count} {kind}' for kind, count in kinds.items())}"
-        self.report = Report("llama.cpp", contents, sum(n for kind, n in kinds.items() if kind.startswith("Q")))
+        self.report = Report("llama.cpp", contents, sum(n for kind, n in kinds.items() if kind in BYTES))
 
     @cached_property
     def _names(self) -> GGUFNames:
         return GGUFNames(self.model.config)
 
     def names(self, key: str) -> list[str]:
-        return [self._names.places(key)[0].name or key]
+        return [place.name or key for place in self._names.places(key)]
 
     def equals(self, key: str, names: list[str], expected: Tensor) -> bool:
         from gguf.quants import dequantize
 
-        (place,) = self._names.places(key)
-        if place.heads:
-            expected = interleaved(expected, place.heads)
-        tensor = self.found[names[0]]
-        data = tensor.data if place.expert is None else tensor.data[place.expert]
-        values = torch.from_numpy(dequantize(data, tensor.tensor_type).copy())
-        return torch.equal(values.view(-1), expected.reshape(-1))
+        places = self._names.places(key)
+        for place, part in zip(places, split(expected, key, len(places)), strict=True):
+            tensor = self.found[place.name or key]
+            ordered = interleaved(part, place.heads) if place.heads else part
+            if tensor.name.endswith("_norm.weight"):
+                ordered = ordered.float() + self._names.norm_offset
+            data = tensor.data if place.expert is None else tensor.data[place.expert]
+            values = torch.from_numpy(dequantize(data, tensor.tensor_type).copy())
+            if not torch.equal(values.view(-1), ordered.reshape(-1)):
+                return False
+        return True
 
     def compare_logits(self, against: Path, batches: Sequence[Tensor]) -> None:
         if not installed():

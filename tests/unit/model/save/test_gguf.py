@@ -14,11 +14,14 @@ from quant.formats.layouts import check_layout
 from quant.linear import linears_of
 from quant.rules import Rule
 from quant.spec import PRESETS, SCHEMES
-from tests.lib.checkpoints import load_model, quantize
+from tests.families.variants import VARIANTS
+from tests.lib.checkpoints import edit_json, load_model, quantize
+from tests.lib.gguf_files import tensors as tensors_of
 from tests.lib.gguf_templates import gguf_template
 from tests.lib.tiny import tiny_checkpoint
+from tools.verify.check import OUR_FORWARD_KL
 from tools.verify.comparison import Report, compare_with_compressed
-from tools.verify.engines import GGUF, in_blocks
+from tools.verify.engines import GGUF, engine_logits, in_blocks, installed, rounded_inputs
 
 gguf = pytest.importorskip("gguf", reason="pip install -e '.[gguf]'")
 
@@ -31,7 +34,8 @@ def quantized(directory: Path, kind: str = "qwen3", scheme=Q4, **options):
     if not source.is_dir():
         tiny_checkpoint(source, kind, wide=True, tied=kind == "qwen3")
     model = load_model(source).eval()
-    return source, model, quantize(model, scheme, learn=False, ranges=Ranges("absmax", True), **options)
+    ranges = Ranges("absmax", not scheme.weights.mx)
+    return source, model, quantize(model, scheme, learn=False, ranges=ranges, **options)
 
 
 def written(directory: Path, source: Path, model, quantization) -> Path:
@@ -79,13 +83,15 @@ def forward_weights(model, quantization) -> dict[str, torch.Tensor]:
             codes = reference.quantize(part.weight(layer.weight), own, spec)
             weight = reference.dequantize(codes, own, spec, torch.float32)
             leaf, number = part.name.rpartition(".")[2], re.search(r"layers\.(\d+)\.", part.name)
-            if model.config.model_type == "llama" and leaf in ("q_proj", "k_proj"):
+            if model.config.model_type in ("llama", "mistral", "mixtral") and leaf in ("q_proj", "k_proj"):
                 config = model.config
                 heads = config.num_attention_heads if leaf == "q_proj" else config.num_key_value_heads
                 weight = rotated(weight, heads)
             block = f"blk.{number[1]}." if number else ""
             end = "" if part.expert is None else "_exps"
-            found.setdefault(f"{block}{NAMES[leaf]}{end}.weight", []).append(weight)
+            halves = {"gate_proj": weight[0::2], "up_proj": weight[1::2]} if leaf == "gate_up_proj" else {leaf: weight}
+            for one, half in halves.items():
+                found.setdefault(f"{block}{NAMES[one]}{end}.weight", []).append(half)
     return {name: torch.stack(some) if "_exps" in name else some[0] for name, some in found.items()}
 
 
@@ -121,6 +127,33 @@ def test_the_file_holds_the_weights_of_the_last_forward(tmp_path, kind):
         ("blk.1.ffn_norm.weight", "model.layers.1.post_attention_layernorm.weight"),
     ):
         assert torch.equal(tensors[name], state[own].float())
+
+
+FAMILIES = {"mistral": "q4_0", "mixtral": "mxfp4", "qwen2": "q8_0", "qwen3, yarn": "mxfp4", "gemma3_text": "q4_0"}
+FAMILIES |= {"llama, rope of llama 3": "q4_0", "gpt_oss": "mxfp4"}
+
+
+@pytest.mark.parametrize(("kind", "scheme"), FAMILIES.items())
+def test_other_families_are_written_as_llama_cpp_s_converter_writes_them(tmp_path, kind, scheme):
+    VARIANTS[kind].checkpoint(tmp_path / "source")
+    if kind == "gpt_oss":  # as llama.cpp computes it
+        rope = {"rope_theta": 1.5e5, "rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 64}
+        edit_json(tmp_path / "source" / "config.json", rope_parameters=rope | {"truncate": True})
+    source, model, quantization = quantized(tmp_path, kind, SCHEMES[scheme])
+    out = written(tmp_path, source, model, quantization)
+    found, expected, weights = read(out), tensors_of(source), forward_weights(model, quantization)
+    assert found.keys() == expected.keys() and len(weights) >= 14
+    for name, tensor in found.items():
+        assert torch.equal(tensor, weights.get(name, expected[name].float())), name
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(out).tensors}
+    assert {kinds[name] for name in weights} == {scheme.upper()}
+    if installed():
+        ids = torch.randint(7, 300, (1, 96), generator=torch.Generator().manual_seed(1))
+        theirs = next(engine_logits(out, [ids]))
+        with torch.no_grad(), rounded_inputs(model.float(), torch.bfloat16):
+            ours = model(ids).logits
+        kl = (ours.softmax(-1) * (ours.log_softmax(-1) - theirs.log_softmax(-1))).sum(-1).mean()
+        assert kl < OUR_FORWARD_KL
 
 
 def test_a_byte_type_or_size_that_differs_from_the_compressed_export_is_found(tmp_path):
@@ -182,6 +215,48 @@ OF_ANOTHER_MODEL = [
 ]
 
 
+OTHER_POSITIONS = {
+    "qwen3, yarn": [
+        ({"rope__scaling__factor": 2.0}, "qwen3.rope.scaling.factor is 2.0, expected 4.0"),
+        ({"rope__scaling__type": "linear"}, "qwen3.rope.scaling.type is linear, expected yarn"),
+        ({"rope__scaling__yarn_beta_fast": 16.0}, "qwen3.rope.scaling.yarn_beta_fast is 16.0, expected 32.0"),
+        ({"rope__scaling__original_context_length": 64}, "original_context_length is 64, expected 32"),
+    ],
+    "gemma3_text": [
+        ({"rope__freq_base_swa": 5e5}, "gemma3.rope.freq_base_swa is 500000.0, expected 10000.0"),
+        ({"attention__sliding_window": 16}, "gemma3.attention.sliding_window is 16, expected 8"),
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_POSITIONS)
+def test_the_template_of_other_positions_is_refused(tmp_path, kind):
+    VARIANTS[kind].checkpoint(tmp_path / "source")
+    source, model, quantization = quantized(tmp_path, kind)
+    for changes, message in OTHER_POSITIONS[kind]:
+        template = gguf_template(source, tmp_path / "base.gguf", **changes)
+        with pytest.raises(RankError, match=f"is the template of another model: .*{message}"):
+            check_plan(model, quantization, source, layout="gguf", template=template)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("mistral, sliding window", {}, "it has sliding attention"),
+        ("gemma3_text", {"query_pre_attn_scalar": 8}, "query_pre_attn_scalar is 8, expected 16"),
+        ("gemma3_text", {"layer_types": ["full_attention"] * 6}, "not every 6th layer alone attends to all"),
+        ("gemma3_text", {"hidden_activation": "silu"}, "hidden_activation is 'silu', expected 'gelu_pytorch_tanh'"),
+    ],
+)
+def test_what_llama_cpp_computes_differently_is_refused(tmp_path, kind, changes, message):
+    VARIANTS[kind].checkpoint(tmp_path / "source")
+    source, model, quantization = quantized(tmp_path, kind)
+    for name, value in changes.items():
+        setattr(model.config, name, value)
+    with pytest.raises(RankError, match=message):
+        check_plan(model, quantization, source, layout="gguf", template=tmp_path / "base.gguf")
+
+
 def test_the_template_of_another_model_is_refused(tmp_path):
     source, model, quantization = quantized(tmp_path)
     for changes, message in OF_ANOTHER_MODEL:
@@ -211,16 +286,17 @@ def test_what_is_missing_or_unknown_is_refused_by_name(tmp_path):
     with torch.no_grad():
         layer.scale_of_weight.s0[3, 1] = 1e-9
     refused(r"weight_scale: fp16 does not hold 1 of \d+ scales, 9.968e-10 among them", template)
-    refused("supports models of type llama, qwen3, qwen3_moe, got gemma3_text", template, model_type="gemma3_text")
+    refused("supports models of type llama, mistral, .*, got phi3", template, model_type="phi3")
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_other_schemes_are_refused_with_the_nearest(name):
     scheme = PRESETS[name].linear
-    if scheme in (Q4, Q8, SCHEMES["q4_0"], SCHEMES["q8_0"], None):
+    if scheme in (Q4, Q8, SCHEMES["q4_0"], SCHEMES["q8_0"], SCHEMES["mxfp4"], None):
         check_layout("gguf", [scheme] if scheme else [])
         return
     nearest = "q4_0" if scheme.weights.bits <= 4 else "q8_0"
+    nearest = "mxfp4" if scheme.weights.dtype == "fp4_e2m1" else nearest
     with pytest.raises(ValueError, match=f"got {scheme.name}; the nearest is {nearest}"):
         check_layout("gguf", [scheme])
 
