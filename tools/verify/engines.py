@@ -126,6 +126,7 @@ def engine_logits(file: Path, batches: Sequence[Tensor]) -> Iterator[Tensor]:
         sizes = llama_cpp.LlamaContextParams()
         sizes.n_ctx = sizes.n_batch = sizes.n_ubatch = longest
         sizes.type_k = sizes.type_v = 0  # GGML_TYPE_F32
+        sizes.flash_attn_type = 0  # LLAMA_FLASH_ATTN_TYPE_DISABLED: it rounds to fp16
         context = llama_cpp.LlamaContext(model, sizes, verbose=False)
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"llama.cpp does not load {file}: {error}") from error

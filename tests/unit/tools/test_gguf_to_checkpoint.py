@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from model.ranks import RankError
+from model.save import GGUFNames
 from quant import reference
 from quant.linear import linears_of
 from quant.spec import SCHEMES, Scheme
@@ -21,7 +22,7 @@ from tests.lib.checkpoints import edit_json, load_model, quantize, read_tensors
 from tests.lib.gguf_files import OPENAI, PATTERNS, VARIANTS, checkpoint, tensors, tokenizer, write_gguf
 from tools.gguf_to_checkpoint import convert_gguf
 from tools.verify.check import OUR_FORWARD_KL
-from tools.verify.engines import engine_logits, installed
+from tools.verify.engines import engine_logits, in_blocks, installed
 
 gguf = pytest.importorskip("gguf", reason="pip install -e '.[gguf]'")
 
@@ -53,7 +54,8 @@ def test_weights_and_logits_are_those_of_the_original(variant: str, tmp_path: Pa
         if variant == "gpt_oss":  # llama.cpp rounds the bounds of YaRN, unlike the published models
             edit_json(tmp_path / "out" / "config.json", rope_parameters=OPENAI | {"truncate": True})
         theirs = next(engine_logits(file, [IDS]))
-        assert (theirs - logits(tmp_path / "out", IDS)).abs().max() < 1e-2 * theirs.std()
+        bound = 1e-2 if "gemma" in variant else 1e-4  # llama.cpp's GELU is a table in fp16
+        assert (theirs - logits(tmp_path / "out", IDS)).abs().max() < bound * theirs.std()
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4"])
@@ -286,20 +288,22 @@ MIXED = {"Q8_0": 7, "Q4_0": 2, "Q4_1": 3, "Q5_0": 8, "Q5_1": 9, "IQ4_NL": 25, "I
 MIXED |= {"Q2_K": 10, "Q3_K": 12, "Q4_K": 15, "Q5_K": 17, "Q6_K": 18}
 
 
-def rounded_inputs_logits(directory: Path, *, wide: bool) -> torch.Tensor:
+def rounded_inputs_logits(directory: Path, kinds: dict[str, str]) -> torch.Tensor:
     """Logits with inputs of Linears rounded to 8 bits as in llama.cpp: in blocks of 256 for the K-quants and IQ4_XS, of
-    32 otherwise and where 256 does not divide the width."""
+    32 otherwise. ``kinds`` are the types of the file's tensors."""
 
-    def rounded(module: torch.nn.Module, arguments: tuple) -> tuple:
-        x = arguments[0]
-        groups = x.unflatten(-1, (-1, 256 if wide and x.shape[-1] % 256 == 0 else 32))
+    def in_wide_blocks(x: torch.Tensor) -> torch.Tensor:
+        groups = x.unflatten(-1, (-1, 256))
         scale = groups.abs().amax(-1, keepdim=True) / 127
-        return ((groups / scale).round() * scale).flatten(-2), *arguments[1:]
+        return ((groups / scale).round() * scale).flatten(-2)
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    for module in model.modules():
+    names = GGUFNames(model.config, "llama")
+    for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear):
-            module.register_forward_pre_hook(rounded)
+            kind = kinds[names.places(f"{name}.weight")[0].name]
+            rounded = in_wide_blocks if "_K" in kind or kind == "IQ4_XS" else in_blocks
+            module.register_forward_pre_hook(lambda _, inputs, rounded=rounded: (rounded(inputs[0]), *inputs[1:]))
     with torch.no_grad():
         return model(IDS).logits
 
@@ -316,6 +320,8 @@ def test_files_of_the_engine_s_own_quantizer_have_its_logits(kind: str, tmp_path
     llama_cpp.model_quantize(str(write_gguf(source, tmp_path / "model.gguf")), str(file), options)
     assert kind in convert_gguf(file, tmp_path / "out", dtype=torch.float32, progress=False).kinds
     theirs = next(engine_logits(file, [IDS]))
-    ours = rounded_inputs_logits(tmp_path / "out", wide="_K" in kind or kind == "IQ4_XS")
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(file).tensors}
+    ours = rounded_inputs_logits(tmp_path / "out", kinds)
     kl = (ours.softmax(-1) * (ours.log_softmax(-1) - theirs.log_softmax(-1))).sum(-1).mean()
-    assert kl < OUR_FORWARD_KL
+    # Inputs of Q4_1 and Q5_1 are multiplied by the minimum in sums that are rounded to fp16.
+    assert kl < (OUR_FORWARD_KL if {"Q4_1", "Q5_1"} & set(kinds.values()) else OUR_FORWARD_KL / 5)
