@@ -230,7 +230,10 @@ def _writes_as_read(recipe: Recipe) -> bool:
         return False
     try:
         layout = source_layout(Path(local_paths(recipe.model.path)[0]))
-        check_layout(layout or "none", recipe.quant.linear_schemes())
+        if layout is None:
+            return False
+        check_layout(layout, recipe.quant.linear_schemes())
+        replace(recipe, export=replace(recipe.export, format=layout))  # raises what contradicts the format
     except ValueError:
         return False
     return True

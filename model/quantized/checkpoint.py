@@ -82,7 +82,10 @@ def _with_weights(checkpoint: Checkpoint, directory: Path, model: PreTrainedMode
         elif packing is not None:
             found = read_columns(checkpoint, rules, packing)
         else:
-            found = read_quantized(checkpoint, rules, lambda name: {name, our_names().get(name, name)})
+            modelopt = config["quant_method"] == "modelopt"
+            found = read_quantized(
+                checkpoint, rules, lambda name: {name, our_names().get(name, name)}, modelopt=modelopt
+            )
         coded = with_grids(found.coded)
     except CheckpointError:
         raise

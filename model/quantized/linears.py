@@ -15,6 +15,8 @@ in the order of :data:`AWQ_ORDER`.
 In these layouts codes begin at 0, and the value is ``(code - zero point) * scale``. Codes and zero points in this
 project are smaller by 2^(bits - 1), as codes are signed.
 
+ModelOpt: as compressed-tensors, but with other names for the tensors of NVFP4 (:mod:`quant.formats.modelopt`).
+
 gpt-oss has experts in MXFP4, with the Linears of all experts of a layer in one tensor of codes and one of scales:
 ``<stack>_blocks`` uint8 [E, out, in / 32, 16], two e2m1 codes a byte, the first in the low half; ``<stack>_scales``
 uint8 [E, out, in / 32], the exponent of a power of two plus 127. Rows are outputs, though transformers' decoded
@@ -32,16 +34,21 @@ from model.quantized.tensor import ColumnTensor, Packing, QuantizedTensor
 from model.scales.grouping import CACHE_ENDS
 from quant import Rule, Scheme
 from quant.formats.compressed_tensors import Shapes, packed_shapes
+from quant.formats.modelopt import names_of
 from quant.spec import TensorSpec
 
 Spellings = Callable[[str], Iterable[str]]  # all names that rules may use for a Linear, by its name on disk
 
 # Dtypes of codes in ``weight``; a tensor of another dtype is a plain weight.
-_CODES = (torch.float8_e4m3fn, torch.int8)
+_CODES = (torch.float8_e4m3fn, torch.int8, torch.uint8)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # Suffixes of the tensors that a Linear has in addition to codes, after its name.
 _INVERSE = "weight_scale_inv"
-_OF_WEIGHT = (_INVERSE, "weight_scale", "weight_global_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
+_OF_WEIGHT = (
+    *(_INVERSE, "weight_scale", "weight_scale_2", "weight_global_scale", "weight_zero_point"),
+    *("weight_shape", "weight_g_idx"),
+)
+_ABOVE = "weight_global_scale"
 _OF_INPUT = ("input_scale", "input_global_scale", "input_zero_point")
 _OF_COLUMNS = ("qweight", "qzeros", "scales", "g_idx")
 # Suffixes of gpt-oss' keys, after the name of the stack, and bytes per block.
@@ -70,8 +77,10 @@ class Found(NamedTuple):
             self.problems.append(f"{codes.file}: {name}: {error}")
 
 
-def read_quantized(checkpoint: Checkpoint, rules: Sequence[Rule], spellings: Spellings) -> Found:
-    """Find the quantized weights of a checkpoint of compressed-tensors or ``fp8``; ``rules`` come from its
+def read_quantized(
+    checkpoint: Checkpoint, rules: Sequence[Rule], spellings: Spellings, *, modelopt: bool = False
+) -> Found:
+    """Find the quantized weights of a checkpoint of compressed-tensors, ``fp8`` or ModelOpt; ``rules`` come from its
     configuration, ``spellings`` yields other names of a layer."""
     tensors = checkpoint.tensors
     found = Found({}, {key: tensor for key, tensor in tensors.items() if key.endswith(CACHE_ENDS)}, [])
@@ -87,9 +96,8 @@ def read_quantized(checkpoint: Checkpoint, rules: Sequence[Rule], spellings: Spe
             found.beside.update({each.key: each for each in (codes, *parts.values())})
             found.beside.update({each: tensors[each] for each in of_input})
             with found.problem_of(name, codes):
-                found.coded[f"{name}.weight"] = coded_linear(
-                    name, codes, parts, _scheme(name, rules, spellings), reader
-                )
+                scheme = _scheme(name, rules, spellings)
+                found.coded[f"{name}.weight"] = coded_linear(name, codes, parts, scheme, reader, modelopt=modelopt)
     return found
 
 
@@ -107,15 +115,21 @@ def _scheme(name: str, rules: Iterable[Rule], spellings: Spellings) -> Scheme:
 
 
 def coded_linear(
-    name: str, codes: DiskTensor, parts: Mapping[str, DiskTensor], scheme: Scheme, reader: Reader
+    name: str,
+    codes: DiskTensor,
+    parts: Mapping[str, DiskTensor],
+    scheme: Scheme,
+    reader: Reader,
+    *,
+    modelopt: bool = False,
 ) -> QuantizedTensor:
     """Combine the tensors of a weight: its codes, and ``parts`` by suffix. Raises ValueError if one is missing, or has
     another dtype or shape than in the scheme."""
-    spec = scheme.weights
+    spec, names = scheme.weights, names_of(scheme) if modelopt else {}
     shape = _shape(codes, parts, spec, reader)
     expected = _expected(shape, scheme)
     found = {codes.key.rpartition(".")[2]: codes, **parts}
-    for suffix, (dtype, sides) in expected.items():
+    for suffix, (dtype, sides) in ((names.get(suffix, suffix), each) for suffix, each in expected.items()):
         if suffix in _OF_INPUT and suffix not in found:
             continue  # is calibrated
         if suffix not in found:
@@ -133,8 +147,9 @@ def coded_linear(
         if bool(read_tensor(reader, zero).any()):
             raise ValueError(f"weight_zero_point is not 0, but {scheme.name} is symmetric")
         zero = None
-    above = parts["weight_global_scale"] if "weight_global_scale" in expected else None
-    return QuantizedTensor(f"{name}.weight", shape, scheme, codes, parts["weight_scale"], zero, above)
+    above = parts[names.get(_ABOVE, _ABOVE)] if _ABOVE in expected else None
+    scale = parts["weight_scale"]
+    return QuantizedTensor(f"{name}.weight", shape, scheme, codes, scale, zero, above, reciprocal=bool(names))
 
 
 def _expected(shape: tuple[int, int], scheme: Scheme) -> Shapes:
@@ -151,10 +166,10 @@ def _shape(codes: DiskTensor, parts: Mapping[str, DiskTensor], spec: TensorSpec,
     if len(codes.shape) != 2:
         raise ValueError(f"{codes.key} has shape {list(codes.shape)}, expected two dimensions")
     rows, columns = codes.shape
+    if spec.dtype == "fp4_e2m1":
+        return rows, 2 * columns
     if not codes.key.endswith("_packed"):
         return rows, columns
-    if spec.dtype != "int":
-        return rows, 2 * columns
     if "weight_shape" not in parts or parts["weight_shape"].shape != (2,):
         raise ValueError("weight_shape is missing, or does not have two numbers")
     rows, columns = read_tensor(reader, parts["weight_shape"]).tolist()

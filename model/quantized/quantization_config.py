@@ -1,9 +1,8 @@
 """Parse the ``quantization_config`` of a checkpoint's config.json, and reject unsupported configurations.
 
 ModelOpt writes ``hf_quant_config.json``, and newer versions config.json. Both have ``quant_algo``, the excluded layers
-(``exclude_modules``, ``ignore``) as names with the wildcard ``*``, and the quantization of keys and values. Tensors of
-``FP8`` match compressed-tensors' static fp8: ``weight`` in e4m3, ``weight_scale`` and ``input_scale`` in fp32, by which
-codes are multiplied. ModelOpt's NVFP4 tensors do not match compressed-tensors', and cannot be read.
+(``exclude_modules``, ``ignore``) as names with the wildcard ``*``, and the quantization of keys and values. Its tensors
+are those of :mod:`quant.formats.modelopt`.
 """
 
 import fnmatch
@@ -17,21 +16,12 @@ from model.quantized.tensor import Packing
 from quant import Rule, Scheme, TensorSpec
 from quant.formats.config_groups import kv_cache_from_config, rules_from_config
 from quant.formats.layouts import Layout
+from quant.formats.modelopt import ALGORITHMS, MIXED
 from quant.rules import pattern_problem
-from quant.spec import FP8_TENSOR, SCHEMES
+from quant.spec import FP8_TENSOR, NVFP4_GROUP, SCHEMES
 
 MODELOPT_FILE = "hf_quant_config.json"
 _FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # of AutoGPTQ and AutoAWQ, with their methods
-
-_BLOCK = TensorSpec("fp8_e4m3", 8, "block", 128)
-# Algorithms whose scales match a scheme here; AWQ and SmoothQuant change the weights.
-_ALGORITHMS = {
-    "FP8": Scheme("FP8", FP8_TENSOR, FP8_TENSOR),
-    "FP8_PER_CHANNEL_PER_TOKEN": Scheme("FP8_PER_CHANNEL_PER_TOKEN", TensorSpec("fp8_e4m3", 8, "channel")),
-    "FP8_PB_WO": Scheme("FP8_PB_WO", _BLOCK),
-    "NVFP4": Scheme("NVFP4", SCHEMES["nvfp4_w4a4"].weights, SCHEMES["nvfp4_w4a4"].activations),
-    "W4A16_NVFP4": Scheme("W4A16_NVFP4", TensorSpec("fp4_e2m1", 4, "group", 16)),
-}
 
 # By method: the key for the packing of codes, its default, and the supported values.
 _LAYOUTS: dict[str, tuple[str, str, dict[str, Packing]]] = {
@@ -46,7 +36,12 @@ _LAYOUTS: dict[str, tuple[str, str, dict[str, Packing]]] = {
 
 
 # Layouts in which checkpoints are written again, by method.
-_WRITTEN: dict[str, Layout] = {"compressed-tensors": "compressed", "fp8": "vllm_fp8", "mxfp4": "gpt_oss"}
+_WRITTEN: dict[str, Layout] = {
+    "compressed-tensors": "compressed",
+    "fp8": "vllm_fp8",
+    "mxfp4": "gpt_oss",
+    "modelopt": "modelopt",
+}
 
 
 def source_layout(directory: Path) -> Layout | None:
@@ -78,6 +73,12 @@ def find_quantization_config(directory: Path) -> dict[str, Any] | None:
         said = read_json_object(own).get("quantization")
         if not isinstance(said, dict):
             raise ValueError(f"{own} has no object quantization, in which ModelOpt describes the layers")
+        one, other = said.get("quant_algo"), (config or {}).get("quant_algo")
+        if other not in (None, one):
+            raise ValueError(
+                f"{own} has quant_algo {one!r}, but {file} has {other!r}: remove the file that does not describe the "
+                "weights, or download the checkpoint again"
+            )
         return {**said, "quant_method": "modelopt"}
     for name, method in _FILES.items():  # as early AutoGPTQ and AutoAWQ describe the codes beside it
         if not config and (directory / name).is_file() and any(key.endswith(".qweight") for key in _headers(directory)):
@@ -156,7 +157,7 @@ def rules_of(config: Mapping[str, Any], *, scales_only: bool = False) -> list[Ru
         if method == "fp8":
             return fp8_rules(config)
         if method == "modelopt":
-            return modelopt_rules(config, scales_only=scales_only)
+            return modelopt_rules(config)
         if scales_only:  # those of other methods are useless without the codes
             start = "; give this directory as quant.start instead" if method in (*_LAYOUTS, "mxfp4") else ""
             raise ValueError(
@@ -271,35 +272,31 @@ def _pattern_problems(config: dict[str, Any]) -> Iterator[str]:
                 yield f"{key}: {entry[:80]!r}, expected a regular expression that is fast to match: {problem}"
 
 
-def modelopt_rules(config: Mapping[str, Any], *, scales_only: bool = False) -> list[Rule]:
-    """Convert ModelOpt's configuration to rules for layers: the first rule that matches decides.
-
-    ``scales_only``: accept algorithms of which only the scales can be read, not the codes. Raises ValueError if the
-    algorithm is not supported.
-    """
+def modelopt_rules(config: Mapping[str, Any]) -> list[Rule]:
+    """Convert ModelOpt's configuration to rules for layers: the first rule that matches decides. A name stands for all
+    layers in the module, too. Raises ValueError if an algorithm or group size is not supported."""
     skipped = config.get("exclude_modules") or config.get("ignore") or []
     if not isinstance(skipped, list) or not all(isinstance(name, str) for name in skipped):
         raise ValueError(f"exclude_modules is {str(skipped)[:80]}, expected a list of names")
     rules = [Rule(None, rf"(?:{fnmatch.translate(name)})(\..*)?") for name in skipped]
-    if config.get("quant_algo") == "MIXED_PRECISION":
-        rules += [
-            Rule(_algorithm(one.get("quant_algo"), scales_only), re.escape(name))
-            for name, one in (config.get("quantized_layers") or {}).items()
+    if config.get("quant_algo") == MIXED:
+        layers = config.get("quantized_layers") or {}
+        return rules + [
+            Rule(_algorithm(one, f"{name}: "), rf"{re.escape(name)}(\..*)?") for name, one in layers.items()
         ]
-    else:
-        rules.append(Rule(_algorithm(config.get("quant_algo"), scales_only)))
-    return rules
+    return [*rules, Rule(_algorithm(config))]
 
 
-def _algorithm(name: Any, scales_only: bool) -> Scheme:
-    found = _ALGORITHMS.get(str(name).upper())
+def _algorithm(config: Mapping[str, Any], of: str = "") -> Scheme:
+    """Read the scheme of a model, or of the layer that the prefix ``of`` names."""
+    name = config.get("quant_algo")
+    found = ALGORITHMS.get(str(name).upper())
     if found is None:
         raise ValueError(
-            f"quant_algo is {name!r}, expected {', '.join(_ALGORITHMS)}, or MIXED_PRECISION with these per layer"
+            f"{of}quant_algo is {name!r}, expected {', '.join(ALGORITHMS)}, or {MIXED} with these per layer; start "
+            "from the unquantized checkpoint"
         )
-    if found.name != "FP8" and not scales_only:
-        raise ValueError(
-            f"quant_algo is {name!r}, whose codes cannot be read: expected 'FP8'; set model.path to the unquantized "
-            "checkpoint and quant.scales to this one"
-        )
+    size = config.get("group_size") or NVFP4_GROUP
+    if found.weights.has_global_scale and size != NVFP4_GROUP:
+        raise ValueError(f"{of}group_size is {size!r}, expected {NVFP4_GROUP} for {name}: quantize again")
     return found

@@ -24,11 +24,13 @@ from model.checkpoint.names import module_name_on_disk
 from model.checkpoint.safetensors import CheckpointError, Reader
 from model.quantized.checkpoint import SourceCheckpoint, read_checkpoint
 from model.quantized.narrow_range import check_codes, check_not_clipped
-from model.quantized.tensor import QuantizedTensor, row_chunks
+from model.quantized.tensor import QuantizedTensor, read_positive, row_chunks
 from model.ranks import errors_on_all_ranks, listed, raise_everywhere, raise_problems, reduce_over_ranks, say, words_of
 from model.scales.codes import Values, add_products, count_of_sums, other_weights
 from model.scales.grouping import (
     GLOBAL_SCALE,
+    INPUT_GLOBAL_SCALE,
+    INPUT_SCALE,
     WEIGHT_SCALE,
     ArrangedScales,
     StoredScales,
@@ -202,6 +204,10 @@ def _small_scales(
                 if linear.above is not None:
                     stored.scales[linear.name + GLOBAL_SCALE] = linear.read_above(reader)
         for key in _input_keys(model, quantization, checkpoint):
+            if key.endswith(INPUT_GLOBAL_SCALE) and key not in checkpoint.beside:
+                name = key.removesuffix(INPUT_GLOBAL_SCALE)  # as ModelOpt has it
+                if (tensor := checkpoint.beside.get(name + INPUT_SCALE)) is not None:
+                    stored.scales[key] = 1 / read_positive(tensor, reader)
             if (tensor := checkpoint.beside.get(key)) is not None and tensor.dtype is not None:
                 stored.scales[key] = torch.empty(tensor.shape, dtype=torch.float32)
                 reader.read(tensor, 0, stored.scales[key].view(-1))

@@ -38,6 +38,7 @@ class QuantizedTensor:
         codes, scale: tensors on disk (``weight`` or ``weight_packed``, and ``weight_scale``).
         zero: packed zero points, if the scheme has any.
         above: global scale, if the scheme has one.
+        reciprocal: True if ``above`` is the reciprocal of the global scale, as in files of ModelOpt.
     """
 
     key: str
@@ -47,6 +48,7 @@ class QuantizedTensor:
     scale: DiskTensor
     zero: DiskTensor | None = None
     above: DiskTensor | None = None
+    reciprocal: bool = False
 
     kind = "codes"
     dtype = torch.float32
@@ -138,11 +140,8 @@ class QuantizedTensor:
         """Read the fp32 global scale ``(1,)``, by which stored scales are divided; raises CheckpointError unless it is
         finite and positive."""
         assert self.above is not None
-        above = torch.empty(1, dtype=torch.float32)
-        reader.read(self.above, 0, above)
-        if not bool(torch.isfinite(above) & (above > 0)):
-            raise DamagedError(f"{self.above.file}: {self.above.key} must be finite and positive, got {above.item()}")
-        return above
+        above = read_positive(self.above, reader)
+        return 1 / above if self.reciprocal else above
 
     def zero_of_rows(self, reader: Reader, rows: slice) -> Tensor | None:
         """Read the fp32 zero points ``[rows, n]`` of some rows; None if the scheme has none."""
@@ -203,6 +202,15 @@ class ColumnTensor(QuantizedTensor):
             found = zero[wrong][0].item() - spec.qmin
             raise DamagedError(f"{self.file}: {self.zero.key} has the zero point {found:g}, expected {expected}")
         return None if spec.symmetric else zero.contiguous()
+
+
+def read_positive(tensor: DiskTensor, reader: Reader) -> Tensor:
+    """Read a single scale, fp32 ``(1,)``. Raises CheckpointError unless it is finite and positive."""
+    value = torch.empty(1, dtype=torch.float32)
+    reader.read(tensor, 0, value)
+    if not bool(torch.isfinite(value) & (value > 0)):
+        raise DamagedError(f"{tensor.file}: {tensor.key} must be finite and positive, got {value.item()}")
+    return value
 
 
 def _columns(tensor: DiskTensor, columns: slice, reader: Reader) -> Tensor:

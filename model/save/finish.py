@@ -23,6 +23,7 @@ from model.zero import full_shape
 from quant import Quantization, QuantLayer
 from quant.formats.layouts import Layout, layout_config
 from quant.formats.mlx import affine_config
+from quant.formats.modelopt import modelopt_in_config
 from quant.linear import QuantEmbedding, StackedLinear, linears_of
 from quant.rotation import rotated_layers, transform_config
 from quant.rules import name_patterns
@@ -79,6 +80,10 @@ def write_config(
             part["tie_word_embeddings"] = False
     if quantization is not None and not plan.as_source:
         quantized = configuration(model, quantization, layout, list(chain(*plan.shards)))
+        if quantized is not None and layout == "modelopt":
+            whole = {"producer": {"name": "DeepQAT"}, "quantization": quantized}
+            write_json(whole, directory / MODELOPT_FILE)
+            quantized = modelopt_in_config(quantized)
         if quantized is not None:
             config["quantization_config"] = quantized
         if layout == "mlx":

@@ -20,11 +20,12 @@ from model.quantized.checkpoint import SourceCheckpoint
 from model.quantized.tensor import QuantizedTensor
 from model.save.shard_writer import KINDS
 from model.scales import cache_keys
-from model.scales.grouping import CACHE_ENDS
+from model.scales.grouping import CACHE_ENDS, MODELOPT_CACHE
 from model.zero import batches, full_numel, is_partitioned, is_whole
 from quant import SCALE_PARAMETERS, Quantization, QuantLayer, QuantLinear
 from quant.formats.compressed_tensors import Shapes
 from quant.formats.layouts import Layout, block_shapes, linear_shapes
+from quant.formats.modelopt import RECIPROCALS
 from quant.fused import FusedModule
 from quant.kv_cache import QuantCache
 from quant.linear import LinearPart, linears_of
@@ -52,6 +53,7 @@ class Item:
         copied: tensor of the source outside of any module, written unchanged, or decoded.
         stored: tensors of the source that ``copied`` consists of, written instead of a decoded weight; only in exports
             whose scales and codes are named as in the source.
+        source: scales of the source by key, for :func:`quant.formats.modelopt.modelopt_tensors`.
     """
 
     name: str
@@ -66,6 +68,7 @@ class Item:
     turned: bool = False
     copied: DiskTensor | QuantizedTensor | None = None
     stored: Sequence[DiskTensor] = ()
+    source: Mapping[str, DiskTensor] = field(default_factory=dict)
 
     @cached_property
     def bytes(self) -> int:
@@ -121,12 +124,15 @@ def plan_shards(
     for name, module in model.named_modules():
         if quantization is not None and name in quantization.layers:
             item = _quantized_item(model, names, name, quantization.layers[name], layout, source)
-            items.append(replace(item, shapes=_as_stored(item.shapes, beside)))
+            ends = tuple(f".{suffix}" for suffix in RECIPROCALS) if layout == "modelopt" else ()
+            read = {key: beside[key] for key in item.shapes if key in beside and key.endswith(ends)}
+            items.append(replace(item, shapes=_as_stored(item.shapes, beside), source=read))
         elif isinstance(module, QuantCache):
             if quantization is not None and layout != "dequantized":
                 keys = cache_keys(model, name)
-                key = next((one for one in keys if one in beside), keys[0])
-                shapes = _as_stored({key: (torch.float32, (1,))}, beside)
+                usual = keys[MODELOPT_CACHE if layout == "modelopt" else 0]
+                key = next((one for one in keys if one in beside), usual)
+                shapes = _as_stored({key: (torch.float32, () if layout == "modelopt" else (1,))}, beside)
                 items.append(Item(key, module, list(module.parameters()), shapes))
         elif getattr(module, "projections", ()):
             items.append(_stacked_item(model, names, name, module, source, quantized=quantized))
@@ -138,9 +144,13 @@ def plan_shards(
 
 
 def _as_stored(shapes: Shapes, beside: Mapping[str, DiskTensor]) -> Shapes:
-    """Replace the shapes of single scales by those of the source: ``[]`` or ``[1]``."""
-    single = {key for key, (_, shape) in shapes.items() if shape == (1,) and key in beside}
-    return {key: (dtype, beside[key].shape if key in single else shape) for key, (dtype, shape) in shapes.items()}
+    """Replace shapes by those of the source that differ in sides of 1: ``[]`` or ``[1]``, ``[out]`` or ``[out, 1]``."""
+
+    def sides(shape: tuple[int, ...]) -> list[int]:
+        return [side for side in shape if side != 1]
+
+    same = {key for key, (_, shape) in shapes.items() if key in beside and sides(shape) == sides(beside[key].shape)}
+    return {key: (dtype, beside[key].shape if key in same else shape) for key, (dtype, shape) in shapes.items()}
 
 
 def copied_modules(items: Sequence[Item], spelled: Callable[[str], str] = str) -> list[str]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from model.checkpoint.safetensors import SINGLE, Reader
+from model.checkpoint.safetensors import SINGLE, Reader, read_tensor
 from model.console import progress_bar
 from model.quantized.tensor import chunks_of
 from model.ranks import errors_on_all_ranks, is_main, raise_everywhere, words_of
@@ -154,7 +154,7 @@ def _write(item: Item, output: ShardWriter, held: BufferedBytes) -> None:
                     output.write_part(f"{prefix}{end}", index * tensor.numel(), tensor.contiguous())
                 else:
                     key = f"{prefix}.{suffix}"
-                    output.write(key, tensor.view(item.shapes[key][1]) if tensor.numel() == 1 else tensor)
+                    output.write(key, tensor.view(item.shapes[key][1]))
     else:
         for name, weight in _plain_weights(item):
             output.write(f"{name}.weight", weight.cpu().contiguous())
@@ -200,6 +200,13 @@ def _plain_weights(item: Item) -> Iterator[tuple[str, Tensor]]:
         yield name, part.weight(item.parameters[0].detach())
 
 
+def _source_scales(item: Item, name: str) -> dict[str, Tensor]:
+    """Read the scales of a Linear in the source, by suffix."""
+    with Reader() as reader:
+        own = {key.rpartition(".")[2]: one for key, one in item.source.items() if key.rpartition(".")[0] == name}
+        return {suffix: read_tensor(reader, one).float() for suffix, one in own.items()}
+
+
 def _packed(item: Item, held: BufferedBytes) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Yield each Linear on disk of a QuantLayer: its name, and its tensors by suffix, in CPU memory."""
     layer = item.module
@@ -221,7 +228,7 @@ def _packed(item: Item, held: BufferedBytes) -> Iterator[tuple[str, dict[str, Te
             layer.scheme,
             layer.weight.dtype,
         )
-        tensors = linear_tensors(item.layout, linear)
+        tensors = linear_tensors(item.layout, linear, _source_scales(item, name))
         if item.turned:
             tensors["weight"] = tensors["weight"].t().contiguous()
         if isinstance(layer, QuantLinear) and layer.rotation is not None:

@@ -58,7 +58,7 @@ def file_weight(
     if found is None:
         return None
     rows, columns = part.out_features, part.in_features
-    packed = found.key.endswith("_packed")
+    packed = found.key.endswith("_packed") or found.dtype == torch.uint8
     dtypes: tuple[torch.dtype, ...]
     if spec.dtype == "int":
         dtypes = (torch.int32,) if packed else (torch.int8,)

@@ -45,6 +45,7 @@ CACHE_SCALES = {
     "v_cache": (".v_scale", ".v_cache.scale", ".v_proj.v_scale", ".v_proj.output_scale"),
 }
 
+MODELOPT_CACHE = 2  # index of ModelOpt's spelling
 CACHE_ENDS = tuple(end for ends in CACHE_SCALES.values() for end in ends)
 
 LinearParts = dict[str, LinearPart]  # by name on disk

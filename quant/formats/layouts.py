@@ -5,6 +5,7 @@
   input, or with blocks of 128 x 128 (``weight_scale_inv`` as in DeepSeek-V3; also read by transformers).
 - ``gpt_oss``: experts in MXFP4 as gpt-oss is published, with one tensor of codes (``_blocks``) and one of scales
   (``_scales``) for all experts of a layer.
+- ``modelopt``: ModelOpt's tensors and configuration (``modelopt.py``), for fp8 and NVFP4.
 - ``dequantized``: fake-quantized weights in the model's dtype, for every reader of plain checkpoints, which will not
   quantize inputs.
 - ``gguf``: llama.cpp's blocks (``gguf.py``), for weights of 4 or 8 bits in groups of 32; ``model.save`` writes them
@@ -31,10 +32,11 @@ from quant.formats.compressed_tensors import (
 from quant.formats.config_groups import ignore_patterns, quantization_config
 from quant.formats.gguf import BLOCK, BYTES, block_type, blocks
 from quant.formats.mlx import affine_shapes, affine_tensors, check_affine
+from quant.formats.modelopt import algorithm, modelopt_config, modelopt_shapes, modelopt_tensors
 from quant.formats.torchao import check_intx, intx_shapes, intx_tensors, torchao_config
 from quant.spec import SCHEMES, Scheme, TensorSpec
 
-Layout = Literal["compressed", "vllm_fp8", "gpt_oss", "dequantized", "gguf", "mlx", "executorch"]
+Layout = Literal["compressed", "vllm_fp8", "gpt_oss", "modelopt", "dequantized", "gguf", "mlx", "executorch"]
 
 # Suffixes for a stack of experts, by the suffix of compressed-tensors' MXFP4.
 BLOCK_ENDS = {"weight_packed": "_blocks", "weight_scale": "_scales"}
@@ -43,7 +45,12 @@ BLOCK_ENDS = {"weight_packed": "_blocks", "weight_scale": "_scales"}
 # unquantized or uses MXFP8.
 _ONE_SCHEME = {"vllm_fp8": ("fp8_static", "fp8_block"), "gpt_oss": ("mxfp4", "mxfp4_mxfp8")}
 # Raise ValueError for a scheme that a layout does not support.
-_CHECKS: dict[str, Callable[[Scheme], object]] = {"gguf": block_type, "mlx": check_affine, "executorch": check_intx}
+_CHECKS: dict[str, Callable[[Scheme], object]] = {
+    "gguf": block_type,
+    "mlx": check_affine,
+    "executorch": check_intx,
+    "modelopt": algorithm,
+}
 # As gpt-oss is published, with only its experts quantized.
 _NO_EXPERTS = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
 
@@ -87,14 +94,21 @@ def linear_shapes(layout: Layout, in_features: int, out_features: int, scheme: S
     if layout == "executorch":
         return intx_shapes(in_features, out_features, scheme, dtype)
     shapes = packed_shapes(in_features, out_features, scheme, dtype)
+    if layout == "modelopt":
+        return modelopt_shapes(shapes, scheme)
     return {_suffix(layout, scheme, suffix): expected for suffix, expected in shapes.items()}
 
 
 @torch.no_grad()
-def linear_tensors(layout: Layout, linear: TrainedLinear) -> dict[str, torch.Tensor]:
+def linear_tensors(
+    layout: Layout, linear: TrainedLinear, source: Mapping[str, torch.Tensor] | None = None
+) -> dict[str, torch.Tensor]:
     """Build the tensors of one Linear on disk by suffix, in CPU memory. Rearranges the result of
-    :func:`quant.formats.compressed_tensors.pack_linear`, whose errors may be raised."""
+    :func:`quant.formats.compressed_tensors.pack_linear`, whose errors may be raised. ``source`` is for
+    :func:`quant.formats.modelopt.modelopt_tensors`."""
     packed, scheme, scale = pack_linear(linear), linear.scheme, linear.scale
+    if layout == "modelopt":
+        return modelopt_tensors(packed, scheme, source)
     if layout not in ("dequantized", "gguf", "mlx", "executorch"):
         return {_suffix(layout, scheme, suffix): tensor for suffix, tensor in packed.items()}
     zero, bias = unpack_zero(packed, scheme), {"bias": packed["bias"]} if "bias" in packed else {}
@@ -152,6 +166,8 @@ def layout_config(
         return {"modules_to_not_convert": list(_NO_EXPERTS), "quant_method": "mxfp4"}
     if layout == "executorch":
         return torchao_config(layers, skipped, no_linears)
+    if layout == "modelopt":
+        return modelopt_config(layers, [*routers, *skipped, *(f"{name}*" for name in copied)], kv_cache)
     scheme = next(iter(layers.values()))
     config: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
     if scheme.stored_input is not None:

@@ -1,13 +1,17 @@
 """Quantized checkpoints as other programs publish them: GPTQ, AWQ, AutoRound, ModelOpt, and gpt-oss.
 
 Those of GPTQ and AWQ are packed by hand after AutoGPTQ's and AutoAWQ's sources: code by code, with no function of ours.
-Those of ModelOpt follow vLLM's reader of them (`vllm/model_executor/layers/quantization/modelopt.py` and the names that
-it remaps scales of keys and values from); no file of ModelOpt was at hand.
+Those of ModelOpt follow its exporter (`unified_export_hf.py`, `nvfp4_tensor.py`) and vLLM's reader of them
+(`vllm/model_executor/layers/quantization/modelopt.py` and the names that it remaps scales of keys and values from); no
+file of ModelOpt was at hand.
 """
 
 import json
 import random
+import re
 import shutil
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -131,6 +135,77 @@ def modelopt(directory: Path, scheme: str, *, inside: bool) -> tuple[Path, Path]
         (theirs / "hf_quant_config.json").write_text(json.dumps(whole))
     (theirs / "config.json").write_text(json.dumps(config))
     return directory / "export", theirs
+
+
+def nvfp4_linear(weight: Tensor, absmax: Tensor) -> dict[str, Tensor]:
+    """The tensors of a Linear in NVFP4 as ModelOpt's nvfp4_tensor.py computes them, by suffix. ``absmax`` is that of
+    the Linears that share a second scale."""
+    second = absmax.float() / (6 * 448)
+    groups = weight.float().unflatten(1, (-1, 16))
+    scale = groups.abs().amax(-1) / (6 * second)
+    scale = torch.where(scale == 0, 1.0, scale).clamp(2**-9, 448).to(torch.float8_e4m3fn)
+    scaled = (groups / (scale.float() * second).unsqueeze(-1)).flatten(1)
+    bounds = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    codes = torch.searchsorted(bounds, scaled.abs()) + torch.isin(scaled.abs(), bounds[[1, 3, 5]])
+    codes = (codes + 8 * (scaled < 0)).to(torch.uint8)
+    return {"weight": codes[:, ::2] | codes[:, 1::2] << 4, "weight_scale": scale, "weight_scale_2": second}
+
+
+def fp8_linear(weight: Tensor, absmax: Tensor) -> dict[str, Tensor]:
+    """The tensors of a Linear in ModelOpt's FP8, by suffix."""
+    scale = absmax.float() / 448
+    return {"weight": (weight.float() / scale).to(torch.float8_e4m3fn), "weight_scale": scale}
+
+
+def shared(name: str) -> str:
+    """The name of the layer that servers make of this Linear and others: these share a scale."""
+    fused = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
+    module, _, leaf = name.rpartition(".")
+    return f"{module}.{fused.get(leaf, leaf)}"
+
+
+def modelopt_checkpoint(directory: Path, kind: str, algorithm: Callable[[str], str | None]) -> Path:
+    """A tiny checkpoint as ModelOpt writes it, by its source: codes, scales, and both files of configuration.
+
+    ``algorithm`` says the ``quant_algo`` of each Linear, by name; None leaves it unquantized.
+    """
+    path = tiny_checkpoint(directory / "source", kind, seed=random.randrange(2**31), wide=True)
+    kinds: dict[str, dict] = {}
+    absmax: dict[str, Tensor] = {}
+
+    def of(key: str) -> str | None:
+        return algorithm(key.removesuffix(".weight")) if key.endswith("_proj.weight") else None
+
+    def measure(tensors: dict[str, Tensor]) -> None:
+        for key in filter(of, tensors):
+            found = tensors[key].abs().amax()
+            absmax[shared(key.removesuffix(".weight"))] = found.maximum(
+                absmax.get(shared(key.removesuffix(".weight")), found)
+            )
+
+    def encode(tensors: dict[str, Tensor]) -> None:
+        for key in list(filter(of, tensors)):
+            name, algo = key.removesuffix(".weight"), of(key)
+            make = fp8_linear if algo == "FP8" else nvfp4_linear
+            own = make(tensors[key], absmax[shared(name)])
+            if algo != "W4A16_NVFP4":
+                layer = re.sub(r"experts\.\d+", "experts", shared(name))  # all experts of a layer share an input
+                own["input_scale"] = torch.tensor(0.001 + zlib.crc32(layer.encode()) / 2**40)
+            kinds[name] = {"quant_algo": algo} | ({} if algo == "FP8" else {"group_size": 16})
+            tensors |= {f"{name}.{suffix}": tensor for suffix, tensor in own.items()}
+
+    edit_checkpoint(path, measure)
+    edit_checkpoint(path, encode)
+    one = next(iter(kinds.values()))
+    mixed = any(kind != one for kind in kinds.values())
+    said = {"quant_algo": "MIXED_PRECISION", "quantized_layers": kinds} if mixed else one
+    left_out = {} if mixed else {"exclude_modules": ["lm_head", "model.layers.*.mlp.gate"]}
+    own = {"kv_cache_quant_algo": None, **said, **left_out}
+    whole = {"producer": {"name": "modelopt", "version": "0.41.0"}, "quantization": own}
+    (path / "hf_quant_config.json").write_text(json.dumps(whole, indent=4))
+    config = {**said, "ignore": left_out.get("exclude_modules", []), "producer": whole["producer"]}
+    edit_json(path / "config.json", quantization_config={"config_groups": {}, **config, "quant_method": "modelopt"})
+    return path
 
 
 # As openai/gpt-oss-20b has it.

@@ -5,6 +5,7 @@ GPTQ and AWQ have no export of their own: codes, scales and zero points come bac
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from quant.formats.packing import unpack_int32, unpack_zero_points
 from tests.families.variants import VARIANTS
 from tests.lib.checkpoints import edit_checkpoint, edit_json, quantized, read_tensors
 from tests.lib.launcher import run_ranks
-from tests.lib.published import gpt_oss, gptq_checkpoint
+from tests.lib.published import gpt_oss, gptq_checkpoint, modelopt_checkpoint
 from tests.lib.tiny import tiny_checkpoint
 
 SCRIPT = Path(__file__).parent / "scripts" / "round_trip.py"
@@ -42,6 +43,14 @@ OTHERS = cases(
 )
 OTHERS |= {"experts one by one": ("qwen3_moe", "w4a16_g32", "per_expert", "compressed")}
 OTHERS |= {"vLLM's fp8, static": ("qwen3_moe", "fp8_static", "stacked", "vllm_fp8")}
+MODELOPT: dict[str, tuple[str, Callable[[str], str | None]]] = {
+    "ModelOpt's NVFP4": ("qwen3_moe", lambda name: "NVFP4"),
+    "ModelOpt's NVFP4 weights": ("qwen3", lambda name: "W4A16_NVFP4"),
+    "ModelOpt's FP8 and NVFP4": (
+        "qwen3_moe",
+        lambda name: "NVFP4" if "experts" in name else None if "o_proj" in name else "FP8",
+    ),
+}
 COLUMNS = ("gptq", "gptq_v2", "awq")  # 4 bits with zero points
 
 
@@ -89,6 +98,8 @@ def with_heads(directory: Path) -> Path:
 
 def write_others(directory: Path) -> dict[str, tuple[str, str, str]]:
     """Files of GPTQ and AWQ and the weights that these are, gpt-oss as it is published, and a model with heads."""
+    for name, (kind, algorithm) in MODELOPT.items():
+        modelopt_checkpoint(directory / name, kind, algorithm).rename(directory / "files" / name)
     with_heads(directory / "heads").rename(directory / "files" / "heads")
     gpt_oss(directory / "gpt_oss", random.randrange(2**31)).rename(directory / "files" / "gpt_oss")
     for kind in COLUMNS:
@@ -96,6 +107,7 @@ def write_others(directory: Path) -> dict[str, tuple[str, str, str]]:
         path.rename(directory / "files" / kind)
         save_file(weights, directory / kind / "weights.safetensors")
     others = dict.fromkeys(COLUMNS, ("per_expert", "compressed", "fp16"))  # in which their scales are stored
+    others |= dict.fromkeys(MODELOPT, ("stacked", "modelopt", "bf16"))
     return others | {"gpt_oss": ("stacked", "gpt_oss", "bf16"), "heads": ("per_expert", "vllm_fp8", "bf16")}
 
 
@@ -118,7 +130,7 @@ def directory(tmp_path_factory) -> Path:
     return exported_again(directory, write_all(directory, CASES) | write_others(directory))
 
 
-@pytest.mark.parametrize("name", [*CASES, "gpt_oss", "heads"])
+@pytest.mark.parametrize("name", [*CASES, *MODELOPT, "gpt_oss", "heads"])
 def test_what_was_read_comes_back(directory, name):
     assert not different(directory / "files" / name, directory / "again" / name)
 

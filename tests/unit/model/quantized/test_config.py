@@ -17,6 +17,7 @@ from tests.lib.tiny import tiny_config
 COMPRESSED = quantization_config({"model.layers.0.mlp.up_proj": SCHEMES["w4a16_g32"]}, ["lm_head"])
 FP8 = {"num_bits": 8, "type": "float", "strategy": "tensor"}
 GPTQ = {"quant_method": "gptq", "bits": 4}
+NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
 ROUND = {"quant_method": "auto-round", "bits": 4}
 
 
@@ -55,9 +56,14 @@ REFUSED = {
     "none": ({"bits": 4}, "quant_method is None"),
     "hqq": ({"quant_method": "hqq", "bits": 4}, "quant_method is 'hqq', whose codes cannot be read"),
     "modelopt": ({"quant_method": "modelopt"}, "quant_algo is None"),
-    "NVFP4": (
-        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
-        "quant_algo is 'NVFP4', whose codes cannot be read: expected 'FP8'",
+    "groups of 32": ({**NVFP4, "group_size": 32}, "group_size is 32, expected 16 for NVFP4: quantize again"),
+    "one layer": (
+        {
+            **NVFP4,
+            "quant_algo": "MIXED_PRECISION",
+            "quantized_layers": {"a.b": NVFP4, "a.c": {"quant_algo": "W4A8_AWQ"}},
+        },
+        "a.c: quant_algo is 'W4A8_AWQ', expected FP8, FP8_PER_CHANNEL_PER_TOKEN, ",
     ),
     "order": (int4(actorder="group"), "weights.actorder is 'group'"),
     "9 bits": (int4(num_bits=9), "config_groups.group_0.weights: int codes have 2 to 8 bits, got dtype=int, bits=9"),
@@ -86,6 +92,15 @@ def test_what_is_not_read_is_named(tmp_path, case):
         check_readable(tmp_path)
     assert str(tmp_path / "config.json") in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_two_configurations_of_modelopt_that_differ_are_named(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": NVFP4}))
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
+    with pytest.raises(ValueError, match=r"hf_quant_config\.json has quant_algo 'FP8', but .*config\.json has 'NVFP4'"):
+        check_readable(tmp_path)
+    edit_json(tmp_path / "hf_quant_config.json", quantization={"quant_algo": "NVFP4", "group_size": 16})
+    check_readable(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["[]", "{", "\x00"])

@@ -10,13 +10,16 @@ from engine.config.errors import RecipeError
 from engine.config.quant import QuantRecipe
 from engine.config.reading import resolve_source
 from engine.session_export import check_export, layout_of
+from model.checkpoint.safetensors import read_headers
+from model.quantized.checkpoint import source_schemes
 from model.quantized.quantization_config import check_readable, is_quantized
 from model.quantized.scales import take_scales
 from model.ranks import RankError
 from model.save import export_model
 from model.scales import load_scales
 from quant import SCHEMES
-from quant.spec import PRESETS
+from quant.formats.modelopt import ALGORITHMS
+from quant.spec import PRESETS, Preset
 from tests.lib.checkpoints import (
     assert_same_tensors,
     edit_checkpoint,
@@ -188,6 +191,43 @@ def test_modelopts_fp8_with_keys_and_values_comes_back(tmp_path, inside):
     assert (tmp_path / "again" / "config.json").read_text() == (export / "config.json").read_text()
     with pytest.raises(RecipeError, match=r"\(or kv_cache_quant_algo\) is set, which 'source' does"):
         resolve_source(QuantRecipe(scheme="source"), str(theirs))
+
+
+LINEAR = {"weight_scale": ("F32", []), "input_scale": ("F32", [])}
+NVFP4 = {"weight": ("U8", [256, 64]), "weight_scale": ("F8_E4M3", [256, 8]), "weight_scale_2": ("F32", [])}
+# Tensors of up_proj, [256, 128], as vLLM's modelopt.py registers them.
+MODELOPT = {
+    "fp8_static_kv": {"weight": ("F8_E4M3", [256, 128]), **LINEAR},
+    "fp8_dynamic": {"weight": ("F8_E4M3", [256, 128]), "weight_scale": ("F32", [256])},
+    "nvfp4": NVFP4,
+    "nvfp4_w4a4_kv": {**NVFP4, "input_scale": ("F32", [])},
+    "FP8_PB_WO": {"weight": ("F8_E4M3", [256, 128]), "weight_scale": ("F32", [2, 1, 1, 1])},
+}
+
+
+@pytest.mark.parametrize("scheme", MODELOPT)
+def test_what_is_written_as_modelopt_does_is_read_and_written_again(tmp_path, scheme, seed):
+    """Byte for byte, with both configurations; scales from such an export pass for the weights, too."""
+    source = tiny_checkpoint(tmp_path / "source", "qwen3", seed=random.randrange(2**31), wide=True)
+    preset = PRESETS.get(scheme, Preset(ALGORITHMS.get(scheme)))
+    model = load_model(source)
+    quantization = quantize(model, preset.linear, kv_cache=preset.kv_cache)
+    export_model(model, quantization, source, tmp_path / "export", layout="modelopt")
+    tensors = read_headers(tmp_path / "export").tensors
+    found = {key: (one.kind, list(one.shape)) for key, one in tensors.items() if key.startswith(f"{UP}.")}
+    assert found == {f"{UP}.{suffix}": expected for suffix, expected in MODELOPT[scheme].items()}
+    caches = [key for key in tensors if key.endswith("v_proj.v_scale") and tensors[key].shape == ()]
+    assert len(caches) == (2 if preset.kv_cache else 0)
+
+    again = load_model(tmp_path / "export")
+    named = source_schemes(again, tmp_path / "export")
+    read = quantize(again, measure=False, named=named, kv_cache=preset.kv_cache)
+    report = take_scales(again, read, tmp_path / "export")
+    assert not report.weights_measured and not report.inputs_missing and not report.merged
+    export_model(again, read, tmp_path / "export", tmp_path / "again", layout="modelopt")
+    for name in ("model.safetensors", "config.json", "hf_quant_config.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "export" / name).read_bytes(), name
+    load_scales(model, quantization, tmp_path / "export")
 
 
 @pytest.mark.parametrize("read", [take_scales, load_scales])

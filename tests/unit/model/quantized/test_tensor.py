@@ -21,6 +21,7 @@ from quant.formats.config_groups import quantization_config
 from quant.observers import partial_stats, scales_from_stats, zero_points_from_stats
 from quant.reference import effective_scale, quantize
 from tests.lib.checkpoints import CPU
+from tests.lib.published import nvfp4_linear
 
 # Widths that no preset has, and codes of a whole byte that are far from 0.
 OTHERS = [Scheme(f"w{bits}a16_g16", TensorSpec("int", bits, "group", 16)) for bits in (5, 6, 7)]
@@ -116,6 +117,7 @@ def test_codes_that_a_dtype_cannot_hold_are_refused_by_name(tmp_path):
 
 
 ORDER = torch.arange(256, dtype=torch.int32) % 8
+CODES = torch.ones(32, 256)
 MOVED = torch.ones(16, 8, dtype=torch.int8)
 WRONG = {
     "a scale is missing": ("w4a16_g32", "weight_scale", None, "is missing"),
@@ -138,6 +140,85 @@ def test_what_does_not_fit_together_is_a_problem(tmp_path, case):
     rules = rules_of(quantization_config({NAME: SCHEMES[name]}, []))
     coded, _, (problem,) = read_quantized(read_headers(tmp_path), rules, lambda name: [name])
     assert not coded and re.search(rf"{NAME}: {suffix}:? {re.escape(expected)}", problem), problem
+
+
+MODELOPT_WRONG = {
+    "no second scale": ("NVFP4", {"weight_scale_2": None}, "weight_scale_2 is missing, expected torch.float32 [1] for"),
+    "no scale": ("NVFP4", {"weight_scale": None}, "weight_scale is missing"),
+    "codes of 8 bits": ("NVFP4", {"weight": CODES.to(torch.float8_e4m3fn)}, "weight is F8_E4M3 [32, 256], expected"),
+    "codes of 4 bits": (
+        "FP8",
+        {"weight_scale": torch.ones(())},
+        "weight is U8 [32, 128], expected torch.float8_e4m3fn",
+    ),
+    "groups of 32": (
+        "NVFP4",
+        {"weight_scale": CODES[:, :8].to(torch.float8_e4m3fn)},
+        "weight_scale is F8_E4M3 [32, 8]",
+    ),
+    "scales of fp32": ("NVFP4", {"weight_scale": torch.ones(32, 16)}, "weight_scale is F32 [32, 16], expected"),
+    "half a group": (
+        "NVFP4",
+        {"weight": torch.zeros(32, 100).byte()},
+        "in_features 200 is not divisible by group_size",
+    ),
+    "names of compressed-tensors": (
+        "NVFP4",
+        {"weight": None, "weight_packed": torch.zeros(32, 128).byte()},
+        "weight is missing, expected torch.uint8 [32, 128] for nvfp4_w4a4",
+    ),
+    "rotated inputs": ("NVFP4_AWQ", {}, "quant_algo is 'NVFP4_AWQ', expected FP8, "),
+    # Found when the numbers are read.
+    "a scale of NaN": (
+        "NVFP4",
+        {"weight_scale": torch.full((32, 16), torch.nan)},
+        "weight_scale must be finite and not",
+    ),
+    "a second scale of 0": ("NVFP4", {"weight_scale_2": torch.zeros(())}, "weight_scale_2 must be finite and positive"),
+    "a second scale of NaN": (
+        "NVFP4",
+        {"weight_scale_2": torch.tensor(torch.nan)},
+        "weight_scale_2 must be finite and",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MODELOPT_WRONG)
+def test_files_of_modelopt_that_contradict_themselves_are_named(tmp_path, case):
+    algorithm, edits, expected = MODELOPT_WRONG[case]
+    made = nvfp4_linear(torch.randn(32, 256), torch.tensor(5.0)) | {"input_scale": torch.tensor(0.01)} | edits
+    if case == "a scale of NaN":
+        made["weight_scale"] = made["weight_scale"].to(torch.float8_e4m3fn)
+    save_file({f"{NAME}.{key}": one for key, one in made.items() if one is not None}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=re.escape(expected)) as raised:
+        rules = rules_of({"quant_method": "modelopt", "quant_algo": algorithm, "group_size": 16})
+        coded, _, problems = read_quantized(read_headers(tmp_path), rules, lambda name: [name], modelopt=True)
+        if problems:
+            raise ValueError(problems[0])
+        values(coded[f"{NAME}.weight"], 0, 32 * 256, torch.float32)
+    assert "\n" not in str(raised.value)
+    assert NAME in str(raised.value) or case == "rotated inputs"
+
+
+def test_modelopts_second_scale_multiplies(tmp_path, seed):
+    """Codes of the file, and the products of its source: ``code * weight_scale * weight_scale_2``."""
+    weight = torch.randn(32, 256)
+    made = nvfp4_linear(weight, weight.abs().amax())
+    save_file({f"{NAME}.{key}": one for key, one in made.items()}, tmp_path / "model.safetensors")
+    rules = rules_of({"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"})
+    coded, _, problems = read_quantized(read_headers(tmp_path), rules, lambda name: [name], modelopt=True)
+    assert not problems
+    tensor = coded[f"{NAME}.weight"]
+    found = values(tensor, 0, 32 * 256, torch.float32).view(32, 256)
+    grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    codes = torch.stack([made["weight"] & 15, made["weight"] >> 4], -1).flatten(1).long()
+    scale = made["weight_scale"].double() * made["weight_scale_2"].double()
+    expected = grid[codes].double() * scale.repeat_interleave(16, 1)
+    assert torch.allclose(found.double(), expected, rtol=2**-22, atol=0)
+    # The largest weight has the largest code and scale: 6 * 448 * weight_scale_2, and so is the reciprocal.
+    assert torch.allclose(found.abs().max(), weight.abs().max(), rtol=1e-6)
+    with Reader() as reader:
+        assert torch.allclose(tensor.read_above(reader), 6 * 448 / weight.abs().max(), rtol=1e-6)
 
 
 def test_columns_in_their_order_and_zero_points_of_zero_change_nothing(tmp_path):

@@ -1,0 +1,126 @@
+"""Codes and scales of one Linear as ModelOpt (NVIDIA Model Optimizer) stores them, for vLLM, SGLang and TensorRT-LLM.
+
+The tensors hold the codes and scales of compressed-tensors, with these differences, as in ModelOpt's
+``unified_export_hf.py`` and ``nvfp4_tensor.py`` and vLLM's ``modelopt.py``:
+
+- A single scale has no dimension, scales per row are ``[out]``, and scales per block ``[out / 128, 1, in / 128, 1]``.
+- NVFP4 codes are called ``weight`` (uint8 [out, in / 2]).
+- NVFP4 has the reciprocals of the global scales: values are ``code * weight_scale * weight_scale_2``, where
+  ``weight_scale_2`` is absmax / (6 * 448), and ``input_scale`` is that of the inputs.
+
+fp32 does not hold every reciprocal exactly: for one number in six, the reciprocal of its reciprocal is its neighbor. So
+effective scales of NVFP4 differ by a relative 2^-24 between the two formats, and :func:`reciprocal` returns the number
+of the file that was read, if it belongs to the same global scale.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quant.formats.compressed_tensors import Shapes
+from quant.spec import NVFP4_GROUP, SCHEMES, Scheme, TensorSpec
+
+# Schemes by ModelOpt's names of them (``quant_algo``).
+ALGORITHMS = {
+    "FP8": SCHEMES["fp8_static"],
+    "FP8_PER_CHANNEL_PER_TOKEN": SCHEMES["fp8_dynamic"],
+    "FP8_PB_WO": Scheme("FP8_PB_WO", SCHEMES["fp8_block"].weights),
+    "NVFP4": SCHEMES["nvfp4_w4a4"],
+    "W4A16_NVFP4": SCHEMES["nvfp4"],
+}
+MIXED = "MIXED_PRECISION"
+# Names of NVFP4's tensors, by compressed-tensors' suffix. The last two are reciprocals.
+_NAMES = {
+    "weight_packed": "weight",
+    "weight_global_scale": "weight_scale_2",
+    "input_global_scale": "input_scale",
+}
+RECIPROCALS = ("weight_scale_2", "input_scale")
+
+
+def algorithm(scheme: Scheme) -> str:
+    """Return ModelOpt's name of a scheme. Raises ValueError if it has none."""
+    for name, known in ALGORITHMS.items():
+        if (known.weights, known.activations) == (scheme.weights, scheme.activations):
+            return name
+    presets = ", ".join(known.name for known in ALGORITHMS.values() if known.name in SCHEMES)
+    raise ValueError(f"layout 'modelopt' holds {presets}, got {scheme.name}; use layout 'compressed'")
+
+
+def names_of(scheme: Scheme) -> dict[str, str]:
+    """Map compressed-tensors' suffixes to ModelOpt's, where they differ."""
+    return _NAMES if scheme.weights.has_global_scale else {}
+
+
+def modelopt_shapes(shapes: Shapes, scheme: Scheme) -> Shapes:
+    """Convert dtypes and shapes of a Linear's tensors, by suffix, from compressed-tensors."""
+    names = names_of(scheme)
+    return {names.get(key, key): (dtype, _shape(key, shape, scheme)) for key, (dtype, shape) in shapes.items()}
+
+
+def _shape(suffix: str, shape: tuple[int, ...], scheme: Scheme) -> tuple[int, ...]:
+    if shape == (1,) and suffix.endswith("_scale"):
+        return ()
+    if suffix == "weight_scale" and scheme.weights.granularity == "channel":
+        return shape[:1]
+    if suffix == "weight_scale" and scheme.weights.granularity == "block":
+        return (shape[0], 1, shape[1], 1)
+    return shape
+
+
+def modelopt_tensors(
+    packed: Mapping[str, Tensor], scheme: Scheme, source: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """Convert a Linear's tensors, by suffix, from compressed-tensors. ``source`` has the tensors :data:`RECIPROCALS` of
+    the file from which the scales were read, by suffix."""
+    names, source = names_of(scheme), source or {}
+    converted = {}
+    for suffix, tensor in packed.items():
+        name, shape = names.get(suffix, suffix), _shape(suffix, tuple(tensor.shape), scheme)
+        if suffix in names and name in RECIPROCALS:
+            tensor = reciprocal(tensor, source.get(name))
+        converted[name] = tensor.reshape(shape)
+    return converted
+
+
+def reciprocal(scale: Tensor, stored: Tensor | None) -> Tensor:
+    """Return the reciprocal of a global scale, fp32 ``(1,)``: ``stored``, if ``scale`` is its reciprocal."""
+    if stored is not None and torch.equal(1 / stored.reshape(scale.shape), scale):
+        return stored
+    return 1 / scale
+
+
+def modelopt_config(
+    layers: Mapping[str, Scheme], skipped: Iterable[str], kv_cache: TensorSpec | None
+) -> dict[str, Any]:
+    """Build the object ``quantization`` of ``hf_quant_config.json``: one algorithm, or one for each layer.
+
+    Args:
+        layers: schemes of the quantized layers by module name.
+        skipped: names of modules that are not quantized, with the wildcard ``*``.
+        kv_cache: format of keys and values, or None.
+    """
+    kinds = {name: _entry(scheme) for name, scheme in layers.items()}
+    config: dict[str, Any] = {"kv_cache_quant_algo": None if kv_cache is None else "FP8"}
+    one = next(iter(kinds.values()), {"quant_algo": None})
+    if all(kind == one for kind in kinds.values()):
+        return {**one, **config, "exclude_modules": list(dict.fromkeys(skipped))}
+    return {"quant_algo": MIXED, **config, "quantized_layers": kinds}
+
+
+def _entry(scheme: Scheme) -> dict[str, Any]:
+    entry: dict[str, Any] = {"quant_algo": algorithm(scheme)}
+    return entry | ({"group_size": NVFP4_GROUP} if scheme.weights.has_global_scale else {})
+
+
+def modelopt_in_config(quantization: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert the result of :func:`modelopt_config` to the ``quantization_config`` of config.json, in which vLLM looks
+    first."""
+    others = ("exclude_modules", "kv_cache_quant_algo")
+    config = {"quant_method": "modelopt", **{key: one for key, one in quantization.items() if key not in others}}
+    config["ignore"] = quantization.get("exclude_modules", [])
+    if quantization["kv_cache_quant_algo"] is not None:
+        config["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"}
+    return config
