@@ -2,17 +2,24 @@
 
 If an export has the source's format, and each layer is quantized as in the source, then the source's configuration
 describes the export, too, and is kept. So are the things that training does not determine: codes of tensors outside of
-the model, the names of scales of keys and values, and the shape of a single scale (``[]`` or ``[1]``).
+the model, the names of scales of keys and values, the shape of a single scale (``[]`` or ``[1]``), and the dtype of
+scales that training has not changed.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedModel
 
 from model.checkpoint.names import module_name_on_disk
 from model.quantized.checkpoint import SourceCheckpoint, parts_of
 from model.quantized.quantization_config import source_layout
-from quant import Quantization, Scheme
+from model.ranks import reduce_over_ranks
+from model.scales import cache_keys
+from model.scales.grouping import INPUT_SCALE, INVERSE, WEIGHT_SCALE
+from model.zero import local_data
+from quant import Quantization, ScaleGroup, Scheme
 from quant.formats.layouts import Layout
 from quant.linear import linears_of
 from quant.rotation import rotated_layers
@@ -43,3 +50,38 @@ def is_as_source(
         if formats(own.get(part.name)) != formats(None if source is None else source.scheme):
             return False
     return True
+
+
+def stored_dtypes(
+    model: PreTrainedModel, quantization: Quantization, checkpoint: SourceCheckpoint
+) -> dict[str, torch.dtype]:
+    """Find the fp32 scales that the source stores in a shorter dtype, and that have values of this dtype, by key. A
+    collective. Scales that learn have such values only until the first step."""
+    found: list[tuple[list[str], torch.dtype]] = []
+    changed: list[torch.Tensor] = []
+    for group in (*quantization.weight_groups, *quantization.input_groups):
+        tensors = [checkpoint.beside[key] for key in _keys(model, quantization, group) if key in checkpoint.beside]
+        dtypes = {one.dtype for one in tensors}
+        if group.spec.scale_format != "float32" or len(dtypes) != 1 or not dtypes < {torch.bfloat16, torch.float16}:
+            continue
+        dtype = tensors[0].dtype
+        assert dtype is not None
+        scale, theta = local_data(group.s0), group.theta
+        count = (scale.to(dtype).float() != scale).sum()
+        changed.append(count.cpu() if theta is None else (count + local_data(theta).count_nonzero()).cpu())
+        found.append(([one.key for one in tensors], dtype))
+    if not found:
+        return {}
+    counts = reduce_over_ranks(torch.stack(changed)).tolist()
+    return {key: dtype for (keys, dtype), count in zip(found, counts, strict=True) if not count for key in keys}
+
+
+def _keys(model: PreTrainedModel, quantization: Quantization, group: ScaleGroup) -> Iterator[str]:
+    """Yield the keys that the scales of a group may have on disk."""
+    for name in group.members:
+        if name in quantization.caches:
+            yield from cache_keys(model, name)
+            continue
+        for part in linears_of(name, quantization.layers[name]):
+            disk = module_name_on_disk(model, part.name)
+            yield from (disk + end for end in ([INPUT_SCALE] if group.observer else [WEIGHT_SCALE, INVERSE]))

@@ -31,14 +31,14 @@ from model.checkpoint.safetensors import SINGLE, garbage_kept
 from model.peft import FOLDER
 from model.quantized.checkpoint import SourceCheckpoint, read_checkpoint
 from model.ranks import errors_on_all_ranks, is_main
-from model.save.as_source import is_as_source
+from model.save.as_source import is_as_source, stored_dtypes
 from model.save.aside import Aside
 from model.save.finish import configuration, copy_companions, write_config, write_index
 from model.save.gguf_file import GGUF_FILE, GGUFPlan, GGUFWriter, check_gguf_written, plan_gguf
 from model.save.layout_checks import check_support
 from model.save.loadable import check_loadable, check_written
 from model.save.peft_adapter import PeftFolder
-from model.save.plan import Item, Plan, copied_modules, plan_shards
+from model.save.plan import Item, copied_modules, plan_shards
 from model.save.write import Writers, safetensors_file, write_shards
 from quant import Quantization, QuantLayer
 from quant.formats.layouts import Layout
@@ -82,26 +82,22 @@ def check_plan(
     :func:`export_model`. Raises RankError for everything that would make the export fail and is known before."""
     with errors_on_all_ranks(Exception):
         if is_main():
-            plan = _plan(model, quantization, Path(source_dir), layout, 5 * 10**9)
-            items = list(chain(*plan.shards))
+            checkpoint, as_source = _read_source(model, quantization, Path(source_dir), layout)
+            shards = plan_shards(model, quantization, layout, 5 * 10**9, checkpoint, {} if as_source else None)
+            items = list(chain(*shards))
             if layout == "gguf":
                 plan_gguf(model, items, template)
             else:
                 check_loadable(Path(source_dir), items, trust_remote_code=trust_remote_code)
-            if quantization is not None and not plan.as_source:
+            if quantization is not None and not as_source:
                 configuration(model, quantization, layout, items)
 
 
-def _plan(
-    model: PreTrainedModel,
-    quantization: Quantization | None,
-    source: Path,
-    layout: Layout,
-    max_shard_size: int,
-    copied: bool = True,
-) -> Plan:
-    if max_shard_size <= 0:
-        raise ValueError(f"max_shard_size is {max_shard_size} bytes, expected at least 1")
+def _read_source(
+    model: PreTrainedModel, quantization: Quantization | None, source: Path, layout: Layout, *, copied: bool = True
+) -> tuple[SourceCheckpoint, bool]:
+    """Read the headers of the source, and tell if the export has its format and schemes. Raises ValueError if the
+    layout does not hold the model."""
     if not (source / "config.json").is_file():
         raise ValueError(
             f"{source} has no config.json: expected the checkpoint directory that the model was built from"
@@ -109,8 +105,7 @@ def _plan(
     if quantization is not None:
         check_support(model, quantization, layout)
     checkpoint = read_checkpoint(source, model) if copied else SourceCheckpoint({}, [], set())
-    as_source = is_as_source(model, quantization, checkpoint, source, layout)
-    return Plan(plan_shards(model, quantization, layout, max_shard_size, checkpoint, as_source=as_source), as_source)
+    return checkpoint, is_as_source(model, quantization, checkpoint, source, layout)
 
 
 @garbage_kept()
@@ -151,9 +146,13 @@ def export_model(
     begin, source, out = time.perf_counter(), Path(source_dir), Path(out_dir)
     check_finite(model, f"{out} was not written: the model diverged, export an earlier checkpoint")
     with errors_on_all_ranks(ValueError, OSError):
+        if max_shard_size <= 0:
+            raise ValueError(f"max_shard_size is {max_shard_size} bytes, expected at least 1")
+        checkpoint, as_source = _read_source(model, quantization, source, layout, copied=copied)
+    dtypes = stored_dtypes(model, quantization, checkpoint) if as_source and quantization is not None else None
+    with errors_on_all_ranks(ValueError, OSError):
         limit = max_shard_size if layout != "gguf" else sys.maxsize
-        plan = _plan(model, quantization, source, layout, limit, copied)
-    shards = plan.shards
+        shards = plan_shards(model, quantization, layout, limit, checkpoint, dtypes)
     items = list(chain(*shards))
     total = sum(item.bytes for item in items)
     aside: Aside | None = None
@@ -179,8 +178,8 @@ def export_model(
                 else:
                     write_index(shards, files, directory)
                     check_written(directory, items)
-                write_config(model, quantization, layout, source, directory, plan)
-                copy_companions(source, directory, as_source=plan.as_source)
+                write_config(model, quantization, layout, source, directory, items, as_source)
+                copy_companions(source, directory, as_source=as_source)
                 if adapter is not None:
                     adapter.write(directory / FOLDER)
                 aside.publish()

@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 from collections.abc import Iterable
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from model.families import text_part
 from model.quantized.quantization_config import MODELOPT_FILE, read_json_object
 from model.ranks import listed, naming
 from model.save.aside import sync
-from model.save.plan import Item, Plan, copied_modules, mlx_place
+from model.save.plan import Item, copied_modules, mlx_place
 from model.zero import full_shape
 from quant import Quantization, QuantLayer
 from quant.formats.layouts import Layout, layout_config
@@ -61,15 +60,17 @@ def write_config(
     layout: Layout,
     source: Path,
     directory: Path,
-    plan: Plan,
+    items: list[Item],
+    as_source: bool,
 ) -> None:
-    """Write the source's config.json with the model's dtype and quantization_config, for the tensors of ``plan``.
+    """Write the source's config.json with the model's dtype and, unless ``as_source`` keeps the source's, the
+    quantization_config for the tensors of ``items``.
 
     The source's file is edited rather than writing ``model.config``, so that switches of training (``use_cache``, the
     attention implementation) do not leak into it.
     """
     config = read_json_object(source / "config.json")
-    if not plan.as_source:
+    if not as_source:
         for key in ("quantization_config", "quantization"):
             config.pop(key, None)
     # Older checkpoints spell it torch_dtype, which older readers need.
@@ -78,8 +79,8 @@ def write_config(
     if hasattr(model.config, UNTIED):
         for part in (config, *([config["text_config"]] if "text_config" in config else [])):
             part["tie_word_embeddings"] = False
-    if quantization is not None and not plan.as_source:
-        quantized = configuration(model, quantization, layout, list(chain(*plan.shards)))
+    if quantization is not None and not as_source:
+        quantized = configuration(model, quantization, layout, items)
         if quantized is not None and layout == "modelopt":
             whole = {"producer": {"name": "DeepQAT"}, "quantization": quantized}
             write_json(whole, directory / MODELOPT_FILE)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from model.quantized.checkpoint import SourceCheckpoint
 from model.quantized.tensor import QuantizedTensor
 from model.save.shard_writer import KINDS
 from model.scales import cache_keys
-from model.scales.grouping import CACHE_ENDS, MODELOPT_CACHE
+from model.scales.grouping import CACHE_ENDS, INVERSE, MODELOPT_CACHE, WEIGHT_SCALE
 from model.zero import batches, full_numel, is_partitioned, is_whole
 from quant import SCALE_PARAMETERS, Quantization, QuantLayer, QuantLinear
 from quant.formats.compressed_tensors import Shapes
@@ -81,26 +81,13 @@ class Item:
         return sum(full_numel(p) * p.element_size() for p in self.parameters if is_partitioned(p) and not is_whole(p))
 
 
-class Plan(NamedTuple):
-    """Plan of an export.
-
-    Attributes:
-        shards: items of each file.
-        as_source: True if format and schemes are those of the source, whose configuration is kept.
-    """
-
-    shards: list[list[Item]]
-    as_source: bool
-
-
 def plan_shards(
     model: PreTrainedModel,
     quantization: Quantization | None,
     layout: Layout,
     max_shard_size: int,
     checkpoint: SourceCheckpoint,
-    *,
-    as_source: bool = False,
+    dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> list[list[Item]]:
     """List modules with tensors of their own, in module order, then copied tensors, grouped by file.
 
@@ -110,13 +97,13 @@ def plan_shards(
     Args:
         model, quantization, layout: the model, its quantized layers (or None), and their format on disk.
         checkpoint: headers of the checkpoint that the model was loaded from.
-        as_source: format and schemes are those of ``checkpoint``: write scales in its shapes, and codes that are
-            outside of the model as they are.
+        dtypes: None, or if format and schemes are those of ``checkpoint``, the dtypes of scales that are not fp32. Then
+            scales have the shapes of ``checkpoint``, and codes that are outside of the model are copied.
 
     Raises:
         ValueError: experts share a tensor on disk, but not in the model.
     """
-    source, beside = checkpoint.tensors, checkpoint.beside if as_source else {}
+    source, beside = checkpoint.tensors, {} if dtypes is None else checkpoint.beside
     names = Names(model, {key: tensor.shape for key, tensor in source.items()})
     quantized = quantization is not None and bool(quantization.layers) and layout != "dequantized"
     seen: set[int] = set()
@@ -126,13 +113,13 @@ def plan_shards(
             item = _quantized_item(model, names, name, quantization.layers[name], layout, source)
             ends = tuple(f".{suffix}" for suffix in RECIPROCALS) if layout == "modelopt" else ()
             read = {key: beside[key] for key in item.shapes if key in beside and key.endswith(ends)}
-            items.append(replace(item, shapes=_as_stored(item.shapes, beside), source=read))
+            items.append(replace(item, shapes=_as_stored(item.shapes, beside, dtypes), source=read))
         elif isinstance(module, QuantCache):
             if quantization is not None and layout != "dequantized":
                 keys = cache_keys(model, name)
                 usual = keys[MODELOPT_CACHE if layout == "modelopt" else 0]
                 key = next((one for one in keys if one in beside), usual)
-                shapes = _as_stored({key: (torch.float32, () if layout == "modelopt" else (1,))}, beside)
+                shapes = _as_stored({key: (torch.float32, () if layout == "modelopt" else (1,))}, beside, dtypes)
                 items.append(Item(key, module, list(module.parameters()), shapes))
         elif getattr(module, "projections", ()):
             items.append(_stacked_item(model, names, name, module, source, quantized=quantized))
@@ -143,14 +130,25 @@ def plan_shards(
     return list(batches((item for item in items if item.shapes), lambda item: item.bytes, max_shard_size))
 
 
-def _as_stored(shapes: Shapes, beside: Mapping[str, DiskTensor]) -> Shapes:
-    """Replace shapes by those of the source that differ in sides of 1: ``[]`` or ``[1]``, ``[out]`` or ``[out, 1]``."""
+def _as_stored(shapes: Shapes, beside: Mapping[str, DiskTensor], dtypes: Mapping[str, torch.dtype] | None) -> Shapes:
+    """Describe tensors as the source has them: with its dimensions of 1 (``[]`` or ``[1]``, ``[out]`` or ``[out, 1]``),
+    the dtypes of ``dtypes``, and DeepSeek's name of scales."""
 
     def sides(shape: tuple[int, ...]) -> list[int]:
         return [side for side in shape if side != 1]
 
-    same = {key for key, (_, shape) in shapes.items() if key in beside and sides(shape) == sides(beside[key].shape)}
-    return {key: (dtype, beside[key].shape if key in same else shape) for key, (dtype, shape) in shapes.items()}
+    described: Shapes = {}
+    for key, (dtype, shape) in shapes.items():
+        if key not in beside and inverse_of(key) in beside:
+            key = inverse_of(key)
+        same = key in beside and sides(shape) == sides(beside[key].shape)
+        described[key] = (dtypes or {}).get(key, dtype), beside[key].shape if same else shape
+    return described
+
+
+def inverse_of(key: str) -> str:
+    """Return DeepSeek's name of a scale, which has the same meaning: ``weight_scale_inv``."""
+    return key.removesuffix(WEIGHT_SCALE) + INVERSE
 
 
 def copied_modules(items: Sequence[Item], spelled: Callable[[str], str] = str) -> list[str]:

@@ -14,7 +14,7 @@ from model.checkpoint.safetensors import SINGLE, Reader, read_tensor
 from model.console import progress_bar
 from model.quantized.tensor import chunks_of
 from model.ranks import errors_on_all_ranks, is_main, raise_everywhere, words_of
-from model.save.plan import Item
+from model.save.plan import Item, inverse_of
 from model.save.shard_writer import ShardWriter, safetensors_head
 from model.zero import ReceiveBuffer, batches, gathered_on_main
 from quant import QuantLayer, QuantLinear
@@ -142,7 +142,8 @@ def _write(item: Item, output: ShardWriter, held: BufferedBytes) -> None:
     if item.copied is not None:
         _copy(item, output, held)
     elif isinstance(item.module, QuantCache):
-        output.write(item.name, cache_scale(item.name, item.module.input_scale()).view(item.shapes[item.name][1]))
+        dtype, shape = item.shapes[item.name]
+        output.write(item.name, cache_scale(item.name, item.module.input_scale()).view(shape).to(dtype))
     elif item.fused and not item.joined:
         _write_fused(item, output, held)
     elif item.layout is not None:
@@ -154,7 +155,9 @@ def _write(item: Item, output: ShardWriter, held: BufferedBytes) -> None:
                     output.write_part(f"{prefix}{end}", index * tensor.numel(), tensor.contiguous())
                 else:
                     key = f"{prefix}.{suffix}"
-                    output.write(key, tensor.view(item.shapes[key][1]))
+                    key = key if key in item.shapes else inverse_of(key)
+                    dtype, shape = item.shapes[key]
+                    output.write(key, tensor.view(shape).to(dtype))
     else:
         for name, weight in _plain_weights(item):
             output.write(f"{name}.weight", weight.cpu().contiguous())

@@ -34,7 +34,7 @@ from quant.formats.gguf import BLOCK, BYTES, block_type, blocks
 from quant.formats.mlx import affine_shapes, affine_tensors, check_affine
 from quant.formats.modelopt import algorithm, modelopt_config, modelopt_shapes, modelopt_tensors
 from quant.formats.torchao import check_intx, intx_shapes, intx_tensors, torchao_config
-from quant.spec import SCHEMES, Scheme, TensorSpec
+from quant.spec import FP8_TENSOR, SCHEMES, Scheme, TensorSpec
 
 Layout = Literal["compressed", "vllm_fp8", "gpt_oss", "modelopt", "dequantized", "gguf", "mlx", "executorch"]
 
@@ -43,7 +43,13 @@ BLOCK_ENDS = {"weight_packed": "_blocks", "weight_scale": "_scales"}
 
 # Schemes of layouts that have one for all quantized layers. gpt_oss has no format of inputs; a server leaves them
 # unquantized or uses MXFP8.
-_ONE_SCHEME = {"vllm_fp8": ("fp8_static", "fp8_block"), "gpt_oss": ("mxfp4", "mxfp4_mxfp8")}
+_ONE_SCHEME = {
+    "vllm_fp8": (
+        *(SCHEMES["fp8_static"], SCHEMES["fp8_block"]),
+        Scheme("fp8 with dynamic inputs", FP8_TENSOR, SCHEMES["fp8_dynamic"].activations),
+    ),
+    "gpt_oss": (SCHEMES["mxfp4"], SCHEMES["mxfp4_mxfp8"]),
+}
 # Raise ValueError for a scheme that a layout does not support.
 _CHECKS: dict[str, Callable[[Scheme], object]] = {
     "gguf": block_type,
@@ -65,10 +71,10 @@ def check_layout(layout: str, schemes: Iterable[Scheme]) -> None:
         export_format(scheme)
         _CHECKS.get(layout, export_format)(scheme)
     found = {(scheme.weights, scheme.activations): scheme.name for scheme in schemes}
-    names = _ONE_SCHEME.get(layout, ())
-    if names and list(found) not in [[(SCHEMES[name].weights, SCHEMES[name].activations)] for name in names]:
+    known = _ONE_SCHEME.get(layout, ())
+    if known and list(found) not in [[(scheme.weights, scheme.activations)] for scheme in known]:
         raise ValueError(
-            f"layout {layout!r} holds {' or '.join(names)} for all quantized layers, got "
+            f"layout {layout!r} holds {' or '.join(scheme.name for scheme in known)} for all quantized layers, got "
             f"{', '.join(found.values()) or 'none'}; use layout 'compressed'"
         )
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from model.save import export_model
 from model.scales import write_scales
-from quant import SCHEMES
+from quant import SCHEMES, Rule
 from quant.formats.packing import unpack_int32, unpack_zero_points
 from tests.families.variants import VARIANTS
 from tests.lib.checkpoints import edit_checkpoint, edit_json, quantized, read_tensors
@@ -24,6 +24,12 @@ from tests.lib.tiny import tiny_checkpoint
 
 SCRIPT = Path(__file__).parent / "scripts" / "round_trip.py"
 NARROW = "w4a16_g32, -7..7"  # absmax / 7, as Kimi-K2 has it, in the place of absmax / 7.5
+MIXED = "fp8 in blocks, MXFP4, NVFP4 and bf16"
+RULES = [
+    Rule(SCHEMES["mxfp4"], r".*\.experts\..*"),
+    Rule(SCHEMES["nvfp4"], r".*layers\.0\..*[qkv]_proj"),
+    Rule(None, r".*layers\.1\..*o_proj"),
+]
 Case = tuple[str, str, str, str]  # architecture, scheme, form of experts, layout
 
 
@@ -37,6 +43,7 @@ CASES = cases("fp8_static fp8_block int8_dynamic w4a16_g32 w4a16_asym nvfp4 mxfp
 CASES |= {NARROW: ("qwen3", NARROW, "per_expert", "compressed")}
 CASES |= {f"stacked {NARROW}": ("qwen3_moe", NARROW, "stacked", "compressed")}
 CASES |= {"stacked, vLLM's fp8": ("qwen3_moe", "fp8_block", "stacked", "vllm_fp8")}
+CASES |= {MIXED: ("qwen3_moe", MIXED, "stacked", "compressed")}
 OTHERS = cases(
     "fp8_dynamic w8a16_channel w8a16_g32 w3a16_g32 w2a16_g32 nvfp4_w4a4",
     "fp8_static int8_dynamic w4a16_g32 w4a16_asym nvfp4 mxfp4",
@@ -56,8 +63,9 @@ COLUMNS = ("gptq", "gptq_v2", "awq")  # 4 bits with zero points
 
 def write(source: Path, directory: Path, scheme: str, form: str, layout: str) -> None:
     """A quantized checkpoint of ``source``; another writer's, as far as the grid is concerned."""
-    chosen = SCHEMES["w4a16_g32" if scheme == NARROW else scheme]
-    model, quantization = quantized(source, chosen, [torch.randint(0, 301, (2, 64))], experts=form)
+    chosen = SCHEMES[{NARROW: "w4a16_g32", MIXED: "fp8_block"}.get(scheme, scheme)]
+    rules = RULES if scheme == MIXED else []
+    model, quantization = quantized(source, chosen, [torch.randint(0, 301, (2, 64))], experts=form, rules=rules)
     if scheme == NARROW:
         # Rounded up to bf16, which holds the largest magnitude within 7 steps.
         values = {group.owner: (group.s0 * 7.5 / 7 * 1.01).bfloat16().float() for group in quantization.weight_groups}
@@ -79,14 +87,15 @@ def write_all(directory: Path, cases: dict[str, Case]) -> dict[str, tuple[str, s
 
 
 def with_heads(directory: Path) -> Path:
-    """vLLM's fp8 as other programs publish it: heads in codes that the model does not have, scales without a dimension,
-    and a configuration with more keys than this project writes."""
+    """vLLM's fp8 as other programs publish it: heads in codes that the model does not have, scales in bf16 without a
+    dimension, and a configuration with more keys than this project writes."""
     source = VARIANTS["qwen3_5"].checkpoint(directory / "source", seed=random.randrange(2**31))
     model, quantization = quantized(source, SCHEMES["fp8_static"], [torch.randint(0, 301, (2, 64))])
     export_model(model, quantization, source, directory / "heads", layout="vllm_fp8")
 
     def edit(tensors: dict[str, torch.Tensor]) -> None:
-        tensors |= {key: tensor.view(()) for key, tensor in tensors.items() if key.endswith("_scale")}
+        scales = [key for key in tensors if key.endswith("_scale")]
+        tensors |= {key: tensors[key].view(()).bfloat16() for key in scales}
         tensors["mtp.layers.0.mlp.up_proj.weight"] = torch.randn(96, 64).to(torch.float8_e4m3fn)
         tensors |= {f"mtp.layers.0.mlp.up_proj.{end}_scale": torch.rand(()) for end in ("weight", "input")}
         tensors["mtp.layers.0.self_attn.k_scale"] = torch.rand(())

@@ -29,7 +29,7 @@ from tests.lib.checkpoints import (
     quantize,
     read_tensors,
 )
-from tests.lib.published import gpt_oss, gptq_checkpoint, modelopt
+from tests.lib.published import gpt_oss, gptq_checkpoint, modelopt, modelopt_checkpoint
 from tests.lib.recipes import bare_recipe as recipe
 from tests.lib.tiny import tiny_checkpoint
 
@@ -112,6 +112,7 @@ FORMATS = {
     "fp8 of ModelOpt": lambda path: modelopt(path, "fp8_static", inside=True)[1],
     "fp8 of vLLM": lambda path: exported(path, "fp8_static", "qwen3_moe", layout="vllm_fp8"),
     "blocks of DeepSeek": lambda path: exported(path, "fp8_block", "qwen3_moe", layout="vllm_fp8"),
+    "NVFP4 of ModelOpt": lambda path: modelopt_checkpoint(path, "qwen3_moe", lambda _: "W4A16_NVFP4"),
     "GPTQ": lambda path: gptq_checkpoint(path)[0],  # transposed, with zero points
 }
 
@@ -119,7 +120,7 @@ FORMATS = {
 @pytest.mark.parametrize(
     ("kind", "experts", "dtype"),
     [
-        *((kind, experts, torch.bfloat16) for kind in [*FORMATS][:4] for experts in ("stacked", "per_expert")),
+        *((kind, experts, torch.bfloat16) for kind in [*FORMATS][:5] for experts in ("stacked", "per_expert")),
         ("GPTQ", "stacked", torch.float16),
         ("GPTQ", "stacked", torch.float32),
     ],
@@ -146,7 +147,13 @@ def test_packed_weights_are_those_that_are_decoded(tmp_path, kind, experts, dtyp
 
 @pytest.mark.parametrize(
     ("kind", "layout"),
-    [("fp8 of vLLM", "vllm_fp8"), ("mxfp4 of gpt-oss", "gpt_oss"), ("compressed", "compressed"), ("GPTQ", None)],
+    [
+        ("fp8 of vLLM", "vllm_fp8"),
+        ("mxfp4 of gpt-oss", "gpt_oss"),
+        ("NVFP4 of ModelOpt", "modelopt"),
+        ("compressed", "compressed"),
+        ("GPTQ", None),
+    ],
 )
 def test_a_run_from_a_checkpoint_writes_its_format_unless_it_says_another(tmp_path, kind, layout):
     """Where the format is written; a format that is not is refused if the recipe asks for it."""
