@@ -280,11 +280,26 @@ def modelopt_rules(config: Mapping[str, Any]) -> list[Rule]:
         raise ValueError(f"exclude_modules is {str(skipped)[:80]}, expected a list of names")
     rules = [Rule(None, rf"(?:{fnmatch.translate(name)})(\..*)?") for name in skipped]
     if config.get("quant_algo") == MIXED:
-        layers = config.get("quantized_layers") or {}
-        return rules + [
-            Rule(_algorithm(one, f"{name}: "), rf"{re.escape(name)}(\..*)?") for name, one in layers.items()
-        ]
+        return [*rules, *_rules_of_layers(config.get("quantized_layers") or {})]
     return [*rules, Rule(_algorithm(config))]
+
+
+def _rules_of_layers(layers: Mapping[str, Any]) -> list[Rule]:
+    """Create a rule for each algorithm, with one pattern for all experts of a MoE layer: there may be 50,000 names."""
+    schemes: dict[str, Scheme] = {}
+    for name, one in layers.items():
+        scheme = _algorithm(one, f"{name}: ")
+        pattern = re.sub(r"(\.experts\\\.)\d+", r"\1\\d+", re.escape(name))
+        if schemes.setdefault(pattern, scheme) != scheme:
+            raise ValueError(
+                f"{name}: quant_algo is {one['quant_algo']!r}, but other experts of this layer have another one: start "
+                "from the unquantized checkpoint"
+            )
+    found = dict.fromkeys(schemes.values())
+    return [
+        Rule(each, rf"(?:{'|'.join(name for name, scheme in schemes.items() if scheme == each)})(\..*)?")
+        for each in found
+    ]
 
 
 def _algorithm(config: Mapping[str, Any], of: str = "") -> Scheme:

@@ -65,6 +65,14 @@ REFUSED = {
         },
         "a.c: quant_algo is 'W4A8_AWQ', expected FP8, FP8_PER_CHANNEL_PER_TOKEN, ",
     ),
+    "an expert": (
+        {
+            **NVFP4,
+            "quant_algo": "MIXED_PRECISION",
+            "quantized_layers": {"a.experts.0.up": NVFP4, "a.experts.11.up": {"quant_algo": "FP8"}},
+        },
+        "a.experts.11.up: quant_algo is 'FP8', but other experts of this layer have another one",
+    ),
     "order": (int4(actorder="group"), "weights.actorder is 'group'"),
     "9 bits": (int4(num_bits=9), "config_groups.group_0.weights: int codes have 2 to 8 bits, got dtype=int, bits=9"),
     "rotated": ({**COMPRESSED, "transform_config": {"u": 1}}, "transform_config is set"),
