@@ -70,9 +70,9 @@ def write_config(
     attention implementation) do not leak into it.
     """
     config = read_json_object(source / "config.json")
-    if not as_source:
+    for part in () if as_source else (config, config.get("text_config") or {}):  # composite models may have it there
         for key in ("quantization_config", "quantization"):
-            config.pop(key, None)
+            part.pop(key, None)
     # Older checkpoints spell it torch_dtype, which older readers need.
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(model.dtype).removeprefix("torch.")
     config.setdefault("architectures", [type(model).__name__])

@@ -101,10 +101,15 @@ def modelopt_config(
         layers: schemes of the quantized layers by module name.
         skipped: names of modules that are not quantized, with the wildcard ``*``.
         kv_cache: format of keys and values, or None.
+
+    Raises:
+        ValueError: no layer is quantized, which readers refuse.
     """
     kinds = {name: _entry(scheme) for name, scheme in layers.items()}
+    if not kinds:
+        raise ValueError("layout 'modelopt' needs quantized layers, not only a KV cache; use layout 'compressed'")
     config: dict[str, Any] = {"kv_cache_quant_algo": None if kv_cache is None else "FP8"}
-    one = next(iter(kinds.values()), {"quant_algo": None})
+    one = next(iter(kinds.values()))
     if all(kind == one for kind in kinds.values()):
         return {**one, **config, "exclude_modules": list(dict.fromkeys(skipped))}
     return {"quant_algo": MIXED, **config, "quantized_layers": kinds}

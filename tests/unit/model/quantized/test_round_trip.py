@@ -1,5 +1,6 @@
 """Quantized checkpoints: codes that stay codes in memory, or are of other schemes than the model has."""
 
+import json
 import random
 from pathlib import Path
 
@@ -20,9 +21,11 @@ from model.scales import load_scales
 from quant import SCHEMES
 from quant.formats.modelopt import ALGORITHMS
 from quant.spec import PRESETS, Preset
+from tests.families.variants import VARIANTS
 from tests.lib.checkpoints import (
     assert_same_tensors,
     edit_checkpoint,
+    edit_json,
     hold_packed,
     load_model,
     load_quantized,
@@ -198,6 +201,24 @@ def test_modelopts_fp8_with_keys_and_values_comes_back(tmp_path, inside):
     assert (tmp_path / "again" / "config.json").read_text() == (export / "config.json").read_text()
     with pytest.raises(RecipeError, match=r"\(or kv_cache_quant_algo\) is set, which 'source' does"):
         resolve_source(QuantRecipe(scheme="source"), str(theirs))
+
+
+def test_another_format_keeps_no_configuration_of_the_source(tmp_path):
+    """Wherever a composite model has it; the format of the source keeps it there."""
+    source = VARIANTS["qwen3_5"].checkpoint(tmp_path / "source", seed=random.randrange(2**31))
+    model = load_model(source)
+    export_model(model, quantize(model, "w4a16_g32"), source, tmp_path / "export")
+
+    def move(config: dict) -> None:
+        config["text_config"]["quantization_config"] = config.pop("quantization_config")
+
+    edit_json(tmp_path / "export" / "config.json", move)
+    model, quantization, _ = load_quantized(tmp_path / "export")
+    for layout, kept in (("dequantized", False), ("compressed", True)):
+        export_model(model, quantization, tmp_path / "export", tmp_path / layout, layout=layout)
+        config = json.loads((tmp_path / layout / "config.json").read_text())
+        assert "quantization_config" not in config
+        assert ("quantization_config" in config["text_config"]) == kept
 
 
 LINEAR = {"weight_scale": ("F32", []), "input_scale": ("F32", [])}

@@ -15,7 +15,7 @@ from quant.formats.layouts import check_layout, layout_config, linear_shapes, li
 from quant.formats.mlx import affine_config
 from quant.formats.torchao import PLAIN, TENSOR_NAMES, check_intx_of, intx_metadata
 from quant.scale import Scale
-from quant.spec import Scheme, TensorSpec
+from quant.spec import FP8_TENSOR, Scheme, TensorSpec
 
 INPUTS = SCHEMES["8da4w"].activations
 ROWS = Scheme("int8_per_row", TensorSpec("int", 8, "channel"), INPUTS)
@@ -148,10 +148,23 @@ def test_layouts_of_one_scheme_and_schemes_without_a_format_are_refused():
         ("nothing", [SCHEMES["fp8_static"]], "unknown layout 'nothing'"),
         ("compressed", [bad], "bad.* has no export format"),
         ("vllm_fp8", [SCHEMES["fp8_static"], SCHEMES["fp8_block"]], "got fp8_static, fp8_block; use"),
+        ("modelopt", [SCHEMES["nvfp4"], SCHEMES["w4a16_g32"]], "got w4a16_g32; use layout 'compressed'"),
         ("gpt_oss", [SCHEMES["fp8_static"]], "got fp8_static; use layout 'compressed'"),
     ):
         with pytest.raises(ValueError, match=said):
             check_layout(layout, schemes)
+
+
+def test_modelopt_names_one_algorithm_or_that_of_each_layer():
+    one, other = SCHEMES["fp8_static"], SCHEMES["nvfp4"]
+    config = layout_config("modelopt", {"a": one, "b": one}, ["lm_head"], ["gate"], FP8_TENSOR, copied=["visual"])
+    left_out = ["gate", "lm_head", "visual*"]
+    assert config == {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": left_out}
+    mixed = layout_config("modelopt", {"a": one, "b": other}, ["lm_head"], [])
+    kinds = {"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "W4A16_NVFP4", "group_size": 16}}
+    assert mixed == {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": None, "quantized_layers": kinds}
+    with pytest.raises(ValueError, match=r"layout 'modelopt' needs quantized layers, not only a KV cache; use layout"):
+        layout_config("modelopt", {}, [], [], FP8_TENSOR)
 
 
 def test_a_linear_for_torchao_without_quantized_inputs_is_refused():
