@@ -33,6 +33,7 @@ HOUSEKEEPING = re.compile(
     r"model\.(vocab_size|num_layers|num_heads|num_kv_heads|embed_dim|intermediate_dim|max_seq_len|norm_eps|rope_base)"
 )
 PAGE = "docs/coming_from.md"
+CACHE = "not converted: keys and values are quantized by the presets fp8_kv, fp8_static_kv and nvfp4_w4a4_kv alone"
 UNKNOWN = "choose_one"  # no scheme has this name, so training refuses the recipe until it has one
 BITS = {"int8": 8, "int4": 4, "int3": 3, "int2": 2}
 GRANULARITIES = {"per-tensor": "tensor", "per-channel": "channel", "per-group": "group", "per-token": "token"}
@@ -174,7 +175,10 @@ def from_angelslim(source: ForeignRecipe) -> Converted:
     _angelslim_data(source, made, section)
     _trainer(source, made, f"{section}.hf_args")
     if (mode := source.take(f"{section}.training_mode", "end2end")) != "end2end":
-        made.say(f"{section}.training_mode", f"{mode}: quant.init blockwise tunes layer by layer before the first step")
+        made.say(
+            f"{section}.training_mode",
+            f"{mode} is not converted: to tune layer by layer before the first step, set quant.init: blockwise",
+        )
         source.take_below(f"{section}.block_wise_config")
     expect(source, made, f"{section}.dist_mode", "hf", "the loop here is DeepSpeed's engine")
     expect(source, made, f"{section}.do_train", True, "launch/calibrate.py quantizes without training")
@@ -218,17 +222,16 @@ def _angelslim_quantization(source: ForeignRecipe, made: Converted, quantizer: s
     if (weights.get("qtype"), inputs.get("qtype"), quantized_inputs) == ("int4", "fp8", True):
         made.say(
             "compression.quantization.name",
-            "w4a8_fp8 has one stored scale for a layer's inputs, as converted; quant.scheme w4a8_fp8 has a scale per "
-            "token, which vLLM serves",
+            "w4a8_fp8 has one stored scale for a layer's inputs, as converted; for vLLM set quant.scheme: w4a8_fp8, "
+            "which has a scale per token",
         )
     ignored = source.take("compression.quantization.ignore_layers", [])
     usual = ("lm_head", "embed_tokens", "gate.weight")  # lm_head and routers are exempt by default
     made.put("quant.exempt_more", [f".*{re.escape(one)}.*" for one in ignored if one not in usual] or None)
     for part in ("q", "k", "v"):
         if source.take_below(f"{quantizer}.{part}"):
-            said = "not quantized" if part == "q" else "one scale per layer, in quant.scheme fp8_static_kv"
-            made.say(f"{quantizer}.{part}", f"queries, keys and values of a scheme: {said}")
-    expect(source, made, f"{quantizer}.use_qkv_quant", False, "quant.scheme fp8_static_kv quantizes keys and values")
+            made.say(f"{quantizer}.{part}", "queries are not quantized here" if part == "q" else CACHE)
+    expect(source, made, f"{quantizer}.use_qkv_quant", False, CACHE)
     if source.take(f"{quantizer}.fp8_attn"):
         made.say(f"{quantizer}.fp8_attn", "attention itself is not quantized")
 
@@ -242,7 +245,7 @@ def _angelslim_learnable(source: ForeignRecipe, made: Converted, section: str, q
     learn_inputs = bool(source.take(f"{learnable}.act_scale", False))
     made.put("learnable.act_scale", learn_inputs if static_inputs else None)
     if source.take(f"{learnable}.kv_scale"):
-        made.say(f"{learnable}.kv_scale", "learnable.kv_scale needs a scheme with keys and values, like fp8_static_kv")
+        made.say(f"{learnable}.kv_scale", f"{CACHE}; with one of them, learnable.kv_scale learns the scale")
     if source.take(f"{learnable}.norm"):
         made.say(f"{learnable}.norm", "AngelSlim's optimizer gets no norms; learnable.norm: true trains them here")
     lwc = source.take(f"{learnable}.lwc") or source.take(f"{quantizer}.lwc.enable_lwc")
@@ -255,7 +258,9 @@ def _angelslim_learnable(source: ForeignRecipe, made: Converted, section: str, q
     if scales := source.take(f"{section}.from_ptq_ckpt"):
         made.put("quant.scales", scales)
         made.say(
-            f"{section}.from_ptq_ckpt", "not required here: without quant.scales the run measures the first scales"
+            f"{section}.from_ptq_ckpt",
+            "if there is no such directory, remove quant.scales: the run then measures the first scales (for experts, "
+            "with quant.calibration_batches: 64)",
         )
 
 
@@ -296,12 +301,14 @@ def _angelslim_losses(source: ForeignRecipe, made: Converted, section: str, kind
 def _angelslim_data(source: ForeignRecipe, made: Converted, section: str) -> None:
     hub = source.take(f"{section}.hf_dataset")
     path, answers_alone = source.take("dataset.data_path"), source.take("dataset.is_sft_data", False)
-    made.put("data.train", [hub or path or "train.jsonl"])
+    if hub:  # owner/name, or owner/name,configuration
+        name, _, configuration = hub.partition(",")
+        path = f"hf://datasets/{name}" + (f"/{configuration}/train*" if configuration else "")
+        made.say(f"{section}.hf_dataset", f"converted to the files {path}: look if the data set has its text there")
+    made.put("data.train", [path or "train.jsonl"])
     made.put("data.kind", "text" if hub else None)
     if not hub and not answers_alone:
         made.say("dataset.is_sft_data", "false: prompts are learned there too; here answers alone are")
-    if hub:
-        made.say(f"{section}.hf_dataset", f"data.train takes files: save {hub} as text")
     made.put("data.max_length", source.take("dataset.max_seq_length"))
     if rows := source.take("dataset.num_samples"):
         made.say("dataset.num_samples", f"the whole file is trained on, not its first {rows} rows")
@@ -350,7 +357,9 @@ def _trainer(source: ForeignRecipe, made: Converted, prefix: str) -> None:
     made.put("train.keep_checkpoints", take("save_total_limit"))
     if not take("bf16", True) or take("fp16"):
         made.say(f"{prefix}.bf16", "false: set model.dtype")
-    made.put("deepspeed", "zero3" if "zero3" in str(take("deepspeed", "")) else "zero2")
+    strategy = str(take("deepspeed", ""))
+    made.put("deepspeed", chosen := "zero3" if "zero3" in strategy else "zero2")
+    made.say(f"{prefix}.deepspeed", f"{strategy or 'not set'}: {chosen} is chosen, for others see ds_configs/README.md")
 
 
 def from_torchtune(source: ForeignRecipe) -> Converted:

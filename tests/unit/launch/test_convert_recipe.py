@@ -106,7 +106,7 @@ def test_scales_alone_learn_from_the_model_itself():
     assert (recipe.train.steps, recipe.optim.schedule, recipe.optim.min_lr_ratio) == (3, "cosine", 0)
     assert (recipe.deepspeed, recipe.train.activation_checkpointing, recipe.data.max_length) == ("zero3", True, 4096)
     said = {note.partition(":")[0].rpartition(".")[2] for note in notes}
-    assert said == {"num_samples", "learning_rate", "is_sft_data", "from_ptq_ckpt"}
+    assert said == {"num_samples", "learning_rate", "is_sft_data", "from_ptq_ckpt", "deepspeed"}
 
 
 def test_chats_stay_chats_with_and_without_their_prompts():
@@ -116,6 +116,9 @@ def test_chats_stay_chats_with_and_without_their_prompts():
         assert recipe.data.kind == "chat" and any("is_sft_data: false: prompts are" in note for note in notes) == noted
     recipe, notes = read(SCALES_ONLY.replace("hf_dataset: null", "hf_dataset: a/b"))
     assert recipe.data.kind == "text" and not any("is_sft_data" in note for note in notes)
+    assert recipe.data.train == ["hf://datasets/a/b"]
+    recipe, notes = read(SCALES_ONLY.replace("hf_dataset: null", 'hf_dataset: "a/b,c-1"'))
+    assert recipe.data.train == ["hf://datasets/a/b/c-1/train*"] and any("hf_dataset: converted" in n for n in notes)
 
 
 def test_an_adapter_of_torchtune_is_beside_the_quantized_weights():
