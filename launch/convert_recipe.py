@@ -34,6 +34,7 @@ HOUSEKEEPING = re.compile(
 )
 PAGE = "docs/coming_from.md"
 CACHE = "not converted: keys and values are quantized by the presets fp8_kv, fp8_static_kv and nvfp4_w4a4_kv alone"
+BETAS = [0.9, 0.999]  # of torch's AdamW and of transformers' Trainer
 UNKNOWN = "choose_one"  # no scheme has this name, so training refuses the recipe until it has one
 BITS = {"int8": 8, "int4": 4, "int3": 3, "int2": 2}
 GRANULARITIES = {"per-tensor": "tensor", "per-channel": "channel", "per-group": "group", "per-token": "token"}
@@ -341,6 +342,7 @@ def _trainer(source: ForeignRecipe, made: Converted, prefix: str) -> None:
     made.put("optim.warmup_ratio", float(take("warmup_ratio", 0.0)) or None)
     made.put("optim.warmup_steps", int(take("warmup_steps", 0)) or None)
     made.put("optim.grad_clip", float(take("max_grad_norm", 1.0)))
+    made.put("optim.betas", [float(take("adam_beta1", BETAS[0])), float(take("adam_beta2", BETAS[1]))])
     decay = float(take("weight_decay", 0.0))
     if decay and not made.recipe["learnable"]["weight"]:
         made.say(f"{prefix}.weight_decay", "scales do not decay here")
@@ -409,6 +411,7 @@ def from_torchtune(source: ForeignRecipe) -> Converted:
     elif not str(optimizer).endswith("AdamW"):
         made.say("optimizer._component_", f"{optimizer}: AdamW is the optimizer here")
     made.put("optim.lr", float(source.take("optimizer.lr", 1e-3)))
+    made.put("optim.betas", source.take("optimizer.betas", BETAS))
     made.put("optim.weight_decay", float(source.take("optimizer.weight_decay", 0.01)))  # torch's default
     schedule = source.take_below("lr_scheduler")
     made.put("optim.schedule", "cosine" if schedule else "constant")

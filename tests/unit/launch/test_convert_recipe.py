@@ -104,6 +104,7 @@ def test_scales_alone_learn_from_the_model_itself():
         1,
     )
     assert (recipe.train.steps, recipe.optim.schedule, recipe.optim.min_lr_ratio) == (3, "cosine", 0)
+    assert tuple(recipe.optim.betas) == (0.9, 0.999)
     assert (recipe.deepspeed, recipe.train.activation_checkpointing, recipe.data.max_length) == ("zero3", True, 4096)
     said = {note.partition(":")[0].rpartition(".")[2] for note in notes}
     assert said == {"num_samples", "learning_rate", "is_sft_data", "from_ptq_ckpt", "deepspeed"}
