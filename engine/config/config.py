@@ -26,8 +26,8 @@ from engine.config.errors import (
     RecipeError,
     checkpoint_problems,
     default_of,
-    not_empty,
     not_there,
+    path_or_name,
     value_problems,
 )
 from engine.config.hub import HUB, HubError, Kind, local_paths
@@ -77,7 +77,7 @@ class Recipe:
     """Training samples."""
     train: TrainRecipe
     """The loop."""
-    output_dir: str = field(metadata=not_empty("a directory"))
+    output_dir: str = field(metadata=path_or_name("a directory"))
     """Directory for everything that the run writes: recipe, curves, checkpoints, export."""
     quant: QuantRecipe = field(default_factory=QuantRecipe)
     """Quantization."""
@@ -99,7 +99,7 @@ class Recipe:
     """Evaluation during training."""
     export: ExportRecipe = field(default_factory=ExportRecipe)
     """Compressed checkpoint."""
-    deepspeed: str = field(default="zero3", metadata=not_empty("a name in ds_configs/ or a JSON file"))
+    deepspeed: str = field(default="zero3", metadata=path_or_name("a name in ds_configs/ or a JSON file"))
     """ZeRO strategy: the name of a file in ds_configs/ (zero0 ... zero3_offload) or the path of such a JSON file."""
 
     def __post_init__(self) -> None:

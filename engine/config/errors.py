@@ -15,6 +15,8 @@ from data.files import other_kind
 
 LONGEST_PROBLEM = 1500  # characters; a problem that names every preset has some 600
 SIZE_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+# Words that YAML reads as a boolean or as null; on a command line they would name a directory.
+_NOT_TEXT = ("true", "false", "yes", "no", "on", "off", "null", "none", "~")
 FP32_MAX = (2 - 2**-23) * 2.0**127
 MOST_JSON_BYTES = 2**28  # a tokenizer has 35 MB; parsed JSON takes many times as much memory, on every rank
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
@@ -113,14 +115,18 @@ LOSS_WEIGHT = at_least(0, 1e15)
 FACTOR = at_least(1e-15, 1e15)
 
 
-def not_empty(expected: str) -> dict[str, Any]:
-    """Return metadata of a text that may be a path: not empty, without NUL, with names that fit in a file system."""
+def path_or_name(expected: str) -> dict[str, Any]:
+    """Return metadata of a text that may be a path: not empty, no boolean or null of YAML, without NUL, with names that
+    fit in a file system."""
 
-    def good(value: str) -> bool:
+    def check(value: str) -> str | None:
+        if value.casefold() in _NOT_TEXT:
+            return f"{expected} (./{value} for one of that name)"
         names = [len(os.fsencode(name)) for name in value.split("/")] if "\0" not in value else [0]
-        return value != "" and "\0" not in value and max(names) <= 255 and sum(names) <= 4000
+        good = value != "" and "\0" not in value and max(names) <= 255 and sum(names) <= 4000
+        return None if good else f"{expected}, in names of at most 255 bytes without NUL"
 
-    return values(f"{expected}, in names of at most 255 bytes without NUL", good)
+    return {CHECK: check}
 
 
 def regex() -> dict[str, Any]:

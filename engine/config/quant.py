@@ -4,7 +4,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from engine.config.errors import FACTOR, Condition, at_least, derived, each, need, only_with, regex, values
+from engine.config.errors import (
+    FACTOR,
+    Condition,
+    at_least,
+    derived,
+    each,
+    need,
+    only_with,
+    path_or_name,
+    regex,
+    values,
+)
 from engine.config.hub import HUB
 from quant import DEFAULT_EXEMPT, PRESETS, SCHEMES, Preset, QuantEmbedding, Ranges, Rule, Scheme, TensorSpec
 from quant.gemm import BLOCKS
@@ -57,6 +68,7 @@ _FP8_GEMM = Condition(
     ),
 )
 _PERCENTILE = Condition("quant.input_range is percentile", lambda r: r.quant.input_range == "percentile")
+_CHECKPOINT = path_or_name("the directory of a PTQ checkpoint, or null")
 _START = Condition("quant.start is set", lambda r: r.quant.start is not None)
 _ROTATES = Condition("quant.rotate names layers", lambda r: r.quant.rotate)
 
@@ -110,10 +122,10 @@ class QuantRecipe:
     """Regexes; a linear layer whose whole module name matches one stays unquantized. Replaces the default list."""
     exempt_more: list[str] = field(default_factory=list, metadata=each(regex()))
     """Regexes in addition to quant.exempt, whose default list stays in force."""
-    scales: str | None = field(default=None, metadata=only_with(QUANTIZES) | {HUB: "model"})
+    scales: str | None = field(default=None, metadata=_CHECKPOINT | only_with(QUANTIZES) | {HUB: "model"})
     """Directory of a PTQ checkpoint, or a name like model.path, to take the scales from. null: weights are measured,
     activations calibrated."""
-    start: str | None = field(default=None, metadata={HUB: "model"})
+    start: str | None = field(default=None, metadata=_CHECKPOINT | {HUB: "model"})
     """Directory, or a name like model.path, of a quantized checkpoint of the model in model.path (GPTQ, AWQ, AutoRound,
     ...): training starts from the weights of model.path and the scales of this checkpoint. null: none."""
     snap_to_codes: bool = field(default=False, metadata=only_with(_START))

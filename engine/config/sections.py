@@ -20,8 +20,8 @@ from engine.config.errors import (
     derived,
     each,
     need,
-    not_empty,
     only_with,
+    path_or_name,
     regex,
     size,
     value_problems,
@@ -35,6 +35,7 @@ from quant.rules import pattern_problem
 
 ExportFormat = Literal[Layout, "peft", "source"]
 
+_DIRECTORY = path_or_name("a directory, or null")
 _TRAINED_FILES = values("at least one file", lambda files: files and "" not in files)
 _EVALUATED_FILES = values("files", lambda files: "" not in files)
 _SHARES = values(
@@ -107,12 +108,12 @@ _OF_CACHE = only_with(QUANTIZES, QUANTIZED_CACHE)
 class ModelRecipe:
     """The Hugging Face checkpoint to train."""
 
-    path: str = field(metadata=not_empty("a directory or a name on the Hugging Face Hub") | {HUB: "model"})
+    path: str = field(metadata=path_or_name("a directory or a name on the Hugging Face Hub") | {HUB: "model"})
     """Directory of the checkpoint: config.json, safetensors files, tokenizer. Relative to the current directory. Or a
     name on the Hugging Face Hub, like Qwen/Qwen3-4B or Qwen/Qwen3-4B@main (a branch, tag or commit)."""
     trust_remote_code: bool = False
     """Run the Python files in the checkpoint directory. They can do anything: read them first."""
-    attn_implementation: str = field(default="auto", metadata=not_empty("a name like sdpa"))
+    attn_implementation: str = field(default="auto", metadata=path_or_name("a name like sdpa"))
     """Attention implementation of transformers: sdpa, eager, flash_attention_2 (which needs its own package), ...
     auto: sdpa, or eager for the few models without it."""
     load: Literal["direct", "rank0"] = "direct"
@@ -178,7 +179,7 @@ class AdapterRecipe:
     per weight at 4 bits, which layers decode as they run. Results are the same bit for bit, and no rank stores a weight
     in model.dtype. The codes are read from a quantized model.path. An unquantized model.path is quantized as it is
     read, if its schemes have scales per row, group or block."""
-    start: str | None = field(default=None, metadata=only_with(_ADAPTERS) | {HUB: "adapter"})
+    start: str | None = field(default=None, metadata=_DIRECTORY | only_with(_ADAPTERS) | {HUB: "adapter"})
     """Folder, or a name like model.path, of an adapter in peft's format, with the first values of A and B. null: B is
     0."""
     init: Literal["zeros", "error"] = field(default="zeros", metadata=only_with(_BESIDE))
@@ -274,7 +275,7 @@ class DataRecipe:
     """Lines that are not learned, named as errors name them: datasets/chat.jsonl:17. The order of all other samples
     stays, so a resumed run can leave out the lines of a step whose loss jumped."""
 
-    cache: str | None = field(default=None, metadata=not_empty("a directory"))
+    cache: str | None = field(default=None, metadata=_DIRECTORY)
     """Directory in which the tokens of data files are kept: each file is tokenized once, in several processes, and read
     from there by all ranks, and by later runs. null: every rank tokenizes all files at every start."""
 
@@ -310,14 +311,14 @@ class LossRecipe:
     """Number of tokens, such as 100, for kl_top_k, r_kl_top_k and each position in launch/cache_teacher.py's cache."""
     tail: bool = field(default=False, metadata=only_with(_TOP_K))
     """For kl_top_k and r_kl_top_k: one more bucket for all other tokens, instead of renormalizing without them."""
-    teacher: str | None = field(default=None, metadata={HUB: "model"})
+    teacher: str | None = field(default=None, metadata=_DIRECTORY | {HUB: "model"})
     """Directory of the teacher's checkpoint, or a name like model.path; often the same. The teacher is frozen, and
     sharded under stage 3. self: the student without fake quant, which takes no memory and needs frozen weights, norms
     and routers."""
     teacher_weights: Literal["full", "int8"] = field(default="full", metadata=only_with(_TEACHER_MODEL))
     """full: the teacher's weights are in model.dtype. int8: those of its linear layers are 8-bit codes with a scale per
     output, in half the memory of bf16; each layer decodes its own. lm_head, embeddings and routers stay full."""
-    teacher_cache: str | None = field(default=None, metadata=not_empty("a directory"))
+    teacher_cache: str | None = field(default=None, metadata=_DIRECTORY)
     """Directory that launch/cache_teacher.py wrote: training reads the teacher's loss.top_k tokens from there and loads
     no teacher. Only for kl_top_k."""
     diagnostics_every: int = derived(
@@ -508,7 +509,7 @@ class ExportRecipe:
 
     enabled: bool = True
     """Write the compressed checkpoint when training ends."""
-    dir: str | None = None
+    dir: str | None = field(default=None, metadata=_DIRECTORY)
     """Directory to write it to. null: export in output_dir."""
     format: ExportFormat = derived(lambda r: "compressed")  # noqa: RUF009 (the alias hides a Literal)
     """source: the format of the quantized checkpoint in model.path (quant.start), the default with quant.scheme source
@@ -519,7 +520,7 @@ class ExportRecipe:
     for llama.cpp (q4_0, q8_0, w4a16_g32, w8a16_g32, mxfp4); it needs export.template. mlx: affine groups for mlx-lm
     (integers in groups of 32 or 128). executorch: torchao's tensors, to be lowered to XNNPACK (8da4w). peft: only the
     adapter of a run with adapter.merge false, for the quantized checkpoint in model.path."""
-    template: str | None = field(default=None, metadata=only_with(_GGUF))
+    template: str | None = field(default=None, metadata=path_or_name("a GGUF file") | only_with(_GGUF))
     """For export.format gguf: a GGUF file of the base model, made by llama.cpp's convert_hf_to_gguf.py. The export
     copies its metadata and vocabulary."""
     max_shard_size: str = field(default="5GB", metadata=size())

@@ -386,6 +386,22 @@ def test_values_that_nothing_holds(words: list[str], option: str, said: str) -> 
     assert "fakequant" not in option or "fakequant" in line
 
 
+TEXTS = [key for key, _, item in rules.recipe_options(minimal()) if item.type in (str, str | None)]
+
+
+@pytest.mark.parametrize("key", TEXTS)
+@pytest.mark.parametrize("word", ["true", "No", "off", "None"])
+def test_a_boolean_is_no_text(words: list[str], key: str, word: str) -> None:
+    """A directory of the name "true" would be made, or looked for after the start."""
+    said = f"{key}: {word!r}, expected "
+    assert len([line for line in refusal(*words, f"--{key}={word}") if line.startswith(said)]) == 1
+
+
+def test_a_directory_may_have_the_name_of_a_boolean(words: list[str]) -> None:
+    recipe = parse_recipe([*words, "--data.cache=./true", "--output_dir=runs/no"], check_files=False)
+    assert (recipe.data.cache, recipe.output_dir) == ("./true", "runs/no")
+
+
 @pytest.mark.parametrize(("options", "beside"), IDLE)
 def test_options_without_effect(words: list[str], options: str, beside: str) -> None:
     (line,) = refusal(*words, *of(options))
