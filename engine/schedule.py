@@ -41,16 +41,22 @@ class Schedule:
     last: list[tuple[int, Action]] = field(default_factory=list)
     conditional: list[tuple[StateCondition, Action]] = field(default_factory=list)
     met: list[int] = field(default_factory=list)
-    """Positions in ``conditional`` of the actions that have run. Checkpoints keep this list, so that a resumed run does
-    not repeat these actions."""
+    """Positions in ``conditional`` of the actions that have run."""
 
-    def state_dict(self) -> dict[str, list[int]]:
-        """Return the positions of the conditional actions that have run, for a checkpoint."""
-        return {"met": list(self.met)}
+    def state_dict(self) -> dict[str, list[str]]:
+        """Return the names of the conditional actions that have run, for a checkpoint: a resumed run does not repeat
+        them, also if it has other events before them."""
+        names = self._names()
+        return {"met_events": [names[index] for index in self.met]}
 
-    def load_state_dict(self, state: Mapping[str, list[int]]) -> None:
+    def load_state_dict(self, state: Mapping[str, list[str]]) -> None:
         """Restore the result of :meth:`state_dict`."""
-        self.met = list(state["met"])
+        self.met = [index for index, name in enumerate(self._names()) if name in state["met_events"]]
+
+    def _names(self) -> list[str]:
+        """Name each conditional action by its condition and itself; equal ones are numbered."""
+        names = [f"{_name(condition)}: {_name(action)}" for condition, action in self.conditional]
+        return [f"{name} {names[:index].count(name)}" for index, name in enumerate(names)]
 
     def at(self, step: int, action: Action) -> None:
         """Run ``action(state)`` once, when ``step`` optimizer steps are done and before the next begins."""
@@ -107,6 +113,9 @@ class Schedule:
 
 
 def _name(action: object) -> str:
+    """Return a name that is the same on every rank and in a resumed run: an event of the recipe has its content."""
+    if isinstance(action, partial) and action.func in (apply_event, holds):
+        return repr(action.args)
     return str(getattr(action, "__qualname__", type(action).__qualname__))
 
 
@@ -239,7 +248,7 @@ def add_event(schedule: Schedule, event: EventRecipe) -> None:
     elif event.every is not None:
         schedule.every(event.every, act)
     else:
-        schedule.when(lambda state: holds(event.when or "", state), act)
+        schedule.when(partial(holds, event.when or ""), act)
 
 
 def check_events(

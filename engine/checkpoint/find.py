@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from engine.checkpoint.checked_files import file_crc32, read_object
@@ -162,8 +162,8 @@ def _offer(path: Path) -> str:
 def check_resumable(recipe: Recipe, directory: Path) -> TrainingCheckpoint:
     """Find the checkpoint to resume from, and refuse it if the recipe changes an option that a resumed run must keep.
     Raises RecipeError if there is no complete checkpoint, an option that must be kept differs (:func:`stays`), adapters
-    have another base model, or the number of rows per step differs: the position in the data is the step number, so a
-    step must have the same samples at any number of ranks."""
+    have another base model, events that have happened differ, or the number of rows per step differs: the position in
+    the data is the step number, so a step must have the same samples at any number of ranks."""
     try:
         found = find_checkpoint(directory, recipe.train.resume)
         best_checkpoint(directory)  # raises if damaged, before the first save reads it
@@ -174,6 +174,8 @@ def check_resumable(recipe: Recipe, directory: Path) -> TrainingCheckpoint:
     except (OSError, ValueError) as error:
         raise RecipeError(f"train.resume: {error}{_offer(found.path)}") from error
     changed = changes(before, recipe)
+    if (was := _events_before(before, found.step)) != (now := _events_before(recipe, found.step)):
+        changed.append(f"events before step {found.step} (were {was}, are {now})")
     changed += _rows_problem(before, found.world_size, recipe, int(os.environ.get("WORLD_SIZE", "1")))
     if recipe.adapter.on and found.base != (digest := digest_of_checkpoint(recipe.model.path)):
         changed.append(f"model.path (its files' digest was {found.base}, is {digest}: adapters of another base)")
@@ -209,6 +211,18 @@ def check_samples(checkpoint: TrainingCheckpoint, samples: str) -> None:
                 f"was {checkpoint.samples}): the files have other content, or the tokenizer has changed; restore "
                 "them, or start over in another output_dir"
             )
+
+
+def _events_before(recipe: Recipe, step: int) -> list[str]:
+    """Describe the events of a recipe before a step: those at a step, and the start of fake quant. They do not happen
+    again in a resumed run, and their effects are in the checkpoint."""
+    start = recipe.quant.fake_quant_start
+    events = [f"quant.fake_quant_start: {start}"] if 0 <= start < step else []
+    return events + [
+        str({key: value for key, value in asdict(event).items() if value is not None})
+        for event in recipe.schedule
+        if event.at is not None and event.at < step
+    ]
 
 
 def _rows_problem(before: Recipe, old_world: int, recipe: Recipe, world: int) -> list[str]:

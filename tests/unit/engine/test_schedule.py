@@ -7,7 +7,7 @@ import pytest
 from torch import nn
 
 from engine.config.sections import EVENT_RATES, EventRecipe
-from engine.schedule import Schedule, check_events
+from engine.schedule import Schedule, add_event, check_events
 from engine.session.optimizer import lr_factor, peak_learning_rates
 from engine.session.session import Overrides
 from quant import get_scheme, replace_layers
@@ -76,6 +76,28 @@ def test_a_condition_acts_once_when_it_holds_and_not_again_in_a_resumed_run():
     assert seen == [0, 1, "two", "after", 2, 3] and events.met == [0, 1]
     schedule([0]).run_after(5, seen)
     assert seen[-1] == "after" and seen.count("two") == 1
+
+
+def test_a_resumed_run_knows_the_events_that_have_run_by_their_content():
+    """Also if the recipe has other events before them, or one more like them."""
+    first, second = (
+        EventRecipe(when="loss/lm < 9", freeze_scales=True),
+        EventRecipe(when="loss/lm < 9", lr={"norms": 0}),
+    )
+
+    def schedule(*events: EventRecipe) -> Schedule:
+        made = Schedule()
+        for event in events:
+            add_event(made, event)
+        made.when(len, print)
+        return made
+
+    run = schedule(first, first)
+    run.met = [0, 2]
+    for events, met in (((first, first), [0, 2]), ((second, first), [1, 2]), ((second, second), [2])):
+        resumed = schedule(*events)
+        resumed.load_state_dict(run.state_dict())
+        assert resumed.met == met
 
 
 def test_overrides_refuse_what_would_do_nothing_or_harm():

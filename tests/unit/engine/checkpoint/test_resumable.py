@@ -14,6 +14,7 @@ from engine.checkpoint.find import MAY_CHANGE, changes, check_resumable, check_s
 from engine.config.config import recipe_options
 from engine.config.errors import RecipeError
 from engine.config.reading import save_recipe
+from engine.config.sections import EventRecipe
 from model.checkpoint.fingerprint import digest_of_checkpoint, fingerprints
 from model.ranks import RankError
 from tests.lib.checkpoints import edit_json
@@ -45,6 +46,7 @@ def test_every_option_either_stays_and_is_refused_by_name_or_may_change(tmp_path
     assert {f"{section}.{name}" for section, names in MAY_CHANGE.items() for name in names} <= known
     skipped = {"data.micro_batch_size", "train.gradient_accumulation_steps"}  # belong together, see below
     skipped |= {"train.resume", "parallel.sequence"}  # says what checkpoint is meant; needs as many ranks
+    skipped |= {"schedule", "quant.fake_quant_start"}  # may change from the checkpoint's step on, see below
     refused, taken = copy.deepcopy(before), copy.deepcopy(before)
     for key, owner, item in recipe_options(before):
         if key not in skipped:
@@ -78,6 +80,38 @@ def test_a_step_takes_the_rows_that_it_took(tmp_path, monkeypatch, micro, world,
     else:
         with pytest.raises(RecipeError, match=expected):
             check_resumable(wanted, tmp_path)
+
+
+RATE = {"at": 1, "lr": {"weights": 1e-6}}
+
+
+@pytest.mark.parametrize(
+    ("start", "events", "refused"),
+    [
+        (0, [RATE], r"are \['quant.fake_quant_start: 0', "),
+        (1, [RATE], r"are \['quant.fake_quant_start: 1', "),
+        (2, [RATE], None),
+        (-1, [RATE, {**RATE, "at": 2}, {"every": 1, "freeze_scales": True}], None),
+        (-1, [{**RATE, "lr": {"weights": 2e-6}}], r"were .* 1e-06\}\}\"\], are .* 2e-06\}\}\"\]\)"),
+        (-1, [], r"are \[\]\)"),
+        (-1, [{**RATE, "at": 0}, RATE], r"are \[\"\{'at': 0, "),
+    ],
+)
+def test_events_that_have_happened_are_those_of_the_run(tmp_path, start, events, refused):
+    """A resumed run would not do them, and their effects are in the checkpoint."""
+
+    def scheduled(start: int, events: list[dict[str, Any]]):
+        train = {"gradient_accumulation_steps": 6, "resume": True, "steps": 10}
+        schedule = [EventRecipe(**event) for event in events]
+        return minimal(train=train, output_dir=str(tmp_path), quant={"fake_quant_start": start}, schedule=schedule)
+
+    step = write_step(tmp_path, 2)
+    save_recipe(scheduled(-1, [RATE]), step / "recipe.yaml")
+    if refused is None:
+        assert check_resumable(scheduled(start, events), tmp_path).step == 2
+    else:
+        with pytest.raises(RecipeError, match=rf"cannot be continued with other events before step 2 \(.*{refused}"):
+            check_resumable(scheduled(start, events), tmp_path)
 
 
 def test_ranks_that_share_rows_count_as_one(tmp_path, monkeypatch):

@@ -37,7 +37,7 @@ def stateful() -> dict[str, Any]:
         "quantization": session.quantization,
         "loss_scale": LossScale(8.0, 2, 1.0),
         "fake_quant": FakeQuant(session),  # type: ignore[arg-type]
-        "schedule": Schedule(),
+        "schedule": Schedule(conditional=[(max, print), (max, print)]),
         "evaluations": HeldOutResults(),
         "skipped_steps": SkippedSteps(3),
     }
@@ -60,7 +60,7 @@ def saved_state(first: Quantization, absmax: float, clipped: int) -> dict[str, A
                 "scale_steps": {"weight_scales": 3, "act_scales": 2},
                 "stale": {"weight": {"b"}, "input": set()},
             },
-            "schedule": {"met": [1]},
+            "schedule": {"met_events": ["max: print 1"]},
             "evaluations": {"last": {"eval/lm": 2.5}},
             "skipped_steps": {"in_a_row": 2},
             "loss_scale": {"value": 4.0, "good_steps": 1},
