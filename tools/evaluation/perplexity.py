@@ -162,6 +162,7 @@ def load_for_evaluation(
     ds_config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": dtype == torch.bfloat16},
+        "fp16": {"enabled": dtype == torch.float16},
         "zero_optimization": {"stage": 3 if sharded else 0},
     }
     model = build_model(directory, ds_config, dtype=dtype, device=device)

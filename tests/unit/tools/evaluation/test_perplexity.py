@@ -274,3 +274,9 @@ def test_bad_files(tmp_path):
             read_eval_text(tmp_path / "text.txt", tiny_tokenizer())
     with pytest.raises(RankError, match=r"gone: no config\.json there, expected the directory of a checkpoint"):
         read_reference(tmp_path / "gone", Questions(text=tmp_path / "text.txt"), CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_plain_checkpoint_is_loaded_in_the_dtype_that_is_asked_for(tmp_path, dtype):
+    model = load_for_evaluation(tiny_checkpoint(tmp_path / "model"), dtype, CPU)
+    assert {parameter.dtype for parameter in (*model.body.parameters(), *model.head.parameters())} == {dtype}
