@@ -26,7 +26,7 @@ import json
 import os
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -47,6 +47,7 @@ from data.tokens import CHARACTERS, TEXTS_AT_ONCE, OffsetTokenizer, TokenizerErr
 from data.workers import Workers
 
 _MANY_TURNS = 100
+_SLOW_TURNS = 200  # with data.loss_on all a chat is rendered 1.5 times per turn: these in a second
 _SHOWN = 20  # keys that a note names
 CHAT_DTYPES = {**KEYED, "targets": "<i8", "lines": "<i8"}
 _BYTES_PER_PROCESS = 2**23  # of a file; a process takes some seconds to start
@@ -186,6 +187,7 @@ def read_chat(
     prompts: bool = False,
     progress: Bars = no_bar,
     cache: TokenCache | None = None,
+    say: Callable[[str], None] = print,
 ) -> tuple[Samples, Counts]:
     """Read JSONL files into samples, in the order of the lines.
 
@@ -203,6 +205,7 @@ def read_chat(
         prompts: read prompts for the model to answer, without targets; longer ones are dropped.
         progress: creates the progress bar.
         cache: keeps the tokens of each file; large files are then tokenized in several processes.
+        say: prints a line, before a file with chats of very many turns is read.
 
     Raises:
         DataError: a file is missing or empty, lines are bad (up to 20 named in one error), or no sample is left.
@@ -225,7 +228,7 @@ def read_chat(
 
             def build(out: ArrayWriter, path: Path = path) -> dict[str, Any]:
                 with progress(size_of(path), path.name, "B") as bar:
-                    return _write(out, workers.in_order(_tasks(path, bar)))
+                    return _write(out, workers.in_order(_tasks(path, bar, say if loss_on == "all" else None)))
 
             shard = cache.shard(path, about, CHAT_DTYPES, build)
             shards.append(shard)
@@ -274,17 +277,32 @@ class _Part:
 _Line = tuple[int, bytes | dict[str, Any]]
 
 
-def _tasks(path: Path, bar: tqdm) -> Iterator[tuple[str, list[_Line]]]:
-    """Yield the file and some of its rows, without blank lines."""
+def _tasks(path: Path, bar: tqdm, say: Callable[[str], None] | None) -> Iterator[tuple[str, list[_Line]]]:
+    """Yield the file and some of its rows, without blank lines; ``say`` what the first row of very many turns costs."""
 
     def rows() -> Iterator[Row]:
+        warn = say
         for row in read_rows(path):
             bar.update(row.done - bar.n)
+            if warn is not None and (turns := _turns_in(row.value)) > _SLOW_TURNS:
+                warn(
+                    f"data.loss_on all: {path}:{row.number} has some {turns:,} turns: its answers are located in "
+                    f"{turns * 3 // 2:,} renderings with {turns * row.size:,} characters in all; split such chats if "
+                    "this takes too long"
+                )
+                warn = None
             if not isinstance(row.value, bytes) or row.value.strip():
                 yield row
 
     for group in in_groups(rows(), TEXTS_AT_ONCE, CHARACTERS, lambda row: row.size):
         yield str(path), [(row.number, row.value) for row in group]
+
+
+def _turns_in(row: bytes | dict[str, Any]) -> int:
+    """Count the turns of a row, about."""
+    if isinstance(row, bytes):
+        return max(row.count(b'"role"'), row.count(b'"from"'))
+    return max((len(value) for value in row.values() if isinstance(value, list)), default=0)
 
 
 def _write(out: ArrayWriter, parts: Iterable[_Part]) -> dict[str, Any]:

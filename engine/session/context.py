@@ -318,6 +318,7 @@ def read_samples(
                 loss_on=settings.loss_on,
                 too_long=settings.too_long,
                 special_tokens=settings.special_tokens,
+                say=partial(say, any_rank=settings.cache is not None),
                 **options,
             )
             by_file = counts.by_file.items() if settings.show and len(chats) > 1 else ()

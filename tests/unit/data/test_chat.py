@@ -1,5 +1,7 @@
 """Chat JSONL: exactly the answer is learned."""
 
+import json
+import re
 from typing import Any
 
 import pytest
@@ -9,8 +11,9 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 from data import tokens
 from data.answers import render
 from data.chat import read_chat
-from data.jsonl import expected_fields
+from data.jsonl import conversation_of, expected_fields
 from data.samples import IGNORE, DataError, Sample
+from data.template import Template
 from data.tokens import OffsetTokenizer, in_groups
 from tests.lib.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from tests.unit.data.chats import (
@@ -344,3 +347,33 @@ def test_text_that_a_tokenizer_does_not_take_is_named(tmp_path):
     assert read(tmp_path, tokenizer, good, good)[0]
     with pytest.raises(DataError, match=r"/a\.jsonl:2: found text that the tokenizer does not take: .*UNK"):
         read(tmp_path, tokenizer, good, bad, good)
+
+
+@pytest.mark.parametrize("names", [("messages", "role", "content"), ("conversations", "from", "value")])
+def test_the_first_chat_of_very_many_turns_is_named_with_its_cost(tmp_path, names):
+    """Each answer is located in renderings of its own: with twice the turns, twice as many of twice the size."""
+    key, role, value = names
+    short, long = ([{role: ("user", "assistant")[i % 2], value: f"{i}."} for i in range(turns)] for turns in (20, 202))
+    said: list[str] = []
+    read(tmp_path, tiny_tokenizer(), {key: short}, {key: long}, {key: long}, loss_on="all", say=said.append)
+    (line,) = said
+    where = re.escape(f"data.loss_on all: {tmp_path}/a.jsonl:2")
+    assert re.match(rf"{where} has some 202 turns: .* in 303 renderings with 1,\d\d\d,\d\d\d characters", line), line
+    read(tmp_path, tiny_tokenizer(), {key: long}, say=said.append)
+    assert said == [line]
+
+
+@pytest.mark.parametrize("turns", [10, 100])
+def test_renderings_of_a_chat_grow_as_it_is_said(turns, monkeypatch):
+    template, written = Template(tiny_tokenizer()), list[str]()
+    write = template.write
+
+    def counted(*args: Any, **options: Any) -> str:
+        written.append(write(*args, **options))
+        return written[-1]
+
+    monkeypatch.setattr(template, "write", counted)
+    row = {"messages": [{"role": ("user", "assistant")[i % 2], "content": f"{i} is a number."} for i in range(turns)]}
+    found = render(template, conversation_of(json.dumps(row).encode(), None, template.reads), "all")
+    assert len(written) - 2 == 1.5 * turns
+    assert sum(map(len, written)) == pytest.approx(turns * len(found.text), rel=0.2)
