@@ -38,23 +38,27 @@ RAW_WEIGHT = r"quant.exempt_more: ['model\.layers\.\d+\.mamba\.dt_proj']"
 AFTER_THE_START = ("raw_weight", "no_gradient", "diverges")
 
 
-def cases(base: Path) -> dict[str, tuple[dict[str, Any], list[str]]]:
-    """Sections of a recipe that cannot work, and what the error must hold, by name."""
+Cases = dict[str, tuple[dict[str, Any], list[str]]]
+"""Sections of a recipe that cannot work, and what the error must hold, by name."""
 
-    def model(name: str, **options: str) -> dict[str, Any]:
-        return {"model": {"path": f"{base}/{name}", **options}, "loss": NO_TEACHER}
 
-    # Found before the weights, which cannot be read.
-    raw = model("raw", attn_implementation="eager")
-    early = model("damaged_weights")
-    fixed = {"learnable": {"weight": False, "weight_scale": False}}
-    adapter = {"adapter": {"kind": "lora", "targets": ["lm_head"]}, **fixed}
+def model(path: Path, **options: str) -> dict[str, Any]:
+    """The sections of a recipe with this model."""
+    return {"model": {"path": str(path), **options}, "loss": NO_TEACHER}
+
+
+def cases(base: Path) -> Cases:
+    """All cases. Those that are found before the weights are read name weights that cannot be read."""
+    return {**of_files(base), **before_data(base), **before_weights(base), **with_weights(base)}
+
+
+def of_files(base: Path) -> Cases:
+    """Data, tokenizers and directories."""
     bad_data = {"data": {"train": [f"{base}/bad_line.jsonl"]}}
-    often = {"steps": STEPS, "checkpoint_every": 1, "keep_checkpoints": 1}
     return {
         "bad_line": (bad_data, [f"{base}/bad_line.jsonl:31"]),
         "few_samples": ({"data": {"train": [f"{base}/few.jsonl"]}}, ["3 samples", "8"]),
-        "no_tokenizer": (model("no_tokenizer"), [f"{base}/no_tokenizer"]),
+        "no_tokenizer": (model(base / "no_tokenizer"), [f"{base}/no_tokenizer"]),
         "export_not_empty": (
             {"export": {"enabled": True}},
             ["export.dir", f"{base}/export_not_empty/export", "not empty"],
@@ -68,9 +72,15 @@ def cases(base: Path) -> dict[str, tuple[dict[str, Any], list[str]]]:
             ["loss.teacher", f"{base}/other", "300", "301", "290"],
         ),
         "teacher_tokens": ({"loss": {"teacher": f"{base}/strange"}}, ["has another tokenizer: token 290 is"]),
-        # Models are checked before data is read, with their scales and the layers that can be quantized.
+    }
+
+
+def before_data(base: Path) -> Cases:
+    """Models, which are checked before data is read, with their scales and the layers that can be quantized."""
+    bad_data = {"data": {"train": [f"{base}/bad_line.jsonl"]}}
+    return {
         "weights_before_data": (
-            {**model("damaged_weights"), **bad_data},
+            {**model(base / "damaged_weights"), **bad_data},
             [f"{base}/damaged_weights/model.safetensors is truncated"],
         ),
         "teacher_before_data": (
@@ -87,8 +97,27 @@ def cases(base: Path) -> dict[str, tuple[dict[str, Any], list[str]]]:
             {"loss": {"kd": "kl_top_k", "top_k": 5, "teacher": None, "teacher_cache": f"{base}/cache"}, **bad_data},
             [f"{base}/cache/manifest.json is damaged ('format')"],
         ),
+    }
+
+
+def before_weights(base: Path) -> Cases:
+    """Options that contradict the model or the number of steps."""
+    early = model(base / "damaged_weights")
+    fixed = {"learnable": {"weight": False, "weight_scale": False}}
+    adapter = {"adapter": {"kind": "lora", "targets": ["lm_head"]}, **fixed}
+    return {
+        "late_event": (early, ["an event at step 1000, expected at most 4: train.steps is 5, and steps count from 0"]),
+        "adapter_of_head": ({**early, **adapter}, ["adapter.targets: lm_head: lm_head and embeddings get no adapter"]),
+    }
+
+
+def with_weights(base: Path) -> Cases:
+    """Weights and scales, at the start and in the first steps."""
+    raw = model(base / "raw", attn_implementation="eager")
+    often = {"steps": STEPS, "checkpoint_every": 1, "keep_checkpoints": 1}
+    return {
         "not_numbers": (
-            model("not_numbers"),
+            model(base / "not_numbers"),
             [f"{base}/not_numbers are not all numbers: NaN or Inf in model.embed_tokens.weight"],
         ),
         "diverges": (
@@ -110,15 +139,13 @@ def cases(base: Path) -> dict[str, tuple[dict[str, Any], list[str]]]:
         "unseen_input": (raw, ["inputs that no batch reached", "layers.0.mamba.dt_proj", RAW_WEIGHT]),
         # Whole windows of 128 tokens are compressed, and these samples have none.
         "no_gradient": (
-            {**model("windows"), "quant": {"exempt_more": [r".*\.o_a_proj"]}},
+            {**model(base / "windows"), "quant": {"exempt_more": [r".*\.o_a_proj"]}},
             [
                 "model.layers.0.self_attn.compressor.position_bias, model.layers.0.self_attn.compressor.kv_proj.weight",
                 "the loss of the first step did not depend on them",
                 r"set learnable.freeze: ['model\.layers\.\d+\.self_attn\.compressor\.position_bias$', ",
             ],
         ),
-        "late_event": (early, ["an event at step 1000, expected at most 4: train.steps is 5, and steps count from 0"]),
-        "adapter_of_head": ({**early, **adapter}, ["adapter.targets: lm_head: lm_head and embeddings get no adapter"]),
     }
 
 
