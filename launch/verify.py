@@ -27,9 +27,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not a model.py o
 import argparse
 import contextlib
 import json
+from typing import TYPE_CHECKING
 
 from engine.config.errors import RecipeError, checkpoint_problems
 from launch.scripts import CheckpointName, fetch_checkpoints, int_from, option_parser
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _GGUF_FILE = "model.gguf"  # copied from model.save, which takes seconds to import
 
@@ -43,6 +47,50 @@ has traveled for 3 hours, so 3 * 60 = 180 miles. def mean(values): return sum(va
 
 def main(argv: list[str] | None = None) -> int:
     """Print the comparison; return 0 if nothing is wrong."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    try:
+        fetch_checkpoints(arguments, code=arguments.trust_remote_code)
+    except RecipeError as error:
+        parser.error(str(error))
+    if not arguments.export.is_dir():
+        parser.error(f"--export {arguments.export} is not a directory, expected an export")
+    engine = _engine(parser, arguments)
+    _check_engine(parser, arguments, engine)
+    text = _text(parser, arguments)
+
+    from transformers.utils import logging
+
+    from data.samples import DataError, load_tokenizer
+    from model.quantized.quantization_config import find_quantization_config
+    from model.ranks import RankError
+    from tools.verify.comparison import windows
+    from tools.verify.engines import MISSING, installed
+
+    if arguments.engine == "llama.cpp" and not installed():
+        parser.error(f"--engine llama.cpp: {MISSING}")
+    logging.disable_progress_bar()
+    try:
+        # Refuses an unreadable configuration; a missing one is reported later.
+        find_quantization_config(arguments.export)
+        tokenizer = load_tokenizer(arguments.export, trust_remote_code=arguments.trust_remote_code)
+    except (DataError, ValueError) as error:
+        print(f"NOT ok: {error}")
+        return 1
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"][: arguments.tokens]
+    if len(ids) < 2:
+        text = arguments.text or "(the sample)"
+        parser.error(f"--text {text} has {len(ids)} tokens with this tokenizer, at least 2 are needed")
+    try:
+        shown, ok = _compared(arguments, engine, windows(ids, arguments.window))
+    except (RankError, ValueError) as error:
+        shown, ok = f"NOT ok: {error}", False
+    print(shown)
+    return 0 if ok else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = option_parser(__doc__)
     parser.add_argument(
         "--export",
@@ -63,71 +111,46 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int_from(2), default=2048, help="use at most this many tokens of the text")
     parser.add_argument("--window", type=int_from(2), default=512, help="tokens per forward")
     parser.add_argument("--trust_remote_code", action="store_true", help="run Python code in the directory")
-    arguments = parser.parse_args(argv)
-    try:
-        fetch_checkpoints(arguments, code=arguments.trust_remote_code)
-    except RecipeError as error:
-        parser.error(str(error))
-    if not arguments.export.is_dir():
-        parser.error(f"--export {arguments.export} is not a directory, expected an export")
-    engine = _engine(parser, arguments)
-    _check_engine(parser, arguments, engine)
-    if arguments.text is not None and not arguments.text.is_file():
+    return parser
+
+
+def _text(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> str:
+    """Return the text to compare on; exit if --text is no UTF-8 file."""
+    if arguments.text is None:
+        return SAMPLE
+    if not arguments.text.is_file():
         parser.error(f"--text {arguments.text} is not a file, expected a UTF-8 text file")
     try:
-        text = SAMPLE if arguments.text is None else arguments.text.read_text(encoding="utf-8")
+        return str(arguments.text.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         parser.error(f"--text {arguments.text}: {error}, expected UTF-8 text")
 
-    import torch
-    from transformers.utils import logging
 
-    from data.samples import DataError, load_tokenizer
+def _compared(arguments: argparse.Namespace, engine: str | None, batches: "list[Tensor]") -> tuple[str, bool]:
+    """Compare an export for ``engine`` on windows of tokens [1, T]; return what to print, and True if nothing is wrong.
+    Raises RankError or ValueError if it cannot be compared."""
+    import torch
+
     from model.console import working
-    from model.quantized.quantization_config import find_quantization_config
-    from model.ranks import RankError
     from tools.verify.check import compare_with_transformers
-    from tools.verify.comparison import compare_with_compressed, windows
-    from tools.verify.engines import GGUF, MISSING, MLX, ExecuTorch, installed
+    from tools.verify.comparison import compare_with_compressed
+    from tools.verify.engines import GGUF, MLX, ExecuTorch
     from tools.verify.vllm import compare_with_vllm
 
-    if arguments.engine == "llama.cpp" and not installed():
-        parser.error(f"--engine llama.cpp: {MISSING}")
-    logging.disable_progress_bar()
-    try:
-        find_quantization_config(
-            arguments.export
-        )  # refuses an unreadable configuration; a missing one is reported later
-        tokenizer = load_tokenizer(arguments.export, trust_remote_code=arguments.trust_remote_code)
-    except (DataError, ValueError) as error:
-        print(f"NOT ok: {error}")
-        return 1
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"][: arguments.tokens]
-    if len(ids) < 2:
-        text = arguments.text or "(the sample)"
-        parser.error(f"--text {text} has {len(ids)} tokens with this tokenizer, at least 2 are needed")
-    batches, trust = windows(ids, arguments.window), arguments.trust_remote_code
-    try:
-        if arguments.engine == "vllm":
-            whole = torch.cat([batch for batch in batches if batch.shape == batches[0].shape])
-            with working("logits in vLLM"):
-                line, ok = compare_with_vllm(arguments.export, arguments.engine_python, whole, trust_remote_code=trust)
-            print(line)
-            return 0 if ok else 1
-        if engine is not None:
-            reader = {"llama.cpp": GGUF, "MLX": MLX, "ExecuTorch": ExecuTorch}[engine](arguments.export)
-            report = compare_with_compressed(reader, arguments.against, batches, trust_remote_code=trust)
-        else:
-            report = compare_with_transformers(arguments.export, batches, trust_remote_code=trust)
-    except (RankError, ValueError) as error:
-        print(f"NOT ok: {error}")
-        return 1
+    export, trust = arguments.export, arguments.trust_remote_code
+    if arguments.engine == "vllm":
+        whole = torch.cat([batch for batch in batches if batch.shape == batches[0].shape])
+        with working("logits in vLLM"):
+            return compare_with_vllm(export, arguments.engine_python, whole, trust_remote_code=trust)
+    if engine is None:
+        report = compare_with_transformers(export, batches, trust_remote_code=trust)
+        return report.table(), report.ok
+    reader = {"llama.cpp": GGUF, "MLX": MLX, "ExecuTorch": ExecuTorch}[engine](export)
+    report = compare_with_compressed(reader, arguments.against, batches, trust_remote_code=trust)
     if arguments.engine == "llama.cpp" and report.logits:
         assert isinstance(reader, GGUF)
-        print(f"llama.cpp on the CPU: {report.logits['inputs rounded'].line(reader.bound)}")
-    else:
-        print(report.table())
-    return 0 if report.ok else 1
+        return f"llama.cpp on the CPU: {report.logits['inputs rounded'].line(reader.bound)}", report.ok
+    return report.table(), report.ok
 
 
 def _engine(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> str | None:
