@@ -133,7 +133,7 @@ def test_the_output_in_the_docs(recipe, capsys):
     ("words", "code", "said"),
     [
         ("--data.train [none.jsonl]", 2, "data.train[0]: 'none.jsonl' (in"),
-        ("--model.path none", 2, "model.path: 'none' (in"),
+        ("--model.path absent", 2, "model.path: 'absent' (in"),
         ("--line b.jsonl:99", 2, "--line: b.jsonl:99, expected"),
         ("--rows -1", 2, "--rows: -1, expected 0 or more"),
         ("--row 1", 2, "unrecognized arguments"),
