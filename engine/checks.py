@@ -46,7 +46,7 @@ def _settings(state: LoopState) -> dict[str, str]:
         "observing": quant.quantization.observing,
         "stale scales": quant.stale,
         "steps with fake quant": quant.scale_steps,
-        "conditions that were met": state.stateful["schedule"].state_dict(),
+        "conditions that were met": state.stateful["events"].state_dict(),
         "losses of the script": [(loss.name, loss.weight) for loss in state.token_losses],
         "loss": vars(state.recipe.loss),
         "optim": vars(state.recipe.optim),

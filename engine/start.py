@@ -96,7 +96,7 @@ def start_run(
     stateful: StatefulStates = {
         **session.stateful(),
         "fake_quant": quant,
-        "schedule": schedule,
+        "events": schedule,
         "evaluations": evaluations,
         "skipped_steps": skipped,
     }

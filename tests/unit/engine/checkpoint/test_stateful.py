@@ -37,7 +37,7 @@ def stateful() -> dict[str, Any]:
         "quantization": session.quantization,
         "loss_scale": LossScale(8.0, 2, 1.0),
         "fake_quant": FakeQuant(session),  # type: ignore[arg-type]
-        "schedule": Schedule(conditional=[(max, print), (max, print)]),
+        "events": Schedule(conditional=[(max, print), (max, print)]),
         "evaluations": HeldOutResults(),
         "skipped_steps": SkippedSteps(3),
     }
@@ -60,7 +60,7 @@ def saved_state(first: Quantization, absmax: float, clipped: int) -> dict[str, A
                 "scale_steps": {"weight_scales": 3, "act_scales": 2},
                 "stale": {"weight": {"b"}, "input": set()},
             },
-            "schedule": {"met_events": ["max: print 1"]},
+            "events": {"met_events": ["max: print 1"]},
             "evaluations": {"last": {"eval/lm": 2.5}},
             "skipped_steps": {"in_a_row": 2},
             "loss_scale": {"value": 4.0, "good_steps": 1},
@@ -81,7 +81,7 @@ def check_loaded(found: StatefulStates, absmax: float, clipped: int) -> None:
     assert (run.loss_scale.value, run.loss_scale.good_steps) == (4.0, 1)
     assert run.fake_quant.forgets and run.fake_quant.scale_steps == {"weight_scales": 3, "act_scales": 2}
     assert run.fake_quant.stale == {"weight": {"b"}, "input": set()}
-    assert run.schedule.met == [1] and run.skipped_steps.in_a_row == 2
+    assert run.events.met == [1] and run.skipped_steps.in_a_row == 2
     assert run.evaluations.last == {"eval/lm": 2.5} and run.evaluations.step is None
 
 
@@ -108,8 +108,8 @@ def test_another_number_of_ranks_gets_what_all_of_them_saw():
 
 def test_an_owner_whose_state_is_not_there_is_named():
     state = saved_state(quantization(), 2.0, 4)
-    del state["stateful"]["schedule"]
-    with pytest.raises(ValueError, match="keeps no state of schedule: another version has written it"):
+    del state["stateful"]["events"]
+    with pytest.raises(ValueError, match="keeps no state of events: another version has written it"):
         check_stateful(stateful(), state)
     check_stateful({"overrides": stateful()["overrides"]}, state)  # an export has no schedule
 
