@@ -28,7 +28,8 @@ if __name__ == "__main__":
 import argparse
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from typing import Any
 
 import yaml
 
@@ -61,7 +62,8 @@ def main() -> None:
             parts = joined(parts, found)
         with errors_on_all_ranks(ValueError):
             schemes = allocate(parts, arguments.budget_bits)
-        most, rules = rules_of_choice(parts, schemes)
+        most, chosen = rules_of_choice(parts, schemes)
+        rules = [*own_rules(recipe), *chosen]  # the first that matches a layer decides
         say("measuring the recipe")
         mixed = recipe_or_exit([*rest, "--quant.scheme", most, "--quant.rules", yaml.safe_dump(rules), *NEAREST])
         costs[MIXED] = cost_of_all(
@@ -109,6 +111,11 @@ def check_options(recipes: Mapping[str, Recipe], budget_bits: float) -> None:
         parts = joined(parts, found)
     with errors_on_all_ranks(ValueError):
         check_budget(parts, budget_bits)
+
+
+def own_rules(recipe: Recipe) -> list[dict[str, Any]]:
+    """Return the rules of a recipe as plain values; their layers are no parts."""
+    return [{key: value for key, value in asdict(rule).items() if value is not None} for rule in recipe.quant.rules]
 
 
 def cost_of_all(session: Session, loader: Loader, batches: int) -> float:

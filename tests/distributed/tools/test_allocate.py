@@ -23,6 +23,7 @@ def written(tmp_path_factory):
     settings = {"stage": 3, "dtype": "bfloat16", "loss": {"kd_weight": 0.0, "teacher": None}}
     recipe = write_recipe(directory, "base", model, write_chats(directory / "chats.jsonl"), **settings)
     words = ["--config", str(recipe), "--quant.calibration_batches", "1", "--quant.init", "gptq"]
+    words += ["--quant.rules", "[{layers: '.*o_proj', scheme: w8a16_channel}]"]
     options = ["--schemes", "w2a16_g32", "w4a16_g32", "--budget_bits", str(BUDGET), "--batches", "1"]
     output = run_ranks(ROOT / "launch" / "allocate.py", *words, *options, "--out", directory / "mixed.yaml")
     assert "gptq:" not in output, "costs would be those of weights that have been moved"
@@ -33,11 +34,14 @@ def test_the_recipe_keeps_the_budget_in_the_files_that_come_of_it(written):
     directory, words, output = written
     words = [*words, "--config", str(directory / "mixed.yaml"), "--export.dir", str(directory / "ptq")]
     recipe = parse_recipe(words)
-    assert {recipe.quant.scheme, *(rule.scheme for rule in recipe.quant.rules)} == {"w2a16_g32", "w4a16_g32"}
+    own, *rules = recipe.quant.rules
+    assert (own.layers, own.scheme) == (".*o_proj", "w8a16_channel")
+    assert {recipe.quant.scheme, *(rule.scheme for rule in rules)} == {"w2a16_g32", "w4a16_g32"}
     assert "gptq:" in run_ranks(ROOT / "launch" / "calibrate.py", *words)
     tensors = load_file(directory / "ptq" / "model.safetensors")
-    shapes = [tensor for key, tensor in tensors.items() if key.endswith("weight_shape")]
-    stored = [tensor for key, tensor in tensors.items() if key.endswith(("weight_packed", "weight_scale"))]
+    parts = {key: tensor for key, tensor in tensors.items() if ".o_proj." not in key}
+    shapes = [tensor for key, tensor in parts.items() if key.endswith("weight_shape")]
+    stored = [tensor for key, tensor in parts.items() if key.endswith(("weight_packed", "weight_scale"))]
     bits = 8 * sum(tensor.nbytes for tensor in stored) / sum(int(torch.prod(shape)) for shape in shapes)
     rows = re.findall(r"^\| (\w+) \| ([\d.]+) \| (\S+) \|", output, re.MULTILINE)
     assert float({name: said for name, said, _ in rows}["mixed"]) == pytest.approx(bits, abs=1e-4)
