@@ -69,6 +69,7 @@ def check_layout(layout: str, schemes: Iterable[Scheme]) -> None:
     schemes = list(schemes)
     for scheme in schemes:
         export_format(scheme)
+    for scheme in schemes:
         _CHECKS.get(layout, export_format)(scheme)
     found = {(scheme.weights, scheme.activations): scheme.name for scheme in schemes}
     known = _ONE_SCHEME.get(layout, ())
