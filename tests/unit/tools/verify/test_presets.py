@@ -186,9 +186,12 @@ def test_vllm_fp8_holds_the_tensors_of_the_compressed_export(kind, name, tmp_pat
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        ("vllm_fp8", "holds fp8_static or fp8_block for all quantized layers, got w4a16_g32"),
+        ("vllm_fp8", "holds fp8_static or fp8_block or fp8 with dynamic inputs for all quantized layers, got"),
         ("gpt_oss", "holds mxfp4 or mxfp4_mxfp8 for all quantized layers, got w4a16_g32"),
-        ("onnx", "unknown layout 'onnx'; known: compressed, vllm_fp8, gpt_oss, modelopt, dequantized, gguf, mlx, executorch"),
+        (
+            "onnx",
+            "unknown layout 'onnx'; known: compressed, vllm_fp8, gpt_oss, modelopt, dequantized, gguf, mlx, executorch",
+        ),
     ],
 )
 def test_a_layout_that_cannot_hold_the_model_is_refused(layout, message, tmp_path):
