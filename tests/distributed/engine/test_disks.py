@@ -41,6 +41,7 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "replaced": (3, {"steps": LOST, "checkpoint_every": 1, "quant_stats_every": 0}),
     "read_only": (0, {"steps": LOST, "checkpoint_every": 1, "quant_stats_every": 0}),
     "uncurved": (1, {"steps": LOST}),
+    "without_checkpoints": (1, {"steps": LOST, "quant_stats_every": 0}),
 }
 
 
@@ -151,6 +152,11 @@ def replaced(loop: Loop) -> None:
         barrier()
 
 
+def without_checkpoints(loop: Loop) -> None:
+    """The same in a run that would save a checkpoint only if its export fails."""
+    replaced(loop)
+
+
 def read_only(loop: Loop) -> None:
     """After the first step nothing can be written any more, where mounting is allowed."""
     output = loop.recipe.output_dir
@@ -178,7 +184,8 @@ def run_all(base: Path) -> tuple[dict[str, Any], dict[str, End]]:
     """All runs; the one whose files have limits comes first, while what the ranks have printed is short."""
     found = full_disk(base)
     collect()
-    return found, ends_of(base, {plant.__name__: plant for plant in (replaced, read_only, uncurved)})
+    plants = (replaced, read_only, uncurved, without_checkpoints)
+    return found, ends_of(base, {plant.__name__: plant for plant in plants})
 
 
 @pytest.fixture(scope="module")
@@ -275,6 +282,15 @@ def test_an_output_directory_that_cannot_be_written_any_more(ran, name):
     lost = rf"^warning: {base / name}/checkpoints/step_0000000(\d) was not written"
     assert sorted(re.findall(lost, output, re.MULTILINE)) == [str(step) for step in range(2, LOST + 1)], output
     assert output.count(f"warning: {base / name / 'tensorboard'} cannot be written") == 1
+
+
+def test_an_export_and_a_checkpoint_that_both_fail_are_both_in_the_error(ran):
+    base, _, ends, output = ran
+    folder = base / "without_checkpoints"
+    of_export, of_checkpoint = ends[folder.name].text.splitlines()
+    assert of_export == f"RankError: rank 0: {folder}: File exists"
+    assert f"{folder}/checkpoints/step_0000000{LOST} was not written" in of_checkpoint
+    assert "the export failed; saving a training checkpoint for launch/export.py" in output
 
 
 def test_curves_that_are_removed_begin_again(ran):
