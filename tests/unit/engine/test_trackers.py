@@ -134,7 +134,7 @@ def test_the_end_of_a_run_waits_for_points_but_not_for_a_stall(monkeypatch, caps
 
 
 def test_the_end_of_a_run_waits_only_so_long_for_a_slow_tracker(monkeypatch, capsys):
-    """Of which each call ends in time."""
+    """Each of its calls ends in time, but many wait."""
     monkeypatch.setattr(trackers, "END_SECONDS", 0.2)
     ended, run = threading.Event(), SimpleNamespace(finish=lambda: None, offline=True)
     run.log = lambda *_, **__: ended.wait(0.1)

@@ -159,7 +159,7 @@ def test_packed_weights_are_those_that_are_decoded(tmp_path, kind, experts, dtyp
     ],
 )
 def test_a_run_from_a_checkpoint_writes_its_format_unless_it_says_another(tmp_path, kind, layout):
-    """Where the format is written; a format that is not is refused if the recipe asks for it."""
+    """If that format can be written. Otherwise it is refused where the recipe asks for it."""
     path = FORMATS.get(kind, lambda path: exported(path, "w4a16_g32"))(tmp_path)
     same = {"model": {"path": str(path)}, "quant": {"scheme": "source"}}
     found = recipe(tmp_path, **same)
