@@ -17,6 +17,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -45,18 +46,23 @@ NOTHING: tuple[Any, ...] = (None, "", [], "[]", "null")
 """Values of a key for calls or tools if there are none."""
 
 MEDIA = re.compile(r"(image|img|video|audio)s?(_(path|file|url|bytes|base64|b64)s?)?|pixel_values")
-COMPARED: tuple[str, ...] = (
-    "chosen",
-    "rejected",
-    "chosen_response",
-    "rejected_response",
-    "rejected_messages",
-    "rejected_output",
-    "preferred_output",
-    "non_preferred_output",
+_ANSWER = r"(response|answer|output|completion|message|conversation|turn|text|content|reply|replie)s?"
+_CHOICE = r"(chosen|rejected|accepted|(non_|dis)?preferred)"
+_RANKED = r"(better|worse|winner|loser|win|lose)"
+COMPARED = re.compile(rf"{_CHOICE}(_{_ANSWER})?|{_RANKED}_{_ANSWER}|{_ANSWER}_({_CHOICE}|{_RANKED})")
+"""Names of answers in preference data."""
+_GOOD = r"label|desired|desirable|preferred|chosen|accepted|approved|correct|good|liked|upvoted|thumbs?_up|valid"
+_BAD = (
+    r"undesired|undesirable|(non_|dis)preferred|reject(ed)?|incorrect|wrong|bad|disliked?|downvoted?|thumbs?_down|"
+    r"invalid|deleted|discard(ed)?|ignored?|skip(ped)?|excluded?"
 )
-UNDESIRED = ("label", "kto_tag")  # of TRL and of LLaMA-Factory
-SWITCHES = ("true", "false", "yes", "no", "0", "1")
+GOOD = re.compile(rf"((is|was|has|kto)_)?({_GOOD})|kto_tag")  # label of TRL, kto_tag of LLaMA-Factory
+BAD = re.compile(rf"((is|was|has|to)_)?({_BAD})")
+"""Names of switches that say if an answer is a good or a bad one."""
+VERDICT = re.compile(rf"{GOOD.pattern}|feedback|verdict|rating|preference|vote|judge?ment|status|quality")
+"""Names of texts that may say the same."""
+OFF, ON = ("false", "no", "0", "0.0"), ("true", "yes", "1", "1.0")
+SWITCHES = (*OFF, *ON)
 
 PAIR = ("instruction", "input", "output")
 ANSWERS = ("prompt", "completion")
@@ -186,6 +192,9 @@ def conversation_of(
         if missing:
             raise BadLineError(f"found the keys {list(row)}, expected {missing} of data.fields among them")
         values = {name: row[key] for name, key in fields.items() if row[key] is not None}
+        for key in row.keys() - fields.values():
+            if isinstance(row[key], bool) and _is_undesired(_words(key), row[key]):  # a number may be a class
+                raise _undesired(key, row[key])
     form = _form(values)
     if form is None:
         nulls = [key for key, value in row.items() if value is None]
@@ -200,7 +209,7 @@ def conversation_of(
         key: value
         for key, value in ({} if fields else values).items()
         if key in FLAGS
-        and (str(value).lower() in SWITCHES or not isinstance(value, str | dict))
+        and (_is_switch(value) or not isinstance(value, str | dict))
         and not (key == "loss" and isinstance(value, float))
     }
     if _flag_of(flags, "the row") is False:
@@ -254,18 +263,41 @@ def _object(line: bytes) -> dict[str, Any]:
 def _refuse_unsupported(given: Mapping[str, Any], place: str) -> None:
     """Raise BadLineError for keys of media, preference data and undesired answers, in a row or a turn."""
     for key, value in given.items():
-        if MEDIA.fullmatch(key) and value and not is_empty(value):
+        words = _words(key)
+        if MEDIA.fullmatch(words) and value and not is_empty(value):
             raise BadLineError(f"{place}{key}: found {excerpt(value)}, expected text only: remove {key!r}")
-        if key in COMPARED and not is_empty(value):
+        if COMPARED.fullmatch(words) and not is_empty(value) and not _is_switch(value):
             raise BadLineError(
                 f"found the key {place + key!r} of preference data, expected one answer to learn, as learning from "
                 "preferences is not supported: remove the key, or name the answer (data.fields: {messages: chosen})"
             )
-        if key in UNDESIRED and (value is False or str(value).lower() == "false" or (key, value) == ("kto_tag", 0)):
-            raise BadLineError(
-                f"{place}{key}: found {json.dumps(value)}, which marks an undesired answer, expected only answers to "
-                "learn: remove the row"
-            )
+        if _is_undesired(words, value):
+            raise _undesired(place + key, value)
+
+
+def _is_undesired(words: str, value: Any) -> bool:
+    """Return True if a key with these words and this value says that an answer is a bad one."""
+    if isinstance(value, str) and VERDICT.fullmatch(words) and BAD.fullmatch(_words(value)):
+        return True
+    states = OFF if GOOD.fullmatch(words) else ON if BAD.fullmatch(words) else ()
+    return _is_switch(value) and str(value).lower() in states
+
+
+def _undesired(key: str, value: Any) -> BadLineError:
+    return BadLineError(
+        f"{key}: found {json.dumps(value)}, which marks an undesired answer, expected only answers to learn: remove the "
+        "row, or the key if it means something else"
+    )
+
+
+def _is_switch(value: Any) -> bool:
+    return isinstance(value, bool | int | float | str) and str(value).lower() in SWITCHES
+
+
+@lru_cache(maxsize=4096)
+def _words(key: str) -> str:
+    """Return a key in lower case with underscores: ``isPreferred`` is ``is_preferred``."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[ -]", "_", key.strip()).lower()
 
 
 def _form(names: Mapping[str, Any]) -> str | None:
@@ -414,9 +446,9 @@ def _message(given: Any, name: str, place: str, found: Conversation) -> Message:
     for key, value in given.items():
         if key in (role_key, text_key) or key in _READ or is_empty(value):
             continue
-        switch = value in (0, 1) if isinstance(value, int | float) else str(value).lower() in SWITCHES
-        if (_LIKE_FLAG.search(key) and not isinstance(value, str | dict)) or (
-            switch and (_LIKE_FLAG.search(key) or _LIKE_SWITCH.search(key))
+        words = _words(key)
+        if (_LIKE_FLAG.search(words) and not isinstance(value, str | dict)) or (
+            _is_switch(value) and (_LIKE_FLAG.search(words) or _LIKE_SWITCH.search(words))
         ):
             raise BadLineError(
                 f"{place}.{key}: found {excerpt(value)}, expected one of {list(FLAGS)} to say if a turn is learned: "

@@ -1,5 +1,6 @@
 """Fields of rows and turns: each is honoured, or refused by name, or counted by name."""
 
+import json
 from collections import Counter
 from typing import Any
 
@@ -58,8 +59,59 @@ def test_a_flag_of_any_name_is_honored_or_refused(value, tmp_path):
         counted |= counts.unused.keys()
         runs = learned_turns(sample, tiny_tokenizer())
         assert len(runs) == (1 if (name == "masked") == bool(value) and not counts.unused else 2), name
+    # Counted is only what says that the answer is a good one.
     on = value is True or value == "True" or value == 1
-    assert counted <= {f"messages.{name}" for name in ("label", "kto_tag") if on or name == "label"}
+    assert counted == {f"messages.{name}" for name in (("label", "kto_tag", "chosen") if on else ("rejected",))}
+
+
+GOOD_NAMES = "label kto_tag is_preferred preferred isPreferred chosen is_chosen accepted desirable correct is_correct"
+GOOD_NAMES += " isCorrect thumbs_up good approved liked Label valid"
+BAD_NAMES = "rejected is_rejected undesirable dispreferred incorrect thumbs_down bad disliked invalid deleted ignore skip"
+NO, YES = [False, 0, 0.0, "0", "0.0", "false", "False", "no"], [True, 1, 1.0, "1", "true", "True", "yes"]
+UNDESIRED = [(name, value) for name in GOOD_NAMES.split() for value in NO]
+UNDESIRED += [(name, value) for name in BAD_NAMES.split() for value in YES]
+UNDESIRED += [(name, value) for name in ("label", "feedback", "rating") for value in ("rejected", "Thumbs down", "bad")]
+DESIRED = [(name, value) for name in GOOD_NAMES.split() for value in YES]
+DESIRED += [(name, value) for name in BAD_NAMES.split() for value in NO]
+DESIRED += [("label", "positive"), ("label", 4), ("label", -1), ("rating", 0), ("score", 0.0), ("reward", -1.5)]
+DESIRED += [("chosen_score", 0.0), ("rejected_score", 1), ("chosen_model", "m"), ("quality", "low"), ("winner", "x")]
+
+
+@pytest.mark.parametrize("form", ["row", "completion", "turn"])
+def test_an_undesired_answer_is_refused_by_any_name(form, tmp_path):
+    """As exports of preference data write it: booleans, numbers of CSV and Arrow, and words."""
+
+    def row(key: str, value: object) -> dict[str, Any]:
+        if form == "turn":
+            return {"messages": [ASKED, ANSWER | {key: value}]}
+        chat = {"messages": [ASKED, ANSWER]} if form == "row" else {"prompt": [ASKED], "completion": [ANSWER]}
+        return chat | {key: value}
+
+    place = "messages[1]." if form == "turn" else ""
+    for key, value in UNDESIRED:
+        with pytest.raises(DataError) as caught:
+            read(tmp_path, tiny_tokenizer(), row(key, value))
+        assert f":1: {place}{key}: found {json.dumps(value)}, which marks an undesired" in str(caught.value), key
+    if form == "turn":  # there some of them may be flags of the turn
+        return
+    counts = read(tmp_path, tiny_tokenizer(), *(row(*one) for one in DESIRED))[1]
+    assert counts.samples == len(DESIRED) and counts.unused == Counter(key for key, _ in DESIRED)
+
+
+@pytest.mark.parametrize("key", ["chosen", "rejectedResponse", "dispreferred", "preferred_output", "answer_rejected"])
+@pytest.mark.parametrize("value", ["x", [ANSWER], {"role": "assistant", "content": "x"}])
+def test_answers_to_compare_are_refused_by_any_name(key, value, tmp_path):
+    with pytest.raises(DataError, match=f"found the key '{key}' of preference data"):
+        read(tmp_path, tiny_tokenizer(), GOOD | {key: value})
+
+
+def test_an_undesired_answer_is_refused_with_a_field_map(tmp_path):
+    """If it is marked by a boolean: a number may be a class."""
+    row, names = {"prompt": "a", "completion": "b"}, {"input": "prompt", "output": "completion"}
+    with pytest.raises(DataError, match="label: found false, which marks an undesired answer"):
+        read(tmp_path, tiny_tokenizer(), row | {"label": False}, fields=names)
+    counts = read(tmp_path, tiny_tokenizer(), row | {"label": 0}, row | {"label": True}, fields=names)[1]
+    assert counts.samples == 2 and counts.unused == {"label": 2}
 
 
 def test_keys_that_nothing_reads_are_counted(tmp_path):
