@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from engine.checkpoint.checked_files import replace_text
-from model.checkpoint.safetensors import parse_json
+from model.checkpoint.safetensors import parse_json, read_headers
 from model.console import figure, markdown_table
 
 
@@ -49,8 +49,10 @@ class Evaluation:
 
 
 def weights_size(directory: str | Path) -> int:
-    """Sum the bytes of a checkpoint's safetensors files."""
-    return sum(file.stat().st_size for file in Path(directory).glob("*.safetensors"))
+    """Sum the bytes of the safetensors files that a checkpoint is read from; a second copy of the weights beside them
+    (``consolidated.safetensors``) does not count. Raises CheckpointError if there is no checkpoint."""
+    files = {tensor.file for tensor in read_headers(Path(directory)).tensors.values()}
+    return sum(file.stat().st_size for file in files)
 
 
 def check_writable(path: Path, option: str) -> None:

@@ -4,6 +4,8 @@ import subprocess
 from dataclasses import replace
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from launch.compare import check_missing, read_results
 from model.save import export_model
@@ -66,6 +68,13 @@ def comparison():
 def test_recovered_share(figure, bf16, ptq, qat, share):
     found = recovered(figure(bf16), figure(ptq), figure(qat))
     assert found == (share if share is None else pytest.approx(share))
+
+
+def test_the_size_of_a_checkpoint_is_that_of_the_files_that_are_read(tmp_path):
+    """Some models are published with a second copy of their weights, under other names."""
+    for name in ("model", "consolidated"):
+        save_file({"weight": torch.zeros(1000)}, tmp_path / f"{name}.safetensors")
+    assert weights_size(tmp_path) == (tmp_path / "model.safetensors").stat().st_size
 
 
 def test_table(comparison):
