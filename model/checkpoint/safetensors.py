@@ -220,7 +220,7 @@ def warn_of_zero_tails(directory: Path) -> None:
         if zeros >= PAGE_BYTES and gone:
             say(
                 f"warning: the last {zeros:,} bytes of {file} are zeros, and with them {listed(gone, 3)}: a file that "
-                "lost its end in a crash looks like this; compare its checksum with that of the original, or {AGAIN}"
+                f"lost its end in a crash looks like this; compare its checksum with that of the original, or {AGAIN}"
             )
 
 

@@ -180,5 +180,6 @@ def test_files_that_end_in_zeros_are_named(rows: int, zeros: int, named: str, tm
     said = capsys.readouterr().out
     if named:
         assert f"warning: the last {zeros * 256 + 120:,} bytes of {file} are zeros, and with them {named}:" in said
+        assert said.endswith("with that of the original, or copy or download it again\n")
     else:
         assert not said and zeros * 256 < PAGE_BYTES
