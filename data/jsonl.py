@@ -285,8 +285,8 @@ def _is_undesired(words: str, value: Any) -> bool:
 
 def _undesired(key: str, value: Any) -> BadLineError:
     return BadLineError(
-        f"{key}: found {json.dumps(value)}, which marks an undesired answer, expected only answers to learn: remove the "
-        "row, or the key if it means something else"
+        f"{key}: found {json.dumps(value)}, which marks an undesired answer, expected only answers to learn: remove "
+        "the row, or the key if it means something else"
     )
 
 

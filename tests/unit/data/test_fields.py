@@ -66,7 +66,9 @@ def test_a_flag_of_any_name_is_honored_or_refused(value, tmp_path):
 
 GOOD_NAMES = "label kto_tag is_preferred preferred isPreferred chosen is_chosen accepted desirable correct is_correct"
 GOOD_NAMES += " isCorrect thumbs_up good approved liked Label valid"
-BAD_NAMES = "rejected is_rejected undesirable dispreferred incorrect thumbs_down bad disliked invalid deleted ignore skip"
+BAD_NAMES = (
+    "rejected is_rejected undesirable dispreferred incorrect thumbs_down bad disliked invalid deleted ignore skip"
+)
 NO, YES = [False, 0, 0.0, "0", "0.0", "false", "False", "no"], [True, 1, 1.0, "1", "true", "True", "yes"]
 UNDESIRED = [(name, value) for name in GOOD_NAMES.split() for value in NO]
 UNDESIRED += [(name, value) for name in BAD_NAMES.split() for value in YES]
