@@ -1,12 +1,14 @@
 """Output for people, on rank 0: progress of long jobs, and numbers of any size.
 
-On a terminal a job has a bar. In a log file it has a plain line every half minute.
+On a terminal a job has a bar. In a log file it has a plain line after ten seconds, and then every half minute. Both
+also come while one part of the job lasts long, such as its first one.
 """
 
 import math
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
@@ -15,10 +17,53 @@ from tqdm import tqdm
 
 from model.ranks import is_main
 
-SECONDS = 30.0
-"""Time between two lines in a log file. A job that ends earlier writes none."""
+FIRST_SECONDS, SECONDS = 10.0, 30.0
+"""Time to the first line in a log file, and between two lines. A job that ends earlier writes none."""
 BEAT_SECONDS = 1.0
-"""Time between two updates of a bar in :func:`working`."""
+"""Time after which a bar is drawn again if no part of the job has ended."""
+
+
+class _Bar(tqdm):
+    """Progress bar that a thread draws again while a part of the job lasts long."""
+
+    last_print_t: float
+
+    def __init__(self, **options: Any) -> None:
+        self._closed = threading.Event()
+        super().__init__(**options, miniters=0, smoothing=0)
+        if not self.disable:
+            threading.Thread(target=_beat, args=(weakref.ref(self), self._closed), daemon=True).start()
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over the items; tqdm's own iteration does not count them until it draws."""
+        with self:
+            for item in self.iterable:
+                yield item
+                self.update()
+
+    def beat(self) -> None:
+        """Draw the bar if it is due."""
+        with self.get_lock():
+            now, first = self._time(), self.start_t + self.delay
+            if (
+                not self.disable
+                and now >= first
+                and (self.last_print_t < first or now - self.last_print_t >= self.mininterval)
+            ):
+                self.last_print_t = now
+                self.refresh(nolock=True)
+
+    def close(self) -> None:
+        """Erase or leave the bar, and end its thread."""
+        with self.get_lock():
+            super().close()
+        self._closed.set()
+
+
+def _beat(bar: "weakref.ref[_Bar]", closed: threading.Event) -> None:
+    while not closed.wait(BEAT_SECONDS) and (found := bar()) is not None:
+        found.beat()
+        del found  # a bar that nothing else refers to is closed
 
 
 def progress_bar(
@@ -53,33 +98,20 @@ def progress_bar(
 @contextmanager
 def working(desc: str) -> Iterator[None]:
     """Show for how long the job inside the block has run, if it takes long and its progress is unknown."""
-    done = threading.Event()
-
-    def beat(bar: tqdm) -> None:
-        while not done.wait(BEAT_SECONDS):
-            bar.update(0)
-
-    with _bar(desc, "{desc}: {elapsed} passed", shown=is_main(), bar_format="{desc}: {elapsed}") as bar:
-        thread = threading.Thread(target=beat, args=(bar,), daemon=True)
-        if not bar.disable:
-            thread.start()
-        try:
-            yield
-        finally:
-            done.set()
-            if thread.is_alive():
-                thread.join()
+    with _bar(desc, "{desc}: {elapsed} passed", shown=is_main(), bar_format="{desc}: {elapsed}"):
+        yield
 
 
 def _bar(desc: str, line: str, *, shown: bool, leave: bool = False, **options: Any) -> tqdm:
-    """Create a progress bar: drawn on a terminal, otherwise written as the text ``line`` every ``SECONDS`` seconds."""
+    """Create a progress bar: drawn on a terminal, otherwise written as the text ``line`` after ``FIRST_SECONDS`` and
+    then every ``SECONDS`` seconds."""
     options |= {"desc": desc, "leave": leave, "disable": not shown}
     if sys.stderr.isatty():
         columns = os.get_terminal_size(sys.stderr.fileno()).columns  # 0 in a recorded session
         size = {"dynamic_ncols": True} if columns else {"ncols": 80, "nrows": 24}
-        return tqdm(**options, **size, delay=0 if leave else 1)
+        return _Bar(**options, **size, delay=0 if leave else 1)
     options |= {"bar_format": line, "file": _Lines(sys.stderr), "position": 0}
-    return tqdm(**options, delay=SECONDS, mininterval=SECONDS, miniters=0)
+    return _Bar(**options, delay=FIRST_SECONDS, mininterval=SECONDS)
 
 
 class _Lines:

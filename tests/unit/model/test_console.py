@@ -29,6 +29,7 @@ def read(end: int) -> str:
 @pytest.fixture
 def often(monkeypatch) -> None:
     """A line at every update, in a log file."""
+    monkeypatch.setattr(console, "FIRST_SECONDS", 0.0)
     monkeypatch.setattr(console, "SECONDS", 0.0)
     monkeypatch.setattr(console, "BEAT_SECONDS", 0.001)
 
@@ -41,7 +42,7 @@ def test_a_log_file_gets_whole_lines(often, capsys):
             list(inner)
     lines = capsys.readouterr().err.splitlines()
     assert all(line and line.isprintable() for line in lines)  # no carriage return, no cursor movement
-    assert lines[1].startswith("train: 20 of 300 steps, 00:00 passed, ") and lines[1].endswith(", loss=2.5")
+    assert any(line.startswith("train: 20 of 300 steps, ") and line.endswith(", loss=2.5") for line in lines)
     assert any(line.startswith("evaluation: 2 of 2 batches, ") for line in lines)
 
 
@@ -81,6 +82,42 @@ def test_a_job_without_parts_says_that_it_goes_on(often, capsys):
         while "checkpoint of step 5: 00:00 passed\n" not in capsys.readouterr().err:
             assert time.monotonic() < deadline
             time.sleep(0.001)
+
+
+@pytest.mark.parametrize("over", [True, False])
+def test_a_job_is_shown_before_its_first_part_has_ended(over, often, capsys):
+    """And then with the parts that have ended."""
+    bar = progress_bar(3, "calibration", "batch", over=range(3) if over else None)
+    items = iter(bar)
+
+    def wait(expected: str) -> None:
+        deadline = time.monotonic() + 60
+        while expected not in capsys.readouterr().err:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+    wait("calibration: 0 of 3 batches, ")
+    for _ in range(3):
+        next(items) if over else bar.update()
+    wait(f"calibration: {2 if over else 3} of 3 batches, ")
+    bar.close()
+    capsys.readouterr()
+    time.sleep(0.01)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_log_file_gets_the_first_line_early(monkeypatch, capsys):
+    """After ten seconds, the next one half a minute later."""
+    now = [100.0]
+    monkeypatch.setattr(console, "BEAT_SECONDS", 1000.0)
+    monkeypatch.setattr("time.time", lambda: now[0])
+    monkeypatch.setattr("tqdm.std.time", lambda: now[0])
+    with progress_bar(8, "calibration", "batch") as bar:
+        for _ in range(70):
+            now[0] += 1.0
+            bar.beat()
+    lines = [line.split(" passed")[0] for line in capsys.readouterr().err.splitlines()]
+    assert lines == [f"calibration: 0 of 8 batches, {passed}" for passed in ("00:10", "00:40", "01:10")]
 
 
 @pytest.mark.parametrize("columns", [0, 100])  # 0: a recorded session
