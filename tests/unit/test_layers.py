@@ -146,7 +146,10 @@ def test_runs_import_what_only_some_options_need_when_they_need_it() -> None:
 
 def test_progress_bars_are_made_in_one_place() -> None:
     """A bar of tqdm's own fills a log file with carriage returns."""
-    assert {name for name, text in SOURCES.items() if re.search(r"tqdm\(|class .*\(tqdm\)", text)} == {"data.samples", "model.console"}
+    assert {name for name, text in SOURCES.items() if re.search(r"tqdm\(|class .*\(tqdm\)", text)} == {
+        "data.samples",
+        "model.console",
+    }
     makes = "def no_bar(total: int, description: str, unit: str) -> tqdm:"
     assert makes in SOURCES["data.samples"] and SOURCES["data.samples"].count("tqdm(") == 1
 
