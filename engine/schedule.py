@@ -8,15 +8,17 @@ runs once, the first time. One line of YAML under ``schedule`` has the effect of
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from data.cache import digest
 from data.loader import HeldOut, on_device, valid_tokens
-from engine.checkpoint.save import SaveError, mark_best, save_checkpoint
+from engine.checkpoint.save import Measured, SaveError, mark_best, save_checkpoint
 from engine.config.config import Recipe
 from engine.config.sections import EventRecipe, parse_condition
 from engine.losses.objective import Objective
@@ -220,12 +222,17 @@ def save(state: LoopState) -> None:
     state.saved_step = state.step
 
 
-def _measured(state: LoopState) -> tuple[str, float] | None:
-    """Return the metric that selects the best checkpoint, and its value; None if this step was not evaluated."""
-    best = state.recipe.eval.best
-    metric = f"eval/kd/{state.recipe.loss.kd}" if best == "kd" else f"eval/{best}"
-    evaluated = state.evaluations.step == state.step and metric in state.evaluation
-    return (metric, state.evaluation[metric]) if evaluated else None
+def _measured(state: LoopState) -> Measured | None:
+    """Return the metric that selects the best checkpoint; None if this step was not evaluated. Values are comparable
+    only for the same held-out samples, the same distillation and, for the total, the same weights of the losses."""
+    best, loss, objective = state.recipe.eval.best, state.recipe.loss, state.objective()
+    metric = f"eval/kd/{loss.kd}" if best == "kd" else f"eval/{best}"
+    if state.held_out is None or state.evaluations.step != state.step or metric not in state.evaluation:
+        return None
+    of: list[Any] = [state.held_out.samples.key]
+    of += [asdict(objective.kd), Path(loss.teacher or "").name] if best != "lm" else []
+    of += [objective.weights()] if best == "total" else []
+    return Measured(metric, state.evaluation[metric], digest(of))
 
 
 def _try_to_save(state: LoopState) -> None:

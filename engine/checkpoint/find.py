@@ -13,7 +13,7 @@ from engine.config.config import Recipe, recipe_options
 from engine.config.errors import RecipeError
 from engine.config.hub import HUB, named
 from engine.config.reading import load_recipe
-from engine.config.sections import LossRecipe, OptimRecipe
+from engine.config.sections import LossRecipe, OptimRecipe, TrainRecipe
 from model.checkpoint.fingerprint import digest_of_checkpoint
 from model.console import working
 from model.ranks import errors_on_all_ranks, rank, world_size
@@ -54,6 +54,8 @@ class Best:
     step: int
     metric: str
     value: float
+    of: str = ""
+    """Digest of everything on which the metric depends, apart from the model."""
 
 
 def find_checkpoint(directory: Path, which: bool | str = True) -> TrainingCheckpoint:
@@ -94,7 +96,7 @@ def best_checkpoint(directory: Path) -> Best | None:
         best = Best(**json.loads(path.read_text(encoding="utf-8")))
         if not re.fullmatch(STEP_NAME, str(best.name)):
             raise ValueError(f"name is {best.name!r}")
-        return Best(best.name, int(best.step), str(best.metric), float(best.value))
+        return Best(best.name, int(best.step), str(best.metric), float(best.value), str(best.of))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ValueError(
             f"{path} is damaged: expected name, step, metric and value ({error}); remove it, and the next evaluated "
@@ -275,7 +277,7 @@ def verify_checkpoint(checkpoint: TrainingCheckpoint) -> None:
 # and types of parameters, scales and optimizer states depend on model, adapter, learnable, the schemes and moments,
 # histograms of observers on input_range; theta corrects a fixed scale or the absmax of each step, with the allowed
 # signs; weights are rotated with inputs; norms that write codes store the scales of the layers behind them under their
-# own names. Losses may change, but the values of the same teacher's weights must not.
+# own names. Losses may change, but the values of the same teacher's weights must not. The seed is in the random states.
 #
 # Sections that are not here may change: rates, losses, events, output. The number of rows per step and the ZeRO stage
 # have checks of their own.
@@ -293,6 +295,7 @@ MAY_CHANGE: dict[str, set[str]] = {
     "adapter": {"start", "init", "dropout"},
     "optim": {option.name for option in fields(OptimRecipe)} - {"moments"},
     "loss": {option.name for option in fields(LossRecipe)} - {"teacher_weights"},
+    "train": {option.name for option in fields(TrainRecipe)} - {"seed"},
 }
 
 

@@ -25,7 +25,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, astuple
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -57,6 +57,14 @@ class Stateful(Protocol):
 StatefulStates = Mapping[str, Stateful]
 
 
+class Measured(NamedTuple):
+    """Name and value of a metric, and the digest of everything on which it depends, apart from the model."""
+
+    metric: str
+    value: float
+    of: str = ""
+
+
 class SaveError(RankError):
     """Error on all ranks: a checkpoint could not be written. Earlier checkpoints and the run's state are unchanged."""
 
@@ -69,7 +77,7 @@ def save_checkpoint(
     *,
     keep: int,
     samples: str,
-    measured: tuple[str, float] | None = None,
+    measured: Measured | None = None,
 ) -> Path:
     """Write ``<directory>/step_<step>``, make it the latest checkpoint and remove older ones; a collective.
 
@@ -82,8 +90,8 @@ def save_checkpoint(
         step: optimizer steps done.
         keep: number of checkpoints to keep.
         samples: digest of the training samples, which a resumed run compares with its own.
-        measured: name and value of a metric evaluated at this step; if the value is below the best checkpoint's, this
-            checkpoint is marked as the best.
+        measured: a metric evaluated at this step; if its value is below the best checkpoint's, this checkpoint is
+            marked as the best.
 
     Raises:
         SaveError: on every rank: a rank could not write. The message has the directory and the needed and free bytes.
@@ -190,9 +198,7 @@ def _write_manifest(
     sync(partial)
 
 
-def _make_current(
-    directory: Path, partial: Path, final: Path, keep: int, measured: tuple[str, float] | None = None
-) -> None:
+def _make_current(directory: Path, partial: Path, final: Path, keep: int, measured: Measured | None = None) -> None:
     """Rename a written checkpoint, update ``best.json`` and ``latest``, and remove old checkpoints."""
     if final.exists():  # of the same step, before the run was resumed from an earlier one
         final.rename(final.with_name(f"{final.name}.replaced.partial"))
@@ -203,21 +209,21 @@ def _make_current(
     _remove_old(directory, final.name, keep, best)
 
 
-def mark_best(directory: Path, step: int, measured: tuple[str, float] | None, *, keep: int) -> None:
+def mark_best(directory: Path, step: int, measured: Measured | None, *, keep: int) -> None:
     """Mark the checkpoint of ``step``, which was written before its evaluation, if it is the best, and remove the
-    former best unless it is one of the last ``keep``; a collective. ``measured`` is the name and value of the metric,
-    or None."""
+    former best unless it is one of the last ``keep``; a collective."""
     name = f"step_{step:08d}"
     with errors_on_all_ranks(OSError):
         if is_main():
             _remove_old(directory, name, keep, _mark(directory, name, measured))
 
 
-def _mark(directory: Path, name: str, measured: tuple[str, float] | None) -> Best | None:
+def _mark(directory: Path, name: str, measured: Measured | None) -> Best | None:
     """Mark a checkpoint if its value is below the best checkpoint's; return the checkpoint that is now the best.
 
-    An existing mark is dropped if it is damaged, not finite, of another metric, or of an earlier checkpoint of the same
-    step. A value that is not finite is never marked. A failed write is only a warning.
+    An existing mark is dropped if it is damaged, not finite, of another metric or of one that was computed otherwise,
+    or of an earlier checkpoint of the same step. A value that is not finite is never marked. A failed write is only a
+    warning.
     """
     best = None
     try:
@@ -230,9 +236,14 @@ def _mark(directory: Path, name: str, measured: tuple[str, float] | None) -> Bes
             (directory / BEST).unlink()
             best = None
         if measured is not None and math.isfinite(measured[1]):
-            metric, value = measured
-            if best is None or best.metric != metric or value < best.value:
-                mark = Best(name, int(name.removeprefix("step_")), metric, value)
+            mark = Best(name, int(name.removeprefix("step_")), *measured)
+            comparable = best is not None and (best.metric, best.of) == (mark.metric, mark.of)
+            if best is not None and best.metric == mark.metric and not comparable:
+                say(
+                    f"best checkpoint: {best.name} was measured with other losses, loss weights or held-out samples; "
+                    f"{name} takes its place"
+                )
+            if best is None or not comparable or mark.value < best.value:
                 replace_text(directory / BEST, json.dumps(asdict(mark), indent=1))
                 best = mark
     except OSError as error:

@@ -34,7 +34,10 @@ HELD_OUT = {
     "data": {"held_out": 7, "max_length": 128, "micro_batch_size": 2},
     "learnable": {"act_scale": True},
     "optim": {"schedule": "constant", "lr": 3e-2, "warmup_steps": 0},
-    "schedule": [{"at": 0, "fake_quant": False}, {"at": 2, "fake_quant": "weights"}, {"at": 3, "fake_quant": True}],
+    "schedule": [
+        *({"at": 0, "fake_quant": False}, {"at": 2, "fake_quant": "weights"}, {"at": 3, "fake_quant": True}),
+        {"at": 3, "loss": {"kd": 20.0}},
+    ],
     "train": {"steps": 5, "checkpoint_every": 1, "keep_checkpoints": 1},
     "eval": {"every": 1, "best": "total"},
 }
@@ -92,17 +95,20 @@ def test_evaluation_is_of_the_held_out_samples_as_the_model_would_be_served(path
         lm, kd = (sums / sum(int((sample.labels >= 0).sum()) for sample in held_out)).tolist()
         assert evaluation["eval/lm"] == pytest.approx(lm, rel=QUANTIZED_RTOL), step
         assert evaluation["eval/kd/cakld"] == pytest.approx(kd, rel=10 * QUANTIZED_RTOL), step
-        assert evaluation["eval/total"] == pytest.approx(lm + settings.loss.kd_weight * kd, rel=QUANTIZED_RTOL), step
+        weight = 20.0 if step >= 3 else settings.loss.kd_weight
+        assert evaluation["eval/total"] == pytest.approx(lm + weight * kd, rel=10 * QUANTIZED_RTOL), step
         assert evaluation["eval/perplexity"] == pytest.approx(math.exp(evaluation["eval/lm"]))
 
 
 def test_the_checkpoint_of_the_best_evaluation_is_kept_beside_the_last(paths):
+    """Of the evaluations with the last weights of the losses: those before are smaller, but sums of other losses."""
     found, settings = load_result(paths["heldout"]), load_recipe(paths["heldout"])
     totals = [evaluation["eval/total"] for evaluation in found["seen"]["evaluations"]]
-    step = 1 + totals.index(min(totals))
+    assert max(totals[:3]) < min(totals[3:])
+    step = 1 + totals.index(min(totals[3:]))
     directory = Path(settings.output_dir) / "checkpoints"
     best = best_checkpoint(directory)
-    assert (best.step, best.metric, best.value) == (step, "eval/total", min(totals))
+    assert (best.step, best.metric, best.value) == (step, "eval/total", min(totals[3:]))
     assert {path.name for path in directory.glob("step_*")} == {f"step_{kept:08d}" for kept in (step, 5)}
 
 

@@ -53,9 +53,9 @@ def test_the_last_ones_and_the_best_are_kept(tmp_path):
         kept[step] = steps(tmp_path)
     assert kept == {1: [1], 2: [1, 2], 3: [2, 3], 4: [2, 3, 4], 5: [4, 5], 6: [5, 6]}
     # A step that was saved at a signal is evaluated when the run is resumed.
-    save.mark_best(tmp_path, 6, ("loss", 0.7), keep=1)
+    save.mark_best(tmp_path, 6, save.Measured("loss", 0.7), keep=1)
     assert steps(tmp_path) == [5, 6] and best_checkpoint(tmp_path).step == 5
-    save.mark_best(tmp_path, 6, ("loss", 0.3), keep=1)
+    save.mark_best(tmp_path, 6, save.Measured("loss", 0.3), keep=1)
     assert steps(tmp_path) == [6] and best_checkpoint(tmp_path).step == 6
     assert not list(tmp_path.glob("*.partial"))
 
@@ -65,6 +65,17 @@ def test_a_run_that_goes_on_from_an_older_step_does_not_lose_it_to_later_ones(tm
         write_step(tmp_path, step, keep=4)
     write_step(tmp_path, 2, keep=1)  # resumed from step 1
     assert steps(tmp_path) == [2, 3, 4] and find_checkpoint(tmp_path).step == 2
+
+
+def test_values_that_were_computed_otherwise_are_not_compared(tmp_path, capsys):
+    """With other weights of the losses, or other samples."""
+    for step, (value, of) in enumerate([(3.0, "a"), (2.0, "a"), (9.0, "b"), (9.5, "b"), (8.0, "b")], 1):
+        write_step(tmp_path, step, measured=("eval/total", value, of))
+        assert best_checkpoint(tmp_path).step == [1, 2, 3, 3, 5][step - 1]
+    said = (
+        "best checkpoint: step_00000002 was measured with other losses, loss weights or held-out samples; step_00000003"
+    )
+    assert capsys.readouterr().out == f"{said} takes its place\n"
 
 
 def test_the_best_is_the_one_of_the_smallest_value_that_is_still_there(tmp_path, capsys):
