@@ -46,6 +46,9 @@ def check_recipe(recipe: Recipe, out: Path | None) -> Path:
     settings.teacher_cache = None  # not a source of this run
     settings.kd_weight = settings.kd_weight or 1.0  # the teacher runs, whatever the weight of its loss
     problems = []
+    if recipe.data.kind == "on_policy":
+        expected = "chat, text or mixed: a teacher cannot be asked before the student has written its answers"
+        problems.append(f"data.kind: 'on_policy', expected {expected}")
     if settings.named_teacher() != "model":
         problems.append(f"loss.teacher: {settings.teacher!r}, expected the directory of the teacher to run")
     if settings.teacher_weights != "full":

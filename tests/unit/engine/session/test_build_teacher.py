@@ -45,6 +45,16 @@ def test_a_teacher_that_is_quantized_is_not_held_in_int8_too(tmp_path):
         empty_teacher(recipe, stage_0(recipe), META)
 
 
+def test_answers_that_are_not_written_yet_have_no_cache(tmp_path):
+    """A cache of the prompts would be empty."""
+    taught = {"teacher": "model", "lm_weight": 0.0, "kd_weight": 1.0, "kd": "kl_top_k", "top_k": 4}
+    data = {"kind": "on_policy", "server": "http://localhost:8000", "new_tokens": 8}
+    with pytest.raises(
+        RecipeError, match=r"data\.kind: 'on_policy', expected chat, text or mixed: a teacher cannot be"
+    ):
+        check_recipe(minimal(data=data, loss=taught), tmp_path / "cache")
+
+
 def test_a_teacher_in_int8_is_one_of_the_whole_run_and_of_no_cache(tmp_path):
     taught = {"teacher": "model", "kd_weight": 1.0}
     full, coded = (minimal(loss={**taught, "teacher_weights": held}) for held in ("full", "int8"))
