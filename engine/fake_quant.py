@@ -32,6 +32,7 @@ from model.scales import (
 )
 from model.zero import forward_only, reset_moments, reset_optimizer_state, zero_parameters
 from quant import Quantization, ScaleGroup, weights_changed
+from quant.decoupled import DecoupledScale
 from quant.lora import without_adapters
 from quant.observers import scale_from_histogram
 from quant.rules import exempt_line
@@ -307,7 +308,8 @@ class FakeQuant:
         """Deactivate scale groups: zero the moments of their thetas, which then do not change, and clear their
         observers."""
         for kind, resting in owners.items():
-            reset_moments(self.session.engine.optimizer, self._thetas(kind, resting))
+            thetas = self._thetas(kind, resting) + self._code_thetas(kind, resting)
+            reset_moments(self.session.engine.optimizer, thetas)
             for group in (self._groups(kind)[owner] for owner in resting):
                 if group.observer is not None:
                     group.observer.reset()
@@ -333,6 +335,12 @@ class FakeQuant:
     def _thetas(self, kind: str, owners: set[str]) -> list[Parameter]:
         groups = self._groups(kind)
         return [theta for owner in groups if owner in owners and (theta := groups[owner].theta) is not None]
+
+    def _code_thetas(self, kind: str, owners: set[str]) -> list[Parameter]:
+        """List the Parameters of decoupled scales of the groups' layers."""
+        names = [name for owner, group in self._groups(kind).items() if owner in owners for name in group.members]
+        adapters = [layer.adapter for name in names if (layer := self.quantization.layers.get(name)) is not None]
+        return [one.code_theta for one in adapters if kind == "weight" and isinstance(one, DecoupledScale)]
 
     def _restart(self, kind: str, owners: set[str]) -> None:
         """Set thetas to 0, in the optimizer's fp32 masters too, and zero their moments; a collective."""

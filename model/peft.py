@@ -24,6 +24,7 @@ from model.quantized.quantization_config import read_json_object
 from model.ranks import errors_on_all_ranks, is_main, say
 from model.zero import full_shape, gathered, local_data, local_range, whole_values
 from quant import Quantization, QuantLayer
+from quant.decoupled import DecoupledScale, part_for_codes
 from quant.lora import merge
 from quant.rules import pattern_problem
 
@@ -197,6 +198,10 @@ def _merged(layer: QuantLayer, start: int, stop: int) -> Tensor:
     weight."""
     adapter, own = layer.adapter, local_data(layer.weight)
     assert adapter is not None
+    if isinstance(adapter, DecoupledScale):
+        (theta,) = whole_values((adapter.code_theta,))
+        theta = theta.view(full_shape(adapter.code_theta)).to(adapter.code_theta.dtype)
+        return part_for_codes(own, start, layer.weight_shape, theta, adapter.spec)
     pair = (adapter.lora_a, adapter.lora_b)
     values = whole_values(pair)  # on every rank, even without any part of the weight
     lora_a, lora_b = (

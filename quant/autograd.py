@@ -9,7 +9,8 @@ This function therefore saves
 
 * the weight **Parameter** (ZeRO-3 gathers it again in backward), and quantizes it again unless its codes are kept
   because the weight stays resident,
-* the Parameters of a merged adapter (:mod:`quant.lora`), and merges them again,
+* the Parameters of a merged adapter (:mod:`quant.lora`) or of a decoupled scale (:mod:`quant.decoupled`), and merges
+  them again,
 * the scale Parameters, a few bytes,
 * the input, in one of three forms: 1-byte codes and a 1-bit mask of the unclipped elements if its scale is stored and
   does not learn; packed codes and scales (:func:`quant.kernels.keep_tokens`) for floats with dynamic scales and
@@ -32,6 +33,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from quant import gemm, kernels
+from quant.decoupled import DecoupledScale, code_theta_gradient, weight_for_codes
 from quant.inputs import QuantizedInput, Restored, SharedInput, Wanted, quantize_input
 from quant.lora import Adapter, low_rank_gradients, merge
 from quant.packed_weight import PackedCodes, codes_of_placeholder, is_placeholder
@@ -84,7 +86,7 @@ def quant_linear(
     weight_codes: Tensor | None = None,
     shared: SharedInput | None = None,
     offsets: Tensor | None = None,
-    adapter: Adapter | None = None,
+    adapter: Adapter | DecoupledScale | None = None,
 ) -> Tensor:
     """Compute ``F.linear`` of quantized operands.
 
@@ -97,7 +99,7 @@ def quant_linear(
         weight_codes: the weight's codes, if already computed.
         shared: cache of the quantized input for layers that read the same tensor.
         offsets: for a stack, the ends of the experts' rows, int32 ``[E]``.
-        adapter: adapter to merge into the weight, which is then frozen; or None.
+        adapter: adapter to merge into the weight, which is then frozen, or the weight's decoupled scale; or None.
 
     Returns:
         ``[..., out]`` in the dtype of ``x``. Gradients have their tensors' dtypes.
@@ -123,11 +125,13 @@ def quant_linear(
                 plan = replace(plan, restored=restored)
     no_scale = (None,) * len(Scale._fields)
     input_s0, input_theta, *_ = input_scale or no_scale
-    lora_a = lora_b = None
-    if adapter is not None:
+    lora_a = lora_b = code_theta = None
+    if isinstance(adapter, DecoupledScale):
+        code_theta = adapter.code_theta
+    elif adapter is not None:
         plan, lora_a, lora_b = replace(plan, scaling=adapter.scaling), adapter.lora_a, adapter.lora_b
     scales = (*(weight_scale or no_scale), input_s0, input_theta)
-    tensors: list[Any] = [x, weight, bias, *scales, *quantized, weight_codes, offsets, lora_a, lora_b]
+    tensors: list[Any] = [x, weight, bias, *scales, *quantized, weight_codes, offsets, lora_a, lora_b, code_theta]
     given = Arguments(*tensors)
     if not torch.is_grad_enabled():
         return product(plan, given)
@@ -166,6 +170,7 @@ class Arguments(NamedTuple):
     offsets: Any
     lora_a: Any
     lora_b: Any
+    code_theta: Any
 
     def weight_quantizer(self, spec: TensorSpec) -> Quantizer:
         scale = Scale(self.weight_s0, self.weight_theta, self.weight_global, self.weight_zero)
@@ -175,7 +180,9 @@ class Arguments(NamedTuple):
         return Quantizer(Scale(self.input_s0, self.input_theta), spec, self.weight.dtype)
 
     def merged(self, plan: Plan) -> "Arguments":
-        """Return the arguments with the adapter, if there is one, merged into the weight."""
+        """Return the arguments with the adapter or the decoupled scale, if there is one, merged into the weight."""
+        if self.code_theta is not None and plan.weight is not None:
+            return self._replace(weight=weight_for_codes(self.weight, self.code_theta, plan.weight))
         if self.lora_a is None:
             return self
         return self._replace(weight=merge(self.weight, self.lora_a, self.lora_b, plan.scaling))
@@ -189,11 +196,12 @@ class Arguments(NamedTuple):
         return self._replace(weight_codes=codes_of_placeholder(self.weight, plan.weight))
 
 
-def _needs(ctx: Any) -> Arguments:
+def _needs(ctx: Any, plan: Plan) -> Arguments:
     """Return True for each argument of :class:`QuantLinearFunction` that needs a gradient; for the weight also if its
-    adapter needs one."""
+    adapter or decoupled scale needs one."""
     needs = Arguments(*ctx.needs_input_grad[1:])
-    return needs._replace(weight=needs.weight or needs.lora_a or needs.lora_b)
+    decoupled = needs.code_theta and plan.weight is not None
+    return needs._replace(weight=needs.weight or needs.lora_a or needs.lora_b or decoupled)
 
 
 class QuantLinearFunction(torch.autograd.Function):
@@ -212,7 +220,7 @@ class QuantLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, plan: Plan, *tensors: Tensor | None) -> Tensor:
-        given, needs = Arguments(*tensors), _needs(ctx)
+        given, needs = Arguments(*tensors), _needs(ctx, plan)
         dynamic = plan.input is not None and plan.input.dynamic
         stored = plan.input is not None and not dynamic and not needs.input_theta
         ctx.plan, ctx.input_shape, ctx.keeps_codes = plan, given.x.shape, stored or given.scales is not None
@@ -229,11 +237,12 @@ class QuantLinearFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        plan, needs = ctx.plan, _needs(ctx)
+        plan, needs = ctx.plan, _needs(ctx, ctx.plan)
         saved = Arguments(*ctx.saved_tensors)  # once: activation checkpointing frees on access
         saved = saved.merged(plan).unpacked(plan)
         grad = grad_output.reshape(-1, grad_output.shape[-1])  # [tokens, out]
-        grad_x = grad_input_theta = grad_weight = grad_weight_theta = zeros = grad_a = grad_b = None
+        grad_x = grad_input_theta = grad_weight = grad_weight_theta = zeros = None
+        grad_a = grad_b = grad_code_theta = None
         if needs.x or (needs.input_theta and plan.input is not None):
             grad_x, grad_input_theta, zeros = _input_gradients(ctx, saved, grad, needs.weight_theta)
         masked = (ctx.keeps_codes and saved.mask is not None) or (plan.input is not None and plan.input.dynamic)
@@ -252,12 +261,19 @@ class QuantLinearFunction(torch.autograd.Function):
         if saved.lora_a is not None and grad_weight is not None and needs.weight:
             a, b = saved.lora_a.transpose(-2, -1), saved.lora_b.transpose(-2, -1)
             grad_a, grad_b = (b @ grad_weight).mul_(plan.scaling), (grad_weight @ a).mul_(plan.scaling)
+        if saved.code_theta is not None and plan.weight is not None and grad_weight is not None:
+            factor = lsq_factor(plan.weight_numel, plan.weight)
+            of_codes = (saved.weight, saved.code_theta, plan.weight)
+            grad_code_theta = code_theta_gradient(grad_weight, *of_codes, factor)
+            grad_weight = weight_for_codes(grad_weight, *of_codes[1:])
         # A theta whose operand is not quantized now gets zeros: under ZeRO-3 a Parameter without a gradient would get
         # its last gradient again, in every step.
         if saved.input_theta is not None and needs.input_theta and grad_input_theta is None:
             grad_input_theta = torch.zeros_like(saved.input_theta)
         if saved.weight_theta is not None and needs.weight_theta and grad_weight_theta is None:
             grad_weight_theta = torch.zeros_like(saved.weight_theta) if zeros is None else zeros
+        if needs.code_theta and grad_code_theta is None:
+            grad_code_theta = torch.zeros_like(saved.code_theta)
         gradients = Arguments(*[None] * len(Arguments._fields))._replace(
             x=grad_x if needs.x else None,
             weight=grad_weight if needs.weight and saved.lora_a is None else None,
@@ -266,6 +282,7 @@ class QuantLinearFunction(torch.autograd.Function):
             input_theta=grad_input_theta,
             lora_a=grad_a if needs.lora_a else None,
             lora_b=grad_b if needs.lora_b else None,
+            code_theta=grad_code_theta,
         )
         return None, *gradients
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from quant import gemm, kernels
 from quant.autograd import Plan, UsedWeightFunction, quant_linear
+from quant.decoupled import DecoupledScale
 from quant.inputs import SharedInput, kept_by_attention
 from quant.lora import Adapter, AdapterBeside
 from quant.observers import Observer
@@ -29,8 +30,8 @@ from quant.spec import FP8_TENSOR, Scheme, TensorSpec
 # Parameters that a quantized layer adds to the layer it replaces, and their names in checkpoints: the fields of the
 # weight's Scale, then s0 and theta of the input's Scale.
 SCALE_PARAMETERS = ("weight_s0", "weight_theta", "weight_global", "weight_zero", "input_s0", "input_theta")
-# Parameters that an adapter adds.
-ADAPTER_PARAMETERS = ("lora_a", "lora_b")
+# Parameters that adapters add.
+ADAPTER_PARAMETERS = (*Adapter.parameters, *DecoupledScale.parameters)
 
 
 class QuantLayer(nn.Module):
@@ -64,8 +65,8 @@ class QuantLayer(nn.Module):
             if each forward computes it.
         when_changed: callback after a change of weights, scales or switches, to invalidate values derived from them; or
             None.
-        adapter: low-rank adapter merged into the weight or added to the output, or None. Its Parameters are registered
-            on the layer as ``lora_a`` and ``lora_b``.
+        adapter: low-rank adapter merged into the weight or added to the output, or decoupled scale; or None. Its
+            Parameters are registered on the layer.
     """
 
     weight: nn.Parameter
@@ -129,7 +130,7 @@ class QuantLayer(nn.Module):
         self.trained = False
         self.known_weight_scale: Tensor | None = None
         self.when_changed: Callable[[], None] | None = None
-        self.adapter: Adapter | None = None
+        self.adapter: Adapter | DecoupledScale | None = None
         self._weight_codes: Tensor | None = None
 
     @property
@@ -174,9 +175,9 @@ class QuantLayer(nn.Module):
         stored."""
         return None if self.input_s0 is None else Scale(self.input_s0, self.input_theta)
 
-    def attach_adapter(self, adapter: Adapter) -> None:
+    def attach_adapter(self, adapter: Adapter | DecoupledScale) -> None:
         """Register the adapter's Parameters on the layer and use it from now on."""
-        for name in ADAPTER_PARAMETERS:
+        for name in adapter.parameters:
             self.register_parameter(name, getattr(adapter, name))
         self.adapter = adapter
 

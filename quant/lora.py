@@ -57,6 +57,7 @@ class Adapter:
     """Adapter of one layer, merged into its weight.
 
     Attributes:
+        parameters: names of the Parameters that the layer registers.
         merges: True if the adapter is part of the quantized weight.
         lora_a: ``[rank, in]``, or ``[E, rank, in]`` for a stack, in the weight's dtype.
         lora_b: ``[out, rank]`` or ``[E, out, rank]``, in the weight's dtype; starts as zeros, so that at step 0 the
@@ -64,6 +65,7 @@ class Adapter:
         scaling: factor of their product.
     """
 
+    parameters = ("lora_a", "lora_b")
     merges = True
 
     def __init__(self, lora_a: nn.Parameter, lora_b: nn.Parameter, scaling: float) -> None:

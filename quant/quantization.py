@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quant.decoupled import DecoupledScale
 from quant.gemm import takes_codes_of_stacks
 from quant.inputs import SharedInput
 from quant.kv_cache import QuantCache, attach_kv_cache
@@ -218,6 +219,16 @@ class Quantization:
         """Reset the observers to statistics returned by :meth:`seen`."""
         for owner, observer in self._observers.items():
             vars(observer).update(seen[owner])
+
+    def decouple_scales(self, head: nn.Module | None = None) -> None:
+        """Choose the codes of Linears with a learned scale of their own (:mod:`quant.decoupled`), except of ``head``.
+        Weights and scales must not be partitioned yet."""
+        for layer in self.layers.values():
+            if isinstance(layer, QuantLinear) and layer is not head:
+                spec = layer.scheme.weights
+                shape = spec.scale_shape(layer.weight_shape)
+                theta = torch.zeros(shape, dtype=layer.weight.dtype, device=layer.weight.device)
+                layer.attach_adapter(DecoupledScale(nn.Parameter(theta), spec))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the switches of the layers and the observers' statistics, as plain values and CPU tensors for a

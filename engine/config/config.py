@@ -385,7 +385,7 @@ def _parallel(r: Recipe) -> Contradictions:
 
 def _learnable(r: Recipe) -> Contradictions:
     learnable, quant = r.learnable, r.quant
-    if not (r.adapter.on or any(getattr(learnable, name) for name in TRAINED)):
+    if not (r.adapter.on or quant.decouples() or any(getattr(learnable, name) for name in TRAINED)):
         expected = f"at least one of {', '.join(TRAINED)} to be true, or adapter.kind lora"
         yield "learnable: nothing is learnable", expected
     if r.never_quantizes() and learnable.scales_alone() and not r.adapter.on:
@@ -562,6 +562,24 @@ def _adapters(r: Recipe) -> Contradictions:
         yield "quant.rotate", f"[] with {kind}: no reader supports an adapter of a rotated weight"
 
 
+def _decoupled_scales(r: Recipe) -> Contradictions:
+    if not r.quant.decouples():
+        return
+    option, learnable = "quant.decoupled_scales", r.learnable
+    if learnable.weight:
+        yield "learnable.weight", f"false with {option}: weights that train change their codes by themselves"
+    if not learnable.weight_scale:
+        yield "learnable.weight_scale", f"true with {option}, which trains scales of weights"
+    if r.adapter.on:
+        yield "adapter.kind", f"none with {option}: the codes of a sum of weight and adapter train already"
+    if r.train.compile:
+        yield "train.compile", f"false with {option}, whose gradients torch.compile cannot trace"
+    if r.quant.quantized_all_gather:
+        yield "quant.quantized_all_gather", f"false with {option}: codes are chosen when the layer runs"
+    if r.quant.fuse_norms:
+        yield "quant.fuse_norms", f"false with {option}: the two were not tested together"
+
+
 def _adapters_beside(r: Recipe) -> Contradictions:
     adapter, quant = r.adapter, r.quant
     if not adapter.beside:
@@ -656,6 +674,7 @@ RULES = (
     _first_scales,
     _schemes,
     _adapters,
+    _decoupled_scales,
     _adapters_beside,
     _export,
     _events,

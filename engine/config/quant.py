@@ -141,6 +141,10 @@ class QuantRecipe:
     weight_range: Literal["auto", "absmax", "mse"] = field(default="auto", metadata=only_with(QUANTIZED_WEIGHTS))
     """First scale of a weight: absmax: the largest magnitude fits; mse: the squared error is smallest; auto: mse for
     integers of 3 bits and fewer without quant.scales_follow_weights, absmax for the others."""
+    decoupled_scales: bool = field(default=False, metadata=only_with(QUANTIZES, QUANTIZED_WEIGHTS))
+    """true: the codes of a frozen weight are chosen with another learned scale than the stored one, which alone is
+    exported: code = round(w / (s / c)), weight = code * s. For learnable.weight false, in FP4 above all. Embeddings and
+    lm_head keep one scale. See docs/fp4_scales.md."""
     signed_scales: bool = field(default=False, metadata=only_with(_SIGNS))
     """true: a scale of symmetric integer weights is negative where that makes use of the code without a counterpart
     (-2 at 2 bits): 20% less squared error at 2 bits. transformers multiplies by negative scales, too; other readers
@@ -313,6 +317,10 @@ class QuantRecipe:
         """Tell if there are scales of inputs or of the KV cache to calibrate."""
         stored = any(scheme.stored_input for scheme in self.linear_schemes())
         return stored or self.quantizes_cache()
+
+    def decouples(self) -> bool:
+        """Tell if codes of weights are chosen with scales of their own."""
+        return self.decoupled_scales and bool(self.linear_schemes())
 
     def quantizes_cache(self) -> bool:
         """Tell if the KV cache (keys and values of attention) is quantized."""

@@ -139,9 +139,9 @@ class ParallelRecipe:
 class LearnableRecipe:
     """Trainable parameters; all others are frozen."""
 
-    weight: bool = derived(lambda r: not r.adapter.on and r.teacher_kind() != "self")
+    weight: bool = derived(lambda r: not (r.adapter.on or r.quant.decouples() or r.teacher_kind() == "self"))
     """Linear weights and biases, embeddings and lm_head. Costs gradients and optimizer state of the whole model. null:
-    true; false with adapter.kind lora or loss.teacher self."""
+    true; false with adapter.kind lora, quant.decoupled_scales or loss.teacher self."""
     embedding: bool = True
     """Embeddings and lm_head, if learnable.weight is true; false freezes them."""
     weight_scale: bool = derived(lambda r: not r.adapter.beside)

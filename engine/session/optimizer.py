@@ -76,6 +76,7 @@ def classify(model: nn.Module) -> Iterator[OwnedParameter]:
 # Kinds of a quantized layer's Parameters besides weight and bias.
 _KIND_BY_NAME = {
     "weight_theta": "weight_scale",
+    "code_theta": "weight_scale",
     "input_theta": "act_scale",
     "weight_s0": "frozen",
     "weight_global": "frozen",

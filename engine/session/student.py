@@ -125,6 +125,8 @@ def quantize_student(
                 raise ValueError("quant.rotate: the input of lm_head cannot be rotated; leave it out of the patterns")
         if recipe.adapter.on:
             add_adapters(recipe, model, quantization)
+        if recipe.quant.decoupled_scales:
+            quantization.decouple_scales(head=model.get_output_embeddings())
         if recipe.quant.fuse_norms:
             say(f"fused: {fuse(model).summary()}")
     partition_new_parameters(model, ds_config)

@@ -17,6 +17,7 @@ from model.save.finish import write_json
 from model.save.shard_writer import ShardWriter, safetensors_head
 from model.zero import full_shape, whole_values
 from quant import Quantization, QuantLinear
+from quant.lora import AdapterBeside
 
 
 @dataclass(frozen=True)
@@ -79,16 +80,17 @@ def collect_adapter(
         base: digest of that checkpoint, which a later run compares.
     """
     tensors: dict[str, Tensor] = {}
-    layers = {name: layer for name, layer in quantization.layers.items() if layer.adapter is not None}
-    for name, layer in layers.items():
-        assert layer.adapter is not None and not layer.adapter.merges
-        pair = {"lora_A": layer.adapter.lora_a, "lora_B": layer.adapter.lora_b}
+    adapters = {
+        name: layer.adapter for name, layer in quantization.layers.items() if isinstance(layer.adapter, AdapterBeside)
+    }
+    for name, adapter in adapters.items():
+        pair = {"lora_A": adapter.lora_a, "lora_B": adapter.lora_b}
         for (part, parameter), values in zip(pair.items(), whole_values(tuple(pair.values())), strict=True):
             if is_main():
                 tensors[f"{PREFIX}{name}.{part}.weight"] = (
                     values.to("cpu", parameter.dtype).view(full_shape(parameter)).contiguous()
                 )
-    (rank,) = {full_shape(layer.adapter.lora_a)[0] for layer in layers.values() if layer.adapter is not None}
+    (rank,) = {full_shape(adapter.lora_a)[0] for adapter in adapters.values()}
     linears = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear | QuantLinear)]
     config = {
         "peft_type": "LORA",
@@ -99,7 +101,7 @@ def collect_adapter(
         "use_rslora": rslora,
         "lora_dropout": dropout,
         "bias": "none",
-        "target_modules": _targets(set(layers), linears, whole=not text_part(model)),
+        "target_modules": _targets(set(adapters), linears, whole=not text_part(model)),
         "inference_mode": True,
     }
     return PeftFolder(tensors, config, base)

@@ -56,7 +56,7 @@ WEIGHT_MEAN = 0.05  # of a tensor, in learning rates: 0.005 dense, 0.03 in an ex
 WEIGHT_MAX = 3.0  # of an element: 2, because Adam's step is as long where the gradient is nothing but rounding
 # A theta's gradient may be a few terms that nearly cancel: so many may differ by more than THETA in learning rates,
 # which are all that did. An error in how thetas are trained shows in most of them. Without fake quant they rest.
-THETA, THETAS_APART = 0.1, {"weight": 1, "input": 2}
+THETA, THETAS_APART = 0.1, {"weight": 1, "code": 1, "input": 2}
 
 
 def inputs_of(batch: MicroBatch) -> dict[str, torch.Tensor]:
@@ -103,7 +103,8 @@ def plain_weights(path: str, experts: Form = "stacked") -> nn.Module:
 def prepares(settings: Recipe) -> bool:
     """Tell if ``quant.prepare`` has an argument for everything that a recipe says of its layers and scales."""
     quant = settings.quant
-    more = (quant.head_scheme(), quant.embedding_scheme(), quant.preset().kv_cache, quant.rotate, settings.adapter.on)
+    more = [quant.head_scheme(), quant.embedding_scheme(), quant.preset().kv_cache, quant.rotate, settings.adapter.on]
+    more.append(quant.decoupled_scales)
     scales = (quant.fake_quant_start, quant.initial_input_scale, quant.scales_follow_weights, settings.schedule)
     return quant.default_scheme() is not None and not any([*more, *scales])
 
@@ -155,6 +156,8 @@ def plain_model(settings: Recipe, *, switched: bool = True) -> tuple[nn.Module, 
     )
     if settings.adapter.on:
         add_adapters(settings, model, quantization)
+    if settings.quant.decoupled_scales:
+        quantization.decouple_scales()
     if settings.quant.rotate:
         rotate_inputs(quantization, settings.quant.rotate, settings.quant.rotate_block)
         for layer in quantization.layers.values():

@@ -1,5 +1,5 @@
-"""Adapters that are merged before the weight is quantized, trained on two ranks on every ZeRO stage: against a plain
-loop, and the codes of the export against what the last forward multiplied."""
+"""Adapters and decoupled scales, which are merged before the weight is quantized, trained on two ranks on every ZeRO
+stage: against a plain loop, and the codes of the export against what the last forward multiplied."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -89,6 +89,12 @@ def adapted(stage: int, kind: str = EVEN, dtype: str = "bfloat16", shipped: str 
     return Variant({"stage": stage, **merged, **sections}, kind, dtype, used_weights, shipped)
 
 
+def decoupled(stage: int, kind: str = EVEN, dtype: str = "bfloat16", **quant: Any) -> Variant:
+    sections = {name: LORA[name] for name in ("learnable", "optim", "loss", "train")}
+    quant = {"scheme": "mxfp4_w4a4", **quant, "decoupled_scales": True}
+    return Variant({"stage": stage, **sections, "quant": quant, **EXPORT}, kind, dtype, used_weights)
+
+
 EXPORT = {"export": {"enabled": True}}
 INT4 = {"quant": {"scheme": "w4a16_g32"}}
 SELF = {"kd_weight": 1.0, "kd": "kl"}
@@ -111,6 +117,10 @@ def runs(directory: Path) -> dict[str, Variant]:
         "teacher": adapted(2, dtype="float32", **INT4, loss={**SELF, "teacher": f"{directory}/model-qwen3-even"}),
         "stored": adapted(3, **INT4),
         "recomputed": adapted(3, **INT4, train={"activation_checkpointing": True}),
+        "plain_decoupled": decoupled(3, dtype="float32"),
+        "plain_decoupled_moe": decoupled(3, MOE, "float32", scheme="nvfp4"),
+        "decoupled": decoupled(3, **MIXED),
+        "decoupled_moe": decoupled(3, MOE, **MORE),
     }
 
 
@@ -119,6 +129,8 @@ def runs(directory: Path) -> dict[str, Variant]:
 OTHERS = {
     **{f"plain_{stage}": adapted(stage, dtype="float32") for stage in (1, 2)},
     **{f"mixed_{stage}": adapted(stage, quant=MIXED, **EXPORT) for stage in (0, 1, 2)},
+    **{f"plain_decoupled_{stage}": decoupled(stage, dtype="float32") for stage in (0, 1, 2)},
+    **{f"decoupled_{stage}": decoupled(stage, **MIXED) for stage in (0, 1, 2)},
     **{f"more_{stage}": adapted(stage, MOE, quant=MORE, **EXPORT) for stage in (0, 1, 2)},
     "stacked_2": adapted(2, MOE, quant={**FOLLOWED, **STATIC}, **EXPORT),
     **{
@@ -143,7 +155,7 @@ paths = runs_of(runs, OTHERS)
 PLAIN = [name for name in OTHERS if name.startswith("plain")]
 
 
-@each(["plain_0", "plain_3", "plain_moe"], PLAIN)
+@each(["plain_0", "plain_3", "plain_moe", "plain_decoupled", "plain_decoupled_moe"], PLAIN)
 def test_training_equals_a_plain_loop(paths, name):
     """Dense, and on stage 3 stacked experts, to which the ranks send different tokens."""
     assert_equals_plain_loop(paths[name])
@@ -162,9 +174,19 @@ def test_adapters_and_scales_train_and_nothing_else(paths):
     assert trained == 2 * (4 * sum(map(sum, layers)) + 6 * (96 + 64))
 
 
-@each(["mixed", "more", "followed", "experts", "stacked"], sorted(OTHERS.keys() - PLAIN))
+@each(["mixed", "more", "followed", "experts", "stacked", "decoupled", "decoupled_moe"], sorted(OTHERS.keys() - PLAIN))
 def test_the_export_holds_what_the_last_forward_multiplied(paths, name):
     assert_export_is_of_the_last_forward(paths[name])
+
+
+@each(["decoupled", "decoupled_moe", "plain_decoupled"], [])
+def test_both_scales_train_and_nothing_else(paths, name):
+    found, source = load_result(paths[name]), start_of(paths[name])
+    assert set(found["groups"]) == {"weight_scales"}
+    assert {name.rpartition(".")[2] for name in found["optimized"]} == {"weight_theta", "code_theta"}
+    thetas = [value for name, value in found["weights"].items() if name.endswith("code_theta")]
+    assert thetas and all(value.any() for value in thetas)
+    assert all(torch.equal(found["weights"][name].float(), value) for name, value in source.items())
 
 
 @each(["followed", "stacked", "later"], ["stacked_2"])

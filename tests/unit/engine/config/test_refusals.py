@@ -27,6 +27,7 @@ SHARED = {
     "LORA": "adapter.kind=lora",
     "BESIDE": "adapter.kind=lora adapter.merge=false quant.scheme=w4a16_g32",
     "CODES": "adapter.kind=lora adapter.merge=false quant.scheme=w4a16_g32 adapter.base=quantized",
+    "TWO": "quant.decoupled_scales=true",
     "GPTQ": "quant.init=gptq quant.scheme=w4a16_g32",
     "FOLLOW": "quant.scales_follow_weights=true",
     "NEVER": "quant.fake_quant_start=-1",
@@ -181,6 +182,13 @@ REFUSED = rows(r"""
     learnable.weight=false $NEVER               | quant.fake_quant_start: -1 (never), expected 0 or more with
     $LORA $NEVER                                | quant.fake_quant_start: -1 (never), expected 0 or more with
 
+    $TWO learnable.weight=true                  | learnable.weight: True, expected false with quant.decoupled_scales
+    $TWO learnable.weight_scale=false learnable.norm=true | learnable.weight_scale: False, expected true with quant
+    $TWO $LORA                                  | adapter.kind: 'lora', expected none with quant.decoupled_scales:
+    $TWO train.compile=true                     | train.compile: True, expected false with quant.decoupled_scales, whose
+    $TWO quant.quantized_all_gather=true        | quant.quantized_all_gather: True, expected false with quant.decoupled
+    $TWO quant.fuse_norms=true                  | quant.fuse_norms: True, expected false with quant.decoupled_scales:
+
     $FOLLOW quant.weight_range=mse              | quant.weight_range: 'mse', expected absmax, since
     $FOLLOW quant.scales=p                      | quant.scales: 'p', expected null: quant.scales_follow_weights
     quant.start=g quant.scales=p                | quant.start: 'g', expected null with quant.scales: both are
@@ -282,6 +290,7 @@ IDLE = rows(r"""
     eval.best=kd $EVALUATED                     | $KD
     export.template=base.gguf                   | export.format=gguf
     quant.snap_to_codes=true                    | quant.start=g
+    $TWO quant.scheme=fp8_kv                    | quant.scheme=mxfp4
     quant.init=gptq quant.scheme=fp8_kv         | quant.scheme=w4a16_g32
     quant.weight_range=mse quant.scheme=fp8_kv  | quant.scheme=fp8_static_kv
     quant.signed_scales=true quant.scheme=w4a16_asym | quant.scheme=w2a16_g32
@@ -303,6 +312,7 @@ IDLE = rows(r"""
 NEVER_ACT = rows(r"""
     quant.scales=p
     $FOLLOW
+    $TWO learnable.norm=true
     quant.compute=fp8_gemm
     quant.fp8_fast_accum=false
     quant.keep_codes=true quant.scheme=nvfp4_w4a4
