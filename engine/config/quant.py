@@ -143,8 +143,8 @@ class QuantRecipe:
     integers of 3 bits and fewer without quant.scales_follow_weights, absmax for the others."""
     decoupled_scales: bool = field(default=False, metadata=only_with(QUANTIZES, QUANTIZED_WEIGHTS))
     """true: the codes of a frozen weight are chosen with another learned scale than the stored one, which alone is
-    exported: code = round(w / (s / c)), weight = code * s. For learnable.weight false, in FP4 above all. Embeddings and
-    lm_head keep one scale. See docs/fp4_scales.md."""
+    exported: code = round(c * w / s), weight = code * s. For learnable.weight false, in FP4 above all. Embeddings and
+    lm_head keep one scale. See docs/schemes.md."""
     signed_scales: bool = field(default=False, metadata=only_with(_SIGNS))
     """true: a scale of symmetric integer weights is negative where that makes use of the code without a counterpart
     (-2 at 2 bits): 20% less squared error at 2 bits. transformers multiplies by negative scales, too; other readers
