@@ -19,12 +19,13 @@ from typing import Any
 
 import yaml
 
+from engine.config.hub import parse_name
 from quant import SCHEMES, Scheme, TensorSpec
 
 # Keys without effect on what is trained.
 HOUSEKEEPING = re.compile(
     r"model\.(name|device_map|low_cpu_mem_usage|use_cache)|compression\.quantization\.bits|.*\.hf_cache_dir|"
-    r".*\.(lazy_init_samples|(weight|activation)_scale_init_value)|dataset\.(name|batch_size)|.*\.kd_alpha|"
+    r".*\.(weight|activation)_scale_init_value|dataset\.(name|batch_size)|.*\.kd_alpha|"
     r".*\.teacher_(torch_dtype|device_map|trust_remote_code|low_cpu_mem_usage|use_cache|cache_dir)|"
     r".*\.hf_args\.(logging_first_step|report_to|gradient_checkpointing_kwargs\..*|dataloader_num_workers|output_dir)|"
     r".*\.student_type|device|metric_logger\..*|tokenizer\..*|log_peak_memory_stats|memory_efficient_fsdp_wrap|profiler\..*|"
@@ -36,6 +37,7 @@ PAGE = "docs/coming_from.md"
 CACHE = "not converted: keys and values are quantized by the presets fp8_kv, fp8_static_kv and nvfp4_w4a4_kv alone"
 BETAS = [0.9, 0.999]  # of torch's AdamW and of transformers' Trainer
 UNKNOWN = "choose_one"  # no scheme has this name, so training refuses the recipe until it has one
+PTQ_BATCHES = 64  # per rank: 256 samples, as of AngelSlim's PTQ, on four ranks with one sample per micro-batch
 BITS = {"int8": 8, "int4": 4, "int3": 3, "int2": 2}
 GRANULARITIES = {"per-tensor": "tensor", "per-channel": "channel", "per-group": "group", "per-token": "token"}
 LOSSES = ("kl", "rkl", "mse", "cakld", "kd")
@@ -164,6 +166,11 @@ def from_angelslim(source: ForeignRecipe) -> Converted:
         there = {"PTQ": "launch/calibrate.py quantizes without training", "MCoreQAD": f"write a recipe by {PAGE}"}
         raise ValueError(f"compression.name: {kind!r}, expected QAT or QAD: {there.get(kind, 'it trains nothing')}")
     section = f"compression.{kind}"
+    if not any(key.startswith(f"{section}.") for key in source.keys):
+        raise ValueError(
+            f"{section}: no keys below it, expected those of the training; older versions of AngelSlim had them in a "
+            f"section training, with other defaults: move them to {section}, and set the keys of learnable"
+        )
     quantizer = f"{section}.plugin_config.quant_config"
     made.put("model.path", source.take("model.model_path"))
     made.put("model.trust_remote_code", source.take("model.trust_remote_code") or None)
@@ -175,6 +182,7 @@ def from_angelslim(source: ForeignRecipe) -> Converted:
     _angelslim_losses(source, made, section, kind)
     _angelslim_data(source, made, section)
     _trainer(source, made, f"{section}.hf_args")
+    _angelslim_first_scales(source, made, section, quantizer)
     if (mode := source.take(f"{section}.training_mode", "end2end")) != "end2end":
         made.say(
             f"{section}.training_mode",
@@ -256,13 +264,20 @@ def _angelslim_learnable(source: ForeignRecipe, made: Converted, section: str, q
     if source.take(f"{learnable}.quant_max_scale_lr"):
         made.say(f"{learnable}.quant_max_scale_lr", "scales of parts of a group (FOCUS) are not supported")
     expect(source, made, f"{section}.plugin_config.enable_scale", True, "here layers are always quantized")
+
+
+def _angelslim_first_scales(source: ForeignRecipe, made: Converted, section: str, quantizer: str) -> None:
+    """Convert where the first scales come from: a PTQ checkpoint, or samples that each process runs."""
+    samples = int(source.take(f"{quantizer}.lazy_init_samples", 10))
     if scales := source.take(f"{section}.from_ptq_ckpt"):
         made.put("quant.scales", scales)
         made.say(
             f"{section}.from_ptq_ckpt",
-            "if there is no such directory, remove quant.scales: the run then measures the first scales (for experts, "
-            "with quant.calibration_batches: 64)",
+            "if there is no such directory, remove quant.scales: the run then measures the first scales",
         )
+    if _static_inputs(made):
+        batches = -(-samples // made.recipe["data"]["micro_batch_size"])
+        made.put("quant.calibration_batches", PTQ_BATCHES if scales else batches)
 
 
 def _static_inputs(made: Converted) -> bool:
@@ -302,15 +317,24 @@ def _angelslim_losses(source: ForeignRecipe, made: Converted, section: str, kind
 def _angelslim_data(source: ForeignRecipe, made: Converted, section: str) -> None:
     hub = source.take(f"{section}.hf_dataset")
     path, answers_alone = source.take("dataset.data_path"), source.take("dataset.is_sft_data", False)
+    key = f"{section}.hf_dataset"
+    if not hub and path and parse_name(path.partition(",")[0]):
+        hub, key = path, "dataset.data_path"
     if hub:  # owner/name, or owner/name,configuration
         name, _, configuration = hub.partition(",")
         path = f"hf://datasets/{name}" + (f"/{configuration}/train*" if configuration else "")
-        made.say(f"{section}.hf_dataset", f"converted to the files {path}: look if the data set has its text there")
+        made.say(key, f"converted to the files {path}: look if the data set has its text there")
     made.put("data.train", [path or "train.jsonl"])
     made.put("data.kind", "text" if hub else None)
     if not hub and not answers_alone:
         made.say("dataset.is_sft_data", "false: prompts are learned there too; here answers alone are")
-    made.put("data.max_length", source.take("dataset.max_seq_length"))
+    made.put("data.max_length", length := source.take("dataset.max_seq_length"))
+    if not hub:
+        made.say(
+            "dataset.max_seq_length",
+            f"{length}: longer samples lose their end there; here they are dropped, or lose their beginning with "
+            "data.too_long: truncate",
+        )
     if rows := source.take("dataset.num_samples"):
         made.say("dataset.num_samples", f"the whole file is trained on, not its first {rows} rows")
 
