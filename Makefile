@@ -13,6 +13,7 @@
 #   make test-executorch  those of the extra "executorch", which is installed into .venv-executorch
 #   make test-peft     those of the extra "peft", which is installed into .venv-peft
 #   make test-arrow    those of the extra "arrow", which is installed into .venv-arrow
+#   make test-trackers  those of the extras "wandb", "mlflow" and "trackio", each in an environment of its own
 #   make test-templates  chat templates of the extra "templates", which is installed into .venv-templates
 #   make test-oldest   the unit tests on the oldest torch that is supported, which is installed into .venv-oldest (GBs)
 #   make test-half-hour  benchmarks/gpu/half_hour.py on the CPU, all three stages in tiny sizes; four minutes
@@ -31,15 +32,17 @@ EXECUTORCH_TESTS := tests/unit/quant/formats/test_layouts.py tests/distributed/t
 TEMPLATE_TESTS := tests/unit/data/test_published_templates.py
 PEFT_TESTS := tests/distributed/model/save/test_lora.py
 ARROW_TESTS := tests/unit/data/test_rows.py
+TRACKERS := wandb mlflow trackio
+TRACKER_TESTS := tests/distributed/engine/test_trackers.py
 
 # The deepspeed launcher and ninja (for ops that compile at first use) are looked up in PATH.
 export PATH := $(VENV)/bin:$(PATH)
 # Two ranks on a few cores: torch would start a thread per core in each.
-test test-full test-eval test-gguf test-vllm test-mlx test-executorch test-peft test-arrow test-templates test-oldest: \
-    export OMP_NUM_THREADS = 1
+test test-full test-eval test-gguf test-vllm test-mlx test-executorch test-peft test-arrow test-trackers test-templates \
+    test-oldest: export OMP_NUM_THREADS = 1
 
 .PHONY: quickstart test test-full test-nvcc test-wheel test-eval test-gguf test-vllm test-mlx test-executorch \
-    test-peft test-arrow test-templates test-oldest test-half-hour golden lint typecheck
+    test-peft test-arrow test-trackers test-templates test-oldest test-half-hour golden lint typecheck
 .DELETE_ON_ERROR:
 
 quickstart: $(STAMP)
@@ -61,6 +64,7 @@ test-full: $(STAMP)
 	.ci/extra $(VENV) executorch $(EXECUTORCH_TESTS)
 	.ci/extra $(VENV) peft $(PEFT_TESTS)
 	.ci/extra $(VENV) arrow $(ARROW_TESTS)
+	for name in $(TRACKERS); do .ci/extra $(VENV) $$name $(TRACKER_TESTS) || exit 1; done
 	PIP_NO_DEPS=1 .ci/extra $(VENV) templates $(TEMPLATE_TESTS)
 
 # The CUDA kernels, where there is a compiler: nvcc for every architecture that is promised, g++ for the emulation. Both
@@ -91,6 +95,9 @@ test-peft: $(STAMP)
 
 test-arrow: $(STAMP)
 	.ci/extra $(VENV) arrow $(ARROW_TESTS)
+
+test-trackers: $(STAMP)
+	for name in $(TRACKERS); do .ci/extra $(VENV) $$name $(TRACKER_TESTS) || exit 1; done
 
 test-templates: $(STAMP)
 	PIP_NO_DEPS=1 .ci/extra $(VENV) templates $(TEMPLATE_TESTS)

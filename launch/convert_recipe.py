@@ -270,7 +270,8 @@ def _angelslim_first_scales(source: ForeignRecipe, made: Converted, section: str
     """Convert where the first scales come from: a PTQ checkpoint, or samples that each process runs."""
     samples = int(source.take(f"{quantizer}.lazy_init_samples", 10))
     if scales := source.take(f"{section}.from_ptq_ckpt"):
-        made.put("quant.scales", scales)
+        nested = Path(scales, "final_quant_checkpoint")  # as its QAT writes them
+        made.put("quant.scales", str(nested) if nested.is_dir() else scales)
         made.say(
             f"{section}.from_ptq_ckpt",
             "if there is no such directory, remove quant.scales: the run then measures the first scales",

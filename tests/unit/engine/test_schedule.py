@@ -6,7 +6,7 @@ import re
 import pytest
 from torch import nn
 
-from engine.config.sections import EVENT_RATES, EventRecipe
+from engine.config.sections import EVENT_RATES, EventRecipe, OptimRecipe
 from engine.schedule import Schedule, add_event, check_events
 from engine.session.optimizer import lr_factor, peak_learning_rates
 from engine.session.session import Overrides
@@ -35,6 +35,14 @@ def test_wsd_is_flat_and_then_a_straight_line():
 @pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
 def test_warmup_is_linear_and_moves_from_the_first_step(kind):
     assert curve(kind, warmup=4)[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(("share", "steps", "warmup"), [(0.1, 40, 4), (0.07, 100, 7), (0.03, 10, 1), (1.0, 7, 7)])
+def test_a_share_of_the_steps_warms_up_and_is_rounded_up(share, steps, warmup):
+    """As in transformers, whose warmup_ratio it is."""
+    assert OptimRecipe(warmup_ratio=share).warmup(steps) == warmup
+    values = curve("constant", total=steps, warmup=OptimRecipe(warmup_ratio=share).warmup(steps))
+    assert values == [min(1.0, (step + 1) / warmup) for step in range(steps)]
 
 
 def test_unknown_kind():

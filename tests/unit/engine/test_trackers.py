@@ -11,6 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from engine import trackers
 from engine.config.errors import RecipeError
+from engine.config.reading import load_recipe
 from engine.metrics import Metrics, MetricsFile
 from engine.trackers import STARTS, Tracker, import_trackers
 from model.ranks import RankError
@@ -203,8 +204,10 @@ def test_a_run_reports_to_all_of_them_and_survives_those_that_fail(tmp_path):
         stage=0,
         dtype="float32",
         train=train,
+        optim={"warmup_steps": 0, "warmup_ratio": 0.6, "schedule": "constant"},
         loss={"kd_weight": 0.0, "kd": None, "teacher": None},
     )
+    recipe = load_recipe(path)
     (tmp_path / "fakes").mkdir()
     for name, text in FAKES.items():
         (tmp_path / "fakes" / f"{name}.py").write_text(text)
@@ -221,6 +224,10 @@ def test_a_run_reports_to_all_of_them_and_survives_those_that_fail(tmp_path):
     assert said.count("warning: ") == 4 + said.count("warning: this run") and said.count("wandb: https://") == 2
     file = lines(tmp_path / "run" / "metrics.jsonl")
     assert [line["step"] for line in file] == [1, 2, 3, 4, 5, 6]
+    # optim.warmup_ratio of 4 steps, and after the resume of 6: three and four of them warm up.
+    shares = [line["lr/weights"] / recipe.optim.lr for line in file]
+    assert shares == pytest.approx([1 / 3, 2 / 3, 3 / 4, 1, 1, 1])
+    assert [line["lr/weight_scales"] / recipe.optim.scale_lr for line in file] == pytest.approx(shares)
     curves = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     curves.Reload()
     for tag in curves.Tags()["scalars"]:

@@ -3,17 +3,16 @@
 import json
 import random
 import sys
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import yaml
 
 from engine.config.config import Recipe
-from engine.config.reading import parse_recipe
+from engine.config.reading import load_recipe, parse_recipe
 from launch import convert_recipe
 from launch.convert_recipe import HOUSEKEEPING, ForeignRecipe, converted_recipe
-from tests.lib.processes import run_python
-from tests.lib.tiny import tiny_checkpoint
+from tests.lib.root import ROOT
 
 # As configs/qwen3/qat/fp8_static/learn_scale/qwen3-30b-a3b_fp8_static_end2end_learn_scale_zero3.yaml.
 SCALES_ONLY = """
@@ -50,6 +49,19 @@ compression:
       gradient_checkpointing_kwargs: {use_reentrant: true}, deepspeed: configs/ds_config_zero3.json}
 dataset: {name: TextDataset, data_path: sharegpt.jsonl, max_seq_length: 4096, num_samples: 256, batch_size: 1}
 """
+# As its qwen3-4b_fp8_static_end2end_learn_scale_zero3.yaml, which differs in these places.
+SCALES_ONLY_4B = SCALES_ONLY
+for of_30b, of_4b in (
+    ("./output}", "./output_4b_zero3}"),
+    ("Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-4B"),
+    ("[lm_head, embed_tokens, gate.weight]", "[lm_head, embed_tokens]"),
+    ("./output_ptq_30b/qwen3-a3b_fp8_static", "./output_ptq/qwen3-4b_fp8_static"),
+    ("max_steps: 3", "max_steps: 5"),
+    ("sharegpt.jsonl, max_seq_length: 4096, num_samples: 256", "sharegpt.jsonl, max_seq_length: 512, num_samples: 16"),
+    ("batch_size: 1}", "batch_size: 1, is_sft_data: true}"),
+):
+    assert of_30b in SCALES_ONLY_4B
+    SCALES_ONLY_4B = SCALES_ONLY_4B.replace(of_30b, of_4b)
 # As recipes/configs/llama3/8B_qat_full.yaml.
 TORCHTUNE = """
 tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, path: tokenizer.model, max_seq_len: 1024}
@@ -107,7 +119,37 @@ def test_scales_alone_learn_from_the_model_itself():
     assert tuple(recipe.optim.betas) == (0.9, 0.999)
     assert (recipe.deepspeed, recipe.train.activation_checkpointing, recipe.data.max_length) == ("zero3", True, 4096)
     said = {note.partition(":")[0].rpartition(".")[2] for note in notes}
-    assert said == {"num_samples", "learning_rate", "is_sft_data", "from_ptq_ckpt", "deepspeed"}
+    assert said == {"num_samples", "learning_rate", "is_sft_data", "from_ptq_ckpt", "deepspeed", "max_seq_length"}
+    dense, notes = read(SCALES_ONLY_4B)
+    assert (dense.train.steps, dense.data.max_length, dense.model.path) == (5, 512, "Qwen/Qwen3-4B")
+    assert (dense.quant, dense.learnable, dense.loss) == (
+        replace(recipe.quant, scales="./output_ptq/qwen3-4b_fp8_static"),
+        recipe.learnable,
+        recipe.loss,
+    )
+    assert not any("is_sft_data" in note for note in notes)
+
+
+def test_scales_may_be_in_the_folder_that_their_qat_writes(tmp_path):
+    (tmp_path / "qat" / "final_quant_checkpoint").mkdir(parents=True)
+    for name, expected in (("qat", "qat/final_quant_checkpoint"), ("ptq", "ptq")):
+        changed = SCALES_ONLY_4B.replace("./output_ptq/qwen3-4b_fp8_static", str(tmp_path / name))
+        assert read(changed)[0].quant.scales == str(tmp_path / expected)
+
+
+def test_first_scales_of_inputs_are_of_as_many_samples_as_there():
+    """Of lazy_init_samples without a PTQ checkpoint, each process by itself; else as the shipped recipes."""
+    shipped = load_recipe(ROOT / "launch" / "recipes" / "qwen3_4b_fp8_scales_only.yaml")
+    recipe, _ = read(SCALES_ONLY_4B)
+    assert recipe.quant.calibration_batches == shipped.quant.calibration_batches == 64
+    alone = SCALES_ONLY_4B.replace("from_ptq_ckpt: ./output_ptq/qwen3-4b_fp8_static", "from_ptq_ckpt: null")
+    for rows, samples, batches in ((1, None, 10), (1, 60, 60), (4, 10, 3), (4, 60, 15)):
+        changed = alone.replace("train_batch_size: 1", f"train_batch_size: {rows}")
+        if samples is not None:
+            changed = changed.replace("use_qkv_quant: false", f"use_qkv_quant: false, lazy_init_samples: {samples}")
+        recipe, notes = read(changed)
+        assert recipe.quant.scales is None and recipe.quant.calibration_batches == batches
+        assert not any("lazy_init" in note for note in notes)
 
 
 def test_chats_stay_chats_with_and_without_their_prompts():
@@ -118,6 +160,9 @@ def test_chats_stay_chats_with_and_without_their_prompts():
     recipe, notes = read(SCALES_ONLY.replace("hf_dataset: null", "hf_dataset: a/b"))
     assert recipe.data.kind == "text" and not any("is_sft_data" in note for note in notes)
     assert recipe.data.train == ["hf://datasets/a/b"]
+    recipe, notes = read(SCALES_ONLY.replace("sharegpt.jsonl", "'a/b,c-1'"))  # as its configurations of QAD have it
+    assert recipe.data.train == ["hf://datasets/a/b/c-1/train*"] and any("data_path: converted" in n for n in notes)
+    assert recipe.data.kind == "text" and not any("is_sft_data" in note for note in notes)
     recipe, notes = read(SCALES_ONLY.replace("hf_dataset: null", 'hf_dataset: "a/b,c-1"'))
     assert recipe.data.train == ["hf://datasets/a/b/c-1/train*"] and any("hf_dataset: converted" in n for n in notes)
 
@@ -200,6 +245,10 @@ def test_a_redirected_recipe_keeps_the_notes(tmp_path, monkeypatch, capsys):
         ("a: 1", "expected a QAT"),
         ("- 1", "keys and values"),
         ("compression: {name: PTQ}", "QAT or QAD: launch/calibrate.py"),
+        (
+            "{compression: {name: QAT}, training: {hf_args: {}}}",
+            "older versions of AngelSlim had them in a section trai",
+        ),
         ("compression: {name: MCoreQAD}", "QAT or QAD: write a recipe by docs/coming_from.md"),
     ],
 )
@@ -211,24 +260,3 @@ def test_refused_in_one_line(text, said, tmp_path, monkeypatch, capsys):
         convert_recipe.main()
     last = capsys.readouterr().err.splitlines()[-1]
     assert str(path) in last and said in last
-
-
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
-def test_it_trains(kind, tmp_path: Path):
-    """AngelSlim's verified scenario on a small model: PTQ's scales, scales alone, cakld from the model itself."""
-    model = tiny_checkpoint(tmp_path / "model", kind, even=True)
-    chat = tmp_path / "chat.jsonl"
-    chat.write_text(
-        '{"conversations": [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "the quick fox"}]}\n' * 4
-    )
-    words = ["--model.path", model, "--data.train", f"[{chat}]", "--deepspeed", "zero0"]
-    ptq = [*words, "--quant.scheme", "fp8_static", "--train.steps", 1, "--output_dir", tmp_path / "ptq"]
-    ptq += ["--parallel.sequence", 2]  # of training ranks; one rank calibrates on its own rows
-    assert run_python("from launch.calibrate import main; main()", *ptq).returncode == 0
-    recipe = converted_recipe(yaml.safe_load(SCALES_ONLY)).recipe
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    scales = ["--quant.scales", tmp_path / "ptq" / "export", "--output_dir", tmp_path / "out"]
-    options = ["--config", tmp_path / "recipe.yaml", "--model.trust_remote_code", "false", *words, *scales]
-    done = run_python("from launch.train import main; main()", *options)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "out" / "export" / "model.safetensors").is_file()
