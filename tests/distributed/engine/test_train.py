@@ -116,7 +116,7 @@ ITSELF = {
 }
 
 
-# As launch/recipes/qwen3_4b_fp8_scales_only.yaml has it.
+# Scales of weights and inputs alone, which follow the model itself.
 SCALES_ONLY = {
     "stage": 3,
     "quant": CLIPPING,

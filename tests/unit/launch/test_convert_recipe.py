@@ -137,6 +137,24 @@ def test_scales_may_be_in_the_folder_that_their_qat_writes(tmp_path):
         assert read(changed)[0].quant.scales == str(tmp_path / expected)
 
 
+@pytest.mark.parametrize(("form", "name"), [(SCALES_ONLY_4B, "qwen3_4b"), (SCALES_ONLY, "qwen3_30b_a3b")])
+def test_shipped_recipes_are_its_verified_scenarios(form, name):
+    """For more steps, with the betas of this project, and with scales that the run measures."""
+    shipped = load_recipe(ROOT / "launch" / "recipes" / f"{name}_fp8_scales_only.yaml")
+    converted, _ = read(form)
+    optim = {"betas": shipped.optim.betas, "scale_lr": shipped.optim.scale_lr}
+    for section, same in {
+        "quant": {"scales": None},
+        "learnable": {},
+        "loss": {},
+        "optim": optim,
+        "data": {"train": shipped.data.train, "seed": shipped.data.seed},
+        "train": {"steps": shipped.train.steps, "seed": shipped.train.seed, "log_every": shipped.train.log_every},
+    }.items():
+        assert replace(getattr(converted, section), **same) == getattr(shipped, section), section
+    assert converted.deepspeed == shipped.deepspeed
+
+
 def test_first_scales_of_inputs_are_of_as_many_samples_as_there():
     """Of lazy_init_samples without a PTQ checkpoint, each process by itself; else as the shipped recipes."""
     shipped = load_recipe(ROOT / "launch" / "recipes" / "qwen3_4b_fp8_scales_only.yaml")
