@@ -15,13 +15,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not a model.py o
 import argparse
 
 from launch.exits import clean_exit, recipe_or_exit
+from launch.scripts import path_option
 from tools.write_teacher_cache import check_recipe, write_cache
 
 
 def main() -> None:
     """Check the recipe, then run the teacher."""
     options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    options.add_argument("--out", type=Path)
+    options.add_argument("--out", type=path_option)
     given, rest = options.parse_known_args(sys.argv[1:])
     recipe = recipe_or_exit(rest, check_files=False)
     with clean_exit():

@@ -23,7 +23,7 @@ from contextlib import suppress
 from engine.config.hub import local_paths, named
 from launch.evaluate import add_questions, check_questions, check_results, read_questions, start_alike, write_results
 from launch.exits import clean_exit
-from launch.scripts import CheckpointName, NamedDirectories, fetch_checkpoints, option_parser
+from launch.scripts import CheckpointName, NamedDirectories, fetch_checkpoints, option_parser, path_option
 from model.ranks import errors_on_all_ranks, is_main, listed, say
 from tools.evaluation.perplexity import KL, check_checkpoint, evaluate_checkpoint, read_reference
 from tools.evaluation.results import Comparison, Evaluation, comparison_tables, read_evaluations, write_comparison
@@ -35,8 +35,10 @@ def main() -> None:
     parser.add_argument("--bf16", type=CheckpointName, required=True, metavar="DIR", help="the unquantized checkpoint")
     parser.add_argument("--ptq", action=NamedDirectories, default={}, metavar="NAME=DIR", help="repeatable")
     parser.add_argument("--qat", action=NamedDirectories, default={}, metavar="NAME=DIR", help="repeatable")
-    parser.add_argument("--results", type=Path, action="append", default=[], metavar="FILE", help="repeatable")
-    parser.add_argument("--out", type=Path, default=Path("comparison"), metavar="DIR", help="default: comparison")
+    parser.add_argument("--results", type=path_option, action="append", default=[], metavar="FILE", help="repeatable")
+    parser.add_argument(
+        "--out", type=path_option, default=Path("comparison"), metavar="DIR", help="default: comparison"
+    )
     add_questions(parser)
     arguments = parser.parse_args()
     check_questions(parser, arguments)

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not a model.py o
 import torch
 
 from launch.exits import clean_exit
-from launch.scripts import option_parser
+from launch.scripts import option_parser, path_option
 from model.ranks import errors_on_all_ranks
 from tools.gguf_to_checkpoint import convert_gguf
 
@@ -23,8 +23,8 @@ from tools.gguf_to_checkpoint import convert_gguf
 def main() -> None:
     """Convert, and print a summary."""
     parser = option_parser(__doc__)
-    parser.add_argument("--gguf", type=Path, required=True, help="file to convert; of several, the merged one")
-    parser.add_argument("--output", type=Path, required=True, help="directory to make")
+    parser.add_argument("--gguf", type=path_option, required=True, help="file to convert; of several, the merged one")
+    parser.add_argument("--output", type=path_option, required=True, help="directory to make")
     parser.add_argument(
         "--dtype",
         choices=("bfloat16", "float16", "float32"),

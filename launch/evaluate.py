@@ -28,7 +28,7 @@ import torch
 from engine.config.hub import named
 from engine.session.context import TORCH_DTYPES, init_ranks
 from launch.exits import clean_exit
-from launch.scripts import CheckpointName, fetch_checkpoints, int_from, option_parser
+from launch.scripts import CheckpointName, fetch_checkpoints, int_from, option_parser, path_option
 from model.console import figure
 from model.ranks import errors_on_all_ranks, is_main, say
 from tools.evaluation.perplexity import DEFAULT_LENGTH, Questions, check_checkpoint, evaluate_checkpoint, read_reference
@@ -51,7 +51,7 @@ def main() -> None:
         metavar="DIR",
         help="unquantized checkpoint: KL divergence and equal top tokens",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    parser.add_argument("--json", type=path_option, metavar="FILE", help="write the results there")
     add_questions(parser)
     arguments = parser.parse_args()
     check_questions(parser, arguments)
@@ -90,11 +90,11 @@ def start_alike(arguments: argparse.Namespace, models: Sequence[str | Path]) -> 
 
 def add_questions(parser: argparse.ArgumentParser) -> None:
     """Add the options that select what is measured, and how."""
-    parser.add_argument("--text", type=Path, metavar="FILE", help="perplexity of this UTF-8 text file")
+    parser.add_argument("--text", type=path_option, metavar="FILE", help="perplexity of this UTF-8 text file")
     parser.add_argument("--tokens", type=int_from(1), help="use only this many tokens from the start of the text")
     parser.add_argument("--tasks", help="tasks or groups of lm-evaluation-harness, separated by commas")
     parser.add_argument(
-        "--task_dir", type=Path, metavar="FOLDER", help="with task files (YAML); its Python code is run"
+        "--task_dir", type=path_option, metavar="FOLDER", help="with task files (YAML); its Python code is run"
     )
     parser.add_argument("--limit", type=int_from(1), help="use only this many samples from the start of each task")
     parser.add_argument(

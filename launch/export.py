@@ -27,15 +27,17 @@ from engine.session.context import start_ranks
 from engine.session.session import build_session
 from engine.session_export import check_export, export_trained
 from launch.exits import clean_exit
-from launch.scripts import option_parser
+from launch.scripts import option_parser, path_option
 from model.ranks import errors_on_all_ranks
 
 
 def main() -> None:
     """Check the arguments, then export."""
     parser = option_parser(__doc__)
-    parser.add_argument("--checkpoint", type=Path, required=True, help="a step directory that train.py wrote")
-    parser.add_argument("--out", type=Path, required=True, help="directory to write; it must not hold anything yet")
+    parser.add_argument("--checkpoint", type=path_option, required=True, help="a step directory that train.py wrote")
+    parser.add_argument(
+        "--out", type=path_option, required=True, help="directory to write; it must not hold anything yet"
+    )
     parser.add_argument(
         "--format", choices=get_args(ExportFormat), help="layout of the files; that of the recipe by default"
     )

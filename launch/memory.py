@@ -19,7 +19,7 @@ from engine.config.deepspeed import SHIPPED, DsConfigError
 from engine.report import read_measured
 from engine.session.student import quantized_share
 from launch.exits import clean_exit, recipe_or_exit
-from launch.scripts import int_from, option_parser
+from launch.scripts import int_from, option_parser, path_option
 from model.console import progress_bar
 from tools.memory.advice import Advisor, advice
 from tools.memory.planner import (
@@ -42,8 +42,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--ranks_per_node", type=int_from(1), default=8, help="GPUs of a node, among which hpZ shares")
     parser.add_argument("--gpu_gb", type=float, help="memory of a GPU in 10^9 bytes: says what fits, and how many rows")
     parser.add_argument("--strategies", help="names in ds_configs/ or JSON files, by commas; default: all that ship")
-    parser.add_argument("--measured", type=Path, metavar="FILE", help="memory.json of a run of this recipe")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there, in bytes")
+    parser.add_argument("--measured", type=path_option, metavar="FILE", help="memory.json of a run of this recipe")
+    parser.add_argument("--json", type=path_option, metavar="FILE", help="write everything there, in bytes")
     arguments, rest = parser.parse_known_args(argv)
     recipe = recipe_or_exit(rest, check_files=False)
     if arguments.gpu_gb is not None and not 0 < arguments.gpu_gb < 1e6:

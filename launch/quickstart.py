@@ -39,7 +39,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging
 
-from launch.scripts import find_launcher, option_parser, run_command
+from launch.scripts import find_launcher, option_parser, path_option, run_command
 
 _SCHEMES = ("fp8_static", "w2a16_g32")  # one almost lossless without training, and one that degrades
 VOCABULARY = 512
@@ -54,7 +54,7 @@ def main() -> None:
     """Run all steps and print one table at the end."""
     parser = option_parser(__doc__)
     parser.add_argument(
-        "--out", type=Path, default=Path("runs/quickstart"), help="made again (default runs/quickstart)"
+        "--out", type=path_option, default=Path("runs/quickstart"), help="made again (default runs/quickstart)"
     )
     out: Path = parser.parse_args().out
     try:

@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not a model.py or data/ of the current directory
 
 from launch.exits import clean_exit
-from launch.scripts import CheckpointName, fetch_checkpoints, option_parser
+from launch.scripts import CheckpointName, fetch_checkpoints, option_parser, path_option
 from model.ranks import errors_on_all_ranks
 from tools.rotate_checkpoint import rotate_checkpoint
 
@@ -28,7 +28,7 @@ def main() -> None:
         required=True,
         help="checkpoint, not quantized; a directory or a name on the Hugging Face Hub",
     )
-    parser.add_argument("--output", type=Path, required=True, help="directory to make")
+    parser.add_argument("--output", type=path_option, required=True, help="directory to make")
     parser.add_argument("--seed", type=int, default=0, help="of the matrices' signs (default 0)")
     arguments = parser.parse_args()
     with clean_exit():

@@ -21,7 +21,7 @@ from typing import IO, Any
 import yaml
 
 from engine import ROOT
-from engine.config.errors import RecipeError, checkpoint_problems, not_there
+from engine.config.errors import RecipeError, checkpoint_problems, expected_path, not_there
 from engine.config.hub import HubError, local_paths, parse_name
 
 # ---- before the imports
@@ -95,6 +95,13 @@ def int_from(least: int) -> Callable[[str], int]:
         return int(text)
 
     return parsed
+
+
+def path_option(text: str) -> Path:
+    """Parse the value of an option that is a path, as options of a recipe are: ``true`` or an empty text is none."""
+    if (expected := expected_path("a path", text)) is not None:
+        raise argparse.ArgumentTypeError(f"{text!r}, expected {expected}")
+    return Path(text)
 
 
 class CheckpointName(str):

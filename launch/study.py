@@ -30,6 +30,7 @@ from launch.scripts import (
     end_quietly,
     fetch_checkpoints,
     option_parser,
+    path_option,
     program,
     run_command,
 )
@@ -110,7 +111,7 @@ def main() -> None:
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     """Parse the options of this script, and return the rest, which belong to the recipe."""
     parser = option_parser(__doc__)
-    parser.add_argument("--text", type=Path, required=True, help="a UTF-8 file that none is trained on")
+    parser.add_argument("--text", type=path_option, required=True, help="a UTF-8 file that none is trained on")
     parser.add_argument(
         "--launcher",
         type=shlex.split,

