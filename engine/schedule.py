@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -42,23 +43,23 @@ class Schedule:
     after: list[tuple[int, Action]] = field(default_factory=list)
     last: list[tuple[int, Action]] = field(default_factory=list)
     conditional: list[tuple[StateCondition, Action]] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    """Names of the conditional actions, made when these were added; equal ones are numbered."""
     met: list[int] = field(default_factory=list)
     """Positions in ``conditional`` of the actions that have run."""
 
     def state_dict(self) -> dict[str, list[str]]:
-        """Return the names of the conditional actions that have run, for a checkpoint: a resumed run does not repeat
-        them, also if it has other events before them."""
-        names = self._names()
-        return {"met_events": [names[index] for index in self.met]}
+        """Return the names of the conditional actions, and of those that have run, for a checkpoint: a resumed run
+        does not repeat these, also if it has other events before them."""
+        return {"events": self.names, "met_events": [self.names[index] for index in self.met]}
 
     def load_state_dict(self, state: Mapping[str, list[str]]) -> None:
-        """Restore the result of :meth:`state_dict`."""
-        self.met = [index for index, name in enumerate(self._names()) if name in state["met_events"]]
-
-    def _names(self) -> list[str]:
-        """Name each conditional action by its condition and itself; equal ones are numbered."""
-        names = [f"{_name(condition)}: {_name(action)}" for condition, action in self.conditional]
-        return [f"{name} {names[:index].count(name)}" for index, name in enumerate(names)]
+        """Restore the result of :meth:`state_dict`. Says which conditional actions the checkpoint does not know: they
+        may run, also if they are changed ones that have run."""
+        self.met = [index for index, name in enumerate(self.names) if name in state["met_events"]]
+        for name in (name for name in self.names if state["met_events"] and name not in state["events"]):
+            event = name.rpartition(" ")[0]
+            say(f"resumed: the checkpoint does not know the event {event!r}, which may run from now on")
 
     def at(self, step: int, action: Action) -> None:
         """Run ``action(state)`` once, when ``step`` optimizer steps are done and before the next begins."""
@@ -75,6 +76,9 @@ class Schedule:
 
     def when(self, condition: StateCondition, action: Action) -> None:
         """Run ``action(state)`` once, after the first step at which ``condition(state)`` is true."""
+        name = f"{_condition_name(condition)}: {_name(action)}"
+        alike = sum(other.rpartition(" ")[0] == name for other in self.names)
+        self.names.append(f"{name} {alike}")
         self.conditional.append((condition, action))
 
     def check(self, total: int) -> None:
@@ -115,10 +119,36 @@ class Schedule:
 
 
 def _name(action: object) -> str:
-    """Return a name that is the same on every rank and in a resumed run: an event of the recipe has its content."""
-    if isinstance(action, partial) and action.func in (apply_event, holds):
-        return repr(action.args)
-    return str(getattr(action, "__qualname__", type(action).__qualname__))
+    """Return a name that is the same on every rank and in a resumed run: an event of the recipe has its content, and a
+    lambda a digest of its code."""
+    if isinstance(action, partial):
+        return repr(action.args) if action.func in (apply_event, holds) else _name(action.func)
+    name = str(getattr(action, "__qualname__", type(action).__qualname__))
+    if isinstance(action, FunctionType) and action.__name__ == "<lambda>":
+        return f"{name} {digest(_code(action.__code__))[:8]}"
+    return name
+
+
+def _code(code: CodeType) -> list[object]:
+    """Return what a function's code does, without lines and files, as plain JSON."""
+    constants: list[object] = [
+        _code(one) if isinstance(one, CodeType) else sorted(map(repr, one)) if isinstance(one, frozenset) else repr(one)
+        for one in code.co_consts
+    ]
+    return [code.co_code.hex(), constants, [code.co_names, code.co_varnames, code.co_freevars]]
+
+
+def _condition_name(condition: StateCondition) -> str:
+    """Name a condition by its name and the numbers and texts that it holds now: arguments of a partial, defaults, and
+    variables of the function around it."""
+    values: list[object] = []
+    if isinstance(condition, partial):
+        values = [*condition.args, *condition.keywords.values()]
+    elif isinstance(condition, FunctionType):
+        cells = [cell.cell_contents for cell in condition.__closure__ or () if cell != CellType()]
+        values = [*(condition.__defaults__ or ()), *(condition.__kwdefaults__ or {}).values(), *cells]
+    plain = [repr(value) for value in values if isinstance(value, str | int | float)]
+    return " ".join([_name(condition), *plain])
 
 
 RELATIONS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}

@@ -1,7 +1,15 @@
 """Learning-rate curves at their corners, events in order, and what events may set."""
 
 import itertools
+import json
+import operator
+import os
 import re
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 from torch import nn
@@ -12,6 +20,7 @@ from engine.session.optimizer import lr_factor, peak_learning_rates
 from engine.session.session import Overrides
 from quant import get_scheme, replace_layers
 from tests.lib.recipes import minimal
+from tests.lib.root import ROOT
 
 
 def curve(kind, total=10, warmup=0, min_ratio=0.1, **options):
@@ -106,6 +115,57 @@ def test_a_resumed_run_knows_the_events_that_have_run_by_their_content():
         resumed = schedule(*events)
         resumed.load_state_dict(run.state_dict())
         assert resumed.met == met
+
+
+def below(bound: float) -> Callable[[Any], bool]:
+    return lambda state: state < bound
+
+
+def test_conditions_of_a_script_are_told_apart_by_their_code_and_values(capsys):
+    """Not by their order alone, which a condition that is added before them changes."""
+    first = lambda state: state < 2  # noqa: E731
+    others = [below(1.5), below(2.5), lambda state: state in {"a", "b"}, lambda state, least=1: state > least]
+    others += [lambda state, least=2: state > least, partial(operator.lt, 1), partial(operator.lt, 2), len]
+    run, resumed = Schedule(), Schedule()
+    for condition in others:
+        run.when(condition, print)
+    assert len({name.rpartition(" ")[0] for name in run.names}) == len(others)
+    run.met = [1, 4, 5]
+    for condition in (first, *others[::-1]):
+        resumed.when(condition, print)
+    resumed.load_state_dict(json.loads(json.dumps(run.state_dict())))
+    assert {resumed.conditional[index][0] for index in resumed.met} == {others[index] for index in run.met}
+    (said,) = capsys.readouterr().out.splitlines()
+    assert said.startswith("resumed: the checkpoint does not know the event 'test_conditions_of_a_script")
+    assert said.endswith(": print', which may run from now on")
+
+
+NAMES = """
+from engine.schedule import Schedule
+schedule, count = Schedule(), 0
+
+def script():
+    count = 0
+    def counted(state):
+        nonlocal count
+        count += 1
+        return False
+    schedule.when(counted, print)
+    schedule.when(lambda state: state in {"a", "b", "c"}, lambda state: [x for x in state])
+    counted(1)
+script()
+print(schedule.names)
+"""
+
+
+def test_names_of_events_are_those_of_another_process(capsys):
+    """Whatever the seed of hashes is, and what a condition has counted."""
+    exec(NAMES, {})
+    found = capsys.readouterr().out
+    assert "script.<locals>.counted 0: print 0" in found
+    environment = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", NAMES]
+    assert subprocess.run(command, env=environment, check=True, text=True, capture_output=True).stdout == found
 
 
 def test_overrides_refuse_what_would_do_nothing_or_harm():

@@ -60,7 +60,7 @@ def saved_state(first: Quantization, absmax: float, clipped: int) -> dict[str, A
                 "scale_steps": {"weight_scales": 3, "act_scales": 2},
                 "stale": {"weight": {"b"}, "input": set()},
             },
-            "events": {"met_events": ["max: print 1"]},
+            "events": {"events": ["max: print 0", "max: print 1"], "met_events": ["max: print 1"]},
             "evaluations": {"last": {"eval/lm": 2.5}},
             "skipped_steps": {"in_a_row": 2},
             "loss_scale": {"value": 4.0, "good_steps": 1},
