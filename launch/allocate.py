@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not a model.py or data/ of the current directory
 
-from launch.scripts import check_model_path, end_quietly, int_from, option_parser
+from launch.scripts import check_model_path, end_quietly, int_from, option_parser, path_option
 
 if __name__ == "__main__":
     end_quietly()
@@ -27,7 +27,7 @@ if __name__ == "__main__":
 
 import argparse
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -53,12 +53,12 @@ def main() -> None:
     recipes = {name: recipe_or_exit([*rest, "--quant.scheme", name, *NEAREST]) for name in arguments.schemes}
     with clean_exit():
         context = start_ranks(recipes[arguments.schemes[0]], vars(arguments))
-        check_options(recipes, arguments.budget_bits)
+        own = check_options(recipes, arguments.budget_bits)
         parts: list[LayerSet] = []
         costs: dict[str, float] = {}
         for name, recipe in recipes.items():
             say(f"measuring {name}")
-            found, costs[name] = measured(recipe, context, name, arguments.batches)
+            found, costs[name] = measured(recipe, context, name, own, arguments.batches)
             parts = joined(parts, found)
         with errors_on_all_ranks(ValueError):
             schemes = allocate(parts, arguments.budget_bits)
@@ -85,7 +85,9 @@ def options() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--batches", type=int_from(1), default=4, help="micro-batches per rank that are measured (default 4)"
     )
-    parser.add_argument("--out", type=Path, required=True, help="the recipe that is written, to be added to yours")
+    parser.add_argument(
+        "--out", type=path_option, required=True, help="the recipe that is written, to be added to yours"
+    )
     arguments, rest = parser.parse_known_args()
     if len({*arguments.schemes}) < len(arguments.schemes) or len(arguments.schemes) < 2:
         parser.error(f"--schemes: {' '.join(arguments.schemes)}, expected two or more, each once")
@@ -96,12 +98,20 @@ def options() -> tuple[argparse.Namespace, list[str]]:
     return arguments, rest
 
 
-def check_options(recipes: Mapping[str, Recipe], budget_bits: float) -> None:
-    """Refuse schemes that conflict with each other or with the budget, by shapes only; a collective."""
+def check_options(recipes: Mapping[str, Recipe], budget_bits: float) -> set[str]:
+    """Refuse schemes that conflict with each other or with the budget, by shapes only; a collective. Returns the layers
+    to which the recipe gives a scheme of their own (quant.rules, quant.lm_head, ...): it is the same under each
+    quant.scheme."""
+    students = {name: meta_student(recipe) for name, recipe in recipes.items()}
+    given = [
+        {(layer, module.scheme.name) for layer, module in student.quantization.layers.items()}
+        for student in students.values()
+    ]
+    own = {layer for layer, _ in set.intersection(*given)}
     parts: list[LayerSet] = []
     for name, recipe in recipes.items():
-        student = meta_student(recipe)
-        found = parts_of(student.model, student.quantization, name, TORCH_DTYPES[recipe.model.dtype])
+        student = students[name]
+        found = parts_of(student.model, student.quantization, name, own, TORCH_DTYPES[recipe.model.dtype])
         raise_everywhere(None if found else f"--schemes: {name} quantizes no weights, expected schemes of Linears")
         raise_everywhere(
             None
@@ -111,6 +121,7 @@ def check_options(recipes: Mapping[str, Recipe], budget_bits: float) -> None:
         parts = joined(parts, found)
     with errors_on_all_ranks(ValueError):
         check_budget(parts, budget_bits)
+    return own
 
 
 def own_rules(recipe: Recipe) -> list[dict[str, Any]]:
@@ -124,11 +135,14 @@ def cost_of_all(session: Session, loader: Loader, batches: int) -> float:
     return divergences(session.engine, session.quantization, [layers], loader.first(batches), session.device)[0]
 
 
-def measured(recipe: Recipe, context: RunContext, scheme: str, batches: int) -> tuple[list[LayerSet], float]:
-    """Measure the parts' costs under a scheme, and the cost of all layers together; a collective."""
+def measured(
+    recipe: Recipe, context: RunContext, scheme: str, own: Collection[str], batches: int
+) -> tuple[list[LayerSet], float]:
+    """Measure the parts' costs under a scheme, and the cost of all layers together; a collective. Layers in ``own`` are
+    no parts."""
     session, loader = calibrated(recipe, context, check_models(recipe, context, losses=False))
     quantization = session.quantization
-    parts = parts_of(session.model, quantization, scheme, TORCH_DTYPES[recipe.model.dtype])
+    parts = parts_of(session.model, quantization, scheme, own, TORCH_DTYPES[recipe.model.dtype])
     sets = [*(part.layers for part in parts), [*quantization.layers]]
     *each, whole = divergences(session.engine, quantization, sets, loader.first(batches), session.device)
     return [part.costing(scheme, cost) for part, cost in zip(parts, each, strict=True)], whole

@@ -11,7 +11,7 @@ theorem 4).
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -156,19 +156,23 @@ _TOKENS = 512  # log-probabilities compared at a time: [512, vocabulary] in fp32
 _OF_NO_WEIGHT = ("input_scale", "input_global_scale", "weight_shape")  # tensors other than the weight and its scales
 
 
-def parts_of(model: nn.Module, quantization: Quantization, scheme: str, dtype: torch.dtype) -> list[LayerSet]:
+def parts_of(
+    model: nn.Module, quantization: Quantization, scheme: str, own: Collection[str], dtype: torch.dtype
+) -> list[LayerSet]:
     """List the parts of a model whose layers have ``scheme``, with their sizes; costs are NaN.
 
     Layers that serving fuses form one part, and so do all experts of a MoE layer. Layers with their own scheme
-    (lm_head, embeddings) are not included.
+    (of a rule, lm_head, embeddings) are not included.
 
     Args:
         model: quantized by ``quant.replace_layers``.
         quantization: result of ``quant.replace_layers``.
         scheme: name of the scheme.
+        own: names of layers with their own scheme, which may be this one.
         dtype: dtype of the model, and of scales without a fixed dtype.
     """
-    schemes = {name: layer.scheme for name, layer in quantization.layers.items() if layer.scheme.name == scheme}
+    layers = quantization.layers.items()
+    schemes = {name: layer.scheme for name, layer in layers if layer.scheme.name == scheme and name not in own}
     members: dict[str, list[str]] = {}
     for names in fused_sets(schemes, dict(model.named_modules()), across_experts=False):
         before, experts, _ = names[0].rpartition(".experts.")
