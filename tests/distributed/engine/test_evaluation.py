@@ -5,6 +5,7 @@ A run that a signal ends is resumed: it knows its last evaluation, and goes on b
 
 import math
 import os
+import re
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -183,6 +184,13 @@ def test_signals_to_one_rank_stop_all_after_the_step_with_a_checkpoint(ran):
     assert len(found["first"]["losses"]) == STOP and f"asked to stop: step {STOP} is saved" in output
     assert found["handlers"] == [True, True]
     assert not found["too early"] and (directory / "parts" / "export").is_dir()
+
+
+def test_other_libraries_are_silent(ran):
+    """In runs with evaluations, checkpoints, a resume and an export."""
+    *_, output = ran
+    heard = [line for line in output.splitlines() if re.search(r"\[(DEBUG|INFO|WARNING)\]|Warning: |^\[\w+\] ", line)]
+    assert heard == [] and "resumed: " in output
 
 
 def test_a_resumed_run_goes_on_bit_for_bit_and_knows_the_last_evaluation(ran):

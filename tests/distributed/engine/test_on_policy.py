@@ -21,7 +21,7 @@ from tests.lib.tiny import tiny_checkpoint
 from tests.lib.variants import NO_TEACHER, assert_same_weights
 
 STEPS, ROWS = 6, 4
-STARTS = ("straight", "killed", "dead", "resumed")
+STARTS = ("straight", "killed", "dead", "resumed", "shared")
 
 
 class Server(FakeVllm):
@@ -36,7 +36,8 @@ class Server(FakeVllm):
 
 
 def train(base: Path) -> dict[str, Any]:
-    """A run that is not disturbed; and one that fails after five steps, then loses the server, then ends."""
+    """A run that is not disturbed; one that fails after five steps, then loses the server, then ends; and one whose
+    ranks share rows."""
     found: dict[str, Any] = {}
     for name in STARTS:
         loop = Loop(load_recipe(base / f"{name}.yaml"))
@@ -77,10 +78,13 @@ def ran(tmp_path_factory):
     model, teacher = tiny_checkpoint(base / "model"), tiny_checkpoint(base / "teacher", seed=3)
     chats = write_chats(base / "chats.jsonl")
     with ExitStack() as stack:
-        servers = {name: Server(base / f"{name}_published", base / "dead") for name in ("straight", "disturbed")}
+        servers = {
+            name: Server(base / f"{name}_published", base / "dead") for name in ("straight", "disturbed", "shared")
+        }
         urls = {name: stack.enter_context(listening(server)).rstrip("/") for name, server in servers.items()}
         for name in STARTS:
-            own = "straight" if name == "straight" else "disturbed"
+            own = name if name in servers else "disturbed"
+            together = 2 if name == "shared" else 1
             write_recipe(
                 base,
                 name,
@@ -89,10 +93,11 @@ def ran(tmp_path_factory):
                 data={"kind": "on_policy", "server": urls[own], "new_tokens": 8, "max_age": 1, "server_seconds": 2},
                 train={
                     "steps": STEPS,
-                    "gradient_accumulation_steps": 1,
+                    "gradient_accumulation_steps": together,
                     "checkpoint_every": 2,
-                    "resume": name in STARTS[2:],
+                    "resume": name in ("dead", "resumed"),
                 },
+                parallel={"sequence": together},
                 quant={"scheme": "w4a16_channel"},
                 loss={**NO_TEACHER, "lm_weight": 0.0, "kd_weight": 1.0, "kd": "rkl", "teacher": str(teacher)},
                 output_dir=str(base / own),
@@ -107,7 +112,7 @@ def test_a_killed_run_goes_on_with_stored_answers_to_the_same_weights(ran):
     straight, resumed = main["straight"], main["resumed"]
     assert resumed["losses"] == straight["losses"][-len(resumed["losses"]) :], output
     assert_same_weights(resumed, straight)
-    asked = [[json.dumps(one, sort_keys=True) for one in server.asked] for server in servers.values()]
+    asked = [[json.dumps(one, sort_keys=True) for one in servers[name].asked] for name in ("straight", "disturbed")]
     assert len(asked[0]) == STEPS * ROWS and len(set(asked[0])) == STEPS * ROWS
     assert sorted(asked[0]) == sorted(asked[1]), "each answer was written once"
     assert len({loss["loss/total"] for loss in straight["losses"]}) == STEPS
@@ -120,6 +125,16 @@ def test_a_killed_run_goes_on_with_stored_answers_to_the_same_weights(ran):
     assert {name.name for name in (base / "straight" / "samples").iterdir()} <= {
         f"step_{step:08d}.json" for step in range(2, STEPS)
     }
+
+
+def test_ranks_that_share_rows_learn_the_same_answers(ran):
+    """Each answer is asked for once, not by both ranks of its row."""
+    _, (main, other), _, servers = ran
+    asked = [sorted(json.dumps(one, sort_keys=True) for one in servers[name].asked) for name in ("straight", "shared")]
+    assert asked[0] == asked[1]
+    assert main["shared"]["losses"] == other["shared"]["losses"]
+    for found, expected in zip(main["shared"]["losses"], main["straight"]["losses"], strict=True):
+        assert found == pytest.approx(expected, rel=1e-2)  # gradients in bf16 are summed otherwise
 
 
 def test_without_the_server_a_run_saves_a_checkpoint_and_ends_on_every_rank(ran):
