@@ -38,7 +38,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.answers import Answer, LossOn, Rendering, render, render_prompt
 from data.cache import ArrayWriter, Shard, TokenCache, digest, size_of
-from data.files import MAX_PROBLEMS, DataError, Problems, check_files
+from data.files import DataError, Problems, check_files, raise_problems
 from data.jsonl import BadLineError, Conversation, conversation_of, is_empty
 from data.rows import Row, read_rows
 from data.samples import IGNORE, KEYED, Bars, Flat, Samples, no_bar
@@ -218,7 +218,7 @@ def read_chat(
         )
     cache, options = cache or TokenCache(), Options(max_length, fields, loss_on, too_long, special_tokens, prompts)
     about = cache.about(tokenizer, {"kind": "chat", **asdict(options)}, chat=True)
-    counts, problems, shards = Counts(), Problems(), []
+    counts, shards = Counts(), []
     processes = 1
     if cache.directory is not None:  # else each rank reads all files
         size = sum(map(size_of, paths))
@@ -233,10 +233,7 @@ def read_chat(
             shard = cache.shard(path, about, CHAT_DTYPES, build)
             shards.append(shard)
             counts.add(str(path), Counts.of(shard.facts["counts"]))
-            for number, problem in shard.facts["problems"]:
-                problems.add(f"{path}:{number}" if number else str(path), problem)
-            problems.count += shard.facts["more_problems"]
-    problems.raise_if_any()
+    raise_problems({path: shard.facts for path, shard in zip(paths, shards, strict=True)})
     if not counts.samples:
         raise DataError(
             f"no sample is left of {', '.join(map(str, paths))}: {counts.summary()} (max_length {max_length}), "
@@ -307,18 +304,17 @@ def _turns_in(row: bytes | dict[str, Any]) -> int:
 
 def _write(out: ArrayWriter, parts: Iterable[_Part]) -> dict[str, Any]:
     """Write the samples of a file, unless it has bad lines; return its counts and its bad lines."""
-    counts, highest, problems, more = Counts(files=1), 0, list[tuple[int, str]](), 0
+    counts, highest, problems = Counts(files=1), 0, Problems()
     for part in parts:
-        problems += part.problems
-        more += len(problems[MAX_PROBLEMS:])
-        del problems[MAX_PROBLEMS:]
+        for number, problem in part.problems:
+            problems.add(number, problem)
         counts.add("", part.counts)
-        if not problems:
+        if not problems.count:
             out.add(**part.arrays)
             highest = max(highest, *(int(part.arrays[name].max(initial=0)) for name in ("inputs", "labels")))
     if not counts.lines:
-        problems = [(0, "found only blank lines, expected one JSON object per line")]
-    return {"counts": counts.as_json(), "highest": highest, "problems": problems, "more_problems": more}
+        problems.add(0, "found only blank lines, expected one JSON object per line")
+    return {"counts": counts.as_json(), "highest": highest, **problems.as_json()}
 
 
 class _Builder:

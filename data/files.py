@@ -8,7 +8,7 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from os import PathLike
@@ -16,7 +16,10 @@ from pathlib import Path
 from typing import IO, Any
 
 MAX_PROBLEMS = 20
-"""Limit of the bad lines that one error names; the rest are only counted."""
+"""Limit of the kinds of bad lines that one error names; the rest are only counted."""
+_NAMED = 4  # more lines of one kind that an error names
+_VALUES = re.compile(r'"(?:[^"\\]|\\.)*"|\d+')
+"""Texts and numbers in a problem, in which bad lines of one kind differ."""
 
 GZIP, ZSTD, PARQUET = b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PAR1"
 STATE = "state.json"
@@ -54,26 +57,46 @@ class DataError(ValueError):
 
 
 class Problems:
-    """Collect errors in lines, so that one run shows all of them."""
+    """Collect bad lines of a file by the kind of their problem, so that one run shows all kinds.
+
+    Attributes:
+        kinds: number and problem of the first line of each kind, the numbers of some others, and the number of all.
+        count: number of all bad lines.
+    """
 
     def __init__(self) -> None:
+        self.kinds: dict[str, tuple[int, str, list[int], int]] = {}
         self.count = 0
-        self._texts: list[str] = []
 
-    def add(self, where: str, what: str) -> None:
-        """Add a bad line; ``where`` is ``file:line``."""
+    def add(self, line: int, what: str) -> None:
+        """Add a bad line by its number; 0 for the file itself."""
         self.count += 1
-        if len(self._texts) < MAX_PROBLEMS:
-            self._texts.append(f"{where}: {what}")
+        kind = _VALUES.sub("", what)
+        if kind in self.kinds:
+            first, problem, others, count = self.kinds[kind]
+            self.kinds[kind] = (first, problem, [*others, line][:_NAMED], count + 1)
+        elif len(self.kinds) < MAX_PROBLEMS:
+            self.kinds[kind] = (line, what, [], 1)
 
-    def raise_if_any(self) -> None:
-        """Raise `DataError` with the first `MAX_PROBLEMS` lines and the number of the others."""
-        if not self.count:
-            return
-        more = self.count - len(self._texts)
-        rest = [f"... and {more:,} more bad lines"] if more else []
-        lines = "1 bad line" if self.count == 1 else f"{self.count:,} bad lines"
-        raise DataError("\n".join([f"{lines} in the data:", *self._texts, *rest]))
+    def as_json(self) -> dict[str, Any]:
+        """Return the bad lines as plain JSON."""
+        return {"problems": [*self.kinds.values()], "bad_lines": self.count}
+
+
+def raise_problems(files: Mapping[Path, Mapping[str, Any]]) -> None:
+    """Raise `DataError` if files have bad lines (by file, `Problems.as_json`): a line for each kind, at most
+    `MAX_PROBLEMS`, and the number of the other bad lines."""
+    count, texts, shown = sum(facts["bad_lines"] for facts in files.values()), list[str](), 0
+    for path, facts in files.items():
+        for line, what, others, alike in facts["problems"][: MAX_PROBLEMS - len(texts)]:
+            more = f" and {alike - 1 - len(others):,} more" * (alike - 1 > len(others))
+            also = f" (also line{'s' * (alike > 2)} {', '.join(map(str, others))}{more})" if others else ""
+            texts.append(f"{path}:{line}: {what}{also}" if line else f"{path}: {what}")
+            shown += alike
+    if count:
+        rest = [f"... and {count - shown:,} more bad lines"] if count > shown else []
+        lines = "1 bad line" if count == 1 else f"{count:,} bad lines"
+        raise DataError("\n".join([f"{lines} in the data:", *texts, *rest]))
 
 
 def check_files(files: Sequence[str | Path], *, plain: bool = False) -> list[Path]:

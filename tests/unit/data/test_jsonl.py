@@ -151,28 +151,38 @@ NOT_UTF8 = [b'{"input": "caf\xe9", "output": "b"}', json.dumps(GOOD).encode("utf
 
 
 def test_bad_lines_are_named_with_what_was_found(tmp_path):
-    """As many as one error names at a time, among good lines and blank ones."""
+    """Among good lines and blank ones."""
     tokenizer = tiny_tokenizer()
-    for start in range(0, len(BAD_LINES), MAX_PROBLEMS):
-        bad = BAD_LINES[start : start + MAX_PROBLEMS]
-        rows = [row for line, _ in bad for row in (GOOD, "", line)]
+    for line, message in BAD_LINES:
         with pytest.raises(DataError) as caught:
-            read(tmp_path, tokenizer, *rows, " \t", GOOD)
-        first, *named = str(caught.value).split(f"\n{tmp_path}/a.jsonl:")
-        assert first == f"{len(bad)} bad lines in the data:" and len(named) == len(bad)
-        for number, ((_, message), said) in enumerate(zip(bad, named, strict=True)):
-            assert re.match(f"{3 * number + 3}: {message}", said) and len(said) < 600, said
+            read(tmp_path, tokenizer, GOOD, "", line, " \t", GOOD)
+        first, said = str(caught.value).split(f"\n{tmp_path}/a.jsonl:")
+        assert first == "1 bad line in the data:" and re.match(f"3: {message}", said) and len(said) < 600, said
+
+
+def test_bad_lines_of_one_kind_are_named_together(tmp_path):
+    """They differ in texts and numbers, and hide no other kind behind them."""
+    undesired = [{"input": str(n), "output": "x", "label": 0} for n in range(300)]
+    media = {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}
+    others = [{**GOOD, "images": ["x.png"]}, media, {"messages": [GOOD, *media["messages"]]}, {"a": 1}, {"b": 1}]
+    with pytest.raises(DataError) as caught:
+        read(tmp_path, tiny_tokenizer(), *undesired, *others)
+    path, lines = tmp_path / "a.jsonl", str(caught.value).splitlines()
+    assert lines[0] == "305 bad lines in the data:" and len(lines) == 7
+    assert lines[1].startswith(f"{path}:1: label: found 0, which marks an undesired answer, ")
+    assert lines[1].endswith(" (also lines 2, 3, 4, 5 and 295 more)")
+    assert [line.split(": ")[0] for line in lines[2:]] == [f"{path}:{n}" for n in range(301, 306)]
 
 
 def test_bad_lines_of_several_files_are_reported_together(tmp_path):
-    path = write(tmp_path / "bad.jsonl", *(line for line, _ in BAD_LINES))
-    other = write(tmp_path / "other.jsonl", GOOD, "{")
+    kinds = [{f"key {'x' * n}": n} for n in range(MAX_PROBLEMS + 5)]
+    path, other = write(tmp_path / "bad.jsonl", *kinds, kinds[0]), write(tmp_path / "other.jsonl", GOOD, "{")
     with pytest.raises(DataError) as caught:
         read_chat([path, other], tiny_tokenizer(), max_length=100)
     lines = str(caught.value).splitlines()
-    assert lines[0] == f"{len(BAD_LINES) + 1} bad lines in the data:"
+    assert lines[0] == f"{len(kinds) + 2} bad lines in the data:"
     assert [line.split(": ")[0] for line in lines[1:-1]] == [f"{path}:{n}" for n in range(1, MAX_PROBLEMS + 1)]
-    assert lines[-1] == f"... and {len(BAD_LINES) + 1 - MAX_PROBLEMS} more bad lines"
+    assert lines[1].endswith(f" (also line {len(kinds) + 1})") and lines[-1] == "... and 6 more bad lines"
     with pytest.raises(DataError, match=rf"^1 bad line in the data:\n{other}:2: "):
         read_chat([other], tiny_tokenizer(), max_length=100)
 
