@@ -187,6 +187,7 @@ def conversation_of(
     if fields is None:
         values = {name: value for name, value in row.items() if value is not None}
         _refuse_unsupported(values, "")
+        _refuse_masks(values)
     else:
         missing = [key for key in fields.values() if key not in row]
         if missing:
@@ -273,6 +274,19 @@ def _refuse_unsupported(given: Mapping[str, Any], place: str) -> None:
             )
         if _is_undesired(words, value):
             raise _undesired(place + key, value)
+
+
+def _refuse_masks(row: Mapping[str, Any]) -> None:
+    """Raise BadLineError for a row's key that says which turns or tokens are learned, like ``train_mask``."""
+    for key, value in row.items():
+        words = _words(key)
+        one_each = isinstance(value, list) and value != [] and all(isinstance(one, bool | int | float) for one in value)
+        masks = one_each or value is False or (value is True and "mask" in words)
+        if key not in FLAGS and masks and _LIKE_FLAG.search(words):
+            raise BadLineError(
+                f"{key}: found {excerpt(value)}, expected no key that says what of a row is learned but in its turns "
+                "(weight: 0 or 1) or data.loss_on: move it there, or rename it if it means something else"
+            )
 
 
 def _is_undesired(words: str, value: Any) -> bool:

@@ -107,6 +107,20 @@ def test_answers_to_compare_are_refused_by_any_name(key, value, tmp_path):
         read(tmp_path, tiny_tokenizer(), GOOD | {key: value})
 
 
+MASKS = {"weights": [0, 1], "mask": [0, 0, 0, 1], "trainMask": [False, True], "loss_masks": [0.0, 1.0]}
+MASKS |= {"train_turns": [1], "mask_history": True, "learn_all": False, "compute_loss": False}
+
+
+@pytest.mark.parametrize("key", MASKS)
+def test_masks_of_rows_are_refused(key, tmp_path):
+    """They say which turns are learned; unused, each answer would be."""
+    with pytest.raises(DataError, match=rf":1: {key}: found a .*, expected no key that says what of a row is learned"):
+        read(tmp_path, tiny_tokenizer(), {"messages": TWO, key: MASKS[key]}, loss_on="all")
+    others = {"weights": [], "mask": "User", "learning_goals": ["a"], "is_train": True, "training_steps": 7}
+    counts = read(tmp_path, tiny_tokenizer(), {"messages": TWO, **others}, loss_on="all")[1]
+    assert counts.unused.keys() == others.keys() - {"weights"}
+
+
 def test_an_undesired_answer_is_refused_with_a_field_map(tmp_path):
     """If it is marked by a boolean: a number may be a class."""
     row, names = {"prompt": "a", "completion": "b"}, {"input": "prompt", "output": "completion"}
