@@ -12,7 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
@@ -43,8 +43,9 @@ def _say(kind: type[BaseException], error: BaseException, trace: TracebackType |
 
 
 def check_model_path(argv: Sequence[str] | None = None) -> None:
-    """Exit with code 2 unless the last ``model.path`` is a directory with config.json and weights. With several ranks
-    nothing is checked here: the recipe's own check reports a file that one rank lacks to all ranks."""
+    """Exit with code 2 unless the last ``model.path`` is a directory with config.json and weights. The message names
+    missing files of the recipe's data, too. With several ranks nothing is checked here: the recipe's own check reports
+    a file that one rank lacks to all ranks."""
     arguments = sys.argv[1:] if argv is None else argv
     if os.environ.get("WORLD_SIZE", "1") != "1":
         return
@@ -52,6 +53,7 @@ def check_model_path(argv: Sequence[str] | None = None) -> None:
     if path is None or parse_name(path) or {"-h", "--help", "--print_config"} & set(arguments):
         return
     if problems := list(checkpoint_problems("model.path", path, weights=True)):
+        problems += _missing_data(arguments)
         print("\n".join(f"error: {problem}" for problem in problems), file=sys.stderr, flush=True)
         raise SystemExit(2)
 
@@ -59,8 +61,7 @@ def check_model_path(argv: Sequence[str] | None = None) -> None:
 def _model_path(arguments: Sequence[str]) -> str | None:
     """Return the last ``model.path`` of the command line; None if it cannot be determined."""
     found = None
-    words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--") else [word])]
-    for option, value in pairwise(words):
+    for option, value in _pairs(arguments):
         if option == "--model":
             return None
         if option == "--model.path":
@@ -74,6 +75,26 @@ def _model_path(arguments: Sequence[str]) -> str | None:
             except (OSError, ValueError, TypeError, KeyError, RecursionError, yaml.YAMLError):
                 return None
     return found if isinstance(found, str) else None
+
+
+def _pairs(arguments: Sequence[str]) -> Iterable[tuple[str, str]]:
+    """Pair each word with the next one; ``--option=value`` is two words."""
+    return pairwise(part for word in arguments for part in (word.split("=", 1) if word.startswith("--") else [word]))
+
+
+def _missing_data(arguments: Sequence[str]) -> Iterator[str]:
+    """Yield a line for each file of the last recipe's data that does not exist; none if options name other data."""
+    if any(word.startswith("--data") for word in arguments):
+        return
+    recipes = [value for option, value in _pairs(arguments) if option == "--config"]
+    try:
+        data = yaml.safe_load(Path(recipes[-1]).read_text(encoding="utf-8"))["data"]
+        files = [(f"data.{key}[{n}]", file) for key in ("train", "eval") for n, file in enumerate(data.get(key) or ())]
+    except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, yaml.YAMLError):
+        return
+    for key, file in files:
+        if isinstance(file, str) and not os.path.exists(file) and parse_name(file) is None:
+            yield f"{key}: {not_there(file)}, expected a file"
 
 
 # ---- options

@@ -144,21 +144,23 @@ class Recipe:
         for index, event in enumerate(self.schedule):
             problems += event.problems(f"schedule[{index}]")
         problems += _named_twice(self.data, os.path.abspath)
-        keys = {problem.partition(":")[0] for problem in problems}
-        problems += (line for line in contradictions(self) if line.partition(":")[0] not in keys)
-        _refuse(problems)
+        _refuse(_also(problems, contradictions(self)))
 
     def fetch(self, sections: Collection[str] = FETCHED, *, weights: bool = True) -> None:
         """Replace names on the Hugging Face Hub by local paths (:mod:`engine.config.hub`) in these sections.
 
         ``weights`` False: without weights. Raises RecipeError."""
-        problems = []
+        _refuse(self._fetched(sections, weights=weights))
+
+    def _fetched(self, sections: Collection[str], *, weights: bool) -> list[str]:
+        """Replace names as :meth:`fetch` does, and return a line for each that cannot be fetched."""
+        problems = list[str]()
         for key, section, item in recipe_options(self):
             value, kind = getattr(section, item.name), item.metadata.get(HUB)
             unused = value is None or (key == "loss.teacher" and self.teacher_kind() != "model")
             if kind is None or unused or key.partition(".")[0] not in sections:
                 continue
-            found = []
+            found, before = [], len(problems)
             for index, path in enumerate(value if isinstance(value, list) else [value]):
                 at = f"{key}[{index}]" if isinstance(value, list) else key
                 try:
@@ -170,9 +172,9 @@ class Recipe:
             if key == "data.train" and self.data.weights is not None:
                 several = [path for path, files in zip(value, found, strict=False) if len(files) > 1]
                 problems += [f"data.weights: {one} has several files, expected each of them by name" for one in several]
-            if not problems:
+            if len(problems) == before:
                 setattr(section, item.name, [*chain(*found)] if isinstance(value, list) else found[0][0])
-        _refuse(problems)
+        return problems
 
     def _resolve(self, path: str, kind: Literal[Kind, "data"], *, weights: bool) -> list[str]:
         code = kind == "model" and self.model.trust_remote_code
@@ -180,19 +182,19 @@ class Recipe:
 
     def validate_models(self) -> None:
         """Check that the recipe's models have configurations, for uses that do not read weights. Raises RecipeError."""
-        self.fetch([section for section in FETCHED if section != "data"], weights=False)
-        _refuse(self._model_problems(weights=False))
+        problems = self._fetched([section for section in FETCHED if section != "data"], weights=False)
+        _refuse(_also(problems, self._model_problems(weights=False)))
 
     def validate_data(self) -> None:
         """Check that the files of the data and the student's configuration exist, for uses that read nothing else.
         Raises RecipeError."""
-        self.fetch(("model", "data"), weights=False)
-        _refuse((*checkpoint_problems("model.path", self.model.path), *self._data_problems()))
+        problems = self._fetched(("model", "data"), weights=False)
+        _refuse(_also(problems, (*checkpoint_problems("model.path", self.model.path), *self._data_problems())))
 
     def validate_files(self) -> None:
         """Check that the recipe's input files and directories exist, relative to the current directory, and fetch those
         that are names on the Hugging Face Hub. Raises RecipeError."""
-        self.fetch()
+        fetched = self._fetched(FETCHED, weights=True)
         problems = list(self._model_problems(weights=True))
         if self.teacher_kind() == "cache":
             cache = str(self.loss.teacher_cache)
@@ -208,7 +210,7 @@ class Recipe:
                 problems.append(f"{key}: {path!r}, expected a directory, or no file of that name")
         if glob.escape(path := os.path.abspath(self.output_dir)) != path:
             problems.append(f"output_dir: {path!r}, expected no *, ? or [: DeepSpeed could not load its checkpoints")
-        _refuse(problems)
+        _refuse(_also(fetched, problems))
 
     def _model_problems(self, *, weights: bool) -> Iterator[str]:
         yield from checkpoint_problems("model.path", self.model.path, weights=weights)
@@ -224,6 +226,12 @@ class Recipe:
                 elif problem := data_problem(file, plain=self.data.is_text(file)):
                     yield f"{key}[{index}]: {file!r} {problem}"
         yield from _named_twice(self.data, _file_identity)  # links to one file too
+
+
+def _also(problems: list[str], more: Iterable[str]) -> list[str]:
+    """Add the lines in ``more`` about other keys than those of ``problems``."""
+    keys = {line.partition(":")[0] for line in problems}
+    return problems + [line for line in more if line.partition(":")[0] not in keys]
 
 
 def _refuse(problems: Iterable[str]) -> None:

@@ -31,12 +31,17 @@ def run(*words: object, cwd) -> subprocess.CompletedProcess[str]:
 
 @of_each_script
 def test_nothing_heavy_is_imported_for_a_wrong_path(tmp_path, script):
-    (tmp_path / "recipe.yaml").write_text("model: {path: models/Qwen3}\n")
+    """Missing data are named with it."""
+    (tmp_path / "there.jsonl").touch()
+    data = "{train: [there.jsonl, data/a.jsonl, org/hub_name], eval: [b.jsonl]}"
+    (tmp_path / "recipe.yaml").write_text(f"model: {{path: models/Qwen3}}\ndata: {data}\n")
     ended = run("-c", PATH, ROOT / "launch" / f"{script}.py", "--config", "recipe.yaml", cwd=tmp_path)
     assert ended.stdout == "exit 2 imported []\n"
     assert ended.stderr == (
         f"error: model.path: 'models/Qwen3' (in {tmp_path}), expected a directory with config.json "
         "(a local Hugging Face checkpoint)\n"
+        f"error: data.train[1]: 'data/a.jsonl' (in {tmp_path}), expected a file\n"
+        f"error: data.eval[0]: 'b.jsonl' (in {tmp_path}), expected a file\n"
     )
 
 

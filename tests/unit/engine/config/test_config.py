@@ -135,6 +135,18 @@ def test_files_are_relative_to_the_current_directory(tmp_path: Path, monkeypatch
         recipe.validate_files()
 
 
+def test_a_name_that_cannot_be_fetched_hides_no_other_mistake(here: Path) -> None:
+    recipe = minimal(model={"path": "hf://datasets/Qwen/Tiny"}, loss={"kd_weight": 1.0, "teacher": "nowhere"})
+    recipe.data.train = ["no.jsonl", "train.jsonl"]
+    found = []
+    for check in (recipe.validate_files, recipe.validate_data, recipe.validate_models):
+        with pytest.raises(RecipeError) as error:
+            check()
+        found.append([line.partition(": ")[0] for line in str(error.value).splitlines()])
+    names = ["model.path", "loss.teacher", "data.train[0]"]
+    assert found == [names, [names[0], names[2]], names[:2]]
+
+
 def test_a_teacher_is_looked_for_where_it_is_used(here: Path) -> None:
     recipe = minimal(loss={"teacher": "nowhere"})
     recipe.validate_files()
