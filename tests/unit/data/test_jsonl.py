@@ -232,8 +232,8 @@ def test_a_line_without_end_is_refused_by_name(tmp_path, monkeypatch):
         read(tmp_path, tiny_tokenizer(), GOOD, "[" + "1, " * 2000 + "1]", GOOD, "{", '"' + "x" * 3000 + '"')
     lines = str(caught.value).splitlines()
     path = tmp_path / "a.jsonl"
-    assert [line.split(": ")[0] for line in lines[1:]] == [f"{path}:{number}" for number in (2, 4, 5)]
-    assert "in one line, expected one conversation per line" in lines[1] and "in one line" in lines[3]
+    assert [line.split(": ")[0] for line in lines[1:]] == [f"{path}:{number}" for number in (2, 4)]
+    assert "in one line, expected one conversation per line" in lines[1] and lines[1].endswith(" (also line 5)")
 
 
 def test_files_that_are_not_there(tmp_path):

@@ -14,7 +14,7 @@ SCHEMES = ["w4a16_channel", "w8a16_channel", "w3a16_channel"]
     ("option", "layers"),
     [
         (["--quant.lm_head", "w8a16_channel"], {"lm_head"}),
-        (["--quant.lm_head", "w2a16_g32"], {"lm_head"}),
+        (["--quant.lm_head", "w2a16_channel"], {"lm_head"}),
         (
             ["--quant.rules", "[{layers: '.*o_proj', scheme: w4a16_channel}]"],
             {f"model.layers.{layer}.self_attn.o_proj" for layer in (0, 1)},

@@ -32,12 +32,15 @@ def stateful() -> dict[str, Any]:
     """All that a run in fp16 has, as it is built."""
     overrides = Overrides(minimal())
     session = SimpleNamespace(quantization=quantization(), overrides=overrides, uncalibrated=frozenset({"a"}))
+    events = Schedule()
+    for _ in range(2):
+        events.when(max, print)  # type: ignore[arg-type]
     return {
         "overrides": session.overrides,
         "quantization": session.quantization,
         "loss_scale": LossScale(8.0, 2, 1.0),
         "fake_quant": FakeQuant(session),  # type: ignore[arg-type]
-        "events": Schedule(conditional=[(max, print), (max, print)]),
+        "events": events,
         "evaluations": HeldOutResults(),
         "skipped_steps": SkippedSteps(3),
     }
