@@ -34,6 +34,7 @@ HOUSEKEEPING = re.compile(
     r"model\.(vocab_size|num_layers|num_heads|num_kv_heads|embed_dim|intermediate_dim|max_seq_len|norm_eps|rope_base)"
 )
 PAGE = "docs/coming_from.md"
+FOCUS = "scales of parts of a group (FOCUS) are not supported: quant.decoupled_scales true has one for each group"
 CACHE = "not converted: keys and values are quantized by the presets fp8_kv, fp8_static_kv and nvfp4_w4a4_kv alone"
 BETAS = [0.9, 0.999]  # of torch's AdamW and of transformers' Trainer
 UNKNOWN = "choose_one"  # no scheme has this name, so training refuses the recipe until it has one
@@ -220,7 +221,7 @@ def _angelslim_quantization(source: ForeignRecipe, made: Converted, quantizer: s
         made.say(f"{quantizer}.use_weight_quant", "false: here weights are always quantized")
     quantized_inputs = source.take(f"{quantizer}.use_activation_quant")
     if weights.pop("use_subgroup_scale", False):
-        made.say(f"{quantizer}.weight.use_subgroup_scale", "scales of parts of a group (FOCUS) are not supported")
+        made.say(f"{quantizer}.weight.use_subgroup_scale", FOCUS)
         weights.pop("num_sub", None)
     try:
         activations = tensor(inputs, inputs=True) if quantized_inputs else None
@@ -262,7 +263,7 @@ def _angelslim_learnable(source: ForeignRecipe, made: Converted, section: str, q
     if lwc:
         made.say(f"{learnable}.lwc", "with frozen weights clipping and learnable.weight_scale learn the same scale")
     if source.take(f"{learnable}.quant_max_scale_lr"):
-        made.say(f"{learnable}.quant_max_scale_lr", "scales of parts of a group (FOCUS) are not supported")
+        made.say(f"{learnable}.quant_max_scale_lr", FOCUS)
     expect(source, made, f"{section}.plugin_config.enable_scale", True, "here layers are always quantized")
 
 

@@ -114,6 +114,9 @@ class Observer:
 # weight by less than another 1%, with all optima in this interval. It contains 1: without signs, the result is never
 # worse than absmax.
 SEARCH_FRACTIONS: tuple[float, ...] = tuple(step / 20 for step in range(6, 27))
+# e2m1 has no value between 4 and 6, so the largest weight of a group may fit better at 4 (NVIDIA's "four over six"): in
+# SmolLM2-135M the squared error of nvfp4 falls by 27% from absmax, by 18% without these.
+FP4_FRACTIONS = (*SEARCH_FRACTIONS, *(step / 20 for step in range(27, 31)))
 
 _CHUNK = 2**20  # elements per step of the search, in a few fp32 copies
 
@@ -186,11 +189,16 @@ def zero_points_from_stats(stats: Tensor, spec: TensorSpec) -> Tensor | None:
     return asymmetric_grid(-stats[1], stats[0], spec)[1] if spec.has_zero_points else None
 
 
+def search_fractions(spec: TensorSpec) -> tuple[float, ...]:
+    """Return the fractions of the absmax scale that the search for the smallest error tries."""
+    return FP4_FRACTIONS if spec.dtype == "fp4_e2m1" else SEARCH_FRACTIONS
+
+
 def partial_errors(
     flat: Tensor, start: int, shape: tuple[int, ...], stats: Tensor, spec: TensorSpec, *, signed: bool = False
 ) -> Tensor:
     """Compute the squared quantization error over one range of a weight, for each scale times each of
-    ``SEARCH_FRACTIONS``.
+    :func:`search_fractions`.
 
     Args:
         flat, start, shape, spec: 1-D range of the row-major weight, its first element, the weight's shape, and the
@@ -199,10 +207,10 @@ def partial_errors(
         signed: scales are negative where the largest magnitude is a positive value.
 
     Returns:
-        fp32 ``[len(SEARCH_FRACTIONS), *scale shape]``; 0 if the range has no element of that scale. The caller adds up
+        fp32 ``[fractions, *scale shape]``; 0 if the range has no element of that scale. The caller adds up
         the errors of all ranges, and of weights that share their scales.
     """
-    errors = torch.zeros(len(SEARCH_FRACTIONS), _runs(shape, spec), dtype=torch.float32, device=flat.device)
+    errors = torch.zeros(len(search_fractions(spec)), _runs(shape, spec), dtype=torch.float32, device=flat.device)
     candidates = [_per_run(scale, shape, spec) for scale in _candidates(stats, spec, signed)]
     zeros = _per_run(zero_points_from_stats(stats, spec), shape, spec)
     for runs, rows in _pieces(flat, start, shape, spec):
@@ -226,7 +234,7 @@ def _candidates(stats: Tensor, spec: TensorSpec, signed: bool) -> list[Tensor]:
     to powers of two if stored so."""
     scales = scales_from_stats(stats, spec)
     signs = _signs(stats) if signed else 1
-    tried = [fraction * scales * signs for fraction in SEARCH_FRACTIONS]
+    tried = [fraction * scales * signs for fraction in search_fractions(spec)]
     return [round_scale(one, spec, None) for one in tried] if spec.scale_format == "e8m0" else tried
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from quant.observers import (
-    SEARCH_FRACTIONS,
     Observer,
     Ranges,
+    measured_scales,
     partial_clipped,
     partial_errors,
     partial_fit,
@@ -18,6 +18,7 @@ from quant.observers import (
     scale_from_histogram,
     scales_from_errors,
     scales_from_stats,
+    search_fractions,
     zero_points_from_stats,
 )
 from quant.reference import absmax_scale, asymmetric_grid, fake_quant, inside_range
@@ -86,8 +87,8 @@ def test_statistics_of_pieces_make_those_of_the_whole(spec, dtype, seed):
         signed = spec.dtype == "int" and spec.symmetric and random.random() < 0.5
         signs = torch.where(stats[0] > stats[1], -1, 1) if signed else 1
         errors = sum(partial_errors(flat[start:stop], start, shape, stats, spec, signed=signed) for start, stop in cuts)
-        assert errors.shape == (len(SEARCH_FRACTIONS), *of_scales)
-        for index, fraction in enumerate(SEARCH_FRACTIONS):
+        assert errors.shape == (len(search_fractions(spec)), *of_scales)
+        for index, fraction in enumerate(search_fractions(spec)):
             candidate = fraction * largest * signs
             if spec.scale_format == "e8m0":
                 candidate = candidate.log2().round().exp2()
@@ -232,3 +233,12 @@ def test_the_observer_adds_up(seed):
     resumed.update(torch.tensor([1.0, torch.nan]), None)
     resumed.update(torch.tensor([2.0]), None)
     assert resumed.absmax.isnan(), "a NaN once seen must reach the reader"
+
+
+def test_the_largest_weight_of_fp4_may_fit_at_4():
+    """e2m1 has no value between 4 and 6: here all weights are codes times 1.5, and 4.5 is no code itself."""
+    spec = TensorSpec("fp4_e2m1", 4, "group", 16)
+    weight = torch.tensor([6.0, *[4.5] * 15]).view(1, 16)
+    scale, _ = measured_scales([weight], spec, Ranges(weights="mse"))
+    assert scale.item() == pytest.approx(1.5)
+    assert measured_scales([weight], spec, Ranges(weights="absmax"))[0].item() == pytest.approx(1.0)
