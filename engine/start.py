@@ -15,6 +15,7 @@ from engine.checkpoint.find import (
     check_samples,
     other_commits,
     verify_checkpoint,
+    without_effect,
 )
 from engine.checkpoint.resume import load_checkpoint
 from engine.checkpoint.save import StatefulStates
@@ -64,7 +65,7 @@ def start_run(
     _take_output(recipe, run_lock)
     trackers = import_trackers(recipe)
     if checkpoint is not None:
-        for line in other_commits(checkpoint, recipe):
+        for line in (*other_commits(checkpoint, recipe), *without_effect(checkpoint, recipe)):
             say(line)
         verify_checkpoint(checkpoint)
     # In the order of how long they take: headers of the models' files, lines of data, weights.

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
+from operator import attrgetter
 from pathlib import Path
 
 from engine.checkpoint.checked_files import file_crc32, read_object
@@ -198,6 +199,15 @@ def other_commits(checkpoint: TrainingCheckpoint, recipe: Recipe) -> Iterator[st
             yield f"warning: {key}: {now}, was {was} when {checkpoint.path} was written"
 
 
+def without_effect(checkpoint: TrainingCheckpoint, recipe: Recipe) -> Iterator[str]:
+    """Yield a line for each option that has changed since the checkpoint was written, but only starts a new run."""
+    before = load_recipe(checkpoint.path / "recipe.yaml")
+    for key in FIRST_VALUES:
+        was, now = (attrgetter(key)(one) for one in (before, recipe))
+        if named(now) != was:
+            yield f"warning: {key} (was {was!r}, is {now!r}) has no effect: {checkpoint.path} has its own values"
+
+
 def check_samples(checkpoint: TrainingCheckpoint, samples: str) -> None:
     """Refuse training samples that differ from the samples of the run that wrote the checkpoint; a collective.
 
@@ -297,6 +307,10 @@ MAY_CHANGE: dict[str, set[str]] = {
     "loss": {option.name for option in fields(LossRecipe)} - {"teacher_weights"},
     "train": {option.name for option in fields(TrainRecipe)} - {"seed"},
 }
+
+
+# Of these, options that are read in the first run only.
+FIRST_VALUES = ("quant.scales", "quant.init", "adapter.start", "adapter.init")
 
 
 def stays(key: str) -> bool:

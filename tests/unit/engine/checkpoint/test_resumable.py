@@ -10,7 +10,16 @@ import pytest
 import torch
 
 from engine.checkpoint import resume
-from engine.checkpoint.find import MAY_CHANGE, changes, check_resumable, check_samples, read_step_directory, stays
+from engine.checkpoint.find import (
+    FIRST_VALUES,
+    MAY_CHANGE,
+    changes,
+    check_resumable,
+    check_samples,
+    read_step_directory,
+    stays,
+    without_effect,
+)
 from engine.config.config import recipe_options
 from engine.config.errors import RecipeError
 from engine.config.reading import save_recipe
@@ -59,6 +68,18 @@ def test_every_option_either_stays_and_is_refused_by_name_or_may_change(tmp_path
     with pytest.raises(RecipeError, match=r"cannot be continued with other \w"):
         check_resumable(refused, tmp_path)
     assert check_resumable(taken, tmp_path).step == 1
+
+
+def test_options_that_only_start_a_run_are_named(tmp_path):
+    step = write_step(tmp_path, 1)
+    found, wanted = read_step_directory(step), recipe(tmp_path)
+    assert list(without_effect(found, wanted)) == []
+    wanted.quant.init, wanted.adapter.start, wanted.optim.lr = "gptq", "other", 3e-5
+    assert list(without_effect(found, wanted)) == [
+        f"warning: quant.init (was 'rtn', is 'gptq') has no effect: {step} has its own values",
+        f"warning: adapter.start (was None, is 'other') has no effect: {step} has its own values",
+    ]
+    assert all(key.partition(".")[2] in MAY_CHANGE[key.partition(".")[0]] for key in FIRST_VALUES)
 
 
 @pytest.mark.parametrize(
