@@ -29,7 +29,7 @@ def chat(*texts: Any, keys: tuple[str, str] = ("role", "content"), system: str |
     return first + [t if isinstance(t, dict) else {keys[0]: roles[i % 2], keys[1]: t} for i, t in enumerate(texts)]
 
 
-def said(content: str | None, **more: Any) -> dict[str, Any]:
+def said(content: Any, **more: Any) -> dict[str, Any]:
     """An assistant turn with more keys."""
     return {"role": "assistant", "content": content, **more}
 
@@ -115,6 +115,57 @@ ROWS = {
     "OpenAI, spoken": Case(
         {"messages": chat("q", said("a", audio={"id": "x"}))}, r"messages\[1\]\.audio: found an object"
     ),
+    "OpenAI, developer, and a system turn in the middle": Case(
+        {
+            "messages": [
+                {"role": "developer", "content": "d"},
+                *chat({"role": "user", "name": "bob", "content": "q"}, "a"),
+                {"role": "system", "content": "s"},
+                *chat("r", "b"),
+            ]
+        },
+        ["a", "b"],
+        "messages.name",
+    ),
+    "OpenAI, refusal": Case({"messages": chat("q", said(None, refusal="no"))}, r"messages\[1\]\.content: found null"),
+    "OpenAI, refusal in parts": Case(
+        {"messages": chat("q", {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]})},
+        r"messages\[1\]\.content\[0\]: found an object",
+    ),
+    "OpenAI, preferences": Case(
+        {"input": {"messages": chat("q")}, "preferred_output": [said("a")], "non_preferred_output": [said("b")]},
+        NO_CHOICE,
+    ),
+    "OpenAI, responses": Case(
+        {"input": chat("q"), "output": [{"type": "message", "content": [{"type": "output_text", "text": "a"}]}]},
+        "'input': found a list",
+    ),
+    "OpenAI, graded": Case({"messages": chat("q"), "reference_answer": "a"}, r"found the roles \['user'\]"),
+    "Anthropic, tools": Case(
+        {"messages": chat("q", said([{"type": "tool_use", "id": "1", "name": "weather", "input": {}}]))},
+        r"messages\[1\]\.content\[0\]: found an object",
+    ),
+    "Anthropic, thinking": Case(
+        {"messages": chat("q", said([{"type": "thinking", "thinking": "t"}, {"type": "text", "text": "a"}]))},
+        r"messages\[1\]\.content\[0\]: found an object",
+    ),
+    "Gemini": Case({"contents": [{"role": "user", "parts": [{"text": "q"}]}]}, KEYS),
+    "Cohere": Case(
+        {"messages": [{"role": "User", "content": "q"}, {"role": "Chatbot", "content": "a"}]},
+        r'messages\[1\]\.role: found a string "Chatbot"',
+    ),
+    "Bedrock": Case({"messages": chat("q", said([{"text": "a"}]))}, r"messages\[1\]\.content\[0\]: found an object"),
+    "Glaive": Case({"system": "s", "chat": "USER: q ASSISTANT: a"}, KEYS),
+    "answers that a row masks": Case(
+        {"messages": chat("q", "a", "r", "b"), "weights": [0, 1]}, "weights: found a list"
+    ),
+    "preferences of a table": Case(
+        {"messages": chat("q", "a"), "label": 0}, "label: found 0, which marks an undesired"
+    ),
+    "preferences by a switch": Case(
+        {"input": "q", "output": "a", "is_preferred": 0.0}, "is_preferred: found 0.0, which"
+    ),
+    "TRL, a text and a list": Case({"prompt": chat("q"), "completion": "a"}, KEYS),
     "ShareGPT": Case({"id": "1", "conversations": shared("q", "a", "r", "b")}, ["a", "b"], "id"),
     "ShareGPT, other speakers": Case(
         {
