@@ -236,8 +236,8 @@ def read_chat(
     raise_problems({path: shard.facts for path, shard in zip(paths, shards, strict=True)})
     if not counts.samples:
         raise DataError(
-            f"no sample is left of {', '.join(map(str, paths))}: {counts.summary()} (max_length {max_length}), "
-            "expected at least one: raise data.max_length, or add answers to learn"
+            f"no sample is left of {', '.join(map(str, paths))}: {'; '.join([counts.summary(), *counts.notes()])} "
+            f"(max_length {max_length}), expected at least one: raise data.max_length, or add answers to learn"
         )
     return _samples(paths, shards, cache), counts
 

@@ -150,6 +150,15 @@ def test_keys_that_nothing_reads_are_counted(tmp_path):
     assert note.endswith('1 row has "c", which is not used')
 
 
+def test_where_no_sample_is_left_the_keys_that_nothing_reads_are_named(tmp_path):
+    """They may be what should be learned, under another name."""
+    row = {"messages": [ASKED, {"role": "assistant", "content": "", "toolCalls": [{"name": "f"}]}]}
+    with pytest.raises(
+        DataError, match=r'no sample is left .*; \S+a\.jsonl: 1 row has "messages\.toolCalls", which is'
+    ):
+        read(tmp_path, tiny_tokenizer(), row)
+
+
 def test_history_becomes_turns(tmp_path):
     row = {"instruction": "c", "input": "", "output": "d", "history": [["a", "b"]]}
     plain = {"messages": TWO}
