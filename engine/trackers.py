@@ -9,10 +9,12 @@ import importlib
 import json
 import os
 import queue
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
@@ -108,7 +110,17 @@ def import_trackers(recipe: Recipe) -> dict[str, ModuleType]:
 
 
 def _reason(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:LONGEST_REASON]
+    return " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":")[:LONGEST_REASON]
+
+
+def _kill_programs_of(package: ModuleType) -> None:
+    """Kill the children of this process that run a program of ``package``, which would wait for them at exit."""
+    folder = Path(str(package.__file__)).resolve().parent
+    for status in Path("/proc").glob("[0-9]*/status"):
+        with suppress(OSError):  # it has ended
+            own = f"\nPPid:\t{os.getpid()}\n" in status.read_text()
+            if own and Path(os.readlink(status.with_name("exe"))).is_relative_to(folder):
+                os.kill(int(status.parent.name), signal.SIGKILL)
 
 
 class Tracker(MetricsWriter):
@@ -116,24 +128,27 @@ class Tracker(MetricsWriter):
 
     def __init__(self, name: str, package: ModuleType, recipe: Recipe, *, done: int) -> None:
         """Start the tracker ``name`` in its thread; ``done`` are the optimizer steps before this start."""
-        self._name = name
+        self._name, self._package = name, package
         self._points: queue.Queue[tuple[Mapping[str, float], int] | None] = queue.Queue(MOST_WAITING)
         self._busy_since: float | None = time.monotonic()  # None: it waits for a point
         self._off, self._failed = False, False
         label = Path(recipe.output_dir).resolve().name + (f" from step {done}" if done else "")
-        self._thread = threading.Thread(target=self._run, args=(package, recipe, label), daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(recipe, label), daemon=True)
         self._thread.start()
 
-    def _run(self, package: ModuleType, recipe: Recipe, label: str) -> None:
+    def _run(self, recipe: Recipe, label: str) -> None:
         """Start the tracker, send points until the last one, and finish."""
         try:
-            sink = STARTS[self._name](package, recipe, label)
+            sink = STARTS[self._name](self._package, recipe, label)
             say(f"{self._name}: {sink.place}")
             while (point := self._next()) is not None:
                 sink.log(*point)
             sink.finish(self._failed)
         except BaseException as error:  # it may call sys.exit, too
             self._turn_off(_reason(error))
+            if self._name == "wandb":  # which would end its process at exit, and wait for it
+                with suppress(Exception):
+                    self._package.teardown()
 
     def _next(self) -> tuple[Mapping[str, float], int] | None:
         self._busy_since = None
@@ -168,3 +183,6 @@ class Tracker(MetricsWriter):
                 self._turn_off(f"it does not answer for {CALL_SECONDS:.0f} s")
             elif now > end:
                 self._turn_off(f"{self._points.qsize():,} points still wait {END_SECONDS:.0f} s after the last step")
+        if self._thread.is_alive():
+            _kill_programs_of(self._package)
+            self._thread.join(1.0)

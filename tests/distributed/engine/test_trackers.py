@@ -7,10 +7,13 @@ import importlib.util
 import json
 import math
 import os
+import pickle
 import re
+import signal
 import socket
 import sqlite3
 import struct
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,9 +21,10 @@ from typing import Any
 import pytest
 
 from engine.config.reading import load_recipe
-from engine.loop import Loop
+from engine.loop import Loop, LoopState
 from engine.trackers import STARTS
-from tests.lib.launcher import launch, on_ranks
+from model.ranks import is_main
+from tests.lib.launcher import CALL, launch, on_ranks
 from tests.lib.recipes import write_chats, write_recipe
 from tests.lib.root import ROOT
 from tests.lib.tiny import tiny_checkpoint
@@ -98,6 +102,22 @@ def trackio_runs(base: Path) -> Iterator[tuple[str, Any, Points, bool]]:
             yield name, json.loads(config)["train"]["steps"], points, True
 
 
+def lose_server(base: Path, number: int) -> None:
+    """Train, and send a signal to the process of wandb that writes its files after the second step."""
+    loop = Loop(load_recipe(base / "run.yaml"))
+
+    @loop.at(2)
+    def kill(state: LoopState) -> None:
+        found = [path for path in Path("/proc").glob("[0-9]*") if (path / "exe").exists()]
+        own = [path for path in found if f"\nPPid:\t{os.getpid()}\n" in (path / "status").read_text()]
+        servers = [path for path in own if "wandb" in os.readlink(path / "exe")]
+        assert len(servers) == is_main()
+        for server in servers:
+            os.kill(int(server.name), number)
+
+    loop.run()
+
+
 RUNS: dict[str, Callable[[Path], Iterator[tuple[str, Any, Points, bool]]]] = {
     "wandb": wandb_runs,
     "mlflow": mlflow_runs,
@@ -109,6 +129,15 @@ def write(base: Path, name: str) -> Path:
     model, chats = tiny_checkpoint(base / "model", layers=1), write_chats(base / "chats.jsonl")
     train = {"steps": STEPS, "checkpoint_every": 2, "report_to": [name]}
     return write_recipe(base, "run", model, chats, stage=1, train=train, loss=NO_TEACHER)
+
+
+def check_off(base: Path, name: str, ended: subprocess.CompletedProcess[str]) -> None:
+    """Check that the run trained to its end, and said in one line that the tracker is off."""
+    assert ended.returncode == 0, ended.stdout[-8000:]
+    (line,) = re.findall(rf"warning: {name}: .*", ended.stdout)
+    assert "it is off from here on, and the run goes on (metrics.jsonl has all points)" in line
+    lines = [json.loads(line) for line in (base / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [*range(1, STEPS + 1)]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -146,8 +175,13 @@ def test_a_server_that_takes_all_and_answers_nothing_ends_no_run(tmp_path, name,
         for key, value in {"WANDB_BASE_URL": url, "WANDB_API_KEY": "x" * 40, "MLFLOW_TRACKING_URI": url}.items():
             monkeypatch.setenv(key, value)
         ended = launch(ROOT / "launch" / "train.py", "--config", recipe)
-    assert ended.returncode == 0, ended.stdout[-8000:]
-    (line,) = re.findall(rf"warning: {name}: .*", ended.stdout)
-    assert "it is off from here on, and the run goes on (metrics.jsonl has all points)" in line
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [*range(1, STEPS + 1)]
+    check_off(tmp_path, name, ended)
+
+
+@pytest.mark.parametrize("name", [one for one in NAMES if one.values[0] == "wandb"])  # alone has a process of its own
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_process_that_dies_or_stalls_ends_no_run(tmp_path, name, number, monkeypatch):
+    write(tmp_path, name)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    (tmp_path / "call").write_bytes(pickle.dumps((lose_server, (tmp_path, number))))
+    check_off(tmp_path, name, launch(CALL, tmp_path / "call"))

@@ -100,7 +100,7 @@ def test_a_package_that_is_missing_or_broken_is_refused_and_only_rank_0_imports(
 
 def stalls(release: threading.Event) -> SimpleNamespace:
     run = SimpleNamespace(log=lambda *_, **__: release.wait(), finish=lambda: None, offline=True)
-    return SimpleNamespace(init=lambda **_: run)
+    return SimpleNamespace(init=lambda **_: run, __file__=__file__)
 
 
 def test_a_queue_that_is_full_turns_a_tracker_off(monkeypatch, capsys):
@@ -139,7 +139,7 @@ def test_the_end_of_a_run_waits_only_so_long_for_a_slow_tracker(monkeypatch, cap
     monkeypatch.setattr(trackers, "END_SECONDS", 0.2)
     ended, run = threading.Event(), SimpleNamespace(finish=lambda: None, offline=True)
     run.log = lambda *_, **__: ended.wait(0.1)
-    tracker = Tracker("wandb", SimpleNamespace(init=lambda **_: run), minimal(), done=0)
+    tracker = Tracker("wandb", SimpleNamespace(init=lambda **_: run, __file__=__file__), minimal(), done=0)
     for step in range(900):  # 90 s
         tracker.log({"loss/lm": 1.0}, step)
     tracker.close(failed=False)
