@@ -15,6 +15,7 @@ import sqlite3
 import struct
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from engine.loop import Loop, LoopState
 from engine.trackers import STARTS
 from model.ranks import is_main
 from tests.lib.launcher import CALL, launch, on_ranks
+from tests.lib.patience import until
 from tests.lib.recipes import write_chats, write_recipe
 from tests.lib.root import ROOT
 from tests.lib.tiny import tiny_checkpoint
@@ -102,18 +104,27 @@ def trackio_runs(base: Path) -> Iterator[tuple[str, Any, Points, bool]]:
             yield name, json.loads(config)["train"]["steps"], points, True
 
 
+def servers() -> list[int]:
+    """List the processes that this one has of wandb, which write its files."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/status"):
+        with suppress(OSError):  # it has ended
+            own = f"\nPPid:\t{os.getpid()}\n" in status.read_text()
+            if own and "wandb-core" in os.readlink(status.with_name("exe")):
+                found.append(int(status.parent.name))
+    return found
+
+
 def lose_server(base: Path, number: int) -> None:
-    """Train, and send a signal to the process of wandb that writes its files after the second step."""
+    """Train, and send a signal to the process of wandb after the second step."""
     loop = Loop(load_recipe(base / "run.yaml"))
 
     @loop.at(2)
-    def kill(state: LoopState) -> None:
-        found = [path for path in Path("/proc").glob("[0-9]*") if (path / "exe").exists()]
-        own = [path for path in found if f"\nPPid:\t{os.getpid()}\n" in (path / "status").read_text()]
-        servers = [path for path in own if "wandb" in os.readlink(path / "exe")]
-        assert len(servers) == is_main()
-        for server in servers:
-            os.kill(int(server.name), number)
+    def lose(state: LoopState) -> None:
+        if is_main():
+            until(servers, lambda: "wandb has no process")
+            for server in servers():
+                os.kill(server, number)
 
     loop.run()
 
