@@ -378,7 +378,7 @@ class _Writing:
         found = self._found(index)
         prompt = self._write(self.turns[:index], add_generation_prompt=True)
         exact = self.text.startswith(prompt)
-        start = self._behind_prompt(index, found, prompt) if exact else self._behind_turn_before(index, found)
+        start = self._behind_prompt(index, found, prompt) if exact else self._behind_turn_before(index)
         stop, end = self._end(index, found)
         edges = [start, *(edge for piece in found.pieces for edge in (piece.start, piece.end)), stop]
         for left, right in zip(edges[::2], edges[1::2], strict=True):
@@ -444,7 +444,7 @@ class _Writing:
         self._check_words(index, self.text[start : first.start], found.alone.literal(shared, found.kept[0].start))
         return start
 
-    def _behind_turn_before(self, index: int, found: _Found) -> int:
+    def _behind_turn_before(self, index: int) -> int:
         """Return where a turn begins, by comparing the text after the preceding turn in the whole rendering and in
         serving."""
         marks = Marks(self.template.tags)

@@ -211,11 +211,10 @@ def first_bytes(path: str | PathLike[str]) -> bytes:
         return file.read(_HEAD)
 
 
-def other_kind(path: str | PathLike[str], *, plain: bool = False) -> str | None:
+def other_kind(path: str | PathLike[str]) -> str | None:
     """Return a clause with the kind of a file of a wrong kind and the remedy (``is gzip-compressed: ...``), by the
-    file's first bytes; None for text. With ``plain``, zero bytes are refused too (in JSONL the reader refuses them,
-    with their line)."""
-    return _kind_problem(first_bytes(path), plain)
+    file's first bytes; None for text."""
+    return _kind_problem(first_bytes(path), plain=False)
 
 
 def _kind_problem(head: bytes, plain: bool) -> str | None:

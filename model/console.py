@@ -74,7 +74,6 @@ def progress_bar(
     over: Iterable[Any] | None = None,
     initial: int = 0,
     leave: bool = False,
-    shown: bool = True,
     any_rank: bool = False,
 ) -> tqdm:
     """Create the progress bar of a job, which shows nothing on other ranks than 0.
@@ -86,13 +85,12 @@ def progress_bar(
         over: items to iterate over; None if the job calls ``update``.
         initial: units that are done already.
         leave: show the bar from the start, and leave it on the terminal at the end.
-        shown: False shows nothing on rank 0 either.
         any_rank: the job is this rank's alone: show it on other ranks than 0, too.
     """
     units = "B" if unit == "B" else f" {unit}es" if unit.endswith("ch") else f" {unit}s"
     line = "{desc}: {n_fmt} of {total_fmt}" + units + ", {elapsed} passed, {remaining} left, {rate_fmt}{postfix}"
     options = {"iterable": over, "total": total, "unit": unit, "unit_scale": unit == "B", "initial": initial}
-    return _bar(desc, line, leave=leave, shown=shown and (any_rank or is_main()), **options)
+    return _bar(desc, line, leave=leave, shown=any_rank or is_main(), **options)
 
 
 @contextmanager

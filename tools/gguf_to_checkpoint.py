@@ -189,14 +189,13 @@ def shape_of(tensor: Any) -> tuple[int, ...]:
     return tuple(int(size) for size in reversed(tensor.shape))
 
 
-def convert_gguf(source: Path, out: Path, *, dtype: torch.dtype = torch.bfloat16, progress: bool = True) -> Conversion:
+def convert_gguf(source: Path, out: Path, *, dtype: torch.dtype = torch.bfloat16) -> Conversion:
     """Write the model of a GGUF file to ``out`` as a Hugging Face checkpoint.
 
     Args:
         source: the file.
         out: directory to create.
         dtype: dtype of quantized tensors in the checkpoint. Tensors in F32, F16 and BF16 keep theirs.
-        progress: show a progress bar.
 
     Raises:
         RankError, ValueError, OSError: before tensors are written: the file is damaged, or its architecture, metadata,
@@ -232,7 +231,7 @@ def convert_gguf(source: Path, out: Path, *, dtype: torch.dtype = torch.bfloat16
             weight_map = {key: name for name, shard in zip(files, shards, strict=True) for key in shard}
             write_json({"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}, aside.path / INDEX)
         rounded = set()
-        with progress_bar(sum(sizes.values()), "convert", "B", shown=progress) as bar:
+        with progress_bar(sum(sizes.values()), "convert", "B") as bar:
             for name, shard in zip(files, shards, strict=True):
                 with closing(ShardWriter(aside.path / name, {key: planned[key][:2] for key in shard})) as writer:
                     for key in shard:

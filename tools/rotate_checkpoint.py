@@ -146,14 +146,13 @@ class RotationReport:
     orders: Mapping[str, tuple[int, int]]
 
 
-def rotate_checkpoint(source: Path, out: Path, *, seed: int = 0, progress: bool = True) -> RotationReport:
+def rotate_checkpoint(source: Path, out: Path, *, seed: int = 0) -> RotationReport:
     """Write ``source`` with rotated weights to ``out``. The model computes the same function, and dtypes are the same.
 
     Args:
         source: a plain Hugging Face checkpoint of one of :data:`FAMILIES`.
         out: directory to create.
         seed: seed of the signs of both rotations.
-        progress: show a progress bar.
 
     Raises:
         RankError, ValueError, OSError: before anything is written: the model is unknown or quantized, or a tensor is
@@ -182,7 +181,7 @@ def rotate_checkpoint(source: Path, out: Path, *, seed: int = 0, progress: bool 
         files.setdefault(tensor.file.name, {})[key] = (tensor.dtype, tensor.shape)
     total = sum(math.prod(shape) * dtype.itemsize for shapes in files.values() for dtype, shape in shapes.values())
     with closing(Aside(out, total)) as aside:
-        with Reader() as reader, progress_bar(total, "rotate", "B", shown=progress) as bar:
+        with Reader() as reader, progress_bar(total, "rotate", "B") as bar:
             for file, shapes in files.items():
                 with closing(ShardWriter(aside.path / file, shapes)) as writer:
                     for key in shapes:

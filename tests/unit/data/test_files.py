@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from data.chat import read_chat
-from data.files import DataError, other_kind
+from data.files import DataError, data_problem, other_kind
 from data.text import read_text
 from tests.lib.tiny import tiny_tokenizer
 
@@ -116,4 +116,4 @@ def test_zero_bytes_are_no_plain_text(tmp_path: Path) -> None:
 def test_a_text_that_begins_alike_is_text(tmp_path: Path, text: str) -> None:
     path = tmp_path / "text.txt"
     path.write_text(text)
-    assert other_kind(path, plain=True) is None and other_kind(path) is None
+    assert data_problem(path, plain=True) is None and other_kind(path) is None

@@ -43,7 +43,7 @@ IDS = torch.randint(3, 300, (1, 40), generator=torch.Generator().manual_seed(1))
 def test_weights_and_logits_are_those_of_the_original(variant: str, tmp_path: Path) -> None:
     source = checkpoint(tmp_path / "source", variant)
     file = write_gguf(source, tmp_path / "model.gguf")
-    done = convert_gguf(file, tmp_path / "out", progress=False)
+    done = convert_gguf(file, tmp_path / "out")
     assert done.rounded == 0 and set(done.kinds) == {"F32"}
     expected, found = read_tensors(source), read_tensors(tmp_path / "out")
     assert expected.keys() == found.keys()
@@ -62,7 +62,7 @@ def test_weights_and_logits_are_those_of_the_original(variant: str, tmp_path: Pa
 def test_quantized_tensors_are_dequantized_exactly(kind: str, tmp_path: Path) -> None:
     source = checkpoint(tmp_path / "source", "gpt_oss" if kind == "MXFP4" else "qwen3")
     file = write_gguf(source, tmp_path / "model.gguf", kind)
-    convert_gguf(file, tmp_path / "out", dtype=torch.float32, progress=False)
+    convert_gguf(file, tmp_path / "out", dtype=torch.float32)
     theirs = {
         t.name: torch.from_numpy(gguf.quants.dequantize(t.data, t.tensor_type)) for t in gguf.GGUFReader(file).tensors
     }
@@ -70,7 +70,7 @@ def test_quantized_tensors_are_dequantized_exactly(kind: str, tmp_path: Path) ->
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
         assert torch.equal(ours[name].float().view(value.shape), value), name
-    rounded = convert_gguf(file, tmp_path / "bf16", progress=False).rounded
+    rounded = convert_gguf(file, tmp_path / "bf16").rounded
     assert rounded > 10 if kind.startswith("Q") else rounded == 0
 
 
@@ -109,7 +109,7 @@ def tokenize_in_engine(file: Path) -> Callable[[str], list[int]]:
 def test_tokens_and_chats_are_those_of_the_original(pre: str, tmp_path: Path) -> None:
     source = checkpoint(tmp_path / "source", "llama biases" if pre != "qwen2" else "qwen3", pre)
     file = write_gguf(source, tmp_path / "model.gguf", pre=pre)
-    convert_gguf(file, tmp_path / "out", progress=False)
+    convert_gguf(file, tmp_path / "out")
     original, found = AutoTokenizer.from_pretrained(source), AutoTokenizer.from_pretrained(tmp_path / "out")
     assert len(original) == len(found)
     engine = tokenize_in_engine(file) if installed() else None
@@ -150,7 +150,7 @@ def sentencepiece(gemma: bool) -> dict[str, Any]:
 def test_tokens_of_sentencepiece_are_those_of_llama_cpp(variant: str, tmp_path: Path) -> None:
     source, gemma = checkpoint(tmp_path / "source", variant), "gemma" in variant
     file = write_gguf(source, tmp_path / "model.gguf", **sentencepiece(gemma))
-    convert_gguf(file, tmp_path / "out", progress=False)
+    convert_gguf(file, tmp_path / "out")
     found = AutoTokenizer.from_pretrained(tmp_path / "out")
     expected = ["<bos>", "▁▁", "<0x41>"] if gemma else ["<s>", "▁▁▁", "<0x41>"]
     assert found.convert_ids_to_tokens(found("  A").input_ids) == expected
@@ -198,7 +198,7 @@ def test_what_is_not_understood_is_refused_by_name(tmp_path: Path) -> None:
     for changes, message in REFUSED:
         file = write_gguf(source, tmp_path / "model.gguf", **changes)
         with pytest.raises((ValueError, RankError), match=message) as caught:
-            convert_gguf(file, tmp_path / "out", progress=False)
+            convert_gguf(file, tmp_path / "out")
         assert "\n" not in str(caught.value)
         assert not list(tmp_path.glob("out*"))
 
@@ -220,7 +220,7 @@ def test_damaged_files_are_refused_in_one_line(tmp_path: Path) -> None:
     ):
         file.write_bytes(data)
         with pytest.raises((ValueError, RankError), match=message) as caught:
-            convert_gguf(file, tmp_path / "out", progress=False)
+            convert_gguf(file, tmp_path / "out")
         assert "\n" not in str(caught.value) and "model.gguf" in str(caught.value)
         assert not list(tmp_path.glob("out*"))
 
@@ -247,7 +247,7 @@ def test_damaged_headers_are_refused_in_one_line_or_are_another_model(variant: s
             data[chosen.randrange(head)] = chosen.randrange(256)
         path.write_bytes(data)
         try:
-            convert_gguf(path, tmp_path / "out", progress=False)
+            convert_gguf(path, tmp_path / "out")
             shutil.rmtree(tmp_path / "out")
         except (ValueError, RankError) as error:
             assert str(error).startswith(str(path)) and "\n" not in str(error) and "out.tmp" not in str(error)
@@ -260,7 +260,7 @@ def test_damaged_headers_are_refused_in_one_line_or_are_another_model(variant: s
 def test_training_starts_with_the_codes_and_scales_of_the_file(kind: str, scheme: Scheme, tmp_path: Path) -> None:
     source = checkpoint(tmp_path / "source", "qwen3")
     file = write_gguf(source, tmp_path / "model.gguf", kind)
-    convert_gguf(file, tmp_path / "out", dtype=torch.float32, progress=False)
+    convert_gguf(file, tmp_path / "out", dtype=torch.float32)
     blocks = {t.name: torch.from_numpy(t.data.copy()) for t in gguf.GGUFReader(file).tensors}
     quantization = quantize(load_model(tmp_path / "out", torch.float32), scheme, learn=False)
     names = {"q_proj": "attn_q", "o_proj": "attn_output", "down_proj": "ffn_down", "up_proj": "ffn_up"}
@@ -318,7 +318,7 @@ def test_files_of_the_engine_s_own_quantizer_have_its_logits(kind: str, tmp_path
     options.ftype, options.nthread = MIXED[kind], 1
     file = tmp_path / "quantized.gguf"
     llama_cpp.model_quantize(str(write_gguf(source, tmp_path / "model.gguf")), str(file), options)
-    assert kind in convert_gguf(file, tmp_path / "out", dtype=torch.float32, progress=False).kinds
+    assert kind in convert_gguf(file, tmp_path / "out", dtype=torch.float32).kinds
     theirs = next(engine_logits(file, [IDS]))
     kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(file).tensors}
     ours = rounded_inputs_logits(tmp_path / "out", kinds)

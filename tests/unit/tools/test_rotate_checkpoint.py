@@ -59,7 +59,7 @@ def logits(directory: Path) -> Tensor:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_same_function(variant: str, tmp_path: Path) -> None:
     source = made(tmp_path / "plain", variant)
-    report = rotate_checkpoint(source, tmp_path / "rotated", progress=False)
+    report = rotate_checkpoint(source, tmp_path / "rotated")
     assert report.untied == VARIANTS[variant].get("tie_word_embeddings", False)
     expected = logits(source)
     assert expected.std() > 0.1
@@ -81,7 +81,7 @@ def test_several_files_in_bf16(tmp_path: Path) -> None:
     names = sorted(path.name for path in source.glob("*.safetensors"))
     assert len(names) > 2
     change(source, lambda tensors: tensors["model.embed_tokens.weight"][:, 5].mul_(40))
-    rotate_checkpoint(source, tmp_path / "rotated", seed=3, progress=False)
+    rotate_checkpoint(source, tmp_path / "rotated", seed=3)
     assert sorted(path.name for path in (tmp_path / "rotated").glob("*.safetensors")) == names
     assert (tmp_path / "rotated" / "tokenizer.json").is_file()
     before = read_tensors(source)["model.embed_tokens.weight"].double()
@@ -135,7 +135,7 @@ def test_bad_input(case: str, tmp_path: Path) -> None:
         (tmp_path / "out").write_text("here")
     before = sorted(tmp_path.iterdir())
     with pytest.raises((RankError, ValueError, OSError), match=text):
-        rotate_checkpoint(source, tmp_path / "out", progress=False)
+        rotate_checkpoint(source, tmp_path / "out")
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -144,11 +144,11 @@ def test_a_tied_head_in_the_file(tmp_path: Path) -> None:
     source = made(tmp_path / "plain", "qwen2")
     expected = logits(source)
     change(source, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
-    assert rotate_checkpoint(source, tmp_path / "rotated", progress=False).untied
+    assert rotate_checkpoint(source, tmp_path / "rotated").untied
     assert (logits(tmp_path / "rotated") - expected).abs().max() < CLOSE * expected.std()
     change(source, lambda tensors: tensors["lm_head.weight"].view(-1)[3:4].add_(1))
     with pytest.raises(ValueError, match=r"lm_head.weight differs from model.embed_tokens.weight"):
-        rotate_checkpoint(source, tmp_path / "again", progress=False)
+        rotate_checkpoint(source, tmp_path / "again")
 
 
 # ---- the matrices
