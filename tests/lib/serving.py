@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from tests.lib.root import ROOT
 
 PAGE = ROOT / "docs" / "serving.md"
+ENGINE_LAYOUTS = {"llama.cpp": "gguf", "MLX": "mlx", "ExecuTorch": "executorch"}
 WRITE = bool(os.environ.get("DEEPQAT_WRITE"))
 
 
@@ -25,7 +26,11 @@ def cells(line: str) -> tuple[str, list[str]]:
 
 def write_table(name: str, head: list[str], rows: Iterable[Iterable[str]]) -> None:
     """Replace a table of the page."""
-    lines = [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
+    write(name, [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)])
+
+
+def write(name: str, lines: Iterable[str]) -> None:
+    """Replace the lines between two marks of the page."""
     text = PAGE.read_text(encoding="utf-8")
     begin, end = (text.index(f"<!-- {name}: {word} -->") for word in ("begin", "end"))
     PAGE.write_text("\n".join([f"{text[:begin]}<!-- {name}: begin -->", *lines, text[end:]]), encoding="utf-8")

@@ -95,7 +95,8 @@ def rounding_cache(ops: Any) -> None:
 
     def rounded(x: Tensor, scale: float) -> Tensor:
         codes = (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
-        return (codes.float() * scale * (1 + 2**-18)).to(x.dtype)  # truncated to the same code
+        above = 1 + max(2**-18, torch.finfo(x.dtype).eps)  # is truncated to the same code
+        return (codes.float() * scale * above).to(x.dtype)
 
     def reshape_and_cache(key: Tensor, value: Tensor, *others: Any, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto"):
         if kv_cache_dtype.startswith("fp8"):
@@ -136,6 +137,7 @@ def linear_kernels() -> None:
     emulations of NVFP4 and MXFP8."""
     from vllm.model_executor.kernels import linear
     from vllm.model_executor.kernels.linear.mixed_precision.MPLinearKernel import MPLinearKernel
+    from vllm.model_executor.layers.quantization import modelopt
     from vllm.model_executor.layers.quantization.compressed_tensors.schemes import compressed_tensors_w4a4_nvfp4
     from vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils import dequantize_to_dtype
     from vllm.platforms import PlatformEnum
@@ -188,9 +190,10 @@ def linear_kernels() -> None:
     linear._POSSIBLE_FP8_BLOCK_KERNELS[cpu].append(type("Blocks", (linear.Fp8BlockScaledMMLinearKernel,), blockwise))
     choose = linear.init_nvfp4_linear_kernel
     weights_alone = kernel(linear.NvFp4LinearKernel, of_nvfp4)
-    compressed_tensors_w4a4_nvfp4.init_nvfp4_linear_kernel = lambda use_a16=False: (
-        weights_alone(linear.NvFp4LinearLayerConfig()) if use_a16 else choose()
-    )
+    for module in (compressed_tensors_w4a4_nvfp4, modelopt):
+        module.init_nvfp4_linear_kernel = lambda use_a16=False: (
+            weights_alone(linear.NvFp4LinearLayerConfig()) if use_a16 else choose()
+        )
 
 
 def experts() -> None:

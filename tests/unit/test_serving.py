@@ -6,10 +6,9 @@
 from quant import PRESETS
 from quant.formats.layouts import check_layout
 from tests.lib.root import ROOT
-from tests.lib.serving import WRITE, cells, is_figure, table, write_table
+from tests.lib.serving import ENGINE_LAYOUTS, WRITE, cells, is_figure, table, write_table
 
-LAYOUTS = {"llama.cpp": "gguf", "MLX": "mlx", "ExecuTorch": "executorch"}
-HEAD = ["preset", "vLLM, CPU", "vLLM, CUDA", "SGLang", "transformers", *LAYOUTS]
+HEAD = ["preset", "vLLM, CPU", "vLLM, CUDA", "SGLang", "transformers", *ENGINE_LAYOUTS]
 
 
 def in_vllm(found: list[str]) -> str:
@@ -45,7 +44,7 @@ def test_the_table_of_engines_is_what_ran_and_what_was_read():
     for name in PRESETS:
         row = f"`{name}`"
         transformers, vllm, sglang = read[row][3:]
-        own = (written(layout, name) for layout in LAYOUTS.values())
+        own = (written(layout, name) for layout in ENGINE_LAYOUTS.values())
         expected[row] = [in_vllm(ran[row]), vllm, sglang, transformers, *own]
     if WRITE:
         write_table("engines", HEAD, ([row, *found] for row, found in expected.items()))

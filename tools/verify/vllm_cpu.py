@@ -11,6 +11,7 @@ it (:func:`tools.verify.vllm.run`) has none of the project's requirements. JOBS.
     out: .npz file to write. ``logprobs`` [windows, T - 1, V] in fp32 has the log-probability of every token of the
         vocabulary at positions 1 to T - 1, ``kernels`` the names of the kernels that compute the layers, and
         ``version`` the version of vLLM.
+    kv_cache_dtype: dtype of keys and values in the cache; by default, as the export says.
     codes: if true, ``out`` also has the bytes of each fp8 parameter of the loaded model, under its name.
 
 Each job runs in a process of its own, forked after the slow imports. A job that fails does not write ``out``, but a
@@ -46,6 +47,7 @@ def load(job: dict[str, Any], tokens: Any) -> Any:
     return LLM(
         job["export"],
         dtype=job["dtype"],
+        kv_cache_dtype=job.get("kv_cache_dtype", "auto"),
         enforce_eager=True,
         skip_tokenizer_init=True,
         max_model_len=tokens.shape[1] + 1,

