@@ -77,7 +77,7 @@ def take_scales(
     with errors_on_all_ranks(OSError, ValueError):
         checkpoint = checkpoint or read_checkpoint(Path(directory), model)
         taken = _taken(model, quantization, checkpoint.coded)
-        arranged = arrange(model, quantization, _small_scales(model, quantization, checkpoint, taken))
+        arranged = arrange(model, quantization, read_small_scales(model, quantization, checkpoint, taken))
         merged = _merged(arranged)
         for scale in arranged.inputs:
             for one in (one for of_layer in scale.layers for one in of_layer):
@@ -188,7 +188,7 @@ def _fill_ranges(target: Tensor, linears: Sequence[QuantizedTensor], reader: Rea
         begin += rows * across
 
 
-def _small_scales(
+def read_small_scales(
     model: PreTrainedModel,
     quantization: Quantization,
     checkpoint: SourceCheckpoint,

@@ -2,8 +2,8 @@
 
 If an export has the source's format, and each layer is quantized as in the source, then the source's configuration
 describes the export, too, and is kept. So are the things that training does not determine: codes of tensors outside of
-the model, the names of scales of keys and values, the shape of a single scale (``[]`` or ``[1]``), and the dtype of
-scales that training has not changed.
+the model, the names of scales of keys and values, the shape of a single scale (``[]`` or ``[1]``), the dtype of scales
+that training has not changed, and several scales of inputs where the model has one.
 """
 
 from collections.abc import Iterator
@@ -13,11 +13,13 @@ import torch
 from transformers import PreTrainedModel
 
 from model.checkpoint.names import module_name_on_disk
+from model.checkpoint.safetensors import CheckpointError, DiskTensor
 from model.quantized.checkpoint import SourceCheckpoint, parts_of
 from model.quantized.quantization_config import source_layout
-from model.ranks import reduce_over_ranks
+from model.quantized.scales import read_small_scales
+from model.ranks import errors_on_all_ranks, reduce_over_ranks
 from model.scales import cache_keys
-from model.scales.grouping import INPUT_SCALE, INVERSE, WEIGHT_SCALE
+from model.scales.grouping import INPUT_GLOBAL_SCALE, INPUT_SCALE, INVERSE, WEIGHT_SCALE, arrange
 from model.zero import local_data
 from quant import Quantization, ScaleGroup, Scheme
 from quant.formats.layouts import Layout
@@ -74,6 +76,30 @@ def stored_dtypes(
         return {}
     counts = reduce_over_ranks(torch.stack(changed)).tolist()
     return {key: dtype for (keys, dtype), count in zip(found, counts, strict=True) if not count for key in keys}
+
+
+def several_input_scales(
+    model: PreTrainedModel, quantization: Quantization, checkpoint: SourceCheckpoint
+) -> dict[str, DiskTensor]:
+    """Find the scales of inputs in the source, by key, of layers that share one in the model and have several there, if
+    the model still has the one that was taken of them. A collective."""
+    with errors_on_all_ranks(OSError, CheckpointError):
+        stored = read_small_scales(model, quantization, checkpoint, {})
+    found, changed = [], []
+    for scale in arrange(model, quantization, stored).inputs:
+        of_files = [one for of_layer in scale.layers for one in of_layer]
+        if scale.group.owner in quantization.caches or len({one.value.item() for one in of_files}) < 2:
+            continue
+        local, theta = local_data(scale.group.s0).cpu().view(-1), scale.group.theta
+        count = (local != scale.value().view(-1)[: local.numel()]).sum()
+        changed.append(count if theta is None else count + local_data(theta).count_nonzero().cpu())
+        names = [one.key.rpartition(".")[0] for one in of_files]
+        found.append([name + end for name in names for end in (INPUT_SCALE, INPUT_GLOBAL_SCALE)])
+    if not found:
+        return {}
+    counts, beside = reduce_over_ranks(torch.stack(changed)).tolist(), checkpoint.beside
+    same = [key for keys, count in zip(found, counts, strict=True) if not count for key in keys]
+    return {key: beside[key] for key in same if key in beside}
 
 
 def _keys(model: PreTrainedModel, quantization: Quantization, group: ScaleGroup) -> Iterator[str]:

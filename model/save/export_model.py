@@ -31,7 +31,7 @@ from model.checkpoint.safetensors import SINGLE, garbage_kept
 from model.peft import FOLDER
 from model.quantized.checkpoint import SourceCheckpoint, read_checkpoint
 from model.ranks import errors_on_all_ranks, is_main
-from model.save.as_source import is_as_source, stored_dtypes
+from model.save.as_source import is_as_source, several_input_scales, stored_dtypes
 from model.save.aside import Aside
 from model.save.finish import configuration, copy_companions, write_config, write_index
 from model.save.gguf_file import GGUF_FILE, GGUFPlan, GGUFWriter, check_gguf_written, plan_gguf
@@ -149,10 +149,13 @@ def export_model(
         if max_shard_size <= 0:
             raise ValueError(f"max_shard_size is {max_shard_size} bytes, expected at least 1")
         checkpoint, as_source = _read_source(model, quantization, source, layout, copied=copied)
-    dtypes = stored_dtypes(model, quantization, checkpoint) if as_source and quantization is not None else None
+    dtypes, inputs = None, None
+    if as_source and quantization is not None:
+        dtypes = stored_dtypes(model, quantization, checkpoint)
+        inputs = several_input_scales(model, quantization, checkpoint)
     with errors_on_all_ranks(ValueError, OSError):
         limit = max_shard_size if layout != "gguf" else sys.maxsize
-        shards = plan_shards(model, quantization, layout, limit, checkpoint, dtypes)
+        shards = plan_shards(model, quantization, layout, limit, checkpoint, dtypes, inputs)
     items = list(chain(*shards))
     total = sum(item.bytes for item in items)
     aside: Aside | None = None

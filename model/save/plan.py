@@ -54,6 +54,7 @@ class Item:
         stored: tensors of the source that ``copied`` consists of, written instead of a decoded weight; only in exports
             whose scales and codes are named as in the source.
         source: scales of the source by key, for :func:`quant.formats.modelopt.modelopt_tensors`.
+        kept: tensors of the source by key, which are written in place of the module's.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Item:
     copied: DiskTensor | QuantizedTensor | None = None
     stored: Sequence[DiskTensor] = ()
     source: Mapping[str, DiskTensor] = field(default_factory=dict)
+    kept: Mapping[str, DiskTensor] = field(default_factory=dict)
 
     @cached_property
     def bytes(self) -> int:
@@ -88,6 +90,7 @@ def plan_shards(
     max_shard_size: int,
     checkpoint: SourceCheckpoint,
     dtypes: Mapping[str, torch.dtype] | None = None,
+    inputs: Mapping[str, DiskTensor] | None = None,
 ) -> list[list[Item]]:
     """List modules with tensors of their own, in module order, then copied tensors, grouped by file.
 
@@ -99,6 +102,7 @@ def plan_shards(
         checkpoint: headers of the checkpoint that the model was loaded from.
         dtypes: None, or if format and schemes are those of ``checkpoint``, the dtypes of scales that are not fp32. Then
             scales have the shapes of ``checkpoint``, and codes that are outside of the model are copied.
+        inputs: scales of inputs of ``checkpoint``, by key, that are written in place of the model's.
 
     Raises:
         ValueError: experts share a tensor on disk, but not in the model.
@@ -113,7 +117,8 @@ def plan_shards(
             item = _quantized_item(model, names, name, quantization.layers[name], layout, source)
             ends = tuple(f".{suffix}" for suffix in RECIPROCALS) if layout == "modelopt" else ()
             read = {key: beside[key] for key in item.shapes if key in beside and key.endswith(ends)}
-            items.append(replace(item, shapes=_as_stored(item.shapes, beside, dtypes), source=read))
+            kept = {key: one for key, one in (inputs or {}).items() if key in item.shapes}
+            items.append(replace(item, shapes=_as_stored(item.shapes, beside, dtypes), source=read, kept=kept))
         elif isinstance(module, QuantCache):
             if quantization is not None and layout != "dequantized":
                 keys = cache_keys(model, name)

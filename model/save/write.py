@@ -157,6 +157,9 @@ def _write(item: Item, output: ShardWriter, held: BufferedBytes) -> None:
                     key = f"{prefix}.{suffix}"
                     key = key if key in item.shapes else inverse_of(key)
                     dtype, shape = item.shapes[key]
+                    if key in item.kept:
+                        with Reader() as reader:
+                            tensor = read_tensor(reader, item.kept[key])
                     output.write(key, tensor.view(shape).to(dtype))
     else:
         for name, weight in _plain_weights(item):

@@ -58,6 +58,7 @@ MODELOPT: dict[str, tuple[str, Callable[[str], str | None]]] = {
         lambda name: "NVFP4" if "experts" in name else None if "o_proj" in name else "FP8",
     ),
 }
+SEVERAL = ("ModelOpt's FP8 and NVFP4, stacked", "ModelOpt's FP8 and NVFP4, one by one")
 COLUMNS = ("gptq", "gptq_v2", "awq")  # 4 bits with zero points
 
 
@@ -105,10 +106,23 @@ def with_heads(directory: Path) -> Path:
     return directory / "heads"
 
 
+def with_several_input_scales(directory: Path) -> Path:
+    """Each expert's Linears have input scales of their own, as ModelOpt calibrates them."""
+    path = modelopt_checkpoint(directory, *MODELOPT["ModelOpt's FP8 and NVFP4"])
+
+    def edit(tensors: dict[str, torch.Tensor]) -> None:
+        tensors |= {key: tensors[key] * (0.5 + torch.rand(())) for key in tensors if key.endswith("input_scale")}
+
+    edit_checkpoint(path, edit)
+    return path
+
+
 def write_others(directory: Path) -> dict[str, tuple[str, str, str]]:
     """Files of GPTQ and AWQ and the weights that these are, gpt-oss as it is published, and a model with heads."""
     for name, (kind, algorithm) in MODELOPT.items():
         modelopt_checkpoint(directory / name, kind, algorithm).rename(directory / "files" / name)
+    for name in SEVERAL:
+        with_several_input_scales(directory / name).rename(directory / "files" / name)
     with_heads(directory / "heads").rename(directory / "files" / "heads")
     gpt_oss(directory / "gpt_oss", random.randrange(2**31)).rename(directory / "files" / "gpt_oss")
     for kind in COLUMNS:
@@ -117,6 +131,7 @@ def write_others(directory: Path) -> dict[str, tuple[str, str, str]]:
         save_file(weights, directory / kind / "weights.safetensors")
     others = dict.fromkeys(COLUMNS, ("per_expert", "compressed", "fp16"))  # in which their scales are stored
     others |= dict.fromkeys(MODELOPT, ("stacked", "modelopt", "bf16"))
+    others |= {name: (form, "modelopt", "bf16") for name, form in zip(SEVERAL, ("stacked", "per_expert"), strict=True)}
     return others | {"gpt_oss": ("stacked", "gpt_oss", "bf16"), "heads": ("per_expert", "vllm_fp8", "bf16")}
 
 
@@ -139,7 +154,7 @@ def directory(tmp_path_factory) -> Path:
     return exported_again(directory, write_all(directory, CASES) | write_others(directory))
 
 
-@pytest.mark.parametrize("name", [*CASES, *MODELOPT, "gpt_oss", "heads"])
+@pytest.mark.parametrize("name", [*CASES, *MODELOPT, *SEVERAL, "gpt_oss", "heads"])
 def test_what_was_read_comes_back(directory, name):
     assert not different(directory / "files" / name, directory / "again" / name)
 

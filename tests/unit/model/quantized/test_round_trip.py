@@ -281,3 +281,24 @@ def test_a_file_of_modelopt_that_says_nothing_is_named(tmp_path):
         (tmp_path / name).write_text("{}")
     with pytest.raises(ValueError, match=r"hf_quant_config.json has no object quantization, in which ModelOpt"):
         check_readable(tmp_path)
+
+
+@pytest.mark.parametrize("theirs", [True, False])
+def test_several_input_scales_come_back_unless_the_one_in_their_place_changed(tmp_path, theirs):
+    """Of q, k and v, and of experts; in compressed-tensors, whose fp8 has factors of codes."""
+    export = exported(tmp_path, "fp8_static", "qwen3_moe")
+    edit_checkpoint(
+        export,
+        lambda t: t.update({key: t[key] * (1 + torch.rand(1)) for key in t if key.endswith("input_scale")}),
+    )
+    model, quantization, _ = load_quantized(export)
+    read, largest = read_tensors(export), {group.owner: group.s0.item() for group in quantization.input_groups}
+    if not theirs:
+        for group in quantization.input_groups:
+            group.s0.data *= 2
+    export_model(model, quantization, export, tmp_path / "again")
+    found = read_tensors(tmp_path / "again")
+    keys = [key for key in found if key.endswith("input_scale")]
+    assert keys and all(torch.equal(found[key], read[key]) == theirs for key in keys)
+    if not theirs:
+        assert {one.item() for one in map(found.get, keys)} == {2 * one for one in largest.values()}
