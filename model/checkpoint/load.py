@@ -241,7 +241,8 @@ def _plan(model: PreTrainedModel, path: Path) -> list[_Read]:
             copied = [read for read in reads if read.piece.name == table]
             reads += [read._replace(piece=read.piece._replace(name=head), target=twin) for read in copied]
     if not problems[_CONVERSION]:  # which would make tensors
-        problems[_MISSING] += missing_keys(names, tensors, layouts)
+        missing = missing_keys(names, tensors, layouts)
+        problems[_MISSING] += [key for key in missing if not checkpoint.is_damaged(key)]
     lines = [f"file: {problem}" for problem in checkpoint.problems[:20]]
     lines += [f"{kind}: {listed(found)}" for kind, found in problems.items() if found]
     if lines:

@@ -49,6 +49,15 @@ class SourceCheckpoint:
     beside: dict[str, DiskTensor] = field(default_factory=dict)
     kv_cache: TensorSpec | None = None
 
+    def is_damaged(self, key: str) -> bool:
+        """Return True if the files have codes of a weight that is not among the tensors: ``problems`` says why."""
+        name = key.removesuffix(".weight")
+        if any(one in self.beside for one in (key, f"{name}.weight_packed", f"{name}.qweight")):
+            return True
+        expert, _, leaf = name.rpartition(".")
+        stack = expert.rpartition(".")[0]  # gpt-oss has a tensor for all experts
+        return f"{stack}.{leaf}_blocks" in self.beside and f"{stack}.0.{leaf}.weight" not in self.tensors
+
     @property
     def coded(self) -> dict[str, QuantizedTensor]:
         """Quantized weights by the names of their Linears on disk."""
@@ -119,7 +128,8 @@ def source_schemes(
     read = read_checkpoint(directory, model) if any(directory.glob("*.safetensors")) else None
     if read is not None and read.problems:
         lines = [f"file: {one}" for one in read.problems[:20]]
-        raise CheckpointError("\n".join([f"{directory} is damaged: {AGAIN}:", *lines]))
+        between = " " if len(lines) == 1 else "\n"
+        raise CheckpointError(between.join([f"{directory} is damaged: {AGAIN}:", *lines]))
     coded = {} if read is None else read.coded
     schemes: dict[str, Scheme] = {}
     left_out: list[str] = []

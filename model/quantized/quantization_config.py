@@ -73,12 +73,13 @@ def find_quantization_config(directory: Path) -> dict[str, Any] | None:
         said = read_json_object(own).get("quantization")
         if not isinstance(said, dict):
             raise ValueError(f"{own} has no object quantization, in which ModelOpt describes the layers")
-        one, other = said.get("quant_algo"), (config or {}).get("quant_algo")
-        if other not in (None, one):
-            raise ValueError(
-                f"{own} has quant_algo {one!r}, but {file} has {other!r}: remove the file that does not describe the "
-                "weights, or download the checkpoint again"
-            )
+        for key in ("quant_algo", "group_size", "quantized_layers"):
+            one, other = said.get(key), (config or {}).get(key)
+            if other not in (None, one):
+                raise ValueError(
+                    f"{own} has {key} {str(one)[:80]!r}, but {file} has {str(other)[:80]!r}: remove the file that does "
+                    "not describe the weights, or download the checkpoint again"
+                )
         return {**said, "quant_method": "modelopt"}
     for name, method in _FILES.items():  # as early AutoGPTQ and AutoAWQ describe the codes beside it
         if not config and (directory / name).is_file() and any(key.endswith(".qweight") for key in _headers(directory)):
