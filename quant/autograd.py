@@ -180,16 +180,21 @@ class Arguments(NamedTuple):
         return Quantizer(Scale(self.input_s0, self.input_theta), spec, self.weight.dtype)
 
     def merged(self, plan: Plan) -> "Arguments":
-        """Return the arguments with the adapter or the decoupled scale, if there is one, merged into the weight."""
+        """Return the arguments with the adapter or the decoupled scale, if there is one, merged into the weight, which
+        is decoded if packed."""
         if self.code_theta is not None and plan.weight is not None:
             return self._replace(weight=weight_for_codes(self.weight, self.code_theta, plan.weight))
         if self.lora_a is None:
             return self
-        return self._replace(weight=merge(self.weight, self.lora_a, self.lora_b, plan.scaling))
+        weight = self.weight
+        if plan.held is not None:
+            weight = plan.held.values(weight, self.weight_quantizer(plan.held.spec))
+        return self._replace(weight=merge(weight, self.lora_a, self.lora_b, plan.scaling))
 
     def unpacked(self, plan: Plan) -> "Arguments":
-        """Return the arguments with ``weight_codes`` set, if the weight stores codes (packed weight or placeholder)."""
-        if plan.held is not None:
+        """Return the arguments with ``weight_codes`` set, if the weight stores codes (packed weight or placeholder). A
+        merged adapter's sum has none."""
+        if plan.held is not None and self.lora_a is None:
             return self._replace(weight_codes=plan.held.unpack(self.weight))
         if plan.weight is None or not is_placeholder(self.weight):
             return self

@@ -284,8 +284,9 @@ class QuantLinear(QuantLayer):
             return gemm.linear(x, self.weight, self.bias, offsets)
         self._check_scale_dtypes()
         both = self.weight_fake_quant and self.input_fake_quant
+        merges = self.adapter is not None and self.adapter.merges
         plan = Plan(
-            weight=self.scheme.weights if self.weight_fake_quant or self.held is not None else None,
+            weight=self.scheme.weights if self.weight_fake_quant or (self.held and not merges) else None,
             input=self.scheme.activations if self.input_fake_quant else None,
             weight_numel=self.weight_numel,
             input_numel=self.in_features,

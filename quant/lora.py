@@ -50,6 +50,8 @@ def merge(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scaling: float) -> Ten
         rows = max(1, (CPU_ELEMENTS if weight.device.type == "cpu" else GPU_ELEMENTS) // max(1, weight.shape[-1]))
         for out, old, up in zip(into.split(rows), one.split(rows), b.split(rows), strict=True):
             out.copy_(torch.addmm(old.double(), up, a))
+            # -0 plus a product of 0 is 0, which has another code in floating-point formats.
+            out.copy_(torch.where(out == 0, torch.copysign(out, old), out))
     return merged
 
 

@@ -590,7 +590,7 @@ def _decoupled_scales(r: Recipe) -> Contradictions:
 
 
 def _adapters_beside(r: Recipe) -> Contradictions:
-    adapter, quant = r.adapter, r.quant
+    adapter = r.adapter
     if not adapter.beside:
         return
     if any(getattr(r.learnable, name) for name in SHARED):
@@ -603,8 +603,20 @@ def _adapters_beside(r: Recipe) -> Contradictions:
         yield "export.format", f"one of {', '.join(UNMERGED_FORMATS)} with adapter.merge false"
     if adapter.init == "error" and adapter.start is not None:
         yield "adapter.init", "zeros with adapter.start, which provides the initial adapter"
-    if adapter.base != "quantized":
+
+
+def _quantized_base(r: Recipe) -> Contradictions:
+    adapter, quant = r.adapter, r.quant
+    if not adapter.on or adapter.base != "quantized":
         return
+    if adapter.merge:
+        if r.learnable.weight_scale:
+            yield "learnable.weight_scale", "false with adapter.base quantized, which its scales decode"
+        for index, event in enumerate(r.schedule):
+            if event.fake_quant in (False, "activations"):
+                why = "scales of weights that are measured again would decode another base"
+                key = f"schedule[{index}].fake_quant: {event.fake_quant}"
+                yield key, f"true or weights with adapter.base quantized: {why}"
     if quant.start or quant.scales:
         read = "scales of a quantized base are read from model.path or measured"
         yield "adapter.base", f"weights, or quant.start and quant.scales null: {read}"
@@ -685,6 +697,7 @@ RULES = (
     _adapters,
     _decoupled_scales,
     _adapters_beside,
+    _quantized_base,
     _export,
     _events,
     _losses_of_events,

@@ -144,8 +144,9 @@ class LearnableRecipe:
     true; false with adapter.kind lora, quant.decoupled_scales or loss.teacher self."""
     embedding: bool = True
     """Embeddings and lm_head, if learnable.weight is true; false freezes them."""
-    weight_scale: bool = derived(lambda r: not r.adapter.beside)
-    """Scales of the quantized weights (theta of s0 * exp(theta)). null: true; false with adapter.merge false."""
+    weight_scale: bool = derived(lambda r: not (r.adapter.beside or r.adapter.base == "quantized"))
+    """Scales of the quantized weights (theta of s0 * exp(theta)). null: true; false with adapter.merge false or
+    adapter.base quantized."""
     act_scale: bool = field(default=False, metadata=only_with(QUANTIZES, LEARNED_INPUTS))
     """Static scales of the quantized inputs of layers. Layers then save each shared input for backward unquantized, not
     as 1-byte codes."""
@@ -174,7 +175,7 @@ class AdapterRecipe:
     the sum. false: the adapter stays separate from the quantized weight, Q(W) x + alpha / rank * B (A x), so that many
     adapters can be served on one model. The export is then that model, with the adapter in the folder adapter, for peft
     and vLLM."""
-    base: Literal["weights", "quantized"] = field(default="weights", metadata=only_with(_BESIDE))
+    base: Literal["weights", "quantized"] = field(default="weights", metadata=only_with(_ADAPTERS))
     """Form of the frozen quantized weights in memory. weights: in model.dtype. quantized: codes (QLoRA), half a byte
     per weight at 4 bits, which layers decode as they run. Results are the same bit for bit, and no rank stores a weight
     in model.dtype. The codes are read from a quantized model.path. An unquantized model.path is quantized as it is

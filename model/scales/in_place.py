@@ -248,8 +248,15 @@ class WeightStatistics:
 
 def weight_statistics(quantization: Quantization) -> dict[str, WeightStatistics]:
     """Compute the statistics of every layer's weight, by the layer's name; a collective. Every rank uses its own
-    partition, with the scales of the forward, which are gathered."""
-    groups = quantization.weight_groups
+    partition, with the scales of the forward, which are gathered. Adapters that are merged into a packed weight are
+    left out: only the forward has the sum."""
+    groups = [
+        group
+        for group in quantization.weight_groups
+        if not any(
+            (one := quantization.layers[name]).held and one.adapter and one.adapter.merges for name in group.members
+        )
+    ]
     if not groups:
         return {}
     names, sums, scales = [], [], []

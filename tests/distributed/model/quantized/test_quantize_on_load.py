@@ -21,6 +21,7 @@ ATTENTION = {"targets": [".*self_attn.*"]}
 BASES = {"weights": "weights", "codes": "quantized"}  # how it is held
 CODES = {"adapter": {"base": "quantized"}}
 SOURCE = {"quant": {"scheme": "source"}}
+MERGED = {"adapter": {"merge": True}}
 SELF = {"loss": {"kd_weight": 1.0, "kd": "kl", "teacher": "self"}}
 BEGUN = {"train": {**TRAIN, "steps": 2, "checkpoint_every": 2}, **NO_EXPORT}
 RESUMED = {"train": {**TRAIN, "checkpoint_every": 2, "resume": True}, **NO_EXPORT}
@@ -65,6 +66,26 @@ RUNS = {
     "made_begun_3": ("qwen3", 3, "bfloat16", {**MADE, **CODES, **BEGUN}),
     "made_resumed_3": ("qwen3", 3, "bfloat16", {**MADE, **CODES, **RESUMED, "output_dir": "made_begun_3"}),
     "made_read_3": ("{made_weights_3}", 3, "bfloat16", {**SOURCE, **CODES}),
+    "merged_weights_3": ("{mixed}", 3, "bfloat16", {**SOURCE, **MERGED}),
+    "merged_codes_3": (
+        "{mixed}",
+        3,
+        "bfloat16",
+        {**SOURCE, "adapter": {"merge": True, **CODES["adapter"]}},
+    ),
+    "merged_experts_weights_2": ("{experts}", 2, "float32", {**SOURCE, **MERGED}),
+    "merged_experts_codes_2": (
+        "{experts}",
+        2,
+        "float32",
+        {**SOURCE, "adapter": {"merge": True, **CODES["adapter"]}},
+    ),
+    "still_3": (
+        "{mixed}",
+        3,
+        "bfloat16",
+        {**SOURCE, "adapter": {"merge": True, **CODES["adapter"]}, "optim": {"lr": 0.0}},
+    ),
     "made_weights_2": ("qwen3_moe", 2, "float32", {**MADE_EXPERTS, "adapter": ATTENTION}),
     "made_codes_2": ("qwen3_moe", 2, "float32", {**MADE_EXPERTS, "adapter": {**ATTENTION, **CODES["adapter"]}}),
     "made_rank0_3": (
@@ -115,6 +136,28 @@ def test_training_and_export_are_those_beside_the_base_in_the_models_dtype(paths
     if "2" not in pair and "made" not in pair:  # in fp32 what is not quantized there is written in fp32
         source = paths[pair.partition("_")[0]].with_suffix("") / "export"
         assert (source / "model.safetensors").read_bytes() == again
+
+
+@pytest.mark.parametrize("pair", ["merged_{}_3", "merged_experts_{}_2"])
+def test_adapters_are_merged_into_codes(paths, pair):
+    """Training and export are those of a base in the model's dtype; the export has other codes than the checkpoint."""
+    assert_same_training(*both(paths, pair))
+    ours, theirs = (paths[pair.format(base)].with_suffix("") / "export" for base in ("codes", "weights"))
+    assert (ours / "model.safetensors").read_bytes() == (theirs / "model.safetensors").read_bytes()
+    base = load(
+        (paths["experts" if "experts" in pair else "mixed"].with_suffix("") / "export/model.safetensors").read_bytes()
+    )
+    found = load((ours / "model.safetensors").read_bytes())
+    same = {key: torch.equal(value.view(torch.uint8), base[key].view(torch.uint8)) for key, value in found.items()
+            if key in base and value.dtype == base[key].dtype and "_proj" in key}  # fmt: skip
+    assert all(equal for key, equal in same.items() if "scale" in key)
+    assert not all(equal for key, equal in same.items() if key.endswith("weight_packed"))
+
+
+def test_adapters_of_zero_give_the_file_back(paths):
+    """Byte for byte, as read, after steps that move nothing."""
+    source, still = (paths[name].with_suffix("") / "export" for name in ("mixed", "still_3"))
+    assert (source / "model.safetensors").read_bytes() == (still / "model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize("pair", PAIRS)

@@ -28,6 +28,7 @@ SHARED = {
     "BESIDE": "adapter.kind=lora adapter.merge=false quant.scheme=w4a16_g32",
     "CODES": "adapter.kind=lora adapter.merge=false quant.scheme=w4a16_g32 adapter.base=quantized",
     "TWO": "quant.decoupled_scales=true",
+    "MERGED": "adapter.kind=lora quant.scheme=w4a16_g32 adapter.base=quantized",
     "GPTQ": "quant.init=gptq quant.scheme=w4a16_g32",
     "FOLLOW": "quant.scales_follow_weights=true",
     "NEVER": "quant.fake_quant_start=-1",
@@ -103,6 +104,9 @@ REFUSED = rows(r"""
     $CODES quant.scales=a                       | adapter.base: 'quantized', expected weights, or quant.start and
     $CODES quant.fake_quant_start=2             | adapter.base: 'quantized', expected weights; or quantized with
     $CODES $FOLLOW                              | adapter.base: 'quantized', expected weights; or quantized with
+    $MERGED learnable.weight_scale=true         | learnable.weight_scale: True, expected false with adapter.base
+    $MERGED schedule='[{at: 1, fake_quant: false}]' | schedule[0].fake_quant: False, expected true or weights with
+    $MERGED quant.scales=a                      | adapter.base: 'quantized', expected weights, or quant.start and
 
     optim.lr=-1e-5                              | optim.lr: -1e-05, expected at least 0
     optim.lr=1e300                              | optim.lr: 1e+300, expected at least 0, and a number that is at most
@@ -265,8 +269,7 @@ IDLE = rows(r"""
     adapter.rslora=true                         | $LORA
     adapter.targets=[.*]                        | $LORA
     adapter.ranks='{.*: 3}'                     | $LORA
-    adapter.base=quantized                      | $BESIDE
-    adapter.base=quantized $LORA                | $BESIDE
+    adapter.base=quantized                      | $LORA
     adapter.init=error                          | $BESIDE
     adapter.init=error $LORA                    | $BESIDE
     adapter.dropout=0.1                         | $BESIDE
