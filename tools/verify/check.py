@@ -274,9 +274,10 @@ def _quantize_inputs(theirs: PreTrainedModel, quantization: Quantization) -> Non
 @contextmanager
 def inputs_left(quantization: Quantization) -> Iterator[None]:
     """Context in which inputs, keys and values of our model are not quantized."""
-    quantization.set_fake_quant(weights=True, activations=False)
+    before = quantization.fake_quant_state()
+    quantization.restore_fake_quant({name: (weights, False) for name, (weights, _) in before.items()})
     yield
-    quantization.set_fake_quant(weights=True, activations=True)
+    quantization.restore_fake_quant(before)
 
 
 @contextmanager
