@@ -10,6 +10,7 @@ import gc
 import json
 import math
 import os
+import re
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -46,6 +47,7 @@ DTYPES = {
 }
 
 
+_HALF_PAIR = re.compile(r"[\ud800-\udfff]")
 AGAIN = "copy or download it again"  # how errors of damaged files end
 
 
@@ -99,7 +101,7 @@ def parse_json(text: str | bytes) -> Any:
     """Parse untrusted JSON; every kind of bad text raises ValueError.
 
     The library itself raises a RecursionError for deep nesting, keeps the last of two values of one key, and reads keys
-    that are no text (half of a surrogate pair), on which any later output would fail.
+    and values that are no text (half of a surrogate pair), on which any later output or file name would fail.
     """
     try:
         return json.loads(text.decode() if isinstance(text, bytes) else text, object_pairs_hook=_object)
@@ -113,10 +115,10 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
         double = next(key for key in keys if keys.count(key) > 1)
         raise ValueError(f"{double!r} occurs twice in one object")
-    try:
-        "".join(values).encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"a key has half of a surrogate pair: {error.object[:100]!r}") from None
+    for text in (one for pair in pairs for one in pair if isinstance(one, str)):
+        if half := _HALF_PAIR.search(text):
+            around = text[max(0, half.start() - 60) : half.end() + 20]
+            raise ValueError(f"a key or value has half of a surrogate pair: {around!r}")
     return values
 
 

@@ -6,7 +6,9 @@ import os
 import random
 import re
 import shutil
+import struct
 import sys
+from collections.abc import Callable
 from contextlib import redirect_stderr
 from pathlib import Path
 
@@ -153,6 +155,16 @@ def mutate_and_load(rng: random.Random, folders: dict[str, Path], work: Path) ->
     return "loaded"
 
 
+NESTED = b'"w": ' + b"[" * 200_000 + b"]" * 200_000
+
+
+def edit_header(file: Path, entry: bytes) -> None:
+    """Put an entry in front of the others in the header of a safetensors file."""
+    data = file.read_bytes()
+    length = struct.unpack("<Q", data[:8])[0]
+    file.write_bytes(struct.pack("<Q", length + len(entry)) + b"{" + entry + data[9:])
+
+
 def test_a_hundred_folders(folders, tmp_path):
     rng = random.Random(22)
     assert {mutate_and_load(rng, folders, tmp_path / "work") for _ in range(100)} == {"named", "loaded"}
@@ -167,12 +179,27 @@ def test_a_thousand_folders(folders, tmp_path, seed):
 
 @pytest.mark.parametrize("scheme", ["source", "w4a16_g32"])
 def test_damage_is_named_whether_the_scheme_is_or_not(folders, tmp_path, scheme):
-    """In a file cut short, in a layer without its scales, and where config.json describes a smaller model."""
+    """In a file cut short, in a layer without its scales, where config.json describes a smaller model, and in headers
+    and indices that are nested deep or have names that are no text."""
     work = tmp_path / "work"
+
+    def index(text: bytes) -> Callable[[Path], object]:
+        def replace(file: Path) -> None:
+            for one in work.glob("model.safetensors*"):
+                one.unlink()
+            (work / "model.safetensors.index.json").write_bytes(b'{"weight_map": ' + text)
+
+        return replace
+
     for damage, named in (
         (lambda file: os.truncate(file, file.stat().st_size - 8), "is truncated"),
         (lambda file: edit_tensors(work, SCALE, lambda tensors: tensors.pop(SCALE)), "weight_scale is missing"),
         (lambda file: edit_json(work / "config.json", num_hidden_layers=0), "config.json"),
+        (lambda file: edit_header(file, NESTED + b", "), "brackets are nested too deeply"),
+        (lambda file: edit_header(file, rb'"w\ud800": {}, '), r"half of a surrogate pair: 'w\ud800'"),
+        (index(b"{" + NESTED + b"}}"), "brackets are nested too deeply"),
+        (index(rb'{"w\ud800": "a.safetensors"}}'), r"half of a surrogate pair: 'w\ud800'"),
+        (index(rb'{"w": "a\ud800.safetensors"}}'), r"half of a surrogate pair: 'a\ud800.safetensors'"),
     ):
         shutil.copytree(folders["train source w4a16_g32"], work)
         damage(max(work.glob("*.safetensors")))

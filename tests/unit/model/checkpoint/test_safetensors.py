@@ -81,7 +81,12 @@ FILES = {
     "a list": (damaged(b"[1, 2]"), "damaged header"),
     "200,000 brackets": (damaged(b'{"w": ' + b"[" * 200_000 + b"]" * 200_000 + b"}"), "damaged header.*nested too"),
     "a name twice": (damaged(b'{"w": {}, "w": {}}'), "damaged header: 'w' occurs twice"),
-    "half of a surrogate pair": (damaged(rb'{"w\ud800": {}}'), r"damaged header: a key has half.*'w\\ud800'"),
+    "half of a surrogate pair": (damaged(rb'{"w\ud800": {}}'), r"damaged header: a key or value has half.*'w\\ud800'"),
+    "one of many names": (
+        damaged(b'{"' + b'": 0, "'.join(b"w%d" % i for i in range(99)) + rb'\ud800": 0}'),
+        r"'w98\\ud800'",
+    ),
+    "a dtype that is no text": (damaged(rb'{"w": {"dtype": "F32\ud800"}}'), r"value has half.*'F32\\ud800'"),
     "NaN": (damaged(entry(shape=[math.nan])), "damaged header.*w has shape"),
     "5,000 digits": (damaged(b'{"w": {"shape": [' + b"9" * 5000 + b"]}}"), "damaged header.*digits"),
     "no offsets": (damaged({"w": {"dtype": "F32", "shape": [2]}}, b"x" * 8), "damaged header"),
@@ -138,6 +143,7 @@ def test_no_checkpoint(tmp_path: Path):
 
 
 NO_INDEX = [b'{"weight_map": ' + b"[" * 200_000, rb'{"weight_map": {"w": "a", "w": "b"}}']
+NO_INDEX += [rb'{"weight_map": {"w\ud800": "a.safetensors"}}', rb'{"weight_map": {"w": "a\ud800.safetensors"}}']
 NO_INDEX += [b"{", b"[]", b"{}", b'{"weight_map": 3}']
 OUTSIDE = [b'{"weight_map": {"w": "../../other.safetensors"}}', b'{"weight_map": {"w": ".."}}']
 
