@@ -233,7 +233,7 @@ def _files(directory: Path, files: Sequence[str], kind: Kind, *, weights: bool, 
         try:
             index = json.loads((directory / INDEX).read_text(encoding="utf-8"))
             named_weights = sorted({*index["weight_map"].values()})
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise HubError(f"{INDEX} is damaged ({_line(error)}): remove {directory} to fetch it again") from error
     else:
         named_weights = ["model.safetensors"]

@@ -134,14 +134,21 @@ def test_what_is_not_there_not_allowed_or_not_reached_is_said_in_a_line(hub, tmp
         "models/Half/Index",
         write(tmp_path / "half", {name: text for name, text in MODEL.items() if "2-of" not in name}),
     )
-    missing, revision, gated, pickled, half, data = asked(
-        hub, "Qwen/Other", "Qwen/Tiny@v2", "Meta/Gated", "Old/Bin", "Half/Index", "hf://datasets/Qwen/Tiny"
+    deep = {"model.safetensors.index.json": '{"weight_map": ' + "[" * 200_000}
+    hub.add("models/Deep/Index", write(tmp_path / "deep", MODEL | deep))
+    missing, revision, gated, pickled, half, nested, data = asked(
+        hub,
+        *("Qwen/Other", "Qwen/Tiny@v2", "Meta/Gated", "Old/Bin", "Half/Index", "Deep/Index"),
+        "hf://datasets/Qwen/Tiny",
     )
     assert missing == "it is not there, or private: `hf auth login` or HF_TOKEN gives access"
     assert revision == "it has no revision 'v2', expected a branch, a tag or a commit"
     assert gated.startswith("its owner grants access: ask on https://huggingface.co/Meta/Gated, then")
     assert pickled.startswith("it has no model.safetensors, expected safetensors; found pytorch_model.bin: pickled")
     assert half.startswith("it has no model-00002-of-00002.safetensors, expected safetensors")
+    assert nested.startswith(
+        "model.safetensors.index.json is damaged (RecursionError: maximum recursion depth exceeded"
+    )
     assert data == "expected hf:// before the name"
     closed = {"HF_ENDPOINT": "http://127.0.0.1:9"}
     (unreached,) = asked(hub, "Qwen/Tiny", **closed)
