@@ -79,6 +79,9 @@ _NO_CALL = {"name": None, "arguments": None}  # as an Arrow export writes it
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _READ = {*_CALLS, *_REASONING, *FLAGS, "prefix", "name", "tool_call_id"}
 _LIKE_FLAG = re.compile(r"(^|_)(loss|train\w*|weights?|learn\w*|mask\w*|supervis\w*)(_|$)")
+_PART = re.compile(
+    r"(^|_)(\w*mask\w*|all|only|first|last|history|turns?|rounds?|prompts?|inputs?|questions?|users?)(_|$)"
+)
 _LIKE_SWITCH = re.compile(r"(^|_)(ignor\w*|skip\w*|exclud\w*|targets?|predict\w*|(un)?desir\w*)(_|$)")
 _TAG = re.compile(r"\s*[<\[][^<>\[\]]+[>\]]\s*")
 _NULLABLE = ("default", "const", "example", "examples", "enum")
@@ -277,11 +280,12 @@ def _refuse_unsupported(given: Mapping[str, Any], place: str) -> None:
 
 
 def _refuse_masks(row: Mapping[str, Any]) -> None:
-    """Raise BadLineError for a row's key that says which turns or tokens are learned, like ``train_mask``."""
+    """Raise BadLineError for a row's key that says which turns or tokens are learned, like ``train_mask`` or
+    ``only_last_turn_loss``."""
     for key, value in row.items():
         words = _words(key)
         one_each = isinstance(value, list) and value != [] and all(isinstance(one, bool | int | float) for one in value)
-        masks = one_each or value is False or (value is True and "mask" in words)
+        masks = one_each or value is False or (_is_switch(value) and _PART.search(words))
         if key not in FLAGS and masks and _LIKE_FLAG.search(words):
             raise BadLineError(
                 f"{key}: found {excerpt(value)}, expected no key that says what of a row is learned but in its turns "

@@ -108,6 +108,7 @@ def test_answers_to_compare_are_refused_by_any_name(key, value, tmp_path):
 
 
 MASKS = {"weights": [0, 1], "mask": [0, 0, 0, 1], "trainMask": [False, True], "loss_masks": [0.0, 1.0]}
+MASKS |= {"only_last_turn_loss": True, "onlyLastTurnLoss": 1, "train_on_last_turn": "true", "train_on_inputs": True}
 MASKS |= {"train_turns": [1], "mask_history": True, "learn_all": False, "compute_loss": False}
 
 
@@ -119,6 +120,14 @@ def test_masks_of_rows_are_refused(key, tmp_path):
     others = {"weights": [], "mask": "User", "learning_goals": ["a"], "is_train": True, "training_steps": 7}
     counts = read(tmp_path, tiny_tokenizer(), {"messages": TWO, **others}, loss_on="all")[1]
     assert counts.unused.keys() == others.keys() - {"weights"}
+
+
+def test_how_an_answer_ended_is_counted(tmp_path):
+    """These keys say something of the answer, and nothing of what is learned of it."""
+    ended = {"finish_reason": "length", "truncated": True, "end_turn": False}
+    row = {"messages": [ASKED, ANSWER | ended], **ended}
+    counts = read(tmp_path, tiny_tokenizer(), row)[1]
+    assert counts.samples == 1 and counts.unused.keys() == {*ended, *(f"messages.{key}" for key in ended)}
 
 
 def test_an_undesired_answer_is_refused_with_a_field_map(tmp_path):
