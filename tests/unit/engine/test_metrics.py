@@ -9,7 +9,8 @@ from matplotlib.figure import Figure
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from engine.metrics import Metrics, Summary, TensorBoard
-from engine.report import decibels, error_picture
+from engine.report import decibels, error_picture, read_measured
+from tests.lib.processes import run_python
 from tests.lib.recipes import minimal
 
 
@@ -119,6 +120,46 @@ def test_the_summary_adds_up_and_says_where_losses_began_and_ended():
         "eval/lm 4.0000 -> 2.5000",
         "eval/perplexity 1.0e65 -> inf",
     ]
+
+
+# Two steps of a model, then more memory than before, as an export may take.
+ENDS = """
+import resource, sys
+from pathlib import Path
+from types import SimpleNamespace
+import torch
+from engine.metrics import Metrics
+from engine.report import RunReport
+from engine.state import HeldOutResults, StepResult
+from tests.lib.recipes import minimal
+
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.AdamW(model.parameters())
+engine = SimpleNamespace(optimizer=optimizer, skipped_steps=0)
+state = SimpleNamespace(
+    recipe=minimal(output_dir=sys.argv[1], train={"log_every": 9}), model=model, step=0, metrics=Metrics([]),
+    session=SimpleNamespace(engine=engine, device=torch.device("cpu")), evaluation={}, evaluations=HeldOutResults(),
+    last=StepResult({"loss/total": 1.0}, 1, 1, None, None, False, False, None, None),
+)
+report = RunReport(state)
+for state.step in (1, 2):
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    report.step(state, 1.0)
+report.trained(state)
+before, kept = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, []
+while resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + 50_000:
+    kept.append(torch.ones(10_000_000))
+report.end(state, Path(sys.argv[1], "checkpoints"))
+"""
+
+
+def test_the_last_lines_and_memory_json_have_the_same_peak(tmp_path):
+    """That of training, also where more memory is used later."""
+    ended = run_python(ENDS, tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    peak = read_measured(tmp_path / "memory.json").peak
+    assert f"\npeak memory of rank 0 while training: {peak / 1e9:.2f} GB\n" in ended.stdout
 
 
 def test_the_last_loss_is_a_mean_over_the_last_steps():
