@@ -20,6 +20,7 @@ from typing import Any
 import yaml
 
 from engine.config.hub import parse_name
+from engine.config.sections import TRACKERS
 from quant import SCHEMES, Scheme, TensorSpec
 
 # Keys without effect on what is trained.
@@ -27,7 +28,7 @@ HOUSEKEEPING = re.compile(
     r"model\.(name|device_map|low_cpu_mem_usage|use_cache)|compression\.quantization\.bits|.*\.hf_cache_dir|"
     r".*\.(weight|activation)_scale_init_value|dataset\.(name|batch_size)|.*\.kd_alpha|"
     r".*\.teacher_(torch_dtype|device_map|trust_remote_code|low_cpu_mem_usage|use_cache|cache_dir)|"
-    r".*\.hf_args\.(logging_first_step|report_to|gradient_checkpointing_kwargs\..*|dataloader_num_workers|output_dir)|"
+    r".*\.hf_args\.(logging_first_step|gradient_checkpointing_kwargs\..*|dataloader_num_workers|output_dir)|"
     r".*\.student_type|device|metric_logger\..*|tokenizer\..*|log_peak_memory_stats|memory_efficient_fsdp_wrap|profiler\..*|"
     r"optimizer\.(foreach|fused)|checkpointer\.(_component_|checkpoint_files.*|model_type|output_dir|recipe_checkpoint)|"
     r"batch_size_val|log_level|custom_sharded_layers|"
@@ -38,6 +39,7 @@ FOCUS = "scales of parts of a group (FOCUS) are not supported: quant.decoupled_s
 CACHE = "not converted: keys and values are quantized by the presets fp8_kv, fp8_static_kv and nvfp4_w4a4_kv alone"
 BETAS = [0.9, 0.999]  # of torch's AdamW and of transformers' Trainer
 UNKNOWN = "choose_one"  # no scheme has this name, so training refuses the recipe until it has one
+THERE = " (the default there)"
 PTQ_BATCHES = 64  # per rank: 256 samples, as of AngelSlim's PTQ, on four ranks with one sample per micro-batch
 BITS = {"int8": 8, "int4": 4, "int3": 3, "int2": 2}
 GRANULARITIES = {"per-tensor": "tensor", "per-channel": "channel", "per-group": "group", "per-token": "token"}
@@ -68,6 +70,10 @@ class ForeignRecipe:
         """Return a value and mark it as taken; ``default`` if it is absent or null."""
         value = self.keys.pop(key, None)
         return default if value is None else value
+
+    def has(self, key: str) -> bool:
+        """Return True if the file sets a key that was not taken yet."""
+        return self.keys.get(key) is not None
 
     def take_below(self, prefix: str) -> dict[str, Any]:
         """Return the values below a key, and mark them as taken."""
@@ -280,6 +286,9 @@ def _angelslim_first_scales(source: ForeignRecipe, made: Converted, section: str
     if _static_inputs(made):
         batches = -(-samples // made.recipe["data"]["micro_batch_size"])
         made.put("quant.calibration_batches", PTQ_BATCHES if scales else batches)
+        if not scales and batches != samples:
+            rows = made.recipe["data"]["micro_batch_size"]
+            made.say(f"{quantizer}.lazy_init_samples", f"{samples} are {batches} micro-batches of {rows}")
 
 
 def _static_inputs(made: Converted) -> bool:
@@ -293,6 +302,7 @@ def _static_inputs(made: Converted) -> bool:
 
 
 def _angelslim_losses(source: ForeignRecipe, made: Converted, section: str, kind: str) -> None:
+    named = source.has(f"{section}.loss_type")
     loss = source.take(f"{section}.loss_type", "origin" if kind == "QAT" else "kd")
     lm = float(source.take(f"{section}.lm_loss_weight", 1.0))
     kd = float(source.take(f"{section}.kd_loss_weight", 0.0 if kind == "QAT" else 1.0))
@@ -301,6 +311,8 @@ def _angelslim_losses(source: ForeignRecipe, made: Converted, section: str, kind
     teacher = source.take(f"{section}.teacher_model_path")
     made.put("loss.lm_weight", lm)
     if loss == "origin" or kd == 0:
+        if named and loss != "origin":
+            made.say(f"{section}.loss_type", f"{loss} has no effect, as kd_loss_weight is 0 there: labels alone teach")
         return
     made.put("loss.kd_weight", kd)
     found = re.fullmatch(r"(r_?)?kl_top(?:_(\d+|k))?", str(loss).lower())
@@ -318,6 +330,7 @@ def _angelslim_losses(source: ForeignRecipe, made: Converted, section: str, kind
 
 def _angelslim_data(source: ForeignRecipe, made: Converted, section: str) -> None:
     hub = source.take(f"{section}.hf_dataset")
+    said = "false" if source.has("dataset.is_sft_data") else f"false{THERE}"
     path, answers_alone = source.take("dataset.data_path"), source.take("dataset.is_sft_data", False)
     key = f"{section}.hf_dataset"
     if not hub and path and parse_name(path.partition(",")[0]):
@@ -329,7 +342,7 @@ def _angelslim_data(source: ForeignRecipe, made: Converted, section: str) -> Non
     made.put("data.train", [path or "train.jsonl"])
     made.put("data.kind", "text" if hub else None)
     if not hub and not answers_alone:
-        made.say("dataset.is_sft_data", "false: prompts are learned there too; here answers alone are")
+        made.say("dataset.is_sft_data", f"{said}: prompts are learned there too; here answers alone are")
     made.put("data.max_length", length := source.take("dataset.max_seq_length"))
     if not hub:
         made.say(
@@ -347,12 +360,16 @@ def _trainer(source: ForeignRecipe, made: Converted, prefix: str) -> None:
     def take(name: str, default: Any = None) -> Any:
         return source.take(f"{prefix}.{name}", default)
 
+    shown = ("per_device_train_batch_size", "num_train_epochs", "max_steps", "logging_steps", "save_steps")
+    absent = [name for name in shown if not source.has(f"{prefix}.{name}")]
+    whose = "" if source.has(f"{prefix}.learning_rate") else THERE
     rate = float(take("learning_rate", 1e-5))
     if made.recipe["learnable"]["weight"]:
         made.put("optim.lr", rate)
     made.say(
         f"{prefix}.learning_rate",
-        f"{rate:g} is added to a scale there; optim.scale_lr multiplies it (1e-3: 0.1% a step), so its default is kept",
+        f"{rate:g}{whose} is added to a scale there; optim.scale_lr multiplies it (1e-3: 0.1% a step), so its default "
+        "is kept",
     )
     made.put("data.micro_batch_size", int(take("per_device_train_batch_size", 8)))
     made.put("train.gradient_accumulation_steps", int(take("gradient_accumulation_steps", 1)))
@@ -385,6 +402,17 @@ def _trainer(source: ForeignRecipe, made: Converted, prefix: str) -> None:
     made.put("train.keep_checkpoints", take("save_total_limit"))
     if not take("bf16", True) or take("fp16"):
         made.say(f"{prefix}.bf16", "false: set model.dtype")
+    used = {"num_train_epochs": steps <= 0, "max_steps": False, "save_steps": when == "steps"}
+    values = {"per_device_train_batch_size": 8, "num_train_epochs": 3, "logging_steps": 500, "save_steps": 500}
+    if unset := [f"{name} {values[name]}" for name in absent if used.get(name, True)]:
+        made.say(prefix, f"not set, so the Trainer's defaults are converted: {', '.join(unset)}")
+    trackers = take("report_to")
+    if trackers is not None:
+        names = [one for one in ([trackers] if isinstance(trackers, str) else trackers) if one != "none"]
+        known = [one for one in names if one in TRACKERS]
+        made.put("train.report_to", known)
+        if known != names:
+            made.say(f"{prefix}.report_to", f"{', '.join(names)}, expected {', '.join(TRACKERS)} or none")
     strategy = str(take("deepspeed", ""))
     made.put("deepspeed", chosen := "zero3" if "zero3" in strategy else "zero2")
     made.say(f"{prefix}.deepspeed", f"{strategy or 'not set'}: {chosen} is chosen, for others see ds_configs/README.md")
@@ -519,6 +547,8 @@ def main() -> None:
         line = f"note: {' '.join(note.split())}"
         print(f"# {line}")
         print(line, file=sys.stderr)
+    following = "deepspeed --num_gpus N launch/train.py --config RECIPE (without a GPU N is the number of ranks)"
+    print(f"next: {following}", file=sys.stderr)
     print(yaml.safe_dump(made.recipe, sort_keys=False, allow_unicode=True), end="")
 
 

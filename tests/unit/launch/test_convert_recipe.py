@@ -167,14 +167,14 @@ def test_first_scales_of_inputs_are_of_as_many_samples_as_there():
             changed = changed.replace("use_qkv_quant: false", f"use_qkv_quant: false, lazy_init_samples: {samples}")
         recipe, notes = read(changed)
         assert recipe.quant.scales is None and recipe.quant.calibration_batches == batches
-        assert not any("lazy_init" in note for note in notes)
+        assert any("lazy_init" in note for note in notes) == (rows > 1)
 
 
 def test_chats_stay_chats_with_and_without_their_prompts():
     """AngelSlim learns the prompts of the same files unless is_sft_data is set; Hub data sets are text."""
     for given, noted in (("", True), (", is_sft_data: false", True), (", is_sft_data: true", False)):
         recipe, notes = read(SCALES_ONLY.replace(", batch_size: 1}", given + "}"))
-        assert recipe.data.kind == "chat" and any("is_sft_data: false: prompts are" in note for note in notes) == noted
+        assert recipe.data.kind == "chat" and any("is_sft_data: false" in note for note in notes) == noted
     recipe, notes = read(SCALES_ONLY.replace("hf_dataset: null", "hf_dataset: a/b"))
     assert recipe.data.kind == "text" and not any("is_sft_data" in note for note in notes)
     assert recipe.data.train == ["hf://datasets/a/b"]
@@ -246,6 +246,18 @@ def test_every_key_is_converted_or_named(tool, seed):
         assert (found.recipe, found.notes) != (before.recipe, before.notes), f"{key} is passed over"
 
 
+def test_what_their_file_leaves_open_is_said():
+    """Defaults of the Trainer, and a loss that has a weight of 0 there."""
+    contents = yaml.safe_load(SCALES_ONLY)
+    contents["compression"]["QAT"]["hf_args"] = {"save_strategy": "no", "report_to": ["wandb", "comet_ml"]}
+    del contents["compression"]["QAT"]["kd_loss_weight"]
+    recipe, notes = read(yaml.safe_dump(contents))
+    assert recipe.loss.kd_weight == 0 and any("loss_type: cakld has no effect" in note for note in notes)
+    assert any("per_device_train_batch_size 8, num_train_epochs 3, logging_steps 500" in note for note in notes)
+    assert not any("save_steps" in note for note in notes) and any("(the default there)" in note for note in notes)
+    assert recipe.train.report_to == ["wandb"] and any("report_to: wandb, comet_ml, expected" in note for note in notes)
+
+
 def test_a_redirected_recipe_keeps_the_notes(tmp_path, monkeypatch, capsys):
     path = tmp_path / "config.yaml"
     path.write_text(SCALES_ONLY)
@@ -254,7 +266,9 @@ def test_a_redirected_recipe_keeps_the_notes(tmp_path, monkeypatch, capsys):
     out, err = capsys.readouterr()
     assert yaml.safe_load(out) == converted_recipe(yaml.safe_load(SCALES_ONLY)).recipe
     noted = [line.removeprefix("# ") for line in out.splitlines() if line.startswith("# note: ")]
-    assert noted == err.splitlines() and any("num_samples: the whole file" in line for line in noted)
+    *notes, following = err.splitlines()
+    assert following.startswith("next: deepspeed --num_gpus N launch/train.py")
+    assert noted == notes and any("num_samples: the whole file" in line for line in noted)
 
 
 @pytest.mark.parametrize(
