@@ -157,9 +157,23 @@ def source_schemes(
             "no such layers: config.json or the weights are damaged (copy or download them again), or belong to "
             "another model"
         )
+    if not schemes and read is not None and (missing := _missing_linears(model, read)):
+        raise ValueError(
+            f"{directory} has neither weights of {listed(missing, 2)} nor codes as the quantization_config of its "
+            "config.json describes them: config.json or the weights are damaged (copy or download them again)"
+        )
     if not schemes:
         raise ValueError(f"{directory} has no quantized layer of {type(model).__name__}: name a quant.scheme")
     return schemes
+
+
+def _missing_linears(model: PreTrainedModel, read: SourceCheckpoint) -> list[str]:
+    """List the Linears of ``model``, by their names on disk, whose weights the files lack; without those that are
+    exempt by default (lm_head may be tied)."""
+    exempt = [Rule(None, pattern) for pattern in DEFAULT_EXEMPT]
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    disk = [module_name_on_disk(model, name) for name in names if not any(rule.matches(name, 0) for rule in exempt)]
+    return [name for name in disk if f"{name}.weight" not in read.tensors]
 
 
 def _on_grid(scheme: Scheme, said: Collection[TensorSpec], name: str | None) -> Scheme:

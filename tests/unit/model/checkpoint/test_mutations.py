@@ -155,6 +155,7 @@ def mutate_and_load(rng: random.Random, folders: dict[str, Path], work: Path) ->
     return "loaded"
 
 
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 NESTED = b'"w": ' + b"[" * 200_000 + b"]" * 200_000
 
 
@@ -179,8 +180,8 @@ def test_a_thousand_folders(folders, tmp_path, seed):
 
 @pytest.mark.parametrize("scheme", ["source", "w4a16_g32"])
 def test_damage_is_named_whether_the_scheme_is_or_not(folders, tmp_path, scheme):
-    """In a file cut short, in a layer without its scales, where config.json describes a smaller model, and in headers
-    and indices that are nested deep or have names that are no text."""
+    """In a file cut short, in a layer without its scales, where config.json describes a smaller model or another
+    quantizer, and in headers and indices that are nested deep or have names that are no text."""
     work = tmp_path / "work"
 
     def index(text: bytes) -> Callable[[Path], object]:
@@ -195,6 +196,7 @@ def test_damage_is_named_whether_the_scheme_is_or_not(folders, tmp_path, scheme)
         (lambda file: os.truncate(file, file.stat().st_size - 8), "is truncated"),
         (lambda file: edit_tensors(work, SCALE, lambda tensors: tensors.pop(SCALE)), "weight_scale is missing"),
         (lambda file: edit_json(work / "config.json", num_hidden_layers=0), "config.json"),
+        (lambda file: edit_json(work / "config.json", quantization_config=AWQ), "model.layers.0.self_attn.q_proj"),
         (lambda file: edit_header(file, NESTED + b", "), "brackets are nested too deeply"),
         (lambda file: edit_header(file, rb'"w\ud800": {}, '), r"half of a surrogate pair: 'w\ud800'"),
         (index(b"{" + NESTED + b"}}"), "brackets are nested too deeply"),
