@@ -34,7 +34,7 @@ def check_export(recipe: Recipe) -> None:
     elif there == held or there in held.parents:
         problem = f"it contains output_dir ({str(output)!r}); name a directory of its own"
     elif directory.is_dir() and any(directory.iterdir()):
-        problem = "it is not empty: name another directory, or remove it"
+        problem = "it is not empty: name another directory (or output_dir, if it lies there), or remove it"
     elif directory.exists() and not directory.is_dir():
         problem = "it is a file; name a directory"
     else:

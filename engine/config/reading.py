@@ -29,7 +29,7 @@ from engine.config.errors import DERIVED, RecipeError, not_there
 from engine.config.hub import local_paths, named
 from engine.config.quant import SOURCE, QuantRecipe, SchemeRecipe
 from model.checkpoint.safetensors import CheckpointError
-from model.quantized.quantization_config import read_quantization_config, rules_of, source_layout
+from model.quantized.quantization_config import check_readable, read_quantization_config, rules_of, source_layout
 from model.ranks import naming
 from quant import TensorSpec
 from quant.formats.layouts import check_layout
@@ -295,6 +295,7 @@ def resolve_source(quant: QuantRecipe, path: str) -> None:
     try:
         path = local_paths(path)[0]
         config = read_quantization_config(Path(path))
+        check_readable(Path(path))
         found = list(dict.fromkeys(rule.scheme for rule in rules_of(config) if rule.scheme is not None))
         if config.get("kv_cache_scheme") or config.get("kv_cache_quant_algo"):
             raise ValueError(
@@ -304,8 +305,8 @@ def resolve_source(quant: QuantRecipe, path: str) -> None:
         if not found:
             raise ValueError("quantization_config has no group of layers")
     except ValueError as error:
-        expected = "expected a quantized checkpoint in quant.start or model.path, or the name of another scheme"
-        raise RecipeError(f"quant.scheme: 'source', {expected}: {error}") from error
+        schemes = "quant.scheme source takes the schemes of the quantized checkpoint in quant.start or model.path"
+        raise RecipeError(f"{error} ({schemes})") from error
     narrow = _narrow(Path(path))
     for index, scheme in enumerate(found):
         name = SOURCE if index == 0 else f"{SOURCE}_{index + 1}"

@@ -106,8 +106,12 @@ def test_the_scheme_source_is_written_into_the_recipe(tmp_path):
     ):
         with pytest.raises(RecipeError, match=message):
             recipe(tmp_path, quant={"scheme": "source", **more}, model=model)
-    with pytest.raises(RecipeError, match=r"quant\.scheme: 'source'.* has no quantization_config"):
+    with pytest.raises(RecipeError, match=r"has no quantization_config.* \(quant\.scheme source takes"):
         recipe(tmp_path, quant={"scheme": "source"})
+    file = Path(model["path"]) / "config.json"
+    file.write_text(file.read_text().replace('"float-quantized"', '"float-quantised"'))
+    with pytest.raises(RecipeError, match=rf"{file}: quantization_config: .*float-quantised"):
+        recipe(tmp_path, quant={"scheme": "source"}, model=model)
 
 
 FORMATS = {
