@@ -144,7 +144,7 @@ class LearnableRecipe:
     true; false with adapter.kind lora, quant.decoupled_scales or loss.teacher self."""
     embedding: bool = True
     """Embeddings and lm_head, if learnable.weight is true; false freezes them."""
-    weight_scale: bool = derived(lambda r: not (r.adapter.beside or r.adapter.base == "quantized"))
+    weight_scale: bool = derived(lambda r: not (r.adapter.beside or (r.adapter.on and r.adapter.base == "quantized")))
     """Scales of the quantized weights (theta of s0 * exp(theta)). null: true; false with adapter.merge false or
     adapter.base quantized."""
     act_scale: bool = field(default=False, metadata=only_with(QUANTIZES, LEARNED_INPUTS))
