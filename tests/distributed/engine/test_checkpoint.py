@@ -62,6 +62,11 @@ ASYM = {
     },
     "learnable": {"act_scale": False},
 }
+DECOUPLED = {
+    "quant": {"scheme": "mxfp4", "decoupled_scales": True},
+    "learnable": {"weight": False, "act_scale": False},
+    "schedule": [],  # the usual events set rates of weights
+}
 PACKED = {"data": {"packing": True}}
 IN_8_BITS = {"optim": {"moments": "8bit"}}
 # name: stage, kind of checkpoint, dtype, what differs in the recipe. Stage 3 with experts; the others are plain modules
@@ -83,6 +88,8 @@ MORE: dict[str, Case] = {
     "absmax-3": (3, "qwen3", "bfloat16", ABSMAX),
     "asym-2": (2, "llama", "bfloat16", ASYM),
     "asym-3": (3, "qwen3_moe", "bfloat16", ASYM),
+    "decoupled-2": (2, "llama", "bfloat16", DECOUPLED),
+    "decoupled-3": (3, "qwen3_moe", "bfloat16", DECOUPLED),
     "fp16-2": (2, "llama", "float16", {}),
     **{f"8bit-{stage}": (stage, kind, "bfloat16", IN_8_BITS) for stage, kind in enumerate(("llama", "qwen3"), 1)},
     "8bit-3": (3, "qwen3_moe", "bfloat16", IN_8_BITS),
@@ -91,6 +98,7 @@ MORE: dict[str, Case] = {
 SCALES = {
     "absmax": ["weight_s0"],
     "asym": ["weight_s0", "weight_zero", "weight_theta"],
+    "decoupled": ["code_theta"],
     "nvfp4": ["weight_s0", "weight_global", "proj.weight_theta", "embed_tokens.weight_theta"],
     "plain": ["weight_s0", "weight_theta", "input_s0", "input_theta"],
     "mixed": ["weight_global", "lm_head.weight_theta", "embed_tokens.weight_theta", "cache.input_s0"],
@@ -139,7 +147,7 @@ def write_cases(directory: Path, cases: dict[str, Case]) -> None:
                 learnable={"act_scale": True, "norm": True, **changes.get("learnable", {})},
                 loss=NO_TEACHER,
                 export={"enabled": True},
-                schedule=EVENTS,
+                schedule=changes.get("schedule", EVENTS),
                 # What reads its tokens from a cache has the samples of what reads the files.
                 data={"cache": str(directory / "tokens") if name == "resumed" else None, **changes.get("data", {})},
                 **fp16,
