@@ -37,6 +37,7 @@ def quantize(source: Path, target: Path, file_type: int, **options: int) -> Path
 
 
 def main(arguments: list[str] | None = None) -> None:
+    """Print a table of the files' top tokens and KL."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--export", type=Path, required=True)
     parser.add_argument("--plain", type=Path, required=True)

@@ -95,7 +95,8 @@ def layouts() -> dict[str, Layout]:
 
 
 def _ggml() -> dict[str, Layout]:
-    """What launch/convert_gguf.py writes of Q4_0 and Q8_0: fp32 weights that are codes times scales in fp16."""
+    """Return layouts of fp32 weights as launch/convert_gguf.py writes them from Q4_0 and Q8_0: codes times fp16
+    scales."""
     q8 = replace(SCHEMES["w8a16_g32"].weights, narrow=True)  # llama.cpp's quantizer has no code -128
     return {
         "Q4_0": Layout(lambda path: _blocks(path, SCHEMES["q4_0"]), SCHEMES["q4_0"]),

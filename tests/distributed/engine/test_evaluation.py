@@ -102,7 +102,8 @@ def test_evaluation_is_of_the_held_out_samples_as_the_model_would_be_served(path
 
 
 def test_the_checkpoint_of_the_best_evaluation_is_kept_beside_the_last(paths):
-    """Of the evaluations with the last weights of the losses: those before are smaller, but sums of other losses."""
+    """Only evaluations with the same loss weights are compared. Here an event raises a weight, so the totals before it
+    are smaller but do not count."""
     found, settings = load_result(paths["heldout"]), load_recipe(paths["heldout"])
     totals = [evaluation["eval/total"] for evaluation in found["seen"]["evaluations"]]
     assert max(totals[:3]) < min(totals[3:])

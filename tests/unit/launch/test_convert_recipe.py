@@ -156,7 +156,8 @@ def test_shipped_recipes_are_its_verified_scenarios(form, name):
 
 
 def test_first_scales_of_inputs_are_of_as_many_samples_as_there():
-    """Of lazy_init_samples without a PTQ checkpoint, each process by itself; else as the shipped recipes."""
+    """Without a PTQ checkpoint each rank calibrates on lazy_init_samples samples; with one, on as many micro-batches as
+    in the shipped recipes."""
     shipped = load_recipe(ROOT / "launch" / "recipes" / "qwen3_4b_fp8_scales_only.yaml")
     recipe, _ = read(SCALES_ONLY_4B)
     assert recipe.quant.calibration_batches == shipped.quant.calibration_batches == 64

@@ -30,7 +30,7 @@ Damage = tuple[str, str, Callable[[Path], object]]  # what, a word of the messag
 
 
 def suffix(key: str) -> str:
-    """What a tensor is of a layer."""
+    """Return the part of a key that names the kind of tensor, such as weight_scale."""
     found = re.search(r"_(blocks|scales)$", key)
     return found[0] if found else key.rpartition(".")[2]
 
@@ -58,7 +58,7 @@ def of_other_size(side: int) -> Callable[[Tensor], Tensor]:
 
 
 def of_tensors(path: Path) -> Iterator[Damage]:
-    """Of one tensor of each kind: it is missing or of another size, a scale is NaN or 0."""
+    """Yield damages of the first tensor of each kind: missing, of another size, or a scale of NaN or 0."""
     first: dict[tuple[str, torch.dtype], tuple[str, Tensor]] = {}
     for key, tensor in read_tensors(path).items():
         if not (tensor.dtype in PLAIN and suffix(key) in ("weight", "bias")):
@@ -77,7 +77,7 @@ def of_tensors(path: Path) -> Iterator[Damage]:
 
 
 def of_configuration(path: Path) -> Iterator[Damage]:
-    """Of each value that says how weights are stored: another one."""
+    """Yield a damage for each value of the configuration that says how weights are stored: another value."""
     for file in path.glob("*config.json"):
         known = set()
         for trail, value in places(json.loads(file.read_text()), ()):

@@ -289,7 +289,7 @@ def test_a_file_of_modelopt_that_says_nothing_is_named(tmp_path):
 
 @pytest.mark.parametrize("theirs", [True, False])
 def test_several_input_scales_come_back_unless_the_one_in_their_place_changed(tmp_path, theirs):
-    """Of q, k and v, and of experts; in compressed-tensors, whose fp8 has factors of codes."""
+    """q, k and v, and experts, each have an input scale of their own in the file (compressed-tensors, fp8)."""
     export = exported(tmp_path, "fp8_static", "qwen3_moe")
     edit_checkpoint(
         export,

@@ -40,8 +40,8 @@ def used_input(layer: QuantLinear, x: Tensor, exact: Tensor) -> Tensor:
 
 
 def gradients(layer: QuantLinear, x: Tensor, offsets: Tensor | None, grad: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """Those of a layer's weight, theta and input, in fp64 from the surrogates of :mod:`quant.reference`; and the sum of
-    the magnitudes of the terms of theta's."""
+    """Compute the gradients of a layer's weight, theta and input in fp64 from the surrogates of :mod:`quant.reference`,
+    and the sum of the magnitudes of the terms of theta's gradient."""
     spec, scales, shape = layer.scheme.weights, layer.weight_scale(), (-1, layer.out_features, layer.in_features)
     weight = layer.weight.detach().double().view(shape).requires_grad_()
     theta = layer.weight_theta.detach().double().requires_grad_()
@@ -104,7 +104,8 @@ def train(model: torch.nn.Module, quantization: Quantization, seen: dict[str, li
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_gradients_after_steps_are_those_of_fp64(tmp_path, name):
-    """Of every layer's weight, scales and input. The export in the file's format has the weights of the forward."""
+    """Every layer's gradients of weight, scales and input equal those in fp64, and the export in the file's format has
+    the weights that the forward multiplies."""
     layout = LAYOUTS[name]
     path = layout.write(tmp_path)
     if layout.scheme is None:
