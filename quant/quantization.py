@@ -111,6 +111,11 @@ class Quantization:
         """All modules with switches by name: layers, then caches."""
         return {**self.layers, **self.caches}
 
+    @property
+    def ties_layers(self) -> bool:
+        """Return True if lm_head and the embeddings are quantized and have one weight."""
+        return len({id(layer.weight) for layer in self.layers.values()}) < len(self.layers)
+
     def set_fake_quant(self, weights: bool, activations: bool, pattern: str | None = None) -> None:
         """Switch fake quantization of weights, and of inputs, keys and values that the scheme quantizes.
 
@@ -314,8 +319,9 @@ def replace_layers(
                 replaced[name].shared_input = shared
     simulated = _use_fp8_gemm(replaced, fast_accum) if fp8_gemm else []
     for name in embeddings:
-        group, replaced[name] = _quant_embedding(name, modules[name], schemes[name], learn_weight_scale)
-        of_weights.append(group)
+        head = next((group for group in of_weights if modules[group.owner].weight is modules[name].weight), None)
+        group, replaced[name] = _quant_embedding(name, modules[name], schemes[name], learn_weight_scale, head)
+        of_weights = [group, *(one for one in of_weights if one is not head)]
     for name, layer in replaced.items():
         model.set_submodule(name, layer)
     layers = {name: replaced[name] for name in schemes}  # in module order
@@ -325,14 +331,16 @@ def replace_layers(
 
 
 def _quant_embedding(
-    name: str, table: nn.Embedding, scheme: Scheme, learn_scale: bool
+    name: str, table: nn.Embedding, scheme: Scheme, learn_scale: bool, head: ScaleGroup | None
 ) -> tuple[ScaleGroup, QuantEmbedding]:
-    """Build a quantized embedding and the group of its scale. Raises ValueError if it cannot be quantized."""
+    """Build a quantized embedding and the group of its scale, which is shared with the tied lm_head of the group
+    ``head``. Raises ValueError if it cannot be quantized."""
     spec = scheme.weights
     try:
         shape = spec.scale_shape((table.num_embeddings, table.embedding_dim))
-        group = ScaleGroup(name, [name], spec, _new_scale(table, shape, learn_scale))
-        return group, QuantEmbedding(table, scheme, weight=group.scale)
+        scale = _new_scale(table, shape, learn_scale) if head is None else head.scale
+        group = ScaleGroup(name, [name, *(head.members if head else ())], spec, scale)
+        return group, QuantEmbedding(table, scheme, weight=scale)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
 
@@ -356,7 +364,7 @@ def _check_layers(
     modules: Mapping[str, nn.Module], linears: Linears, schemes: Mapping[str, Scheme], embeddings: Iterable[str]
 ) -> None:
     """Raise one error for all layers that cannot be quantized, with the recipe line that exempts them."""
-    shared = _shared(modules, [*linears, *embeddings])
+    shared = _shared(modules, schemes, [*linears, *embeddings])
     problems = {
         name: problem
         for name, linear in linears.items()
@@ -425,9 +433,15 @@ def _computes_linear(module: nn.Linear) -> bool:
     return isinstance(found, Tensor) and found.shape == expected.shape and torch.allclose(found, expected)
 
 
-def _shared(modules: Mapping[str, nn.Module], chosen: Iterable[str]) -> dict[str, str]:
+def _tied_ends(modules: Mapping[str, nn.Module], schemes: Mapping[str, Scheme], names: Sequence[str]) -> bool:
+    """Return True if layers with one weight are the embeddings and lm_head, and have one scheme."""
+    tables = [name for name in names if isinstance(modules[name], nn.Embedding)]
+    return len(names) == 2 and len(tables) == 1 and schemes.get(names[0]) == schemes.get(names[1])
+
+
+def _shared(modules: Mapping[str, nn.Module], schemes: Mapping[str, Scheme], chosen: Iterable[str]) -> dict[str, str]:
     """Find the error texts of layers that share their weight with another module: one tensor on disk cannot be both
-    quantized and unquantized."""
+    quantized and unquantized. Embeddings and lm_head may share it if they have one scheme."""
     users: dict[int, list[str]] = {}
     for name, module in modules.items():
         for parameter in module.parameters(recurse=False):
@@ -435,7 +449,7 @@ def _shared(modules: Mapping[str, nn.Module], chosen: Iterable[str]) -> dict[str
     found = {}
     for name in chosen:
         names = users[id(modules[name].weight)]
-        if len(names) > 1:
+        if len(names) > 1 and not _tied_ends(modules, schemes, names):
             found[name] = f"{' and '.join(names)} share one weight; leave {name} unquantized"
     return found
 

@@ -22,6 +22,7 @@ from quant.gemm import BLOCKS
 
 NONE = "none"  # the scheme of a rule whose layers stay unquantized
 SOURCE = "source"  # the schemes and layers of a quantized model.path
+TIED = "tied"  # lm_head has the weight, codes and scales of the embeddings
 QUANTIZES = Condition(
     "fake quant is on at some step (quant.fake_quant_start 0 or more, or an event)", lambda r: not r.never_quantizes()
 )
@@ -115,7 +116,8 @@ class QuantRecipe:
     """Mixed precision: the first rule that matches a layer decides, like {first: 3, scheme: w4a16_g128}. Exempt layers
     stay unquantized; layers that no rule matches get quant.scheme."""
     lm_head: str | None = None
-    """Scheme of lm_head, for weights only, such as w8a16_channel. null: lm_head stays unquantized."""
+    """Scheme of lm_head, for weights only, such as w8a16_channel. tied: the same weight, codes and scales as the
+    embeddings, in a model that ties them. null: lm_head stays unquantized."""
     embedding: str | None = None
     """Scheme of the token embeddings, for weights only. null: they stay unquantized."""
     exempt: list[str] = field(default_factory=lambda: list(DEFAULT_EXEMPT), metadata=each(regex()))
@@ -217,8 +219,10 @@ class QuantRecipe:
         for index, rule in enumerate(self.rules):
             yield from self._problems_of_rule(f"quant.rules[{index}]", rule)
         for place in ("lm_head", "embedding"):
-            if getattr(self, place) is not None:
+            if getattr(self, place) not in (None, TIED):
                 yield from self._problems_of_place(place)
+        if self.lm_head == TIED and self.embedding in (None, TIED):
+            yield "quant.embedding: null, expected the scheme of the weight that is tied (quant.lm_head is tied)"
 
     def _problems_beside_source(self) -> Iterator[str]:
         expected = "[] with quant.scheme source, which sets the schemes of all layers"
@@ -284,12 +288,14 @@ class QuantRecipe:
 
     def head_scheme(self) -> Scheme | None:
         """Return the scheme of lm_head; None: not quantized."""
+        if self.lm_head == TIED:
+            return self.embedding_scheme()
         return None if self.lm_head is None else self._scheme(self.lm_head)
 
     def unties(self) -> bool:
-        """Return True if tied lm_head and embeddings must become two weights: no reader supports a quantized weight
-        that is both."""
-        return self.lm_head is not None or self.embedding is not None
+        """Return True if tied lm_head and embeddings must become two weights: one of them is quantized, and
+        quant.lm_head does not say that they stay tied."""
+        return self.lm_head != TIED and (self.lm_head is not None or self.embedding is not None)
 
     def embedding_scheme(self) -> Scheme | None:
         """Return the scheme of the token embeddings; None: not quantized."""
@@ -348,8 +354,8 @@ class QuantRecipe:
 
 def _problems_of_scheme(name: str, own: SchemeRecipe) -> Iterator[str]:
     """Yield problem lines of a scheme under quant.schemes: its name is taken, or it is invalid."""
-    if name in PRESETS or name == NONE:
-        yield f"quant.schemes.{name}: this name is taken, expected a name other than {NONE} and the presets'"
+    if name in PRESETS or name in (NONE, TIED):
+        yield f"quant.schemes.{name}: this name is taken, expected a name other than {NONE}, {TIED} and the presets'"
     try:
         own.scheme(name)
     except ValueError as error:

@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from data.loader import MicroBatch
 from engine.config.config import Recipe
-from engine.config.quant import SOURCE
+from engine.config.quant import SOURCE, TIED
 from engine.session.adapter import add_adapters, check_adapters, pack_base
 from engine.session.context import build_for, samples_on_all_ranks
 from engine.session.optimizer import check_patterns, classify, set_learnable
@@ -246,11 +246,17 @@ def _named_schemes(recipe: Recipe, model: PreTrainedModel) -> dict[str, Scheme]:
 
 
 def _schemes_at_ends(recipe: Recipe, model: PreTrainedModel) -> dict[str, Scheme]:
-    """Return the schemes of lm_head and embeddings, by name in the model."""
+    """Return the schemes of lm_head and embeddings, by name in the model. Raises ValueError if quant.lm_head is
+    ``tied``, but the model has two weights."""
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    if recipe.quant.lm_head == TIED and head.weight is not table.weight:
+        raise ValueError(
+            f"quant.lm_head: {TIED}, expected a scheme: lm_head and embeddings of {recipe.model.path} are two weights"
+        )
     modules = {id(module): name for name, module in model.named_modules()}
     chosen = {
-        "lm_head": (recipe.quant.head_scheme(), model.get_output_embeddings()),
-        "embedding": (recipe.quant.embedding_scheme(), model.get_input_embeddings()),
+        "lm_head": (recipe.quant.head_scheme(), head),
+        "embedding": (recipe.quant.embedding_scheme(), table),
     }
     return {modules[id(module)]: scheme for scheme, module in chosen.values() if scheme is not None}
 

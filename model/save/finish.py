@@ -17,7 +17,7 @@ from model.families import text_part
 from model.quantized.quantization_config import MODELOPT_FILE, read_json_object
 from model.ranks import listed, naming
 from model.save.aside import sync
-from model.save.plan import Item, copied_modules, mlx_place
+from model.save.plan import TIED_LAYOUTS, Item, copied_modules, mlx_place
 from model.zero import full_shape
 from quant import Quantization, QuantLayer
 from quant.formats.layouts import Layout, layout_config
@@ -76,7 +76,7 @@ def write_config(
     # Older checkpoints spell it torch_dtype, which older readers need.
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(model.dtype).removeprefix("torch.")
     config.setdefault("architectures", [type(model).__name__])
-    if hasattr(model.config, UNTIED):
+    if hasattr(model.config, UNTIED) or (quantization and quantization.ties_layers and layout not in TIED_LAYOUTS):
         for part in (config, *([config["text_config"]] if "text_config" in config else [])):
             part["tie_word_embeddings"] = False
     if quantization is not None and not as_source:

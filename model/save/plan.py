@@ -32,6 +32,8 @@ from quant.linear import LinearPart, linears_of
 from quant.rotation import KEY
 
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
+# Layouts whose readers take a tied lm_head from the (quantized) embeddings; the others need both.
+TIED_LAYOUTS = ("gguf", "mlx", "dequantized")
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,8 @@ def plan_shards(
 ) -> list[list[Item]]:
     """List modules with tensors of their own, in module order, then copied tensors, grouped by file.
 
-    A tied parameter is written once, under its first name. The tensors of a file total at most ``max_shard_size``
+    A tied parameter is written once, under its first name; a quantized one twice, except in :data:`TIED_LAYOUTS`. The
+    tensors of a file total at most ``max_shard_size``
     bytes; a larger item gets its own file.
 
     Args:
@@ -114,6 +117,10 @@ def plan_shards(
     items = []
     for name, module in model.named_modules():
         if quantization is not None and name in quantization.layers:
+            weight = id(quantization.layers[name].weight)
+            if weight in seen and layout in TIED_LAYOUTS:
+                continue
+            seen.add(weight)
             item = _quantized_item(model, names, name, quantization.layers[name], layout, source)
             ends = tuple(f".{suffix}" for suffix in RECIPROCALS) if layout == "modelopt" else ()
             read = {key: beside[key] for key in item.shapes if key in beside and key.endswith(ends)}

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from model.checkpoint.safetensors import Reader, read_headers, read_tensor
 from model.console import figure, perplexity, progress_bar, working
 from model.head import embedding_rows
+from model.quantized.quantization_config import read_json_object
 from model.ranks import listed
 from model.save import export_model
 from tools.compressed import load_compressed
@@ -215,19 +216,21 @@ def compare_with_compressed(
     report.equal = 0
     engine.model, quantization = load_compressed(against, trust_remote_code=trust_remote_code)
     _check_tokens(engine.model, batches, engine.export)
+    tied = _tied_head(engine)
     with tempfile.TemporaryDirectory() as scratch, Reader() as reader:  # 4 bytes per parameter on disk
         plain = Path(scratch) / "plain"
         options: dict[str, Any] = {"layout": "dequantized", "trust_remote_code": trust_remote_code}
         export_model(engine.model, quantization, against, plain, **options)
         for key, tensor in progress_bar(desc="verify", unit="tensor", over=read_headers(plain).tensors.items()):
-            names = engine.names(key)
+            own = tied.get(key, key)
+            names = engine.names(own)
             if names[0] not in engine.found:
                 report.problems.append(f"{key} is not there")
                 continue
             left = left.difference(names)
             why = ""
             try:
-                if engine.equals(key, names, read_tensor(reader, tensor).float()):
+                if engine.equals(own, names, read_tensor(reader, tensor).float()):
                     report.equal += 1
                     continue
             except (LookupError, ValueError, ArithmeticError, NotImplementedError) as error:
@@ -242,6 +245,16 @@ def compare_with_compressed(
         why = "no text was given" if report.ok else "the tensors are not equal"
         report.note = f"logits: skipped: {why}"
     return report
+
+
+def _tied_head(engine: Engine) -> dict[str, str]:
+    """Map lm_head's key to that of the embeddings, if the engine computes both with one quantized weight."""
+    if not read_json_object(engine.export / "config.json").get("tie_word_embeddings"):
+        return {}
+    model = engine.model
+    ends = {id(model.get_output_embeddings()): "head", id(model.get_input_embeddings()): "table"}
+    names = {ends[id(module)]: f"{name}.weight" for name, module in model.named_modules() if id(module) in ends}
+    return {names["head"]: names["table"]}
 
 
 def _check_tokens(model: PreTrainedModel, batches: Sequence[Tensor], export: Path) -> None:

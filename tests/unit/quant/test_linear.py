@@ -17,6 +17,7 @@ from quant.observers import Observer
 from quant.reference import absmax_scale, effective_scale, fake_quant, fake_quant_backward, fake_quantize_tokens
 from quant.scale import Scale
 from quant.spec import SCHEMES, Scheme, TensorSpec, get_scheme
+from tests.lib.checkpoints import quantize
 from tests.lib.scales import fill_scales
 from tests.unit.quant.attention import WIDTH, Count, assert_equal, attention, results
 
@@ -287,6 +288,37 @@ def test_values_and_gradients_are_those_of_the_quantized_table(name, dtype, seed
     assert torch.equal(layer.weight_theta.grad, torch.zeros_like(layer.weight_theta))
     with torch.no_grad():
         assert torch.equal(layer(ids), out)
+
+
+def tied_ends(*schemes: tuple[str, str]) -> tuple[nn.Sequential, quant.Quantization]:
+    """An embedding (0) and a Linear (1) with its weight, quantized with the schemes of their names."""
+    model = nn.Sequential(nn.Embedding(ROWS, FEATURES), nn.Linear(FEATURES, ROWS, bias=False))
+    model[1].weight = model[0].weight
+    named = {name: get_scheme(scheme) for name, scheme in schemes}
+    return model, quantize(model, named=named)
+
+
+def test_a_tied_head_has_the_scale_of_the_embedding_and_adds_its_gradients():
+    model, quantization = tied_ends(("0", "w4a16_g32"), ("1", "w4a16_g32"))
+    (group,) = quantization.weight_groups
+    assert (group.owner, group.members) == ("0", ["0", "1"]) and quantization.ties_layers
+    assert [name for name, _ in model.named_parameters()] == ["0.weight", "0.weight_s0", "0.weight_theta"]
+    quantization.set_fake_quant(True, False)
+    rows, head = model[0](torch.randint(ROWS, (5,))), model[1](torch.randn(3, FEATURES))
+    leaves = model[0].weight, group.theta
+    both, of_rows, of_head = (
+        torch.autograd.grad(loss, leaves, retain_graph=True)
+        for loss in (rows.sum() + head.sum(), rows.sum(), head.sum())
+    )
+    for one, first, second in zip(both, of_rows, of_head, strict=True):
+        assert first.any() and second.any()
+        torch.testing.assert_close(one, first + second)
+
+
+@pytest.mark.parametrize("schemes", ["w4a16_g32 ", " w4a16_g32", "w4a16_g32 w8a16_g32"])
+def test_a_tied_weight_has_one_scheme(schemes):
+    with pytest.raises(ValueError, match=r"0 and 1 share one weight; leave . unquantized"):
+        tied_ends(*((name, scheme) for name, scheme in zip("01", schemes.split(" "), strict=True) if scheme))
 
 
 def test_it_is_prepared_by_name_only():

@@ -50,6 +50,8 @@ def test_schemes_are_composed_and_given_by_rules(tmp_path: Path) -> None:
         ("scheme: none", "scheme: nope", "quant.rules[0].scheme: 'nope', expected one of none, fp8_static, "),
         ("'.*mlp.*'", "'('", "quant.rules[1].layers: '(', expected a regular expression"),
         ("lm_head: w8a16_channel", "lm_head: mine", "quant.lm_head: 'mine', expected one of w8a16_g128, "),
+        ("lm_head: w8a16_channel", "lm_head: tied", "quant.embedding: null, expected the scheme of the weight that is"),
+        ("    mine: {w", "    tied: {w", "quant.schemes.tied: this name is taken, expected"),
         ("    mine: {w", "    fp8_kv: {w", "quant.schemes.fp8_kv: this name is taken, expected"),
         ("lm_head: w8a16_channel", "compute: fp8_gemm", "quant.compute: 'fp8_gemm', expected auto or simulate"),
     ],

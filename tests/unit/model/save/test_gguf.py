@@ -1,10 +1,12 @@
 """GGUF files: what llama.cpp's own reader finds in them, and what is refused."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from model.ranks import RankError
 from model.save import check_plan, export_model
@@ -93,6 +95,29 @@ def forward_weights(model, quantization) -> dict[str, torch.Tensor]:
             for one, half in halves.items():
                 found.setdefault(f"{block}{NAMES[one]}{end}.weight", []).append(half)
     return {name: torch.stack(some) if "_exps" in name else some[0] for name, some in found.items()}
+
+
+def test_a_tied_weight_is_one_tensor_where_the_reader_ties_it(tmp_path):
+    """llama.cpp takes lm_head from the embeddings; a compressed checkpoint has both, from one weight and scale."""
+    named = dict.fromkeys(("model.embed_tokens", "lm_head"), Q8)
+    source, model, quantization = quantized(tmp_path, named=named)
+    assert quantization.ties_layers and model.config.tie_word_embeddings
+    weight, scale = model.lm_head.weight, model.lm_head.weight_scale()
+    codes = reference.quantize(weight, scale, Q8.weights)
+    found = {one.name: one for one in gguf.GGUFReader(written(tmp_path, source, model, quantization)).tensors}
+    assert "output.weight" not in found and found["token_embd.weight"].tensor_type.name == "Q8_0"
+    assert torch.equal(
+        read(tmp_path / "out" / "model.gguf")["token_embd.weight"],
+        reference.dequantize(codes, scale, Q8.weights, torch.float32),
+    )
+    export_model(model, quantization, source, tmp_path / "compressed")
+    tensors = load_file(tmp_path / "compressed" / "model.safetensors")
+    for suffix in ("weight_packed", "weight_scale"):
+        assert torch.equal(tensors[f"lm_head.{suffix}"], tensors[f"model.embed_tokens.{suffix}"])
+    assert json.loads((tmp_path / "compressed" / "config.json").read_text())["tie_word_embeddings"] is False
+    assert compared(tmp_path).ok, compared(tmp_path).table()
+    export_model(model, quantization, source, tmp_path / "plain", layout="dequantized")
+    assert "lm_head.weight" not in load_file(tmp_path / "plain" / "model.safetensors")
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_moe"])
