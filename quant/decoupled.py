@@ -79,7 +79,8 @@ def code_theta_gradient(grad: Tensor, weight: Tensor, code_theta: Tensor, spec: 
         code_theta, spec: as in that function.
         factor: LSQ's gradient scale, as for theta.
     """
-    sums = torch.empty(_runs(code_theta, spec).shape, dtype=torch.float32, device=grad.device)
+    runs = weight.numel() // spec.run_length(tuple(weight.shape))
+    sums = torch.empty((runs, 1), dtype=torch.float32, device=grad.device)
     for out, left, right in _parts(sums, grad.contiguous(), weight):
         torch.sum(left.float() * right, -1, keepdim=True, out=out)
     if spec.granularity == "block":

@@ -32,7 +32,7 @@ from torch.nn import Parameter
 from model.ranks import errors_on_all_ranks, say
 from model.zero import is_partitioned, local_data, local_gradient, local_range, set_local_gradient, whole_values
 from model.zero.gather import ByteForm, gather_as_bytes, release_decoded
-from quant import Quantization, QuantLayer, QuantLinear, kernels
+from quant import QuantEmbedding, Quantization, QuantLayer, QuantLinear, kernels
 from quant.observers import by_run
 from quant.packed_weight import placeholder
 from quant.scale import Quantizer, Scale, lsq_factor
@@ -73,12 +73,15 @@ class QuantizedGather:
 
     def __init__(self, model: nn.Module, layers: Iterable[QuantLayer]) -> None:
         """Make the weights of supported ``layers`` (:func:`can_gather_quantized`) be gathered as codes, except small
-        weights that stay gathered. Raises ValueError if no layer is supported, or DeepSpeed changes gathered
-        parameters."""
+        weights that stay gathered, and one that embeddings look up. Raises ValueError if no layer is supported, or
+        DeepSpeed changes gathered parameters."""
+        layers = list(layers)
+        tables = {id(layer.weight) for layer in layers if isinstance(layer, QuantEmbedding)}
         self._weights = {
             id(layer.weight): _WeightAndScales(layer, layer.weight, layer.weight_s0, layer.weight_theta)
             for layer in layers
-            if can_gather_quantized(layer) and is_partitioned(layer.weight) and not layer.weight.ds_persist  # type: ignore[attr-defined]
+            if can_gather_quantized(layer) and id(layer.weight) not in tables
+            if is_partitioned(layer.weight) and not layer.weight.ds_persist  # type: ignore[attr-defined]
         }
         if not self._weights:
             raise ValueError(NONE_GATHERED_QUANTIZED)

@@ -204,8 +204,8 @@ def measure(quantization: Quantization) -> None:
 def follow(quantization: Quantization) -> None:
     """Scales that the largest weights fit."""
     for group in quantization.weight_groups:
-        parts = torch.cat([quantization.layers[name].weight.flatten() for name in group.members])
-        parts = parts.reshape(*group.s0.shape, -1)
+        parts = [quantization.layers[name].weight.reshape(*group.s0.shape, -1) for name in group.members]
+        parts = torch.cat(parts, -1)
         absmax = parts.abs().amax(-1)
         if group.zero is not None:
             lowest, highest = parts.amin(-1).clamp(max=0), parts.amax(-1).clamp(min=0)

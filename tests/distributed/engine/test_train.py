@@ -53,6 +53,8 @@ RUNS = {
     **half(3),
     # With learned scales, whose gradients are then summed up after the reduction.
     "coded": Variant(CODED, MOE),
+    # Layers are gathered as codes, lm_head is not, since its weight is also looked up.
+    "tied": Variant({"stage": 3, "quant": {**CODED["quant"], "embedding": "w8a16_channel", "lm_head": "tied"}}, DENSE),
     # As users name it: small parameters stay gathered between steps.
     "offload": Variant({"stage": 3, "deepspeed": "zero3_offload"}, "llama"),
     "offload_param": Variant({"stage": 3}, "llama", shipped="zero3_offload_param"),
@@ -77,6 +79,7 @@ def scheme(stage: int, quant: dict[str, Any], **sections: Any) -> Variant:
 SCHEMES = {
     "mixed-0": scheme(0, MIXED),
     "mixed-3": scheme(3, MIXED),
+    "tied-1": Variant({"stage": 1, "quant": {**MIXED, "lm_head": "tied"}}, f"{DENSE} even"),
     "clipping-1": scheme(1, FOLLOWING),
     "clipping-3": scheme(3, FOLLOWING),
     "shifted-3": scheme(3, {**FOLLOWING, "scheme": "shifted", "schemes": {"shifted": SHIFTED}}),
