@@ -59,13 +59,17 @@ def observed_input_scales(quantization: Quantization, owners: Set[str]) -> dict[
     values = dict(zip((group.owner for group in groups), absmax.tolist(), strict=True))
     if not all(0 < value < math.inf for value in values.values()):
         raise RankError(_without_scales(values, quantization))  # on every rank: they have the same values
-    if quantization.ranges.inputs == "absmax":
-        return {group.owner: first_input_scale(torch.tensor([values[group.owner]]), group.spec) for group in groups}
+    ranges = quantization.ranges
+    if ranges.inputs == "absmax":
+        return {
+            group.owner: first_input_scale(torch.tensor([values[group.owner]]), group.spec, ranges.headroom)
+            for group in groups
+        }
     scales = {}
     for group in groups:
         assert group.observer is not None and group.observer.histogram is not None
         counts = reduce_over_ranks(group.observer.histogram.to(group.s0.device))
-        scales[group.owner] = scale_from_histogram(counts, quantization.ranges, group.spec)
+        scales[group.owner] = scale_from_histogram(counts, ranges, group.spec)
     return scales
 
 

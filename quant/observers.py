@@ -131,12 +131,14 @@ class Ranges:
         signed: allow negative scales of integer weights; scales of ggml formats may always be negative.
         inputs: method for inputs: ``absmax``, ``mse``, or ``percentile`` of the magnitudes.
         percentile: the percentile for inputs, in percent.
+        headroom: factor on the largest magnitude that the global scale of dynamic scales (NVFP4) fits, at least 1.
     """
 
     weights: Literal["auto", "absmax", "mse"] = "auto"
     signed: bool = False
     inputs: Literal["absmax", "percentile", "mse"] = "absmax"
     percentile: float = 99.99
+    headroom: float = 1.0
 
     def searches(self, spec: TensorSpec) -> bool:
         """Return True if the first scale of a weight minimizes the squared error."""

@@ -220,7 +220,7 @@ def _measure_inputs(model: nn.Module, quantization: Quantization, calibrate: Cal
         if not 0 < float(seen.absmax) < torch.inf:
             bad.append(f"{group.owner} (largest magnitude {float(seen.absmax):g})")
         elif seen.histogram is None:
-            group.s0.copy_(first_input_scale(seen.absmax.reshape(1), group.spec))
+            group.s0.copy_(first_input_scale(seen.absmax.reshape(1), group.spec, ranges.headroom))
         else:
             group.s0.copy_(scale_from_histogram(seen.histogram, ranges, group.spec))
     if bad:

@@ -71,10 +71,10 @@ class Quantizer(NamedTuple):
     dtype: torch.dtype
 
 
-def first_input_scale(absmax: Tensor, spec: TensorSpec) -> Tensor:
+def first_input_scale(absmax: Tensor, spec: TensorSpec, headroom: float = 1.0) -> Tensor:
     """Compute the stored scale, fp32, of an input with largest magnitude ``absmax``; for dynamic scales this is the
-    global scale."""
-    return global_scale(absmax, spec) if spec.dynamic else absmax_scale(absmax, spec)
+    global scale, with which ``headroom * absmax`` still fits."""
+    return global_scale(headroom * absmax, spec) if spec.dynamic else absmax_scale(absmax, spec)
 
 
 def lsq_factor(numel: int, spec: TensorSpec) -> float:

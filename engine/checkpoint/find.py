@@ -297,7 +297,7 @@ MAY_CHANGE: dict[str, set[str]] = {
     "quant": {
         # First scales and codes, which the checkpoint's replace,
         *("scales", "start", "snap_to_codes", "init", "weight_range", "percentile", "calibration_batches"),
-        *("initial_input_scale", "fake_quant_start"),
+        *("initial_input_scale", "input_headroom", "fake_quant_start"),
         # and implementations of the same computation.
         *("compute", "fp8_fast_accum", "keep_codes", "quantized_all_gather"),
     },

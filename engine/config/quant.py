@@ -53,6 +53,7 @@ LEARNED_INPUTS = some_scheme(
     lambda quant: quant.learns_input_scales() or quant.quantizes_cache(),
 )
 _STATIC_INPUTS = _some("static scales of inputs", lambda scheme: scheme.activations and not scheme.activations.dynamic)
+_GLOBAL_INPUTS = _some("global scales of inputs", lambda scheme: scheme.stored_input and not scheme.learns_input)
 _DYNAMIC_FLOATS = _some(
     "dynamic inputs in fp4 or fp8",
     lambda scheme: scheme.activations and scheme.activations.dynamic and scheme.activations.dtype != "int",
@@ -159,6 +160,9 @@ class QuantRecipe:
         metadata=values("above 0 and at most 100", lambda percentage: 0 < percentage <= 100) | only_with(_PERCENTILE),
     )
     """Percentage of an input's magnitudes that fit, for quant.input_range percentile."""
+    input_headroom: float = field(default=1.0, metadata=at_least(1, 64) | only_with(_GLOBAL_INPUTS))
+    """Factor on the largest magnitude of an NVFP4 input in the calibration: the global scale fits inputs that are this
+    much larger. Larger ones saturate. A power of two changes no other code. See docs/schemes.md."""
     scales_follow_weights: bool = field(default=False, metadata=only_with(QUANTIZES, QUANTIZED_WEIGHTS))
     """true: the weights' scales are measured again after every step, from absmax. With
     learnable.weight_scale this is learnable weight clipping (LWC), without it plain absmax quantization."""
@@ -273,7 +277,7 @@ class QuantRecipe:
     def ranges(self) -> Ranges:
         """Return the methods to measure scales: largest magnitude, percentile or squared error."""
         weights = "absmax" if self.scales_follow_weights else self.weight_range
-        return Ranges(weights, self.signed_scales, self.input_range, self.percentile)
+        return Ranges(weights, self.signed_scales, self.input_range, self.percentile, self.input_headroom)
 
     def scales_brought_by(self) -> str | None:
         """Return the option that names the source of the initial weight scales; None if they are measured from the

@@ -215,6 +215,7 @@ SETTINGS = [
     "--quant.scheme w4a16_g32",
     "--quant.scheme w2a16_g32",
     "--quant.scheme fp8_dynamic",
+    "--quant.scheme nvfp4_w4a4",
     "--adapter.kind lora",
     "--adapter.kind lora --adapter.merge false --quant.scheme w4a16_g32",
     "--train.activation_checkpointing true",

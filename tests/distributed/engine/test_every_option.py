@@ -67,6 +67,7 @@ COMPANY: dict[str, dict[str, Any]] = {
         "quant.fake_quant_start": 1,
         "learnable.weight": False,
     },
+    "quant.input_headroom": {"quant.scheme": "nvfp4_w4a4"},
     "quant.scales_follow_weights": {"quant.weight_range": "absmax", "optim.lr": 0.03},
     "quant.keep_codes": {"quant.scheme": "fp8_dynamic"},
     "learnable.act_scale": {},
@@ -98,7 +99,8 @@ VALUES: dict[str, Any] = {
         quant:
           {scheme: w8a8_static, rules: [], lm_head: w8a16_channel, embedding: w8a16_channel, weight_range: mse,
            exempt: ['.*\.down_proj'], exempt_more: ['.*\.down_proj'], percentile: 90.0, calibration_batches: 17,
-           initial_input_scale: 0.05, compute: fp8_gemm, rotate: ['.*\.[qkvo]_proj'], fake_quant_start: 1}
+           initial_input_scale: 0.05, input_headroom: 1.5, compute: fp8_gemm, rotate: ['.*\.[qkvo]_proj'],
+           fake_quant_start: 1}
         learnable: {weight: false, weight_scale: false, kv_scale: true, freeze: ['.*down_proj.weight']}
         adapter: {targets: ['.*\.q_proj'], ranks: {'.*\.q_proj': 2}, dropout: 0.5}
         optim:

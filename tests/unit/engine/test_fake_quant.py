@@ -1,6 +1,7 @@
 """Scales of inputs, of keys and of values that a file has, against the inputs of the first samples."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from engine.fake_quant import calibrate_inputs, check_input_scales
 from model.ranks import RankError
 from model.scales import input_scales, renew_weight_scales, write_scales
-from quant import replace_layers
+from quant import Ranges, replace_layers
 from quant.spec import PRESETS
 from tests.lib.checkpoints import CPU, load_model
 from tests.lib.tiny import tiny_checkpoint
@@ -34,9 +35,13 @@ class Calibrated:
         options = {"learn_weight_scale": False, "learn_input_scale": False}
         self.quantization = replace_layers(self.model, linear, kv_cache=cache, **options)
         renew_weight_scales(self.quantization)
-        owners = {group.owner for group in self.quantization.input_groups}
-        calibrate_inputs(self.model, self.quantization, owners, [batch_of(3, 40), batch_of(2, 30)], CPU)
+        self.batches = [batch_of(3, 40), batch_of(2, 30)]
+        self.calibrate()
         self.scales = input_scales(self.quantization)
+
+    def calibrate(self) -> None:
+        owners = {group.owner for group in self.quantization.input_groups}
+        calibrate_inputs(self.model, self.quantization, owners, self.batches, CPU)
 
     def check(self, scales: dict[str, float]) -> None:
         groups, switches = self.quantization.input_groups, self.quantization.fake_quant_state()
@@ -83,6 +88,13 @@ def test_scales_of_other_samples_pass_and_those_of_weights_do_not(fp8):
     weights = {name: layers[name].weight.abs().max().item() / 448 for name in fp8.scales if name in layers}
     with pytest.raises(RankError, match=rf"{Q}: the scale is .* of its elements are beyond the range"):
         fp8.check(fp8.scales | weights)
+
+
+def test_headroom_of_global_scales_fits_larger_inputs(tmp_path):
+    nvfp4 = Calibrated(tmp_path, "nvfp4_w4a4", even=True)
+    nvfp4.quantization = replace(nvfp4.quantization, ranges=Ranges(headroom=4.0))
+    nvfp4.calibrate()
+    assert input_scales(nvfp4.quantization) == {name: scale / 4 for name, scale in nvfp4.scales.items()}
 
 
 def test_global_scales_of_inputs_are_not_their_reciprocals(tmp_path):

@@ -12,7 +12,7 @@ from compressed_tensors.quantization.utils import calculate_qparams, compute_dyn
 from quant import kernels, reference
 from quant.formats.config_groups import quantization_args
 from quant.observers import Observer
-from quant.scale import Quantizer, Scale
+from quant.scale import Quantizer, Scale, first_input_scale
 from quant.spec import SCHEMES, TensorSpec
 
 NVFP4, MXFP8, MXFP4 = (SCHEMES[name].activations for name in ("nvfp4_w4a4", "mxfp8", "mxfp4_w4a4"))
@@ -199,3 +199,13 @@ def test_nothing_clips_between_the_smallest_nvfp4_scales_and_the_largest(seed):
     observer = Observer(NVFP4)
     observer.update(small, ONE)
     assert observer.clipped == (~reference.tokens_inside(small, NVFP4, ONE)).sum() > 0
+
+
+@pytest.mark.parametrize("headroom", [2.0, 8.0])
+def test_headroom_of_a_power_of_two_changes_no_code_of_nvfp4_inputs(headroom, seed):
+    """And larger inputs than in calibration are not clipped."""
+    x = torch.randn(4096, 16)
+    exact, roomy = (first_input_scale(x.abs().max().view(1), NVFP4, factor) for factor in (1.0, headroom))
+    assert torch.equal(kernels.fake_quantize_tokens(x, NVFP4, exact), kernels.fake_quantize_tokens(x, NVFP4, roomy))
+    assert reference.tokens_inside(x * headroom, NVFP4, roomy).all()
+    assert not reference.tokens_inside(x * headroom, NVFP4, exact).all()

@@ -34,6 +34,7 @@ VALUES: dict[str, list[Any]] = {
     parallel: {sequence: [2]}
     quant: {lm_head: [w8a16_channel], embedding: [w8a16_channel], exempt: [[]], exempt_more: [[.*o_proj]],
       scales: [ptq], start: [gptq], percentile: [90.0], calibration_batches: [0, 4], initial_input_scale: [0.1],
+      input_headroom: [2.0],
       rotate: [[.*o_proj]], rotate_block: [64], fake_quant_start: [-1, 0, 3]}
     learnable: {freeze: [[.*norm.*]]}
     adapter: {start: [adapter], rank: [4], alpha: [8.0], dropout: [0.1], targets: [[.*q_proj]], ranks: [{.*q_proj: 4}]}

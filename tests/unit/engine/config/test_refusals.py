@@ -214,6 +214,8 @@ REFUSED = rows(r"""
     quant.initial_input_scale=.5 quant.calibration_batches=16 | quant.initial_input_scale: 0.5, expected null or
     quant.initial_input_scale=.5 quant.fake_quant_start=2 | quant.initial_input_scale: 0.5, expected null with
     quant.scheme=nvfp4_w4a4 quant.initial_input_scale=1 | quant.initial_input_scale: 1.0, expected null with
+    quant.scheme=nvfp4_w4a4 quant.input_headroom=0.5 | quant.input_headroom: 0.5, expected at least 1
+    quant.scheme=nvfp4_w4a4 quant.input_headroom=100 | quant.input_headroom: 100.0, expected at least 1, and a number
 
     eval.every=2                                | eval.every: 2, expected 0, or samples to evaluate on (data.held_out,
     $CACHE $EVALUATED eval.best=total           | eval.best: 'total', expected lm: loss.teacher_cache contains no
@@ -301,6 +303,7 @@ IDLE = rows(r"""
     quant.percentile=99                         | quant.input_range=percentile
     $FOLLOW quant.scheme=fp8_kv                 | quant.scheme=fp8_static_kv
     quant.initial_input_scale=1 quant.scheme=w4a16_g32 | quant.scheme=fp8_static
+    quant.input_headroom=2 quant.scheme=mxfp4_w4a4 | quant.scheme=nvfp4_w4a4
     quant.fp8_fast_accum=false quant.compute=simulate | quant.compute=fp8_gemm quant.quantized_all_gather=true
     quant.fp8_fast_accum=false quant.scheme=w4a16_g128 | quant.scheme=fp8_static
     quant.fp8_fast_accum=false model.dtype=float32 | model.dtype=bfloat16
