@@ -21,7 +21,7 @@ from model.save.plan import TIED_LAYOUTS, Item, copied_modules, mlx_place
 from model.zero import full_shape
 from quant import Quantization, QuantLayer
 from quant.formats.layouts import Layout, layout_config
-from quant.formats.mlx import affine_config
+from quant.formats.mlx import mlx_config
 from quant.formats.modelopt import modelopt_in_config
 from quant.linear import QuantEmbedding, StackedLinear, linears_of
 from quant.rotation import rotated_layers, transform_config
@@ -103,7 +103,7 @@ def _add_mlx_entries(config: dict[str, Any], model: PreTrainedModel, quantizatio
         for name, layer in quantization.layers.items()
         for part in linears_of(name, layer)
     }
-    config["quantization"] = affine_config(schemes)
+    config["quantization"] = mlx_config(schemes)
     if hasattr(model.config, "num_experts"):
         config.setdefault("num_experts", model.config.num_experts)
     if config.get("head_dim") is None:

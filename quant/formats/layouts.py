@@ -10,7 +10,7 @@
   quantize inputs.
 - ``gguf``: llama.cpp's blocks (``gguf.py``), for weights of 4 or 8 bits in groups of 32; ``model.save`` writes them
   into one file.
-- ``mlx``: for mlx-lm (``mlx.py``), integers in groups of 32, 64 or 128.
+- ``mlx``: for mlx-lm (``mlx.py``), integers in groups of 32, 64 or 128, MXFP4 and MXFP8.
 - ``executorch``: torchao's tensors (``torchao.py``), which ExecuTorch lowers to XNNPACK, for ``8da4w``.
 """
 
@@ -31,7 +31,7 @@ from quant.formats.compressed_tensors import (
 )
 from quant.formats.config_groups import ignore_patterns, quantization_config
 from quant.formats.gguf import BLOCK, BYTES, block_type, blocks
-from quant.formats.mlx import affine_shapes, affine_tensors, check_affine
+from quant.formats.mlx import mlx_shapes, mlx_tensors, quantization_mode
 from quant.formats.modelopt import algorithm, modelopt_config, modelopt_shapes, modelopt_tensors
 from quant.formats.torchao import check_intx, intx_shapes, intx_tensors, torchao_config
 from quant.spec import FP8_TENSOR, SCHEMES, Scheme, TensorSpec
@@ -53,7 +53,7 @@ _ONE_SCHEME = {
 # Raise ValueError for a scheme that a layout does not support.
 _CHECKS: dict[str, Callable[[Scheme], object]] = {
     "gguf": block_type,
-    "mlx": check_affine,
+    "mlx": quantization_mode,
     "executorch": check_intx,
     "modelopt": algorithm,
 }
@@ -97,7 +97,7 @@ def linear_shapes(layout: Layout, in_features: int, out_features: int, scheme: S
     if layout == "gguf":
         return {"weight": (torch.uint8, (out_features, in_features // BLOCK * BYTES[block_type(scheme)]))}
     if layout == "mlx":
-        return affine_shapes(in_features, out_features, scheme, dtype)
+        return mlx_shapes(in_features, out_features, scheme, dtype)
     if layout == "executorch":
         return intx_shapes(in_features, out_features, scheme, dtype)
     shapes = packed_shapes(in_features, out_features, scheme, dtype)
@@ -120,7 +120,7 @@ def linear_tensors(
         return {_suffix(layout, scheme, suffix): tensor for suffix, tensor in packed.items()}
     zero, bias = unpack_zero(packed, scheme), {"bias": packed["bias"]} if "bias" in packed else {}
     if layout == "mlx":
-        return affine_tensors(packed["weight_packed"], scale.s0, zero, scheme, linear.dtype) | bias
+        return mlx_tensors(packed, scale.s0, zero, scheme, linear.dtype) | bias
     codes = unpack_weight(packed, scheme)
     if layout == "executorch":
         return intx_tensors(linear.name, codes, scale, linear.dtype) | bias

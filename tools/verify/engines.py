@@ -6,7 +6,7 @@ of a layer in BF16 or F16 to that dtype. So its logits differ from the logits of
 are compared twice: with our unchanged forward, which shows the cost of that rounding, and with our forward with inputs
 rounded in the same way. In the second comparison only the order of sums in matrix products may make a difference.
 
-Exports for MLX: weights are dequantized by ``mlx.core`` with their scales in fp32. mlx-lm loads the directory and
+Exports for MLX: weights are dequantized by ``mlx.core`` in fp32. mlx-lm loads the directory and
 computes logits, in fp32 and in the dtype of the checkpoint. In fp32 they must equal ours up to the order of sums. In
 the dtype of the checkpoint MLX rounds products of scales and codes, and activations; the report shows the cost of this
 rounding.
@@ -191,9 +191,10 @@ class MLX(Engine):
             if not path.is_file() and not path.is_dir():
                 raise ValueError(f"{path} is neither a file nor a folder")
         try:
-            self.mlx, _ = load_model(export)
+            self.mlx, config = load_model(export)
         except Exception as error:  # of whatever kind: shapes and keys are checked in many places
             raise ValueError(f"mlx-lm does not load {export}: {type(error).__name__}: {error}") from error
+        self.modes = config.get("quantization", {})
         self.export, self.found = export, {}
         for file in sorted(export.glob("model*.safetensors")):
             self.found |= mx.load(str(file))
@@ -202,7 +203,7 @@ class MLX(Engine):
     def names(self, key: str) -> list[str]:
         module, _ = mlx_place(key.removesuffix(".weight"))
         parts = [f"{module}.{suffix}" for suffix in ("weight", "scales", "biases")]
-        return parts if parts[1] in self.found else [key]
+        return [part for part in parts if part in self.found] if parts[1] in self.found else [key]
 
     def equals(self, key: str, names: list[str], expected: Tensor) -> bool:
         import mlx.core as mx
@@ -210,12 +211,13 @@ class MLX(Engine):
         arrays = [self.found[name] for name in names]
         if len(arrays) == 1:
             return torch.equal(_tensor(arrays[0]), expected)
-        _, expert = mlx_place(key.removesuffix(".weight"))
-        weight, scales, biases = arrays if expert is None else (array[expert] for array in arrays)
-        columns = expected.shape[-1]
-        size, bits = columns // scales.shape[-1], weight.shape[-1] * 32 // columns
-        wide = (array.astype(mx.float32) for array in (scales, biases))
-        return torch.equal(_tensor(mx.dequantize(weight, *wide, group_size=size, bits=bits)), expected)
+        module, expert = mlx_place(key.removesuffix(".weight"))
+        weight, *others = arrays if expert is None else (array[expert] for array in arrays)
+        mode = self.modes.get(module, self.modes)
+        if mode["mode"] == "affine":
+            others = [array.astype(mx.float32) for array in others]
+        kind = {name: mode[name] for name in ("group_size", "bits", "mode")}
+        return torch.equal(_tensor(mx.dequantize(weight, *others, **kind, dtype=mx.float32)), expected)
 
     def compare_logits(self, against: Path, batches: Sequence[Tensor]) -> None:
         import mlx.core as mx

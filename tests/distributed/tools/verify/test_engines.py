@@ -37,6 +37,7 @@ EIGHT = {"layers": r".*\.o_proj", "scheme": "w8a16_g32"}
 TOKENS = {"weights": {"dtype": "int", "bits": 8, "granularity": "channel"}}
 INPUTS = {"dtype": "int", "bits": 8, "granularity": "token", "symmetric": False, "dynamic": True}
 ROWS = {"layers": r".*\.o_proj", "scheme": "int8_per_row"}
+MXFP8 = {"dtype": "fp8_e4m3", "granularity": "group", "group_size": 32, "mx": True}
 PLAIN = {"layers": r".*\.0\..*\.down_proj", "scheme": "none"}
 
 
@@ -79,13 +80,13 @@ FORMATS = {
             "llama, rope of llama 3": mlx_quant("w3a16_g32"),
             "llama, biases": mlx_quant("w4a16_g32"),
             "llama, heads wider than hidden": mlx_quant("w8a16_g32"),
-            "qwen2": mlx_quant("w3a16_g32"),
+            "qwen2": {**mlx_quant("mxfp4"), "embedding": "w8a16_g32"},
             "qwen2, tied": mlx_quant("w4a16_g32"),
             "qwen3": mlx_quant("w2a16_g32"),
             "qwen3, tied": mlx_quant("w4a16_g32") | {"embedding": "w8a16_g32", "lm_head": "tied"},
             "qwen3, yarn": mlx_quant("w4a16_g32"),
             "qwen3_moe": mlx_quant("w4a16_g32"),
-            "qwen3_moe, mixed layers": mlx_quant("w3a16_g32"),
+            "qwen3_moe, mixed layers": {**mlx_quant("mxfp8_weights"), "schemes": {"mxfp8_weights": {"weights": MXFP8}}},
         },
         {},
         {},

@@ -12,15 +12,17 @@ from torch import Tensor
 from quant import SCHEMES
 from quant.formats.compressed_tensors import TrainedLinear
 from quant.formats.layouts import check_layout, layout_config, linear_shapes, linear_tensors
-from quant.formats.mlx import affine_config
+from quant.formats.mlx import mlx_config, quantization_mode
 from quant.formats.torchao import PLAIN, TENSOR_NAMES, check_intx_of, intx_metadata
 from quant.scale import Scale
 from quant.spec import FP8_TENSOR, Scheme, TensorSpec
 
 INPUTS = SCHEMES["8da4w"].activations
 ROWS = Scheme("int8_per_row", TensorSpec("int", 8, "channel"), INPUTS)
+MXFP8 = Scheme("mxfp8_weights", SCHEMES["mxfp8"].weights)
 NAMES = ("w2a16_g32", "w3a16_g128", "w4a16_g32", "w4a16_g128", "w4a16_asym", "w8a16_g32", "w8a16_g128")
-MLX = pytest.mark.parametrize("scheme", [SCHEMES[name] for name in NAMES], ids=lambda scheme: scheme.name)
+AFFINE = [SCHEMES[name] for name in NAMES]
+MLX = pytest.mark.parametrize("scheme", [*AFFINE, SCHEMES["mxfp4"], MXFP8], ids=lambda scheme: scheme.name)
 TORCHAO = pytest.mark.parametrize(
     "scheme",
     [
@@ -41,7 +43,9 @@ def linear(layout: str, scheme: Scheme, dtype: torch.dtype) -> tuple[dict[str, T
     rows, columns = random.randint(1, 9), (spec.group_size or 32) * random.randint(1, 4)
     weight, shape = torch.randn(rows, columns).to(dtype), spec.scale_shape((rows, columns))
     scale = (torch.rand(shape) / 2 ** (spec.bits - 1) + 1e-3).to(dtype).float()
-    if spec.symmetric and layout == "mlx":
+    if spec.mx:
+        scale = torch.ldexp(torch.ones(shape), torch.randint(-126, 120, shape))
+    elif spec.symmetric and layout == "mlx":
         scale *= torch.where(torch.rand(shape) < 0.5, -1.0, 1.0)
     forward = Scale(s0=scale, zero=None if spec.symmetric else torch.randint(-8, 8, shape).float())
     trained = TrainedLinear("a", weight, forward, None, None, scheme, dtype)
@@ -51,7 +55,7 @@ def linear(layout: str, scheme: Scheme, dtype: torch.dtype) -> tuple[dict[str, T
     return made, linear_tensors("dequantized", replace(trained, dtype=torch.float32))["weight"]
 
 
-@MLX
+@pytest.mark.parametrize("scheme", AFFINE, ids=lambda scheme: scheme.name)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_words_for_mlx_are_a_stream_of_bits_that_means_the_weight(scheme, dtype, seed):
     made, expected = linear("mlx", scheme, dtype)
@@ -68,16 +72,34 @@ def test_words_for_mlx_are_a_stream_of_bits_that_means_the_weight(scheme, dtype,
 def test_mlx_reads_it(scheme, seed):
     mx = pytest.importorskip("mlx.core", reason="pip install -e '.[mlx]'")
     made, expected = linear("mlx", scheme, torch.bfloat16)
-    weight, *others = mx.array(made["weight"].numpy()), *(made[key].float() for key in ("scales", "biases"))
-    size, bits = scheme.weights.group_size, scheme.weights.bits
-    found = mx.dequantize(weight, *(mx.array(one.numpy()) for one in others), group_size=size, bits=bits)
+    weight, *others = (mx.array(_wide(tensor).numpy()) for tensor in made.values())
+    found = mx.dequantize(weight, *others, **quantization_mode(scheme), dtype=mx.float32)
     assert found.tolist() == expected.tolist()
 
 
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.is_floating_point() else tensor
+
+
+@pytest.mark.parametrize("scheme", [SCHEMES["mxfp4"], MXFP8], ids=lambda scheme: scheme.name)
+def test_mlx_has_the_same_words_for_the_same_values(scheme, seed):
+    """With the largest code in each group, MLX chooses our scales. No code is 0, of which MLX drops the sign."""
+    mx = pytest.importorskip("mlx.core", reason="pip install -e '.[mlx]'")
+    kind, s0 = quantization_mode(scheme), torch.ldexp(torch.ones(5, 3), torch.randint(-9, 9, (5, 3)))
+    weight = torch.randn(5, 3, 32)
+    weight += 0.5 * weight.sign()
+    weight[..., 7] = -scheme.weights.qmax
+    weight = (weight * s0.unsqueeze(-1)).flatten(1)
+    trained = TrainedLinear("a", weight, Scale(s0=s0), None, None, scheme, torch.bfloat16)
+    made, on_grid = linear_tensors("mlx", trained), linear_tensors("dequantized", replace(trained, dtype=torch.float32))
+    words, again = mx.quantize(mx.array(on_grid["weight"].numpy()), **kind)
+    assert words.tolist() == made["weight"].tolist() and again.tolist() == made["scales"].tolist()
+
+
 def test_the_configuration_for_mlx_has_the_usual_groups_and_those_of_other_layers():
-    layers = {"a": SCHEMES["w4a16_g32"], "b": SCHEMES["w8a16_g128"], "c": SCHEMES["w4a16_g32"]}
+    layers = {"a": SCHEMES["w4a16_g32"], "b": SCHEMES["w8a16_g128"], "c": SCHEMES["w4a16_g32"], "d": MXFP8}
     usual, other = ({"group_size": size, "bits": bits, "mode": "affine"} for size, bits in ((32, 4), (128, 8)))
-    assert affine_config(layers) == {**usual, "b": other}
+    assert mlx_config(layers) == {**usual, "b": other, "d": {"group_size": 32, "bits": 8, "mode": "mxfp8"}}
     assert layout_config("mlx", layers, [], []) is None  # no quantization_config, which other readers know
 
 
@@ -124,8 +146,9 @@ def test_torchao_reads_the_configuration():
 @pytest.mark.parametrize(
     ("layout", "nearest", "schemes"),
     [
-        ("mlx", "w4a16_g32", ["8da4w", "mxfp4"]),
-        ("mlx", "w4a16_g128", ["w4a16_channel", "nvfp4"]),
+        ("mlx", "w4a16_g32", ["8da4w"]),
+        ("mlx", "w4a16_g128", ["w4a16_channel"]),
+        ("mlx", "mxfp4", ["nvfp4", "mxfp4_w4a4", "mxfp4_mxfp8"]),
         ("mlx", "w8a16_g128", ["w8a16_asym", "fp8_static"]),
         ("mlx", "w8a16_g32", ["mxfp8"]),
         ("executorch", "w8a16_channel", ["w2a16_g32", "w4a16_asym", "q4_0", "nvfp4", "mxfp4"]),
