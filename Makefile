@@ -17,6 +17,7 @@
 #   make test-templates  chat templates of the extra "templates", which is installed into .venv-templates
 #   make test-oldest   the unit tests on the oldest torch that is supported, which is installed into .venv-oldest (GBs)
 #   make test-half-hour  benchmarks/gpu/half_hour.py on the CPU, all three stages in tiny sizes; four minutes
+#   make mutants       faults put into the source one at a time, which the unit tests must find; hours
 #   make golden        20 steps of tiny models against a record, bit for bit; five minutes
 #   make lint          ruff: format and lint
 #   make typecheck     mypy
@@ -42,7 +43,7 @@ test test-full test-eval test-gguf test-vllm test-mlx test-executorch test-peft 
     test-oldest: export OMP_NUM_THREADS = 1
 
 .PHONY: quickstart test test-full test-nvcc test-wheel test-eval test-gguf test-vllm test-mlx test-executorch \
-    test-peft test-arrow test-trackers test-templates test-oldest test-half-hour golden lint typecheck
+    test-peft test-arrow test-trackers test-templates test-oldest test-half-hour mutants golden lint typecheck
 .DELETE_ON_ERROR:
 
 quickstart: $(STAMP)
@@ -109,6 +110,10 @@ test-half-hour: $(STAMP)
 	for stage in A B C; do \
 	    $(VENV)/bin/python benchmarks/gpu/half_hour.py $$stage --dry --out runs/half_hour --work runs/half_hour || exit 1; \
 	done
+
+mutants: $(STAMP)
+	rm -rf build/mutants
+	$(VENV)/bin/python -m tests.mutants.run --minutes 600
 
 golden: $(STAMP)
 	$(VENV)/bin/python tests/golden/record.py --check
