@@ -13,6 +13,7 @@ compressed export of the same checkpoint. The logits are compared if llama.cpp i
 Exports for MLX are read with MLX, and exports for ExecuTorch with torchao; for both, tensors and logits are compared.
 
     python launch/verify.py --export served/qwen3_4b --engine vllm --engine_python vllm/bin/python
+    python launch/verify.py --export served/modelopt --against served/qwen3_4b --engine vllm --engine_python ...
     python launch/verify.py --export served/qwen3_4b_gguf --against served/qwen3_4b --engine llama.cpp
 
 Runs the export in a serving engine on the CPU, and prints one line: KL divergence from our forward, most likely tokens,
@@ -101,7 +102,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--against",
         type=CheckpointName,
-        help="of an export for llama.cpp, MLX or ExecuTorch: a compressed export of it",
+        help="of an export for llama.cpp, MLX or ExecuTorch, or with --engine vllm of a format other than compressed: "
+        "a compressed export of it",
     )
     parser.add_argument("--engine", choices=("vllm", "llama.cpp"), help="run the export there, and print one line")
     parser.add_argument(
@@ -143,7 +145,8 @@ def _compared(arguments: argparse.Namespace, engine: str | None, batches: "list[
     if arguments.engine == "vllm":
         whole = torch.cat([batch for batch in batches if batch.shape == batches[0].shape])
         with working("logits in vLLM"):
-            return compare_with_vllm(export, arguments.engine_python, whole, trust_remote_code=trust)
+            python, against = arguments.engine_python, arguments.against
+            return compare_with_vllm(export, python, whole, against=against, trust_remote_code=trust)
     if engine is None:
         report = compare_with_transformers(export, batches, trust_remote_code=trust)
         return report.table(), report.ok
@@ -156,7 +159,8 @@ def _compared(arguments: argparse.Namespace, engine: str | None, batches: "list[
 
 
 def _engine(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> str | None:
-    """Return the engine that an export is for, None for compressed-tensors; exit if --against does not fit it."""
+    """Return the engine that an export is for, None for compressed-tensors; with --engine vllm "vLLM" for its other
+    formats. Exit if --against does not fit it."""
     file, engine = arguments.export / "config.json", None
     if (arguments.export / _GGUF_FILE).is_file():
         engine = "llama.cpp"
@@ -166,16 +170,19 @@ def _engine(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> s
         with contextlib.suppress(ValueError, RecursionError, AttributeError, TypeError, KeyError):  # reported later
             config = json.loads(file.read_text(encoding="utf-8"))
             engine = "MLX" if config.get("quantization") else None
-            if config["quantization_config"]["quant_method"] == "torchao":
+            method = config["quantization_config"]["quant_method"]
+            if method == "torchao":
                 engine = "ExecuTorch"
+            elif arguments.engine == "vllm" and method != "compressed-tensors":
+                engine = "vLLM"
     if engine and (arguments.against is None or not arguments.against.is_dir()):
         parser.error(
             f"--export {arguments.export} is for {engine}: give --against, a compressed export of the same model"
         )
     if arguments.against is not None and not engine:
         parser.error(
-            f"--against has no effect: --export {arguments.export} is for none of llama.cpp, MLX and ExecuTorch; leave "
-            "--against out"
+            f"--against has no effect: --export {arguments.export} is for none of llama.cpp, MLX and ExecuTorch, nor "
+            "is it of another format than compressed for --engine vllm; leave --against out"
         )
     return engine
 
@@ -185,8 +192,8 @@ def _check_engine(parser: argparse.ArgumentParser, arguments: argparse.Namespace
     export, wanted = f"--export {arguments.export}", arguments.engine
     if wanted == "llama.cpp" and layout != "llama.cpp":
         parser.error(f"{export} has no {_GGUF_FILE}, which --engine llama.cpp runs: export.format gguf writes one")
-    if wanted == "vllm" and layout is not None:
-        parser.error(f"{export} is for {layout}: --engine vllm runs compressed exports")
+    if wanted == "vllm" and layout not in (None, "vLLM"):
+        parser.error(f"{export} is for {layout}: --engine vllm runs exports for vLLM")
     if (wanted == "vllm") != (arguments.engine_python is not None):
         parser.error(
             "--engine vllm and --engine_python go together: vLLM needs an environment of its own (docs/serving.md); "

@@ -215,7 +215,7 @@ def compare_with_compressed(
     report, left = engine.report, engine.found.keys() - engine.unused
     report.equal = 0
     engine.model, quantization = load_compressed(against, trust_remote_code=trust_remote_code)
-    _check_tokens(engine.model, batches, engine.export)
+    check_tokens(engine.model, batches, engine.export)
     tied = _tied_head(engine)
     with tempfile.TemporaryDirectory() as scratch, Reader() as reader:  # 4 bytes per parameter on disk
         plain = Path(scratch) / "plain"
@@ -257,7 +257,7 @@ def _tied_head(engine: Engine) -> dict[str, str]:
     return {names["head"]: names["table"]}
 
 
-def _check_tokens(model: PreTrainedModel, batches: Sequence[Tensor], export: Path) -> None:
+def check_tokens(model: PreTrainedModel, batches: Sequence[Tensor], export: Path) -> None:
     """Raise ValueError for token ids without an embedding in the model: some engines would read beyond the table."""
     count = embedding_rows(model)
     largest = max((int(ids.max()) for ids in batches), default=0)

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from quant import Quantization, Scheme
 from tools.compressed import load_compressed
 from tools.verify.check import inputs_left
-from tools.verify.comparison import LogitComparison, logits_of
+from tools.verify.comparison import LogitComparison, check_tokens, logits_of
 
 SCRIPT = Path(__file__).with_name("vllm_cpu.py")
 Result = dict[str, np.ndarray] | str
@@ -80,9 +80,15 @@ def _result(out: Path, said: str, python: str | Path) -> Result:
 
 @torch.no_grad()
 def compare_with_vllm(
-    directory: Path, python: str | Path, tokens: Tensor, *, trust_remote_code: bool = False
+    directory: Path,
+    python: str | Path,
+    tokens: Tensor,
+    *,
+    against: Path | None = None,
+    trust_remote_code: bool = False,
 ) -> tuple[str, bool]:
-    """Compare a compressed export in vLLM's CPU backend, in bf16, with DeepQAT's forward of this export.
+    """Compare an export in vLLM's CPU backend, in bf16, with DeepQAT's forward of ``against``, a compressed export of
+    the same model; None: of ``directory``, which is compressed itself.
 
     Kernels of some CPUs (AMX) do not quantize some inputs, or ignore stored scales. On these, the difference may be as
     large as the effect of quantizing inputs.
@@ -91,16 +97,23 @@ def compare_with_vllm(
         The figures in one line, and whether they are within the bound.
 
     Raises:
-        ValueError: vLLM does not load the export, or cannot be run.
-        RankError: the directory is no compressed checkpoint.
+        ValueError: vLLM does not load the export, or cannot be run; the export or its tokens are of another model.
+        RankError: the directory of DeepQAT's forward is no compressed checkpoint.
     """
-    model, quantization = load_compressed(directory, dtype=torch.bfloat16, trust_remote_code=trust_remote_code)
+    ours_of = against or directory
+    model, quantization = load_compressed(ours_of, dtype=torch.bfloat16, trust_remote_code=trust_remote_code)
+    check_tokens(model, [tokens], directory)
     (result,) = run(python, [{"export": str(directory), "dtype": "bfloat16"}], tokens)
     if isinstance(result, str):
         raise ValueError(f"vLLM does not load {directory}: {result}")
     theirs = torch.from_numpy(result["logprobs"])
     with as_vllm(quantization, truncate=True):
         ours = logprobs(model, tokens)
+        if ours.shape != theirs.shape:
+            raise ValueError(
+                f"{ours_of} is of another model than {directory}: it has {ours.shape[-1]} tokens, vLLM has "
+                f"{theirs.shape[-1]}"
+            )
         bound = max(divergence(logprobs(model, tokens), ours) for _ in rounded(model, quantization, 2))
     with inputs_left(quantization):
         bound = max(bound, 2 * divergence(logprobs(model, tokens), ours))

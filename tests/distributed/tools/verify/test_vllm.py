@@ -302,3 +302,25 @@ def test_verify_runs_an_export_in_vllm_and_prints_one_line(tmp_path, capsys):
     assert line.startswith(f"NOT ok: vLLM does not load {export}: ValueError: Failed to find a kernel"), line
     assert verify(["--export", str(export), *arguments[:3], "/bin/false"]) == 1
     assert capsys.readouterr().out == "NOT ok: vLLM ended without a result under /bin/false: no output\n"
+
+
+@pytest.mark.parametrize(
+    ("layout", "name", "said"),
+    [
+        ("modelopt", "fp8_static", r"vLLM 0\.\S+ on the CPU, bfloat16: .*: ok"),
+        ("modelopt", "fp8_dynamic", r"vLLM 0\.\S+ on the CPU, bfloat16: .*: ok"),
+        ("vllm_fp8", "fp8_static", rf"NOT ok: vLLM does not load .*{LACKS['fp8 quantizer']}.*"),
+        ("vllm_fp8", "fp8_block", rf"NOT ok: vLLM does not load .*({LACKS['kernel']}).*"),
+    ],
+)
+def test_verify_runs_other_formats_beside_a_compressed_export(tmp_path, capsys, layout, name, said):
+    made, compressed = export(tmp_path / "made", "dense", scheme=SCHEMES[name], layout=layout)
+    arguments = ["--engine", "vllm", "--engine_python", PYTHON, "--window", "128"]
+    ok = not said.startswith("NOT ok")
+    assert verify(["--export", str(made), "--against", str(compressed), *arguments]) == (not ok)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(said, line), line
+    if ok:
+        _, other = export(tmp_path / "other", "dense", scheme=SCHEMES[name])
+        assert verify(["--export", str(made), "--against", str(other), *arguments]) == 1
+        assert capsys.readouterr().out.endswith(": NOT ok\n")

@@ -129,6 +129,21 @@ def test_engines_that_do_not_fit_are_refused(good, capsys, options, error):
     assert error in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("method", ["modelopt", "fp8", "mxfp4"])
+def test_vllm_compares_other_formats_with_a_compressed_export(damaged, good, capsys, method):
+    arguments = ["--engine", "vllm", "--engine_python", "/bin/false"]
+    against = ["--against", str(good.directory)]
+    with pytest.raises(SystemExit):
+        main(["--export", str(good.directory), *arguments, *against])
+    assert "--against has no effect: " in capsys.readouterr().err
+    edit_json(damaged / "config.json", lambda config: config["quantization_config"].update(quant_method=method))
+    with pytest.raises(SystemExit):
+        main(["--export", str(damaged), *arguments])
+    assert f"--export {damaged} is for vLLM: give --against, a compressed export" in capsys.readouterr().err
+    assert main(["--export", str(damaged), *arguments, *against]) == 1  # vLLM is started
+    assert capsys.readouterr().out == "NOT ok: vLLM ended without a result under /bin/false: no output\n"
+
+
 def shorten(tensors, key):
     tensors[key] = tensors[key][:-1].clone()
 
