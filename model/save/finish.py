@@ -17,11 +17,11 @@ from model.families import text_part
 from model.quantized.quantization_config import MODELOPT_FILE, read_json_object
 from model.ranks import listed, naming
 from model.save.aside import sync
-from model.save.plan import TIED_LAYOUTS, Item, copied_modules, mlx_place
+from model.save.mlx import add_mlx_entries
+from model.save.plan import TIED_LAYOUTS, Item, copied_modules
 from model.zero import full_shape
 from quant import Quantization, QuantLayer
 from quant.formats.layouts import Layout, layout_config
-from quant.formats.mlx import mlx_config
 from quant.formats.modelopt import modelopt_in_config
 from quant.linear import QuantEmbedding, StackedLinear, linears_of
 from quant.rotation import rotated_layers, transform_config
@@ -88,30 +88,8 @@ def write_config(
         if quantized is not None:
             config["quantization_config"] = quantized
         if layout == "mlx":
-            _add_mlx_entries(config, model, quantization)
+            add_mlx_entries(config, model, quantization)
     write_json(config, directory / "config.json")
-
-
-def _add_mlx_entries(config: dict[str, Any], model: PreTrainedModel, quantization: Quantization) -> None:
-    """Add to a config.json the entries that mlx-lm reads: ``quantization``, and keys as in published checkpoints.
-
-    From version 5 on, transformers writes ``rope_parameters``, which most of mlx-lm's classes silently ignore, instead
-    of ``rope_theta`` and ``rope_scaling``, and ``num_local_experts`` instead of ``num_experts``.
-    """
-    schemes = {
-        mlx_place(module_name_on_disk(model, part.name))[0]: layer.scheme
-        for name, layer in quantization.layers.items()
-        for part in linears_of(name, layer)
-    }
-    config["quantization"] = mlx_config(schemes)
-    if hasattr(model.config, "num_experts"):
-        config.setdefault("num_experts", model.config.num_experts)
-    if config.get("head_dim") is None:
-        config["head_dim"] = model.config.hidden_size // model.config.num_attention_heads
-    if rope := config.get("rope_parameters"):
-        config.setdefault("rope_theta", rope["rope_theta"])
-        if rope.get("rope_type", "default") != "default":
-            config.setdefault("rope_scaling", {key: value for key, value in rope.items() if key != "rope_theta"})
 
 
 def configuration(

@@ -1,9 +1,12 @@
 """Checks that a layout, and the programs that read it, support a model."""
 
+from typing import Any
+
 from transformers import PreTrainedModel
 
 from model.checkpoint.names import module_name_on_disk
 from model.ranks import listed
+from model.save.mlx import full_attention_interval
 from model.save.plan import EXPERT
 from quant import Quantization
 from quant.formats.layouts import Layout, check_layout
@@ -13,10 +16,14 @@ from quant.linear import QuantEmbedding
 # Model types that transformers loads with torchao's tensors, that torch.export traces and that XNNPACK computes:
 # tests/distributed/tools/verify/test_engines.py lowers each with ExecuTorch 1.5.1.
 EXECUTORCH_MODELS = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "gemma2")
-# Model types whose tensors mlx-lm reads under transformers' names, with the same numerics: the same tests run each in
-# mlx-lm 0.32.2.
-MLX_MODELS = ("llama", "qwen2", "qwen3", "qwen3_moe")
-ROPE_TYPES = ("default", "llama3", "yarn")
+# Model types whose tensors mlx-lm reads under transformers' names, with the same numerics, and their types of RoPE: the
+# same tests run each in mlx-lm 0.32.2.
+MLX_MODELS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "qwen3_moe"), ("default", "llama3", "yarn")),
+    **dict.fromkeys(("gemma4_text", "gemma4"), ("default", "proportional")),
+    **dict.fromkeys(("lfm2", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe"), ("default",)),
+}
+_WITH_WINDOWS = ("gemma4_text", "gemma4")  # of which mlx-lm computes sliding attention
 
 
 def check_support(model: PreTrainedModel, quantization: Quantization, layout: Layout) -> None:
@@ -57,24 +64,21 @@ def _check_executorch(model: PreTrainedModel, quantization: Quantization) -> Non
 def _check_mlx(model: PreTrainedModel, quantization: Quantization) -> None:
     """Raise ValueError for untested model types or RoPE, sliding attention, and experts that are not all quantized as
     stacks."""
-    if model.config.model_type not in MLX_MODELS:
+    kind, config = model.config.model_type, model.config.get_text_config()
+    if kind not in MLX_MODELS:
         raise ValueError(
-            f"layout 'mlx' was tested with models of type {', '.join(MLX_MODELS)}, not with "
-            f"{model.config.model_type}: set export.format to dequantized and quantize it with mlx_lm.convert, which "
-            "chooses codes of its own"
+            f"layout 'mlx' was tested with models of type {', '.join(MLX_MODELS)}, not with {kind}: set export.format "
+            "to dequantized and quantize it with mlx_lm.convert, which chooses codes of its own"
         )
-    config = model.config
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope not in ROPE_TYPES:
+    if getattr(config, "enable_moe_block", False):
+        raise ValueError(f"layout 'mlx' was tested with {kind} without experts: set export.format to another one")
+    _check_mlx_rope(kind, getattr(config, "rope_parameters", None) or {})
+    full_attention_interval(config)
+    layers: list[str] = getattr(config, "layer_types", None) or []
+    window = getattr(config, "use_sliding_window", kind == "mistral" and config.sliding_window is not None)
+    if kind not in _WITH_WINDOWS and (window or "sliding_attention" in layers):
         raise ValueError(
-            f"layout 'mlx' was tested with rope_type {', '.join(ROPE_TYPES)}, got {rope!r}: set export.format to "
-            "another one"
-        )
-    kinds: list[str] = getattr(config, "layer_types", None) or []
-    if getattr(config, "use_sliding_window", False) or "sliding_attention" in kinds:
-        raise ValueError(
-            f"layout 'mlx': mlx-lm computes {config.model_type} without its sliding window: set export.format to "
-            "another one"
+            f"layout 'mlx': mlx-lm computes {kind} without its sliding window: set export.format to another one"
         )
     alone = [name for name in quantization.layers if EXPERT.search(f"{name}.")]
     if alone:
@@ -86,6 +90,22 @@ def _check_mlx(model: PreTrainedModel, quantization: Quantization) -> None:
         stacks = [f"{name}.{leaf}" for leaf, child in module.named_children() if getattr(child, "projections", ())]
         if 0 < len(quantization.layers.keys() & set(stacks)) < len(stacks):
             raise ValueError(f"{name}: layout 'mlx' needs all of the experts quantized, or none: {listed(stacks)}")
+
+
+def _check_mlx_rope(kind: str, parameters: dict[str, Any]) -> None:
+    """Raise ValueError for RoPE that mlx-lm does not compute in a model of type ``kind``, or that was not tested.
+    ``parameters`` are rope_parameters of its configuration, or those of each type of layers by name."""
+    for rope in [parameters] if "rope_type" in parameters else parameters.values():
+        if (found := rope.get("rope_type", "default")) not in MLX_MODELS[kind]:
+            raise ValueError(
+                f"layout 'mlx' was tested for {kind} with rope_type {', '.join(MLX_MODELS[kind])}, got {found!r}: set "
+                "export.format to another one"
+            )
+        if not rope.get("truncate", True):
+            raise ValueError(
+                f"layout 'mlx': mlx-lm computes {found} as with truncate true, got false in rope_parameters: set "
+                "export.format to another one"
+            )
 
 
 def _check_gpt_oss(model: PreTrainedModel, quantization: Quantization) -> None:

@@ -6,10 +6,10 @@ of a layer in BF16 or F16 to that dtype. So its logits differ from the logits of
 are compared twice: with our unchanged forward, which shows the cost of that rounding, and with our forward with inputs
 rounded in the same way. In the second comparison only the order of sums in matrix products may make a difference.
 
-Exports for MLX: weights are dequantized by ``mlx.core`` in fp32. mlx-lm loads the directory and
-computes logits, in fp32 and in the dtype of the checkpoint. In fp32 they must equal ours up to the order of sums. In
-the dtype of the checkpoint MLX rounds products of scales and codes, and activations; the report shows the cost of this
-rounding.
+Exports for MLX: weights are dequantized by ``mlx.core`` in fp32. mlx-lm loads the directory and computes logits, in
+fp32 and in the dtype of the checkpoint. In fp32 they must equal ours up to the order of sums (of Qwen3.5, with the
+factors of norms rounded as mlx-lm does). In the dtype of the checkpoint MLX rounds products of scales and codes, and
+activations; the report shows the cost of this rounding.
 
 Exports for ExecuTorch: transformers loads the directory with torchao, which dequantizes its weights in fp32. Then the
 model is exported with torch.export, lowered to XNNPACK and run by ExecuTorch's runtime on the CPU. Weights keep their
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from model.save import GGUF_FILE, GGUFNames, interleaved, is_expert, mlx_place, open_gguf, split
+from model.save import GGUF_FILE, GGUFNames, interleaved, is_expert, mlx_module, mlx_place, open_gguf, split
 from quant import QuantEmbedding, QuantLayer
 from quant.formats.gguf import BLOCK, BYTES
 from tools.verify.check import OUR_FORWARD_KL, OUR_FORWARD_KL_ROUTED, dtype_on_disk
@@ -213,7 +213,7 @@ class MLX(Engine):
             return torch.equal(_tensor(arrays[0]), expected)
         module, expert = mlx_place(key.removesuffix(".weight"))
         weight, *others = arrays if expert is None else (array[expert] for array in arrays)
-        mode = self.modes.get(module, self.modes)
+        mode = self.modes.get(mlx_module(self.model.config.model_type, module), self.modes)
         if mode["mode"] == "affine":
             others = [array.astype(mx.float32) for array in others]
         kind = {name: mode[name] for name in ("group_size", "bits", "mode")}
@@ -222,6 +222,7 @@ class MLX(Engine):
     def compare_logits(self, against: Path, batches: Sequence[Tensor]) -> None:
         import mlx.core as mx
 
+        self._round_norms(dtype_on_disk(against, self.model))
         ours = [logits_of(self.model, ids) for ids in batches]
         for name in ("dtype of the file", "in fp32"):
             theirs = (_tensor(self.mlx(mx.array(ids.numpy()))) for ids in batches)
@@ -235,6 +236,16 @@ class MLX(Engine):
         self.report.require(
             "in fp32", figure, _FP32_ROUNDING, "the largest difference, in standard deviations of the logits,"
         )
+
+    def _round_norms(self, dtype: torch.dtype) -> None:
+        """Round the factors ``1 + weight`` of Qwen3.5's norms in our model to the dtype of the files, as mlx-lm does on
+        loading."""
+        from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
+        from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeRMSNorm
+
+        for module in self.model.modules():
+            if isinstance(module, Qwen3_5RMSNorm | Qwen3_5MoeRMSNorm):
+                module.weight.copy_((1 + module.weight).to(dtype).float() - 1)
 
 
 def _tensor(array: Any) -> Tensor:

@@ -8,6 +8,7 @@ import re
 import shutil
 import struct
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,10 +20,14 @@ from engine.config.errors import RecipeError
 from engine.config.reading import load_recipe
 from engine.session_export import check_export
 from launch.verify import main as verify
+from model.save import export_model
 from model.save.layout_checks import EXECUTORCH_MODELS, MLX_MODELS, check_support
 from quant import SCHEMES, replace_layers
+from quant.rules import Rule
 from tests.distributed.engine.scripts.train import run_all
-from tests.families.variants import VARIANTS
+from tests.families.make import Variant
+from tests.families.variants import LLAMA3, VARIANTS, YARN
+from tests.lib.checkpoints import quantized
 from tests.lib.gguf_templates import gguf_template
 from tests.lib.launcher import on_ranks
 from tests.lib.patience import ends
@@ -112,6 +117,13 @@ FORMATS = {
         {"max_shard_size": "100KB"},
     ),
 }
+# Variants for MLX of which no model is trained here: the other types that are written.
+ONLY_QUANTIZED = (
+    *("mistral", "gemma4_text", "gemma4_text, keys are values", "gemma4_text, softcap", "gemma4", "lfm2"),
+    *("qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe"),
+)
+SHARED_KEYS = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}
+SHARED_KEYS |= {"num_kv_shared_layers": 2, "use_double_wide_mlp": True}
 IDS = list(torch.randint(7, 300, (2, 128), generator=torch.Generator().manual_seed(1)).split(1))
 
 
@@ -156,6 +168,11 @@ def exports(tmp_path_factory):
         return {kind: (directories[kind, layout], directories[kind, "compressed"]) for kind in form.kinds}
 
     return trained
+
+
+def variant(kind: str, options: dict[str, Any]) -> Variant:
+    """A variant of the zoo with other options."""
+    return replace(VARIANTS[kind], options={**VARIANTS[kind].options, **options})
 
 
 def compared(layout: str, export: Path, against: Path, batches=()) -> Report:
@@ -275,6 +292,21 @@ def test_codes_of_another_type_are_named_and_pipes_are_not_waited_for(exports, t
         compared("mlx", changed, against, IDS)
 
 
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [*((kind, {}) for kind in ONLY_QUANTIZED), ("gemma4_text", SHARED_KEYS), ("llama", {"rope_parameters": YARN})],
+)
+def test_mlx_computes_other_types(kind, options, tmp_path):
+    pytest.importorskip("mlx_lm", reason="make test-mlx")
+    source = variant(kind, options).checkpoint(tmp_path / "source")
+    rules = [Rule(SCHEMES["mxfp4"], r".*\.(o|out)_proj")]
+    model, quantization = quantized(source, SCHEMES["w4a16_g32"], rules=rules)
+    for layout in ("mlx", "compressed"):
+        export_model(model, quantization, source, tmp_path / layout, layout=layout)
+    report = compared("mlx", tmp_path / "mlx", tmp_path / "compressed", IDS)
+    assert report.ok and report.logits and report.layers >= 12, report.table()
+
+
 def test_other_readers_are_not_told_of_codes(exports):
     config = json.loads((exports("mlx")["qwen3_moe"][0] / "config.json").read_text())
     assert "quantization_config" not in config
@@ -338,6 +370,9 @@ def test_recipes_are_refused_before_training(tmp_path, options, error):
     ("layout", "kind", "scheme", "message"),
     [
         ("mlx", "qwen2, sliding window", "w4a16_g32", "mlx-lm computes qwen2 without its sliding window"),
+        ("mlx", "mistral, sliding window", "w4a16_g32", "mlx-lm computes mistral without its sliding window"),
+        ("mlx", "gemma4_text, experts", "w4a16_g32", "tested with gemma4_text without experts: set export.format"),
+        ("mlx", "gpt_oss", "mxfp4", r"tested with models of type llama, .*, not with gpt_oss: set export.format"),
         ("executorch", "qwen3_moe", "8da4w", r"tested with models of type llama, .*, not with qwen3_moe: set export"),
         ("executorch", "qwen3", "w4a16_g32", r"q_proj: layout 'executorch' has no Linear whose inputs are not quan"),
     ],
@@ -349,8 +384,36 @@ def test_models_that_an_engine_does_not_compute_are_refused(layout, kind, scheme
         check_support(model, quantization, layout)
 
 
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (
+            "qwen3, yarn",
+            {"rope_parameters": {**YARN, "truncate": False}},
+            "computes yarn as with truncate true, got fal",
+        ),
+        (
+            "lfm2",
+            {"rope_parameters": LLAMA3},
+            "tested for lfm2 with rope_type default, got 'llama3': set export.format",
+        ),
+        (
+            "qwen3_5_text",
+            {"layer_types": ["full_attention", "linear_attention"]},
+            "full attention in each n-th layer, not",
+        ),
+    ],
+)
+def test_configurations_that_mlx_does_not_compute_are_refused(kind, options, message):
+    model = variant(kind, options).model()
+    quantization = replace_layers(model, SCHEMES["w4a16_g32"], learn_weight_scale=False, learn_input_scale=False)
+    with pytest.raises(ValueError, match=message):
+        check_support(model, quantization, "mlx")
+
+
 def test_every_variant_of_a_type_that_is_written_is_tried_or_refused():
     known = {name for name, variant in VARIANTS.items() if variant.config().model_type in MLX_MODELS}
-    assert known - FORMATS["mlx"].kinds.keys() == {"qwen2, sliding window"}
+    refused = {"qwen2, sliding window", "mistral, sliding window", "gemma4_text, experts"}
+    assert known == refused | FORMATS["mlx"].kinds.keys() | set(ONLY_QUANTIZED)
     kinds = FORMATS["executorch"].kinds
     assert {VARIANTS[kind].config().model_type for kind in kinds} == set(EXECUTORCH_MODELS)
