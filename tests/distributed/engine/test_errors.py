@@ -241,14 +241,9 @@ def test_a_checkpoint_of_a_run_that_diverged_is_neither_written_nor_continued(ba
         assert "NaN or Inf in model.layers.0.self_attn." in end.text
 
 
-@pytest.mark.parametrize(
-    ("options", "expected", "said"),
-    [((), 1, "the teacher 290"), (("--optim.lr", "-1"), 2, "error: optim.lr: -1")],
-    ids=["when ranks have met", "before"],
-)
-def test_a_run_ends_with_an_exit_code_and_the_text_once(base, options, expected, said):
-    code, output = run_waiting(TRAIN, "--config", base / "teacher_vocabulary.yaml", *options)
-    assert code == expected and output.count(said) == 1 and "Traceback" not in output, output
+def test_a_run_ends_with_an_exit_code_and_the_text_once(base):
+    code, output = run_waiting(TRAIN, "--config", base / "teacher_vocabulary.yaml")
+    assert code == 1 and output.count("the teacher 290") == 1 and "Traceback" not in output, output
 
 
 class Defect(dict):

@@ -34,17 +34,6 @@ def test_a_checkpoint_cannot_ask_for_trust(tmp_path, monkeypatch, capsys):
             "dequantized",
             "'dequantized', expected compressed with quant.rotate",
         ),
-        (
-            {"quant": {"scheme": "fp8_kv"}},
-            "mlx",
-            "'mlx', expected compressed with quant.scheme fp8_kv, which quantizes",
-        ),
-        ({}, "peft", "'peft', expected another format, or adapter.kind lora with adapter.merge false"),
-        (
-            {"quant": {"fake_quant_start": -1}},
-            "mlx",
-            "'mlx', expected compressed or dequantized: with quant.fake_quant_",
-        ),
         ({}, "dequantized", None),
     ],
 )

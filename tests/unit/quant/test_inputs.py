@@ -428,19 +428,6 @@ def test_restored_once_and_the_same(way, recomputed, seed):
     assert apart - once == (2 if recomputed == "no" or way == "fp8_static" else 4)
 
 
-@pytest.mark.parametrize("recomputed", ("no", "not reentrant"))
-@pytest.mark.parametrize("scheme", ("fp8_dynamic", "mxfp4_w4a4"))
-def test_codes_that_are_kept_of_dynamic_inputs_give_the_same(scheme, recomputed, seed):
-    """Their gradient is masked already when their values are restored."""
-    model, _ = attention(scheme)
-    (x, grad), found = some(), []
-    for kept in (True, False):
-        for layer in model.children():
-            layer.dynamic_codes = kept
-        found.append(restored_gradients(model, x, grad, recomputed)[0])
-    assert_equal(*found)
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_a_backward_of_some_of_the_layers_holds_nothing_after_it(way, seed):
     """One layer's backward with the graph kept, then all: each gives what it gives without sharing."""

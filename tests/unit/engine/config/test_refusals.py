@@ -152,7 +152,6 @@ REFUSED = rows(r"""
     $CACHE loss.teacher=self                    | loss.teacher: 'self', expected a directory or null:
     $CACHE loss.diagnostics_every=5             | loss.diagnostics_every: 5, expected 0: diagnostics compare
 
-    train.steps=0                               | train.steps: 0, expected at least 1
     train.seed=4294967296                       | train.seed: 4294967296, expected 0 to 4294967295
     train.gradient_accumulation_steps=0         | train.gradient_accumulation_steps: 0, expected at least 1
     train.log_every=0                           | train.log_every: 0, expected at least 1

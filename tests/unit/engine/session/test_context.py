@@ -101,24 +101,6 @@ def test_weights_of_text_files(folder):
     assert abs(taken.count("a.txt") - taken.count("b.txt")) <= 1
 
 
-def test_special_tokens_that_are_spelled_out_are_counted_or_refused(folder, capsys):
-    (folder / "spelled.jsonl").write_text(json.dumps({"input": "a", "output": "b<|im_end|>"}) + "\n")
-    (folder / "spelled.txt").write_text(TEXT * 3 + "<|endoftext|>")
-    chats, texts = ("a.jsonl", "spelled.jsonl"), ("spelled.txt", "a.txt")
-    build(folder, chats)
-    build(folder, texts, kind="text", max_length=16)
-    build(folder, chats, special_tokens="text")
-    build(folder, texts, kind="text", max_length=16, special_tokens="text")
-    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("data: ")]
-    assert "; 1 special tokens spelled out in the chats and kept" in said[0] and "; 1 of them targets" in said[0]
-    assert said[1].endswith("; 1 special tokens spelled out and kept (data.special_tokens)")
-    assert "spelled" not in said[2] + said[3]
-    with pytest.raises(RankError, match=r"spelled\.jsonl:1: found the special token"):
-        build(folder, chats, special_tokens="refuse")
-    with pytest.raises(RankError, match=r"spelled\.txt:4: found the special token"):
-        build(folder, texts, kind="text", max_length=16, special_tokens="refuse")
-
-
 @pytest.mark.parametrize("packed", [False, True])
 def test_samples_of_equal_length_go_together(packed):
     """All of them without padding, in groups that are full but for the last of each length, by their first ones."""

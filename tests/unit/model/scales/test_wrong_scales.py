@@ -28,9 +28,7 @@ from tests.lib.thinned import thinned
 from tests.lib.tiny import tiny_checkpoint
 
 LAYER = "model.layers.0"
-Q, K, V, GATE, UP = (
-    f"{LAYER}.{name}_proj" for name in ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.up")
-)
+Q, GATE, UP = (f"{LAYER}.{name}_proj" for name in ("self_attn.q", "mlp.gate", "mlp.up"))
 SCALE = f"{Q}.weight_scale"
 ASYM = Scheme("w4a16_g32_asym", TensorSpec("int", 4, "group", 32, symmetric=False))
 
