@@ -7,6 +7,7 @@ Both runs of a pair have the same number of ranks and the same rows in a step.
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers import modeling_flash_attention_utils as flash
 
 from engine.cluster.job import join_ranks
 from engine.config.reading import load_recipe
+from engine.loop import Loop
 from engine.session import probes
 from engine.session.probes import Asked, sharing_problem
 from model.build import build_model
@@ -25,6 +27,7 @@ from model.checkpoint.load import load_weights
 from model.moe.experts import ExpertMLPs
 from model.ranks import barrier, gather_objects, is_main, reduce_over_ranks, world_size
 from model.sequence import SharedRows
+from quant import PRESETS, Preset
 from tests.distributed.engine.scripts.train import run_all
 from tests.families.variants import VARIANTS as FAMILIES
 from tests.lib.checkpoints import read_tensors
@@ -41,6 +44,14 @@ LINEAR = {"eps": 1.0, "lr": 0.1}
 
 PLAIN = {"quant": {"fake_quant_start": -1}, "loss": NO_TEACHER}
 TOP_K = {"kd": "kl_top_k", "top_k": 5, "diagnostics_every": 0}
+
+
+def learning(preset: Preset, name: str) -> dict[str, Any]:
+    """Return the sections of a run that learns the scales of a preset, but those of keys and values alone: if no value
+    is clipped, their gradients are rounding errors, and Adam makes a step of any size out of them."""
+    linear = preset.linear
+    learnable = {"weight_scale": linear is not None, "act_scale": linear is not None and linear.learns_input}
+    return {"quant": {"scheme": name}, "learnable": learnable, "loss": NO_TEACHER}
 
 
 # name: kind of the model, stage, dtype, sections of the recipe.
@@ -72,6 +83,13 @@ MORE: Variants = {
     "3_bf16": ("qwen3", 3, "bfloat16", {"data": {"packing": True}}),
     "3_moe_bf16": ("qwen3_moe", 3, "bfloat16", {}),
 }
+# The first preset of every format of inputs, and of keys and values.
+INPUTS = {
+    (preset.linear and preset.linear.activations, preset.kv_cache): name
+    for name, preset in reversed(PRESETS.items())
+    if preset.kv_cache or preset.linear.activations
+}.values()
+EVERY_INPUT: Variants = {name: ("qwen3 wide", 2, "float32", learning(PRESETS[name], name)) for name in INPUTS}
 FOUR: Variants = {
     "four": ("llama", 2, "float32", {"data": {"packing": True}}),
     "four_moe": ("qwen3_moe", 3, "float32", PLAIN),
@@ -169,6 +187,12 @@ def test_every_way_to_train_is_the_same_on_shared_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_every_format_of_inputs_is_the_same_on_shared_rows(tmp_path: Path) -> None:
+    """Static, of each token or of groups; in any preset."""
+    check(run_pairs(tmp_path, EVERY_INPUT), EVERY_INPUT)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("together", [2, 4])
 def test_four_ranks(tmp_path: Path, together: int) -> None:
     """Four that share a row each have one attention head, and a copy of the only head of keys and values."""
@@ -193,6 +217,65 @@ def test_a_run_goes_on_with_whole_rows(tmp_path: Path) -> None:
         resumed = torch.load(tmp_path / f"from_{together}" / "result.pt")["losses"]
         for mine, theirs in zip(resumed, losses[2:], strict=True):
             assert mine == pytest.approx(theirs, abs=2e-5)
+
+
+STEPS = 4
+# Weights alone have codes; inputs too, of which one may change by the rounding of what came before in the same step.
+SCHEMES = {"w4a16_g32": (5e-6, 5e-6, 5e-6), "fp8_dynamic": NEAR["float32"]}
+
+
+def take_checkpoints(loop: Loop, seen: dict[str, Any]) -> None:
+    """Give a run the checkpoints of the one with whole rows."""
+    output = Path(loop.recipe.output_dir)
+    if is_main():
+        shutil.copytree(output.with_name(output.name.partition(" ")[0]) / "checkpoints", output / "checkpoints")
+    barrier()
+
+
+@pytest.mark.full
+def test_each_step_from_the_same_weights_is_the_same(tmp_path: Path) -> None:
+    """Runs of quantized models part after some steps, as the last bit of a weight decides between two codes, and if it
+    is clipped. So each step here begins with the weights and moments of the run with whole rows."""
+    chats = write_chats(tmp_path / "chats.jsonl")
+    model = tiny_checkpoint(tmp_path / "model", "llama", even=True, dtype=torch.float32)
+    jobs = []
+    for scheme in SCHEMES:
+        for name, start in (
+            (scheme, None),
+            (f"{scheme} alone", None),
+            *((f"{scheme} {k}", k) for k in range(1, STEPS)),
+        ):
+            together = 1 if name == scheme else 2
+            train = {
+                "steps": STEPS,
+                "gradient_accumulation_steps": together,
+                "checkpoint_every": 1,
+                "keep_checkpoints": STEPS,
+            }
+            train["resume"] = False if start is None else f"step_{start:08d}"
+            own = {"train": train, "parallel": {"sequence": together}, "optim": LINEAR, "loss": NO_TEACHER}
+            own["quant"] = {"scheme": scheme, "calibration_batches": together}
+            path = write_recipe(tmp_path, name, model, chats, stage=2, dtype="float32", **own)
+            jobs.append((None if start is None else take_checkpoints, path))
+    on_ranks(run_all, jobs)
+    far = {}
+    for scheme, near in SCHEMES.items():
+        whole, alone = (torch.load(tmp_path / name / "result.pt") for name in (scheme, f"{scheme} alone"))
+        for step in range(STEPS):
+            index, mine = step, alone
+            if step:
+                print(f"{scheme}, step {step + 1}, alone: {step_apart(mine, index, whole, step)}")
+                index, mine = 0, torch.load(tmp_path / f"{scheme} {step}" / "result.pt")
+            found = step_apart(mine, index, whole, step)
+            print(f"{scheme}, step {step + 1}: {found}")
+            if any(value > limit for value, limit in zip(found, near, strict=True)):
+                far[scheme, step] = found
+    assert not far
+
+
+def step_apart(mine: dict[str, Any], index: int, theirs: dict[str, Any], step: int) -> tuple[float, ...]:
+    """Return the differences of losses, gradient norm and weights after a step of each run."""
+    return tuple(apart(mine[part][index], theirs[part][step]) for part in ("losses", "norms", "after"))
 
 
 # Families that must be refused, and what the error names.
