@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
-from dataclasses import Field, fields, is_dataclass
+from dataclasses import Field
 from operator import attrgetter
 from pathlib import Path
 from types import FrameType
@@ -24,7 +24,7 @@ import pytest
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from engine.config.config import Recipe
+from engine.config.config import Recipe, recipe_options
 from engine.config.errors import FP32_MAX, RecipeError
 from engine.config.reading import load_recipe, save_recipe
 from engine.config.sections import DataRecipe, EventRecipe, ModelRecipe, TrainRecipe
@@ -35,7 +35,7 @@ from tests.lib.garbage import collect
 from tests.lib.launcher import free_port
 from tests.lib.patience import PATIENCE
 from tests.lib.processes import run_python
-from tests.lib.recipes import write_chats
+from tests.lib.recipes import minimal, write_chats
 from tests.lib.root import ROOT
 from tests.lib.tiny import TEXT, tiny_checkpoint
 
@@ -240,11 +240,7 @@ def turns(number: int) -> list[dict[str, str]]:
 
 def options() -> Iterator[tuple[str, Field[Any]]]:
     """Every option of the recipe, by its key."""
-    for section in fields(Recipe):
-        if is_dataclass(section.type):
-            yield from ((f"{section.name}.{item.name}", item) for item in fields(section.type))
-        else:
-            yield section.name, section
+    return ((key, item) for key, _, item in recipe_options(minimal()))
 
 
 def another(key: str, item: Field[Any]) -> Any:

@@ -1,54 +1,19 @@
 """Comparison of ranks: the options that name files, and the environment variables that count."""
 
-from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
-from typing import get_args
-
 import pytest
 
 from engine.cluster import nodes
-from engine.config.config import Recipe
+from engine.config.config import recipe_options
+from engine.config.hub import HUB
 from tests.lib.recipes import minimal
-
-# Options of text that name no file that a rank reads; samples and the DeepSpeed configuration are compared as read.
-NO_FILES = {
-    "adapter.ranks",
-    "adapter.targets",
-    "data.cache",
-    "data.eval",
-    "data.skip",
-    "data.server",
-    "data.train",
-    "deepspeed",
-    "export.dir",
-    "export.max_shard_size",
-    "learnable.freeze",
-    "model.attn_implementation",
-    "output_dir",
-    "quant.embedding",
-    "quant.exempt",
-    "quant.exempt_more",
-    "quant.lm_head",
-    "quant.rotate",
-    "quant.scheme",
-    "quant.schemes",
-    "train.report_to",
-    "train.resume",
-}
-
-
-def texts(section: type, prefix: str = "") -> Iterator[str]:
-    """Yield the keys of all options that take a text or a list of texts."""
-    for item in fields(section):
-        kind = item.type
-        if is_dataclass(kind):
-            yield from texts(kind, f"{prefix}{item.name}.")
-        elif str in (kind, *get_args(kind)):
-            yield f"{prefix}{item.name}"
+from tests.unit.engine.config.test_hub import LOCAL_OPTIONS
 
 
 def test_every_file_that_an_option_names_is_compared():
-    assert {*texts(Recipe)} - NO_FILES == nodes.files_of(minimal()).keys()
+    """Samples are compared as they are read."""
+    checkpoints = {key for key, _, item in recipe_options(minimal()) if HUB in item.metadata}
+    files = {key for key, why in LOCAL_OPTIONS.items() if why.startswith("a file ")}
+    assert checkpoints - {"data.train", "data.eval"} | files == nodes.files_of(minimal()).keys()
 
 
 @pytest.mark.parametrize(

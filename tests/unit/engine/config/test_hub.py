@@ -4,17 +4,16 @@ import ast
 import json
 import re
 import time
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from engine.config.config import FETCHED, Recipe
+from engine.config.config import FETCHED, recipe_options
 from engine.config.hub import HUB, HubName, parse_name
 from tests.lib.hub import Hub, serving
 from tests.lib.processes import run_python
-from tests.lib.recipes import write_minimal
+from tests.lib.recipes import minimal, write_minimal
 from tests.lib.root import ROOT
 
 
@@ -219,11 +218,12 @@ def test_one_process_of_a_machine_asks_and_the_others_take_its_answer(hub):
 
 
 # Options of text in the recipe, and options of scripts that are no numbers, choices or switches, which take no name.
+# "a file" is what ranks must have alike (tests/unit/engine/cluster/test_nodes.py).
 LOCAL_OPTIONS = {
     **dict.fromkeys(("output_dir", "export.dir", "data.cache"), "written"),
     "deepspeed": "a name in ds_configs/, or a JSON file",
     "model.attn_implementation": "a name of transformers",
-    "loss.teacher_cache": "made by launch/cache_teacher.py of the same samples",
+    "loss.teacher_cache": "a file that launch/cache_teacher.py made of the same samples",
     "export.template": "a file of llama.cpp's",
     "export.max_shard_size": "a size",
     **dict.fromkeys(("quant.scheme", "quant.lm_head", "quant.embedding"), "names of schemes"),
@@ -248,11 +248,7 @@ LOCAL_SCRIPT_OPTIONS = {
 
 def test_every_option_that_takes_a_checkpoint_takes_a_name():
     """An option that is added must take names, or have a line above that says why not."""
-    recipe = {}
-    for section in fields(Recipe):
-        inner = fields(section.type) if is_dataclass(section.type) else [section]
-        prefix = f"{section.name}." if is_dataclass(section.type) else ""
-        recipe |= {f"{prefix}{item.name}": item for item in inner}
+    recipe = {key: item for key, _, item in recipe_options(minimal())}
     texts = {key for key, item in recipe.items() if "str" in str(item.type) and "dict" not in str(item.type)}
     named = {key for key, item in recipe.items() if HUB in item.metadata}
     assert {key.partition(".")[0] for key in named} == {*FETCHED}

@@ -12,7 +12,7 @@ from typing import Any, get_args
 import pytest
 import yaml
 
-from engine.config.config import Recipe
+from engine.config.config import Recipe, recipe_options
 from engine.config.errors import DERIVED, ONLY_WITH, RecipeError
 from engine.config.reading import load_recipe, parse_recipe, save_recipe
 from engine.config.sections import DataRecipe, EventRecipe, parse_condition
@@ -112,13 +112,9 @@ def run_script(*argv: str, cwd: Path, **environment: str) -> subprocess.Complete
 def keys() -> list[tuple[str, str, bool]]:
     """Section and key of every option of a recipe, and if it takes null; a key outside all sections has section ""."""
     found = []
-    for section in dataclasses.fields(Recipe):
-        nested = dataclasses.fields(section.type) if dataclasses.is_dataclass(section.type) else ()
-        found += [
-            (section.name, one.name, type(None) in get_args(one.type) or DERIVED in one.metadata) for one in nested
-        ]
-        if not nested:
-            found.append(("", section.name, type(None) in get_args(section.type)))
+    for key, _, item in recipe_options(minimal()):
+        section, _, name = key.rpartition(".")
+        found.append((section, name, type(None) in get_args(item.type) or DERIVED in item.metadata))
     return found
 
 
