@@ -15,6 +15,7 @@ from engine.session.context import build_loader, samples_on_all_ranks
 from model.ranks import RankError
 from tests.lib.recipes import minimal
 from tests.lib.tiny import TEXT, tiny_checkpoint
+from tests.unit.engine.session.test_cached_data import recipe_of
 
 
 @pytest.fixture(scope="module")
@@ -30,12 +31,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build(folder: Path, files=("a.jsonl", "b.jsonl"), **data: Any) -> tuple[Loader, HeldOut | None]:
-    recipe = minimal(
-        model={"path": str(folder / "model")},
-        data={"train": [str(folder / file) for file in files], "max_length": 128, **data},
-        eval={"every": int("eval" in data)},
-    )
-    return build_loader(recipe, AutoTokenizer.from_pretrained(folder / "model"), {"model.path": 301})
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    return build_loader(recipe_of(folder, files, **data), tokenizer, {"model.path": 301})
 
 
 def test_held_out_samples_are_not_trained_on(folder):
