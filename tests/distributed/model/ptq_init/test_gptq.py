@@ -1,27 +1,32 @@
 """quant.init gptq on two ranks under ZeRO-3: the codes of one process, in the export and in the first step."""
 
-import json
 import random
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from data.loader import MicroBatch
+from engine.session.context import init_ranks, samples_on_all_ranks
 from model.ptq_init import blockwise as tuning
 from model.ptq_init import choose_initial_codes
-from quant import SCHEMES
+from model.ranks import rank
+from model.scales import renew_weight_scales
+from model.zero import gathered, partition_new_parameters
+from quant import SCHEMES, replace_layers
 from quant.gptq import takes
 from tests.distributed.engine.test_adapters import MANY, every_scheme
+from tests.distributed.model.scripts.models import ds_config, loaded
 from tests.lib.checkpoints import quantized
-from tests.lib.launcher import run_ranks
+from tests.lib.launcher import on_ranks, run_ranks
 from tests.lib.processes import run_python
 from tests.lib.recipes import write_chats, write_recipe
 from tests.lib.root import ROOT
 from tests.lib.tiny import tiny_checkpoint
 
-GROUPS = Path(__file__).parent / "scripts" / "groups.py"
 # launch/calibrate.py with fewer steps of tuning.
 CALIBRATE = """
 from launch import calibrate
@@ -30,6 +35,7 @@ blockwise.STEPS = 30
 calibrate.main()
 """
 COMMON = {"loss": {"kd_weight": 0.0, "teacher": None}, "export": {"enabled": True}}
+ROWS, STEPS = 4, 20  # of a micro-batch of a rank, and of tuning
 # One rank takes as many rows in a micro-batch as two take together.
 ONE, TWO = {"data": {"micro_batch_size": 2}, "stage": 0}, {"data": {"micro_batch_size": 1}, "stage": 3}
 
@@ -109,26 +115,49 @@ def test_inputs_keys_and_values_are_measured_once_the_codes_are_there(made):
     assert said.index("gptq: ") < said.index("calibrating")
 
 
+def micro_batch(lengths: list[int], generator: torch.Generator) -> MicroBatch:
+    """Samples of random tokens, padded."""
+    return {
+        "input_ids": torch.randint(3, 300, (len(lengths), max(lengths)), generator=generator),
+        "spans": torch.tensor([(row, 0, length) for row, length in enumerate(lengths)]),
+    }
+
+
+def choose_by_groups(source: Path, lengths: list[list[list[int]]]) -> dict[str, Any]:
+    """On a rank: its groups of samples of these lengths, by rank and micro-batch, and the weights that are found."""
+    device = init_ranks()
+    generator = torch.Generator().manual_seed(rank())
+    samples = [micro_batch(each, generator) for each in lengths[rank()]]
+    given = list(samples_on_all_ranks(samples, together=ROWS))
+    model = loaded(source, ds_config(3))
+    quantization = replace_layers(model, SCHEMES["w2a16_g32"], learn_weight_scale=True, learn_input_scale=False)
+    partition_new_parameters(model, ds_config(3))
+    renew_weight_scales(quantization)
+    tuning.STEPS = STEPS
+    choose_initial_codes(model, quantization, given, device, tuned_rows=ROWS)
+    weights = {name: layer.weight for name, layer in quantization.layers.items()}
+    with gathered(weights.values()):
+        return {"given": given, "weights": {name: weight.detach().clone() for name, weight in weights.items()}}
+
+
 def test_ranks_whose_groups_differ_in_number_and_shape(tmp_path, seed, monkeypatch, capfd):
     """Three groups on one rank, five on the other, each of samples of equal length: what they say is what one process
     says of all samples one by one."""
     tiny_checkpoint(tmp_path / "model", "qwen3_moe", wide=True)
     same, *others = random.Random(seed).sample(range(20, 50), 6)
     lengths = [[[same, same, same], [same, same, others[0]]], [[others[0], others[1]], others[2:]]]
-    (tmp_path / "lengths.json").write_text(json.dumps(lengths))
-    said = run_ranks(GROUPS, tmp_path)
-    found = [torch.load(tmp_path / f"found_{rank}.pt") for rank in range(2)]
+    found, said = on_ranks(choose_by_groups, tmp_path / "model", lengths)
     given = [[ids for ids, counts in one["given"] if counts] for one in found]
     assert [len(one["given"]) for one in found] == [5, 5] and [len(one) for one in given] == [3, 5]
     assert [tuple(ids.shape) for ids in given[0]] == [(4, same), (1, same), (1, others[0])]
     assert [tuple(ids.shape) for ids in given[1]] == [(1, length) for length in others]
     assert all(torch.equal(weight, found[1]["weights"][name]) for name, weight in found[0]["weights"].items())
 
-    monkeypatch.setattr(tuning, "STEPS", 20)
+    monkeypatch.setattr(tuning, "STEPS", STEPS)
     capfd.readouterr()
     alone, quantization = quantized(tmp_path / "model", SCHEMES["w2a16_g32"])
     singles = [(ids[None], True) for group in given[0] + given[1] for ids in group]
-    choose_initial_codes(alone, quantization, singles, torch.device("cpu"), tuned_rows=8)
+    choose_initial_codes(alone, quantization, singles, torch.device("cpu"), tuned_rows=2 * ROWS)
     pattern = (
         r"gptq: 12 layers, 11 samples, .*outputs (\S+), .*nearest codes (\S+?); of decoder layers (\S+),.* (\S+)\n"
     )

@@ -1,32 +1,48 @@
 """Scales on two ranks under ZeRO-3: calibrated, written, read back, measured from partitions, and refused when bad."""
 
-import json
 import random
 import re
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 from engine.config.reading import load_recipe
-from quant import SCHEMES, Quantization, replace_layers
+from engine.session.context import init_ranks, start_ranks
+from engine.session.session import build_session
+from launch.calibrate import calibrate
+from model.ranks import RankError
+from model.scales import load_scales, measure_weight_scales
+from model.zero import gathered, partition_new_parameters
+from quant import DEFAULT_EXEMPT, SCHEMES, Quantization, Scheme, TensorSpec, replace_layers
 from quant.reference import absmax_scale, asymmetric_grid, fake_quant
-from quant.spec import PRESETS, TensorSpec
-from tests.distributed.model.scales.scripts.scales import MEASURED
-from tests.lib.launcher import run_ranks
+from quant.spec import PRESETS
+from tests.distributed.model.scripts.models import ds_config, loaded
+from tests.lib.garbage import collect
+from tests.lib.launcher import on_ranks
 from tests.lib.plain import plain_model, plain_weights
 from tests.lib.recipes import write_chats, write_recipe
 from tests.lib.tiny import tiny_checkpoint
 
-SCRIPT = Path(__file__).parent / "scripts" / "scales.py"
-RANKS = 2
 UNUSED = "model.layers.9.self_attn.k_proj.weight_scale"
 ATTENTION = "model.layers.1.self_attn"
 Q, K, V, OUT = (f"{ATTENTION}.{name}_proj" for name in "qkvo")
 SHAPES: list[tuple[int, ...]] = [(), (1,)]
 # How files spell the scales of keys and values, by layer; the first is what we write.
 SPELLINGS = ("{kind}_scale", "{kind}_cache.scale")
+
+# Shapes that no preset has, whose scales two ranks do not share evenly.
+MEASURED = {
+    "channel": Scheme("w4a16_channel", TensorSpec("int", 4, "channel")),
+    "group": Scheme("w5a16_g3", TensorSpec("int", 5, "group", 3)),
+    "searched": Scheme("w2a16_g3", TensorSpec("int", 2, "group", 3)),
+    "shifted": Scheme("w4a16_g3_asym", TensorSpec("int", 4, "group", 3, symmetric=False)),
+    "tensor": SCHEMES["fp8_static"],
+}
 
 # Tensors beside or in place of good ones, and words of the error.
 WRONG = {
@@ -76,13 +92,15 @@ def random_scales(quantization: Quantization) -> dict[str, torch.Tensor]:
     return scales | {key_of(name, "input"): torch.rand(random.choice(SHAPES)) + 0.01 for name in quantization.caches}
 
 
-def write_cases(directory: Path, quantization: Quantization, scales: dict[str, torch.Tensor]) -> None:
-    """PTQ checkpoints of two files, good and bad, and the arguments that they are read with."""
+def write_cases(
+    directory: Path, quantization: Quantization, scales: dict[str, torch.Tensor]
+) -> dict[str, dict[str, Any]]:
+    """Write PTQ checkpoints of two files, good and bad; the arguments that each is read with."""
+    cases: dict[str, dict[str, Any]] = {}
 
     def write(name: str, tensors: dict[str, torch.Tensor], **arguments: object) -> None:
-        case = directory / name
-        case.mkdir(parents=True)
-        (case / "arguments.json").write_text(json.dumps(arguments))
+        (case := directory / name).mkdir(parents=True)
+        cases[name] = arguments
         for part in range(2):
             keys = list(tensors)[part::2]
             save_file({key: tensors[key].clone() for key in keys}, case / f"model-{part}.safetensors")
@@ -118,11 +136,85 @@ def write_cases(directory: Path, quantization: Quantization, scales: dict[str, t
     file.write_bytes(file.read_bytes()[:-7])
     write("none", {"model.norm.weight": torch.ones(48)})
     write("names", {f"transformer.{key}": value for key, value in scales.items()})
+    return cases
+
+
+def whole_scales(quantization: Quantization) -> dict[str, Tensor]:
+    """Every s0 by its owner and kind."""
+    kinds = {"weight": quantization.weight_groups, "input": quantization.input_groups}
+    with gathered([group.s0 for groups in kinds.values() for group in groups]):
+        return {f"{g.owner}.{kind}": g.s0.detach().clone() for kind, groups in kinds.items() for g in groups}
+
+
+def read_cases(
+    directory: Path, cases: dict[str, dict[str, Any]], model: nn.Module, quantization: Quantization
+) -> dict[str, dict[str, Any]]:
+    """Read every case in turn into the same model: each writes all scales, or must leave them as they were."""
+    results = {}
+    for name, arguments in cases.items():
+        before = whole_scales(quantization)
+        found: dict[str, Any] = {}
+        try:
+            report = load_scales(model, quantization, directory / name, **arguments)
+            found |= {"report": asdict(report), "summary": report.summary()}
+        except RankError as error:
+            found["error"] = str(error)
+        found["scales"] = whole_scales(quantization)
+        found["unchanged"] = all(torch.equal(value, before[key]) for key, value in found["scales"].items())
+        results[name] = found
+    return results
+
+
+def measure(scheme: Scheme, source: Path) -> dict[str, tuple[Any, list[Tensor]]]:
+    """Scales measured from the partitions, beside the whole weights of each group."""
+    model = loaded(source, ds_config(3))
+    # The intermediate sizes are primes, which no group size divides; experts are quantized whole or not at all.
+    odd = r".*\.(down_proj|experts\.\d+\.\w+)"
+    exempt = [*DEFAULT_EXEMPT, odd] if scheme.weights.granularity == "group" else DEFAULT_EXEMPT
+    quantization = replace_layers(model, scheme, exempt=exempt, learn_weight_scale=True, learn_input_scale=False)
+    partition_new_parameters(model, ds_config(3))
+    scales = measure_weight_scales(quantization)
+    result = {}
+    for group in quantization.weight_groups:
+        weights = [quantization.layers[member].weight for member in group.members]
+        with gathered(weights):
+            result[group.owner] = (scales[group.owner], [weight.detach().clone() for weight in weights])
+    return result
+
+
+def run(directory: Path, cases: dict[str, dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """On a rank: calibrate each kind of model, read what that wrote and all cases, measure weights in partitions."""
+    init_ranks()
+    found = {}
+    for kind, own in cases.items():
+        recipe = load_recipe(directory / f"calibrate_{kind}.yaml")
+        calibrate(recipe)
+        collect()
+        # Read back through the recipe: nothing may be left to measure or to calibrate.
+        recipe = replace(recipe, quant=replace(recipe.quant, scales=str(recipe.export_dir())))
+        session = build_session(recipe, start_ranks(recipe), None, None, optimizer=False)
+        assert not session.uncalibrated
+        found[kind] = {
+            "back": whole_scales(session.quantization),
+            "cases": read_cases(directory / "cases" / kind, own, session.model, session.quantization),
+            "measured": {name: measure(scheme, Path(recipe.model.path)) for name, scheme in MEASURED.items()},
+        }
+        del session
+        collect()
+    return found
+
+
+class Ran(NamedTuple):
+    """The directory of a job, and what each rank found, by kind of model."""
+
+    directory: Path
+    ranks: list[dict[str, dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory) -> Path:
-    """One launch: dense and MoE calibrated, every case read, weights measured."""
+def ran(tmp_path_factory) -> Ran:
+    """One job: dense and MoE calibrated, every case read, weights measured."""
+    cases = {}
     directory = tmp_path_factory.mktemp("scales")
     data = write_chats(directory / "chats.jsonl")
     for kind in ("qwen3", "qwen3_moe"):
@@ -134,10 +226,8 @@ def launched(tmp_path_factory) -> Path:
         quantization = structure(model)
         scales = random_scales(quantization)
         save_file(scales, directory / f"scales_{kind}.safetensors")
-        write_cases(directory / "cases" / kind, quantization, scales)
-        (directory / "measured" / kind).mkdir(parents=True)
-    run_ranks(SCRIPT, str(directory))
-    return directory
+        cases[kind] = write_cases(directory / "cases" / kind, quantization, scales)
+    return Ran(directory, on_ranks(run, directory, cases)[0])
 
 
 @pytest.fixture(params=("qwen3", "qwen3_moe"))
@@ -145,9 +235,9 @@ def kind(request) -> str:
     return request.param
 
 
-def case(base: Path, kind: str, name: str) -> dict:
+def case(ran: Ran, kind: str, name: str) -> dict[str, Any]:
     """Return the result of a case, which must be the same on both ranks."""
-    found = [torch.load(base / "cases" / kind / f"{name}_{rank}.pt", weights_only=True) for rank in range(RANKS)]
+    found = [rank[kind]["cases"][name] for rank in ran.ranks]
     assert found[0].keys() == found[1].keys() and found[0].get("error") == found[1].get("error")
     assert same(found[0]["scales"], found[1]["scales"])
     return found[0]
@@ -157,11 +247,11 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(value, other[key]) for key, value in one.items())
 
 
-def test_calibration_finds_the_scales_of_one_process_and_reading_back_changes_no_bit(launched, kind):
-    recipe = load_recipe(launched / f"calibrate_{kind}.yaml")
+def test_calibration_finds_the_scales_of_one_process_and_reading_back_changes_no_bit(ran, kind):
+    recipe = load_recipe(ran.directory / f"calibrate_{kind}.yaml")
     _, expected = plain_model(recipe)
     disk = load_file(recipe.export_dir() / "model.safetensors")
-    back = [torch.load(launched / f"read_back_{kind}_{rank}.pt", weights_only=True) for rank in range(RANKS)]
+    back = [rank[kind]["back"] for rank in ran.ranks]
     for groups, what in ((expected.weight_groups, "weight"), (expected.input_groups, "input")):
         for group in groups:
             written = [disk[key_of(member, what, SPELLINGS[0])] for member in group.members]
@@ -173,44 +263,44 @@ def test_calibration_finds_the_scales_of_one_process_and_reading_back_changes_no
             torch.testing.assert_close(written[0], group.s0.detach(), rtol=rtol, atol=0)
 
 
-def test_groups_take_the_largest_scale_of_their_members_whatever_its_shape(launched, kind):
-    found, scales = case(launched, kind, "good"), load_file(launched / f"scales_{kind}.safetensors")
-    quantization = structure(launched / kind)
+def test_groups_take_the_largest_scale_of_their_members_whatever_its_shape(ran, kind):
+    found, scales = case(ran, kind, "good"), load_file(ran.directory / f"scales_{kind}.safetensors")
+    quantization = structure(ran.directory / kind)
     for groups, what in ((quantization.weight_groups, "weight"), (quantization.input_groups, "input")):
         for group in groups:
             expected = max(float(scales[key_of(member, what)]) for member in group.members)
             assert found["scales"][f"{group.owner}.{what}"].tolist() == [expected]
     assert found["report"]["weights_measured"] == found["report"]["inputs_missing"] == []
     assert len(found["report"]["weights_loaded"]) == len(quantization.weight_groups)
-    more = case(launched, kind, "unused")
+    more = case(ran, kind, "unused")
     assert UNUSED in more["summary"] and same(more["scales"], found["scales"])
-    assert same(found["scales"], case(launched, kind, "plain")["scales"])
+    assert same(found["scales"], case(ran, kind, "plain")["scales"])
 
 
-def test_a_missing_weight_scale_is_measured_for_its_whole_group_and_listed(launched, kind):
-    found, good = case(launched, kind, "missing weights"), case(launched, kind, "good")["scales"]
+def test_a_missing_weight_scale_is_measured_for_its_whole_group_and_listed(ran, kind):
+    found, good = case(ran, kind, "missing weights"), case(ran, kind, "good")["scales"]
     assert found["report"]["weights_measured"] == [Q, OUT]
     assert Q in found["summary"] and OUT in found["summary"]
-    weights = load_file(launched / kind / "model.safetensors")
+    weights, scales = load_file(ran.directory / kind / "model.safetensors"), dict(found["scales"])
     for owner, members in ((Q, (Q, K, V)), (OUT, (OUT,))):
         absmax = max(float(weights[f"{member}.weight"].abs().max()) for member in members)
         expected = absmax_scale(torch.tensor([absmax]), SCHEMES["fp8_static"].weights)
-        assert torch.equal(found["scales"].pop(f"{owner}.weight"), expected)
-    assert same(found["scales"], good)
+        assert torch.equal(scales.pop(f"{owner}.weight"), expected)
+    assert same(scales, good)
 
 
-def test_a_missing_input_scale_may_have_another_source(launched, kind):
-    initial, later = (case(launched, kind, name) for name in ("initial inputs", "later inputs"))
+def test_a_missing_input_scale_may_have_another_source(ran, kind):
+    initial, later = (case(ran, kind, name) for name in ("initial inputs", "later inputs"))
     assert initial["scales"][f"{OUT}.input"].tolist() == [0.25] and initial["report"]["inputs_initial"] == [OUT]
     assert later["report"]["inputs_missing"] == [OUT] and OUT not in later["report"]["inputs_loaded"]
-    shared = case(launched, kind, "one input of three")["scales"][f"{Q}.input"]
-    assert shared.tolist() == [float(load_file(launched / f"scales_{kind}.safetensors")[f"{K}.input_scale"])]
+    shared = case(ran, kind, "one input of three")["scales"][f"{Q}.input"]
+    assert shared.tolist() == [float(load_file(ran.directory / f"scales_{kind}.safetensors")[f"{K}.input_scale"])]
 
 
 @pytest.mark.parametrize("name", WRONG_WORDS)
-def test_bad_scales_are_refused_on_every_rank_and_nothing_is_written(launched, kind, name):
+def test_bad_scales_are_refused_on_every_rank_and_nothing_is_written(ran, kind, name):
     """With one text, even of weights that no rank holds whole."""
-    found = case(launched, kind, name)
+    found = case(ran, kind, name)
     assert all(part in found["error"] for part in WRONG_WORDS[name]), found["error"]
     assert found["unchanged"]
     assert not name.startswith("other") or not re.search(r"^rank \d", found["error"])  # both ranks found it
@@ -219,11 +309,9 @@ def test_bad_scales_are_refused_on_every_rank_and_nothing_is_written(launched, k
 
 
 @pytest.mark.parametrize("name", MEASURED)
-def test_scales_measured_from_partitions_are_those_of_the_whole_weights(launched, kind, name):
+def test_scales_measured_from_partitions_are_those_of_the_whole_weights(ran, kind, name):
     spec = MEASURED[name].weights
-    found = [
-        torch.load(launched / "measured" / kind / f"measured_{name}_{rank}.pt", weights_only=True) for rank in (0, 1)
-    ]
+    found = [rank[kind]["measured"][name] for rank in ran.ranks]
     assert len(found[0]) > 5
     for owner, (scale, weights) in found[0].items():
         assert torch.equal(scale, found[1][owner][0])
