@@ -519,9 +519,10 @@ def _first_scales(r: Recipe) -> Contradictions:
         measured = "the scales of quant.init or quant.start would be measured again afterwards"
         yield "schedule", f"no event that turns fake quant of weights off: {measured}"
     if quant.initial_input_scale is not None and quant.stores_input_scales() and quant.calibration_batches > 0:
-        found = f"quant.calibration_batches 0 (it is {quant.calibration_batches})"
+        given = f"quant.calibration_batches 0 (it is {quant.calibration_batches})"
         why = "only one of them can set the scales that no PTQ checkpoint provides"
-        yield "quant.initial_input_scale", f"null or {found}: {why}"
+        found = f"null with quant.init {quant.init}, whose samples set these scales, too"
+        yield "quant.initial_input_scale", found if chosen else f"null or {given}: {why}"
     if quant.initial_input_scale is not None and start > 0 and r.invalidates():
         why = "the scales are measured again at that step"
         yield "quant.initial_input_scale", f"null with quant.fake_quant_start {start}: {why}"
