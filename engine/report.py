@@ -23,7 +23,7 @@ from engine.state import LoopState, StepResult
 from model.checkpoint.safetensors import parse_json
 from model.console import progress_bar
 from model.ranks import is_main, say, world_size
-from model.zero import gradient_buffers, master_weights, partitions, secondary_partitions
+from model.zero import gradient_buffers, master_weights, partitions, secondary_partitions, swap_buffers
 
 _LAYER = re.compile(r"(?:.*\.)?layers\.(?P<index>\d+)\.(?P<place>.+)")
 _EXPERT = re.compile(r"\.\d+\.")
@@ -210,7 +210,8 @@ class MemoryWatch:
             return
         moments = [value for held in inner.state.values() for key, value in held.items() if key != "step"]
         own = [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
-        seen: set[int] = set()
+        # Buffers of an optimizer on NVMe, which hold a sub-group at this moment.
+        seen = {buffer.untyped_storage().data_ptr() for buffer in swap_buffers(self._optimizer)}
         self._items = {
             "parameters": _bytes(secondary_partitions(self._model), set()),  # hpZ's; write() adds the others
             "gradients": _bytes([*gradient_buffers(self._optimizer), *own], seen),

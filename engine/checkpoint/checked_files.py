@@ -100,6 +100,16 @@ class CheckedFiles(CheckpointEngine):
             self.fail(path.name, stream.error)
             path.unlink(missing_ok=True)  # free the space; the checkpoint is lost anyway
 
+    def adopt(self, path: Path, target: Path) -> None:
+        """Move a file that DeepSpeed has written into the checkpoint. An ``OSError`` is stored in :attr:`failure`."""
+        try:
+            path.rename(target)
+            with target.open("rb") as file:
+                os.fsync(file.fileno())
+            self.written[target.name] = (target.stat().st_size, file_crc32(target))
+        except OSError as error:
+            self.fail(target.name, error)
+
     def fail(self, name: str, error: OSError) -> None:
         """Store an error, unless one is stored already."""
         self.failure = self.failure or f"{name}: {error.strerror or error}"

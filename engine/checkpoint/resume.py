@@ -25,6 +25,7 @@ from torch import Tensor
 from engine.checkpoint.checked_files import CheckedFiles, read_object
 from engine.checkpoint.find import TrainingCheckpoint
 from engine.checkpoint.save import StatefulStates
+from engine.config.deepspeed import offloads_to_nvme
 from engine.session.adamw8bit import (
     MOMENT_BLOCK,
     MOMENTS,
@@ -39,6 +40,7 @@ from model.checkpoint.fingerprint import fingerprints, frozen_weights
 from model.checkpoint.load import check_finite
 from model.ranks import barrier, errors_on_all_ranks, listed, rank, say, world_size
 from model.zero import (
+    SWAPPED,
     LeftOut,
     OptimizerPiece,
     flat_masters,
@@ -49,6 +51,8 @@ from model.zero import (
     on_cuda,
     optimizer_pieces,
     stage,
+    swap_name,
+    swapped_in,
     use_masters,
 )
 from quant import weights_changed
@@ -61,11 +65,15 @@ def load_checkpoint(session: Session, stateful: StatefulStates, checkpoint: Trai
     """Load a verified checkpoint into the session and the stateful objects; return the steps done. A collective.
 
     If the number of ranks is unchanged, DeepSpeed loads the checkpoint, and the whole state is restored. At another
-    number of ranks, masters, moments and scales are restored, observers are merged, and random states are new. Raises
+    number of ranks, masters, moments and scales are restored, observers are merged, and random states are new. If the
+    optimizer is or was on NVMe, DeepSpeed 0.19.8 would load neither weights nor small groups (engine.py:4456): the
+    functions for another number of ranks are used, and the whole state is restored too. Raises
     RankError if the checkpoint has another ZeRO stage, does not match the model, lacks the state of a stateful object,
     belongs to other frozen weights, or has parameters that are not finite.
     """
     same, left_out = checkpoint.world_size == world_size(), LeftOut(session.model, checkpoint.left_out.keys())
+    on_nvme = offloads_to_nvme(session.ds_config) or any(name.endswith(SWAPPED) for name in checkpoint.files)
+    by_deepspeed = checkpoint.stage == 0 or (same and not on_nvme)  # stage 0 shards nothing
     check_base(session, checkpoint)
     with errors_on_all_ranks(OSError, ValueError):
         if checkpoint.stage != stage(session.ds_config):
@@ -73,13 +81,14 @@ def load_checkpoint(session: Session, stateful: StatefulStates, checkpoint: Trai
                 f"{checkpoint.path} was written under ZeRO stage {checkpoint.stage}, but this run has stage "
                 f"{stage(session.ds_config)}: set deepspeed in the recipe to its earlier value"
             )
-        files = [checkpoint.path / f"rank_{old}.pt" for old in ([rank()] if same else range(checkpoint.world_size))]
+        ranks = [rank()] if same and by_deepspeed else range(checkpoint.world_size)
+        files = [checkpoint.path / f"rank_{old}.pt" for old in ranks]
         states = [read_object(file) for file in files]
         check_stateful(stateful, states[0])
-        if not same and checkpoint.stage > 0:
+        if not by_deepspeed:
             layouts = [[OptimizerPiece(*piece) for piece in state["pieces"]] for state in states]
             load_resharded(session, checkpoint.path, layouts, checkpoint.stage, left_out)
-    if same or checkpoint.stage == 0:  # stage 0 shards nothing
+    if by_deepspeed:
         _load_engine(session, checkpoint, left_out)
     else:
         use_masters(session.model, session.engine.optimizer)
@@ -87,9 +96,10 @@ def load_checkpoint(session: Session, stateful: StatefulStates, checkpoint: Trai
     forget_secondary_copies(session.model)
     weights_changed(session.model)
     check_finite(session.model, f"{checkpoint.path} cannot be continued: its run had diverged, take an earlier one")
-    load_stateful(stateful, states[0] if same else merge_ranks(states))
+    own = states[0 if by_deepspeed else rank()] if same else merge_ranks(states)
+    load_stateful(stateful, own)
     if same:
-        restore_random_states(states[0]["random"])
+        restore_random_states(own["random"])
     else:
         reseed(session.recipe.train.seed, checkpoint.step)
     barrier()
@@ -173,7 +183,7 @@ def load_resharded(
         OSError, ValueError: a file cannot be read, or lacks a parameter of this model.
     """
     ranks = range(len(layouts))
-    masters = [_Masters(path, f"*zero_pp_rank_{old}_mp_rank_00_optim_states.pt", stage) for old in ranks]
+    masters = [_Masters(path, old, stage) for old in ranks]
     _load_masters(session, masters, layouts)
     if stage == 3:
         files = [path / f"zero_pp_rank_{old}_mp_rank_00_model_states.pt" for old in ranks]
@@ -190,9 +200,10 @@ def load_resharded(
 
 
 class _Masters:
-    """Optimizer file of one old rank, mapped into memory; its name matches ``pattern``."""
+    """Optimizer files of one old rank, mapped into memory: DeepSpeed's, and one per tensor that was on NVMe."""
 
-    def __init__(self, path: Path, pattern: str, stage: int) -> None:
+    def __init__(self, path: Path, old: int, stage: int) -> None:
+        pattern = f"*zero_pp_rank_{old}_mp_rank_00_optim_states.pt"
         found = list(path.glob(pattern))
         if len(found) != 1:
             raise ValueError(f"{path}: found {len(found)} files {pattern}, expected one: start from another checkpoint")
@@ -200,6 +211,7 @@ class _Masters:
         self.fp32: list[Tensor] = saved["fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"]
         inner = saved["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
         self.state: dict[int, dict[str, Tensor]] = inner["state"]
+        self.path, self.rank = path, old
 
     def coded(self, group: int) -> bool:
         """Return True if the group has 8-bit moments."""
@@ -207,6 +219,9 @@ class _Masters:
 
     def read(self, group: int, key: str, start: int, stop: int) -> Tensor:
         """Return elements of the flat masters (``fp32``) or moments of a group."""
+        swapped = self.path / swap_name(self.rank, group, key)
+        if swapped.exists():
+            return torch.from_file(str(swapped), size=swapped.stat().st_size // 4)[start:stop]
         if key == "fp32":
             return self.fp32[group][start:stop]
         return (
@@ -232,25 +247,29 @@ def _load_masters(session: Session, sources: list[_Masters], layouts: list[list[
     for piece in optimizer_pieces(session.model, wrapper):
         of_group.setdefault(piece.group, []).append(piece)
     for group, pieces in of_group.items():
-        flat, old = flats[group], [one for piece in pieces for one in old_pieces.get(piece.name, [])]
-        _fill(flat.detach(), 0, pieces, old_pieces, "fp32")
-        # If all steps of a run were skipped, there are no moments yet.
-        if not all(one.group in source.state for source, one in old):
-            continue
-        coded = old[0][0].coded(old[0][1].group)
-        moments = _moments(state, flat, old[0], coded)
-        if not coded:
-            for key in MOMENTS:
-                _fill(moments[key], 0, pieces, old_pieces, key)
-            continue
-        rng = rounding_at(moments["step"], flat.device)
-        for blocks in chunks(flat.numel()):
-            first, second = (
-                torch.zeros((blocks.stop - blocks.start) * MOMENT_BLOCK, device=flat.device) for _ in MOMENTS
-            )
-            for key, moment in zip(MOMENTS, (first, second), strict=True):
-                _fill(moment, blocks.start * MOMENT_BLOCK, pieces, old_pieces, key)
-            write_moments(moments, (first, second), blocks, rng)
+        with swapped_in(wrapper, group):
+            _load_group(flats[group], state, pieces, old_pieces)
+
+
+def _load_group(flat: Tensor, state: Any, pieces: list[OptimizerPiece], old_pieces: OldPieces) -> None:
+    """Copy the slices of one flat tensor, and its step count."""
+    old = [one for piece in pieces for one in old_pieces.get(piece.name, [])]
+    _fill(flat.detach(), 0, pieces, old_pieces, "fp32")
+    # If all steps of a run were skipped, there are no moments yet.
+    if not all(one.group in source.state for source, one in old):
+        return
+    coded = old[0][0].coded(old[0][1].group)
+    moments = _moments(state, flat, old[0], coded)
+    if not coded:
+        for key in MOMENTS:
+            _fill(moments[key], 0, pieces, old_pieces, key)
+        return
+    rng = rounding_at(moments["step"], flat.device)
+    for blocks in chunks(flat.numel()):
+        first, second = (torch.zeros((blocks.stop - blocks.start) * MOMENT_BLOCK, device=flat.device) for _ in MOMENTS)
+        for key, moment in zip(MOMENTS, (first, second), strict=True):
+            _fill(moment, blocks.start * MOMENT_BLOCK, pieces, old_pieces, key)
+        write_moments(moments, (first, second), blocks, rng)
 
 
 def _fill(target: Tensor, begin: int, pieces: list[OptimizerPiece], old_pieces: OldPieces, key: str) -> None:

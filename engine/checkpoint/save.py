@@ -1,11 +1,11 @@
 """Save training checkpoints: DeepSpeed's state of every rank, and the state that DeepSpeed does not save.
 
 ``<directory>/step_00000100/`` contains DeepSpeed's files (weights and fp32 masters, optimizer state), ``recipe.yaml``,
-one ``rank_<r>.pt`` per rank (:func:`rank_state`: on stages 1 and 2 DeepSpeed saves client state of rank 0 only) and
-``state.json``, the manifest: bytes and CRC-32 of every file. All files are written into
-``step_00000100.partial`` with fsync, and the directory is renamed when every rank is done; then ``latest``, a file with
-the step's name, is replaced by a rename. So a directory without ``.partial`` was complete when renamed, and the
-manifest reveals later damage.
+one ``rank_<r>.pt`` per rank (:func:`rank_state`: on stages 1 and 2 DeepSpeed saves client state of rank 0 only), copies
+of the optimizer's files if it is on NVMe (:func:`model.zero.swap_name`), and ``state.json``, the manifest: bytes and
+CRC-32 of every file. All files are written into ``step_00000100.partial`` with fsync, and the directory is renamed when
+every rank is done; then ``latest``, a file with the step's name, is replaced by a rename. So a directory without
+``.partial`` was complete when renamed, and the manifest reveals later damage.
 
 ``best.json`` names the step with the best value of a metric. Its checkpoint is kept when older checkpoints are removed.
 The file is written before ``latest``: a run killed between the two repeats that step and marks it again.
@@ -39,7 +39,7 @@ from model.checkpoint.load import check_finite
 from model.console import working
 from model.ranks import RankError, barrier, errors_on_all_ranks, gather_objects, is_main, rank, say, world_size
 from model.save.aside import sync
-from model.zero import LeftOut, on_cuda, optimizer_pieces, stage
+from model.zero import COPIES, LeftOut, copied, on_cuda, optimizer_pieces, stage, swap_files, swap_name
 
 SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")  # DeepSpeed copies them beside the checkpoints
 
@@ -119,6 +119,7 @@ def save_checkpoint(
             if failure := next((failure for _, failure in reports if failure), None):
                 raise OSError(failure)
             if is_main():
+                shutil.rmtree(partial / COPIES, ignore_errors=True)  # empty: its files were moved
                 manifest = {name: entry for written, _ in reports for name, entry in written.items()}
                 _write_manifest(session, partial, step, samples, kept_elsewhere, manifest)
                 _make_current(directory, partial, final, keep, measured)
@@ -155,17 +156,24 @@ def _save_engine(session: Session, files: CheckedFiles, directory: Path, tag: st
     """Write DeepSpeed's files of a checkpoint. An error is stored in ``files``, so that no rank waits for another."""
     engine = session.engine
     engine.checkpoint_engine = files
+    swapped = list(swap_files(engine.optimizer))
+    files.bytes += sum(file.stat().st_size for file, _, _ in swapped)
     try:
         # DeepSpeed writes `latest` in place, which an interruption leaves empty; ours is replaced by a rename.
         without = bool(files.left_out.names)
         engine.save_checkpoint(str(directory), tag=tag, save_latest=False, exclude_frozen_parameters=without)
     except OSError as error:
-        # Only the scripts that rank 0 copies beside the checkpoints are not written through `files`. They come last:
-        # run the rest of DeepSpeed's save_checkpoint here, in which the other ranks are.
+        # Only the scripts that rank 0 copies beside the checkpoints, and copies of files on NVMe, are not written
+        # through `files`. They come last: run the rest of DeepSpeed's save_checkpoint here, in which the other ranks
+        # are.
+        if isinstance(error, shutil.Error):  # a list of (file, copy, reason)
+            error = OSError(None, error.args[0][0][2], error.args[0][0][1])
         files.fail(error.filename or "a script of DeepSpeed", error)
         if hasattr(engine.optimizer, "checkpoint_event_epilogue"):
             engine.optimizer.checkpoint_event_epilogue()
         barrier()
+    for file, group, key in swapped if files.failure is None else []:
+        files.adopt(copied(directory / tag, rank(), file), directory / tag / swap_name(rank(), group, key))
 
 
 def _as_read(session: Session) -> dict[str, int]:

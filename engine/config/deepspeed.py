@@ -97,15 +97,11 @@ BROKEN_NESTED = {
     "fp16.auto_cast": "inputs are token ids",
     "fp16.fp16_master_weights_and_grads": _COPIES,
 }
-# Offload to NVMe, and why it is refused.
+# Offload of parameters to NVMe, and why it is refused.
 NVME = {
     "zero_optimization.offload_param": (
         "weights are read into their partitions and scales measured there, in memory; a file would have to be read and "
         "written for each"
-    ),
-    "zero_optimization.offload_optimizer": (
-        "such a run cannot be resumed: DeepSpeed (0.19.8, engine.py:4456) would copy its files back and load neither "
-        "the weights nor groups below 1 MB, among which are the scales"
     ),
 }
 # Keys of ``offload_optimizer`` that need DeepSpeed's CPUAdam, with their defaults.
@@ -313,7 +309,7 @@ def resolve(recipe: Recipe, world_size: int, *, local_size: int | None = None) -
         problems.append(COMPILED)
     if recipe.quant.quantized_all_gather:
         problems += _gather_problems(config, recipe)
-    if problems := problems or list(_refused_by_deepspeed(config)):
+    if problems := problems or [*_nvme_problems(config, recipe)] or [*_refused_by_deepspeed(config)]:
         raise DsConfigError("\n".join(f"{path}: {problem}" for problem in problems))
     if config["zero_optimization"].get("offload_optimizer") is not None:
         # The optimizer is torch.optim.AdamW everywhere, also on the CPU: DeepSpeed's CPUAdam compiles at first use.
@@ -330,6 +326,8 @@ def remarks(name_or_path: str) -> list[str]:
     lines = []
     for dotted, why in WITHOUT_EFFECT.items():
         section, _, key = dotted.partition(".")
+        if dotted == "aio" and offloads_to_nvme(config):
+            continue
         if section in config and (not key or config[section].get(key, "auto") != "auto"):
             lines.append(f"{dotted}: has no effect: {why}")
     lines += [f"{key}: passed on to DeepSpeed, untested" for key in config if key not in CHECKED]
@@ -381,6 +379,31 @@ def _gather_problems(config: dict[str, Any], recipe: Recipe) -> Iterator[str]:
             f"zero_optimization.zero_hpz_partition_size is {hpz}, {on}: hpZ would keep the decoded codes in place of "
             "the weights"
         )
+
+
+def offloads_to_nvme(config: dict[str, Any]) -> bool:
+    """Return True if the optimizer's states are kept in files."""
+    offload = config.get("zero_optimization", {}).get("offload_optimizer")
+    return isinstance(offload, dict) and offload.get("device") == "nvme"
+
+
+def _nvme_problems(config: dict[str, Any], recipe: Recipe) -> Iterator[str]:
+    """Yield conflicts with an optimizer whose states are kept in files: the ZeRO stage, 8-bit moments, its own keys."""
+    if not offloads_to_nvme(config):
+        return
+    zero, key = config["zero_optimization"], "zero_optimization.offload_optimizer"
+    if zero.get("stage") != 3:
+        yield f"{key}: device 'nvme', expected cpu or none: only stage 3 keeps optimizer states in files"
+    if recipe.optim.moments == "8bit":
+        yield f"{key}: device 'nvme', but optim.moments is '8bit': DeepSpeed keeps only fp32 states in files"
+    offload = zero["offload_optimizer"]
+    if not offload.get("nvme_path"):
+        yield f"{key}.nvme_path: missing, expected a directory on the drive"
+    for name in ("pipeline_read", "pipeline_write"):
+        if offload.get(name):
+            yield f"{key}.{name}: leave it out: checkpoints would copy files that are being written"
+    if offload.get("buffer_count", 4) < 4:
+        yield f"{key}.buffer_count: {offload['buffer_count']}, expected 4: fp32 weights, gradients and two moments"
 
 
 def _fill_from_recipe(config: dict[str, Any], recipe: Recipe, world_size: int) -> list[str]:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from data.cache import TokenCache
+from data.cache import TokenCache, digest
 from data.chat import read_chat
 from data.loader import HeldOut, Loader, MicroBatch, sample_inputs, seen_in_training, split_held_out
 from data.samples import IGNORE, Samples, load_tokenizer, samples_of
@@ -25,7 +25,7 @@ from data.text import read_text
 from engine.cluster.job import join_ranks
 from engine.cluster.nodes import check_ranks_agree, check_same_samples, files_of
 from engine.config.config import Recipe
-from engine.config.deepspeed import remarks, resolve
+from engine.config.deepspeed import offloads_to_nvme, remarks, resolve
 from engine.config.errors import RecipeError
 from engine.config.hub import named
 from model.build import build_model, read_config
@@ -40,6 +40,7 @@ from model.ranks import (
     say,
     world_size,
 )
+from model.zero import load_async_io
 from quant import prepare_kernels
 
 if TYPE_CHECKING:
@@ -82,6 +83,13 @@ def start_ranks(recipe: Recipe, inputs: Mapping[str, Any] | None = None) -> RunC
         )
     asked = {**named(asdict(recipe)), "deepspeed configuration": ds_config, **(inputs or {})}
     device = init_ranks(asked, files_of(recipe))
+    if offloads_to_nvme(ds_config):
+        with (
+            working("compiling DeepSpeed's async_io, once per machine"),
+            errors_on_all_ranks(ValueError, OSError, key="zero_optimization.offload_optimizer: device 'nvme'"),
+        ):
+            load_async_io()
+            ds_config["zero_optimization"]["offload_optimizer"]["nvme_path"] = str(_own_directory(ds_config, recipe))
     with working("compiling kernels, once per machine"):
         slower = Counter(text for text in gather_objects(prepare_kernels()) if text)
     for text, ranks in slower.items():
@@ -91,6 +99,15 @@ def start_ranks(recipe: Recipe, inputs: Mapping[str, Any] | None = None) -> RunC
     for seeder in (torch.manual_seed, random.seed, np.random.seed):
         seeder(recipe.train.seed)
     return RunContext(device, ds_config, read_tokenizer(recipe))
+
+
+def _own_directory(ds_config: dict[str, Any], recipe: Recipe) -> Path:
+    """Create a directory below ``nvme_path`` that no other running job uses: DeepSpeed's names of files differ only by
+    rank. A resumed run finds the same directory, and overwrites the files in it."""
+    outputs = digest([os.path.realpath(path) for path in (recipe.output_dir, recipe.export_dir())])
+    directory = Path(ds_config["zero_optimization"]["offload_optimizer"]["nvme_path"], f"deepqat-{outputs}")
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
 
 
 def init_ranks(

@@ -16,6 +16,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import deepspeed
@@ -24,13 +25,21 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from engine.config.config import Recipe
-from engine.config.deepspeed import teacher_config
+from engine.config.deepspeed import offloads_to_nvme, teacher_config
 from engine.config.sections import CODED, DECAYING, LearnableRecipe, OptimRecipe
 from engine.session.adamw8bit import AdamW8bit
 from model.build import INDEXER, check_rotary_buffers
 from model.moe.experts import ExpertMLPs, router_names
-from model.ranks import errors_on_all_ranks, listed, say
-from model.zero import forget_secondary_copies, full_shape, keep_frozen_fp32, on_cuda, stage
+from model.ranks import errors_on_all_ranks, listed, local_world_size, say
+from model.zero import (
+    check_space,
+    forget_secondary_copies,
+    full_shape,
+    keep_frozen_fp32,
+    local_range,
+    on_cuda,
+    stage,
+)
 from quant import QuantCache, QuantEmbedding, QuantLayer
 from quant.rules import examples
 
@@ -284,6 +293,11 @@ def initialize_student(recipe: Recipe, ds_config: dict[str, Any], model: PreTrai
     if recipe.model.dtype == "float16":
         # A static scale, which the loop sets before every step: see the module's docstring.
         config = {**ds_config, "fp16": {"enabled": True, "loss_scale": LossScale.from_config(ds_config["fp16"]).value}}
+    if offloads_to_nvme(ds_config):
+        drive = Path(ds_config["zero_optimization"]["offload_optimizer"]["nvme_path"])
+        ranges = [local_range(parameter) for group in groups for parameter in group["params"]]
+        with errors_on_all_ranks(ValueError, OSError):
+            check_space(drive, sum(stop - start for start, stop in ranges) * (local_world_size() or 1))
     with keep_frozen_fp32(model):
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     check_rotary_buffers(model)

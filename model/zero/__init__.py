@@ -10,6 +10,17 @@ parameters into the optimizer's fp32 masters: the next step overwrites any later
 """
 
 from model.zero.gather import ReceiveBuffer, batches, forward_only, gathered, gathered_on_main, whole_values
+from model.zero.nvme import (
+    COPIES,
+    SWAPPED,
+    check_space,
+    copied,
+    load_async_io,
+    swap_buffers,
+    swap_files,
+    swap_name,
+    swapped_in,
+)
 from model.zero.optimizer_state import (
     CHECKPOINT_CLASSES,
     CHECKPOINT_GLOBALS,

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from model.zero.gather import gathered
+from model.zero.nvme import late_gradients, swapped_in
 from model.zero.parameters import (
     is_partitioned,
     local_data,
@@ -153,12 +155,13 @@ def reset_optimizer_state(optimizer: Any, group: str) -> None:
         if hasattr(optimizer, "sub_group_to_group_id"):
             # Stage 3 splits a group into sub-groups and passes each to torch's optimizer only while it steps.
             pieces = enumerate(optimizer.fp32_partitioned_groups_flat)
-            parameters = [piece for number, piece in pieces if optimizer.sub_group_to_group_id[number] == index]
+            parameters = [one for one in pieces if optimizer.sub_group_to_group_id[one[0]] == index]
         else:
-            parameters = settings["params"]
-        for parameter in parameters:
-            for value in inner.state.get(parameter, {}).values():
-                value.zero_()
+            parameters = [(index, parameter) for parameter in settings["params"]]
+        for number, parameter in parameters:
+            with swapped_in(optimizer, number):
+                for value in inner.state.get(parameter, {}).values():
+                    value.zero_()
 
 
 @dataclass(frozen=True)
@@ -199,7 +202,8 @@ def optimizer_pieces(model: nn.Module, optimizer: Any) -> list[OptimizerPiece]:
 
 
 def flat_masters(optimizer: Any) -> list[Tensor]:
-    """Return the flat fp32 tensors with this rank's slices, which are keys of ``optimizer.state``; stages 1-3."""
+    """Return the flat fp32 tensors with this rank's slices, which are keys of ``optimizer.state``; stages 1-3. Those of
+    an optimizer on NVMe are empty outside of :func:`swapped_in`."""
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
         return list(optimizer.fp32_partitioned_groups_flat)
     return [settings["params"][0] for settings in optimizer.param_groups]
@@ -222,7 +226,8 @@ def gradient_buffers(optimizer: Any) -> list[Tensor]:
     flat = getattr(optimizer, "grad_partitions_flat_buffer", None)
     if flat is not None:
         masters = master_weights(optimizer) if optimizer.offload_optimizer else []
-        return [flat, *(master.grad for master in masters if master.grad is not None)]
+        gradients = [master.grad for master in masters if master.grad is not None]
+        return [flat, *gradients, *late_gradients(optimizer)]
     buffers = list(getattr(optimizer, "fp32_groups_gradients_flat", []))
     groups = [group for group in getattr(optimizer, "averaged_gradients", {}).values() if group is not None]
     if lists := [gradient for group in groups if not hasattr(group, "flat_partition") for gradient in group]:
@@ -241,7 +246,9 @@ def use_masters(model: nn.Module, optimizer: Any) -> None:
     parameters = dict(model.named_parameters())
     masters = flat_masters(optimizer)
     optimizer.checkpoint_event_prologue()  # small parameters that stay gathered have no partitions between steps
-    for piece in optimizer_pieces(model, optimizer):
-        master = masters[piece.group][piece.offset : piece.offset + piece.stop - piece.start]
-        local_data(parameters[piece.name]).copy_(master)
+    for group, pieces in groupby(optimizer_pieces(model, optimizer), lambda piece: piece.group):
+        with swapped_in(optimizer, group):
+            for piece in pieces:
+                master = masters[group][piece.offset : piece.offset + piece.stop - piece.start]
+                local_data(parameters[piece.name]).copy_(master)
     optimizer.checkpoint_event_epilogue()

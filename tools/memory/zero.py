@@ -12,6 +12,9 @@ of ranks from stage 1 on, gradients from stage 2 on and weights on stage 3. Deep
 - stage 3 (runtime/zero/stage3.py): a share of each parameter, with padding so that all ranks have equal shares; fp32
   masters, also of fp32 parameters; one flat fp32 buffer for the gradients, and a second one if the optimizer is
   offloaded;
+- an optimizer on NVMe (runtime/swap_tensor): page-locked buffers of the largest sub-group's size in host memory,
+  through which each sub-group passes in the step; sub-groups of less than 1 MB stay in host memory, and gradients whose
+  share has less, or an odd size, stay on the device until the step;
 - moments in 8 bits (:mod:`engine.session.adamw8bit`): two codes per element, and two fp32 scales per block;
 - buckets of ``reduce_bucket_size`` elements, into which gradients are copied: always on stage 3, and only during
   backward on stages 1 and 2 (twice with ``overlap_comm``); bf16's stage 1 and stage 0 have no buckets.
@@ -27,18 +30,21 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from torch import nn
 from transformers import PreTrainedModel
 
+from engine.config.deepspeed import offloads_to_nvme
 from engine.config.sections import OptimRecipe
 from engine.session.adamw8bit import moment_bytes
 from engine.session.optimizer import classify, parameter_groups
 from model.zero import leaves_of_stage_3, to_be_whole
 
 FP32, FP64 = 4, 8
+SWAPPED_BYTES, SWAP_BLOCK = 1 << 20, 256  # of runtime/swap_tensor/utils.py: MIN_AIO_BYTES; AIO_ALIGNED_BYTES / FP32
 ITEMS = (
     "parameters",
     "gradients",
     "master weights",
     "moments",
     "buckets",
+    "swap buffers",
     "weight codes",
     "scales of codes",
     "teacher",
@@ -60,6 +66,7 @@ class Settings:
         communicated: bytes per element of a gradient while it is reduced over the ranks.
         accumulation: micro-batches per step.
         bf16: True if parameters are bf16 (not fp16 or fp32).
+        smallest_swapped: bytes of the smallest fp32 tensor that is kept in a file; 0 if the optimizer is not on NVMe.
         immediate: True if stage 1 adds each bf16 gradient to the fp32 gradients, and drops it, as soon as it is
             computed.
     """
@@ -72,6 +79,7 @@ class Settings:
     accumulation: int
     bf16: bool
     immediate: bool
+    smallest_swapped: int = 0
 
     @classmethod
     def of(cls, ds_config: dict[str, Any], ranks: int) -> "Settings":
@@ -88,6 +96,7 @@ class Settings:
             int(ds_config["gradient_accumulation_steps"]),
             bool(ds_config.get("bf16", {}).get("enabled")),
             bool(ds_config.get("bf16", {}).get("immediate_grad_update")),
+            max(SWAPPED_BYTES, ds_config.get("aio", {}).get("block_size", 0)) if offloads_to_nvme(ds_config) else 0,
         )
 
     @property
@@ -146,10 +155,14 @@ class ShardedParameter:
     as_codes: bool = False
     forward_only: bool = False
 
+    def elements(self, ranks: int) -> int:
+        """Return the elements of one rank's partition, with padding."""
+        return math.ceil(self.numel / ranks)
+
     def padded(self, ranks: int) -> int:
         """Return the bytes of all partitions together. Partitions have equal lengths, so the last one may have
         padding."""
-        return math.ceil(self.numel / ranks) * ranks * self.size
+        return self.elements(ranks) * ranks * self.size
 
     def share(self, ranks: int) -> int:
         """Return the bytes of one rank's partition."""
@@ -204,13 +217,19 @@ class Inventory:
             return [(name, one.numel) for name, group in self.groups.items() for one in group]
         if settings.stage < 3:
             return [(name, size // ranks) for name, size in zip(self.groups, self.flat(ranks), strict=True)]
-        pieces = []
-        for name, group in self.groups.items():  # split where a sub-group has reached its size
-            pieces.append((name, 0))
+        return [(name, sum(one.elements(ranks) for one in group)) for name, group in self.sub_groups(settings)]
+
+    def sub_groups(self, settings: "Settings") -> list[tuple[str, list[ShardedParameter]]]:
+        """Return group and parameters of each sub-group of stage 3: a group is split where one has reached its size."""
+        pieces: list[tuple[str, list[ShardedParameter]]] = []
+        for name, group in self.groups.items():
+            size = math.inf
             for one in group:
-                if pieces[-1][1] >= settings.zero.sub_group_size:
-                    pieces.append((name, 0))
-                pieces[-1] = (name, pieces[-1][1] + math.ceil(one.numel / ranks))
+                if size >= settings.zero.sub_group_size:
+                    pieces.append((name, []))
+                    size = 0
+                pieces[-1][1].append(one)
+                size += one.elements(settings.ranks)
         return pieces
 
 
@@ -315,8 +334,12 @@ def held_by(settings: Settings, inventory: Inventory) -> Held:
     trained, flat = elements(inventory.trained), sum(inventory.flat(settings.ranks))
     updated = inventory.updated(settings)
     share = sum(size for _, size in updated)
+    if settings.smallest_swapped:
+        _add_swapped(held, settings, inventory)
+        updated = [one for one in updated if FP32 * one[1] < settings.smallest_swapped]
+    in_memory = sum(size for _, size in updated)
     if settings.stage > 0 or size != FP32:
-        held.add("master weights", share * FP32, offloaded)
+        held.add("master weights", in_memory * FP32, offloaded)
     moments = (moment_bytes(size) if name in inventory.coded else 2 * FP32 * size for name, size in updated)
     held.add("moments", sum(moments), offloaded)
     if settings.bf16_optimizer:
@@ -325,7 +348,7 @@ def held_by(settings: Settings, inventory: Inventory) -> Held:
         each = accumulated if settings.stage else size
         held.add("gradients", share * each, offloaded and settings.stage == 3)
     if offloaded:
-        held.add("gradients", share * FP32, offloaded)
+        held.add("gradients", in_memory * FP32, offloaded)
     if settings.stage == 3:
         held_partitions(held, "parameters", settings, inventory)
         held.add("scales of codes", inventory.scales_of_codes)
@@ -343,6 +366,19 @@ def held_by(settings: Settings, inventory: Inventory) -> Held:
         each = size if settings.stage == 2 else accumulated
         held.add("buckets", zero.reduce_bucket_size * each * (2 if zero.overlap_comm else 1))
     return held
+
+
+def _add_swapped(held: Held, settings: Settings, inventory: Inventory) -> None:
+    """Add the memory that sub-groups on NVMe need."""
+    offload, groups = settings.zero.offload_optimizer, inventory.sub_groups(settings)
+    assert offload is not None
+    sizes = [sum(one.elements(settings.ranks) for one in group) for _, group in groups]
+    held.add("swap buffers", offload.buffer_count * FP32 * math.ceil(max(sizes) / SWAP_BLOCK) * SWAP_BLOCK, True)
+    for size, (_, group) in zip(sizes, groups, strict=True):
+        if FP32 * size >= settings.smallest_swapped:
+            shares = [one.elements(settings.ranks) for one in group]
+            late = [one for one in shares if FP32 * one < settings.smallest_swapped or one % SWAP_BLOCK]
+            held.add("gradients", FP32 * sum(late))
 
 
 def held_partitions(held: Held, item: str, settings: Settings, inventory: Inventory) -> None:

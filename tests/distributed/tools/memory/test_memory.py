@@ -18,6 +18,7 @@ from model.save import export_model
 from quant import SCHEMES
 from tests.lib.checkpoints import quantized
 from tests.lib.launcher import launch, run_ranks
+from tests.lib.nvme import needs_libaio
 from tests.lib.tiny import TEXT, tiny_tokenizer
 from tools.memory.planner import Planner, Prediction
 from tools.memory.step_cost import STEP_COPIES
@@ -36,8 +37,10 @@ LIMITS = {
 SMALL = {"reduce_bucket_size": 1000, "stage3_prefetch_bucket_size": 1000}
 HPZ = {"zero_hpz_partition_size": 2}
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+NVME = {"offload_optimizer": {"device": "nvme"}}
 SHIPPED = {"reduce_bucket_size": 5e8, "stage3_prefetch_bucket_size": 5e7, "stage3_param_persistence_threshold": 1e5}
 SUB_GROUPS = {"sub_group_size": 200_000}
+SPLITS = {"one sub-group": {}, "sub-groups": {"sub_group_size": 270_000}}
 
 SHORT = {"data": {"max_length": 16, "micro_batch_size": 1}}  # so that activations hide nothing
 LONG = {"data": {"max_length": 512, "micro_batch_size": 8}}  # more tokens than have logits at a time
@@ -119,6 +122,7 @@ CASES: dict[str, tuple[int, str, int, dict[str, dict], dict[str, Any]]] = {
     **{f"stage {stage}, two micro-batches": (2, "dense", stage, TWICE, {}) for stage in (2, 3)},
     **{f"stage {stage}, optimizer offloaded": (2, "dense", stage, {}, OFFLOAD) for stage in (2, 3)},
     **{f"stage {stage}, moments in 8 bits": (2, "moe", stage, IN_8_BITS, {}) for stage in range(4)},
+    **{f"optimizer on NVMe, {name}": (2, "dense", 3, SHORT, {**NVME, **zero}) for name, zero in SPLITS.items()},
     "moments in 8 bits, offloaded": (2, "dense", 3, IN_8_BITS, OFFLOAD),
     "moments in 8 bits, sub-groups": (2, "dense", 3, IN_8_BITS, SUB_GROUPS),
     "sub-groups": (2, "dense", 3, SHORT, SUB_GROUPS),
@@ -215,6 +219,8 @@ def recipe(directory: Path, name: str, kind: str, stage: int, sections: dict[str
         options = {"stage3_prefetch_bucket_size": 100_000, "stage3_param_persistence_threshold": 0, **options}
     else:
         options = {key: value for key, value in options.items() if not key.startswith("stage3")}
+    if options.get("offload_optimizer", {}).get("device") == "nvme":
+        options["offload_optimizer"] = {**options["offload_optimizer"], "nvme_path": str(directory / "drive")}
     ds_config = directory / f"{name}.json"
     whole = {"zero_optimization": options, "zero_force_ds_cpu_optimizer": False, "comms_logger": {"enabled": True}}
     ds_config.write_text(json.dumps(whole))
@@ -302,11 +308,12 @@ def measure(directory: Path, cases: Collection[str]) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The recipe of each case, which has been run."""
-    return measure(tmp_path_factory.mktemp("memory"), CASES)
+    missing = needs_libaio.args[0]
+    return measure(tmp_path_factory.mktemp("memory"), [name for name in CASES if not (missing and "NVMe" in name)])
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(name, marks=[needs_libaio] if "NVMe" in name else []) for name in CASES])
 def test_prediction(runs: dict[str, Path], case: str) -> None:
     compare(runs[case], CASES[case][0], case)
 

@@ -1,6 +1,7 @@
 """8-bit moments of old ranks are decoded, placed and rounded again, where slices begin inside a block."""
 
 from collections import defaultdict
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -28,6 +29,7 @@ def old_rank(pieces: list[OptimizerPiece]) -> resume._Masters:
         optimizer.step()
     source = object.__new__(resume._Masters)
     source.fp32, source.state = [flat.detach()], optimizer.state_dict()["state"]
+    source.path, source.rank = Path("nowhere"), 0
     return source
 
 

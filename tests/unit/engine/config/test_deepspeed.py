@@ -35,9 +35,8 @@ def recipe(deepspeed: str = "zero3", dtype: str = "bfloat16", rows: int = 3, **s
     return minimal(
         model={"dtype": dtype},
         data={"micro_batch_size": rows},
-        optim={"grad_clip": 0.0},
         deepspeed=deepspeed,
-        **{"train": {"gradient_accumulation_steps": 5}, **sections},
+        **{"optim": {"grad_clip": 0.0}, "train": {"gradient_accumulation_steps": 5}, **sections},
     )
 
 
@@ -158,6 +157,21 @@ def test_lists_name_keys_of_deepspeed() -> None:
         for name in (key, field.alias)
     }
     assert {*BROKEN_NESTED, *NVME, *RANGES} - names == set()
+
+
+def test_an_optimizer_on_nvme(tmp_path: Path) -> None:
+    """It has fp32 moments, and its section aio has an effect."""
+    offload = {"device": "nvme", "nvme_path": "/nvme"}
+    zero = {"stage": 3, "offload_optimizer": offload}
+    content = {"zero_optimization": zero, "aio": {"queue_depth": 16}}
+    assert resolve_file(tmp_path, content)["zero_optimization"]["offload_optimizer"] == offload
+    assert remarks(str(tmp_path / "mine.json")) == []
+    key = ": zero_optimization.offload_optimizer"
+    (line,) = refusal(tmp_path, content, optim={"grad_clip": 0.0, "moments": "8bit"})
+    assert line.startswith(f"{key}: device 'nvme', but optim.moments is '8bit'")
+    offload |= {"pipeline_read": True, "buffer_count": 3}
+    lines = refusal(tmp_path, content)
+    assert [line.split(": ")[1] for line in lines] == [f"{key[2:]}.pipeline_read", f"{key[2:]}.buffer_count"]
 
 
 def test_names_and_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,7 +300,8 @@ zero_optimization: {stage3_prefetch_bucket_size: -1} | zero_optimization.stage3_
 zero_optimization: {reduce_bucket_size: many}   | zero_optimization.reduce_bucket_size: Input should be a valid
 zero_optimization: {offload_param: {device: nvme, nvme_path: /}} | zero_optimization.offload_param: device 'nvme',
 zero_optimization: {offload_optimizer: {device: cpu, ratio: 0.5}} | zero_optimization.offload_optimizer: ratio 0.5,
-zero_optimization: {offload_optimizer: {device: nvme}} | zero_optimization.offload_optimizer: device 'nvme', expected
+zero_optimization: {offload_optimizer: {device: nvme, nvme_path: /}} | zero_optimization.offload_optimizer: device 'nvm
+zero_optimization: {stage: 3, offload_optimizer: {device: nvme}} | zero_optimization.offload_optimizer.nvme_path:
 zero_optimization: {zero_hpz_partition_size: 3} | zero_optimization.zero_hpz_partition_size: 3, expected auto (the
 """
 

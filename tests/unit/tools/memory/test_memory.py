@@ -86,6 +86,22 @@ def test_bytes_held_are_those_of_the_papers_formulas_and_what_deepspeed_adds(sta
     assert [tuple(place[item] for item in ITEMS) for place in (held.device, held.host)] == [device, host]
 
 
+def test_an_optimizer_on_nvme():
+    """A large group is in files and passes through four buffers; gradients of its small matrices stay on the device."""
+    numels = {"a": 4 << 20, "b": 4000, "c": 4002}
+    small = [ShardedParameter("d", 4000, 2, True)]
+    large = [ShardedParameter(name, numel, 2, True) for name, numel in numels.items()]
+    found = Inventory([*large, *small], {"weights": large, "norms": small})
+    path = {"offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}, "stage3_param_persistence_threshold": 0}
+    held = held_by(settings(3, **path), found)
+    share = (1 << 20) + 1000 + 1001
+    assert held.device["gradients"] == 4 * (1000 + 1001)
+    assert held.host["swap buffers"] == 4 * 4 * ((1 << 20) + 2048)  # in whole blocks of 256
+    assert held.host["gradients"] == 4 * (share + 1000) + 4 * 1000
+    assert (held.host["master weights"], held.host["moments"]) == (4 * 1000, 8 * 1000)
+    assert held.device["master weights"] == held.device["moments"] == 0
+
+
 @pytest.mark.parametrize(
     ("stage", "zero", "blocks"),
     [(0, {}, 16 + 4), (1, {}, 5), (2, {}, 5), (3, {}, 5), (3, {"sub_group_size": 1000}, 4 + 1)],
