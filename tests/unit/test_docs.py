@@ -317,6 +317,8 @@ LATER = (
     "nothing trains: every switch under learnable is off",
     "expected false: no scheme stores a scale of inputs",
     "runs in it; wait for its end",
+    "libaio or a compiler is missing",
+    "the limit of locked memory is",
     "this run writes neither an export",
     "transformers ... is installed, expected",
     "DeepQAT's folder ... is shadowed",
