@@ -17,6 +17,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from quant.blocks import per_block, per_run
 from quant.spec import TensorSpec
 
 # Elements multiplied at a time: on a CPU few enough for its caches; on a GPU their fp32 products take 256 MB.
@@ -53,7 +54,7 @@ def weight_for_codes(weight: Tensor, code_theta: Tensor, spec: TensorSpec) -> Te
         code_theta: logarithm of the factors, in the shape of the weight's scale.
         spec: number format of the weight.
     """
-    factors = _runs(code_theta, spec)
+    factors = _runs(code_theta, weight.shape, spec)
     result = torch.empty_like(weight, memory_format=torch.contiguous_format)
     for own, out, old in _parts(factors, result, weight.contiguous()):
         torch.mul(old, own, out=out)
@@ -66,7 +67,7 @@ def part_for_codes(
 ) -> Tensor:
     """Compute elements ``[start, start + len(part))`` of :func:`weight_for_codes`, flat, from the same elements of the
     weight; their bits are the same."""
-    factors = _runs(code_theta, spec).to(part.device).flatten()
+    factors = _runs(code_theta, weight_shape, spec).to(part.device).flatten()
     places = torch.arange(start, start + part.numel(), device=part.device) // spec.run_length(weight_shape)
     return (part * factors[places]).to(part.dtype)
 
@@ -84,16 +85,13 @@ def code_theta_gradient(grad: Tensor, weight: Tensor, code_theta: Tensor, spec: 
     for out, left, right in _parts(sums, grad.contiguous(), weight):
         torch.sum(left.float() * right, -1, keepdim=True, out=out)
     if spec.granularity == "block":
-        sums = sums.view(*code_theta.shape[:-1], spec.rows_per_scale, code_theta.shape[-1]).sum(-2)
+        sums = per_block(sums.view(*weight.shape[:-1], -1), weight.shape, spec).sum(-2)
     return sums.view(code_theta.shape).mul_(factor).to(code_theta.dtype)
 
 
-def _runs(code_theta: Tensor, spec: TensorSpec) -> Tensor:
+def _runs(code_theta: Tensor, weight_shape: tuple[int, ...], spec: TensorSpec) -> Tensor:
     """Compute the factor of each run of consecutive elements that share one, fp32 ``[runs, 1]``."""
-    factors = code_theta.detach().double().exp().float()
-    if spec.granularity == "block":
-        factors = factors.repeat_interleave(spec.rows_per_scale, -2)
-    return factors.reshape(-1, 1)
+    return per_run(code_theta.detach().double().exp().float(), weight_shape, spec).reshape(-1, 1)
 
 
 def _parts(first: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:

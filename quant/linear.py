@@ -252,12 +252,7 @@ class QuantLinear(QuantLayer):
         """
         size = {"in_features": linear.in_features, "out_features": linear.out_features}
         super().__init__(linear, scheme, **size, weight=weight, input=input)
-        group_size = scheme.activations.group_size if scheme.activations is not None else None
-        if group_size is not None and self.in_features % group_size:
-            raise ValueError(
-                f"in_features {self.in_features} is not divisible by the inputs' group_size {group_size} of scheme "
-                f"{scheme.name!r}; choose another scheme, or exempt this layer"
-            )
+        check_sizes(LinearPart("", **size), scheme)
         if isinstance(linear, StackedLinear):
             self.num_experts, self.projections = linear.num_experts, linear.projections
         self.weight_numel = weight_numel
@@ -462,6 +457,7 @@ class LinearPart:
         out_features, in_features: its sizes.
         expert: index in the stack; None if the layer is the Linear itself.
         first_row: index of its first row in the expert's weight.
+        projections: number of Linears in the expert's weight.
     """
 
     name: str
@@ -469,6 +465,7 @@ class LinearPart:
     in_features: int
     expert: int | None = None
     first_row: int = 0
+    projections: int = 1
 
     def weight(self, whole: Tensor) -> Tensor:
         """Return the Linear's weight ``[out, in]``, a view of the layer's weight ``whole``."""
@@ -481,13 +478,30 @@ class LinearPart:
         if whole.dim() == 1:
             return whole[self.expert].view(1)
         size = spec.rows_per_scale
-        return whole[self.expert].narrow(0, self.first_row // size, self.out_features // size)
+        return whole[self.expert].narrow(0, self.first_row // size, -(-self.out_features // size))
 
     def of_scale(self, whole: Scale, spec: TensorSpec) -> Scale:
         """Return the Linear's slices of all tensors of the layer's scale ``whole``."""
         specs = (spec, spec, FP8_TENSOR, spec)
         parts = [None if one is None else self.scale(one, of) for one, of in zip(whole, specs, strict=True)]
         return Scale(*parts)  # type: ignore[arg-type]
+
+
+def check_sizes(part: LinearPart, scheme: Scheme) -> None:
+    """Raise ValueError if a scheme does not support the sizes of a Linear: groups of its weight or inputs do not divide
+    ``in_features``, or in a stack with several Linears per expert a block would be in two of them."""
+    scheme.weights.scale_shape((part.out_features, part.in_features))
+    size = scheme.activations.group_size if scheme.activations is not None else None
+    if size is not None and part.in_features % size:
+        raise ValueError(
+            f"in_features {part.in_features} is not divisible by the inputs' group_size {size} of scheme "
+            f"{scheme.name!r}; choose another scheme, or exempt this layer"
+        )
+    if part.projections > 1 and part.out_features % (size := scheme.weights.rows_per_scale):
+        raise ValueError(
+            f"out_features {part.out_features} is not divisible by the block size {size}, and in a stack of experts a "
+            "block would be in two projections; choose another scheme, or exempt this layer"
+        )
 
 
 def linears_of(name: str, layer: nn.Module) -> Iterator[LinearPart]:
@@ -501,4 +515,6 @@ def linears_of(name: str, layer: nn.Module) -> Iterator[LinearPart]:
     parent, rows = name.rpartition(".")[0], out_features // len(projections)
     for expert in range(int(layer.num_experts)):  # type: ignore[arg-type]
         for index, projection in enumerate(projections):
-            yield LinearPart(f"{parent}.{expert}.{projection}".lstrip("."), rows, in_features, expert, index * rows)
+            yield LinearPart(
+                f"{parent}.{expert}.{projection}".lstrip("."), rows, in_features, expert, index * rows, len(projections)
+            )

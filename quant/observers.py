@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from quant import kernels
+from quant.blocks import per_block, per_run
 from quant.reference import absmax_scale, asymmetric_grid, fake_quant, inside_range, round_scale
 from quant.spec import TensorSpec
 
@@ -169,7 +170,7 @@ def partial_stats(flat: Tensor, start: int, shape: tuple[int, ...], spec: Tensor
     for runs, rows in _pieces(flat, start, shape, spec):
         smallest, largest = torch.aminmax(rows, dim=-1)  # unlike abs(), makes no copy of the rows
         stats[0, runs], stats[1, runs] = largest.float().clamp(min=0), (-smallest).float().clamp(min=0)
-    return _over_blocks(stats, shape, spec).amax(2).view(2, *spec.scale_shape(shape))
+    return _by_scale(stats, shape, spec).amax(-2).view(2, *spec.scale_shape(shape))
 
 
 def scales_from_stats(stats: Tensor, spec: TensorSpec, *, signed: bool = False) -> Tensor:
@@ -218,9 +219,9 @@ def partial_errors(
     for runs, rows in _pieces(flat, start, shape, spec):
         values = rows.float()
         for index, scales in enumerate(candidates):
-            error = fake_quant(values, scales[runs], spec, _of(zeros, runs)).sub_(values)
+            error = fake_quant(values, scales[runs], spec.of_runs, _of(zeros, runs)).sub_(values)
             errors[index, runs] = error.square_().sum(-1)
-    return _over_blocks(errors, shape, spec).sum(2).view(-1, *spec.scale_shape(shape))
+    return _by_scale(errors, shape, spec).sum(-2).view(-1, *spec.scale_shape(shape))
 
 
 def scales_from_errors(stats: Tensor, errors: Tensor, spec: TensorSpec, *, signed: bool = False) -> Tensor:
@@ -296,7 +297,7 @@ def partial_clipped(
     clipped = torch.zeros((), dtype=torch.int64, device=flat.device)
     scales, zeros = _per_run(scale, shape, spec), _per_run(zero, shape, spec)
     for runs, rows in _pieces(flat, start, shape, spec):
-        clipped += (~inside_range(rows, scales[runs], spec, _of(zeros, runs))).sum()
+        clipped += (~inside_range(rows, scales[runs], spec.of_runs, _of(zeros, runs))).sum()
     return clipped
 
 
@@ -314,9 +315,9 @@ def partial_fit(
     for runs, rows in _pieces(flat, start, shape, spec):
         for piece in rows.split(_CHUNK, dim=1):
             values = piece.float()
-            error = fake_quant(values, scales[runs], spec, _of(zeros, runs)).sub_(values)
+            error = fake_quant(values, scales[runs], spec.of_runs, _of(zeros, runs)).sub_(values)
             sums[:, runs] += torch.stack([t.square().sum(-1, dtype=torch.float64) for t in (error, values)])
-    return _over_blocks(sums, shape, spec).sum(2).view(2, *spec.scale_shape(shape))
+    return _by_scale(sums, shape, spec).sum(-2).view(2, *spec.scale_shape(shape))
 
 
 def by_run(flat: Tensor, start: int, size: int) -> Iterator[tuple[slice, Tensor]]:
@@ -354,23 +355,22 @@ def _pieces(flat: Tensor, start: int, shape: tuple[int, ...], spec: TensorSpec) 
 
 
 def _runs(shape: tuple[int, ...], spec: TensorSpec) -> int:
-    """Count the runs of a weight, consecutive elements that share a scale. A block has a run in each of its rows."""
+    """Count the runs of a weight, consecutive elements that share a scale. A block has runs in each of its rows."""
     return math.prod(shape) // spec.run_length(shape)
 
 
-def _over_blocks(per_run: Tensor, shape: tuple[int, ...], spec: TensorSpec) -> Tensor:
-    """View ``[n, runs]`` as ``[n, block rows, rows of a block, block columns]``."""
-    rows = spec.elements_per_scale(shape) // spec.run_length(shape)
-    across = shape[-1] // spec.run_length(shape) if rows > 1 else 1
-    return per_run.view(per_run.shape[0], -1, rows, across)
+def _by_scale(values: Tensor, shape: tuple[int, ...], spec: TensorSpec) -> Tensor:
+    """Arrange ``[n, runs]`` as ``[n, ..., runs of a scale, scales]``."""
+    if spec.granularity != "block":
+        return values.view(len(values), -1, 1, 1)
+    return per_block(values.view(len(values), *shape[:-1], -1), shape, spec)
 
 
 def _per_run(scale: Any, shape: tuple[int, ...], spec: TensorSpec) -> Any:
     """Expand scales (or zero points, or None) to one per run, ``[runs, 1]``."""
     if scale is None:
         return None
-    rows = spec.elements_per_scale(shape) // spec.run_length(shape)
-    return (scale.repeat_interleave(rows, -2) if rows > 1 else scale).reshape(-1, 1)
+    return per_run(scale, shape, spec).reshape(-1, 1)
 
 
 def _of(zero: Tensor | None, runs: slice) -> Tensor | None:

@@ -30,7 +30,7 @@ from quant.decoupled import DecoupledScale
 from quant.gemm import takes_codes_of_stacks
 from quant.inputs import SharedInput
 from quant.kv_cache import QuantCache, attach_kv_cache
-from quant.linear import QuantEmbedding, QuantLayer, QuantLinear, StackedLinear, linears_of
+from quant.linear import QuantEmbedding, QuantLayer, QuantLinear, StackedLinear, check_sizes, linears_of
 from quant.observers import Observer, Ranges
 from quant.rules import DEFAULT_EXEMPT, Rule, assign, examples, exempt_line, fused_sets, schemes_of_layers
 from quant.scale import Scale
@@ -370,6 +370,7 @@ def _check_layers(
         for name, linear in linears.items()
         if (problem := shared.get(name) or _problem(name, linear, schemes[name]))
     }
+    problems = _between_blocks(modules, linears, schemes) | problems
     tables = {name: problem for name, problem in shared.items() if name not in linears}
     if problems or tables:
         raise ValueError(_cannot_be_quantized(modules, linears, schemes, problems, tables))
@@ -400,10 +401,28 @@ def _problem(name: str, linear: nn.Linear | StackedLinear, scheme: Scheme) -> st
     if type(linear) is not nn.Linear and not isinstance(linear, StackedLinear) and not _computes_linear(linear):
         return f"{name} is a {type(linear).__name__}, a subclass of nn.Linear that computes something else"
     try:
-        scheme.weights.scale_shape(_weight_shape(linear))
+        for part in linears_of(name, linear):
+            check_sizes(part, scheme)
     except ValueError as error:
         return f"{name}: {error}"
     return None
+
+
+def _between_blocks(
+    modules: Mapping[str, nn.Module], linears: Linears, schemes: Mapping[str, Scheme]
+) -> dict[str, str]:
+    """Find the error texts of layers behind whose rows, in one tensor, serving puts those of other layers: these would
+    begin inside a block."""
+    found = {}
+    for *first, last in fused_sets({name: schemes[name] for name in linears}, dict(modules), across_experts=False):
+        for name in first:
+            rows, size = linears[name].out_features, schemes[name].weights.rows_per_scale
+            if rows % size:
+                found[name] = (
+                    f"{name}: out_features {rows} is not divisible by the block size {size}, and servers put the rows "
+                    f"of {last.rpartition('.')[2]} behind it in one tensor; choose another scheme, or exempt this layer"
+                )
+    return found
 
 
 def forward_with(module: nn.Module, *inputs: Tensor, parameters: dict[str, Any], **attributes: Any) -> Any:

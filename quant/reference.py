@@ -78,7 +78,8 @@ mxfp4_quantize.py; with an approximate 1 / qmax). Scales of weights follow compr
 times a power of two (MXFP4).
 
 Shapes: for a scale per tensor, shape ``(1,)``, ``x`` has any shape. Otherwise ``x`` is ``[out, in]`` and the scale
-``[out, 1]`` per channel, ``[out, in / size]`` per group or ``[out / size, in / size]`` per block. Scales are fp32.
+``[out, 1]`` per channel, ``[out, in / size]`` per group or ``[ceil(out / size), ceil(in / size)]`` per block. Scales
+are fp32.
 """
 
 import math
@@ -87,6 +88,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quant.blocks import per_block, per_run
 from quant.spec import (
     FP4_MAX,
     FP4_ROUNDS_TO_MAX,
@@ -202,7 +204,7 @@ def quantize(x: Tensor, scale: Tensor, spec: TensorSpec, zero: Tensor | None = N
     """Compute the codes of ``x``, in its shape: ``torch.float8_e4m3fn``, ``torch.int8``, or for e2m1 ``torch.uint8`` 0
     to 15 (sign in bit 3, then exponent and mantissa). A NaN has the code 0 on grids without NaN. ``zero``: zero points,
     fp32 in the scale's shape."""
-    zero = _per_part(zero)
+    scale, zero = per_run(scale, x.shape, spec), _per_part(zero)
     return _encode(_round_to_grid(_in_codes(x, scale), spec, zero), spec, zero).reshape(x.shape)
 
 
@@ -210,12 +212,14 @@ def dequantize(
     codes: Tensor, scale: Tensor, spec: TensorSpec, dtype: torch.dtype, zero: Tensor | None = None
 ) -> Tensor:
     """Compute ``(codes - zero) * scale`` in fp32, returned in ``dtype``. Scale and zero points are fp32."""
+    scale = per_run(scale, codes.shape, spec)
     values = _decode(_parts(codes, scale), spec, _per_part(zero))
     return (values * _per_part(scale)).to(dtype).reshape(codes.shape)
 
 
 def fake_quant(x: Tensor, scale: Tensor, spec: TensorSpec, zero: Tensor | None = None) -> Tensor:
     """Compute ``dequantize(quantize(x))`` in ``x``'s dtype, except that a NaN stays NaN on every grid."""
+    scale = per_run(scale, x.shape, spec)
     rounded = _round_to_grid(_in_codes(x, scale), spec, _per_part(zero))
     return rounded.mul_(_per_part(scale)).to(x.dtype).reshape(x.shape)
 
@@ -225,7 +229,7 @@ def inside_range(x: Tensor, scale: Tensor, spec: TensorSpec, zero: Tensor | None
     ``scale`` is the global scale."""
     if spec.dynamic:
         return tokens_inside(x, spec, scale)
-    return _inside(_in_codes(x, scale), spec, _per_part(zero)).reshape(x.shape)
+    return _inside(_in_codes(x, per_run(scale, x.shape, spec)), spec, _per_part(zero)).reshape(x.shape)
 
 
 def fake_quant_backward(
@@ -253,6 +257,7 @@ def fake_quant_backward(
         Gradient of ``x`` in ``grad``'s dtype, and gradient of the scale, fp32 in the scale's shape, summed over the
         elements that share it (or None).
     """
+    scale = per_run(scale, x.shape, spec)
     v, zero = _in_codes(x, scale), _per_part(zero)
     inside = _inside(v, spec, zero)
     grad_parts = _parts(grad, scale)
@@ -262,7 +267,8 @@ def fake_quant_backward(
     rounded = _round_to_grid(v, spec, zero)
     terms = _scale_terms(v, rounded, inside, spec).nan_to_num_(nan=0.0)  # NaN only from a NaN x
     terms.mul_(grad_parts).masked_fill_(~v.isfinite() & of_weight, torch.nan)
-    return grad_x, terms.sum().reshape(scale.shape) if scale.numel() == 1 else terms.sum(dim=(1, 3))
+    sums = terms.sum().reshape(scale.shape) if scale.numel() == 1 else terms.sum(dim=(1, 3))
+    return grad_x, per_block(sums, x.shape, spec).sum(-2) if spec.granularity == "block" else sums
 
 
 def quantize_tokens(x: Tensor, spec: TensorSpec, above: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,6 +9,7 @@ Terms: a *code* is the stored value (an e4m3 byte, a small integer, a nibble of 
 is the value, the *grid* is the set of codes, and ``v = x / scale`` is a value measured in codes.
 """
 
+import math
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
@@ -39,8 +40,8 @@ class TensorSpec:
             ``int`` (two's complement).
         bits: width of a code; 8 for fp8, 4 for fp4, 2 to 8 for int.
         granularity: one scale per ``tensor``, per ``channel`` (row of a weight), per ``group`` of ``group_size``
-            consecutive elements of a row, per ``block`` of ``group_size`` x ``group_size`` elements of a weight, or per
-            ``token`` of an input.
+            consecutive elements of a row, per ``block`` of ``group_size`` x ``group_size`` elements of a weight (the
+            last blocks of its rows and columns may be smaller), or per ``token`` of an input.
         group_size: elements per group, or along each side of a block; None for other granularities.
         symmetric: the grid is centered on 0. Otherwise an integer zero point per scale shifts it; for int weights per
             group or channel, and dynamic int inputs per token.
@@ -163,11 +164,11 @@ class TensorSpec:
 
     def scale_shape(self, weight_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Compute the shape of the scale of a weight ``[out, in]``: ``(1,)``, ``(out, 1)``, ``(out, in / group_size)``
-        or per block ``(out / group_size, in / group_size)``; for a stack ``[E, out, in]``: ``(E,)``, or one of the
-        other shapes with E in front.
+        or per block ``(ceil(out / group_size), ceil(in / group_size))``; for a stack ``[E, out, in]``: ``(E,)``, or one
+        of the other shapes with E in front.
 
-        Never 0-dim: a 0-dim parameter crashes ZeRO-1, 2 and 3. Raises ValueError if the group size does not divide
-        ``in``, or the block size does not divide both sides.
+        Never 0-dim: a 0-dim parameter crashes ZeRO-1, 2 and 3. Raises ValueError if the size of groups does not divide
+        ``in``.
         """
         *stack, out_features, in_features = weight_shape
         if self.granularity == "tensor":
@@ -176,33 +177,43 @@ class TensorSpec:
             return (*stack, out_features, 1)
         size = self.group_size
         assert size is not None, f"{self} is of inputs"
-        for name, features in (("in_features", in_features), ("out_features", out_features)):
-            if features % size and (name == "in_features" or self.granularity == "block"):
-                raise ValueError(
-                    f"{name} {features} is not divisible by group_size {size}; "
-                    f"choose a scheme whose group size divides it, or exempt this layer"
-                )
-        return (*stack, out_features // size if self.granularity == "block" else out_features, in_features // size)
+        if self.granularity == "block":
+            return (*stack, -(-out_features // size), -(-in_features // size))
+        if in_features % size:
+            raise ValueError(
+                f"in_features {in_features} is not divisible by group_size {size}; "
+                f"choose a scheme whose group size divides it, or exempt this layer"
+            )
+        return (*stack, out_features, in_features // size)
 
     @property
     def rows_per_scale(self) -> int:
         """Rows of a block for scales per block; 1 for all other granularities, also for a scale per tensor."""
         return self.group_size if self.granularity == "block" and self.group_size is not None else 1
 
+    @property
+    def of_runs(self) -> "TensorSpec":
+        """The spec without blocks, for values whose scales are repeated for every run (:mod:`quant.blocks`)."""
+        return replace(self, granularity="group") if self.granularity == "block" else self
+
     def run_length(self, weight_shape: tuple[int, ...]) -> int:
-        """Count the consecutive elements of the row-major weight ``[..., out, in]`` that share one scale."""
+        """Return the length of a run: the row-major weight ``[..., out, in]`` consists of equal runs of consecutive
+        elements that share one scale. A block with the width 128 has a run in each of its rows; if 128 does not divide
+        ``in``, several shorter ones."""
         *_, out_features, in_features = weight_shape
         if self.granularity == "tensor":
             return out_features * in_features
         if self.granularity == "channel":
             return in_features
         assert self.group_size is not None, f"{self} is of inputs"
-        return self.group_size
+        return math.gcd(self.group_size, in_features)
 
     def elements_per_scale(self, weight_shape: tuple[int, ...]) -> int:
-        """Count the elements of the weight ``[..., out, in]`` that share one scale, consecutive or not."""
-        run = self.run_length(weight_shape)
-        return run * run if self.granularity == "block" else run
+        """Count the elements of the weight ``[..., out, in]`` that share one scale, consecutive or not; of a block, as
+        many as in a full one."""
+        if self.granularity == "block" and self.group_size is not None:
+            return self.group_size**2
+        return self.run_length(weight_shape)
 
 
 FP8_TENSOR = TensorSpec("fp8_e4m3", 8, "tensor")

@@ -29,7 +29,7 @@ from model.quantized.quantization_config import (
 from model.quantized.tensor import QuantizedTensor
 from model.ranks import listed, say
 from quant import DEFAULT_EXEMPT, SCHEMES, QuantLayer, Rule, Scheme, TensorSpec
-from quant.linear import LinearPart, StackedLinear, linears_of
+from quant.linear import LinearPart, StackedLinear, check_sizes, linears_of
 
 
 @dataclass
@@ -114,7 +114,7 @@ def source_schemes(
     """Map each Linear and embedding of ``model`` that is quantized in ``directory`` to its scheme, by name (for stacked
     experts, of each Linear). If the directory has no weights, config.json decides.
 
-    A weight with an incomplete last block is not supported as quantized weight; it is left out and logged.
+    A weight whose sizes its scheme does not support (:func:`quant.linear.check_sizes`) is left out and logged.
 
     Args:
         model, directory: the model, and its quantized checkpoint.
@@ -145,12 +145,12 @@ def source_schemes(
         if said is not None:
             scheme = _on_grid(scheme, said, None if read is None else part.name)
         try:
-            scheme.weights.scale_shape((part.out_features, part.in_features))
+            check_sizes(part, scheme)
             schemes[part.name] = scheme
         except ValueError:
             left_out.append(part.name)
     if left_out:
-        say(f"not quantized, as their last block is incomplete: {listed(left_out, 5)}")
+        say(f"not quantized, as groups do not divide their sizes: {listed(left_out, 5)}")
     if not schemes and coded:
         raise ValueError(
             f"{directory} has codes of {listed(list(coded), 2)}, but the {type(model).__name__} of its config.json has "

@@ -33,7 +33,7 @@ from model.checkpoint.safetensors import Checkpoint, DiskTensor, Reader, read_te
 from model.quantized.tensor import ColumnTensor, Packing, QuantizedTensor
 from model.scales.grouping import CACHE_ENDS
 from quant import Rule, Scheme
-from quant.formats.compressed_tensors import Shapes, packed_shapes
+from quant.formats.compressed_tensors import packed_shapes
 from quant.formats.modelopt import names_of
 from quant.spec import TensorSpec
 
@@ -127,7 +127,7 @@ def coded_linear(
     another dtype or shape than in the scheme."""
     spec, names = scheme.weights, names_of(scheme) if modelopt else {}
     shape = _shape(codes, parts, spec, reader)
-    expected = _expected(shape, scheme)
+    expected = packed_shapes(shape[1], shape[0], scheme, torch.bfloat16)
     found = {codes.key.rpartition(".")[2]: codes, **parts}
     for suffix, (dtype, sides) in ((names.get(suffix, suffix), each) for suffix, each in expected.items()):
         if suffix in _OF_INPUT and suffix not in found:
@@ -150,15 +150,6 @@ def coded_linear(
     above = parts[names.get(_ABOVE, _ABOVE)] if _ABOVE in expected else None
     scale = parts["weight_scale"]
     return QuantizedTensor(f"{name}.weight", shape, scheme, codes, scale, zero, above, reciprocal=bool(names))
-
-
-def _expected(shape: tuple[int, int], scheme: Scheme) -> Shapes:
-    """Return the expected dtypes and shapes of a weight's tensors. The last block of its rows may be incomplete."""
-    rows = shape[0] + -shape[0] % scheme.weights.rows_per_scale
-    expected = packed_shapes(shape[1], rows, scheme, torch.bfloat16)
-    if rows != shape[0]:
-        expected["weight"] = (expected["weight"][0], shape)
-    return expected
 
 
 def _shape(codes: DiskTensor, parts: Mapping[str, DiskTensor], spec: TensorSpec, reader: Reader) -> tuple[int, int]:

@@ -18,7 +18,7 @@ again: the codes must be the same, so that layers compute with the file's values
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +31,7 @@ from model.quantized.tensor import QuantizedTensor, check_return, row_chunks
 from model.ranks import errors_on_all_ranks
 from model.zero import forget_secondary_copies, local_data, local_range
 from quant import Quantization, Quantizer, Ranges, Scale, ScaleGroup, TensorSpec, kernels
+from quant.blocks import per_run
 from quant.observers import measured_scales
 from quant.packed_weight import PackedCodes, packed_codes
 
@@ -66,15 +67,13 @@ class QuantizeOnLoad:
         """Read and quantize some rows: returns codes ``[rows, in]`` and dequantized values in ``dtype``. Raises
         CheckpointError if a weight is not finite, or if the dequantized values would quantize to other codes."""
         down = self.spec.rows_per_scale
-        around = slice(rows.start // down * down, -(-rows.stop // down) * down)  # whole blocks
+        around = slice(rows.start // down * down, min(-(-rows.stop // down) * down, self.shape[0]))  # whole blocks
         weight, scale, zero = self._measured(reader, around, dtype, device)
-        spec = self.spec
-        if spec.granularity == "block":
-            # Groups of the same width quantize single rows like blocks.
-            spec, scale = replace(spec, granularity="group"), scale.repeat_interleave(down, 0)
+        if self.spec.granularity == "block":
+            scale = per_run(scale, weight.shape, self.spec)
             inside = slice(rows.start - around.start, rows.stop - around.start)
             weight, scale = weight[inside], scale[inside].contiguous()
-        quantizer = Quantizer(Scale(scale, zero=zero), spec, dtype)
+        quantizer = Quantizer(Scale(scale, zero=zero), self.spec.of_runs, dtype)
         codes, _ = kernels.quantize(weight, quantizer)
         values = kernels.dequantize(codes, quantizer)
         again, _ = kernels.quantize(values, quantizer)
@@ -88,11 +87,12 @@ class QuantizeOnLoad:
         CheckpointError if a weight is not finite."""
         columns, down = self.shape[1], self.spec.rows_per_scale
         across = self.spec.scale_shape(self.shape)[1]
-        first, last = start // across * down, -(-(start + count) // across) * down  # rows of the weight
+        first = start // across * down
+        last = min(-(-(start + count) // across) * down, self.shape[0])  # rows of the weight
         for rows in row_chunks(first * columns, last * columns, columns, together=down):
             _, *measured = self._measured(reader, rows, dtype, device)
             begin = rows.start // down * across
-            low, high = max(start, begin), min(start + count, rows.stop // down * across)
+            low, high = max(start, begin), min(start + count, -(-rows.stop // down) * across)
             scale, zero = (None if one is None else one.view(-1)[low - begin : high - begin] for one in measured)
             assert scale is not None
             yield low - start, scale, zero
@@ -148,7 +148,7 @@ def _fill_range(group: ScaleGroup, rows: QuantizeOnLoadRows, dtype: torch.dtype,
     """Write this rank's part of the scales of some rows."""
     (start, stop), local, tensor = local_range(group.s0), local_data(group.s0), rows.tensor
     down, across = tensor.spec.rows_per_scale, tensor.spec.scale_shape(tensor.shape)[1]
-    begin, end, first = (row // down * across for row in (rows.first, rows.first + rows.number, rows.on_disk))
+    begin, end, first = (-(-row // down) * across for row in (rows.first, rows.first + rows.number, rows.on_disk))
     low, high = max(start, begin), min(stop, end)
     if low >= high:
         return
@@ -222,8 +222,8 @@ def in_codes(read: Any, model: nn.Module) -> Any:
         )
     first, on_disk, rows = piece.start // columns, piece.offset // columns, piece.numel // columns
     if isinstance(coded, QuantizeOnLoad):
-        down = coded.spec.rows_per_scale
-        if any(edge % down for edge in (first, on_disk, rows)):
+        down, whole_matrix = coded.spec.rows_per_scale, coded.shape == held.shape == (rows, columns)
+        if not whole_matrix and any(edge % down for edge in (first, on_disk, rows)):
             raise CheckpointError(
                 f"{held.option}: found rows of {source.key} that do not fill blocks of {down} rows with one scale: "
                 "remove that option"

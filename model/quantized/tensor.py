@@ -9,7 +9,7 @@ everything that is read is checked: the decoded values, quantized with the same 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from model.checkpoint.safetensors import CheckpointError, DamagedError, DiskTensor, Reader
 from quant import Quantizer, Scale, Scheme, TensorSpec, kernels
+from quant.blocks import per_run_of_rows
 from quant.formats.compressed_tensors import bad_scales, unpack_scale
 from quant.formats.packing import unpack_int32, unpack_nibbles, unpack_zero_points
 
@@ -98,27 +99,27 @@ class QuantizedTensor:
         scale = self.scale_of_rows(reader, rows).to(device)
         zero = self.zero_of_rows(reader, rows)
         above = None if self.above is None else self.read_above(reader).to(device)
-        if spec.granularity == "block":
-            # The rows may be part of a block. Groups of the same width quantize them alike.
-            spec = replace(spec, granularity="group")
+        # The rows may be part of a block.
         whole = Scale(scale, global_=above, zero=None if zero is None else zero.to(device))
-        return codes, Quantizer(whole, spec, dtype)
+        return codes, Quantizer(whole, spec.of_runs, dtype)
 
     def codes_of_rows(self, reader: Reader, rows: slice) -> Tensor:
         """Read the codes of some rows, ``[rows, in]``, unpacked."""
         return read_codes(self.codes, rows, self.shape[1], self.scheme.weights, reader)
 
     def scale_of_rows(self, reader: Reader, rows: slice) -> Tensor:
-        """Read the fp32 scales of some rows: ``[rows, n]``, also for blocks, or ``(1,)`` for a scale per tensor."""
+        """Read the fp32 scales of some rows: ``[rows, n]`` (for blocks one per run, :mod:`quant.blocks`), or ``(1,)``
+        for a scale per tensor."""
         spec = self.scheme.weights
         if spec.granularity == "tensor":
             return self.scales(reader, 0, 1)
         down = spec.rows_per_scale
-        across = spec.scale_shape((self.shape[0] + -self.shape[0] % down, self.shape[1]))[1]
+        across = spec.scale_shape(self.shape)[1]
         first, last = rows.start // down, -(-rows.stop // down)
         scale = self.scales(reader, first * across, (last - first) * across).view(-1, across)
-        if down > 1:
+        if spec.granularity == "block":
             scale = scale.repeat_interleave(down, 0)[rows.start - first * down :][: rows.stop - rows.start]
+            scale = per_run_of_rows(scale, self.shape[1], spec)
         return scale.contiguous()
 
     def scales(self, reader: Reader, start: int, count: int) -> Tensor:

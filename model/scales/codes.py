@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from model.checkpoint.safetensors import DiskTensor, Reader
 from model.quantized.tensor import read_codes, row_chunks
@@ -106,7 +107,8 @@ def local_products(
     first, last = max(start - begin, 0), min(start + local.numel() - begin, part.out_features * size)
     down = spec.rows_per_scale
     each = size * down  # elements of rows that share scales
-    for chunk in row_chunks(first // each * each, -(-last // each) * each, size, together=down):
+    end = min(-(-last // each) * each, part.out_features * size)
+    for chunk in row_chunks(first // each * each, end, size, together=down):
         codes = read_codes(file.tensor, chunk, size, spec, reader).to(local.device)
         low, high = max(first, chunk.start * size), min(last, chunk.stop * size)
         inside = slice(low - chunk.start * size, high - chunk.start * size)
@@ -160,10 +162,12 @@ def add_products(sums: Tensor, part: LinearPart, spec: TensorSpec, row: int, ins
     weight, decoded = weight.masked_fill(clipped, 0), decoded.masked_fill(clipped, 0)
     products = (weight * weight, weight * decoded, decoded * decoded, weight, decoded, (~(clipped | beside)).float())
     down, across = _scales_of(part, spec)
-    together = part.out_features // down  # rows that share scales
+    together = part.out_features if spec.granularity == "tensor" else spec.rows_per_scale  # rows that share scales
     index = torch.arange(row, row + len(weight), device=sums.device) // together
+    lacking = together * across - part.in_features if spec.granularity == "block" else 0  # columns of a smaller block
     for total, product in zip(sums[_TOTALS:].view(-1, down, across), products, strict=False):
-        total.index_add_(0, index, product.view(len(weight), across, -1).sum(-1, dtype=torch.float64))
+        groups = pad(product, (0, lacking)).view(len(weight), across, -1)
+        total.index_add_(0, index, groups.sum(-1, dtype=torch.float64))
 
 
 def _by_scale(spec: TensorSpec) -> int:

@@ -170,7 +170,7 @@ def scales_of_rows(
     if spec.granularity == "tensor":
         return scale, None
     size = spec.rows_per_scale
-    return scale[rows.start // size : rows.stop // size], None if zero is None else zero[rows]
+    return scale[rows.start // size : -(-rows.stop // size)], None if zero is None else zero[rows]
 
 
 @dataclass(frozen=True)

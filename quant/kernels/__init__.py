@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quant.blocks import per_block, per_run
 from quant.formats.packing import unpack_nibbles
 from quant.kernels.build_kernels import ensure_ready
 from quant.kernels.build_kernels import prepare_kernels as prepare_kernels
@@ -52,8 +53,8 @@ def quantize(x: Tensor, quantizer: Quantizer, *, mask: bool = False) -> tuple[Te
 
     Args:
         x: any shape and stride; fp32, bf16 or fp16.
-        quantizer: format and scale. Except for scales per block, ``n`` scales divide ``x`` into ``n`` equal consecutive
-            segments. The scale's tensors must be contiguous.
+        quantizer: format and scale. Except for scales per block, whose ``x`` is the weight, ``n`` scales divide ``x``
+            into ``n`` equal consecutive segments. The scale's tensors must be contiguous.
         mask: compute the mask.
 
     Returns:
@@ -76,7 +77,7 @@ def quantize_with_values(x: Tensor, quantizer: Quantizer, *, mask: bool = False)
 def quantize_with_scale(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
     """Compute the codes of :func:`quantize` and the scale of :func:`effective_scale` in one launch; not for scales per
     block."""
-    s0, theta, _, stored = _run_scales(quantizer)
+    s0, theta, _, stored = _run_scales(x.shape, quantizer)
     known = theta is None and stored == torch.float32
     codes, _, _, scale = _quantized(x, quantizer, scale=not known)
     return codes, s0 if known else scale
@@ -86,7 +87,7 @@ def _quantized(
     x: Tensor, quantizer: Quantizer, *, mask: bool = False, values: bool = False, scale: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute codes, and if requested mask, values and scale, in one launch."""
-    return _operators().quantize(x, *_run_scales(quantizer), mask, values, scale, *_zero_and_above(quantizer))
+    return _operators().quantize(x, *_run_scales(x.shape, quantizer), mask, values, scale, *_zero_and_above(quantizer))
 
 
 def dequantize(codes: Tensor, quantizer: Quantizer, *, after: Tensor | None = None) -> Tensor:
@@ -100,14 +101,14 @@ def dequantize_with_zeros(codes: Tensor, quantizer: Quantizer, *, after: Tensor 
 
 
 def _dequantized(codes: Tensor, quantizer: Quantizer, zeros: bool, after: Tensor | None) -> tuple[Tensor, Tensor]:
-    s0, theta, _, stored = _run_scales(quantizer, after)
+    s0, theta, _, stored = _run_scales(codes.shape, quantizer, after)
     operands = (codes, s0, theta, stored, quantizer.dtype, zeros, after, *_zero_and_above(quantizer))
     return _operators().dequantize(*operands)
 
 
 def fake_quantize(x: Tensor, quantizer: Quantizer, *, after: Tensor | None = None) -> Tensor:
     """Quantize and dequantize ``x``, in its shape and dtype, without a gradient (:func:`fake_quantize_backward_`)."""
-    return _operators().fake_quantize(x, *_run_scales(quantizer, after), after, *_zero_and_above(quantizer))
+    return _operators().fake_quantize(x, *_run_scales(x.shape, quantizer, after), after, *_zero_and_above(quantizer))
 
 
 def fake_quantize_backward_(
@@ -122,7 +123,13 @@ def fake_quantize_backward_(
     ``grad`` is contiguous, in the shape and dtype of ``x``. Sums are fp32, in an order that depends only on the shape.
     """
     if not theta_gradient or quantizer.spec.granularity != "block":
-        operands = (*_run_scales(quantizer, grad), factor, theta_gradient, *_zero_and_above(quantizer), of_weight)
+        operands = (
+            *_run_scales(x.shape, quantizer, grad),
+            factor,
+            theta_gradient,
+            *_zero_and_above(quantizer),
+            of_weight,
+        )
         grad_theta = _operators().fake_quantize_backward_(grad, x, *operands)
         return grad_theta if theta_gradient else None
     return _block_gradients_(grad, x, quantizer, factor, of_weight)
@@ -133,37 +140,33 @@ def _block_gradients_(grad: Tensor, x: Tensor, quantizer: Quantizer, factor: flo
     (s0, theta, *_), spec, _ = quantizer
     assert theta is not None
     effective = effective_scale(quantizer, after=grad)
-    runs = _per_run(effective, spec)
+    runs = per_run(effective, x.shape, spec)
     # With theta 0, the kernel multiplies by the effective scale instead of s0 * exp(theta).
     operands = (runs, torch.zeros_like(runs), grid_of(spec), torch.float32)
     gradient = _operators().fake_quantize_backward_(grad, x, *operands, factor, True, of_weight=of_weight)
-    gradient = gradient.unflatten(-2, (effective.shape[-2], -1)).sum(-2)
+    gradient = per_block(gradient, x.shape, spec).sum(-2)
     if stored_dtype(spec, quantizer.dtype) != torch.float32:  # else the factor is 1
         gradient = gradient * (_operators().effective_scale(s0, theta, torch.float32, grad) / effective)
     return gradient.to(theta.dtype)
 
 
-def _run_scales(quantizer: Quantizer, after: Tensor | None = None) -> tuple[Tensor, Tensor | None, int, torch.dtype]:
-    """Return ``s0, theta, grid, scale_dtype`` for the operators.
+def _run_scales(
+    shape: tuple[int, ...], quantizer: Quantizer, after: Tensor | None = None
+) -> tuple[Tensor, Tensor | None, int, torch.dtype]:
+    """Return ``s0, theta, grid, scale_dtype`` for the operators, for a tensor of ``shape``.
 
     The operators compute the scale of each of ``n`` equal runs of consecutive elements. A scale per block covers runs
-    in many rows, so its effective scale is computed first and repeated for each run.
+    in many rows, so its effective scale is computed first and repeated for each run (:mod:`quant.blocks`).
     """
     (s0, theta, _, _), spec, dtype = quantizer
     if spec.granularity != "block":
         return s0, theta, grid_of(spec), stored_dtype(spec, dtype)
-    return _per_run(effective_scale(quantizer, after=after), spec), None, grid_of(spec), torch.float32
+    return per_run(effective_scale(quantizer, after=after), shape, spec), None, grid_of(spec), torch.float32
 
 
 def _zero_and_above(quantizer: Quantizer) -> tuple[Tensor | None, Tensor | None]:
     """Return ``zero, above`` for the operators: zero points and global scale, or None."""
     return quantizer.scale.zero, quantizer.scale.global_
-
-
-def _per_run(scale: Tensor, spec: TensorSpec) -> Tensor:
-    """Repeat scales of blocks ``[..., out / size, in / size]`` for every row: ``[..., out, in / size]``."""
-    assert spec.group_size is not None
-    return scale.repeat_interleave(spec.group_size, dim=-2)
 
 
 def masked_(grad: Tensor, mask: Tensor) -> Tensor:
@@ -175,7 +178,7 @@ def masked_(grad: Tensor, mask: Tensor) -> Tensor:
 def dequantize_and_mask_(grad: Tensor, mask: Tensor, codes: Tensor, quantizer: Quantizer) -> Tensor:
     """Zero ``grad`` in place where ``mask`` is 0, and dequantize as many ``codes`` to the dtype of ``grad``, in one
     launch; not for scales per block."""
-    s0, theta, _, stored = _run_scales(quantizer)
+    s0, theta, _, stored = _run_scales(codes.shape, quantizer)
     return _operators().dequantize_and_mask_(grad, mask, codes, s0, theta, stored, *_zero_and_above(quantizer))
 
 

@@ -18,7 +18,7 @@ from quant import SCHEMES, Rule, Scheme
 from quant.formats.layouts import _ONE_SCHEME
 from quant.formats.modelopt import ALGORITHMS, MIXED
 from tests.lib.checkpoints import edit_checkpoint, load_model, quantize
-from tests.lib.published import gpt_oss, gptq_checkpoint, modelopt_checkpoint
+from tests.lib.published import deepseek, gpt_oss, gptq_checkpoint, modelopt_checkpoint
 from tests.lib.tiny import tiny_checkpoint
 
 Writer = Callable[[Path], Path]
@@ -77,7 +77,10 @@ def _columns(method: str) -> Mapping[str, Writer]:
 
 WRITERS: dict[str, Callable[[], Mapping[str, Writer]]] = {
     "compressed-tensors": _compressed,
-    "fp8": lambda: {one.name: _exported(one, "vllm_fp8") for one in _ONE_SCHEME["vllm_fp8"]},
+    "fp8": lambda: {
+        **{one.name: _exported(one, "vllm_fp8") for one in _ONE_SCHEME["vllm_fp8"]},
+        "DeepSeek-V3": lambda path: deepseek(path, random.randrange(2**31)),
+    },
     "mxfp4": lambda: {"gpt-oss": lambda path: gpt_oss(path, random.randrange(2**31))},
     "modelopt": _modelopt,
     **{method: lambda method=method: _columns(method) for method in ("gptq", "awq", "auto-round")},

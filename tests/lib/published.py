@@ -1,4 +1,4 @@
-"""Quantized checkpoints as other programs publish them: GPTQ, AWQ, AutoRound, ModelOpt, and gpt-oss.
+"""Quantized checkpoints as other programs publish them: GPTQ, AWQ, AutoRound, ModelOpt, gpt-oss, and DeepSeek-V3.
 
 Those of GPTQ and AWQ are packed by hand after AutoGPTQ's and AutoAWQ's sources: code by code, with no function of ours.
 Those of ModelOpt follow its exporter (`unified_export_hf.py`, `nvfp4_tensor.py`) and vLLM's reader of them
@@ -6,6 +6,7 @@ Those of ModelOpt follow its exporter (`unified_export_hf.py`, `nvfp4_tensor.py`
 file of ModelOpt was at hand.
 """
 
+import itertools
 import json
 import random
 import re
@@ -20,6 +21,7 @@ from torch import Tensor
 from model.save import export_model
 from model.scales import write_scales
 from quant.spec import PRESETS
+from tests.families.make import Variant
 from tests.families.variants import VARIANTS
 from tests.lib.checkpoints import edit_checkpoint, edit_json, load_model, quantize
 from tests.lib.tiny import tiny_checkpoint
@@ -225,4 +227,47 @@ def gpt_oss(directory: Path, seed: int) -> Path:
 
     edit_checkpoint(source, encode)
     edit_json(source / "config.json", quantization_config=CONFIG)
+    return source
+
+
+# As deepseek-ai/DeepSeek-V3 has it.
+BLOCKS_OF_128 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+# Every layer's inputs are whole blocks. kv_a_proj_with_mqa has 512 + 64 rows, as in DeepSeek-V3: 4.5 blocks.
+_SIZES = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64, "v_head_dim": 64}
+_SIZES |= {"q_lora_rank": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 56}
+_SIZES |= {"intermediate_size": 256, "moe_intermediate_size": 128}
+_ROUTING = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}  # vLLM reads these, transformers needs neither
+
+
+def blocks_of_128(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and scales of a weight as DeepSeek's ``weight_cast`` computes them, block by block; the last blocks of its
+    rows and columns are as large as what is left."""
+    rows, columns = (range(0, side, 128) for side in weight.shape)
+    codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
+    scales = torch.empty(len(rows), len(columns))
+    for row, column in itertools.product(rows, columns):
+        block = weight[row : row + 128, column : column + 128].float()
+        scale = scales[row // 128, column // 128] = block.abs().amax() / 448
+        codes[row : row + 128, column : column + 128] = (block / scale).to(torch.float8_e4m3fn)
+    return codes, scales
+
+
+def plain_deepseek(directory: Path, seed: int, **options: int) -> Path:
+    """A tiny DeepSeek-V3 in bf16, with rows of q_b_proj (240), kv_a_proj_with_mqa (576) and kv_b_proj (240) that blocks
+    of 128 do not divide; ``options`` of its configuration."""
+    return Variant("deepseek_v3", "deepseek_v3", {**_SIZES, **_ROUTING, **options}).checkpoint(directory, seed=seed)
+
+
+def deepseek(directory: Path, seed: int, **options: int) -> Path:
+    """The model of :func:`plain_deepseek` in fp8, as it is published."""
+    source = plain_deepseek(directory, seed, **options)
+
+    def encode(tensors: dict[str, torch.Tensor]) -> None:
+        for key in [key for key in tensors if "_proj" in key and key.endswith(".weight")]:
+            tensors[key], tensors[f"{key}_scale_inv"] = blocks_of_128(tensors[key])
+        for key in [key for key in tensors if key.endswith("e_score_correction_bias")]:
+            tensors[key] = tensors[key].float()
+
+    edit_checkpoint(source, encode)
+    edit_json(source / "config.json", quantization_config=BLOCKS_OF_128)
     return source

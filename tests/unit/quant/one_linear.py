@@ -32,6 +32,8 @@ SCHEMES = [
     (FP8, None),
     (None, FP8),
     (BLOCKS, FP8_GROUPS),
+    (BLOCKS, None),
+    (TensorSpec("int", 4, "block", 16), FP8),
     (TensorSpec("fp8_e4m3", 8, "channel"), TensorSpec("fp8_e4m3", 8, "token", dynamic=True)),
     (TensorSpec("int", 8, "channel"), TensorSpec("int", 8, "tensor")),
     (INT4, ASYMMETRIC),
@@ -64,8 +66,10 @@ class Case:
     """Random operands of one Linear, with scales that clip some of the weights and inputs."""
 
     def __init__(self, weight_spec, input_spec, dtype=torch.float32, *, tokens=None, bias=True):
-        blocks = weight_spec is not None and weight_spec.granularity == "block"
-        out, in_ = 16 * random.randint(1, 2) if blocks else random.randint(1, 24), 32 * random.randint(1, 3)
+        out, in_ = random.randint(1, 24), 32 * random.randint(1, 3)
+        if weight_spec is not None and weight_spec.granularity == "block":
+            out = random.randint(1, 40)
+            in_ = random.randint(1, 70) if input_spec is None or input_spec.group_size is None else in_
         tokens = random.choice([(7,), (2, 5), (3, 1)]) if tokens is None else tokens
         self.x = torch.randn(*tokens, in_).to(dtype).requires_grad_()
         self.weight = nn.Parameter(torch.randn(out, in_).to(dtype))
@@ -93,7 +97,7 @@ class Case:
             return None, None
         absmax = torch.ones(1)
         if x.numel():
-            absmax = per_scale(x.detach().float().reshape(shape), spec.scale_shape(shape)).abs().amax(-1)
+            absmax = per_scale(x.detach().float().reshape(shape), spec).abs().amax(-1)
         theta = 0.3 * torch.randn(absmax.shape) - 0.5
         s0 = nn.Parameter(absmax_scale(absmax, spec), requires_grad=False)
         return s0, nn.Parameter(theta.to(dtype))

@@ -52,21 +52,26 @@ def values_of(codes: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
     return E2M1[codes.long()] if spec.dtype == "fp4_e2m1" else codes.float()
 
 
-def per_scale(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """The elements of ``x [out, in]`` as ``[*shape, elements]``, by the scale of this shape that they have."""
-    if shape == (1,):
+def per_scale(x: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """The elements of ``x [out, in]`` as ``[*scale shape, elements]``, by the scale that they have; zeros where the
+    last block of a row or column lacks elements."""
+    if spec.granularity == "tensor":
         return x.reshape(1, -1)
-    return x.reshape(shape[0], x.shape[0] // shape[0], shape[1], -1).transpose(1, 2).flatten(2)
+    down = spec.group_size if spec.granularity == "block" else 1
+    across = x.shape[1] if spec.granularity == "channel" else spec.group_size
+    whole = torch.zeros(-(-x.shape[0] // down) * down, -(-x.shape[1] // across) * across, dtype=x.dtype)
+    whole[: x.shape[0], : x.shape[1]] = x
+    return whole.unflatten(1, (-1, across)).unflatten(0, (-1, down)).transpose(1, 2).flatten(2)
 
 
 def random_case(spec: TensorSpec, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """A tensor in a random shape and stride with a scale that clips some of it, and its zero points if it has any.
 
-    With zero points some rows are of one sign alone, and one is of zeros.
+    With zero points some rows are of one sign alone, and one is of zeros. Blocks need not divide rows and columns.
     """
     rows, columns = random.randint(1, 40), 32 * random.randint(1, 6)
     if spec.granularity == "block":
-        rows = 16 * random.randint(1, 3)
+        rows, columns = (random.choice((16 * random.randint(1, 3), random.randint(1, 50))) for _ in range(2))
     x = torch.randn(rows, columns) * torch.exp(torch.randn(rows, 1))
     layout = random.choice(("plain", "transposed", "sliced"))
     if layout == "transposed":
@@ -77,7 +82,7 @@ def random_case(spec: TensorSpec, dtype: torch.dtype) -> tuple[torch.Tensor, tor
     if spec.has_zero_points:
         x = x + torch.randint(-3, 4, (rows, 1)).to(dtype)
         x[1:2] = 0
-    parts = per_scale(x.float(), spec.scale_shape((rows, columns)))
+    parts = per_scale(x.float(), spec)
     clip = torch.empty(parts.shape[:-1]).uniform_(0.3, 1.2)
     clip.view(-1)[0] = 0.3
     if not spec.has_zero_points:
@@ -96,6 +101,9 @@ def expand(scale: torch.Tensor, x: torch.Tensor, spec: TensorSpec) -> torch.Tens
     """The scale of every element."""
     if spec.granularity == "tensor":
         return scale.expand(x.shape)
+    if spec.granularity == "block" and scale.shape != x.shape:
+        down, across = (torch.arange(side) // spec.group_size for side in x.shape)
+        return scale[down[:, None], across]
     rows = scale.repeat_interleave(x.shape[0] // scale.shape[0], dim=0)
     return rows.repeat_interleave(x.shape[1] // scale.shape[1], dim=1)
 

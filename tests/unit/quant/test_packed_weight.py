@@ -54,7 +54,7 @@ def linear(stacked: bool, dtype: torch.dtype) -> nn.Module:
     if not stacked:
         return nn.Linear(IN, OUT, bias=True, dtype=dtype)
     weight = nn.Parameter(torch.randn(EXPERTS, OUT, IN, dtype=dtype) / 16)
-    return StackedLinear(weight, (EXPERTS, OUT, IN), ("gate_proj", "up_proj"))
+    return StackedLinear(weight, (EXPERTS, OUT, IN), ("up_proj",))
 
 
 def pair(name: str, stacked: bool, dtype: torch.dtype) -> tuple[QuantLinear, QuantLinear]:

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from quant import SCALE_PARAMETERS, SCHEMES, QuantLinear, replace_layers
+from quant import SCALE_PARAMETERS, SCHEMES, QuantLinear, Scheme, replace_layers
+from quant.linear import StackedLinear
 from tests.families.variants import VARIANTS
 from tests.unit.quant.trees import (
     ATTENTION,
@@ -249,6 +250,35 @@ def test_all_that_does_not_fit_is_named_at_once_with_what_is_fused_with_it():
     with pytest.raises(ValueError, match=r"mlp\.up_proj: in_features 40 .*dt_proj: in_features 8 ") as caught:
         int4(Tree(layers=layers))
     assert set(str(caught.value).partition("set ")[2][:-1].split(", ")) == set(line[:-1].split(", "))
+
+
+def test_sizes_that_blocks_or_groups_of_inputs_do_not_divide(seed):
+    """Blocks need not divide a Linear, except where servers put another one behind it."""
+    alone, scheme = SCHEMES["fp8_block"].weights, SCHEMES["fp8_block"]
+    weights = Scheme("weights alone", alone)
+    linear = Tree(up_proj=nn.Linear(200, 72))
+    quantization = replace_layers(linear, weights, learn_weight_scale=True, learn_input_scale=False)
+    assert quantization.layers["up_proj"].weight_s0.shape == (1, 2)
+    with pytest.raises(ValueError, match=r"up_proj: in_features 200 is not divisible by the inputs' group_size 128"):
+        replace_layers(Tree(up_proj=nn.Linear(200, 72)), scheme, learn_weight_scale=True, learn_input_scale=False)
+    for k_rows in (128, 72):
+        attention = Tree(q_proj=nn.Linear(128, 256), k_proj=nn.Linear(128, k_rows), v_proj=nn.Linear(128, 72))
+        model = Tree(layers=nn.ModuleList([Tree(self_attn=attention)]))
+        if k_rows == 128:
+            replace_layers(model, scheme, learn_weight_scale=True, learn_input_scale=False)
+            continue
+        said = r"k_proj: out_features 72 is not divisible by the block size 128, and servers put the rows of v_proj"
+        with pytest.raises(ValueError, match=rf"{said}.*quant\.exempt_more: .*k_proj', .*q_proj', .*v_proj'\]"):
+            replace_layers(model, scheme, learn_weight_scale=True, learn_input_scale=False)
+    for projections, rows in ((("down_proj",), 72), (("gate_proj", "up_proj"), 144), (("gate_proj", "up_proj"), 256)):
+        stack = StackedLinear(nn.Parameter(torch.randn(3, rows, 128)), (3, rows, 128), projections)
+        model = Tree(mlp=Tree(experts=Tree(all=stack)))
+        if rows == 144:
+            with pytest.raises(ValueError, match=r"all: out_features 72 is not divisible by the block size 128, and"):
+                replace_layers(model, weights, learn_weight_scale=True, learn_input_scale=False)
+            continue
+        quantization = replace_layers(model, weights, learn_weight_scale=True, learn_input_scale=False)
+        assert quantization.layers["mlp.experts.all"].weight_s0.shape == (3, -(-rows // 128), 1)
 
 
 def test_a_subclass_that_computes_what_a_linear_does_is_one(seed):

@@ -147,7 +147,7 @@ def test_gradients_against_finite_differences(spec, seed):
         up, down = (sign * (surrogate(x64, scale64 + sign * scale_step) - surrogate(x64, scale64)) for sign in (1, -1))
         change = torch.where(x64.sign() == surrogate.inwards, down, up) * grad
         size = grad.double().abs() * (1 + v.double().abs())
-        by_scale, size = (per_scale(one, tuple(scale.shape)).sum(-1) for one in (change, size))
+        by_scale, size = (per_scale(one, spec).sum(-1) for one in (change, size))
         by_scale = by_scale / scale_step
 
         grad_x, grad_scale = fake_quant_backward(grad, x, scale, spec, zero, scale_gradient=True)

@@ -19,7 +19,7 @@ from quant.formats.packing import unpack_int32, unpack_zero_points
 from tests.families.variants import VARIANTS
 from tests.lib.checkpoints import edit_checkpoint, edit_json, quantized, read_tensors
 from tests.lib.launcher import run_ranks
-from tests.lib.published import gpt_oss, gptq_checkpoint, modelopt_checkpoint
+from tests.lib.published import deepseek, gpt_oss, gptq_checkpoint, modelopt_checkpoint
 from tests.lib.tiny import tiny_checkpoint
 
 SCRIPT = Path(__file__).parent / "scripts" / "round_trip.py"
@@ -118,13 +118,15 @@ def with_several_input_scales(directory: Path) -> Path:
 
 
 def write_others(directory: Path) -> dict[str, tuple[str, str, str]]:
-    """Files of GPTQ and AWQ and the weights that these are, gpt-oss as it is published, and a model with heads."""
+    """Files of GPTQ and AWQ and the weights that these are, gpt-oss and DeepSeek-V3 as they are published, and a model
+    with heads."""
     for name, (kind, algorithm) in MODELOPT.items():
         modelopt_checkpoint(directory / name, kind, algorithm).rename(directory / "files" / name)
     for name in SEVERAL:
         with_several_input_scales(directory / name).rename(directory / "files" / name)
     with_heads(directory / "heads").rename(directory / "files" / "heads")
     gpt_oss(directory / "gpt_oss", random.randrange(2**31)).rename(directory / "files" / "gpt_oss")
+    deepseek(directory / "deepseek", random.randrange(2**31)).rename(directory / "files" / "deepseek")
     for kind in COLUMNS:
         path, weights = gptq_checkpoint(directory / kind, kind)
         path.rename(directory / "files" / kind)
@@ -132,7 +134,11 @@ def write_others(directory: Path) -> dict[str, tuple[str, str, str]]:
     others = dict.fromkeys(COLUMNS, ("per_expert", "compressed", "fp16"))  # in which their scales are stored
     others |= dict.fromkeys(MODELOPT, ("stacked", "modelopt", "bf16"))
     others |= {name: (form, "modelopt", "bf16") for name, form in zip(SEVERAL, ("stacked", "per_expert"), strict=True)}
-    return others | {"gpt_oss": ("stacked", "gpt_oss", "bf16"), "heads": ("per_expert", "vllm_fp8", "bf16")}
+    return others | {
+        "gpt_oss": ("stacked", "gpt_oss", "bf16"),
+        "deepseek": ("stacked", "vllm_fp8", "bf16"),
+        "heads": ("per_expert", "vllm_fp8", "bf16"),
+    }
 
 
 def exported_again(directory: Path, cases: dict[str, tuple[str, str, str]]) -> Path:
@@ -154,7 +160,7 @@ def directory(tmp_path_factory) -> Path:
     return exported_again(directory, write_all(directory, CASES) | write_others(directory))
 
 
-@pytest.mark.parametrize("name", [*CASES, *MODELOPT, *SEVERAL, "gpt_oss", "heads"])
+@pytest.mark.parametrize("name", [*CASES, *MODELOPT, *SEVERAL, "gpt_oss", "deepseek", "heads"])
 def test_what_was_read_comes_back(directory, name):
     assert not different(directory / "files" / name, directory / "again" / name)
 

@@ -14,6 +14,7 @@ from quant import SCHEMES, Ranges, Scheme, TensorSpec, kernels
 from quant.packed_weight import store_packed
 from quant.rules import assign, schemes_of_layers
 from tests.lib.checkpoints import edit_checkpoint, load_model, quantize, same_bits
+from tests.lib.published import plain_deepseek
 from tests.lib.tiny import tiny_checkpoint
 
 BF16, FP32, RANGES = torch.bfloat16, torch.float32, Ranges()
@@ -68,6 +69,12 @@ def test_codes_and_scales_are_those_of_the_loaded_weights(tmp_path, monkeypatch,
     ranges = Ranges(random.choice(["auto", "absmax", "mse"]), signed=signed)
     print(kind, experts, dtype, ranges, coded._CHUNK)
     assert_both_ways_give_the_same(source, name, dtype, ranges, experts=experts)
+
+
+def test_last_blocks_that_are_not_full(tmp_path, monkeypatch):
+    monkeypatch.setattr(coded, "_CHUNK", random.choice([2**9, 2**13, 2**20]))
+    source = plain_deepseek(tmp_path / "source", random.randrange(2**31))
+    assert_both_ways_give_the_same(source, "fp8_block", random.choice([BF16, FP32]))
 
 
 def test_weights_of_another_dtype_are_rounded_first(tmp_path):

@@ -77,11 +77,13 @@ def test_any_range_is_what_compressed_tensors_decompresses(tmp_path, monkeypatch
     scheme = ALL[name]
     # The library unpacks e2m1 into bf16.
     dtype = torch.bfloat16 if scheme.weights.dtype == "fp4_e2m1" else torch.float32
-    rows, columns = (256, 384) if scheme.weights.granularity == "block" else (random.randrange(60, 90), 256)
+    blocks = scheme.weights.granularity == "block"
+    rows, columns = random.randrange(100, 300) if blocks else random.randrange(60, 90), random.choice((256, 384))
+    columns -= random.choice((0, 1, 64)) * blocks
     _, tensors = packed(scheme, rows, columns, dtype)
     tensor = written(tmp_path, scheme, tensors)
     assert (tensor.shape, tensor.scheme) == ((rows, columns), scheme)
-    expected = decompressed(load_file(tmp_path / "model.safetensors"), scheme).view(-1)
+    expected = decompressed(load_file(tmp_path / "model.safetensors"), scheme).reshape(-1)
     for _ in range(5):
         start = random.randrange(rows * columns)
         count = random.randrange(1, rows * columns - start + 1)
@@ -230,15 +232,16 @@ def test_columns_in_their_order_and_zero_points_of_zero_change_nothing(tmp_path)
     assert torch.equal(values(tensor, 0, 16 * 256, torch.bfloat16), plain)
 
 
-def test_a_last_block_of_rows_that_is_not_full(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("rows", "columns"), [(200, 256), (256, 200), (201, 199)])
+def test_last_blocks_that_are_not_full(tmp_path, monkeypatch, rows, columns):
     """As DeepSeek-V3's kv_a_proj_with_mqa, of 576 rows in blocks of 128; by hand, as DeepSeek's own code does it."""
     monkeypatch.setattr("model.quantized.tensor._CHUNK", 7000)
-    codes, scale = (torch.randn(200, 256) * 30).to(torch.float8_e4m3fn), torch.rand(2, 2) + 0.01
+    codes, scale = (torch.randn(rows, columns) * 30).to(torch.float8_e4m3fn), torch.rand(2, 2) + 0.01
     save_file({f"{NAME}.weight": codes, f"{NAME}.weight_scale_inv": scale}, tmp_path / "model.safetensors")
     config = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}
     coded, beside, problems = read_quantized(read_headers(tmp_path), rules_of(config), lambda name: [name])
     assert not problems
     assert len(beside) == 2
-    expected = codes.float() * scale.repeat_interleave(128, 0)[:200].repeat_interleave(128, 1)
-    found = values(coded[f"{NAME}.weight"], 300, 200 * 256 - 300, torch.float32)
+    expected = codes.float() * scale.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+    found = values(coded[f"{NAME}.weight"], 300, rows * columns - 300, torch.float32)
     assert torch.equal(found, expected.view(-1)[300:])

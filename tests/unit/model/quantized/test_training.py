@@ -63,7 +63,7 @@ def gradients(layer: QuantLinear, x: Tensor, offsets: Tensor | None, grad: Tenso
         of_elements.append((each, own))
     torch.cat(outputs).backward(grad.flatten(0, -2)[: ends[-1]].double())
     factor = 1 / math.sqrt(layer.weight_numel * spec.qmax)
-    sizes = [per_scale((each.grad * each).abs(), own.shape).sum(-1).view(own.shape) for each, own in of_elements]
+    sizes = [per_scale((each.grad * each).abs(), spec).sum(-1).view(own.shape) for each, own in of_elements]
     found = {"weight": weight.grad.view(layer.weight_shape), "theta": theta.grad * factor, "input": exact.grad}
     return found, torch.stack(sizes).view(theta.shape) * factor
 

@@ -1,12 +1,14 @@
 """Every preset, dense and MoE: quantized, exported, read back by transformers and by us; and the other layouts."""
 
 import json
+import random
 from pathlib import Path
 from typing import get_args
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.integrations.finegrained_fp8 import FP8Linear, _dequantize_fp8_weight
 
 from model.ranks import RankError
 from model.save import export_model
@@ -16,7 +18,8 @@ from quant.formats.layouts import Layout, check_layout
 from quant.reference import fake_quant, quantize
 from quant.rules import Rule
 from quant.spec import PRESETS, SCHEMES, Scheme, TensorSpec
-from tests.lib.checkpoints import Export, exported, read_tensors
+from tests.lib.checkpoints import Export, exported, quantized, read_tensors
+from tests.lib.published import plain_deepseek
 from tools.compressed import load_compressed, quantized_keys
 from tools.verify.check import compare_with_transformers, decompress
 from tools.verify.comparison import Report
@@ -84,6 +87,26 @@ def test_what_is_served_is_what_was_trained(kind, scheme, tmp_path, seed):
     assert len(quantization.layers) == (14 if kind == "qwen3" else 38)
     report, _ = served(export)
     assert (report.note is not None) == (kind == "qwen3_moe" and scheme.name in NOT_LOADED)
+
+
+def test_blocks_that_do_not_divide_a_weight(tmp_path, seed):
+    """DeepSeek's latent attention: compressed-tensors decompresses smaller last blocks, and so does the function that
+    transformers has for weights in its own fp8, whose layers have parameters of these shapes."""
+    source = plain_deepseek(tmp_path / "source", random.randrange(2**31), first_k_dense_replace=2)
+    batches = [torch.randint(0, 301, (2, 64)) for _ in range(2)]
+    model, quantization = quantized(source, SCHEMES["fp8_block"], batches)
+    export_model(model, quantization, source, tmp_path / "export")
+    report, _ = served(Export(tmp_path / "export", batches, model, quantization))
+    assert report.note is None and report.contents == "fp8_block"
+    export_model(model, quantization, source, tmp_path / "native", layout="vllm_fp8")
+    tensors, smaller = read_tensors(tmp_path / "native"), set()
+    for name, layer in quantization.layers.items():
+        codes, scale = tensors[f"{name}.weight"], tensors[f"{name}.weight_scale_inv"]
+        assert FP8Linear(layer.in_features, layer.out_features, (128, 128)).weight_scale_inv.shape == scale.shape
+        values = _dequantize_fp8_weight(codes, scale, [128, 128], torch.float32)
+        assert torch.equal(values.bfloat16(), layer.quantized_weight()), name
+        smaller |= {name.rpartition(".")[2]} if layer.out_features % 128 else set()
+    assert smaller == {"q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"}
 
 
 @pytest.mark.parametrize(
