@@ -128,7 +128,7 @@ def blocks(codes: Tensor, scales: Tensor) -> Tensor:
         return codes.float() * scales.view(-1, *[1] * (codes.dim() - 1))
     for dim in (-1, -2):
         if 1 < scales.shape[dim] < codes.shape[dim] or (scales.shape[-1] > 1):
-            scales = scales.repeat_interleave(-(-codes.shape[dim] // scales.shape[dim]), dim)
+            scales = scales.repeat_interleave(128, dim).narrow(dim, 0, codes.shape[dim])
     return codes.float() * scales
 
 
