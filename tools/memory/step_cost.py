@@ -21,7 +21,7 @@ import numpy as np
 
 from engine.session.adamw8bit import CHUNK, WORKING_BYTES
 from tools.memory.trace import Event, own_bytes
-from tools.memory.zero import FP32, FP64, Calls, Held, Inventory, Settings, elements
+from tools.memory.zero import FP32, FP64, Calls, Held, Inventory, Settings, elements, late_gradients
 
 STEP_COPIES = "copies in the step"  # item of host memory that an offloaded optimizer needs for its step
 # Elements of the buffers in which DeepSpeed's engine reduces gradients if its optimizer does not reduce them.
@@ -154,12 +154,13 @@ def cost_of_step(
     numels = {parameter.name: parameter.numel for parameter in inventory.trained}
     rows: list[tuple[int, int, int, bool]] = []
     made = beside = 0  # bytes of gradients, and of buckets and late gradients
+    until_step = late_gradients(settings, inventory)
     backward = False
     for event in events:
         whole = 0 if event.kind == TEACHER else gathered.most
         rows.append((constant + stage.always + made + beside, whole, 0, backward))
         if event.kind == "gradient":
-            made += numels[event.name] * stage.grows
+            made += numels[event.name] * stage.grows + until_step.get(event.name, 0)
             beside = stage.bucket + _late(settings, calls, event.name, numels)
         copies = {"gradient": stage.copies, "end": stage.at_end}.get(event.kind, 0)
         backward = backward or event.kind == "loss"
@@ -203,7 +204,8 @@ def _reduction(settings: Settings, held: Held, inventory: Inventory) -> _Reducti
         part = 0 if communicated == settings.accumulated else settings.accumulated
         flat = [0 if len(one) == 1 and one[0] % ranks == 0 else sum(one) for one in filled]
         copies = max(a * communicated + sum(one) // ranks * part for a, one in zip(flat, filled, strict=True))
-        return _Reduction(gradients + buckets, copies=copies, at_end=copies)
+        made = gradients - sum(late_gradients(settings, inventory).values())
+        return _Reduction(made + buckets, copies=copies, at_end=copies)
     if settings.stage == 2:
         copies = max(sum(bucket) * communicated if len(bucket) > 1 else 0 for bucket in filled)
         always, first = (gradients, 0) if several else (0, gradients)

@@ -370,15 +370,23 @@ def held_by(settings: Settings, inventory: Inventory) -> Held:
 
 def _add_swapped(held: Held, settings: Settings, inventory: Inventory) -> None:
     """Add the memory that sub-groups on NVMe need."""
-    offload, groups = settings.zero.offload_optimizer, inventory.sub_groups(settings)
+    offload = settings.zero.offload_optimizer
     assert offload is not None
-    sizes = [sum(one.elements(settings.ranks) for one in group) for _, group in groups]
+    sizes = [size for _, size in inventory.updated(settings)]
     held.add("swap buffers", offload.buffer_count * FP32 * math.ceil(max(sizes) / SWAP_BLOCK) * SWAP_BLOCK, True)
-    for size, (_, group) in zip(sizes, groups, strict=True):
-        if FP32 * size >= settings.smallest_swapped:
-            shares = [one.elements(settings.ranks) for one in group]
-            late = [one for one in shares if FP32 * one < settings.smallest_swapped or one % SWAP_BLOCK]
-            held.add("gradients", FP32 * sum(late))
+    held.add("gradients", sum(late_gradients(settings, inventory).values()))
+
+
+def late_gradients(settings: Settings, inventory: Inventory) -> dict[str, int]:
+    """Return the bytes of each gradient that an optimizer on NVMe leaves on the device from backward to the step, by
+    the parameter's name."""
+    late: dict[str, int] = {}
+    for _, group in inventory.sub_groups(settings) if settings.smallest_swapped else []:
+        shares = {one.name: one.elements(settings.ranks) for one in group}
+        if FP32 * sum(shares.values()) >= settings.smallest_swapped:
+            small = {n for n, share in shares.items() if FP32 * share < settings.smallest_swapped or share % SWAP_BLOCK}
+            late |= {name: FP32 * shares[name] for name in small}
+    return late
 
 
 def held_partitions(held: Held, item: str, settings: Settings, inventory: Inventory) -> None:
