@@ -14,7 +14,7 @@ from tools.verify.check import compare_with_transformers
 
 # With a choice, one token that a rounding sends to other experts moves the mean over few tokens beyond bounds.
 MODELS = {"qwen3": "qwen3 wide seed=1", "qwen3_moe": "qwen3_moe wide seed=1 config.num_experts_per_tok=5"}
-MIXED, ROTATED = "mixed", "rotated"
+MIXED, ROTATED, GATHERED = "mixed", "rotated", "gathered as codes"
 QUANT: dict[str, dict[str, Any]] = {
     **{preset: {"scheme": preset} for preset in PRESETS},
     MIXED: {
@@ -23,11 +23,12 @@ QUANT: dict[str, dict[str, Any]] = {
         "lm_head": "w8a16_channel",
     },
     ROTATED: {"scheme": "nvfp4_w4a4", "rotate": [r".*\.down_proj"], "rotate_block": 256},
+    GATHERED: {"scheme": "fp8_static", "quantized_all_gather": True},
 }
 EVERY = [f"{kind}-{preset}" for kind in MODELS for preset in [*PRESETS, MIXED]]
 # One of each format, of each kind of input, and what is special about a MoE; the others with the large counts.
 SOME = [f"qwen3-{name}" for name in ("fp8_block", "8da4w", "nvfp4_w4a4_kv", "w4a16_asym", MIXED, ROTATED)]
-SOME += [f"qwen3_moe-{name}" for name in ("fp8_static_kv", "w8a8_static", "mxfp4", "nvfp4_w4a4", "w2a16_g32")]
+SOME += [f"qwen3_moe-{name}" for name in ("fp8_static_kv", "w8a8_static", "mxfp4", "nvfp4_w4a4", "w2a16_g32", GATHERED)]
 OTHERS = [name for name in EVERY if name not in SOME]
 
 

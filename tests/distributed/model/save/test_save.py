@@ -13,13 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from model.checkpoint.safetensors import INDEX
 from model.save.aside import remove_left
-from quant import SCHEMES
-from quant.formats.packing import unpack_int32
-from tests.distributed.model.save.scripts.save import CHANNEL, SHARD
+from tests.distributed.model.save.scripts.save import SHARD
 from tests.lib.checkpoints import read_tensors, same_bits
 from tests.lib.launcher import run_waiting
 from tests.lib.tiny import tiny_checkpoint
-from tools.verify.check import compare_with_transformers
 
 SCRIPT = Path(__file__).parent / "scripts" / "save.py"
 # name: stage, architecture, scheme, way. Stage 3 with every layout, and stage 2, where nothing is gathered.
@@ -47,16 +44,14 @@ def run(tmp_path_factory):
 
 
 class Exported:
-    """What one case left: directories, results of both ranks, and what the last forward used."""
+    """What one case left: directories, results of both ranks, and the whole parameters."""
 
     def __init__(self, base: Path, name: str):
-        self.stage, self.kind, scheme, _ = RUNS[name]
+        self.stage, self.kind, *_ = RUNS[name]
         self.directory, self.source = base / "out" / name, base / f"source-{name}"
         self.ranks = [json.loads((self.directory / f"rank{rank}.json").read_text()) for rank in range(2)]
-        expected = torch.load(self.directory / "expected.pt")
-        self.used, self.whole = expected["used"], expected["whole"]
+        self.whole = torch.load(self.directory / "whole.pt")
         self.plain = {key: tensor for key, tensor in self.whole.items() if not key.endswith(("_s0", "_theta"))}
-        self.scheme = {**SCHEMES, CHANNEL.name: CHANNEL}[scheme]
 
     def tensors(self, export: str) -> dict[str, torch.Tensor]:
         """Everything in the weight files of one export."""
@@ -71,28 +66,6 @@ def case(run, request):
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     """Equal keys, dtypes and bits."""
     return one.keys() == other.keys() and all(same_bits(one[key], other[key]) for key in one)
-
-
-def test_codes_and_scales_are_those_of_the_last_forward(case):
-    """Bit for bit, and everything else is the whole parameter as it was trained."""
-    tensors = case.tensors("one")
-    for name, used in case.used.items():
-        assert torch.equal(tensors.pop(f"{name}.weight_scale").float(), used["weight_scale"]), name
-        if case.scheme.weights.dtype == "int":
-            shape = tensors.pop(f"{name}.weight_shape").tolist()
-            assert shape == list(used["codes"].shape)
-            codes = unpack_int32(tensors.pop(f"{name}.weight_packed"), case.scheme.weights.bits, shape[1])
-        else:
-            assert torch.equal(tensors.pop(f"{name}.input_scale"), used["input_scale"]), name
-            codes = tensors.pop(f"{name}.weight")
-        assert codes.dtype == used["codes"].dtype
-        assert torch.equal(codes.view(torch.int8), used["codes"].view(torch.int8)), name
-    quantized = {f"{name}.weight" for name in case.used}
-    assert same(tensors, {key: tensor for key, tensor in case.plain.items() if key not in quantized})
-    # Training has moved all of it.
-    trained = [tensor for key, tensor in case.whole.items() if key.endswith("_theta")]
-    assert trained and all(tensor.any() for tensor in trained if tensor.numel() > 8)
-    assert not same(read_tensors(case.source), case.tensors("plain"))
 
 
 def test_many_shards_hold_the_same_as_one(case):
@@ -154,16 +127,9 @@ def test_the_rest_of_the_directory(case):
     assert one["quantization_config"]["ignore"] == [*router, "lm_head"]
 
 
-def test_transformers_loads_it_and_computes_the_same(case):
-    batches = [torch.randint(0, 301, (2, 33))]
-    for export in ("one", "many"):
-        report = compare_with_transformers(case.directory / export, batches)
-        assert report.ok, report.table()
-
-
 def test_a_plain_export_is_the_trained_model(case):
-    """Each parameter is as rank 0 saw it whole, and transformers finds all of them."""
-    assert same(case.tensors("plain"), case.plain)
+    """Each parameter is as rank 0 saw it whole, after a step that moved them, and transformers finds all of them."""
+    assert same(case.tensors("plain"), case.plain) and not same(read_tensors(case.source), case.plain)
     _, info = AutoModelForCausalLM.from_pretrained(case.directory / "plain", output_loading_info=True)
     assert not any(info.values()), info
 

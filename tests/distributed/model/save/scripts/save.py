@@ -1,15 +1,14 @@
-"""Launched on every rank: train one step, export in several ways, keep what the last forward used for comparison.
+"""Launched on every rank: train one step, export in several ways, keep the whole parameters for comparison.
 
 Arguments: output directory, then ``name:stage:scheme:way:checkpoint`` per model, of which the way is "plain",
 "offload" (parameters and optimizer) or "codes" (weights are gathered as these). Each rank writes ``rank<r>.json`` (what
-its exports returned or raised), rank 0 also ``expected.pt`` (codes and scales of the last forward, whole parameters).
+its exports returned or raised), rank 0 also ``whole.pt`` (the parameters).
 """
 
 import json
 import resource
 import signal
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 from unittest import mock
 
@@ -31,9 +30,6 @@ from model.zero import (
 )
 from model.zero.quantized_gather import gather_quantized
 from quant import SCHEMES, Scheme, TensorSpec, replace_layers, weights_changed
-from quant.linear import linears_of
-from quant.packed_weight import codes_of_placeholder, is_placeholder
-from quant.reference import effective_scale, quantize
 from tests.distributed.model.scripts.models import ds_config, loaded
 from tests.lib.linears import split_stacks
 
@@ -65,38 +61,7 @@ def trained(stage: int, scheme: Scheme, way: str, checkpoint: str, device: torch
         finish()
     engine.step()
     weights_changed(model)
-    return engine, model, quantization, ids, trace_after_forwards(engine, ids)
-
-
-def last_forward(engine, quantization, ids) -> dict[str, dict]:
-    """Codes and scales that one forward computes with, taken inside it, where the engine has gathered each layer."""
-    used: dict[str, dict] = {}
-
-    def keep(name, layer):
-        def hook(*_):
-            spec = layer.scheme.weights
-            whole = effective_scale(layer.weight_s0, layer.weight_theta, spec, torch.bfloat16)
-            gathered_codes = codes_of_placeholder(layer.weight, spec) if is_placeholder(layer.weight) else None
-            for part in linears_of(name, layer):
-                scale = part.scale(whole, spec).clone()
-                if gathered_codes is None:
-                    codes = quantize(part.weight(layer.weight), scale, spec)
-                else:  # what travels are the codes, in the memory that the gather may use again
-                    codes = part.weight(gathered_codes).clone()
-                used[part.name] = {"codes": codes.cpu(), "weight_scale": scale.cpu()}
-                if layer.input_s0 is not None:
-                    activations = layer.scheme.activations
-                    used[part.name]["input_scale"] = effective_scale(
-                        layer.input_s0, layer.input_theta, activations, torch.bfloat16
-                    ).cpu()
-
-        return hook
-
-    with ExitStack() as hooks, torch.no_grad():
-        for name, layer in quantization.layers.items():
-            hooks.callback(layer.register_forward_pre_hook(keep(name, layer)).remove)
-        engine(input_ids=ids)
-    return used
+    return engine, model, quantization, trace_after_forwards(engine, ids)
 
 
 def attempt(*arguments, **options) -> dict:
@@ -188,18 +153,13 @@ def main() -> None:
     for index, entry in enumerate(models):
         name, stage, scheme, way, checkpoint = entry.split(":")
         out = Path(directory) / name
-        engine, model, quantization, ids, trace = trained(
+        engine, model, quantization, trace = trained(
             int(stage), {**SCHEMES, CHANNEL.name: CHANNEL}[scheme], way, checkpoint, device
         )
-        used = last_forward(engine, quantization, ids)
         if is_main():
             out.mkdir(parents=True)
         barrier()
         results = exports(model, quantization, checkpoint, out)
-        again = last_forward(engine, quantization, ids)
-        for layer, tensors in used.items():
-            for key, tensor in tensors.items():
-                assert torch.equal(tensor.float(), again[layer][key].float()), f"exporting changed {key} of {layer}"
         parameters = dict(model.named_parameters())
         with gathered(parameters.values()):
             whole_on_all = {key: parameter.detach().cpu().clone() for key, parameter in parameters.items()}
@@ -207,7 +167,7 @@ def main() -> None:
         results |= gathered_on_rank_0(model, whole_on_all) | {"trace": trace}
         (out / f"rank{rank()}.json").write_text(json.dumps(results))
         if is_main():
-            torch.save({"used": used, "whole": whole}, out / "expected.pt")
+            torch.save(whole, out / "whole.pt")
         raise_everywhere(None)
         if index == len(models) - 1:
             die_while_writing(model, quantization, checkpoint, out)
