@@ -38,7 +38,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.answers import Answer, LossOn, Rendering, render, render_prompt
 from data.cache import ArrayWriter, Shard, TokenCache, digest, size_of
-from data.files import DataError, Problems, check_files, raise_problems
+from data.files import DataError, Problems, check_files, raise_bad_lines
 from data.jsonl import BadLineError, Conversation, conversation_of, is_empty
 from data.rows import Row, read_rows
 from data.samples import IGNORE, KEYED, Bars, Flat, Samples, no_bar
@@ -233,7 +233,7 @@ def read_chat(
             shard = cache.shard(path, about, CHAT_DTYPES, build)
             shards.append(shard)
             counts.add(str(path), Counts.of(shard.facts["counts"]))
-    raise_problems({path: shard.facts for path, shard in zip(paths, shards, strict=True)})
+    raise_bad_lines({path: shard.facts for path, shard in zip(paths, shards, strict=True)})
     if not counts.samples:
         raise DataError(
             f"no sample is left of {', '.join(map(str, paths))}: {'; '.join([counts.summary(), *counts.notes()])} "

@@ -83,7 +83,7 @@ class Problems:
         return {"problems": [*self.kinds.values()], "bad_lines": self.count}
 
 
-def raise_problems(files: Mapping[Path, Mapping[str, Any]]) -> None:
+def raise_bad_lines(files: Mapping[Path, Mapping[str, Any]]) -> None:
     """Raise `DataError` if files have bad lines (by file, `Problems.as_json`): a line for each kind, at most
     `MAX_PROBLEMS`, and the number of the other bad lines."""
     count, texts, shown = sum(facts["bad_lines"] for facts in files.values()), list[str](), 0

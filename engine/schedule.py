@@ -19,7 +19,7 @@ from torch import Tensor
 
 from data.cache import digest
 from data.loader import HeldOut, on_device, valid_tokens
-from engine.checkpoint.save import Measured, SaveError, mark_best, save_checkpoint
+from engine.checkpoint.save import BestMetric, SaveError, mark_best, save_checkpoint
 from engine.config.config import Recipe
 from engine.config.sections import EventRecipe, parse_condition
 from engine.losses.objective import Objective
@@ -252,7 +252,7 @@ def save(state: LoopState) -> None:
     state.saved_step = state.step
 
 
-def _measured(state: LoopState) -> Measured | None:
+def _measured(state: LoopState) -> BestMetric | None:
     """Return the metric that selects the best checkpoint; None if this step was not evaluated. Values are comparable
     only for the same held-out samples, the same distillation and, for the total, the same weights of the losses."""
     best, loss, objective = state.recipe.eval.best, state.recipe.loss, state.objective()
@@ -262,7 +262,7 @@ def _measured(state: LoopState) -> Measured | None:
     of: list[Any] = [state.held_out.samples.key]
     of += [asdict(objective.kd), Path(loss.teacher or "").name] if best != "lm" else []
     of += [objective.weights()] if best == "total" else []
-    return Measured(metric, state.evaluation[metric], digest(of))
+    return BestMetric(metric, state.evaluation[metric], digest(of))
 
 
 def _try_to_save(state: LoopState) -> None:

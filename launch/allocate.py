@@ -41,9 +41,9 @@ from launch.calibrate import calibrated
 from launch.exits import clean_exit, recipe_or_exit
 from model.ranks import errors_on_all_ranks, is_main, raise_everywhere, say
 from tools.memory.model import meta_student
-from tools.mixed_precision import LayerSet, allocate, check_budget, divergences, parts_of, rules_of_choice
+from tools.mixed_precision import LayerSet, allocate, check_budget, divergences, layer_sets, rules_of_choice
 
-MIXED = "mixed"  # table row of the written recipe
+MIX = "mixed"  # table row of the written recipe
 NEAREST = ["--quant.init", "rtn"]  # GPTQ changes the weights that costs are measured from
 
 
@@ -66,7 +66,7 @@ def main() -> None:
         rules = [*own_rules(recipe), *chosen]  # the first that matches a layer decides
         say("measuring the recipe")
         mixed = recipe_or_exit([*rest, "--quant.scheme", most, "--quant.rules", yaml.safe_dump(rules), *NEAREST])
-        costs[MIXED] = cost_of_all(
+        costs[MIX] = cost_of_all(
             *calibrated(mixed, context, check_models(mixed, context, losses=False)), arguments.batches
         )
         text = allocation_table(parts, schemes, costs)
@@ -111,7 +111,7 @@ def check_options(recipes: Mapping[str, Recipe], budget_bits: float) -> set[str]
     parts: list[LayerSet] = []
     for name, recipe in recipes.items():
         student = students[name]
-        found = parts_of(student.model, student.quantization, name, own, TORCH_DTYPES[recipe.model.dtype])
+        found = layer_sets(student.model, student.quantization, name, own, TORCH_DTYPES[recipe.model.dtype])
         raise_everywhere(None if found else f"--schemes: {name} quantizes no weights, expected schemes of Linears")
         raise_everywhere(
             None
@@ -142,7 +142,7 @@ def measured(
     no parts."""
     session, loader = calibrated(recipe, context, check_models(recipe, context, losses=False))
     quantization = session.quantization
-    parts = parts_of(session.model, quantization, scheme, own, TORCH_DTYPES[recipe.model.dtype])
+    parts = layer_sets(session.model, quantization, scheme, own, TORCH_DTYPES[recipe.model.dtype])
     sets = [*(part.layers for part in parts), [*quantization.layers]]
     *each, whole = divergences(session.engine, quantization, sets, loader.first(batches), session.device)
     return [part.costing(scheme, cost) for part, cost in zip(parts, each, strict=True)], whole
@@ -157,7 +157,7 @@ def joined(parts: Sequence[LayerSet], more: Sequence[LayerSet]) -> list[LayerSet
 
 def allocation_table(parts: Sequence[LayerSet], schemes: Sequence[str], costs: Mapping[str, float]) -> str:
     """Format measurements and choice as Markdown."""
-    names = [name for name in costs if name != MIXED]
+    names = [name for name in costs if name != MIX]
     lines = ["| part | weights | " + " | ".join(names) + " | chosen |", "| --- " * (len(names) + 3) + "|"]
     for part, chosen in zip(parts, schemes, strict=True):
         cells = [f"{part.options[name].cost:.3g}" for name in names]
@@ -165,7 +165,7 @@ def allocation_table(parts: Sequence[LayerSet], schemes: Sequence[str], costs: M
     weights = sum(part.weights for part in parts)
     lines += ["", "| all | bits per weight | KL divergence | sum of the parts |", "| --- | --- | --- | --- |"]
     for name, cost in costs.items():
-        options = [part.options[chosen if name == MIXED else name] for part, chosen in zip(parts, schemes, strict=True)]
+        options = [part.options[chosen if name == MIX else name] for part, chosen in zip(parts, schemes, strict=True)]
         bits, added = sum(option.bits for option in options) / weights, sum(option.cost for option in options)
         lines.append(f"| {name} | {bits:.4f} | {cost:.3g} | {added:.3g} |")
     return "\n".join(lines)

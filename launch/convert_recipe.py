@@ -36,8 +36,8 @@ HOUSEKEEPING = re.compile(
 )
 PAGE = "docs/coming_from.md"
 FOCUS = "scales of parts of a group (FOCUS) are not supported: quant.decoupled_scales true has one for each group"
-CACHE = "not converted: keys and values are quantized by the presets fp8_kv, fp8_static_kv and nvfp4_w4a4_kv alone"
-BETAS = [0.9, 0.999]  # of torch's AdamW and of transformers' Trainer
+KV_CACHE = "not converted: keys and values are quantized by the presets fp8_kv, fp8_static_kv and nvfp4_w4a4_kv alone"
+TORCH_BETAS = [0.9, 0.999]  # of torch's AdamW and of transformers' Trainer
 UNKNOWN = "choose_one"  # no scheme has this name, so training refuses the recipe until it has one
 THERE = " (the default there)"
 PTQ_BATCHES = 64  # per rank: 256 samples, as of AngelSlim's PTQ, on four ranks with one sample per micro-batch
@@ -246,8 +246,8 @@ def _angelslim_quantization(source: ForeignRecipe, made: Converted, quantizer: s
     made.put("quant.exempt_more", [f".*{re.escape(one)}.*" for one in ignored if one not in usual] or None)
     for part in ("q", "k", "v"):
         if source.take_below(f"{quantizer}.{part}"):
-            made.say(f"{quantizer}.{part}", "queries are not quantized here" if part == "q" else CACHE)
-    expect(source, made, f"{quantizer}.use_qkv_quant", False, CACHE)
+            made.say(f"{quantizer}.{part}", "queries are not quantized here" if part == "q" else KV_CACHE)
+    expect(source, made, f"{quantizer}.use_qkv_quant", False, KV_CACHE)
     if source.take(f"{quantizer}.fp8_attn"):
         made.say(f"{quantizer}.fp8_attn", "attention itself is not quantized")
 
@@ -261,7 +261,7 @@ def _angelslim_learnable(source: ForeignRecipe, made: Converted, section: str, q
     learn_inputs = bool(source.take(f"{learnable}.act_scale", False))
     made.put("learnable.act_scale", learn_inputs if static_inputs else None)
     if source.take(f"{learnable}.kv_scale"):
-        made.say(f"{learnable}.kv_scale", f"{CACHE}; with one of them, learnable.kv_scale learns the scale")
+        made.say(f"{learnable}.kv_scale", f"{KV_CACHE}; with one of them, learnable.kv_scale learns the scale")
     if source.take(f"{learnable}.norm"):
         made.say(f"{learnable}.norm", "AngelSlim's optimizer gets no norms; learnable.norm: true trains them here")
     lwc = source.take(f"{learnable}.lwc") or source.take(f"{quantizer}.lwc.enable_lwc")
@@ -385,7 +385,7 @@ def _trainer(source: ForeignRecipe, made: Converted, prefix: str) -> None:
     made.put("optim.warmup_ratio", float(take("warmup_ratio", 0.0)) or None)
     made.put("optim.warmup_steps", int(take("warmup_steps", 0)) or None)
     made.put("optim.grad_clip", float(take("max_grad_norm", 1.0)))
-    made.put("optim.betas", [float(take("adam_beta1", BETAS[0])), float(take("adam_beta2", BETAS[1]))])
+    made.put("optim.betas", [float(take("adam_beta1", TORCH_BETAS[0])), float(take("adam_beta2", TORCH_BETAS[1]))])
     decay = float(take("weight_decay", 0.0))
     if decay and not made.recipe["learnable"]["weight"]:
         made.say(f"{prefix}.weight_decay", "scales do not decay here")
@@ -465,7 +465,7 @@ def from_torchtune(source: ForeignRecipe) -> Converted:
     elif not str(optimizer).endswith("AdamW"):
         made.say("optimizer._component_", f"{optimizer}: AdamW is the optimizer here")
     made.put("optim.lr", float(source.take("optimizer.lr", 1e-3)))
-    made.put("optim.betas", source.take("optimizer.betas", BETAS))
+    made.put("optim.betas", source.take("optimizer.betas", TORCH_BETAS))
     made.put("optim.weight_decay", float(source.take("optimizer.weight_decay", 0.01)))  # torch's default
     schedule = source.take_below("lr_scheduler")
     made.put("optim.schedule", "cosine" if schedule else "constant")

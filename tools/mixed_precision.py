@@ -156,7 +156,7 @@ _TOKENS = 512  # log-probabilities compared at a time: [512, vocabulary] in fp32
 _OF_NO_WEIGHT = ("input_scale", "input_global_scale", "weight_shape")  # tensors other than the weight and its scales
 
 
-def parts_of(
+def layer_sets(
     model: nn.Module, quantization: Quantization, scheme: str, own: Collection[str], dtype: torch.dtype
 ) -> list[LayerSet]:
     """List the parts of a model whose layers have ``scheme``, with their sizes; costs are NaN.

@@ -57,7 +57,7 @@ class Stateful(Protocol):
 StatefulStates = Mapping[str, Stateful]
 
 
-class Measured(NamedTuple):
+class BestMetric(NamedTuple):
     """Name and value of a metric, and the digest of everything on which it depends, apart from the model."""
 
     metric: str
@@ -77,7 +77,7 @@ def save_checkpoint(
     *,
     keep: int,
     samples: str,
-    measured: Measured | None = None,
+    measured: BestMetric | None = None,
 ) -> Path:
     """Write ``<directory>/step_<step>``, make it the latest checkpoint and remove older ones; a collective.
 
@@ -206,7 +206,7 @@ def _write_manifest(
     sync(partial)
 
 
-def _make_current(directory: Path, partial: Path, final: Path, keep: int, measured: Measured | None = None) -> None:
+def _make_current(directory: Path, partial: Path, final: Path, keep: int, measured: BestMetric | None = None) -> None:
     """Rename a written checkpoint, update ``best.json`` and ``latest``, and remove old checkpoints."""
     if final.exists():  # of the same step, before the run was resumed from an earlier one
         final.rename(final.with_name(f"{final.name}.replaced.partial"))
@@ -217,7 +217,7 @@ def _make_current(directory: Path, partial: Path, final: Path, keep: int, measur
     _remove_old(directory, final.name, keep, best)
 
 
-def mark_best(directory: Path, step: int, measured: Measured | None, *, keep: int) -> None:
+def mark_best(directory: Path, step: int, measured: BestMetric | None, *, keep: int) -> None:
     """Mark the checkpoint of ``step``, which was written before its evaluation, if it is the best, and remove the
     former best unless it is one of the last ``keep``; a collective."""
     name = f"step_{step:08d}"
@@ -226,7 +226,7 @@ def mark_best(directory: Path, step: int, measured: Measured | None, *, keep: in
             _remove_old(directory, name, keep, _mark(directory, name, measured))
 
 
-def _mark(directory: Path, name: str, measured: Measured | None) -> Best | None:
+def _mark(directory: Path, name: str, measured: BestMetric | None) -> Best | None:
     """Mark a checkpoint if its value is below the best checkpoint's; return the checkpoint that is now the best.
 
     An existing mark is dropped if it is damaged, not finite, of another metric or of one that was computed otherwise,

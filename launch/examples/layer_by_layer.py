@@ -18,7 +18,7 @@ loop = Loop(recipe)
 
 
 @loop.at(step=0)
-def off(state):
+def unquantized(state):
     """Start from the unquantized model."""
     state.quant.disable()
 

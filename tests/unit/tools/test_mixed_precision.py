@@ -12,7 +12,7 @@ from quant import SCHEMES, Rule
 from quant.rules import assign
 from tests.lib.checkpoints import CPU, quantized, read_tensors
 from tests.lib.tiny import tiny_checkpoint, tiny_model
-from tools.mixed_precision import LayerSet, Option, allocate, divergences, parts_of, rules_of_choice
+from tools.mixed_precision import LayerSet, Option, allocate, divergences, layer_sets, rules_of_choice
 
 
 def part(*options: tuple[int, float], weights: int = 1) -> LayerSet:
@@ -101,7 +101,7 @@ def test_rules_give_the_choice_back(kind, seed):
 def test_parts_are_all_layers_once_and_have_the_bytes_of_the_export(scheme, experts, tmp_path, seed):
     source = tiny_checkpoint(tmp_path / "source", "qwen3_moe", seed=seed, wide=True)
     model, quantization = quantized(source, SCHEMES[scheme], experts=experts)
-    parts = parts_of(model, quantization, scheme, (), torch.bfloat16)
+    parts = layer_sets(model, quantization, scheme, (), torch.bfloat16)
     assert sorted(name for part in parts for name in part.layers) == sorted(quantization.layers)
     # q, k and v; o; all experts: of each of two layers.
     assert [len(part.linears) for part in parts[:3]] == [3, 1, len(parts[2].linears)] and len(parts) == 6

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from engine.checkpoint.checked_files import CheckedFiles, file_crc32
-from engine.checkpoint.save import Measured, _make_current
+from engine.checkpoint.save import BestMetric, _make_current
 from engine.config.config import Recipe
 from engine.config.reading import save_recipe
 from model.zero import LeftOut
@@ -36,7 +36,7 @@ def write_step(
     state = {"step": step, "world_size": world, "stage": 3, "files": files.written}
     state |= {"samples": samples, "base": None, "left_out": {}}
     (partial / "state.json").write_text(json.dumps(state))
-    _make_current(directory, partial, directory / name, keep, measured and Measured(*measured))
+    _make_current(directory, partial, directory / name, keep, measured and BestMetric(*measured))
     return directory / name
 
 

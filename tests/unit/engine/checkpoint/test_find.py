@@ -53,9 +53,9 @@ def test_the_last_ones_and_the_best_are_kept(tmp_path):
         kept[step] = steps(tmp_path)
     assert kept == {1: [1], 2: [1, 2], 3: [2, 3], 4: [2, 3, 4], 5: [4, 5], 6: [5, 6]}
     # A step that was saved at a signal is evaluated when the run is resumed.
-    save.mark_best(tmp_path, 6, save.Measured("loss", 0.7), keep=1)
+    save.mark_best(tmp_path, 6, save.BestMetric("loss", 0.7), keep=1)
     assert steps(tmp_path) == [5, 6] and best_checkpoint(tmp_path).step == 5
-    save.mark_best(tmp_path, 6, save.Measured("loss", 0.3), keep=1)
+    save.mark_best(tmp_path, 6, save.BestMetric("loss", 0.3), keep=1)
     assert steps(tmp_path) == [6] and best_checkpoint(tmp_path).step == 6
     assert not list(tmp_path.glob("*.partial"))
 
