@@ -80,7 +80,7 @@ def engine_of(way: str, directory: Path, threshold: int | None, **options: int):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from model.build import build_model
-    from model.scales import release_scales, renew_weight_scales, write_scales
+    from model.scales.in_place import release_scales, renew_weight_scales, write_scales
     from model.zero import keep_frozen_fp32, local_data, partition_new_parameters
     from quant import SCHEMES, replace_layers, weights_changed
 

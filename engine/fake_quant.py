@@ -22,7 +22,7 @@ from engine.session.session import Session
 from model.console import progress_bar
 from model.quantized.quantization_config import is_quantized
 from model.ranks import RankError, raise_problems, reduce_over_ranks, say
-from model.scales import (
+from model.scales.in_place import (
     WeightStatistics,
     follow_weights,
     input_scales,

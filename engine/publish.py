@@ -22,8 +22,8 @@ from engine.session.session import Session
 from engine.session_export import export_trained, layout_of
 from engine.vllm_server import ServerError, VllmServer
 from model.ranks import RankError, errors_on_all_ranks, gather_objects, is_main, naming, say
-from model.save import is_expert
 from model.save.aside import remove_left, sync
+from model.save.loadable import is_expert
 from quant import QuantLayer
 from quant.linear import StackedLinear
 

@@ -18,7 +18,8 @@ from engine.session.session import Session
 from model.checkpoint.fingerprint import digest_of_checkpoint
 from model.quantized.quantization_config import read_quantization_config, source_layout
 from model.ranks import listed, say
-from model.save import check_plan, export_model, not_loaded
+from model.save.export_model import check_plan, export_model
+from model.save.loadable import not_loaded
 from model.save.peft_adapter import collect_adapter
 from quant import Quantization
 from quant.formats.layouts import Layout, check_layout

@@ -4,7 +4,6 @@ from quant.kernels import prepare_kernels
 from quant.kv_cache import QuantCache
 from quant.linear import SCALE_PARAMETERS, QuantEmbedding, QuantLayer, QuantLinear, weights_changed
 from quant.observers import Ranges
-from quant.prepared import convert, find_quantization, prepare
 from quant.quantization import Quantization, ScaleGroup, replace_layers
 from quant.rules import DEFAULT_EXEMPT, Rule
 from quant.scale import Quantizer, Scale
@@ -28,10 +27,7 @@ __all__ = [
     "ScaleGroup",
     "Scheme",
     "TensorSpec",
-    "convert",
-    "find_quantization",
     "get_scheme",
-    "prepare",
     "prepare_kernels",
     "replace_layers",
     "weights_changed",

@@ -59,7 +59,7 @@ class PackedCodes:
         if self.row_bytes % dtype.itemsize:
             raise ValueError(
                 f"the {self.row_bytes} bytes of codes in a row of {list(self.shape)} do not fill whole elements of "
-                f"{dtype}: keep the weights (adapter.base: weights, or export without quant.convert)"
+                f"{dtype}: keep the weights (adapter.base: weights, or export without convert)"
             )
         return (*self.shape[:-1], self.row_bytes // dtype.itemsize)
 

@@ -126,7 +126,7 @@ def _check(model: nn.Module) -> None:
         found = f"{model!r:.80}, expected an nn.Module: load it, as with AutoModelForCausalLM.from_pretrained"
         raise ValueError(f"model: found {found}")
     if any(isinstance(module, QuantLayer) for module in model.modules()):
-        raise ValueError("the model has quantized layers: call quant.prepare once, on a model of plain layers")
+        raise ValueError("the model has quantized layers: call prepare once, on a model of plain layers")
     if isinstance(model, nn.Linear):
         raise ValueError("the model is a single nn.Linear, which cannot be replaced in place: pass its parent")
     config: Any = getattr(model, "config", None)
@@ -239,7 +239,7 @@ def find_quantization(model: nn.Module) -> Quantization:
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantLayer)}
     if not layers:
-        raise ValueError(f"{type(model).__name__} has no quantized layer: call quant.prepare first")
+        raise ValueError(f"{type(model).__name__} has no quantized layer: call prepare first")
     unused = [name for name, layer in layers.items() if not layer.trained]
     if 0 < len(unused) < len(layers):
         raise ValueError(

@@ -34,7 +34,7 @@ from model.quantized.quantization_config import read_quantization_config
 from model.quantized.scales import take_scales
 from model.quantized.tensor import row_chunks
 from model.ranks import errors_on_all_ranks, listed
-from model.scales import cache_keys
+from model.scales.grouping import cache_keys
 from quant import kernels
 from quant.formats.compressed_tensors import packed_shapes
 from quant.formats.config_groups import kv_cache_from_config, rules_from_config

@@ -43,7 +43,7 @@ from model.head import LMHead, QuantHead, embedding_rows, install_head, output_h
 from model.peft import start_from_error
 from model.quantized.scales import check_start
 from model.ranks import errors_on_all_ranks
-from model.scales import release_scales
+from model.scales.in_place import release_scales
 from model.scales.loading import check_scale_files
 from model.zero.quantized_gather import gather_quantized
 from quant import Quantization

@@ -29,7 +29,8 @@ from model.quantized.quantization_config import is_quantized
 from model.quantized.quantize_on_load import fill_quantize_on_load_scales
 from model.quantized.scales import take_scales, take_start
 from model.ranks import errors_on_all_ranks, is_main, listed, raise_everywhere, reduce_over_ranks, say
-from model.scales import load_scales, renew_weight_scales, write_scales
+from model.scales.in_place import renew_weight_scales, write_scales
+from model.scales.loading import load_scales
 from model.zero import INPUT_ALIASES, forget_secondary_copies, full_shape, gathered, partition_new_parameters, stage
 from quant import Quantization, QuantLinear, Scheme, replace_layers
 from quant.fused import fuse

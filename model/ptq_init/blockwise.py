@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from model.ptq_init.layer_samples import LayerSamples
 from model.ranks import reduce_over_ranks
-from model.scales import write_scales
+from model.scales.in_place import write_scales
 from model.zero import forget_secondary_copies, gathered, local_data, local_range
 from quant import Quantization, Quantizer, QuantLayer, kernels
 from quant.linear import linears_of

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from model.ranks import raise_everywhere, reduce_over_ranks
-from model.scales import input_scales, write_scales
+from model.scales.in_place import input_scales, write_scales
 from model.zero import gathered
 from quant import Quantization
 from quant.scale import first_input_scale

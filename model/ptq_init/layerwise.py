@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from model.ptq_init.layer_samples import LayerSamples, Stop
 from model.ranks import errors_on_all_ranks, reduce_over_ranks
-from model.scales import write_scales
+from model.scales.in_place import write_scales
 from model.zero import full_shape, gathered, is_partitioned, local_data, local_range, whole_values
 from quant import Quantization, Quantizer, QuantLayer, QuantLinear, Scale, kernels
 from quant.gemm import rotate

@@ -18,8 +18,7 @@ from model.quantized.checkpoint import SourceCheckpoint, parts_of
 from model.quantized.quantization_config import source_layout
 from model.quantized.scales import read_small_scales
 from model.ranks import errors_on_all_ranks, reduce_over_ranks
-from model.scales import cache_keys
-from model.scales.grouping import INPUT_GLOBAL_SCALE, INPUT_SCALE, INVERSE, WEIGHT_SCALE, arrange
+from model.scales.grouping import INPUT_GLOBAL_SCALE, INPUT_SCALE, INVERSE, WEIGHT_SCALE, arrange, cache_keys
 from model.zero import local_data
 from quant import Quantization, ScaleGroup, Scheme
 from quant.formats.layouts import Layout

@@ -19,8 +19,7 @@ from model.checkpoint.safetensors import DiskTensor
 from model.quantized.checkpoint import SourceCheckpoint
 from model.quantized.tensor import QuantizedTensor
 from model.save.shard_writer import KINDS
-from model.scales import cache_keys
-from model.scales.grouping import CACHE_ENDS, INVERSE, MODELOPT_CACHE, WEIGHT_SCALE
+from model.scales.grouping import CACHE_ENDS, INVERSE, MODELOPT_CACHE, WEIGHT_SCALE, cache_keys
 from model.zero import batches, full_numel, is_partitioned, is_whole
 from quant import SCALE_PARAMETERS, Quantization, QuantLayer, QuantLinear
 from quant.formats.compressed_tensors import Shapes

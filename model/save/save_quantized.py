@@ -1,4 +1,4 @@
-"""Write a model that :func:`quant.prepare` quantized as a checkpoint, without the checkpoint that it was made from.
+"""Write a model that ``quant/prepared.py`` quantized as a checkpoint, without the checkpoint that it was made from.
 
 The configuration, generation configuration and tokenizer are written from memory into a temporary directory, and take
 the place of the source's files in an export of the project's own loop: same plan, same packing, same checks.
@@ -17,8 +17,8 @@ from model.ranks import alone, is_main, say
 from model.save.export_model import ExportReport, export_model
 from model.save.loadable import not_loaded
 from model.zero import is_partitioned
-from quant import find_quantization
 from quant.formats.layouts import Layout
+from quant.prepared import find_quantization
 
 
 def save_quantized(
@@ -50,7 +50,7 @@ def save_quantized(
     if not isinstance(model, PreTrainedModel):
         raise ValueError(
             f"the model is a {type(model).__name__}, expected one of transformers, without wrappers: pass model.module "
-            "of DistributedDataParallel; for other modules write state_dict() after quant.convert"
+            "of DistributedDataParallel; for other modules write state_dict() after convert"
         )
     quantization = find_quantization(model)
     if any(is_partitioned(parameter) for parameter in model.parameters()):
@@ -58,7 +58,7 @@ def save_quantized(
     if experts := find_experts(model):
         raise ValueError(
             f"{experts[0][0]} is a {type(experts[0][1]).__name__} of transformers, which an export cannot write: call "
-            "arrange_experts(model, 'stacked') of model.moe.arrange before quant.prepare"
+            "arrange_experts(model, 'stacked') of model.moe.arrange before prepare"
         )
     if problem := untied(model):
         raise ValueError(f"{problem}: tie them, or set tie_word_embeddings of the configuration to False")

@@ -18,7 +18,7 @@ inputs have a stored scale:
   plus 127.
 - ``mxfp8-quantized``: ``weight`` float8_e4m3fn [out, in], ``weight_scale`` as for MXFP4.
 
-Functions here handle one module's tensors; ``model.save`` selects the tensors.
+Functions here handle one module's tensors; ``model/save/`` selects the tensors.
 """
 
 from collections.abc import Iterable

@@ -8,7 +8,7 @@
 - ``modelopt``: ModelOpt's tensors and configuration (``modelopt.py``), for fp8 and NVFP4.
 - ``dequantized``: fake-quantized weights in the model's dtype, for every reader of plain checkpoints, which will not
   quantize inputs.
-- ``gguf``: llama.cpp's blocks (``gguf.py``), for weights of 4 or 8 bits in groups of 32; ``model.save`` writes them
+- ``gguf``: llama.cpp's blocks (``gguf.py``), for weights of 4 or 8 bits in groups of 32; ``model/save/`` writes them
   into one file.
 - ``mlx``: for mlx-lm (``mlx.py``), integers in groups of 32, 64 or 128, MXFP4 and MXFP8.
 - ``executorch``: torchao's tensors (``torchao.py``), which ExecuTorch lowers to XNNPACK, for ``8da4w``.

@@ -15,8 +15,8 @@ from model.build import build_model
 from model.checkpoint.load import load_weights
 from model.quantized.checkpoint import source_schemes
 from model.quantized.scales import take_scales
-from model.save import export_model
-from model.scales import renew_weight_scales, write_scales
+from model.save.export_model import export_model
+from model.scales.in_place import renew_weight_scales, write_scales
 from model.scales.loading import ScaleReport
 from quant import SCHEMES, Quantization, Scheme, replace_layers
 from quant.packed_weight import store_packed

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from model.quantized.quantization_config import _LAYOUTS, _WRITTEN
-from model.save import export_model
+from model.save.export_model import export_model
 from quant import SCHEMES, Rule, Scheme
 from quant.formats.layouts import _ONE_SCHEME
 from quant.formats.modelopt import ALGORITHMS, MIXED

@@ -25,8 +25,9 @@ from engine.config.sections import LossRecipe, OptimRecipe
 from engine.session.adapter import add_adapters
 from engine.session.optimizer import SCALE_GROUPS, lr_factor, parameter_groups, peak_learning_rates, set_learnable
 from model.moe.experts import Form
-from quant import Quantization, find_quantization, prepare, replace_layers
+from quant import Quantization, replace_layers
 from quant.gemm import rotate
+from quant.prepared import find_quantization, prepare
 from quant.reference import absmax_scale
 from quant.rotation import rotate_inputs
 from quant.scale import first_input_scale
@@ -101,7 +102,7 @@ def plain_weights(path: str, experts: Form = "stacked") -> nn.Module:
 
 
 def prepares(settings: Recipe) -> bool:
-    """Tell if ``quant.prepare`` has an argument for everything that a recipe says of its layers and scales."""
+    """Tell if ``prepare`` has an argument for everything that a recipe says of its layers and scales."""
     quant = settings.quant
     more = [quant.head_scheme(), quant.embedding_scheme(), quant.preset().kv_cache, quant.rotate, settings.adapter.on]
     more.append(quant.decoupled_scales)

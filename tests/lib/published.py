@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from model.save import export_model
-from model.scales import write_scales
+from model.save.export_model import export_model
+from model.scales.in_place import write_scales
 from quant.spec import PRESETS
 from tests.families.make import Variant
 from tests.families.variants import VARIANTS

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from model.scales import renew_weight_scales
+from model.scales.in_place import renew_weight_scales
 from quant import Quantization
 
 

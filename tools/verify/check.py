@@ -78,8 +78,9 @@ from model.families import model_class
 from model.peft import say_left_out
 from model.quantized.quantization_config import read_quantization_config
 from model.ranks import RankError, listed
-from model.save import fused_there, is_expert, is_router, not_loaded
-from model.scales import cache_keys
+from model.save.finish import is_router
+from model.save.loadable import fused_there, is_expert, not_loaded
+from model.scales.grouping import cache_keys
 from quant import Quantization, QuantLayer, QuantLinear, Scheme, TensorSpec
 from quant.formats.compressed_tensors import export_format, packed_shapes, unpack_weight, weight_codes
 from quant.formats.config_groups import quantization_args

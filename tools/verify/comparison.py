@@ -17,7 +17,7 @@ from model.console import figure, perplexity, progress_bar, working
 from model.head import embedding_rows
 from model.quantized.quantization_config import read_json_object
 from model.ranks import listed
-from model.save import export_model
+from model.save.export_model import export_model
 from tools.compressed import load_compressed
 
 

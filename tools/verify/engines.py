@@ -28,7 +28,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from model.save import GGUF_FILE, GGUFNames, interleaved, is_expert, mlx_module, mlx_place, open_gguf, split
+from model.save.gguf_file import GGUF_FILE, GGUFNames, interleaved, open_gguf, split
+from model.save.loadable import is_expert
+from model.save.mlx import mlx_module
+from model.save.plan import mlx_place
 from quant import QuantEmbedding, QuantLayer
 from quant.formats.gguf import BLOCK, BYTES
 from tools.verify.check import OUR_FORWARD_KL, OUR_FORWARD_KL_ROUTED, dtype_on_disk

@@ -23,7 +23,7 @@ from engine.config.reading import load_recipe
 from engine.loop import Loop, LoopState
 from engine.losses.objective import KD_KINDS, LossChunk
 from engine.session.probes import needs_mask
-from model.save import export_model
+from model.save.export_model import export_model
 from quant import SCHEMES
 from quant.reference import absmax_scale, fake_quant
 from tests.distributed.engine.scripts.train import end_of

@@ -32,7 +32,8 @@ from engine.loop import Loop
 from model.build import AUTO, attention_for, build_model
 from model.checkpoint.load import load_weights
 from model.ranks import RankError, gather_objects, is_main, raise_everywhere, rank
-from model.save import export_model, not_loaded
+from model.save.export_model import export_model
+from model.save.loadable import not_loaded
 from tests.families.make import Variant
 from tests.families.variants import VARIANTS
 from tests.lib.checkpoints import read_tensors

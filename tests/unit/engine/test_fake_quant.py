@@ -9,7 +9,7 @@ import torch
 
 from engine.fake_quant import calibrate_inputs, check_input_scales
 from model.ranks import RankError
-from model.scales import input_scales, renew_weight_scales, write_scales
+from model.scales.in_place import input_scales, renew_weight_scales, write_scales
 from quant import Ranges, replace_layers
 from quant.spec import PRESETS
 from tests.lib.checkpoints import CPU, load_model

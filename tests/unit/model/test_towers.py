@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from model.families import Tower, left_out, text_part
 from model.ranks import RankError
-from model.save import export_model
+from model.save.export_model import export_model
 from quant import SCHEMES
 from quant.rules import Rule
 from tests.families.variants import COMPOSITE, VARIANTS

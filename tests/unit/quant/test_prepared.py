@@ -1,4 +1,4 @@
-"""quant.prepare and quant.convert in a loop of their caller's, against the layers of the project's own loop."""
+"""`prepare` and `convert` in a loop of their caller's, against the layers of the project's own loop."""
 
 import copy
 from collections.abc import Callable
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from transformers import Gemma3Config, GPT2Config, GPT2LMHeadModel
 
-import quant
 from model.moe.arrange import arrange_experts
-from quant import DEFAULT_EXEMPT, QuantLayer, Ranges, Rule, find_quantization, get_scheme
+from quant import DEFAULT_EXEMPT, Quantization, QuantLayer, Ranges, Rule, get_scheme
+from quant.prepared import convert, find_quantization, prepare
 from tests.families.variants import VARIANTS
 from tests.lib.checkpoints import quantize, same_bits
 from tests.lib.tiny import tiny_model
@@ -34,7 +34,7 @@ def trained(model: Any, steps: int = 3) -> Any:
     return model
 
 
-def measured_inputs(model: nn.Module, quantization: quant.Quantization) -> None:
+def measured_inputs(model: nn.Module, quantization: Quantization) -> None:
     """Scales of inputs as the loop measures them."""
     quantization.set_fake_quant(False, False)
     quantization.observe(True)
@@ -68,7 +68,7 @@ def test_training_has_the_bits_of_the_layers_of_the_loop(kind: str, scheme: str,
     mine, theirs = (tiny_model(kind, wide=True) for _ in range(2))
     if kind == "qwen3_moe":
         assert arrange_experts(mine, "stacked") == arrange_experts(theirs, "stacked") == 2
-    assert quant.prepare(mine, scheme, learn_weight_scale=learned, calibrate=run) is mine
+    assert prepare(mine, scheme, learn_weight_scale=learned, calibrate=run) is mine
     quantization = quantize(theirs, scheme, learn=learned, exempt=[*DEFAULT_EXEMPT, "lm_head"])
     measured_inputs(theirs, quantization)
     assert find_quantization(mine).layers.keys() == quantization.layers.keys()
@@ -81,12 +81,12 @@ def test_training_has_the_bits_of_the_layers_of_the_loop(kind: str, scheme: str,
 
 @pytest.mark.parametrize("scheme", ["w4a16_g32", "fp8_static", "w8a16_asym", "mxfp4_mxfp8"])
 def test_codes_compute_the_same_bits(scheme: str) -> None:
-    model = trained(quant.prepare(tiny_model("llama", wide=True), scheme, learn_weight_scale=True, calibrate=run))
+    model = trained(prepare(tiny_model("llama", wide=True), scheme, learn_weight_scale=True, calibrate=run))
     before, weight = run(model), model.model.layers[0].mlp.up_proj.weight.nbytes
     other = copy.deepcopy(model)
-    assert quant.convert(model) is model and torch.equal(run(model), before) and torch.equal(run(other), before)
+    assert convert(model) is model and torch.equal(run(model), before) and torch.equal(run(other), before)
     assert model.model.layers[0].mlp.up_proj.weight.nbytes <= weight / 2
-    fresh = quant.convert(quant.prepare(tiny_model("llama", wide=True), scheme, learn_weight_scale=True, calibrate=run))
+    fresh = convert(prepare(tiny_model("llama", wide=True), scheme, learn_weight_scale=True, calibrate=run))
     fresh.load_state_dict(copy.deepcopy(model).state_dict())
     assert torch.equal(run(fresh), before)
     assert not [name for name, p in model.named_parameters() if "proj" in name and p.requires_grad]
@@ -95,7 +95,7 @@ def test_codes_compute_the_same_bits(scheme: str) -> None:
 
 
 def test_a_cast_keeps_the_scales_and_autocast_keeps_the_dtype_of_weights() -> None:
-    model = quant.prepare(tiny_model("llama", dtype=torch.float32), "fp8_dynamic", learn_weight_scale=True)
+    model = prepare(tiny_model("llama", dtype=torch.float32), "fp8_dynamic", learn_weight_scale=True)
     layer = model.model.layers[0].mlp.up_proj
     scale = layer.weight_s0.clone()
     with torch.autocast("cpu", torch.bfloat16):
@@ -111,7 +111,7 @@ def test_a_cast_keeps_the_scales_and_autocast_keeps_the_dtype_of_weights() -> No
 
 def test_the_modules_that_stay_as_they_are_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
     options: dict[str, Any] = {"rules": [Rule(None, first=1)], "exempt_more": [r".*\.o_proj"]}
-    model = quant.prepare(tiny_model("llama", even=True), "w4a16_g32", **options, ranges=Ranges(weights="mse"))
+    model = prepare(tiny_model("llama", even=True), "w4a16_g32", **options, ranges=Ranges(weights="mse"))
     said = capsys.readouterr().out
     assert len(find_quantization(model).layers) == 6 and "quantized: 6 layers, w4a16_g32; unquantized: 1 Emb" in said
     assert "9 Linear (model.layers.0.self_attn.q_proj and 8 more), 5 LlamaRMSNorm" in said
@@ -176,7 +176,7 @@ GPT2 = GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=50, bos_token_id=0,
         (lambda: with_attribute(lambda m: m[0].weight, "ds_id", 0), {}, "0.weight is partitioned by ZeRO-3"),
         (lambda: with_attribute(lambda m: m, "config", Gemma3Config()), {}, "has towers beside its text model"),
         (lambda: with_attribute(lambda m: m, "base_layer", None), {}, "layers with adapters of peft"),
-        (lambda: quant.prepare(nn.Sequential(nn.Linear(32, 32)), "w4a16_g32"), {}, "has quantized layers"),
+        (lambda: prepare(nn.Sequential(nn.Linear(32, 32)), "w4a16_g32"), {}, "has quantized layers"),
         (lambda: broken(torch.nan), {}, "NaN or Inf cannot be quantized: 0"),
         (lambda: broken(-torch.inf), {"scheme": "nvfp4"}, "NaN or Inf cannot be quantized: 0"),
         (lambda: GPT2LMHeadModel(GPT2), {}, "4 Conv1D, which are not supported"),
@@ -194,51 +194,51 @@ def test_it_is_refused_and_the_model_is_unchanged(model: Callable[[], nn.Module]
     given = model()
     modules = {name: id(module) for name, module in given.named_modules()}
     with pytest.raises(ValueError, match=said):
-        quant.prepare(given, **{"scheme": "w4a16_g32", **options})
+        prepare(given, **{"scheme": "w4a16_g32", **options})
     assert {name: id(module) for name, module in given.named_modules()} == modules
 
 
 def test_a_name_is_no_model() -> None:
     with pytest.raises(ValueError, match=r"model: found 'Qwen/Qwen3-4B', expected an nn\.Module: load it"):
-        quant.prepare("Qwen/Qwen3-4B", "w4a16_g32")  # type: ignore[arg-type]
+        prepare("Qwen/Qwen3-4B", "w4a16_g32")  # type: ignore[arg-type]
 
 
 def test_experts_named_in_exempt_more_stay_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
-    quant.prepare(tiny_model("qwen3_moe", wide=True), "w4a16_g32", exempt_more=[r".*\.mlp\.experts"])
+    prepare(tiny_model("qwen3_moe", wide=True), "w4a16_g32", exempt_more=[r".*\.mlp\.experts"])
     assert "quantized: 8 layers" in (said := capsys.readouterr().out) and "2 Qwen3MoeExperts" in said
-    assert find_quantization(quant.prepare(Positions(), "w4a16_g32", exempt_more=[""])).layers.keys() == {"0"}
-    quant.prepare(Positions(31), "w4a16_g32")  # smaller than any layer: a norm of several heads, a decay
+    assert find_quantization(prepare(Positions(), "w4a16_g32", exempt_more=[""])).layers.keys() == {"0"}
+    prepare(Positions(31), "w4a16_g32")  # smaller than any layer: a norm of several heads, a decay
     assert "unquantized: 1 Positions" in capsys.readouterr().out
 
 
 def test_biases_of_arranged_experts_are_no_matrices() -> None:
     model = VARIANTS["gpt_oss"].model()
     arrange_experts(model, "stacked")
-    layers = find_quantization(quant.prepare(model, "int8_dynamic")).layers
+    layers = find_quantization(prepare(model, "int8_dynamic")).layers
     assert sum(name.endswith(("gate_up_proj", "down_proj")) for name in layers) == 4
 
 
 def test_a_layer_that_is_not_called_is_found_in_the_second_step_of_any_copy() -> None:
-    model = quant.prepare(Bypassed(), "w4a16_g32")
+    model = prepare(Bypassed(), "w4a16_g32")
     for one in (copy.deepcopy(model), model):
         one(torch.randn(4, 32)).sum().backward()
         with pytest.raises(ValueError, match=r"^read: the model's forward did not call them in training"):
             one(torch.randn(4, 32))
-    assert not model._forward_hooks and not trained(quant.prepare(tiny_model("llama"), "int8_dynamic"))._forward_hooks
+    assert not model._forward_hooks and not trained(prepare(tiny_model("llama"), "int8_dynamic"))._forward_hooks
 
 
 def test_conversion_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"Linear has no quantized layer: call quant.prepare first"):
-        quant.convert(nn.Linear(32, 32))
-    model = quant.prepare(Bypassed(), "w4a16_g32")
+    with pytest.raises(ValueError, match=r"Linear has no quantized layer: call prepare first"):
+        convert(nn.Linear(32, 32))
+    model = prepare(Bypassed(), "w4a16_g32")
     model(torch.randn(4, 32)).sum().backward()
     with pytest.raises(ValueError, match=r"read: the model's forward did not call them in training"):
-        quant.convert(model)
-    model = quant.prepare(nn.Sequential(nn.Linear(32, 32)), "w4a16_g32")
+        convert(model)
+    model = prepare(nn.Sequential(nn.Linear(32, 32)), "w4a16_g32")
     model[0].weight.data[0, 0] = torch.nan
     with pytest.raises(ValueError, match=r"0: weights or scales with NaN or Inf have no codes"):
-        quant.convert(model)
+        convert(model)
     assert isinstance(model[0], QuantLayer) and model[0].held is None
-    odd = quant.prepare(nn.Sequential(nn.Linear(33, 32)).bfloat16(), "fp8_dynamic")
-    with pytest.raises(ValueError, match=r"the 33 bytes of codes in a row .* export without quant.convert"):
-        quant.convert(odd)
+    odd = prepare(nn.Sequential(nn.Linear(33, 32)).bfloat16(), "fp8_dynamic")
+    with pytest.raises(ValueError, match=r"the 33 bytes of codes in a row .* export without convert"):
+        convert(odd)

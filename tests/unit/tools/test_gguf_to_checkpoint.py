@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from model.ranks import RankError
-from model.save import GGUFNames
+from model.save.gguf_file import GGUFNames
 from quant import reference
 from quant.linear import linears_of
 from quant.spec import SCHEMES, Scheme

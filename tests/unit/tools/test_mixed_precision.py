@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from model.save import export_model
+from model.save.export_model import export_model
 from quant import SCHEMES, Rule
 from quant.rules import assign
 from tests.lib.checkpoints import CPU, quantized, read_tensors

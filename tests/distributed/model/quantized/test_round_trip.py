@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from model.save import export_model
-from model.scales import write_scales
+from model.save.export_model import export_model
+from model.scales.in_place import write_scales
 from quant import SCHEMES, Rule
 from quant.formats.packing import unpack_int32, unpack_zero_points
 from tests.families.variants import VARIANTS

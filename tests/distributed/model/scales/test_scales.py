@@ -16,7 +16,8 @@ from engine.session.context import init_ranks, start_ranks
 from engine.session.session import build_session
 from launch.calibrate import calibrate
 from model.ranks import RankError
-from model.scales import load_scales, measure_weight_scales
+from model.scales.in_place import measure_weight_scales
+from model.scales.loading import load_scales
 from model.zero import gathered, partition_new_parameters
 from quant import DEFAULT_EXEMPT, SCHEMES, Quantization, Scheme, TensorSpec, replace_layers
 from quant.reference import absmax_scale, asymmetric_grid, fake_quant

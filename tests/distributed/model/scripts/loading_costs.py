@@ -14,8 +14,8 @@ from model.checkpoint.load import load_weights
 from model.checkpoint.safetensors import INDEX, PAGE_BYTES, read_headers
 from model.quantized.checkpoint import read_checkpoint
 from model.ranks import is_main, world_size
-from model.save import export_model
-from model.scales import renew_weight_scales
+from model.save.export_model import export_model
+from model.scales.in_place import renew_weight_scales
 from model.zero import full_numel, local_range, partition_new_parameters
 from quant import SCHEMES, replace_layers
 from tests.distributed.model.scripts.models import CPU, built, ds_config, loaded

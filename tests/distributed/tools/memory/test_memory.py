@@ -14,7 +14,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3Moe
 
 from engine.config.reading import load_recipe
 from launch.memory import main
-from model.save import export_model
+from model.save.export_model import export_model
 from quant import SCHEMES
 from tests.lib.checkpoints import quantized
 from tests.lib.launcher import launch, run_ranks

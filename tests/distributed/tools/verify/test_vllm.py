@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from launch.verify import main as verify
-from model.save import export_model
+from model.save.export_model import export_model
 from quant import PRESETS, SCHEMES, Quantization
 from quant.formats.layouts import Layout, check_layout
 from quant.rules import Rule

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from engine.config.errors import RecipeError
 from engine.session.student import build_student, empty_student, initial_scales
 from model.ranks import RankError
-from model.save import export_model
+from model.save.export_model import export_model
 from quant import SCHEMES
 from tests.lib.checkpoints import CPU, edit_json, edit_tensors, quantized
 from tests.lib.patience import ends

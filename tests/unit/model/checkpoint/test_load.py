@@ -15,9 +15,9 @@ from model.checkpoint.load import check_finite
 from model.quantized.checkpoint import source_schemes
 from model.quantized.scales import take_scales
 from model.ranks import RankError
-from model.save import export_model
+from model.save.export_model import export_model
 from model.save.peft_adapter import PeftFolder
-from model.scales import load_scales
+from model.scales.loading import load_scales
 from quant import SCHEMES
 from quant.formats.layouts import Layout
 from quant.lora import Adapter

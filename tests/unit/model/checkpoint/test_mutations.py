@@ -22,7 +22,7 @@ from engine.session_export import check_export, check_exportable
 from launch.exits import clean_exit, recipe_or_exit
 from model.quantized.scales import take_start
 from model.ranks import RankError
-from model.scales import load_scales
+from model.scales.loading import load_scales
 from quant import SCHEMES
 from tests.lib.checkpoints import (
     CPU,

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from model.checkpoint.load import load_weights
 from model.checkpoint.names import Names, concatenates, module_name_on_disk, own_tensors
 from model.ranks import RankError
-from model.save import export_model
+from model.save.export_model import export_model
 from quant.linear import StackedLinear, linears_of
 from tests.families.variants import VARIANTS
 from tests.lib.checkpoints import build, edit_checkpoint, load_model, read_tensors

@@ -13,7 +13,7 @@ from model.checkpoint.load import _Read, _transfer, load_weights
 from model.checkpoint.names import TensorSlice, own_tensors
 from model.checkpoint.safetensors import Reader, read_headers
 from model.ranks import RankError
-from model.save import check_plan, export_model
+from model.save.export_model import check_plan, export_model
 from tests.families.variants import VARIANTS
 from tests.lib.checkpoints import assert_same_tensors, build, edit_checkpoint, load_model, quantize, read_tensors
 

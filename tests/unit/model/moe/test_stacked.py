@@ -7,8 +7,9 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from model.moe.experts import Form
-from model.save import export_model
-from model.scales import follow_weights, load_scales, weight_statistics
+from model.save.export_model import export_model
+from model.scales.in_place import follow_weights, weight_statistics
+from model.scales.loading import load_scales
 from quant import SCHEMES, Quantization, Ranges, replace_layers
 from tests.lib.checkpoints import assert_same_tensors, build, load_model, quantize
 from tests.lib.linears import linears

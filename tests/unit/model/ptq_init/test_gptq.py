@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from model.ptq_init import choose_initial_codes
 from model.ranks import RankError
-from model.scales import renew_weight_scales
+from model.scales.in_place import renew_weight_scales
 from quant import Quantization, Quantizer, Scale, kernels
 from quant.gemm import rotate
 from quant.gptq import add_inputs, choose

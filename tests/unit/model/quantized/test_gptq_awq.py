@@ -12,7 +12,7 @@ from model.checkpoint.safetensors import CheckpointError, Reader, read_headers
 from model.quantized.linears import read_columns
 from model.quantized.quantization_config import packing_of, rules_of
 from model.ranks import RankError
-from model.scales import load_scales
+from model.scales.loading import load_scales
 from tests.lib.checkpoints import CPU, edit_json, load_model, quantize
 from tests.lib.published import NAME, config_of, gptq_checkpoint, packed_linear
 from tests.lib.tiny import tiny_checkpoint

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from model.quantized.quantization_config import source_layout
 from model.ranks import RankError
-from model.save import export_model
+from model.save.export_model import export_model
 from quant import Quantization
 from quant.lora import Adapter
 from quant.reference import fake_quant

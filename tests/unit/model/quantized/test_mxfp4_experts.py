@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, Mxfp4Config
 from model.checkpoint.safetensors import Reader
 from model.quantized.checkpoint import read_checkpoint
 from model.ranks import RankError
-from model.save import check_plan, export_model
+from model.save.export_model import check_plan, export_model
 from quant import SCHEMES, Rule
 from tests.families.variants import VARIANTS
 from tests.lib.checkpoints import CPU, edit_checkpoint, load_model, load_quantized, quantize

@@ -10,8 +10,8 @@ import torch
 from model.quantized.checkpoint import read_checkpoint, source_schemes
 from model.quantized.scales import take_scales, take_start
 from model.ranks import RankError
-from model.save import export_model
-from model.scales import load_scales
+from model.save.export_model import export_model
+from model.scales.loading import load_scales
 from quant import SCHEMES, Quantization, Scheme
 from quant.formats.packing import pack_int32, unpack_int32
 from quant.packed_weight import packed_codes

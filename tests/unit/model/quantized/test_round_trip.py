@@ -16,8 +16,8 @@ from model.quantized.checkpoint import source_schemes
 from model.quantized.quantization_config import check_readable, is_quantized
 from model.quantized.scales import take_scales
 from model.ranks import RankError
-from model.save import export_model
-from model.scales import load_scales
+from model.save.export_model import export_model
+from model.scales.loading import load_scales
 from quant import SCHEMES
 from quant.formats.modelopt import ALGORITHMS
 from quant.spec import PRESETS, Preset

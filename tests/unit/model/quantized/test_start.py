@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from model.quantized.checkpoint import source_schemes
 from model.quantized.scales import take_start
 from model.ranks import RankError
-from model.save import export_model
-from model.scales import renew_weight_scales
+from model.save.export_model import export_model
+from model.scales.in_place import renew_weight_scales
 from quant import Quantization
 from quant.formats.compressed_tensors import weight_codes
 from tests.lib.checkpoints import assert_same_tensors, edit_checkpoint, edit_json, load_model, quantize

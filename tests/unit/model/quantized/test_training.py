@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.quantized.quantization_config import is_quantized, source_layout
-from model.save import export_model
+from model.save.export_model import export_model
 from quant import Quantization, TensorSpec
 from quant.linear import QuantLinear, weights_changed
 from quant.reference import fake_quantize_tokens, tokens_inside

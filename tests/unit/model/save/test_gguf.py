@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from model.ranks import RankError
-from model.save import check_plan, export_model
+from model.save.export_model import check_plan, export_model
 from quant import Ranges, reference
 from quant.formats.gguf import blocks
 from quant.formats.layouts import check_layout

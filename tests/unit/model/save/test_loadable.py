@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from model.quantized.checkpoint import read_checkpoint
 from model.ranks import RankError
-from model.save import check_plan, export_model, not_loaded
-from model.save.loadable import check_written, weights_read
+from model.save.export_model import check_plan, export_model
+from model.save.loadable import check_written, not_loaded, weights_read
 from model.save.plan import plan_shards
 from quant import Quantization
 from quant.rules import DEFAULT_EXEMPT

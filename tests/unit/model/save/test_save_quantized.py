@@ -8,10 +8,11 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import quant
 from model.moe.arrange import arrange_experts
 from model.ranks import RankError
-from model.save import export_model, save_quantized
+from model.save.export_model import export_model
+from model.save.save_quantized import save_quantized
+from quant.prepared import convert, prepare
 from tests.families.variants import VARIANTS
 from tests.lib.checkpoints import assert_same_tensors, load_model, quantize
 from tests.lib.tiny import tiny_checkpoint, tiny_model
@@ -33,7 +34,7 @@ def test_the_files_are_those_of_the_loop(tmp_path: Path, kind: str, scheme: str,
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
     if kind == "qwen3_moe":
         arrange_experts(model, "stacked")
-    quant.prepare(model, scheme, learn_weight_scale=True, calibrate=lambda model: model(IDS))
+    prepare(model, scheme, learn_weight_scale=True, calibrate=lambda model: model(IDS))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(input_ids=IDS, labels=IDS).loss.backward()
     optimizer.step()
@@ -44,7 +45,7 @@ def test_the_files_are_those_of_the_loop(tmp_path: Path, kind: str, scheme: str,
     tokenizer = AutoTokenizer.from_pretrained(source)
     report = save_quantized(model, tmp_path / "trained", tokenizer)
     assert report is not None and report.path == tmp_path / "trained"
-    save_quantized(quant.convert(model), tmp_path / "codes", tokenizer, max_shard_size=200_000)
+    save_quantized(convert(model), tmp_path / "codes", tokenizer, max_shard_size=200_000)
     for found in ("trained", "codes"):
         assert_same_tensors(tmp_path / found, tmp_path / "ours")
         configs = [json.loads((tmp_path / one / "config.json").read_text()) for one in (found, "ours")]
@@ -64,25 +65,25 @@ def test_layers_with_rows_for_each_expert_are_written(tmp_path: Path) -> None:
     for name, layout in (("laguna", "compressed"), ("granitemoe", "dequantized")):
         model = VARIANTS[name].model(dtype=torch.bfloat16)
         arrange_experts(model, "stacked")
-        quant.prepare(model, "int8_dynamic")
+        prepare(model, "int8_dynamic")
         report = save_quantized(model, tmp_path / name, layout=layout)
         assert report is not None and report.tensors > 20
 
 
 def test_it_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
-    plain = quant.prepare(nn.Sequential(nn.Linear(32, 32)), "w4a16_g32")
-    experts = quant.prepare(tiny_model("qwen3_moe", even=True), "w4a16_g32", exempt_more=[r".*\.mlp\.experts"])
-    apart = quant.prepare(tiny_model("llama", even=True, tied=True), "w4a16_g32")
+    plain = prepare(nn.Sequential(nn.Linear(32, 32)), "w4a16_g32")
+    experts = prepare(tiny_model("qwen3_moe", even=True), "w4a16_g32", exempt_more=[r".*\.mlp\.experts"])
+    apart = prepare(tiny_model("llama", even=True, tied=True), "w4a16_g32")
     apart.lm_head.weight = nn.Parameter(apart.lm_head.weight.clone())
     for model, said in (
-        (tiny_model("llama"), "LlamaForCausalLM has no quantized layer: call quant.prepare first"),
+        (tiny_model("llama"), "LlamaForCausalLM has no quantized layer: call prepare first"),
         (plain, "the model is a Sequential, expected one of transformers"),
         (experts, r"mlp.experts is a Qwen3MoeExperts .* call arrange_experts"),
         (apart, r"LlamaForCausalLM ties .*: tie them, or set tie_word_embeddings"),
     ):
         with pytest.raises(ValueError, match=said):
             save_quantized(model, tmp_path / "export")
-    broken = quant.prepare(tiny_model("llama", even=True), "w4a16_g32")
+    broken = prepare(tiny_model("llama", even=True), "w4a16_g32")
     broken.lm_head.weight.data[0, 0] = torch.nan
     with pytest.raises(RankError, match=r"NaN or Inf in lm_head.weight"):
         save_quantized(broken, tmp_path / "export")

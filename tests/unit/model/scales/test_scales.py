@@ -9,14 +9,14 @@ from safetensors.torch import save_file
 from torch import nn
 
 from model.ranks import RankError
-from model.scales import (
+from model.scales.in_place import (
     follow_weights,
     input_scales,
-    load_scales,
     measure_weight_scales,
     renew_weight_scales,
     weight_statistics,
 )
+from model.scales.loading import load_scales
 from quant import SCHEMES, Scheme, TensorSpec
 from quant.formats.packing import pack_zero_points
 from quant.reference import fake_quant, inside_range

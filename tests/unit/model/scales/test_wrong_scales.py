@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from model.ranks import RankError
-from model.save import export_model
-from model.scales import load_scales
+from model.save.export_model import export_model
+from model.scales.loading import load_scales
 from quant import SCHEMES, Rule, Scheme, TensorSpec
 from quant.formats.packing import unpack_zero_points
 from quant.spec import PRESETS

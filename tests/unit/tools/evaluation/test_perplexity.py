@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3ForCausalLM
 
 from model.ranks import RankError
-from model.save import export_model
+from model.save.export_model import export_model
 from quant import SCHEMES
 from quant.linear import QuantLinear
 from tests.families.variants import VARIANTS

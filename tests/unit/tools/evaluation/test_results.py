@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from launch.compare import check_missing, read_results
-from model.save import export_model
+from model.save.export_model import export_model
 from quant import SCHEMES
 from tests.lib.checkpoints import quantized
 from tests.lib.processes import run_python

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.finegrained_fp8 import FP8Linear, _dequantize_fp8_weight
 
 from model.ranks import RankError
-from model.save import export_model
+from model.save.export_model import export_model
 from quant import Quantization
 from quant.formats.compressed_tensors import input_suffix, unpack_scale, unpack_weight, unpack_zero
 from quant.formats.layouts import Layout, check_layout

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from engine.session.student import rotate_weights
 from model.ranks import RankError
-from model.save import export_model
-from model.scales import renew_weight_scales, write_scales
+from model.save.export_model import export_model
+from model.scales.in_place import renew_weight_scales, write_scales
 from quant import SCHEMES, replace_layers
 from quant.rotation import KEY, rotate_inputs
 from quant.scale import first_input_scale

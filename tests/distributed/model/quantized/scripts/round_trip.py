@@ -15,7 +15,7 @@ from transformers import logging
 from model.quantized.checkpoint import source_schemes
 from model.quantized.scales import take_scales
 from model.ranks import shut_down
-from model.save import export_model
+from model.save.export_model import export_model
 from model.zero import full_numel, init_process_group, is_partitioned, local_range, partition_new_parameters
 from quant import replace_layers
 from tests.distributed.model.scripts.models import ds_config, loaded

@@ -17,8 +17,8 @@ import torch
 
 from engine.session.context import init_ranks
 from model.ranks import RankError, barrier, is_main, raise_everywhere, rank
-from model.save import export_model
-from model.scales import measure_weight_scales, write_scales
+from model.save.export_model import export_model
+from model.scales.in_place import measure_weight_scales, write_scales
 from model.zero import (
     ReceiveBuffer,
     forward_only,
