@@ -38,9 +38,8 @@ from transformers import PreTrainedTokenizerBase
 
 from data.answers import Answer, LossOn, Rendering, render, render_prompt
 from data.cache import ArrayWriter, Shard, TokenCache, digest, size_of
-from data.files import DataError, Problems, check_files, raise_bad_lines
+from data.files import DataError, Problems, Row, check_files, raise_bad_lines, read_rows
 from data.jsonl import BadLineError, Conversation, conversation_of, is_empty
-from data.rows import Row, read_rows
 from data.samples import IGNORE, KEYED, Bars, Flat, Samples, no_bar
 from data.template import SpecialTokens, Template
 from data.tokens import CHARACTERS, TEXTS_AT_ONCE, OffsetTokenizer, TokenizerError, Tokens, in_groups

@@ -1,6 +1,8 @@
-"""Check data files: errors in their lines, and files of another kind (archives, tables, pickles, pointers, web pages).
+"""Check data files (errors in their lines, and files of another kind: archives, pickles, pointers, web pages), and
+read their rows: of JSONL, Parquet, and data sets that ``save_to_disk`` of Hugging Face datasets wrote.
 
-Imports only the standard library, so that a script can check files before it loads torch.
+Rows of tables are dictionaries like the objects of JSONL, with null for each key that only other rows have. Imports
+only the standard library, and pyarrow for tables, so that a script can check files before it loads torch.
 """
 
 import gzip
@@ -13,7 +15,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 MAX_PROBLEMS = 20
 """Limit of the kinds of bad lines that one error names; the rest are only counted."""
@@ -26,6 +28,8 @@ STATE = "state.json"
 """File in a folder of `datasets.Dataset.save_to_disk`."""
 _SPLITS = "dataset_dict.json"
 _HEAD = 4096  # bytes of a file that are looked at
+LINE_BYTES = 2**26  # more than any real conversation; reading, decoding and rendering take a multiple of it
+_ROWS = 1024  # of a table that are converted at a time
 _AS_ROWS = "write its rows as JSONL, one object per line"
 # First bytes, the name of what has them, and what to do to get the file that was meant.
 _BEGINNINGS: list[tuple[bytes, str, str]] = [
@@ -228,3 +232,88 @@ def _kind_problem(head: bytes, plain: bool) -> str | None:
     if plain and b"\0" in head:
         return f"is not text: byte {head.index(0)} is zero"
     return None
+
+
+# ---- rows
+
+
+class Row(NamedTuple):
+    """Row of a file: its number from 1, its line or its values, and its size in bytes, for tables an estimate."""
+
+    number: int
+    value: bytes | dict[str, Any]
+    size: int
+    done: int
+    """Bytes of the file up to the end of this row."""
+
+
+def lines_of(path: Path) -> Iterator[tuple[int, bytes, int]]:
+    """Yield number and bytes of each line, and the bytes of the file up to there. Splits at newline bytes only: JSON
+    strings may contain unescaped U+2028.
+
+    A line longer than ``LINE_BYTES`` is cut after one more byte, so that `data.jsonl.conversation_of` refuses it.
+    """
+    with opened(path) as (file, tell):
+        number = 0
+        while line := file.readline(LINE_BYTES + 1):
+            number += 1
+            yield number, line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line, tell()  # a byte order mark
+            while len(line) > LINE_BYTES and not line.endswith(b"\n"):
+                line = file.readline(LINE_BYTES + 1)
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """Yield the rows of a file. Raises DataError if the file is damaged."""
+    if path.is_dir() or first_bytes(path).startswith(PARQUET):
+        yield from _table_rows(path)
+    else:
+        for number, line, done in lines_of(path):
+            yield Row(number, line, len(line), done)
+
+
+def _table_rows(path: Path) -> Iterator[Row]:
+    import pyarrow
+
+    number = 0
+    try:
+        for batch, done in _saved_batches(path) if path.is_dir() else _parquet_batches(path):
+            names = batch.schema.names
+            if repeated := {name for name in names if names.count(name) > 1}:
+                raise DataError(f"{path}: found the columns {sorted(repeated)} more than once, expected each once")
+            for start in range(0, batch.num_rows, _ROWS):
+                part = batch.slice(start, _ROWS)
+                size = part.nbytes // part.num_rows
+                for value in part.to_pylist(maps_as_pydicts="strict"):
+                    number += 1
+                    yield Row(number, value, size, done)
+    except (pyarrow.ArrowException, ValueError, OSError, KeyError) as error:
+        if isinstance(error, DataError) or (isinstance(error, OSError) and error.errno is not None):
+            raise
+        words = " ".join(str(error).split())
+        raise DataError(f"{path}: cannot be read behind row {number}, it is damaged ({words}): get it again") from error
+
+
+def _parquet_batches(path: Path) -> Iterator[tuple[Any, int]]:
+    """Yield record batches, and the bytes up to their ends, about."""
+    from pyarrow.parquet import ParquetFile
+
+    with ParquetFile(path, page_checksum_verification=True) as file:
+        rows, size, before = max(file.metadata.num_rows, 1), path.stat().st_size, 0
+        for batch in file.iter_batches(batch_size=_ROWS):
+            before += batch.num_rows
+            yield batch, size * before // rows
+
+
+def _saved_batches(path: Path) -> Iterator[tuple[Any, int]]:
+    """Yield record batches of the files that ``state.json`` names, of the columns that it names."""
+    import pyarrow
+
+    state = json.loads((path / STATE).read_text(encoding="utf-8"))
+    before = 0
+    for file in state["_data_files"]:
+        with pyarrow.OSFile(str(path / file["filename"])) as source, pyarrow.ipc.open_stream(source) as batches:
+            for batch in batches:
+                if columns := state.get("_format_columns"):
+                    batch = batch.select(columns)
+                yield batch, before + source.tell()
+        before += (path / file["filename"]).stat().st_size

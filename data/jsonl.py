@@ -15,13 +15,12 @@ and every line must have them. Unused keys are counted and reported.
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
-from data.files import opened
+from data.files import LINE_BYTES
 
 Turn = dict[str, Any]
 """Message of a chat template: ``role`` (system, developer, user, assistant or tool), ``content`` (str, list of text
@@ -71,7 +70,6 @@ FIELDS["completion"] = ANSWERS
 OPTIONAL_FIELDS = ("system", "tools", "functions", "chat_template_kwargs")
 FORMS = "exactly one of 'messages', 'conversations' or 'input' (or 'instruction') with 'output'"
 REMEDY = "name the file's keys in the field map (data.fields: {input: question, output: answer})"
-LINE_BYTES = 2**26  # more than any real conversation; reading, decoding and rendering take a multiple of it
 
 _ROLE, _TEXT, _CALLS = ("role", "from"), ("content", "value"), ("tool_calls", "function_call")
 _CALL_KEYS = ("name", "arguments", "function", "id", "type", "index")
@@ -142,21 +140,6 @@ class Conversation:
 
 
 # ---- rows
-
-
-def lines_of(path: Path) -> Iterator[tuple[int, bytes, int]]:
-    """Yield number and bytes of each line, and the bytes of the file up to there. Splits at newline bytes only: JSON
-    strings may contain unescaped U+2028.
-
-    A line longer than ``LINE_BYTES`` is cut after one more byte, so that `conversation_of` refuses it.
-    """
-    with opened(path) as (file, tell):
-        number = 0
-        while line := file.readline(LINE_BYTES + 1):
-            number += 1
-            yield number, line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line, tell()  # a byte order mark
-            while len(line) > LINE_BYTES and not line.endswith(b"\n"):
-                line = file.readline(LINE_BYTES + 1)
 
 
 def expected_fields(fields: Mapping[str, str] | None) -> str | None:

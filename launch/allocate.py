@@ -19,7 +19,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not a model.py or data/ of the current directory
 
-from launch.scripts import check_model_path, end_quietly, int_from, option_parser, path_option
+from launch import check_model_path, end_quietly
+from launch.scripts import int_from, option_parser, path_option
 
 if __name__ == "__main__":
     end_quietly()

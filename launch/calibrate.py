@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not a model.py or data/ of the current directory
 
-from launch.scripts import check_model_path, end_quietly
+from launch import check_model_path, end_quietly
 
 if __name__ == "__main__":
     end_quietly()

@@ -14,7 +14,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not a model.py or data/ of the current directory
 
-from launch.scripts import end_quietly, int_from, option_parser
+from launch import end_quietly
+from launch.scripts import int_from, option_parser
 
 if __name__ == "__main__":
     end_quietly()

@@ -24,16 +24,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not a model.py or data/ of the current directory
 
-from launch.scripts import (
-    NamedDirectories,
-    check_model_path,
-    end_quietly,
-    fetch_checkpoints,
-    option_parser,
-    path_option,
-    program,
-    run_command,
-)
+from launch import check_model_path, end_quietly
+from launch.scripts import NamedDirectories, fetch_checkpoints, option_parser, path_option, program, run_command
 
 if __name__ == "__main__":
     end_quietly()

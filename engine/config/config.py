@@ -329,6 +329,7 @@ def _on_policy(r: Recipe) -> Contradictions:
     if data.kind != "on_policy":
         return
     kind = "with data.kind on_policy"
+    own = f"0 {kind}: the student would learn its own tokens as if they were right"
     if data.server is None:
         yield "data.server", f"the address of a vLLM server {kind}, like http://localhost:8000"
     if data.new_tokens >= data.max_length:
@@ -340,13 +341,10 @@ def _on_policy(r: Recipe) -> Contradictions:
     if data.too_long != "drop":
         yield "data.too_long", f"drop {kind}: the beginning of a prompt is a part of the question"
     if loss.lm_weight > 0:
-        yield "loss.lm_weight", f"0 {kind}: the student would learn its own tokens as if they were right"
+        yield "loss.lm_weight", own
     for index, event in enumerate(r.schedule):
         if (event.loss or {}).get("lm", 0) > 0:
-            yield (
-                f"schedule[{index}].loss: {event.loss}",
-                f"lm 0 {kind}: the student would learn its own tokens as if they were right",
-            )
+            yield f"schedule[{index}].loss: {event.loss}", f"lm {own}"
     if loss.teacher_cache is not None:
         yield "loss.teacher_cache", f"null {kind}: the teacher must run on what the student has just written"
     if r.export.format not in (*SERVED_FORMATS, SOURCE):
@@ -436,10 +434,8 @@ def _losses(r: Recipe) -> Contradictions:
         if loss.teacher == "self":
             yield "loss.teacher", "a directory or null: loss.teacher_cache is there so that no teacher runs"
         if loss.diagnostics_every > 0:
-            yield (
-                "loss.diagnostics_every",
-                "0: diagnostics compare whole distributions, which loss.teacher_cache does not contain",
-            )
+            lacks = "diagnostics compare whole distributions, which loss.teacher_cache does not contain"
+            yield "loss.diagnostics_every", f"0: {lacks}"
 
 
 def _evaluation(r: Recipe) -> Contradictions:
@@ -534,10 +530,7 @@ def _first_scales(r: Recipe) -> Contradictions:
     if start != 0 or quant.scales_follow_weights:
         yield "quant.init", f"rtn with {again}"
     if r.adapter.on:
-        yield (
-            "quant.init",
-            f"rtn with adapter.kind {r.adapter.kind}: adapters train on unchanged weights",
-        )
+        yield "quant.init", f"rtn with adapter.kind {r.adapter.kind}: adapters train on unchanged weights"
     if quant.calibration_batches == 0:
         looks = f"quant.init {quant.init} needs micro-batches to choose codes on"
         yield "quant.calibration_batches", f"1 or more: {looks}"
@@ -561,13 +554,6 @@ def _adapters(r: Recipe) -> Contradictions:
             "quant.fake_quant_start: -1 (never)",
             f"0 or more with {kind}: {why}, which cannot contain adapters",
         )
-    if r.train.compile:
-        yield "train.compile", f"false with {kind}, whose gradients torch.compile cannot trace"
-    if r.quant.quantized_all_gather:
-        codes = "the sum of weight and adapter is quantized, which no rank can compute before the layer runs"
-        yield "quant.quantized_all_gather", f"false with {kind}: {codes}"
-    if r.quant.fuse_norms:
-        yield "quant.fuse_norms", f"false with {kind}: adapters were not tested with inputs that exist only as codes"
     if r.quant.rotate:
         yield "quant.rotate", f"[] with {kind}: no reader supports an adapter of a rotated weight"
 
@@ -582,6 +568,13 @@ def _decoupled_scales(r: Recipe) -> Contradictions:
         yield "learnable.weight_scale", f"true with {option}, which trains scales of weights"
     if r.adapter.on:
         yield "adapter.kind", f"none with {option}: the codes of a sum of weight and adapter train already"
+
+
+def _changed_weights(r: Recipe) -> Contradictions:
+    """Refuse options that need the weights which a layer quantizes before it runs."""
+    option = f"adapter.kind {r.adapter.kind}" if r.adapter.on else "quant.decoupled_scales"
+    if not r.adapter.on and not r.quant.decouples():
+        return
     if r.train.compile:
         yield "train.compile", f"false with {option}, whose gradients torch.compile cannot trace"
     if r.quant.quantized_all_gather:
@@ -675,9 +668,8 @@ def _losses_of_events(r: Recipe) -> Contradictions:
 
     for index in (None, *(index for _, index in fixed)):
         states = states if index is None else follow(index)
-        while (
-            more := set[tuple[bool, bool]]().union(*map(follow, free)) - states
-        ):  # an event without a step may happen now, or not
+        # An event without a step may happen now, or not.
+        while more := set[tuple[bool, bool]]().union(*map(follow, free)) - states:
             states = states | more
     for index in sorted(refused):
         expected = "a weight above 0 for the other loss in the same event: at that time it may be 0 too"
@@ -697,6 +689,7 @@ RULES = (
     _schemes,
     _adapters,
     _decoupled_scales,
+    _changed_weights,
     _adapters_beside,
     _quantized_base,
     _export,

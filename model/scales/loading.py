@@ -5,10 +5,10 @@ config.json (of compressed-tensors, ``fp8`` of vLLM and DeepSeek, or ModelOpt), 
 Other methods are rejected by name. Without a configuration, scales are only checked against the weights
 (``scale_check.py``).
 
-A scale ``s = s0 * exp(theta)`` is written into ``s0``, a frozen fp32 Parameter, while theta stays 0: step 0 computes the
-PTQ model. ``s0`` is partitioned under ZeRO-3 like any Parameter. As it is frozen, no fp32 master copy overwrites it, so
-it can also be written after ``deepspeed.initialize``. Scales and zero points of an asymmetric weight are one tensor
-``[2, *scale shape]`` in this package, so that neither changes without the other.
+A scale ``s = s0 * exp(theta)`` is written into ``s0``, a frozen fp32 Parameter, while theta stays 0: step 0 computes
+the PTQ model. ``s0`` is partitioned under ZeRO-3 like any Parameter. As it is frozen, no fp32 master copy overwrites
+it, so it can also be written after ``deepspeed.initialize``. Scales and zero points of an asymmetric weight are one
+tensor ``[2, *scale shape]`` in this package, so that neither changes without the other.
 
 ``grouping.py`` reads files to tensors by key and assigns them to scale groups, ``codes.py`` and ``scale_check.py``
 compare them with the weights, and ``in_place.py`` writes them into partitions, or measures them from the weights.

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from data import jsonl
+from data import files, jsonl
 from data.chat import read_chat
 from data.files import MAX_PROBLEMS, DataError
 from tests.lib.tiny import tiny_tokenizer
@@ -220,7 +220,8 @@ def test_lines_end_at_newlines_only(tmp_path):
 
 def test_a_line_without_end_is_refused_by_name(tmp_path, monkeypatch):
     """As a file that is one JSON list. The lines behind it have their numbers."""
-    monkeypatch.setattr(jsonl, "LINE_BYTES", 1 << 10)
+    for module in (files, jsonl):
+        monkeypatch.setattr(module, "LINE_BYTES", 1 << 10)
     with pytest.raises(DataError) as caught:
         read(tmp_path, tiny_tokenizer(), GOOD, "[" + "1, " * 2000 + "1]", GOOD, "{", '"' + "x" * 3000 + '"')
     lines = str(caught.value).splitlines()
@@ -238,10 +239,10 @@ def test_files_that_are_not_there(tmp_path):
         str(path) for path in (empty, tmp_path / "none.jsonl", tmp_path)
     ]
     no_answer = write(tmp_path / "a.jsonl", GOOD | {"output": ""})
-    for files, message in (
+    for paths, message in (
         ([good, blank], r"blank\.jsonl: found only blank lines"),
         ([], "no data files given"),
         ([no_answer], r"no sample is left of .*1 without target"),
     ):
         with pytest.raises(DataError, match=message):
-            read_chat(files, tokenizer, max_length=100)
+            read_chat(paths, tokenizer, max_length=100)

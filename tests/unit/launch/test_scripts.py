@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.scripts import NamedDirectories, check_model_path, find_launcher, int_from, option_parser, path_option
+from launch import check_model_path
+from launch.scripts import NamedDirectories, find_launcher, int_from, option_parser, path_option
 from model import TRANSFORMERS, check_transformers
 from tests.lib.root import ROOT
 

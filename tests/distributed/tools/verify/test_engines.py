@@ -20,7 +20,7 @@ from engine.config.errors import RecipeError
 from engine.config.reading import load_recipe
 from engine.session_export import check_export
 from launch.verify import main as verify
-from model.save import export_model
+from model.save.export_model import export_model
 from model.save.layout_checks import EXECUTORCH_MODELS, MLX_MODELS, check_support
 from quant import SCHEMES, replace_layers
 from quant.rules import Rule
