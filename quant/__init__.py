@@ -1,7 +1,7 @@
 """Numerics and modules of quantization, for one process: no collectives, no DeepSpeed."""
 
+from quant.attention import QuantCache
 from quant.kernels import prepare_kernels
-from quant.kv_cache import QuantCache
 from quant.linear import SCALE_PARAMETERS, QuantEmbedding, QuantLayer, QuantLinear, weights_changed
 from quant.observers import Ranges
 from quant.quantization import Quantization, ScaleGroup, replace_layers

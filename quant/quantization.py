@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quant.attention import QuantCache, attach_kv_cache
 from quant.decoupled import DecoupledScale
 from quant.gemm import takes_codes_of_stacks
 from quant.inputs import SharedInput
-from quant.kv_cache import QuantCache, attach_kv_cache
 from quant.linear import QuantEmbedding, QuantLayer, QuantLinear, StackedLinear, check_sizes, linears_of
 from quant.observers import Observer, Ranges
 from quant.rules import DEFAULT_EXEMPT, Rule, assign, examples, exempt_line, fused_sets, schemes_of_layers

@@ -31,6 +31,7 @@ from model.quantized.tensor import QuantizedTensor
 from model.ranks import listed
 from model.save.plan import Item, linears_of_quantized
 from quant import Quantization
+from quant.attention import QuantCache
 from quant.formats.compressed_tensors import (
     FLOAT_QUANTIZED,
     INT_QUANTIZED,
@@ -39,7 +40,6 @@ from quant.formats.compressed_tensors import (
     Shapes,
     export_format,
 )
-from quant.kv_cache import QuantCache
 from quant.linear import QuantEmbedding, StackedLinear
 from quant.rules import exempt_line
 

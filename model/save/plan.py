@@ -22,11 +22,11 @@ from model.save.shard_writer import KINDS
 from model.scales.grouping import CACHE_ENDS, INVERSE, MODELOPT_CACHE, WEIGHT_SCALE, cache_keys
 from model.zero import batches, full_numel, is_partitioned, is_whole
 from quant import SCALE_PARAMETERS, Quantization, QuantLayer, QuantLinear
+from quant.attention import QuantCache
 from quant.formats.compressed_tensors import Shapes
 from quant.formats.layouts import Layout, block_shapes, linear_shapes
 from quant.formats.modelopt import RECIPROCALS
 from quant.fused import FusedModule
-from quant.kv_cache import QuantCache
 from quant.linear import LinearPart, linears_of
 from quant.rotation import KEY
 

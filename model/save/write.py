@@ -18,9 +18,9 @@ from model.save.plan import Item, inverse_of
 from model.save.shard_writer import ShardWriter, safetensors_head
 from model.zero import ReceiveBuffer, batches, gathered_on_main
 from quant import QuantLayer, QuantLinear
+from quant.attention import QuantCache
 from quant.formats.compressed_tensors import TrainedLinear, cache_scale, dequantized_weight
 from quant.formats.layouts import BLOCK_ENDS, linear_tensors
-from quant.kv_cache import QuantCache
 from quant.rotation import KEY, stored_matrix
 
 # Size of parameters gathered together. Larger batches are slower: a large batch cannot arrive while a small one is

@@ -82,10 +82,10 @@ from model.save.finish import is_router
 from model.save.loadable import fused_there, is_expert, not_loaded
 from model.scales.grouping import cache_keys
 from quant import Quantization, QuantLayer, QuantLinear, Scheme, TensorSpec
+from quant.attention import QuantCache
 from quant.formats.compressed_tensors import export_format, packed_shapes, unpack_weight, weight_codes
 from quant.formats.config_groups import quantization_args
 from quant.gemm import rotate
-from quant.kv_cache import QuantCache
 from quant.rotation import KEY, stored_matrix
 from tools.compressed import is_ignored, load_compressed, quantized_keys
 from tools.verify.comparison import LogitComparison, Report, logits_of

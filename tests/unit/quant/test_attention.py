@@ -12,7 +12,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache
 
 from engine.session.optimizer import classify
 from quant import replace_layers
-from quant.kv_cache import QuantCache, attach_kv_cache
+from quant.attention import QuantCache, attach_kv_cache
 from quant.observers import Observer
 from quant.reference import fake_quant, fake_quant_backward, inside_range
 from quant.spec import PRESETS
