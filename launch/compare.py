@@ -9,7 +9,7 @@ evaluated again and need not be on this machine. All other directories are evalu
 by ``launch/evaluate.py``, on one or more ranks; on a text they are also compared with the unquantized model, by KL
 divergence and equal top tokens. Metrics that were measured on different data are refused.
 
-Written to ``--out``: compare.md, compare.png, and compare.json with all results.
+Written to ``--out``: compare.md, and compare.json with all results.
 """
 
 import sys
@@ -90,9 +90,9 @@ def main() -> None:
         with errors_on_all_ranks(OSError, ValueError):
             if problems := comparison.problems():
                 raise ValueError("the results cannot be compared:\n" + "\n".join(problems))
-            written = write_comparison(comparison, arguments.out) if is_main() else []
+            written = write_comparison(comparison, arguments.out) if is_main() else None
         write_results(arguments.out / "compare.json", [known[named(directory)] for directory in directories])
-        say(f"\n{comparison_tables(comparison)}\n\n{', '.join(map(str, written))}, {arguments.out / 'compare.json'}")
+        say(f"\n{comparison_tables(comparison)}\n\n{written}, {arguments.out / 'compare.json'}")
 
 
 def recorded(files: Sequence[Path]) -> set[str]:

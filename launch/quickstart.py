@@ -248,7 +248,7 @@ def print_table(out: Path, began: float) -> None:
     sides = ({scheme: found[f"{kind}_{scheme}"] for scheme in _SCHEMES} for kind in ("ptq", "qat"))
     comparison = Comparison(found["ft"], *sides)
     written = write_comparison(comparison, out)
-    print(f"\n{comparison_tables(comparison)}\n\n{', '.join(map(str, written))}: the same to keep.")
+    print(f"\n{comparison_tables(comparison)}\n\n{written}: the same to keep.")
     print(f"Checkpoints: {out}/qat_*. Curves: tensorboard --logdir {out}/runs. Logs: {out}/runs/*/log.txt.")
     print(f"Time: {time.perf_counter() - began:.0f} s.")
 

@@ -1,4 +1,4 @@
-"""Store metrics of checkpoints in files, and compare bf16, PTQ and QAT side by side: Markdown tables and a plot.
+"""Store metrics of checkpoints in files, and compare bf16, PTQ and QAT side by side in Markdown tables.
 
 The files make it possible to compare models that were evaluated on different machines:
 
@@ -14,7 +14,6 @@ perplexities and accuracies.
 """
 
 import json
-import math
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -225,43 +224,9 @@ def markdown(comparison: Comparison) -> str:
     return "\n\n".join([f"# {level}, PTQ, QAT", comparison_tables(comparison), legend, "\n".join(models)]) + "\n"
 
 
-def plot(comparison: Comparison, path: Path) -> None:
-    """Write a PNG with a panel per metric: PTQ and QAT of each scheme, joined by a line, and the unquantized model's
-    value."""
-    from matplotlib.figure import Figure  # takes a second to import; without pyplot no display is needed
-
-    measures, schemes = comparison.measures(), comparison.schemes
-    columns = min(3, len(measures))
-    rows = math.ceil(len(measures) / columns)
-    figure = Figure(figsize=(max(4.0, 1.2 * len(schemes) + 2) * columns, 4.2 * rows), layout="constrained")
-    for index, measure in enumerate(measures, 1):
-        axes, bf16 = figure.add_subplot(rows, columns, index), comparison.bf16.measurements[measure]
-        axes.axhline(bf16.value, color="0.4", linestyle="--", label=comparison.level)
-        pairs = [comparison.pair(name, measure) for name in schemes]
-        # From a palette for color-blind readers.
-        for side, (label, color, marker) in enumerate((("PTQ", "#d55e00", "o"), ("QAT", "#0072b2", "s"))):
-            points = {at: found for at, pair in enumerate(pairs) if (found := pair[side]) is not None}
-            values, errors = [one.value for one in points.values()], [one.stderr or 0.0 for one in points.values()]
-            if points:
-                axes.errorbar(list(points), values, errors, color=color, marker=marker, linestyle="none", label=label)
-            if not bf16.higher_is_better and max(values, default=0) > 10 * bf16.value > 0:
-                axes.set_yscale("log")  # a scheme that fails would squeeze the others onto one line
-        for at, (ptq, qat) in enumerate(pairs):
-            if ptq is not None and qat is not None:
-                axes.plot([at, at], [ptq.value, qat.value], color="0.6", zorder=0)
-                middle, share = (at, (ptq.value + qat.value) / 2), shown_share(bf16, ptq, qat)
-                axes.annotate(share, middle, (6, 0), textcoords="offset points", va="center", fontsize=8)
-        axes.set_xticks(range(len(schemes)), schemes, rotation=20, ha="right")
-        axes.set(xlim=(-0.6, len(schemes) - 0.4), title=measure, ylabel=better(measure, bf16))
-        axes.grid(axis="y", alpha=0.3)
-        axes.legend()
-    figure.savefig(path, dpi=120)
-
-
-def write_comparison(comparison: Comparison, directory: Path) -> Sequence[Path]:
-    """Write ``compare.md`` and ``compare.png``, and return their paths."""
+def write_comparison(comparison: Comparison, directory: Path) -> Path:
+    """Write ``compare.md``, and return its path."""
     directory.mkdir(parents=True, exist_ok=True)
-    text, picture = directory / "compare.md", directory / "compare.png"
+    text = directory / "compare.md"
     text.write_text(markdown(comparison), encoding="utf-8")
-    plot(comparison, picture)
-    return text, picture
+    return text

@@ -178,7 +178,7 @@ def test_script(tmp_path):
     done = run(*options, "--results", out / "compare.json")
     assert done.returncode == 0, done.stderr
     assert "evaluate:" not in done.stdout, "nothing is evaluated again"
-    for part in (comparison_tables(Comparison(bf16, {SCHEME: ptq}, {SCHEME: qat})), str(out / "compare.png")):
+    for part in (comparison_tables(Comparison(bf16, {SCHEME: ptq}, {SCHEME: qat})), str(out / "compare.md")):
         assert part in done.stdout
     assert read_evaluations(out / "compare.json") == [bf16, ptq, qat]
     assert "- QAT w4a16_g32: `elsewhere/qat`" in (out / "compare.md").read_text(encoding="utf-8")
