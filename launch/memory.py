@@ -12,7 +12,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not a model.py or data/ of the current directory
 
-import json
 from collections.abc import Sequence
 
 from engine.config.deepspeed import SHIPPED, DsConfigError
@@ -30,20 +29,18 @@ from tools.memory.planner import (
     headline,
     measured_table,
     memory_table,
-    predictions_as_json,
     traffic_table,
 )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the tables; write them as JSON if asked to. ``argv`` defaults to the command line."""
+    """Print the tables. ``argv`` defaults to the command line."""
     parser = option_parser(__doc__)
     parser.add_argument("--ranks", type=int_from(1), help="of the whole run; default: those of --measured, else 8")
     parser.add_argument("--ranks_per_node", type=int_from(1), default=8, help="GPUs of a node, among which hpZ shares")
     parser.add_argument("--gpu_gb", type=float, help="memory of a GPU in 10^9 bytes: says what fits, and how many rows")
     parser.add_argument("--strategies", help="names in ds_configs/ or JSON files, by commas; default: all that ship")
     parser.add_argument("--measured", type=path_option, metavar="FILE", help="memory.json of a run of this recipe")
-    parser.add_argument("--json", type=path_option, metavar="FILE", help="write everything there, in bytes")
     arguments, rest = parser.parse_known_args(argv)
     recipe = recipe_or_exit(rest, check_files=False)
     if arguments.gpu_gb is not None and not 0 < arguments.gpu_gb < 1e6:
@@ -71,8 +68,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"\n{advice(Advisor(recipe, ranks, arguments.ranks_per_node), gpu_bytes)}")
     print(f"\nreserve: {RESERVE / GB:g} GB for CUDA, NCCL and holes in the allocator's memory, which are not modeled")
     print("".join(f"{name}: {why}\n" for name, why in refused.items()), end="")
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(predictions_as_json(predictions), indent=1) + "\n")
 
 
 def predict_all(

@@ -8,7 +8,7 @@ that are freed late because another stream reads them. An assumed ``RESERVE`` by
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -293,24 +293,6 @@ def measured_table(prediction: Prediction, measured: Measured) -> str:
         share = f"{100 * (found - expected) / expected:+.1f}%" if expected else UNSET
         table.append([name, f"{expected:,}", f"{found:,}", f"{found - expected:+,}", share])
     return markdown_table(table)
-
-
-def predictions_as_json(predictions: Sequence[Prediction]) -> dict[str, Any]:
-    """Return all predicted values by strategy, in bytes."""
-    return {
-        one.strategy: {
-            "device": one.held.device,
-            "host": one.held.host,
-            "moments": {phase: asdict(moment) for phase, moment in one.moments.items()},
-            "gathered": one.cost.gathered,
-            "init": one.init,
-            "peak": one.peak,
-            "reserve": RESERVE,
-            "largest_micro_batch": one.largest_micro_batch,
-            "collectives": dict(one.cost.traffic),
-        }
-        for one in predictions
-    }
 
 
 def _gigabytes(size: float) -> str:
