@@ -52,12 +52,8 @@ def _settings(state: LoopState) -> dict[str, str]:
         "optim": vars(state.recipe.optim),
         "stopped": state.stopped,
     }
-    return {name: json.dumps(value, sort_keys=True, default=_as_plain) for name, value in values.items()}
-
-
-def _as_plain(value: Any) -> Any:
-    """Convert an object for JSON: a set to its sorted elements, any other object to its repr."""
-    return sorted(value) if isinstance(value, set | frozenset) else repr(value)
+    plain = lambda value: sorted(value) if isinstance(value, set | frozenset) else repr(value)  # noqa: E731
+    return {name: json.dumps(value, sort_keys=True, default=plain) for name, value in values.items()}
 
 
 def _difference(state: LoopState) -> str:

@@ -8,7 +8,7 @@ and ``model.save.save_quantized`` writes a checkpoint before or after it.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -263,7 +263,9 @@ def convert(model: Any) -> Any:
         ValueError: as :func:`find_quantization`; or a weight or scale is not finite. The model is then unchanged.
     """
     layers = {name: layer for name, layer in find_quantization(model).layers.items() if layer.held is None}
-    _check_finite(layers.items())
+    bad = [name for name, one in layers.items() if not all(p.isfinite().all() for p in one.parameters(recurse=False))]
+    if bad:
+        raise ValueError(f"{examples(bad)}: weights or scales with NaN or Inf have no codes: load an earlier state")
     packings = {name: PackedCodes(layer.scheme.weights, layer.weight_shape) for name, layer in layers.items()}
     shapes = {name: held.packed_shape(layers[name].weight.dtype) for name, held in packings.items()}
     for name, layer in layers.items():
@@ -277,9 +279,3 @@ def convert(model: Any) -> Any:
                 theta.requires_grad_(False)
     find_quantization(model)
     return model
-
-
-def _check_finite(layers: Iterable[tuple[str, QuantLayer]]) -> None:
-    bad = [name for name, one in layers if not all(p.isfinite().all() for p in one.parameters(recurse=False))]
-    if bad:
-        raise ValueError(f"{examples(bad)}: weights or scales with NaN or Inf have no codes: load an earlier state")

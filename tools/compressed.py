@@ -176,7 +176,8 @@ def _fill(
     model on the meta device is only compared. Returns the quantized tensors."""
     tensors = checkpoint.tensors
     keys = {name: quantized_keys(model, name, layer) for name, layer in quantization.layers.items()}
-    caches = [_cache_key(cache_keys(model, name), checkpoint) for name in quantization.caches]
+    spellings = [cache_keys(model, name) for name in quantization.caches]
+    caches = [next((key for key in one if key in tensors), one[0]) for one in spellings]
     packed = {*caches, *(key for own in keys.values() for key in own.values())}
     plain = _plain_tensors(model, quantization, checkpoint, packed)
     total = sum(tensor.end - tensor.begin for tensor in tensors.values())
@@ -205,11 +206,6 @@ def _fill(
                 levels = layer.scheme.weights.qmax - layer.scheme.weights.qmin
                 layer.weight_fake_quant = levels * torch.finfo(weight.dtype).eps / 2 < 0.5
     return SourceCheckpoint({linear.key: linear for linear in found.coded.values()}, [], set(), found.beside, kv_cache)
-
-
-def _cache_key(spellings: list[str], checkpoint: Checkpoint) -> str:
-    """Return the one of several possible keys that the checkpoint has; the first one if it has none of them."""
-    return next((key for key in spellings if key in checkpoint.tensors), spellings[0])
 
 
 def _plain_tensors(
