@@ -147,14 +147,14 @@ class Recipe:
         problems += _named_twice(self.data, os.path.abspath)
         _refuse(_also(problems, contradictions(self)))
 
-    def fetch(self, sections: Collection[str] = FETCHED, *, weights: bool = True) -> None:
-        """Replace names on the Hugging Face Hub by local paths (:mod:`engine.config.hub`) in these sections.
-
-        ``weights`` False: without weights. Raises RecipeError."""
-        _refuse(self._fetched(sections, weights=weights))
+    def fetch(self, sections: Collection[str] = FETCHED) -> None:
+        """Replace names on the Hugging Face Hub by local paths (:mod:`engine.config.hub`) in these sections, weights
+        included. Raises RecipeError."""
+        _refuse(self._fetched(sections, weights=True))
 
     def _fetched(self, sections: Collection[str], *, weights: bool) -> list[str]:
-        """Replace names as :meth:`fetch` does, and return a line for each that cannot be fetched."""
+        """Replace names as :meth:`fetch` does, with or without ``weights``, and return a line for each that cannot be
+        fetched."""
         problems = list[str]()
         for key, section, item in recipe_options(self):
             value, kind = getattr(section, item.name), item.metadata.get(HUB)
