@@ -107,11 +107,13 @@ class GGUFPlace(NamedTuple):
         name: llama.cpp's name of the tensor; None if it has none.
         expert: index of the expert; None outside of experts.
         heads: number of heads whose rows are interleaved in the file; 0 if rows are ordered as in transformers.
+        offset: number that is added to its values in the file.
     """
 
     name: str | None
     expert: int | None = None
     heads: int = 0
+    offset: float = 0.0
 
 
 class GGUFNames:
@@ -121,15 +123,12 @@ class GGUFNames:
         config: configuration of the model.
         architecture: llama.cpp's name of its architecture; None if a file is to be written, which raises ValueError if
             that is not supported.
-
-    Attributes:
-        norm_offset: number that llama.cpp's converter adds to the weights of norms.
     """
 
     def __init__(self, config: PretrainedConfig, architecture: str | None = None) -> None:
         self._config, gguf = config, gguf_package()
         self._architecture = architecture or _architecture_of(config).name
-        self.norm_offset = ARCHITECTURES[config.model_type].norm_offset
+        self._norm_offset = ARCHITECTURES[config.model_type].norm_offset
         number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == self._architecture)
         self._names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
 
@@ -143,7 +142,9 @@ class GGUFNames:
         pair = ".experts.gate_up_proj" in stem
         stems = [stem.replace("gate_up_proj", f"{part}_proj") for part in ("gate", "up")] if pair else [stem]
         names = [self._names.get_name(stem, try_suffixes=(".weight", ".bias")) for stem in stems]
-        return [GGUFPlace(name, int(expert[1]) if expert else None, self._heads(key)) for name in names]
+        index, heads = int(expert[1]) if expert else None, self._heads(key)
+        added = [self._norm_offset if name and name.endswith("_norm.weight") else 0.0 for name in names]
+        return [GGUFPlace(name, index, heads, offset) for name, offset in zip(names, added, strict=True)]
 
     def _heads(self, key: str) -> int:
         """Return the number of heads whose rows are interleaved."""
@@ -251,19 +252,18 @@ def plan_gguf(model: PreTrainedModel, items: Iterable[Item], template: Path | No
 
 def _tensors(model: PreTrainedModel, items: Iterable[Item], architecture: str) -> dict[str, GGUFTensor]:
     """Plan the tensors by name."""
-    names, added = GGUFNames(model.config), _architecture_of(model.config).norm_offset
+    names = GGUFNames(model.config)
     found: dict[str, GGUFTensor] = {}
     nowhere = []
     for item in items:
         for key, (dtype, whole) in item.shapes.items():
             places = names.places(key)
             shape = tuple(split(torch.empty(whole, device="meta"), key, len(places))[0].shape)
-            for name, expert, heads in places:
+            for name, expert, heads, offset in places:
                 if name is None or item.copied is not None or item.fused:
                     nowhere.append(key)
                     continue
                 kind, index = _kind(item, name, key, dtype, shape), expert or 0
-                offset = added if name.endswith("_norm.weight") else 0.0
                 own = GGUFTensor(kind, torch.float32 if kind == "F32" else dtype, shape, heads, offset)
                 tensor = found.setdefault(name, own)
                 if (tensor.kind, tensor.stored) != (kind, shape):

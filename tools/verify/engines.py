@@ -73,8 +73,7 @@ class GGUF(Engine):
         for place, part in zip(places, split(expected, key, len(places)), strict=True):
             tensor = self.found[place.name or key]
             ordered = interleaved(part, place.heads) if place.heads else part
-            if tensor.name.endswith("_norm.weight"):
-                ordered = ordered.float() + self._names.norm_offset
+            ordered = ordered.float() + place.offset
             data = tensor.data if place.expert is None else tensor.data[place.expert]
             values = torch.from_numpy(dequantize(data, tensor.tensor_type).copy())
             if not torch.equal(values.view(-1), ordered.reshape(-1)):
