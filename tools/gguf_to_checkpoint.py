@@ -8,6 +8,7 @@ layer are one tensor.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ from model.save.gguf_file import (
     GGUFNames,
     GGUFPlace,
     gguf_package,
+    in_file,
 )
 from model.save.shard_writer import ShardWriter
 from tools.gguf_source import GGUFSource, shape_of
@@ -56,7 +58,8 @@ _SIZES = (
     ("num_key_value_heads", "blk.0.attn_k.weight", 0),
 )
 _NEUTRAL = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True, "rope.scaling.attn_factor": 1.0}
-_REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "rms_norm_eps", "max_position_embeddings")
+_REQUIRED = ["block_count", "embedding_length", "attention.head_count", "attention.layer_norm_rms_epsilon"]
+_REQUIRED += ["context_length"]
 _OPTIONAL = ("final_logit_softcapping",)
 
 
@@ -242,7 +245,7 @@ def _problems(file: GGUFSource, key: str, place: GGUFPlace, shape: tuple[int, ..
         return
     tensor = file.tensors[place.name]
     stacked, own = place.expert is not None, shape_of(tensor)
-    if own != ((file.own("expert_count"), *shape) if stacked else shape):
+    if own != ((file.own("expert_count"), *shape) if stacked else in_file(shape)):
         yield f"{place.name} is {list(own)}, expected {list(shape)}{' for each expert' * stacked}"
     if len(own) == 1 and tensor.tensor_type.name not in _PLAIN:
         yield f"{place.name} is a vector in {tensor.tensor_type.name}, expected {', '.join(_PLAIN)}"
@@ -308,7 +311,10 @@ def _config(file: GGUFSource, family: _Family) -> PretrainedConfig:
         name = family.class_name
         file.refuse(f"metadata that changes the model and has no equivalent in {name}: {listed(unknown, 6)}")
     ends = {attribute: end for end, attribute in reversed(known.items())}
-    required = [*_REQUIRED, *(name for name in family.values.values() if name and name not in _OPTIONAL)]
+    required = [
+        *(known[end] for end in _REQUIRED),
+        *(name for name in family.values.values() if name and name not in _OPTIONAL),
+    ]
     required += ["intermediate_size"] * ("moe_intermediate_size" not in required)
     if missing := [prefix + ends[name] for name in required if name not in values]:
         file.refuse(f"metadata lacks {listed(missing, 6)}")
@@ -405,6 +411,15 @@ def _gpt_oss(file: GGUFSource, values: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_parameters": {**values["rope_parameters"], "truncate": False}}
 
 
+def _lfm2(file: GGUFSource, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return which layers have convolutions: those without heads of keys."""
+    heads = file.own("attention.head_count_kv")
+    if not isinstance(heads, list) or len(heads) != values["num_hidden_layers"]:
+        file.refuse(f"lfm2.attention.head_count_kv is {str(heads)[:60]}, expected a number for each layer")
+    kinds = ["full_attention" if count else "conv" for count in heads]
+    return {"layer_types": kinds, "block_auto_adjust_ff_dim": False}
+
+
 _FAMILIES = {
     "llama": _Family("llama", "LlamaForCausalLM", derived=_llama),  # Mistral, too
     "llama experts": _Family("mixtral", "MixtralForCausalLM", _EXPERTS),
@@ -427,5 +442,11 @@ _FAMILIES = {
         "Gemma3ForCausalLM",
         WINDOW_VALUES | {"rope.freq_base_swa": "", "attention.sliding_window_pattern": ""},
         _gemma3,
+    ),
+    "lfm2": _Family(
+        "lfm2",
+        "Lfm2ForCausalLM",
+        {"attention.layer_norm_rms_epsilon": "norm_eps", "shortconv.l_cache": "conv_L_cache"},
+        _lfm2,
     ),
 }

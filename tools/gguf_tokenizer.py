@@ -29,7 +29,7 @@ _PRE: dict[str, tuple[str | None, Any, bool, bool]] = {
     "gpt-2": (None, None, False, False),
     **dict.fromkeys(("smollm", "starcoder", "refact"), (_DIGITS, None, False, False)),
     "qwen2": (_QWEN2, normalizers.NFC, False, False),
-    **dict.fromkeys(("llama-bpe", "llama-v3", "llama3"), _LLAMA3),
+    **dict.fromkeys(("llama-bpe", "llama-v3", "llama3", "lfm2"), _LLAMA3),
     "tekken": (rf"{_WORD}|{_NAME}|\p{{N}}|{_SLASHES}", None, True, True),
     "gpt-4o": (rf"{_WORD}{_ENDING}?|{_NAME}{_ENDING}?|\p{{N}}{{1,3}}|{_SLASHES}", None, False, False),
 }

@@ -13,7 +13,7 @@ import os
 import re
 import struct
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,12 +42,29 @@ class Architecture(NamedTuple):
         norm_offset: number that its converter adds to the weights of norms.
         period: every ``period``-th layer attends to all positions, the others to a window; 0 without windows.
         activation: attribute of the configuration and value of the activation function.
+        values: function of the configuration that returns metadata by the end of its key, where it differs from
+            ``SAME_VALUES``.
     """
 
     name: str
     norm_offset: float = 0.0
     period: int = 0
     activation: tuple[str, str] = ("hidden_act", "silu")
+    values: Callable[[PretrainedConfig], dict[str, Any]] = lambda config: {}
+
+
+def _lfm2(config: PretrainedConfig) -> dict[str, Any]:
+    """Return metadata of LFM2: layers of convolutions have no heads of keys."""
+    size, factor, multiple = config.intermediate_size, config.block_ffn_dim_multiplier, config.block_multiple_of
+    if config.block_auto_adjust_ff_dim:
+        size = int(2 * size / 3)
+        size = size if factor is None else -(-int(factor * size) // multiple) * multiple
+    return {
+        "attention.head_count_kv": [config.num_key_value_heads * (kind != "conv") for kind in config.layer_types],
+        "attention.layer_norm_rms_epsilon": config.norm_eps,
+        "feed_forward_length": size,
+        "shortconv.l_cache": config.conv_L_cache,
+    }
 
 
 # By the model_type of config.json. For other types llama.cpp's converter changes further values.
@@ -60,6 +77,7 @@ ARCHITECTURES = {
     "qwen3_moe": Architecture("qwen3moe"),
     "gpt_oss": Architecture("gpt-oss", period=2),
     "gemma3_text": Architecture("gemma3", 1.0, 6, ("hidden_activation", "gelu_pytorch_tanh")),
+    "lfm2": Architecture("lfm2", values=_lfm2),
 }
 
 # Values that template and config.json both have: the end of llama.cpp's key, and the attribute of transformers' config.
@@ -153,6 +171,11 @@ class GGUFNames:
             return 0
         heads: int = self._config.num_attention_heads if end[1] == "q" else self._config.num_key_value_heads
         return heads
+
+
+def in_file(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape in a file of a tensor of a checkpoint: the kernels [C, 1, K] of a convolution are [C, K]."""
+    return (shape[0], shape[2]) if len(shape) == 3 and shape[1] == 1 else tuple(shape)
 
 
 def split(tensor: Tensor, key: str, count: int) -> list[Tensor]:
@@ -258,7 +281,7 @@ def _tensors(model: PreTrainedModel, items: Iterable[Item], architecture: str) -
     for item in items:
         for key, (dtype, whole) in item.shapes.items():
             places = names.places(key)
-            shape = tuple(split(torch.empty(whole, device="meta"), key, len(places))[0].shape)
+            shape = in_file(split(torch.empty(whole, device="meta"), key, len(places))[0].shape)
             for name, expert, heads, offset in places:
                 if name is None or item.copied is not None or item.fused:
                     nowhere.append(key)
@@ -292,7 +315,7 @@ def _kind(item: Item, name: str, key: str, dtype: torch.dtype, shape: tuple[int,
         assert isinstance(item.module, QuantLayer)
         return block_type(item.module.scheme)
     # llama.cpp computes with these in fp32, and asserts their type.
-    if len(shape) == 1 or name.endswith((".bias", "_norm.weight", "ffn_gate_inp.weight")):
+    if len(shape) == 1 or name.endswith((".bias", "_norm.weight", "ffn_gate_inp.weight", "shortconv.conv.weight")):
         return "F32"
     return _PLAIN[dtype]
 
@@ -344,7 +367,7 @@ class GGUFWriter(ShardWriter):
         places = self._places[key]
         for (part, planned), values in zip(places, split(tensor, key, len(places)), strict=True):
             ordered = interleaved(values, planned.heads) if planned.heads else values
-            ordered = ordered.to(planned.dtype)
+            ordered = ordered.to(planned.dtype).reshape(planned.stored)
             super().write(part, (ordered + planned.offset if planned.offset else ordered).contiguous())
 
 
@@ -453,6 +476,8 @@ def _architecture_of(config: PretrainedConfig) -> Architecture:
             problems.append("norm_topk_prob is false, but llama.cpp normalizes the experts' weights to a sum of 1")
         if config.mlp_only_layers or config.decoder_sparse_step != 1:
             problems.append("some layers have no experts")
+    if getattr(config, "conv_bias", False):
+        problems.append("conv_bias is true, but llama.cpp reads no biases of convolutions")
     if config.model_type == "gemma3_text":
         # Only the model of 27B, known by its 62 layers, scales by the mean size of heads.
         mean = config.hidden_size // config.num_attention_heads
@@ -489,15 +514,18 @@ def _check_template(template: Any, path: Path, config: PretrainedConfig) -> None
 
 def _other_values(template: Any, architecture: str, config: PretrainedConfig) -> Iterator[str]:
     """Yield a problem for each size in the template that differs from the model's."""
-    for end, attribute in (SAME_VALUES | WINDOW_VALUES).items():
+    own = ARCHITECTURES[config.model_type].values(config)
+    for end, attribute in (SAME_VALUES | WINDOW_VALUES | dict.fromkeys(own, "of config.json")).items():
         found = _value_of(template, key := f"{architecture}.{end}")
-        expected = getattr(config, attribute, None)
+        expected = own.get(end, getattr(config, attribute, None))
         if found is not None and expected is not None and not _same(found, expected):
             yield f"{key} is {found}, expected {expected} ({attribute})"
 
 
-def _same(found: Any, expected: float) -> bool:
-    """Return True if a value equals this number up to fp32 rounding; False for NaN, lists and strings."""
+def _same(found: Any, expected: float | list[int]) -> bool:
+    """Return True if a value equals this list, or this number up to fp32 rounding; False for NaN and strings."""
+    if isinstance(expected, list):
+        return bool(found == expected)
     return isinstance(found, int | float) and abs(found - expected) <= 1e-6 * abs(expected)
 
 

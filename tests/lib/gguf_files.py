@@ -36,6 +36,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None},
     "gpt_oss": {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 8, "rope_parameters": OPENAI},
     "gemma3_text": GEMMA,
+    "lfm2": {"layer_types": ["conv", "full_attention"], "head_dim": 64, "block_multiple_of": 32},
 }  # fmt: skip
 _ARCHITECTURES = {
     "mistral": "llama",
@@ -61,6 +62,18 @@ _LEAVES = {
     "gate_proj": "ffn_gate",
     "up_proj": "ffn_up",
     "down_proj": "ffn_down",
+    "conv.conv": "shortconv.conv",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.out_proj": "shortconv.out_proj",
+    "self_attn.out_proj": "attn_output",
+    "q_layernorm": "attn_q_norm",
+    "k_layernorm": "attn_k_norm",
+    "operator_norm": "attn_norm",
+    "ffn_norm": "ffn_norm",
+    "w1": "ffn_gate",
+    "w2": "ffn_down",
+    "w3": "ffn_up",
+    "model.embedding_norm": "token_embd_norm",
 }
 _GEMMA_LEAVES = {"post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm"}
 _GEMMA_LEAVES |= {"post_feedforward_layernorm": "post_ffw_norm"}
@@ -77,7 +90,7 @@ _O200K = rf"{_START}{_UPPER}*{_LOWER}+{_END}|{_START}{_UPPER}+{_LOWER}*{_END}|\p
 PATTERNS = {
     **dict.fromkeys(("gpt-2", "smollm", "starcoder", "refact")),
     "qwen2": _QWEN2,
-    "llama-bpe": _QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|"),
+    **dict.fromkeys(("llama-bpe", "lfm2"), _QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")),
     "tekken": _TEKKEN,
     "gpt-4o": _O200K,
 }
@@ -86,7 +99,7 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 def tokenizer(pre: str) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE that splits text as the models do whose GGUF files have this ``tokenizer.ggml.pre``."""
-    whole, pattern = pre in ("llama-bpe", "tekken"), PATTERNS[pre]
+    whole, pattern = pre in ("llama-bpe", "lfm2", "tekken"), PATTERNS[pre]
     made = Tokenizer(models.BPE(ignore_merges=whole))
     # Merges across what the pattern splits, so that another pattern gives other tokens.
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -159,7 +172,7 @@ def tensors(source: Path) -> dict[str, torch.Tensor]:
             value = value[[h * 2 * half + i + j * half for h in range(heads) for i in range(half) for j in range(2)]]
         if config.model_type == "gemma3_text" and "norm" in leaf:
             value = value.float() + 1
-        found[f"{block}{leaves[leaf]}.{suffix}"] = value
+        found[f"{block}{leaves[leaf]}.{suffix}"] = value.squeeze(1) if leaf == "conv.conv" else value
     rope = config.rope_parameters
     if rope.get("rope_type") == "llama3":
         plain = 500000.0 ** -(torch.arange(0, config.head_dim, 2).double() / config.head_dim)
@@ -187,7 +200,7 @@ def metadata(config) -> dict[str, Any]:
         "attention.head_count_kv": config.num_key_value_heads,
         "attention.key_length": head,
         "attention.value_length": head,
-        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        "attention.layer_norm_rms_epsilon": float(getattr(config, "norm_eps", None) or config.rms_norm_eps),
         "rope.freq_base": float(rope["rope_theta"]),
     }
     if local is not None:
@@ -207,6 +220,11 @@ def metadata(config) -> dict[str, Any]:
         values |= {"expert_count": config.num_experts, "expert_used_count": config.num_experts_per_tok}
     if architecture in ("qwen3moe", "gpt-oss"):
         values["expert_feed_forward_length"] = getattr(config, "moe_intermediate_size", config.intermediate_size)
+    if architecture == "lfm2":  # two thirds of the size in config.json, rounded up
+        multiple = config.block_multiple_of
+        values["feed_forward_length"] = -(-(2 * config.intermediate_size // 3) // multiple) * multiple
+        values["attention.head_count_kv"] = [2 * (kind == "full_attention") for kind in config.layer_types]
+        values |= {"shortconv.l_cache": config.conv_L_cache, "vocab_size": config.vocab_size}
     return values
 
 
@@ -237,7 +255,8 @@ def write_gguf(
             (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(key, value)
     for name, value in tensors(source).items():
         if name not in without:
-            plain = value.dim() == 1 or "norm" in name or "ffn_gate_inp" in name or name.endswith("bias")
+            plain = value.dim() == 1 or name.endswith("bias")
+            plain |= any(part in name for part in ("norm", "ffn_gate_inp", "shortconv.conv"))
             quantized = gguf.GGMLQuantizationType["F32" if plain else kind]
             data = gguf.quants.quantize(value.float().contiguous().numpy(), quantized)
             writer.add_tensor(name, np.ascontiguousarray(data), raw_dtype=quantized)

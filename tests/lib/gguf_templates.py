@@ -22,7 +22,9 @@ def gguf_template(source: Path, path: Path, *, without: str = "", **values: floa
     writer.add_name("template")
     writer.add_uint32("general.file_type", 32)
     for key, value in (right | {key.replace("__", "."): value for key, value in values.items()}).items():
-        add = {float: writer.add_float32, int: writer.add_uint32, str: writer.add_string}[type(value)]
+        add = {float: writer.add_float32, int: writer.add_uint32, str: writer.add_string, list: writer.add_array}[
+            type(value)
+        ]
         add(f"{architecture}.{key}", value)
     vocabulary = tokenizer.get_vocab()
     by_id = {index: token for token, index in vocabulary.items()}

@@ -203,6 +203,13 @@ def test_what_is_not_understood_is_refused_by_name(tmp_path: Path) -> None:
         assert not list(tmp_path.glob("out*"))
 
 
+@pytest.mark.parametrize("heads", [2, [0, 2, 2], [0, 2.5]])
+def test_lfm2_without_the_number_of_heads_of_each_layer_is_refused(heads: Any, tmp_path: Path) -> None:
+    file = write_gguf(checkpoint(tmp_path / "source", "lfm2"), tmp_path / "model.gguf", attention__head_count_kv=heads)
+    with pytest.raises(ValueError, match=r"lfm2.attention.head_count_kv is .*, expected"):
+        convert_gguf(file, tmp_path / "out")
+
+
 def test_damaged_files_are_refused_in_one_line(tmp_path: Path) -> None:
     source = checkpoint(tmp_path / "source", "qwen3")
     file = write_gguf(source, tmp_path / "model.gguf", "Q8_0")
@@ -225,7 +232,7 @@ def test_damaged_files_are_refused_in_one_line(tmp_path: Path) -> None:
         assert not list(tmp_path.glob("out*"))
 
 
-@pytest.mark.parametrize("variant", ["qwen3 yarn", "mixtral", "gpt_oss", "gemma3_text"])
+@pytest.mark.parametrize("variant", ["qwen3 yarn", "mixtral", "gpt_oss", "gemma3_text", "lfm2"])
 def test_damaged_headers_are_refused_in_one_line_or_are_another_model(variant: str, tmp_path: Path) -> None:
     """Bytes, ends and entries at random, from a fixed seed."""
     source, path = checkpoint(tmp_path / "source", variant), tmp_path / "model.gguf"

@@ -71,6 +71,7 @@ FORMATS = {
             "qwen2, tied": {"scheme": "q4_0", "embedding": "q8_0", "lm_head": "tied"},
             "mixtral": {"scheme": "mxfp4"},
             "gemma3_text": {"scheme": "q4_0"},
+            "lfm2": {"scheme": "q4_0", "rules": [{"layers": r".*\.out_proj", "scheme": "q8_0"}]},
         },
         {},
         {},

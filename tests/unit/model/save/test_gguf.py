@@ -72,6 +72,8 @@ def rotated(weight: torch.Tensor, heads: int) -> torch.Tensor:
 
 NAMES = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output"}
 NAMES |= {"gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down", "lm_head": "output"}
+NAMES |= {"w1": "ffn_gate", "w2": "ffn_down", "w3": "ffn_up", "self_attn.out_proj": "attn_output"}
+NAMES |= {"conv.in_proj": "shortconv.in_proj", "conv.out_proj": "shortconv.out_proj"}
 
 
 @torch.no_grad()
@@ -91,6 +93,7 @@ def forward_weights(model, quantization) -> dict[str, torch.Tensor]:
                 weight = rotated(weight, heads)
             block = f"blk.{number[1]}." if number else ""
             end = "" if part.expert is None else "_exps"
+            leaf = leaf if leaf in NAMES else ".".join(part.name.split(".")[-2:])
             halves = {"gate_proj": weight[0::2], "up_proj": weight[1::2]} if leaf == "gate_up_proj" else {leaf: weight}
             for one, half in halves.items():
                 found.setdefault(f"{block}{NAMES[one]}{end}.weight", []).append(half)
@@ -155,7 +158,7 @@ def test_the_file_holds_the_weights_of_the_last_forward(tmp_path, kind):
 
 
 FAMILIES = {"mistral": "q4_0", "mixtral": "mxfp4", "qwen2": "q8_0", "qwen3, yarn": "mxfp4", "gemma3_text": "q4_0"}
-FAMILIES |= {"llama, rope of llama 3": "q4_0", "gpt_oss": "mxfp4"}
+FAMILIES |= {"llama, rope of llama 3": "q4_0", "gpt_oss": "mxfp4", "lfm2": "q4_0"}
 
 
 @pytest.mark.parametrize(("kind", "scheme"), FAMILIES.items())
@@ -167,7 +170,7 @@ def test_other_families_are_written_as_llama_cpp_s_converter_writes_them(tmp_pat
     source, model, quantization = quantized(tmp_path, kind, SCHEMES[scheme])
     out = written(tmp_path, source, model, quantization)
     found, expected, weights = read(out), tensors_of(source), forward_weights(model, quantization)
-    assert found.keys() == expected.keys() and len(weights) >= 14
+    assert found.keys() == expected.keys() and len(weights) >= 12
     for name, tensor in found.items():
         assert torch.equal(tensor, weights.get(name, expected[name].float())), name
     kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(out).tensors}
@@ -251,6 +254,11 @@ OTHER_POSITIONS = {
         ({"rope__freq_base_swa": 5e5}, "gemma3.rope.freq_base_swa is 500000.0, expected 10000.0"),
         ({"attention__sliding_window": 16}, "gemma3.attention.sliding_window is 16, expected 8"),
     ],
+    "lfm2": [
+        ({"attention__head_count_kv": [2, 2]}, r"lfm2.attention.head_count_kv is \[2, 2\], expected \[0, 2\]"),
+        ({"feed_forward_length": 96}, "lfm2.feed_forward_length is 96, expected 256"),
+        ({"shortconv__l_cache": 4}, "lfm2.shortconv.l_cache is 4, expected 3"),
+    ],
 }
 
 
@@ -270,6 +278,7 @@ def test_the_template_of_other_positions_is_refused(tmp_path, kind):
         ("mistral, sliding window", {}, "it has sliding attention"),
         ("gemma3_text", {"query_pre_attn_scalar": 8}, "query_pre_attn_scalar is 8, expected 16"),
         ("gemma3_text", {"layer_types": ["full_attention"] * 6}, "not every 6th layer alone attends to all"),
+        ("lfm2", {"conv_bias": True}, "conv_bias is true, but llama.cpp reads no biases"),
         ("gemma3_text", {"hidden_activation": "silu"}, "hidden_activation is 'silu', expected 'gelu_pytorch_tanh'"),
     ],
 )
