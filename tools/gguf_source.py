@@ -10,7 +10,7 @@ from model.save.gguf_file import open_gguf
 # Values that are fractions; all other numbers are integers.
 _FRACTIONS = {"attention.layer_norm_rms_epsilon", "final_logit_softcapping", "rope.freq_base", "rope.freq_base_swa"}
 _FRACTIONS |= {"rope.scaling.factor", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"}
-_BY_LAYER = {"attention.head_count_kv"}
+_BY_LAYER = {"attention.head_count_kv", "feed_forward_length"}
 
 
 class GGUFSource:
@@ -57,15 +57,24 @@ class GGUFSource:
         return self.values.get(f"{self.architecture}.{end}", default)
 
     def number(self, end: str, default: float | None = None) -> Any:
-        """Return a number of the architecture's metadata: a float if it is in ``_FRACTIONS``, else an integer. An
-        entry of ``_BY_LAYER`` may be a list with this number and 0. Raises CheckpointError unless it is positive."""
+        """Return a number of the architecture's metadata: a float if it is in ``_FRACTIONS``, else an integer. Of a
+        list by layers it is the first one that is not 0. Raises CheckpointError unless it is positive."""
         value, fraction = self.own(end, default), end in _FRACTIONS
-        if end in _BY_LAYER and isinstance(value, list) and len(numbers := set(value) - {0}) == 1:
-            value = numbers.pop()
+        if end in _BY_LAYER and isinstance(value, list):
+            value = next((number for number in value if number != 0), value)
         if isinstance(value, bool) or not isinstance(value, int | float if fraction else int) or not 0 < value < 2**31:
             expected = "number" if fraction else "integer"
             self.refuse(f"{self.architecture}.{end} is {str(value)[:60]}, expected one positive {expected}")
         return float(value) if fraction else value
+
+    def by_layer(self, end: str, layers: int) -> list[Any]:
+        """Return a metadata value of each layer: a list, or one value for all of them. Raises CheckpointError for a
+        list of another length."""
+        value = self.own(end)
+        found = value if isinstance(value, list) else [value] * layers
+        if len(found) != layers:
+            self.refuse(f"{self.architecture}.{end} is {str(value)[:60]}, expected a value for each of {layers} layers")
+        return found
 
     def token(self, end: str, default: Any = None) -> Any:
         """Return a metadata value of the tokenizer."""

@@ -37,6 +37,7 @@ from model.save.gguf_file import (
     GGUFPlace,
     gguf_package,
     in_file,
+    other_values,
 )
 from model.save.shard_writer import ShardWriter
 from tools.gguf_source import GGUFSource, shape_of
@@ -60,6 +61,7 @@ _SIZES = (
 _NEUTRAL = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True, "rope.scaling.attn_factor": 1.0}
 _REQUIRED = ["block_count", "embedding_length", "attention.head_count", "attention.layer_norm_rms_epsilon"]
 _REQUIRED += ["context_length"]
+_HEADS = ("attention.key_length", "attention.value_length", "rope.dimension_count")
 _OPTIONAL = ("final_logit_softcapping",)
 
 
@@ -342,6 +344,8 @@ def _config(file: GGUFSource, family: _Family) -> PretrainedConfig:
             f"{file.path}: its metadata is no {family.model_type}: {' '.join(str(error).split())}"
         ) from error
     config.architectures = [family.class_name]
+    if other := list(other_values(file.values.get, config)):
+        file.refuse(listed(other, 6))
     return config
 
 
@@ -361,7 +365,7 @@ def _rope(file: GGUFSource, head_dim: int) -> dict[str, Any]:
         rope |= {"rope_type": "linear", "factor": factor}
     elif factor != 1 or kind not in ("none", "linear"):
         file.refuse(f"rope.scaling.type is {kind!r} with the factor {factor}, expected linear or yarn")
-    if ROPE_FREQS in file.tensors:
+    if ROPE_FREQS in file.tensors and file.architecture != "gemma4":
         if rope["rope_type"] != "default" or file.architecture != "llama":
             file.refuse(f"{ROPE_FREQS} in {file.architecture} with rope.scaling.type {kind!r} is not supported")
         rope |= _llama3(file, theta, head_dim)
@@ -411,11 +415,34 @@ def _gpt_oss(file: GGUFSource, values: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_parameters": {**values["rope_parameters"], "truncate": False}}
 
 
+def _gemma4(file: GGUFSource, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values by kinds of layers, and those that the tensors say."""
+    layers = values["num_hidden_layers"]
+    sliding = file.by_layer("attention.sliding_window_pattern", layers)
+    heads, inner = (file.by_layer(end, layers) for end in ("attention.head_count_kv", "feed_forward_length"))
+    full = next((index for index, one in enumerate(sliding) if not one), 0)
+    factors, embedding = (file.tensors.get(name) for name in (ROPE_FREQS, "per_layer_token_embd.weight"))
+    if factors is None:
+        file.refuse(f"it lacks {ROPE_FREQS}")
+    turned = np.array(factors.data) < 2  # the other factors stop frequencies
+    rope = {"rope_type": "proportional", "rope_theta": values["rope_parameters"]["rope_theta"]}
+    rope["partial_rotary_factor"] = int(turned.sum()) / len(turned)
+    local = {"rope_type": "default", "rope_theta": file.number("rope.freq_base_swa", 10000.0)}
+    return {
+        "layer_types": ["sliding_attention" if one else "full_attention" for one in sliding],
+        "rope_parameters": {"full_attention": rope, "sliding_attention": local},
+        "num_global_key_value_heads": heads[full],
+        "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in file.tensors,
+        "num_kv_shared_layers": file.own("attention.shared_kv_layers", 0),
+        "use_double_wide_mlp": inner[-1] != inner[0],
+        "hidden_size_per_layer_input": file.own("embedding_length_per_layer_input", 0),
+        "vocab_size_per_layer_input": shape_of(embedding)[0] if embedding is not None else values["vocab_size"],
+    }
+
+
 def _lfm2(file: GGUFSource, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return which layers have convolutions: those without heads of keys."""
-    heads = file.own("attention.head_count_kv")
-    if not isinstance(heads, list) or len(heads) != values["num_hidden_layers"]:
-        file.refuse(f"lfm2.attention.head_count_kv is {str(heads)[:60]}, expected a number for each layer")
+    heads = file.by_layer("attention.head_count_kv", values["num_hidden_layers"])
     kinds = ["full_attention" if count else "conv" for count in heads]
     return {"layer_types": kinds, "block_auto_adjust_ff_dim": False}
 
@@ -442,6 +469,15 @@ _FAMILIES = {
         "Gemma3ForCausalLM",
         WINDOW_VALUES | {"rope.freq_base_swa": "", "attention.sliding_window_pattern": ""},
         _gemma3,
+    ),
+    "gemma4": _Family(
+        "gemma4_text",
+        "Gemma4ForCausalLM",
+        WINDOW_VALUES
+        | {f"{part}{end}": name for end, name in (("", "global_head_dim"), ("_swa", "head_dim")) for part in _HEADS}
+        | dict.fromkeys(("rope.freq_base_swa", "attention.sliding_window_pattern"), "")
+        | dict.fromkeys(("attention.shared_kv_layers", "embedding_length_per_layer_input"), ""),
+        _gemma4,
     ),
     "lfm2": _Family(
         "lfm2",

@@ -63,8 +63,8 @@ def build_tokenizer(file: GGUFSource) -> PreTrainedTokenizerFast:
     }
     if twice := [token for index, token in enumerate(tokens) if vocabulary.get(token, index) != index]:
         file.refuse(f"tokenizer.ggml.tokens has {listed(twice, 3)} twice")
-    if kind not in ("gpt2", "llama"):
-        file.refuse(f"tokenizer.ggml.model is {kind!r}, expected 'gpt2' or 'llama'")
+    if kind not in ("gpt2", "llama", "gemma4"):
+        file.refuse(f"tokenizer.ggml.model is {kind!r}, expected 'gpt2', 'llama' or 'gemma4'")
     made, begins = (_byte_level if kind == "gpt2" else _sentencepiece)(file, vocabulary)
     for wanted in (_CONTROL, _USER_DEFINED):
         found = [token for token, type_ in zip(tokens, types, strict=True) if type_ == wanted]
@@ -102,17 +102,11 @@ def build_tokenizer(file: GGUFSource) -> PreTrainedTokenizerFast:
 
 def _byte_level(file: GGUFSource, vocabulary: dict[str, int]) -> tuple[Tokenizer, bool]:
     """Build a byte-level BPE; also return True if a text begins with bos by default."""
-    pre, merges = file.token("pre"), file.token("merges")
+    pre = file.token("pre")
     if not isinstance(pre, str) or pre not in _PRE:
         file.refuse(f"tokenizer.ggml.pre is {pre!r}, expected one of {', '.join(_PRE)}")
-    if not isinstance(merges, list) or any(str(merge).count(" ") != 1 for merge in merges):
-        file.refuse("tokenizer.ggml.merges is missing, or has an entry that is not a pair of tokens")
     pattern, normalizer, ignore_merges, begins = _PRE[pre]
-    pairs = [tuple(merge.split(" ")) for merge in merges]
-    try:
-        made = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=ignore_merges))
-    except Exception as error:  # a merge of unknown tokens
-        raise CheckpointError(f"{file.path}: tokenizer.ggml.merges and tokens do not fit: {error}") from error
+    made = _bpe(file, vocabulary, _merges(file), ignore_merges=ignore_merges)
     if normalizer is not None:
         made.normalizer = normalizer()
     first: Any = pre_tokenizers.Digits(individual_digits=True) if pattern == _DIGITS else None
@@ -124,30 +118,52 @@ def _byte_level(file: GGUFSource, vocabulary: dict[str, int]) -> tuple[Tokenizer
     return made, begins
 
 
+def _merges(file: GGUFSource) -> list[tuple[str, str]]:
+    """Return the pairs of tokens that are merged, in their order."""
+    merges = file.token("merges")
+    if not isinstance(merges, list) or any(str(merge).count(" ") != 1 for merge in merges):
+        file.refuse("tokenizer.ggml.merges is missing, or has an entry that is not a pair of tokens")
+    return [tuple(merge.split(" ")) for merge in merges]
+
+
+def _bpe(file: GGUFSource, vocabulary: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> Tokenizer:
+    """Build a BPE without rules to split text. Raises CheckpointError if a merge has unknown tokens."""
+    try:
+        return Tokenizer(models.BPE(vocab=vocabulary, merges=merges, **options))
+    except Exception as error:
+        raise CheckpointError(f"{file.path}: tokenizer.ggml.merges and tokens do not fit: {error}") from error
+
+
+def _ranked(file: GGUFSource, vocabulary: dict[str, int], *, by_id: bool) -> list[tuple[str, str]]:
+    """Return the pairs of tokens that another token consists of, by its id or its score."""
+    scores = file.token("scores")
+    if not all(map(math.isfinite, scores)):
+        file.refuse("tokenizer.ggml.scores holds NaN or infinite values")
+    ranked: list[tuple[float, tuple[str, str]]] = []
+    for token, index in vocabulary.items():
+        splits = [(token[:at], token[at:]) for at in range(1, len(token))]
+        splits = [(left, right) for left, right in splits if left in vocabulary and right in vocabulary]
+        splits.sort(key=lambda split: (len(split[0]), len(split[1])))
+        ranked += [(index if by_id else -scores[index], split) for split in splits]
+    ranked.sort(key=lambda item: item[0])
+    return [split for _, split in ranked]
+
+
 def _sentencepiece(file: GGUFSource, vocabulary: dict[str, int]) -> tuple[Tokenizer, bool]:
-    """Build a BPE of SentencePiece. The file has scores instead of merges: a merge ranks by the score of its result;
-    for Gemma, whose scores have another order, by the id (as in transformers' reader)."""
-    gemma = file.architecture == "gemma3"
+    """Build a BPE of SentencePiece. The file of a model other than Gemma 4 has scores instead of merges: a merge ranks
+    by the score of its result; for Gemma 3, whose scores have another order, by the id (as in transformers' reader)."""
+    gemma = file.architecture.startswith("gemma")
     prefix = bool(file.token("add_space_prefix", True))
     if prefix is gemma:
         file.refuse(f"tokenizer.ggml.add_space_prefix is {prefix}, expected {not gemma} for {file.architecture}")
     if gemma:  # tokens of several spaces are spelled with spaces in the file
         vocabulary = {token.replace(" ", "▁") if not token.strip() else token: i for token, i in vocabulary.items()}
-    scores = file.token("scores")
-    if not all(map(math.isfinite, scores)):
-        file.refuse("tokenizer.ggml.scores holds NaN or infinite values")
-    ranked = []
-    for token, index in vocabulary.items():
-        splits = [(token[:at], token[at:]) for at in range(1, len(token))]
-        splits = [(left, right) for left, right in splits if left in vocabulary and right in vocabulary]
-        splits.sort(key=lambda split: (len(split[0]), len(split[1])))
-        ranked += [(index if gemma else -scores[index], split) for split in splits]
-    ranked.sort(key=lambda item: item[0])
+    merges = _merges(file) if file.token("model") == "gemma4" else _ranked(file, vocabulary, by_id=gemma)
     unknown = file.token("unknown_token_id")
     options = {"fuse_unk": True, "byte_fallback": True}
     if unknown is not None:
         options["unk_token"] = file.token("tokens")[unknown]
-    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[split for _, split in ranked], **options))
+    made = _bpe(file, vocabulary, merges, **options)
     last = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if gemma:
         made.normalizer = normalizers.Replace(" ", "▁")

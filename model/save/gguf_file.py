@@ -8,6 +8,7 @@ Metadata and vocabulary come from a template, a file that llama.cpp's own conver
 of tensors is compared with the plan, so that missing and foreign tensors are detected.
 """
 
+import functools
 import math
 import os
 import re
@@ -40,7 +41,8 @@ class Architecture(NamedTuple):
     Attributes:
         name: llama.cpp's name.
         norm_offset: number that its converter adds to the weights of norms.
-        period: every ``period``-th layer attends to all positions, the others to a window; 0 without windows.
+        period: every ``period``-th layer attends to all positions, the others to a window; 0 without windows, None if
+            the metadata says it of each layer.
         activation: attribute of the configuration and value of the activation function.
         values: function of the configuration that returns metadata by the end of its key, where it differs from
             ``SAME_VALUES``.
@@ -48,9 +50,26 @@ class Architecture(NamedTuple):
 
     name: str
     norm_offset: float = 0.0
-    period: int = 0
+    period: int | None = 0
     activation: tuple[str, str] = ("hidden_act", "silu")
     values: Callable[[PretrainedConfig], dict[str, Any]] = lambda config: {}
+
+
+def _gemma4(config: PretrainedConfig) -> dict[str, Any]:
+    """Return metadata of Gemma 4: layers that attend to all positions have heads of another size and number."""
+    layers = [config.per_layer_config[index] for index in range(config.num_hidden_layers)]
+    heads = dict(zip(config.layer_types, (layer.head_dim for layer in layers), strict=True))
+    sizes = {"": heads["full_attention"], "_swa": heads.get("sliding_attention")}
+    wide = config.num_hidden_layers - config.num_kv_shared_layers if config.use_double_wide_mlp else len(layers)
+    return {
+        **{f"attention.{part}_length{end}": size for end, size in sizes.items() for part in ("key", "value")},
+        **{f"rope.dimension_count{end}": size for end, size in sizes.items()},
+        "attention.head_count_kv": [layer.num_key_value_heads for layer in layers],
+        "attention.shared_kv_layers": config.num_kv_shared_layers,
+        "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in config.layer_types],
+        "embedding_length_per_layer_input": config.hidden_size_per_layer_input,
+        "feed_forward_length": [config.intermediate_size * (1 + (index >= wide)) for index in range(len(layers))],
+    }
 
 
 def _lfm2(config: PretrainedConfig) -> dict[str, Any]:
@@ -77,6 +96,7 @@ ARCHITECTURES = {
     "qwen3_moe": Architecture("qwen3moe"),
     "gpt_oss": Architecture("gpt-oss", period=2),
     "gemma3_text": Architecture("gemma3", 1.0, 6, ("hidden_activation", "gelu_pytorch_tanh")),
+    "gemma4_text": Architecture("gemma4", 0.0, None, ("hidden_activation", "gelu_pytorch_tanh"), _gemma4),
     "lfm2": Architecture("lfm2", values=_lfm2),
 }
 
@@ -160,6 +180,8 @@ class GGUFNames:
         pair = ".experts.gate_up_proj" in stem
         stems = [stem.replace("gate_up_proj", f"{part}_proj") for part in ("gate", "up")] if pair else [stem]
         names = [self._names.get_name(stem, try_suffixes=(".weight", ".bias")) for stem in stems]
+        if stem.endswith(".layer_scalar"):
+            names = [f"{names[0]}.weight"]
         index, heads = int(expert[1]) if expert else None, self._heads(key)
         added = [self._norm_offset if name and name.endswith("_norm.weight") else 0.0 for name in names]
         return [GGUFPlace(name, index, heads, offset) for name, offset in zip(names, added, strict=True)]
@@ -466,8 +488,8 @@ def _architecture_of(config: PretrainedConfig) -> Architecture:
         problems.append(f"{attribute} is {found!r}, expected {activation!r}")
     period, usual = architecture.period, "sliding_attention" if getattr(config, "sliding_window", None) else ""
     layers = getattr(config, "layer_types", None) or [usual] * config.num_hidden_layers
-    sliding = [bool(period) and (layer + 1) % period != 0 for layer in range(len(layers))]
-    if [kind == "sliding_attention" for kind in layers] != sliding:
+    sliding = [(layer + 1) % period != 0 if period else False for layer in range(len(layers))]
+    if period is not None and [kind == "sliding_attention" for kind in layers] != sliding:
         problems.append(
             "it has sliding attention" if not period else f"not every {period}th layer alone attends to all positions"
         )
@@ -478,6 +500,9 @@ def _architecture_of(config: PretrainedConfig) -> Architecture:
             problems.append("some layers have no experts")
     if getattr(config, "conv_bias", False):
         problems.append("conv_bias is true, but llama.cpp reads no biases of convolutions")
+    if config.model_type == "gemma4_text":
+        wrong = {"enable_moe_block": True, "attention_bias": True, "use_bidirectional_attention": "all"}
+        problems += [f"{name} is {value}" for name, value in wrong.items() if getattr(config, name) == value]
     if config.model_type == "gemma3_text":
         # Only the model of 27B, known by its 62 layers, scales by the mean size of heads.
         mean = config.hidden_size // config.num_attention_heads
@@ -501,7 +526,7 @@ def _check_template(template: Any, path: Path, config: PretrainedConfig) -> None
     if found != architecture:
         problems.append(f"general.architecture is {found!r}, expected {architecture!r}")
     else:
-        problems += _other_values(template, architecture, config)
+        problems += other_values(functools.partial(_value_of, template), config)
         problems += _other_positions(template, architecture, config)
         tokens = template.fields.get("tokenizer.ggml.tokens")
         if tokens is None:
@@ -512,20 +537,23 @@ def _check_template(template: Any, path: Path, config: PretrainedConfig) -> None
         raise ValueError(f"{path} is the template of another model: {listed(problems, 8)}")
 
 
-def _other_values(template: Any, architecture: str, config: PretrainedConfig) -> Iterator[str]:
-    """Yield a problem for each size in the template that differs from the model's."""
-    own = ARCHITECTURES[config.model_type].values(config)
-    for end, attribute in (SAME_VALUES | WINDOW_VALUES | dict.fromkeys(own, "of config.json")).items():
-        found = _value_of(template, key := f"{architecture}.{end}")
-        expected = own.get(end, getattr(config, attribute, None))
+def other_values(value_of: Callable[[str], Any], config: PretrainedConfig) -> Iterator[str]:
+    """Yield a problem for each size in a file's metadata that differs from the model's. ``value_of`` returns a metadata
+    value by its key, None if it is missing."""
+    architecture = ARCHITECTURES[config.model_type]
+    own = architecture.values(config)
+    for end, attribute in (SAME_VALUES | WINDOW_VALUES | dict.fromkeys(own, "")).items():
+        found = value_of(key := f"{architecture.name}.{end}")
+        expected = own[end] if end in own else getattr(config, attribute, None)
         if found is not None and expected is not None and not _same(found, expected):
-            yield f"{key} is {found}, expected {expected} ({attribute})"
+            yield f"{key} is {found}, expected {expected}{f' ({attribute})' * bool(attribute)}"
 
 
 def _same(found: Any, expected: float | list[int]) -> bool:
-    """Return True if a value equals this list, or this number up to fp32 rounding; False for NaN and strings."""
+    """Return True if a value equals this number up to fp32 rounding; False for NaN and strings. Of a list by layers,
+    return True if it is the same, or one value for all layers."""
     if isinstance(expected, list):
-        return bool(found == expected)
+        return (found if isinstance(found, list) else [found] * len(expected)) == expected
     return isinstance(found, int | float) and abs(found - expected) <= 1e-6 * abs(expected)
 
 
@@ -534,8 +562,8 @@ def _other_positions(template: Any, architecture: str, config: PretrainedConfig)
     rope = config.rope_parameters
     local, rope = rope.get("sliding_attention"), rope.get("full_attention", rope)
     kind = rope.get("rope_type", "default")
-    if kind not in ("default", "llama3", "linear", "yarn"):
-        yield f"rope_type is {kind!r}, expected 'default', 'llama3', 'linear' or 'yarn'"
+    if kind not in ("default", "llama3", "linear", "yarn", "proportional"):
+        yield f"rope_type is {kind!r}, expected 'default', 'llama3', 'linear', 'yarn' or 'proportional'"
     if unknown := [name for name in ("attention_factor", "mscale", "mscale_all_dim") if rope.get(name) is not None]:
         yield f"rope_parameters has {', '.join(unknown)}, which llama.cpp computes differently"
     scaled = kind in ("linear", "yarn")
@@ -559,7 +587,7 @@ def _other_positions(template: Any, architecture: str, config: PretrainedConfig)
         if not (used == value if isinstance(value, str) else _same(used, value)):
             yield f"{key} is {found}, expected {value}" if found is not None else f"it has no {key}, expected {value}"
     has_factors = any(tensor.name == ROPE_FREQS for tensor in template.tensors)
-    if (kind == "llama3") != has_factors:
+    if (kind in ("llama3", "proportional")) != has_factors:
         yield f"the template has {'' if has_factors else 'no '}{ROPE_FREQS}, but rope_type is {kind!r} in config.json"
 
 

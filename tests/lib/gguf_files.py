@@ -21,6 +21,11 @@ LOCAL = {"rope_type": "default", "rope_theta": 1e4}
 GLOBAL = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
 GEMMA = {"num_hidden_layers": 7, "sliding_window": 8, "query_pre_attn_scalar": 32, "final_logit_softcapping": 30.0}
 GEMMA |= {"rope_parameters": {"sliding_attention": LOCAL, "full_attention": GLOBAL}, "tie_word_embeddings": True}
+GEMMA4 = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8}
+GEMMA4 |= {"global_head_dim": 64, "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 330}
+GEMMA4 |= {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "final_logit_softcapping": 30.0}
+GEMMA4_KEYS = {"num_kv_shared_layers": 0, "use_double_wide_mlp": False, "attention_k_eq_v": True}
+GEMMA4_KEYS |= {"num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0}
 OPENAI = {"rope_type": "yarn", "rope_theta": 1.5e5, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0}
 OPENAI |= {"original_max_position_embeddings": 64, "truncate": False}
 # Options of transformers' configuration by variant; its first word is the model_type.
@@ -36,6 +41,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None},
     "gpt_oss": {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 8, "rope_parameters": OPENAI},
     "gemma3_text": GEMMA,
+    "gemma4_text": GEMMA4,
+    "gemma4_text keys": GEMMA4 | GEMMA4_KEYS,
     "lfm2": {"layer_types": ["conv", "full_attention"], "head_dim": 64, "block_multiple_of": 32},
 }  # fmt: skip
 _ARCHITECTURES = {
@@ -43,6 +50,7 @@ _ARCHITECTURES = {
     "mixtral": "llama",
     "qwen3_moe": "qwen3moe",
     "gemma3_text": "gemma3",
+    "gemma4_text": "gemma4",
     "gpt_oss": "gpt-oss",
 }
 _LEAVES = {
@@ -77,7 +85,12 @@ _LEAVES = {
 }
 _GEMMA_LEAVES = {"post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm"}
 _GEMMA_LEAVES |= {"post_feedforward_layernorm": "post_ffw_norm"}
-_OTHER_LEAVES = {"gemma3_text": _GEMMA_LEAVES, "gpt_oss": {"post_attention_layernorm": "post_attention_norm"}}
+_GEMMA4_LEAVES = {"per_layer_input_gate": "inp_gate", "per_layer_projection": "proj"}
+_GEMMA4_LEAVES |= {"post_per_layer_input_norm": "post_norm", "embed_tokens_per_layer": "per_layer_token_embd"}
+_GEMMA4_LEAVES |= {"per_layer_model_projection": "per_layer_model_proj"}
+_GEMMA4_LEAVES |= {"per_layer_projection_norm": "per_layer_proj_norm"}
+_OTHER_LEAVES = {"gemma3_text": _GEMMA_LEAVES, "gemma4_text": _GEMMA_LEAVES | _GEMMA4_LEAVES}
+_OTHER_LEAVES |= {"gpt_oss": {"post_attention_layernorm": "post_attention_norm"}}
 
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|" + _REST
@@ -133,6 +146,8 @@ def checkpoint(directory: Path, variant: str, pre: str = "qwen2", dtype: torch.d
     config = AutoConfig.for_model(variant.split()[0], **({"num_hidden_layers": 2} | COMMON | VARIANTS[variant]))
     model = AutoModelForCausalLM.from_config(config).to(dtype)
     with torch.no_grad():
+        for name, scalar in model.named_buffers():
+            scalar.mul_(torch.rand(()) + 0.5 if name.endswith("layer_scalar") else 1)
         for name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter)
             parameter.copy_(
@@ -162,8 +177,8 @@ def tensors(source: Path) -> dict[str, torch.Tensor]:
                 turned = config.model_type == "gpt_oss" and suffix == "weight"
                 stacks[f"{block}ffn_{part}_exps.{suffix}"] = half.mT if turned else half
             continue
-        if name.endswith(".sinks"):
-            found[f"{block}attn_sinks.weight"] = value
+        if suffix in ("sinks", "layer_scalar"):
+            found[block + {"sinks": "attn_sinks", "layer_scalar": "layer_output_scale"}[suffix] + ".weight"] = value
             continue
         leaf = next(leaf for leaf in leaves if stem == leaf or stem.endswith("." + leaf))
         if architecture_of(config) == "llama" and leaf in ("q_proj", "k_proj"):
@@ -178,6 +193,10 @@ def tensors(source: Path) -> dict[str, torch.Tensor]:
         plain = 500000.0 ** -(torch.arange(0, config.head_dim, 2).double() / config.head_dim)
         rotary = model.model.rotary_emb.inv_freq.double()
         found["rope_freqs.weight"] = (plain / rotary).float()
+    if config.model_type == "gemma4_text":
+        rope, size = config.rope_parameters["full_attention"], config.per_layer_config[1].head_dim
+        turned = int(size * rope["partial_rotary_factor"] / 2)
+        found["rope_freqs.weight"] = torch.tensor([1.0] * turned + [1e30] * (size // 2 - turned))
     return found | stacks
 
 
@@ -190,14 +209,15 @@ def metadata(config) -> dict[str, Any]:
     """Entries of the architecture, by the end of their names."""
     architecture, rope = architecture_of(config), config.rope_parameters
     local, rope = rope.get("sliding_attention"), rope.get("full_attention", rope)
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    first = config.per_layer_config[0] if architecture == "gemma4" else config
+    head = getattr(first, "head_dim", None) or config.hidden_size // config.num_attention_heads
     values = {
         "block_count": config.num_hidden_layers,
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
         "feed_forward_length": config.intermediate_size,
         "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.head_count_kv": first.num_key_value_heads,
         "attention.key_length": head,
         "attention.value_length": head,
         "attention.layer_norm_rms_epsilon": float(getattr(config, "norm_eps", None) or config.rms_norm_eps),
@@ -216,10 +236,22 @@ def metadata(config) -> dict[str, Any]:
         values["attention.sliding_window"] = config.sliding_window
     if getattr(config, "final_logit_softcapping", None):
         values["final_logit_softcapping"] = config.final_logit_softcapping
-    if hasattr(config, "num_experts"):
+    if hasattr(config, "num_experts") and architecture != "gemma4":
         values |= {"expert_count": config.num_experts, "expert_used_count": config.num_experts_per_tok}
     if architecture in ("qwen3moe", "gpt-oss"):
         values["expert_feed_forward_length"] = getattr(config, "moe_intermediate_size", config.intermediate_size)
+    if architecture == "gemma4":
+        sliding = [kind == "sliding_attention" for kind in config.layer_types]
+        full = config.per_layer_config[1]
+        shared, inner = config.num_hidden_layers - config.num_kv_shared_layers, config.intermediate_size
+        wide = [inner * (1 + (config.use_double_wide_mlp and at >= shared)) for at in range(len(sliding))]
+        per_layer = {"embedding_length_per_layer_input": config.hidden_size_per_layer_input}
+        per_layer |= {"attention.shared_kv_layers": config.num_kv_shared_layers}
+        per_layer |= {"feed_forward_length": wide, "attention.sliding_window_pattern": sliding}
+        heads = [(first if one else full).num_key_value_heads for one in sliding]
+        values |= per_layer | {"attention.sliding_window": config.sliding_window, "attention.head_count_kv": heads}
+        for part in ("attention.key_length", "attention.value_length", "rope.dimension_count"):
+            values |= {part: full.head_dim, f"{part}_swa": head}
     if architecture == "lfm2":  # two thirds of the size in config.json, rounded up
         multiple = config.block_multiple_of
         values["feed_forward_length"] = -(-(2 * config.intermediate_size // 3) // multiple) * multiple

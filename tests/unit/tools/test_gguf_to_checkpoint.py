@@ -126,8 +126,9 @@ def test_tokens_and_chats_are_those_of_the_original(pre: str, tmp_path: Path) ->
     assert (found.bos_token, found.eos_token, found.pad_token) == (original.bos_token, "<|im_end|>", "<|endoftext|>")
 
 
-def sentencepiece(gemma: bool) -> dict[str, Any]:
+def sentencepiece(variant: str) -> dict[str, Any]:
     """Metadata of a small SentencePiece tokenizer with a byte for each unknown character."""
+    gemma = "gemma" in variant
     named = ["<pad>", "<eos>", "<bos>", "<unk>"] if gemma else ["<unk>", "<s>", "</s>"]
     words = ["the", "▁the", "▁quick", "it", "'s", "▁▁▁▁", "12"]
     pieces = sorted(
@@ -143,13 +144,17 @@ def sentencepiece(gemma: bool) -> dict[str, Any]:
     values |= {"pre": None, "merges": None, "add_space_prefix": not gemma, "add_bos_token": True}
     values |= {f"{name}_token_id": at for name, at in (("bos", 2 if gemma else 1), ("eos", 1 if gemma else 2))}
     values |= {"unknown_token_id": tokens.index("<unk>")}
+    if variant == "gemma4_text":
+        splits = [(piece[:end], piece[end:]) for piece in pieces for end in range(1, len(piece))]
+        merges = [" ".join(split) for split in splits if set(split) <= set(pieces)]
+        values |= {"model": "gemma4", "merges": merges}
     return {f"tokenizer__ggml__{key}": value for key, value in values.items()}
 
 
-@pytest.mark.parametrize("variant", ["mistral", "gemma3_text"])
+@pytest.mark.parametrize("variant", ["mistral", "gemma3_text", "gemma4_text"])
 def test_tokens_of_sentencepiece_are_those_of_llama_cpp(variant: str, tmp_path: Path) -> None:
     source, gemma = checkpoint(tmp_path / "source", variant), "gemma" in variant
-    file = write_gguf(source, tmp_path / "model.gguf", **sentencepiece(gemma))
+    file = write_gguf(source, tmp_path / "model.gguf", **sentencepiece(variant))
     convert_gguf(file, tmp_path / "out")
     found = AutoTokenizer.from_pretrained(tmp_path / "out")
     expected = ["<bos>", "▁▁", "<0x41>"] if gemma else ["<s>", "▁▁▁", "<0x41>"]
@@ -203,11 +208,29 @@ def test_what_is_not_understood_is_refused_by_name(tmp_path: Path) -> None:
         assert not list(tmp_path.glob("out*"))
 
 
-@pytest.mark.parametrize("heads", [2, [0, 2, 2], [0, 2.5]])
-def test_lfm2_without_the_number_of_heads_of_each_layer_is_refused(heads: Any, tmp_path: Path) -> None:
-    file = write_gguf(checkpoint(tmp_path / "source", "lfm2"), tmp_path / "model.gguf", attention__head_count_kv=heads)
-    with pytest.raises(ValueError, match=r"lfm2.attention.head_count_kv is .*, expected"):
+REFUSED_BY_LAYER = [
+    ("lfm2", {"attention__head_count_kv": [0, 2, 2]}, r"_kv is \[0, 2, 2\], expected a value for each of 2 layers"),
+    ("lfm2", {"attention__head_count_kv": [0.0, 2.5]}, "_kv is 2.5, expected one positive integer"),
+    ("gemma4_text", {"attention__head_count_kv": [2, 2, 2, 1]}, r"_kv is \[2, 2, 2, 1\], expected \[2, 2, 2, 2\]"),
+    (
+        "gemma4_text",
+        {"feed_forward_length": [512, 512, 512, 7]},
+        r"length is \[512, 512, 512, 7\], expected \[512, 512,",
+    ),
+    ("gemma4_text", {"attention__shared_kv_layers": 1}, "feed_forward_length is .*, expected"),
+    ("gemma4_text", {"without": ("rope_freqs.weight",)}, "it lacks rope_freqs.weight"),
+    ("gemma4_text", {"expert_count": 4}, "gemma4.expert_count = 4"),
+]
+
+
+@pytest.mark.parametrize(("variant", "changes", "message"), REFUSED_BY_LAYER)
+def test_values_of_layers_that_contradict_are_refused(
+    variant: str, changes: dict, message: str, tmp_path: Path
+) -> None:
+    file = write_gguf(checkpoint(tmp_path / "source", variant), tmp_path / "model.gguf", **changes)
+    with pytest.raises((ValueError, RankError), match=message) as caught:
         convert_gguf(file, tmp_path / "out")
+    assert "\n" not in str(caught.value)
 
 
 def test_damaged_files_are_refused_in_one_line(tmp_path: Path) -> None:
@@ -232,7 +255,7 @@ def test_damaged_files_are_refused_in_one_line(tmp_path: Path) -> None:
         assert not list(tmp_path.glob("out*"))
 
 
-@pytest.mark.parametrize("variant", ["qwen3 yarn", "mixtral", "gpt_oss", "gemma3_text", "lfm2"])
+@pytest.mark.parametrize("variant", ["qwen3 yarn", "mixtral", "gpt_oss", "gemma3_text", "gemma4_text", "lfm2"])
 def test_damaged_headers_are_refused_in_one_line_or_are_another_model(variant: str, tmp_path: Path) -> None:
     """Bytes, ends and entries at random, from a fixed seed."""
     source, path = checkpoint(tmp_path / "source", variant), tmp_path / "model.gguf"

@@ -71,6 +71,7 @@ FORMATS = {
             "qwen2, tied": {"scheme": "q4_0", "embedding": "q8_0", "lm_head": "tied"},
             "mixtral": {"scheme": "mxfp4"},
             "gemma3_text": {"scheme": "q4_0"},
+            "gemma4_text, softcap": {"scheme": "q4_0"},
             "lfm2": {"scheme": "q4_0", "rules": [{"layers": r".*\.out_proj", "scheme": "q8_0"}]},
         },
         {},
@@ -267,7 +268,7 @@ def test_verify_computes_logits_or_says_why_not(exports, tmp_path, capsys, monke
     assert "has 0 tokens with this tokenizer, at least 2 are needed" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", [kind for kind in FORMATS["gguf"].kinds if kind != "gemma3_text"])
+@pytest.mark.parametrize("kind", [kind for kind in FORMATS["gguf"].kinds if "gemma" not in kind])
 def test_llama_cpp_that_computes_something_else_is_a_problem(exports, kind, tmp_path):
     """Positions that turn otherwise leave every tensor as it is. Most layers of Gemma have a base of their own."""
     export, against = exports("gguf")[kind]

@@ -73,6 +73,8 @@ def rotated(weight: torch.Tensor, heads: int) -> torch.Tensor:
 NAMES = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output"}
 NAMES |= {"gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down", "lm_head": "output"}
 NAMES |= {"w1": "ffn_gate", "w2": "ffn_down", "w3": "ffn_up", "self_attn.out_proj": "attn_output"}
+NAMES |= {"per_layer_input_gate": "inp_gate", "per_layer_projection": "proj"}
+NAMES |= {"per_layer_model_projection": "per_layer_model_proj"}
 NAMES |= {"conv.in_proj": "shortconv.in_proj", "conv.out_proj": "shortconv.out_proj"}
 
 
@@ -158,7 +160,8 @@ def test_the_file_holds_the_weights_of_the_last_forward(tmp_path, kind):
 
 
 FAMILIES = {"mistral": "q4_0", "mixtral": "mxfp4", "qwen2": "q8_0", "qwen3, yarn": "mxfp4", "gemma3_text": "q4_0"}
-FAMILIES |= {"llama, rope of llama 3": "q4_0", "gpt_oss": "mxfp4", "lfm2": "q4_0"}
+FAMILIES |= {"llama, rope of llama 3": "q4_0", "gpt_oss": "mxfp4", "lfm2": "q4_0", "gemma4_text": "q4_0"}
+FAMILIES |= {"gemma4_text, keys are values": "q8_0", "gemma4_text, softcap": "q4_0"}
 
 
 @pytest.mark.parametrize(("kind", "scheme"), FAMILIES.items())
@@ -254,6 +257,13 @@ OTHER_POSITIONS = {
         ({"rope__freq_base_swa": 5e5}, "gemma3.rope.freq_base_swa is 500000.0, expected 10000.0"),
         ({"attention__sliding_window": 16}, "gemma3.attention.sliding_window is 16, expected 8"),
     ],
+    "gemma4_text, softcap": [
+        ({"attention__head_count_kv": 4}, r"gemma4.attention.head_count_kv is 4, expected \[2, 2\]"),
+        ({"attention__key_length_swa": 512}, "gemma4.attention.key_length_swa is 512, expected 16"),
+        ({"attention__sliding_window_pattern": [True, True]}, r"pattern is \[True, True\], expected \[True, False\]"),
+        ({"rope__freq_base_swa": 1e6}, "gemma4.rope.freq_base_swa is 1000000.0, expected 10000.0"),
+        ({"without": "rope_freqs.weight"}, "the template has no rope_freqs.weight, but rope_type is 'proportional'"),
+    ],
     "lfm2": [
         ({"attention__head_count_kv": [2, 2]}, r"lfm2.attention.head_count_kv is \[2, 2\], expected \[0, 2\]"),
         ({"feed_forward_length": 96}, "lfm2.feed_forward_length is 96, expected 256"),
@@ -278,6 +288,8 @@ def test_the_template_of_other_positions_is_refused(tmp_path, kind):
         ("mistral, sliding window", {}, "it has sliding attention"),
         ("gemma3_text", {"query_pre_attn_scalar": 8}, "query_pre_attn_scalar is 8, expected 16"),
         ("gemma3_text", {"layer_types": ["full_attention"] * 6}, "not every 6th layer alone attends to all"),
+        ("gemma4_text", {"enable_moe_block": True}, "enable_moe_block is True"),
+        ("gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention is all"),
         ("lfm2", {"conv_bias": True}, "conv_bias is true, but llama.cpp reads no biases"),
         ("gemma3_text", {"hidden_activation": "silu"}, "hidden_activation is 'silu', expected 'gelu_pytorch_tanh'"),
     ],
