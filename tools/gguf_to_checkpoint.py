@@ -3,8 +3,8 @@
 Configuration and tokenizer are rebuilt from the file's metadata. transformers' own reader ignores metadata that it has
 no name for (scaling of RoPE, the size of heads). Here an entry that changes the model and has no equivalent is an
 error, as is a tensor that the model or the file lacks. Changes of llama.cpp's converter are undone: rows of q and k of
-Llama are interleaved (:func:`model.save.gguf_file.interleaved`), norms of Gemma have 1 added, and the experts of a
-layer are one tensor.
+Llama are interleaved, norms of Gemma have 1 added, and the like (:class:`model.save.gguf_names.GGUFPlace`); the experts
+of a layer are one tensor.
 """
 
 import math
@@ -29,7 +29,7 @@ from model.console import progress_bar
 from model.ranks import RankError, listed
 from model.save.aside import Aside
 from model.save.finish import write_json
-from model.save.gguf_file import (
+from model.save.gguf_names import (
     ROPE_FREQS,
     SAME_VALUES,
     WINDOW_VALUES,
@@ -199,9 +199,9 @@ class _Planned(NamedTuple):
         """Yield its elements in their order: slices, or whole matrices of experts if they are reordered."""
         for places in self.parts:
             if len(places) == 1 and not self.turned:
-                yield from _slices(file, *places[0])
+                yield from _slices(file, places[0])
             else:
-                halves = [torch.cat(list(_slices(file, *place))) for place in places]
+                halves = [torch.cat(list(_slices(file, place))) for place in places]
                 matrix = torch.stack(halves, self.dim + 1).flatten(self.dim, self.dim + 1)
                 yield matrix.mT if self.turned else matrix
 
@@ -255,33 +255,32 @@ def _problems(file: GGUFSource, key: str, place: GGUFPlace, shape: tuple[int, ..
 
 def _dtype(file: GGUFSource, place: GGUFPlace, quantized: torch.dtype) -> torch.dtype:
     """Return the dtype of a tensor in the checkpoint. Norms of Gemma are fp32, in which subtracting 1 is exact."""
-    if place.name not in file.tensors or place.offset:
+    if place.name not in file.tensors or place.offset or place.negative:
         return torch.float32
     return _PLAIN.get(file.tensors[place.name].tensor_type.name, quantized)
 
 
-def _slices(file: GGUFSource, name: str | None, expert: int | None, heads: int, offset: float) -> Iterator[Tensor]:
-    """Yield a tensor, or one expert of it, in slices of whole rows (and whole heads) as transformers orders them: fp32,
-    or a plain tensor's own dtype. Raises CheckpointError if values are not finite."""
-    assert name is not None, "planned"
-    tensor = file.tensors[name]
-    kind, data = tensor.tensor_type, tensor.data if expert is None else tensor.data[expert]
-    data = data.reshape(-1, data.shape[-1] if data.ndim > 1 else 1 if heads else len(data))
-    unit = len(data) // heads if heads else 1
-    step = max(1, _CHUNK // int(tensor.shape[0]) // unit) * unit
+def _slices(file: GGUFSource, place: GGUFPlace) -> Iterator[Tensor]:
+    """Yield a tensor, or one expert of it, in slices of whole rows as transformers orders them: fp32, or a plain
+    tensor's own dtype. Raises CheckpointError if values are not finite."""
+    assert place.name is not None, "planned"
+    tensor = file.tensors[place.name]
+    kind, data = tensor.tensor_type, tensor.data if place.expert is None else tensor.data[place.expert]
+    data = data.reshape(-1, data.shape[-1] if data.ndim > 1 else 1 if place.rows else len(data))
+    order = np.arange(len(data)) if place.rows is None else place.rows(len(data)).argsort().numpy()
+    step = max(1, _CHUNK // int(tensor.shape[0]))
     dequantize = gguf_package().quants.dequantize
     for start in range(0, len(data), step):
-        rows = data[start : start + step]
+        rows = data[order[start : start + step]]
         if kind.name in _PLAIN:
             values = torch.from_numpy(np.array(rows)).view(_PLAIN[kind.name])
         else:
             with np.errstate(all="ignore"):
                 values = torch.from_numpy(dequantize(np.array(rows), kind))
+        values = place.to_checkpoint(values)
         if not values.isfinite().all():
-            file.refuse(f"{name} holds NaN or infinite values: {AGAIN}")
-        if heads:
-            values = values.unflatten(0, (-1, unit // 2, 2)).transpose(1, 2).flatten(0, 2)
-        yield values.float() - offset if offset else values
+            file.refuse(f"{place.name} holds NaN or infinite values: {AGAIN}")
+        yield values
 
 
 # ---- configuration
@@ -440,6 +439,21 @@ def _gemma4(file: GGUFSource, values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _qwen3_5(file: GGUFSource, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the kinds of layers and the positions. Raises CheckpointError if heads do not fit a tensor."""
+    interval, rotary = file.number("full_attention_interval", 4), file.number("rope.dimension_count")
+    keys, heads, size = (values[f"linear_{name}"] for name in ("num_key_heads", "num_value_heads", "key_head_dim"))
+    kernels = file.tensors.get("blk.0.ssm_conv1d.weight")
+    if heads % keys or kernels is None or shape_of(kernels)[0] != (2 * keys + heads) * size:
+        found = None if kernels is None else list(shape_of(kernels))
+        file.refuse(f"blk.0.ssm_conv1d.weight is {found}, expected rows of {keys}, {keys} and {heads} heads of {size}")
+    kinds = [f"{'linear' if at % interval else 'full'}_attention" for at in range(1, values["num_hidden_layers"] + 1)]
+    rope = values["rope_parameters"] | {"partial_rotary_factor": rotary / values["head_dim"]}
+    if sections := file.own("rope.dimension_sections"):  # of positions in images; those of text are equal
+        rope |= {"mrope_section": sections[:3], "mrope_interleaved": True}
+    return {"layer_types": kinds, "linear_value_head_dim": size, "rope_parameters": rope}
+
+
 def _lfm2(file: GGUFSource, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return which layers have convolutions: those without heads of keys."""
     heads = file.by_layer("attention.head_count_kv", values["num_hidden_layers"])
@@ -478,6 +492,19 @@ _FAMILIES = {
         | dict.fromkeys(("rope.freq_base_swa", "attention.sliding_window_pattern"), "")
         | dict.fromkeys(("attention.shared_kv_layers", "embedding_length_per_layer_input"), ""),
         _gemma4,
+    ),
+    "qwen35": _Family(
+        "qwen3_5_text",
+        "Qwen3_5ForCausalLM",
+        {
+            "ssm.conv_kernel": "linear_conv_kernel_dim",
+            "ssm.state_size": "linear_key_head_dim",
+            "ssm.group_count": "linear_num_key_heads",
+            "ssm.time_step_rank": "linear_num_value_heads",
+            **dict.fromkeys(("ssm.inner_size", "full_attention_interval"), ""),
+            **dict.fromkeys(("rope.dimension_count", "rope.dimension_sections"), ""),
+        },
+        _qwen3_5,
     ),
     "lfm2": _Family(
         "lfm2",

@@ -24,11 +24,13 @@ _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]
 _WORD, _NAME = f"{_START}{_UPPER}*{_LOWER}+", f"{_START}{_UPPER}+{_LOWER}*"
 _DIGITS = "digits"
 _QWEN2 = rf"{_ENDING}|{_START}\p{{L}}+|\p{{N}}|{_REST}"
+_QWEN35 = rf"{_ENDING}|{_START}[\p{{L}}\p{{M}}]+|\p{{N}}|" + _REST.replace(r"\p{L}", r"\p{L}\p{M}")
 _LLAMA3 = (rf"{_ENDING}|{_START}\p{{L}}+|\p{{N}}{{1,3}}|{_REST}", None, True, True)
 _PRE: dict[str, tuple[str | None, Any, bool, bool]] = {
     "gpt-2": (None, None, False, False),
     **dict.fromkeys(("smollm", "starcoder", "refact"), (_DIGITS, None, False, False)),
     "qwen2": (_QWEN2, normalizers.NFC, False, False),
+    "qwen35": (_QWEN35, normalizers.NFC, False, False),
     **dict.fromkeys(("llama-bpe", "llama-v3", "llama3", "lfm2"), _LLAMA3),
     "tekken": (rf"{_WORD}|{_NAME}|\p{{N}}|{_SLASHES}", None, True, True),
     "gpt-4o": (rf"{_WORD}{_ENDING}?|{_NAME}{_ENDING}?|\p{{N}}{{1,3}}|{_SLASHES}", None, False, False),

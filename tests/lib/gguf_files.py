@@ -26,6 +26,10 @@ GEMMA4 |= {"global_head_dim": 64, "hidden_size_per_layer_input": 32, "vocab_size
 GEMMA4 |= {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "final_logit_softcapping": 30.0}
 GEMMA4_KEYS = {"num_kv_shared_layers": 0, "use_double_wide_mlp": False, "attention_k_eq_v": True}
 GEMMA4_KEYS |= {"num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0}
+QWEN35 = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2, "head_dim": 64}
+QWEN35 |= {"linear_num_key_heads": 2, "linear_num_value_heads": 6}
+QWEN35 |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 32)
+QWEN35 |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25}}
 OPENAI = {"rope_type": "yarn", "rope_theta": 1.5e5, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0}
 OPENAI |= {"original_max_position_embeddings": 64, "truncate": False}
 # Options of transformers' configuration by variant; its first word is the model_type.
@@ -43,6 +47,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gemma3_text": GEMMA,
     "gemma4_text": GEMMA4,
     "gemma4_text keys": GEMMA4 | GEMMA4_KEYS,
+    "qwen3_5_text": QWEN35,
     "lfm2": {"layer_types": ["conv", "full_attention"], "head_dim": 64, "block_multiple_of": 32},
 }  # fmt: skip
 _ARCHITECTURES = {
@@ -51,6 +56,7 @@ _ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
     "gemma3_text": "gemma3",
     "gemma4_text": "gemma4",
+    "qwen3_5_text": "qwen35",
     "gpt_oss": "gpt-oss",
 }
 _LEAVES = {
@@ -90,6 +96,10 @@ _GEMMA4_LEAVES |= {"post_per_layer_input_norm": "post_norm", "embed_tokens_per_l
 _GEMMA4_LEAVES |= {"per_layer_model_projection": "per_layer_model_proj"}
 _GEMMA4_LEAVES |= {"per_layer_projection_norm": "per_layer_proj_norm"}
 _OTHER_LEAVES = {"gemma3_text": _GEMMA_LEAVES, "gemma4_text": _GEMMA_LEAVES | _GEMMA4_LEAVES}
+_QWEN35_LEAVES = {"in_proj_qkv": "attn_qkv", "in_proj_z": "attn_gate", "in_proj_b": "ssm_beta"}
+_QWEN35_LEAVES |= {"in_proj_a": "ssm_alpha", "conv1d": "ssm_conv1d", "linear_attn.norm": "ssm_norm"}
+_QWEN35_LEAVES |= {"linear_attn.out_proj": "ssm_out", "post_attention_layernorm": "post_attention_norm"}
+_OTHER_LEAVES |= {"qwen3_5_text": _QWEN35_LEAVES}
 _OTHER_LEAVES |= {"gpt_oss": {"post_attention_layernorm": "post_attention_norm"}}
 
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -103,6 +113,7 @@ _O200K = rf"{_START}{_UPPER}*{_LOWER}+{_END}|{_START}{_UPPER}+{_LOWER}*{_END}|\p
 PATTERNS = {
     **dict.fromkeys(("gpt-2", "smollm", "starcoder", "refact")),
     "qwen2": _QWEN2,
+    "qwen35": _QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"\s\p{L}", r"\s\p{L}\p{M}"),
     **dict.fromkeys(("llama-bpe", "lfm2"), _QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")),
     "tekken": _TEKKEN,
     "gpt-4o": _O200K,
@@ -116,7 +127,7 @@ def tokenizer(pre: str) -> PreTrainedTokenizerFast:
     made = Tokenizer(models.BPE(ignore_merges=whole))
     # Merges across what the pattern splits, so that another pattern gives other tokens.
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.normalizer = normalizers.NFC() if pre == "qwen2" else None
+    made.normalizer = normalizers.NFC() if pre in ("qwen2", "qwen35") else None
     made.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
@@ -180,14 +191,20 @@ def tensors(source: Path) -> dict[str, torch.Tensor]:
         if suffix in ("sinks", "layer_scalar"):
             found[block + {"sinks": "attn_sinks", "layer_scalar": "layer_output_scale"}[suffix] + ".weight"] = value
             continue
+        if ".linear_attn." in name:
+            value = tiled(config, name.rpartition("linear_attn.")[2].removesuffix(".weight"), value)
+        if suffix in ("A_log", "dt_bias"):
+            found[block + {"A_log": "ssm_a", "dt_bias": "ssm_dt.bias"}[suffix]] = value
+            continue
         leaf = next(leaf for leaf in leaves if stem == leaf or stem.endswith("." + leaf))
         if architecture_of(config) == "llama" and leaf in ("q_proj", "k_proj"):
             heads = config.num_attention_heads if leaf == "q_proj" else config.num_key_value_heads
             half = len(value) // heads // 2
             value = value[[h * 2 * half + i + j * half for h in range(heads) for i in range(half) for j in range(2)]]
-        if config.model_type == "gemma3_text" and "norm" in leaf:
+        shifted = {"gemma3_text": "norm" in leaf, "qwen3_5_text": "norm" in leaf and leaf != "linear_attn.norm"}
+        if shifted.get(config.model_type):
             value = value.float() + 1
-        found[f"{block}{leaves[leaf]}.{suffix}"] = value.squeeze(1) if leaf == "conv.conv" else value
+        found[f"{block}{leaves[leaf]}.{suffix}"] = value.squeeze(1) if "conv" in leaf else value
     rope = config.rope_parameters
     if rope.get("rope_type") == "llama3":
         plain = 500000.0 ** -(torch.arange(0, config.head_dim, 2).double() / config.head_dim)
@@ -198,6 +215,20 @@ def tensors(source: Path) -> dict[str, torch.Tensor]:
         turned = int(size * rope["partial_rotary_factor"] / 2)
         found["rope_freqs.weight"] = torch.tensor([1.0] * turned + [1e30] * (size // 2 - turned))
     return found | stacks
+
+
+def tiled(config, leaf: str, value: torch.Tensor) -> torch.Tensor:
+    """The heads of values of Qwen3.5 by turns of the heads of keys; A_log as the decay."""
+    keys, heads, size = config.linear_num_key_heads, config.linear_num_value_heads, config.linear_value_head_dim
+    order = [key * (heads // keys) + at for at in range(heads // keys) for key in range(keys)]
+    rows = torch.tensor([head * size + at for head in order for at in range(size)])
+    if leaf in ("in_proj_qkv", "conv1d"):
+        before = 2 * keys * config.linear_key_head_dim
+        return torch.cat([value[:before], value[before:][rows]])
+    if leaf == "out_proj":
+        return value[:, rows]
+    value = value[rows] if leaf == "in_proj_z" else value if leaf == "norm" else value[order]
+    return -value.float().exp() if leaf == "A_log" else value
 
 
 def architecture_of(config) -> str:
@@ -252,6 +283,13 @@ def metadata(config) -> dict[str, Any]:
         values |= per_layer | {"attention.sliding_window": config.sliding_window, "attention.head_count_kv": heads}
         for part in ("attention.key_length", "attention.value_length", "rope.dimension_count"):
             values |= {part: full.head_dim, f"{part}_swa": head}
+    if architecture == "qwen35":
+        values |= {"full_attention_interval": 2, "rope.dimension_sections": [11, 11, 10, 0]}
+        values |= {"rope.dimension_count": int(head * rope["partial_rotary_factor"])}
+        names = ("conv_kernel_dim", "key_head_dim", "num_key_heads", "num_value_heads")
+        ends = ("conv_kernel", "state_size", "group_count", "time_step_rank")
+        values |= {f"ssm.{end}": getattr(config, f"linear_{name}") for end, name in zip(ends, names, strict=True)}
+        values["ssm.inner_size"] = config.linear_num_value_heads * config.linear_value_head_dim
     if architecture == "lfm2":  # two thirds of the size in config.json, rounded up
         multiple = config.block_multiple_of
         values["feed_forward_length"] = -(-(2 * config.intermediate_size // 3) // multiple) * multiple
@@ -288,7 +326,7 @@ def write_gguf(
     for name, value in tensors(source).items():
         if name not in without:
             plain = value.dim() == 1 or name.endswith("bias")
-            plain |= any(part in name for part in ("norm", "ffn_gate_inp", "shortconv.conv"))
+            plain |= any(part in name for part in ("norm", "ffn_gate_inp", "shortconv.conv", "ssm_conv1d", "ssm_a"))
             quantized = gguf.GGMLQuantizationType["F32" if plain else kind]
             data = gguf.quants.quantize(value.float().contiguous().numpy(), quantized)
             writer.add_tensor(name, np.ascontiguousarray(data), raw_dtype=quantized)

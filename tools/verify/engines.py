@@ -28,7 +28,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from model.save.gguf_file import GGUF_FILE, GGUFNames, interleaved, open_gguf, split
+from model.save.gguf_file import GGUF_FILE, open_gguf
+from model.save.gguf_names import GGUFNames, split
 from model.save.loadable import is_expert
 from model.save.mlx import mlx_module
 from model.save.plan import mlx_place
@@ -72,11 +73,9 @@ class GGUF(Engine):
         places = self._names.places(key)
         for place, part in zip(places, split(expected, key, len(places)), strict=True):
             tensor = self.found[place.name or key]
-            ordered = interleaved(part, place.heads) if place.heads else part
-            ordered = ordered.float() + place.offset
             data = tensor.data if place.expert is None else tensor.data[place.expert]
             values = torch.from_numpy(dequantize(data, tensor.tensor_type).copy())
-            if not torch.equal(values.view(-1), ordered.reshape(-1)):
+            if not torch.equal(values.view(-1), place.to_file(part.float()).reshape(-1)):
                 return False
         return True
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from quant.spec import PRESETS, SCHEMES
 from tests.families.variants import VARIANTS
 from tests.lib.checkpoints import edit_json, load_model, quantize
 from tests.lib.gguf_files import tensors as tensors_of
+from tests.lib.gguf_files import tiled
 from tests.lib.gguf_templates import gguf_template
 from tests.lib.tiny import tiny_checkpoint
 from tools.verify.check import OUR_FORWARD_KL
@@ -75,6 +77,8 @@ NAMES |= {"gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down",
 NAMES |= {"w1": "ffn_gate", "w2": "ffn_down", "w3": "ffn_up", "self_attn.out_proj": "attn_output"}
 NAMES |= {"per_layer_input_gate": "inp_gate", "per_layer_projection": "proj"}
 NAMES |= {"per_layer_model_projection": "per_layer_model_proj"}
+NAMES |= {"in_proj_qkv": "attn_qkv", "in_proj_z": "attn_gate", "in_proj_b": "ssm_beta", "in_proj_a": "ssm_alpha"}
+NAMES |= {"linear_attn.out_proj": "ssm_out"}
 NAMES |= {"conv.in_proj": "shortconv.in_proj", "conv.out_proj": "shortconv.out_proj"}
 
 
@@ -93,9 +97,11 @@ def forward_weights(model, quantization) -> dict[str, torch.Tensor]:
                 config = model.config
                 heads = config.num_attention_heads if leaf == "q_proj" else config.num_key_value_heads
                 weight = rotated(weight, heads)
+            if ".linear_attn." in part.name:
+                weight = tiled(model.config, leaf, weight)
             block = f"blk.{number[1]}." if number else ""
             end = "" if part.expert is None else "_exps"
-            leaf = leaf if leaf in NAMES else ".".join(part.name.split(".")[-2:])
+            leaf = leaf if leaf in NAMES or leaf == "gate_up_proj" else ".".join(part.name.split(".")[-2:])
             halves = {"gate_proj": weight[0::2], "up_proj": weight[1::2]} if leaf == "gate_up_proj" else {leaf: weight}
             for one, half in halves.items():
                 found.setdefault(f"{block}{NAMES[one]}{end}.weight", []).append(half)
@@ -162,11 +168,14 @@ def test_the_file_holds_the_weights_of_the_last_forward(tmp_path, kind):
 FAMILIES = {"mistral": "q4_0", "mixtral": "mxfp4", "qwen2": "q8_0", "qwen3, yarn": "mxfp4", "gemma3_text": "q4_0"}
 FAMILIES |= {"llama, rope of llama 3": "q4_0", "gpt_oss": "mxfp4", "lfm2": "q4_0", "gemma4_text": "q4_0"}
 FAMILIES |= {"gemma4_text, keys are values": "q8_0", "gemma4_text, softcap": "q4_0"}
+FAMILIES |= {"qwen3_5_text": "q4_0"}
 
 
 @pytest.mark.parametrize(("kind", "scheme"), FAMILIES.items())
 def test_other_families_are_written_as_llama_cpp_s_converter_writes_them(tmp_path, kind, scheme):
-    VARIANTS[kind].checkpoint(tmp_path / "source")
+    names = ("head_dim", "linear_key_head_dim", "linear_value_head_dim")
+    heads = dict.fromkeys(names, 32) if kind == "qwen3_5_text" else {}
+    replace(VARIANTS[kind], options={**VARIANTS[kind].options, **heads}).checkpoint(tmp_path / "source")
     if kind == "gpt_oss":  # as llama.cpp computes it
         rope = {"rope_theta": 1.5e5, "rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 64}
         edit_json(tmp_path / "source" / "config.json", rope_parameters=rope | {"truncate": True})
@@ -264,6 +273,11 @@ OTHER_POSITIONS = {
         ({"rope__freq_base_swa": 1e6}, "gemma4.rope.freq_base_swa is 1000000.0, expected 10000.0"),
         ({"without": "rope_freqs.weight"}, "the template has no rope_freqs.weight, but rope_type is 'proportional'"),
     ],
+    "qwen3_5_text": [
+        ({"ssm__group_count": 4}, "qwen35.ssm.group_count is 4, expected 2"),
+        ({"full_attention_interval": 4}, "qwen35.full_attention_interval is 4, expected 2"),
+        ({"rope__dimension_count": 16}, "qwen35.rope.dimension_count is 16, expected 4"),
+    ],
     "lfm2": [
         ({"attention__head_count_kv": [2, 2]}, r"lfm2.attention.head_count_kv is \[2, 2\], expected \[0, 2\]"),
         ({"feed_forward_length": 96}, "lfm2.feed_forward_length is 96, expected 256"),
@@ -290,6 +304,8 @@ def test_the_template_of_other_positions_is_refused(tmp_path, kind):
         ("gemma3_text", {"layer_types": ["full_attention"] * 6}, "not every 6th layer alone attends to all"),
         ("gemma4_text", {"enable_moe_block": True}, "enable_moe_block is True"),
         ("gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention is all"),
+        ("qwen3_5_text", {"linear_value_head_dim": 8}, "linear_key_head_dim and linear_value_head_dim differ"),
+        ("qwen3_5_text", {"layer_types": ["full_attention", "linear_attention"]}, "not every nth layer alone attends"),
         ("lfm2", {"conv_bias": True}, "conv_bias is true, but llama.cpp reads no biases"),
         ("gemma3_text", {"hidden_activation": "silu"}, "hidden_activation is 'silu', expected 'gelu_pytorch_tanh'"),
     ],
@@ -301,6 +317,14 @@ def test_what_llama_cpp_computes_differently_is_refused(tmp_path, kind, changes,
         setattr(model.config, name, value)
     with pytest.raises(RankError, match=message):
         check_plan(model, quantization, source, layout="gguf", template=tmp_path / "base.gguf")
+
+
+def test_heads_in_another_order_that_are_smaller_than_a_block_are_refused(tmp_path):
+    VARIANTS["qwen3_5_text"].checkpoint(tmp_path / "source")
+    source, model, quantization = quantized(tmp_path, "qwen3_5_text")
+    template = gguf_template(source, tmp_path / "base.gguf")
+    with pytest.raises(RankError, match=r"out_proj.weight is Q4_0 .* with 4 heads, but .*: exempt this layer"):
+        check_plan(model, quantization, source, layout="gguf", template=template)
 
 
 def test_the_template_of_another_model_is_refused(tmp_path):

@@ -1,0 +1,313 @@
+"""Names, shapes and metadata of llama.cpp's architectures, and how its tensors differ from a checkpoint's."""
+
+import functools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from model.save.plan import EXPERT
+
+ROPE_FREQS = "rope_freqs.weight"  # computed by the converter from config.json (Llama 3); copied
+
+
+class Architecture(NamedTuple):
+    """How llama.cpp stores and computes a model type of transformers.
+
+    Attributes:
+        name: llama.cpp's name.
+        norm_offset: number that its converter adds to the weights of norms.
+        period: every ``period``-th layer attends to all positions, the others to a window; 0 without windows, None if
+            the metadata says it of each layer.
+        activation: attribute of the configuration and value of the activation function.
+        values: function of the configuration that returns metadata by the end of its key, where it differs from
+            ``SAME_VALUES``.
+    """
+
+    name: str
+    norm_offset: float = 0.0
+    period: int | None = 0
+    activation: tuple[str, str] = ("hidden_act", "silu")
+    values: Callable[[PretrainedConfig], dict[str, Any]] = lambda config: {}
+
+
+def _gemma4(config: PretrainedConfig) -> dict[str, Any]:
+    """Return metadata of Gemma 4: layers that attend to all positions have heads of another size and number."""
+    layers = [config.per_layer_config[index] for index in range(config.num_hidden_layers)]
+    heads = dict(zip(config.layer_types, (layer.head_dim for layer in layers), strict=True))
+    sizes = {"": heads["full_attention"], "_swa": heads.get("sliding_attention")}
+    wide = config.num_hidden_layers - config.num_kv_shared_layers if config.use_double_wide_mlp else len(layers)
+    return {
+        **{f"attention.{part}_length{end}": size for end, size in sizes.items() for part in ("key", "value")},
+        **{f"rope.dimension_count{end}": size for end, size in sizes.items()},
+        "attention.head_count_kv": [layer.num_key_value_heads for layer in layers],
+        "attention.shared_kv_layers": config.num_kv_shared_layers,
+        "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in config.layer_types],
+        "embedding_length_per_layer_input": config.hidden_size_per_layer_input,
+        "feed_forward_length": [config.intermediate_size * (1 + (index >= wide)) for index in range(len(layers))],
+    }
+
+
+def _interval(layers: list[str]) -> int:
+    """Return the number of the first layer, from 1, that attends to all positions."""
+    return [*layers, "full_attention"].index("full_attention") + 1
+
+
+def _qwen3_5(config: PretrainedConfig) -> dict[str, Any]:
+    """Return metadata of Qwen3.5: sizes of its linear attention, and the part of each head that positions turn."""
+    return {
+        "full_attention_interval": _interval(config.layer_types),
+        "rope.dimension_count": int(config.head_dim * config.rope_parameters["partial_rotary_factor"]),
+        "ssm.conv_kernel": config.linear_conv_kernel_dim,
+        "ssm.state_size": config.linear_key_head_dim,
+        "ssm.group_count": config.linear_num_key_heads,
+        "ssm.time_step_rank": config.linear_num_value_heads,
+        "ssm.inner_size": config.linear_num_value_heads * config.linear_value_head_dim,
+    }
+
+
+def _lfm2(config: PretrainedConfig) -> dict[str, Any]:
+    """Return metadata of LFM2: layers of convolutions have no heads of keys."""
+    size, factor, multiple = config.intermediate_size, config.block_ffn_dim_multiplier, config.block_multiple_of
+    if config.block_auto_adjust_ff_dim:
+        size = int(2 * size / 3)
+        size = size if factor is None else -(-int(factor * size) // multiple) * multiple
+    return {
+        "attention.head_count_kv": [config.num_key_value_heads * (kind != "conv") for kind in config.layer_types],
+        "attention.layer_norm_rms_epsilon": config.norm_eps,
+        "feed_forward_length": size,
+        "shortconv.l_cache": config.conv_L_cache,
+    }
+
+
+# By the model_type of config.json. For other types llama.cpp's converter changes further values.
+ARCHITECTURES = {
+    "llama": Architecture("llama"),
+    "mistral": Architecture("llama"),
+    "mixtral": Architecture("llama"),
+    "qwen2": Architecture("qwen2"),
+    "qwen3": Architecture("qwen3"),
+    "qwen3_moe": Architecture("qwen3moe"),
+    "gpt_oss": Architecture("gpt-oss", period=2),
+    "gemma3_text": Architecture("gemma3", 1.0, 6, ("hidden_activation", "gelu_pytorch_tanh")),
+    "gemma4_text": Architecture("gemma4", 0.0, None, ("hidden_activation", "gelu_pytorch_tanh"), _gemma4),
+    "qwen3_5_text": Architecture("qwen35", 1.0, values=_qwen3_5),
+    "lfm2": Architecture("lfm2", values=_lfm2),
+}
+
+# Values that template and config.json both have: the end of llama.cpp's key, and the attribute of transformers' config.
+SAME_VALUES = {
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.key_length": "head_dim",
+    "attention.value_length": "head_dim",
+    "rope.dimension_count": "head_dim",
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "vocab_size": "vocab_size",
+}
+WINDOW_VALUES = {"attention.sliding_window": "sliding_window", "final_logit_softcapping": "final_logit_softcapping"}
+
+
+class GGUFPlace(NamedTuple):
+    """Location in a GGUF file of a tensor of a checkpoint.
+
+    Attributes:
+        name: llama.cpp's name of the tensor; None if it has none.
+        expert: index of the expert; None outside of experts.
+        offset: number that is added to its values in the file.
+        rows: function of the number of rows that returns the index in the checkpoint of each row of the file; None if
+            they are in the same order.
+        columns: sizes ``(n, m)`` if ``n * m`` equal parts of the columns are transposed in the file.
+        negative: True if the file stores ``-exp(values)``.
+    """
+
+    name: str | None
+    expert: int | None = None
+    offset: float = 0.0
+    rows: Callable[[int], Tensor] | None = None
+    columns: tuple[int, int] | None = None
+    negative: bool = False
+
+    def to_file(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the checkpoint, or the bytes of its blocks, as the file stores it."""
+        if self.rows is not None:
+            tensor = tensor[self.rows(len(tensor))]
+        if self.columns is not None:
+            tensor = tensor.unflatten(1, (*self.columns, -1)).transpose(1, 2).flatten(1)
+        if self.negative:
+            tensor = -tensor.float().exp()
+        return tensor.float() + self.offset if self.offset else tensor
+
+    def to_checkpoint(self, values: Tensor) -> Tensor:
+        """Return rows of the file, which are already in the checkpoint's order, as the checkpoint stores them."""
+        if self.columns is not None:
+            values = values.unflatten(1, (*reversed(self.columns), -1)).transpose(1, 2).flatten(1)
+        if self.negative:
+            values = (-values.float()).log()
+        return values.float() - self.offset if self.offset else values
+
+
+class GGUFNames:
+    """Map keys of a checkpoint to tensors of a GGUF file.
+
+    Args:
+        config: configuration of the model.
+        architecture: llama.cpp's name of its architecture; None if a file is to be written, which raises ValueError if
+            that is not supported.
+    """
+
+    def __init__(self, config: PretrainedConfig, architecture: str | None = None) -> None:
+        self._config, gguf = config, gguf_package()
+        self._architecture = architecture or architecture_of(config).name
+        self._norm_offset = ARCHITECTURES[config.model_type].norm_offset
+        number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == self._architecture)
+        self._names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+
+    def places(self, key: str) -> list[GGUFPlace]:
+        """Return the location of a tensor: two if its rows (in biases of experts, its columns) are in two tensors by
+        turns, as those of gate and up in gpt-oss."""
+        expert = EXPERT.search(key)
+        stem = re.sub("_bias$", ".bias", EXPERT.sub(".experts.", key))  # gpt-oss has one tensor for all experts' biases
+        stem = stem.replace(".linear_attn.dt.bias", ".linear_attn.dt_proj.bias")
+        if stem.endswith(".sinks"):
+            stem += ".weight"
+        pair = ".experts.gate_up_proj" in stem
+        stems = [stem.replace("gate_up_proj", f"{part}_proj") for part in ("gate", "up")] if pair else [stem]
+        names = [self._names.get_name(stem, try_suffixes=(".weight", ".bias")) for stem in stems]
+        if stem.endswith(".layer_scalar"):
+            names = [f"{names[0]}.weight"]
+        norms = [bool(name) and re.search(r"(?<!ssm)_norm\.weight$", name) is not None for name in names]
+        place = self._order(key)._replace(expert=int(expert[1]) if expert else None)
+        offsets = [self._norm_offset * norm for norm in norms]
+        return [place._replace(name=name, offset=offset) for name, offset in zip(names, offsets, strict=True)]
+
+    def _order(self, key: str) -> GGUFPlace:
+        """Return a place without a name that has the order of rows and columns."""
+        config, end = self._config, re.search(r"\.(q|k)_proj\.(weight|bias)$", key)
+        if self._architecture == "llama" and end is not None:
+            heads = config.num_attention_heads if end[1] == "q" else config.num_key_value_heads
+            return GGUFPlace(None, rows=functools.partial(_interleaved, heads))
+        _, linear, leaf = key.partition(".linear_attn.")
+        if not linear or leaf == "norm.weight":
+            return GGUFPlace(None)
+        keys = config.linear_num_key_heads
+        shape = (keys, config.linear_num_value_heads // keys)  # heads of values by the head of keys that they share
+        if leaf == "out_proj.weight":
+            return GGUFPlace(None, columns=shape)
+        kept = 2 * keys * config.linear_key_head_dim if leaf in ("in_proj_qkv.weight", "conv1d.weight") else 0
+        return GGUFPlace(None, rows=functools.partial(_transposed, shape, kept), negative=leaf == "A_log")
+
+
+def _interleaved(heads: int, rows: int) -> Tensor:
+    """Return the rows of q or k in llama.cpp's Llama, which interleaves both halves of each head."""
+    return torch.arange(rows).view(heads, 2, -1).transpose(1, 2).flatten()
+
+
+def _transposed(shape: tuple[int, int], kept: int, rows: int) -> Tensor:
+    """Return the rows of heads ``shape`` in the transposed order, after the first rows, which are ``kept``."""
+    heads = torch.arange(kept, rows).view(*shape, -1).transpose(0, 1).flatten()
+    return torch.cat([torch.arange(kept), heads])
+
+
+def in_file(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape in a file of a tensor of a checkpoint: the kernels [C, 1, K] of a convolution are [C, K]."""
+    return (shape[0], shape[2]) if len(shape) == 3 and shape[1] == 1 else tuple(shape)
+
+
+def split(tensor: Tensor, key: str, count: int) -> list[Tensor]:
+    """Split the tensor ``key`` of a checkpoint into what each of its ``count`` places in a file holds."""
+    if count == 1:
+        return [tensor]
+    dim = int(key.endswith("_bias"))
+    parts = tensor.unflatten(dim, (-1, count)).unbind(dim + 1)
+    return [part.contiguous() for part in parts]
+
+
+def architecture_of(config: PretrainedConfig) -> Architecture:
+    """Return llama.cpp's architecture. Raises ValueError if llama.cpp computes it differently, or if it is not
+    supported."""
+    if config.model_type not in ARCHITECTURES:
+        raise ValueError(
+            f"layout 'gguf' supports models of type {', '.join(ARCHITECTURES)}, got {config.model_type}: set "
+            "export.format to dequantized, and convert that checkpoint with llama.cpp's convert_hf_to_gguf.py"
+        )
+    architecture = ARCHITECTURES[config.model_type]
+    problems = []
+    attribute, activation = architecture.activation
+    if (found := getattr(config, attribute, activation)) != activation:
+        problems.append(f"{attribute} is {found!r}, expected {activation!r}")
+    period, usual = architecture.period, "sliding_attention" if getattr(config, "sliding_window", None) else ""
+    layers = getattr(config, "layer_types", None) or [usual] * config.num_hidden_layers
+    sliding = [(layer + 1) % period != 0 if period else False for layer in range(len(layers))]
+    if period is not None and [kind == "sliding_attention" for kind in layers] != sliding:
+        problems.append(
+            "it has sliding attention" if not period else f"not every {period}th layer alone attends to all positions"
+        )
+    if config.model_type == "qwen3_moe":
+        if not config.norm_topk_prob:
+            problems.append("norm_topk_prob is false, but llama.cpp normalizes the experts' weights to a sum of 1")
+        if config.mlp_only_layers or config.decoder_sparse_step != 1:
+            problems.append("some layers have no experts")
+    if getattr(config, "conv_bias", False):
+        problems.append("conv_bias is true, but llama.cpp reads no biases of convolutions")
+    if config.model_type == "qwen3_5_text":
+        interval = _interval(layers)
+        if layers != [f"{'linear' if at % interval else 'full'}_attention" for at in range(1, len(layers) + 1)]:
+            problems.append("not every nth layer alone attends to all positions")
+        if config.linear_key_head_dim != config.linear_value_head_dim:
+            problems.append("linear_key_head_dim and linear_value_head_dim differ")
+    if config.model_type == "gemma4_text":
+        wrong = {"enable_moe_block": True, "attention_bias": True, "use_bidirectional_attention": "all"}
+        problems += [f"{name} is {value}" for name, value in wrong.items() if getattr(config, name) == value]
+    if config.model_type == "gemma3_text":
+        # Only the model of 27B, known by its 62 layers, scales by the mean size of heads.
+        mean = config.hidden_size // config.num_attention_heads
+        scalar = mean if config.num_hidden_layers == 62 else config.head_dim
+        if config.query_pre_attn_scalar != scalar:
+            problems.append(f"query_pre_attn_scalar is {config.query_pre_attn_scalar}, expected {scalar}")
+        if config.attn_logit_softcapping is not None or config.use_bidirectional_attention:
+            problems.append("attn_logit_softcapping or use_bidirectional_attention is set")
+    if problems:
+        raise ValueError(
+            f"llama.cpp computes this {config.model_type} differently: {'; '.join(problems)}; set export.format to "
+            "another one"
+        )
+    return architecture
+
+
+def other_values(value_of: Callable[[str], Any], config: PretrainedConfig) -> Iterator[str]:
+    """Yield a problem for each size in a file's metadata that differs from the model's. ``value_of`` returns a metadata
+    value by its key, None if it is missing."""
+    architecture = ARCHITECTURES[config.model_type]
+    own = architecture.values(config)
+    for end, attribute in (SAME_VALUES | WINDOW_VALUES | dict.fromkeys(own, "")).items():
+        found = value_of(key := f"{architecture.name}.{end}")
+        expected = own[end] if end in own else getattr(config, attribute, None)
+        if found is not None and expected is not None and not same(found, expected):
+            yield f"{key} is {found}, expected {expected}{f' ({attribute})' * bool(attribute)}"
+
+
+def same(found: Any, expected: float | list[int]) -> bool:
+    """Return True if a value equals this number up to fp32 rounding; False for NaN and strings. Of a list by layers,
+    return True if it is the same, or one value for all layers."""
+    if isinstance(expected, list):
+        return (found if isinstance(found, list) else [found] * len(expected)) == expected
+    return isinstance(found, int | float) and abs(found - expected) <= 1e-6 * abs(expected)
+
+
+def gguf_package() -> Any:
+    """Import the package ``gguf``. Raises ValueError, with the command that installs it, if it is missing."""
+    try:
+        import gguf
+    except ImportError as error:
+        raise ValueError(f"layout 'gguf' needs the package gguf ({error}): pip install -e '.[gguf]'") from None
+    return gguf
