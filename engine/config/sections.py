@@ -518,9 +518,9 @@ class ExportRecipe:
     SGLang read. vllm_fp8: the same tensors under vLLM's own fp8 configuration (fp8_static and fp8_block). gpt_oss:
     gpt-oss with its experts in mxfp4, in the published form. modelopt: NVIDIA Model Optimizer's format of fp8 and
     NVFP4, for vLLM, SGLang and TensorRT-LLM. dequantized: a plain checkpoint of fake-quantized weights. gguf: one file
-    for llama.cpp (q4_0, q8_0, w4a16_g32, w8a16_g32, mxfp4); it needs export.template. mlx: for mlx-lm (integers in
-    groups of 32, 64 or 128, MXFP4, MXFP8). executorch: torchao's tensors, to be lowered to XNNPACK (8da4w). peft: only
-    the adapter of a run with adapter.merge false, for the quantized checkpoint in model.path."""
+    for llama.cpp (q4_0, q8_0, w4a16_g32, w8a16_g32, mxfp4, nvfp4); it needs export.template. mlx: for mlx-lm (integers
+    in groups of 32, 64 or 128, MXFP4, MXFP8). executorch: torchao's tensors, to be lowered to XNNPACK (8da4w). peft:
+    only the adapter of a run with adapter.merge false, for the quantized checkpoint in model.path."""
     template: str | None = field(default=None, metadata=path_or_name("a GGUF file") | only_with(_GGUF))
     """For export.format gguf: a GGUF file of the base model, made by llama.cpp's convert_hf_to_gguf.py. The export
     copies its metadata and vocabulary."""

@@ -39,7 +39,7 @@ from model.save.gguf_names import (
 from model.save.plan import EXPERT, Item
 from model.save.shard_writer import ShardWriter
 from quant import QuantLayer
-from quant.formats.gguf import BLOCK, BYTES, block_type
+from quant.formats.gguf import SIZES, TENSOR_SCALE, block_type
 
 GGUF_FILE = "model.gguf"
 _PLAIN = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
@@ -88,9 +88,8 @@ class GGUFTensor:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the elements, slowest dimension first."""
-        columns = self.stored[-1]
-        columns = columns // BYTES[self.kind] * BLOCK if self.kind in BYTES else columns
-        return (*self.stack, *self.stored[:-1], columns)
+        weights, size = SIZES.get(self.kind, (1, 1))
+        return (*self.stack, *self.stored[:-1], *(columns // size * weights for columns in self.stored[-1:]))
 
     @property
     def part_bytes(self) -> int:
@@ -155,6 +154,8 @@ def _tensors(model: PreTrainedModel, items: Iterable[Item], architecture: str) -
         for key, (dtype, whole) in item.shapes.items():
             places = names.places(key)
             shape = in_file(split(torch.empty(whole, device="meta"), key, len(places))[0].shape)
+            if key.endswith(f".{TENSOR_SCALE}") and places[0].expert is not None:
+                shape = ()  # one number for each expert
             for place in places:
                 name = place.name
                 if name is None or item.copied is not None or item.fused:
@@ -162,10 +163,11 @@ def _tensors(model: PreTrainedModel, items: Iterable[Item], architecture: str) -
                     continue
                 kind, index = _kind(item, name, key, dtype, shape), place.expert or 0
                 own = GGUFTensor(kind, torch.float32 if kind == "F32" else dtype, shape, place)
-                if place.columns and kind in BYTES and own.shape[-1] % (BLOCK * math.prod(place.columns)):
+                block, _ = SIZES.get(kind, (1, 1))
+                if place.columns and own.shape[-1] % (block * math.prod(place.columns)):
                     raise ValueError(
                         f"{key} is {kind} {list(own.shape)} with {math.prod(place.columns)} heads, but llama.cpp has "
-                        f"heads in another order, and blocks of {BLOCK} weights: exempt this layer"
+                        f"heads in another order, and blocks of {block} weights: exempt this layer"
                     )
                 tensor = found.setdefault(name, own)
                 if (tensor.kind, tensor.stored) != (kind, shape):
@@ -207,9 +209,10 @@ def _check_tensors(plan: GGUFPlan, path: Path, *, tied: bool) -> None:
         expected.pop("output.weight", None)  # copy of the embeddings, which llama.cpp uses if it is absent
     found = {name: tensor.shape for name, tensor in plan.tensors.items()}
     problems = []
+    of_types = {name for name in found if name.endswith(f".{TENSOR_SCALE}")}  # of no template
     if missing := sorted(expected.keys() - found.keys()):
         problems.append(f"the model lacks {listed(missing, 6)}")
-    if more := sorted(found.keys() - expected.keys()):
+    if more := sorted(found.keys() - expected.keys() - of_types):
         problems.append(f"the template lacks {listed(more, 6)}")
     problems += [
         f"{name} is {list(expected[name])}, but {list(shape)} in the model"
@@ -265,6 +268,7 @@ def _head(scratch: Path, plan: GGUFPlan) -> tuple[bytes, dict[str, int], int]:
         "Q4_0": "MOSTLY_Q4_0",
         "Q8_0": "MOSTLY_Q8_0",
         "MXFP4": "MOSTLY_MXFP4_MOE",
+        "NVFP4": "MOSTLY_NVFP4",
         "BF16": "MOSTLY_BF16",
         "F16": "MOSTLY_F16",
     }

@@ -182,7 +182,7 @@ class GGUFNames:
             stem += ".weight"
         pair = ".experts.gate_up_proj" in stem
         stems = [stem.replace("gate_up_proj", f"{part}_proj") for part in ("gate", "up")] if pair else [stem]
-        names = [self._names.get_name(stem, try_suffixes=(".weight", ".bias")) for stem in stems]
+        names = [self._names.get_name(stem, try_suffixes=(".weight", ".bias", ".scale")) for stem in stems]
         if stem.endswith(".layer_scalar"):
             names = [f"{names[0]}.weight"]
         norms = [bool(name) and re.search(r"(?<!ssm)_norm\.weight$", name) is not None for name in names]
@@ -197,7 +197,7 @@ class GGUFNames:
             heads = config.num_attention_heads if end[1] == "q" else config.num_key_value_heads
             return GGUFPlace(None, rows=functools.partial(_interleaved, heads))
         _, linear, leaf = key.partition(".linear_attn.")
-        if not linear or leaf == "norm.weight":
+        if not linear or leaf.endswith(("norm.weight", ".scale")):
             return GGUFPlace(None)
         keys = config.linear_num_key_heads
         shape = (keys, config.linear_num_value_heads // keys)  # heads of values by the head of keys that they share
@@ -225,8 +225,8 @@ def in_file(shape: Sequence[int]) -> tuple[int, ...]:
 
 def split(tensor: Tensor, key: str, count: int) -> list[Tensor]:
     """Split the tensor ``key`` of a checkpoint into what each of its ``count`` places in a file holds."""
-    if count == 1:
-        return [tensor]
+    if tensor.shape == (1,) or count == 1:  # a scale of both
+        return [tensor] * count
     dim = int(key.endswith("_bias"))
     parts = tensor.unflatten(dim, (-1, count)).unbind(dim + 1)
     return [part.contiguous() for part in parts]

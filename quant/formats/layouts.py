@@ -8,8 +8,8 @@
 - ``modelopt``: ModelOpt's tensors and configuration (``modelopt.py``), for fp8 and NVFP4.
 - ``dequantized``: fake-quantized weights in the model's dtype, for every reader of plain checkpoints, which will not
   quantize inputs.
-- ``gguf``: llama.cpp's blocks (``gguf.py``), for weights of 4 or 8 bits in groups of 32; ``model/save/`` writes them
-  into one file.
+- ``gguf``: llama.cpp's blocks (``gguf.py``), for weights of 4 or 8 bits in groups of 32, and NVFP4; ``model/save/``
+  writes them into one file.
 - ``mlx``: for mlx-lm (``mlx.py``), integers in groups of 32, 64 or 128, MXFP4 and MXFP8.
 - ``executorch``: torchao's tensors (``torchao.py``), which ExecuTorch lowers to XNNPACK, for ``8da4w``.
 """
@@ -30,7 +30,7 @@ from quant.formats.compressed_tensors import (
     unpack_zero,
 )
 from quant.formats.config_groups import ignore_patterns, quantization_config
-from quant.formats.gguf import BLOCK, BYTES, block_type, blocks
+from quant.formats.gguf import block_type, gguf_shapes, gguf_tensors
 from quant.formats.mlx import mlx_shapes, mlx_tensors, quantization_mode
 from quant.formats.modelopt import algorithm, modelopt_config, modelopt_shapes, modelopt_tensors
 from quant.formats.torchao import check_intx, intx_shapes, intx_tensors, torchao_config
@@ -95,7 +95,7 @@ def linear_shapes(layout: Layout, in_features: int, out_features: int, scheme: S
     if layout == "dequantized":
         return {"weight": (dtype, (out_features, in_features))}
     if layout == "gguf":
-        return {"weight": (torch.uint8, (out_features, in_features // BLOCK * BYTES[block_type(scheme)]))}
+        return gguf_shapes(in_features, out_features, scheme)
     if layout == "mlx":
         return mlx_shapes(in_features, out_features, scheme, dtype)
     if layout == "executorch":
@@ -125,10 +125,8 @@ def linear_tensors(
     if layout == "executorch":
         return intx_tensors(linear.name, codes, scale, linear.dtype) | bias
     if layout == "gguf":
-        weight = blocks(f"{linear.name}.weight_scale", codes, scale.s0, block_type(scheme))
-    else:
-        weight = dequantized_weight(codes, scale.s0.cpu(), scheme.weights, linear.dtype, zero)
-    return {"weight": weight} | bias
+        return gguf_tensors(f"{linear.name}.weight_scale", codes, scale.s0, packed, scheme) | bias
+    return {"weight": dequantized_weight(codes, scale.s0.cpu(), scheme.weights, linear.dtype, zero)} | bias
 
 
 def _suffix(layout: Layout, scheme: Scheme, suffix: str) -> str:

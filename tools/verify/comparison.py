@@ -205,8 +205,8 @@ def compare_with_compressed(
     """Compare an export for ``engine`` with a compressed export of the same checkpoint, in one process on CPU.
 
     Every tensor is compared, then the logits of ``batches`` of token ids [B, T]. If a tensor differs, logits are not
-    compared, as the engine may crash. Tensors need no tolerance: a code times a scale is one product in fp32 in every
-    engine.
+    compared, as the engine may crash. Tensors need no tolerance, except NVFP4's with its two scales: a code times a
+    scale is one product in fp32 in every engine.
 
     Raises:
         RankError: ``against`` is no compressed checkpoint.

@@ -34,7 +34,7 @@ from model.save.loadable import is_expert
 from model.save.mlx import mlx_module
 from model.save.plan import mlx_place
 from quant import QuantEmbedding, QuantLayer
-from quant.formats.gguf import BLOCK, BYTES
+from quant.formats.gguf import BLOCK, SIZES, TENSOR_SCALE
 from tools.verify.check import OUR_FORWARD_KL, OUR_FORWARD_KL_ROUTED, dtype_on_disk
 from tools.verify.comparison import Engine, LogitComparison, Report, compare, logits_of
 
@@ -58,14 +58,16 @@ class GGUF(Engine):
         self.found = {tensor.name: tensor for tensor in open_gguf(export / GGUF_FILE).tensors}
         kinds = Counter(tensor.tensor_type.name for tensor in self.found.values())
         contents = f"{GGUF_FILE}, {', '.join(f'{count} {kind}' for kind, count in kinds.items())}"
-        self.report = Report("llama.cpp", contents, sum(n for kind, n in kinds.items() if kind in BYTES))
+        self.report = Report("llama.cpp", contents, sum(n for kind, n in kinds.items() if kind in SIZES))
 
     @cached_property
     def _names(self) -> GGUFNames:
         return GGUFNames(self.model.config)
 
     def names(self, key: str) -> list[str]:
-        return [place.name or key for place in self._names.places(key)]
+        found = [place.name or key for place in self._names.places(key)]
+        scales = [name.replace(".weight", f".{TENSOR_SCALE}") for name in found]
+        return found + [name for name in scales if name in self.found and name not in found]
 
     def equals(self, key: str, names: list[str], expected: Tensor) -> bool:
         from gguf.quants import dequantize
@@ -74,8 +76,14 @@ class GGUF(Engine):
         for place, part in zip(places, split(expected, key, len(places)), strict=True):
             tensor = self.found[place.name or key]
             data = tensor.data if place.expert is None else tensor.data[place.expert]
-            values = torch.from_numpy(dequantize(data, tensor.tensor_type).copy())
-            if not torch.equal(values.view(-1), place.to_file(part.float()).reshape(-1)):
+            values = torch.from_numpy(dequantize(data, tensor.tensor_type).copy()).view(-1)
+            ordered = place.to_file(part.float()).reshape(-1)
+            scale = self.found.get(tensor.name.replace(".weight", f".{TENSOR_SCALE}"))
+            if scale is None or scale is tensor:
+                same = torch.equal(values, ordered)
+            else:  # the reciprocal of our scale, rounded: another code or scale differs by 6% and more
+                same = torch.allclose(values * float(scale.data[place.expert or 0]), ordered, rtol=2.0**-22, atol=0)
+            if not same:
                 return False
         return True
 

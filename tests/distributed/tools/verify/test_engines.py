@@ -70,6 +70,7 @@ FORMATS = {
             "qwen3_moe": {"scheme": "q4_0"},
             "qwen2, tied": {"scheme": "q4_0", "embedding": "q8_0", "lm_head": "tied"},
             "mixtral": {"scheme": "mxfp4"},
+            "mistral": {"scheme": "nvfp4", "rules": [{"layers": r".*\.down_proj", "scheme": "q8_0"}]},
             "gemma3_text": {"scheme": "q4_0"},
             "gemma4_text, softcap": {"scheme": "q4_0"},
             "lfm2": {"scheme": "q4_0", "rules": [{"layers": r".*\.out_proj", "scheme": "q8_0"}]},

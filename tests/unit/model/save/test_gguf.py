@@ -11,14 +11,15 @@ from safetensors.torch import load_file
 
 from model.ranks import RankError
 from model.save.export_model import check_plan, export_model
+from model.save.gguf_names import GGUFNames
 from quant import Ranges, reference
 from quant.formats.gguf import blocks
-from quant.formats.layouts import check_layout
+from quant.formats.layouts import check_layout, linear_shapes
 from quant.linear import linears_of
 from quant.rules import Rule
 from quant.spec import PRESETS, SCHEMES
 from tests.families.variants import VARIANTS
-from tests.lib.checkpoints import edit_json, load_model, quantize
+from tests.lib.checkpoints import edit_json, load_model, quantize, read_tensors
 from tests.lib.gguf_files import tensors as tensors_of
 from tests.lib.gguf_files import tiled
 from tests.lib.gguf_templates import gguf_template
@@ -196,6 +197,55 @@ def test_other_families_are_written_as_llama_cpp_s_converter_writes_them(tmp_pat
         assert kl < OUR_FORWARD_KL
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_nvfp4_has_the_codes_and_scales_of_the_compressed_export(tmp_path, kind):
+    source = tiny_checkpoint(tmp_path / "source", kind, wide=True)
+    model = load_model(source).eval()
+    named = {"lm_head": SCHEMES["nvfp4"]} if kind == "llama" else {}
+    quantization = quantize(model, SCHEMES["nvfp4"], learn=False, ranges=Ranges("absmax"), named=named)
+    out = written(tmp_path, source, model, quantization)
+    export_model(model, quantization, source, tmp_path / "compressed")
+    report = compared(tmp_path)
+    assert report.ok and report.layers >= 14, report.table()
+    found = {tensor.name: tensor for tensor in gguf.GGUFReader(out).tensors}
+    kept = read_tensors(tmp_path / "compressed")
+    names, checked = GGUFNames(model.config), 0
+    for key, packed in kept.items():
+        if not key.endswith(".weight_packed"):
+            continue
+        stem = key.removesuffix("weight_packed")
+        (place,) = names.places(f"{stem}weight")
+        one, at = found[place.name], place.expert or 0
+        data = torch.from_numpy((one.data if place.expert is None else one.data[at]).copy()).unflatten(1, (-1, 36))
+        codes = torch.stack([packed & 15, packed >> 4], -1).flatten(1)
+        halves = data[..., 4:].unflatten(2, (4, 8))
+        assert torch.equal(torch.cat([halves & 15, halves >> 4], -1).flatten(1), place.to_file(codes)), key
+        scales = kept[f"{stem}weight_scale"].view(torch.uint8)
+        assert torch.equal(data[..., :4].flatten(1), place.to_file(scales)), key
+        scale = torch.from_numpy(found[place.name.replace(".weight", ".scale")].data.copy())[at]
+        assert torch.equal(scale, 1 / kept[f"{stem}weight_global_scale"][0]), key
+        checked += 1
+    assert checked > 14
+    if installed():
+        ids = torch.randint(7, 300, (1, 96), generator=torch.Generator().manual_seed(1))
+        theirs = next(engine_logits(out, [ids]))
+        with torch.no_grad(), rounded_inputs(model.float(), torch.bfloat16):
+            ours = model(ids).logits
+        kl = (ours.softmax(-1) * (ours.log_softmax(-1) - theirs.log_softmax(-1))).sum(-1).mean()
+        assert kl < OUR_FORWARD_KL
+    # A scale of the tensor that differs by 2^-12 is another one.
+    at = next(int(tensor.data_offset) for tensor in found.values() if tensor.name == "blk.1.attn_k.scale")
+    bytes_ = bytearray(out.read_bytes())
+    bytes_[at + 1] ^= 8
+    out.write_bytes(bytes_)
+    assert [line.split()[0] for line in compared(tmp_path).problems] == ["blk.1.attn_k.weight"]
+
+
+def test_layers_with_a_part_of_an_nvfp4_block_are_refused():
+    with pytest.raises(ValueError, match="in blocks of 64 weights, got a layer with 96 inputs: exempt such layers"):
+        linear_shapes("gguf", 96, 32, SCHEMES["nvfp4"], torch.bfloat16)
+
+
 def test_a_byte_type_or_size_that_differs_from_the_compressed_export_is_found(tmp_path):
     source, model, quantization = quantized(tmp_path)
     out = written(tmp_path, source, model, quantization)
@@ -362,11 +412,12 @@ def test_what_is_missing_or_unknown_is_refused_by_name(tmp_path):
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_other_schemes_are_refused_with_the_nearest(name):
     scheme = PRESETS[name].linear
-    if scheme in (Q4, Q8, SCHEMES["q4_0"], SCHEMES["q8_0"], SCHEMES["mxfp4"], None):
+    if scheme in (Q4, Q8, SCHEMES["q4_0"], SCHEMES["q8_0"], SCHEMES["mxfp4"], SCHEMES["nvfp4"], None):
         check_layout("gguf", [scheme] if scheme else [])
         return
     nearest = "q4_0" if scheme.weights.bits <= 4 else "q8_0"
-    nearest = "mxfp4" if scheme.weights.dtype == "fp4_e2m1" else nearest
+    if scheme.weights.dtype == "fp4_e2m1":
+        nearest = "nvfp4" if scheme.weights.group_size == 16 else "mxfp4"
     with pytest.raises(ValueError, match=f"got {scheme.name}; the nearest is {nearest}"):
         check_layout("gguf", [scheme])
 
