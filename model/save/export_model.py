@@ -34,7 +34,7 @@ from model.ranks import errors_on_all_ranks, is_main
 from model.save.as_source import is_as_source, several_input_scales, stored_dtypes
 from model.save.aside import Aside
 from model.save.finish import configuration, copy_companions, write_config, write_index
-from model.save.gguf_file import GGUF_FILE, GGUFPlan, GGUFWriter, check_gguf_written, plan_gguf
+from model.save.gguf_file import GGUF_FILE, GGUFPlan, GGUFWriter, check_gguf_written, plan_gguf, without_towers
 from model.save.layout_checks import check_support
 from model.save.loadable import check_loadable, check_written
 from model.save.peft_adapter import PeftFolder
@@ -86,7 +86,7 @@ def check_plan(
             shards = plan_shards(model, quantization, layout, 5 * 10**9, checkpoint, {} if as_source else None)
             items = list(chain(*shards))
             if layout == "gguf":
-                plan_gguf(model, items, template)
+                plan_gguf(model, without_towers(model, items), template)
             else:
                 check_loadable(Path(source_dir), items, trust_remote_code=trust_remote_code)
             if quantization is not None and not as_source:
@@ -156,6 +156,8 @@ def export_model(
     with errors_on_all_ranks(ValueError, OSError):
         limit = max_shard_size if layout != "gguf" else sys.maxsize
         shards = plan_shards(model, quantization, layout, limit, checkpoint, dtypes, inputs)
+        if layout == "gguf":
+            shards = [without_towers(model, shard) for shard in shards]
     items = list(chain(*shards))
     total = sum(item.bytes for item in items)
     aside: Aside | None = None

@@ -26,6 +26,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from model.checkpoint.safetensors import AGAIN
 from model.ranks import listed
 from model.save.gguf_names import (
+    COMPOSITE,
     ROPE_FREQS,
     GGUFNames,
     GGUFPlace,
@@ -114,6 +115,12 @@ class GGUFPlan:
     rope_freqs: Tensor | None
 
 
+def without_towers(model: PreTrainedModel, items: list[Item]) -> list[Item]:
+    """Return the items of a GGUF file: of a composite model, those of its text model."""
+    composite = model.config.model_type in COMPOSITE
+    return [item for item in items if item.copied is None or not composite]
+
+
 def plan_gguf(model: PreTrainedModel, items: Iterable[Item], template: Path | None) -> GGUFPlan:
     """Map every tensor of a plan to a GGUF file.
 
@@ -133,7 +140,7 @@ def plan_gguf(model: PreTrainedModel, items: Iterable[Item], template: Path | No
             "the base model, made with llama.cpp's convert_hf_to_gguf.py"
         )
     reader = open_gguf(template)
-    _check_template(reader, template, model.config)
+    _check_template(reader, template, model.config.get_text_config())
     tensors = _tensors(model, items, architecture)
     factors = next((torch.from_numpy(one.data.copy()) for one in reader.tensors if one.name == ROPE_FREQS), None)
     if factors is not None:

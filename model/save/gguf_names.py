@@ -98,6 +98,9 @@ ARCHITECTURES = {
     "lfm2": Architecture("lfm2", values=_lfm2),
 }
 
+# Models with towers, whose text model is one of these. Their towers are in a file of their own (mmproj).
+COMPOSITE = ("gemma3", "gemma4", "qwen3_5")
+
 # Values that template and config.json both have: the end of llama.cpp's key, and the attribute of transformers' config.
 SAME_VALUES = {
     "block_count": "num_hidden_layers",
@@ -166,8 +169,9 @@ class GGUFNames:
     """
 
     def __init__(self, config: PretrainedConfig, architecture: str | None = None) -> None:
-        self._config, gguf = config, gguf_package()
         self._architecture = architecture or architecture_of(config).name
+        self._config, gguf = config.get_text_config(), gguf_package()
+        config = self._config
         self._norm_offset = ARCHITECTURES[config.model_type].norm_offset
         number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == self._architecture)
         self._names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
@@ -175,6 +179,7 @@ class GGUFNames:
     def places(self, key: str) -> list[GGUFPlace]:
         """Return the location of a tensor: two if its rows (in biases of experts, its columns) are in two tensors by
         turns, as those of gate and up in gpt-oss."""
+        key = re.sub(r"(^|\.)language_model\.", r"\1", key)
         expert = EXPERT.search(key)
         stem = re.sub("_bias$", ".bias", EXPERT.sub(".experts.", key))  # gpt-oss has one tensor for all experts' biases
         stem = stem.replace(".linear_attn.dt.bias", ".linear_attn.dt_proj.bias")
@@ -235,11 +240,13 @@ def split(tensor: Tensor, key: str, count: int) -> list[Tensor]:
 def architecture_of(config: PretrainedConfig) -> Architecture:
     """Return llama.cpp's architecture. Raises ValueError if llama.cpp computes it differently, or if it is not
     supported."""
-    if config.model_type not in ARCHITECTURES:
+    known = [*ARCHITECTURES, *COMPOSITE]
+    if config.model_type not in known:
         raise ValueError(
-            f"layout 'gguf' supports models of type {', '.join(ARCHITECTURES)}, got {config.model_type}: set "
+            f"layout 'gguf' supports models of type {', '.join(known)}, got {config.model_type}: set "
             "export.format to dequantized, and convert that checkpoint with llama.cpp's convert_hf_to_gguf.py"
         )
+    config = config.get_text_config()
     architecture = ARCHITECTURES[config.model_type]
     problems = []
     attribute, activation = architecture.activation

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from model.families import is_composite
 from model.save.gguf_file import GGUF_FILE, open_gguf
 from model.save.gguf_names import GGUFNames, split
 from model.save.loadable import is_expert
@@ -65,7 +66,10 @@ class GGUF(Engine):
         return GGUFNames(self.model.config)
 
     def names(self, key: str) -> list[str]:
-        found = [place.name or key for place in self._names.places(key)]
+        places = self._names.places(key)
+        if places[0].name is None and is_composite(self.model.config):
+            return []  # of a tower
+        found = [place.name or key for place in places]
         scales = [name.replace(".weight", f".{TENSOR_SCALE}") for name in found]
         return found + [name for name in scales if name in self.found and name not in found]
 

@@ -2,12 +2,14 @@
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from model.ranks import RankError
 from model.save.export_model import check_plan, export_model
@@ -244,6 +246,30 @@ def test_nvfp4_has_the_codes_and_scales_of_the_compressed_export(tmp_path, kind)
 def test_layers_with_a_part_of_an_nvfp4_block_are_refused():
     with pytest.raises(ValueError, match="in blocks of 64 weights, got a layer with 96 inputs: exempt such layers"):
         linear_shapes("gguf", 96, 32, SCHEMES["nvfp4"], torch.bfloat16)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4", "qwen3_5"])
+def test_the_text_model_of_a_composite_one_is_written(tmp_path, kind):
+    heads = dict.fromkeys(("head_dim", "linear_key_head_dim", "linear_value_head_dim"), 32)
+    parts = {**VARIANTS[kind].parts, "text_config": {**VARIANTS[kind].parts["text_config"], **heads}}
+    variant = replace(VARIANTS[kind], parts=parts) if kind == "qwen3_5" else VARIANTS[kind]
+    source = variant.checkpoint(tmp_path / "source")
+    text = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source).text_config)
+    text.save_pretrained(tmp_path / "text")
+    for file in source.glob("*token*"):
+        shutil.copy(file, tmp_path / "text")
+    template = gguf_template(tmp_path / "text", tmp_path / "base.gguf")
+    model = load_model(source).eval()
+    quantization = quantize(model, SCHEMES["q4_0"], learn=False, ranges=Ranges("absmax", True))
+    options = {"layout": "gguf", "template": template}
+    check_plan(model, quantization, source, **options)
+    report = export_model(model, quantization, source, tmp_path / "out", **options)
+    assert report.files == ["model.gguf"] and report.copied == []
+    export_model(model, quantization, source, tmp_path / "compressed")
+    ids = torch.randint(7, 300, (1, 96), generator=torch.Generator().manual_seed(1))
+    found = compare_with_compressed(GGUF(tmp_path / "out"), tmp_path / "compressed", [ids])
+    assert found.ok and found.layers >= 14, found.table()
+    assert bool(found.logits) is installed()
 
 
 def test_a_byte_type_or_size_that_differs_from_the_compressed_export_is_found(tmp_path):
