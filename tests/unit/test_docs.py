@@ -219,6 +219,7 @@ SETTINGS = [
     "--adapter.kind lora",
     "--adapter.kind lora --adapter.merge false --quant.scheme w4a16_g32",
     "--train.activation_checkpointing true",
+    "--quant.embedding w8a16_g32",
     "--loss.kd_weight 1 --loss.teacher t",
     "--loss.kd_weight 1 --loss.teacher t --loss.top_k 5",
     "--data.kind on_policy --data.server http://a:1 --loss.lm_weight 0 --loss.kd_weight 1 --loss.teacher t",
