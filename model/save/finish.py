@@ -17,7 +17,7 @@ from model.families import text_part
 from model.quantized.quantization_config import MODELOPT_FILE, read_json_object
 from model.ranks import listed, naming
 from model.save.aside import sync
-from model.save.mlx import add_mlx_entries
+from model.save.mlx_models import add_mlx_entries
 from model.save.plan import TIED_LAYOUTS, Item, copied_modules
 from model.zero import full_shape
 from quant import Quantization, QuantLayer

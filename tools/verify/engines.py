@@ -32,7 +32,7 @@ from model.families import is_composite
 from model.save.gguf_file import GGUF_FILE, open_gguf
 from model.save.gguf_names import GGUFNames, split
 from model.save.loadable import is_expert
-from model.save.mlx import mlx_module
+from model.save.mlx_models import mlx_module
 from model.save.plan import mlx_place
 from quant import QuantEmbedding, QuantLayer
 from quant.formats.gguf import BLOCK, SIZES, TENSOR_SCALE
