@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quant.gemm import BLOCKS, hadamard
-from quant.linear import QuantLayer, QuantLinear
+from quant.linear import QuantEmbedding, QuantLayer, QuantLinear
 from quant.quantization import Quantization
 from quant.rules import FUSED, examples
 
@@ -51,6 +51,10 @@ def rotate_inputs(quantization: Quantization, patterns: Sequence[str], block: in
         chosen |= dict.fromkeys(found)
     problems = [
         f"{name} {problem}" for name in chosen if (problem := _problem(name, quantization.layers[name], names, block))
+    ]
+    tables = {id(layer.weight) for layer in quantization.layers.values() if isinstance(layer, QuantEmbedding)}
+    problems += [
+        f"{name} has the embeddings' weight" for name in chosen if id(quantization.layers[name].weight) in tables
     ]
     if problems:
         raise ValueError(f"quant.rotate: {examples(problems, 2)}; leave such layers out of the patterns")

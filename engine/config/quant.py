@@ -227,6 +227,11 @@ class QuantRecipe:
                 yield from self._problems_of_place(place)
         if self.lm_head == TIED and self.embedding in (None, TIED):
             yield "quant.embedding: null, expected the scheme of the weight that is tied (quant.lm_head is tied)"
+        for key in ("start", "scales"):
+            expected = "null with quant.lm_head tied: that checkpoint has two quantized weights"
+            yield from need(
+                self.lm_head != TIED or not getattr(self, key), f"quant.{key}", getattr(self, key), expected
+            )
 
     def _problems_beside_source(self) -> Iterator[str]:
         expected = "[] with quant.scheme source, which sets the schemes of all layers"

@@ -15,6 +15,7 @@ from quant.autograd import Plan, quant_linear
 from quant.linear import SCALE_PARAMETERS, QuantEmbedding, QuantLinear
 from quant.observers import Observer
 from quant.reference import absmax_scale, effective_scale, fake_quant, fake_quant_backward, fake_quantize_tokens
+from quant.rotation import rotate_inputs
 from quant.scale import Scale
 from quant.spec import SCHEMES, Scheme, TensorSpec, get_scheme
 from tests.lib.checkpoints import quantize
@@ -301,6 +302,8 @@ def tied_ends(*schemes: tuple[str, str]) -> tuple[nn.Sequential, quant.Quantizat
 def test_a_tied_head_has_the_scale_of_the_embedding_and_adds_its_gradients():
     model, quantization = tied_ends(("0", "w4a16_g32"), ("1", "w4a16_g32"))
     (group,) = quantization.weight_groups
+    with pytest.raises(ValueError, match="1 has the embeddings' weight"):
+        rotate_inputs(quantization, ["1"], 32)
     assert (group.owner, group.members) == ("0", ["0", "1"]) and quantization.ties_layers
     assert [name for name, _ in model.named_parameters()] == ["0.weight", "0.weight_s0", "0.weight_theta"]
     quantization.set_fake_quant(True, False)

@@ -207,6 +207,8 @@ REFUSED = rows(r"""
     $GPTQ schedule='[{at: 2, fake_quant: false}]' | schedule: [EventRecipe(at=2, every=None, when=None,
     quant.start=g schedule='[{at: 2, fake_quant: false}]' | schedule: [EventRecipe(at=2, every=None, when=None,
     quant.start=g schedule='[{at: 2, fake_quant: activations}]' | schedule: [EventRecipe(at=2, every=None, when=None,
+    quant.start=g quant.lm_head=tied quant.embedding=w8a16_channel | quant.start: 'g', expected null with quant.lm_head
+    quant.scales=g quant.lm_head=tied quant.embedding=w8a16_channel | quant.scales: 'g', expected null with quant.lm
     quant.calibration_batches=-1                | quant.calibration_batches: -1, expected at least 0
     quant.calibration_batches=0                 | quant.calibration_batches: 0, expected 1 or more (or quant.scales,
     quant.initial_input_scale=0 quant.calibration_batches=0 | quant.initial_input_scale: 0.0, expected at least
