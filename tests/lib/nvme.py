@@ -1,4 +1,4 @@
-"""What tests of the optimizer on NVMe need."""
+"""Mark for tests that need DeepSpeed's op for NVMe."""
 
 import pytest
 from deepspeed.ops.op_builder import AsyncIOBuilder

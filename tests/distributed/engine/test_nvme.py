@@ -79,7 +79,7 @@ def run_job(directory: Path, *jobs: tuple[str, str | None], kill: int = -1) -> N
 
 
 def result_of(directory: Path, name: str) -> dict[str, Any]:
-    """What came of a run."""
+    """Load the result of a run: losses, norms and weights."""
     found: dict[str, Any] = torch.load(directory / f"{name}.pt", weights_only=False)
     return found
 

@@ -44,7 +44,7 @@ def run(tmp_path_factory):
 
 
 class Exported:
-    """What one case left: directories, results of both ranks, and the whole parameters."""
+    """Files of one case: directories, results of both ranks, and the whole parameters."""
 
     def __init__(self, base: Path, name: str):
         self.stage, self.kind, *_ = RUNS[name]

@@ -77,7 +77,8 @@ def test_what_is_not_quantized_stays_so_and_what_shares_a_scale_is_said(tmp_path
 
 
 def test_layers_whose_inputs_do_not_fill_groups_are_left_and_said(tmp_path, capsys):
-    """Of o_proj, whose weight has blocks that are not full; so has that of another layer, which is quantized."""
+    """o_proj stays unquantized: groups of 128 do not divide its inputs. kv_a_proj_with_mqa, whose last block of
+    rows is smaller, is quantized."""
     path = deepseek(tmp_path, 0, v_head_dim=56)
     _, quantization, report = load_quantized(path)
     assert "model.layers.0.self_attn.kv_a_proj_with_mqa" in quantization.layers and not report.weights_measured

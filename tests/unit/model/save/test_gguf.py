@@ -75,6 +75,16 @@ def rotated(weight: torch.Tensor, heads: int) -> torch.Tensor:
     return weight[rows]
 
 
+def assert_logits_near(file: Path, model) -> None:
+    """Compare llama.cpp's logits with those of the model, whose inputs are rounded as llama.cpp rounds them."""
+    ids = torch.randint(7, 300, (1, 96), generator=torch.Generator().manual_seed(1))
+    theirs = next(engine_logits(file, [ids]))
+    with torch.no_grad(), rounded_inputs(model.float(), torch.bfloat16):
+        ours = model(ids).logits
+    kl = (ours.softmax(-1) * (ours.log_softmax(-1) - theirs.log_softmax(-1))).sum(-1).mean()
+    assert kl < OUR_FORWARD_KL
+
+
 NAMES = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output"}
 NAMES |= {"gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down", "lm_head": "output"}
 NAMES |= {"w1": "ffn_gate", "w2": "ffn_down", "w3": "ffn_up", "self_attn.out_proj": "attn_output"}
@@ -191,12 +201,7 @@ def test_other_families_are_written_as_llama_cpp_s_converter_writes_them(tmp_pat
     kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(out).tensors}
     assert {kinds[name] for name in weights} == {scheme.upper()}
     if installed():
-        ids = torch.randint(7, 300, (1, 96), generator=torch.Generator().manual_seed(1))
-        theirs = next(engine_logits(out, [ids]))
-        with torch.no_grad(), rounded_inputs(model.float(), torch.bfloat16):
-            ours = model(ids).logits
-        kl = (ours.softmax(-1) * (ours.log_softmax(-1) - theirs.log_softmax(-1))).sum(-1).mean()
-        assert kl < OUR_FORWARD_KL
+        assert_logits_near(out, model)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
@@ -229,12 +234,7 @@ def test_nvfp4_has_the_codes_and_scales_of_the_compressed_export(tmp_path, kind)
         checked += 1
     assert checked > 14
     if installed():
-        ids = torch.randint(7, 300, (1, 96), generator=torch.Generator().manual_seed(1))
-        theirs = next(engine_logits(out, [ids]))
-        with torch.no_grad(), rounded_inputs(model.float(), torch.bfloat16):
-            ours = model(ids).logits
-        kl = (ours.softmax(-1) * (ours.log_softmax(-1) - theirs.log_softmax(-1))).sum(-1).mean()
-        assert kl < OUR_FORWARD_KL
+        assert_logits_near(out, model)
     # A scale of the tensor that differs by 2^-12 is another one.
     at = next(int(tensor.data_offset) for tensor in found.values() if tensor.name == "blk.1.attn_k.scale")
     bytes_ = bytearray(out.read_bytes())

@@ -1,4 +1,4 @@
-"""What the optimizer on NVMe needs of a machine."""
+"""Checks of the machine before an optimizer is kept on NVMe: libaio, locked memory, space."""
 
 from pathlib import Path
 
