@@ -2,8 +2,8 @@
 
 If an export has the source's format, and each layer is quantized as in the source, then the source's configuration
 describes the export, too, and is kept. So are the things that training does not determine: codes of tensors outside of
-the model, the names of scales of keys and values, the shape of a single scale (``[]`` or ``[1]``), the dtype of scales
-that training has not changed, and several scales of inputs where the model has one.
+the model, the names of scales of keys and values, the shape of a single scale (``[]`` or ``[1]``), the dtype of routing
+biases and of scales that training has not changed, and several scales of inputs where the model has one.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from model.checkpoint.names import module_name_on_disk
+from model.checkpoint.names import Names, module_name_on_disk
 from model.checkpoint.safetensors import CheckpointError, DiskTensor
 from model.quantized.checkpoint import SourceCheckpoint, parts_of
 from model.quantized.quantization_config import source_layout
@@ -24,6 +24,8 @@ from quant import Quantization, ScaleGroup, Scheme
 from quant.formats.layouts import Layout
 from quant.linear import linears_of
 from quant.rotation import rotated_layers
+
+_SHORT = {torch.bfloat16, torch.float16}
 
 
 def is_as_source(
@@ -56,14 +58,20 @@ def is_as_source(
 def stored_dtypes(
     model: PreTrainedModel, quantization: Quantization, checkpoint: SourceCheckpoint
 ) -> dict[str, torch.dtype]:
-    """Find the fp32 scales that the source stores in a shorter dtype, and that have values of this dtype, by key. A
-    collective. Scales that learn have such values only until the first step."""
+    """Find the fp32 scales and buffers (routing biases) that the source stores in a shorter dtype, and that have values
+    of this dtype, by key. A collective. Scales that learn have such values only until the first step."""
     found: list[tuple[list[str], torch.dtype]] = []
     changed: list[torch.Tensor] = []
+    names = Names(model)
+    for name, buffer in model.named_buffers():
+        one = checkpoint.tensors.get(names.key(name))
+        if one is not None and buffer.dtype == torch.float32 and one.dtype in _SHORT:
+            changed.append((buffer.to(one.dtype).float() != buffer).sum().cpu())
+            found.append(([one.key], one.dtype))
     for group in (*quantization.weight_groups, *quantization.input_groups):
         tensors = [checkpoint.beside[key] for key in _keys(model, quantization, group) if key in checkpoint.beside]
         dtypes = {one.dtype for one in tensors}
-        if group.spec.scale_format != "float32" or len(dtypes) != 1 or not dtypes < {torch.bfloat16, torch.float16}:
+        if group.spec.scale_format != "float32" or len(dtypes) != 1 or not dtypes <= _SHORT:
             continue
         dtype = tensors[0].dtype
         assert dtype is not None

@@ -102,8 +102,9 @@ def plan_shards(
     Args:
         model, quantization, layout: the model, its quantized layers (or None), and their format on disk.
         checkpoint: headers of the checkpoint that the model was loaded from.
-        dtypes: None, or if format and schemes are those of ``checkpoint``, the dtypes of scales that are not fp32. Then
-            scales have the shapes of ``checkpoint``, and codes that are outside of the model are copied.
+        dtypes: None, or if format and schemes are those of ``checkpoint``, the dtypes of scales and buffers that it
+            does not have in fp32. Then scales have the shapes of ``checkpoint``, and codes that are outside of the
+            model are copied.
         inputs: scales of inputs of ``checkpoint``, by key, that are written in place of the model's.
 
     Raises:
@@ -135,7 +136,8 @@ def plan_shards(
         elif getattr(module, "projections", ()):
             items.append(_stacked_item(model, names, name, module, source, quantized=quantized))
         else:
-            items.append(_plain_item(names, name, module, seen))
+            item = _plain_item(names, name, module, seen)
+            items.append(replace(item, shapes=_as_stored(item.shapes, {}, dtypes)))
     own = {key for name in (quantization.caches if quantization else ()) for key in cache_keys(model, name)}
     items += _copied_items(model, names, source, {key: one for key, one in beside.items() if key not in own})
     return list(batches((item for item in items if item.shapes), lambda item: item.bytes, max_shard_size))

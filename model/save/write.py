@@ -167,7 +167,8 @@ def _write(item: Item, output: ShardWriter, held: BufferedBytes) -> None:
         for tensor, place in item.plain:  # on a CPU this is the parameter's own memory, unless it is transposed
             matrix = tensor.detach().cpu()
             values = (matrix.t() if place.turned else matrix).contiguous().view(-1)
-            output.write(place.key, values[place.start : place.start + math.prod(place.shape)].view(place.shape))
+            values = values[place.start : place.start + math.prod(place.shape)].view(place.shape)
+            output.write(place.key, values.to(item.shapes[place.key][0]))
 
 
 def _copy(item: Item, output: ShardWriter, held: BufferedBytes) -> None:

@@ -126,7 +126,12 @@ def write_others(directory: Path) -> dict[str, tuple[str, str, str]]:
         with_several_input_scales(directory / name).rename(directory / "files" / name)
     with_heads(directory / "heads").rename(directory / "files" / "heads")
     gpt_oss(directory / "gpt_oss", random.randrange(2**31)).rename(directory / "files" / "gpt_oss")
-    deepseek(directory / "deepseek", random.randrange(2**31)).rename(directory / "files" / "deepseek")
+    path = deepseek(directory / "deepseek", random.randrange(2**31))
+    edit_checkpoint(
+        path,  # a routing bias that the model has in fp32
+        lambda tensors: tensors.update({key: tensors[key].bfloat16() for key in tensors if key.endswith("_bias")}),
+    )
+    path.rename(directory / "files" / "deepseek")
     for kind in COLUMNS:
         path, weights = gptq_checkpoint(directory / kind, kind)
         path.rename(directory / "files" / kind)

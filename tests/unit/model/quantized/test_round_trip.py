@@ -318,3 +318,28 @@ def test_several_input_scales_come_back_unless_the_one_in_their_place_changed(tm
     assert keys and all(torch.equal(found[key], read[key]) == theirs for key in keys)
     if not theirs:
         assert {one.item() for one in map(found.get, keys)} == {2 * one for one in largest.values()}
+
+
+@pytest.mark.parametrize("theirs", [True, False])
+def test_a_routing_bias_keeps_the_dtype_of_the_source_unless_it_changed(tmp_path, theirs):
+    """The model computes with it in fp32, while some checkpoints of DeepSeek-V3's architecture store it in bf16."""
+    path, key = deepseek(tmp_path, random.randrange(2**31)), "model.layers.1.mlp.gate.e_score_correction_bias"
+
+    def shorten(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[key] = torch.randn(tensors[key].shape).bfloat16()
+
+    edit_checkpoint(path, shorten)
+    model, quantization, _ = load_quantized(path)
+    bias = model.get_buffer(key)
+    assert bias.dtype == torch.float32
+    if not theirs:
+        bias += 2**-20
+    export_model(model, quantization, path, tmp_path / "again", layout="vllm_fp8")
+    read, found = read_tensors(path), read_tensors(tmp_path / "again")
+    assert found[key].dtype == (torch.bfloat16 if theirs else torch.float32)
+    assert torch.equal(found.pop(key), bias.to(torch.bfloat16 if theirs else torch.float32))
+    del read[key]
+    assert read.keys() == found.keys()
+    assert all(torch.equal(read[one], found[one]) and read[one].dtype == found[one].dtype for one in read)
+    if theirs:
+        assert (tmp_path / "again" / "model.safetensors").read_bytes() == (path / "model.safetensors").read_bytes()
