@@ -57,6 +57,7 @@ _SIZES = (
     ("intermediate_size", "blk.0.ffn_gate.weight", 0),
     ("num_attention_heads", "blk.0.attn_q.weight", 0),
     ("num_key_value_heads", "blk.0.attn_k.weight", 0),
+    ("shared_expert_intermediate_size", "blk.0.ffn_gate_shexp.weight", 0),
 )
 _NEUTRAL = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True, "rope.scaling.attn_factor": 1.0}
 _REQUIRED = ["block_count", "embedding_length", "attention.head_count", "attention.layer_norm_rms_epsilon"]
@@ -247,7 +248,7 @@ def _problems(file: GGUFSource, key: str, place: GGUFPlace, shape: tuple[int, ..
         return
     tensor = file.tensors[place.name]
     stacked, own = place.expert is not None, shape_of(tensor)
-    if own != ((file.own("expert_count"), *shape) if stacked else in_file(shape)):
+    if in_file(own) != in_file((file.own("expert_count"), *shape) if stacked else shape):
         yield f"{place.name} is {list(own)}, expected {list(shape)}{' for each expert' * stacked}"
     if len(own) == 1 and tensor.tensor_type.name not in _PLAIN:
         yield f"{place.name} is a vector in {tensor.tensor_type.name}, expected {', '.join(_PLAIN)}"
@@ -328,7 +329,7 @@ def _config(file: GGUFSource, family: _Family) -> PretrainedConfig:
     values.setdefault("head_dim", values["hidden_size"] // values["num_attention_heads"])
     inner = "moe_intermediate_size" if "moe_intermediate_size" in values else "intermediate_size"
     for attribute, name, dim in (*_SIZES, (inner, "blk.0.ffn_gate_exps.weight", 1)):
-        if name in file.tensors:  # transformers would allocate memory by a wrong size
+        if name in file.tensors and attribute in values:  # transformers would allocate memory by a wrong size
             heads, shape = "heads" in attribute, shape_of(file.tensors[name])
             if shape[dim:][:1] != (values[attribute] * (values["head_dim"] if heads else 1),):
                 of_heads = f" heads of {values['head_dim']} (attention.key_length)" * heads
@@ -461,6 +462,14 @@ def _lfm2(file: GGUFSource, values: Mapping[str, Any]) -> dict[str, Any]:
     return {"layer_types": kinds, "block_auto_adjust_ff_dim": False}
 
 
+_LINEAR = {
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
+    **dict.fromkeys(("ssm.inner_size", "full_attention_interval"), ""),
+    **dict.fromkeys(("rope.dimension_count", "rope.dimension_sections"), ""),
+}
 _FAMILIES = {
     "llama": _Family("llama", "LlamaForCausalLM", derived=_llama),  # Mistral, too
     "llama experts": _Family("mixtral", "MixtralForCausalLM", _EXPERTS),
@@ -493,16 +502,15 @@ _FAMILIES = {
         | dict.fromkeys(("attention.shared_kv_layers", "embedding_length_per_layer_input"), ""),
         _gemma4,
     ),
-    "qwen35": _Family(
-        "qwen3_5_text",
-        "Qwen3_5ForCausalLM",
-        {
-            "ssm.conv_kernel": "linear_conv_kernel_dim",
-            "ssm.state_size": "linear_key_head_dim",
-            "ssm.group_count": "linear_num_key_heads",
-            "ssm.time_step_rank": "linear_num_value_heads",
-            **dict.fromkeys(("ssm.inner_size", "full_attention_interval"), ""),
-            **dict.fromkeys(("rope.dimension_count", "rope.dimension_sections"), ""),
+    "qwen35": _Family("qwen3_5_text", "Qwen3_5ForCausalLM", _LINEAR, _qwen3_5),
+    "qwen35moe": _Family(
+        "qwen3_5_moe_text",
+        "Qwen3_5MoeForCausalLM",
+        _LINEAR
+        | _EXPERTS
+        | {
+            "expert_feed_forward_length": "moe_intermediate_size",
+            "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
         },
         _qwen3_5,
     ),

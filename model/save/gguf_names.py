@@ -95,11 +95,12 @@ ARCHITECTURES = {
     "gemma3_text": Architecture("gemma3", 1.0, 6, ("hidden_activation", "gelu_pytorch_tanh")),
     "gemma4_text": Architecture("gemma4", 0.0, None, ("hidden_activation", "gelu_pytorch_tanh"), _gemma4),
     "qwen3_5_text": Architecture("qwen35", 1.0, values=_qwen3_5),
+    "qwen3_5_moe_text": Architecture("qwen35moe", 1.0, values=_qwen3_5),
     "lfm2": Architecture("lfm2", values=_lfm2),
 }
 
 # Models with towers, whose text model is one of these. Their towers are in a file of their own (mmproj).
-COMPOSITE = ("gemma3", "gemma4", "qwen3_5")
+COMPOSITE = ("gemma3", "gemma4", "qwen3_5", "qwen3_5_moe")
 
 # Values that template and config.json both have: the end of llama.cpp's key, and the attribute of transformers' config.
 SAME_VALUES = {
@@ -115,6 +116,7 @@ SAME_VALUES = {
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
     "vocab_size": "vocab_size",
 }
 WINDOW_VALUES = {"attention.sliding_window": "sliding_window", "final_logit_softcapping": "final_logit_softcapping"}
@@ -224,8 +226,9 @@ def _transposed(shape: tuple[int, int], kept: int, rows: int) -> Tensor:
 
 
 def in_file(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape in a file of a tensor of a checkpoint: the kernels [C, 1, K] of a convolution are [C, K]."""
-    return (shape[0], shape[2]) if len(shape) == 3 and shape[1] == 1 else tuple(shape)
+    """Return a shape without dimensions of size 1: in a file the kernels [C, 1, K] of a convolution are [C, K], and the
+    gate [1, H] of a shared expert is [H] or [1, H]."""
+    return tuple(size for size in shape if size != 1) or (1,)
 
 
 def split(tensor: Tensor, key: str, count: int) -> list[Tensor]:
@@ -266,7 +269,7 @@ def architecture_of(config: PretrainedConfig) -> Architecture:
             problems.append("some layers have no experts")
     if getattr(config, "conv_bias", False):
         problems.append("conv_bias is true, but llama.cpp reads no biases of convolutions")
-    if config.model_type == "qwen3_5_text":
+    if config.model_type in ("qwen3_5_text", "qwen3_5_moe_text"):
         interval = _interval(layers)
         if layers != [f"{'linear' if at % interval else 'full'}_attention" for at in range(1, len(layers) + 1)]:
             problems.append("not every nth layer alone attends to all positions")

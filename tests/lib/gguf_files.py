@@ -30,6 +30,7 @@ QWEN35 = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_atte
 QWEN35 |= {"linear_num_key_heads": 2, "linear_num_value_heads": 6}
 QWEN35 |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 32)
 QWEN35 |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25}}
+QWEN35MOE = QWEN35 | EXPERTS | {"shared_expert_intermediate_size": 128, "intermediate_size": None}
 OPENAI = {"rope_type": "yarn", "rope_theta": 1.5e5, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0}
 OPENAI |= {"original_max_position_embeddings": 64, "truncate": False}
 # Options of transformers' configuration by variant; its first word is the model_type.
@@ -48,6 +49,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gemma4_text": GEMMA4,
     "gemma4_text keys": GEMMA4 | GEMMA4_KEYS,
     "qwen3_5_text": QWEN35,
+    "qwen3_5_moe_text": QWEN35MOE,
     "lfm2": {"layer_types": ["conv", "full_attention"], "head_dim": 64, "block_multiple_of": 32},
 }  # fmt: skip
 _ARCHITECTURES = {
@@ -57,6 +59,7 @@ _ARCHITECTURES = {
     "gemma3_text": "gemma3",
     "gemma4_text": "gemma4",
     "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
     "gpt_oss": "gpt-oss",
 }
 _LEAVES = {
@@ -73,6 +76,8 @@ _LEAVES = {
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate": "ffn_gate_inp",
     "mlp.router": "ffn_gate_inp",
+    "shared_expert_gate": "ffn_gate_inp_shexp",
+    **{f"shared_expert.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
     "gate_proj": "ffn_gate",
     "up_proj": "ffn_up",
     "down_proj": "ffn_down",
@@ -99,7 +104,7 @@ _OTHER_LEAVES = {"gemma3_text": _GEMMA_LEAVES, "gemma4_text": _GEMMA_LEAVES | _G
 _QWEN35_LEAVES = {"in_proj_qkv": "attn_qkv", "in_proj_z": "attn_gate", "in_proj_b": "ssm_beta"}
 _QWEN35_LEAVES |= {"in_proj_a": "ssm_alpha", "conv1d": "ssm_conv1d", "linear_attn.norm": "ssm_norm"}
 _QWEN35_LEAVES |= {"linear_attn.out_proj": "ssm_out", "post_attention_layernorm": "post_attention_norm"}
-_OTHER_LEAVES |= {"qwen3_5_text": _QWEN35_LEAVES}
+_OTHER_LEAVES |= dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), _QWEN35_LEAVES)
 _OTHER_LEAVES |= {"gpt_oss": {"post_attention_layernorm": "post_attention_norm"}}
 
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -201,8 +206,7 @@ def tensors(source: Path) -> dict[str, torch.Tensor]:
             heads = config.num_attention_heads if leaf == "q_proj" else config.num_key_value_heads
             half = len(value) // heads // 2
             value = value[[h * 2 * half + i + j * half for h in range(heads) for i in range(half) for j in range(2)]]
-        shifted = {"gemma3_text": "norm" in leaf, "qwen3_5_text": "norm" in leaf and leaf != "linear_attn.norm"}
-        if shifted.get(config.model_type):
+        if config.model_type.startswith(("gemma3", "qwen3_5")) and "norm" in leaf and leaf != "linear_attn.norm":
             value = value.float() + 1
         found[f"{block}{leaves[leaf]}.{suffix}"] = value.squeeze(1) if "conv" in leaf else value
     rope = config.rope_parameters
@@ -246,7 +250,7 @@ def metadata(config) -> dict[str, Any]:
         "block_count": config.num_hidden_layers,
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
+        "feed_forward_length": getattr(config, "intermediate_size", None),
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": first.num_key_value_heads,
         "attention.key_length": head,
@@ -269,8 +273,8 @@ def metadata(config) -> dict[str, Any]:
         values["final_logit_softcapping"] = config.final_logit_softcapping
     if hasattr(config, "num_experts") and architecture != "gemma4":
         values |= {"expert_count": config.num_experts, "expert_used_count": config.num_experts_per_tok}
-    if architecture in ("qwen3moe", "gpt-oss"):
-        values["expert_feed_forward_length"] = getattr(config, "moe_intermediate_size", config.intermediate_size)
+    if architecture in ("qwen3moe", "qwen35moe", "gpt-oss"):
+        values["expert_feed_forward_length"] = getattr(config, "moe_intermediate_size", values["feed_forward_length"])
     if architecture == "gemma4":
         sliding = [kind == "sliding_attention" for kind in config.layer_types]
         full = config.per_layer_config[1]
@@ -283,7 +287,9 @@ def metadata(config) -> dict[str, Any]:
         values |= per_layer | {"attention.sliding_window": config.sliding_window, "attention.head_count_kv": heads}
         for part in ("attention.key_length", "attention.value_length", "rope.dimension_count"):
             values |= {part: full.head_dim, f"{part}_swa": head}
-    if architecture == "qwen35":
+    if architecture == "qwen35moe":
+        values["expert_shared_feed_forward_length"] = config.shared_expert_intermediate_size
+    if architecture.startswith("qwen35"):
         values |= {"full_attention_interval": 2, "rope.dimension_sections": [11, 11, 10, 0]}
         values |= {"rope.dimension_count": int(head * rope["partial_rotary_factor"])}
         names = ("conv_kernel_dim", "key_head_dim", "num_key_heads", "num_value_heads")
@@ -295,7 +301,7 @@ def metadata(config) -> dict[str, Any]:
         values["feed_forward_length"] = -(-(2 * config.intermediate_size // 3) // multiple) * multiple
         values["attention.head_count_kv"] = [2 * (kind == "full_attention") for kind in config.layer_types]
         values |= {"shortconv.l_cache": config.conv_L_cache, "vocab_size": config.vocab_size}
-    return values
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def write_gguf(

@@ -226,6 +226,8 @@ REFUSED_BY_LAYER = [
     ("qwen3_5_text", {"ssm__group_count": 4}, "ssm_conv1d.weight is .*, expected rows of 4, 4 and 6 heads of 32"),
     ("qwen3_5_text", {"ssm__inner_size": 7}, "qwen35.ssm.inner_size is 7, expected 192"),
     ("qwen3_5_text", {"nextn_predict_layers": 1}, "qwen35.nextn_predict_layers = 1"),
+    ("qwen3_5_moe_text", {"expert_shared_feed_forward_length": 2**31 - 1}, r"but blk.0.ffn_gate_shexp.weight is \[128"),
+    ("qwen3_5_moe_text", {"without": ("blk.1.ffn_gate_inp_shexp.weight",)}, "lacks blk.1.ffn_gate_inp_shexp.weight"),
 ]
 
 
@@ -262,7 +264,7 @@ def test_damaged_files_are_refused_in_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "variant", ["qwen3 yarn", "mixtral", "gpt_oss", "gemma3_text", "gemma4_text", "qwen3_5_text", "lfm2"]
+    "variant", ["qwen3 yarn", "mixtral", "gpt_oss", "gemma3_text", "gemma4_text", "qwen3_5_moe_text", "lfm2"]
 )
 def test_damaged_headers_are_refused_in_one_line_or_are_another_model(variant: str, tmp_path: Path) -> None:
     """Bytes, ends and entries at random, from a fixed seed."""
