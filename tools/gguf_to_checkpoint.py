@@ -49,6 +49,7 @@ _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _VALUES = {end: name for end, name in SAME_VALUES.items() if "expert" not in end}
 _VALUES |= {"context_length": "max_position_embeddings"}
 _EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+_SIZED_EXPERTS = _EXPERTS | {"expert_feed_forward_length": "moe_intermediate_size"}
 _ROPE = {"rope.freq_base", *(f"rope.scaling.{end}" for end in ("type", "factor", "original_context_length"))}
 _YARN = {"rope.scaling.yarn_beta_fast": "beta_fast", "rope.scaling.yarn_beta_slow": "beta_slow"}
 # Attributes that are the size of a tensor, and its dimension; heads are counted.
@@ -328,7 +329,8 @@ def _config(file: GGUFSource, family: _Family) -> PretrainedConfig:
     values.setdefault("num_key_value_heads", values["num_attention_heads"])
     values.setdefault("head_dim", values["hidden_size"] // values["num_attention_heads"])
     inner = "moe_intermediate_size" if "moe_intermediate_size" in values else "intermediate_size"
-    for attribute, name, dim in (*_SIZES, (inner, "blk.0.ffn_gate_exps.weight", 1)):
+    routed = next((name for name in file.tensors if name.endswith(".ffn_gate_exps.weight")), "")
+    for attribute, name, dim in (*_SIZES, (inner, routed, 1)):
         if name in file.tensors and attribute in values:  # transformers would allocate memory by a wrong size
             heads, shape = "heads" in attribute, shape_of(file.tensors[name])
             if shape[dim:][:1] != (values[attribute] * (values["head_dim"] if heads else 1),):
@@ -458,10 +460,11 @@ def _qwen3_5(file: GGUFSource, values: Mapping[str, Any]) -> dict[str, Any]:
 def _lfm2(file: GGUFSource, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return which layers have convolutions: those without heads of keys."""
     heads = file.by_layer("attention.head_count_kv", values["num_hidden_layers"])
-    kinds = ["full_attention" if count else "conv" for count in heads]
-    return {"layer_types": kinds, "block_auto_adjust_ff_dim": False}
+    kinds = {"layer_types": ["full_attention" if count else "conv" for count in heads]}
+    return kinds if "num_experts" in values else kinds | {"block_auto_adjust_ff_dim": False}
 
 
+_CONVOLUTIONS = {"attention.layer_norm_rms_epsilon": "norm_eps", "shortconv.l_cache": "conv_L_cache"}
 _LINEAR = {
     "ssm.conv_kernel": "linear_conv_kernel_dim",
     "ssm.state_size": "linear_key_head_dim",
@@ -475,12 +478,7 @@ _FAMILIES = {
     "llama experts": _Family("mixtral", "MixtralForCausalLM", _EXPERTS),
     "qwen2": _Family("qwen2", "Qwen2ForCausalLM"),
     "qwen3": _Family("qwen3", "Qwen3ForCausalLM"),
-    "qwen3moe": _Family(
-        "qwen3_moe",
-        "Qwen3MoeForCausalLM",
-        _EXPERTS | {"expert_feed_forward_length": "moe_intermediate_size"},
-        _qwen3_moe,
-    ),
+    "qwen3moe": _Family("qwen3_moe", "Qwen3MoeForCausalLM", _SIZED_EXPERTS, _qwen3_moe),
     "gpt-oss": _Family(
         "gpt_oss",
         "GptOssForCausalLM",
@@ -506,18 +504,14 @@ _FAMILIES = {
     "qwen35moe": _Family(
         "qwen3_5_moe_text",
         "Qwen3_5MoeForCausalLM",
-        _LINEAR
-        | _EXPERTS
-        | {
-            "expert_feed_forward_length": "moe_intermediate_size",
-            "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
-        },
+        _LINEAR | _SIZED_EXPERTS | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
         _qwen3_5,
     ),
-    "lfm2": _Family(
-        "lfm2",
-        "Lfm2ForCausalLM",
-        {"attention.layer_norm_rms_epsilon": "norm_eps", "shortconv.l_cache": "conv_L_cache"},
+    "lfm2": _Family("lfm2", "Lfm2ForCausalLM", _CONVOLUTIONS, _lfm2),
+    "lfm2moe": _Family(
+        "lfm2_moe",
+        "Lfm2MoeForCausalLM",
+        _CONVOLUTIONS | _SIZED_EXPERTS | {"leading_dense_block_count": "num_dense_layers", "expert_gating_func": ""},
         _lfm2,
     ),
 }

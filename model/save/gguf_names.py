@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,10 @@ from model.save.plan import EXPERT
 ROPE_FREQS = "rope_freqs.weight"  # computed by the converter from config.json (Llama 3); copied
 
 
+_SILU: dict[str, Any] = {"hidden_act": "silu"}
+_GELU: dict[str, Any] = {"hidden_activation": "gelu_pytorch_tanh"}
+
+
 class Architecture(NamedTuple):
     """How llama.cpp stores and computes a model type of transformers.
 
@@ -22,7 +26,7 @@ class Architecture(NamedTuple):
         norm_offset: number that its converter adds to the weights of norms.
         period: every ``period``-th layer attends to all positions, the others to a window; 0 without windows, None if
             the metadata says it of each layer.
-        activation: attribute of the configuration and value of the activation function.
+        fixed: attributes of the configuration, with the only values that it computes.
         values: function of the configuration that returns metadata by the end of its key, where it differs from
             ``SAME_VALUES``.
     """
@@ -30,7 +34,7 @@ class Architecture(NamedTuple):
     name: str
     norm_offset: float = 0.0
     period: int | None = 0
-    activation: tuple[str, str] = ("hidden_act", "silu")
+    fixed: Mapping[str, Any] = _SILU
     values: Callable[[PretrainedConfig], dict[str, Any]] = lambda config: {}
 
 
@@ -71,18 +75,23 @@ def _qwen3_5(config: PretrainedConfig) -> dict[str, Any]:
 
 def _lfm2(config: PretrainedConfig) -> dict[str, Any]:
     """Return metadata of LFM2: layers of convolutions have no heads of keys."""
+    values = {
+        "attention.head_count_kv": [config.num_key_value_heads * (kind != "conv") for kind in config.layer_types],
+        "attention.layer_norm_rms_epsilon": config.norm_eps,
+        "shortconv.l_cache": config.conv_L_cache,
+    }
+    if config.model_type == "lfm2_moe":
+        return values | {"leading_dense_block_count": config.num_dense_layers, "expert_gating_func": 2}  # the sigmoid
     size, factor, multiple = config.intermediate_size, config.block_ffn_dim_multiplier, config.block_multiple_of
     if config.block_auto_adjust_ff_dim:
         size = int(2 * size / 3)
         size = size if factor is None else -(-int(factor * size) // multiple) * multiple
-    return {
-        "attention.head_count_kv": [config.num_key_value_heads * (kind != "conv") for kind in config.layer_types],
-        "attention.layer_norm_rms_epsilon": config.norm_eps,
-        "feed_forward_length": size,
-        "shortconv.l_cache": config.conv_L_cache,
-    }
+    return values | {"feed_forward_length": size}
 
 
+_QWEN3_MOE = {"norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 1}
+_LFM2_MOE = {"conv_bias": False, "norm_topk_prob": True, "use_expert_bias": True, "routed_scaling_factor": 1}
+_GEMMA4 = {"enable_moe_block": False, "attention_bias": False}
 # By the model_type of config.json. For other types llama.cpp's converter changes further values.
 ARCHITECTURES = {
     "llama": Architecture("llama"),
@@ -90,13 +99,14 @@ ARCHITECTURES = {
     "mixtral": Architecture("llama"),
     "qwen2": Architecture("qwen2"),
     "qwen3": Architecture("qwen3"),
-    "qwen3_moe": Architecture("qwen3moe"),
+    "qwen3_moe": Architecture("qwen3moe", fixed=_SILU | _QWEN3_MOE),
     "gpt_oss": Architecture("gpt-oss", period=2),
-    "gemma3_text": Architecture("gemma3", 1.0, 6, ("hidden_activation", "gelu_pytorch_tanh")),
-    "gemma4_text": Architecture("gemma4", 0.0, None, ("hidden_activation", "gelu_pytorch_tanh"), _gemma4),
+    "gemma3_text": Architecture("gemma3", 1.0, 6, _GELU),
+    "gemma4_text": Architecture("gemma4", 0.0, None, _GELU | _GEMMA4, _gemma4),
     "qwen3_5_text": Architecture("qwen35", 1.0, values=_qwen3_5),
     "qwen3_5_moe_text": Architecture("qwen35moe", 1.0, values=_qwen3_5),
-    "lfm2": Architecture("lfm2", values=_lfm2),
+    "lfm2": Architecture("lfm2", fixed={"conv_bias": False}, values=_lfm2),
+    "lfm2_moe": Architecture("lfm2moe", fixed=_LFM2_MOE, values=_lfm2),
 }
 
 # Models with towers, whose text model is one of these. Their towers are in a file of their own (mmproj).
@@ -185,6 +195,9 @@ class GGUFNames:
         expert = EXPERT.search(key)
         stem = re.sub("_bias$", ".bias", EXPERT.sub(".experts.", key))  # gpt-oss has one tensor for all experts' biases
         stem = stem.replace(".linear_attn.dt.bias", ".linear_attn.dt_proj.bias")
+        stem = stem.replace(".expert.bias", ".expert_bias.bias")
+        if ".feed_forward.experts.w" in stem:
+            stem = stem.removeprefix("model.")
         if stem.endswith(".sinks"):
             stem += ".weight"
         pair = ".experts.gate_up_proj" in stem
@@ -252,9 +265,9 @@ def architecture_of(config: PretrainedConfig) -> Architecture:
     config = config.get_text_config()
     architecture = ARCHITECTURES[config.model_type]
     problems = []
-    attribute, activation = architecture.activation
-    if (found := getattr(config, attribute, activation)) != activation:
-        problems.append(f"{attribute} is {found!r}, expected {activation!r}")
+    for attribute, value in architecture.fixed.items():
+        if (found := getattr(config, attribute, value)) != value:
+            problems.append(f"{attribute} is {found!r}, expected {value!r}")
     period, usual = architecture.period, "sliding_attention" if getattr(config, "sliding_window", None) else ""
     layers = getattr(config, "layer_types", None) or [usual] * config.num_hidden_layers
     sliding = [(layer + 1) % period != 0 if period else False for layer in range(len(layers))]
@@ -262,22 +275,14 @@ def architecture_of(config: PretrainedConfig) -> Architecture:
         problems.append(
             "it has sliding attention" if not period else f"not every {period}th layer alone attends to all positions"
         )
-    if config.model_type == "qwen3_moe":
-        if not config.norm_topk_prob:
-            problems.append("norm_topk_prob is false, but llama.cpp normalizes the experts' weights to a sum of 1")
-        if config.mlp_only_layers or config.decoder_sparse_step != 1:
-            problems.append("some layers have no experts")
-    if getattr(config, "conv_bias", False):
-        problems.append("conv_bias is true, but llama.cpp reads no biases of convolutions")
     if config.model_type in ("qwen3_5_text", "qwen3_5_moe_text"):
         interval = _interval(layers)
         if layers != [f"{'linear' if at % interval else 'full'}_attention" for at in range(1, len(layers) + 1)]:
             problems.append("not every nth layer alone attends to all positions")
         if config.linear_key_head_dim != config.linear_value_head_dim:
             problems.append("linear_key_head_dim and linear_value_head_dim differ")
-    if config.model_type == "gemma4_text":
-        wrong = {"enable_moe_block": True, "attention_bias": True, "use_bidirectional_attention": "all"}
-        problems += [f"{name} is {value}" for name, value in wrong.items() if getattr(config, name) == value]
+    if config.model_type == "gemma4_text" and config.use_bidirectional_attention == "all":
+        problems.append("use_bidirectional_attention is 'all'")
     if config.model_type == "gemma3_text":
         # Only the model of 27B, known by its 62 layers, scales by the mean size of heads.
         mean = config.hidden_size // config.num_attention_heads

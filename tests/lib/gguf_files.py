@@ -51,6 +51,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": QWEN35,
     "qwen3_5_moe_text": QWEN35MOE,
     "lfm2": {"layer_types": ["conv", "full_attention"], "head_dim": 64, "block_multiple_of": 32},
+    "lfm2_moe": EXPERTS | {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "head_dim": 64,
+                           "num_dense_layers": 1},
 }  # fmt: skip
 _ARCHITECTURES = {
     "mistral": "llama",
@@ -61,6 +63,7 @@ _ARCHITECTURES = {
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
     "gpt_oss": "gpt-oss",
+    "lfm2_moe": "lfm2moe",
 }
 _LEAVES = {
     "embed_tokens": "token_embd",
@@ -76,6 +79,7 @@ _LEAVES = {
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate": "ffn_gate_inp",
     "mlp.router": "ffn_gate_inp",
+    "feed_forward.gate": "ffn_gate_inp",
     "shared_expert_gate": "ffn_gate_inp_shexp",
     **{f"shared_expert.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
     "gate_proj": "ffn_gate",
@@ -94,6 +98,8 @@ _LEAVES = {
     "w3": "ffn_up",
     "model.embedding_norm": "token_embd_norm",
 }
+_NAMELESS = {"sinks": "attn_sinks.weight", "layer_scalar": "layer_output_scale.weight", "A_log": "ssm_a"}
+_NAMELESS |= {"dt_bias": "ssm_dt.bias", "expert_bias": "exp_probs_b.bias"}
 _GEMMA_LEAVES = {"post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm"}
 _GEMMA_LEAVES |= {"post_feedforward_layernorm": "post_ffw_norm"}
 _GEMMA4_LEAVES = {"per_layer_input_gate": "inp_gate", "per_layer_projection": "proj"}
@@ -164,6 +170,7 @@ def checkpoint(directory: Path, variant: str, pre: str = "qwen2", dtype: torch.d
     with torch.no_grad():
         for name, scalar in model.named_buffers():
             scalar.mul_(torch.rand(()) + 0.5 if name.endswith("layer_scalar") else 1)
+            scalar.add_(torch.rand_like(scalar) / 4 if name.endswith("expert_bias") else 0)
         for name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter)
             parameter.copy_(
@@ -193,13 +200,10 @@ def tensors(source: Path) -> dict[str, torch.Tensor]:
                 turned = config.model_type == "gpt_oss" and suffix == "weight"
                 stacks[f"{block}ffn_{part}_exps.{suffix}"] = half.mT if turned else half
             continue
-        if suffix in ("sinks", "layer_scalar"):
-            found[block + {"sinks": "attn_sinks", "layer_scalar": "layer_output_scale"}[suffix] + ".weight"] = value
-            continue
         if ".linear_attn." in name:
             value = tiled(config, name.rpartition("linear_attn.")[2].removesuffix(".weight"), value)
-        if suffix in ("A_log", "dt_bias"):
-            found[block + {"A_log": "ssm_a", "dt_bias": "ssm_dt.bias"}[suffix]] = value
+        if suffix in _NAMELESS:
+            found[block + _NAMELESS[suffix]] = value
             continue
         leaf = next(leaf for leaf in leaves if stem == leaf or stem.endswith("." + leaf))
         if architecture_of(config) == "llama" and leaf in ("q_proj", "k_proj"):
@@ -273,7 +277,7 @@ def metadata(config) -> dict[str, Any]:
         values["final_logit_softcapping"] = config.final_logit_softcapping
     if hasattr(config, "num_experts") and architecture != "gemma4":
         values |= {"expert_count": config.num_experts, "expert_used_count": config.num_experts_per_tok}
-    if architecture in ("qwen3moe", "qwen35moe", "gpt-oss"):
+    if architecture in ("qwen3moe", "qwen35moe", "lfm2moe", "gpt-oss"):
         values["expert_feed_forward_length"] = getattr(config, "moe_intermediate_size", values["feed_forward_length"])
     if architecture == "gemma4":
         sliding = [kind == "sliding_attention" for kind in config.layer_types]
@@ -299,6 +303,9 @@ def metadata(config) -> dict[str, Any]:
     if architecture == "lfm2":  # two thirds of the size in config.json, rounded up
         multiple = config.block_multiple_of
         values["feed_forward_length"] = -(-(2 * config.intermediate_size // 3) // multiple) * multiple
+    if architecture == "lfm2moe":
+        values |= {"leading_dense_block_count": config.num_dense_layers, "expert_gating_func": 2}
+    if architecture.startswith("lfm2"):
         values["attention.head_count_kv"] = [2 * (kind == "full_attention") for kind in config.layer_types]
         values |= {"shortconv.l_cache": config.conv_L_cache, "vocab_size": config.vocab_size}
     return {key: value for key, value in values.items() if value is not None}

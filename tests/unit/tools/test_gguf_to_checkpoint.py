@@ -214,6 +214,10 @@ def test_what_is_not_understood_is_refused_by_name(tmp_path: Path) -> None:
 REFUSED_BY_LAYER = [
     ("lfm2", {"attention__head_count_kv": [0, 2, 2]}, r"_kv is \[0, 2, 2\], expected a value for each of 2 layers"),
     ("lfm2", {"attention__head_count_kv": [0.0, 2.5]}, "_kv is 2.5, expected one positive integer"),
+    ("lfm2_moe", {"expert_gating_func": 1}, "lfm2moe.expert_gating_func is 1, expected 2"),
+    ("lfm2_moe", {"leading_dense_block_count": 2}, "lacks blk.1.ffn_gate.weight"),
+    ("lfm2_moe", {"expert_feed_forward_length": 2**31 - 1}, r"but blk.1.ffn_gate_exps.weight is \[5, 256, 256\]"),
+    ("lfm2_moe", {"without": ("blk.2.exp_probs_b.bias",)}, "lacks blk.2.exp_probs_b.bias"),
     ("gemma4_text", {"attention__head_count_kv": [2, 2, 2, 1]}, r"_kv is \[2, 2, 2, 1\], expected \[2, 2, 2, 2\]"),
     (
         "gemma4_text",
@@ -264,7 +268,7 @@ def test_damaged_files_are_refused_in_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "variant", ["qwen3 yarn", "mixtral", "gpt_oss", "gemma3_text", "gemma4_text", "qwen3_5_moe_text", "lfm2"]
+    "variant", ["qwen3 yarn", "mixtral", "gpt_oss", "gemma3_text", "gemma4_text", "qwen3_5_moe_text", "lfm2_moe"]
 )
 def test_damaged_headers_are_refused_in_one_line_or_are_another_model(variant: str, tmp_path: Path) -> None:
     """Bytes, ends and entries at random, from a fixed seed."""

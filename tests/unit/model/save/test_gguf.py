@@ -181,7 +181,7 @@ def test_the_file_holds_the_weights_of_the_last_forward(tmp_path, kind):
 FAMILIES = {"mistral": "q4_0", "mixtral": "mxfp4", "qwen2": "q8_0", "qwen3, yarn": "mxfp4", "gemma3_text": "q4_0"}
 FAMILIES |= {"llama, rope of llama 3": "q4_0", "gpt_oss": "mxfp4", "lfm2": "q4_0", "gemma4_text": "q4_0"}
 FAMILIES |= {"gemma4_text, keys are values": "q8_0", "gemma4_text, softcap": "q4_0"}
-FAMILIES |= {"qwen3_5_text": "q4_0", "qwen3_5_moe_text": "q8_0"}
+FAMILIES |= {"qwen3_5_text": "q4_0", "qwen3_5_moe_text": "q8_0", "lfm2_moe": "q4_0"}
 
 
 @pytest.mark.parametrize(("kind", "scheme"), FAMILIES.items())
@@ -379,10 +379,12 @@ def test_the_template_of_other_positions_is_refused(tmp_path, kind):
         ("gemma3_text", {"query_pre_attn_scalar": 8}, "query_pre_attn_scalar is 8, expected 16"),
         ("gemma3_text", {"layer_types": ["full_attention"] * 6}, "not every 6th layer alone attends to all"),
         ("gemma4_text", {"enable_moe_block": True}, "enable_moe_block is True"),
-        ("gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention is all"),
+        ("gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'"),
         ("qwen3_5_text", {"linear_value_head_dim": 8}, "linear_key_head_dim and linear_value_head_dim differ"),
         ("qwen3_5_text", {"layer_types": ["full_attention", "linear_attention"]}, "not every nth layer alone attends"),
-        ("lfm2", {"conv_bias": True}, "conv_bias is true, but llama.cpp reads no biases"),
+        ("lfm2", {"conv_bias": True}, "conv_bias is True, expected False"),
+        ("lfm2_moe", {"routed_scaling_factor": 2.0}, "routed_scaling_factor is 2.0, expected 1"),
+        ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob is False, expected True"),
         ("gemma3_text", {"hidden_activation": "silu"}, "hidden_activation is 'silu', expected 'gelu_pytorch_tanh'"),
     ],
 )
