@@ -15,7 +15,8 @@ in the order of :data:`AWQ_ORDER`.
 In these layouts codes begin at 0, and the value is ``(code - zero point) * scale``. Codes and zero points in this
 project are smaller by 2^(bits - 1), as codes are signed.
 
-ModelOpt: as compressed-tensors, but with other names for the tensors of NVFP4 (:mod:`quant.formats.modelopt`).
+ModelOpt: as compressed-tensors, but with other names for the tensors of NVFP4 and MXFP4
+(:mod:`quant.formats.modelopt`).
 
 gpt-oss has experts in MXFP4, with the Linears of all experts of a layer in one tensor of codes and one of scales:
 ``<stack>_blocks`` uint8 [E, out, in / 32, 16], two e2m1 codes a byte, the first in the low half; ``<stack>_scales``
@@ -34,7 +35,7 @@ from model.quantized.tensor import ColumnTensor, Packing, QuantizedTensor
 from model.scales.grouping import CACHE_ENDS
 from quant import Rule, Scheme
 from quant.formats.compressed_tensors import packed_shapes
-from quant.formats.modelopt import names_of
+from quant.formats.modelopt import DYNAMIC, names_of
 from quant.spec import TensorSpec
 
 Spellings = Callable[[str], Iterable[str]]  # all names that rules may use for a Linear, by its name on disk
@@ -97,6 +98,8 @@ def read_quantized(
             found.beside.update({each: tensors[each] for each in of_input})
             with found.problem_of(name, codes):
                 scheme = _scheme(name, rules, spellings)
+                if modelopt and f"{name}.input_scale" not in of_input:
+                    scheme = DYNAMIC.get(scheme.name, scheme)
                 found.coded[f"{name}.weight"] = coded_linear(name, codes, parts, scheme, reader, modelopt=modelopt)
     return found
 

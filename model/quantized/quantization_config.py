@@ -16,9 +16,9 @@ from model.quantized.tensor import Packing
 from quant import Rule, Scheme, TensorSpec
 from quant.formats.config_groups import kv_cache_from_config, rules_from_config
 from quant.formats.layouts import Layout
-from quant.formats.modelopt import ALGORITHMS, MIXED
+from quant.formats.modelopt import ALGORITHMS, MIXED, REFUSED
 from quant.rules import pattern_problem
-from quant.spec import FP8_TENSOR, NVFP4_GROUP, SCHEMES
+from quant.spec import FP8_TENSOR, SCHEMES
 
 MODELOPT_FILE = "hf_quant_config.json"
 _FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # of AutoGPTQ and AutoAWQ, with their methods
@@ -307,12 +307,18 @@ def _algorithm(config: Mapping[str, Any], of: str = "") -> Scheme:
     """Read the scheme of a model, or of the layer that the prefix ``of`` names."""
     name = config.get("quant_algo")
     found = ALGORITHMS.get(str(name).upper())
+    if (refused := REFUSED.get(str(name).upper())) is not None:
+        why, nearest = refused
+        raise ValueError(
+            f"{of}quant_algo is {name!r}, which {why}: start from the unquantized checkpoint, for example with "
+            f"quant.scheme {nearest}"
+        )
     if found is None:
         raise ValueError(
             f"{of}quant_algo is {name!r}, expected {', '.join(ALGORITHMS)}, or {MIXED} with these per layer; start "
             "from the unquantized checkpoint"
         )
-    size = config.get("group_size") or NVFP4_GROUP
-    if found.weights.has_global_scale and size != NVFP4_GROUP:
-        raise ValueError(f"{of}group_size is {size!r}, expected {NVFP4_GROUP} for {name}: quantize again")
+    size, expected = config.get("group_size"), found.weights.group_size
+    if found.weights.dtype == "fp4_e2m1" and (size or expected) != expected:
+        raise ValueError(f"{of}group_size is {size!r}, expected {expected} for {name}: quantize again")
     return found

@@ -62,6 +62,9 @@ def export_format(scheme: Scheme) -> str:
     weights, inputs = scheme.weights, scheme.activations
     if weights.mx and (inputs is None or (inputs.mx and inputs.bits >= weights.bits)):
         return MXFP4_PACKED if weights.bits == 4 else MXFP8_QUANTIZED
+    fp8 = inputs is not None and inputs.dtype == "fp8_e4m3" and inputs.granularity in ("tensor", "token")
+    if weights.mx and weights.bits == 4 and fp8:
+        return MXFP4_PACKED
     if weights.has_global_scale and (inputs is None or inputs.has_global_scale):
         return NVFP4_PACKED
     plain = weights.dtype == "fp8_e4m3" and not weights.mx
@@ -77,8 +80,8 @@ def export_format(scheme: Scheme) -> str:
     raise ValueError(
         f"scheme {scheme.name!r} has no export format: {weights} with inputs {inputs}; supported are fp8 weights with "
         "inputs in fp8 or as they are, fp4 weights with inputs as they are, NVFP4 weights with NVFP4 inputs too, MXFP4 "
-        "weights with inputs in MXFP4 or MXFP8, MXFP8 weights with inputs in MXFP8 or as they are, and integer weights "
-        "per channel or group"
+        "weights with inputs in MXFP4, MXFP8 or fp8, MXFP8 weights with inputs in MXFP8 or as they are, and integer "
+        "weights per channel or group"
     )
 
 

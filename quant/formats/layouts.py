@@ -5,7 +5,7 @@
   input, or with blocks of 128 x 128 (``weight_scale_inv`` as in DeepSeek-V3; also read by transformers).
 - ``gpt_oss``: experts in MXFP4 as gpt-oss is published, with one tensor of codes (``_blocks``) and one of scales
   (``_scales``) for all experts of a layer.
-- ``modelopt``: ModelOpt's tensors and configuration (``modelopt.py``), for fp8 and NVFP4.
+- ``modelopt``: ModelOpt's tensors and configuration (``modelopt.py``), for fp8, NVFP4, and MXFP4 with fp8 inputs.
 - ``dequantized``: fake-quantized weights in the model's dtype, for every reader of plain checkpoints, which will not
   quantize inputs.
 - ``gguf``: llama.cpp's blocks (``gguf.py``), for weights of 4 or 8 bits in groups of 32, and NVFP4; ``model/save/``

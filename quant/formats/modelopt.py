@@ -4,13 +4,32 @@ The tensors hold the codes and scales of compressed-tensors, with these differen
 ``unified_export_hf.py`` and ``nvfp4_tensor.py`` and vLLM's ``modelopt.py``:
 
 - A single scale has no dimension, scales per row are ``[out]``, and scales per block ``[out / 128, 1, in / 128, 1]``.
-- NVFP4 codes are called ``weight`` (uint8 [out, in / 2]).
+- Codes of NVFP4 and MXFP4 are called ``weight`` (uint8 [out, in / 2]).
 - NVFP4 has the reciprocals of the global scales: values are ``code * weight_scale * weight_scale_2``, where
   ``weight_scale_2`` is absmax / (6 * 448), and ``input_scale`` is that of the inputs.
 
 fp32 does not hold every reciprocal exactly: for one number in six, the reciprocal of its reciprocal is its neighbor. So
 effective scales of NVFP4 differ by a relative 2^-24 between the two formats, and :func:`reciprocal` returns the number
 of the file that was read, if it belongs to the same global scale.
+
+Three algorithms have weights of 4 bits and inputs in fp8. This is what they store, according to ModelOpt a2fbac7
+(``quant_utils.py``: ``get_weight_scaling_factor``, ``get_weight_scaling_factor_2``, ``pack_int4_in_uint8``,
+``to_quantized_weight``; ``unified_export_hf.py``: ``_export_quantized_weight``; ``mxfp4_tensor.py``) and to readers in
+TensorRT-LLM (``_torch/modules/linear.py`` and ``fused_moe/quantization.py``; vLLM's ``modelopt.py`` reads none):
+
+- ``W4A8_MXFP4_FP8``: ``weight`` uint8 [out, in / 2], two e2m1 codes a byte, the first in the low half, zeros as -0;
+  ``weight_scale`` uint8 [out, in / 32], an exponent plus 127; ``input_scale`` fp32, absmax / 448, if inputs were
+  calibrated, which ModelOpt's preset does not do. TensorRT-LLM's experts need ``input_scale``, its other layers ignore
+  it and take the maximum of each call.
+- ``W4A8_NVFP4_FP8``: ``weight`` uint8 [out, in / 2], packed as above; ``weight_scale`` e4m3 [out, in / 32], at most
+  448 / 6; ``weight_scale_2`` fp32, absmax / 448 (not 2688), as kernels decode ``code * weight_scale`` to fp8 (a comment
+  there says so); ``input_scale`` fp32, absmax / 448.
+- ``W4A8_AWQ``: ``weight`` uint8 [out / 2, in], two's complement of 4 bits, row 2 i in the low half and row 2 i + 1 in
+  the high half; ``weight_scale`` fp32 [out, in / 128], absmax / 7; ``weight_scale_2`` fp32, absmax / 448 of the int4
+  weights, which are then rounded to fp8; ``pre_quant_scale`` [in], by which inputs are multiplied before they are
+  quantized with ``input_scale`` fp32, unless it is merged into the norm before the layer.
+
+The last two are refused (:data:`REFUSED`): no scheme here rounds weights twice, or multiplies inputs.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,7 +39,7 @@ import torch
 from torch import Tensor
 
 from quant.formats.compressed_tensors import Shapes
-from quant.spec import NVFP4_GROUP, SCHEMES, Scheme, TensorSpec
+from quant.spec import FP8_TENSOR, SCHEMES, Scheme, TensorSpec
 
 # Schemes by ModelOpt's names of them (``quant_algo``).
 ALGORITHMS = {
@@ -29,9 +48,19 @@ ALGORITHMS = {
     "FP8_PB_WO": Scheme("FP8_PB_WO", SCHEMES["fp8_block"].weights),
     "NVFP4": SCHEMES["nvfp4_w4a4"],
     "W4A16_NVFP4": SCHEMES["nvfp4"],
+    "W4A8_MXFP4_FP8": Scheme("W4A8_MXFP4_FP8", SCHEMES["mxfp4"].weights, FP8_TENSOR),
+}
+# Schemes of Linears without input_scale, by the name of the scheme in ALGORITHMS, where the algorithm allows both.
+DYNAMIC = {
+    "W4A8_MXFP4_FP8": Scheme("W4A8_MXFP4_FP8_DYNAMIC", SCHEMES["mxfp4"].weights, SCHEMES["fp8_dynamic"].activations),
+}
+# Algorithms that no scheme has: why, and the nearest preset.
+REFUSED = {
+    "W4A8_AWQ": ("has inputs multiplied by pre_quant_scale, and weights rounded to int4 and again to fp8", "w4a8_fp8"),
+    "W4A8_NVFP4_FP8": ("has weights in groups of 32 rounded to fp4 and again to fp8", "mxfp4_mxfp8"),
 }
 MIXED = "MIXED_PRECISION"
-# Names of NVFP4's tensors, by compressed-tensors' suffix. The last two are reciprocals.
+# Names of the tensors of NVFP4 and MXFP4, by compressed-tensors' suffix. The last two are reciprocals.
 _NAMES = {
     "weight_packed": "weight",
     "weight_global_scale": "weight_scale_2",
@@ -42,7 +71,7 @@ RECIPROCALS = ("weight_scale_2", "input_scale")
 
 def algorithm(scheme: Scheme) -> str:
     """Return ModelOpt's name of a scheme. Raises ValueError if it has none."""
-    for name, known in ALGORITHMS.items():
+    for name, known in (*ALGORITHMS.items(), *DYNAMIC.items()):
         if (known.weights, known.activations) == (scheme.weights, scheme.activations):
             return name
     presets = ", ".join(known.name for known in ALGORITHMS.values() if known.name in SCHEMES)
@@ -51,7 +80,7 @@ def algorithm(scheme: Scheme) -> str:
 
 def names_of(scheme: Scheme) -> dict[str, str]:
     """Map compressed-tensors' suffixes to ModelOpt's, where they differ."""
-    return _NAMES if scheme.weights.has_global_scale else {}
+    return _NAMES if scheme.weights.dtype == "fp4_e2m1" else {}
 
 
 def modelopt_shapes(shapes: Shapes, scheme: Scheme) -> Shapes:
@@ -117,7 +146,7 @@ def modelopt_config(
 
 def _entry(scheme: Scheme) -> dict[str, Any]:
     entry: dict[str, Any] = {"quant_algo": algorithm(scheme)}
-    return entry | ({"group_size": NVFP4_GROUP} if scheme.weights.has_global_scale else {})
+    return entry | ({"group_size": scheme.weights.group_size} if scheme.weights.dtype == "fp4_e2m1" else {})
 
 
 def modelopt_in_config(quantization: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from model.quantized.quantization_config import _LAYOUTS, _WRITTEN
 from model.save.export_model import export_model
 from quant import SCHEMES, Rule, Scheme
 from quant.formats.layouts import _ONE_SCHEME
-from quant.formats.modelopt import ALGORITHMS, MIXED
+from quant.formats.modelopt import ALGORITHMS, DYNAMIC, MIXED
 from tests.lib.checkpoints import edit_checkpoint, load_model, quantize
 from tests.lib.published import deepseek, gpt_oss, gptq_checkpoint, modelopt_checkpoint
 from tests.lib.tiny import tiny_checkpoint
@@ -61,8 +61,12 @@ def _modelopt() -> Mapping[str, Writer]:
         return "NVFP4" if "experts" in name else None if "o_proj" in name else "FP8"
 
     found = {MIXED: lambda path: modelopt_checkpoint(path, "qwen3_moe", mixed)}
+    for name, scheme in DYNAMIC.items():
+        found[scheme.name] = lambda path, name=name: modelopt_checkpoint(
+            path, "qwen3", lambda _: name, input_scale=False
+        )
     for name, scheme in ALGORITHMS.items():
-        by_hand = name in ("FP8", "NVFP4", "W4A16_NVFP4")
+        by_hand = name in ("FP8", "NVFP4", "W4A16_NVFP4", "W4A8_MXFP4_FP8")
         own = lambda path, name=name: modelopt_checkpoint(path, "qwen3", lambda _: name)  # noqa: E731
         found[name] = own if by_hand else _exported(scheme, "modelopt")
     return found

@@ -1,9 +1,9 @@
 """Quantized checkpoints as other programs publish them: GPTQ, AWQ, AutoRound, ModelOpt, gpt-oss, and DeepSeek-V3.
 
 Those of GPTQ and AWQ are packed by hand after AutoGPTQ's and AutoAWQ's sources: code by code, with no function of ours.
-Those of ModelOpt follow its exporter (`unified_export_hf.py`, `nvfp4_tensor.py`) and vLLM's reader of them
-(`vllm/model_executor/layers/quantization/modelopt.py` and the names that it remaps scales of keys and values from); no
-file of ModelOpt was at hand.
+Those of ModelOpt follow its exporter (`unified_export_hf.py`, `nvfp4_tensor.py`, `mxfp4_tensor.py`) and vLLM's reader
+of them (`vllm/model_executor/layers/quantization/modelopt.py` and the names that it remaps scales of keys and values
+from); no file of ModelOpt was at hand.
 """
 
 import itertools
@@ -159,6 +159,17 @@ def fp8_linear(weight: Tensor, absmax: Tensor) -> dict[str, Tensor]:
     return {"weight": (weight.float() / scale).to(torch.float8_e4m3fn), "weight_scale": scale}
 
 
+def mxfp4_linear(weight: Tensor, _: Tensor) -> dict[str, Tensor]:
+    """The tensors of a Linear in MXFP4 as ModelOpt's mxfp4_tensor.py computes them, by suffix. Zeros get the code of
+    -0, and halfway values the smaller code."""
+    groups = weight.float().unflatten(1, (-1, 32))
+    exponent = (groups.abs().amax(-1) / 6).log2().clamp(min=-127).ceil()
+    scaled = (groups / exponent.exp2().unsqueeze(-1)).flatten(1)
+    bounds = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    codes = (torch.searchsorted(bounds, scaled.abs()) + 8 * (scaled <= 0)).to(torch.uint8)
+    return {"weight": codes[:, 1::2] << 4 | codes[:, ::2], "weight_scale": (exponent + 127).to(torch.uint8)}
+
+
 def shared(name: str) -> str:
     """The name of the layer that servers make of this Linear and others: these share a scale."""
     fused = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
@@ -166,10 +177,13 @@ def shared(name: str) -> str:
     return f"{module}.{fused.get(leaf, leaf)}"
 
 
-def modelopt_checkpoint(directory: Path, kind: str, algorithm: Callable[[str], str | None]) -> Path:
+def modelopt_checkpoint(
+    directory: Path, kind: str, algorithm: Callable[[str], str | None], *, input_scale: bool = True
+) -> Path:
     """A tiny checkpoint as ModelOpt writes it, by its source: codes, scales, and both files of configuration.
 
-    ``algorithm`` says the ``quant_algo`` of each Linear, by name; None leaves it unquantized.
+    ``algorithm`` says the ``quant_algo`` of each Linear, by name; None leaves it unquantized. ``input_scale``: inputs
+    were calibrated.
     """
     path = tiny_checkpoint(directory / "source", kind, seed=random.randrange(2**31), wide=True)
     kinds: dict[str, dict] = {}
@@ -188,12 +202,13 @@ def modelopt_checkpoint(directory: Path, kind: str, algorithm: Callable[[str], s
     def encode(tensors: dict[str, Tensor]) -> None:
         for key in list(filter(of, tensors)):
             name, algo = key.removesuffix(".weight"), of(key)
-            make = fp8_linear if algo == "FP8" else nvfp4_linear
+            make = {"FP8": fp8_linear, "W4A8_MXFP4_FP8": mxfp4_linear}.get(algo, nvfp4_linear)
             own = make(tensors[key], absmax[shared(name)])
-            if algo != "W4A16_NVFP4":
+            if input_scale and algo != "W4A16_NVFP4":
                 layer = re.sub(r"experts\.\d+", "experts", shared(name))  # all experts of a layer share an input
                 own["input_scale"] = torch.tensor(0.001 + zlib.crc32(layer.encode()) / 2**40)
-            kinds[name] = {"quant_algo": algo} | ({} if algo == "FP8" else {"group_size": 16})
+            size = {"FP8": {}, "W4A8_MXFP4_FP8": {"group_size": 32}}
+            kinds[name] = {"quant_algo": algo} | size.get(algo, {"group_size": 16})
             tensors |= {f"{name}.{suffix}": tensor for suffix, tensor in own.items()}
 
     edit_checkpoint(path, measure)

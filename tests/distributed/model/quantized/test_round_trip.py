@@ -53,6 +53,7 @@ OTHERS |= {"vLLM's fp8, static": ("qwen3_moe", "fp8_static", "stacked", "vllm_fp
 MODELOPT: dict[str, tuple[str, Callable[[str], str | None]]] = {
     "ModelOpt's NVFP4": ("qwen3_moe", lambda name: "NVFP4"),
     "ModelOpt's NVFP4 weights": ("qwen3", lambda name: "W4A16_NVFP4"),
+    "ModelOpt's W4A8": ("qwen3_moe", lambda name: "W4A8_MXFP4_FP8" if "experts" in name else "FP8"),
     "ModelOpt's FP8 and NVFP4": (
         "qwen3_moe",
         lambda name: "NVFP4" if "experts" in name else None if "o_proj" in name else "FP8",

@@ -63,8 +63,18 @@ REFUSED = {
             "quant_algo": "MIXED_PRECISION",
             "quantized_layers": {"a.b": NVFP4, "a.c": {"quant_algo": "W4A8_AWQ"}},
         },
-        "a.c: quant_algo is 'W4A8_AWQ', expected FP8, FP8_PER_CHANNEL_PER_TOKEN, ",
+        "a.c: quant_algo is 'W4A8_AWQ', which has inputs multiplied by pre_quant_scale, and weights rounded to int4 "
+        "and again to fp8: start from the unquantized checkpoint, for example with quant.scheme w4a8_fp8",
     ),
+    "W4A8 of NVFP4": (
+        {"quant_method": "modelopt", "quant_algo": "w4a8_nvfp4_fp8", "group_size": 32},
+        "quant_algo is 'w4a8_nvfp4_fp8', which has weights in groups of 32 rounded to fp4 and again to fp8: start from",
+    ),
+    "W4A8 in groups of 16": (
+        {"quant_method": "modelopt", "quant_algo": "W4A8_MXFP4_FP8", "group_size": 16},
+        "group_size is 16, expected 32 for W4A8_MXFP4_FP8: quantize again",
+    ),
+    "AWQ": ({**NVFP4, "quant_algo": "W4A16_AWQ"}, "quant_algo is 'W4A16_AWQ', expected FP8, FP8_PER_CHANNEL_PER_TOKEN"),
     "an expert": (
         {
             **NVFP4,

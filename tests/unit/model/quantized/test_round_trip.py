@@ -19,7 +19,7 @@ from model.ranks import RankError
 from model.save.export_model import export_model
 from model.scales.loading import load_scales
 from quant import SCHEMES
-from quant.formats.modelopt import ALGORITHMS
+from quant.formats.modelopt import ALGORITHMS, DYNAMIC
 from quant.spec import PRESETS, Preset
 from tests.families.variants import VARIANTS
 from tests.lib.checkpoints import (
@@ -131,6 +131,7 @@ FORMATS = {
     "fp8 of vLLM": lambda path: exported(path, "fp8_static", "qwen3_moe", layout="vllm_fp8"),
     "blocks of DeepSeek": lambda path: exported(path, "fp8_block", "qwen3_moe", layout="vllm_fp8"),
     "NVFP4 of ModelOpt": lambda path: modelopt_checkpoint(path, "qwen3_moe", lambda _: "W4A16_NVFP4"),
+    "W4A8 of ModelOpt": lambda path: modelopt_checkpoint(path, "qwen3_moe", lambda _: "W4A8_MXFP4_FP8"),
     "blocks that are not full": lambda path: deepseek(path, random.randrange(2**31)),
     "GPTQ": lambda path: gptq_checkpoint(path)[0],  # transposed, with zero points
 }
@@ -239,13 +240,16 @@ def test_another_format_keeps_no_configuration_of_the_source(tmp_path):
 
 LINEAR = {"weight_scale": ("F32", []), "input_scale": ("F32", [])}
 NVFP4 = {"weight": ("U8", [256, 64]), "weight_scale": ("F8_E4M3", [256, 8]), "weight_scale_2": ("F32", [])}
-# Tensors of up_proj, [256, 128], as vLLM's modelopt.py registers them.
+MXFP4 = {"weight": ("U8", [256, 64]), "weight_scale": ("U8", [256, 4])}
+# Tensors of up_proj, [256, 128], as vLLM's modelopt.py registers them; those of MXFP4 as ModelOpt writes them.
 MODELOPT = {
     "fp8_static_kv": {"weight": ("F8_E4M3", [256, 128]), **LINEAR},
     "fp8_dynamic": {"weight": ("F8_E4M3", [256, 128]), "weight_scale": ("F32", [256])},
     "nvfp4": NVFP4,
     "nvfp4_w4a4_kv": {**NVFP4, "input_scale": ("F32", [])},
     "FP8_PB_WO": {"weight": ("F8_E4M3", [256, 128]), "weight_scale": ("F32", [2, 1, 1, 1])},
+    "W4A8_MXFP4_FP8": {**MXFP4, "input_scale": ("F32", [])},
+    "W4A8_MXFP4_FP8_DYNAMIC": MXFP4,
 }
 
 
@@ -253,7 +257,8 @@ MODELOPT = {
 def test_what_is_written_as_modelopt_does_is_read_and_written_again(tmp_path, scheme, seed):
     """Byte for byte, with both configurations; scales from such an export pass for the weights, too."""
     source = tiny_checkpoint(tmp_path / "source", "qwen3", seed=random.randrange(2**31), wide=True)
-    preset = PRESETS.get(scheme, Preset(ALGORITHMS.get(scheme)))
+    others = ALGORITHMS | {one.name: one for one in DYNAMIC.values()}
+    preset = PRESETS.get(scheme) or Preset(others[scheme])
     model = load_model(source)
     quantization = quantize(model, preset.linear, kv_cache=preset.kv_cache)
     export_model(model, quantization, source, tmp_path / "export", layout="modelopt")
@@ -272,6 +277,25 @@ def test_what_is_written_as_modelopt_does_is_read_and_written_again(tmp_path, sc
     for name in ("model.safetensors", "config.json", "hf_quant_config.json"):
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "export" / name).read_bytes(), name
     load_scales(model, quantization, tmp_path / "export")
+
+
+@pytest.mark.parametrize("calibrated", [True, False])
+def test_modelopts_w4a8_comes_back_with_or_without_scales_of_inputs(tmp_path, calibrated):
+    """Byte for byte, with its zeros, which have the code of -0, and a group of zeros, whose scale is 2^-127."""
+    path = modelopt_checkpoint(tmp_path, "qwen3", lambda _: "W4A8_MXFP4_FP8", input_scale=calibrated)
+
+    def clear(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[f"{UP}.weight"][0, :16] = 0x88
+        tensors[f"{UP}.weight_scale"][0, 0] = 0
+
+    edit_checkpoint(path, clear)
+    model, quantization, report = load_quantized(path)
+    assert report.weights_loaded and not report.weights_measured and not report.inputs_missing
+    assert not model.get_submodule(UP).weight[0, :32].any()
+    assert {layer.scheme.stored_input is not None for layer in quantization.layers.values()} == {calibrated}
+    export_model(model, quantization, path, tmp_path / "again", layout="modelopt")
+    for name in ("model.safetensors", "config.json", "hf_quant_config.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (path / name).read_bytes(), name
 
 
 @pytest.mark.parametrize("read", [take_scales, load_scales])

@@ -175,6 +175,7 @@ PARTS = {name: (scheme.weights, scheme.activations) for name, scheme in SCHEMES.
         ("nvfp4", "fp8_dynamic"),
         ("mxfp4", "fp8_block"),
         ("mxfp8", "mxfp4_w4a4"),
+        ("mxfp8", "fp8_dynamic"),
         ("nvfp4", "mxfp4_w4a4"),
         ("fp8_dynamic", "mxfp8"),
         (TensorSpec("int", 8, "tensor"), None),

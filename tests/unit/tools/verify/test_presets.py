@@ -15,6 +15,7 @@ from model.save.export_model import export_model
 from quant import Quantization
 from quant.formats.compressed_tensors import input_suffix, unpack_scale, unpack_weight, unpack_zero
 from quant.formats.layouts import Layout, check_layout
+from quant.formats.modelopt import ALGORITHMS, DYNAMIC
 from quant.reference import fake_quant, quantize
 from quant.rules import Rule
 from quant.spec import PRESETS, SCHEMES, Scheme, TensorSpec
@@ -29,11 +30,13 @@ KINDS = ("qwen3", "qwen3_moe")
 OTHERS = ("q4_0", "q8_0", "w8a16_g128", "w8a16_g32", "w4a16_g32", "w4a16_channel", "w3a16_g128", "w3a16_g32")
 OTHERS += ("w2a16_g128", "w2a16_channel", "w4a8_int8", "w8a16_asym")
 SOME = [scheme for scheme in SCHEMES if scheme not in OTHERS]
-TAKEN = {*(("qwen3", name) for name in SOME), *(("qwen3_moe", name) for name in SOME[::2])}
+# Schemes of other writers that are no presets.
+OWN = {one.name: one for one in (ALGORITHMS["W4A8_MXFP4_FP8"], *DYNAMIC.values())}
+TAKEN = {*(("qwen3", name) for name in (*SOME, *OWN)), *(("qwen3_moe", name) for name in SOME[::2])}
 CASES = [
     pytest.param(kind, scheme, id=f"{kind}-{name}", marks=[] if (kind, name) in TAKEN else [pytest.mark.full])
     for kind in KINDS
-    for name, scheme in SCHEMES.items()
+    for name, scheme in (SCHEMES | OWN).items()
 ]
 # Experts that transformers does not load (tools/verify/check.py).
 NOT_LOADED = {"fp8_block", "int8_dynamic", "w8a8_static", "nvfp4", "nvfp4_w4a4", "mxfp8", "w4a16_asym", "w8a16_asym"}
