@@ -22,24 +22,27 @@ after a rotation.
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from model.build import build_model, read_config
 from model.checkpoint.load import check_headers
 from model.checkpoint.safetensors import INDEX, CheckpointError, DiskTensor, Reader, read_headers, read_tensor
 from model.console import progress_bar
 from model.quantized.quantization_config import is_quantized, read_json_object
+from model.ranks import errors_on_all_ranks
 from model.save.aside import Aside
 from model.save.finish import copy_companions, write_json
 from model.save.shard_writer import ShardWriter
 
-_CHUNK = 2**25  # fp64 values at a time: 256 MB, and one or two copies
+CHUNK = 2**25  # fp64 values at a time: 256 MB, and one or two copies
 
 
 @dataclass(frozen=True)
@@ -120,8 +123,8 @@ IN_LAYER = {
 }
 
 
-def _change(key: str, where: str) -> Change:
-    """Look up the change of a tensor by its name."""
+def change_of(key: str, where: str) -> Change:
+    """Look up the change of a tensor by its name. Raises CheckpointError with ``where`` if the name is unknown."""
     if key in OUTSIDE:
         return OUTSIDE[key]
     if found := re.fullmatch(r"(model\.layers\.\d+\.)(.+)", key):
@@ -159,46 +162,83 @@ def rotate_checkpoint(source: Path, out: Path, *, seed: int = 0) -> RotationRepo
             missing, unknown or of another shape. While writing: values are not finite; the written files are then
             removed.
     """
-    config = read_config(source, trust_remote_code=False)
-    if config.model_type not in FAMILIES:
-        families = ", ".join(FAMILIES)
-        raise CheckpointError(f"{source}: model_type {config.model_type} cannot be rotated, expected one of {families}")
-    if is_quantized(source):
-        raise CheckpointError(f"{source} is quantized: rotate the unquantized checkpoint instead")
-    empty = build_model(source, {}, dtype=torch.float32, device=torch.device("meta"), experts="per_expert")
-    check_headers(empty, source)
-    tensors = read_headers(source).tensors
+    config, tensors = read_plain(source, "rotated")
     untied = bool(config.tie_word_embeddings)
     if untied:
         _drop_copy_of_embedding(tensors)
         tensors[HEAD] = tensors[EMBEDDING]
-    changes = {key: _change(key, str(source)) for key in tensors}
+    changes = {key: change_of(key, str(source)) for key in tensors}
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rotations = {STREAM: rotation(config.hidden_size, seed), VALUES: rotation(head, seed + 1)}
+
+    def rotated(reader: Reader, key: str) -> Tensor:
+        return _rotated(reader, tensors, key, changes[key], rotations)
+
+    write_changed(source, out, tensors, rotated, {"tie_word_embeddings": False})
+    orders = {name: (found.order, found.size) for name, found in rotations.items()}
+    return RotationReport(len(tensors), untied, orders)
+
+
+def read_plain(source: Path, done: str) -> tuple[PretrainedConfig, dict[str, DiskTensor]]:
+    """Read the configuration and the headers of an unquantized checkpoint of one of :data:`FAMILIES`; a collective.
+
+    Raises:
+        RankError: on every rank: the model is unknown and cannot be ``done`` (a participle), or quantized, or a tensor
+            is missing, unknown or of another shape.
+    """
+    with errors_on_all_ranks(ValueError, OSError):
+        config = read_config(source, trust_remote_code=False)
+        if config.model_type not in FAMILIES:
+            kind, families = config.model_type, ", ".join(FAMILIES)
+            raise CheckpointError(f"{source}: model_type {kind} cannot be {done}, expected one of {families}")
+        if is_quantized(source):
+            raise CheckpointError(f"{source} is quantized, and cannot be {done}: take the unquantized checkpoint")
+    empty = build_model(source, {}, dtype=torch.float32, device=torch.device("meta"), experts="per_expert")
+    check_headers(empty, source)
+    with errors_on_all_ranks(ValueError, OSError):
+        return config, read_headers(source).tensors
+
+
+def write_changed(
+    source: Path,
+    out: Path,
+    tensors: Mapping[str, DiskTensor],
+    changed: Callable[[Reader, str], Tensor],
+    config: Mapping[str, Any],
+) -> None:
+    """Write a checkpoint like ``source``, in files of the same names, one tensor in memory at a time.
+
+    Args:
+        source: the checkpoint.
+        out: directory to create.
+        tensors: headers of the tensors to write, by key.
+        changed: function of a reader and a key that returns the tensor to write, of the shape and dtype of its header.
+        config: values that replace those of config.json.
+
+    Raises:
+        ValueError, OSError: ``out`` is not empty, the disk is full, or ``changed`` raises; nothing remains at ``out``.
+    """
     files: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {}
     for key, tensor in tensors.items():
         assert tensor.dtype is not None, "the model has no such tensor"
         files.setdefault(tensor.file.name, {})[key] = (tensor.dtype, tensor.shape)
     total = sum(math.prod(shape) * dtype.itemsize for shapes in files.values() for dtype, shape in shapes.values())
     with closing(Aside(out, total)) as aside:
-        with Reader() as reader, progress_bar(total, "rotate", "B") as bar:
+        with Reader() as reader, progress_bar(total, "write", "B") as bar:
             for file, shapes in files.items():
                 with closing(ShardWriter(aside.path / file, shapes)) as writer:
                     for key in shapes:
-                        rotated = _rotated(reader, tensors, key, changes[key], rotations)
-                        writer.write(key, rotated.contiguous())
-                        bar.update(rotated.nbytes)
+                        written = changed(reader, key).contiguous()
+                        writer.write(key, written)
+                        bar.update(written.nbytes)
                     writer.finish()
         if len(files) > 1:
             places = {key: file for file, shapes in files.items() for key in shapes}
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
             write_json(index, aside.path / INDEX)
-        said = read_json_object(source / "config.json")
-        write_json(said | {"tie_word_embeddings": False}, aside.path / "config.json")
+        write_json(read_json_object(source / "config.json") | dict(config), aside.path / "config.json")
         copy_companions(source, aside.path)
         aside.publish()
-    orders = {name: (found.order, found.size) for name, found in rotations.items()}
-    return RotationReport(len(tensors), untied, orders)
 
 
 def _drop_copy_of_embedding(tensors: dict[str, DiskTensor]) -> None:
@@ -233,7 +273,7 @@ def _rotated(
     axis = 1 if change.rows == STREAM else 0
     inside = change.columns if axis else change.rows
     unit = rotations[inside].size if inside else 1
-    step = max(1, _CHUNK // values.shape[1 - axis] // unit) * unit
+    step = max(1, CHUNK // values.shape[1 - axis] // unit) * unit
     for part in values.split(step, axis):
         wide = part.double()
         if norm is not None:
