@@ -43,10 +43,12 @@ def main() -> None:
         help="use this many tokens from the start of the text (default 2048)",
     )
     parser.add_argument(
-        "--strength", type=_share, default=0.5, help="from 0 (nothing) to 1 (features of one magnitude; default 0.5)"
+        "--strength", type=float, default=0.5, help="from 0 (nothing) to 1 (features of one magnitude; default 0.5)"
     )
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher appends it
     arguments = parser.parse_args()
+    if not 0 <= arguments.strength <= 1:
+        parser.error(f"--strength {arguments.strength}, expected a number from 0 to 1")
     with clean_exit():
         fetch_checkpoints(arguments)
         asked = {name: named(value) for name, value in vars(arguments).items() if name != "local_rank"}
@@ -60,17 +62,6 @@ def main() -> None:
             device=device,
         )
         say(f"{arguments.out}: {tensors:,} tensors, inputs behind {norms} norms smoothed")
-
-
-def _share(text: str) -> float:
-    """Parse a number from 0 to 1."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text}, expected a number from 0 to 1")
-    return value
 
 
 if __name__ == "__main__":

@@ -323,6 +323,7 @@ def test_every_script_asks_for_the_names_that_it_is_given(tmp_path):
             ["cache_teacher", "--out", "cached", *recipe, *["--loss.teacher", "no/such", "--loss.top_k", "5"]],
         ),
         ("--model", ["rotate", "--model", "no/such", "--output", "out"]),
+        ("--model", ["smooth", "--model", "no/such", "--out", "out", *text]),
         ("--model", ["evaluate", "--model", "no/such", *text]),
         ("--reference", ["evaluate", "--model", ".", "--reference", "no/such", *text]),
         ("--bf16", ["compare", "--bf16", "no/such", "--ptq", "a=.", *text]),
