@@ -249,8 +249,10 @@ def _problems(file: GGUFSource, key: str, place: GGUFPlace, shape: tuple[int, ..
         return
     tensor = file.tensors[place.name]
     stacked, own = place.expert is not None, shape_of(tensor)
-    if in_file(own) != in_file((file.own("expert_count"), *shape) if stacked else shape):
-        yield f"{place.name} is {list(own)}, expected {list(shape)}{' for each expert' * stacked}"
+    if stacked:
+        shape = (file.own("expert_count"), shape[0] * place.per_expert, *shape[1:])
+    if in_file(own) != in_file(shape):
+        yield f"{place.name} is {list(own)}, expected {list(shape)}"
     if len(own) == 1 and tensor.tensor_type.name not in _PLAIN:
         yield f"{place.name} is a vector in {tensor.tensor_type.name}, expected {', '.join(_PLAIN)}"
 
@@ -267,7 +269,7 @@ def _slices(file: GGUFSource, place: GGUFPlace) -> Iterator[Tensor]:
     tensor's own dtype. Raises CheckpointError if values are not finite."""
     assert place.name is not None, "planned"
     tensor = file.tensors[place.name]
-    kind, data = tensor.tensor_type, tensor.data if place.expert is None else tensor.data[place.expert]
+    kind, data = tensor.tensor_type, place.part_of(tensor.data)
     data = data.reshape(-1, data.shape[-1] if data.ndim > 1 else 1 if place.rows else len(data))
     order = np.arange(len(data)) if place.rows is None else place.rows(len(data)).argsort().numpy()
     step = max(1, _CHUNK // int(tensor.shape[0]))
@@ -431,6 +433,7 @@ def _gemma4(file: GGUFSource, values: Mapping[str, Any]) -> dict[str, Any]:
     rope["partial_rotary_factor"] = int(turned.sum()) / len(turned)
     local = {"rope_type": "default", "rope_theta": file.number("rope.freq_base_swa", 10000.0)}
     return {
+        "enable_moe_block": "num_experts" in values,
         "layer_types": ["sliding_attention" if one else "full_attention" for one in sliding],
         "rope_parameters": {"full_attention": rope, "sliding_attention": local},
         "num_global_key_value_heads": heads[full],
@@ -465,6 +468,12 @@ def _lfm2(file: GGUFSource, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _CONVOLUTIONS = {"attention.layer_norm_rms_epsilon": "norm_eps", "shortconv.l_cache": "conv_L_cache"}
+_GEMMA4 = {
+    **WINDOW_VALUES,
+    **{f"{part}{end}": name for end, name in (("", "global_head_dim"), ("_swa", "head_dim")) for part in _HEADS},
+    **dict.fromkeys(("rope.freq_base_swa", "attention.sliding_window_pattern"), ""),
+    **dict.fromkeys(("attention.shared_kv_layers", "embedding_length_per_layer_input"), ""),
+}
 _LINEAR = {
     "ssm.conv_kernel": "linear_conv_kernel_dim",
     "ssm.state_size": "linear_key_head_dim",
@@ -491,13 +500,11 @@ _FAMILIES = {
         WINDOW_VALUES | {"rope.freq_base_swa": "", "attention.sliding_window_pattern": ""},
         _gemma3,
     ),
-    "gemma4": _Family(
+    "gemma4": _Family("gemma4_text", "Gemma4ForCausalLM", _GEMMA4, _gemma4),
+    "gemma4 experts": _Family(
         "gemma4_text",
         "Gemma4ForCausalLM",
-        WINDOW_VALUES
-        | {f"{part}{end}": name for end, name in (("", "global_head_dim"), ("_swa", "head_dim")) for part in _HEADS}
-        | dict.fromkeys(("rope.freq_base_swa", "attention.sliding_window_pattern"), "")
-        | dict.fromkeys(("attention.shared_kv_layers", "embedding_length_per_layer_input"), ""),
+        _GEMMA4 | _SIZED_EXPERTS | {"expert_used_count": "top_k_experts"},
         _gemma4,
     ),
     "qwen35": _Family("qwen3_5_text", "Qwen3_5ForCausalLM", _LINEAR, _qwen3_5),

@@ -82,15 +82,18 @@ class GGUFTensor:
     parts: dict[int, str] = field(default_factory=dict)
 
     @property
-    def stack(self) -> tuple[int, ...]:
-        """Number of experts; empty without experts."""
-        return (len(self.parts),) if any(EXPERT.search(key) for key in self.parts.values()) else ()
+    def whole(self) -> tuple[int, ...]:
+        """Shape in the file with the dimension of experts; blocks are bytes."""
+        if not any(EXPERT.search(key) for key in self.parts.values()):
+            return self.stored
+        count = self.place.per_expert
+        return (len(self.parts) // count, *(rows * count for rows in self.stored[:1]), *self.stored[1:])
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the elements, slowest dimension first."""
         weights, size = SIZES.get(self.kind, (1, 1))
-        return (*self.stack, *self.stored[:-1], *(columns // size * weights for columns in self.stored[-1:]))
+        return (*self.whole[:-1], *(columns // size * weights for columns in self.whole[-1:]))
 
     @property
     def part_bytes(self) -> int:
@@ -290,7 +293,7 @@ def _head(scratch: Path, plan: GGUFPlan) -> tuple[bytes, dict[str, int], int]:
         # Blocks are described by their bytes; for other types the dtype is ignored.
         described = np.uint8 if tensor.dtype == torch.uint8 else np.float32
         kind = gguf.GGMLQuantizationType[tensor.kind]
-        writer.add_tensor_info(name, (*tensor.stack, *tensor.stored), described, whole, kind)
+        writer.add_tensor_info(name, tensor.whole, described, whole, kind)
         begin |= {_part(name, index): end + index * tensor.part_bytes for index in tensor.parts}
         end += gguf.GGUFWriter.ggml_pad(whole, writer.data_alignment)
     writer.write_header_to_file()

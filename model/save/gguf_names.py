@@ -51,6 +51,7 @@ def _gemma4(config: PretrainedConfig) -> dict[str, Any]:
         "attention.shared_kv_layers": config.num_kv_shared_layers,
         "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in config.layer_types],
         "embedding_length_per_layer_input": config.hidden_size_per_layer_input,
+        "expert_used_count": config.top_k_experts,
         "feed_forward_length": [config.intermediate_size * (1 + (index >= wide)) for index in range(len(layers))],
     }
 
@@ -91,7 +92,6 @@ def _lfm2(config: PretrainedConfig) -> dict[str, Any]:
 
 _QWEN3_MOE = {"norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 1}
 _LFM2_MOE = {"conv_bias": False, "norm_topk_prob": True, "use_expert_bias": True, "routed_scaling_factor": 1}
-_GEMMA4 = {"enable_moe_block": False, "attention_bias": False}
 # By the model_type of config.json. For other types llama.cpp's converter changes further values.
 ARCHITECTURES = {
     "llama": Architecture("llama"),
@@ -102,7 +102,7 @@ ARCHITECTURES = {
     "qwen3_moe": Architecture("qwen3moe", fixed=_SILU | _QWEN3_MOE),
     "gpt_oss": Architecture("gpt-oss", period=2),
     "gemma3_text": Architecture("gemma3", 1.0, 6, _GELU),
-    "gemma4_text": Architecture("gemma4", 0.0, None, _GELU | _GEMMA4, _gemma4),
+    "gemma4_text": Architecture("gemma4", 0.0, None, _GELU | {"attention_bias": False}, _gemma4),
     "qwen3_5_text": Architecture("qwen35", 1.0, values=_qwen3_5),
     "qwen3_5_moe_text": Architecture("qwen35moe", 1.0, values=_qwen3_5),
     "lfm2": Architecture("lfm2", fixed={"conv_bias": False}, values=_lfm2),
@@ -111,6 +111,15 @@ ARCHITECTURES = {
 
 # Models with towers, whose text model is one of these. Their towers are in a file of their own (mmproj).
 COMPOSITE = ("gemma3", "gemma4", "qwen3_5", "qwen3_5_moe")
+
+# Names that differ from those in llama.cpp's table, beside experts.
+_SPELLED = {
+    ".linear_attn.dt.bias": ".linear_attn.dt_proj.bias",
+    ".expert.bias": ".expert_bias.bias",
+    ".router.scale": ".router.proj.scale",
+    ".router.per_expert_scale": ".experts.down_proj.scale",
+    ".sinks": ".sinks.weight",
+}
 
 # Values that template and config.json both have: the end of llama.cpp's key, and the attribute of transformers' config.
 SAME_VALUES = {
@@ -137,7 +146,8 @@ class GGUFPlace(NamedTuple):
 
     Attributes:
         name: llama.cpp's name of the tensor; None if it has none.
-        expert: index of the expert; None outside of experts.
+        expert: index of the part of an expert; None outside of experts.
+        per_expert: number of parts of each expert: 2 if its gate and up are one matrix in the file.
         offset: number that is added to its values in the file.
         rows: function of the number of rows that returns the index in the checkpoint of each row of the file; None if
             they are in the same order.
@@ -147,6 +157,7 @@ class GGUFPlace(NamedTuple):
 
     name: str | None
     expert: int | None = None
+    per_expert: int = 1
     offset: float = 0.0
     rows: Callable[[int], Tensor] | None = None
     columns: tuple[int, int] | None = None
@@ -161,6 +172,12 @@ class GGUFPlace(NamedTuple):
         if self.negative:
             tensor = -tensor.float().exp()
         return tensor.float() + self.offset if self.offset else tensor
+
+    def part_of(self, data: Any) -> Any:
+        """Return its part of a tensor's array in the file: rows [out, in] of an expert, or the whole array."""
+        if self.expert is None:
+            return data
+        return data.reshape(len(data) * self.per_expert, -1, data.shape[-1])[self.expert]
 
     def to_checkpoint(self, values: Tensor) -> Tensor:
         """Return rows of the file, which are already in the checkpoint's order, as the checkpoint stores them."""
@@ -192,21 +209,25 @@ class GGUFNames:
         """Return the location of a tensor: two if its rows (in biases of experts, its columns) are in two tensors by
         turns, as those of gate and up in gpt-oss."""
         key = re.sub(r"(^|\.)language_model\.", r"\1", key)
+        if re.search(r"\d\.experts\.\d+\.\w+\.scale$", key):
+            return [GGUFPlace(None)]  # of NVFP4 in Gemma 4, where another scale has this name
         expert = EXPERT.search(key)
         stem = re.sub("_bias$", ".bias", EXPERT.sub(".experts.", key))  # gpt-oss has one tensor for all experts' biases
-        stem = stem.replace(".linear_attn.dt.bias", ".linear_attn.dt_proj.bias")
-        stem = stem.replace(".expert.bias", ".expert_bias.bias")
+        for own, theirs in _SPELLED.items():
+            stem = stem.replace(own, theirs)
         if ".feed_forward.experts.w" in stem:
             stem = stem.removeprefix("model.")
-        if stem.endswith(".sinks"):
-            stem += ".weight"
         pair = ".experts.gate_up_proj" in stem
+        if half := re.search(r"\d\.experts\.(gate|up)_proj\.weight$", stem):  # one matrix in Gemma 4
+            stem = stem.replace(f"{half[1]}_proj", "gate_up_proj")
         stems = [stem.replace("gate_up_proj", f"{part}_proj") for part in ("gate", "up")] if pair else [stem]
         names = [self._names.get_name(stem, try_suffixes=(".weight", ".bias", ".scale")) for stem in stems]
         if stem.endswith(".layer_scalar"):
             names = [f"{names[0]}.weight"]
         norms = [bool(name) and re.search(r"(?<!ssm)_norm\.weight$", name) is not None for name in names]
         place = self._order(key)._replace(expert=int(expert[1]) if expert else None)
+        if place.expert is not None and half:
+            place = place._replace(expert=2 * place.expert + (half[1] == "up"), per_expert=2)
         offsets = [self._norm_offset * norm for norm in norms]
         return [place._replace(name=name, offset=offset) for name, offset in zip(names, offsets, strict=True)]
 

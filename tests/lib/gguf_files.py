@@ -26,6 +26,7 @@ GEMMA4 |= {"global_head_dim": 64, "hidden_size_per_layer_input": 32, "vocab_size
 GEMMA4 |= {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "final_logit_softcapping": 30.0}
 GEMMA4_KEYS = {"num_kv_shared_layers": 0, "use_double_wide_mlp": False, "attention_k_eq_v": True}
 GEMMA4_KEYS |= {"num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0}
+GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 128}
 QWEN35 = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2, "head_dim": 64}
 QWEN35 |= {"linear_num_key_heads": 2, "linear_num_value_heads": 6}
 QWEN35 |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 32)
@@ -48,6 +49,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gemma3_text": GEMMA,
     "gemma4_text": GEMMA4,
     "gemma4_text keys": GEMMA4 | GEMMA4_KEYS,
+    "gemma4_text experts": GEMMA4 | GEMMA4_KEYS | GEMMA4_EXPERTS,
     "qwen3_5_text": QWEN35,
     "qwen3_5_moe_text": QWEN35MOE,
     "lfm2": {"layer_types": ["conv", "full_attention"], "head_dim": 64, "block_multiple_of": 32},
@@ -100,11 +102,14 @@ _LEAVES = {
 }
 _NAMELESS = {"sinks": "attn_sinks.weight", "layer_scalar": "layer_output_scale.weight", "A_log": "ssm_a"}
 _NAMELESS |= {"dt_bias": "ssm_dt.bias", "expert_bias": "exp_probs_b.bias"}
+_NAMELESS |= {"scale": "ffn_gate_inp.scale", "per_expert_scale": "ffn_down_exps.scale"}
 _GEMMA_LEAVES = {"post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm"}
 _GEMMA_LEAVES |= {"post_feedforward_layernorm": "post_ffw_norm"}
 _GEMMA4_LEAVES = {"per_layer_input_gate": "inp_gate", "per_layer_projection": "proj"}
 _GEMMA4_LEAVES |= {"post_per_layer_input_norm": "post_norm", "embed_tokens_per_layer": "per_layer_token_embd"}
 _GEMMA4_LEAVES |= {"per_layer_model_projection": "per_layer_model_proj"}
+_GEMMA4_LEAVES |= {"router.proj": "ffn_gate_inp", "pre_feedforward_layernorm_2": "pre_ffw_norm_2"}
+_GEMMA4_LEAVES |= {f"post_feedforward_layernorm_{at}": f"post_ffw_norm_{at}" for at in (1, 2)}
 _GEMMA4_LEAVES |= {"per_layer_projection_norm": "per_layer_proj_norm"}
 _OTHER_LEAVES = {"gemma3_text": _GEMMA_LEAVES, "gemma4_text": _GEMMA_LEAVES | _GEMMA4_LEAVES}
 _QWEN35_LEAVES = {"in_proj_qkv": "attn_qkv", "in_proj_z": "attn_gate", "in_proj_b": "ssm_beta"}
@@ -193,6 +198,9 @@ def tensors(source: Path) -> dict[str, torch.Tensor]:
         block = f"blk.{name.split('.')[2]}." if ".layers." in name else ""
         if ".experts" in name:
             gate_up, suffix = "gate_up_proj" in name, "bias" if name.endswith("_bias") else "weight"
+            if gate_up and config.model_type == "gemma4_text":
+                stacks[f"{block}ffn_gate_up_exps.weight"] = value
+                continue
             halves = value.chunk(2, 1) if gate_up else (value,)
             if config.model_type == "gpt_oss":
                 halves = (value[..., ::2], value[..., 1::2]) if gate_up else (value,)
@@ -279,6 +287,9 @@ def metadata(config) -> dict[str, Any]:
         values |= {"expert_count": config.num_experts, "expert_used_count": config.num_experts_per_tok}
     if architecture in ("qwen3moe", "qwen35moe", "lfm2moe", "gpt-oss"):
         values["expert_feed_forward_length"] = getattr(config, "moe_intermediate_size", values["feed_forward_length"])
+    if getattr(config, "enable_moe_block", False):
+        values |= {"expert_count": config.num_experts, "expert_used_count": config.top_k_experts}
+        values["expert_feed_forward_length"] = config.moe_intermediate_size
     if architecture == "gemma4":
         sliding = [kind == "sliding_attention" for kind in config.layer_types]
         full = config.per_layer_config[1]

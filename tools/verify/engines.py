@@ -79,8 +79,7 @@ class GGUF(Engine):
         places = self._names.places(key)
         for place, part in zip(places, split(expected, key, len(places)), strict=True):
             tensor = self.found[place.name or key]
-            data = tensor.data if place.expert is None else tensor.data[place.expert]
-            values = torch.from_numpy(dequantize(data, tensor.tensor_type).copy()).view(-1)
+            values = torch.from_numpy(dequantize(place.part_of(tensor.data), tensor.tensor_type).copy()).view(-1)
             ordered = place.to_file(part.float()).reshape(-1)
             scale = self.found.get(tensor.name.replace(".weight", f".{TENSOR_SCALE}"))
             if scale is None or scale is tensor:

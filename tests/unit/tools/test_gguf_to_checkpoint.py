@@ -226,7 +226,9 @@ REFUSED_BY_LAYER = [
     ),
     ("gemma4_text", {"attention__shared_kv_layers": 1}, "feed_forward_length is .*, expected"),
     ("gemma4_text", {"without": ("rope_freqs.weight",)}, "it lacks rope_freqs.weight"),
-    ("gemma4_text", {"expert_count": 4}, "gemma4.expert_count = 4"),
+    ("gemma4_text", {"expert_count": 4}, "metadata lacks gemma4.expert_used_count, gemma4.expert_feed"),
+    ("gemma4_text experts", {"expert_feed_forward_length": 64}, r"gate_up_exps.weight is .*, expected \[5, 128, 256\]"),
+    ("gemma4_text experts", {"without": ("blk.1.ffn_down_exps.scale",)}, "lacks blk.1.ffn_down_exps.scale"),
     ("qwen3_5_text", {"ssm__group_count": 4}, "ssm_conv1d.weight is .*, expected rows of 4, 4 and 6 heads of 32"),
     ("qwen3_5_text", {"ssm__inner_size": 7}, "qwen35.ssm.inner_size is 7, expected 192"),
     ("qwen3_5_text", {"nextn_predict_layers": 1}, "qwen35.nextn_predict_layers = 1"),
@@ -268,7 +270,8 @@ def test_damaged_files_are_refused_in_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "variant", ["qwen3 yarn", "mixtral", "gpt_oss", "gemma3_text", "gemma4_text", "qwen3_5_moe_text", "lfm2_moe"]
+    "variant",
+    ["qwen3 yarn", "mixtral", "gpt_oss", "gemma3_text", "gemma4_text experts", "qwen3_5_moe_text", "lfm2_moe"],
 )
 def test_damaged_headers_are_refused_in_one_line_or_are_another_model(variant: str, tmp_path: Path) -> None:
     """Bytes, ends and entries at random, from a fixed seed."""

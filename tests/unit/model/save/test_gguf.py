@@ -117,7 +117,10 @@ def forward_weights(model, quantization) -> dict[str, torch.Tensor]:
             leaf = leaf if leaf in NAMES or leaf == "gate_up_proj" else ".".join(part.name.split(".")[-2:])
             halves = {"gate_proj": weight[0::2], "up_proj": weight[1::2]} if leaf == "gate_up_proj" else {leaf: weight}
             for one, half in halves.items():
-                found.setdefault(f"{block}{NAMES[one]}{end}.weight", []).append(half)
+                own = f"{NAMES[one]}{end}"
+                if model.config.model_type == "gemma4_text":
+                    own = re.sub("ffn_(gate|up)_exps", "ffn_gate_up_exps", own)
+                found.setdefault(f"{block}{own}.weight", []).append(half)
     return {name: torch.stack(some) if "_exps" in name else some[0] for name, some in found.items()}
 
 
@@ -182,6 +185,7 @@ FAMILIES = {"mistral": "q4_0", "mixtral": "mxfp4", "qwen2": "q8_0", "qwen3, yarn
 FAMILIES |= {"llama, rope of llama 3": "q4_0", "gpt_oss": "mxfp4", "lfm2": "q4_0", "gemma4_text": "q4_0"}
 FAMILIES |= {"gemma4_text, keys are values": "q8_0", "gemma4_text, softcap": "q4_0"}
 FAMILIES |= {"qwen3_5_text": "q4_0", "qwen3_5_moe_text": "q8_0", "lfm2_moe": "q4_0"}
+FAMILIES |= {"gemma4_text, experts": "q4_0"}
 
 
 @pytest.mark.parametrize(("kind", "scheme"), FAMILIES.items())
@@ -197,7 +201,7 @@ def test_other_families_are_written_as_llama_cpp_s_converter_writes_them(tmp_pat
     found, expected, weights = read(out), tensors_of(source), forward_weights(model, quantization)
     assert found.keys() == expected.keys() and len(weights) >= 12
     for name, tensor in found.items():
-        assert torch.equal(tensor, weights.get(name, expected[name].float().view_as(tensor))), name
+        assert torch.equal(tensor, weights.get(name, expected[name].float()).view_as(tensor)), name
     kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(out).tensors}
     assert {kinds[name] for name in weights} == {scheme.upper()}
     if installed():
@@ -243,17 +247,29 @@ def test_nvfp4_has_the_codes_and_scales_of_the_compressed_export(tmp_path, kind)
     assert [line.split()[0] for line in compared(tmp_path).problems] == ["blk.1.attn_k.weight"]
 
 
+def test_scales_of_nvfp4_in_experts_of_gemma_4_are_refused(tmp_path):
+    """llama.cpp has another scale of each expert under their name."""
+    variant = VARIANTS["gemma4_text, experts"]
+    sizes = dict.fromkeys(("intermediate_size", "moe_intermediate_size", "hidden_size_per_layer_input"), 64)
+    replace(variant, options={**variant.options, **sizes}).checkpoint(tmp_path / "source")
+    source, model, quantization = quantized(tmp_path, "gemma4_text", SCHEMES["nvfp4"])
+    template = gguf_template(source, tmp_path / "base.gguf")
+    with pytest.raises(RankError, match=r"gemma4 cannot store model.layers.0.experts.0.gate_proj.scale, "):
+        check_plan(model, quantization, source, layout="gguf", template=template)
+
+
 def test_layers_with_a_part_of_an_nvfp4_block_are_refused():
     with pytest.raises(ValueError, match="in blocks of 64 weights, got a layer with 96 inputs: exempt such layers"):
         linear_shapes("gguf", 96, 32, SCHEMES["nvfp4"], torch.bfloat16)
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "gemma4", "qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4", "gemma4, experts", "qwen3_5", "qwen3_5_moe"])
 def test_the_text_model_of_a_composite_one_is_written(tmp_path, kind):
-    heads = dict.fromkeys(("head_dim", "linear_key_head_dim", "linear_value_head_dim"), 32)
-    parts = {**VARIANTS[kind].parts, "text_config": {**VARIANTS[kind].parts["text_config"], **heads}}
-    variant = replace(VARIANTS[kind], parts=parts) if kind.startswith("qwen3_5") else VARIANTS[kind]
-    source = variant.checkpoint(tmp_path / "source")
+    variant, own = VARIANTS[kind.removesuffix(", experts")], {"enable_moe_block": True} if "," in kind else {}
+    if kind.startswith("qwen3_5"):
+        own = dict.fromkeys(("head_dim", "linear_key_head_dim", "linear_value_head_dim"), 32)
+    parts = {**variant.parts, "text_config": {**variant.parts["text_config"], **own}}
+    source = replace(variant, parts=parts).checkpoint(tmp_path / "source")
     text = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source).text_config)
     text.save_pretrained(tmp_path / "text")
     for file in source.glob("*token*"):
@@ -265,6 +281,8 @@ def test_the_text_model_of_a_composite_one_is_written(tmp_path, kind):
     check_plan(model, quantization, source, **options)
     report = export_model(model, quantization, source, tmp_path / "out", **options)
     assert report.files == ["model.gguf"] and report.copied == []
+    if kind.endswith("experts"):  # the compressed layout has none of Gemma 4
+        return assert_logits_near(tmp_path / "out" / "model.gguf", model) if installed() else None
     export_model(model, quantization, source, tmp_path / "compressed")
     ids = torch.randint(7, 300, (1, 96), generator=torch.Generator().manual_seed(1))
     found = compare_with_compressed(GGUF(tmp_path / "out"), tmp_path / "compressed", [ids])
@@ -378,7 +396,7 @@ def test_the_template_of_other_positions_is_refused(tmp_path, kind):
         ("mistral, sliding window", {}, "it has sliding attention"),
         ("gemma3_text", {"query_pre_attn_scalar": 8}, "query_pre_attn_scalar is 8, expected 16"),
         ("gemma3_text", {"layer_types": ["full_attention"] * 6}, "not every 6th layer alone attends to all"),
-        ("gemma4_text", {"enable_moe_block": True}, "enable_moe_block is True"),
+        ("gemma4_text", {"attention_bias": True}, "attention_bias is True, expected False"),
         ("gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'"),
         ("qwen3_5_text", {"linear_value_head_dim": 8}, "linear_key_head_dim and linear_value_head_dim differ"),
         ("qwen3_5_text", {"layer_types": ["full_attention", "linear_attention"]}, "not every nth layer alone attends"),
