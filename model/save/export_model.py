@@ -30,7 +30,7 @@ from model.checkpoint.load import check_finite
 from model.checkpoint.safetensors import SINGLE, garbage_kept
 from model.peft import FOLDER
 from model.quantized.checkpoint import SourceCheckpoint, read_checkpoint
-from model.ranks import errors_on_all_ranks, is_main
+from model.ranks import errors_on_all_ranks, is_main, listed, say
 from model.save.as_source import is_as_source, several_input_scales, stored_dtypes
 from model.save.aside import Aside
 from model.save.finish import configuration, copy_companions, write_config, write_index
@@ -91,6 +91,13 @@ def check_plan(
                 check_loadable(Path(source_dir), items, trust_remote_code=trust_remote_code)
             if quantization is not None and not as_source:
                 configuration(model, quantization, layout, items)
+            if as_source and (
+                unused := sorted(set(checkpoint.beside) - {key for item in items for key in item.shapes})
+            ):
+                say(
+                    f"warning: {source_dir} has {listed(unused, 3)}, which its configuration does not use; training "
+                    "does not use them either, and the export will not have them"
+                )
 
 
 def _read_source(

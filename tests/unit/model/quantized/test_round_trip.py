@@ -16,7 +16,7 @@ from model.quantized.checkpoint import source_schemes
 from model.quantized.quantization_config import check_readable, is_quantized
 from model.quantized.scales import take_scales
 from model.ranks import RankError
-from model.save.export_model import export_model
+from model.save.export_model import check_plan, export_model
 from model.scales.loading import load_scales
 from quant import SCHEMES
 from quant.formats.modelopt import ALGORITHMS, DYNAMIC
@@ -367,3 +367,19 @@ def test_a_routing_bias_keeps_the_dtype_of_the_source_unless_it_changed(tmp_path
     assert all(torch.equal(read[one], found[one]) and read[one].dtype == found[one].dtype for one in read)
     if theirs:
         assert (tmp_path / "again" / "model.safetensors").read_bytes() == (path / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("scheme", ["fp8_dynamic", "fp8_static", "w4a16_asym", "mxfp4_w4a4", "nvfp4_w4a4"])
+def test_tensors_beside_codes_that_an_export_would_lack_are_named(tmp_path, capsys, scheme):
+    """Of the file's own tensors none is; a scale of inputs of a scheme without one is."""
+    source, export = tiny_checkpoint(tmp_path / "source", wide=True), tmp_path / "export"
+    model = load_model(source)
+    export_model(model, quantize(model, scheme), source, export)
+    model, quantization, _ = load_quantized(export)
+    check_plan(model, quantization, export)
+    assert "warning" not in capsys.readouterr().out
+    if scheme == "fp8_dynamic":
+        edit_checkpoint(export, lambda tensors: tensors.update({f"{UP}.input_scale": torch.ones(1)}))
+        model, quantization, _ = load_quantized(export)
+        check_plan(model, quantization, export)
+        assert f"warning: {export} has {UP}.input_scale, which its configuration" in capsys.readouterr().out
