@@ -18,6 +18,7 @@ export never looks complete.
 import json
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +28,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from model.checkpoint.load import check_finite
-from model.checkpoint.safetensors import SINGLE, garbage_kept
+from model.checkpoint.safetensors import SINGLE, DiskTensor, garbage_kept
 from model.peft import FOLDER
 from model.quantized.checkpoint import SourceCheckpoint, read_checkpoint
 from model.ranks import errors_on_all_ranks, is_main, listed, say
@@ -91,13 +92,24 @@ def check_plan(
                 check_loadable(Path(source_dir), items, trust_remote_code=trust_remote_code)
             if quantization is not None and not as_source:
                 configuration(model, quantization, layout, items)
-            if as_source and (
-                unused := sorted(set(checkpoint.beside) - {key for item in items for key in item.shapes})
-            ):
-                say(
-                    f"warning: {source_dir} has {listed(unused, 3)}, which its configuration does not use; training "
-                    "does not use them either, and the export will not have them"
-                )
+            if as_source:
+                _say_differences(items, checkpoint, source_dir)
+
+
+def _say_differences(items: Sequence[Item], checkpoint: SourceCheckpoint, source: str | Path) -> None:
+    """Name the tensors of ``source`` that an export in its format would lack, or store in a narrower dtype."""
+    written = {key: dtype for item in items for key, (dtype, _) in item.shapes.items()}
+    if unused := sorted(checkpoint.beside.keys() - written.keys()):
+        say(
+            f"warning: {source} has {listed(unused, 3)}, which its configuration does not use; training does not use "
+            "them either, and the export will not have them"
+        )
+    plain = {key: one.dtype for key, one in checkpoint.tensors.items() if isinstance(one, DiskTensor) and one.dtype}
+    if narrowed := sorted(key for key, dtype in plain.items() if written.get(key, dtype).itemsize < dtype.itemsize):
+        say(
+            f"warning: {source} has {listed(narrowed, 3)} in a wider dtype than model.dtype, in which they are trained "
+            "and exported"
+        )
 
 
 def _read_source(
