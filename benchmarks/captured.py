@@ -36,11 +36,16 @@ def train_captured(recipe: Recipe) -> None:
     quant, train = recipe.quant, recipe.train
     if (
         *(recipe.schedule, recipe.data.packing, recipe.learnable.router, quant.fake_quant_start),
-        *(quant.scales_follow_weights, train.gradient_accumulation_steps > 1, train.activation_offload),
-    ) != ([], False, False, 0, False, False, False):
+        *(
+            quant.scales_follow_weights,
+            train.gradient_accumulation_steps > 1,
+            train.activation_offload,
+            recipe.optim.moments,
+        ),
+    ) != ([], False, False, 0, False, False, False, "float32"):
         raise ValueError(
             "--captured: expected a recipe without schedule, packing, router, fake_quant_start, scales_follow_weights, "
-            "activation_offload and gradient accumulation"
+            "activation_offload, 8-bit moments and gradient accumulation"
         )
     with RunLock() as run_lock:
         state = start_run(recipe, Schedule(), [], run_lock)
@@ -89,9 +94,10 @@ def train_captured(recipe: Recipe) -> None:
             factor = lr_factor(
                 len(losses),
                 total=recipe.train.steps,
-                warmup=optim.warmup_steps,
+                warmup=optim.warmup(recipe.train.steps),
                 kind=optim.schedule,
                 min_ratio=optim.min_lr_ratio,
+                decay=optim.decay_steps,
             )
             for group in optimizer.param_groups:
                 share = factor * state.quant.learning(group["name"]) if group["name"] in SCALE_GROUPS else factor

@@ -371,7 +371,7 @@ def test_a_routing_bias_keeps_the_dtype_of_the_source_unless_it_changed(tmp_path
 
 @pytest.mark.parametrize("scheme", ["fp8_dynamic", "fp8_static", "w4a16_asym", "mxfp4_w4a4", "nvfp4_w4a4"])
 def test_tensors_that_an_export_would_lack_or_narrow_are_named(tmp_path, capsys, scheme):
-    """Of an export's own tensors none is; a scale of inputs of a scheme without one is, and a norm in fp32."""
+    """A run names an input scale that the scheme does not use, and a norm in fp32; it names nothing of our exports."""
     source, export = tiny_checkpoint(tmp_path / "source", wide=True), tmp_path / "export"
     model = load_model(source)
     export_model(model, quantize(model, scheme), source, export)
