@@ -267,10 +267,10 @@ class QuantLinearFunction(torch.autograd.Function):
             a, b = saved.lora_a.transpose(-2, -1), saved.lora_b.transpose(-2, -1)
             grad_a, grad_b = (b @ grad_weight).mul_(plan.scaling), (grad_weight @ a).mul_(plan.scaling)
         if saved.code_theta is not None and plan.weight is not None and grad_weight is not None:
-            factor = lsq_factor(plan.weight_numel, plan.weight)
-            of_codes = (saved.weight, saved.code_theta, plan.weight)
-            grad_code_theta = code_theta_gradient(grad_weight, *of_codes, factor)
-            grad_weight = weight_for_codes(grad_weight, *of_codes[1:])
+            factor, of_codes = lsq_factor(plan.weight_numel, plan.weight), (saved.code_theta, plan.weight)
+            grad_code_theta = code_theta_gradient(grad_weight, saved.weight, *of_codes, factor)
+            trains = Arguments(*ctx.needs_input_grad[1:]).weight
+            grad_weight = weight_for_codes(grad_weight, *of_codes) if trains else None
         # A theta whose operand is not quantized now gets zeros: under ZeRO-3 a Parameter without a gradient would get
         # its last gradient again, in every step.
         if saved.input_theta is not None and needs.input_theta and grad_input_theta is None:

@@ -12,16 +12,12 @@ As in :func:`quant.lora.merge` the factor is computed in fp64, so that a GPU, an
 weight get the same bits, and the product is rounded to the weight's dtype.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor, nn
 
+from quant import kernels
 from quant.blocks import per_block, per_run
 from quant.spec import TensorSpec
-
-# Elements multiplied at a time: on a CPU few enough for its caches; on a GPU their fp32 products take 256 MB.
-CPU_ELEMENTS, GPU_ELEMENTS = 2**18, 2**26
 
 
 class DecoupledScale:
@@ -54,11 +50,7 @@ def weight_for_codes(weight: Tensor, code_theta: Tensor, spec: TensorSpec) -> Te
         code_theta: logarithm of the factors, in the shape of the weight's scale.
         spec: number format of the weight.
     """
-    factors = _runs(code_theta, weight.shape, spec)
-    result = torch.empty_like(weight, memory_format=torch.contiguous_format)
-    for own, out, old in _parts(factors, result, weight.contiguous()):
-        torch.mul(old, own, out=out)
-    return result
+    return kernels.multiply_runs(weight, per_run(code_theta, weight.shape, spec))
 
 
 @torch.no_grad()
@@ -67,7 +59,8 @@ def part_for_codes(
 ) -> Tensor:
     """Compute elements ``[start, start + len(part))`` of :func:`weight_for_codes`, flat, from the same elements of the
     weight; their bits are the same."""
-    factors = _runs(code_theta, weight_shape, spec).to(part.device).flatten()
+    theta = per_run(code_theta, weight_shape, spec).to(part.device).flatten()
+    factors = kernels.multiply_runs(torch.ones_like(theta, dtype=torch.float32), theta)
     places = torch.arange(start, start + part.numel(), device=part.device) // spec.run_length(weight_shape)
     return (part * factors[places]).to(part.dtype)
 
@@ -80,23 +73,7 @@ def code_theta_gradient(grad: Tensor, weight: Tensor, code_theta: Tensor, spec: 
         code_theta, spec: as in that function.
         factor: LSQ's gradient scale, as for theta.
     """
-    runs = weight.numel() // spec.run_length(tuple(weight.shape))
-    sums = torch.empty((runs, 1), dtype=torch.float32, device=grad.device)
-    for out, left, right in _parts(sums, grad.contiguous(), weight):
-        torch.sum(left.float() * right, -1, keepdim=True, out=out)
-    if spec.granularity == "block":
-        sums = per_block(sums.view(*weight.shape[:-1], -1), weight.shape, spec).sum(-2)
-    return sums.view(code_theta.shape).mul_(factor).to(code_theta.dtype)
-
-
-def _runs(code_theta: Tensor, weight_shape: tuple[int, ...], spec: TensorSpec) -> Tensor:
-    """Compute the factor of each run of consecutive elements that share one, fp32 ``[runs, 1]``."""
-    return per_run(code_theta.detach().double().exp().float(), weight_shape, spec).reshape(-1, 1)
-
-
-def _parts(first: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield parts of contiguous tensors as views ``[runs, run]``: of ``first [runs, 1]``, and the same of others."""
-    views = [first, *(one.view(len(first), -1) for one in others)]
-    most = CPU_ELEMENTS if first.device.type == "cpu" else GPU_ELEMENTS
-    runs = max(1, most // max(1, views[-1].shape[-1]))
-    return zip(*[one.split(runs) for one in views], strict=True)
+    if spec.granularity != "block":
+        return kernels.sum_products(grad, weight, code_theta, factor)
+    sums = kernels.sum_products(grad, weight, per_run(code_theta.float(), weight.shape, spec), factor)
+    return per_block(sums, weight.shape, spec).sum(-2).to(code_theta.dtype)

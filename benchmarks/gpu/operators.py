@@ -60,6 +60,8 @@ def fixed_grids(x: Tensor, grad: Tensor) -> None:
             ops.dequantize_and_mask_(grad.clone(), mask, codes, s0, theta, torch.float32)
             for wanted in (False, True):
                 ops.fake_quantize_backward_(grad.clone(), x, *arguments, 1.0, wanted)
+        ops.multiply_runs(x, theta)
+        ops.sum_products(x, grad, theta, 1.0)
         ops.amax(x, s0.numel())
 
 

@@ -169,6 +169,22 @@ def _zero_and_above(quantizer: Quantizer) -> tuple[Tensor | None, Tensor | None]
     return quantizer.scale.zero, quantizer.scale.global_
 
 
+def multiply_runs(x: Tensor, theta: Tensor) -> Tensor:
+    """Multiply ``x`` by ``exp(theta)``, rounded once to the dtype of ``x``, without a gradient.
+
+    ``theta``, contiguous, fp32, bf16 or fp16, has one element for each of ``theta.numel()`` equal consecutive segments
+    of ``x``. The factor is computed in fp64 and rounded to fp32.
+    """
+    return _operators().multiply_runs(x, theta)
+
+
+def sum_products(x: Tensor, y: Tensor, theta: Tensor, factor: float) -> Tensor:
+    """Sum ``x * y`` over the segments of :func:`multiply_runs`, times ``factor``, in the shape and dtype of ``theta``,
+    whose values are not used. ``x`` and ``y`` have one shape and dtype. Sums are fp32, in an order that depends only on
+    the shape."""
+    return _operators().sum_products(x, y, theta, factor)
+
+
 def masked_(grad: Tensor, mask: Tensor) -> Tensor:
     """Zero the contiguous ``grad`` in place where ``mask`` (the packed bits of :func:`quantize`) is 0."""
     _operators().masked_(grad, mask)

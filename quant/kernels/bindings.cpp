@@ -96,6 +96,15 @@ const float* checked_above(const OptionalTensor& above, Stored stored, int64_t c
   return checked_floats(*above, x, "above");
 }
 
+// Runs of x, as many as theta has elements, with the factors exp(theta). theta must outlive the result.
+Scales factors_of(const Tensor& x, const Tensor& theta) {
+  const int64_t numel = x.numel(), count = theta.numel();
+  TORCH_CHECK(count > 0 && numel % count == 0, numel, " elements are not divisible by ", count, " scales");
+  TORCH_CHECK(theta.is_contiguous() && theta.device() == x.device(), "theta must be contiguous and on ", x.device());
+  return {nullptr, theta.const_data_ptr(), dtype_of(theta.scalar_type(), "theta"), Stored::kFloat32, count,
+          numel / count};
+}
+
 // Scales of x. s0, theta, zero and above must outlive the result.
 Scales scales_of(const Tensor& x, const Tensor& s0, const OptionalTensor& theta, at::ScalarType scale_dtype, int grid,
                  const OptionalTensor& zero, const OptionalTensor& above) {
@@ -106,9 +115,9 @@ Scales scales_of(const Tensor& x, const Tensor& s0, const OptionalTensor& theta,
   if (scales.above != nullptr) scales.per_above = count / above->numel();
   if (theta.has_value()) {
     TORCH_CHECK(theta->numel() == count, "theta has ", theta->numel(), " elements, s0 has ", count);
-    TORCH_CHECK(theta->is_contiguous() && theta->device() == x.device(), "theta must be contiguous and on ", x.device());
-    scales.theta = theta->const_data_ptr();
-    scales.theta_dtype = dtype_of(theta->scalar_type(), "theta");
+    const Scales factors = factors_of(x, *theta);
+    scales.theta = factors.theta;
+    scales.theta_dtype = factors.theta_dtype;
   }
   if (zero.has_value()) {
     TORCH_CHECK(grid != deepqat::kE4M3Grid && grid != deepqat::kE2M1Grid, "only integers have zero points");
@@ -291,6 +300,29 @@ Tensor fake_quantize_backward_(Tensor& grad, const Tensor& x_, const Tensor& s0,
   return grad_theta;
 }
 
+Tensor multiply_runs(const Tensor& x_, const Tensor& theta) {
+  const Tensor x = x_.contiguous();
+  const Scales factors = factors_of(x, theta);
+  Tensor out = like(x);
+  if (x.numel() > 0) {
+    DEEPQAT_CALL(multiply_runs, x, x.const_data_ptr(), dtype_of(x.scalar_type(), "x"), factors, out.mutable_data_ptr());
+  }
+  return out;
+}
+
+Tensor sum_products(const Tensor& x_, const Tensor& y_, const Tensor& theta, double factor) {
+  check_like(y_, x_, "y");
+  const Tensor x = x_.contiguous(), y = y_.contiguous();
+  Scales runs = factors_of(x, theta);
+  runs.theta = nullptr;
+  Tensor out = like(theta);
+  if (x.numel() == 0) return out.zero_();
+  Tensor partial_sums = at::empty({runs.count * deepqat::segments_of(runs.block)}, x.options().dtype(at::kFloat));
+  DEEPQAT_CALL(sum_products, x, x.const_data_ptr(), y.const_data_ptr(), dtype_of(x.scalar_type(), "x"), runs,
+               static_cast<float>(factor), partial_sums.mutable_data_ptr<float>(), out.mutable_data_ptr());
+  return out;
+}
+
 void masked_(Tensor& grad, const Tensor& mask) {
   check_overwritten(grad);
   const auto* bits = checked_mask(mask, grad);
@@ -455,6 +487,8 @@ void implement(torch::Library& library) {
   library.impl("dequantize_and_mask_", TORCH_FN(dequantize_and_mask_));
   library.impl("fake_quantize", TORCH_FN(fake_quantize));
   library.impl("fake_quantize_backward_", TORCH_FN(fake_quantize_backward_));
+  library.impl("multiply_runs", TORCH_FN(multiply_runs));
+  library.impl("sum_products", TORCH_FN(sum_products));
   library.impl("masked_", TORCH_FN(masked_));
   library.impl("amax", TORCH_FN(amax));
   library.impl("keep_tokens", TORCH_FN(keep_tokens));

@@ -17,7 +17,7 @@ enum class Stored { kFloat32, kBFloat16, kHalf, kE8M0, kE4M3 };
 
 // s = s0 * exp(theta), rounded to stored_as, one per run, and its zero point.
 struct Scales {
-  const float* s0;
+  const float* s0;    // null: 1
   const void* theta;  // null: the scale is s0
   Dtype theta_dtype;
   Stored stored_as;
@@ -71,6 +71,9 @@ constexpr int kShortToken = 32;
   void fake_quantize_backward(void* grad, const void* x, Dtype dtype, const Scales& scales, int grid, float factor,    \
                               bool of_weight, float* partial_sums, void* grad_theta STREAM);                           \
   void masked(void* grad, const uint8_t* mask, Dtype dtype, int64_t numel STREAM);                                     \
+  void multiply_runs(const void* x, Dtype dtype, const Scales& factors, void* out STREAM);                             \
+  void sum_products(const void* x, const void* y, Dtype dtype, const Scales& runs, float factor, float* partial_sums,  \
+                    void* out STREAM);                                                                                 \
   void amax(const void* x, Dtype dtype, int64_t count, int64_t block, float* partial, float* out STREAM);              \
   void fake_quantize_tokens(const void* x, Dtype dtype, const Tokens& tokens, void* out, void* grad, uint8_t* codes,   \
                             uint8_t* mask, void* scales STREAM);                                                       \
@@ -99,6 +102,8 @@ DEEPQAT_DECLARE_KERNELS(DEEPQAT_STREAM)
 //   factor         grad_theta = factor * s0 * exp(theta) * sum(grad * d fq / d s) per run, in theta's dtype
 //   of_weight      NaN if x / s is not finite: in grad_theta of its run if present, else in grad
 //   partial_sums   scratch, count * segments_of(block) floats, unused if grad_theta is null; likewise `partial` of amax
+//   factors        the scales of runs that are multiplied by them
+//   runs           without s0 and theta: out[run] = factor * sum(x * y), in theta_dtype
 //   grad_theta     null if not requested
 //   places         [count, per_sum]: indices of the rows [.., width] of each of the sums [count, width]
 //   scales         one per token, as stored: float, its E8M0 byte, or the e4m3 byte of scale times global scale

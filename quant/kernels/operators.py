@@ -209,6 +209,22 @@ def _fake_quantize_backward_(
     return (grad_scale.reshape(s0.shape) * learned * factor).to(theta.dtype)
 
 
+@_operator(lambda x, theta: _like(x))
+def _multiply_runs(x: Tensor, theta: Tensor) -> Tensor:
+    """Multiply the segment of ``x`` that belongs to each element of theta by ``exp(theta)``; one rounding, to the dtype
+    of ``x``."""
+    factors = torch.exp(theta.double()).float().view(-1, 1)
+    return (_rows(x, theta) * factors).to(x.dtype).view(x.shape)
+
+
+@_operator(lambda x, y, theta, factor: _like(theta))
+def _sum_products(x: Tensor, y: Tensor, theta: Tensor, factor: float) -> Tensor:
+    """Sum ``x * y`` in fp32 over the segment that belongs to each element of theta; return the sums times ``factor`` in
+    the shape and dtype of theta, whose values are not used."""
+    sums = (_rows(x, theta).float() * _rows(y, theta).float()).sum(1)
+    return (sums * factor).to(theta.dtype).view(theta.shape)
+
+
 @_operator(lambda grad, mask: None)
 def _masked_(grad: Tensor, mask: Tensor) -> None:
     """Zero ``grad`` in place where the packed ``mask`` has a 0 bit."""

@@ -63,6 +63,8 @@ def check(case: Case) -> None:
     for wanted in (False, True) if case.theta is not None else (False,):
         for of_weight in (False, True):
             of_case("fake_quantize_backward_", *given, wanted, case.zero, case.above, of_weight)
+    if case.theta is not None:
+        of_case("sum_products", case.x, case.grad, case.theta, case.factor)
     of_case("keep_tokens", case.x, 0, False)
     for tokens in TOKEN_GRIDS:
         of_case("fake_quantize_tokens", case.x, *tokens)
@@ -153,6 +155,8 @@ def test_the_current_stream_and_cuda_graphs(seed):
             OPS.fake_quantize(x, groups, None, 4, torch.float32),
             OPS.fake_quantize(x, s0, theta, 0, torch.float32),
             *OPS.dequantize(codes, s0, theta, torch.float32, torch.bfloat16, True),
+            OPS.multiply_runs(x, theta),
+            OPS.sum_products(x, grad, theta, 1.0),
             OPS.amax(x, 4),
             OPS.fake_quantize_tokens(x, 8, False),
             OPS.fake_quantize_tokens(x, 0, True),

@@ -109,20 +109,11 @@ void backward_of(Grid the_grid, T* grad, const T* x, const Scales& scales, float
   });
 }
 
-}  // namespace
-
-void fake_quantize_backward(void* grad_, const void* x_, Dtype dtype, const Scales& scales, int grid, float factor,
-                            bool of_weight, float* partial_sums, void* grad_theta) {
-  with_dtype_and_grid(dtype, grid, scales, [&](auto zero, auto the_grid) {
-    auto* grad = static_cast<decltype(zero)*>(grad_);
-    const auto* x = static_cast<const decltype(zero)*>(x_);
-    float* const sums = grad_theta == nullptr ? nullptr : partial_sums;
-    of_weight ? backward_of<true>(the_grid, grad, x, scales, sums) : backward_of<false>(the_grid, grad, x, scales, sums);
-  });
-  if (grad_theta == nullptr) return;
+// Write the gradients of runs: the sums of their segments, added, times s0 * exp(theta) and factor.
+void store_gradients(const Scales& scales, const float* partial_sums, float factor, void* gradients) {
   const int64_t segments = segments_of(scales.block);
   with_dtype(scales.theta_dtype, [&](auto zero) {
-    auto* out = static_cast<decltype(zero)*>(grad_theta);
+    auto* out = static_cast<decltype(zero)*>(gradients);
     at::parallel_for(0, (scales.count + kScalesAtOnce - 1) / kScalesAtOnce, 4, [&](int64_t begin, int64_t end) {
       float value[kScalesAtOnce], inverse[kScalesAtOnce], learned[kScalesAtOnce];
       for (int64_t batch = begin; batch < end; ++batch) {
@@ -136,6 +127,45 @@ void fake_quantize_backward(void* grad_, const void* x_, Dtype dtype, const Scal
       }
     });
   });
+}
+
+}  // namespace
+
+void fake_quantize_backward(void* grad_, const void* x_, Dtype dtype, const Scales& scales, int grid, float factor,
+                            bool of_weight, float* partial_sums, void* grad_theta) {
+  with_dtype_and_grid(dtype, grid, scales, [&](auto zero, auto the_grid) {
+    auto* grad = static_cast<decltype(zero)*>(grad_);
+    const auto* x = static_cast<const decltype(zero)*>(x_);
+    float* const sums = grad_theta == nullptr ? nullptr : partial_sums;
+    of_weight ? backward_of<true>(the_grid, grad, x, scales, sums) : backward_of<false>(the_grid, grad, x, scales, sums);
+  });
+  if (grad_theta != nullptr) store_gradients(scales, partial_sums, factor, grad_theta);
+}
+
+void multiply_runs(const void* x_, Dtype dtype, const Scales& factors, void* out_) {
+  with_dtype(dtype, [&](auto zero) {
+    const auto* x = static_cast<const decltype(zero)*>(x_);
+    auto* out = static_cast<decltype(zero)*>(out_);
+    for_each_segment(factors, [&](int64_t offset, int64_t length, const Scale& s, auto...) {
+      const auto* from = x + offset;
+      auto* to = out + offset;
+      unrolled(length, [&](int64_t i) { store(load(from[i]) * s.value, to + i); });
+    });
+  });
+}
+
+void sum_products(const void* x_, const void* y_, Dtype dtype, const Scales& runs, float factor, float* partial_sums,
+                  void* out) {
+  const int64_t segments = segments_of(runs.block);
+  with_dtype(dtype, [&](auto zero) {
+    const auto *x = static_cast<const decltype(zero)*>(x_), *y = static_cast<const decltype(zero)*>(y_);
+    for_each_segment(runs, [&](int64_t offset, int64_t length, const Scale&, int64_t run, int64_t segment) {
+      const auto *left = x + offset, *right = y + offset;
+      partial_sums[run * segments + segment] =
+          sum_in_order(length, [&](int64_t i) { return load(left[i]) * load(right[i]); });
+    });
+  });
+  store_gradients(runs, partial_sums, factor, out);
 }
 
 void masked(void* grad_, const uint8_t* mask, Dtype dtype, int64_t numel) {

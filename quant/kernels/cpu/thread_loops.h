@@ -44,14 +44,12 @@ struct Scale {
 };
 
 void effective_scales(const Scales& scales, int64_t begin, int64_t end, float* value, float* inverse, float* learned) {
-  const float* s0 = scales.s0 + begin;
   const int64_t n = end - begin;
-  if (scales.theta == nullptr) {
-    for (int64_t i = 0; i < n; ++i) learned[i] = s0[i];
-  } else {
+  scales.s0 == nullptr ? std::fill_n(learned, n, 1.0f) : std::copy_n(scales.s0 + begin, n, learned);
+  if (scales.theta != nullptr) {
     with_dtype(scales.theta_dtype, [&](auto zero) {
       const auto* theta = static_cast<const decltype(zero)*>(scales.theta) + begin;
-      for (int64_t i = 0; i < n; ++i) learned[i] = s0[i] * learned_factor(load(theta[i]));
+      for (int64_t i = 0; i < n; ++i) learned[i] *= learned_factor(load(theta[i]));
     });
   }
   const auto stored_in = [&](auto zero) {

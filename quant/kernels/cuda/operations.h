@@ -147,6 +147,20 @@ struct Backward : ReadsX<T> {
 };
 
 template <typename T>
+struct MultiplyRuns : ReadsX<T> {
+  static constexpr bool kScaled = true, kShifted = false;
+  T* out;
+
+  template <bool kWide, typename ScaleOf>
+  DEEPQAT_DEVICE void apply(const Vector<T>& in, int64_t i, int n, ScaleOf scale) const {
+    float v[kVector];
+    values_of(in, v);
+    unrolled<kVector>([&](int j) { v[j] *= scale(j).value; });
+    store_vector<kWide>(stored<T>(v), out + i, n);
+  }
+};
+
+template <typename T>
 struct Masked {
   using In = uint32_t;  // of the mask
   static constexpr bool kScaled = false, kShifted = false;
@@ -166,19 +180,23 @@ struct Masked {
 
 // ---- operations that reduce runs: apply() adds the elements' terms to accumulators, finish() stores the run's result
 
-template <typename T, typename G>
-struct BackwardSums : Backward<T, G> {
-  struct In {
-    Vector<T> grad, x;
-  };
+// Base of operations that add up terms.
+struct Sums {
   using Value = float;
   float* partial;
-  void* grad_theta;
+  void* gradients;
   float factor;
 
   static DEEPQAT_DEVICE float combine(float a, float b) { return a + b; }
   static DEEPQAT_DEVICE float of_partial(float partial) { return partial; }
   static DEEPQAT_DEVICE float to_partial(float sum) { return sum; }
+};
+
+template <typename T, typename G>
+struct BackwardSums : Backward<T, G>, Sums {
+  struct In {
+    Vector<T> grad, x;
+  };
 
   template <bool kWide>
   DEEPQAT_DEVICE In load(int64_t i, int n) const {
@@ -204,7 +222,33 @@ struct BackwardSums : Backward<T, G> {
   }
 
   DEEPQAT_DEVICE void finish(int64_t run, float sum, const DeviceScales& scales, const Scale& scale) const {
-    scales.store_gradient(run, sum * scale.learned * factor, grad_theta);
+    scales.store_gradient(run, sum * scale.learned * factor, gradients);
+  }
+};
+
+template <typename T>
+struct SumProducts : Sums {
+  struct In {
+    Vector<T> x, y;
+  };
+  static constexpr bool kScaled = false, kShifted = false;
+  const T *x, *y;
+
+  template <bool kWide>
+  DEEPQAT_DEVICE In load(int64_t i, int n) const {
+    return {load_vector<kWide>(x + i, n), load_vector<kWide>(y + i, n)};
+  }
+
+  template <bool kWide>
+  DEEPQAT_DEVICE void apply(const In& in, int64_t, int, const Scale&, float (&sums)[kVector]) const {
+    float left[kVector], right[kVector];
+    values_of(in.x, left);
+    values_of(in.y, right);
+    unrolled<kVector>([&](int j) { sums[j] += left[j] * right[j]; });
+  }
+
+  DEEPQAT_DEVICE void finish(int64_t run, float sum, const DeviceScales& scales, const Scale&) const {
+    scales.store_gradient(run, sum * factor, gradients);
   }
 };
 

@@ -108,7 +108,25 @@ void fake_quantize_backward(void* grad_, const void* x_, Dtype dtype, const Scal
     const Backward<T, G> op{{x}, grad, g, of_weight};
     const bool wide = aligned(grad, x);
     if (grad_theta == nullptr) return launch_elementwise(name, op, scales, scales.numel(), wide, stream);
-    launch_reduction(name, BackwardSums<T, G>{op, partial_sums, grad_theta, factor}, scales, wide, stream);
+    launch_reduction(name, BackwardSums<T, G>{op, {partial_sums, grad_theta, factor}}, scales, wide, stream);
+  });
+}
+
+void multiply_runs(const void* x_, Dtype dtype, const Scales& factors, void* out_, void* stream) {
+  with_dtype(dtype, [&](auto zero) {
+    const auto* x = static_cast<const decltype(zero)*>(x_);
+    auto* out = static_cast<decltype(zero)*>(out_);
+    launch_elementwise("multiply_runs", MultiplyRuns<decltype(zero)>{{x}, out}, factors, factors.numel(),
+                       aligned(x, out), stream);
+  });
+}
+
+void sum_products(const void* x_, const void* y_, Dtype dtype, const Scales& runs, float factor, float* partial_sums,
+                  void* out, void* stream) {
+  with_dtype(dtype, [&](auto zero) {
+    const auto *x = static_cast<const decltype(zero)*>(x_), *y = static_cast<const decltype(zero)*>(y_);
+    const SumProducts<decltype(zero)> op{{partial_sums, out, factor}, x, y};
+    launch_reduction("sum_products", op, runs, aligned(x, y), stream);
   });
 }
 

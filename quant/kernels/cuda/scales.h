@@ -57,7 +57,7 @@ class DeviceScales {
 
   template <bool kShifted>
   DEEPQAT_DEVICE Scale of_run(int64_t run) const {
-    float learned = scales_.s0[run];
+    float learned = scales_.s0 == nullptr ? 1.0f : scales_.s0[run];
     if (scales_.theta != nullptr) learned *= learned_factor(theta(run));
     float value = learned;
     if (scales_.stored_as == Stored::kBFloat16) value = stored_scale<BFloat16>(learned);

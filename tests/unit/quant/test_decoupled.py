@@ -13,6 +13,8 @@ from quant.decoupled import DecoupledScale, part_for_codes, weight_for_codes
 from quant.reference import dequantize, quantize
 from quant.scale import lsq_factor
 from quant.spec import TensorSpec
+from tests.unit.quant.kernels.cases import special_values
+from tests.unit.quant.kernels.comparing import assert_same
 from tests.unit.quant.one_linear import SCHEMES, Case, quantized_linear
 from tests.unit.quant.oracle import DTYPES, SPECS, per_scale
 
@@ -56,6 +58,34 @@ def test_it_is_the_layer_of_the_product(schemes, dtype, seed):
     assert bool((error <= bound + torch.finfo(dtype).smallest_normal).all())
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_the_weight_is_multiplied_and_rounded_once(spec, dtype, seed):
+    """By the fp32 number of exp(code_theta); also values that are not finite."""
+    case = DecoupledCase(spec, None, dtype)
+    theta = case.decoupled.code_theta.detach()
+    weight = special_values(case.weight.detach(), 1.0)
+    factors = theta.double().exp().float().reshape(-1, 1)
+    expected = (per_scale(weight.double(), spec).flatten(0, -2) * factors).float().to(dtype)
+    found = per_scale(weight_for_codes(weight, theta, spec), spec).flatten(0, -2)
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_a_weight_that_trains_gets_the_gradient_of_the_product_times_the_factor(spec, seed):
+    case = DecoupledCase(spec, None, torch.float32)
+    grad = torch.randn_like(case())
+    (frozen,) = torch.autograd.grad(case(), [case.decoupled.code_theta], grad)
+    case.weight.requires_grad_(True)
+    weight = nn.Parameter(case.decoupled.merged(case.weight))
+    of_weight, of_theta = torch.autograd.grad(case(), [case.weight, case.decoupled.code_theta], grad)
+    (of_product,) = torch.autograd.grad(
+        quant_linear(case.x, weight, case.bias, *case.scales(), case.plan), weight, grad
+    )
+    assert torch.equal(of_weight, weight_for_codes(of_product, case.decoupled.code_theta, spec))
+    assert torch.equal(of_theta, frozen)
+
+
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_the_stored_scale_alone_decodes(spec, seed):
     """Codes are chosen with scale / factor, and their values are codes times the stored scale."""
@@ -76,12 +106,12 @@ def test_the_stored_scale_alone_decodes(spec, seed):
 def test_a_part_has_the_bits_of_the_whole(spec, seed):
     shape = (random.randint(1, 40), random.randint(1, 70) if spec.granularity == "block" else 96)
     for stack in ((), (3,)):
-        weight = torch.randn(*stack, *shape).to(random.choice(DTYPES))
+        weight = special_values(torch.randn(*stack, *shape).to(random.choice(DTYPES)), 1.0)
         theta = torch.randn(spec.scale_shape(tuple(weight.shape))).to(weight.dtype)
         whole = weight_for_codes(weight, theta, spec).flatten()
         start, stop = sorted(random.sample(range(weight.numel() + 1), 2))
         part = part_for_codes(weight.flatten()[start:stop], start, tuple(weight.shape), theta, spec)
-        assert torch.equal(part, whole[start:stop])
+        assert_same(part, whole[start:stop])
 
 
 def test_a_stack_is_its_experts(seed):

@@ -25,13 +25,17 @@ LAUNCHES |= dict.fromkeys(("fp8_static", "w8a8_static", "fp8_dynamic", "int8_dyn
 LAUNCHES |= dict.fromkeys(("nvfp4_w4a4", "mxfp4_w4a4", "mxfp4_mxfp8", "mxfp8"), (3, 5)) | {"fp8_block": (5, 12)}
 
 
-def quantize(model: nn.Module, scheme: str | None, *, learn=True, codes=False, fused=False, **compute: Any) -> None:
+def quantize(
+    model: nn.Module, scheme: str | None, *, learn=True, codes=False, fused=False, decoupled=False, **compute: Any
+) -> None:
     """Prepare a model on the meta device; ``codes``: codes in place of weights, as stage 3 gathers them."""
     if scheme is None:
         return
     quantization = replace_layers(model, SCHEMES[scheme], learn_weight_scale=learn, learn_input_scale=False, **compute)
     if fused:
         fuse(model)
+    if decoupled:
+        quantization.decouple_scales()
     for layer in quantization.layers.values() if codes else ():
         weight = layer.weight
         layer.known_weight_scale = torch.empty_like(layer.weight_s0)
@@ -74,6 +78,20 @@ def launches(parts: tuple[Counting, Counting]) -> tuple[int, ...]:
 def test_launches_of_a_quantized_linear(scheme):
     assert launches(counted(linear(scheme))) == LAUNCHES[scheme]
     assert launches(counted(linear(None))) == (1, 2)
+
+
+@pytest.mark.parametrize("scheme", ["w4a16_g32", "w8a16_channel", "w4a16_asym", "nvfp4_w4a4", "mxfp4_w4a4"])
+def test_launches_of_decoupled_scales(scheme):
+    """In each direction the weight is multiplied once; back, its products with the gradient are summed. The gradient
+    of a frozen weight is not computed."""
+    forward, backward = LAUNCHES[scheme]
+    for trains in (False, True):
+        layer = linear(scheme, decoupled=True)
+        layer.weight.requires_grad_(trains)
+        there, back = counted(layer)
+        assert launches((there, back)) == (forward + 1, backward + 2 + trains)
+        assert (there.launches["multiply_runs"], back.launches["multiply_runs"]) == (1, 1 + trains)
+        assert back.launches["sum_products"] == 1
 
 
 @pytest.mark.parametrize("learn", [False, True])

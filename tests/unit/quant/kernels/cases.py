@@ -191,6 +191,7 @@ def calls_with_scales(x: Tensor, s0: Tensor) -> list[tuple[str, tuple]]:
             ("fake_quantize", (x, s0, t, grid, stored)),
             ("fake_quantize_backward_", (grad.contiguous(), x, s0, t, grid, stored, 0.5, wanted and t is not None)),
         ]
+    found += [("multiply_runs", (x, theta)), ("sum_products", (x, grad, theta, 0.5))]
     mask = packing.pack_bits(torch.rand(x.shape) < 0.5)
     found += [("masked_", (grad.contiguous(), mask)), ("amax", (x, s0.numel())), ("keep_tokens", (x, 0, False))]
     found.append(("dequantize_and_mask_", (grad.contiguous(), mask, codes, s0, None, torch.float32)))

@@ -61,6 +61,8 @@ def check_operators(case: Case, same: Callable[..., list[Tensor]]) -> Tensor:
         codes, mask, *_ = same("quantize", x, *quantizer, *wanted, *beside)
     for zeros in (False, True) if case.theta is not None else (False,):
         same("dequantize", codes, *stored, random.choice(DTYPES), zeros, None, *beside)
+    if case.theta is not None:
+        same("multiply_runs", x, case.theta)
     same("masked_", case.grad, mask)
     same("dequantize_and_mask_", case.grad, mask, codes, *stored, *beside)
     same("amax", x, case.s0.numel())
@@ -92,9 +94,21 @@ def check_theta_gradient(case: Case, ours: Tensor) -> None:
     if case.x.numel() == 0:
         assert not ours.any(), f"of nothing it is 0 whatever the scale, {case}"
         return
-    terms, learned = case.terms(), case.learned()
+    check_sums(case.terms(), case.learned(), ours, case)
+
+
+def check_sum_of_products(case: Case, ours: Tensor) -> None:
+    """The same of the sum of ``x * grad`` in each run, times the factor."""
+    assert case.theta is not None and (ours.dtype, ours.shape) == (case.theta.dtype, case.theta.shape)
+    if case.x.numel() == 0:
+        assert not ours.any()
+        return
+    terms = (case.x.float() * case.grad.float()).reshape(case.s0.numel(), -1)
+    check_sums(terms, torch.ones(case.s0.numel()), ours, case)
+
+
+def check_sums(terms: Tensor, learned: Tensor, ours: Tensor, case: Case) -> None:
     factor = float(np.float32(case.factor))
-    assert case.theta is not None
     in_order = added_in_order(terms) * learned * factor
     assert_same(ours, in_order.to(ours.dtype).reshape(ours.shape), f"order of addition, {case}")
     weights = learned.double() * factor

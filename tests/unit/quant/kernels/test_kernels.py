@@ -36,6 +36,7 @@ from tests.unit.quant.kernels.comparing import (
     assert_same,
     check_operators,
     check_same,
+    check_sum_of_products,
     check_theta_gradient,
     check_tokens,
     gradients,
@@ -54,6 +55,8 @@ def check(case: Case) -> None:
     check_same("dequantize", any_codes, *given, what=what)
     check_tokens(case.x, case.grad, what, random.sample(TOKEN_GRIDS, 3))
     check_gradients(case, (case.grad, case.x, *case.scales, case.grid, case.scale_dtype, case.factor), beside)
+    if case.theta is not None:
+        check_sum_of_products(case, OPS.sum_products(case.x, case.grad, case.theta, case.factor))
 
 
 def check_gradients(case: Case, arguments: tuple, beside: tuple) -> None:

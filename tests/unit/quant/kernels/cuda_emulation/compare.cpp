@@ -24,7 +24,7 @@ void test_partials() {
   const Scales scales{static_cast<float*>(s0.data()), nullptr, Dtype::kFloat32, Stored::kFloat32, runs,
                       per_run * kSegment};
   using Op = cuda::BackwardSums<float, E4M3>;
-  const Op op{{{nullptr}, nullptr, E4M3{}, false}, sums, grad_theta.cuda.data(), 0.37f};
+  const Op op{{{nullptr}, nullptr, E4M3{}, false}, {sums, grad_theta.cuda.data(), 0.37f}};
   cuda::launch<cuda::partials<Op>>("partials", stream, runs, op, cuda::DeviceScales(scales), per_run);
   grad_theta.compare("sum", Dtype::kFloat32);
 }
@@ -78,9 +78,9 @@ int main(int, char** arguments) {
   emulation::machine.random.seed(static_cast<unsigned>(random_bits()));
   const std::pair<int, void (*)()> tests[] = {
       {2, test_effective_scale}, {15, test_quantize}, {10, test_dequantize}, {10, test_fake_quantize},
-      {25, test_backward},       {10, test_amax},     {15, test_tokens},     {1, test_partials},
-      {10, test_sum_rows},       {25, test_norms},    {10, test_swiglu},    {100, test_divisor},
-      {1, test_errors},          {1, test_counts},
+      {25, test_backward},       {15, test_runs},     {10, test_amax},       {15, test_tokens},
+      {1, test_partials},        {10, test_sum_rows}, {25, test_norms},      {10, test_swiglu},
+      {100, test_divisor},       {1, test_errors},    {1, test_counts},
   };
   const int rounds = std::atoi(arguments[2]);
   for (int round = 0; round < rounds; ++round)

@@ -70,6 +70,21 @@ void test_backward() {
   if (learned) grad_theta.compare("grad_theta", c.theta_dtype);
 }
 
+// The factors have no s0.
+void test_runs() {
+  ScaledCase c("runs", true);
+  const Scales factors{nullptr, c.scales.theta, c.theta_dtype, Stored::kFloat32, c.count, c.block};
+  const Scales sums{nullptr, nullptr, c.theta_dtype, Stored::kFloat32, c.count, c.block};
+  Result products(c.numel, size_of(c.dtype), any_offset()), out(c.count, size_of(c.theta_dtype), below(3));
+  Result partial(c.count * segments_of(c.block), 4, below(3));
+  ON_BOTH(multiply_runs, c.x.data(), c.dtype, factors, at(products));
+  products.compare("products", c.dtype);
+  Reduction reduction;
+  ON_BOTH(sum_products, c.x.data(), c.grad.data(), c.dtype, sums, 0.37f, at(partial), at(out));
+  reduction.check(c);
+  out.compare("sums of products", c.theta_dtype);
+}
+
 void test_amax() {
   Case c("amax");
   Result out(c.count, 4, below(3)), partial(c.count * segments_of(c.block), 4, below(3));
