@@ -42,7 +42,7 @@ from model.save.aside import Aside
 from model.save.finish import copy_companions, write_json
 from model.save.shard_writer import ShardWriter
 
-CHUNK = 2**25  # fp64 values at a time: 256 MB, and one or two copies
+FP64_CHUNK = 2**25  # fp64 values at a time: 256 MB, and one or two copies
 
 
 @dataclass(frozen=True)
@@ -273,7 +273,7 @@ def _rotated(
     axis = 1 if change.rows == STREAM else 0
     inside = change.columns if axis else change.rows
     unit = rotations[inside].size if inside else 1
-    step = max(1, CHUNK // values.shape[1 - axis] // unit) * unit
+    step = max(1, FP64_CHUNK // values.shape[1 - axis] // unit) * unit
     for part in values.split(step, axis):
         wide = part.double()
         if norm is not None:

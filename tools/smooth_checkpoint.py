@@ -26,7 +26,7 @@ from model.ranks import errors_on_all_ranks, is_main, reduce_over_ranks, world_s
 from model.save.aside import Aside
 from tools.evaluation.perplexity import default_length, load_for_evaluation, read_eval_text
 from tools.evaluation.score import reference_of, rolling_windows
-from tools.rotate_checkpoint import CHUNK, OUTSIDE, change_of, read_plain, write_changed
+from tools.rotate_checkpoint import FP64_CHUNK, OUTSIDE, change_of, read_plain, write_changed
 
 
 def smooth_checkpoint(
@@ -57,7 +57,7 @@ def smooth_checkpoint(
         norms = {key: norm for key, norm in found.items() if norm is not None}
         if is_main():
             Aside(out, 0).close()
-    maxima = measure_inputs(source, sorted({*norms.values()}), text, tokens, device)
+    maxima = measure_norm_outputs(source, sorted({*norms.values()}), text, tokens, device)
     factors = {key: smooth_factors(largest, strength) for key, largest in maxima.items()}
     factors |= {key: 1 / factors[norm] for key, norm in norms.items()}
 
@@ -65,7 +65,7 @@ def smooth_checkpoint(
         whole = read_tensor(reader, tensors[key])
         if key in factors:
             rows = whole.view(-1, len(factors[key]))  # a norm is one row
-            for part in rows.split(max(1, CHUNK // rows.shape[1])):
+            for part in rows.split(max(1, FP64_CHUNK // rows.shape[1])):
                 part.copy_(part.double() * factors[key])
             if not whole.isfinite().all():
                 where = f"{tensors[key].file}: {key}"
@@ -78,7 +78,7 @@ def smooth_checkpoint(
     return len(tensors), len(maxima)
 
 
-def measure_inputs(
+def measure_norm_outputs(
     source: Path, norms: Sequence[str], text: Path, tokens: int, device: torch.device
 ) -> dict[str, Tensor]:
     """Measure the outputs of norms, given by their keys, for ``tokens`` of a text; a collective. Returns the largest

@@ -9,14 +9,19 @@ with the other losses, on a few tokens' logits at a time; autograd computes its 
 from engine.loop import Loop
 from launch.exits import clean_exit, recipe_or_exit
 
-loop = Loop(recipe_or_exit())
+
+def main():
+    """Train with the recipe's losses and the z-loss."""
+    loop = Loop(recipe_or_exit())
+
+    @loop.token_loss("z", weight=1e-4)
+    def z_loss(chunk):
+        """Compute the z-loss [C] of fp32 logits [C, V]; ``chunk.teacher`` (or None) and ``chunk.labels`` are unused."""
+        return chunk.student.logsumexp(-1).square()
+
+    with clean_exit():
+        loop.run()
 
 
-@loop.token_loss("z", weight=1e-4)
-def z_loss(chunk):
-    """Compute the z-loss [C] of fp32 logits [C, V]; ``chunk.teacher`` (or None) and ``chunk.labels`` are unused."""
-    return chunk.student.logsumexp(-1).square()
-
-
-with clean_exit():
-    loop.run()
+if __name__ == "__main__":
+    main()

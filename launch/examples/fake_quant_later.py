@@ -9,29 +9,32 @@ quant is switched on, from the current weights and activations.
 from engine.loop import Loop
 from launch.exits import clean_exit, recipe_or_exit
 
-recipe = recipe_or_exit()
-loop = Loop(recipe)
-steps = recipe.train.steps
+
+def main():
+    """Train the recipe with fake quant switched on in two steps."""
+    recipe = recipe_or_exit()
+    loop = Loop(recipe)
+    steps = recipe.train.steps
+
+    @loop.at(step=0)
+    def off(state):
+        """Train the bf16 model."""
+        state.quant.disable()
+
+    @loop.at(step=steps // 4)
+    def weights_on(state):
+        """Fake-quantize weights; activations stay unquantized."""
+        state.quant.enable(activations=False)
+
+    @loop.at(step=steps // 2)
+    def all_on(state):
+        """Train with serving numerics from here on."""
+        state.quant.enable()
+        state.set_peak_rates(weights=recipe.optim.lr / 2)
+
+    with clean_exit():
+        loop.run()
 
 
-@loop.at(step=0)
-def off(state):
-    """Train the bf16 model."""
-    state.quant.disable()
-
-
-@loop.at(step=steps // 4)
-def weights_on(state):
-    """Fake-quantize weights; activations stay unquantized."""
-    state.quant.enable(activations=False)
-
-
-@loop.at(step=steps // 2)
-def all_on(state):
-    """Train with serving numerics from here on."""
-    state.quant.enable()
-    state.set_peak_rates(weights=recipe.optim.lr / 2)
-
-
-with clean_exit():
-    loop.run()
+if __name__ == "__main__":
+    main()

@@ -13,29 +13,33 @@ from launch.exits import clean_exit, recipe_or_exit
 
 LAYER = re.compile(r"(.*\.layers\.)(\d+)\..*")
 
-recipe = recipe_or_exit()
-loop = Loop(recipe)
+
+def main():
+    """Train the recipe with fake quant switched on layer by layer."""
+    recipe = recipe_or_exit()
+    loop = Loop(recipe)
+
+    @loop.at(step=0)
+    def unquantized(state):
+        """Start from the unquantized model."""
+        state.quant.disable()
+
+    @loop.every(1)
+    def next_layers(state):
+        """Switch on the layers that are due: all of them after half of the run."""
+        layers = state.session.quantization.layers
+        found = sorted({(int(match[2]), match[1]) for name in layers if (match := LAYER.fullmatch(name))})
+        due = min(len(found), len(found) * 2 * state.step // recipe.train.steps)
+        quantized = state.session.quantization.fake_quant_state()
+        for index, prefix in found[:due]:
+            pattern = re.escape(f"{prefix}{index}.") + ".*"
+            if not any(quantized[name][0] for name in layers if re.fullmatch(pattern, name)):
+                state.quant.enable(layers=pattern)
+        state.log({"quant/layers_quantized": due})
+
+    with clean_exit():
+        loop.run()
 
 
-@loop.at(step=0)
-def unquantized(state):
-    """Start from the unquantized model."""
-    state.quant.disable()
-
-
-@loop.every(1)
-def next_layers(state):
-    """Switch on the layers that are due: all of them after half of the run."""
-    layers = state.session.quantization.layers
-    found = sorted({(int(match[2]), match[1]) for name in layers if (match := LAYER.fullmatch(name))})
-    due = min(len(found), len(found) * 2 * state.step // recipe.train.steps)
-    quantized = state.session.quantization.fake_quant_state()
-    for index, prefix in found[:due]:
-        pattern = re.escape(f"{prefix}{index}.") + ".*"
-        if not any(quantized[name][0] for name in layers if re.fullmatch(pattern, name)):
-            state.quant.enable(layers=pattern)
-    state.log({"quant/layers_quantized": due})
-
-
-with clean_exit():
-    loop.run()
+if __name__ == "__main__":
+    main()

@@ -32,7 +32,7 @@ from model.moe.experts import ExpertMLPs, Experts, Form, Function, PerExpertMLPs
 from quant import QuantLayer
 
 # Attribute names of classes for their sizes, and for their activation function.
-SIZES = {
+_SIZES = {
     "num_experts": ("num_experts", "moe_num_experts"),
     "hidden_dim": ("hidden_dim", "hidden_size"),
     "intermediate_dim": ("intermediate_dim", "intermediate_size", "ffn_hidden_size", "expert_dim"),
@@ -207,8 +207,8 @@ def _read(name: str, module: nn.Module) -> Experts:
     shapes = {key: tuple(zero.full_shape(parameter)) for key, parameter in module.named_parameters()}
     gated = _gated_of(module)
     act_fn = _first(module, ACT_FN) or _first(getattr(module, "mlp", module), ACT_FN)
-    sizes = {key: _first(module, names) for key, names in SIZES.items()}
-    missing = [" or ".join(SIZES[key][:2]) for key, size in sizes.items() if size is None]
+    sizes = {key: _first(module, names) for key, names in _SIZES.items()}
+    missing = [" or ".join(_SIZES[key][:2]) for key, size in sizes.items() if size is None]
     missing += [] if act_fn is not None or gated is not None else [ACT_FN[0]]
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         problem = "the model runs only those of the list that are hit"
@@ -291,7 +291,7 @@ def _tiny(module: nn.Module, of: Experts, stacks: Mapping[str, Tensor]) -> nn.Mo
     config = copy.deepcopy(getattr(module, "config", None))
     if config is not None:
         config._experts_implementation = "eager"
-    sizes = {name: getattr(of, key) for key, names in SIZES.items() for name in names}
+    sizes = {name: getattr(of, key) for key, names in _SIZES.items() for name in names}
     tiny = copy.copy(module)
     tiny._modules = {key: copy.copy(child) for key, child in module._modules.items() if child is not None}
     for part in (tiny, *tiny.children()):

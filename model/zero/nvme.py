@@ -110,7 +110,7 @@ def swap_buffers(optimizer: Any) -> list[Tensor]:
     return optimizer.optimizer_swapper.swap_buffer_manager.all_buffers if _swaps(optimizer) else []
 
 
-def late_gradients(optimizer: Any) -> list[Tensor]:
+def unswapped_gradients(optimizer: Any) -> list[Tensor]:
     """List the gradients of swapped sub-groups that stay in memory until the step."""
     infos = optimizer.optimizer_swapper.swap_params_info.values() if _swaps(optimizer) else []
     return [gradient for info in infos for gradient in info.unswapped_gradients.values()]

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from model.zero.gather import gathered
-from model.zero.nvme import late_gradients, swapped_in
+from model.zero.nvme import swapped_in, unswapped_gradients
 from model.zero.parameters import (
     is_partitioned,
     local_data,
@@ -227,7 +227,7 @@ def gradient_buffers(optimizer: Any) -> list[Tensor]:
     if flat is not None:
         masters = master_weights(optimizer) if optimizer.offload_optimizer else []
         gradients = [master.grad for master in masters if master.grad is not None]
-        return [flat, *gradients, *late_gradients(optimizer)]
+        return [flat, *gradients, *unswapped_gradients(optimizer)]
     buffers = list(getattr(optimizer, "fp32_groups_gradients_flat", []))
     groups = [group for group in getattr(optimizer, "averaged_gradients", {}).values() if group is not None]
     if lists := [gradient for group in groups if not hasattr(group, "flat_partition") for gradient in group]:
