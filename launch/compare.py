@@ -31,7 +31,7 @@ from tools.evaluation.results import Comparison, Evaluation, comparison_tables, 
 
 def main() -> None:
     """Evaluate checkpoints without results; print and write the comparison."""
-    parser = option_parser(__doc__)
+    parser = option_parser(__doc__, ranks=True)
     parser.add_argument("--bf16", type=CheckpointName, required=True, metavar="DIR", help="the unquantized checkpoint")
     parser.add_argument("--ptq", action=NamedDirectories, default={}, metavar="NAME=DIR", help="repeatable")
     parser.add_argument("--qat", action=NamedDirectories, default={}, metavar="NAME=DIR", help="repeatable")

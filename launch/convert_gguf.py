@@ -1,6 +1,6 @@
 """Convert a GGUF file of llama.cpp to a Hugging Face checkpoint, which a recipe's model.path then names.
 
-    python launch/convert_gguf.py --gguf qwen3-4b-q4_0.gguf --output models/qwen3_4b
+    python launch/convert_gguf.py --gguf qwen3-4b-q4_0.gguf --out models/qwen3_4b
     deepspeed --num_gpus 8 launch/train.py --config my.yaml --model.path models/qwen3_4b
 
 Weights are dequantized once; configuration, tokenizer and chat template come from the file. See docs/gguf.md. Needs no
@@ -24,7 +24,7 @@ def main() -> None:
     """Convert, and print a summary."""
     parser = option_parser(__doc__)
     parser.add_argument("--gguf", type=path_option, required=True, help="file to convert; of several, the merged one")
-    parser.add_argument("--output", type=path_option, required=True, help="directory to make")
+    parser.add_argument("--out", type=path_option, required=True, help="directory to make")
     parser.add_argument(
         "--dtype",
         choices=("bfloat16", "float16", "float32"),
@@ -34,8 +34,8 @@ def main() -> None:
     arguments = parser.parse_args()
     with clean_exit():
         with errors_on_all_ranks(ValueError, OSError):
-            done = convert_gguf(arguments.gguf, arguments.output, dtype=getattr(torch, arguments.dtype))
-        print(f"{arguments.output}: {done.summary()}")
+            done = convert_gguf(arguments.gguf, arguments.out, dtype=getattr(torch, arguments.dtype))
+        print(f"{arguments.out}: {done.summary()}")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.config.hub import named
 from engine.session.context import TORCH_DTYPES, init_ranks
 from launch.exits import clean_exit
 from launch.scripts import CheckpointName, fetch_checkpoints, int_from, option_parser, path_option
@@ -37,7 +36,7 @@ from tools.evaluation.results import Evaluation, check_writable, write_evaluatio
 
 def main() -> None:
     """Evaluate every model and print table rows per model and task."""
-    parser = option_parser(__doc__)
+    parser = option_parser(__doc__, ranks=True)
     parser.add_argument(
         "--model",
         type=CheckpointName,
@@ -82,10 +81,8 @@ def main() -> None:
 def start_alike(arguments: argparse.Namespace, models: Sequence[str | Path]) -> torch.device:
     """Start the process group, check that ranks have equal arguments and files, and return this rank's device; a
     collective. Raises RankError on every rank if the ranks differ in arguments or files."""
-    asked = {name: named(value) for name, value in vars(arguments).items() if name != "local_rank"}
-    return init_ranks(
-        asked, {"--text": arguments.text, **{f"model {number}": one for number, one in enumerate(models)}}
-    )
+    files = {"--text": arguments.text, **{f"model {number}": one for number, one in enumerate(models)}}
+    return init_ranks(vars(arguments), files)
 
 
 def add_questions(parser: argparse.ArgumentParser) -> None:
@@ -110,7 +107,6 @@ def add_questions(parser: argparse.ArgumentParser) -> None:
         "--dtype", choices=TORCH_DTYPES, default="bfloat16", help="of weights and GEMMs (default bfloat16)"
     )
     parser.add_argument("--sharded", action="store_true", help="partition plain checkpoints over the ranks (ZeRO-3)")
-    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher appends it
 
 
 def check_questions(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not a model.py or data/ of the current directory
 
-import argparse
 import copy
 from typing import get_args
 
@@ -33,7 +32,7 @@ from model.ranks import errors_on_all_ranks
 
 def main() -> None:
     """Check the arguments, then export."""
-    parser = option_parser(__doc__)
+    parser = option_parser(__doc__, ranks=True)
     parser.add_argument("--checkpoint", type=path_option, required=True, help="a step directory that train.py wrote")
     parser.add_argument(
         "--out", type=path_option, required=True, help="directory to write; it must not hold anything yet"
@@ -47,7 +46,6 @@ def main() -> None:
         action="store_true",
         help="run the Python files of the model's directory; a checkpoint's own recipe cannot ask for that",
     )
-    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher appends it
     arguments = parser.parse_args()
     with clean_exit():
         if not (arguments.checkpoint / "recipe.yaml").is_file():

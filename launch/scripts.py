@@ -18,11 +18,33 @@ from engine.config.hub import HubError, local_paths
 # ---- options
 
 
-def option_parser(doc: str | None) -> argparse.ArgumentParser:
-    """Return a parser whose help begins with a script's docstring; options cannot be abbreviated."""
-    return argparse.ArgumentParser(
+def option_parser(doc: str | None, *, ranks: bool = False) -> argparse.ArgumentParser:
+    """Return a parser whose help begins with a script's docstring; options cannot be abbreviated. With ``ranks`` it
+    accepts the option that the deepspeed launcher appends."""
+    parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
+    if ranks:
+        parser.add_argument("--local_rank", action=_Ignored, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    return parser
+
+
+class _Ignored(argparse.Action):
+    """Accept an option and its value, and keep neither."""
+
+    def __call__(self, *_: Any) -> None:
+        """Do nothing: ranks come from the environment."""
+
+
+def add_plain_model(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a script that writes a changed copy of a checkpoint."""
+    parser.add_argument(
+        "--model",
+        type=CheckpointName,
+        required=True,
+        help="checkpoint, not quantized; a directory or a name on the Hugging Face Hub",
+    )
+    parser.add_argument("--out", type=path_option, required=True, help="directory to make")
 
 
 def int_from(least: int) -> Callable[[str], int]:

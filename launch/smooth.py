@@ -15,26 +15,17 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not a model.py or data/ of the current directory
 
-import argparse
-
-from engine.config.hub import named
 from engine.session.context import init_ranks
 from launch.exits import clean_exit
-from launch.scripts import CheckpointName, fetch_checkpoints, int_from, option_parser, path_option
+from launch.scripts import add_plain_model, fetch_checkpoints, int_from, option_parser, path_option
 from model.ranks import say
 from tools.smooth_checkpoint import smooth_checkpoint
 
 
 def main() -> None:
     """Measure inputs, smooth, and print a summary."""
-    parser = option_parser(__doc__)
-    parser.add_argument(
-        "--model",
-        type=CheckpointName,
-        required=True,
-        help="checkpoint, not quantized; a directory or a name on the Hugging Face Hub",
-    )
-    parser.add_argument("--out", type=path_option, required=True, help="directory to make")
+    parser = option_parser(__doc__, ranks=True)
+    add_plain_model(parser)
     parser.add_argument("--text", type=path_option, required=True, metavar="FILE", help="sample, a UTF-8 text file")
     parser.add_argument(
         "--tokens",
@@ -45,14 +36,12 @@ def main() -> None:
     parser.add_argument(
         "--strength", type=float, default=0.5, help="from 0 (nothing) to 1 (features of one magnitude; default 0.5)"
     )
-    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher appends it
     arguments = parser.parse_args()
     if not 0 <= arguments.strength <= 1:
         parser.error(f"--strength {arguments.strength}, expected a number from 0 to 1")
     with clean_exit():
         fetch_checkpoints(arguments)
-        asked = {name: named(value) for name, value in vars(arguments).items() if name != "local_rank"}
-        device = init_ranks(asked, {"--text": arguments.text, "--model": arguments.model})
+        device = init_ranks(vars(arguments), {"--text": arguments.text, "--model": arguments.model})
         tensors, norms = smooth_checkpoint(
             arguments.model,
             arguments.out,

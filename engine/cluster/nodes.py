@@ -246,7 +246,7 @@ def _difference(name: str, values: Sequence[tuple[str, str | None]]) -> list[str
 def _facts(inputs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield name and value of everything that must be the same on all ranks, the most telling first."""
     yield "script", Path(sys.argv[0]).name
-    yield from _flat(inputs, "")
+    yield from _flat(named(inputs), "")
     yield "Python", platform.python_version()
     for package in PACKAGES:
         yield package, version(package)

@@ -27,7 +27,7 @@ _PICKLED = (
     "save_pretrained, which writes safetensors"
 )
 NOT_READ = {
-    ".gguf": "convert it with launch/convert_gguf.py --gguf FILE --output DIRECTORY, and name that directory here",
+    ".gguf": "convert it with launch/convert_gguf.py --gguf FILE --out DIRECTORY, and name that directory here",
     **dict.fromkeys((".bin", ".pt", ".pth", ".ckpt", ".pkl"), _PICKLED),
     ".h5": "weights of TensorFlow are not read: save the model as safetensors",
     ".msgpack": "weights of Flax are not read: save the model as safetensors",

@@ -27,7 +27,6 @@ from engine.cluster.nodes import check_ranks_agree, check_same_samples, files_of
 from engine.config.config import Recipe
 from engine.config.deepspeed import offloads_to_nvme, remarks, resolve
 from engine.config.errors import RecipeError
-from engine.config.hub import named
 from model.build import build_model, read_config
 from model.console import progress_bar, working
 from model.ranks import (
@@ -81,7 +80,7 @@ def start_ranks(recipe: Recipe, inputs: Mapping[str, Any] | None = None) -> RunC
             f"model.dtype: 'float16', expected bfloat16 or float32: DeepSpeed has no fp16 on this machine's "
             f"{accelerator.device_name()}"
         )
-    asked = {**named(asdict(recipe)), "deepspeed configuration": ds_config, **(inputs or {})}
+    asked = {**asdict(recipe), "deepspeed configuration": ds_config, **(inputs or {})}
     device = init_ranks(asked, files_of(recipe))
     if offloads_to_nvme(ds_config):
         with (

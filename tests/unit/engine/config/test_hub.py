@@ -237,7 +237,7 @@ LOCAL_OPTIONS = {
 }
 LOCAL_SCRIPT_OPTIONS = {
     "--checkpoint": "a training checkpoint: DeepSpeed's files, with this machine's recipe",
-    **dict.fromkeys(("--out", "--output", "--json", "--keep", "--logs"), "written"),
+    **dict.fromkeys(("--out", "--json", "--keep", "--logs"), "written"),
     **dict.fromkeys(("--text", "--task_dir", "--results", "--measured", "--template", "file"), "files of the user's"),
     **dict.fromkeys(("--engine_python", "--launcher"), "programs"),
     **dict.fromkeys(("--schemes", "--strategies", "--tasks", "--line", "--config"), "names, lines or a recipe"),
@@ -322,7 +322,7 @@ def test_every_script_asks_for_the_names_that_it_is_given(tmp_path):
             "model.path",
             ["cache_teacher", "--out", "cached", *recipe, *["--loss.teacher", "no/such", "--loss.top_k", "5"]],
         ),
-        ("--model", ["rotate", "--model", "no/such", "--output", "out"]),
+        ("--model", ["rotate", "--model", "no/such", "--out", "out"]),
         ("--model", ["smooth", "--model", "no/such", "--out", "out", *text]),
         ("--model", ["evaluate", "--model", "no/such", *text]),
         ("--reference", ["evaluate", "--model", ".", "--reference", "no/such", *text]),
