@@ -2,8 +2,9 @@
 
 If an export has the source's format, and each layer is quantized as in the source, then the source's configuration
 describes the export, too, and is kept. So are the things that training does not determine: codes of tensors outside of
-the model, the names of scales of keys and values, the shape of a single scale (``[]`` or ``[1]``), the dtype of routing
-biases and of scales that training has not changed, and several scales of inputs where the model has one.
+the model, the names of scales of keys and values, the shape of a single scale (``[]`` or ``[1]``), the dtype of scales
+that training has not changed, and several scales of inputs where the model has one. Tensors without codes have the
+source's dtype, too; of one that the model has rounded, elements that training has not changed have the source's value.
 """
 
 from collections.abc import Iterator
@@ -11,21 +12,23 @@ from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
+from transformers.core_model_loading import dot_natural_key
 
-from model.checkpoint.names import Names, module_name_on_disk
+from model.checkpoint.names import Names, module_name_on_disk, own_tensors
 from model.checkpoint.safetensors import CheckpointError, DiskTensor
 from model.quantized.checkpoint import SourceCheckpoint, parts_of
 from model.quantized.quantization_config import source_layout
 from model.quantized.scales import read_small_scales
 from model.ranks import errors_on_all_ranks, reduce_over_ranks
 from model.scales.grouping import INPUT_GLOBAL_SCALE, INPUT_SCALE, INVERSE, WEIGHT_SCALE, arrange, cache_keys
-from model.zero import local_data
+from model.zero import local_data, local_range
 from quant import Quantization, ScaleGroup, Scheme
 from quant.formats.layouts import Layout
 from quant.linear import linears_of
 from quant.rotation import rotated_layers
 
 _SHORT = {torch.bfloat16, torch.float16}
+_COUNTED = 2**24  # elements compared at a time
 
 
 def is_as_source(
@@ -55,19 +58,23 @@ def is_as_source(
     return True
 
 
+def dtypes_on_disk(checkpoint: SourceCheckpoint) -> dict[str, torch.dtype]:
+    """Return the dtypes of the source's floating-point tensors without codes, by key."""
+    plain = ((key, one.dtype) for key, one in checkpoint.tensors.items() if isinstance(one, DiskTensor))
+    return {key: dtype for key, dtype in plain if dtype is not None and dtype.is_floating_point}
+
+
 def stored_dtypes(
     model: PreTrainedModel, quantization: Quantization, checkpoint: SourceCheckpoint
 ) -> dict[str, torch.dtype]:
-    """Find the fp32 scales and buffers (routing biases) that the source stores in a shorter dtype, and that have values
-    of this dtype, by key. A collective. Scales that learn have such values only until the first step."""
+    """Find the tensors without codes, and the fp32 scales, that the source stores in another dtype than the model, and
+    whose values have this dtype: by key, the source's dtype. A collective. fp32 has the values of every dtype; scales
+    that learn have those of a shorter one only until the first step."""
     found: list[tuple[list[str], torch.dtype]] = []
     changed: list[torch.Tensor] = []
-    names = Names(model)
-    for name, buffer in model.named_buffers():
-        one = checkpoint.tensors.get(names.key(name))
-        if one is not None and buffer.dtype == torch.float32 and one.dtype in _SHORT:
-            changed.append((buffer.to(one.dtype).float() != buffer).sum().cpu())
-            found.append(([one.key], one.dtype))
+    for one, other, count in _in_other_dtypes(model, checkpoint):
+        changed.append(count)
+        found.append(([one], other))
     for group in (*quantization.weight_groups, *quantization.input_groups):
         tensors = [checkpoint.beside[key] for key in _keys(model, quantization, group) if key in checkpoint.beside]
         dtypes = {one.dtype for one in tensors}
@@ -83,6 +90,28 @@ def stored_dtypes(
         return {}
     counts = reduce_over_ranks(torch.stack(changed)).tolist()
     return {key: dtype for (keys, dtype), count in zip(found, counts, strict=True) if not count for key in keys}
+
+
+def _in_other_dtypes(
+    model: PreTrainedModel, checkpoint: SourceCheckpoint
+) -> Iterator[tuple[str, torch.dtype, torch.Tensor]]:
+    """Yield the keys that the source stores in another dtype than the model, this dtype, and how many of this rank's
+    elements the dtype would round."""
+    names, own = Names(model, {key: one.shape for key, one in checkpoint.tensors.items()}), own_tensors(model)
+    dtypes = dtypes_on_disk(checkpoint)
+    for key in sorted(dtypes, key=dot_natural_key):  # some of transformers' rules depend on this order
+        layout, dtype = names.layout(key), dtypes[key]
+        pieces = [piece for piece in layout.pieces if own[piece.name].dtype != dtype] if layout is not None else []
+        count = torch.zeros((), dtype=torch.int64)
+        for piece in pieces:
+            tensor = own[piece.name]
+            if torch.promote_types(dtype, tensor.dtype) != dtype:
+                first, _ = local_range(tensor)
+                begin, end = (max(0, at - first) for at in (piece.start, piece.start + piece.numel))
+                for part in local_data(tensor)[begin:end].split(_COUNTED):
+                    count += (part.to(dtype).to(part.dtype) != part).sum().cpu()
+        if pieces:
+            yield key, dtype, count
 
 
 def several_input_scales(

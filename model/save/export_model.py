@@ -28,11 +28,11 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from model.checkpoint.load import check_finite
-from model.checkpoint.safetensors import SINGLE, DiskTensor, garbage_kept
+from model.checkpoint.safetensors import SINGLE, garbage_kept
 from model.peft import FOLDER
 from model.quantized.checkpoint import SourceCheckpoint, read_checkpoint
 from model.ranks import errors_on_all_ranks, is_main, listed, say
-from model.save.as_source import is_as_source, several_input_scales, stored_dtypes
+from model.save.as_source import dtypes_on_disk, is_as_source, several_input_scales, stored_dtypes
 from model.save.aside import Aside
 from model.save.finish import configuration, copy_companions, write_config, write_index
 from model.save.gguf_file import GGUF_FILE, GGUFPlan, GGUFWriter, check_gguf_written, plan_gguf, without_towers
@@ -84,7 +84,8 @@ def check_plan(
     with errors_on_all_ranks(Exception):
         if is_main():
             checkpoint, as_source = _read_source(model, quantization, Path(source_dir), layout)
-            shards = plan_shards(model, quantization, layout, 5 * 10**9, checkpoint, {} if as_source else None)
+            dtypes = dtypes_on_disk(checkpoint) if as_source else None  # the model has no values yet
+            shards = plan_shards(model, quantization, layout, 5 * 10**9, checkpoint, dtypes)
             items = list(chain(*shards))
             if layout == "gguf":
                 plan_gguf(model, without_towers(model, items), template)
@@ -97,18 +98,17 @@ def check_plan(
 
 
 def _say_differences(items: Sequence[Item], checkpoint: SourceCheckpoint, source: str | Path) -> None:
-    """Name the tensors of ``source`` that an export in its format would lack, or store in a narrower dtype."""
-    written = {key: dtype for item in items for key, (dtype, _) in item.shapes.items()}
-    if unused := sorted(checkpoint.beside.keys() - written.keys()):
+    """Name the tensors of ``source`` that an export in its format would lack, and those that training rounds."""
+    written = {key for item in items for key in item.shapes}
+    if unused := sorted(checkpoint.beside.keys() - written):
         say(
             f"warning: {source} has {listed(unused, 3)}, which its configuration does not use; training does not use "
             "them either, and the export will not have them"
         )
-    plain = {key: one.dtype for key, one in checkpoint.tensors.items() if isinstance(one, DiskTensor) and one.dtype}
-    if narrowed := sorted(key for key, dtype in plain.items() if written.get(key, dtype).itemsize < dtype.itemsize):
+    if rounded := sorted(key for item in items for key in item.rounded):
         say(
-            f"warning: {source} has {listed(narrowed, 3)} in a wider dtype than model.dtype, in which they are trained "
-            "and exported"
+            f"{source} has {listed(rounded, 3)} in a dtype that model.dtype rounds: the export will have this dtype, "
+            "and the source's values where training has not changed the rounded ones"
         )
 
 

@@ -56,6 +56,8 @@ class Item:
             whose scales and codes are named as in the source.
         source: scales of the source by key, for :func:`quant.formats.modelopt.modelopt_tensors`.
         kept: tensors of the source by key, which are written in place of the module's.
+        rounded: tensors of the source by key, in whose dtype the module's are written; the module has them rounded to
+            its dtype, and elements that are still the rounded ones are written as in the source.
     """
 
     name: str
@@ -72,6 +74,7 @@ class Item:
     stored: Sequence[DiskTensor] = ()
     source: Mapping[str, DiskTensor] = field(default_factory=dict)
     kept: Mapping[str, DiskTensor] = field(default_factory=dict)
+    rounded: Mapping[str, DiskTensor] = field(default_factory=dict)
 
     @cached_property
     def bytes(self) -> int:
@@ -102,9 +105,9 @@ def plan_shards(
     Args:
         model, quantization, layout: the model, its quantized layers (or None), and their format on disk.
         checkpoint: headers of the checkpoint that the model was loaded from.
-        dtypes: None, or if format and schemes are those of ``checkpoint``, the dtypes of scales and buffers that it
-            does not have in fp32. Then scales have the shapes of ``checkpoint``, and codes that are outside of the
-            model are copied.
+        dtypes: None, or if format and schemes are those of ``checkpoint``, the dtypes of tensors that it has in another
+            dtype than the model. Then scales have the shapes of ``checkpoint``, and codes that are outside of the model
+            are copied.
         inputs: scales of inputs of ``checkpoint``, by key, that are written in place of the model's.
 
     Raises:
@@ -125,7 +128,7 @@ def plan_shards(
             ends = tuple(f".{suffix}" for suffix in RECIPROCALS) if layout == "modelopt" else ()
             read = {key: beside[key] for key in item.shapes if key in beside and key.endswith(ends)}
             kept = {key: one for key, one in (inputs or {}).items() if key in item.shapes}
-            items.append(replace(item, shapes=_as_stored(item.shapes, beside, dtypes), source=read, kept=kept))
+            items.append(replace(_in_dtypes(item, source, beside, dtypes), source=read, kept=kept))
         elif isinstance(module, QuantCache):
             if quantization is not None and layout != "dequantized":
                 keys = cache_keys(model, name)
@@ -134,13 +137,28 @@ def plan_shards(
                 shapes = _as_stored({key: (torch.float32, () if layout == "modelopt" else (1,))}, beside, dtypes)
                 items.append(Item(key, module, list(module.parameters()), shapes))
         elif getattr(module, "projections", ()):
-            items.append(_stacked_item(model, names, name, module, source, quantized=quantized))
+            item = _stacked_item(model, names, name, module, source, quantized=quantized)
+            items.append(_in_dtypes(item, source, {}, dtypes))
         else:
-            item = _plain_item(names, name, module, seen)
-            items.append(replace(item, shapes=_as_stored(item.shapes, {}, dtypes)))
+            items.append(_in_dtypes(_plain_item(names, name, module, seen), source, {}, dtypes))
     own = {key for name in (quantization.caches if quantization else ()) for key in cache_keys(model, name)}
     items += _copied_items(model, names, source, {key: one for key, one in beside.items() if key not in own})
     return list(batches((item for item in items if item.shapes), lambda item: item.bytes, max_shard_size))
+
+
+def _in_dtypes(
+    item: Item,
+    source: Mapping[str, DiskTensor | QuantizedTensor],
+    beside: Mapping[str, DiskTensor],
+    dtypes: Mapping[str, torch.dtype] | None,
+) -> Item:
+    """Give the tensors of an item the shapes and dtypes of :func:`_as_stored`, and find those that the model rounds."""
+    rounded = {}
+    for key, (own, _) in item.shapes.items():
+        one, dtype = source.get(key), (dtypes or {}).get(key, own)
+        if isinstance(one, DiskTensor) and torch.promote_types(dtype, own) != own:
+            rounded[key] = one
+    return replace(item, shapes=_as_stored(item.shapes, beside, dtypes), rounded=rounded)
 
 
 def _as_stored(shapes: Shapes, beside: Mapping[str, DiskTensor], dtypes: Mapping[str, torch.dtype] | None) -> Shapes:

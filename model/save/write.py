@@ -156,19 +156,40 @@ def _write(item: Item, output: ShardWriter, held: BufferedBytes) -> None:
                 else:
                     key = f"{prefix}.{suffix}"
                     key = key if key in item.shapes else inverse_of(key)
-                    dtype, shape = item.shapes[key]
                     if key in item.kept:
                         with Reader() as reader:
                             tensor = read_tensor(reader, item.kept[key])
-                    output.write(key, tensor.view(shape).to(dtype))
+                    _write_whole(item, key, tensor, output, held)
     else:
         for name, weight in _plain_weights(item):
-            output.write(f"{name}.weight", weight.cpu().contiguous())
+            _write_whole(item, f"{name}.weight", weight.cpu().contiguous(), output, held)
         for tensor, place in item.plain:  # on a CPU this is the parameter's own memory, unless it is transposed
             matrix = tensor.detach().cpu()
             values = (matrix.t() if place.turned else matrix).contiguous().view(-1)
-            values = values[place.start : place.start + math.prod(place.shape)].view(place.shape)
-            output.write(place.key, values.to(item.shapes[place.key][0]))
+            _write_whole(item, place.key, values[place.start : place.start + math.prod(place.shape)], output, held)
+
+
+def _write_whole(item: Item, key: str, values: Tensor, output: ShardWriter, held: BufferedBytes) -> None:
+    """Write a contiguous tensor in CPU memory in the planned shape and dtype."""
+    dtype, shape = item.shapes[key]
+    if key in item.rounded:
+        _write_rounded(item, key, 0, values, output, held)
+    else:
+        output.write(key, values.view(shape).to(dtype))
+
+
+def _write_rounded(item: Item, key: str, start: int, values: Tensor, output: ShardWriter, held: BufferedBytes) -> None:
+    """Write contiguous values, which the model has rounded, to the tensor ``key`` from element ``start`` on: each that
+    is still the rounded value of the source as the source's, each other one in the source's dtype."""
+    dtype, source = item.shapes[key][0], item.rounded[key]
+    with Reader() as reader:
+        for own in values.view(-1).split(GATHER_BYTES // dtype.itemsize):
+            exact = torch.empty(own.numel(), dtype=dtype)
+            reader.read(source, start, exact)
+            held.add(size := 2 * exact.nbytes)
+            output.write_part(key, start, torch.where(exact.to(own.dtype) == own, exact, own.to(dtype)))
+            held.add(-size)
+            start += own.numel()
 
 
 def _copy(item: Item, output: ShardWriter, held: BufferedBytes) -> None:
@@ -197,7 +218,10 @@ def _write_fused(item: Item, output: ShardWriter, held: BufferedBytes) -> None:
         for stack in item.fused:
             part = torch.cat([own[projection] for projection in stack.projections])
             part = (part.t() if stack.turned else part).cpu().contiguous()
-            output.write_part(stack.key, start[stack], part)
+            if stack.key in item.rounded:
+                _write_rounded(item, stack.key, start[stack], part, output, held)
+            else:
+                output.write_part(stack.key, start[stack], part.to(item.shapes[stack.key][0]))
             start[stack] += part.numel()
 
 

@@ -187,6 +187,11 @@ def edit_json(path: Path, edit: Callable[[Any], object] | None = None, /, **valu
     return contents
 
 
+def with_low_bits(tensor: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Move values at random by less than bf16 has digits for, and return them in a dtype that has more."""
+    return (tensor.float() * (1 + 2**-11 * torch.rand(tensor.shape))).to(dtype)
+
+
 def assert_same_tensors(one: Path, other: Path) -> None:
     """Check that two checkpoints hold the same tensors, bit for bit."""
     found, expected = read_tensors(one), read_tensors(other)

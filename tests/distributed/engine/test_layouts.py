@@ -12,6 +12,9 @@ from safetensors.torch import load, load_file
 
 from engine.config.reading import load_recipe
 from quant.formats.packing import unpack_int32
+from tests.lib.checkpoints import edit_checkpoint, with_low_bits
+from tests.lib.plain import load_result
+from tests.lib.published import deepseek
 from tests.lib.variants import NO_TEACHER, Variant, each, runs_of
 from tools.verify.check import compare_with_transformers
 
@@ -60,6 +63,7 @@ NARROW = run("qwen3_5_moe", "own", schemes={"own": {"weights": GRID}})
 FAR = {"lr": 0.1, "scale_lr": 1e-3}
 # Runs from the exports of others, with rates that change no weight. Stored scales of inputs are compared with inputs.
 AGAIN = {"from int4": "qwen3_5_moe", "from fp8": "qwen3_5"}
+NORM = "norm.weight"
 UNMOVED = {"lr": 1e-20, "scale_lr": 1e-20, "weight_decay": 0.0}
 
 
@@ -71,7 +75,13 @@ def runs(directory: Path) -> dict[str, Variant]:
 
     snapped = {"scheme": "source", "start": of("qwen3_5_moe")["path"], "snap_to_codes": True}
     trained = {"lr": 1e-2, "scale_lr": 1e-2}
+    norms = deepseek(directory / "fp32_norms", 0)
+    edit_checkpoint(
+        norms,
+        lambda tensors: tensors.update({key: with_low_bits(tensors[key]) for key in tensors if key.endswith(NORM)}),
+    )
     more = {
+        "fp32 norms": again(RUNS["qwen3_5"], model={"path": str(norms)}, learnable={"norm": True}, optim={"lr": 3e-3}),
         **{name: again(RUNS[source], model=of(source), optim=UNMOVED) for name, source in AGAIN.items()},
         "in cells": again(RUNS["qwen3_5_moe"], quant=snapped, optim=UNMOVED),
         "blocks": again(BLOCKS, quant=BLOCKS.sections["quant"], **IN_BLOCKS),
@@ -122,6 +132,18 @@ def test_a_run_from_an_export_that_changes_nothing_writes_the_same_export(recipe
             size = 8 + int.from_bytes(ours[:8], "little")
             ours, theirs = ours[:size], theirs[:size]
         assert ours == theirs, file.name
+
+
+def test_trained_tensors_keep_the_dtype_of_the_source(recipes):
+    """Norms in fp32, model in bf16: what training changed is widened, the rest has the source's low bits."""
+    recipe, trained = load_recipe(recipes["fp32 norms"]), load_result(recipes["fp32 norms"])["weights"]
+    read, found = (load_file(path / "model.safetensors") for path in (Path(recipe.model.path), recipe.export_dir()))
+    assert {key: one.dtype for key, one in read.items()} == {key: one.dtype for key, one in found.items()}
+    norms = [key for key in read if key.endswith(NORM)]
+    changed = {key: trained[key].float() != read[key].bfloat16().float() for key in norms}
+    assert any(one.any() for one in changed.values()) and not all(one.all() for one in changed.values())
+    for key in norms:
+        assert torch.equal(found[key], torch.where(changed[key], trained[key].float(), read[key])), key
 
 
 def test_training_from_the_narrow_grid_stays_on_it(recipes):

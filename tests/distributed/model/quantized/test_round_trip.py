@@ -17,7 +17,7 @@ from model.scales.in_place import write_scales
 from quant import SCHEMES, Rule
 from quant.formats.packing import unpack_int32, unpack_zero_points
 from tests.families.variants import VARIANTS
-from tests.lib.checkpoints import edit_checkpoint, edit_json, quantized, read_tensors
+from tests.lib.checkpoints import edit_checkpoint, edit_json, quantized, read_tensors, with_low_bits
 from tests.lib.launcher import run_ranks
 from tests.lib.published import deepseek, gpt_oss, gptq_checkpoint, modelopt_checkpoint
 from tests.lib.tiny import tiny_checkpoint
@@ -90,7 +90,7 @@ def write_all(directory: Path, cases: dict[str, Case]) -> dict[str, tuple[str, s
 
 def with_heads(directory: Path) -> Path:
     """vLLM's fp8 as other programs publish it: heads in codes that the model does not have, scales in bf16 without a
-    dimension, and a configuration with more keys than this project writes."""
+    dimension, a configuration with more keys than this project writes, and tensors in fp32 as in Qwen3.5."""
     source = VARIANTS["qwen3_5"].checkpoint(directory / "source", seed=random.randrange(2**31))
     model, quantization = quantized(source, SCHEMES["fp8_static"], [torch.randint(0, 301, (2, 64))])
     export_model(model, quantization, source, directory / "heads", layout="vllm_fp8")
@@ -101,6 +101,8 @@ def with_heads(directory: Path) -> Path:
         tensors["mtp.layers.0.mlp.up_proj.weight"] = torch.randn(96, 64).to(torch.float8_e4m3fn)
         tensors |= {f"mtp.layers.0.mlp.up_proj.{end}_scale": torch.rand(()) for end in ("weight", "input")}
         tensors["mtp.layers.0.self_attn.k_scale"] = torch.rand(())
+        wide = ("linear_attn.A_log", "linear_attn.norm.weight")
+        tensors |= {key: with_low_bits(tensors[key]) for key in tensors if key.endswith(wide)}
 
     edit_checkpoint(directory / "heads", edit)
     edit_json(directory / "heads" / "config.json", lambda config: config["quantization_config"].update(fmt="e4m3"))
@@ -128,10 +130,13 @@ def write_others(directory: Path) -> dict[str, tuple[str, str, str]]:
     with_heads(directory / "heads").rename(directory / "files" / "heads")
     gpt_oss(directory / "gpt_oss", random.randrange(2**31)).rename(directory / "files" / "gpt_oss")
     path = deepseek(directory / "deepseek", random.randrange(2**31))
-    edit_checkpoint(
-        path,  # a routing bias that the model has in fp32
-        lambda tensors: tensors.update({key: tensors[key].bfloat16() for key in tensors if key.endswith("_bias")}),
-    )
+
+    def edit(tensors: dict[str, torch.Tensor]) -> None:
+        """Norms in fp32, as in DeepSeek-V3.1, and in bf16 a routing bias that the model has in fp32."""
+        tensors |= {key: tensors[key].bfloat16() for key in tensors if key.endswith("_bias")}
+        tensors |= {key: with_low_bits(tensors[key]) for key in tensors if key.endswith("norm.weight")}
+
+    edit_checkpoint(path, edit)
     path.rename(directory / "files" / "deepseek")
     for kind in COLUMNS:
         path, weights = gptq_checkpoint(directory / kind, kind)
