@@ -48,7 +48,7 @@ _ASKS_FOR_CLOCK = re.compile(r"strftime_now\s+is\s+(not\s+)?defined")
 
 
 class _DamagedError(DataError):
-    """Error of a folder whose files are not those that were written."""
+    """Error of a cache folder whose files are missing, or differ from what was written."""
 
 
 @dataclass(frozen=True)

@@ -374,8 +374,8 @@ class _Builder:
                 self.counts.without_target += 1
 
     def _rendered(self, line: bytes | dict[str, Any]) -> Rendering:
-        """Render a line with the template. Raises BadLineError if the line spells out special tokens and these are
-        refused."""
+        """Render a line with the template. Raises BadLineError if the line spells out a special token, unless
+        data.special_tokens allows it."""
         conversation = conversation_of(line, self.fields, self.template.reads, prompt=self.prompts)
         if self.special_tokens == "refuse" and (token := self.template.special_token_in(conversation)):
             raise BadLineError(

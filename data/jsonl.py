@@ -208,7 +208,9 @@ def conversation_of(
     if prompt:
         asked = len("".join("a" if role == "assistant" else "-" for role in roles).rstrip("a"))
         if not asked:
-            raise BadLineError("found only assistant turns, expected a turn to answer before them: remove the row")
+            raise BadLineError(
+                "found only assistant turns, expected a turn before them that they answer: remove the row"
+            )
         marked = [message.learned is False for message in found.messages]
         found.answers, found.messages = len(roles) - asked, found.messages[:asked]
         if all(marked) or (found.answers and marked[-1]):
@@ -364,7 +366,7 @@ def _with_system(messages: list[Message], values: Mapping[str, Any], names: Mapp
     if first["role"] != "system":
         return [Message({"role": "system", "content": system}, places={"content": name}), *messages]
     if first["content"] != system:
-        raise BadLineError(f"found a system turn and another text in {name!r} beside it, expected one system prompt")
+        raise BadLineError(f"found two system prompts, a system turn and another text in {name!r}; expected one")
     return messages
 
 
@@ -442,7 +444,8 @@ def _message(given: Any, name: str, place: str, found: Conversation) -> Message:
             )
     if given.get("prefix"):
         raise BadLineError(
-            f"{place}.prefix: found {excerpt(given['prefix'])}, expected an answer, not only its beginning"
+            f"{place}.prefix: found {excerpt(given['prefix'])}, which marks the beginning of an answer; expected a "
+            "whole answer: remove the key if it is one, else the row"
         )
     for key, value in given.items():
         if key in (role_key, text_key) or key in _READ or is_empty(value):

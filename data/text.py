@@ -130,7 +130,7 @@ class _Tokenize:
 
 
 def _refuse_special_tokens(path: Path, backend: Tokenizer, special: SpecialTexts) -> None:
-    """Raise DataError if a file spells out a special token. (Pieces of the file never end inside a special token.)"""
+    """Raise DataError if a file spells out a special token."""
     line = 1
     for piece in _pieces(path, backend):
         if token := special.first_in(piece):
@@ -142,7 +142,7 @@ def _refuse_special_tokens(path: Path, backend: Tokenizer, special: SpecialTexts
 
 
 def _pieces(path: Path, backend: Tokenizer) -> Iterator[str]:
-    """Yield the file's text in pieces, with only a few in memory."""
+    """Yield the file's text in pieces, with only a few in memory. No piece ends inside a special token."""
     try:
         yield from split_text(_texts(path), backend, PIECE)
     except TogetherError as error:

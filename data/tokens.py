@@ -129,7 +129,8 @@ class OffsetTokenizer:
 
 
 def in_groups(texts: Iterable[T], count: int, characters: int, length: Callable[[Any], int] = len) -> Iterator[list[T]]:
-    """Group texts: at most ``count`` in a group, and at most ``characters`` characters unless one text is longer."""
+    """Group texts in order: at most ``count`` in a group, together at most ``characters`` long by ``length``. A longer
+    text has a group of its own."""
     group: list[T] = []
     total = 0
     for text in texts:

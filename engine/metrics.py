@@ -273,7 +273,7 @@ class Summary:
     peak_bytes: int = 0
 
     def step(self, losses: Mapping[str, float], tokens: int, valid_tokens: int) -> None:
-        """Add one optimizer step of this process; ``losses`` are empty if it was skipped."""
+        """Count one optimizer step, with its tokens, and note its losses; a skipped step has none."""
         self.steps += 1
         self.tokens += tokens
         self.valid_tokens += valid_tokens

@@ -131,7 +131,7 @@ def _loader_class(recipe: Recipe, vocabulary: int, stop_requests: StopRequests) 
 
 
 def _open_metrics(recipe: Recipe, trackers: Mapping[str, ModuleType], done: int) -> Metrics:
-    """Open the destinations of the curves on rank 0, after ``done`` steps."""
+    """Open the files and trackers that rank 0 writes losses to; a resumed run, which has ``done`` steps, appends."""
     if not is_main():
         return Metrics([])
     output = Path(recipe.output_dir)
@@ -164,12 +164,13 @@ def _check_schedule(recipe: Recipe, models: CheckedModels, token_losses: Sequenc
 
 
 def _check_destinations(recipe: Recipe, checkpoints: Path) -> TrainingCheckpoint | None:
-    """Check all output directories before any work, so that no write fails or overwrites files after the work.
-
-    Raises RecipeError on every rank.
+    """Check before any work that all output directories can be written, and that no earlier run would be overwritten.
 
     Returns:
-        The checkpoint to resume from, if any.
+        The checkpoint to resume from; None in a new run.
+
+    Raises:
+        RecipeError: a check failed; on every rank.
     """
     if recipe.export.enabled:
         check_export(recipe)

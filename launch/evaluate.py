@@ -79,8 +79,10 @@ def main() -> None:
 
 
 def start_alike(arguments: argparse.Namespace, models: Sequence[str | Path]) -> torch.device:
-    """Start the process group, check that ranks have equal arguments and files, and return this rank's device; a
-    collective. Raises RankError on every rank if the ranks differ in arguments or files."""
+    """Start the process group and return this rank's device. A collective.
+
+    Raises RankError on every rank if ranks differ in the arguments, or in the files of ``--text`` and of ``models``.
+    """
     files = {"--text": arguments.text, **{f"model {number}": one for number, one in enumerate(models)}}
     return init_ranks(vars(arguments), files)
 

@@ -59,15 +59,15 @@ def int_from(least: int) -> Callable[[str], int]:
 
 
 def path_option(text: str) -> Path:
-    """Parse the value of an option that is a path, as options of a recipe are: ``true`` or an empty text is none."""
+    """Parse a path. Raises ArgumentTypeError for an empty text and ``true``, which are not paths in a recipe either."""
     if (expected := expected_path("a path", text)) is not None:
         raise argparse.ArgumentTypeError(f"{text!r}, expected {expected}")
     return Path(text)
 
 
 class CheckpointName(str):
-    """Value of an option: the directory of a checkpoint, or a name on the Hugging Face Hub, until
-    :func:`fetch_checkpoints`."""
+    """Value of an option: the directory of a checkpoint, or its name on the Hugging Face Hub, which
+    :func:`fetch_checkpoints` replaces by a directory."""
 
 
 def fetch_checkpoints(

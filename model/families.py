@@ -140,5 +140,5 @@ def arrange_conv1d(model: nn.Module) -> None:
 
 
 def transposed_weights(model: nn.Module) -> frozenset[str]:
-    """Return the names of the weights ``[out, in]`` of a model whose tensors on disk are ``[in, out]``."""
+    """Return the names of a model's weights, ``[out, in]`` in memory, that its checkpoints store as ``[in, out]``."""
     return _TRANSPOSED.get(model, frozenset())

@@ -54,7 +54,8 @@ class LogitFunction(NamedTuple):
     cap: float | None = None
 
     def __call__(self, output: Tensor) -> Tensor:
-        """Convert lm_head's output to logits of the same shape and dtype; returns ``output`` itself if unchanged."""
+        """Compute the model's logits from lm_head's output, in its shape and dtype; without factor and cap they are
+        ``output`` itself."""
         if self == UNCHANGED:
             return output
         logits = output * self.factor
@@ -92,8 +93,10 @@ def hidden_states(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
 
 
 class HeadProxy(nn.Module):
-    """Module in lm_head's place that returns a tensor other than logits. ``function`` is the factor or softcap that the
-    model applies to lm_head's output."""
+    """Module in lm_head's place that returns another tensor, such as the hidden states, where the model expects logits.
+
+    ``function`` describes the factor and the softcap that the model applies to lm_head's output.
+    """
 
     function = UNCHANGED
     _checked = False
@@ -128,8 +131,11 @@ class HeadProxy(nn.Module):
             hook.remove()
 
     def collect(self, logits: Tensor, model: str) -> Tensor:
-        """Return the tensor emitted in the forward that returned ``logits``; in the first call a collective that runs
-        :meth:`check` and may raise RankError."""
+        """Return the tensor that :meth:`emit` put in place of logits in the last forward of a model of class ``model``.
+
+        ``logits`` is what that forward returned. The first call is a collective, as it runs :meth:`check`; raises
+        RankError.
+        """
         if self.function == UNCHANGED:
             self.check(logits, model)
             # The model's output, not the emitted tensor: under stage 3 the engine's hooks are attached to it.

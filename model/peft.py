@@ -103,7 +103,9 @@ def read_adapter(directory: Path, model: PreTrainedModel, linears: Iterable[str]
             raise ValueError(f"{file}: {key} {list(shapes[key])}, expected only lora_A and lora_B of Linears")
         name = names.get(found[1])
         if name is None:
-            raise ValueError(f"{file}: {key}: {found[1]} is no linear layer of the model that can have an adapter")
+            raise ValueError(
+                f"{file}: {key}: expected linear layers of the model that can have adapters, {found[1]} is none"
+            )
         other = keys.setdefault(name, {}).setdefault(found[2], key)
         if other != key:
             raise ValueError(f"{file}: {key} and {other} belong to the same layer, expected one of them")

@@ -76,7 +76,8 @@ class FusedModule(nn.Module):
         return Quantizer(Scale(self.input_s0), spec, dtype)
 
     def output(self, like: Tensor, values: Tensor, codes: Tensor) -> QuantizedActivation:
-        """Build the output, a tensor without values in the shape of ``like``, from an operator's results."""
+        """Build the output, which looks like ``like``, from what the fused kernel returned: quantized values, codes, or
+        both. The readers take these; the output has no values of its own."""
         quantized = QuantizedInput(values if values.numel() == codes.numel() else None, codes)
         return QuantizedActivation(like, quantized, Restored(), self.source, self.shared_input)
 

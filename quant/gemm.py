@@ -222,8 +222,8 @@ def _aligned(tensor: Tensor) -> Tensor:
 
 
 def _skips_empty_experts(gradient: Tensor) -> bool:
-    """Return True if ``grouped_mm`` does not write gradients of experts without rows: compute capability 10.0 and up
-    (pytorch#172439)."""
+    """Return True if ``grouped_mm`` leaves the gradients of experts without rows uninitialized on the device of
+    ``gradient``; it does so from compute capability 10.0 on (pytorch#172439)."""
     return gradient.is_cuda and torch.cuda.get_device_capability(gradient.device) >= (10, 0)
 
 

@@ -35,11 +35,11 @@ def takes(spec: TensorSpec) -> bool:
 
 @torch.no_grad()
 def choose(weight: Tensor, quantizer: Quantizer, gram: Tensor) -> tuple[Tensor, Tensor]:
-    """Choose codes and scales of some rows of a Linear.
+    """Choose codes and scales of some rows of a Linear so that the error of its outputs, ``e H e'``, is small.
 
-    For integer formats, the scales are then fitted to the codes and the codes chosen again, :data:`ROUNDS` times;
-    scales of float formats do not change. A row whose error ends larger than with rounding to nearest keeps the nearest
-    codes and its given scales.
+    GPTQ chooses the codes. For integer formats the scales are then fitted to the codes, and the codes chosen again,
+    :data:`ROUNDS` times; scales of float formats do not change. A row that ends with a larger error than nearest codes
+    have keeps the nearest codes and its given scales.
 
     Args:
         weight: ``[rows, in]`` in the model's dtype.

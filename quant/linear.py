@@ -322,7 +322,7 @@ class QuantLinear(QuantLayer):
         return UsedWeightFunction.apply(spec, lsq_factor(self.weight_numel, spec), self.weight, *self.scale_of_weight)
 
     def _kept_weight_codes(self) -> Tensor | None:
-        """Return the codes of the weight, computed at the first use after a change; None without
+        """Return the codes of the weight, computed when they are first used after the weight changed; None without
         ``keeps_weight_codes``."""
         if not self.keeps_weight_codes:
             return None

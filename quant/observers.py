@@ -355,7 +355,7 @@ def _pieces(flat: Tensor, start: int, shape: tuple[int, ...], spec: TensorSpec) 
 
 
 def _runs(shape: tuple[int, ...], spec: TensorSpec) -> int:
-    """Count the runs of a weight, consecutive elements that share a scale. A block has runs in each of its rows."""
+    """Count the segments of consecutive elements of a weight that share a scale; in a block each row is one."""
     return math.prod(shape) // spec.run_length(shape)
 
 

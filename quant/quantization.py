@@ -236,8 +236,8 @@ class Quantization:
                 layer.attach_adapter(DecoupledScale(nn.Parameter(theta), spec))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the switches of the layers and the observers' statistics, as plain values and CPU tensors for a
-        checkpoint."""
+        """Return what a checkpoint stores: which layers fake-quantize, and the observers' statistics, as plain values
+        and CPU tensors."""
         observers = {owner: observer.state_dict() for owner, observer in self._observers.items()}
         return {"fake_quant": self.fake_quant_state(), "observing": self.observing, "observers": observers}
 
@@ -411,8 +411,10 @@ def _problem(name: str, linear: nn.Linear | StackedLinear, scheme: Scheme) -> st
 def _between_blocks(
     modules: Mapping[str, nn.Module], linears: Linears, schemes: Mapping[str, Scheme]
 ) -> dict[str, str]:
-    """Find the error texts of layers behind whose rows, in one tensor, serving puts those of other layers: these would
-    begin inside a block."""
+    """Return error texts of layers whose rows do not fill whole blocks, although servers fuse them with other layers.
+
+    In the fused tensor (q, k and v; gate and up) the rows of the next layer would begin inside a block of the scales.
+    """
     found = {}
     for *first, last in fused_sets({name: schemes[name] for name in linears}, dict(modules), across_experts=False):
         for name in first:

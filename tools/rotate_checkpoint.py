@@ -251,8 +251,8 @@ def _drop_copy_of_embedding(tensors: dict[str, DiskTensor]) -> None:
         same = torch.equal(read_tensor(reader, head), read_tensor(reader, embedding))
     if not same:
         raise CheckpointError(
-            f"{head.file}: {HEAD} differs from {EMBEDDING}, and config.json ties them: remove the one that is not "
-            "meant, or write tie_word_embeddings: false"
+            f"{head.file}: {HEAD} differs from {EMBEDDING}, though config.json ties them: remove {HEAD} from the file, "
+            'or set "tie_word_embeddings": false in config.json'
         )
 
 

@@ -103,8 +103,10 @@ def measure_norm_outputs(
 
 
 def smooth_factors(maxima: Tensor, strength: float) -> Tensor:
-    """Compute the factors of features [features] from their largest magnitudes (fp64). A feature that was always zero
-    has factor 1."""
+    """Compute the factors of features, ``(geometric mean of maxima / maxima) ** strength``, fp64 ``[features]``.
+
+    ``maxima`` are the features' largest magnitudes. A feature that was always zero has factor 1, and does not count.
+    """
     logs = maxima.log()
     factors = torch.exp(strength * (logs[maxima > 0].mean() - logs))
     return torch.where(maxima > 0, factors, torch.ones_like(factors))

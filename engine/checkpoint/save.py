@@ -218,8 +218,10 @@ def _make_current(directory: Path, partial: Path, final: Path, keep: int, measur
 
 
 def mark_best(directory: Path, step: int, measured: BestMetric | None, *, keep: int) -> None:
-    """Mark the checkpoint of ``step``, which was written before its evaluation, if it is the best, and remove the
-    former best unless it is one of the last ``keep``; a collective."""
+    """Mark the checkpoint of ``step`` as the best one if ``measured`` says so. A collective.
+
+    A checkpoint is written before it is evaluated. The former best is removed, unless it is one of the last ``keep``.
+    """
     name = f"step_{step:08d}"
     with errors_on_all_ranks(OSError):
         if is_main():

@@ -260,7 +260,7 @@ def _facts(inputs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _loaded() -> Iterator[tuple[str, str]]:
-    """Yield the version of every imported package, and a digest of every imported file of the user."""
+    """Yield names with values: of the imported packages the version, of the user's imported Python files a digest."""
     stdlib = sysconfig.get_path("stdlib")
     for name, module in sorted(sys.modules.items()):
         known = getattr(module, "__dict__", {})  # asking a lazy module would import it

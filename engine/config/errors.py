@@ -173,8 +173,14 @@ def not_there(path: str) -> str:
 
 
 def checkpoint_problems(key: str, path: str, *, weights: bool = False) -> Iterator[str]:
-    """Yield a problem line if ``path`` is not a directory with config.json, if its JSON files are too large, or if its
-    JSON or safetensors files are of another kind. ``weights``: also if it has no safetensors files."""
+    """Yield a problem line if ``path`` is not a directory with config.json, if a JSON file in it is too large, or if a
+    .json or .safetensors file holds something else than its name says.
+
+    Args:
+        key: option to name in the lines.
+        path: the checkpoint.
+        weights: also demand safetensors files.
+    """
     if not os.path.isdir(path):
         yield (
             f"{key}: {not_there(path)}, expected a directory with config.json (a local Hugging Face checkpoint)"

@@ -84,7 +84,8 @@ _names: dict[str, str] = {}  # names with their commits, by local path
 
 
 def named(value: Any) -> Any:
-    """Replace each path that :func:`local_paths` returned by its name and commit, also in lists and dictionaries."""
+    """Return ``value``, also a list or dictionary, with each path that :func:`local_paths` returned replaced by the
+    file's name on the Hub with its commit."""
     if isinstance(value, dict):
         return {key: named(one) for key, one in value.items()}
     if isinstance(value, list | tuple):

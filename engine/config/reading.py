@@ -137,15 +137,15 @@ def _shown(key: str) -> str:
 
 
 def _found(node: yaml.Node | None) -> str:
-    """Describe for a message a YAML node that should be a mapping: its value, shortened, or its kind."""
+    """Describe what a recipe has where a section is expected, for a message: a text (shortened), null or a list."""
     if node is None or node.tag == "tag:yaml.org,2002:null":
         return "null"
     return _shown(str(node.value)) if isinstance(node, yaml.ScalarNode) else "a list"
 
 
 def _value_problems(node: yaml.Node, kind: Any, path: str, line: int) -> Iterator[tuple[int, str]]:
-    """Yield problems of a value of type ``kind``: null where a value is required, an integer too large for a float,
-    text in place of a section.
+    """Yield problems of a value that should be of type ``kind``, each with its line: null where a value is required, a
+    whole number that is too large where a float is expected, text in place of a section. ``path`` is the key.
 
     jsonargparse accepts null for any type. It would also import a class whose name is given in place of a section; a
     recipe is plain data, so such a text is refused here.

@@ -114,8 +114,8 @@ def init_ranks(
 ) -> torch.device:
     """Start the process group (NCCL on CUDA, gloo on CPU) and return this rank's device.
 
-    Without a launcher the process is rank 0 of 1. ``inputs`` (arguments by name) and ``files`` (paths by name) must be
-    equal on all ranks.
+    Without a launcher the process is rank 0 of 1. ``inputs`` (arguments by name), and the contents of ``files`` (paths
+    by name), must be equal on all ranks.
 
     Raises:
         RecipeError: the job has several processes, but RANK is not in the environment.

@@ -72,7 +72,7 @@ class TensorSlice(NamedTuple):
 
     @property
     def span(self) -> int:
-        """Number of elements on disk from the slice's first to its last."""
+        """Number of elements on disk from the first element of the slice to the last one, both included."""
         return (self.shape[1] - 1) * self.turned + self.shape[0] if self.turned else self.numel
 
     def of(self, span: Tensor) -> Tensor:

@@ -137,8 +137,8 @@ def _looks_like_experts(name: str, module: nn.Module, model: nn.Module, counts: 
 
 
 def _holder(name: str, module: nn.Module, model: nn.Module) -> tuple[str, nn.Module]:
-    """Find the module, with its name, whose forward takes tokens and choices: in DBRX the parent of the weights'
-    module."""
+    """Return name and module of the experts whose forward takes tokens and the router's choices: ``module`` itself,
+    which has the weights, but in DBRX its parent."""
     parent = name.rpartition(".")[0]
     if {key for key, _ in module.named_parameters(recurse=False)} == {"w1", "v1", "w2"} and parent.endswith("experts"):
         return parent, model.get_submodule(parent)
@@ -427,8 +427,8 @@ def _reaches(start: Node, leaf: Tensor) -> bool:
 
 
 def _leaves(end: Node, through: Callable[[Node, Node], bool] = lambda node, before: True) -> Iterator[Tensor]:
-    """Yield the leaf tensors of autograd's graph behind ``end``, along edges (node, earlier node) that ``through``
-    accepts."""
+    """Yield the leaf tensors from which ``end`` was computed, by autograd's graph. ``through`` gets a node and
+    the node of one of its inputs, and tells if the search goes on there."""
     seen: set[Node] = set()
     waiting = [end]
     while waiting:

@@ -148,9 +148,12 @@ def check_readable(directory: Path, *, rotated: bool = False) -> None:
 
 
 def rules_of(config: Mapping[str, Any], *, scales_only: bool = False) -> list[Rule]:
-    """Convert a ``quantization_config`` to rules for layers: the first rule that matches decides. ``scales_only``: the
-    codes are not read. Raises ValueError if the method is not supported, or if no scheme of this project has its
-    numerics."""
+    """Convert a ``quantization_config`` to rules that give layers their schemes; the first rule that matches a layer
+    decides.
+
+    With ``scales_only`` also layouts pass whose codes this project does not read, only their scales. Raises ValueError
+    if the method is not supported, or if no scheme of this project computes what the configuration says.
+    """
     method = config.get("quant_method")
     try:
         if method == "compressed-tensors":

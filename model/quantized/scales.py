@@ -127,8 +127,8 @@ def _check_packed(quantization: Quantization, taken: Iterable[str], merged: Sequ
     other = [group for group in groups if group.owner in merged or group.owner in weights - {*taken}]
     if names := [name for group in other for name in group.members if layers[name].held is not None]:
         raise ValueError(
-            f"adapter.base: quantized: {listed(names, 3)} cannot use the checkpoint's scales, as it has several for "
-            "layers that share one in the model, or none: set adapter.base to weights"
+            f"adapter.base: quantized, but {listed(names, 3)} cannot use the checkpoint's scales: these layers have "
+            "none, or several where the model has one scale for all; set adapter.base to weights"
         )
 
 

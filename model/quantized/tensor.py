@@ -159,8 +159,8 @@ class QuantizedTensor:
 
 @dataclass(frozen=True)
 class ColumnTensor(QuantizedTensor):
-    """Weight of GPTQ or AWQ, transposed on disk; ``codes``, ``scale`` and ``zero`` are the tensors qweight, scales and
-    qzeros."""
+    """Weight of GPTQ or AWQ, whose rows are columns on disk; ``codes``, ``scale`` and ``zero`` are the tensors qweight,
+    scales and qzeros."""
 
     packing: Packing = "gptq"
 
@@ -241,7 +241,9 @@ def check_return(codes: Tensor, again: Tensor, values: Tensor, tensor: DiskTenso
     differ = codes.view(torch.uint8) ^ again.view(torch.uint8)
     # A sum is finite only if all of its terms are, and testing each of them costs 40 times as much in bf16.
     if not bool(torch.isfinite(values.sum())) and not bool(torch.isfinite(values).all()):
-        raise DamagedError(f"{tensor.file}: {tensor.key} has NaN or Inf after decoding to {values.dtype}")
+        raise DamagedError(
+            f"{tensor.file}: {tensor.key} has NaN or Inf after decoding to {values.dtype}, expected finite weights"
+        )
     if bool(differ.any()):
         raise CheckpointError(
             f"{tensor.file}: {tensor.key}: {int(differ.count_nonzero())} of {differ.numel()} codes change if they are "

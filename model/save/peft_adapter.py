@@ -108,9 +108,9 @@ def collect_adapter(
 
 
 def _targets(chosen: set[str], linears: list[str], *, whole: bool) -> list[str]:
-    """List peft's ``target_modules``: name suffixes if these match just the chosen modules, else whole names.
+    """List peft's ``target_modules``: name suffixes if these match just the chosen modules, else full names.
 
-    ``whole`` is True if ``linears`` has every Linear of a reader's model.
+    ``whole`` is True if ``linears`` names every Linear of the model in peft or vLLM; else a suffix might match others.
     """
     ends = {name.rpartition(".")[2] for name in chosen}
     meant = {name for name in linears if name.rpartition(".")[2] in ends}

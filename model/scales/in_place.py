@@ -55,16 +55,18 @@ def follow_weights(quantization: Quantization) -> None:
 def measure_weight_scales(
     quantization: Quantization, owners: set[str] | None = None, ranges: Ranges | None = None
 ) -> dict[str, Tensor]:
-    """Measure initial scales of the current weights, by owner of the scale group; a collective.
+    """Measure initial scales from the current weights. A collective.
+
+    Layers that are fused in serving (q, k, v) form a scale group, and one of them, its owner, has the scale.
 
     Args:
         quantization: returned by ``quant.replace_layers``.
-        owners: owners of the groups to measure; all by default.
+        owners: names of the owners whose groups are measured; all by default.
         ranges: method to choose scales; ``quantization.ranges`` by default.
 
     Returns:
-        fp32 tensors of the groups' scale shapes (with zero points ``[2, *scale shape]``), equal on every rank, for
-            :func:`write_scales`.
+        Scales by owner, fp32 in the scale's shape, equal on every rank, for :func:`write_scales`. With zero points
+            ``[2, *scale shape]``: scales, then zero points.
 
     Raises:
         RankError: a weight has NaN or Inf (on every rank, naming the layers).

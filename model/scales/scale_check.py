@@ -113,7 +113,8 @@ def check_beside(quantization: Quantization, arranged: ArrangedScales, stored: S
         unknown.setdefault(suffix, []).append(key)
     for suffix, keys in unknown.items():
         meaning = _MEANING.get(suffix, "what it means for the scales is not known here")
-        raise ValueError(f"{stored.tensors[keys[0]].file} has {suffix} beside a scale: {meaning} ({listed(keys, 3)})")
+        file = stored.tensors[keys[0]].file
+        raise ValueError(f"{file} has {suffix} beside a scale, expected only scales: {meaning} ({listed(keys, 3)})")
 
 
 def _check_zero_points(key: str, zero: ZeroPoints, spec: TensorSpec) -> None:

@@ -180,8 +180,8 @@ class OptimizerPiece:
 
 
 def optimizer_pieces(model: nn.Module, optimizer: Any) -> list[OptimizerPiece]:
-    """List this rank's slices of trained parameters, without padding; each has the parameter's first name in the
-    model."""
+    """List this rank's slices of trained parameters, without padding. A parameter with several names in the model goes
+    by the first one."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     pieces = []
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # stage 3, which splits a parameter group into sub-groups

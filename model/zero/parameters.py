@@ -290,9 +290,11 @@ def mark_leaf(module: nn.Module) -> None:
 
 
 def leaves_of_stage_3(model: nn.Module, ds_config: DsConfig) -> set[int]:
-    """Return the ids of the modules that stage 3 gathers as a whole: modules marked by :func:`mark_leaf`, and modules
-    named by DeepSpeed's configuration, by default the sparse MoE blocks of three model families, which ``initialize``
-    marks."""
+    """Return ``id()`` of the modules whose parameters stage 3 gathers together.
+
+    These are the modules marked by :func:`mark_leaf`, and those that DeepSpeed's configuration names, which
+    ``deepspeed.initialize`` would mark: by default the sparse MoE blocks of three model families.
+    """
     zero = DeepSpeedZeroConfig(**ds_config.get("zero_optimization", {}))
     apply_zero_leaf_module_config(model, zero.leaf_module)
     return {id(module) for module in model.modules() if z3_leaf_module(module)}

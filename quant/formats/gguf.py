@@ -38,8 +38,8 @@ SIZES["NVFP4"] = (NVFP4_BLOCK, 4 + NVFP4_BLOCK // 2)
 
 
 def block_type(scheme: Scheme) -> str:
-    """Return the block type, a key of :data:`SIZES`, that decodes to the weights of ``scheme`` exactly. Raises
-    ValueError if no block type does; the message names the nearest supported scheme."""
+    """Return GGUF's block type, a key of :data:`SIZES`, that stores weights of ``scheme`` without loss. Raises
+    ValueError if there is none; the message names the nearest supported scheme."""
     for known, name in _TYPES.items():
         if (scheme.weights.wide, scheme.activations) == (known.weights, known.activations):
             return name
@@ -52,8 +52,8 @@ def block_type(scheme: Scheme) -> str:
 
 
 def gguf_shapes(in_features: int, out_features: int, scheme: Scheme) -> Shapes:
-    """Return dtypes and shapes of the tensors for one Linear, by suffix. Raises ValueError if its inputs are no whole
-    number of blocks."""
+    """Return dtypes and shapes of the tensors for one Linear, by the suffix of their keys. Raises ValueError if
+    ``in_features`` is not a multiple of the block size."""
     kind = block_type(scheme)
     weights, size = SIZES[kind]
     if in_features % weights:

@@ -131,7 +131,7 @@ def torchao_config(layers: Mapping[str, Scheme], skipped: Iterable[str], embeddi
 
 
 def _config(scheme: Scheme) -> dict[str, Any]:
-    """Build torchao's config of one layer; omitted keys keep torchao's defaults."""
+    """Build torchao's config of one layer, as JSON; keys that are left out mean torchao's defaults."""
     weights = scheme.weights
     granularity: dict[str, Any] = {"_type": "PerAxis", "_version": 1, "_data": {"axis": 0}}
     if weights.group_size is not None:

@@ -151,7 +151,8 @@ def _dequantize(
     zero: Tensor | None = None,
     above: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``(codes - zero) * scale`` in ``dtype``, and if requested zeros in the shape and dtype of theta."""
+    """Compute ``(codes - zero) * scale`` in ``dtype``, and a tensor of zeros like theta, which is empty unless
+    ``zeros`` is True (a gradient of theta that would otherwise need a launch of its own)."""
     spec = _spec({torch.float8_e4m3fn: 0, torch.uint8: 1, torch.int8: 8}[codes.dtype])
     scale = _scales(s0, theta, scale_dtype, above)
     values = reference.dequantize(_rows(codes, s0), scale, spec, dtype, _zeros(zero)).reshape(codes.shape)
@@ -169,7 +170,7 @@ def _fake_quantize(
     zero: Tensor | None = None,
     above: Tensor | None = None,
 ) -> Tensor:
-    """Quantize and dequantize ``x`` with the scale ``s0 * exp(theta)``; ``zero`` and ``above`` are zero points and
+    """Quantize and dequantize ``x`` with the scale ``s0 * exp(theta)``; ``zero`` has the zero points, ``above`` the
     global scale."""
     scale = _scales(s0, theta, scale_dtype, above)
     return reference.fake_quant(_rows(x, s0), scale, _spec(grid), _zeros(zero)).reshape(x.shape)

@@ -274,8 +274,8 @@ class _Attention(torch.autograd.Function):
 
 
 class ScaledDotProductFlashAttention(_Attention):
-    """Attention on the meta device whose autograd node has the name of torch's own, by which :mod:`quant.inputs`
-    recognizes it."""
+    """Attention on the meta device. Its autograd node has the name of that of torch's flash attention, because
+    :mod:`quant.inputs` recognizes attention by this name."""
 
 
 def _attention_on_meta(

@@ -111,8 +111,8 @@ def compare_with_vllm(
         ours = logprobs(model, tokens)
         if ours.shape != theirs.shape:
             raise ValueError(
-                f"{ours_of} is of another model than {directory}: it has {ours.shape[-1]} tokens, vLLM has "
-                f"{theirs.shape[-1]}"
+                f"{ours_of} is of another model than {directory}: its vocabulary has {ours.shape[-1]} tokens, that of "
+                f"the export in vLLM {theirs.shape[-1]}; expected the checkpoint that was exported"
             )
         bound = max(divergence(logprobs(model, tokens), ours) for _ in rounded(model, quantization, 2))
     with inputs_left(quantization):

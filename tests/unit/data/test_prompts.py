@@ -37,7 +37,7 @@ def test_rows_that_give_no_prompt_are_dropped_or_refused(tmp_path):
     samples, counts = read(tmp_path, tokenizer, *rows, prompts=True, max_length=60)
     assert [sample.line for sample in samples] == [1]
     assert (counts.answers, counts.without_target, counts.too_long) == (3, 2, 1)
-    with pytest.raises(DataError, match=r"a\.jsonl:1: found only assistant turns, expected a turn to answer"):
+    with pytest.raises(DataError, match=r"a\.jsonl:1: found only assistant turns, expected a turn before them"):
         read(tmp_path, tokenizer, {"messages": messages(("assistant", "b"))}, prompts=True)
 
 

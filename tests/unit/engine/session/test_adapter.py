@@ -184,7 +184,7 @@ WRONG = [
         lambda t: {**t, f"{KEY}.lora_A.default.weight": torch.ones(4, 64)},
         "q_proj.lora_A.default.weight belong to the same layer",
     ),
-    (lambda t: {**t, "base_model.model.lm_head.lora_A.weight": torch.ones(4, 64)}, "lm_head is no linear"),
+    (lambda t: {**t, "base_model.model.lm_head.lora_A.weight": torch.ones(4, 64)}, "lm_head is none"),
     (lambda t: {**t, "base_model.model.x.lora_embedding_A": torch.ones(4, 64)}, "lora_embedding_A"),
 ]
 
@@ -258,7 +258,7 @@ def test_a_base_that_codes_do_not_say_is_refused(tmp_path, checkpoints):
 
     edit_tensors(path, key := "model.layers.1.self_attn.k_proj.weight_global_scale", lambda t: t[key].mul_(2))
     model, quantization = build_student(settings, DS_CONFIG, CPU)
-    said = r"adapter.base: quantized: .*layers.1.self_attn.k_proj.* cannot use the checkpoint"
+    said = r"adapter.base: quantized, but .*layers.1.self_attn.k_proj.* cannot use the checkpoint"
     with pytest.raises(RankError, match=said):
         initial_scales(settings, model, quantization)
 
