@@ -576,7 +576,8 @@ def _changed_weights(r: Recipe) -> Contradictions:
     if not r.adapter.on and not r.quant.decouples():
         return
     if r.train.compile:
-        yield "train.compile", f"false with {option}, whose gradients torch.compile cannot trace"
+        reason = "torch.compile cannot trace it" if r.adapter.on else "compiled layers would keep two weights"
+        yield "train.compile", f"false with {option}: {reason}"
     if r.quant.quantized_all_gather:
         yield "quant.quantized_all_gather", f"false with {option}: codes are chosen when the layer runs"
     if r.quant.fuse_norms:

@@ -163,7 +163,7 @@ REFUSED = rows(r"""
     train.max_skipped_steps=0                   | train.max_skipped_steps: 0, expected at least 1
     train.resume=step_12                        | train.resume: 'step_12', expected true, false, best, or a name like
     train.resume=../step_00000012               | train.resume: '../step_00000012', expected true, false, best
-    $LORA train.compile=true                    | train.compile: True, expected false with adapter.kind lora, whose
+    $LORA train.compile=true                    | train.compile: True, expected false with adapter.kind lora: torch
 
     quant.scheme=fp9                            | quant.scheme: 'fp9', expected one of fp8_static,
     quant.exempt=[a,(]                          | quant.exempt[1]: '(', expected a regular expression
@@ -188,7 +188,7 @@ REFUSED = rows(r"""
     $TWO learnable.weight=true                  | learnable.weight: True, expected false with quant.decoupled_scales
     $TWO learnable.weight_scale=false learnable.norm=true | learnable.weight_scale: False, expected true with quant
     $TWO $LORA                                  | adapter.kind: 'lora', expected none with quant.decoupled_scales:
-    $TWO train.compile=true                     | train.compile: True, expected false with quant.decoupled_scales, whose
+    $TWO train.compile=true                     | train.compile: True, expected false with quant.decoupled_scales: co
     $TWO quant.quantized_all_gather=true        | quant.quantized_all_gather: True, expected false with quant.decoupled
     $TWO quant.fuse_norms=true                  | quant.fuse_norms: True, expected false with quant.decoupled_scales:
 
