@@ -23,6 +23,7 @@ from model.ranks import errors_on_all_ranks, reduce_over_ranks
 from model.scales.grouping import INPUT_GLOBAL_SCALE, INPUT_SCALE, INVERSE, WEIGHT_SCALE, arrange, cache_keys
 from model.zero import local_data, local_range
 from quant import Quantization, ScaleGroup, Scheme
+from quant.formats.compressed_tensors import Shapes
 from quant.formats.layouts import Layout
 from quant.linear import linears_of
 from quant.rotation import rotated_layers
@@ -64,6 +65,12 @@ def dtypes_on_disk(checkpoint: SourceCheckpoint) -> dict[str, torch.dtype]:
     return {key: dtype for key, dtype in plain if dtype is not None and dtype.is_floating_point}
 
 
+def has_dtypes_of(checkpoint: SourceCheckpoint, shapes: Shapes) -> bool:
+    """Return True if an export has every tensor of the source in the source's dtype."""
+    stored = [one for one in (*checkpoint.tensors.values(), *checkpoint.beside.values()) if isinstance(one, DiskTensor)]
+    return all(one.key not in shapes or shapes[one.key][0] == one.dtype for one in stored)
+
+
 def stored_dtypes(
     model: PreTrainedModel, quantization: Quantization, checkpoint: SourceCheckpoint
 ) -> dict[str, torch.dtype]:
@@ -78,7 +85,8 @@ def stored_dtypes(
     for group in (*quantization.weight_groups, *quantization.input_groups):
         tensors = [checkpoint.beside[key] for key in _keys(model, quantization, group) if key in checkpoint.beside]
         dtypes = {one.dtype for one in tensors}
-        if group.spec.scale_format != "float32" or len(dtypes) != 1 or not dtypes <= _SHORT:
+        in_fp32 = ("float32", "model") if model.dtype == torch.float32 else ("float32",)
+        if group.spec.scale_format not in in_fp32 or len(dtypes) != 1 or not dtypes <= _SHORT:
             continue
         dtype = tensors[0].dtype
         assert dtype is not None

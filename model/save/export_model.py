@@ -32,7 +32,7 @@ from model.checkpoint.safetensors import SINGLE, garbage_kept
 from model.peft import FOLDER
 from model.quantized.checkpoint import SourceCheckpoint, read_checkpoint
 from model.ranks import errors_on_all_ranks, is_main, listed, say
-from model.save.as_source import dtypes_on_disk, is_as_source, several_input_scales, stored_dtypes
+from model.save.as_source import dtypes_on_disk, has_dtypes_of, is_as_source, several_input_scales, stored_dtypes
 from model.save.aside import Aside
 from model.save.finish import configuration, copy_companions, write_config, write_index
 from model.save.gguf_file import GGUF_FILE, GGUFPlan, GGUFWriter, check_gguf_written, plan_gguf, without_towers
@@ -202,7 +202,9 @@ def export_model(
                 else:
                     write_index(shards, files, directory)
                     check_written(directory, items)
-                write_config(model, quantization, layout, source, directory, items, as_source)
+                shapes = {key: shape for item in items for key, shape in item.shapes.items()}
+                dtype = None if as_source and has_dtypes_of(checkpoint, shapes) else model.dtype
+                write_config(model, quantization, layout, source, directory, items, as_source, dtype)
                 copy_companions(source, directory, as_source=as_source)
                 if adapter is not None:
                     adapter.write(directory / FOLDER)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -62,19 +63,21 @@ def write_config(
     directory: Path,
     items: list[Item],
     as_source: bool,
+    dtype: torch.dtype | None,
 ) -> None:
-    """Write the source's config.json with the model's dtype and, unless ``as_source`` keeps the source's, the
-    quantization_config for the tensors of ``items``.
+    """Write the source's config.json with ``dtype`` (None: the source's) and, unless ``as_source`` keeps the source's,
+    the quantization_config for the tensors of ``items``.
 
     The source's file is edited rather than writing ``model.config``, so that switches of training (``use_cache``, the
-    attention implementation) do not leak into it.
+    attention implementation) do not leak into it. If nothing is to edit, it is copied.
     """
     config = read_json_object(source / "config.json")
     for part in () if as_source else (config, config.get("text_config") or {}):  # composite models may have it there
         for key in ("quantization_config", "quantization"):
             part.pop(key, None)
     # Older checkpoints spell it torch_dtype, which older readers need.
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(model.dtype).removeprefix("torch.")
+    if dtype is not None:
+        config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
     config.setdefault("architectures", [type(model).__name__])
     if hasattr(model.config, UNTIED) or (quantization and quantization.ties_layers and layout not in TIED_LAYOUTS):
         for part in (config, *([config["text_config"]] if "text_config" in config else [])):
@@ -89,7 +92,11 @@ def write_config(
             config["quantization_config"] = quantized
         if layout == "mlx":
             add_mlx_entries(config, model, quantization)
-    write_json(config, directory / "config.json")
+    if config == read_json_object(source / "config.json"):
+        shutil.copyfile(source / "config.json", directory / "config.json")
+        sync(directory / "config.json")
+    else:
+        write_json(config, directory / "config.json")
 
 
 def configuration(

@@ -98,9 +98,9 @@ def plan_shards(
 ) -> list[list[Item]]:
     """List modules with tensors of their own, in module order, then copied tensors, grouped by file.
 
-    A tied parameter is written once, under its first name; a quantized one twice, except in :data:`TIED_LAYOUTS`. The
-    tensors of a file total at most ``max_shard_size``
-    bytes; a larger item gets its own file.
+    A tied parameter is written once, under its first name, unless the export is as its source, which has it twice; a
+    quantized one twice, except in :data:`TIED_LAYOUTS`. The tensors of a file total at most ``max_shard_size`` bytes; a
+    larger item gets its own file.
 
     Args:
         model, quantization, layout: the model, its quantized layers (or None), and their format on disk.
@@ -140,9 +140,11 @@ def plan_shards(
             item = _stacked_item(model, names, name, module, source, quantized=quantized)
             items.append(_in_dtypes(item, source, {}, dtypes))
         else:
-            items.append(_in_dtypes(_plain_item(names, name, module, seen), source, {}, dtypes))
+            item = _plain_item(names, name, module, seen, () if dtypes is None else source)
+            items.append(_in_dtypes(item, source, {}, dtypes))
     own = {key for name in (quantization.caches if quantization else ()) for key in cache_keys(model, name)}
-    items += _copied_items(model, names, source, {key: one for key, one in beside.items() if key not in own})
+    others = {key: one for key, one in beside.items() if key not in own}
+    items += _copied_items(model, names, source, others, as_source=dtypes is not None)
     return list(batches((item for item in items if item.shapes), lambda item: item.bytes, max_shard_size))
 
 
@@ -315,16 +317,18 @@ def _copied_items(
     names: Names,
     source: Mapping[str, DiskTensor | QuantizedTensor],
     beside: Mapping[str, DiskTensor],
+    *,
+    as_source: bool,
 ) -> Iterator[Item]:
     """Yield items of the tensors that the model does not use but readers may: of towers outside of the text model, and
-    of heads for speculative decoding (MTP); without buffers that every reader computes. ``beside`` has codes and scales
-    that may be copied."""
+    of heads for speculative decoding (MTP); without buffers that every reader computes, unless the export is
+    ``as_source``. ``beside`` has codes and scales that may be copied."""
     owned: dict[str, list[DiskTensor]] = {}
     for key, one in beside.items():
         owned.setdefault(key.rpartition(".")[0], []).append(one)
     computed, tables = {name for name, _ in model.named_non_persistent_buffers()}, re.compile(ROTARY_TABLES)
     for key, tensor in source.items():
-        if not tables.search(key) and key not in computed and names.is_unknown(key):
+        if (as_source or not (tables.search(key) or key in computed)) and names.is_unknown(key):
             yield _copied_item(tensor, model.dtype, owned)
     for key, one in beside.items():
         if key.endswith(CACHE_ENDS):
@@ -356,8 +360,9 @@ def _copied_shapes(tensors: Sequence[DiskTensor]) -> Shapes:
     return shapes
 
 
-def _plain_item(names: Names, name: str, module: nn.Module, seen: set[int]) -> Item:
-    """Create the item of a module whose own parameters and persistent buffers, except scales, are written unchanged."""
+def _plain_item(names: Names, name: str, module: nn.Module, seen: set[int], twice: Container[str]) -> Item:
+    """Create the item of a module whose own parameters and persistent buffers, except scales, are written unchanged.
+    Those that are ``seen``, as they are tied, are left out, unless their key is in ``twice``."""
     _fused(names, name, module, ())  # raises for an expert that only a fused tensor can store
     plain: list[tuple[torch.Tensor, Place]] = []
     if isinstance(module, QuantLayer) and module.adapter is not None:
@@ -368,10 +373,11 @@ def _plain_item(names: Names, name: str, module: nn.Module, seen: set[int]) -> I
     own: dict[str, torch.Tensor | None] = {**module._parameters, **module._buffers}
     for suffix, tensor in own.items():
         scale = isinstance(module, (QuantLayer, FusedModule)) and suffix in SCALE_PARAMETERS
-        if tensor is None or scale or suffix in module._non_persistent_buffers_set or id(tensor) in seen:
+        if tensor is None or scale or suffix in module._non_persistent_buffers_set:
             continue
+        places = names.places(f"{name}.{suffix}" if name else suffix)
+        plain += [(tensor, place) for place in places if id(tensor) not in seen or place.key in twice]
         seen.add(id(tensor))
-        plain += [(tensor, place) for place in names.places(f"{name}.{suffix}" if name else suffix)]
     parameters = list({id(tensor): tensor for tensor, _ in plain if isinstance(tensor, nn.Parameter)}.values())
     shapes: Shapes = {place.key: (tensor.dtype, place.shape) for tensor, place in plain}
     return Item(name, module, parameters, shapes, plain=plain)
