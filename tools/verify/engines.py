@@ -36,6 +36,7 @@ from model.save.mlx_models import mlx_module
 from model.save.plan import mlx_place
 from quant import QuantEmbedding, QuantLayer
 from quant.formats.gguf import BLOCK, SIZES, TENSOR_SCALE
+from quant.linear import StackedLinear
 from tools.verify.check import OUR_FORWARD_KL, OUR_FORWARD_KL_ROUTED, dtype_on_disk
 from tools.verify.comparison import Engine, LogitComparison, Report, compare, logits_of
 
@@ -94,7 +95,7 @@ class GGUF(Engine):
         if not installed():
             self.report.note = f"logits: skipped: {MISSING}"
             return
-        routed = any(is_expert(name) for name, module in self.model.named_modules() if isinstance(module, QuantLayer))
+        routed = any(is_expert(name) for name, _ in self.model.named_modules())
         ours, rounded = self.report.logits["our forward"], self.report.logits["inputs rounded"] = (
             LogitComparison(),
             LogitComparison(),
@@ -160,11 +161,11 @@ def engine_logits(file: Path, batches: Sequence[Tensor]) -> Iterator[Tensor]:
 
 @contextmanager
 def rounded_inputs(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
-    """Round the inputs of linear layers as llama.cpp does, inside the block; ``dtype`` is the dtype of unquantized
-    layers."""
+    """Round the inputs of linear layers and stacks of experts as llama.cpp does, inside the block; ``dtype`` is the
+    dtype of unquantized layers."""
     with ExitStack() as stack:
         for module in model.modules():
-            if isinstance(module, QuantLayer | nn.Linear) and not isinstance(module, QuantEmbedding):
+            if isinstance(module, QuantLayer | nn.Linear | StackedLinear) and not isinstance(module, QuantEmbedding):
                 quantized = isinstance(module, QuantLayer)
 
                 def hook(_: nn.Module, arguments: tuple, quantized: bool = quantized) -> tuple:

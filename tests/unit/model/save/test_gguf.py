@@ -75,14 +75,18 @@ def rotated(weight: torch.Tensor, heads: int) -> torch.Tensor:
     return weight[rows]
 
 
-def assert_logits_near(file: Path, model) -> None:
-    """Compare llama.cpp's logits with those of the model, whose inputs are rounded as llama.cpp rounds them."""
+def divergences(file: Path, model) -> torch.Tensor:
+    """Compute the KL divergence of each token's logits in llama.cpp from those of the model with inputs rounded as
+    llama.cpp rounds them."""
     ids = torch.randint(7, 300, (1, 96), generator=torch.Generator().manual_seed(1))
     theirs = next(engine_logits(file, [ids]))
     with torch.no_grad(), rounded_inputs(model.float(), torch.bfloat16):
         ours = model(ids).logits
-    kl = (ours.softmax(-1) * (ours.log_softmax(-1) - theirs.log_softmax(-1))).sum(-1).mean()
-    assert kl < OUR_FORWARD_KL
+    return (ours.softmax(-1) * (ours.log_softmax(-1) - theirs.log_softmax(-1))).sum(-1)
+
+
+def assert_logits_near(file: Path, model) -> None:
+    assert divergences(file, model).mean() < OUR_FORWARD_KL
 
 
 NAMES = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output"}
@@ -206,6 +210,15 @@ def test_other_families_are_written_as_llama_cpp_s_converter_writes_them(tmp_pat
     assert {kinds[name] for name in weights} == {scheme.upper()}
     if installed():
         assert_logits_near(out, model)
+
+
+@pytest.mark.skipif(not installed(), reason="make test-gguf")
+def test_llama_cpp_rounds_the_inputs_of_experts_in_bf16(tmp_path):
+    """Most tokens have our logits: the median of their divergence is 1e-9, and 2e-5 without this rounding. The mean
+    depends on the few tokens for which last bits choose another expert."""
+    tiny_checkpoint(tmp_path / "source", "qwen3_moe", wide=True, seed=2)
+    source, model, quantization = quantized(tmp_path, "qwen3_moe", rules=[Rule(None, r".*\.experts\..*")])
+    assert divergences(written(tmp_path, source, model, quantization), model).median() < 1e-5
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
