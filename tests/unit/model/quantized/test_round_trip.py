@@ -344,6 +344,23 @@ def test_several_input_scales_come_back_unless_the_one_in_their_place_changed(tm
         assert {one.item() for one in map(found.get, keys)} == {2 * one for one in largest.values()}
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_tied_weight_that_an_export_has_twice_is_one_again_if_config_json_says_so(tmp_path, tied):
+    """lm_head and embeddings with the same codes and scales; both ways give the same files again."""
+    source, export = tiny_checkpoint(tmp_path / "source", tied=True, wide=True), tmp_path / "export"
+    model = load_model(source)
+    named = dict.fromkeys(("model.embed_tokens", "lm_head"), SCHEMES["w8a16_g32"])
+    export_model(model, quantize(model, named=named), source, export)
+    config = (export / "config.json").read_bytes()
+    edit_json(export / "config.json", tie_word_embeddings=tied)
+    model, quantization, report = load_quantized(export)
+    assert quantization.ties_layers == tied and not report.weights_measured
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    export_model(model, quantization, export, tmp_path / "again")
+    assert_same_tensors(tmp_path / "again", export)
+    assert (tmp_path / "again" / "config.json").read_bytes() == config
+
+
 @pytest.mark.parametrize("theirs", [True, False])
 def test_a_routing_bias_keeps_the_dtype_of_the_source_unless_it_changed(tmp_path, theirs):
     """The model computes with it in fp32, while some checkpoints of DeepSeek-V3's architecture store it in bf16."""
