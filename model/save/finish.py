@@ -28,8 +28,8 @@ from quant.linear import QuantEmbedding, StackedLinear, linears_of
 from quant.rotation import rotated_layers, transform_config
 from quant.rules import name_patterns
 
-# Files other than the weights that a reader of the checkpoint needs: tokenizer, chat template, generation defaults,
-# remote code.
+# Files other than the weights that a reader of the checkpoint needs: tokenizer, chat template, processors of images and
+# sound, generation defaults, remote code.
 COPIED = (
     "generation_config.json",
     "tokenizer*",
@@ -40,6 +40,7 @@ COPIED = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template*",
+    "*processor_config.json",
     "additional_chat_templates",
     "*.py",
     "LICENSE*",
