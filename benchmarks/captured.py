@@ -19,11 +19,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from data.loader import MicroBatch, on_device, valid_tokens
 from engine.cluster.job import RunLock
 from engine.config.config import Recipe
-from engine.micro_batch import micro_batch_losses
 from engine.schedule import Schedule
 from engine.session.optimizer import SCALE_GROUPS, lr_factor, parameter_groups
 from engine.session_export import export_trained
 from engine.start import start_run
+from engine.step import micro_batch_losses
 from quant import weights_changed
 
 # transformers makes no mask for an implementation that it has none for: rows are neither padded nor packed.

@@ -6,7 +6,7 @@
 
 cards
     for models of 0.6 to 235 billion parameters and four sets of cards: the first changes of a recipe that fit together
-    (:mod:`tools.memory.advice`), in docs/memory.md. The recipe trains all weights in w4a16_g32 at stage 3 with
+    (:mod:`tools.memory.planner`), in docs/memory.md. The recipe trains all weights in w4a16_g32 at stage 3 with
     fp32 moments, a teacher of the same size, activation checkpointing, and 4 micro-batches of a row of 2,048 tokens.
 measured
     runs the cases of tests/distributed/tools/memory/test_memory.py, and prints each peak, predicted and measured.
@@ -32,8 +32,7 @@ from model.console import markdown_table
 from tests.distributed.tools.memory.test_memory import CASES, SCRIPT, SIZES, measure, measured, predict, recipe
 from tests.lib.launcher import run_ranks
 from tests.lib.tiny import TEXT, tiny_tokenizer
-from tools.memory.advice import Advisor
-from tools.memory.planner import GB, RESERVE
+from tools.memory.planner import GB, RESERVE, Advisor
 
 LONG = 32_768  # tokens of a row
 CARDS = [(2, 24), (8, 80), (8, 141), (64, 80)]  # ranks, GB

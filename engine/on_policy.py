@@ -28,9 +28,8 @@ from engine.checkpoint.checked_files import replace_text
 from engine.checkpoint.find import STEP_DIRECTORIES
 from engine.cluster.job import StopRequests
 from engine.config.config import Recipe
-from engine.publish import CURRENT, PROBE_TOKENS, RUN, versions_in
+from engine.publish import CURRENT, PROBE_TOKENS, RUN, STARTED, ServerError, VllmServer, versions_in
 from engine.state import NoSamplesError
-from engine.vllm_server import STARTED, ServerError, VllmServer
 from model.ranks import from_main, is_main, say, words_of
 
 AT_ONCE = 256  # number of requests

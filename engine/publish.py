@@ -3,15 +3,32 @@
 The directory has one folder per version, written as the export is (``step_00000120``), and the link ``current`` to the
 newest one. A version gets its name when all of it is on disk, and the link is replaced after that: a publish that is
 cut short is never seen.
+
+:class:`VllmServer` lets a running server load a version, and sample, through the HTTP interfaces of
+VLLM_SERVER_DEV_MODE=1 and --enable-scale-out (vLLM 0.32). While the server is paused it finishes the requests that it
+has begun, and keeps new ones waiting. Then it forgets its KV cache and reads the files. So each answer is computed by
+one version from its first to its last token.
+
+vLLM does not reload all formats exactly: some kernels keep values outside of their parameters. So a server that has
+been started, and has loaded nothing since, is tested first: its parameters are overwritten with zeros, and the version
+that it was started with is loaded again. All parameters must be as after the start, bit for bit, and so must be the
+log-probabilities of a prompt. The server's ``weight_version`` keeps the result: ``default`` after a start, then the
+directory of the version that is served. A server whose update failed in between stays paused.
 """
 
 import itertools
+import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from http.client import HTTPException
 from pathlib import Path
 from time import monotonic
+from typing import Any
+from urllib.error import HTTPError
 
 from torch import nn
 
@@ -20,7 +37,6 @@ from engine.config.config import SERVED_FORMATS
 from engine.fake_quant import FakeQuant
 from engine.session.session import Session
 from engine.session_export import export_trained, layout_of
-from engine.vllm_server import ServerError, VllmServer
 from model.ranks import RankError, errors_on_all_ranks, gather_objects, is_main, naming, say
 from model.save.aside import remove_left, sync
 from model.save.loadable import is_expert
@@ -146,3 +162,197 @@ def _serve(url: str, version: Path, prompt: list[int], end: float, reason: str |
         return False
     say(f"publish: {url} serves {version} after {monotonic() - begin:.1f} s")
     return True
+
+
+# ---- servers
+
+STARTED = "default"
+UPDATING = "updating"
+CONNECT_SECONDS = 20.0
+COLD_ANSWERS = 3
+
+
+class ServerError(Exception):
+    """Reason why a server does not serve a version, or writes no answers."""
+
+
+@contextmanager
+def _as_expected() -> Iterator[None]:
+    """Context that raises ServerError if an answer lacks a field that is read."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise ServerError(f"its answers are not those of vLLM 0.32 ({type(error).__name__}: {error})") from error
+
+
+class VllmServer:
+    """A vLLM server. All methods raise ServerError if it does not answer as expected.
+
+    Args:
+        url: its address, such as ``http://localhost:8000``.
+        end: time (of ``time.monotonic``) after which it is no longer waited for.
+    """
+
+    def __init__(self, url: str, end: float) -> None:
+        self._url = url.rstrip("/")
+        self._end = end
+        # Servers of a cluster are not behind the proxy to the internet.
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    @_as_expected()
+    def serving(self) -> tuple[str, Path, str]:
+        """Return the model's name, the directory that the server was started with, and its ``weight_version``."""
+        base = self._call("/v1/models", seconds=CONNECT_SECONDS)["data"][0]
+        served = self._call("/weight_info", seconds=CONNECT_SECONDS)["weight_version"]
+        if served == UPDATING:
+            raise ServerError("an earlier update of it failed, and it is paused: start it again")
+        return base["id"], Path(base["root"]), served
+
+    @_as_expected()
+    def generate(self, version: Path, prompt: list[int], *, max_tokens: int, **sampling: Any) -> tuple[list[int], bool]:
+        """Let the model answer a prompt.
+
+        Args:
+            version: expected version.
+            prompt: token ids.
+            max_tokens: largest number of tokens of the answer.
+            sampling: other parameters of vLLM's SamplingParams. Missing ones do not alter the distribution: unlike in
+                chats, generation_config.json of the model does not set them.
+
+        Returns:
+            The tokens of the answer, including the token that ends it, and True; or False if ``max_tokens`` cut it.
+        """
+        parameters = {**sampling, "max_tokens": max_tokens, "detokenize": False}
+        answer = self._call("/inference/v1/generate", {"token_ids": prompt, "sampling_params": parameters})
+        (choice,) = answer["choices"]
+        tokens, end = choice["token_ids"], choice["finish_reason"]
+        if (wrote := {span["version"] for span in choice["weight_versions"]}) != {str(version)}:
+            raise ServerError(f"an answer is of version {', '.join(sorted(wrote))}, expected {version}")
+        if not tokens or end not in ("stop", "length"):
+            raise ServerError(f"an answer of {len(tokens)} tokens ended with {end!r}, expected stop or length")
+        if end == "length" and len(tokens) < max_tokens:
+            raise ServerError(
+                f"an answer to {len(prompt)} tokens was cut after {len(tokens)} of {max_tokens} tokens, expected a "
+                "server with a larger --max-model-len"
+            )
+        return tokens, end == "stop"
+
+    @_as_expected()
+    def load(self, version: Path, known: Sequence[Path], prompt: list[int]) -> None:
+        """Let the server load ``version``; test it first if it has only been started.
+
+        Args:
+            version: directory of a complete checkpoint.
+            known: versions that it may have been started with by their link.
+            prompt: token ids for the test.
+        """
+        name, root, served = self.serving()
+        started_with = _same_model(root, version)
+        if served != STARTED and Path(served).parent != version.parent:
+            raise ServerError(f"it serves {served}, expected a version in {version.parent}: start it again")
+        if served == STARTED:
+            self._test_reload([*known] if started_with.parent == version.parent else [started_with], name, prompt)
+        self._pause()
+        self._reload(version)
+        self._call("/update_weight_version", {"new_version": str(version)})
+        self._call("/resume", {})
+
+    def _test_reload(self, candidates: Sequence[Path], name: str, prompt: list[int]) -> None:
+        """Check that the server's reload of the version that it was started with changes nothing."""
+        cold = [self._log_probs(name, prompt) for _ in range(COLD_ANSWERS)]
+        self._pause()
+        before = self._call("/weight_checker", {"action": "checksum"})["checksums"]
+        missed: list[list[str]] = []
+        for candidate in candidates:
+            self._call("/weight_checker", {"action": "reset"})
+            self._reload(candidate)
+            missed.append(self._call("/weight_checker", {"action": "compare", "baseline": before})["mismatches"])
+            if not missed[-1]:
+                break
+        else:
+            least = min(missed, key=len)
+            raise ServerError(
+                f"loading {', '.join(path.name for path in candidates)} again does not restore {len(least)} of its "
+                f"{len(before)} parameters ({least[0]}): vLLM cannot reload this format, or the server was started "
+                "with other files. It stays paused: start it again with each new version"
+            )
+        # Clients that use the server meanwhile change batches, and so roundings.
+        noise, exact = max(_distance(cold[0], other) for other in cold), False
+        self._call("/resume", {})
+        try:
+            distance = _distance(cold[0], self._log_probs(name, prompt))
+            exact = distance <= 4 * noise  # false for NaN
+            found = f"a log-probability differs by {distance:.2g}: vLLM cannot reload this format"
+        except ServerError as error:  # as with NaN, which is no JSON
+            found = f"a prompt has no answer ({error}): vLLM cannot reload this format, or the server is too busy"
+        finally:
+            if not exact:
+                self._call("/pause?mode=abort", {}, seconds=CONNECT_SECONDS)
+        if not exact:
+            raise ServerError(
+                f"after loading {candidate.name} again {found}. It stays paused: start it again with each new version"
+            )
+
+    def _pause(self) -> None:
+        """Wait until all requests are answered, with new ones waiting; clear the KV cache."""
+        try:
+            self._call("/pause?mode=wait&clear_cache=true", {})
+        except ServerError as error:
+            self._call("/resume", {}, seconds=CONNECT_SECONDS)
+            raise ServerError(f"{error}; it goes on with the version before") from None
+        self._call("/update_weight_version", {"new_version": UPDATING})
+
+    def _reload(self, directory: Path) -> None:
+        try:
+            self._call("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}})
+        except ServerError as error:
+            raise ServerError(f"it did not load {directory}: {error}. It stays paused: start it again") from None
+
+    def _log_probs(self, name: str, prompt: list[int]) -> list[float]:
+        """Return the log-probability of each token of a prompt but the first, and of the token that follows."""
+        request = {"model": name, "prompt": prompt, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 1}
+        answer = self._call("/v1/completions", {**request, "logprobs": 1})["choices"][0]
+        tokens = answer["prompt_logprobs"][1:]
+        known = [entry[str(token)]["logprob"] for entry, token in zip(tokens, prompt[1:], strict=True)]
+        return [*known, answer["logprobs"]["token_logprobs"][0]]
+
+    def _call(self, path: str, body: dict[str, Any] | None = None, *, seconds: float = float("inf")) -> Any:
+        """POST ``body`` as JSON, or GET without one; return the JSON of the answer."""
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get("VLLM_API_KEY"):
+            headers["Authorization"] = f"Bearer {key}"
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            request = urllib.request.Request(self._url + path, data, headers)
+            with self._opener.open(request, timeout=max(1.0, min(seconds, self._end - monotonic()))) as response:
+                return json.loads(response.read() or "null")
+        except HTTPError as error:
+            if error.code == 404:
+                raise ServerError(f"no {path}: start vLLM 0.32 or later with VLLM_SERVER_DEV_MODE=1") from None
+            said = " ".join(error.read(300).decode(errors="replace").split())
+            raise ServerError(f"{path}: HTTP {error.code} {said}") from None
+        except (OSError, HTTPException, ValueError) as error:
+            raise ServerError(f"{path}: {getattr(error, 'reason', None) or error}") from None
+
+
+def _same_model(root: Path, version: Path) -> Path:
+    """Return the directory that a server was started with. Raises ServerError if its config.json is another one."""
+    configs = []
+    for directory in (root, version):
+        try:
+            configs.append(json.loads((directory / "config.json").read_text(encoding="utf-8")))
+        except (OSError, ValueError) as error:
+            raise ServerError(
+                f"it was started with {root}: {error}; start it with {version.parent / 'current'}"
+            ) from None
+    if configs[0] != configs[1]:
+        other = sorted(key for key in configs[0].keys() | configs[1] if configs[0].get(key) != configs[1].get(key))
+        raise ServerError(
+            f"it was started with {root}, whose config.json differs in {', '.join(other)}: start it with "
+            f"{version.parent / 'current'}"
+        )
+    return Path(os.path.realpath(root))
+
+
+def _distance(one: Sequence[float], other: Sequence[float]) -> float:
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))

@@ -23,8 +23,8 @@ from engine.checkpoint.save import BestMetric, SaveError, mark_best, save_checkp
 from engine.config.config import Recipe
 from engine.config.sections import EventRecipe, parse_condition
 from engine.losses.objective import Objective
-from engine.micro_batch import micro_batch_losses
 from engine.state import Action, LoopState, StateCondition
+from engine.step import micro_batch_losses
 from model.console import figure, perplexity, progress_bar
 from model.ranks import reduce_over_ranks, say
 from model.zero import forward_only

@@ -26,7 +26,7 @@ from engine.config.errors import RecipeError
 from engine.config.reading import save_recipe
 from engine.fake_quant import FakeQuant, check_inputs
 from engine.losses.objective import DIAGNOSTICS, NamedTokenLoss
-from engine.metrics import FILE, Metrics, MetricsFile, MetricsWriter, TensorBoard
+from engine.metrics import FILE, Metrics, MetricsFile, MetricsWriter, TensorBoard, Tracker, import_trackers
 from engine.schedule import Schedule, check_events
 from engine.session.context import build_loader, start_ranks
 from engine.session.optimizer import parameter_groups
@@ -34,7 +34,6 @@ from engine.session.probes import with_checked_rows
 from engine.session.session import CheckedModels, build_session, check_models
 from engine.session_export import check_export, check_exportable
 from engine.state import HeldOutResults, LoopState, SkippedSteps
-from engine.trackers import Tracker, import_trackers
 from model.console import working
 from model.ranks import errors_on_all_ranks, is_main, say
 from model.save.aside import remove_left

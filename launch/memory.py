@@ -20,12 +20,13 @@ from engine.session.student import quantized_share
 from launch.exits import clean_exit, recipe_or_exit
 from launch.scripts import int_from, option_parser, path_option
 from model.console import progress_bar
-from tools.memory.advice import Advisor, advice
 from tools.memory.planner import (
     GB,
     RESERVE,
+    Advisor,
     Planner,
     Prediction,
+    advice,
     headline,
     measured_table,
     memory_table,

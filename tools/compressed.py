@@ -28,8 +28,7 @@ from model.checkpoint.safetensors import (
     warn_of_zero_tails,
 )
 from model.console import progress_bar
-from model.quantized.checkpoint import SourceCheckpoint
-from model.quantized.linears import Found, coded_linear
+from model.quantized.checkpoint import Found, SourceCheckpoint, coded_linear
 from model.quantized.quantization_config import read_quantization_config
 from model.quantized.scales import take_scales
 from model.quantized.tensor import row_chunks

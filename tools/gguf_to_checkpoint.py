@@ -40,8 +40,7 @@ from model.save.gguf_names import (
     other_values,
 )
 from model.save.shard_writer import ShardWriter
-from tools.gguf_source import GGUFSource, shape_of
-from tools.gguf_tokenizer import ENDS, build_tokenizer
+from tools.gguf_metadata import ENDS, GGUFSource, build_tokenizer, shape_of
 
 _CHUNK = 2**24  # fp32 values at a time: 64 MB, and some copies
 _SHARD_BYTES = 5 * 10**9

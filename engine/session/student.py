@@ -138,7 +138,7 @@ def quantize_student(
     config.output_router_logits = recipe.learnable.router and _has_router_logits(model)
     config.use_cache = False
     if recipe.train.activation_checkpointing:
-        # Offload of their inputs is in engine.micro_batch: transformers' own `offload` does not run on a CPU.
+        # Offload of their inputs is in engine.step: transformers' own `offload` does not run on a CPU.
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     if recipe.train.compile:
         _compile_layers(model)

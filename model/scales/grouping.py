@@ -2,7 +2,7 @@
 
 A checkpoint has a scale per Linear. In the model several Linears may share a scale, and the Linears of all experts of a
 MoE layer may form one layer, with a stack of scales. :func:`arrange` finds the tensors of each group's scale by their
-names only; :meth:`GroupScale.value` computes the scale after :mod:`model.scales.scale_check` has checked them.
+names only; :meth:`GroupScale.value` computes the scale after :mod:`model.scales.loading` has checked them.
 """
 
 from collections import Counter

@@ -10,30 +10,28 @@ parameters into the optimizer's fp32 masters: the next step overwrites any later
 """
 
 from model.zero.gather import ReceiveBuffer, batches, forward_only, gathered, gathered_on_main, whole_values
-from model.zero.nvme import (
-    COPIES,
-    SWAPPED,
-    check_space,
-    copied,
-    load_async_io,
-    swap_buffers,
-    swap_files,
-    swap_name,
-    swapped_in,
-)
 from model.zero.optimizer_state import (
     CHECKPOINT_CLASSES,
     CHECKPOINT_GLOBALS,
+    COPIES,
+    SWAPPED,
     OptimizerPiece,
     backward,
+    check_space,
+    copied,
     flat_masters,
     global_gradient_norm,
     gradient_buffers,
     gradient_norm,
+    load_async_io,
     master_weights,
     optimizer_pieces,
     reset_moments,
     reset_optimizer_state,
+    swap_buffers,
+    swap_files,
+    swap_name,
+    swapped_in,
     use_masters,
     zero_parameters,
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from engine.vllm_server import STARTED, UPDATING
+from engine.publish import STARTED, UPDATING
 from tests.lib.launcher import free_port
 
 PROMPT = [5, 6, 7]

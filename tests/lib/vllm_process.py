@@ -43,7 +43,7 @@ def prepare(job: dict[str, Any]) -> None:
 
 
 def reloaded(load: Callable[[dict[str, Any], Any], Any], job: dict[str, Any], tokens: Any) -> Any:
-    """Start the engine with one export and reload another, as engine/vllm_server.py does."""
+    """Start the engine with one export and reload another, as engine/publish.py does."""
     engine = load({**job, "export": job["started_with"]}, tokens)
     engine.collective_rpc("reset_weights")
     engine.collective_rpc("reload_weights", kwargs={"weights_path": job["export"]})

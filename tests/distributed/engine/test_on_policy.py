@@ -13,8 +13,8 @@ import pytest
 
 from engine.config.reading import load_recipe, save_recipe
 from engine.loop import Loop, LoopState
+from engine.publish import STARTED
 from engine.state import NoSamplesError
-from engine.vllm_server import STARTED
 from model.ranks import RankError
 from tests.distributed.engine.scripts.train import run
 from tests.distributed.engine.test_kills import run_and_kill

@@ -18,7 +18,7 @@ import torch
 
 from engine.config.reading import load_recipe
 from engine.loop import Loop, LoopState
-from engine.vllm_server import UPDATING, ServerError, VllmServer
+from engine.publish import UPDATING, ServerError, VllmServer
 from model.ranks import barrier, is_main
 from quant import PRESETS, SCHEMES
 from tests.distributed.engine.test_kills import run_and_kill

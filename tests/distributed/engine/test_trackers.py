@@ -23,7 +23,7 @@ import pytest
 
 from engine.config.reading import load_recipe
 from engine.loop import Loop, LoopState
-from engine.trackers import STARTS
+from engine.metrics import STARTS
 from model.ranks import is_main
 from tests.lib.launcher import CALL, launch, on_ranks
 from tests.lib.patience import until

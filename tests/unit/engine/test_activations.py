@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import quant.observers
-from engine.micro_batch import OnHost
+from engine.step import OnHost
 from model.head import install_head
 from tests.lib.checkpoints import load_model
 from tests.lib.scales import fill_scales

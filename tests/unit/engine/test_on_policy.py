@@ -18,9 +18,8 @@ from data.samples import IGNORE, Sample
 from engine import on_policy
 from engine.cluster.job import StopRequests
 from engine.on_policy import OnPolicyLoader
-from engine.publish import RUN
+from engine.publish import RUN, UPDATING, ServerError, VllmServer
 from engine.state import NoSamplesError
-from engine.vllm_server import UPDATING, ServerError, VllmServer
 from tests.lib.fake_vllm import FakeVllm, listening, versions
 from tests.lib.recipes import minimal
 

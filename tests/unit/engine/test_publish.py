@@ -10,8 +10,7 @@ from typing import Any, cast
 import pytest
 
 from engine.fake_quant import FakeQuant
-from engine.publish import _make_current, _prepare, not_reloaded
-from engine.vllm_server import ServerError, VllmServer
+from engine.publish import ServerError, VllmServer, _make_current, _prepare, not_reloaded
 from model.save.aside import WRITING
 from quant import SCHEMES
 from tests.lib.checkpoints import load_model, quantized

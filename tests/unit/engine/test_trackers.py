@@ -9,11 +9,10 @@ from types import SimpleNamespace
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from engine import trackers
+from engine import metrics
 from engine.config.errors import RecipeError
 from engine.config.reading import load_recipe
-from engine.metrics import Metrics, MetricsFile
-from engine.trackers import STARTS, Tracker, import_trackers
+from engine.metrics import STARTS, Metrics, MetricsFile, Tracker, import_trackers
 from model.ranks import RankError
 from tests.lib.processes import run_python
 from tests.lib.recipes import minimal, write_chats, write_recipe
@@ -94,7 +93,7 @@ def test_a_package_that_is_missing_or_broken_is_refused_and_only_rank_0_imports(
     recipe.train.report_to = ["mlflow"]
     with pytest.raises(RankError, match=r"^train.report_to: .*mlflow fails: AttributeError: of another version; pip"):
         import_trackers(recipe)
-    monkeypatch.setattr(trackers, "is_main", lambda: False)
+    monkeypatch.setattr(metrics, "is_main", lambda: False)
     assert import_trackers(recipe) == {}
 
 
@@ -104,7 +103,7 @@ def stalls(release: threading.Event) -> SimpleNamespace:
 
 
 def test_a_queue_that_is_full_turns_a_tracker_off(monkeypatch, capsys):
-    monkeypatch.setattr(trackers, "MOST_WAITING", 3)
+    monkeypatch.setattr(metrics, "MOST_WAITING", 3)
     release = threading.Event()
     tracker = Tracker("wandb", stalls(release), minimal(), done=0)
     for step in range(50):
@@ -124,7 +123,7 @@ def test_the_end_of_a_run_waits_for_points_but_not_for_a_stall(monkeypatch, caps
         tracker.log({"loss/lm": 1.0}, step)
     tracker.close(failed=True)
     assert sent == [*range(20), {"exit_code": 1}]
-    monkeypatch.setattr(trackers, "CALL_SECONDS", 0.2)
+    monkeypatch.setattr(metrics, "CALL_SECONDS", 0.2)
     release = threading.Event()
     tracker = Tracker("wandb", stalls(release), minimal(), done=0)
     tracker.log({"loss/lm": 1.0}, 1)
@@ -136,7 +135,7 @@ def test_the_end_of_a_run_waits_for_points_but_not_for_a_stall(monkeypatch, caps
 
 def test_the_end_of_a_run_waits_only_so_long_for_a_slow_tracker(monkeypatch, capsys):
     """Each of its calls ends in time, but many wait."""
-    monkeypatch.setattr(trackers, "END_SECONDS", 0.2)
+    monkeypatch.setattr(metrics, "END_SECONDS", 0.2)
     ended, run = threading.Event(), SimpleNamespace(finish=lambda: None, offline=True)
     run.log = lambda *_, **__: ended.wait(0.1)
     tracker = Tracker("wandb", SimpleNamespace(init=lambda **_: run, __file__=__file__), minimal(), done=0)
@@ -175,7 +174,7 @@ def log_metrics(values, step):
 }
 RUNS = """
 import sys
-from engine import trackers
+from engine import metrics
 from engine.config.reading import load_recipe
 from engine.loop import Loop
 from model.ranks import RankError
@@ -184,7 +183,7 @@ try:
 except RankError as error:
     print("refused:", error)
 sys.path.insert(0, "fakes")
-trackers.CALL_SECONDS = 0.2
+metrics.CALL_SECONDS = 0.2
 for resume, steps in ((False, 4), ("step_00000002", 6)):
     recipe = load_recipe(sys.argv[1])
     recipe.train.resume, recipe.train.steps = resume, steps

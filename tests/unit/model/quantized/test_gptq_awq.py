@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from model.checkpoint.safetensors import CheckpointError, Reader, read_headers
-from model.quantized.linears import read_columns
+from model.quantized.checkpoint import read_columns
 from model.quantized.quantization_config import packing_of, rules_of
 from model.ranks import RankError
 from model.scales.loading import load_scales

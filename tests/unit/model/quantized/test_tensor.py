@@ -12,7 +12,7 @@ from compressed_tensors.quantization import QuantizationScheme
 from safetensors.torch import load_file, save_file
 
 from model.checkpoint.safetensors import CheckpointError, Reader, read_headers
-from model.quantized.linears import read_quantized
+from model.quantized.checkpoint import read_quantized
 from model.quantized.quantization_config import rules_of
 from model.quantized.tensor import QuantizedTensor
 from quant import SCHEMES, Scale, Scheme, TensorSpec

@@ -6,8 +6,7 @@ import pytest
 
 from launch.memory import main
 from tests.lib.recipes import bare_recipe
-from tools.memory.advice import Advisor, Saving, possible
-from tools.memory.planner import GB, RESERVE, Planner
+from tools.memory.planner import GB, RESERVE, Advisor, Planner, Saving, possible
 
 TAUGHT = {"kd_weight": 1.0}
 
