@@ -1,4 +1,4 @@
-"""Error of the updates of Adam with 8-bit moments in several codes, compared with Adam in fp64.
+"""Error of the updates of Adam with 8-bit moments, compared with Adam in fp64.
 
     python benchmarks/moments.py
 
@@ -15,7 +15,6 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -24,12 +23,11 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
-from engine.session.adamw8bit import MOMENT_BLOCK, SHIFT, AdamW8bit, decode, encode
+from engine.session.adamw8bit import MOMENT_BLOCK, AdamW8bit, decode
 from model.console import markdown_table
 
 KINDS = ("steady", "falling", "half stops", "rare")
 BLOCKS, STEPS, STOP, LR = 32, 200, 100, 1e-3
-Code = Callable[[Tensor, bool], Tensor]
 
 
 @dataclass(frozen=True)
@@ -77,75 +75,20 @@ def follow(kind: str, beta2: float, seed: int, make: Callable[..., Optimizer], d
         sums += torch.stack([own.double(), exact])
     gain = float(sums[0] @ sums[1] / sums[1].square().sum())
     state, expected = ours.state[own], theirs.state[exact]["exp_avg_sq"].view(BLOCKS, MOMENT_BLOCK)
-    coded = "exp_avg_sq_codes" in state
-    second = decode(state["exp_avg_sq_codes"], state["exp_avg_sq_scales"], False) if coded else state["exp_avg_sq"]
+    second = decode(state["exp_avg_sq_codes"], state["exp_avg_sq_scales"], False)
     inside = expected > 1e-6 * expected.amax(1, keepdim=True)
     mean = float((second.view(BLOCKS, MOMENT_BLOCK) / expected)[inside].mean())
     return Followed(math.sqrt(error / square), gain, largest / largest_exact, mean)
 
 
-class Rounded(AdamW):
-    """AdamW that rounds its moments after each step by ``code(blocks, signed)``."""
-
-    def __init__(self, groups: list[dict], code: Code, **options) -> None:
-        super().__init__(groups, **options)
-        self._code = code
-
-    def step(self, closure=None):
-        """Update the parameters, then round."""
-        super().step(closure)
-        for state in self.state.values():
-            for key, signed in (("exp_avg", True), ("exp_avg_sq", False)):
-                blocks = state[key].view(-1, MOMENT_BLOCK)
-                blocks.copy_(self._code(blocks, signed))
-
-
-def nearest(blocks: Tensor, signed: bool) -> Tensor:
-    """Round to the nearest code of AdamW8bit."""
-    half = torch.full_like(blocks, 1 << (SHIFT - 1), dtype=torch.int32)
-    return decode(*encode(blocks.clone(), half, signed), signed)
-
-
-def dynamic(blocks: Tensor, signed: bool) -> Tensor:
-    """Round to the nearest code of Dettmers et al. 2021: in each decade twice the values of the decade below."""
-    values = [0.0, 1.0]
-    for decade in range(7):
-        edges = torch.linspace(0.1, 1, 2 ** (decade + (0 if signed else 1)) + 1)
-        middles = ((edges[:-1] + edges[1:]) / 2 * 10.0 ** (decade - 6)).tolist()
-        values += [*middles, *(-value for value in middles if signed)]
-    codes = torch.tensor(sorted(values))
-    largest = blocks.abs().amax(1, keepdim=True)
-    scaled = blocks / largest.masked_fill(largest == 0, 1)
-    return codes[torch.bucketize(scaled, (codes[1:] + codes[:-1]) / 2)] * largest
-
-
-def float8(blocks: Tensor, signed: bool) -> Tensor:
-    """Round m, and the root of v, to float8_e4m3fn."""
-    values = blocks if signed else blocks.sqrt()
-    largest = values.abs().amax(1, keepdim=True)
-    scaled = values / largest.masked_fill(largest == 0, 1) * 448
-    rounded = scaled.to(torch.float8_e4m3fn).float() / 448 * largest
-    return rounded if signed else rounded.square()
-
-
-WAYS: dict[str, Callable[..., Optimizer]] = {
-    "AdamW8bit": AdamW8bit,
-    "its codes, nearest": partial(Rounded, code=nearest),
-    "dynamic codes, nearest": partial(Rounded, code=dynamic),
-    "float8_e4m3fn of m and sqrt(v), nearest": partial(Rounded, code=float8),
-}
-
-
 @torch.no_grad()
 def main() -> None:
     """Print the table."""
-    table = [["gradients", "beta2", "code", "error", "gain", "largest"]]
+    table = [["gradients", "beta2", "error", "gain", "largest"]]
     for kind in KINDS:
         for beta2 in (0.95, 0.999):
-            for name, make in WAYS.items():
-                found = follow(kind, beta2, 0, make)
-                figures = (found.error, found.gain, found.largest)
-                table.append([kind, str(beta2), name, *(f"{value:.4g}" for value in figures)])
+            found = follow(kind, beta2, 0, AdamW8bit)
+            table.append([kind, str(beta2), *(f"{value:.4g}" for value in (found.error, found.gain, found.largest))])
     print(markdown_table(table))
 
 

@@ -11,7 +11,7 @@ Three properties prevent updates ``m / sqrt(v)`` that are much larger than Adam'
   step, which is less than half the distance between two codes: rounded to nearest, it would never shrink.
 
 The random numbers depend only on the step. So on stage 0 all ranks round alike, and a resumed run repeats the rounding.
-``benchmarks/moments.py`` compares this code with others.
+``benchmarks/results/moments.md`` compares this code with others.
 
 torch's AdamW computes the update, in fp32, for ``CHUNK`` elements at a time. torchao has an AdamW8bit too. It keeps
 moments in a tensor subclass, which :func:`engine.checkpoint.checked_files.read_object` refuses, and it needs
