@@ -189,8 +189,8 @@ def _take_output(recipe: Recipe, run_lock: RunLock) -> None:
     with errors_on_all_ranks(OSError, key="output_dir"):
         if is_main():
             output.mkdir(parents=True, exist_ok=True)
-    check_shared(output, "output_dir")
-    run_lock.take(output, "output_dir")
+    check_shared(output)
+    run_lock.take(output)
     if not recipe.export.enabled and not recipe.train.checkpoint_every:
         say(
             "warning: this run writes neither an export (export.enabled is false) nor a checkpoint "

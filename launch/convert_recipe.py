@@ -12,7 +12,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not a model.py or data/ of the current directory
 
-import argparse
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,6 +20,7 @@ import yaml
 
 from engine.config.hub import parse_name
 from engine.config.sections import TRACKERS
+from launch.scripts import option_parser
 from quant import SCHEMES, Scheme, TensorSpec
 
 # Keys without effect on what is trained.
@@ -532,7 +532,7 @@ def converted_recipe(contents: dict[str, Any]) -> Converted:
 
 def main() -> None:
     """Print the recipe with notes, and the notes on stderr, too."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = option_parser(__doc__)
     parser.add_argument("file", type=Path, help="YAML configuration of AngelSlim or torchtune")
     file = parser.parse_args().file
     try:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
+_MOST = 5  # problems that one error names
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 # Errors of the machine's disks, not of the program: full, read-only, not this user's, broken, or no longer mounted.
 OF_DISKS = (
@@ -258,12 +259,12 @@ def raise_everywhere(error: str | None) -> None:
     raise RankError("\n".join(f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in found.items()))
 
 
-def raise_problems(head: str, problems: Sequence[str], most: int = 5) -> None:
-    """Raise :class:`RankError` with ``head`` and the first ``most`` problems, if there are any; every rank must pass
+def raise_problems(head: str, problems: Sequence[str]) -> None:
+    """Raise :class:`RankError` with ``head`` and the first ``_MOST`` problems, if there are any; every rank must pass
     the same problems."""
     if problems:
-        more = [f"and {len(problems) - most} more"] if len(problems) > most else []
-        raise_everywhere("\n".join([head, *problems[:most], *more]))
+        more = [f"and {len(problems) - _MOST} more"] if len(problems) > _MOST else []
+        raise_everywhere("\n".join([head, *problems[:_MOST], *more]))
 
 
 @contextmanager

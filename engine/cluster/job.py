@@ -66,26 +66,23 @@ class RunLock:
             self._file.close()  # releases the lock
             self._file = None
 
-    def take(self, directory: Path, key: str) -> None:
-        """Lock the existing ``directory`` for this run; a collective.
-
-        Args:
-            directory: output directory of this job.
-            key: the recipe's key of the directory, for the message.
+    def take(self, directory: Path) -> None:
+        """Lock the existing output directory for this run; a collective.
 
         Raises:
             RankError: on every rank: another job runs in the directory; the message has its process, machine and start
                 time.
         """
         self._path = path = directory / RUNNING
+        what = f"output_dir: {str(directory)!r}"
         with errors_on_all_ranks(OSError, ValueError):
             if is_main():
-                self._file = self._take_alone(path, f"{key}: {str(directory)!r}")
-                self._share(f"{key}: {str(directory)!r}")
+                self._file = self._take_alone(path, what)
+                self._share(what)
         with errors_on_all_ranks(OSError, ValueError):
             if not is_main():
                 self._file = path.open("r+")
-                self._share(f"{key}: {str(directory)!r}")
+                self._share(what)
         self._held = True
         if is_main():
             threading.Thread(target=self._renew, args=(path,), daemon=True).start()

@@ -165,14 +165,13 @@ def check_same_samples(*samples: Sequence[Sample]) -> None:
         _compare({"data (tokens and labels)": "; ".join(texts)})
 
 
-def check_shared(directory: Path, key: str) -> None:
-    """Refuse a directory if a rank does not see a file that rank 0 wrote there within ``PATIENCE_SECONDS``.
+def check_shared(directory: Path) -> None:
+    """Refuse the output directory if a rank does not see a file that rank 0 wrote there within ``PATIENCE_SECONDS``.
 
     A collective.
 
     Args:
         directory: output directory of all ranks; exists on rank 0.
-        key: the recipe's key of the directory, for the message.
 
     Raises:
         RankError: on every rank: the directory is not shared, or cannot be written; the message names the ranks or the
@@ -192,7 +191,7 @@ def check_shared(directory: Path, key: str) -> None:
         (directory / probe).unlink(missing_ok=True)
     if blind:
         raise RanksDifferError(
-            f"{key}: {str(directory)!r} of {listed(blind)} is not that of {found[0][0]} (rank 0), "
+            f"output_dir: {str(directory)!r} of {listed(blind)} is not that of {found[0][0]} (rank 0), "
             "expected a directory that all ranks share: each writes its part of a checkpoint there"
         )
 

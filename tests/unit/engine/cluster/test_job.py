@@ -45,7 +45,7 @@ import sys, time
 from pathlib import Path
 from engine.cluster.job import RunLock
 with RunLock() as run_lock:
-    run_lock.take(Path(sys.argv[1]), "output_dir")
+    run_lock.take(Path(sys.argv[1]))
     print("holds", flush=True)
     time.sleep(600)
 """
@@ -53,7 +53,7 @@ with RunLock() as run_lock:
 
 def take(directory: Path) -> None:
     with RunLock() as run_lock:
-        run_lock.take(directory, "output_dir")
+        run_lock.take(directory)
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_a_job_of_another_machine_lives_as_long_as_it_renews_its_file(tmp_path, 
     long_ago = time.time() - 1000
     os.utime(left, (long_ago, long_ago))
     with RunLock() as second:
-        second.take(tmp_path, "output_dir")
+        second.take(tmp_path)
         assert json.loads(left.read_text())["pid"] == os.getpid()
 
 
