@@ -475,7 +475,7 @@ class _Writing:
         return start
 
     def _end(self, index: int, found: _Found) -> Span:
-        """Return the range of a turn's last token; an empty range at the turn's end if no special token ends it."""
+        """Return the characters of the special token that ends a turn, as (start, stop); empty if there is none."""
         last = found.pieces[-1].end
         behind = found.alone.behind()
         own = self.text[last : last + len(behind)]

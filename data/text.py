@@ -188,7 +188,8 @@ def split_text(texts: Iterable[str], backend: Tokenizer, size: int) -> Iterator[
 
 
 def _next_cut(text: str, start: int, size: int, backend: Tokenizer, *, last: bool) -> int | None:
-    """Find the end of the piece that begins at ``start``; None if there is no cut in the rest of ``text``."""
+    """Find where the piece that begins at ``start`` can end, after ``size`` characters or more, so that the pieces have
+    the tokens of the whole text. None if ``text`` shows no such place; ``last`` is True if no text follows it."""
     known = len(text) if last else len(text) - WINDOW
     if known < start + 2 * size and not last:
         return None

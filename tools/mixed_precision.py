@@ -65,7 +65,7 @@ class LayerSet:
 
 
 def check_budget(parts: Sequence[LayerSet], budget_bits: float) -> None:
-    """Raise ValueError, naming the required budget, if the smallest options do not fit. Costs may be unknown."""
+    """Raise ValueError, naming the required budget, if even the smallest options need more bits. Costs are not used."""
     weights = sum(part.weights for part in parts)
     least = sum(min(option.bits for option in part.options.values()) for part in parts)
     if least > budget_bits * weights * (1 + 1e-12):

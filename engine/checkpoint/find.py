@@ -156,7 +156,7 @@ def _newest_whole(directory: Path, *, before: str = LAST) -> Path | None:
 
 
 def _offer(path: Path) -> str:
-    """Write the clause of an error text that offers the newest complete step directory before ``path``."""
+    """Return a clause for error texts that names the newest complete checkpoint before ``path``, or what else to do."""
     if (whole := _newest_whole(path.parent, before=path.name)) is None:
         return "; there is no complete checkpoint before it: start over in another output_dir"
     return f"; the one before it is {whole.name}: set train.resume to {whole.name} to go on from there"

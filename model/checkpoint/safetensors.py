@@ -202,12 +202,12 @@ def _entry(file: Path, data: int, key: str, entry: dict[str, Any]) -> DiskTensor
 
 
 def warn_of_zero_tails(directory: Path) -> None:
-    """Warn on rank 0 of files of a checkpoint that end in zeros instead of matrices. Raises CheckpointError if the
-    headers cannot be read.
+    """Warn on rank 0 of checkpoint files whose last matrix ends in zeros. Raises CheckpointError if the headers cannot
+    be read.
 
     A file system that lost the end of a file in a crash may fill it with zeros: sizes and headers are right, but the
     weights are lost. A model may have matrices of zeros too (a fresh output of a residual block) and rows of zeros
-    (vocabulary padding), so this is no error, and less than a tenth of a matrix is ignored.
+    (vocabulary padding), so this is no error, and zeros in less than a tenth of a matrix are ignored.
     """
     tensors = read_headers(directory).tensors.values() if is_main() else ()
     for file in sorted({tensor.file for tensor in tensors}):

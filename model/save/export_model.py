@@ -98,7 +98,8 @@ def check_plan(
 
 
 def _say_differences(items: Sequence[Item], checkpoint: SourceCheckpoint, source: str | Path) -> None:
-    """Name the tensors of ``source`` that an export in its format would lack, and those that training rounds."""
+    """Warn of tensors of ``source`` that an export in the source's format would lack, and name those that the model has
+    in a shorter dtype."""
     written = {key for item in items for key in item.shapes}
     if unused := sorted(checkpoint.beside.keys() - written):
         say(

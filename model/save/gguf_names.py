@@ -180,7 +180,8 @@ class GGUFPlace(NamedTuple):
         return data.reshape(len(data) * self.per_expert, -1, data.shape[-1])[self.expert]
 
     def to_checkpoint(self, values: Tensor) -> Tensor:
-        """Return rows of the file, which are already in the checkpoint's order, as the checkpoint stores them."""
+        """Convert rows of a GGUF file, already in the order of the checkpoint's rows, to the checkpoint's values: its
+        order of columns, without GGUF's offset, and ``log(-x)`` where GGUF stores ``-exp``."""
         if self.columns is not None:
             values = values.unflatten(1, (*reversed(self.columns), -1)).transpose(1, 2).flatten(1)
         if self.negative:

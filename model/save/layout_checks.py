@@ -71,7 +71,7 @@ def _check_mlx(model: PreTrainedModel, quantization: Quantization) -> None:
             "to dequantized and quantize it with mlx_lm.convert, which chooses codes of its own"
         )
     if getattr(config, "enable_moe_block", False):
-        raise ValueError(f"layout 'mlx' was tested with {kind} without experts: set export.format to another one")
+        raise ValueError(f"layout 'mlx' was not tested with {kind} with experts: set export.format to another layout")
     _check_mlx_rope(kind, getattr(config, "rope_parameters", None) or {})
     full_attention_interval(config)
     layers: list[str] = getattr(config, "layer_types", None) or []
@@ -83,8 +83,8 @@ def _check_mlx(model: PreTrainedModel, quantization: Quantization) -> None:
     alone = [name for name in quantization.layers if EXPERT.search(f"{name}.")]
     if alone:
         raise ValueError(
-            f"layout 'mlx' stores all experts of a layer in one tensor, not {listed(alone)}: set model.experts to "
-            "stacked"
+            f"layout 'mlx' stores all experts of a layer in one tensor, but {listed(alone)} are modules of their own: "
+            "set model.experts to stacked"
         )
     for name, module in model.named_modules():
         stacks = [f"{name}.{leaf}" for leaf, child in module.named_children() if getattr(child, "projections", ())]

@@ -393,9 +393,11 @@ _MEANING = {
 
 
 def check_beside(quantization: Quantization, arranged: ArrangedScales, stored: StoredScales) -> None:
-    """Check that no other tensor of a Linear changes the meaning of its scales. Raises ValueError if the files have
-    codes of GPTQ or AWQ, for which only quant.start can be used; or a quantized Linear has an unknown tensor, or groups
-    of columns in another order."""
+    """Check that no other tensor of a Linear changes the meaning of its scales.
+
+    Raises ValueError if the files have codes of GPTQ or AWQ (quant.start reads these), if a quantized Linear has an
+    unknown tensor beside its scales, or if its groups are not of consecutive columns.
+    """
     for key, tensor in stored.tensors.items():
         if key.endswith(".qweight"):
             raise ValueError(

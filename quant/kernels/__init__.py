@@ -315,7 +315,7 @@ def silu_mul_backward(grad: Tensor, gate: Tensor, up: Tensor, mask: Tensor) -> t
 
 
 def _single_scale(quantizer: Quantizer) -> tuple[Tensor, int, torch.dtype]:
-    """Return ``s0, grid, scale_dtype`` of a single scale that does not learn."""
+    """Return ``s0, grid, scale_dtype`` for a kernel that takes one scale per tensor, which must not learn."""
     (s0, theta, _, _), spec, dtype = quantizer
     assert theta is None and spec.granularity == "tensor"
     return s0, grid_of(spec), stored_dtype(spec, dtype)

@@ -375,7 +375,7 @@ def test_recipes_are_refused_before_training(tmp_path, options, error):
     [
         ("mlx", "qwen2, sliding window", "w4a16_g32", "mlx-lm computes qwen2 without its sliding window"),
         ("mlx", "mistral, sliding window", "w4a16_g32", "mlx-lm computes mistral without its sliding window"),
-        ("mlx", "gemma4_text, experts", "w4a16_g32", "tested with gemma4_text without experts: set export.format"),
+        ("mlx", "gemma4_text, experts", "w4a16_g32", "tested with gemma4_text with experts: set export.format"),
         ("mlx", "gpt_oss", "mxfp4", r"tested with models of type llama, .*, not with gpt_oss: set export.format"),
         ("executorch", "qwen3_moe", "8da4w", r"tested with models of type llama, .*, not with qwen3_moe: set export"),
         ("executorch", "qwen3", "w4a16_g32", r"q_proj: layout 'executorch' has no Linear whose inputs are not quan"),
