@@ -28,7 +28,6 @@ from quant.formats.layouts import Layout
 from quant.linear import linears_of
 from quant.rotation import rotated_layers
 
-_SHORT = {torch.bfloat16, torch.float16}
 _COUNTED = 2**24  # elements compared at a time
 
 
@@ -74,9 +73,9 @@ def has_dtypes_of(checkpoint: SourceCheckpoint, shapes: Shapes) -> bool:
 def stored_dtypes(
     model: PreTrainedModel, quantization: Quantization, checkpoint: SourceCheckpoint
 ) -> dict[str, torch.dtype]:
-    """Find the tensors without codes, and the fp32 scales, that the source stores in another dtype than the model, and
-    whose values have this dtype: by key, the source's dtype. A collective. fp32 has the values of every dtype; scales
-    that learn have those of a shorter one only until the first step."""
+    """Find the tensors without codes that the source stores in another dtype than the model, and the scales in fp32 or
+    the model's dtype, whose values have the source's dtype: by key, this dtype. A collective. fp32 has the values of
+    every dtype; scales that learn have those of a shorter one only until the first step."""
     found: list[tuple[list[str], torch.dtype]] = []
     changed: list[torch.Tensor] = []
     for one, other, count in _in_other_dtypes(model, checkpoint):
@@ -85,13 +84,13 @@ def stored_dtypes(
     for group in (*quantization.weight_groups, *quantization.input_groups):
         tensors = [checkpoint.beside[key] for key in _keys(model, quantization, group) if key in checkpoint.beside]
         dtypes = {one.dtype for one in tensors}
-        in_fp32 = ("float32", "model") if model.dtype == torch.float32 else ("float32",)
-        if group.spec.scale_format not in in_fp32 or len(dtypes) != 1 or not dtypes <= _SHORT:
+        own = {"float32": torch.float32, "model": model.dtype}.get(group.spec.scale_format)
+        if own is None or len(dtypes) != 1:
             continue
         dtype = tensors[0].dtype
         assert dtype is not None
         scale, theta = local_data(group.s0), group.theta
-        count = (scale.to(dtype).float() != scale).sum()
+        count = (scale.to(own).to(dtype).float() != scale).sum()
         changed.append(count.cpu() if theta is None else (count + local_data(theta).count_nonzero()).cpu())
         found.append(([one.key for one in tensors], dtype))
     if not found:

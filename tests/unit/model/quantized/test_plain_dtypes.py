@@ -79,6 +79,13 @@ def test_every_layout_comes_back_with_any_dtype_of_a_plain_tensor(tmp_path, name
     assert_comes_back(path, tmp_path / "again", torch.float32 if name.endswith("w8a16_asym") else torch.bfloat16)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("name", ["compressed-tensors: w4a16_asym", "fp8: DeepSeek-V3"])
+def test_a_source_in_bf16_comes_back_from_a_model_in_another_dtype(tmp_path, name, dtype):
+    path = LAYOUTS[name].write(tmp_path / "source")
+    assert_comes_back(path, tmp_path / "again", dtype)
+
+
 # Experts one by one on disk, in one tensor, in one transposed tensor; tensors in several parts; a recurrence.
 @pytest.mark.parametrize("family", ["qwen3_moe", "granitemoe", "qwen3_vl_moe", "kimi_linear", "nemotron_h"])
 def test_experts_and_parts_of_tensors_come_back_in_any_dtype(tmp_path, family):
