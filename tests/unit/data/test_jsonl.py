@@ -80,7 +80,10 @@ BAD_LINES: list[tuple[object, str]] = [
     (asked([{"type": "text", "text": 3}]), rf"{SAID}\[0\]\.text: found a number 3, expected a string"),
     (turns(("user", "a"), ("user", "b")), r"found the roles \['user', 'user'\], expected an assistant turn"),
     (turns(("assistant", "a"), ("user", "b")), "found nothing before the last assistant turn"),
-    ({**turns(("system", "a"), ("user", "b"), ("assistant", "c")), "system": "d"}, "found a system turn and"),
+    (
+        {**turns(("system", "a"), ("user", "b"), ("assistant", "c")), "system": "d"},
+        "found two system prompts, a system turn and",
+    ),
     ({"conversations": [{"from": "robot", "value": "a"}]}, r"conversations\[0\]\.from: found a string \"robot\""),
     ({"conversations": [{"user": "a"}]}, r"conversations\[0\]: found the keys \['user'\], expected 'role' and"),
     ({"conversations": "hello"}, "'conversations': found a string \"hello\", expected a list"),
