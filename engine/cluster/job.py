@@ -276,7 +276,7 @@ class StopRequests:
         self._launchers = [(os.getpid(), parent.pid)]
         if DEEPSPEED_LAUNCHER in parent.cmdline():
             self._launchers.append((parent.pid, parent.ppid()))
-        self._peers = [process for process in parent.children() if process.pid != os.getpid()]
+        self._peers = other_ranks(parent)
 
     def _launcher_is_gone(self) -> bool:
         """Tell if this process or its launcher has another parent than at the start, because the old one is dead."""
@@ -299,6 +299,22 @@ def ignore_signals() -> None:
     if threading.current_thread() is threading.main_thread():
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
+
+
+def other_ranks(launcher: psutil.Process) -> list[psutil.Process]:
+    """Find the children of a launcher that are ranks of this job, without this process. A shell has other children too,
+    such as a ``tee`` that ends early."""
+    return [process for process in launcher.children() if _is_other_rank(process)]
+
+
+def _is_other_rank(process: psutil.Process) -> bool:
+    """Tell if a process was started with the address of this job and another LOCAL_RANK."""
+    try:
+        environment = process.environ()
+    except psutil.Error:  # it ended, or belongs to another user
+        return False
+    same = all(environment.get(name) == os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
+    return same and environment.get("LOCAL_RANK", os.environ["LOCAL_RANK"]) != os.environ["LOCAL_RANK"]
 
 
 def _alive(process: psutil.Process) -> bool:

@@ -6,16 +6,19 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from torch.distributed import TCPStore
 
 from engine.cluster import job
-from engine.cluster.job import RUNNING, RunLock, StopRequests
+from engine.cluster.job import RUNNING, RunLock, StopRequests, other_ranks
 from model.ranks import RankError
 from tests.lib.patience import PATIENCE, until
 from tests.lib.processes import CPU, run_python, start_python
@@ -238,6 +241,24 @@ def test_a_rank_whose_peer_is_dead_ends_at_once(dead):
         running.join(PATIENCE)
         assert running.exitcode == (1 if dead else 0)
         assert out.read_text() == ("waiting\n" if dead else "waiting\nwished\n")
+
+
+def test_only_ranks_of_this_job_are_peers(monkeypatch):
+    """A shell that starts ranks has other children: a ``tee``, a rank of another job, one with this rank's variables."""
+    own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "LOCAL_RANK": "0"}
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    children = [{}, own, own | {"LOCAL_RANK": "1"}, own | {"LOCAL_RANK": "1", "MASTER_PORT": "29501"}]
+    with contextlib.ExitStack() as stack:
+        started = []
+        for environment in children:
+            child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env=environment)
+            stack.callback(child.wait)
+            stack.callback(child.kill)
+            started.append(child.pid)
+        pairs = list(zip(started, children, strict=True))
+        until(lambda: all(ours.items() <= psutil.Process(pid).environ().items() for pid, ours in pairs), str)
+        assert [process.pid for process in other_ranks(psutil.Process())] == started[2:3]
 
 
 LEAVES = """
