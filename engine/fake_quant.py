@@ -219,7 +219,7 @@ class FakeQuant:
             self.quantization.observe(on)
 
     def forget(self) -> None:
-        """Clear the observers' statistics; the loop calls it at the begin of a step if :attr:`forgets` is True."""
+        """Clear the observers' statistics; the loop calls it at the start of a step if :attr:`forgets` is True."""
         self.observe(False)
         self.observe(True)
 

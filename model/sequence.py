@@ -124,7 +124,7 @@ class SharedRows:
 
     def attach(self, model: PreTrainedModel) -> None:
         """Change ``model`` so that ranks share its rows once :meth:`start` is called. Raises ValueError if its classes
-        do not support that."""
+        or number of heads do not allow that."""
         if "position_ids" not in inspect.signature(model.forward).parameters:
             raise ValueError(f"{type(model).__name__} takes no position_ids, {_NEEDED}")
         attentions = attention_modules(model, _NEEDED)

@@ -37,7 +37,7 @@ def takes(spec: TensorSpec) -> bool:
 def choose(weight: Tensor, quantizer: Quantizer, gram: Tensor) -> tuple[Tensor, Tensor]:
     """Choose codes and scales of some rows of a Linear so that the error of its outputs, ``e H e'``, is small.
 
-    GPTQ chooses the codes. For integer formats the scales are then fitted to the codes, and the codes chosen again,
+    GPTQ chooses the codes. For integer formats scales are then fitted to the codes, and both steps are run
     :data:`ROUNDS` times; scales of float formats do not change. A row that ends with a larger error than nearest codes
     have keeps the nearest codes and its given scales.
 

@@ -91,7 +91,7 @@ class Conversion:
         model_type: transformers' name of the architecture.
         kinds: number of tensors by ggml's type.
         rounded: number of quantized tensors that the chosen dtype does not represent exactly.
-        dtype: dtype of these tensors.
+        dtype: the chosen dtype.
     """
 
     model_type: str
@@ -344,7 +344,7 @@ def _config(file: GGUFSource, family: _Family) -> PretrainedConfig:
         config = AutoConfig.for_model(family.model_type, **values)
     except Exception as error:  # transformers checks values in many places
         raise CheckpointError(
-            f"{file.path}: its metadata is no {family.model_type}: {' '.join(str(error).split())}"
+            f"{file.path}: its metadata is not valid for {family.model_type}: {' '.join(str(error).split())}"
         ) from error
     config.architectures = [family.class_name]
     if other := list(other_values(file.values.get, config)):

@@ -182,7 +182,8 @@ class Recipe:
         return local_paths(path, self.data.kind if kind == "data" else kind, weights=weights, code=code)
 
     def validate_models(self) -> None:
-        """Check that the recipe's models have configurations, for uses that do not read weights. Raises RecipeError."""
+        """Check that the recipe's models have a config.json, fetched if on the Hub; weights are not read. Raises
+        RecipeError."""
         problems = self._fetched([section for section in FETCHED if section != "data"], weights=False)
         _refuse(_also(problems, self._model_problems(weights=False)))
 

@@ -275,10 +275,11 @@ ROUNDINGS = 4.0  # in eps of the dtype, mean over tokens: kernels with and witho
 
 
 def with_checked_rows(session: Session, samples: Sequence[Sample]) -> Session:
-    """Test the models on random rows of the run's shape, and return the session with ``mask`` set; a collective.
+    """Test the models on random rows of the run's shape; return the session with ``mask`` set: do padded rows need an
+    attention mask? A collective.
 
     Runs forwards only, with quantization paused: quantization would amplify tiny differences. Raises RankError on every
-    rank if packed samples influence each other in the student or the teacher.
+    rank if packed samples influence each other, or shared rows give other results, in the student or the teacher.
     """
     with working("testing the models on rows of this run"):
         return _with_checked_rows(session, samples)

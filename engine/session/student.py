@@ -102,8 +102,9 @@ def empty_student(
 def quantize_student(
     recipe: Recipe, ds_config: dict[str, Any], device: torch.device, model: PreTrainedModel, named: dict[str, Scheme]
 ) -> Quantization:
-    """Replace Linears by quantized layers and set ``requires_grad``, in place; scales are not filled yet. ``named``:
-    schemes by layer name."""
+    """Prepare the student for training, in place: quantized layers, rotations, adapters, fused norms,
+    ``requires_grad``, activation checkpointing, compile. Scales are not filled yet. ``named``: schemes by layer
+    name."""
     with errors_on_all_ranks(ValueError):
         quantization = replace_layers(
             model,
@@ -166,12 +167,13 @@ def _has_router_logits(model: PreTrainedModel) -> bool:
 
 
 def _exempt(recipe: Recipe, model: PreTrainedModel) -> list[str]:
-    """List patterns of unquantized modules: the recipe's, and those that no recipe quantizes."""
+    """List patterns of unquantized modules: the recipe's, and those of :func:`always_exempt`."""
     return [*recipe.quant.exempt, *recipe.quant.exempt_more, *always_exempt(model)]
 
 
 def always_exempt(model: PreTrainedModel) -> list[str]:
-    """List patterns of the modules that no recipe quantizes: routers (to keep their choices), and lm_head."""
+    """List patterns of modules that scheme and rules never quantize: routers (to keep their choices), and lm_head,
+    which only ``quant.lm_head`` quantizes."""
     modules = {name for name, _ in model.named_modules()}
     routers = [rf"{re.escape(name)}(\..+)?" for name in router_names(model) if name in modules]
     return routers + [re.escape(name) for name, one in model.named_modules() if one is model.get_output_embeddings()]

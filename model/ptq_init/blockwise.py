@@ -120,7 +120,7 @@ class _Order:
         self._random = random.Random(0)
 
     def take(self, rows: int) -> list[int]:
-        """Take the next batches until they have ``rows`` samples in total, or as many samples as there are."""
+        """Return the indices of the next batches, which have ``rows`` samples in total, or all if there are fewer."""
         taken: list[int] = []
         wanted = min(rows, sum(self._sizes))
         while wanted > 0:

@@ -394,7 +394,7 @@ def _sides(shape: tuple[int, ...]) -> list[int]:
 
 
 def read_columns(checkpoint: Checkpoint, rules: Sequence[Rule], packing: Packing) -> Found:
-    """Find the weights of GPTQ, AWQ or AutoRound, which have a single scheme."""
+    """Find the weights of GPTQ, AWQ or AutoRound; all have the one scheme in ``rules``."""
     scheme = next(rule.scheme for rule in rules if rule.scheme is not None)
     tensors, found = checkpoint.tensors, Found({}, {}, [])
     with Reader() as reader:

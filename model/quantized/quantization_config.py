@@ -72,7 +72,9 @@ def find_quantization_config(directory: Path) -> dict[str, Any] | None:
     if own.is_file() and (not config or (isinstance(config, dict) and config.get("quant_method") == "modelopt")):
         said = read_json_object(own).get("quantization")
         if not isinstance(said, dict):
-            raise ValueError(f"{own} has no object quantization, in which ModelOpt describes the layers")
+            raise ValueError(
+                f"{own} has no object 'quantization', in which ModelOpt describes the layers: download it again"
+            )
         for key in ("quant_algo", "group_size", "quantized_layers"):
             one, other = said.get(key), (config or {}).get(key)
             if other not in (None, one):

@@ -329,7 +329,7 @@ def _initial(groups: list[ScaleGroup], value: float) -> dict[str, Tensor]:
     above = [group.owner for group in groups if group.spec.has_global_scale]
     if above:
         raise ValueError(
-            f"quant.initial_input_scale is no global scale of the inputs of {listed(above)}: set "
+            f"quant.initial_input_scale cannot set the global scale of the inputs of {listed(above)}: set "
             "quant.calibration_batches instead, or name a PTQ checkpoint that has input_global_scale"
         )
     return {group.owner: torch.tensor([value]) for group in groups}
@@ -422,9 +422,9 @@ def check_beside(quantization: Quantization, arranged: ArrangedScales, stored: S
                 continue
         unknown.setdefault(suffix, []).append(key)
     for suffix, keys in unknown.items():
-        meaning = _MEANING.get(suffix, "what it means for the scales is not known here")
+        meaning = _MEANING.get(suffix, "this project does not know it")
         file = stored.tensors[keys[0]].file
-        raise ValueError(f"{file} has {suffix} beside a scale, expected only scales: {meaning} ({listed(keys, 3)})")
+        raise ValueError(f"{file} has {suffix}, which may change what the scales mean: {meaning} ({listed(keys, 3)})")
 
 
 def _check_zero_points(key: str, zero: ZeroPoints, spec: TensorSpec) -> None:

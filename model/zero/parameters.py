@@ -103,8 +103,8 @@ def forget_secondary_copies(model: nn.Module) -> None:
 
 
 def local_gradient(parameter: Parameter) -> Tensor | None:
-    """Return the fp32 gradient of the elements of :func:`local_range`, on stage 3 between the last backward of a step
-    and the step; None if the parameter is not trained. The result may be a copy: change it with
+    """Return the fp32 gradient of the elements of :func:`local_range`; None if the parameter is not trained. Stage 3
+    only, between the last backward of a step and the step. The result may be a copy: change it with
     :func:`set_local_gradient`."""
     gradient: Tensor | None = safe_get_local_grad(parameter)
     start, stop = local_range(parameter)

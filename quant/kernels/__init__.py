@@ -192,8 +192,8 @@ def masked_(grad: Tensor, mask: Tensor) -> Tensor:
 
 
 def dequantize_and_mask_(grad: Tensor, mask: Tensor, codes: Tensor, quantizer: Quantizer) -> Tensor:
-    """Zero ``grad`` in place where ``mask`` is 0, and dequantize as many ``codes`` to the dtype of ``grad``, in one
-    launch; not for scales per block."""
+    """Zero ``grad`` in place where ``mask`` is 0, and dequantize ``codes`` (of its shape) to the dtype of ``grad``, in
+    one launch; not for scales per block."""
     s0, theta, _, stored = _run_scales(codes.shape, quantizer)
     return _operators().dequantize_and_mask_(grad, mask, codes, s0, theta, stored, *_zero_and_above(quantizer))
 

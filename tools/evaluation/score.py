@@ -156,8 +156,8 @@ def _check_tokens(model: ScoringModel, windows: Sequence[Window]) -> None:
 def scoring_model(
     model: PreTrainedModel, device: torch.device, ds_config: dict[str, Any] | None = None
 ) -> ScoringModel:
-    """Freeze ``model`` and separate its lm_head. With ``ds_config`` (stage 3), with which it must have been built, it
-    is sharded."""
+    """Freeze ``model`` and separate its lm_head. Give ``ds_config`` if the model was built with it, sharded (stage
+    3)."""
     text = model.config.get_text_config()
     lengths = (getattr(text, name, None) for name in ("n_positions", "max_position_embeddings", "n_ctx"))
     context = next((int(length) for length in lengths if length is not None), None)

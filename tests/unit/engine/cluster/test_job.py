@@ -244,7 +244,7 @@ def test_a_rank_whose_peer_is_dead_ends_at_once(dead):
 
 
 def test_only_ranks_of_this_job_are_peers(monkeypatch):
-    """A shell that starts ranks has other children: a ``tee``, a rank of another job, one with this rank's variables."""
+    """A shell that starts ranks has other children: a ``tee``, ranks of another job."""
     own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "LOCAL_RANK": "0"}
     for name, value in own.items():
         monkeypatch.setenv(name, value)

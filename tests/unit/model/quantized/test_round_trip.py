@@ -319,7 +319,7 @@ def test_of_scales_per_head_the_largest_is_taken(tmp_path, seed, read):
 def test_a_file_of_modelopt_that_says_nothing_is_named(tmp_path):
     for name in ("config.json", "hf_quant_config.json"):
         (tmp_path / name).write_text("{}")
-    with pytest.raises(ValueError, match=r"hf_quant_config.json has no object quantization, in which ModelOpt"):
+    with pytest.raises(ValueError, match=r"hf_quant_config.json has no object 'quantization', in which ModelOpt"):
         check_readable(tmp_path)
 
 

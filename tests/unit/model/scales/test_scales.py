@@ -132,7 +132,7 @@ def test_global_scales_of_inputs_are_read(tmp_path, seed, writer):
     load(weights | inputs, *quantized(seed, "nvfp4"), tmp_path)
     for options, message in (
         ({}, "has no input scale for"),
-        ({"initial_input_scale": 0.01}, "quant.initial_input_scale is no global scale of the inputs of"),
+        ({"initial_input_scale": 0.01}, "quant.initial_input_scale cannot set the global scale of the inputs of"),
     ):
         with pytest.raises((RankError, ValueError), match=message):
             load(weights, model, quantization, tmp_path, **options)
