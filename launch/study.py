@@ -80,7 +80,7 @@ def main() -> None:
             check_part(out / part, recipes[part])
         ptqs = compared(recipe, scripts, arguments.ptq)
     if FT not in scripts:
-        print(f"{FT}: {recipe.model.path} as it is: its own logits teach it nothing", flush=True)
+        print(f"{FT}: {recipe.model.path} as it is: without fake quant nothing would change it", flush=True)
     elif learns_itself(recipe):
         acts = ", ".join(training_differs(recipe))
         print(f"{FT}: trained, though its own logits teach it: in training they differ ({acts})", flush=True)
@@ -184,8 +184,10 @@ def pins(recipe: Recipe) -> list[str]:
 
 
 def teaches_itself(recipe: Recipe) -> bool:
-    """Tell if training without fake quant has no effect, because the model would only learn its own logits."""
-    return learns_itself(recipe) and not training_differs(recipe)
+    """Tell if training without fake quant has no effect, because only scales train, or because the model would only
+    learn its own logits."""
+    scales_alone = recipe.learnable.scales_alone() and not is_quantized(Path(recipe.model.path))
+    return scales_alone or (learns_itself(recipe) and not training_differs(recipe))
 
 
 def learns_itself(recipe: Recipe) -> bool:

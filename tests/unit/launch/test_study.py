@@ -110,6 +110,8 @@ def test_a_model_that_teaches_itself_is_its_own_ft(tmp_path):
 
     assert study.teaches_itself(recipe({})) and study.reference(recipe({})) == model
     assert study.changes_of("ptq", recipe({}))[-2:] == ["--model.path", str(model)]
+    only_scales = recipe({"lm_weight": 1.0, "teacher": "self"}, learnable={"weight": False})
+    assert [*study.scripts_of(only_scales, [])] == ["ptq", "qat"] and study.reference(only_scales) == model
     for moving in (
         recipe({"lm_weight": 0.1}),
         recipe({"teacher": "other"}),
