@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.moments import KINDS
+from tests.lib.moments import KINDS
 from tests.unit.engine.session.test_adamw8bit import check_updates
 
 

@@ -7,11 +7,11 @@ from functools import partial
 import pytest
 import torch
 
-from benchmarks.moments import KINDS, follow
 from engine.checkpoint.checked_files import read_object
 from engine.session import adamw8bit
 from engine.session.adamw8bit import CHUNK, MOMENT_BLOCK, AdamW8bit, decode, encode, moment_bytes
 from engine.session.optimizer import SkippingAdamW8bit
+from tests.lib.moments import KINDS, follow
 
 LR = 1e-3
 
