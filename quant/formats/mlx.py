@@ -17,6 +17,7 @@ from quant.formats.compressed_tensors import Shapes, packed_shapes
 from quant.spec import SCHEMES, Scheme
 
 GROUP_SIZES = (32, 64, 128)
+_BITS = (2, 3, 4, 5, 6, 8)  # of MLX's kernels for affine
 
 
 def quantization_mode(scheme: Scheme) -> dict[str, Any]:
@@ -26,14 +27,15 @@ def quantization_mode(scheme: Scheme) -> dict[str, Any]:
     size = weights.group_size
     if scheme.activations is None and weights.mx:
         return {"group_size": size, "bits": weights.bits, "mode": f"mxfp{weights.bits}"}
-    if scheme.activations is None and weights.dtype == "int" and not weights.ggml and size in GROUP_SIZES:
+    integers = weights.dtype == "int" and not weights.ggml and weights.bits in _BITS and size in GROUP_SIZES
+    if scheme.activations is None and integers:
         return {"group_size": size, "bits": weights.bits, "mode": "affine"}
-    bits = weights.bits if weights.dtype == "int" else 8
+    bits = weights.bits if weights.dtype == "int" and weights.bits <= 4 else 8
     names = (f"w{bits}a16_g{size if size in GROUP_SIZES else 128}", f"w{bits}a16_g128")
     nearest = "mxfp4" if weights.dtype == "fp4_e2m1" else next(name for name in names if name in SCHEMES)
     raise ValueError(
-        "layout 'mlx' holds integers in groups of 32, 64 or 128 with scales in model.dtype, MXFP4 and MXFP8, whose "
-        f"inputs are not quantized, got {scheme.name}; the nearest is {nearest}"
+        "layout 'mlx' holds integers of 2 to 6 and 8 bits in groups of 32, 64 or 128 with scales in model.dtype, MXFP4 "
+        f"and MXFP8, whose inputs are not quantized, got {scheme.name}; the nearest is {nearest}"
     )
 
 

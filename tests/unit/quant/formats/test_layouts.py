@@ -22,6 +22,7 @@ ROWS = Scheme("int8_per_row", TensorSpec("int", 8, "channel"), INPUTS)
 MXFP8 = Scheme("mxfp8_weights", SCHEMES["mxfp8"].weights)
 NAMES = ("w2a16_g32", "w3a16_g128", "w4a16_g32", "w4a16_g128", "w4a16_asym", "w8a16_g32", "w8a16_g128")
 AFFINE = [SCHEMES[name] for name in NAMES]
+AFFINE += [Scheme(f"w{bits}a16_g64", TensorSpec("int", bits, "group", 64)) for bits in (5, 6)]
 MLX = pytest.mark.parametrize("scheme", [*AFFINE, SCHEMES["mxfp4"], MXFP8], ids=lambda scheme: scheme.name)
 TORCHAO = pytest.mark.parametrize(
     "scheme",
@@ -150,7 +151,8 @@ def test_torchao_reads_the_configuration():
         ("mlx", "w4a16_g128", ["w4a16_channel"]),
         ("mlx", "mxfp4", ["nvfp4", "mxfp4_w4a4", "mxfp4_mxfp8"]),
         ("mlx", "w8a16_g128", ["w8a16_asym", "fp8_static"]),
-        ("mlx", "w8a16_g32", ["mxfp8"]),
+        ("mlx", "w8a16_g32", ["mxfp8", Scheme("own", TensorSpec("int", 7, "group", 32))]),
+        ("mlx", "w8a16_g128", [Scheme("own", TensorSpec("int", bits, "group", 16)) for bits in (5, 6, 7)]),
         ("executorch", "w8a16_channel", ["w2a16_g32", "w4a16_asym", "q4_0", "nvfp4", "mxfp4"]),
         ("executorch", "8da4w", ["mxfp8", "int8_dynamic", "w4a8_int8", "fp8_static"]),
         ("executorch", "8da4w", [TensorSpec("int", *kind) for kind in ((4, "group", 16), (8, "group", 32))]),
@@ -159,7 +161,8 @@ def test_torchao_reads_the_configuration():
 )
 def test_other_schemes_are_refused_and_the_nearest_is_named(layout, nearest, schemes):
     for one in schemes:
-        scheme = SCHEMES[one] if isinstance(one, str) else Scheme("own", one, INPUTS)
+        scheme = SCHEMES[one] if isinstance(one, str) else one
+        scheme = Scheme("own", one, INPUTS) if isinstance(one, TensorSpec) else scheme
         said = rf"layout '{layout}' holds .*, got {scheme.name}; the nearest is {nearest}$"
         with pytest.raises(ValueError, match=said):
             check_layout(layout, [SCHEMES["w4a16_g32" if layout == "mlx" else "8da4w"], scheme])
