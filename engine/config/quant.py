@@ -150,8 +150,8 @@ class QuantRecipe:
     lm_head keep one scale. See docs/schemes.md."""
     signed_scales: bool = field(default=False, metadata=only_with(_SIGNS))
     """true: a scale of symmetric integer weights is negative where that makes use of the code without a counterpart
-    (-2 at 2 bits): 20% less squared error at 2 bits. transformers multiplies by negative scales, too; other readers
-    were not tried."""
+    (-2 at 2 bits): 20% less squared error at 2 bits. transformers, llama.cpp and MLX multiply by negative scales, too;
+    see docs/schemes.md."""
     input_range: Literal["absmax", "percentile", "mse"] = field(default="absmax", metadata=only_with(_STORED_INPUTS))
     """Criterion of an input's stored scale, on the inputs of the calibration. absmax: the largest magnitude fits;
     percentile: quant.percentile of the magnitudes fit; mse: the squared error is smallest."""
