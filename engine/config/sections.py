@@ -525,4 +525,4 @@ class ExportRecipe:
     """For export.format gguf: a GGUF file of the base model, made by llama.cpp's convert_hf_to_gguf.py. The export
     copies its metadata and vocabulary."""
     max_shard_size: str = field(default="5GB", metadata=size())
-    """Largest safetensors file, like 5GB, 500MB or 2GiB; rank 0 holds one such file in memory while writing."""
+    """Largest safetensors file, like 5GB, 500MB or 2GiB."""
