@@ -369,7 +369,7 @@ class OptimRecipe:
     warmup_ratio: float = field(default=0.0, metadata=values("between 0 and 1", lambda share: 0 <= share <= 1))
     """Share of train.steps that warm up, rounded up, in place of optim.warmup_steps."""
     warmup_steps: int = field(default=0, metadata=at_least(0))
-    """Optimizer steps of linear warm-up from 0; scales warm up again whenever their fake quant starts."""
+    """Optimizer steps of linear warm-up from 0. Scales warm up again if the fake quant of all of them starts again."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     """Course of the learning rates after the warm-up. wsd: constant until the last decay_steps, then linear."""
     decay_steps: int = derived(lambda r: r.optim.default_decay(r.train.steps), at_least(0) | only_with(_WSD))
