@@ -63,7 +63,7 @@ class _WeightAndScales:
 def gather_quantized(model: nn.Module, quantization: Quantization) -> Callable[[], None]:
     """Make stage 3 gather codes in place of the weights of every supported layer, after ``deepspeed.initialize``; a
     collective. Returns a function to call after the last backward of every optimizer step, before the update. Raises
-    RankError on every rank if there is no supported layer, or DeepSpeed is configured to change gathered parameters."""
+    RankError on every rank if there is no supported layer, or hpZ is on."""
     with errors_on_all_ranks(ValueError):
         return QuantizedGather(model, quantization.layers.values()).finish_gradients
 
@@ -73,8 +73,8 @@ class QuantizedGather:
 
     def __init__(self, model: nn.Module, layers: Iterable[QuantLayer]) -> None:
         """Make the weights of supported ``layers`` (:func:`can_gather_quantized`) be gathered as codes, except small
-        weights that stay gathered, and one that embeddings look up. Raises ValueError if no layer is supported, or
-        DeepSpeed changes gathered parameters."""
+        weights that stay gathered, and weights of embeddings. Raises ValueError if no layer is left, or if hpZ is on
+        (:func:`gather_as_bytes`)."""
         layers = list(layers)
         tables = {id(layer.weight) for layer in layers if isinstance(layer, QuantEmbedding)}
         self._weights = {
@@ -225,7 +225,7 @@ def part_gradients_(
             where the weight is not finite: codes cannot express it, and the step must be detected as failed.
         flat, start, numel, quantizer: slice of the weight, index of its first element, size of the whole weight, and
             its quantizer.
-        factor: multiplier of theta's gradient, ``1/sqrt(numel * qmax)``.
+        factor: multiplier of theta's gradient, :func:`quant.scale.lsq_factor` of all elements that share a scale.
 
     Returns:
         The slice's share of theta's gradient, fp32, 1-D, one per scale; None if there is no theta.
@@ -237,7 +237,7 @@ def part_gradients_(
         operands, wanted = (grads, rows.float(), _of(quantizer, runs)), shares is not None
         share = kernels.fake_quantize_backward_(*operands, factor=factor, theta_gradient=wanted, of_weight=True)
         if shares is not None:
-            grads.masked_fill_(rows.isnan(), torch.nan)  # the operator shows NaN only in the share, which may be unused
+            grads.masked_fill_(~rows.isfinite(), torch.nan)  # the operator shows them in the share, which may be unused
             assert share is not None
             shares[runs] = share.flatten()
     return shares

@@ -81,12 +81,15 @@ def test_gradients_of_parts_of_a_sum_are_the_sums_of_gradients(name, stack):
     assert (found - thetas).abs().max() <= bound
 
 
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("name", ["fp8_static", "w4a16_channel"])
-def test_a_nan_in_the_weight_is_one_in_its_gradient(name):
+def test_a_weight_that_is_not_finite_has_a_nan_as_its_gradient(name, bad, learned):
     spec = get_scheme(name).weights
     weight = torch.ones(2, 8)
-    weight[1, 3] = torch.nan
-    scale = Quantizer(Scale(torch.ones(2 if spec.granularity == "channel" else 1)), spec, torch.float32)
+    weight[1, 3] = bad
+    shape = 2 if spec.granularity == "channel" else 1
+    scale = Quantizer(Scale(torch.ones(shape), torch.zeros(shape) if learned else None), spec, torch.float32)
     grad = torch.ones(16)
     part_gradients_(grad, weight.flatten(), 0, 16, scale, factor=1.0)
     assert grad.isnan().nonzero().tolist() == [[11]]
