@@ -1,5 +1,5 @@
-"""Load, arrange and save models whose parameters may be ZeRO-3 partitions. Importing it checks transformers'
-version."""
+"""Load, arrange and save models whose parameters may be ZeRO-3 partitions. The import of this package raises
+ImportError if transformers is too old."""
 
 from importlib.metadata import version
 

@@ -54,11 +54,10 @@ def build_model(
     rotated: bool = False,
     untie: bool = False,
 ) -> PreTrainedModel:
-    """Build the causal language model of ``path/config.json``, with uninitialized parameters. A collective under
-    ZeRO-3.
+    """Build the causal language model of ``path/config.json``, with uninitialized parameters. A collective.
 
     Args:
-        path: directory of a Hugging Face checkpoint, maybe quantized; only ``config.json`` (and its code) is read.
+        path: directory of a Hugging Face checkpoint, maybe quantized; its configuration and code are read, no weights.
         ds_config: resolved DeepSpeed configuration; its stage and dtype are used.
         dtype: dtype of all parameters.
         device: device of the buffers, and on stages 0-2 of the parameters.
@@ -72,8 +71,8 @@ def build_model(
             configuration is set to False, and it gets the attribute :data:`UNTIED`.
 
     Raises:
-        RankError: on every rank: there is no config.json, the checkpoint or its MoE layout is not supported, the model
-            needs code that is not allowed, or ``dtype`` contradicts ``ds_config``.
+        RankError: on every rank: there is no config.json, the checkpoint, its MoE layout or ``attn_implementation`` is
+            not supported, the model needs code that is not allowed, or ``dtype`` contradicts ``ds_config`` or model.
     """
     path = Path(path)
     with errors_on_all_ranks(Exception):
@@ -144,7 +143,7 @@ def attention_for(config: PretrainedConfig, name: str) -> str:
 
 
 def check_rotary_buffers(model: nn.Module) -> None:
-    """Raise RankError on every rank if a rotary ``inv_freq`` is not fp32.
+    """Raise RankError on every rank if a rotary ``inv_freq`` is not fp32; a collective.
 
     A bf16 frequency is off by up to 0.2%, which at position 1,000 rotates the faster pairs by about a radian too much.
     Call it again after ``deepspeed.initialize``, which may cast buffers (``data_types.buffer_dtype``).
@@ -175,8 +174,8 @@ def _check_dtype(config: PretrainedConfig, ds_config: dict[str, Any], dtype: tor
 
 
 def read_config(path: Path, trust_remote_code: bool, *, rotated: bool = False) -> PretrainedConfig:
-    """Read the model's configuration. ``rotated``: accept input rotations (``transform_config``). Errors name a
-    remedy."""
+    """Read the model's configuration; the result has no quantization_config. ``rotated``: accept input rotations
+    (``transform_config``). Raises ValueError if the checkpoint is not supported, or needs code that is not allowed."""
     file = path / "config.json"
     if not file.is_file():
         raise ValueError(f"{file} does not exist: model.path must be the directory of a Hugging Face checkpoint")
@@ -229,7 +228,7 @@ def _parameters_on_meta(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _place_buffers(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Move buffers to ``device``; they keep their dtype."""
+    """Move buffers to ``device``; they keep their dtype, except those that the model's class lists as fp32."""
     zero.upcast_named_buffers(model, dtype)
     for module_name, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):

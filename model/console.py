@@ -95,7 +95,7 @@ def progress_bar(
 
 @contextmanager
 def working(desc: str) -> Iterator[None]:
-    """Show for how long the job inside the block has run, if it takes long and its progress is unknown."""
+    """Show for how long the block has run, once it takes long: for a job whose progress is unknown."""
     with _bar(desc, "{desc}: {elapsed} passed", shown=is_main(), bar_format="{desc}: {elapsed}"):
         yield
 

@@ -69,8 +69,8 @@ def model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
 
 
 def text_of_composite(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
-    """Build the composite model of ``config`` without its towers, on the meta device if the caller's context does so.
-    ``options`` are those of ``from_config``. Raises ValueError if transformers has no class for the configuration."""
+    """Build the composite model of ``config`` without its towers, with parameters on the device of the caller's
+    context. ``options`` are those of ``from_config``. Raises ValueError if transformers has no class for ``config``."""
     kind = model_class(config)
     if kind is None:
         raise ValueError(
@@ -83,8 +83,8 @@ def text_of_composite(config: PretrainedConfig, **options: Any) -> PreTrainedMod
 
 
 def take_out_towers(model: PreTrainedModel) -> None:
-    """Replace all parts of a composite model outside of its text model (``get_decoder``, embeddings and lm_head) by
-    :class:`Tower`, in place. Single parameters outside of it (``image_newline``) become None."""
+    """Replace all modules with tensors outside of a composite model's text model (``get_decoder``, embeddings and
+    lm_head) by :class:`Tower`, in place. Single parameters outside of these (``image_newline``) become None."""
     parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
     kept = {name for name, module in model.named_modules() if any(module is part for part in parts)}
     above = {
@@ -128,8 +128,8 @@ _TRANSPOSED: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
 
 
 def arrange_conv1d(model: nn.Module) -> None:
-    """Replace every ``Conv1D`` of an empty model by an nn.Linear, in place, in a context that creates parameters on the
-    meta device."""
+    """Replace every ``Conv1D`` of an empty model by an nn.Linear on the meta device, in place, and record the names of
+    these weights for :func:`transposed_weights`."""
     found = {name: module for name, module in model.named_modules() if isinstance(module, Conv1D)}
     for name, conv in found.items():
         rows, columns = conv.weight.shape

@@ -105,7 +105,7 @@ class HeadProxy(nn.Module):
     _caught: Tensor | None = None  # last emitted tensor, after the hooks of the module's call
 
     def emit(self, instead: Tensor) -> Tensor:
-        """Return ``instead`` in place of logits, and keep it for :meth:`collect` after the model's forward."""
+        """Return ``instead`` in place of logits, and keep it for :meth:`check`; ``PROBE`` in a probing forward."""
         if self._probing:
             return instead.new_tensor(PROBE).expand(*instead.shape[:-1], -1)
         if not self._checked:
@@ -201,7 +201,7 @@ class LMHead(HeadProxy):
 
     @contextmanager
     def computing(self, task: Task) -> Iterator[None]:
-        """Make forwards of the model inside the block return the result of ``task`` as logits."""
+        """Make forwards of the model inside the block return the result of ``task`` as logits. Blocks must not nest."""
         if self._task is not None:
             raise RuntimeError("lm_head computes a task already: these blocks must not nest")
         self._task = task
@@ -231,7 +231,7 @@ class QuantHead(LMHead, QuantLinear):  # type: ignore[misc]  # it is no stack: i
     """Output layer that replaces a QuantLinear whose input is not quantized."""
 
     def __init__(self, linear: QuantLinear) -> None:
-        """Take over the Parameter objects and the switch of ``linear``."""
+        """Take over the Parameter objects of ``linear``, and its ``weight_fake_quant``."""
         QuantLinear.__init__(
             self,
             linear,
@@ -254,7 +254,7 @@ def settle_function(head_proxy: HeadProxy, forward: Callable[[Tensor], Tensor], 
 
     Args:
         head_proxy: module in lm_head's place.
-        forward: runs the model on token ids [1, 2] and returns its logits.
+        forward: runs the model on token ids of shape [1, 2] and returns its logits.
         config: configuration of the model.
 
     Raises:

@@ -175,8 +175,7 @@ def _scaling(config: dict[str, Any], name: str, rank: int, file: Path) -> float:
 
 
 def say_left_out(directory: str | Path) -> None:
-    """Log if the folder of an exported model has an unmerged adapter: an evaluation then measures the model without
-    it."""
+    """Log if the folder of an exported model has an unmerged adapter, which an evaluation then leaves out."""
     if (folder := Path(directory) / FOLDER / CONFIG).is_file():
         say(f"{directory}: the quantized model without the adapter in {folder.parent}, which is not merged into it")
 
@@ -185,9 +184,9 @@ LOST = 0.1  # relative to an adapter's norm: more than rounding loses, less than
 
 
 def local_weight(layer: QuantLayer) -> tuple[int, Tensor]:
-    """Return the first index of this rank's elements of a layer's weight, and these elements as the forward quantizes
-    them, flat. With a merged adapter this is a collective and returns a copy; otherwise it returns a view of the
-    weight."""
+    """Return the first index of this rank's elements of a layer's weight (not packed), and these elements as the
+    forward quantizes them, flat. With a merged adapter this is a collective and returns a copy; otherwise it returns a
+    view of the weight."""
     assert layer.held is None, "a rule of the recipe"
     start, stop = local_range(layer.weight)
     merges = layer.adapter is not None and layer.adapter.merges
@@ -196,8 +195,7 @@ def local_weight(layer: QuantLayer) -> tuple[int, Tensor]:
 
 @torch.no_grad()
 def _merged(layer: QuantLayer, start: int, stop: int) -> Tensor:
-    """Merge the adapter into elements ``[start, stop)`` of the weight; bits are equal to a merge of the whole
-    weight."""
+    """Merge the adapter into elements ``[start, stop)`` of the weight, with the bits of a merge of the whole weight."""
     adapter, own = layer.adapter, local_data(layer.weight)
     assert adapter is not None
     if isinstance(adapter, DecoupledScale):

@@ -120,8 +120,9 @@ class _Alone:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Let this process be rank 0 of 1 inside the block, so that no function of this module is a collective: for one
-    rank that writes what it has, in a process group of the caller's."""
+    """Make this process rank 0 of 1 inside the block, for all functions of this module but :func:`meet` and
+    :func:`shut_down`: none is a collective, so one rank of the caller's process group can write files without the
+    others."""
     _Alone.now = True
     try:
         yield
@@ -152,8 +153,8 @@ def is_main() -> bool:
 
 
 def say(text: str, any_rank: bool = False) -> None:
-    """Print on rank 0, or on ``any_rank``, without breaking a progress bar. If the log's disk is full, the text is
-    lost, but the run continues."""
+    """Print on rank 0, or with ``any_rank`` on the calling rank, without breaking a progress bar. If the log's disk is
+    full, the text is lost, but the run continues."""
     if any_rank or is_main():
         with suppress(OSError):
             tqdm.write(text)
@@ -173,9 +174,9 @@ def listed(names: Sequence[str], limit: int = 20) -> str:
 
 
 def reduce_over_ranks(tensor: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-    """Reduce ``tensor`` over all ranks, on every rank and on the tensor's device; a collective. The result may be the
-    tensor itself. NCCL only reduces CUDA tensors, so a CPU tensor (of offloaded parameters) is copied to this rank's
-    GPU and back."""
+    """Reduce ``tensor`` over all ranks; a collective. Every rank gets the result, on the tensor's device; ``tensor``
+    itself may be overwritten and returned. NCCL only reduces CUDA tensors, so a CPU tensor (of offloaded parameters) is
+    copied to this rank's GPU and back."""
     if world_size() == 1:
         return tensor
     if dist.get_backend() == dist.Backend.NCCL and tensor.device.type == "cpu":
@@ -229,7 +230,7 @@ def is_lost_peer(error: Exception) -> bool:
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """Gather the value of every rank, in rank order, on every rank. Values are pickled: keep them small."""
+    """Gather the values of all ranks, in rank order, on every rank; a collective. They are pickled: keep them small."""
     if world_size() == 1:
         return [value]
     values: list[Any] = [None] * world_size()
@@ -260,8 +261,8 @@ def raise_everywhere(error: str | None) -> None:
 
 
 def raise_problems(head: str, problems: Sequence[str]) -> None:
-    """Raise :class:`RankError` with ``head`` and the first ``_MOST`` problems, if there are any; every rank must pass
-    the same problems."""
+    """Raise :class:`RankError` with ``head`` and the first ``_MOST`` problems, if there are any: then a collective, so
+    every rank must pass the same problems."""
     if problems:
         more = [f"and {len(problems) - _MOST} more"] if len(problems) > _MOST else []
         raise_everywhere("\n".join([head, *problems[:_MOST], *more]))
@@ -270,8 +271,8 @@ def raise_problems(head: str, problems: Sequence[str]) -> None:
 @contextmanager
 def errors_on_all_ranks(*kinds: type[Exception], key: str = "") -> Iterator[None]:
     """Convert an exception of ``kinds`` inside the block to a :class:`RankError` on every rank, with ``key`` as a
-    prefix of its text. The end of the block is a collective: every rank must enter the block, and run no collective
-    inside."""
+    prefix of its text; other exceptions leave on this rank only. The end of the block is a collective: every rank must
+    enter the block, and run no collective inside."""
     error, cause = None, None
     try:
         yield

@@ -89,7 +89,7 @@ class SharedRows:
         return rank() % self.ranks
 
     def start(self) -> None:
-        """Share rows from now on; a collective. A single process can do so with models on the meta device."""
+        """Share rows from now on; a collective. In a single process only models on the meta device can run then."""
         if self._group is None and world_size() > 1:
             for first in range(0, world_size(), self.ranks):  # every rank takes part in creating every group
                 group = dist.new_group(list(range(first, first + self.ranks)))
@@ -114,7 +114,8 @@ class SharedRows:
         return slice(length * index // self.ranks, length * (index + 1) // self.ranks)
 
     def whole(self, own: Tensor) -> Tensor:
-        """Gather outputs ``own [B, own tokens, H]`` of the last forward into [B, T, H]; a collective."""
+        """Gather outputs ``own [B, own tokens, H]`` of the last forward into [B, T, H], a collective; return ``own`` if
+        that forward computed whole rows."""
         if self._row is None:
             return own
         batch, _, features = own.shape
@@ -123,8 +124,8 @@ class SharedRows:
         return torch.cat([part.view(batch, -1, features) for part in flat.split(sizes)], dim=1)
 
     def attach(self, model: PreTrainedModel) -> None:
-        """Change ``model`` so that ranks share its rows once :meth:`start` is called. Raises ValueError if its classes
-        or number of heads do not allow that."""
+        """Change ``model`` in place so that ranks share its rows once :meth:`start` is called; its forwards then need
+        arguments by name and use_cache=False. Raises ValueError if its classes or number of heads do not allow that."""
         if "position_ids" not in inspect.signature(model.forward).parameters:
             raise ValueError(f"{type(model).__name__} takes no position_ids, {_NEEDED}")
         attentions = attention_modules(model, _NEEDED)
@@ -320,5 +321,5 @@ def _heads(name: str, heads: int, ranks: int) -> str:
 
 @cache
 def shared_rows(ranks: int) -> SharedRows:
-    """Return the only `SharedRows` of this process, which student and teacher use."""
+    """Return this process's `SharedRows` for ``ranks``: the same object in every call, for student and teacher."""
     return SharedRows(ranks)

@@ -57,14 +57,14 @@ ProblemsByKind = dict[str, list[str]]
 
 @dataclass(frozen=True)
 class LoadReport:
-    """Result of loading on this rank: tensors filled, bytes read, seconds."""
+    """Result of loading: numbers of filled tensors or slices, of bytes read by this rank, and of seconds."""
 
     tensors: int
     bytes: int
     seconds: float
 
     def summary(self) -> str:
-        """Format the report as one line for the log."""
+        """Format the report of rank 0 as one line for the log."""
         return f"{self.tensors} tensors, {self.bytes / 2**20:.1f} MiB read by rank 0 in {self.seconds:.2f} s"
 
 
@@ -82,8 +82,8 @@ class _Read(NamedTuple):
 def load_weights(
     model: PreTrainedModel, path: str | Path, *, method: Literal["direct", "rank0"] = "direct"
 ) -> LoadReport:
-    """Fill every parameter and persistent buffer of ``model``, except scales, from ``path/model*.safetensors``, cast to
-    the parameter's dtype. A collective.
+    """Fill every parameter and persistent buffer of ``model``, except scales and adapters, from the safetensors files
+    in ``path``, cast to the parameter's dtype. A collective.
 
     Args:
         model: result of ``build_model``; before ``deepspeed.initialize``.
@@ -92,9 +92,9 @@ def load_weights(
             it.
 
     Raises:
-        RankError: on every rank, naming all of them: tensors are missing, unexpected, of another shape, of a dtype
-            other than bf16, fp16 or fp32, or in a damaged or absent file; tied tensors differ on disk; or weights have
-            NaN or Inf.
+        RankError: on every rank, naming the tensors: they are missing, unexpected, found twice, of another shape, of a
+            dtype other than bf16, fp16 or fp32, or in a damaged or absent file; tied tensors differ on disk; or weights
+            have NaN or Inf.
     """
     begin = time.perf_counter()
     with errors_on_all_ranks(CheckpointError, OSError):
@@ -111,7 +111,7 @@ def load_weights(
 
 def check_headers(model: PreTrainedModel, path: str | Path) -> None:
     """Compare the headers of the files in ``path`` with an empty model; a collective that reads no weight. Raises
-    RankError for tensors that are missing, unexpected, or of another shape or dtype."""
+    RankError as :func:`load_weights`, except for values."""
     with errors_on_all_ranks(CheckpointError, OSError):
         _plan(model, Path(path))
 

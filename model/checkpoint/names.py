@@ -248,8 +248,8 @@ class Names:
         )
 
     def missing(self, name: str, covered: Collection[int]) -> list[str]:
-        """Return the keys of slices of the model's parameter ``name`` that the files lack. ``covered`` has the first
-        element of each slice that they have."""
+        """Return the keys of slices of the model's parameter ``name`` that the files lack. ``covered`` has the index of
+        the first element of each slice that the files have."""
         parts = [part for part, expert in self._experts.items() if expert.piece.name == name]
         absent = [self.key(part) for part in parts if self._experts[part].piece.start not in covered]
         return absent if parts else [self.key(name)]

@@ -307,7 +307,7 @@ class Reader:
 
     def chunks(self, tensor: DiskTensor, start: int, count: int) -> Iterator[tuple[int, Tensor]]:
         """Yield ``(offset, values)`` for elements [start, start + count), in the dtype on disk. The values are in a
-        buffer of at most ``chunk_bytes``, which the next chunk overwrites."""
+        buffer that the next chunk overwrites. Raises as :meth:`read`, and CheckpointError if torch lacks the dtype."""
         dtype = tensor.dtype
         if dtype is None:
             raise CheckpointError(

@@ -45,10 +45,10 @@ _UNSUPPORTED = "is a mixture of experts that is not supported"
 
 
 def arrange_experts(model: nn.Module, form: Form) -> int:
-    """Replace every fused experts module of a model by a module of ``form``, which ZeRO-3 gathers as a whole; returns
-    the number of replaced modules. An empty model is arranged in a context that creates parameters on the meta device:
-    nothing is copied. A model with its weights keeps them in the form ``stacked``. Raises ValueError if experts have an
-    unknown layout or function; the message names the class."""
+    """Replace every fused experts module of a model by a module of ``form``, which ZeRO-3 gathers as a whole, in place;
+    returns the number of replaced modules. ``stacked`` keeps the weights, ``per_expert`` creates new ones: use it for
+    an empty model only, in a context that creates parameters on the meta device. Raises ValueError, naming the class,
+    if experts have an unknown layout or function, or no router."""
     found = find_experts(model)
     checked: dict[type, bool] = {}
     for name, fused in found:

@@ -163,8 +163,7 @@ class Experts(NamedTuple):
 
     @property
     def stacks(self) -> Stacks:
-        """By name of the stack: shape ``(out, in)`` of one expert's Linear, and names of one expert's Linears in the
-        stack."""
+        """Map each stack's name to the shape ``(out, in)`` of one Linear of an expert, and the Linears' names."""
         h, i = self.hidden_dim, self.intermediate_dim
         first: Stacks = {"gate_up_proj": ((i, h), ("gate_proj", "up_proj"))}
         if self.interleaved:

@@ -27,9 +27,9 @@ def choose_initial_codes(
     *,
     tuned_rows: int | None = None,
 ) -> None:
-    """Choose codes and scales of the weights of ``model`` from samples; a collective, before ``deepspeed.initialize``.
-    Quantized layers outside the decoder layers (lm_head, embeddings) and layers that the samples do not reach keep
-    their nearest codes.
+    """Choose codes and scales of the weights of ``model`` from samples, and write both into the model; a collective,
+    before ``deepspeed.initialize``. Quantized layers outside the decoder layers (lm_head, embeddings) and layers that
+    the samples do not reach keep their nearest codes. The model is in training mode afterwards.
 
     Args:
         model, quantization: the quantized model; weights and their scales are loaded.

@@ -71,8 +71,8 @@ def tune(
     progress: Callable[[], object],
 ) -> None:
     """Train the quantized weights of a decoder layer, and their scales if these are learned; a collective. If the
-    errors of all samples do not decrease, everything is restored. Scales of integers end up in s0, with theta 0; scales
-    of float formats keep a theta.
+    summed error of the samples does not decrease, everything is restored. Scales of integers end up in s0, with theta
+    0; scales of float formats keep a theta.
 
     Args:
         quantization: the model's quantized layers; fake quantization is on in this layer, and final in the layers
@@ -120,7 +120,7 @@ class _Order:
         self._random = random.Random(0)
 
     def take(self, rows: int) -> list[int]:
-        """Return the indices of the next batches, which have ``rows`` samples in total, or all if there are fewer."""
+        """Return the indices of the next batches with at least ``rows`` samples, or with all if there are fewer."""
         taken: list[int] = []
         wanted = min(rows, sum(self._sizes))
         while wanted > 0:

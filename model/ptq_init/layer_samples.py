@@ -139,7 +139,7 @@ def _first(output: Any) -> Tensor:
 
 
 def measure_inputs(quantization: Quantization, block: nn.Module, name: str, samples: LayerSamples) -> None:
-    """Measure input scales of a decoder layer's Linears, from the largest magnitudes of the samples, for tuning it; a
+    """Measure and write input scales of a decoder layer's Linears, from the largest magnitudes of the samples; a
     collective. Only scales that are stored and not yet set (by ``quant.initial_input_scale``) are measured; calibration
     measures them again before training. No observer may be active. Raises RankError on every rank if inputs have NaN or
     Inf."""

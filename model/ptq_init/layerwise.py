@@ -225,5 +225,5 @@ def _moved(layer: QuantLayer, found: _Rows, scales: Tensor, gram: Tensor, errors
 
 
 def quantizes_inputs(layer: QuantLayer) -> bool:
-    """Return True if the layer's input is already quantized, which is so if it needs no stored scale."""
+    """Return True if GPTQ quantizes the layer's inputs: its scheme quantizes them, and stores no scale for that."""
     return layer.scheme.activations is not None and layer.scheme.stored_input is None

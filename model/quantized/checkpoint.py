@@ -1,5 +1,5 @@
-"""Tensors of a plain or quantized checkpoint, with weights that are decoded when read in place of codes, and its
-schemes.
+"""Read the headers of a plain or quantized checkpoint, and its schemes. In place of codes and scales the result has
+weights, which are decoded when they are read.
 
 ``quantization_config.py`` decides which checkpoints can be read. This file finds the codes and scales of each Linear,
 and adds decoded weights to the tensors of a checkpoint for the readers of plain weights. ``tensor.py`` decodes ranges
@@ -100,8 +100,9 @@ class SourceCheckpoint:
 
 
 def read_checkpoint(directory: Path, model: PreTrainedModel | None) -> SourceCheckpoint:
-    """Read the headers of a checkpoint of ``model``, and combine the tensors of quantized weights. Raises
-    CheckpointError if ``directory`` has no safetensors checkpoint, or if its quantization is not supported."""
+    """Read the headers of a checkpoint of ``model`` (None: layers have their names on disk), and combine the tensors of
+    quantized weights; the result lists problems of single files and weights. Raises CheckpointError if ``directory``
+    has no safetensors checkpoint, or if its quantization is not supported."""
     found = read_headers(directory)
     if is_quantized(directory):
         return _with_weights(found, directory, model)
@@ -285,7 +286,7 @@ def read_quantized(
     checkpoint: Checkpoint, rules: Sequence[Rule], spellings: Spellings, *, modelopt: bool = False
 ) -> Found:
     """Find the quantized weights of a checkpoint of compressed-tensors, ``fp8`` or ModelOpt; ``rules`` come from its
-    configuration, ``spellings`` yields other names of a layer."""
+    configuration, ``spellings`` yields all names of a layer. Weights that cannot be read become ``problems``."""
     tensors = checkpoint.tensors
     found = Found({}, {key: tensor for key, tensor in tensors.items() if key.endswith(CACHE_ENDS)}, [])
     with Reader() as reader:
@@ -329,8 +330,8 @@ def coded_linear(
     *,
     modelopt: bool = False,
 ) -> QuantizedTensor:
-    """Combine the tensors of a weight: its codes, and ``parts`` by suffix. Raises ValueError if one is missing, or has
-    another dtype or shape than in the scheme."""
+    """Combine the tensors of a weight: its codes, and ``parts`` by suffix. Raises ValueError if one is missing, has
+    another dtype or shape than in the scheme, or if the columns of groups are not consecutive."""
     spec, names = scheme.weights, names_of(scheme) if modelopt else {}
     shape = _shape(codes, parts, spec, reader)
     expected = packed_shapes(shape[1], shape[0], scheme, torch.bfloat16)

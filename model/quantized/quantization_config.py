@@ -51,8 +51,7 @@ def source_layout(directory: Path) -> Layout | None:
 
 
 def is_quantized(directory: Path) -> bool:
-    """Return True if a checkpoint directory has a quantization_config. Raises ValueError if config.json cannot be
-    read."""
+    """Return True if a checkpoint directory has a quantization_config. Raises ValueError if a file cannot be read."""
     file = directory / "config.json"
     own = any((directory / name).is_file() for name in (MODELOPT_FILE, *_FILES))
     if not file.is_file() or not (own or b"quantization_config" in file.read_bytes()):
@@ -62,7 +61,7 @@ def is_quantized(directory: Path) -> bool:
 
 def find_quantization_config(directory: Path) -> dict[str, Any] | None:
     """Read the ``quantization_config`` of a checkpoint directory; None if it has none. Raises ValueError if there is no
-    config.json, or if it has an invalid pattern."""
+    configuration file, one is damaged, two contradict each other, or a pattern is invalid."""
     file, own = directory / "config.json", directory / MODELOPT_FILE
     if not file.is_file() and not own.is_file():
         raise ValueError(f"{file} does not exist: expected the directory of a checkpoint")
@@ -112,7 +111,7 @@ def _has_plain_weights(directory: Path) -> bool:
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
-    """Read a file with a JSON object. Raises ValueError if it has something else."""
+    """Read a file with a JSON object. Raises ValueError if it cannot be read, or has something else."""
     try:
         whole = parse_json(file.read_bytes())
     except (OSError, ValueError) as error:
@@ -123,8 +122,7 @@ def read_json_object(file: Path) -> dict[str, Any]:
 
 
 def read_quantization_config(directory: Path) -> dict[str, Any]:
-    """Read the ``quantization_config`` of a checkpoint directory. Raises ValueError if there is none, or it is
-    invalid."""
+    """Read the ``quantization_config`` of a checkpoint directory. Raises ValueError if it is missing or invalid."""
     config = find_quantization_config(directory)
     if config is None:
         raise ValueError(f"{directory / 'config.json'} has no quantization_config: this checkpoint is not quantized")
@@ -153,7 +151,7 @@ def rules_of(config: Mapping[str, Any], *, scales_only: bool = False) -> list[Ru
     """Convert a ``quantization_config`` to rules that give layers their schemes; the first rule that matches a layer
     decides.
 
-    With ``scales_only`` also layouts pass whose codes this project does not read, only their scales. Raises ValueError
+    ``scales_only`` also accepts layouts of which this project reads the scales, but not the codes. Raises ValueError
     if the method is not supported, or if no scheme of this project computes what the configuration says.
     """
     method = config.get("quant_method")
@@ -245,7 +243,8 @@ def _integers(config: Mapping[str, Any]) -> Scheme:
 
 
 def fp8_rules(config: Mapping[str, Any]) -> list[Rule]:
-    """Create rules from the fp8 config of vLLM, DeepSeek or transformers: one scheme, except for skipped modules."""
+    """Create rules from the fp8 config of vLLM, DeepSeek or transformers: one scheme, except for skipped modules.
+    Raises ValueError for options with other numerics."""
     sides = config.get("weight_block_size")
     if sides not in (None, [128, 128]):
         raise ValueError(f"weight_block_size is {sides!r}, expected [128, 128] or none")
@@ -279,8 +278,8 @@ def _pattern_problems(config: dict[str, Any]) -> Iterator[str]:
 
 
 def modelopt_rules(config: Mapping[str, Any]) -> list[Rule]:
-    """Convert ModelOpt's configuration to rules for layers: the first rule that matches decides. A name stands for all
-    layers in the module, too. Raises ValueError if an algorithm or group size is not supported."""
+    """Convert ModelOpt's configuration to rules for layers: the first rule that matches decides. The name of a module
+    also matches all layers inside it. Raises ValueError if an algorithm or group size is not supported."""
     skipped = config.get("exclude_modules") or config.get("ignore") or []
     if not isinstance(skipped, list) or not all(isinstance(name, str) for name in skipped):
         raise ValueError(f"exclude_modules is {str(skipped)[:80]}, expected a list of names")

@@ -71,8 +71,8 @@ def take_scales(
             scales.
 
     Raises:
-        RankError: on every rank: a scale is invalid, an input scale is in no file and is neither calibrated nor set, or
-            codes are outside of the narrow range of their layer.
+        RankError: on every rank: a scale is invalid, an input scale is in no file and is neither calibrated nor set, a
+            packed weight would get other scales than in the files, or codes are outside of their layer's narrow range.
     """
     with errors_on_all_ranks(OSError, ValueError):
         checkpoint = checkpoint or read_checkpoint(Path(directory), model)

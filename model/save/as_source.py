@@ -38,8 +38,8 @@ def is_as_source(
     directory: Path,
     layout: Layout,
 ) -> bool:
-    """Return True if an export of ``model`` in ``layout`` is quantized in every layer as ``checkpoint``, which was read
-    from ``directory``, and in its format."""
+    """Return True if an export of ``model`` in ``layout`` has the format of ``checkpoint``, which was read from
+    ``directory``, and its schemes in every layer and in the KV cache."""
     coded = checkpoint.coded
     if quantization is None or not coded or rotated_layers(quantization):
         return False
@@ -65,7 +65,7 @@ def dtypes_on_disk(checkpoint: SourceCheckpoint) -> dict[str, torch.dtype]:
 
 
 def has_dtypes_of(checkpoint: SourceCheckpoint, shapes: Shapes) -> bool:
-    """Return True if an export has every tensor of the source in the source's dtype."""
+    """Return True if all tensors of an export that the source has, too, have the source's dtype."""
     stored = [one for one in (*checkpoint.tensors.values(), *checkpoint.beside.values()) if isinstance(one, DiskTensor)]
     return all(one.key not in shapes or shapes[one.key][0] == one.dtype for one in stored)
 
@@ -73,9 +73,9 @@ def has_dtypes_of(checkpoint: SourceCheckpoint, shapes: Shapes) -> bool:
 def stored_dtypes(
     model: PreTrainedModel, quantization: Quantization, checkpoint: SourceCheckpoint
 ) -> dict[str, torch.dtype]:
-    """Find the tensors without codes that the source stores in another dtype than the model, and the scales in fp32 or
-    the model's dtype, whose values have the source's dtype: by key, this dtype. A collective. fp32 has the values of
-    every dtype; scales that learn have those of a shorter one only until the first step."""
+    """Return the source's dtypes, by key, in which no value of the model is rounded: of the tensors without codes that
+    the source stores in another dtype than the model, and of scales. A collective. Learned scales fit the source's
+    dtype only until the first step."""
     found: list[tuple[list[str], torch.dtype]] = []
     changed: list[torch.Tensor] = []
     for one, other, count in _in_other_dtypes(model, checkpoint):
@@ -124,8 +124,8 @@ def _in_other_dtypes(
 def several_input_scales(
     model: PreTrainedModel, quantization: Quantization, checkpoint: SourceCheckpoint
 ) -> dict[str, DiskTensor]:
-    """Find the scales of inputs in the source, by key, of layers that share one in the model and have several there, if
-    the model still has the one that was taken of them. A collective."""
+    """Find the source's input scales, by key, of layers that have several in the source and share one in the model,
+    where the model's scale is still the one computed from them. A collective."""
     with errors_on_all_ranks(OSError, CheckpointError):
         stored = read_small_scales(model, quantization, checkpoint, {})
     found, changed = [], []

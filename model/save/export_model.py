@@ -80,7 +80,7 @@ def check_plan(
     trust_remote_code: bool = False,
 ) -> None:
     """Check before a run that the model can be exported after it; a collective, with the arguments of
-    :func:`export_model`. Raises RankError for everything that would make the export fail and is known before."""
+    :func:`export_model`. Raises RankError if names, sizes or schemes already show that the export would fail."""
     with errors_on_all_ranks(Exception):
         if is_main():
             checkpoint, as_source = _read_source(model, quantization, Path(source_dir), layout)
@@ -148,11 +148,12 @@ def export_model(
         model: the model in training, partitioned or not; its parameters are only read.
         quantization: returned by ``quant.replace_layers``. None writes every weight unchanged, without scales: a plain
             checkpoint.
-        source_dir: checkpoint that the model was built from; its configuration, tokenizer and chat template are copied.
+        source_dir: checkpoint that the model was built from; its configuration, tokenizer and chat template are copied,
+            and its tensors outside of the model.
         out_dir: directory to create.
         layout: format of quantized layers, a name in :mod:`quant.formats.layouts`. If ``source_dir`` has this format
             and the same schemes, its configuration is kept, see :mod:`model.save.as_source`.
-        template: for layout ``gguf``, a GGUF file of the base model, see ``gguf_template.py``.
+        template: for layout ``gguf``, a GGUF file of the base model, made with llama.cpp's convert_hf_to_gguf.py.
         adapter: unmerged adapter to write into a folder ``adapter``.
         max_shard_size: bytes of tensors per file. A larger module gets its own file; GGUF is always one file.
         trust_remote_code: allow running Python code in ``source_dir``.

@@ -67,7 +67,7 @@ def write_config(
     dtype: torch.dtype | None,
 ) -> None:
     """Write the source's config.json with ``dtype`` (None: the source's) and, unless ``as_source`` keeps the source's,
-    the quantization_config for the tensors of ``items``.
+    the quantization_config for the tensors of ``items``; for ``modelopt`` also hf_quant_config.json.
 
     The source's file is edited rather than writing ``model.config``, so that switches of training (``use_cache``, the
     attention implementation) do not leak into it. If nothing is to edit, it is copied.

@@ -316,11 +316,11 @@ def check_gguf_written(path: Path, plan: GGUFPlan) -> None:
 
 
 def open_gguf(path: Path) -> Any:
-    """Open a file as a ``gguf.GGUFReader``. Raises ValueError if it does not exist or is not a GGUF file."""
+    """Open a file as a ``gguf.GGUFReader``. Raises ValueError if it is not a GGUF file, or the package is missing."""
     gguf = gguf_package()
     if not path.is_file():
         raise ValueError(
-            f"the GGUF template {path} is not a file: make one of the base model with llama.cpp's convert_hf_to_gguf.py"
+            f"{path} is not a file, expected a GGUF file: llama.cpp's convert_hf_to_gguf.py makes one of the base model"
         )
     try:
         check_header(path)

@@ -25,8 +25,8 @@ class Architecture(NamedTuple):
         name: llama.cpp's name.
         norm_offset: number that its converter adds to the weights of norms.
         period: every ``period``-th layer attends to all positions, the others to a window; 0 without windows, None if
-            the metadata says it of each layer.
-        fixed: attributes of the configuration, with the only values that it computes.
+            the metadata has an entry for each layer.
+        fixed: attributes of the configuration, with the only values that llama.cpp computes.
         values: function of the configuration that returns metadata by the end of its key, where it differs from
             ``SAME_VALUES``.
     """
@@ -174,7 +174,7 @@ class GGUFPlace(NamedTuple):
         return tensor.float() + self.offset if self.offset else tensor
 
     def part_of(self, data: Any) -> Any:
-        """Return its part of a tensor's array in the file: rows [out, in] of an expert, or the whole array."""
+        """Return the part of a tensor's array in the file at this place: rows [out, in] of an expert, or the array."""
         if self.expert is None:
             return data
         return data.reshape(len(data) * self.per_expert, -1, data.shape[-1])[self.expert]
@@ -194,8 +194,8 @@ class GGUFNames:
 
     Args:
         config: configuration of the model.
-        architecture: llama.cpp's name of its architecture; None if a file is to be written, which raises ValueError if
-            that is not supported.
+        architecture: llama.cpp's name of the architecture in a file to read. With None, for a file to write, it comes
+            from ``config``; raises ValueError if llama.cpp does not compute the same.
     """
 
     def __init__(self, config: PretrainedConfig, architecture: str | None = None) -> None:
@@ -207,8 +207,8 @@ class GGUFNames:
         self._names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
 
     def places(self, key: str) -> list[GGUFPlace]:
-        """Return the location of a tensor: two if its rows (in biases of experts, its columns) are in two tensors by
-        turns, as those of gate and up in gpt-oss."""
+        """Return the locations of a tensor: two if its rows (in biases of experts, its columns) are in two tensors by
+        turns, as those of gate and up in gpt-oss; the name of a location is None if the file has no such tensor."""
         key = re.sub(r"(^|\.)language_model\.", r"\1", key)
         if re.search(r"\d\.experts\.\d+\.\w+\.scale$", key):
             return [GGUFPlace(None)]  # of NVFP4 in Gemma 4, where another scale has this name

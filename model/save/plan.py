@@ -98,20 +98,21 @@ def plan_shards(
 ) -> list[list[Item]]:
     """List modules with tensors of their own, in module order, then copied tensors, grouped by file.
 
-    A tied parameter is written once, under its first name, unless the export is as its source, which has it twice; a
-    quantized one twice, except in :data:`TIED_LAYOUTS`. The tensors of a file total at most ``max_shard_size`` bytes; a
-    larger item gets its own file.
+    A tied parameter is written once, under its first name, or twice if the export keeps the source's format and the
+    source has it twice; a quantized one twice, except in :data:`TIED_LAYOUTS`. The tensors of a file total at most
+    ``max_shard_size`` bytes; a larger item gets its own file.
 
     Args:
         model, quantization, layout: the model, its quantized layers (or None), and their format on disk.
         checkpoint: headers of the checkpoint that the model was loaded from.
-        dtypes: None, or if format and schemes are those of ``checkpoint``, the dtypes of tensors that it has in another
-            dtype than the model. Then scales have the shapes of ``checkpoint``, and codes that are outside of the model
-            are copied.
+        dtypes: None, or if format and schemes are those of ``checkpoint``, the dtypes of tensors that ``checkpoint``
+            has in another dtype than the model. Then scales have the shapes of ``checkpoint``, and codes that are
+            outside of the model are copied.
         inputs: scales of inputs of ``checkpoint``, by key, that are written in place of the model's.
 
     Raises:
-        ValueError: experts share a tensor on disk, but not in the model.
+        ValueError: the layout cannot store a module (experts that share a tensor only on disk, a quantized Conv1D, an
+            adapter of an unquantized layer), or safetensors cannot store the dtype of a copied tensor.
     """
     source, beside = checkpoint.tensors, {} if dtypes is None else checkpoint.beside
     names = Names(model, {key: tensor.shape for key, tensor in source.items()})

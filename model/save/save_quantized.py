@@ -31,7 +31,7 @@ def save_quantized(
 ) -> ExportReport | None:
     """Write a prepared or converted model as a checkpoint for transformers, vLLM and SGLang.
 
-    Rank 0 writes, without a collective: it may be called by rank 0 alone, or by all ranks.
+    Rank 0 writes, without a collective: call this function on rank 0 alone, or on all ranks.
 
     Args:
         model: whole on this rank, without wrappers such as DistributedDataParallel; it is only read.
@@ -45,7 +45,7 @@ def save_quantized(
 
     Raises:
         ValueError: the model is none of transformers, is partitioned, or contradicts its configuration.
-        RankError: as :func:`model.save.export_model`.
+        RankError: as :func:`export_model`.
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(

@@ -140,7 +140,8 @@ def _bytes_of(dtype: torch.dtype, shape: Sequence[int]) -> int:
 
 
 def safetensors_head(shapes: Shapes, metadata: Mapping[str, str] | None = None) -> tuple[bytes, dict[str, int]]:
-    """Build the header of a safetensors file with ``metadata``, and the offset of each tensor in the file."""
+    """Build the header of a safetensors file with ``metadata``, and the offset of each tensor in the file. Raises
+    ValueError for a dtype that the format lacks."""
     if unknown := sorted({str(dtype) for dtype, _ in shapes.values() if dtype not in KINDS}):
         raise ValueError(f"safetensors files cannot store {', '.join(unknown)}")
     places: dict[str, dict[str, object]] = {}

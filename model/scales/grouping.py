@@ -173,7 +173,7 @@ class GroupScale:
             scale is measured or set otherwise.
         projections: number of Linears per expert in the group's layer, a stack of experts; 0 if the group's layers are
             no stacks, or have one scale for all experts.
-        smallest: take the smallest of several scales instead of the largest, which engines take when they fuse layers.
+        smallest: take the smallest of several scales; otherwise the largest, as engines do when they fuse layers.
     """
 
     group: ScaleGroup

@@ -39,9 +39,9 @@ def renew_weight_scales(quantization: Quantization, owners: set[str] | None = No
 
 
 def follow_weights(quantization: Quantization) -> None:
-    """Set every s0 to the absmax scale of the current weight, ignoring theta, and zero points accordingly; a collective
-    under ZeRO-3. With a learned theta, ``exp(theta)`` is then the fraction of the range that is kept: learnable weight
-    clipping (OmniQuant, Shao et al. 2024, section 3.2, with a sigmoid instead of the exponential)."""
+    """Set every weight's s0 to the absmax scale of the current weight, ignoring theta, and its zero points and global
+    scale accordingly; a collective. With a learned theta, ``exp(theta)`` is then the fraction of the range that is
+    kept: learnable weight clipping (OmniQuant, Shao et al. 2024, section 3.2, with a sigmoid instead)."""
     for bucket in scale_buckets(quantization.weight_groups):
         stats = _bucket_stats(quantization, bucket)
         written = [p for group in bucket for p in (group.s0, group.zero) if p is not None]
@@ -147,13 +147,12 @@ BUCKET_ELEMENTS = 16 * 2**20
 
 
 def scale_buckets(groups: Sequence[ScaleGroup]) -> Iterator[list[ScaleGroup]]:
-    """Split groups into lists of at most ``BUCKET_ELEMENTS`` scales, each for one collective, so that memory is
-    bounded."""
+    """Split groups into lists of at most ``BUCKET_ELEMENTS`` scales, one collective each, to bound memory."""
     return batches(groups, lambda group: full_numel(group.s0), BUCKET_ELEMENTS)
 
 
 def write_scales(groups: Sequence[ScaleGroup], values: Mapping[str, Tensor]) -> None:
-    """Set each group's scale to ``values[group.owner]`` by writing its s0; a collective under ZeRO-3.
+    """Set each group's scale to ``values[group.owner]`` by writing its s0; a collective.
 
     Theta does not change, so ``s0 = value / exp(theta)``: theta has an fp32 master copy and moments in the optimizer,
     which this function could not change. Before training theta is 0 and s0 is the value.
@@ -171,8 +170,8 @@ def write_scales(groups: Sequence[ScaleGroup], values: Mapping[str, Tensor]) -> 
 
 
 def fill_scales(groups: Sequence[ScaleGroup], values: Mapping[str, Tensor]) -> None:
-    """Set each group's scale to ``values[group.owner]``, already checked: ``s0 = value / exp(theta)``; a collective
-    under ZeRO-3. :func:`write_scales` describes the arguments."""
+    """Set each group's scale to ``values[group.owner]``, already checked: ``s0 = value / exp(theta)``; a collective.
+    :func:`write_scales` describes the arguments."""
     chosen = [group for group in groups if group.owner in values]
     for bucket in scale_buckets(chosen):
         with gathered([p for group in bucket for p in group.parameters], modifier_rank=0), torch.no_grad():
@@ -208,7 +207,7 @@ def check_values(groups: Sequence[ScaleGroup], values: Mapping[str, Tensor]) -> 
 
 
 def check_scale(name: str, value: Tensor, shape: tuple[int, ...], group: ScaleGroup) -> None:
-    """Reject a tensor that cannot be a scale of the group, or has another shape, ignoring dimensions of size 1."""
+    """Raise ValueError if ``value`` cannot be a scale of the group, or has another shape, except for sides of 1."""
     # The same number of elements in another order of dimensions would be scales of other weights.
     if [side for side in value.shape if side != 1] != [side for side in shape if side != 1]:
         raise ValueError(f"{name} has shape {tuple(value.shape)}, expected {shape} for the layer's scheme")
@@ -218,7 +217,7 @@ def check_scale(name: str, value: Tensor, shape: tuple[int, ...], group: ScaleGr
 
 
 def check_zero_points(name: str, zero: Tensor, spec: TensorSpec) -> None:
-    """Reject zero points that are no codes of ``spec``. Raises ValueError, naming the weight ``name``."""
+    """Raise ValueError, naming the weight's scale ``name``, if zero points are no codes of ``spec``."""
     if problem := bad_zero_points(zero.float(), spec):
         raise ValueError(f"the zero point beside {name} {problem}")
 

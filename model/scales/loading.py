@@ -162,7 +162,7 @@ class ScaleReport:
         weights_measured: owners whose scale was in no file, and was measured from the weights.
         inputs_initial: owners whose scale was in no file, and was set to the recipe's initial value.
         inputs_missing: owners whose scale is still to be calibrated.
-        unused: keys in the files of scales of layers that the model does not quantize.
+        unused: keys of those scales in the files whose layers the model does not quantize.
         merged: owners of groups of weights whose layers have different scales in the files.
         rounded: dtype of the scales of integers in the files, if the model's dtype is less precise.
         per_head: keys of the scales of keys and values that the files have per head.
@@ -259,9 +259,9 @@ def complete(
     initial_input_scale: float | None,
     filled: Collection[str] = (),
 ) -> tuple[ScaleValues, ScaleReport]:
-    """Compute the scales in the files, measure those that are missing there, and set missing ones of inputs to the
+    """Compute scales from those in the files, measure missing ones of weights, and set missing ones of inputs to the
     recipe's initial value, if there is one; a collective. ``filled``: owners of groups of weights that have their
-    scales already."""
+    scales already. Raises ValueError if the initial value would be a global scale."""
     weights, above, inputs = (
         {scale.group.owner: scale.value() for scale in some if scale.layers}
         for some in (arranged.weights, arranged.globals, arranged.inputs)
@@ -286,8 +286,7 @@ def complete(
 
 
 def write_all(quantization: Quantization, values: ScaleValues) -> None:
-    """Write the result of :func:`complete`; a collective. Raises RankError if a scale is invalid; nothing is
-    written."""
+    """Write the result of :func:`complete`; a collective. Raises RankError, and writes nothing, for invalid scales."""
     groups = (quantization.weight_groups, quantization.global_groups, quantization.input_groups)
     with errors_on_all_ranks(ValueError):
         for some, of_groups in zip(groups, values, strict=True):
@@ -297,7 +296,8 @@ def write_all(quantization: Quantization, values: ScaleValues) -> None:
 
 
 def check_scale_files(directory: str | Path) -> None:
-    """Check the configuration and the headers of a directory with scales; a collective. Raises RankError."""
+    """Check the configuration and the headers of a directory with scales; a collective. Raises RankError if there are
+    no safetensors files, one is damaged, or the configuration is not supported."""
     with errors_on_all_ranks(OSError, ValueError):
         read_source(Path(directory))
         for file in scale_files(Path(directory)):

@@ -35,13 +35,14 @@ COALESCED_BYTES = 2**20  # parameters up to this size share a collective
 
 @contextmanager
 def gathered(parameters: Iterable[Tensor], modifier_rank: int | None = None) -> Iterator[None]:
-    """Gather parameters on every rank inside the block; plain parameters are whole without gathering.
+    """Gather parameters on every rank inside the block; plain parameters are whole already. A collective.
 
     Args:
         parameters: any mixture of partitioned and plain parameters. If they are only read, small parameters of one
             dtype share one collective and exist twice meanwhile; every other parameter has its own collective. Blocks
             must not nest on the same parameter.
-        modifier_rank: rank whose changes to the parameters reach all ranks. With None, changes are refused or lost.
+        modifier_rank: rank whose changes to the parameters (plain ones, too) reach all ranks at the end of the block.
+            With None, the block must not change them.
     """
     parameters = list(parameters)
     partitioned = [parameter for parameter in parameters if is_partitioned(parameter)]
@@ -91,8 +92,8 @@ def _gather_together(parameters: Sequence[Tensor]) -> None:
 
 @torch.no_grad()
 def whole_values(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Copy small parameters whole, as fp32 and 1-D, to every rank; at most one collective for all of them. The
-    parameters' own state (gathered or not) does not change, so this may run in the middle of a forward."""
+    """Copy small parameters whole, as fp32 and 1-D, to the accelerator of every rank; a collective, one for all of
+    them. Their state (gathered or not) stays, so this may run in the middle of a forward."""
     sizes = [full_numel(parameter) for parameter in parameters]
     flat = torch.zeros(sum(sizes), device=get_accelerator().current_device_name())
     shared = [is_partitioned(parameter) and not is_whole(parameter) for parameter in parameters]
@@ -160,8 +161,7 @@ class ReceiveBuffer:
         self._memory: Tensor | None = None
 
     def reserve(self, batches: Sequence[Batch]) -> None:
-        """Allocate memory for these consecutive batches: a lack of memory is an error before other ranks begin to
-        send."""
+        """Allocate memory for these consecutive batches, so that a lack of it shows before other ranks send."""
         sizes = [sum(_aligned_sizes(_shared(batch))) for batch in batches]
         size = max((a + b for a, b in pairwise([*sizes, 0])), default=0)
         if self._memory is None or self._memory.numel() < size:

@@ -159,8 +159,7 @@ def _wraps_fp16_unsharded(engine: Any) -> bool:
 
 
 def reset_optimizer_state(optimizer: Any, group: str) -> None:
-    """Zero the moments and step counts of the parameter group named ``group``, if there is one, in
-    ``engine.optimizer``."""
+    """Zero the moments and step counts of the group named ``group``, if there is one, in ``engine.optimizer``."""
     inner = getattr(optimizer, "optimizer", optimizer)
     for index, settings in enumerate(inner.param_groups):
         if settings["name"] != group:

@@ -65,7 +65,7 @@ def local_data(parameter: Tensor) -> Tensor:
     """Return a flat view of the elements of :func:`local_range`; writing to it writes to the parameter. The padding
     behind them is zeroed: DeepSpeed leaves it uninitialized, and a NaN there would reach norms over the partition. Do
     not call this inside a :func:`gathered` block on the same parameter, and call :func:`forget_secondary_copies` after
-    writing."""
+    writing. Raises RuntimeError if the values are on NVMe or stored as integer codes."""
     if not is_partitioned(parameter):
         return parameter.detach().view(-1)
     start, stop = local_range(parameter)
@@ -76,8 +76,8 @@ def local_data(parameter: Tensor) -> Tensor:
 
 
 def partition_of(parameter: Tensor) -> Tensor:
-    """Return this rank's chunk of a partitioned parameter. Raises RuntimeError unless it is plain memory with its
-    values."""
+    """Return this rank's chunk of a partitioned parameter. Raises RuntimeError if the values are in a file on NVMe, or
+    stored as integer codes."""
     partition: Tensor = parameter.ds_tensor  # type: ignore[attr-defined]
     if partition.final_location is OffloadDeviceEnum.nvme:  # type: ignore[attr-defined]
         raise RuntimeError(
@@ -131,8 +131,7 @@ def zeros_of_partition(parameter: Parameter) -> Tensor:
 
 
 def partitions(model: nn.Module) -> list[Tensor]:
-    """List every tensor that stores parameter values (whole parameters or partitions), except hpZ's secondary
-    partitions."""
+    """List the tensors that store parameter values (whole or partitions), except hpZ's secondary partitions."""
     held: list[Tensor] = []
     for parameter in model.parameters():
         held.append(parameter.data)
@@ -290,11 +289,9 @@ def mark_leaf(module: nn.Module) -> None:
 
 
 def leaves_of_stage_3(model: nn.Module, ds_config: DsConfig) -> set[int]:
-    """Return ``id()`` of the modules whose parameters stage 3 gathers together.
-
-    These are the modules marked by :func:`mark_leaf`, and those that DeepSpeed's configuration names, which
-    ``deepspeed.initialize`` would mark: by default the sparse MoE blocks of three model families.
-    """
+    """Return ``id()`` of the modules whose parameters stage 3 gathers together: those marked by :func:`mark_leaf`, and
+    those that DeepSpeed's configuration names (by default the sparse MoE blocks of three model families). Marks the
+    latter, as ``deepspeed.initialize`` does later."""
     zero = DeepSpeedZeroConfig(**ds_config.get("zero_optimization", {}))
     apply_zero_leaf_module_config(model, zero.leaf_module)
     return {id(module) for module in model.modules() if z3_leaf_module(module)}

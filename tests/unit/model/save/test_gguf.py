@@ -456,7 +456,7 @@ def test_what_is_missing_or_unknown_is_refused_by_name(tmp_path):
 
     template = gguf_template(source, tmp_path / "base.gguf")
     refused("needs a template", None)
-    refused("is not a file: make one of the base model", tmp_path / "none.gguf")
+    refused("is not a file, expected a GGUF file", tmp_path / "none.gguf")
     (tmp_path / "broken.gguf").write_bytes(b"GGUF????")
     refused("broken.gguf is not a GGUF file", tmp_path / "broken.gguf")
     other = tiny_checkpoint(tmp_path / "llama", "llama", wide=True)
