@@ -43,8 +43,8 @@ _EAGER = "eager_attention_forward"
 def attention_modules(model: nn.Module, needed: str) -> dict[str, Any]:
     """Find the modules that call an attention implementation, by name.
 
-    ``needed`` ends the text of the error, with the reason and the remedy. Raises ValueError for attention that does not
-    use transformers' interface.
+    ``needed`` ends the text of the error, with the reason and the remedy. Raises ValueError if no attention, or not all
+    of it, uses transformers' interface.
     """
     modules = dict(model.named_modules())
     found = {name: module for name, module in modules.items() if _INTERFACE in _globals_used(module)}
@@ -87,7 +87,7 @@ def wrap_attention(
         wrap_mask: makes the wrapper of the function that creates the implementation's masks, if it has one.
 
     Raises:
-        ValueError: the model's implementation cannot be set, or a module does not take it.
+        ValueError: ``model`` is no PreTrainedModel, has several or no known implementations, or a module keeps its own.
     """
     if not isinstance(model, PreTrainedModel):
         raise ValueError(

@@ -57,8 +57,8 @@ def weight_for_codes(weight: Tensor, code_theta: Tensor, spec: TensorSpec) -> Te
 def part_for_codes(
     part: Tensor, start: int, weight_shape: tuple[int, ...], code_theta: Tensor, spec: TensorSpec
 ) -> Tensor:
-    """Compute elements ``[start, start + len(part))`` of :func:`weight_for_codes`, flat, from the same elements of the
-    weight; their bits are the same."""
+    """Compute elements ``[start, start + len(part))`` of :func:`weight_for_codes`, flat and bit for bit, from the same
+    elements of the weight."""
     theta = per_run(code_theta, weight_shape, spec).to(part.device).flatten()
     factors = kernels.multiply_runs(torch.ones_like(theta, dtype=torch.float32), theta)
     places = torch.arange(start, start + part.numel(), device=part.device) // spec.run_length(weight_shape)

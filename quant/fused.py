@@ -49,7 +49,7 @@ class FusedModule(nn.Module):
     input_s0: nn.Parameter
 
     def __init__(self, source: str, readers: Sequence[QuantLinear]) -> None:
-        """Store the readers, which :func:`_problem_of_readers` accepted."""
+        """Store the readers, which :func:`_problem_of_readers` accepted, and give them one ``shared_input``."""
         super().__init__()
         assert readers[0].input_s0 is not None
         self.input_s0 = readers[0].input_s0
@@ -70,7 +70,7 @@ class FusedModule(nn.Module):
         return not all(reader.fp8_gemm and reader.weight_fake_quant for reader in self.readers)
 
     def quantizer(self, dtype: torch.dtype) -> Quantizer:
-        """Quantizer of the readers' input."""
+        """Return the quantizer of the readers' input; ``dtype`` is the model's."""
         spec = self.readers[0].scheme.activations
         assert spec is not None
         return Quantizer(Scale(self.input_s0), spec, dtype)

@@ -35,7 +35,7 @@ def takes(spec: TensorSpec) -> bool:
 
 @torch.no_grad()
 def choose(weight: Tensor, quantizer: Quantizer, gram: Tensor) -> tuple[Tensor, Tensor]:
-    """Choose codes and scales of some rows of a Linear so that the error of its outputs, ``e H e'``, is small.
+    """Choose codes and scales of some rows ``w`` of a Linear so that the error of its outputs is small.
 
     GPTQ chooses the codes. For integer formats scales are then fitted to the codes, and both steps are run
     :data:`ROUNDS` times; scales of float formats do not change. A row that ends with a larger error than nearest codes
@@ -117,8 +117,8 @@ def fit_scales(weight: Tensor, values: Tensor, scale: Tensor, gram: Tensor, *, d
     """Fit scales to given codes so that the output error is smallest.
 
     For each row, the scales ``s_g`` minimize ``(w - sum_g s_g q_g) H (w - sum_g s_g q_g)``, where ``q_g`` has the codes
-    inside group ``g`` and 0 elsewhere: a linear system with as many unknowns as groups. A row keeps its scales if the
-    sign of one would change.
+    inside group ``g`` and 0 elsewhere: a linear system with as many unknowns as groups. A row keeps its scales if it
+    has no finite solution, or the sign of one would change.
 
     Args:
         weight: ``[rows, in]``.

@@ -209,7 +209,7 @@ _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 class QuantizedActivation(Tensor):
     """Tensor without values that carries its quantized form for the layers that read it.
 
-    Only detach (used by ZeRO-3's hooks) and shape queries are allowed; every other operator raises.
+    Only detach (used by ZeRO-3's hooks), new_empty and shape queries are allowed; all else raises RuntimeError.
 
     Attributes:
         quantized: the quantized form. The producer (a fused norm or SwiGLU) keeps its mask and masks the gradient for
@@ -278,15 +278,13 @@ ATTENTION = frozenset(
 
 
 def kept_by_attention(x: Tensor, aliases: frozenset[str] = frozenset()) -> bool:
-    """Return True if ``x`` is a view of an output that fused attention keeps for its own backward.
+    """Return True if ``x`` is a view of an output that fused attention keeps for its own backward; always False under
+    ``torch.compile``, where no graph exists yet.
 
     Args:
         x: a layer's input, with its autograd graph.
         aliases: names of additional autograd Functions whose output shares the memory and version of their one input;
             this cannot be detected.
-
-    Returns:
-        True or False; always False under ``torch.compile``, where no graph exists yet.
     """
     if torch.compiler.is_compiling():
         return False

@@ -203,7 +203,8 @@ class QuantLayer(nn.Module):
 
     @torch.no_grad()
     def input_scale(self) -> Tensor | None:
-        """Compute the effective scale of the input (NVFP4: the global scale), fp32 ``(1,)``; None if none is stored."""
+        """Compute the effective scale of the input (NVFP4: the global scale), fp32 ``(1,)``; None if none is stored.
+        Parameters must be gathered."""
         scale, spec = self.scale_of_input, self.scheme.stored_input
         if scale is None or spec is None or spec.dynamic:
             return None if scale is None else scale.s0.detach().clone()
@@ -215,7 +216,8 @@ class QuantLayer(nn.Module):
 
 
 class QuantLinear(QuantLayer):
-    """``F.linear`` with switchable fake quantization of its operands; exactly ``F.linear`` if both are off.
+    """``F.linear`` with switchable fake quantization of its operands; exactly ``F.linear`` if both are off and it
+    has no adapter, rotation or packed weight.
 
     Built from a :class:`quant.linear.StackedLinear`, it computes all experts' Linears, with a scale per expert in place
     of a scale per tensor. A trainable theta gets a gradient of zeros while its operand is not quantized.
@@ -248,7 +250,7 @@ class QuantLinear(QuantLayer):
                 scale.
 
         Raises:
-            ValueError: scheme and scales do not agree, or the inputs' groups do not divide ``in_features``.
+            ValueError: scheme and scales do not agree, or groups of the weight or input do not divide ``in_features``.
         """
         size = {"in_features": linear.in_features, "out_features": linear.out_features}
         super().__init__(linear, scheme, **size, weight=weight, input=input)
@@ -262,7 +264,7 @@ class QuantLinear(QuantLayer):
 
     def forward(self, x: Tensor, offsets: Tensor | None = None) -> Tensor:
         """Compute the layer's output ``[..., out]`` for ``x [..., in_features]`` in the model's dtype; zero tokens are
-        allowed.
+        allowed. Raises TypeError if something has cast the frozen scales from fp32.
 
         For a stack, ``x`` is ``[rows, in_features]``, sorted by expert, and ``offsets``, int32 ``[E]``, are the ends of
         the experts' rows.

@@ -109,8 +109,9 @@ class AdapterBeside(Adapter):
 
 @contextmanager
 def without_adapters(quantization: Any) -> Iterator[None]:
-    """Make the layers of a :class:`quant.Quantization` compute without their adapters inside the block. Do not use it
-    in a forward with gradients: under ZeRO-3 the adapters would get their last gradients again."""
+    """Make the layers of a :class:`quant.Quantization` compute without their adapters inside the block. With merged
+    adapters, fake quant of weights must be off: kept codes contain them. Do not use it in a forward with gradients:
+    under ZeRO-3 the adapters would get their last gradients again."""
     kept = [(layer, layer.adapter) for layer in quantization.layers.values() if layer.adapter is not None]
     for layer, _ in kept:
         layer.adapter = None

@@ -270,8 +270,8 @@ def scale_from_histogram(counts: Tensor, ranges: Ranges, spec: TensorSpec) -> Te
 
 
 def measured_scales(weights: Sequence[Tensor], spec: TensorSpec, ranges: Ranges) -> tuple[Tensor, Tensor | None]:
-    """Measure the scales and zero points that whole weights ``[..., out, in]`` share: fp32, in the shape of ``spec``;
-    NaN for the scales of weights with NaN or Inf."""
+    """Measure the scales and zero points (None if symmetric) that whole weights ``[..., out, in]`` share: fp32, in the
+    shape of a scale; NaN for the scales of weights with NaN or Inf."""
     parts = [(weight.reshape(-1), 0, tuple(weight.shape)) for weight in weights]
     stats = torch.stack([partial_stats(*part, spec) for part in parts]).amax(0)
     finite, signed = torch.isfinite(stats).all(0), ranges.signs(spec)

@@ -127,7 +127,7 @@ def placeholder(parts: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Te
 
 
 def is_placeholder(weight: Tensor) -> bool:
-    """Return True if ``weight`` is a :func:`placeholder`: a trainable weight never has strides of 0 only."""
+    """Return True if ``weight`` is a :func:`placeholder`: no ordinary trainable weight has only strides of 0."""
     return not any(weight.stride()) and weight.numel() > 1
 
 

@@ -45,9 +45,9 @@ def prepare(
 ) -> Any:
     """Quantize the Linears of ``model`` in place, with scales measured from their weights, and return the model.
 
-    The weights stay the same Parameters. Learned scales are new Parameters (``weight_theta``, ``input_theta``), so
-    create the optimizer afterwards. A line is printed that counts the modules left unquantized. The model is unchanged
-    if an error is raised.
+    The weights stay the same Parameters. Learned scales are new Parameters (``weight_theta``, ``input_theta``): create
+    the optimizer afterwards. Rank 0 prints which modules stay unquantized. If an error is raised, the model is
+    unchanged. The second training forward raises ValueError if quantized layers were not called until then.
 
     Args:
         model: any module with its weights, whole on this rank; before DistributedDataParallel wraps it.
@@ -57,13 +57,13 @@ def prepare(
         learn_weight_scale, learn_input_scale: learn the scales of weights, and the stored scales of inputs.
         ranges: method to measure scales.
         fp8_gemm: multiply codes in the fp8 GEMM where the scheme and the GPU allow it.
-        calibrate: function that runs the model, its argument, on a few batches, without a backward. Needed if the
-            scheme stores scales of inputs; unused otherwise.
+        calibrate: function that runs the model, its argument, on a few batches; called once without gradients. Needed
+            if the scheme stores scales of inputs; unused otherwise.
 
     Raises:
         ValueError: as :func:`quant.quantization.replace_layers`; or the scheme is unknown, ``calibrate`` is missing,
-            the model is quantized, a composite model or not whole on this rank, has matrices that no nn.Linear holds
-            (such as stacked experts), or a weight or an input has no scale.
+            the model is quantized, composite, not whole on this rank, of another dtype than fp32, bf16 and fp16, has
+            adapters of peft or matrices that no nn.Linear holds (stacked experts), or a weight or input has no scale.
     """
     scheme = get_scheme(scheme) if isinstance(scheme, str) else scheme
     _check(model)
@@ -107,8 +107,8 @@ def prepare(
 
 
 class _CalledLayers:
-    """Forward hook that raises in the second forward of training if the first one did not call a quantized layer: then
-    the model's code reads the layer's weight, and trains it unquantized. Recomputed layers are called in backward."""
+    """Forward hook that raises in the second forward of training if a quantized layer was not called until then: the
+    model's code reads the layer's weight, and trains it unquantized. Recomputed layers are called in backward."""
 
     handle: Any = None
     forwards = 0
@@ -235,7 +235,7 @@ def find_quantization(model: nn.Module) -> Quantization:
     scale groups are not known.
 
     Raises:
-        ValueError: there are none, or a training forward did not call some of them.
+        ValueError: the model has none, or a training forward did not call some of them.
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantLayer)}
     if not layers:
@@ -260,7 +260,8 @@ def convert(model: Any) -> Any:
     model before, not after: the packed weights have the model's dtype, but contain codes.
 
     Raises:
-        ValueError: as :func:`find_quantization`; or a weight or scale is not finite. The model is then unchanged.
+        ValueError: as :func:`find_quantization`; a weight or scale is not finite; or codes of a row do not fill whole
+            elements of the model's dtype. The model is then unchanged.
     """
     layers = {name: layer for name, layer in find_quantization(model).layers.items() if layer.held is None}
     bad = [name for name, one in layers.items() if not all(p.isfinite().all() for p in one.parameters(recurse=False))]

@@ -226,8 +226,8 @@ class Quantization:
             vars(observer).update(seen[owner])
 
     def decouple_scales(self, head: nn.Module | None = None) -> None:
-        """Choose the codes of Linears with a learned scale of their own (:mod:`quant.decoupled`), except of ``head``.
-        Weights and scales must not be partitioned yet."""
+        """Give every Linear except ``head`` a learned scale to choose its codes with (:mod:`quant.decoupled`), in place
+        of an adapter. Weights and scales must not be partitioned yet."""
         for layer in self.layers.values():
             if isinstance(layer, QuantLinear) and layer is not head:
                 spec = layer.scheme.weights
@@ -236,8 +236,8 @@ class Quantization:
                 layer.attach_adapter(DecoupledScale(nn.Parameter(theta), spec))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint stores: which layers fake-quantize, and the observers' statistics, as plain values
-        and CPU tensors."""
+        """Return what a checkpoint stores: which layers fake-quantize, whether inputs are observed, and the observers'
+        statistics, as plain values and CPU tensors."""
         observers = {owner: observer.state_dict() for owner, observer in self._observers.items()}
         return {"fake_quant": self.fake_quant_state(), "observing": self.observing, "observers": observers}
 
@@ -264,8 +264,8 @@ def replace_layers(
     fast_accum: bool = True,
     kv_cache: TensorSpec | None = None,
 ) -> Quantization:
-    """Replace every nn.Linear of ``model`` that has a scheme by a QuantLinear, and every named embedding by a
-    QuantEmbedding, in place.
+    """Replace every nn.Linear or StackedLinear of ``model`` that has a scheme by a QuantLinear, and every embedding in
+    ``named`` by a QuantEmbedding, in place. ``kv_cache`` also wraps the attention (:mod:`quant.attention`).
 
     Weights and biases stay the same Parameters. Scales are new Parameters on the weights' device, not partitioned:
     under ZeRO-3 partition them next. They start as NaN, so that an unfilled scale shows in the loss.
@@ -297,7 +297,8 @@ def replace_layers(
     of_linears = {name: schemes[name] for name in linears}
     names = ", ".join(dict.fromkeys(one.name for one in of_linears.values()))
     if learn_input_scale and kv_cache is None and not any(one.learns_input for one in of_linears.values()):
-        raise ValueError(f"learnable.act_scale: true, expected false: no scheme stores a scale of inputs ({names})")
+        expected = f"expected false: no scheme stores a scale of inputs that can be learned ({names})"
+        raise ValueError(f"learnable.act_scale: true, {expected}")
     if fp8_gemm and not any(one.has_fp8_gemm for one in of_linears.values()):
         raise ValueError(
             "quant.compute: the fp8 GEMM needs fp8 codes with one scale per tensor for weights and inputs; none of "

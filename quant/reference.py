@@ -41,7 +41,7 @@ caller multiplies by ``1/sqrt(numel * qmax)`` for the ``numel`` elements that sh
 
 Non-finite values: NaN stays NaN in ``fq`` and contributes no gradient; an infinity clips to the bound and has no
 gradient, like every clipped value. As a forward may use only the codes of a weight, which hide a NaN, a weight with
-non-finite ``v`` gets a gradient of NaN, and so does its scale if it learns.
+non-finite ``v`` gets a gradient of NaN; if its scale learns, only the scale does.
 
 A *dynamic* scale belongs to one token, or to one group of its features. With ``[min, max]`` the range of these
 features, extended to include 0, and ``absmax`` their largest magnitude (the scheme 8da4w has asymmetric int8 inputs per
@@ -247,11 +247,11 @@ def fake_quant_backward(
     Args:
         grad: gradient of the fake-quantized tensor, in the shape of ``x``.
         x: the tensor before quantization.
-        scale: its effective scale.
+        scale, zero: its effective scale and zero points.
         spec: number format.
-        zero: its zero points.
         scale_gradient: also compute the gradient of the scale.
-        of_weight: ``x`` is a weight: non-finite elements get a gradient of NaN.
+        of_weight: ``x`` is a weight: a non-finite element makes its own gradient NaN, or with ``scale_gradient`` only
+            that of its scale.
 
     Returns:
         Gradient of ``x`` in ``grad``'s dtype, and gradient of the scale, fp32 in the scale's shape, summed over the

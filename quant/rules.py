@@ -46,13 +46,13 @@ _DECODER_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\..+")
 
 @dataclass(frozen=True)
 class Rule:
-    """Scheme for the layers that match all given conditions.
+    """Scheme for the layers that match ``layers``, if given, and are in the first or last decoder layers, if given.
 
     Attributes:
         scheme: scheme of these layers; None leaves them unquantized.
         layers: regex on the whole module name (``re.fullmatch``).
-        first: match layers inside the first ``first`` decoder layers.
-        last: match layers inside the last ``last`` decoder layers.
+        first, last: match what is inside the first ``first`` or the last ``last`` decoder layers (modules named
+            ``layers.0``, ``layers.1``, ...); with both, either is enough.
     """
 
     scheme: Scheme | None
@@ -101,7 +101,7 @@ def assign(
         that are not nn.Linear), both in module order.
 
     Raises:
-        ValueError: a rule, pattern or name matches no layer.
+        ValueError: a rule decides for no layer, or a pattern or name matches none.
     """
     named = named or {}
     modules = _modules(model)
@@ -194,8 +194,8 @@ def fused_sets(schemes: dict[str, Scheme], modules: dict[str, nn.Module], *, acr
 
 
 def schemes_of_layers(schemes: Mapping[str, Scheme], modules: Mapping[str, nn.Module]) -> dict[str, Scheme]:
-    """Convert schemes by names of a checkpoint's Linears to schemes by names of layers, in module order. Raises
-    ValueError if the Linears of one layer's stacked experts have different schemes, or only some have one."""
+    """Convert ``schemes``, whose keys are names of a checkpoint's Linears, to a dict with names of layers as keys, in
+    module order. Raises ValueError if the experts of one MoE layer have different schemes, or only some have one."""
     experts: dict[str, list[str]] = {}  # Linears by the parent module of the stacks
     for name, module in modules.items():
         if isinstance(module, StackedLinear):
@@ -327,11 +327,10 @@ def name_patterns(names: Iterable[str], others: Iterable[str], end: str = "", *,
     layer would be megabytes.
 
     Args:
-        names: module names.
-        others: module names.
+        names, others: module names.
         end: a regex that follows each name.
         anywhere: write all names as patterns with an optional prefix, for readers that nest the model in another
-            module.
+            module. Raises ValueError if such a pattern would match a name in ``others``.
     """
     others = list(others)
     alike, strangers = _by_numbers(names), _by_numbers(others)

@@ -46,8 +46,8 @@ class Scale(NamedTuple):
         s0: frozen scale as loaded or measured, fp32, in the shape of :meth:`quant.spec.TensorSpec.scale_shape`;
             ``(1,)`` for an input.
         theta: logarithmic correction that trains, in the shape of ``s0`` and any float dtype; None for a fixed scale.
-        global_: global scale of scales stored in e4m3 (NVFP4), fp32 ``(1,)``, for a stack one per expert; None for
-            other formats.
+        global_: global scale of scales stored in e4m3 (NVFP4), fp32 ``(1,)``, for a stack ``(E,)``; None for other
+            formats.
         zero: zero points, fp32, in the shape of ``s0``; None for a symmetric grid.
     """
 
@@ -72,8 +72,8 @@ class Quantizer(NamedTuple):
 
 
 def first_input_scale(absmax: Tensor, spec: TensorSpec, headroom: float = 1.0) -> Tensor:
-    """Compute the stored scale, fp32, of an input with largest magnitude ``absmax``; for dynamic scales this is the
-    global scale, with which ``headroom * absmax`` still fits."""
+    """Compute the stored scale, fp32, of an input with largest magnitude ``absmax``. For dynamic scales this is the
+    global scale, with which ``headroom * absmax`` still fits; otherwise ``headroom`` has no effect."""
     return global_scale(headroom * absmax, spec) if spec.dynamic else absmax_scale(absmax, spec)
 
 
@@ -83,8 +83,8 @@ def lsq_factor(numel: int, spec: TensorSpec) -> float:
 
 
 def check_fp32(scales: Mapping[str, Tensor | None]) -> None:
-    """Raise if frozen scales are not fp32: a cast of the whole module, as DeepSpeed's to bf16 on stages 0 to 2, has
-    rounded them."""
+    """Raise TypeError if frozen scales are not fp32: a cast of the whole module, as DeepSpeed's to bf16 on stages 0 to
+    2, has rounded them."""
     for name, scale in scales.items():
         if scale is not None and scale.dtype != torch.float32:
             raise TypeError(

@@ -33,7 +33,7 @@ NVFP4_GROUP, MX_GROUP = 16, 32
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Number format of one tensor.
+    """Number format of one tensor. Raises ValueError if the attributes contradict each other.
 
     Attributes:
         dtype: ``fp8_e4m3`` (torch.float8_e4m3fn), ``fp4_e2m1`` (OCP Microscaling Formats v1.0, section 5.3.3) or
@@ -228,7 +228,7 @@ _MXFP8, _MXFP8_TOKEN = (
 
 @dataclass(frozen=True)
 class Scheme:
-    """Number formats of a Linear.
+    """Number formats of a Linear. Raises ValueError for a combination that is not supported.
 
     Attributes:
         name: name in recipes and messages.
@@ -315,7 +315,7 @@ class Preset:
 
     Attributes:
         linear: scheme of the Linears; None leaves them unquantized.
-        kv_cache: format of the keys and values; None leaves them unquantized.
+        kv_cache: format of the keys and values, ``FP8_TENSOR``; None leaves them unquantized.
     """
 
     linear: Scheme | None

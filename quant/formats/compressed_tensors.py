@@ -203,8 +203,8 @@ class TrainedLinear:
 @torch.no_grad()
 def pack_linear(linear: TrainedLinear) -> dict[str, torch.Tensor]:
     """Build the tensors of one Linear as stored on disk, by suffix (``weight_scale``, ...): new tensors in CPU memory.
-    Raises ValueError if a scale is missing, misshapen, not finite, 0, negative for a non-integer weight, or not
-    representable in its stored format; a zero point is missing, misshapen or not a code."""
+    Raises ValueError if the weight is not finite; a scale is missing, misshapen, not finite, 0, negative for a
+    non-integer weight, or not representable in its stored format; or a zero point is missing, misshapen or no code."""
     name, scheme, scale = linear.name, linear.scheme, linear.scale
     assert scale.theta is None
     spec, layout = scheme.weights, export_format(scheme)
@@ -348,8 +348,8 @@ def _check_scale(key: str, scale: torch.Tensor, shape: tuple[int, ...], *, signe
 
 def unpack_zero(tensors: dict[str, torch.Tensor], scheme: Scheme) -> torch.Tensor | None:
     """Unpack the zero points of one Linear to fp32 [out, groups]; None if the format has none. ``tensors`` are the
-    Linear's tensors on disk by suffix (``weight_scale``, ...). Raises ValueError if the packed height of the zero
-    points does not match ``weight_shape``."""
+    Linear's tensors on disk by suffix (``weight_scale``, ...). Raises ValueError if the packed zero points do not match
+    ``weight_shape`` and ``weight_scale``."""
     if not scheme.weights.has_zero_points:
         return None
     packed, bits, rows = tensors["weight_zero_point"], scheme.weights.bits, int(tensors["weight_shape"][0])

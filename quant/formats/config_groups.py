@@ -46,7 +46,7 @@ def quantization_config(
             module.
 
     Raises:
-        ValueError: a scheme has no format.
+        ValueError: a scheme has no format; or, with ``anywhere``, no pattern separates layers of two schemes.
     """
     schemes, ignore = list(dict.fromkeys(layers.values())), list(ignore)
     if not schemes and any("experts" in entry for entry in ignore):
@@ -132,9 +132,7 @@ def ignore_patterns(
     them, and ``gate`` without an anchor also matches ``gate_proj``.
 
     Args:
-        skipped: module names of the unquantized Linears.
-        quantized: module names of the quantized layers.
-        routers: module names of the MoE routers.
+        skipped, quantized, routers: module names of the unquantized Linears, the quantized layers and the MoE routers.
         copied: names of modules to ignore with all their submodules, under any prefix.
         anywhere: write all names as patterns with an optional prefix, for readers that nest the model in another
             module.
@@ -168,8 +166,8 @@ def rules_from_config(config: Mapping[str, Any], *, scales_only: bool = False) -
 
     Args:
         config: contents of config.json.
-        scales_only: True if only stored scales are read: accept any format of the codes, and leave out dynamic scales
-            per token.
+        scales_only: True if only stored scales are read: accept any format of the codes, and leave out inputs that have
+            no stored scale.
 
     Raises:
         ValueError: the config is not compressed-tensors', or describes numerics that no scheme of this project has

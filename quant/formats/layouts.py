@@ -1,8 +1,8 @@
 """Checkpoint layouts for export, one Linear at a time.
 
 - ``compressed``: compressed-tensors (``compressed_tensors.py``), for transformers, vLLM and SGLang.
-- ``vllm_fp8``: the same codes and scales under vLLM's own ``fp8`` configuration, for fp8 with one scale per weight and
-  input, or with blocks of 128 x 128 (``weight_scale_inv`` as in DeepSeek-V3; also read by transformers).
+- ``vllm_fp8``: the same codes and scales under vLLM's own ``fp8`` configuration, for fp8 with one scale per weight (and
+  per input, or per token), or blocks of 128 x 128 (``weight_scale_inv`` as in DeepSeek-V3; transformers reads it, too).
 - ``gpt_oss``: experts in MXFP4 as gpt-oss is published, with one tensor of codes (``_blocks``) and one of scales
   (``_scales``) for all experts of a layer.
 - ``modelopt``: ModelOpt's tensors and configuration (``modelopt.py``), for fp8, NVFP4, and MXFP4 with fp8 inputs.
@@ -91,7 +91,8 @@ def block_shapes(key: str, experts: int, in_features: int, out_features: int) ->
 
 
 def linear_shapes(layout: Layout, in_features: int, out_features: int, scheme: Scheme, dtype: torch.dtype) -> Shapes:
-    """Return dtypes and shapes of the tensors for one Linear's weight on disk, by suffix; ``dtype`` is the model's."""
+    """Return dtypes and shapes of the tensors for one Linear's weight and scales on disk, by suffix; ``dtype`` is the
+    model's. Raises ValueError for a scheme or sizes that the layout does not support."""
     if layout == "dequantized":
         return {"weight": (dtype, (out_features, in_features))}
     if layout == "gguf":
@@ -110,9 +111,9 @@ def linear_shapes(layout: Layout, in_features: int, out_features: int, scheme: S
 def linear_tensors(
     layout: Layout, linear: TrainedLinear, source: Mapping[str, torch.Tensor] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Build the tensors of one Linear on disk by suffix, in CPU memory. Rearranges the result of
-    :func:`quant.formats.compressed_tensors.pack_linear`, whose errors may be raised. ``source`` is for
-    :func:`quant.formats.modelopt.modelopt_tensors`."""
+    """Build the tensors of one Linear on disk by suffix, in CPU memory, from the result of
+    :func:`quant.formats.compressed_tensors.pack_linear`. Raises ValueError as that function does, or if the layout
+    cannot store a scale. For ``source`` see :func:`quant.formats.modelopt.modelopt_tensors`."""
     packed, scheme, scale = pack_linear(linear), linear.scheme, linear.scale
     if layout == "modelopt":
         return modelopt_tensors(packed, scheme, source)
@@ -145,13 +146,13 @@ def layout_config(
     copied: Iterable[str] = (),
     anywhere: bool = False,
 ) -> dict[str, Any] | None:
-    """Build the ``quantization_config`` of config.json, or None for a plain checkpoint.
+    """Build the ``quantization_config`` of config.json; None for the layouts dequantized, gguf and mlx. Errors: see
+    :func:`quant.formats.config_groups.quantization_config` and :func:`quant.formats.modelopt.modelopt_config`.
 
     Args:
         layout: layout of the checkpoint.
         layers: schemes of the quantized layers by module name; if names on disk differ from transformers', both.
-        skipped: module names of the unquantized Linears.
-        routers: module names of the MoE routers.
+        skipped, routers: module names of the unquantized Linears, and of the MoE routers.
         kv_cache: format of keys and values; None leaves them unquantized.
         no_linears: names in ``layers`` of embeddings and of the model's head.
         embedding: scheme of all embeddings, if they share one.

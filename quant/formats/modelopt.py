@@ -132,7 +132,7 @@ def modelopt_config(
         kv_cache: format of keys and values, or None.
 
     Raises:
-        ValueError: no layer is quantized, which readers refuse.
+        ValueError: no layer is quantized, which readers refuse, or a scheme has no algorithm.
     """
     kinds = {name: _entry(scheme) for name, scheme in layers.items()}
     if not kinds:

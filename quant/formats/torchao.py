@@ -46,8 +46,8 @@ def check_intx(scheme: Scheme) -> None:
 
 
 def check_intx_of(name: str, scheme: Scheme, *, embedding: bool) -> None:
-    """Raise ValueError if ``name`` is a Linear and ``scheme`` does not quantize its inputs: ExecuTorch has it for
-    embeddings only."""
+    """Raise ValueError if ``name`` is a Linear and ``scheme`` does not quantize its inputs: ExecuTorch supports such
+    schemes for embeddings only."""
     if embedding or scheme.activations is not None:
         return  # embeddings have no schemes with inputs
     raise ValueError(

@@ -39,8 +39,8 @@ def stored_dtype(spec: TensorSpec, model_dtype: torch.dtype) -> torch.dtype:
 
 
 def effective_scale(quantizer: Quantizer, *, after: Tensor | None = None) -> Tensor:
-    """Compute the scale ``s0 * exp(theta)``, rounded to its stored format, without a gradient. ``after``, here and in
-    other functions, is a gradient that does not affect the result: see :mod:`quant.kernels.operators`."""
+    """Compute the scale ``s0 * exp(theta)``, rounded to its stored format, without a gradient; may be ``s0`` itself.
+    ``after``, here and elsewhere, is a gradient without effect on the result: see :mod:`quant.kernels.operators`."""
     (s0, theta, above, _), spec, dtype = quantizer
     stored = stored_dtype(spec, dtype)
     if theta is None and stored == torch.float32 and after is None:
@@ -286,8 +286,8 @@ def rms_norm_quantize(
         mask, values: compute these results.
 
     Returns:
-        Codes and mask of :func:`quantize`, values of :func:`fake_quantize` (both empty if not requested), and ``rstd``
-        for :func:`rms_norm_backward`.
+        Codes and mask of :func:`quantize`, values of :func:`fake_quantize` (mask and values are empty if not
+        requested), and ``rstd`` for :func:`rms_norm_backward`.
     """
     return _operators().rms_norm_quantize(x, weight, eps, *_single_scale(quantizer), mask, values)
 
