@@ -14,6 +14,7 @@ perplexities and accuracies.
 """
 
 import json
+import math
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -70,9 +71,12 @@ def check_writable(path: Path, option: str) -> None:
 
 
 def write_evaluations(path: Path, evaluations: Sequence[Evaluation]) -> None:
-    """Write evaluations as JSON; the file appears only when it is complete."""
+    """Write evaluations as JSON, without infinite metrics (the perplexity per word overflows if a text has few spaces).
+    The file appears only when it is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {"evaluations": [asdict(evaluation) for evaluation in evaluations]}
+    for entry in content["evaluations"]:
+        entry["measurements"] = {name: one for name, one in entry["measurements"].items() if one["value"] != math.inf}
     replace_text(path, json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
@@ -152,12 +156,7 @@ class Comparison:
             models = [side[scheme] for side in (self.ptq, self.qat) if scheme in side]
             ptq, qat = self.pair(scheme, measure)
             own = models[-1].weights_bytes
-            figures = (
-                shown_measurement(bf16),
-                shown_measurement(ptq),
-                shown_measurement(qat),
-                shown_share(bf16, ptq, qat),
-            )
+            figures = (*map(shown_measurement, (bf16, ptq, qat)), shown_share(bf16, ptq, qat))
             rows.append((scheme, *figures, shown_size(own), f"{own / size:.0%}"))
         return rows
 
@@ -168,7 +167,7 @@ class Comparison:
 
 
 def recovered(bf16: Measurement, ptq: Measurement, qat: Measurement) -> float | None:
-    """Compute (PTQ - QAT) / (PTQ - bf16); None if the loss PTQ - bf16 is not above noise (:data:`NOISE`)."""
+    """Compute (PTQ - QAT) / (PTQ - bf16); None if PTQ lost at most the standard error, or without one :data:`NOISE`."""
     lost = bf16.value - ptq.value if bf16.higher_is_better else ptq.value - bf16.value
     noise = bf16.stderr if bf16.stderr is not None else NOISE * abs(bf16.value)
     return None if lost <= noise else (ptq.value - qat.value) / (ptq.value - bf16.value)

@@ -1,5 +1,6 @@
 """bf16, PTQ and QAT side by side: the recovered share, what is comparable, the files; and the script on checkpoints."""
 
+import math
 import subprocess
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from quant import SCHEMES
 from tests.lib.checkpoints import quantized
 from tests.lib.processes import run_python
 from tests.lib.tiny import TEXT, tiny_checkpoint
+from tools.evaluation.perplexity import EvalText
 from tools.evaluation.results import (
     Comparison,
     Evaluation,
@@ -123,6 +125,16 @@ def test_results_there_and_back(comparison, tmp_path):
     write_evaluations(tmp_path / "new" / "found.json", written)
     assert read_evaluations(tmp_path / "new" / "found.json") == written
     assert [file.name for file in (tmp_path / "new").iterdir()] == ["found.json"]
+
+
+def test_a_perplexity_per_word_that_overflows_is_left_out_of_the_file(tmp_path):
+    """Where words are not separated by spaces, a line is one word."""
+    text = EvalText(token_ids=[1] * 1000, words=1, bytes=3000, prefix=0, digest="")
+    figures = {name: perplexity(value) for name, value in text.perplexities(-2000.0).items()}
+    assert figures["perplexity per word"].value == math.inf
+    write_evaluations(tmp_path / "found.json", [Evaluation("a", 1, figures)])
+    (found,) = read_evaluations(tmp_path / "found.json")
+    assert found.measurements == {name: one for name, one in figures.items() if name != "perplexity per word"}
 
 
 FIGURE = '{"evaluations": [{"model": "a", "weights_bytes": 1, "measurements": {"x": %s}}]}'
