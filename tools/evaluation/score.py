@@ -137,7 +137,8 @@ def _logits(head: nn.Module, head_proxy: HiddenStates, rows: Tensor) -> Iterator
 
 
 def reference_of(model: ScoringModel, windows: Sequence[Window], *, batch_size: int) -> Reference:
-    """Compute the predictions that :func:`score_windows` takes as ``reference``; a collective."""
+    """Compute the predictions that :func:`score_windows` takes as ``reference``; a collective. Raises RankError for a
+    token beyond the model's embeddings."""
     _check_tokens(model, windows)
     batches = _batches(windows, batch_size, "reference")
     hidden = [model.hidden_states(batch).cpu() for batch in batches]
@@ -156,8 +157,8 @@ def _check_tokens(model: ScoringModel, windows: Sequence[Window]) -> None:
 def scoring_model(
     model: PreTrainedModel, device: torch.device, ds_config: dict[str, Any] | None = None
 ) -> ScoringModel:
-    """Freeze ``model`` and separate its lm_head. Give ``ds_config`` if the model was built with it, sharded (stage
-    3)."""
+    """Freeze ``model`` and remove its lm_head, in place; a collective. Give ``ds_config`` if the model was built with
+    it, sharded (stage 3). Raises RankError if there is no lm_head, or its output is changed in an unknown way."""
     text = model.config.get_text_config()
     lengths = (getattr(text, name, None) for name in ("n_positions", "max_position_embeddings", "n_ctx"))
     context = next((int(length) for length in lengths if length is not None), None)
@@ -178,7 +179,7 @@ def score_windows(
     label: str,
     reference: Reference | None = None,
 ) -> list[Score]:
-    """Score each window, on every rank; ranks share the work; a collective.
+    """Score all windows; ranks share the work, and each returns all scores; a collective.
 
     Args:
         model: model to score with.
@@ -188,8 +189,8 @@ def score_windows(
         reference: predictions for the same windows and batch size, to compare with.
 
     Raises:
-        RankError: a token is beyond the model's embeddings, a log-likelihood is NaN or infinite, or the reference has
-            other windows or another vocabulary.
+        RankError: on every rank: a token is beyond the model's embeddings, a log-likelihood or KL divergence is NaN or
+            infinite, or the reference has other windows or another vocabulary.
     """
     _check_tokens(model, windows)
     if reference is not None:
@@ -207,9 +208,10 @@ def score_windows(
             scores[index] = some.sum(0)
     values = reduce_over_ranks(scores)
     if bad := int((~values.isfinite()).any(-1).sum()):
+        what = "KL divergence from the reference" if values[:, 0].isfinite().all() else "log-likelihood"
         raise RankError(
-            f"{bad} of {len(windows)} windows have a log-likelihood that is NaN or infinite: set --dtype float32, "
-            "or evaluate another checkpoint if the weights themselves are damaged"
+            f"{bad} of {len(windows)} windows have a {what} that is NaN or infinite: set --dtype float32, or take "
+            "another checkpoint (or reference) if its weights are damaged"
         )
     return [
         Score(value, hits == len(window.targets), kl, agreed)

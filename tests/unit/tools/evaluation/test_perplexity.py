@@ -219,6 +219,15 @@ def test_predictions_that_are_not_finite_and_windows_beyond_the_context_are_refu
         evaluate_text(model, text, length=math.ceil(len(text.token_ids) / 4))
 
 
+def test_a_damaged_reference_is_not_called_a_damaged_model(text):
+    model = scoring()
+    with torch.no_grad():
+        model.head.weight[5] = math.nan
+    reference = reference_of(model, rolling_windows(text.token_ids, text.prefix, 16), batch_size=1)
+    with pytest.raises(RankError, match=r"windows have a KL divergence from the reference that is NaN or infinite"):
+        evaluate_text(scoring(), text, length=16, reference=reference)
+
+
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
 def test_an_export_with_a_quantized_head(tmp_path, text, kind):
     source, int2 = tiny_checkpoint(tmp_path / "source", kind, even=True), SCHEMES["w2a16_g32"]
