@@ -51,9 +51,9 @@ def load_compressed(
     device: torch.device | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[PreTrainedModel, Quantization]:
-    """Build the model of a compressed checkpoint and fill it. It is in eval mode, with all fake quantization on and
-    scales frozen. Exception: 8-bit weights with zero points in bf16 are not fake-quantized; they are the dequantized
-    codes.
+    """Build the model of a compressed checkpoint, whole on every rank, and fill it; a collective. It is in eval mode,
+    with all fake quantization on and scales frozen. Exception: 8-bit weights with zero points in bf16 are not
+    fake-quantized; they are the dequantized codes.
 
     If layers share a scale and the file has several values (another writer's checkpoint), the largest is used and the
     weights are quantized again with it, as serving engines do when they fuse these layers.

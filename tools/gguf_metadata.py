@@ -31,7 +31,7 @@ class GGUFSource:
         known: llama.cpp's names of the supported architectures.
 
     Raises:
-        CheckpointError: the file is damaged, or of another architecture.
+        CheckpointError: the file is missing or damaged, one of several, no model, or of another architecture.
     """
 
     def __init__(self, path: Path, known: Sequence[str]) -> None:

@@ -100,7 +100,7 @@ class Conversion:
     dtype: torch.dtype
 
     def summary(self) -> str:
-        """Describe it in one line."""
+        """Describe the conversion in one line."""
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.kinds.items())
         name = str(self.dtype).removeprefix("torch.")
         rounded = f"; {self.rounded} of them rounded to {name} (--dtype float32 keeps every value)" * bool(self.rounded)
@@ -116,9 +116,9 @@ def convert_gguf(source: Path, out: Path, *, dtype: torch.dtype = torch.bfloat16
         dtype: dtype of quantized tensors in the checkpoint. Tensors in F32, F16 and BF16 keep theirs.
 
     Raises:
-        RankError, ValueError, OSError: before tensors are written: the file is damaged, or its architecture, metadata,
-            tokenizer or a tensor is not supported. While writing: a tensor has NaN or infinite values. The message
-            names the file and the entry or tensor; nothing remains at ``out``.
+        RankError, ValueError, OSError: before tensors are written: ``out`` is not empty, the file is damaged, or its
+            architecture, metadata, tokenizer or a tensor is not supported. While writing: a tensor has NaN or infinite
+            values. The message names the file and the entry or tensor; nothing new remains at ``out``.
     """
     file = GGUFSource(source, [name for name in _FAMILIES if " " not in name])
     routed = f"{file.architecture} experts"

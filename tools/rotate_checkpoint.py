@@ -158,9 +158,9 @@ def rotate_checkpoint(source: Path, out: Path, *, seed: int = 0) -> RotationRepo
         seed: seed of the signs of both rotations.
 
     Raises:
-        RankError, ValueError, OSError: before anything is written: the model is unknown or quantized, or a tensor is
-            missing, unknown or of another shape. While writing: values are not finite; the written files are then
-            removed.
+        RankError, ValueError, OSError: before anything is written: ``out`` is not empty, the model is unknown or
+            quantized, or a tensor is missing, unknown or of another shape. While writing: the disk is full, or values
+            are not finite; the written files are then removed.
     """
     config, tensors = read_plain(source, "rotated")
     untied = bool(config.tie_word_embeddings)
@@ -181,10 +181,10 @@ def rotate_checkpoint(source: Path, out: Path, *, seed: int = 0) -> RotationRepo
 
 def read_plain(source: Path, done: str) -> tuple[PretrainedConfig, dict[str, DiskTensor]]:
     """Read the configuration and the headers of an unquantized checkpoint of one of :data:`FAMILIES`; a collective.
+    ``done`` is a participle for the errors: what the checkpoint cannot be, such as "rotated".
 
     Raises:
-        RankError: on every rank: the model is unknown and cannot be ``done`` (a participle), or quantized, or a tensor
-            is missing, unknown or of another shape.
+        RankError: on every rank: the model is unknown or quantized; a tensor is missing, unknown or of another shape.
     """
     with errors_on_all_ranks(ValueError, OSError):
         config = read_config(source, trust_remote_code=False)

@@ -82,7 +82,8 @@ def measure_norm_outputs(
     source: Path, norms: Sequence[str], text: Path, tokens: int, device: torch.device
 ) -> dict[str, Tensor]:
     """Measure the outputs of norms, given by their keys, for ``tokens`` of a text; a collective. Returns the largest
-    magnitude of each feature, fp64 [features] in CPU memory, by key. Raises RankError on every rank."""
+    magnitude of each feature, fp64 [features] in CPU memory, by key. Raises RankError on every rank if the
+    checkpoint or the text cannot be read."""
     with errors_on_all_ranks(ValueError, OSError):
         sample = read_eval_text(text, load_tokenizer(source), tokens)
     model = load_for_evaluation(source, torch.bfloat16, device, sharded=world_size() > 1)

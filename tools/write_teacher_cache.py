@@ -32,7 +32,8 @@ from model.zero import gathered
 
 
 def check_recipe(recipe: Recipe, out: Path | None) -> Path:
-    """Reject, before any work, a recipe from which no cache can be written.
+    """Reject, before any work, a recipe from which no cache can be written. Changes ``recipe.loss``: unsets
+    ``teacher_cache``, and sets a ``kd_weight`` of 0 to 1.
 
     Returns:
         The directory to write: ``out``, or by default ``loss.teacher_cache``.

@@ -86,9 +86,7 @@ def read_eval_text(path: str | Path, tokenizer: PreTrainedTokenizerBase, max_tok
     """Read and tokenize a UTF-8 text file, or its first ``max_tokens`` tokens. Raises ValueError if the file is empty
     or not UTF-8, or the tokenizer has neither BOS nor EOS."""
     try:
-        text = (
-            Path(path).read_bytes().decode("utf-8")
-        )  # without newline translation, so that bytes are counted as in the file
+        text = Path(path).read_bytes().decode("utf-8")  # newlines are not translated: bytes count as in the file
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not a UTF-8 text file ({error})") from error
     ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -110,8 +108,7 @@ def evaluate_text(
     """Score all tokens of a text; ranks share the windows; a collective.
 
     Args:
-        model: model to evaluate.
-        text: text to predict.
+        model, text: model to evaluate, and text to predict.
         length: tokens per window.
         batch_size: windows per forward.
         reference: predictions of :func:`read_reference` for the same text, to compare with.
@@ -120,7 +117,7 @@ def evaluate_text(
         Sums over the tokens; ``greedy`` is True if every token is the most likely one.
 
     Raises:
-        RankError: ``length`` is more than the model's context, or a prediction is not finite.
+        RankError: ``length`` is more than the model's context; or as :func:`tools.evaluation.score.score_windows`.
     """
     windows = _windows(model, text, length)
     scores = score_windows(model, windows, batch_size=batch_size, label="perplexity", reference=reference)
@@ -154,8 +151,7 @@ def load_for_evaluation(
         if sharded:
             raise RankError(
                 f"{directory} is compressed, and --sharded needs a plain checkpoint: leave --sharded out, so that "
-                "every rank "
-                "has the whole model"
+                "every rank has the whole model"
             )
         model, _ = load_compressed(directory, dtype=dtype, device=device)
         return scoring_model(model, device)
@@ -221,8 +217,8 @@ class TextReference:
 
 
 def read_reference(directory: str | Path, questions: Questions, device: torch.device) -> TextReference:
-    """Compute the predictions of a checkpoint for the text of ``questions``, and free it; a collective. Raises
-    RankError on every rank if the checkpoint or the text cannot be read."""
+    """Compute the predictions of a checkpoint for the text of ``questions``, and free all of the model but lm_head; a
+    collective. Raises RankError on every rank if the checkpoint or the text cannot be read."""
     _, text = _tokenizer_and_text(directory, questions)
     assert text is not None, "a reference needs a text"
     model = load_for_evaluation(directory, questions.dtype, device, sharded=questions.sharded)

@@ -125,14 +125,16 @@ def _metrics(name: str, found: Any, conditions: str) -> dict[str, Measurement]:
 def load_tasks(
     names: Sequence[str], task_dir: Path | None = None, *, limit: int | None = None, num_fewshot: int | None = None
 ) -> Tasks:
-    """Find tasks, groups or tags by name and read their data, before any model is loaded; every rank calls it.
+    """Find tasks, groups or tags by name and read their data, before any model is loaded; a collective. Seeds Python's
+    and NumPy's global generators.
 
     Args:
         names: tasks, groups or tags.
         task_dir: folder with task files (YAML) that replace the harness' own. Their data files are relative to it.
             Their ``!function`` entries are Python code that is run.
         limit: number of samples of each task, from the first one on; None for all.
-        num_fewshot: number of examples before each question, for tasks that do not set it.
+        num_fewshot: number of examples before each question, or None for each task's own; a task made for 0 takes no
+            other number.
 
     Raises:
         RankError: a task is unknown or not supported, its data cannot be read or fetched, or its prompts cannot be

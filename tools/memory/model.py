@@ -82,7 +82,7 @@ def meta_student(recipe: Recipe) -> MetaStudent:
 
 def meta_teacher(recipe: Recipe) -> MetaTeacher | None:
     """Build the teacher; None if the recipe has no teacher, or the teacher is the student itself or was written to a
-    cache."""
+    cache. Raises RankError if the model cannot be built or quantized."""
     if recipe.teacher_kind() != "model":
         return None
     path = str(recipe.loss.teacher)

@@ -141,6 +141,7 @@ class Planner:
 
         Raises:
             DsConfigError: the configuration is wrong, or contradicts the recipe.
+            RecipeError: ``parallel.sequence`` does not divide ``ranks``.
         """
         recipe, inventory, model = replace(self.recipe, deepspeed=strategy), self.inventory, self.student.model
         recipe.check_ranks(ranks)
@@ -379,10 +380,7 @@ class Advisor:
             section, _, name = key.rpartition(".")
             setattr(attrgetter(section)(recipe) if section else recipe, name, value)
         strategy = settings.pop("deepspeed", self.recipe.deepspeed)
-        with (
-            redirect_stdout(StringIO()),
-            suppress(RecipeError, DsConfigError, RankError),
-        ):  # building a model prints notes
+        with redirect_stdout(StringIO()), suppress(RecipeError, DsConfigError, RankError):  # notes of a built model
             recipe.validate()
             if (key := str(settings)) not in self._planners:
                 self._planners[key] = Planner(recipe, ranks_per_node=self.ranks_per_node)

@@ -31,7 +31,7 @@ TEACHER = "teacher"  # kind of the event for the teacher's whole forward, before
 
 @dataclass(frozen=True)
 class Moment:
-    """Moment of a phase with the most bytes: their total, and bytes by part."""
+    """The moment of a phase at which most bytes are alive: their total, and bytes by part."""
 
     total: int
     parts: dict[str, int]

@@ -317,7 +317,7 @@ def bytes_of(parameters: Iterable[ShardedParameter]) -> int:
 
 @dataclass
 class Held:
-    """Bytes of one rank by item of ``ITEMS``, on its device and in host memory."""
+    """Bytes of one rank by item, on its device (``ITEMS``) and in host memory (``ITEMS`` and others)."""
 
     device: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ITEMS, 0))
     host: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ITEMS, 0))

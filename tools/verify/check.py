@@ -132,7 +132,7 @@ def compare_with_transformers(directory: Path, batches: Sequence[Tensor], *, tru
         trust_remote_code: allow running Python code in the directory.
 
     Raises:
-        RankError: the directory is no compressed checkpoint or its keys or shapes are wrong (see ``load_compressed``).
+        RankError: ``load_compressed`` rejects the directory (keys, shapes, ...), or transformers does not load it.
     """
     say_left_out(directory)
     model, quantization = load_compressed(directory, trust_remote_code=trust_remote_code)
@@ -425,7 +425,7 @@ def _wrong_caches(checkpoint: Checkpoint, model: PreTrainedModel, quantization: 
 
 
 def dtype_on_disk(directory: Path, model: PreTrainedModel) -> torch.dtype:
-    """Return the dtype of unquantized tensors: the dtype of most of these tensors in the checkpoint."""
+    """Return the dtype of most unquantized tensors in the checkpoint. Raises ValueError if there is no such tensor."""
     checkpoint = read_headers(directory)
     names = Names(model)
     found = (checkpoint.tensors.get(names.key(name)) for name, tensor in own_tensors(model).items())

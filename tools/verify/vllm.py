@@ -45,7 +45,7 @@ def run(python: str | Path, jobs: Sequence[dict[str, Any]], tokens: Tensor, *, s
         script: ``vllm_cpu.py``, or a script that calls its ``main``.
 
     Raises:
-        ValueError: vLLM cannot be imported there, or a job ended without a result.
+        ValueError: ``python`` cannot be run, vLLM cannot be imported there, or a job ended without a result.
     """
     with tempfile.TemporaryDirectory() as directory:
         scratch = Path(directory)
@@ -87,14 +87,14 @@ def compare_with_vllm(
     against: Path | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[str, bool]:
-    """Compare an export in vLLM's CPU backend, in bf16, with DeepQAT's forward of ``against``, a compressed export of
-    the same model; None: of ``directory``, which is compressed itself.
+    """Compare an export in vLLM's CPU backend, in bf16, with DeepQAT's forward of ``against``: a compressed export of
+    the same model, or None if the export ``directory`` is itself compressed.
 
     Kernels of some CPUs (AMX) do not quantize some inputs, or ignore stored scales. On these, the difference may be as
     large as the effect of quantizing inputs.
 
     Returns:
-        The figures in one line, and whether they are within the bound.
+        The figures in one line, and True if they are within the bound.
 
     Raises:
         ValueError: vLLM does not load the export, or cannot be run; the export or its tokens are of another model.
