@@ -53,8 +53,8 @@ token)::
     e4m3         q = Q(v)                                   fq = q * s
 
 Such a scale is a constant in the gradient. A token (or group) with a NaN or an infinity has no range: all of it becomes
-NaN, without a gradient. The first scale and zero point of weights use the same formulas, as in compressed-tensors and
-torchao.
+NaN, without a gradient (except for infinities in NVFP4, see below). The first scale and zero point of weights use the
+same formulas, as in compressed-tensors and torchao.
 
 NVFP4 inputs have a dynamic scale per group of 16, stored in e4m3 relative to ``G``, the global scale of the tensor::
 
@@ -274,7 +274,7 @@ def fake_quant_backward(
 def quantize_tokens(x: Tensor, spec: TensorSpec, above: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize ``x [..., features]`` with dynamic scales: codes in its shape, fp32 scales and int8 zero points ``[...,
     n]`` for the ``n`` groups of a token (1 for scales per token). A non-finite token has a scale of NaN, and codes of
-    NaN, or 0 on grids without NaN.
+    NaN, or 0 on grids without NaN; an infinity in NVFP4 saturates.
 
     ``above`` is the global scale, fp32 ``(1,)``, if ``spec`` has one.
     """
@@ -314,7 +314,7 @@ def dynamic_scale(absmax: Tensor, above: Tensor) -> Tensor:
 
 def _tokens_in_codes(x: Tensor, spec: TensorSpec, above: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Compute ``v = x * (1/s)``, fp32 ``[..., n, size]`` for the ``n`` groups of a token, with their scales and zero
-    points, fp32 ``[..., n, 1]``. The scale is NaN for a group with a non-finite value. Floats have no zero point."""
+    points, fp32 ``[..., n, 1]``. The scale is NaN for groups with NaN or (not NVFP4) Inf. Floats have no zero point."""
     groups = x.unflatten(-1, (1, -1) if spec.group_size is None else (-1, spec.group_size))
     zero_point = None
     if above is not None:

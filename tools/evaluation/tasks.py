@@ -68,8 +68,8 @@ class Tasks:
             dtype: name of the dtype, for the conditions of the measurements.
 
         Raises:
-            RankError: ``length`` is None and the model's context is unknown, a prediction is not finite, or requests
-                differ between ranks.
+            RankError: ``length`` is None and the model's context is unknown, an answer is longer than a window, a
+                prediction is not finite, or requests differ between ranks.
         """
         length = length or model.context
         if length is None:
