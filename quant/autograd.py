@@ -48,7 +48,7 @@ class Plan:
     Attributes:
         weight: format of the weight; None leaves it unquantized.
         input: format of the input; None leaves it unquantized.
-        weight_numel: number of weights that share one scale, over all modules that share its Parameter.
+        weight_numel: number of weights that share one scale, over all modules that share the scale's Parameter.
         input_numel: features of the input. LSQ's factor counts features, not tokens, so that gradients of micro-batches
             add up to the gradient of the batch.
         fp8_gemm: multiply the codes. Both operands must be e4m3 with one scale per tensor; ``in`` and ``out`` are
@@ -333,8 +333,8 @@ def product(plan: Plan, given: Arguments) -> Tensor:
 def used_weight(
     weight: Tensor, quantizer: Quantizer | None, codes: Tensor | None, *, after: Tensor | None = None
 ) -> Tensor:
-    """Return the weight that the GEMM in the model's dtype multiplies: fake-quantized, or unchanged without a
-    quantizer."""
+    """Return the weight that the GEMM in the model's dtype multiplies: fake-quantized (from ``codes``, if they are
+    given), or unchanged without a quantizer."""
     if quantizer is None:
         return weight
     if codes is None:

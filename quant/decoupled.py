@@ -21,7 +21,7 @@ from quant.spec import TensorSpec
 
 
 class DecoupledScale:
-    """Factors on one layer's weight, from which its codes are chosen; see :class:`quant.lora.Adapter`.
+    """Factors on one layer's weight: their product determines its codes. Used like a :class:`quant.lora.Adapter`.
 
     Attributes:
         parameters: names of the Parameters that the layer registers.

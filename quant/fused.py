@@ -60,8 +60,8 @@ class FusedModule(nn.Module):
             reader.shared_input = self.shared_input
 
     def passes_codes(self) -> bool:
-        """Return True if every reader now takes codes as input. False under ``torch.compile``, which fuses operators
-        itself."""
+        """Return True if every reader now takes its input quantized: its fake quant is on, and nothing observes it.
+        False under ``torch.compile``, which fuses operators itself."""
         taken = all(reader.input_fake_quant and reader.input_observer is None for reader in self.readers)
         return taken and not torch.compiler.is_compiling()
 

@@ -321,8 +321,8 @@ def partial_fit(
 
 
 def by_run(flat: Tensor, start: int, size: int) -> Iterator[tuple[slice, Tensor]]:
-    """Split a range of a row-major tensor, ``flat`` at ``start``, into at most three views ``[runs, values]``, each
-    with the slice of its run indices.
+    """Split ``flat``, the elements of a row-major tensor from ``start`` on, into up to three views ``[runs, values]``,
+    each with the slice of its run indices.
 
     A run is ``size`` consecutive elements. The views are the rest of a run that begins on an earlier rank, the whole
     runs, and the beginning of a run that continues on the next rank.
