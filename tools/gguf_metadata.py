@@ -63,7 +63,7 @@ class GGUFSource:
         raise CheckpointError(f"{self.path}: {problem}")
 
     def own(self, end: str, default: Any = None) -> Any:
-        """Return a metadata value of the architecture."""
+        """Return the metadata value ``ARCHITECTURE.end``, or ``default``."""
         return self.values.get(f"{self.architecture}.{end}", default)
 
     def number(self, end: str, default: float | None = None) -> Any:
@@ -87,7 +87,7 @@ class GGUFSource:
         return found
 
     def token(self, end: str, default: Any = None) -> Any:
-        """Return a metadata value of the tokenizer."""
+        """Return the metadata value ``tokenizer.ggml.end``, or ``default``."""
         return self.values.get(f"tokenizer.ggml.{end}", default)
 
 
