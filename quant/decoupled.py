@@ -21,7 +21,7 @@ from quant.spec import TensorSpec
 
 
 class DecoupledScale:
-    """Factors on one layer's weight: their product determines its codes. Used like a :class:`quant.lora.Adapter`.
+    """Factors that multiply one layer's weight before its codes are chosen; used like a :class:`quant.lora.Adapter`.
 
     Attributes:
         parameters: names of the Parameters that the layer registers.
