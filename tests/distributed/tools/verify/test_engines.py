@@ -211,7 +211,7 @@ def test_a_changed_tensor_is_named_before_anything_is_computed(exports, tmp_path
     changed = edited(export, tmp_path / "changed", key, edit)
     report = compared(layout, changed, against, IDS)
     weight = "model.layers.1.mlp.up_proj.weight"
-    assert report.problems == [f"{weight} is not {weight} of {against}"] and not report.logits
+    assert report.problems == [f"{weight} does not equal {weight} of {against}"] and not report.logits
     assert report.note == "logits: skipped: the tensors are not equal"
     good = compared(layout, export, against)
     assert report.equal == good.equal - 1 and good.note == "logits: skipped: no text was given"
@@ -290,7 +290,7 @@ def test_codes_of_another_type_are_named_and_pipes_are_not_waited_for(exports, t
     key = "model.layers.1.mlp.up_proj.weight"
     changed = edited(export, tmp_path / "changed", key, lambda codes: codes.view(torch.int32))
     (problem,) = compared("mlx", changed, against, IDS).problems
-    assert problem.startswith(f"{key} is not {key} of {against}: [dequantize]")
+    assert problem.startswith(f"{key} does not equal {key} of {against}: [dequantize]")
     os.mkfifo(changed / "generation.json")
     with ends("a pipe"), pytest.raises(ValueError, match=r"generation.json is neither a file nor a folder"):
         compared("mlx", changed, against, IDS)
