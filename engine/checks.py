@@ -1,5 +1,5 @@
-"""Checks around the optimizer step: in the first step that all parameters get gradients, in each step that ranks
-agree."""
+"""Checks around the optimizer step: in every step, ranks agree; in the first step, all quantized layers run and all
+trained parameters get gradients."""
 
 import json
 import re

@@ -46,7 +46,7 @@ def observed_input_scales(quantization: Quantization, owners: Set[str]) -> dict[
         fp32 tensors of shape (1,), equal on every rank, for the scale groups of ``owners``, by owner.
 
     Raises:
-        RankError: on every rank, naming layers whose inputs were never seen or contained NaN or Inf.
+        RankError: on every rank, naming layers whose inputs were never seen, were all zero, or had NaN or Inf.
     """
     groups = [group for group in quantization.input_groups if group.owner in owners]
     if not groups:
@@ -95,9 +95,9 @@ def calibrate_inputs(
     batches: Iterable[MicroBatch],
     device: torch.device,
 ) -> None:
-    """Measure the input scales of the scale groups of ``owners`` on ``batches``, with the unquantized model. A
-    collective; every rank needs the same number of batches. ``forward`` is the engine (or the plain model), called
-    without an attention mask. Switches and observers are restored afterwards."""
+    """Measure the input scales of the scale groups of ``owners`` on ``batches`` with the unquantized model, and write
+    them; a collective. Every rank needs the same number of batches. ``forward`` is the engine (or the plain model).
+    Switches and observers are restored. Raises RankError on every rank if :func:`observed_input_scales` does."""
     with _observing(forward, quantization):
         for batch in progress_bar(desc="calibration", unit="batch", over=list(batches)):
             watch_inputs(forward, quantization, batch, device)
@@ -120,7 +120,7 @@ def _observing(forward: nn.Module, quantization: Quantization, *, quantized: boo
 
 
 def watch_inputs(forward: nn.Module, quantization: Quantization, batch: MicroBatch, device: torch.device) -> None:
-    """Run the samples of a batch through the model with observers on; a collective under ZeRO-3."""
+    """Run the samples of a batch through the model without an attention mask; a collective. Observers must be on."""
     # One sample at a time, without its padding, which is never served.
     samples = list(sample_inputs(batch))
     # Packed or last rows hold unequal numbers of samples, and a forward is a collective under ZeRO-3: a rank with fewer
@@ -186,9 +186,10 @@ class FakeQuant:
         return any(self.stale.values())
 
     def enable(self, *, weights: bool = True, activations: bool = True, layers: str | None = None) -> None:
-        """Switch fake quant on in all layers, or in layers whose whole name matches the regex ``layers``.
+        """Switch fake quant on in all layers, or in layers whose whole name matches the regex ``layers``; a collective.
 
-        Outdated scales are measured again, in a collective. Inputs that stay unquantized are observed.
+        ``weights=False`` or ``activations=False`` switches that part off in these layers. Outdated scales are measured
+        again. Inputs that stay unquantized are observed.
 
         Raises:
             ValueError: the pattern matches no layer.
@@ -197,8 +198,8 @@ class FakeQuant:
         self._switch(weights, activations, layers, observe=True)
 
     def disable(self, *, layers: str | None = None, observe: bool = True) -> None:
-        """Switch fake quant off in all layers, or in layers whose whole name matches ``layers``. ``observe``: observe
-        unquantized inputs; False if fake quant will not be switched on again."""
+        """Switch fake quant off in all layers, or in layers whose whole name matches the regex ``layers``. ``observe``:
+        observe unquantized inputs; False if fake quant stays off. Raises ValueError: the pattern matches no layer."""
         self._switch(False, False, layers, observe=observe)
 
     def _switch(self, weights: bool, activations: bool, layers: str | None, *, observe: bool) -> None:
@@ -212,8 +213,8 @@ class FakeQuant:
             self.quantization.observe(watch)
 
     def observe(self, on: bool) -> None:
-        """Start or stop observing inputs. Starting clears earlier observations when the next step begins: until then an
-        evaluation, an export or a start of fake quant may use them for scales."""
+        """Start or stop observing inputs. Starting clears earlier observations: at once if observers are off, else when
+        the next step begins. Until then an evaluation, an export or a start of fake quant may use them for scales."""
         self.forgets = on and self.quantization.observing
         if not self.forgets:
             self.quantization.observe(on)
@@ -247,7 +248,8 @@ class FakeQuant:
                 self.stale[kind] |= set(self._groups(kind)) - active[kind]
 
     def calibrate(self, batches: Iterable[MicroBatch]) -> None:
-        """Measure the input scales that no checkpoint provides, on batches of every rank; a collective."""
+        """Measure the input scales that no checkpoint provides, on batches of every rank; a collective. Raises
+        RankError as :func:`calibrate_inputs` does."""
         if not self.stale["input"]:
             return
         say(f"calibrating activations on {self.session.recipe.quant.calibration_batches} micro-batches per rank")
@@ -255,14 +257,15 @@ class FakeQuant:
         self.stale["input"] = set()
 
     def measure(self, batches: Iterable[MicroBatch] = ()) -> None:
-        """Measure every outdated scale again, for an export; a collective. Outdated scales of inputs without an
-        observer are measured on ``batches``."""
+        """Measure every outdated scale again, for an export; a collective. Outdated input scales are measured on
+        ``batches``, unless observers run. Raises RankError as :meth:`enable` does."""
         self._begin({kind: set(owners) for kind, owners in self.stale.items()}, batches)
 
     @contextmanager
     def as_served(self, batches: Iterable[MicroBatch]) -> Iterator[None]:
         """Context with serving numerics: all layers fake-quantized, no outdated scale, no observer; a collective.
-        Outdated scales of inputs without an observer are measured on ``batches``."""
+        Outdated scales are measured and written at its start: those of inputs on ``batches``, unless observers run.
+        Switches and observers are restored at its end. Raises RankError as :meth:`enable` does."""
         self._write(self.stale, batches)
         try:
             with self.quantization.paused():
@@ -363,7 +366,7 @@ MOST_CLIPPED, TOO_LARGE = 0.1, 256.0
 
 
 def check_inputs(session: Session, first: Callable[[int], Iterable[MicroBatch]]) -> None:
-    """Check input scales that were read from files on each rank's first training micro-batch, ``first(1)``; a
+    """Run each rank's first training micro-batch, ``first(1)``, to check the input scales that were read from files; a
     collective. Call it after calibration. Raises RankError on every rank if a scale cannot belong to the inputs."""
     quant = session.recipe.quant
     source = quant.start or quant.scales or session.recipe.model.path
@@ -391,8 +394,7 @@ def check_input_scales(
     :data:`MOST_CLIPPED` and :data:`TOO_LARGE`. The global scale of dynamic scales (NVFP4) may also be too small, by a
     factor up to :data:`TOO_LARGE`. ``source`` is the origin of the scales, for the error.
 
-    Raises RankError on every rank; the message has the inputs, the scales in the files and of the batches, and the
-    remedy.
+    Raises RankError on every rank; the message has the inputs, their scales in files and batches, and the remedy.
     """
     groups = [group for group in quantization.input_groups if group.owner in owners]
     if not groups:
@@ -450,8 +452,7 @@ def measure(quantization: Quantization) -> QuantStats:
 
 @contextmanager
 def observed(quant: FakeQuant) -> Iterator[None]:
-    """Context in which inputs are observed. Observers that a script or a schedule switched on before keep their
-    statistics."""
+    """Context in which inputs are observed. Observers that were on before keep their statistics."""
     own = not quant.quantization.observing
     if own:
         quant.observe(True)

@@ -60,11 +60,12 @@ class Loop:
         return cls(load_recipe(path))
 
     def at(self, step: int) -> Callable[[Action], Action]:
-        """Decorator: run the action when ``step`` optimizer steps are done, before the next begins."""
+        """Decorator: run the action when ``step`` optimizer steps are done, before the next begins. Raises ValueError
+        if ``step`` is below 0."""
         return _registers(partial(self.schedule.at, step))
 
     def every(self, steps: int) -> Callable[[Action], Action]:
-        """Decorator: run the action after every ``steps``-th optimizer step."""
+        """Decorator: run the action after every ``steps``-th step. Raises ValueError if ``steps`` is below 1."""
         return _registers(partial(self.schedule.every, steps))
 
     def when(self, condition: Callable[[LoopState], bool]) -> Callable[[Action], Action]:
@@ -86,8 +87,9 @@ class Loop:
         return register
 
     def run(self) -> LoopState:
-        """Set up, train, export. Returns the state after the last step. A signal (see engine/cluster/job.py) ends the
-        run after the current step, with a checkpoint and without an export."""
+        """Set up, train, export; return the state after the last step. A signal (engine/cluster/job.py) ends the run
+        after the current step, with a checkpoint and without an export. Raises RecipeError before the process group
+        starts, RankError on every rank after that."""
         try:
             self.schedule.check(self.recipe.train.steps)
         except ValueError as error:

@@ -63,11 +63,11 @@ class MetricsWriter:
 
 
 class Metrics:
-    """All destinations of a run's curves: none on ranks other than 0, where every method does nothing.
+    """All destinations of a run's curves; none on ranks other than 0, where nothing is written.
 
     Tags: ``loss/...``, ``kd/...``, ``eval/...``; ``lr/<group>``; ``train/...`` (grad norms of all, of weights and of
     scales, tokens per second and device, peak memory, skipped steps, loss scale of fp16, epoch); ``quant/...`` (see
-    engine.fake_quant). A context, which closes the destinations at its end.
+    engine.report); ``on_policy/...``; ``final/...``. A context, which closes the destinations at its end.
     """
 
     def __init__(self, writers: Sequence[MetricsWriter]) -> None:
@@ -332,7 +332,7 @@ LONGEST_REASON = 300  # characters
 
 
 class Sink(NamedTuple):
-    """Functions that send points (values, step), and that finish a run (failed or not), of a started tracker."""
+    """Started tracker: ``log(values, step)`` sends points, ``finish(failed)`` ends its run; ``place`` names the run."""
 
     log: Callable[[Mapping[str, float], int], object]
     finish: Callable[[bool], object]

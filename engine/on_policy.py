@@ -64,7 +64,8 @@ class OnPolicyLoader(Loader):
         self._reused = False
 
     def step(self, k: int) -> list[MicroBatch]:
-        """Return this rank's micro-batches of step ``k``; a collective. Raises NoSamplesError on every rank."""
+        """Return this rank's micro-batches of step ``k``; a collective, in which rank 0 waits for the server and stores
+        its answers. Raises NoSamplesError on every rank if rank 0 gets no answers."""
         answers: list[WrittenAnswer] = []
         problem: str | None = None
         if is_main():

@@ -65,7 +65,7 @@ def publish(
         first: yields this rank's first micro-batches, for outdated input scales and the test of a server.
 
     Returns:
-        The version's directory, or None if it could not be written, and the servers that serve it.
+        The version's directory (None if it could not be written), and the addresses of the servers that serve it.
     """
     folder = Path(os.path.realpath(directory))
     try:
@@ -243,7 +243,7 @@ class VllmServer:
 
         Args:
             version: directory of a complete checkpoint.
-            known: versions that it may have been started with by their link.
+            known: versions to which the link may have pointed when the server was started.
             prompt: token ids for the test.
         """
         name, root, served = self.serving()

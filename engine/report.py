@@ -108,7 +108,7 @@ def _grad_norms(step: StepResult) -> dict[str, float]:
 
 
 def best_line(checkpoints: Path) -> str | None:
-    """Return the final line about the best checkpoint in a directory; None if no checkpoint is marked."""
+    """Return the final line about a directory's best checkpoint (a warning if ``best.json`` is damaged), or None."""
     try:
         best = best_checkpoint(checkpoints)
     except ValueError as error:  # everything else is done and written
@@ -152,8 +152,7 @@ def decibels(relative_error: float) -> float:
 def error_picture(errors: dict[str, float], step: int) -> Figure:
     """Draw the weights' errors in dB: decoder layers from left to right, the modules of a layer from top to bottom.
 
-    All experts of a layer share a square, which shows their mean error. Layers outside of the decoder (lm_head) are
-    left out.
+    All experts of a layer share a square, which shows their mean error. Layers outside the decoder are left out.
     """
     squares: dict[tuple[str, int], list[float]] = {}
     for name, error in errors.items():
@@ -198,7 +197,7 @@ class MemoryWatch:
     """Measures parameters, gradients and optimizer states on this rank in the first step after its creation."""
 
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
-        """Watch ``model``, the student wrapped in its engine, and ``optimizer``, that of the engine."""
+        """Watch ``model``, the student, and ``optimizer``, the one of the student's engine."""
         self._model, self._optimizer = model, optimizer
         self._items: dict[str, int] = {}
         # When this hook is called the gradients of the step are complete, and not yet freed.
@@ -220,8 +219,7 @@ class MemoryWatch:
         }
 
     def write(self, path: Path, device: torch.device, peak: int) -> None:
-        """Write the file that ``launch/memory.py --measured`` reads, unless no step was measured; call it between two
-        steps.
+        """Write the file that ``launch/memory.py --measured`` reads, if a step was measured; call it between two steps.
 
         If the disk is full there is a warning and no file; the run goes on.
         """

@@ -49,27 +49,28 @@ class Schedule:
     """Positions in ``conditional`` of the actions that have run."""
 
     def state_dict(self) -> dict[str, list[str]]:
-        """Return the names of the conditional actions, and of those that have run, for a checkpoint: a resumed run
-        does not repeat these, also if it has other events before them."""
+        """Return for a checkpoint the names of all conditional actions, and of those that have run. A resumed run does
+        not repeat an action that has run, even if its schedule has other events before that action."""
         return {"events": self.names, "met_events": [self.names[index] for index in self.met]}
 
     def load_state_dict(self, state: Mapping[str, list[str]]) -> None:
-        """Restore the result of :meth:`state_dict`. Says which conditional actions the checkpoint does not know: they
-        may run, also if they are changed ones that have run."""
+        """Restore the result of :meth:`state_dict`. If the checkpoint has actions that have run, print which actions it
+        does not know: they may run, even if they only differ a little from actions that have run."""
         self.met = [index for index, name in enumerate(self.names) if name in state["met_events"]]
         for name in (name for name in self.names if state["met_events"] and name not in state["events"]):
             event = name.rpartition(" ")[0]
             say(f"resumed: the checkpoint does not know the event {event!r}, which may run from now on")
 
     def at(self, step: int, action: Action) -> None:
-        """Run ``action(state)`` once, when ``step`` optimizer steps are done and before the next begins."""
+        """Run ``action(state)`` once, when ``step`` optimizer steps are done and before the next begins. Raises
+        ValueError if ``step`` is below 0."""
         if step < 0:
             raise ValueError(f"an event at step {step}: expected 0 or more, as steps count from 0")
         self.before.append((step, action))
 
     def every(self, steps: int, action: Action, *, last: bool = False) -> None:
-        """Run ``action(state)`` after every ``steps``-th optimizer step. ``last``: run it after all other events of the
-        step, so that it sees their changes."""
+        """Run ``action(state)`` after every ``steps``-th optimizer step. ``last``: after all other events of the step,
+        so that the action sees their changes. Raises ValueError if ``steps`` is below 1."""
         if steps < 1:
             raise ValueError(f"an event every {steps} steps: expected 1 or more")
         (self.last if last else self.after).append((steps, action))
@@ -82,7 +83,7 @@ class Schedule:
         self.conditional.append((condition, action))
 
     def check(self, total: int) -> None:
-        """Raise ValueError for an event that a run of ``total`` steps (0: not known yet) never reaches."""
+        """Raise ValueError for an event at a step that a run of ``total`` steps (0: not known yet) never reaches."""
         late = [step for step, _ in self.before if step >= total > 0]
         if late:
             raise ValueError(
@@ -215,8 +216,8 @@ def _held_out_means(state: LoopState, held_out: HeldOut, objective: Objective) -
 
 
 def evaluate_start(state: LoopState) -> None:
-    """Evaluate the starting point; a collective. In a new run this is the PTQ model. In a resumed run it is the step at
-    which a signal ended the earlier run: that step was not evaluated and may be the best."""
+    """Evaluate the starting point; a collective. In a new run this is the PTQ model, if the run ever quantizes. In a
+    resumed run it is a step whose evaluation a signal prevented; its checkpoint is marked if it is the best."""
     if state.saved_step is None:
         if not state.recipe.never_quantizes():
             evaluate_held_out(state)

@@ -94,8 +94,8 @@ def _check_format(recipe: Recipe) -> None:
 
 
 def layout_of(recipe: Recipe) -> Layout | None:
-    """Return the layout of the exported model; None if only an adapter is written. Raises RecipeError for the format of
-    a source that is not quantized, or whose format is not written."""
+    """Return the layout of the exported model; None if only an adapter is written. Raises RecipeError if export.format
+    is source, and the source is not quantized, or has a format that is not written."""
     name, source = recipe.export.format, Path(recipe.quant.start or recipe.model.path)
     if name != "source":
         return None if name == "peft" else name
@@ -122,7 +122,8 @@ CACHE_SCALES_DROPPED = ("qwen3_5", "qwen3_next")
 
 
 def check_exportable(recipe: Recipe, model: PreTrainedModel, quantization: Quantization) -> None:
-    """Refuse, before training, a model whose export could not be written or loaded; a collective. Raises RankError."""
+    """Refuse, before training, a model whose export could not be written; a collective. Raises RankError. Warn if
+    transformers could not load the export, or vLLM would drop its scales of keys and values."""
     layout = layout_of(recipe)
     if layout is None:
         return
@@ -150,8 +151,8 @@ def check_exportable(recipe: Recipe, model: PreTrainedModel, quantization: Quant
 
 
 def export(session: Session, directory: Path, *, compressed: bool = True) -> None:
-    """Write the model into ``directory``, in the recipe's layout or, without ``compressed``, as a plain checkpoint.
-    Raises RankError on every rank if the checkpoint cannot be written."""
+    """Write the model (for export.format peft its adapter alone) to ``directory``, in the recipe's layout or, without
+    ``compressed``, as a plain checkpoint; a collective. Raises RankError on every rank if a file cannot be written."""
     recipe, layout = session.recipe, layout_of(session.recipe)
     adapter = None
     if recipe.adapter.beside:
@@ -201,7 +202,8 @@ def export_trained(
     """Write the trained model to ``directory``, the recipe's export directory by default; a collective.
 
     A run that never quantizes writes a plain checkpoint. If the last steps trained without fake quant, the scales are
-    outdated and measured again first. Input scales are measured on ``batches``, unless observers ran during training.
+    outdated and measured again first: input scales on ``batches``, unless observers run. Raises RankError on every rank
+    if scales cannot be measured or a file cannot be written.
     """
     compressed = not session.recipe.never_quantizes() or quant.enabled
     if compressed and quant.any_stale:

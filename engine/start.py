@@ -42,10 +42,9 @@ from model.save.aside import remove_left
 def start_run(
     recipe: Recipe, schedule: Schedule, token_losses: Sequence[NamedTokenLoss], run_lock: RunLock
 ) -> LoopState:
-    """Start ranks, check the models, read data, build the model and its scales, and load the checkpoint to resume; a
-    collective.
+    """Start ranks, check models, read data, build model and scales, load the checkpoint to resume; a collective.
 
-    ``run_lock`` locks output_dir.
+    ``run_lock`` locks output_dir. ``recipe`` is changed: names on the Hub become paths, train.epochs sets train.steps.
 
     Raises:
         RecipeError: a problem was found before the process group started.

@@ -181,11 +181,12 @@ class LoopState:
 
     def set_peak_rates(self, **rates: float) -> None:
         """Set peak learning rates by parameter group (weights, embeddings, norms, biases, weight_scales, act_scales,
-        adapters)."""
+        adapters). Raises ValueError if a group is unknown, or a rate negative."""
         self.session.overrides.set_peak_rates(**rates)
 
     def set_loss_weights(self, **weights: float) -> None:
-        """Set the weights of the losses lm and kd."""
+        """Set the weights of the losses lm and kd. Raises ValueError if a loss is unknown, a weight negative, both
+        weights are 0, or kd has no teacher."""
         self.session.overrides.set_loss_weights(**weights)
 
     def publish(self, directory: str | Path, *servers: str, keep: int = 2, seconds: float = 300.0) -> Published:

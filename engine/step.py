@@ -26,7 +26,8 @@ from quant.observers import recomputing
 
 def train_step(state: LoopState) -> StepResult:
     """Run one optimizer step: forward and backward of every micro-batch, then the update; a collective. Raises
-    RankError on every rank if no token has a target, or too many steps in a row were skipped."""
+    RankError on every rank if no token has a target, events made ranks differ, too many steps in a row were skipped,
+    a layer did not run or a parameter got no gradient in the first step, or a server wrote no answers."""
     batches = state.loader.step(state.step)
     valid, tokens = _count(state, batches)
     _set_learning_rates(state)

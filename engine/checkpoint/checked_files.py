@@ -87,7 +87,8 @@ class CheckedFiles(CheckpointEngine):
         self.failure: str | None = None
 
     def save(self, state_dict: Any, path: str | os.PathLike[str]) -> None:
-        """Write an object to a file. An ``OSError`` is stored in :attr:`failure`, any other exception is raised."""
+        """Remove the left-out parameters from ``state_dict`` in place, and write it to a file. An ``OSError`` is stored
+        in :attr:`failure`, any other exception is raised."""
         path = Path(path)
         self.left_out.leave_out(state_dict)
         stream = _Stream(path)
@@ -101,7 +102,7 @@ class CheckedFiles(CheckpointEngine):
             path.unlink(missing_ok=True)  # free the space; the checkpoint is lost anyway
 
     def adopt(self, path: Path, target: Path) -> None:
-        """Move a file that DeepSpeed has written into the checkpoint. An ``OSError`` is stored in :attr:`failure`."""
+        """Move into the checkpoint a file that DeepSpeed has written. An ``OSError`` is stored in :attr:`failure`."""
         try:
             path.rename(target)
             with target.open("rb") as file:
@@ -115,7 +116,8 @@ class CheckedFiles(CheckpointEngine):
         self.failure = self.failure or f"{name}: {error.strerror or error}"
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Read an object for DeepSpeed without running code in the file (:func:`read_object`)."""
+        """Read an object for DeepSpeed without running code in the file (:func:`read_object`); add the left-out
+        parameters. Raises ValueError."""
         state = read_object(Path(path), map_location=map_location)
         self.left_out.put_in(state)
         return state

@@ -107,8 +107,7 @@ def best_checkpoint(directory: Path) -> Best | None:
 
 def read_step_directory(path: Path) -> TrainingCheckpoint:
     """Read the manifest of a step directory, and compare the size of every file with it. Raises ValueError if the
-    directory does not exist or is incomplete; the message names the bad file, and the last complete checkpoint before
-    this one."""
+    directory is missing or incomplete; the message names the bad file and the last complete checkpoint before it."""
     try:
         return _read_manifest(path)
     except ValueError as error:
@@ -200,7 +199,7 @@ def other_commits(checkpoint: TrainingCheckpoint, recipe: Recipe) -> Iterator[st
 
 
 def without_effect(checkpoint: TrainingCheckpoint, recipe: Recipe) -> Iterator[str]:
-    """Yield a line for each option that has changed since the checkpoint was written, but only starts a new run."""
+    """Yield a warning for each changed option that only a new run reads (``FIRST_VALUES``), so it has no effect now."""
     before = load_recipe(checkpoint.path / "recipe.yaml")
     for key in FIRST_VALUES:
         was, now = (attrgetter(key)(one) for one in (before, recipe))

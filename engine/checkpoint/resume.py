@@ -118,8 +118,7 @@ def check_stateful(stateful: StatefulStates, state: Mapping[str, Any]) -> None:
 
 
 def load_stateful(stateful: StatefulStates, state: Mapping[str, Any]) -> None:
-    """Restore the state of every stateful object. States of objects that are not in ``stateful`` are ignored, as an
-    export has no schedule."""
+    """Restore the state of every object in ``stateful``; other states are ignored, as an export has no schedule."""
     for name, owner in stateful.items():
         owner.load_state_dict(state["stateful"][name])
 
@@ -135,12 +134,8 @@ def restore_random_states(state: Mapping[str, Any]) -> None:
 
 
 def check_base(session: Session, checkpoint: TrainingCheckpoint) -> None:
-    """Refuse to resume if frozen weights that the checkpoint does not contain differ from those it was trained with; a
-    collective.
-
-    Raises:
-        RankError: on every rank, with the names of some of these weights.
-    """
+    """Refuse to resume if frozen weights that the checkpoint does not contain differ from those of the run that wrote
+    it; a collective. Raises RankError on every rank, with the names of some of these weights."""
     expected = checkpoint.left_out
     there = {*frozen_weights(session.model)}
     now = fingerprints(session.model, (name for name in expected if name in there))

@@ -218,10 +218,9 @@ def _make_current(directory: Path, partial: Path, final: Path, keep: int, measur
 
 
 def mark_best(directory: Path, step: int, measured: BestMetric | None, *, keep: int) -> None:
-    """Mark the checkpoint of ``step`` as the best one if ``measured`` says so. A collective.
-
-    A checkpoint is written before it is evaluated. The former best is removed, unless it is one of the last ``keep``.
-    """
+    """Mark the checkpoint of ``step``, which was evaluated after it was written, as the best one if the value of
+    ``measured`` is below the best checkpoint's; a collective. The former best is removed, unless it is one of the last
+    ``keep``. Raises RankError on every rank if that fails; a mark that cannot be written is only a warning."""
     name = f"step_{step:08d}"
     with errors_on_all_ranks(OSError):
         if is_main():

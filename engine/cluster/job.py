@@ -70,8 +70,8 @@ class RunLock:
         """Lock the existing output directory for this run; a collective.
 
         Raises:
-            RankError: on every rank: another job runs in the directory; the message has its process, machine and start
-                time.
+            RankError: on every rank: another job runs in the directory (the message has its process, machine and start
+                time), or the file ``.running`` cannot be written.
         """
         self._path = path = directory / RUNNING
         what = f"output_dir: {str(directory)!r}"
@@ -89,16 +89,14 @@ class RunLock:
         barrier()  # all ranks hold the lock
 
     def _share(self, what: str) -> None:
-        """Take a shared lock on the file, as all ranks of the job do. Raises ValueError if another job has locked it
-        meanwhile."""
+        """Take a shared lock on the file, as all ranks do. Raises ValueError if another job has locked it meanwhile."""
         assert self._file is not None
         if not _lock(self._file, fcntl.LOCK_SH):
             raise ValueError(f"{what}: another job has started in it at the same moment; start one of the two again")
 
     @staticmethod
     def _take_alone(path: Path, what: str) -> IO[str]:
-        """Lock the file exclusively, and write host, process id and time. Raises ValueError if another job has locked
-        the file."""
+        """Lock the file exclusively, and write host, process id and time. Raises ValueError if another job has it."""
         while True:
             file = open(path, "a+", opener=lambda name, how: os.open(name, how | os.O_NOFOLLOW, 0o666))  # noqa: SIM115
             free = _lock(file, fcntl.LOCK_EX)
@@ -170,13 +168,14 @@ NO_LAUNCHER = (
 
 
 def join_ranks() -> torch.device:
-    """Start the process group (NCCL on CUDA, gloo on CPU) and return this rank's device.
+    """Start the process group (NCCL on CUDA, gloo on CPU) and return this rank's device; a collective.
 
-    Without a launcher the process is rank 0 of 1.
+    Without a launcher the process is rank 0 of 1: the variables in ``ALONE`` are set in the environment.
 
     Raises:
         RecipeError: the job has several processes, but RANK is not in the environment.
-        RankError: the machine has too few devices, or the ranks did not meet.
+        RankError: RANK, LOCAL_RANK or WORLD_SIZE is no number, the machine has too few devices, the ranks did not meet,
+            or this process has closed a process group before.
     """
     # DeepSpeed calls two torch collectives by names deprecated in torch 2.13; users cannot change that.
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):

@@ -174,8 +174,7 @@ def check_shared(directory: Path) -> None:
         directory: output directory of all ranks; exists on rank 0.
 
     Raises:
-        RankError: on every rank: the directory is not shared, or cannot be written; the message names the ranks or the
-            reason.
+        RankError: on every rank: the directory is not shared, or cannot be written; with the ranks or the reason.
     """
     probe: str | None = None
     with errors_on_all_ranks(OSError):
@@ -227,8 +226,7 @@ def _compare(facts: dict[str, str], loaded: Mapping[str, str] | None = None) -> 
 
 
 def _difference(name: str, values: Sequence[tuple[str, str | None]]) -> list[str]:
-    """Describe the values of all ranks, given as (host, value), if they differ: each value with its first host and its
-    ranks."""
+    """Describe the values of all ranks, given as (host, value), if they differ: each with its first host and ranks."""
     ranks: dict[str, list[int]] = {}
     for index, (_, value) in enumerate(values):
         if value is not None:
@@ -290,11 +288,11 @@ def tell_other_ranks(error: str, *, shown: bool = False) -> bool:
 
     Every process group starts with an exchange of such errors (:func:`engine.session.context.init_ranks`), so this rank
     joins the group to send its own. If it waits for other ranks longer than ``SHOWN_SECONDS``, it prints the error
-    first, unless it was ``shown``. No effect with a single rank, or if a process group exists already.
+    first, unless it was ``shown``. With a single rank, or if a process group exists already, only False is returned.
 
     Returns:
-        True if this rank should print the error: it was not shown, and no lower rank has the same one, or no other rank
-        answers.
+        True if the caller should print the error: it was not printed yet, and this is the lowest rank that has it (or
+        no other rank answers).
     """
     if os.environ.get("WORLD_SIZE", "1") == "1" or dist.is_initialized():
         return False

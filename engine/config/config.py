@@ -127,7 +127,7 @@ class Recipe:
         return self.loss.named_teacher() if self.distils() else "none"
 
     def never_quantizes(self) -> bool:
-        """Tell if fake quant is off in all steps."""
+        """Tell if the recipe leaves fake quant off in all steps; a script may still switch it on."""
         return self.quant.fake_quant_start == -1 and not any(event.fake_quant for event in self.schedule)
 
     def invalidates(self) -> bool:
@@ -300,8 +300,7 @@ def derive(recipe: Recipe, before: dict[str, Any]) -> None:
 
 
 def idle(recipe: Recipe) -> Iterator[tuple[str, Any, str]]:
-    """Yield options that differ from their default but have no effect: key, default, and the condition for an
-    effect."""
+    """Yield options that differ from their default but have no effect: key, default, and the condition for one."""
     for key, section, item in recipe_options(recipe):
         default = item.metadata[DERIVED](recipe) if DERIVED in item.metadata else default_of(item)
         if ONLY_WITH in item.metadata and getattr(section, item.name) != default:

@@ -203,8 +203,7 @@ def checkpoint_problems(key: str, path: str, *, weights: bool = False) -> Iterat
 
 
 def without_weights(files: list[str]) -> str:
-    """Return a clause about files with weights in a format that is not supported (``*.bin``, ...); empty if there are
-    none."""
+    """Return a clause about files with weights in an unsupported format (``*.bin``, ...); empty if there are none."""
     for ending, why in NOT_READ.items():
         if found := sorted(os.path.basename(file) for file in files if file.lower().endswith(ending)):
             more = f" and {len(found) - 1} more" if len(found) > 1 else ""

@@ -84,8 +84,8 @@ _names: dict[str, str] = {}  # names with their commits, by local path
 
 
 def named(value: Any) -> Any:
-    """Return ``value``, also a list or dictionary, with each path that :func:`local_paths` returned replaced by the
-    file's name on the Hub with its commit."""
+    """Copy ``value``, which may be a list or dictionary; each path in it that :func:`local_paths` returned is replaced
+    by its name on the Hub with the commit."""
     if isinstance(value, dict):
         return {key: named(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
@@ -94,7 +94,8 @@ def named(value: Any) -> Any:
 
 
 def local_paths(path: str, kind: Kind = "model", *, weights: bool = True, code: bool = False) -> list[str]:
-    """Return the local directory of a checkpoint, or the local files of a data set; ``[path]`` if it is no name.
+    """Download what the cache lacks; return the local directory of a checkpoint, or the local files of a data set.
+    Return ``[path]`` if it is no name.
 
     Args:
         path: a name, or a local path.

@@ -211,8 +211,8 @@ class QuantRecipe:
         return 0 if self.initial_input_scale is not None and self.init == "rtn" else 16
 
     def problems(self) -> Iterator[str]:
-        """Yield a line for each scheme name that is taken or unknown, and for each invalid scheme under
-        quant.schemes."""
+        """Yield a line for each invalid scheme under quant.schemes, each scheme name that is taken or unknown, and each
+        option that contradicts quant.scheme source or quant.lm_head tied."""
         if wrong := [problem for name, own in self.schemes.items() for problem in _problems_of_scheme(name, own)]:
             yield from wrong
             return  # the checks below need valid schemes
@@ -285,8 +285,7 @@ class QuantRecipe:
         return Ranges(weights, self.signed_scales, self.input_range, self.percentile, self.input_headroom)
 
     def scales_brought_by(self) -> str | None:
-        """Return the option that names the source of the initial weight scales; None if they are measured from the
-        weights."""
+        """Return the option that names the source of the first weight scales; None if these are measured."""
         brought = {
             "quant.init": self.init != "rtn",
             "quant.start": bool(self.start),
@@ -311,7 +310,7 @@ class QuantRecipe:
         return None if self.embedding is None else self._scheme(self.embedding)
 
     def linear_schemes(self) -> list[Scheme]:
-        """List all schemes that layers may get; empty if a name is unknown or a scheme invalid."""
+        """List all schemes that layers may get; empty if the section has :meth:`problems`."""
         if any(True for _ in self.problems()):
             return []
         rules = [rule.scheme for rule in self.chosen_rules()]
@@ -321,7 +320,7 @@ class QuantRecipe:
         return list(dict.fromkeys(scheme for scheme in found if scheme is not None))
 
     def known(self) -> bool:
-        """Tell if all schemes that the section names exist, and all schemes under quant.schemes are valid."""
+        """Tell if the section has no :meth:`problems`: all schemes exist and are valid."""
         return not any(True for _ in self.problems())
 
     def quantizes_activations(self) -> bool:

@@ -247,7 +247,7 @@ def parse_recipe(argv: Sequence[str] | None = None, *, check_files: bool = True)
 
     Args:
         argv: the words of the command line, without the script's name.
-        check_files: check that the recipe's files exist.
+        check_files: check that the recipe's files exist, and fetch those on the Hugging Face Hub.
 
     Raises:
         RecipeError: all problems, one line each.

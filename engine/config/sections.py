@@ -411,7 +411,7 @@ class TrainRecipe:
     gradient_accumulation_steps: int = field(default=1, metadata=at_least(1))
     """Micro-batches per rank and optimizer step."""
     seed: int = field(default=0, metadata=_SEED)
-    """Seed of everything random except the order of the samples."""
+    """Seed of everything random except what data.seed decides."""
     activation_checkpointing: bool = False
     """Recompute each block in backward: memory of one block's activations instead of all, a third more compute."""
     activation_offload: bool = field(default=False, metadata=only_with(_RECOMPUTES))

@@ -235,7 +235,7 @@ def _work_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def row_blocks(logits: Tensor) -> Iterator[slice]:
-    """Yield slices of the rows of a chunk of logits [C, V], each of at most ``BLOCK_ELEMENTS`` elements."""
+    """Yield slices of the rows of logits [C, V], each of one row or of at most ``BLOCK_ELEMENTS`` elements."""
     limit = BLOCK_ELEMENTS.get(logits.device.type, BLOCK_ELEMENTS["cuda"])
     size = max(1, limit // logits.shape[1])
     return (slice(start, start + size) for start in range(0, logits.shape[0], size))

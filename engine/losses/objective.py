@@ -167,8 +167,7 @@ class Objective:
 class TopK(NamedTuple):
     """K most likely tokens of R positions: ``log_probs`` [R, K], ``indices`` int64 [R, K], ``log_tail`` [R].
 
-    Log-probabilities are over the whole vocabulary, in descending order; ``log_tail`` is the log-probability of all
-    other tokens together.
+    Log-probabilities are over the whole vocabulary, in descending order; ``log_tail`` is that of all other tokens.
     """
 
     log_probs: Tensor
@@ -195,7 +194,7 @@ def top_indices(logits: Tensor, k: int) -> Tensor:
 
 
 def take_top_k(logits: Tensor, log_probs: Tensor, k: int) -> TopK:
-    """Select the ``k`` most likely tokens by ``logits`` [R, V] with log-softmax ``log_probs``."""
+    """Select the ``k`` largest ``logits`` [R, V], whose log-softmax is ``log_probs``."""
     indices = top_indices(logits, k)
     return TopK(log_probs.gather(-1, indices), indices, _log_tail(log_probs, indices))
 
@@ -216,7 +215,7 @@ def distil(
         spec: kind and options of the loss.
         student: logits [R, V], fp32.
         log_q: log-softmax of ``student``.
-        teacher: logits [R, V], fp32, or the top K of a cache.
+        teacher: logits [R, V], fp32, or for ``kl_top_k`` the top K of a cache.
         labels: int64 [R], each below V.
         gradient: [R, V]; ``weight`` times the gradient of each token's loss is added to its row.
         weight: factor of the gradients added to ``gradient``; the returned losses are unweighted.
@@ -243,7 +242,8 @@ def distil(
 
 
 def forward_kl(log_p: Tensor, log_q: Tensor, gradient: Tensor | None = None, weight: float | Tensor = 1.0) -> Tensor:
-    """Return KL(p || q) per row; add ``weight`` (a number, or [R, 1]) times its gradient to ``gradient``."""
+    """Return KL(p || q) per row; add ``weight`` (a number, or [R, 1]) times its gradient to ``gradient``. Gradients are
+    with respect to the logits of q."""
     p = log_p.exp()
     value = _log_ratio(p, log_p, log_q).mul_(p).sum(-1)
     if gradient is not None:

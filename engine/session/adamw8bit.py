@@ -60,7 +60,7 @@ def decode(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
 
 
 def encode(moment: Tensor, random: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """Round a moment [blocks, MOMENT_BLOCK], which is overwritten, to codes and scales.
+    """Round a moment [blocks, MOMENT_BLOCK], which is overwritten, to codes (uint8) and scales (fp32 [blocks, 1]).
 
     Args:
         moment: fp32, finite.

@@ -57,7 +57,7 @@ def check_adapters(recipe: Recipe, model: PreTrainedModel, exempt: Sequence[str]
 
 
 def pack_base(recipe: Recipe, model: PreTrainedModel, exempt: Sequence[str], named: Mapping[str, Scheme]) -> None:
-    """Replace the weights of all layers to be quantized, except lm_head and embeddings, by packed weights.
+    """Replace the weights of all layers to be quantized, except lm_head, embeddings and shared weights, by packed ones.
 
     An unquantized ``model.path`` is quantized on load (:mod:`model.quantized.quantize_on_load`).
 
@@ -145,14 +145,12 @@ def _check_start(
         if source.scalings[name] != adapter.scaling(rank):
             raise ValueError(
                 f"{start}the factor of {name} is {source.scalings[name]:g}, expected {adapter.scaling(rank):g}, which "
-                "follows "
-                "from adapter.alpha, adapter.rank and adapter.rslora: set these to the adapter's values"
+                "follows from adapter.alpha, adapter.rank and adapter.rslora: set these to the adapter's values"
             )
 
 
 def _source(recipe: Recipe, model: PreTrainedModel, names: Iterable[str]) -> PeftSource:
-    """Read the adapter in ``adapter.start`` for the layers ``names``. Raises ValueError if there is none, or it is
-    unsupported."""
+    """Read the adapter in ``adapter.start`` for the layers ``names``. Raises ValueError: missing or unsupported."""
     try:
         return read_adapter(Path(str(recipe.adapter.start)), model, names)
     except ValueError as error:
@@ -255,7 +253,8 @@ def add_adapters(recipe: Recipe, model: PreTrainedModel, quantization: Quantizat
 
     A is drawn uniformly within ``1 / sqrt(in)``, as torch draws a Linear's weight, and B is zeros; or both are read
     from ``adapter.start``. Random values depend on ``train.seed`` and the layer's name only: equal on every rank, at
-    any number of ranks.
+    any number of ranks. With ``adapter.dropout`` torch's generator is seeded again, differently on each rank. Raises
+    ValueError as :func:`chosen_ranks` does.
     """
     head = model.get_output_embeddings()
     layers = {

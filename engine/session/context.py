@@ -68,9 +68,9 @@ def start_ranks(recipe: Recipe, inputs: Mapping[str, Any] | None = None) -> RunC
         inputs: other values that must be equal on all ranks (such as schedule actions), by name.
 
     Raises:
-        RecipeError: on every rank, before there is a process group: the DeepSpeed configuration is wrong, or a
-            checkpoint cannot be fetched.
-        RankError: there is no tokenizer, or the ranks differ (:mod:`engine.cluster.nodes`).
+        RecipeError: on every rank, before there is a process group: the DeepSpeed configuration is wrong, a checkpoint
+            cannot be fetched, or this machine has no fp16.
+        RankError: there is no tokenizer, the ranks differ (:mod:`engine.cluster.nodes`), or nvme_path cannot be used.
     """
     recipe.fetch(("model", "quant", "adapter"))
     ds_config = resolve(recipe, int(os.environ.get("WORLD_SIZE", "1")))
@@ -112,14 +112,10 @@ def _own_directory(ds_config: dict[str, Any], recipe: Recipe) -> Path:
 def init_ranks(
     inputs: Mapping[str, Any] | None = None, files: Mapping[str, str | Path | None] | None = None
 ) -> torch.device:
-    """Start the process group (NCCL on CUDA, gloo on CPU) and return this rank's device.
+    """Start the process group (:func:`engine.cluster.job.join_ranks`) and return this rank's device; a collective.
 
-    Without a launcher the process is rank 0 of 1. ``inputs`` (arguments by name), and the contents of ``files`` (paths
-    by name), must be equal on all ranks.
-
-    Raises:
-        RecipeError: the job has several processes, but RANK is not in the environment.
-        RankError: the ranks differ, or another rank failed before the group existed.
+    ``inputs`` (arguments by name), and the contents of ``files`` (paths by name), must be equal on all ranks. Raises as
+    join_ranks does, and RankError if the ranks differ, or another rank failed before the group existed.
     """
     device = join_ranks()
     raise_everywhere(None)
@@ -187,6 +183,8 @@ def build_loader(
     Returns:
         The loader, which shards the training samples over ranks and optimizer steps, and the held-out samples (None
         without held-out samples).
+
+    Raises RankError on every rank: data cannot be read or do not suffice, a model lacks a token, or the ranks differ.
     """
     settings, together, rows = recipe.data, recipe.parallel.sequence, rows_of(recipe)
     found = read_data(recipe, tokenizer)
@@ -280,7 +278,8 @@ class Data:
 
 
 def read_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Data:
-    """Read the samples to train on, and those of data.held_out (taken from them) and data.eval; a collective."""
+    """Read the samples to train on, and those of data.held_out (taken from them) and data.eval; a collective. Raises
+    RankError on every rank if a line is bad, or a sample to evaluate on is trained on too."""
     settings = recipe.data
     none = samples_of([])
     prompts = settings.kind == "on_policy"
@@ -315,8 +314,8 @@ def _skipped(samples: Samples, lines: Sequence[str]) -> list[int]:
 def read_samples(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, files: Sequence[str], *, prompts: bool = False
 ) -> Samples:
-    """Read and tokenize files, or read their tokens from ``data.cache``; with ``prompts`` without the last
-    answers. Raises RankError on every rank if a line is bad."""
+    """Read and tokenize files, or read their tokens from ``data.cache``; with ``prompts`` without the last answers; a
+    collective. Raises RankError on every rank if a line is bad."""
     settings = recipe.data
     cache = TokenCache(settings.cache, say)
     bar = progress_bar if settings.cache is None else partial(progress_bar, any_rank=True)  # one rank tokenizes

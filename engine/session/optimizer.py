@@ -133,10 +133,10 @@ def check_patterns(names: Sequence[str], freeze: Sequence[str]) -> None:
 def set_learnable(model: nn.Module, learnable: LearnableRecipe) -> None:
     """Set ``requires_grad`` of every Parameter by the recipe's ``learnable`` section, before the engine is built.
 
-    Biases train with the weights, as do embeddings unless excluded. Scales that do not train have no theta. Parameters
-    frozen by the model's class (biases that correct the choice of experts, fixed initial states) stay frozen: they get
-    no gradient, and weight decay alone would change them. Raises ValueError if a pattern of ``freeze`` matches no
-    Parameter.
+    Biases train with the weights, as do embeddings unless excluded. Scales that are switched off have no theta.
+    Parameters frozen by the model's class (biases that correct the choice of experts, fixed initial states) stay
+    frozen: they get no gradient, and weight decay alone would change them. Raises ValueError if a pattern of ``freeze``
+    matches no Parameter.
     """
     parameters = list(classify(model))
     check_patterns([owned.name for owned in parameters if owned.kind != "frozen"], learnable.freeze)
@@ -185,7 +185,8 @@ def parameter_groups(model: nn.Module, optim: OptimRecipe) -> list[dict]:
     ``act_scales`` (theta), ``adapters``. A Parameter shared by modules is listed once. Theta is the logarithm of a
     factor on the scale, so its learning rate is a relative step. Theta has its own eps, and no weight decay, which
     would pull the scale back to its initial value. Norms and biases do not decay either. ``lr`` is 0 until the loop
-    sets it before every step. ``moments`` is an option of :class:`engine.session.adamw8bit.AdamW8bit`.
+    sets it before every step. ``moments`` is an option of :class:`engine.session.adamw8bit.AdamW8bit`. Raises
+    ValueError if no Parameter is trainable.
     """
     members: dict[str, list[nn.Parameter]] = {name: [] for name in GROUP_OF.values()}
     for owned in classify(model):
@@ -280,8 +281,9 @@ _CLASSES = {
 
 
 def initialize_student(recipe: Recipe, ds_config: dict[str, Any], model: PreTrainedModel) -> deepspeed.DeepSpeedEngine:
-    """Build the student's engine with its optimizer, AdamW (Loshchilov and Hutter 2019); a collective. It is torch's
-    AdamW, as DeepSpeed's compiled versions take 45 s to build at first use."""
+    """Build the student's engine with its optimizer, AdamW (Loshchilov and Hutter 2019); a collective. The optimizer is
+    torch's AdamW, or a subclass, as DeepSpeed's compiled versions take 45 s to build at first use. Raises RankError on
+    every rank if nothing trains, or the drive of ``nvme_path`` is too small."""
     # In all other cases DeepSpeed wraps the optimizer and skips steps whose gradients are not finite.
     unguarded = stage(ds_config) == 0 and recipe.model.dtype == "float32"
     with errors_on_all_ranks(ValueError):
@@ -310,7 +312,8 @@ def initialize_student(recipe: Recipe, ds_config: dict[str, Any], model: PreTrai
 
 
 def initialize_frozen(model: PreTrainedModel, ds_config: dict[str, Any]) -> nn.Module:
-    """Freeze a model for forward only; return an engine without optimizer under stage 3, else the module itself."""
+    """Freeze a model, in place, for forward only; return an engine without optimizer under stage 3, else the module
+    itself. A collective under stage 3."""
     model.requires_grad_(False)
     model.eval()
     config = model.config.get_text_config()
@@ -328,7 +331,7 @@ class LossScale:
     """Dynamic loss scale.
 
     Attributes:
-        value: scale of the next step, a power of two.
+        value: scale of the next step; a power of two if dynamic.
         window: steps in a row without overflow after which the scale doubles; None: static scale.
         least: lower limit of the scale.
         good_steps: steps in a row without overflow since the last change.

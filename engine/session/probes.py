@@ -306,7 +306,8 @@ def _with_checked_rows(session: Session, samples: Sequence[Sample]) -> Session:
 
 def needs_mask(session: Session, samples: Sequence[Sample]) -> bool:
     """Tell if the run's padded rows need an attention mask; a collective. Runs forwards with quantization paused. A
-    trainable router always needs the mask: its auxiliary loss counts tokens by it."""
+    trainable router always needs the mask: its auxiliary loss counts tokens by it. If no mask is needed, the models'
+    attention may be replaced (:func:`stop_asking`)."""
     if session.recipe.learnable.router:
         return True
     settings, vocabulary = session.recipe.data, vocabulary_of(samples)

@@ -212,8 +212,10 @@ def build_session(
         recipe, context: the run, and the result of :func:`engine.session.context.start_ranks`.
         samples: training samples, for a session that computes losses with the recipe's teacher. None (for an export or
             a calibration): no loss head and no teacher.
-        first: returns this rank's first micro-batches; None if a checkpoint will be loaded.
+        first: returns this rank's first micro-batches, for ``quant.init``; None to choose no initial codes.
         optimizer: True for an engine that trains or loads a training checkpoint; False for one that only runs forward.
+
+    Raises RankError on every rank: a model, its scales or the teacher's cache cannot be built or read.
     """
     device, ds_config = context.device, context.ds_config
     head: LMHead | None = None

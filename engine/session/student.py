@@ -51,8 +51,8 @@ COMPILE_OPTIONS: dict[str, str | int | bool | Callable[..., Any]] = {"emulate_pr
 def build_student(
     recipe: Recipe, ds_config: dict[str, Any], device: torch.device, *, losses: bool = True
 ) -> tuple[PreTrainedModel, Quantization]:
-    """Build the student, load its weights, quantize it and set ``requires_grad``; scales are not filled yet.
-    ``losses``: the session will compute losses, so refuse models whose lm_head does not allow it."""
+    """Build the student, load, rotate and quantize its weights, and set ``requires_grad``; scales are not filled yet. A
+    collective. ``losses``: refuse models whose lm_head does not allow losses. Raises RankError on every rank."""
     model, named = empty_student(recipe, ds_config, device, losses=losses)
     report = load_weights(model, recipe.model.path, method=recipe.model.load)
     say(f"weights: {report.summary()}")
@@ -73,7 +73,7 @@ def empty_student(
     recipe: Recipe, ds_config: dict[str, Any], device: torch.device, *, losses: bool = True
 ) -> tuple[PreTrainedModel, dict[str, Scheme]]:
     """Build the student without weights, and return it with the schemes of lm_head, embeddings or (``quant.scheme:
-    source``) all layers, by name. ``losses``: the session will compute losses, so lm_head must allow it."""
+    source``) all layers, by name. ``losses``: lm_head must allow losses. A collective; RankError on every rank."""
 
     def pack(model: PreTrainedModel) -> None:
         pack_base(recipe, model, _exempt(recipe, model), _named_schemes(recipe, model))
@@ -103,8 +103,8 @@ def quantize_student(
     recipe: Recipe, ds_config: dict[str, Any], device: torch.device, model: PreTrainedModel, named: dict[str, Scheme]
 ) -> Quantization:
     """Prepare the student for training, in place: quantized layers, rotations, adapters, fused norms,
-    ``requires_grad``, activation checkpointing, compile. Scales are not filled yet. ``named``: schemes by layer
-    name."""
+    ``requires_grad``, activation checkpointing, compile. Scales are not filled yet. ``named``: schemes by layer name.
+    A collective; raises RankError on every rank."""
     with errors_on_all_ranks(ValueError):
         quantization = replace_layers(
             model,
@@ -206,7 +206,7 @@ def initial_codes(
     """Choose initial codes by GPTQ or block-wise tuning on ``batches``, and set the weights to them; a collective.
 
     Call it after :func:`initial_scales`, with the same number of batches on every rank. Samples of equal length run
-    together, at most as many as a micro-batch has rows.
+    together, at most as many as a micro-batch has rows. Raises RankError on every rank if model.path is quantized.
     """
     if is_quantized(Path(recipe.model.path)):
         raise_everywhere(f"quant.init: {recipe.quant.init}, expected rtn: {recipe.model.path} has codes of its own")
@@ -226,8 +226,7 @@ def initial_codes(
 
 
 def _scales_of_files(recipe: Recipe, model: PreTrainedModel, quantization: Quantization) -> set[str]:
-    """Fill the scales from a PTQ checkpoint or a quantized ``model.path``; return the owners of input groups without a
-    scale."""
+    """Fill the scales from a PTQ checkpoint or a quantized ``model.path``; return owners of inputs without a scale."""
     start, scales = recipe.quant.start, recipe.quant.scales
     read = partial(take_start, inside=recipe.quant.snap_to_codes) if start else load_scales if scales else take_scales
     report = read(
