@@ -312,7 +312,7 @@ def _write(out: ArrayWriter, parts: Iterable[_Part]) -> dict[str, Any]:
             out.add(**part.arrays)
             highest = max(highest, *(int(part.arrays[name].max(initial=0)) for name in ("inputs", "labels")))
     if not counts.lines:
-        problems.add(0, "found only blank lines, expected one JSON object per line")
+        problems.add(0, "found no rows, expected at least one; blank lines do not count")
     return {"counts": counts.as_json(), "highest": highest, **problems.as_json()}
 
 

@@ -121,8 +121,8 @@ class Loader:
         """Values of the last step for the run's curves, on rank 0."""
         if len(self._skip) == len(self.samples):
             raise DataError(
-                f"data.skip: excludes all {found:,} training samples, expected at least one left to learn: name fewer "
-                "lines"
+                f"data.skip: excludes all {len(self.samples):,} training samples, expected at least one left to learn: "
+                "name fewer lines"
             )
 
     def step(self, k: int) -> list[MicroBatch]:

@@ -234,7 +234,7 @@ def test_a_step_of_skipped_samples_takes_the_rows_of_the_next_one(rng):
     )
     assert skipping[0].describe(1).removeprefix("rank 0, step 1") == plain[0].describe(2).removeprefix("rank 0, step 2")
     with pytest.raises(DataError, match=r"data\.skip: excludes all 12 training samples"):
-        loaders(samples, 2, **options, skip=range(12))
+        loaders(samples, packed_length=24, skip=range(12))  # in fewer rows
 
 
 def test_a_step_is_described_by_its_lines():
