@@ -76,9 +76,10 @@ class Rendering:
 def render(template: Template, conversation: Conversation, loss_on: LossOn) -> Rendering:
     """Render a conversation that ends with an assistant turn, and locate the turns to train on.
 
-    These are the last assistant turn, or with ``all`` every assistant turn. A turn without text and tool calls has no
-    content to train on, and a turn that opens the conversation has no prompt: both are skipped. Raises BadLineError if
-    the template refuses the conversation, changes or omits a part of it, or a turn cannot be located exactly.
+    These are the last assistant turn, or with ``all`` every assistant turn, except turns flagged as not learned. A turn
+    without text and tool calls has no content to train on, and a turn that opens the conversation has no prompt: both
+    are skipped. If no turn is left, the rendering is empty. Raises BadLineError if the template refuses the
+    conversation, changes or omits a part of it, or a turn cannot be located exactly.
     """
     turns = [template.formatted(message.turn) for message in conversation.messages]
     wanted = [
@@ -550,8 +551,7 @@ class _Writing:
         part = "the tool" if kind == TOOL else f"turn {index}'s {repr(kind) if kind in TEXTS else kind}"
         return BadLineError(
             f"found {part} {marks.forms[mark][-1][:60]!r}, which the chat template does not write, expected the "
-            "template "
-            "to write it: correct the template, or remove this part from the line"
+            "template to write it: correct the template, or remove this part from the line"
         )
 
     def _changed(self, index: int, marks: Marks) -> BadLineError:

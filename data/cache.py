@@ -108,7 +108,7 @@ class TokenCache:
 
     Args:
         directory: created if it does not exist; None keeps nothing.
-        say: prints a line; True: also if this process is not the one that prints.
+        say: prints a line; its second argument is True for a line that any rank prints, False for one of rank 0 only.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class TokenCache:
         self._say = say
 
     def about(self, tokenizer: PreTrainedTokenizerBase, options: Any, *, chat: bool) -> str:
-        """Digest all that decides the tokens of a file, except the file.
+        """Digest all that decides the tokens of a file, except the file; without a directory return an empty text.
 
         Args:
             tokenizer: the tokenizer.

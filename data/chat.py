@@ -129,7 +129,8 @@ class Counts:
         return text + "".join(f"; {count:,} {name}" for name, count in unusual.items() if count)
 
     def notes(self) -> Iterator[str]:
-        """Yield a line for each file with unused keys: how many rows have which unused keys."""
+        """Yield lines for each file: how many rows have keys that are unused, not written by the template, or taken as
+        variables."""
         for file, counts in self.by_file.items():
             if counts.unused:
                 are = "are" if len(counts.unused) > 1 else "is"
@@ -188,10 +189,10 @@ def read_chat(
     cache: TokenCache | None = None,
     say: Callable[[str], None] = print,
 ) -> tuple[Samples, Counts]:
-    """Read JSONL files into samples, in the order of the lines.
+    """Read files of chats into samples, in the order of the lines.
 
     Args:
-        files: UTF-8 JSONL files; the forms of a line are in `data.jsonl`.
+        files: UTF-8 JSONL (also compressed), Parquet, or folders of data sets; `data.jsonl` has the forms of a line.
         tokenizer: a fast tokenizer with a chat template.
         max_length: the most input positions of a sample (the last target is only predicted, so it is not an input).
         fields: maps field names of `data.jsonl` to the files' keys, for lines of another form.
@@ -207,7 +208,8 @@ def read_chat(
         say: prints a line, before a file with chats of very many turns is read.
 
     Raises:
-        DataError: a file is missing or empty, lines are bad (up to 20 named in one error), or no sample is left.
+        DataError: a file is missing or empty, lines are bad (one error names up to 20 kinds), the tokenizer has no chat
+            template or refuses a text, or no sample is left.
     """
     paths = check_files(files)
     if not tokenizer.chat_template:

@@ -104,8 +104,8 @@ def raise_bad_lines(files: Mapping[Path, Mapping[str, Any]]) -> None:
 
 
 def check_files(files: Sequence[str | Path], *, plain: bool = False) -> list[Path]:
-    """Check files and return their paths; ``plain``: they are plain text, not JSONL. Raises DataError if files are
-    missing, empty, folders or of another kind; the message names all of them."""
+    """Check files and return their paths; ``plain``: they are plain text, not chats. Raises DataError if files are
+    missing, empty or of another kind (:func:`data_problem`); the message names all of them."""
     paths = [Path(file) for file in files]
     wrong = [f"{path}: {problem}" for path in paths if (problem := _file_problem(path, plain))]
     if wrong or not paths:
@@ -248,8 +248,8 @@ class Row(NamedTuple):
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, bytes, int]]:
-    """Yield number and bytes of each line, and the bytes of the file up to there. Splits at newline bytes only: JSON
-    strings may contain unescaped U+2028.
+    """Yield the number of each line, its bytes, and how many bytes of the file are read. Splits at newline bytes only:
+    JSON strings may contain unescaped U+2028.
 
     A line longer than ``LINE_BYTES`` is cut after one more byte, so that `data.jsonl.conversation_of` refuses it.
     """

@@ -195,8 +195,7 @@ def with_own_labels(batch: MicroBatch, share: Share) -> MicroBatch:
 
 
 def pad(samples: Sequence[Sample], rows: Sequence[Sequence[int]], pad_token_id: int, shortest: int = 1) -> MicroBatch:
-    """Batch one sample per row, padded to the longest of these samples, but at least to ``shortest``
-    positions."""
+    """Batch one sample per row, padded to the longest of these samples and at least to ``shortest`` positions."""
     batch = _fill(samples, rows, pad_token_id, max(shortest, *(len(samples[i].input_ids) for (i,) in rows)))
     batch["attention_mask"] = torch.zeros_like(batch["input_ids"])
     for row, start, end in batch["spans"].tolist():
@@ -439,7 +438,7 @@ def on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
 
 
 def without_wait(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy to the device without blocking the host, now or on queued device work."""
+    """Copy to the device, while the host does not wait for queued device work; on a CPU return the tensor itself."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 

@@ -1,4 +1,4 @@
-"""Shared parts of both readers: the sample, the errors, and a tokenizer with reliable offsets.
+"""Shared parts of both readers: samples, the tokenizer of a checkpoint, and its copy with reliable offsets.
 
 Labels of a sample are already shifted: position t of ``input_ids`` sees the tokens up to t and predicts ``labels[t]``.
 Neither the loader nor the model shifts them again.
@@ -157,7 +157,7 @@ class Samples(Sequence[Sample]):
             self.labels.release()
 
     def take(self, indices: np.ndarray) -> "Samples":
-        """Return some of the samples."""
+        """Return the samples with these indices, in this order."""
         per_sample = ("starts", "lengths", "targets", "lines", "codes")
         arrays: dict[str, Any] = {name: getattr(self, name)[indices] for name in per_sample}
         taken = hashlib.blake2b(np.ascontiguousarray(indices, "<i8").data, digest_size=16).hexdigest()
@@ -183,7 +183,7 @@ class Samples(Sequence[Sample]):
         )
 
     def named(self, where: str) -> np.ndarray:
-        """Return the indices of the samples of a line, which is named as `Sample.where` does."""
+        """Return the indices of the samples of a line; ``where`` is its ``file:line``, as from :meth:`Sample.where`."""
         file, _, line = where.rpartition(":")
         number = int(line) if line.isdecimal() and line == str(int(line)) else 0
         codes = [code for code, name in enumerate(self.files) if name == file and number]
@@ -246,7 +246,8 @@ def plain_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
 
     The post-processor is dropped: it adds BOS and EOS, which a chat template writes already, and in GPT-2-like
     tokenizers trims offsets: " word" would begin at the "w", so that a token that begins in the prompt would look like
-    a token of the answer. The caller's tokenizer is not changed.
+    a token of the answer. The caller's tokenizer is not changed. Raises DataError if it is not fast, has ids above
+    `MAX_TOKEN_ID`, or cannot be copied.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):

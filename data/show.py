@@ -48,7 +48,7 @@ class Detokenizer:
         self._byte_of = _byte_names() if "ByteLevel" in repr(self._backend.decoder) else {}
 
     def parts(self, sample: Sample) -> list[Segment]:
-        """Return the whole text of a sample: its inputs, and the last target, which is only predicted."""
+        """Return a sample's whole text in parts: its inputs, and the last target, which is only predicted."""
         ids, labels = sample.input_ids.tolist(), sample.labels.tolist()
         ids += [labels[-1]] * (labels[-1] != IGNORE)
         learned = [False, *(label != IGNORE for label in labels)][: len(ids)]

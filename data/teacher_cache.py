@@ -132,7 +132,7 @@ class Writer:
                 view, at = view[written:], at + written
 
     def close(self) -> None:
-        """Flush everything to disk."""
+        """Flush everything to disk, and close the files. Raises OSError."""
         for file in self._files.values():
             os.fsync(file)
             os.close(file)
@@ -224,11 +224,7 @@ class TeacherCache:
             raise CacheError(f"{self.directory} was made with another tokenizer than the recipe's: {_AGAIN}")
 
     def check_samples(self, samples: Sequence[Sample]) -> None:
-        """Raise CacheError unless the cache was made from these samples and their targets.
-
-        Raises:
-            CacheError: the message names the difference.
-        """
+        """Raise CacheError, which names the difference, unless the cache was made from these samples and targets."""
         if self.manifest.samples != len(samples):
             raise CacheError(
                 f"{self.directory} has {self.manifest.samples:,} samples, expected {len(samples):,}, as the recipe's "
@@ -237,8 +233,7 @@ class TeacherCache:
         if self.manifest.samples_digest != samples_of(samples).key:
             raise CacheError(
                 f"{self.directory} was made from other samples than the recipe's data (files, data.max_length, "
-                "data.too_long, "
-                f"data.loss_on, data.special_tokens, data.held_out, chat template): {_AGAIN}"
+                f"data.too_long, data.loss_on, data.special_tokens, data.held_out, chat template): {_AGAIN}"
             )
         if not np.array_equal(self._arrays["offsets"], offsets_of(samples)):
             raise CacheError(f"{self.directory / 'offsets'} does not fit the samples: the cache is damaged, {_AGAIN}")

@@ -167,7 +167,7 @@ def reads_of(tokenizer: PreTrainedTokenizerBase) -> Reads:
     """Find the variables and keys that a tokenizer's chat templates read.
 
     A variable that a template sets itself counts only if the template also tests whether it is defined. A test inside a
-    macro that has a parameter of this name does not count.
+    macro that has a parameter of this name does not count. Raises DataError if a template is not valid Jinja.
     """
     variables: set[str] = set()
     keys: set[str] = set()
@@ -207,6 +207,8 @@ class Template:
         special: the tokenizer's special tokens.
         ends: tokens that may end a turn.
         tags: tags in the template's source, at which it may split the content of a turn.
+
+    Raises DataError: the template is not valid, or a file with stop tokens cannot be read.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:

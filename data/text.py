@@ -50,7 +50,8 @@ def read_text(
 ) -> Samples:
     """Read UTF-8 text files into blocks of ``block_length`` positions, in order. ``special_tokens``: treatment of
     special tokens that the files spell out (keep, text or refuse). ``cache`` keeps the tokens of each file. Raises
-    DataError if a file is missing, empty or not UTF-8, there is no EOS to join files with, or fewer than two tokens."""
+    DataError if a file is missing, empty or not UTF-8, has a refused special token or a text that the tokenizer does
+    not take or that cannot be cut, there is no EOS to join files with, or there are fewer than two tokens."""
     paths = check_files(files, plain=True)
     eos = tokenizer.eos_token_id
     if len(paths) > 1 and not isinstance(eos, int):
@@ -171,7 +172,7 @@ def split_text(texts: Iterable[str], backend: Tokenizer, size: int) -> Iterator[
     Cuts between a newline and a following letter or digit, or, if no line ends within twice ``size``, between a word
     and the space after it: there, common pre-tokenizers split too. A cut is made only if the text around it tokenizes
     to the same ids as a whole and in two parts. Tokenizers that add a prefix to every text fail this test, so the text
-    is not cut; with more than `LONGEST` characters, TogetherError is raised.
+    is not cut. Raises TogetherError if more than `LONGEST` characters would stay in one piece.
     """
     held, start = "", 0
     for text in chain(texts, [None]):

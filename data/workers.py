@@ -109,7 +109,7 @@ class _Worker:
 
 
 def serve(handle: int) -> None:
-    """Call the function that is sent first for each task that is sent after it, until the other end closes."""
+    """Serve `Workers` at the pipe ``handle``: get what makes the function, then tasks; send each result or error."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the process that started this one decides
         signal.signal(number, signal.SIG_IGN)
     from transformers.dynamic_module_utils import init_hf_modules
