@@ -1,8 +1,7 @@
 """Scripts, one per job, and what they do before the slow import of torch and DeepSpeed.
 
-A wrong ``model.path`` is the most frequent mistake, so it is checked before torch is imported. All other options are
-checked by reading the recipe (:mod:`engine.config.reading`); command lines that `check_model_path` cannot parse are
-left to it.
+A wrong ``model.path`` is the most frequent mistake, so it is checked before torch is imported. Reading the recipe
+(:mod:`engine.config.reading`) checks all other options, and command lines that `check_model_path` cannot parse.
 """
 
 import os
@@ -34,9 +33,9 @@ def _say(kind: type[BaseException], error: BaseException, trace: TracebackType |
 
 
 def check_model_path(argv: Sequence[str] | None = None) -> None:
-    """Exit with code 2 unless the last ``model.path`` is a directory with config.json and weights. The message names
-    missing files of the recipe's data, too. With several ranks nothing is checked here: the recipe's own check reports
-    a file that one rank lacks to all ranks."""
+    """Exit with code 2 if the last ``model.path`` is a local path, but no directory with config.json and weights. The
+    message names missing files of the recipe's data, too. With --help, --print_config or several ranks nothing is
+    checked here: the recipe's own check reports a file that one rank lacks to all ranks."""
     arguments = sys.argv[1:] if argv is None else argv
     if os.environ.get("WORLD_SIZE", "1") != "1":
         return

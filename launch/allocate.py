@@ -100,9 +100,8 @@ def options() -> tuple[argparse.Namespace, list[str]]:
 
 
 def check_options(recipes: Mapping[str, Recipe], budget_bits: float) -> set[str]:
-    """Refuse schemes that conflict with each other or with the budget, by shapes only; a collective. Returns the layers
-    to which the recipe gives a scheme of their own (quant.rules, quant.lm_head, ...): it is the same under each
-    quant.scheme."""
+    """Refuse schemes that conflict with each other or with the budget, by shapes only; a collective. Return the layers
+    with a scheme of their own (quant.rules, ...), which is the same under each quant.scheme. Raises RankError."""
     students = {name: meta_student(recipe) for name, recipe in recipes.items()}
     given = [
         {(layer, module.scheme.name) for layer, module in student.quantization.layers.items()}

@@ -38,7 +38,8 @@ def main() -> None:
 
 
 def calibrate(recipe: Recipe) -> None:
-    """Measure the scales that the recipe's scheme needs and write the PTQ checkpoint."""
+    """Measure the scales that the recipe's scheme needs, and write the PTQ checkpoint; a collective. Raises RecipeError
+    or RankError."""
     check_export(recipe)
     context = start_ranks(recipe)
     models = check_models(recipe, context, losses=False)
@@ -48,7 +49,7 @@ def calibrate(recipe: Recipe) -> None:
 
 
 def calibrated(recipe: Recipe, context: RunContext, models: CheckedModels) -> tuple[Session, Loader]:
-    """Build the quantized model in its engine, with all scales in place; a collective."""
+    """Build the quantized model in its engine, with all scales in place, and the loader; a collective."""
     recipe = replace(recipe, parallel=ParallelRecipe())  # only training shares rows; else each rank has its own
     loader, _ = build_loader(recipe, context.tokenizer, models.tokens)
     session = build_session(recipe, context, None, loader.first, optimizer=False)

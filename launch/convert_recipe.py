@@ -166,7 +166,8 @@ def put_scheme(made: Converted, weights: TensorSpec, activations: TensorSpec | N
 
 
 def from_angelslim(source: ForeignRecipe) -> Converted:
-    """Convert a QAT or QAD configuration of AngelSlim (github.com/Tencent/AngelSlim at 67394ce)."""
+    """Convert a QAT or QAD configuration of AngelSlim (github.com/Tencent/AngelSlim at 67394ce). Raises ValueError for
+    another compression.name, or if its section is missing."""
     made = Converted()
     kind = source.take("compression.name")
     if kind not in ("QAT", "QAD"):
@@ -512,7 +513,7 @@ def _torchtune_quantizer(source: ForeignRecipe, made: Converted) -> None:
 
 
 def converted_recipe(contents: dict[str, Any]) -> Converted:
-    """Convert the contents of a configuration file. Raises ValueError if it belongs to neither tool."""
+    """Convert the contents of a configuration file. Raises ValueError if neither tool trains by such a file."""
     source = ForeignRecipe(contents)
     tools: list[tuple[str, Callable[[ForeignRecipe], Converted]]] = [
         ("compression", from_angelslim),

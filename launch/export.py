@@ -76,7 +76,7 @@ def check_format(recipe: Recipe) -> None:
 
 
 def export_checkpoint(recipe: Recipe, checkpoint: Path) -> None:
-    """Rebuild the run's engine without its teacher, load its state, export."""
+    """Rebuild the run's engine without its teacher, load its state, export. Raises RecipeError or RankError."""
     check_export(recipe)
     context = start_ranks(recipe, {"--checkpoint": checkpoint})
     with errors_on_all_ranks(OSError, ValueError):

@@ -136,7 +136,7 @@ def program(name: str) -> str:
 
 
 def run_command(shown: Sequence[str], stdout: IO[str] | None = None, stderr: IO[str] | None = None) -> int:
-    """Print a command, run it with this project's scripts, and return its exit code."""
+    """Print a command, run it with this project's scripts, and return its exit code. Raises FileNotFoundError."""
     print(f"$ {shlex.join(shown)}", flush=True)
     command = [str(ROOT / word) if re.fullmatch(r"launch/\w+\.py", word) else word for word in shown[1:]]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}

@@ -127,7 +127,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
 
 
 def scripts_of(recipe: Recipe, ptq_codes: Sequence[str]) -> dict[str, str]:
-    """Map each part (ft, ptq, qat) to the script that makes it, in order."""
+    """Map each part (ft unless it would learn only its own logits, ptq, ptq_gptq, ..., qat) to its script, in order."""
     others = [f"{PTQ}_{codes}" for codes in dict.fromkeys(ptq_codes) if codes != recipe.quant.init]
     scripts = {FT: TRAIN, **dict.fromkeys([PTQ, *others], CALIBRATE), QAT: TRAIN}
     return {part: script for part, script in scripts.items() if part != FT or not teaches_itself(recipe)}
@@ -255,7 +255,7 @@ def changes_without_fake_quant(recipe: Recipe) -> list[str]:
 
 
 def check_part(folder: Path, recipe: Recipe) -> None:
-    """Raise RecipeError if another recipe made the folder, or if its export could not be written."""
+    """Raise RecipeError if another recipe or script made the folder, or if its export could not be written."""
     made_by = folder / MADE_BY
     if made_by.is_file():
         if named(asdict(load_recipe(made_by))) != named(asdict(recipe)):
