@@ -283,8 +283,8 @@ def settle_function(head_proxy: HeadProxy, forward: Callable[[Tensor], Tensor], 
 
 
 def output_head(model: PreTrainedModel) -> tuple[str, nn.Linear | QuantLinear]:
-    """Find name and module of the model's output embedding. Raises ValueError if the model has no output embedding, or
-    it is no plain nn.Linear, quantized or not."""
+    """Find name and module of the model's output embedding. Raises ValueError if the model has none, or one that is
+    neither an nn.Linear nor a QuantLinear."""
     module = model.get_output_embeddings()
     if type(module) not in (nn.Linear, PlainHead, QuantLinear, QuantHead):
         raise ValueError(
@@ -301,9 +301,9 @@ def embedding_rows(model: PreTrainedModel) -> int:
 
 
 def install_head(model: PreTrainedModel) -> LMHead:
-    """Replace the model's output embedding by an :class:`LMHead`, in place, with the same Parameters. Raises ValueError
-    if it is no plain nn.Linear, quantized or not. Call it after ``quant.replace_layers`` (which quantizes plain
-    Linears) and before ``deepspeed.initialize`` (which hooks modules)."""
+    """Replace the model's output embedding by an :class:`LMHead`, in place, with the same Parameters. Call it after
+    ``quant.replace_layers`` (which quantizes plain Linears) and before ``deepspeed.initialize`` (which hooks modules).
+    Raises ValueError as :func:`output_head`."""
     name, linear = output_head(model)
     if isinstance(linear, LMHead):
         return linear

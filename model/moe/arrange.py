@@ -211,7 +211,7 @@ def _read(name: str, module: nn.Module) -> Experts:
     missing = [" or ".join(_SIZES[key][:2]) for key, size in sizes.items() if size is None]
     missing += [] if act_fn is not None or gated is not None else [ACT_FN[0]]
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-        problem = "the model runs only those of the list that are hit"
+        problem = "the model runs only the experts that a token chose"
     elif missing:
         problem = f"it has no attribute {', '.join(missing)}"
     else:

@@ -197,8 +197,8 @@ class PackedTensor:
 
 
 def in_codes(read: Any, model: nn.Module) -> Any:
-    """Convert a read of :mod:`model.checkpoint.load` into a packed weight to a read of packed rows. Raises
-    CheckpointError if the weight is not stored in these codes."""
+    """Make a read of :mod:`model.checkpoint.load`, whose target is a packed weight, read packed rows. Raises
+    CheckpointError if the tensor on disk does not fit the weight's codes, or the read does not have whole rows."""
     parameter, piece, source = model.get_parameter(read.piece.name), read.piece, read.source
     held = packed_codes(parameter)
     assert held is not None

@@ -56,8 +56,8 @@ class Item:
             whose scales and codes are named as in the source.
         source: scales of the source by key, for :func:`quant.formats.modelopt.modelopt_tensors`.
         kept: tensors of the source by key, which are written in place of the module's.
-        rounded: tensors of the source by key, in whose dtype the module's are written; the module has them rounded to
-            its dtype, and elements that are still the rounded ones are written as in the source.
+        rounded: tensors of the source by key that the module's dtype has rounded: they are written in the source's
+            dtype, and elements that training has not changed with the source's values.
     """
 
     name: str

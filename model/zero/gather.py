@@ -111,7 +111,7 @@ def whole_values(parameters: Sequence[Tensor]) -> list[Tensor]:
 
 @contextmanager
 def forward_only(module: nn.Module) -> Iterator[None]:
-    """Wrap a forward without a backward of a training engine, so that it does not slow down later steps.
+    """Wrap a forward that no backward follows, of the training engine ``module``, so that later steps stay fast.
 
     DeepSpeed records during a whole step in which order parameters are used. From this trace it prefetches in few large
     collectives and keeps the parameters that backward needs first. After a forward without a backward, DeepSpeed

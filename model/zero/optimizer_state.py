@@ -67,7 +67,7 @@ def reset_moments(optimizer: Any, parameters: Iterable[Parameter]) -> None:
 
     Args:
         optimizer: ``engine.optimizer``: DeepSpeed's wrapper of torch's, or torch's own.
-        parameters: some parameters of its groups.
+        parameters: some parameters of its groups, none with 8-bit moments (KeyError).
     """
     inner = getattr(optimizer, "optimizer", optimizer)
     if not any(inner.state.values()):
