@@ -304,8 +304,12 @@ def words_of(error: BaseException) -> str:
     if not isinstance(error, OSError) or error.strerror is None or error.filename is None:
         return str(error) or type(error).__name__
     names = [str(name) for name in (error.filename, error.filename2) if name is not None]
-    text, path = f"{' -> '.join(names)}: {error.strerror}", Path(names[-1]).absolute()
-    there = next(filter(os.path.exists, path.parents))
+    text = f"{' -> '.join(names)}: {error.strerror}"
+    try:
+        path = Path(names[-1]).absolute()
+    except FileNotFoundError:  # of a relative path
+        return f"{text}; the working directory is missing: was it removed, or its disk unmounted?"
+    there = next(filter(os.path.exists, path.parents), path)
     if error.errno in _FULL:
         with suppress(OSError):
             text += f"; {shutil.disk_usage(there).free:,} bytes are free there"

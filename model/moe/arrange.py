@@ -86,8 +86,7 @@ def find_experts(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _parameter(fused: nn.Module, name: str, of: Experts) -> nn.Parameter:
-    """Create the Parameter of a stack ``[E, out, in]``, or return transformers' own Parameter if its layout is the
-    same."""
+    """Create the Parameter of a stack ``[E, out, in]``, or return transformers' own if it has this layout."""
     inside = [held for held in of.held if held.stack == name]
     if inside[0].name == name and not inside[0].turned:
         return fused.get_parameter(name)

@@ -147,8 +147,7 @@ def _merged(arranged: ArrangedScales) -> list[str]:
 
 
 def _rounded(linears: Iterable[QuantizedTensor], dtype: torch.dtype) -> str | None:
-    """Return the dtype in which the files store scales of integers if ``dtype`` cannot represent all of them, else
-    None."""
+    """Return the dtype of the scales of integers in the files if ``dtype`` cannot represent it, else None."""
     kinds = {one.scale.dtype for one in linears if one.scheme.weights.scale_format == "model"}
     digits = torch.finfo(dtype).eps
     return next((str(kind) for kind in kinds if kind is not None and torch.finfo(kind).eps < digits), None)

@@ -261,8 +261,7 @@ def arrange(model: PreTrainedModel, quantization: Quantization, stored: StoredSc
 def _weight_scale(
     group: ScaleGroup, quantization: Quantization, linears: Mapping[str, LinearParts], stored: StoredScales
 ) -> GroupScale:
-    """Find the stored scales of a scale group of weights; scales relative to a global scale (NVFP4) are divided by
-    it."""
+    """Find the stored scales of a scale group of weights, divided by their global scale if there is one (NVFP4)."""
     if any(disk + WEIGHT_SCALE not in stored.scales for name in group.members for disk in linears[name]):
         return GroupScale(group, [])
     layers = []
@@ -289,8 +288,7 @@ def _global_scale(
 
 
 def _input_scale(group: ScaleGroup, keys: Mapping[str, Sequence[str]], stored: StoredScales, heads: int) -> GroupScale:
-    """Find the stored scales of a scale group of inputs, or of keys or values (the files may have one scale per
-    head)."""
+    """Find the stored scales of a scale group of inputs, or of keys or values (in the files perhaps one per head)."""
     found = [[key for key in keys[name] if key in stored.scales] for name in group.members]
     shape = tuple(full_shape(group.s0))
     values = {key: stored.scales[key] for some in found for key in some}

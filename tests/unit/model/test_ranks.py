@@ -1,5 +1,6 @@
 """Ranks that meet, or name those that are missing, and gloo's threads at the end of a process."""
 
+import errno
 import hashlib
 import os
 import signal
@@ -14,8 +15,19 @@ import pytest
 import torch.distributed as dist
 
 from model import ranks
-from model.ranks import RankError, _wait_for_gloo, meet
+from model.ranks import RankError, _wait_for_gloo, meet, words_of
 from tests.lib.launcher import free_port
+
+
+def test_an_error_is_described_without_a_working_directory(tmp_path, monkeypatch):
+    """An exception instead of a description would leave the other ranks in a collective."""
+    (gone := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    found = words_of(FileNotFoundError(errno.ENOENT, "No such file or directory", "runs/a"))
+    expected = "the working directory is missing: was it removed, or its disk unmounted?"
+    assert found == f"runs/a: No such file or directory; {expected}"
+    assert words_of(PermissionError(errno.EACCES, "Permission denied", "/")) == "/: Permission denied"
 
 
 def test_a_thread_of_gloo_that_works_is_waited_for():
