@@ -5,8 +5,8 @@ Under ZeRO stage 3 a Parameter is a stub: its data is an empty tensor, its shape
 ``ds_tensor``. The chunks of the last ranks end in padding if the elements do not divide evenly. The functions of this
 package also accept plain parameters (stages 0-2), so no other file branches on the stage.
 
-Filling a partition directly (:func:`local_data`) is allowed only before ``deepspeed.initialize``, which copies the
-parameters into the optimizer's fp32 masters: the next step overwrites any later change of a parameter.
+Fill the partition of a trained parameter directly (:func:`local_data`) only before ``deepspeed.initialize``, which
+copies it into the optimizer's fp32 master: the next step overwrites any later change.
 """
 
 from model.zero.gather import ReceiveBuffer, batches, forward_only, gathered, gathered_on_main, whole_values
