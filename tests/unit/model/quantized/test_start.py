@@ -33,14 +33,14 @@ def model_of(directory: Path, schemes: str | Path) -> tuple[torch.nn.Module, Qua
     return model, quantize(model, schemes if isinstance(schemes, str) else None, named=named, measure=False)
 
 
-def other_rounding(source: Path, directory: Path, scheme: str = "w4a16_g32") -> Path:
+def other_rounding(source: Path, directory: Path, scheme: str = "w4a16_g32", spread: float = SPREAD) -> Path:
     """A quantized checkpoint of ``source`` whose codes are not the nearest ones, as those of GPTQ are not."""
     model = load_model(source)
     quantization = quantize(model, scheme)
     with torch.no_grad():
         for layer in quantization.layers.values():
             step = layer.weight.float().abs().amax(-1, keepdim=True) / 7.5
-            layer.weight.add_(SPREAD * step * torch.randn_like(step.expand_as(layer.weight)))
+            layer.weight.add_(spread * step * torch.randn_like(step.expand_as(layer.weight)))
     renew_weight_scales(quantization)
     export_model(model, quantization, source, directory)
     return directory
@@ -77,6 +77,19 @@ def test_snapped_weights_are_exported_as_the_files_codes(tmp_path, kind, scheme)
         assert torch.equal(layer.quantized_weight()[moved], layer.weight[moved])
     export_model(model, quantization, source, tmp_path / "again")
     assert_same_tensors(tmp_path / "again", start)
+
+
+def test_codes_of_two_bits_may_be_far_from_the_nearest_ones(tmp_path):
+    """As those of blockwise, which keeps a layer's outputs, not its weights."""
+    source = original(tmp_path)
+    start = other_rounding(source, tmp_path / "start", "w2a16_g32", spread=2.4)
+    model, quantization = model_of(source, "w2a16_g32")
+    take_start(model, quantization, start, inside=False)
+    layer = quantization.layers[Q]
+    before, nearest = layer.weight.detach().clone(), layer.quantized_weight()
+    take_start(model, quantization, start, inside=True)
+    far, near = ((before - values).float().square().sum() for values in (layer.quantized_weight(), nearest))
+    assert 4 < far / near < 6, "farther than GPTQ's codes"
 
 
 def swap_layers(tensors: dict[str, torch.Tensor]) -> None:
