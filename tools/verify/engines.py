@@ -18,15 +18,17 @@ between two codes may get the other code, so logits are close to ours but not eq
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.activations import GELUTanh
 
 from model.families import is_composite
 from model.save.gguf_file import GGUF_FILE, open_gguf
@@ -91,6 +93,17 @@ class GGUF(Engine):
                 return False
         return True
 
+    def exact_inputs(self) -> set[str]:
+        """Return the names of linear layers whose weights are F32 in the file (routers, gates of shared experts):
+        llama.cpp does not round their inputs."""
+        found = set()
+        for name, module in self.model.named_modules():
+            if isinstance(module, nn.Linear):
+                tensor = self.found.get(self._names.places(f"{name}.weight")[0].name or "")
+                if tensor is not None and tensor.tensor_type.name == "F32":
+                    found.add(name)
+        return found
+
     def compare_logits(self, against: Path, batches: Sequence[Tensor]) -> None:
         if not installed():
             self.report.note = f"logits: skipped: {MISSING}"
@@ -102,9 +115,10 @@ class GGUF(Engine):
         )
         cost = LogitComparison()  # of rounding inputs
         dtype = dtype_on_disk(against, self.model)
+        exact = self.exact_inputs()
         for ids, theirs in zip(batches, engine_logits(self.export / GGUF_FILE, batches), strict=True):
             given = logits_of(self.model, ids)
-            with rounded_inputs(self.model, dtype):
+            with rounded_inputs(self.model, dtype, exact):
                 changed = logits_of(self.model, ids)
             ours.add(given, theirs, ids)
             rounded.add(changed, theirs, ids)
@@ -160,12 +174,15 @@ def engine_logits(file: Path, batches: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 @contextmanager
-def rounded_inputs(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
-    """Round the inputs of linear layers and stacks of experts as llama.cpp does, inside the block; ``dtype`` is the
-    dtype of unquantized layers."""
+def rounded_inputs(model: PreTrainedModel, dtype: torch.dtype, exact: Collection[str] = ()) -> Iterator[None]:
+    """Round the inputs of linear layers and stacks of experts, and GELU, as llama.cpp does, inside the block; ``dtype``
+    is the dtype of unquantized layers, except those that ``exact`` names: their inputs are not rounded."""
     with ExitStack() as stack:
-        for module in model.modules():
-            if isinstance(module, QuantLayer | nn.Linear | StackedLinear) and not isinstance(module, QuantEmbedding):
+        for name, module in model.named_modules():
+            if isinstance(module, GELUTanh):
+                stack.callback(module.register_forward_hook(_tabulated_gelu).remove)
+            layer = isinstance(module, QuantLayer | nn.Linear | StackedLinear) and name not in exact
+            if layer and not isinstance(module, QuantEmbedding):
                 quantized = isinstance(module, QuantLayer)
 
                 def hook(_: nn.Module, arguments: tuple, quantized: bool = quantized) -> tuple:
@@ -174,6 +191,13 @@ def rounded_inputs(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]
 
                 stack.callback(module.register_forward_pre_hook(hook).remove)
         yield
+
+
+def _tabulated_gelu(_: nn.Module, arguments: tuple, output: Tensor) -> Tensor:
+    """Return GELU as ggml's CPU kernels look it up, in a table of fp16 numbers by fp16 numbers between -10 and 10."""
+    (x,) = arguments
+    found = F.gelu(x.clamp(-10, 10).half().float(), approximate="tanh").half().float()
+    return torch.where(x < 10, found, x)
 
 
 def in_blocks(x: Tensor) -> Tensor:
